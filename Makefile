@@ -1,0 +1,97 @@
+# `make demo` and `make test` work as the first command typed in a fresh clone: each makes .venv if it is missing,
+# builds turnwise, installs it with the pinned dependencies, and runs. `make help` lists the rest.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+# torch is pinned in every pip call: a looser requirement could swap it for one with several GB of CUDA.
+INSTALL := $(PIP) install $(if $(shell test -t 2 && echo tty),,-qq) -c constraints.txt
+
+PACKAGE := pyproject.toml CMakeLists.txt $(shell find csrc python -type f ! -name '*.py[co]' ! -name '*.so')
+CPP     := $(shell find csrc tests -type f \( -name '*.h' -o -name '*.hpp' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help build demo demo-compare test lint format typecheck develop sdist wheel-check cuda-build bench docs clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# ---- install -------------------------------------------------------------------------------------------------------
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "turnwise needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | head -1)." \
+	         "Name another: make $(or $(MAKECMDGOALS),test) PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "'$(PYTHON)' has no venv module (on Debian and Ubuntu: apt install python3-venv)." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.python constraints.txt $(PACKAGE)
+	@command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || \
+	  { echo "turnwise builds a C++17 extension and found no compiler (on Debian and Ubuntu: apt install g++)." >&2; exit 1; }
+	@echo "Installing turnwise and its pinned dependencies into $(VENV): minutes the first time, seconds after that."
+	@$(INSTALL) '.[test,plot]'
+	@touch $@
+
+# The tools of `make lint` and `make sdist`; nothing of the package needs them.
+$(VENV)/.tools: $(VENV)/.python constraints.txt
+	@$(INSTALL) ruff mypy clang-format build
+	@touch $@
+
+build: $(VENV)/.installed  ## build and install into .venv
+
+# ---- run -----------------------------------------------------------------------------------------------------------
+demo: $(VENV)/.installed  ## train the sudoku team on this machine and print what it learned
+	@$(BIN)/turnwise demo
+
+demo-compare: $(VENV)/.installed  ## the demo beside a single agent and an untrained team, at equal sampled tokens
+	@$(BIN)/turnwise demo --compare
+
+test: $(VENV)/.installed  ## all tests, against the installed package
+	@$(BIN)/python -P -m pytest
+
+bench: $(VENV)/.installed  ## the benchmarks, one after the other
+	@for bench in bench/bench_*.py; do $(BIN)/python -P $$bench || exit 1; done
+
+# ---- check ---------------------------------------------------------------------------------------------------------
+lint: $(VENV)/.installed $(VENV)/.tools typecheck  ## ruff, clang-format and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(if $(CPP),$(BIN)/clang-format --dry-run --Werror $(CPP))
+
+typecheck: $(VENV)/.installed $(VENV)/.tools  ## mypy alone
+	@$(BIN)/mypy
+
+format: $(VENV)/.tools  ## rewrite the files in the house style
+	@$(BIN)/ruff check --fix --quiet .
+	@$(BIN)/ruff format .
+	@$(if $(CPP),$(BIN)/clang-format -i $(CPP))
+
+# ---- build in other ways --------------------------------------------------------------------------------------------
+develop: $(VENV)/.python  ## compile turnwise._C in place, for work with PYTHONPATH=python
+	@$(INSTALL) cmake ninja pybind11
+	@$(BIN)/cmake -S . -B build/develop -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  -DPython_EXECUTABLE=$(abspath $(BIN))/python -Dpybind11_DIR="$$($(BIN)/pybind11-config --cmakedir)"
+	@$(BIN)/cmake --build build/develop
+	@$(BIN)/cmake --install build/develop --prefix python
+
+sdist: $(VENV)/.tools  ## dist/turnwise-*.tar.gz
+	@rm -f dist/turnwise-*.tar.gz
+	@$(BIN)/python -m build --sdist --outdir dist .
+
+wheel-check: sdist  ## a wheel from the sdist, built in isolation, imports outside the tree
+	@.ci/check-wheel $(BIN)/python dist/turnwise-*.tar.gz OFF
+
+cuda-build: $(VENV)/.tools  ## a wheel with CUDA: compiles with this machine's nvcc, imports without a driver
+	@.ci/check-wheel $(BIN)/python . ON
+
+docs: $(VENV)/.python  ## the documentation, into site/
+	@$(INSTALL) mkdocs-material
+	@$(BIN)/mkdocs build --strict --quiet
+
+clean:  ## remove everything that was built, .venv included
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find python tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f python/turnwise/_C*.so
