@@ -1,0 +1,109 @@
+"""From losses per token to one number, with normalisers that may span a whole optimizer step.
+
+An aggregation gives each row ``b`` a weight ``w_b``; the loss is the sum of ``w_b * mask * loss`` over all tokens. The
+weight is made from a global normaliser, so that any split into micro-batches adds up to the same loss and gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .streams import Rows, check_actor_values, check_actors, check_cu_seqlens, check_cu_seqlens_values
+
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "agent-mean")
+
+
+def check_aggregation(aggregation: str, actor_ids: object, max_length: float | None) -> None:
+    if aggregation not in AGGREGATIONS:
+        raise ValueError(f"aggregation={aggregation!r}: expected one of {', '.join(AGGREGATIONS)}")
+    if aggregation == "agent-mean" and actor_ids is None:
+        raise ValueError("actor_ids=None: expected an actor per sequence, as aggregation='agent-mean'")
+    if aggregation == "seq-mean-token-sum-norm" and not (max_length is not None and max_length > 0):
+        raise ValueError(f"max_length={max_length!r}: expected a positive number, as aggregation={aggregation!r}")
+
+
+def normalizer_of_lengths(
+    aggregation: str, lengths: Tensor, actor_ids: Tensor | None, num_actors: int | None, max_length: float | None
+) -> Tensor:
+    """The normaliser from the number of trained tokens of each row, ``lengths [B]``."""
+    match aggregation:
+        case "token-mean":
+            return lengths.sum()
+        case "seq-mean-token-sum-norm":
+            assert max_length is not None
+            return torch.full((), max_length, dtype=lengths.dtype, device=lengths.device)
+        case "agent-mean":
+            assert actor_ids is not None and num_actors is not None
+            return torch.zeros(num_actors, dtype=lengths.dtype, device=lengths.device).index_add(0, actor_ids, lengths)
+        case _:
+            return (lengths > 0).to(lengths.dtype).sum()
+
+
+def _inverse(value: Tensor) -> Tensor:
+    return torch.where(value > 0, 1 / value, torch.zeros_like(value))
+
+
+def row_weights(aggregation: str, lengths: Tensor, normalizer: Tensor, actor_ids: Tensor | None) -> Tensor:
+    """The weight ``[B]`` of every token of a row."""
+    match aggregation:
+        case "seq-mean-token-mean":
+            return _inverse(lengths) * _inverse(normalizer)
+        case "agent-mean":
+            assert actor_ids is not None
+            active = (normalizer > 0).to(lengths.dtype).sum()
+            return (_inverse(normalizer) * _inverse(active))[actor_ids]
+        case _:
+            return _inverse(normalizer).expand(lengths.shape)
+
+
+def check_normalizer(aggregation: str, normalizer: Tensor, num_actors: int | None) -> None:
+    expected = (num_actors,) if aggregation == "agent-mean" else ()
+    if tuple(normalizer.shape) != expected and not (expected == () and normalizer.numel() == 1):
+        raise ValueError(
+            f"normalizer has shape {tuple(normalizer.shape)}: expected {expected}, as aggregation={aggregation!r}"
+        )
+
+
+def loss_normalizer(
+    aggregation: str,
+    *,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    actor_ids: Tensor | None = None,
+    num_actors: int | None = None,
+    max_length: float | None = None,
+) -> Tensor:
+    """The normaliser of a whole optimizer step, to pass to each micro-batch's :func:`policy_loss` as ``normalizer``.
+
+    ``mask [B, T]`` for padded rows, ``cu_seqlens [B+1]`` with or without ``mask [N]`` for packed ones; ``actor_ids [B]``
+    and ``num_actors`` for ``"agent-mean"``, ``max_length`` for ``"seq-mean-token-sum-norm"``.
+
+    Returns float32: the number of trained tokens (``"token-mean"``), of rows with trained tokens
+    (``"seq-mean-token-sum"``, ``"seq-mean-token-mean"``), ``max_length`` (``"seq-mean-token-sum-norm"``), or the trained
+    tokens of each actor, ``[num_actors]`` (``"agent-mean"``). Normalisers of parts of a step, or of several ranks, add up
+    to that of the whole, but for ``"seq-mean-token-sum-norm"``, where it is a constant.
+    """
+    check_aggregation(aggregation, actor_ids, max_length)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens)
+        if cu_seqlens.device.type == "cpu":
+            check_cu_seqlens_values(cu_seqlens, None if mask is None else mask.shape[0])
+        if mask is None:
+            lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).double()
+        elif mask.dim() != 1:
+            raise ValueError(f"mask has shape {tuple(mask.shape)}: expected [N], as cu_seqlens is given")
+        else:
+            lengths = Rows(mask, cu_seqlens).sum((mask != 0).double())
+    elif mask is None:
+        raise ValueError("mask=None: expected mask [B, T], or cu_seqlens [B + 1]")
+    elif mask.dim() != 2:
+        raise ValueError(f"mask has shape {tuple(mask.shape)}: expected [B, T], or [N] with cu_seqlens")
+    else:
+        lengths = (mask != 0).sum(dim=1).double()
+    if actor_ids is not None:
+        check_actors(actor_ids, num_actors, lengths.shape[0])
+        if actor_ids.device.type == "cpu":
+            assert num_actors is not None
+            check_actor_values(actor_ids, num_actors)
+    return normalizer_of_lengths(aggregation, lengths, actor_ids, num_actors, max_length).float()

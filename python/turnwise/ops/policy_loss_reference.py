@@ -1,0 +1,164 @@
+"""The clipped policy loss in plain PyTorch: what every other backend is held against. Differentiable, any device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .aggregation import normalizer_of_lengths, row_weights
+from .options import KL, Clip, ImportanceCorrection
+from .streams import Rows, Streams
+
+METRICS = (
+    "tokens",
+    "clip_fraction_low",
+    "clip_fraction_high",
+    "dual_clip_fraction",
+    "approx_kl_k1",
+    "approx_kl_k3",
+    "ratio_mean",
+    "ratio_max",
+)
+METRICS_REF = ("kl",)
+METRICS_ROLLOUT = ("mismatch_kl", "ess")
+
+LOG_RATIO_BOUND = 20.0
+KL_BOUND = 10.0
+
+
+class Objective(NamedTuple):
+    """How tokens become a loss."""
+
+    clip: Clip
+    kl: KL | None
+    correction: ImportanceCorrection | None
+    aggregation: str
+    num_actors: int
+    max_length: float | None
+
+
+def metric_names(has_ref: bool, has_rollout: bool) -> tuple[str, ...]:
+    """The metrics of a call, in the order in which every backend returns them."""
+    return METRICS + (METRICS_REF if has_ref else ()) + (METRICS_ROLLOUT if has_rollout else ())
+
+
+class TokenLoss(NamedTuple):
+    """One variant's loss per token, and which tokens it clipped."""
+
+    loss: Tensor
+    clipped_low: Tensor
+    clipped_high: Tensor
+    dual_clipped: Tensor
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: Clip) -> TokenLoss:
+    """PPO: ``max(-A * ratio, -A * clip(ratio))``, and for ``A < 0`` at most ``-A * dual``."""
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip.low, 1 + clip.high))
+    negative = advantages < 0
+    dual_clipped = torch.zeros_like(negative)
+    if clip.dual is not None:
+        bound = -advantages * clip.dual
+        dual_clipped = negative & (loss > bound)
+        loss = torch.where(dual_clipped, bound, loss)
+    low = negative & (ratio < 1 - clip.low)
+    high = (advantages > 0) & (ratio > 1 + clip.high)
+    return TokenLoss(loss, low, high, dual_clipped)
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
+    """An estimator of ``KL(policy || reference)`` per token; ``+`` keeps the value and takes the gradient of ``k2``."""
+    d = ref_logprobs - logprobs
+    if kind.endswith("+"):
+        k2 = 0.5 * d.square()
+        return kl_estimate(logprobs, ref_logprobs, kind[:-1]).detach() + (k2 - k2.detach())
+    match kind:
+        case "k1":
+            return -d
+        case "abs":
+            return d.abs()
+        case "k2":
+            return 0.5 * d.square()
+        case _:
+            d = d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+            return (d.exp() - d - 1).clamp(-KL_BOUND, KL_BOUND)
+
+
+def correction_weights(mismatch: Tensor, rows: Rows, correction: ImportanceCorrection) -> Tensor:
+    """``min(exp(old - rollout), cap)`` per token, or the same of a sequence's sum; ``mismatch`` is 0 where masked."""
+    if correction.level == "sequence":
+        mismatch = rows.spread(rows.sum(mismatch))
+    return mismatch.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().clamp(max=correction.cap)
+
+
+def reference(s: Streams, objective: Objective, normalizer: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The loss and its metrics, ``[1 + num_actors, K]`` in the order of :func:`metric_names`: overall, then by actor."""
+    dtype = torch.float64 if s.logprobs.dtype == torch.float64 else torch.float32
+    rows = Rows(s.logprobs, s.cu_seqlens)
+    mask = torch.ones_like(s.logprobs, dtype=torch.bool) if s.mask is None else s.mask != 0
+
+    def stream(values: Tensor) -> Tensor:
+        # Masked tokens may hold anything, NaN too: they become 0 before any arithmetic.
+        return torch.where(mask, values.to(dtype), 0.0)
+
+    logprobs, old = stream(s.logprobs), stream(s.old_logprobs.detach())
+    advantages = stream(rows.spread(s.advantages.detach()))
+    log_ratio = (logprobs - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio = log_ratio.exp()
+    token = clipped_surrogate(ratio, advantages, objective.clip)
+    loss = token.loss
+
+    columns = [mask, token.clipped_low, token.clipped_high, token.dual_clipped]
+    columns += [-log_ratio, ratio - 1 - log_ratio, ratio]
+    if s.rollout_logprobs is not None:
+        mismatch = old - stream(s.rollout_logprobs.detach())
+        weight = mismatch.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+        if objective.correction is not None:
+            loss = loss * correction_weights(mismatch, rows, objective.correction)
+    if s.ref_logprobs is not None:
+        kind, coef = (objective.kl.kind, objective.kl.coef) if objective.kl else ("k3", 0.0)
+        kl = kl_estimate(logprobs, stream(s.ref_logprobs.detach()), kind)
+        loss = loss + coef * kl
+        columns.append(kl)
+    if s.rollout_logprobs is not None:
+        columns += [-mismatch, weight, weight.square()]
+
+    lengths = rows.sum(mask.double())
+    if normalizer is None:
+        normalizer = normalizer_of_lengths(
+            objective.aggregation, lengths, s.actor_ids, objective.num_actors, objective.max_length
+        )
+    weights = row_weights(objective.aggregation, lengths, normalizer.double(), s.actor_ids)
+    total = (rows.sum(torch.where(mask, loss, 0.0).double()) * weights).sum().to(dtype)
+    with torch.no_grad():
+        sums = torch.stack([rows.sum(torch.where(mask, c.detach().double(), 0.0)) for c in columns], dim=1)
+        metrics = _metrics(sums, ratio.detach(), mask, rows, s, objective)
+    return total, metrics.float()
+
+
+def _metrics(sums: Tensor, ratio: Tensor, mask: Tensor, rows: Rows, s: Streams, objective: Objective) -> Tensor:
+    """Row sums ``[B, columns]`` to metrics ``[1 + num_actors, K]``."""
+    ratios = torch.where(mask, ratio, 0.0).double()
+    if rows.row is None:
+        row_max = ratios.amax(dim=1) if ratios.shape[1] else ratios.new_zeros(rows.count)
+    else:
+        row_max = ratios.new_zeros(rows.count).scatter_reduce(0, rows.row, ratios, "amax")
+    groups = [(sums.sum(dim=0), row_max.amax() if rows.count else ratios.new_zeros(()))]
+    if s.actor_ids is not None:
+        actor_sums = sums.new_zeros(objective.num_actors, sums.shape[1]).index_add(0, s.actor_ids, sums)
+        actor_max = sums.new_zeros(objective.num_actors).scatter_reduce(0, s.actor_ids.long(), row_max, "amax")
+        groups += list(zip(actor_sums, actor_max, strict=True))
+    table = torch.stack([total for total, _ in groups])
+    tokens = table[:, :1]
+    means = table / tokens.clamp(min=1)
+    columns = [tokens, means[:, 1:7], torch.stack([largest for _, largest in groups])[:, None]]
+    extra = 7
+    if s.ref_logprobs is not None:
+        columns.append(means[:, extra : extra + 1])
+        extra += 1
+    if s.rollout_logprobs is not None:
+        total, square = table[:, extra + 1], table[:, extra + 2]
+        ess = torch.where(square > 0, total.square() / (square * tokens[:, 0]).clamp(min=1e-300), 0.0)
+        columns += [means[:, extra : extra + 1], ess[:, None]]
+    return torch.cat(columns, dim=1)

@@ -1,0 +1,154 @@
+"""The token streams of a loss in one of two forms, checked: padded ``[B, T]`` or packed ``[N]`` with ``cu_seqlens``."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Rows:
+    """Which row each token belongs to, in the plain PyTorch reference: sums over rows, and row values per token."""
+
+    def __init__(self, tokens: Tensor, cu_seqlens: Tensor | None) -> None:
+        self.shape = tokens.shape
+        self.count = tokens.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        self.row: Tensor | None = None
+        if cu_seqlens is not None:
+            positions = torch.arange(tokens.shape[0], device=tokens.device)
+            self.row = torch.searchsorted(cu_seqlens[1:].contiguous().long(), positions, right=True)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """``[B]`` sums of per-token ``values``."""
+        if self.row is None:
+            return values.sum(dim=1)
+        return torch.zeros(self.count, dtype=values.dtype, device=values.device).index_add(0, self.row, values)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Row values ``[B]`` at every token; per-token values pass through."""
+        if values.shape == self.shape and (self.row is None or values.shape[0] != self.count):
+            return values
+        values = values.reshape(self.count)
+        return values[:, None].expand(self.shape) if self.row is None else values[self.row]
+
+
+class Streams(NamedTuple):
+    """What every policy loss reads. Token streams have the shape of ``logprobs``; ``None`` where not given."""
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor | None
+    cu_seqlens: Tensor | None
+    ref_logprobs: Tensor | None
+    rollout_logprobs: Tensor | None
+    actor_ids: Tensor | None
+
+
+def row_count(like: Tensor, cu_seqlens: Tensor | None) -> int:
+    return like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def check_layout(name: str, tokens: Tensor, cu_seqlens: Tensor | None) -> None:
+    """The form is padded or packed, and ``cu_seqlens`` describes it."""
+    if cu_seqlens is None:
+        if tokens.dim() != 2:
+            raise ValueError(f"{name} has shape {tuple(tokens.shape)}: expected [B, T], or [N] with cu_seqlens")
+        return
+    if tokens.dim() != 1:
+        raise ValueError(f"{name} has shape {tuple(tokens.shape)}: expected [N], as cu_seqlens is given")
+    check_cu_seqlens(cu_seqlens)
+    if cu_seqlens.device != tokens.device:
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}: expected {tokens.device}, as {name}")
+
+
+def check_cu_seqlens(cu_seqlens: Tensor) -> None:
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens has dtype {cu_seqlens.dtype}: expected int32 or int64")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}: expected [B + 1]")
+
+
+def check_cu_seqlens_values(cu_seqlens: Tensor, tokens: int | None) -> None:
+    """The values start at 0, never fall and end at ``tokens``; CPU tensors alone, since it would make a GPU wait."""
+    if int(cu_seqlens[0]) != 0:
+        raise ValueError(f"cu_seqlens[0]={int(cu_seqlens[0])}: expected 0")
+    falling = (cu_seqlens[1:] < cu_seqlens[:-1]).nonzero()
+    if falling.numel():
+        row = int(falling[0]) + 1
+        raise ValueError(f"cu_seqlens[{row}]={int(cu_seqlens[row])}: expected at least {int(cu_seqlens[row - 1])}")
+    if tokens is not None and int(cu_seqlens[-1]) != tokens:
+        raise ValueError(f"cu_seqlens[-1]={int(cu_seqlens[-1])}: expected {tokens}, the number of tokens")
+
+
+def check_mask(mask: Tensor | None, tokens: Tensor, name: str) -> None:
+    if mask is None:
+        return
+    if mask.shape != tokens.shape:
+        raise ValueError(f"mask has shape {tuple(mask.shape)}: expected {tuple(tokens.shape)}, as {name}")
+    if mask.is_complex():
+        raise TypeError(f"mask has dtype {mask.dtype}: expected bool, an integer or a float type")
+
+
+def check_actors(actor_ids: Tensor, num_actors: int | None, rows: int) -> None:
+    if num_actors is None or num_actors < 1:
+        raise ValueError(f"num_actors={num_actors!r}: expected a count >= 1, as actor_ids is given")
+    if actor_ids.shape != (rows,):
+        raise ValueError(f"actor_ids has shape {tuple(actor_ids.shape)}: expected ({rows},), one per sequence")
+    if actor_ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"actor_ids has dtype {actor_ids.dtype}: expected int64")
+
+
+def check_actor_values(actor_ids: Tensor, num_actors: int) -> None:
+    """Ids are in range; CPU tensors alone."""
+    wrong = ((actor_ids < 0) | (actor_ids >= num_actors)).nonzero()
+    if wrong.numel():
+        row = int(wrong[0])
+        raise ValueError(f"actor_ids[{row}]={int(actor_ids[row])}: expected an id in [0, {num_actors})")
+
+
+def check_streams(s: Streams, num_actors: int | None) -> None:
+    """Shapes, dtypes and devices of every stream, by name."""
+    lp = s.logprobs
+    if lp.dtype not in FLOATS:
+        raise TypeError(f"logprobs has dtype {lp.dtype}: expected float32, bfloat16, float16 or float64")
+    check_layout("logprobs", lp, s.cu_seqlens)
+    for name, stream in (
+        ("old_logprobs", s.old_logprobs),
+        ("ref_logprobs", s.ref_logprobs),
+        ("rollout_logprobs", s.rollout_logprobs),
+    ):
+        if stream is not None and stream.shape != lp.shape:
+            raise ValueError(f"{name} has shape {tuple(stream.shape)}: expected {tuple(lp.shape)}, as logprobs")
+    rows = row_count(lp, s.cu_seqlens)
+    if s.advantages.shape not in ((rows,), (rows, 1), lp.shape):
+        raise ValueError(
+            f"advantages has shape {tuple(s.advantages.shape)}: expected ({rows},), one per sequence, "
+            f"or {tuple(lp.shape)}, one per token"
+        )
+    check_mask(s.mask, lp, "logprobs")
+    if s.actor_ids is not None:
+        check_actors(s.actor_ids, num_actors, rows)
+    for name, tensor in s._asdict().items():
+        if tensor is None:
+            continue
+        if tensor.device != lp.device:
+            raise ValueError(f"{name} is on {tensor.device}: expected {lp.device}, as logprobs")
+        if name not in ("mask", "cu_seqlens", "actor_ids") and tensor.dtype not in FLOATS:
+            raise TypeError(f"{name} has dtype {tensor.dtype}: expected float32, bfloat16, float16 or float64")
+
+
+def check_stream_values(s: Streams, num_actors: int | None) -> None:
+    """What only the values tell; CPU tensors alone."""
+    if s.cu_seqlens is not None:
+        check_cu_seqlens_values(s.cu_seqlens, s.logprobs.shape[0])
+    if s.actor_ids is not None:
+        assert num_actors is not None
+        check_actor_values(s.actor_ids, num_actors)
+    if s.mask is not None and s.mask.is_floating_point():
+        wrong = ((s.mask != 0) & (s.mask != 1)).nonzero()
+        if wrong.numel():
+            raise ValueError(f"mask{wrong[0].tolist()}={s.mask[tuple(wrong[0])].item()!r}: expected 0 or 1")
