@@ -1,0 +1,3 @@
+"""Shipped tasks."""
+
+from __future__ import annotations

@@ -1,0 +1,89 @@
+"""Imperfect sudoku demonstrations for a supervised warm start: the format is always right, the sudoku often is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from turnwise.types import Messages
+
+from .grid import BLANK, DIGITS, ROWS, Puzzle, format_grid, is_solved
+from .prompts import sudoku_messages
+
+HABIT = 0.8  # share of the faulty rows that follow the habit; the others are random
+DRAFT_KINDS = {"fill": 0.8, "slip": 0.1, "unread": 0.1}  # filled by rows; with wrong cells; after an unreadable reply
+
+
+def demonstrations(
+    puzzles: Sequence[Puzzle], actors: Sequence[str], seed: int | str, quality: float = 0.4
+) -> list[tuple[str, Messages, str]]:
+    """One ``(actor id, messages, completion)`` per puzzle, the actors taking turns.
+
+    ``quality`` in [0, 1] is the chance that a row is answered right. A faulty row still obeys the row rule: by habit
+    its missing digits stand in ascending order, columns and boxes ignored; a reviser's habit is to keep the row as the
+    draft has it. Below one half the habit is the likeliest answer, so a model that has learnt the demonstrations well
+    fails most puzzles when greedy and solves some when sampled, which is where reinforcement learning starts.
+    """
+    if not 0 <= quality <= 1:
+        raise ValueError(f"quality={quality!r}: expected a number in [0, 1]")
+    if not actors:
+        raise ValueError("actors=(): expected at least one actor id")
+    rng = Random(f"sudoku-demonstrations/{seed}")
+    made = []
+    for index, puzzle in enumerate(puzzles):
+        actor = actors[index % len(actors)]
+        # A team's proposer meets a draft too, in its second round.
+        drafted = actor == "reviser" or (actor == "proposer" and "reviser" in actors and rng.random() < 0.25)
+        draft = faulty_draft(puzzle, quality, rng) if drafted else None
+        answer = repair(puzzle, draft, quality, rng) if draft else fill(puzzle, quality, rng)
+        made.append((actor, sudoku_messages(actor, puzzle.givens, draft), format_grid(answer)))
+    return made
+
+
+def fill(puzzle: Puzzle, quality: float, rng: Random) -> str:
+    """A complete grid that keeps the givens: each row right with chance ``quality``, else filled by habit or at random.
+
+    Example: at quality 0 the row ``_2_3`` becomes ``1243`` by habit, whatever the columns say.
+    """
+    rows = []
+    for row in ROWS:
+        givens = "".join(puzzle.givens[cell] for cell in row)
+        right = "".join(puzzle.solution[cell] for cell in row)
+        rows.append(right if rng.random() < quality else _fill_row(givens, rng))
+    return "".join(rows)
+
+
+def repair(puzzle: Puzzle, draft: str, quality: float, rng: Random) -> str:
+    """``draft`` with each wrong row put right with chance ``quality``, else left standing or filled at random."""
+    rows = []
+    for row in ROWS:
+        givens, right, had = ("".join(grid[cell] for cell in row) for grid in (puzzle.givens, puzzle.solution, draft))
+        if had == right or rng.random() < quality:
+            rows.append(right)
+        elif BLANK not in had and rng.random() < HABIT:
+            rows.append(had)
+        else:
+            rows.append(_fill_row(givens, rng))
+    return "".join(rows)
+
+
+def faulty_draft(puzzle: Puzzle, quality: float, rng: Random) -> str:
+    """A draft as a reviser meets it: a grid that is not solved, or the puzzle itself after an unreadable reply."""
+    kind = rng.choices(list(DRAFT_KINDS), weights=list(DRAFT_KINDS.values()))[0]
+    if kind == "unread":
+        return puzzle.givens
+    grid = fill(puzzle, quality, rng)
+    if kind == "slip" or is_solved(puzzle.givens, grid):
+        cells = list(grid)
+        for cell in rng.sample(range(len(cells)), rng.randint(1, 2)):
+            cells[cell] = rng.choice([digit for digit in DIGITS if digit != puzzle.solution[cell]])
+        grid = "".join(cells)
+    return grid
+
+
+def _fill_row(givens: str, rng: Random) -> str:
+    missing = [digit for digit in DIGITS if digit not in givens]
+    if rng.random() >= HABIT:
+        rng.shuffle(missing)
+    left = iter(missing)
+    return "".join(next(left) if given == BLANK else given for given in givens)

@@ -1,0 +1,171 @@
+"""4x4 sudoku without models: grids, the puzzles of each split, scoring and the text form.
+
+A grid is a string of 16 characters, row by row: digits ``1``-``4`` and ``_`` for a blank.
+
+Example: the puzzle ``"1_3_3412_1434_21"`` has the one solution ``"1234341221434321"``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from hashlib import blake2b
+from random import Random
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+Split = Literal["train", "validation", "eval"]
+
+SIDE, BOX, BLANK, DIGITS = 4, 2, "_", "1234"
+CELLS = SIDE * SIDE
+MAX_BLANKS = 12  # four givens are the fewest that can fix a 4x4 grid
+
+ROWS = tuple(tuple(range(SIDE * r, SIDE * (r + 1))) for r in range(SIDE))
+COLUMNS = tuple(tuple(range(c, CELLS, SIDE)) for c in range(SIDE))
+BOXES = tuple(
+    tuple(SIDE * (r + i) + c + j for i in range(BOX) for j in range(BOX))
+    for r in range(0, SIDE, BOX)
+    for c in range(0, SIDE, BOX)
+)
+UNITS = ROWS + COLUMNS + BOXES
+
+# A puzzle's own hash puts it in a split, so no choice of seed or count can leak one into another: 8 parts train.
+_SPLIT_OF_RESIDUE: tuple[Split, ...] = ("eval", "validation", *("train",) * 8)
+_PATIENCE = 100_000  # draws in a row without a new puzzle, after which there is taken to be none
+
+
+class Puzzle(NamedTuple):
+    """A puzzle and its only solution, both as 16 characters."""
+
+    givens: str
+    solution: str
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rules
+# ---------------------------------------------------------------------------------------------------------------------
+@cache
+def solutions() -> tuple[str, ...]:
+    """All 288 complete grids, in lexical order."""
+
+    def extend(grid: str) -> Iterator[str]:
+        if len(grid) == CELLS:
+            yield grid
+            return
+        seen = {grid[cell] for unit in UNITS if len(grid) in unit for cell in unit if cell < len(grid)}
+        for digit in DIGITS:
+            if digit not in seen:
+                yield from extend(grid + digit)
+
+    return tuple(extend(""))
+
+
+@cache
+def _solution_codes() -> np.ndarray:
+    return np.array([[int(digit) for digit in grid] for grid in solutions()], dtype=np.uint8)  # [288, 16]
+
+
+def solve(puzzle: str) -> list[str]:
+    """Every complete grid that keeps the givens of ``puzzle``, in lexical order."""
+    check_grid(puzzle)
+    codes = np.array([0 if cell == BLANK else int(cell) for cell in puzzle], dtype=np.uint8)
+    fits = ((_solution_codes() == codes) | (codes == 0)).all(axis=1)
+    return [solutions()[i] for i in np.flatnonzero(fits)]
+
+
+def check_grid(grid: str) -> None:
+    """Raise ``ValueError`` unless ``grid`` is 16 characters of ``1``-``4`` and ``_``."""
+    if len(grid) != CELLS or set(grid) - set(DIGITS + BLANK):
+        raise ValueError(f"grid={grid!r}: expected {CELLS} characters, each of {DIGITS + BLANK!r}")
+
+
+def satisfied_share(puzzle: str, grid: str) -> float:
+    """Share of the 12 units (4 rows, 4 columns, 4 boxes) of ``grid`` that hold 1-4 once each and keep their givens.
+
+    Example: the solution scores 1.0; with two blanks side by side in one box filled the wrong way round, two columns
+    fail: 10/12.
+    """
+    check_grid(puzzle)
+    check_grid(grid)
+    kept = [given in (BLANK, cell) for given, cell in zip(puzzle, grid, strict=True)]
+    good = sum({grid[cell] for cell in unit} == set(DIGITS) and all(kept[cell] for cell in unit) for unit in UNITS)
+    return good / len(UNITS)
+
+
+def is_solved(puzzle: str, grid: str) -> bool:
+    """Whether ``grid`` is complete, right, and keeps every given."""
+    return satisfied_share(puzzle, grid) == 1.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Puzzles
+# ---------------------------------------------------------------------------------------------------------------------
+def split_of(puzzle: str) -> Split:
+    """The one split that ``puzzle`` belongs to: 8 of 10 train, 1 validation, 1 eval."""
+    digest = blake2b(puzzle.encode(), digest_size=8).digest()
+    return _SPLIT_OF_RESIDUE[int.from_bytes(digest, "big") % len(_SPLIT_OF_RESIDUE)]
+
+
+def sudoku_puzzles(split: Split, n: int, seed: int | str, blanks: tuple[int, int] = (6, 8)) -> list[Puzzle]:
+    """``n`` different puzzles of ``split`` with one solution each and ``blanks[0]`` to ``blanks[1]`` blank cells.
+
+    The same arguments give the same puzzles, and a longer list begins with the shorter one. Splits never share a
+    puzzle, whatever the seeds. Raises ``ValueError`` where the split holds too few such puzzles.
+    """
+    if split not in _SPLIT_OF_RESIDUE:
+        raise ValueError(f"split={split!r}: expected 'train', 'validation' or 'eval'")
+    if n < 0:
+        raise ValueError(f"n={n!r}: expected a count >= 0")
+    low, high = blanks
+    if not 1 <= low <= high <= MAX_BLANKS:
+        raise ValueError(f"blanks={blanks!r}: expected (low, high) with 1 <= low <= high <= {MAX_BLANKS}")
+    rng = Random(f"sudoku/{split}/{seed}/{low}-{high}")
+    found: dict[str, Puzzle] = {}
+    misses = 0
+    while len(found) < n:
+        solution = rng.choice(solutions())
+        holes = set(rng.sample(range(CELLS), rng.randint(low, high)))
+        givens = "".join(BLANK if cell in holes else digit for cell, digit in enumerate(solution))
+        if givens not in found and split_of(givens) == split and len(solve(givens)) == 1:
+            found[givens] = Puzzle(givens, solution)
+            misses = 0
+        elif (misses := misses + 1) == _PATIENCE:
+            raise ValueError(f"n={n!r}: the {split} split holds about {len(found)} puzzles with blanks={blanks!r}")
+    return list(found.values())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text
+# ---------------------------------------------------------------------------------------------------------------------
+_SEPARATORS = re.compile(r"[\s|,;\[\]]")
+_RULE = re.compile(r"\s*[-+|=][-+|=\s]*")
+_ROW = re.compile(rf"[{DIGITS}]{{{SIDE}}}")
+_ROW_OR_BLANKS = re.compile(rf"[{DIGITS}{BLANK}]{{{SIDE}}}")
+
+
+def format_grid(grid: str) -> str:
+    """Four lines of four characters, without a newline at the end."""
+    check_grid(grid)
+    return "\n".join(grid[start : start + SIDE] for start in range(0, CELLS, SIDE))
+
+
+def parse_grid(text: str, *, blanks: bool = False) -> str | None:
+    """The last 4x4 grid in ``text``, or ``None``.
+
+    A grid is a block of exactly four consecutive lines with four digits each; blanks between the digits, ``|``, ``,``,
+    brackets and drawn lines do not matter. ``blanks=True`` also takes ``_`` for a cell.
+
+    Example: ``parse_grid("So:\\n1 2|3 4\\n3 4|1 2\\n---+---\\n2 1|4 3\\n4 3|2 1") == "1234341221434321"``
+    """
+    row = _ROW_OR_BLANKS if blanks else _ROW
+    last, block = None, []
+    for line in [*text.splitlines(), ""]:
+        cells = _SEPARATORS.sub("", line)
+        if row.fullmatch(cells):
+            block.append(cells)
+        elif not _RULE.fullmatch(line):
+            last = "".join(block) if len(block) == SIDE else last
+            block = []
+    return last
