@@ -1,0 +1,206 @@
+"""The command line: ``turnwise demo | train | eval | doctor``.
+
+Commands stand in one table at the end; what a command does is in the room that it calls, imported when it runs.
+A user's mistake is one line on stderr and exit code 2, a run that fails (no memory, no backend, a dead server) one line
+and exit code 1; ``--traceback`` shows where it was raised. Ctrl-C exits 130.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+USER_ERRORS = (ValueError, TypeError, OSError, ImportError)
+"""What a mistake of the user raises. A ``RuntimeError`` is a failed run; all else is a bug and keeps its traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One sub-command. ``arguments`` are ``add_argument`` calls; with ``overrides`` it takes dotted config keys too."""
+
+    help: str
+    run: Callable[[argparse.Namespace], int]
+    arguments: tuple[tuple[str, dict[str, Any]], ...] = ()
+    overrides: bool = False
+
+    def option_names(self) -> set[str]:
+        return {name for name, _ in (*self.arguments, *COMMON) if name.startswith("-")} | {"-h", "--help"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs ``turnwise`` with ``argv`` (default: the process's) and returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        options = parse(arguments)
+        code = options.run(options)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print("turnwise: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe left (`turnwise doctor | head`): nobody is there to be told
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except (*USER_ERRORS, RuntimeError) as error:
+        if "--traceback" in arguments:
+            raise
+        print(f"turnwise: {describe(error)}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(error, USER_ERRORS) else EXIT_FAILED
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of one call. ``run`` holds the command's function, ``overrides`` its dotted keys, in order."""
+    name = next((word for word in arguments if not word.startswith("-")), None)
+    command = COMMANDS.get(name) if name else None
+    overrides: dict[str, str] = {}
+    if command is not None and command.overrides:
+        arguments, overrides = split_overrides(arguments, known=command.option_names())
+    options = build_parser().parse_args(arguments)
+    options.overrides = overrides
+    return options
+
+
+def split_overrides(arguments: Iterable[str], known: set[str]) -> tuple[list[str], dict[str, str]]:
+    """Takes config overrides out of a command line: every ``--key value`` and ``--key=value`` that is not ``known``.
+
+    ``["run.toml", "--loop.steps", "5", "--seed=-1"]`` gives ``(["run.toml"], {"loop.steps": "5", "seed": "-1"})``.
+    Values stay text; the config knows their types. A key without a value, or twice, raises ``ValueError``.
+    """
+    rest: list[str] = []
+    overrides: dict[str, str] = {}
+    words = iter(arguments)
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not word.startswith("--") or key in known:
+            rest.append(word)
+            continue
+        if not equals:
+            value = next(words, "--")
+            if value.startswith("--"):
+                raise ValueError(f"{key}: expected a value, as in `{key} 5` or `{key}=5`")
+        name = key.removeprefix("--")
+        if not name:
+            raise ValueError(f"{word!r}: expected the name of a config key after the dashes, as in `--loop.steps 5`")
+        if name in overrides:
+            raise ValueError(f"{key}: given twice, as {overrides[name]!r} and {value!r}")
+        overrides[name] = value
+    return rest, overrides
+
+
+def describe(error: BaseException) -> str:
+    """An error as its class would say it in one line: ``No such file or directory: 'run.toml'``."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.strerror}: {error.filename!r}"
+    return str(error).strip() or type(error).__name__
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="turnwise", description="Trains teams of LLM agents with reinforcement learning.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"turnwise {_version()}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        overrides = "Config keys are overridden with --section.key value." if command.overrides else None
+        sub = commands.add_parser(
+            name, help=command.help, description=command.help, epilog=overrides, allow_abbrev=False
+        )
+        for argument, settings in (*command.arguments, *COMMON):
+            sub.add_argument(argument, **settings)
+        sub.set_defaults(run=command.run)
+    return parser
+
+
+def _version() -> str:
+    import turnwise
+
+    return turnwise.__version__
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The commands
+# ---------------------------------------------------------------------------------------------------------------------
+def run_demo(options: argparse.Namespace) -> int:
+    from turnwise.demo import run_demo as run
+
+    run(out=options.out, seed=options.seed, compare=options.compare)
+    return EXIT_OK
+
+
+def run_train(options: argparse.Namespace) -> int:
+    from turnwise.train.config import load_config, to_toml
+
+    config = load_config(options.config, options.overrides)
+    if options.dry_run:
+        print(to_toml(config), end="")
+        return EXIT_OK
+    from turnwise.train.run import train_from_config
+
+    train_from_config(config)
+    return EXIT_OK
+
+
+def run_eval(options: argparse.Namespace) -> int:
+    from turnwise.train.config import load_config
+    from turnwise.train.run import evaluate_from_config
+
+    evaluate_from_config(load_config(options.config, options.overrides), checkpoint=options.checkpoint)
+    return EXIT_OK
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    from turnwise.doctor import examine, render
+
+    checks = examine()
+    print(render(checks, as_json=options.json, colour=sys.stdout.isatty()))
+    return EXIT_FAILED if any(check.status == "broken" for check in checks) else EXIT_OK
+
+
+CONFIG = ("config", {"type": Path, "metavar": "CONFIG.toml", "help": "what to run, see docs/training.md"})
+
+COMMON: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--traceback", {"action": "store_true", "help": "show where an error was raised"}),
+)
+
+COMMANDS: dict[str, Command] = {
+    "demo": Command(
+        "Train a team of two agents to solve 4x4 sudoku on this machine.",
+        run_demo,
+        (
+            ("--compare", {"action": "store_true", "help": "beside a single agent and an untrained team; takes longer"}),
+            ("--seed", {"type": int, "default": 0, "help": "of puzzles, weights and sampling (default 0)"}),
+            ("--out", {"type": Path, "default": Path("runs/demo"), "help": "folder of the run (default runs/demo)"}),
+        ),
+    ),
+    "train": Command(
+        "Train the policies that a config file describes.",
+        run_train,
+        (
+            CONFIG,
+            ("--dry-run", {"action": "store_true", "help": "print the resolved config and stop"}),
+        ),
+        overrides=True,
+    ),
+    "eval": Command(
+        "Measure held-out success of the policies that a config file describes.",
+        run_eval,
+        (CONFIG, ("--checkpoint", {"type": Path, "help": "weights to measure (default: those of the config)"})),
+        overrides=True,
+    ),
+    "doctor": Command(
+        "Tell which parts of turnwise work on this machine, and why the others do not.",
+        run_doctor,
+        (("--json", {"action": "store_true", "help": "as JSON, for scripts"}),),
+    ),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""The command line: what it parses, what it refuses, and how a failure looks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from turnwise import cli
+from turnwise.types import ModelError
+
+KNOWN = {"--dry-run", "--traceback", "-h", "--help"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rest", "overrides"),
+    [
+        ([], [], {}),
+        (["run.toml"], ["run.toml"], {}),
+        (["run.toml", "--loop.steps", "5"], ["run.toml"], {"loop.steps": "5"}),
+        (["--loop.steps=5", "run.toml"], ["run.toml"], {"loop.steps": "5"}),
+        (["--loop.steps", "5", "run.toml", "--seed=3"], ["run.toml"], {"loop.steps": "5", "seed": "3"}),
+        (["run.toml", "--dry-run", "--seed", "-1"], ["run.toml", "--dry-run"], {"seed": "-1"}),
+        (["run.toml", "--name=a=b"], ["run.toml"], {"name": "a=b"}),
+        (["run.toml", "--name="], ["run.toml"], {"name": ""}),
+    ],
+)
+def test_split_overrides(arguments: list[str], rest: list[str], overrides: dict[str, str]) -> None:
+    assert cli.split_overrides(arguments, KNOWN) == (rest, overrides)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--loop.steps"], "--loop.steps: expected a value"),
+        (["--loop.steps", "--dry-run"], "--loop.steps: expected a value"),
+        (["--seed=1", "--seed", "2"], "--seed: given twice, as '1' and '2'"),
+        (["--", "5"], "expected the name of a config key"),
+        (["--=5"], "expected the name of a config key"),
+    ],
+)
+def test_bad_overrides_are_named(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cli.split_overrides(arguments, KNOWN)
+
+
+def test_parse_train() -> None:
+    options = cli.parse(["train", "--update.lr", "1e-4", "run.toml", "--dry-run"])
+    assert (options.config, options.dry_run, options.overrides) == (Path("run.toml"), True, {"update.lr": "1e-4"})
+    assert options.run is cli.run_train
+
+
+def test_parse_demo_defaults() -> None:
+    options = cli.parse(["demo"])
+    assert (options.seed, options.compare, options.out) == (0, False, Path("runs/demo"))
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["fly"], ["train"], ["demo", "--seed", "x"], ["doctor", "--loop.steps", "5"], ["demo", "--comp"]]
+)
+def test_wrong_usage_exits_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == cli.EXIT_USAGE
+    assert "usage: turnwise" in capsys.readouterr().err
+
+
+def raising(error: BaseException) -> cli.Command:
+    def run(options: argparse.Namespace) -> int:
+        raise error
+
+    return cli.Command("For a test.", run)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ValueError("seed=-1: expected a count"), 2, "turnwise: seed=-1: expected a count"),
+        (TypeError("not a list"), 2, "turnwise: not a list"),
+        (FileNotFoundError(2, "No such file or directory", "run.toml"), 2, "turnwise: No such file or directory: 'run.toml'"),
+        (ImportError("pip install 'turnwise[peft]'"), 2, "turnwise: pip install 'turnwise[peft]'"),
+        (ModelError("the server is gone"), 1, "turnwise: the server is gone"),
+        (RuntimeError(), 1, "turnwise: RuntimeError"),
+        (KeyboardInterrupt(), 130, "turnwise: interrupted"),
+    ],
+)
+def test_errors_are_one_line(
+    error: BaseException, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(cli.COMMANDS, "fail", raising(error))
+    assert cli.main(["fail"]) == code
+    assert capsys.readouterr().err == line + "\n"
+
+
+def test_traceback_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cli.COMMANDS, "fail", raising(ValueError("seed=-1")))
+    with pytest.raises(ValueError, match="seed=-1"):
+        cli.main(["fail", "--traceback"])
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cli.COMMANDS, "fail", raising(AssertionError("a broken invariant")))
+    with pytest.raises(AssertionError):
+        cli.main(["fail"])
+
+
+def test_missing_config_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    missing = tmp_path / "nowhere.toml"
+    assert cli.main(["train", str(missing)]) == cli.EXIT_USAGE
+    error = capsys.readouterr().err
+    assert str(missing) in error
+    assert error.count("\n") == 1
+
+
+def test_unknown_config_key_names_the_nearest(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text('task = "sudoku"\n')
+    assert cli.main(["train", str(config), "--dry-run", "--stepps", "5"]) == cli.EXIT_USAGE
+    assert "'steps'" in capsys.readouterr().err
+
+
+def test_dry_run_prints_the_resolved_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text("steps = 7\n")
+    assert cli.main(["train", str(config), "--dry-run", "--update.lr", "0.5"]) == cli.EXIT_OK
+    output = capsys.readouterr().out
+    assert "steps = 7" in output
+    assert "lr = 0.5" in output
+
+
+def test_closed_pipe_is_quiet() -> None:
+    """`turnwise --help | true`-like: the reader is gone before anything is written."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    code = (
+        "import sys\nfrom turnwise import cli\n"
+        "cli.COMMANDS['x'] = cli.Command('', lambda options: print('x' * 100000) or 0)\nsys.exit(cli.main(['x']))"
+    )
+    process = subprocess.Popen([sys.executable, "-P", "-c", code], stdout=write_end, stderr=subprocess.PIPE, text=True)
+    os.close(write_end)
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (cli.EXIT_FAILED, "")
