@@ -1,0 +1,92 @@
+"""Draw one token per row, each row with its own temperature, top-p, top-k and random stream.
+
+A row's draw is one uniform number per token from its own ``PCG64(seed)``, turned into a token by the inverse of the
+cumulative distribution. So a row's tokens don't depend on what else is in the batch.
+
+Legend: ``R`` rows, ``V`` vocabulary, ``T`` new tokens at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from turnwise.types import Sampling
+
+
+@dataclass(slots=True)
+class RowSampler:
+    """The sampling settings of ``R`` rows as columns. ``uniforms [R, T]`` float32, the others ``[R]``.
+
+    ``plain`` is true while no row asks for top-p, top-k or greedy decoding, which then cost nothing.
+    """
+
+    temperatures: Tensor
+    uniforms: Tensor
+    greedy: Tensor
+    top_p: Tensor
+    top_k: Tensor
+    plain: bool
+    filtered: bool
+
+    @classmethod
+    def build(
+        cls, samplings: Sequence[Sampling], seeds: Sequence[int], tokens: int, device: torch.device
+    ) -> RowSampler:
+        """``tokens`` uniforms per row are drawn ahead; a greedy row draws none."""
+        uniforms = np.zeros((len(samplings), tokens), dtype=np.float32)
+        for row, sampling, seed in zip(uniforms, samplings, seeds, strict=True):
+            if sampling.temperature > 0:
+                # numpy wants a non-negative seed
+                generator = np.random.Generator(np.random.PCG64(seed & (2**64 - 1)))
+                generator.random(dtype=np.float32, out=row)
+        greedy = torch.tensor([s.temperature == 0 for s in samplings])
+        filtered = any((s.top_p < 1 or s.top_k > 0) and s.temperature > 0 for s in samplings)
+        return cls(
+            temperatures=torch.tensor([s.temperature or 1.0 for s in samplings], device=device),
+            uniforms=torch.from_numpy(uniforms).to(device),
+            greedy=greedy.to(device),
+            top_p=torch.tensor([s.top_p for s in samplings], device=device),
+            top_k=torch.tensor([s.top_k for s in samplings], device=device),
+            plain=not filtered and not bool(greedy.any()),
+            filtered=filtered,
+        )
+
+    def draw(self, logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """The next token of each row and its log-probability.
+
+        ``logits [r, V]`` float; ``rows [r]`` int64 says which of the ``R`` rows stand in it. Returns tokens ``[r]``
+        int64 and log-probabilities ``[r]`` float32 under ``log_softmax(logits / temperature)`` (greedy: temperature
+        1), before top-p and top-k.
+        """
+        logprobs = torch.log_softmax(logits.float() / self.temperatures[rows, None], dim=-1)
+        weights = logprobs.exp()
+        if self.filtered:
+            weights = _filter(weights, self.top_p[rows, None], self.top_k[rows, None])
+        tokens = _inverse_cdf(weights, self.uniforms[rows, step])
+        if not self.plain:
+            tokens = torch.where(self.greedy[rows], logprobs.argmax(dim=-1), tokens)
+        return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """The first token whose cumulative weight is above ``uniform * total``; ``weights`` need not sum to 1."""
+    cumulative = weights.cumsum(dim=-1)
+    total = cumulative[:, -1]
+    # rounding may lift u * total to the total itself, which no token exceeds
+    target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+
+
+def _filter(probabilities: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+    """Zero what top-p and top-k leave out. The token that crosses ``top_p`` stays; ties stay in sorted order."""
+    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    above = ordered.cumsum(dim=-1) - ordered
+    rank = torch.arange(ordered.shape[-1], device=ordered.device)
+    # top_p = 1 must keep even the tokens that rounding puts past a cumulative sum of 1
+    keep = ((above < top_p) | (top_p >= 1)) & ((rank < top_k) | (top_k == 0))
+    return torch.zeros_like(probabilities).scatter_(1, order, torch.where(keep, ordered, 0.0))

@@ -1,0 +1,338 @@
+"""The embedded client: Hugging Face models in this process, many callers batched into few forward passes."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import nn
+
+from turnwise.inference.decode import Completion, Row, complete
+from turnwise.inference.weights import copy_weights
+from turnwise.types import ContextLengthError, ModelError, ModelRequest, ModelResponse, Tokenizer
+
+_QUIET_TICKS = 16
+"""Rounds of the event loop without a new request after which a batch is complete. No clock is involved, so the
+same program makes the same batches."""
+
+
+@dataclass(slots=True)
+class Stats:
+    """Totals since the client was made. ``prefilled_tokens`` counts each distinct prompt of a batch once."""
+
+    requests: int = 0
+    batches: int = 0
+    prompt_tokens: int = 0
+    prefilled_tokens: int = 0
+    generated_tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _Policy:
+    model: Any
+    version: int
+    context_length: int | None
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One request on its way. ``abandoned`` is set on the event loop and read by the worker."""
+
+    request: ModelRequest
+    row: Row
+    future: asyncio.Future[ModelResponse]
+    abandoned: bool = False
+
+    def resolve(self, result: ModelResponse | BaseException) -> None:
+        if self.future.done():
+            return
+        if isinstance(result, BaseException):
+            self.future.set_exception(result)
+        else:
+            self.future.set_result(result)
+
+
+class TransformersClient:
+    """Completes prompts with Hugging Face causal language models held in this process.
+
+    ``policies`` is one model, then called ``"default"``, or a mapping of policy names to models. The client works on
+    its own copies and takes new weights through :meth:`load_weights`; with ``share=True`` it uses the given modules
+    themselves, and the caller must not train them while a batch runs (``await pause()`` waits for that).
+
+    Calls of :meth:`generate` from many coroutines are collected until the event loop falls idle, then run in one
+    worker thread, policy by policy, in batches of at most ``max_batch_rows`` sequences and ``max_batch_tokens``
+    tokens (prompt and new tokens of all rows, padding included). Equal prompts are prefilled once. A request's tokens
+    depend on its prompt, its sampling settings, its seed and the weights, and not on what else is in the batch
+    (up to float rounding). Requests without a seed get one each, counted up from ``seed``.
+
+    Log-probabilities are those of ``log_softmax(logits / temperature)`` before top-p and top-k.
+
+    Example::
+
+        client = TransformersClient(model, tokenizer)
+        [response] = await client.generate([ModelRequest([1, 17, 9], Sampling(max_tokens=8, seed=3))])
+    """
+
+    def __init__(
+        self,
+        policies: Mapping[str, nn.Module] | nn.Module,
+        tokenizer: Tokenizer,
+        *,
+        max_batch_rows: int = 512,
+        max_batch_tokens: int = 131072,
+        share: bool = False,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+    ) -> None:
+        for name, value in (("max_batch_rows", max_batch_rows), ("max_batch_tokens", max_batch_tokens)):
+            if value < 1:
+                raise ValueError(f"{name}={value!r}: expected at least 1")
+        models = {"default": policies} if isinstance(policies, nn.Module) else dict(policies)
+        if not models:
+            raise ValueError("policies is empty: expected at least one model")
+        self.tokenizer = tokenizer
+        self.max_batch_rows = max_batch_rows
+        self.max_batch_tokens = max_batch_tokens
+        self._share = share
+        self._policies = {name: _hold(model, share, device) for name, model in models.items()}
+        self._seeds = np.random.default_rng(seed)
+        self._stats = Stats()
+        self._waiting: list[_Job] = []
+        self._drain: asyncio.Task[None] | None = None
+        self._paused = False
+        self._closed = False
+        # held while a batch computes and while weights move
+        self._busy = threading.Lock()
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="turnwise-inference")
+
+    # -- the client protocol ------------------------------------------------------------------------------------------
+    async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+        """One response per request, in order.
+
+        Raises ``ValueError`` for an unknown policy or an empty prompt, ``ContextLengthError`` for a prompt that
+        leaves no room for a token, and ``ModelError`` if the forward pass fails or the client is closed.
+        """
+        if self._closed:
+            raise ModelError("the client is closed")
+        rows = [self._row(request) for request in requests]
+        loop = asyncio.get_running_loop()
+        jobs = [_Job(request, row, loop.create_future()) for request, row in zip(requests, rows, strict=True)]
+        self._waiting.extend(jobs)
+        self._start()
+        try:
+            results = await asyncio.gather(*(job.future for job in jobs), return_exceptions=True)
+        finally:
+            for job in jobs:
+                job.abandoned = not job.future.done() or job.future.cancelled()
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results  # type: ignore[return-value]  # exceptions were raised above
+
+    def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
+        """Copy ``weights`` (pairs of name and tensor) into ``policy``; later tokens are sampled by ``version``.
+
+        Waits for a running batch. Names and shapes are checked before a byte moves; see :func:`copy_weights`.
+        """
+        held = self._policy(policy)
+        with self._busy:
+            copy_weights(held.model, weights, policy)
+            held.version = version
+
+    def version(self, policy: str) -> int:
+        """The version of the weights that ``policy`` samples with."""
+        return self._policy(policy).version
+
+    async def pause(self) -> None:
+        """Hold back new batches; returns once no batch runs. Requests wait until :meth:`resume`."""
+        self._paused = True
+        if self._drain is not None and not self._drain.done():
+            await asyncio.wait([self._drain])
+
+    async def resume(self) -> None:
+        """Let waiting requests go on."""
+        self._paused = False
+        self._start()
+
+    async def close(self) -> None:
+        """Fail what waits, end what runs, free the worker. May be called again."""
+        self._closed = True
+        for job in self._waiting:
+            job.abandoned = True
+            job.resolve(ModelError("the client was closed before this request ran"))
+        self._waiting.clear()
+        if self._drain is not None and not self._drain.done():
+            self._drain.cancel()
+            await asyncio.wait([self._drain])
+        self._worker.shutdown(wait=True)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def stats(self) -> dict[str, float]:
+        """Totals so far: ``requests, batches, prompt_tokens, prefilled_tokens, generated_tokens, seconds``."""
+        return asdict(self._stats)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+    def _policy(self, name: str) -> _Policy:
+        if name not in self._policies:
+            raise ValueError(f"policy={name!r}: expected one of {sorted(self._policies)}")
+        return self._policies[name]
+
+    def _row(self, request: ModelRequest) -> Row:
+        held, sampling = self._policy(request.policy), request.sampling
+        prompt = tuple(request.prompt_token_ids)
+        if not prompt:
+            raise ValueError("prompt_token_ids is empty: expected at least one token")
+        vocabulary = held.model.get_input_embeddings().num_embeddings
+        if min(prompt) < 0 or max(prompt) >= vocabulary:
+            raise ValueError(f"prompt_token_ids has {min(prompt)}..{max(prompt)}: expected 0..{vocabulary - 1}")
+        limit = sampling.max_tokens
+        if held.context_length is not None:
+            room = held.context_length - len(prompt)
+            if room < 1:
+                raise ContextLengthError(
+                    f"prompt of {len(prompt)} tokens leaves no room in the {held.context_length}-token context "
+                    f"of policy {request.policy!r}"
+                )
+            limit = min(limit, room)
+        end = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
+        seed = int(self._seeds.integers(2**63)) if sampling.seed is None else sampling.seed
+        return Row(prompt, sampling, seed, limit, tuple(dict.fromkeys((*end, *sampling.stop_token_ids))))
+
+    # -- collecting ---------------------------------------------------------------------------------------------------
+    def _start(self) -> None:
+        if self._waiting and not self._paused and (self._drain is None or self._drain.done()):
+            self._drain = asyncio.get_running_loop().create_task(self._run_waiting())
+
+    async def _run_waiting(self) -> None:
+        """Collect, run, answer, until nothing waits."""
+        running: list[_Job] = []
+        try:
+            while self._waiting and not self._paused:
+                await self._quiet()
+                running, self._waiting = [job for job in self._waiting if not job.abandoned], []
+                for policy, jobs in _batches(running, self.max_batch_rows, self.max_batch_tokens):
+                    await self._run(policy, jobs)
+        except asyncio.CancelledError:
+            # the event loop ends or the client closes: nobody must wait for ever, and the worker must stop early
+            for job in [*running, *self._waiting]:
+                job.abandoned = True
+                job.resolve(ModelError("the client was stopped before this request was done"))
+            self._waiting.clear()
+            raise
+
+    async def _quiet(self) -> None:
+        """Return after ``_QUIET_TICKS`` rounds of the event loop that brought no new request."""
+        seen, ticks = len(self._waiting), 0
+        while ticks < _QUIET_TICKS:
+            await asyncio.sleep(0)
+            ticks = ticks + 1 if len(self._waiting) == seen else 0
+            seen = len(self._waiting)
+
+    async def _run(self, policy: str, jobs: list[_Job]) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            results: Sequence[ModelResponse | BaseException]
+            results = await loop.run_in_executor(self._worker, self._compute, policy, jobs)
+        except Exception as error:
+            results = [_failure(policy, len(jobs), error) for _ in jobs]
+        for job, result in zip(jobs, results, strict=True):
+            job.resolve(result)
+
+    # -- computing, in the worker thread ------------------------------------------------------------------------------
+    def _compute(self, policy: str, jobs: list[_Job]) -> list[ModelResponse]:
+        held = self._policies[policy]
+        with self._busy, _sampling_mode(held.model, self._share):
+            began = time.perf_counter()
+            completions, prefilled = complete(
+                held.model,
+                [job.row for job in jobs],
+                device=held.model.get_input_embeddings().weight.device,
+                abandoned=lambda: [place for place, job in enumerate(jobs) if job.abandoned],
+            )
+            responses = [self._response(*pair, held.version) for pair in zip(jobs, completions, strict=True)]
+            self._count(jobs, completions, prefilled, time.perf_counter() - began)
+        return responses
+
+    def _response(self, job: _Job, completion: Completion, version: int) -> ModelResponse:
+        ids = completion.token_ids
+        return ModelResponse(
+            text=self.tokenizer.decode(ids, skip_special_tokens=True),
+            completion_token_ids=ids,
+            logprobs=completion.logprobs,
+            finish_reason=completion.finish_reason,
+            policy_versions=[(len(ids), version)] if ids else [],
+            prompt_token_ids=list(job.row.prompt),
+        )
+
+    def _count(self, jobs: list[_Job], completions: list[Completion], prefilled: int, seconds: float) -> None:
+        self._stats.requests += len(jobs)
+        self._stats.batches += 1
+        self._stats.prompt_tokens += sum(len(job.row.prompt) for job in jobs)
+        self._stats.prefilled_tokens += prefilled
+        self._stats.generated_tokens += sum(len(completion.token_ids) for completion in completions)
+        self._stats.seconds += seconds
+
+
+def _failure(policy: str, rows: int, error: Exception) -> ModelError:
+    """A fresh exception for each caller: a shared one would collect all their tracebacks."""
+    failure = ModelError(f"policy {policy!r} failed on a batch of {rows}: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def _hold(model: nn.Module, share: bool, device: torch.device | str | None) -> _Policy:
+    held = model if share else copy.deepcopy(model).requires_grad_(False).eval()
+    if device is not None:
+        held = held.to(device)
+    config = held.config.get_text_config()  # type: ignore[operator, union-attr]
+    return _Policy(held, version=0, context_length=getattr(config, "max_position_embeddings", None))
+
+
+@contextmanager
+def _sampling_mode(model: nn.Module, share: bool) -> Iterator[None]:
+    """Evaluation mode without gradients; a shared module gets its own mode back."""
+    training = model.training
+    # tensors made in inference mode may not enter autograd, so a shared module's buffers must not be
+    guard: Callable[[], Any] = torch.no_grad if share else torch.inference_mode
+    try:
+        model.eval()
+        with guard():
+            yield
+    finally:
+        model.train(training)
+
+
+def _batches(jobs: Sequence[_Job], max_rows: int, max_tokens: int) -> Iterator[tuple[str, list[_Job]]]:
+    """Split ``jobs`` by policy, then by prompt length so that little is padded; siblings stay together."""
+    by_policy: dict[str, list[_Job]] = {}
+    for job in jobs:
+        by_policy.setdefault(job.request.policy, []).append(job)
+    for policy, members in by_policy.items():
+        members.sort(key=lambda job: (len(job.row.prompt), job.row.prompt))
+        batch: list[_Job] = []
+        limit = 0
+        for job in members:
+            limit = max(limit, job.row.limit)
+            if batch and (len(batch) == max_rows or (len(batch) + 1) * (len(job.row.prompt) + limit) > max_tokens):
+                yield policy, batch
+                batch, limit = [], job.row.limit
+            batch.append(job)
+        yield policy, batch

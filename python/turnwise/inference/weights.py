@@ -1,0 +1,65 @@
+"""Put new weights into a module: names and shapes are checked before a byte moves."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Any]], policy: str) -> None:
+    """Copy ``weights``, pairs of name and tensor as ``state_dict().items()`` gives them, into ``module``.
+
+    Of tied tensors (an ``lm_head`` that is the embedding) one name is enough. Tensors are cast to the module's
+    dtype and device. Raises ``ValueError`` for names that are missing, unknown or given twice and for wrong shapes,
+    and ``TypeError`` for what is no tensor; then nothing was changed.
+    """
+    targets = module.state_dict(keep_vars=True)
+    sources = _collect(weights, policy)
+    _check(sources, targets, policy)
+    with torch.no_grad():
+        for name, source in sources.items():
+            target = targets[name].data
+            if source.data_ptr() != target.data_ptr():  # a shared module already holds its weights
+                target.copy_(source)
+
+
+def _collect(weights: Iterable[tuple[str, Any]], policy: str) -> dict[str, Tensor]:
+    sources: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"weight {name!r} for policy {policy!r} is a {type(tensor).__name__}: expected a torch.Tensor"
+            )
+        if name in sources:
+            raise ValueError(f"weight {name!r} for policy {policy!r} is given twice")
+        sources[name] = tensor.detach()
+    return sources
+
+
+def _check(sources: dict[str, Tensor], targets: dict[str, Tensor], policy: str) -> None:
+    if unknown := [name for name in sources if name not in targets]:
+        close = difflib.get_close_matches(unknown[0], targets, n=1, cutoff=0.0)
+        raise ValueError(
+            f"weights for policy {policy!r}: {_some(unknown)} not in the model; nearest to {unknown[0]!r} is {close[0]!r}"
+        )
+    # tied tensors share their storage: one of their names brings the values for all
+    given = {targets[name].data_ptr() for name in sources}
+    if missing := [name for name, target in targets.items() if target.data_ptr() not in given]:
+        raise ValueError(f"weights for policy {policy!r}: {_some(missing)} missing, {len(sources)} given")
+    for name, source in sources.items():
+        if source.shape != targets[name].shape:
+            raise ValueError(
+                f"weight {name!r} for policy {policy!r} has shape {tuple(source.shape)}: "
+                f"expected {tuple(targets[name].shape)}"
+            )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(map(repr, names[:3]))
+    return (
+        f"{shown} and {len(names) - 3} more are" if len(names) > 3 else f"{shown} {'is' if len(names) == 1 else 'are'}"
+    )
