@@ -81,7 +81,11 @@ def raising(error: BaseException) -> cli.Command:
     [
         (ValueError("seed=-1: expected a count"), 2, "turnwise: seed=-1: expected a count"),
         (TypeError("not a list"), 2, "turnwise: not a list"),
-        (FileNotFoundError(2, "No such file or directory", "run.toml"), 2, "turnwise: No such file or directory: 'run.toml'"),
+        (
+            FileNotFoundError(2, "No such file or directory", "run.toml"),
+            2,
+            "turnwise: No such file or directory: 'run.toml'",
+        ),
         (ImportError("pip install 'turnwise[peft]'"), 2, "turnwise: pip install 'turnwise[peft]'"),
         (ModelError("the server is gone"), 1, "turnwise: the server is gone"),
         (RuntimeError(), 1, "turnwise: RuntimeError"),

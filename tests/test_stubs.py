@@ -97,7 +97,9 @@ def test_same_members(name: str) -> None:
     assert public(getattr(_C, name)) == declared(node.body).keys()
 
 
-@pytest.mark.parametrize(("name", "compiled", "stub"), functions(), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("name", "compiled", "stub"), functions(), ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_same_parameters(name: str, compiled: object, stub: ast.FunctionDef) -> None:
     assert compiled is not None, f"{name} stands in the stub alone"
     assert compiled_parameters(compiled) == stub_parameters(stub)
@@ -105,6 +107,6 @@ def test_same_parameters(name: str, compiled: object, stub: ast.FunctionDef) -> 
 
 def test_reads_signatures_as_pybind11_writes_them() -> None:
     function = types.SimpleNamespace(
-        __doc__="f(a: typing.SupportsInt, b: tuple[int, float] = (1, 2.0), *, c: object = None) -> dict[str, int]\n\nText."
+        __doc__="f(a: typing.SupportsInt, b: tuple[int, float] = (1, 2.0), *, c: object = None) -> set[int]\n\nSums."
     )
     assert compiled_parameters(function) == [("a", False), ("b", True), ("c", True)]

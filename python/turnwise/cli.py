@@ -174,7 +174,10 @@ COMMANDS: dict[str, Command] = {
         "Train a team of two agents to solve 4x4 sudoku on this machine.",
         run_demo,
         (
-            ("--compare", {"action": "store_true", "help": "beside a single agent and an untrained team; takes longer"}),
+            (
+                "--compare",
+                {"action": "store_true", "help": "beside a single agent and an untrained team; takes longer"},
+            ),
             ("--seed", {"type": int, "default": 0, "help": "of puzzles, weights and sampling (default 0)"}),
             ("--out", {"type": Path, "default": Path("runs/demo"), "help": "folder of the run (default runs/demo)"}),
         ),

@@ -41,7 +41,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A package that turnwise can use: the module to import, the extra that brings it (none: required), and for what."""
+    """A package that turnwise can use: its module, the extra that brings it (``None``: required), and what for."""
 
     module: str
     extra: str | None
@@ -100,11 +100,8 @@ def paint(status: Status, colour: bool) -> str:
 # The checks
 # ---------------------------------------------------------------------------------------------------------------------
 def check_python() -> list[Check]:
-    version = platform.python_version()
-    detail = f"{platform.python_implementation()} {version}, {platform.system()} {platform.machine()}"
-    if sys.version_info < (3, 11):
-        return [Check("python", "broken", detail, "turnwise needs Python 3.11 or newer")]
-    return [Check("python", "ok", detail)]
+    interpreter = f"{platform.python_implementation()} {platform.python_version()}"
+    return [Check("python", "ok", f"{interpreter}, {platform.system()} {platform.machine()}")]
 
 
 def check_turnwise() -> list[Check]:
@@ -194,7 +191,13 @@ def check_machine() -> list[Check]:
     ]
 
 
-GROUPS: tuple[Callable[[], list[Check]], ...] = (check_python, check_turnwise, check_torch, check_driver, check_backends)
+GROUPS: tuple[Callable[[], list[Check]], ...] = (
+    check_python,
+    check_turnwise,
+    check_torch,
+    check_driver,
+    check_backends,
+)
 
 
 def usable_cores() -> int:
