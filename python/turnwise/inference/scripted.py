@@ -48,7 +48,7 @@ Script = (
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as token ids 0–255, and 256 for end of sequence. Enough for a script, in no need of a file."""
+    """UTF-8 bytes as token ids 0 to 255, and 256 for end of sequence. Enough for a script, in no need of a file."""
 
     eos_token_id: int | None = 256
 
@@ -57,7 +57,7 @@ class ByteTokenizer:
         return list(text.encode())
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ``token_ids``; the end of sequence shows as ``<eos>`` unless it is skipped, what is no byte as U+FFFD."""
+        """The text of ``token_ids``: ``<eos>`` for the end of sequence unless skipped, U+FFFD for what is no byte."""
         end = b"" if skip_special_tokens else b"<eos>"
         parts = (bytes([token]) if token < 256 else end if token == 256 else b"\xff" for token in token_ids)
         return b"".join(parts).decode(errors="replace")

@@ -31,9 +31,7 @@ def _collect(weights: Iterable[tuple[str, Any]], policy: str) -> dict[str, Tenso
     sources: dict[str, Tensor] = {}
     for name, tensor in weights:
         if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"weight {name!r} for policy {policy!r} is a {type(tensor).__name__}: expected a torch.Tensor"
-            )
+            raise TypeError(f"weight {name!r} for policy {policy!r} is a {type(tensor).__name__}: expected a tensor")
         if name in sources:
             raise ValueError(f"weight {name!r} for policy {policy!r} is given twice")
         sources[name] = tensor.detach()
@@ -44,7 +42,7 @@ def _check(sources: dict[str, Tensor], targets: dict[str, Tensor], policy: str) 
     if unknown := [name for name in sources if name not in targets]:
         close = difflib.get_close_matches(unknown[0], targets, n=1, cutoff=0.0)
         raise ValueError(
-            f"weights for policy {policy!r}: {_some(unknown)} not in the model; nearest to {unknown[0]!r} is {close[0]!r}"
+            f"weights for policy {policy!r}: {_some(unknown)} unknown; nearest to {unknown[0]!r} is {close[0]!r}"
         )
     # tied tensors share their storage: one of their names brings the values for all
     given = {targets[name].data_ptr() for name in sources}

@@ -1,0 +1,26 @@
+"""AT-GRPO: agent- and turn-wise groups, so that all members of a group answer the same prompt.
+
+    A = (r - mean_k) / (std_k + eps)        k = (question, actor, turn)
+
+with ``r`` the step's own reward. Under tree sampling the branches that grew from one node share one state and one
+prompt, so the node joins the key: ``k = (question, actor, turn, trajectory, node)``. All branches train, also those
+that were not selected. eps is the 1e-8 of the paper's text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from turnwise.credit.base import GroupCredit, Key
+from turnwise.types import Sample
+
+
+@dataclass(kw_only=True)
+class ATGRPOCredit(GroupCredit):
+    """Group ``(uid, actor, turn)``, in a tree ``(uid, actor, turn, trajectory, parent)``; every row."""
+
+    eps: float = 1e-8
+
+    def group_key(self, sample: Sample) -> Key:
+        key: Key = (sample.uid, sample.actor, sample.turn)
+        return key if sample.parent is None else (*key, sample.trajectory, sample.parent)

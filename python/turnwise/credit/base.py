@@ -1,0 +1,106 @@
+"""What all credit rules share: the walk over results, and the grouped form ``A = (r - centre) / scale``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from turnwise.ops import factorize, group_advantage
+from turnwise.samples import collect_samples
+from turnwise.types import GenerateResult, Sample
+
+Key = tuple[Hashable, ...]
+
+
+class Credit(ABC):
+    """Base of the credit rules; see ``turnwise.types.CreditAssigner``. A rule writes ``compute_columns``."""
+
+    def compute(self, results: Sequence[GenerateResult]) -> dict[tuple[str, int], float]:
+        """``(rollout id, step index) -> advantage`` for every trainable step of ``results`` and their children.
+
+        Call it once per batch: a rule with state (RAE) updates it here.
+        """
+        samples = collect_samples(results)
+        advantages = self.compute_columns(samples)
+        places = [(sample.trajectory, sample.step_index) for sample in samples]
+        return dict(zip(places, advantages.tolist(), strict=True))
+
+    @abstractmethod
+    def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
+        """Advantages ``[B]`` float32 of ``samples``, in their order."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the rule; empty for rules that look at one batch alone."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave."""
+        if state:
+            raise ValueError(f"state has {sorted(state)}: {type(self).__name__} keeps no state")
+
+
+@dataclass(kw_only=True)
+class GroupCredit(Credit):
+    """Advantages within groups, by ``ops.group_advantage``, whose options these are.
+
+    ``key`` replaces the rule's own group key, for example ``key=lambda sample: (sample.uid, sample.turn)``;
+    a sample's ``group`` goes before both. With ``include_truncated=False`` a call that ran into its token limit
+    (``finish_reason == "length"``) enters no statistics and gets 0.
+    """
+
+    key: Callable[[Sample], Key] | None = None
+    center: str = "mean"
+    scale: str = "std"
+    ddof: int = 1
+    eps: float = 1e-6
+    singleton: str = "zero"
+    min_std: float = 0.0
+    include_truncated: bool = False
+
+    @abstractmethod
+    def group_key(self, sample: Sample) -> Key:
+        """The group that ``sample`` is compared within."""
+
+    def unit_key(self, sample: Sample) -> Key | None:
+        """Samples with one unit key enter the statistics as one value, their mean; ``None``: every row for itself."""
+        return None
+
+    def value(self, sample: Sample) -> float:
+        """The reward that counts."""
+        return sample.reward
+
+    def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
+        """Advantages ``[B]`` float32 of ``samples``, in their order."""
+        if not samples:
+            return np.zeros(0, dtype=np.float32)
+        own_key = self.key or self.group_key
+        group_ids, num_groups = factorize([s.group if s.group is not None else own_key(s) for s in samples])
+        units = [self.unit_key(sample) for sample in samples]
+        pooled = units[0] is not None
+        weighted = self.center == "length_weighted"
+        advantages = group_advantage(
+            torch.tensor([self.value(sample) for sample in samples], dtype=torch.float64),
+            group_ids,
+            num_groups=num_groups,
+            trajectory_ids=factorize(units)[0] if pooled else None,
+            lengths=torch.tensor([float(len(s.completion_token_ids)) for s in samples]) if weighted else None,
+            pool="trajectory" if pooled else "rows",
+            center=self.center,
+            scale=self.scale,
+            ddof=self.ddof,
+            eps=self.eps,
+            singleton=self.singleton,
+            min_std=self.min_std,
+            valid=torch.from_numpy(counted(samples, self.include_truncated)),
+        )
+        return advantages.float().numpy()
+
+
+def counted(samples: Sequence[Sample], include_truncated: bool) -> np.ndarray:
+    """Which samples enter statistics, ``[B]`` bool: all, or all that ended by themselves."""
+    return np.array([include_truncated or sample.finish_reason != "length" for sample in samples], dtype=bool)

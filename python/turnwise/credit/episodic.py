@@ -1,0 +1,21 @@
+"""Episodic credit: ``A = R``, the rollout's reward of the actor, for each of its model calls. This is REINFORCE with no
+baseline (Williams, 1992, https://doi.org/10.1007/BF00992696)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from turnwise.credit.base import Credit
+from turnwise.types import Sample
+
+
+@dataclass(kw_only=True)
+class EpisodicCredit(Credit):
+    """The rollout's reward as it is."""
+
+    def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
+        """Advantages ``[B]`` float32."""
+        return np.array([sample.trajectory_reward for sample in samples], dtype=np.float32)

@@ -1,0 +1,52 @@
+"""GRPO: a trajectory against the other answers to its question.
+
+    A_i = (R_i - mean(R)) / (std(R) + eps)
+
+over the trajectories ``i`` of one question, ``R_i`` being the mean of the trajectory's rewards; every model call of the
+trajectory carries ``A_i``. (Shao et al., DeepSeekMath, https://arxiv.org/abs/2402.03300.) Without ``normalize`` the
+division is left out (Dr. GRPO, https://arxiv.org/abs/2503.20783).
+
+In a hierarchy of episodes one level must not be compared with another: with ``hierarchy`` the group is the question
+under one parent, one episode type and one actor, and ``R`` is the rollout's reward of that actor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from turnwise.credit.base import GroupCredit, Key
+from turnwise.types import Sample
+
+
+@dataclass(kw_only=True)
+class GRPOCredit(GroupCredit):
+    """Group ``(uid,)``, one value per trajectory.
+
+    With ``hierarchy``: group ``(parent node, uid, episode type, actor)``, one value per rollout and actor.
+    """
+
+    normalize: bool = True
+    hierarchy: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.normalize:
+            self.scale = "none"
+
+    def group_key(self, sample: Sample) -> Key:
+        if self.hierarchy:
+            return (sample.parent_node, sample.uid, sample.episode_type, sample.actor)
+        return (sample.uid,)
+
+    def unit_key(self, sample: Sample) -> Key:
+        return (sample.trajectory, sample.actor) if self.hierarchy else (sample.trajectory,)
+
+    def value(self, sample: Sample) -> float:
+        return sample.trajectory_reward if self.hierarchy else sample.reward
+
+
+@dataclass(kw_only=True)
+class HierarchyCredit(GRPOCredit):
+    """``GRPOCredit(hierarchy=True)`` with the population's standard deviation (``ddof=0``)."""
+
+    hierarchy: bool = True
+    ddof: int = 0

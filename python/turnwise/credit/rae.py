@@ -1,0 +1,72 @@
+"""RAE, role-conditioned advantage estimation: self-play without groups.
+
+    A = r - b_k        k = (episode type, actor),  b_k as it stood before this batch
+    b_k <- decay * b_k + (1 - decay) * mean(r)     once per batch, b_k = 0 at first
+
+In a zero-sum game the seats have different expected rewards; a baseline per seat keeps an advantage of the seat from
+being learned as skill (SPIRAL, https://arxiv.org/abs/2506.24119). All episodes of a batch are judged by the same
+baseline, so identical episodes get identical advantages. With ``bias_correction`` the baseline is divided by
+``1 - decay^updates``, as Adam does, so that the first batches are not judged against the 0 it began with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from turnwise.credit.base import Credit, counted
+from turnwise.types import Sample
+
+
+@dataclass(kw_only=True)
+class RAECredit(Credit):
+    """``r`` is the rollout's reward of the actor; each rollout counts once per actor, however many calls it has.
+
+    Truncated calls (``finish_reason == "length"``) get 0 and do not count, unless ``include_truncated``.
+    """
+
+    decay: float = 0.95
+    bias_correction: bool = False
+    include_truncated: bool = False
+    _values: dict[tuple[str, str], float] = field(default_factory=dict, repr=False)
+    _updates: dict[tuple[str, str], int] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"decay={self.decay!r}: expected a number in [0, 1)")
+
+    def baseline(self, episode_type: str, actor: str) -> float:
+        """The baseline that the next batch is judged by; 0 for a key never seen."""
+        key = (episode_type, actor)
+        value = self._values.get(key, 0.0)
+        if self.bias_correction and key in self._updates:
+            value /= 1 - self.decay ** self._updates[key]
+        return value
+
+    def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
+        """Advantages ``[B]`` float32 of ``samples``; then one update of each baseline. Call it once per batch."""
+        advantages = np.zeros(len(samples), dtype=np.float32)
+        returns: dict[tuple[str, str], dict[str, float]] = {}
+        for place in np.flatnonzero(counted(samples, self.include_truncated)):
+            sample = samples[place]
+            advantages[place] = sample.trajectory_reward - self.baseline(sample.episode_type, sample.actor)
+            by_rollout = returns.setdefault((sample.episode_type, sample.actor), {})
+            by_rollout[sample.trajectory] = sample.trajectory_reward
+        for key, by_rollout in returns.items():
+            mean = sum(by_rollout.values()) / len(by_rollout)
+            self._values[key] = self.decay * self._values.get(key, 0.0) + (1 - self.decay) * mean
+            self._updates[key] = self._updates.get(key, 0) + 1
+        return advantages
+
+    def state_dict(self) -> dict[str, Any]:
+        """``{"baselines": [[episode type, actor, value, updates], ...]}``, fit for JSON."""
+        return {"baselines": [[*key, value, self._updates[key]] for key, value in self._values.items()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if set(state) != {"baselines"}:
+            raise ValueError(f"state has {sorted(state)}: expected 'baselines' alone")
+        self._values = {(kind, actor): value for kind, actor, value, _ in state["baselines"]}
+        self._updates = {(kind, actor): updates for kind, actor, _, updates in state["baselines"]}
