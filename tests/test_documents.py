@@ -1,0 +1,60 @@
+"""What the documents tell a reader to type works: Python blocks run, commands parse, files and targets exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from turnwise import cli
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    text = path.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def commands(program: str) -> list[list[str]]:
+    """The words of every shell line of the documents that starts with ``program``, without its comment."""
+    lines = [line for path in DOCUMENTS for block in blocks(path, "bash") for line in block.splitlines()]
+    words = [shlex.split(line.strip(), comments=True) for line in lines]
+    return [line for line in words if line and Path(line[0]).name == program]
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if blocks(path, "python")], ids=lambda path: path.name)
+def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order and in one namespace, as a reader would paste them."""
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for number, block in enumerate(blocks(path, "python"), start=1):
+        exec(compile(block, f"{path.name}, python block {number}", "exec"), namespace)
+
+
+def test_readme_opens_with_the_two_commands() -> None:
+    assert [line[1] for line in commands("make")][:2] == ["demo", "test"]
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    named = {word for line in commands("make") for word in line[1:] if re.fullmatch(r"[a-z-]+", word)}
+    for path in DOCUMENTS:
+        named |= set(re.findall(r"`make ([a-z-]+)", path.read_text(encoding="utf-8")))
+    assert named <= targets
+
+
+@pytest.mark.parametrize("words", commands("turnwise"), ids=" ".join)
+def test_turnwise_commands_parse(words: list[str]) -> None:
+    options = cli.parse(words[1:])
+    config = getattr(options, "config", None)
+    assert config is None or (ROOT / config).is_file()
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
+    assert [link for link in links if not (path.parent / link).exists()] == []
