@@ -1,0 +1,24 @@
+"""The arena: actors, episodes (nested too), rubrics, stores, tree sampling; requests in, a training batch out."""
+
+from turnwise.arena.arena import Arena
+from turnwise.arena.episode import Episode, SingleTurnEpisode
+from turnwise.arena.multi_turn import MultiTurnEpisode
+from turnwise.arena.rubric import DropRolloutError, Rubric, Score
+from turnwise.arena.samples import pack
+from turnwise.arena.scheduler import BatchFailedError
+from turnwise.arena.store import ArtifactStore
+from turnwise.arena.tree import TreeSampler
+
+__all__ = [
+    "Arena",
+    "ArtifactStore",
+    "BatchFailedError",
+    "DropRolloutError",
+    "Episode",
+    "MultiTurnEpisode",
+    "Rubric",
+    "Score",
+    "SingleTurnEpisode",
+    "TreeSampler",
+    "pack",
+]

@@ -1,0 +1,381 @@
+"""The arena: who plays what, and one step from requests to a training batch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from turnwise.arena import samples as rows
+from turnwise.arena.context import EpisodeContext, content_key, current_context, derive_seed, inside, resolve
+from turnwise.arena.episode import Episode, check_episode
+from turnwise.arena.model_call import fit_to_context, generate_one, to_messages, to_step, to_token_ids
+from turnwise.arena.scheduler import CallBudget, FailureCount, run_all
+from turnwise.arena.store import ArtifactStore, rng_state, set_rng_state
+from turnwise.types import (
+    Actor,
+    CreditAssigner,
+    EpisodeRequest,
+    EpisodeState,
+    GenerateResult,
+    InferenceClient,
+    Messages,
+    ModelRequest,
+    ModelResponse,
+    Rollout,
+    Sampling,
+    Tokenizer,
+    TrainingBatch,
+)
+
+
+class Arena:
+    """Holds actors, episodes and stores, and makes training batches. Override any stage of :meth:`step`.
+
+    ``max_concurrency`` bounds the model calls in flight over the whole tree of episodes. ``max_context`` is the model's
+    context in tokens; a prompt that leaves no room raises ``ContextLengthError``. A failed episode is run again up to
+    ``retries`` times, then becomes a result with ``error``; when more than ``failure_threshold`` (a share) of the
+    episodes of one call failed, ``BatchFailedError`` stops it, and a nested call's error fails the parent.
+    ``drop_zero_advantage`` and ``drop_truncated`` are filters, counted in ``TrainingBatch.dropped``. Without ``credit``
+    the advantage is the reward and no zero is dropped. Same ``seed``, same requests, same weights: same batch.
+
+    Example::
+
+        arena = Arena(client, tokenizer, credit=GRPOCredit(), sampling=Sampling(max_tokens=64))
+        arena.add_actor(Actor("solver", system_prompt="Solve the problem."))
+        arena.add_episode(GSM8K())
+        arena.source = lambda: [EpisodeRequest("gsm8k", question) for question in questions for _ in range(8)]
+        batch = await arena.step()
+    """
+
+    is_evaluation = False
+
+    def __init__(
+        self,
+        client: InferenceClient,
+        tokenizer: Tokenizer,
+        credit: CreditAssigner | None = None,
+        *,
+        sampling: Sampling | None = None,
+        max_concurrency: int = 256,
+        max_context: int | None = None,
+        seed: int = 0,
+        failure_threshold: float = 0.5,
+        retries: int = 0,
+        drop_zero_advantage: bool = True,
+        drop_truncated: bool = False,
+    ) -> None:
+        if not 0 <= failure_threshold <= 1:
+            raise ValueError(f"failure_threshold={failure_threshold!r}: expected a share from 0 to 1")
+        if retries < 0:
+            raise ValueError(f"retries={retries!r}: expected a count >= 0")
+        if max_context is not None and max_context < 2:
+            raise ValueError(f"max_context={max_context!r}: expected at least 2 tokens, or None")
+        self.client = client
+        self.tokenizer = tokenizer
+        self.credit = credit
+        self.sampling = Sampling() if sampling is None else sampling
+        self.max_context = max_context
+        self.seed = seed
+        self.failure_threshold = failure_threshold
+        self.retries = retries
+        self.drop_zero_advantage = drop_zero_advantage
+        self.drop_truncated = drop_truncated
+        self.actors: dict[str, Actor] = {}
+        self.episodes: dict[str, Episode] = {}
+        self.stores: dict[str, ArtifactStore] = {}
+        self.source: Callable[[], Sequence[EpisodeRequest] | Awaitable[Sequence[EpisodeRequest]]] | None = None
+        self.rng = random.Random(derive_seed(seed, "arena"))
+        self.last_results: list[GenerateResult] = []
+        self._budget = CallBudget(max_concurrency)
+        self._started = 0
+        self._loose_calls = 0
+        self._evaluation_sampling: Sampling | None = None
+
+    # -- registration --------------------------------------------------------------------------------------------------
+    def add_actor(self, actor: Actor) -> Actor:
+        if not isinstance(actor, Actor):
+            raise TypeError(f"actor={actor!r}: expected an Actor")
+        if actor.id in self.actors:
+            raise ValueError(f"actor {actor.id!r} is already there: actor ids are unique")
+        self.actors[actor.id] = actor
+        return actor
+
+    def add_episode(self, episode: Episode | str, named: Episode | None = None) -> Episode:
+        """``add_episode(Sudoku())`` goes by its ``episode_type``, ``add_episode("easy", Sudoku())`` by that name."""
+        name = episode if isinstance(episode, str) else getattr(episode, "episode_type", None)
+        target = named if isinstance(episode, str) else episode
+        if not name or not isinstance(name, str):
+            raise ValueError(f"{type(target).__name__}.episode_type={name!r}: expected a non-empty string")
+        check_episode(name, target)
+        assert isinstance(target, Episode)
+        if name in self.episodes:
+            raise ValueError(f"episode {name!r} is already there: episode names are unique")
+        self.episodes[name] = target
+        return target
+
+    def add_store(self, store: ArtifactStore | str) -> ArtifactStore:
+        """Add a store, or make an in-memory one of this name."""
+        store = ArtifactStore(store, seed=self.seed) if isinstance(store, str) else store
+        if store.name in self.stores:
+            raise ValueError(f"store {store.name!r} is already there: store names are unique")
+        self.stores[store.name] = store
+        return store
+
+    @property
+    def policies(self) -> list[str]:
+        """Names of the policies behind the actors, in order of appearance."""
+        return list(dict.fromkeys(actor.policy for actor in self.actors.values()))
+
+    # -- the stages of a step ------------------------------------------------------------------------------------------
+    def get_batch(self) -> Sequence[EpisodeRequest] | Awaitable[Sequence[EpisodeRequest]]:
+        """The requests of the next step. Override (sync or async), or set ``source`` to a callable."""
+        if self.source is None:
+            raise NotImplementedError(f"{type(self).__name__}: override get_batch(), or set arena.source to a callable")
+        return self.source()
+
+    async def step(self) -> TrainingBatch:
+        """One batch. Its results stay at hand in ``last_results``."""
+        if self.is_evaluation:
+            raise RuntimeError("an evaluation makes no training batch: call generate_rollouts(requests) on it")
+        requests = await resolve(self.get_batch())
+        self.last_results = await self.generate_rollouts(requests)
+        self.assign_credit(self.last_results)
+        return self.build_training_batch(self.last_results)
+
+    async def generate_rollouts(self, requests: Sequence[EpisodeRequest]) -> list[GenerateResult]:
+        """Run episodes side by side; one result each, in order. Inside an episode they become its children.
+
+        Raises ``BatchFailedError`` when too many fail, ``ValueError`` for requests that can't be run.
+        """
+        parent = current_context()
+        seen: Counter[Any] = Counter()
+        contexts = [self._open(request, parent, seen) for request in requests]
+        failures = FailureCount(len(contexts), self.failure_threshold)
+        results = await run_all(
+            self._run(request, context, failures) for request, context in zip(requests, contexts, strict=True)
+        )
+        if parent is not None:
+            parent.children.extend(results)
+        return results
+
+    def assign_credit(self, results: Sequence[GenerateResult]) -> None:
+        """Set ``Step.advantage`` of every trainable step. Called once per batch: a rule may learn from it."""
+        samples, _ = rows.gather(results, drop_truncated=self.drop_truncated)
+        if not samples:
+            return
+        if self.credit is None:
+            advantages = np.array([sample.reward for sample in samples], dtype=np.float32)
+        else:
+            advantages = np.asarray(self.credit.compute_columns(samples))
+        if advantages.shape != (len(samples),) or not np.isfinite(advantages).all():
+            raise ValueError(
+                f"{type(self.credit).__name__}.compute_columns gave shape {advantages.shape}, all finite: "
+                f"{bool(np.isfinite(advantages).all())}; expected {len(samples)} finite advantages"
+            )
+        steps = rows.steps_by_place(results)
+        for sample, advantage in zip(samples, advantages, strict=True):
+            steps[sample.trajectory, sample.step_index].advantage = float(advantage)
+
+    def build_training_batch(self, results: Sequence[GenerateResult]) -> TrainingBatch:
+        """Pack the steps that train. Raises ``ValueError`` if :meth:`assign_credit` did not run on ``results``."""
+        samples, dropped = rows.gather(results, drop_truncated=self.drop_truncated)
+        for sample in samples:
+            if sample.advantage is None:
+                raise ValueError(
+                    f"step {sample.step_index} of rollout {sample.trajectory!r} has no advantage: "
+                    "call assign_credit(results) before build_training_batch(results)"
+                )
+        if self.credit is not None and self.drop_zero_advantage:
+            kept = [sample for sample in samples if sample.advantage != 0]
+            if len(kept) < len(samples):
+                dropped["zero_advantage"] = len(samples) - len(kept)
+            samples = kept
+        return rows.pack(samples, dropped, rows.describe(results))
+
+    # -- model calls ---------------------------------------------------------------------------------------------------
+    async def call_model(
+        self,
+        actor_id: str | None,
+        prompt: str | Messages,
+        *,
+        policy: str | None = None,
+        record: bool = True,
+        **sampling: Any,
+    ) -> ModelResponse:
+        """One completion by ``actor_id``; ``None`` is a judge, which never trains. Recorded as a step if ``record``.
+
+        ``policy`` overrides the actor's; ``sampling`` overrides single fields of :class:`Sampling`, for example
+        ``temperature=0.0``. Raises ``ModelError``, and ``ContextLengthError`` for a prompt that is too long.
+        """
+        actor = None if actor_id is None else self._actor(actor_id)
+        settings = self._sampling_for(actor).with_(**sampling)
+        context = current_context()
+        messages = to_messages(prompt, actor)
+        prompt_ids = to_token_ids(self.tokenizer, messages)
+        max_tokens = fit_to_context(len(prompt_ids), settings.max_tokens, self.max_context, f"actor {actor_id!r}")
+        if settings.seed is None:
+            settings = settings.with_(seed=self._call_seed(context))
+        request = ModelRequest(
+            prompt_ids, settings.with_(max_tokens=max_tokens), policy or (actor.policy if actor else "default")
+        )
+        # The place in the record is taken before waiting, so steps stand in the order in which they were asked for.
+        place = None
+        if context is not None and record:
+            place = len(context.steps)
+            context.steps.append(None)
+        order = (0, 0, 0) if context is None else (-context.priority, -context.depth, context.root)
+        async with self._budget.slot(order):
+            response = await generate_one(self.client, request)
+        response.prompt_token_ids = prompt_ids
+        response.text = response.text or self.tokenizer.decode(response.completion_token_ids, skip_special_tokens=True)
+        if context is not None and place is not None:
+            step = to_step(actor_id, context.state.turn, messages, request, response)
+            context.steps[place] = step
+            context.state.trajectory.append(step)
+            if actor is not None:
+                context.state.last_completion_text = step.completion
+        return response
+
+    # -- around training -----------------------------------------------------------------------------------------------
+    async def on_train_start(self) -> None:
+        """Called by the training loop before the first step. Load data, fill stores."""
+
+    async def on_train_end(self) -> None:
+        """Called by the training loop after the last step, also when training failed."""
+
+    @contextlib.asynccontextmanager
+    async def training(self) -> AsyncIterator[Self]:
+        """``async with arena.training():`` calls both hooks, the second whatever happens."""
+        await self.on_train_start()
+        try:
+            yield self
+        finally:
+            await self.on_train_end()
+
+    def evaluation(self, sampling: Sampling | None = None) -> Self:
+        """A view for clean evaluation: no tree, no store writes, no baseline updates, no filtering.
+
+        ``sampling`` says how tokens are drawn; actors keep their own token limits. Requests without a seed get the same
+        seeds in every view (paired seeds), so two policies meet the same luck. Training is untouched by what runs here.
+        """
+        view = copy.copy(self)
+        view.is_evaluation = True
+        view.credit = None
+        view.stores = {name: store.frozen() for name, store in self.stores.items()}
+        view.rng = random.Random(derive_seed(self.seed, "evaluation"))
+        view.last_results = []
+        view._started = view._loose_calls = 0
+        view._evaluation_sampling = sampling
+        return view
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on bit for bit, the weights apart: counters, generator, stores, credit."""
+        return {
+            "seed": self.seed,
+            "started": self._started,
+            "loose_calls": self._loose_calls,
+            "rng": rng_state(self.rng),
+            "stores": {name: store.state_dict() for name, store in self.stores.items()},
+            "credit": None if self.credit is None else self.credit.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up :meth:`state_dict`. Raises ``ValueError`` unless the same stores are there."""
+        if set(state["stores"]) != set(self.stores):
+            raise ValueError(f"state has the stores {sorted(state['stores'])}, expected {sorted(self.stores)}")
+        self.seed = state["seed"]
+        self._started = state["started"]
+        self._loose_calls = state["loose_calls"]
+        set_rng_state(self.rng, state["rng"])
+        for name, store in self.stores.items():
+            store.load_state_dict(state["stores"][name])
+        if self.credit is not None and state["credit"] is not None:
+            self.credit.load_state_dict(state["credit"])
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+    def _open(self, request: EpisodeRequest, parent: EpisodeContext | None, seen: Counter[Any]) -> EpisodeContext:
+        """The context of one requested episode: its id, seed, question and lineage, fixed before anything runs."""
+        if request.episode_type not in self.episodes:
+            raise ValueError(
+                f"episode_type={request.episode_type!r}: no such episode, expected one of {sorted(self.episodes)}"
+            )
+        if request.timeout is not None and not request.timeout > 0:
+            raise ValueError(f"timeout={request.timeout!r}: expected seconds > 0, or None")
+        uid = content_key(request.artifact) if request.group_id is None else request.group_id
+        kind = "evaluation" if self.is_evaluation else "episode"
+        if parent is None:
+            number, self._started = self._started, self._started + 1
+            rollout_id, seed = f"{kind[0]}{number}", derive_seed(self.seed, kind, number)
+        else:
+            rollout_id, seed = parent.next_child()
+        if request.seed is not None:
+            # Copies of one question with one seed still differ, and do so whatever else is in the batch.
+            copy_number = seen[request.episode_type, uid, request.seed]
+            seen[request.episode_type, uid, request.seed] += 1
+            seed = derive_seed(self.seed, "request", request.seed, copy_number)
+        rollout = Rollout(rollout_id, request.episode_type, request.artifact, seed=seed)
+        deadline = None if request.timeout is None else asyncio.get_running_loop().time() + request.timeout
+        if parent is not None and parent.deadline is not None:
+            deadline = parent.deadline if deadline is None else min(deadline, parent.deadline)
+        if parent is None:
+            versions = {policy: self.client.version(policy) for policy in self.policies}
+        else:
+            versions = parent.rollout.meta["policy_versions"]
+        rollout.meta = {**request.meta, "policy_versions": versions}
+        return EpisodeContext(
+            rollout,
+            EpisodeState(),
+            random.Random(derive_seed(seed, "environment")),
+            uid=uid,
+            parent_id=parent.rollout.id if parent else None,
+            is_trainable=request.is_trainable,
+            priority=request.priority + (parent.priority if parent else 0),
+            depth=parent.depth + 1 if parent else 0,
+            root=parent.root if parent else number,
+            deadline=deadline,
+        )
+
+    async def _run(self, request: EpisodeRequest, context: EpisodeContext, failures: FailureCount) -> GenerateResult:
+        """One episode, tried again if asked. An exception becomes a result; only cancellation gets through."""
+        attempt = 0
+        while True:
+            try:
+                with inside(context):
+                    async with asyncio.timeout_at(context.deadline):
+                        return await self.episodes[request.episode_type].generate(self)
+            except Exception as error:
+                text = context.explain(error)
+            if attempt == self.retries or context.out_of_time():
+                break
+            attempt += 1
+            context = context.again(attempt)
+        result = context.result()
+        result.rollout.error = text
+        result.rollout.rewards = {}
+        failures.add(text)
+        return result
+
+    def _actor(self, actor_id: str) -> Actor:
+        if actor_id not in self.actors:
+            raise ValueError(f"actor_id={actor_id!r}: no such actor, expected one of {sorted(self.actors)}")
+        return self.actors[actor_id]
+
+    def _sampling_for(self, actor: Actor | None) -> Sampling:
+        own = (actor.sampling if actor else None) or self.sampling
+        if self._evaluation_sampling is not None:
+            limits = own if actor and actor.sampling else self._evaluation_sampling
+            own = self._evaluation_sampling.with_(max_tokens=limits.max_tokens, stop_token_ids=own.stop_token_ids)
+        return own if actor is None or actor.max_tokens is None else own.with_(max_tokens=actor.max_tokens)
+
+    def _call_seed(self, context: EpisodeContext | None) -> int:
+        if context is not None:
+            return context.next_call_seed()
+        self._loose_calls += 1
+        return derive_seed(self.seed, "call", self._loose_calls - 1)

@@ -1,0 +1,144 @@
+"""Episodes: how actors play together. One model call, a chat over several turns, or whatever ``rollout`` does."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from turnwise.arena.context import EpisodeContext, current_context, resolve
+from turnwise.arena.rubric import Rubric
+from turnwise.types import EpisodeState, GenerateResult, Messages, ModelResponse, Rollout
+
+if TYPE_CHECKING:
+    from turnwise.arena.arena import Arena
+
+
+def running() -> EpisodeContext:
+    """The context of the running episode. Raises ``RuntimeError`` outside of one."""
+    context = current_context()
+    if context is None:
+        raise RuntimeError("no episode is running here: start episodes with arena.generate_rollouts(requests)")
+    return context
+
+
+class Episode(ABC):
+    """A self-contained protocol of play.
+
+    Set ``episode_type`` and ``rubric`` (class attributes or properties) and write ``rollout``; every hook may be
+    ``def`` or ``async def``. One object serves many concurrent rollouts: keep what changes in ``state.data``, and draw
+    from ``self.rng``, whose seed is the episode's.
+
+    Example::
+
+        class Duel(Episode):
+            episode_type = "duel"
+            rubric = Rubric([winner])
+
+            async def rollout(self, arena, artifact, state=None):
+                for player in ("left", "right"):
+                    response = await self.call_model(player, artifact["question"], arena)
+                    state.data[player] = response.text
+                return state
+
+            def get_extras(self, state):
+                return dict(state.data)
+    """
+
+    episode_type: str
+    rubric: Rubric
+
+    @abstractmethod
+    async def rollout(self, arena: Arena, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
+        """Play to the end and return the final state. ``state`` arrives fresh, with nothing in it."""
+
+    def get_extras(self, state: EpisodeState) -> Any:
+        """What the reward functions may see of the final state, as a dict. Sync or async."""
+        return {}
+
+    async def call_model(
+        self, actor_id: str | None, prompt: str | Messages, arena: Arena, **options: Any
+    ) -> ModelResponse:
+        """Shorthand for :meth:`Arena.call_model`, in the order that reads well inside an episode."""
+        return await arena.call_model(actor_id, prompt, **options)
+
+    @property
+    def rng(self) -> random.Random:
+        """The generator of the running episode. Each branch of a tree starts with a copy: siblings meet equal luck."""
+        return running().rng
+
+    async def generate(self, arena: Arena) -> GenerateResult:
+        """Run once: ``rollout``, then ``get_extras``, then the rubric. The arena calls this, once per request."""
+        context = running()
+        rollout = context.rollout
+        state = await self.rollout(arena, rollout.artifact, context.state)
+        if not isinstance(state, EpisodeState):
+            raise TypeError(f"{type(self).__name__}.rollout returned {state!r}, expected the EpisodeState")
+        context.state = state
+        _attach_children(state, context)
+        rollout.steps = [step for step in context.steps if step is not None]
+        rollout.extras = dict(await resolve(self.get_extras(state)) or {})
+        score = await self.rubric.score(rollout, arena, state)
+        rollout.rewards = score.rewards
+        rollout.metrics.update(score.metrics)
+        if score.dropped is not None:
+            rollout.meta["dropped"] = score.dropped
+        else:
+            _check_rewarded(rollout)
+        return context.result()
+
+
+def _check_rewarded(rollout: Rollout) -> None:
+    """A step that trains needs a reward; here the mistake costs one episode, later it would cost the batch."""
+    for step in rollout.steps:
+        if step.trainable and step.reward is None and step.actor_id not in rollout.rewards:
+            raise ValueError(
+                f"actor {step.actor_id!r} of episode {rollout.episode_type!r} acted and has no reward: the rubric "
+                f"rewards {sorted(rollout.rewards)}, and the step has no reward of its own"
+            )
+
+
+def _attach_children(state: EpisodeState, context: EpisodeContext) -> None:
+    """Each child once, whether or not the episode added it to ``child_results`` itself."""
+    unique = {id(result): result for result in (*state.child_results, *context.children)}
+    state.child_results = list(unique.values())
+
+
+class SingleTurnEpisode(Episode):
+    """One prompt, one completion. Override ``get_prompt``; ``actor`` names who answers.
+
+    Example::
+
+        class GSM8K(SingleTurnEpisode):
+            episode_type = "gsm8k"
+            actor = "solver"
+            rubric = Rubric([exact_match])
+
+            def get_prompt(self, artifact):
+                return artifact["question"]
+    """
+
+    actor: str = "solver"
+
+    @abstractmethod
+    def get_prompt(self, artifact: Any) -> Any:
+        """The prompt, a string or messages. Sync or async."""
+
+    async def rollout(self, arena: Arena, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
+        state = EpisodeState() if state is None else state
+        state.current_actor = self.actor
+        await self.call_model(self.actor, await resolve(self.get_prompt(artifact)), arena)
+        state.done = True
+        return state
+
+
+def check_episode(name: str, episode: Any) -> None:
+    """Raise unless ``episode`` can be registered under ``name``: an :class:`Episode` object with a rubric."""
+    if not isinstance(episode, Episode):
+        raise TypeError(f"episode {name!r}: got {episode!r}, expected an Episode object")
+    rubric = getattr(episode, "rubric", None)
+    if not isinstance(rubric, Rubric):
+        raise ValueError(
+            f"episode {name!r} ({type(episode).__name__}) has no rubric: rubric={rubric!r}, expected a Rubric. "
+            "Set `rubric = Rubric([...])` on the class"
+        )

@@ -1,0 +1,118 @@
+"""From a chat to token ids, and from a client's response to a recorded step. Nothing is ever made up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from turnwise.types import (
+    Actor,
+    ContextLengthError,
+    InferenceClient,
+    Messages,
+    ModelError,
+    ModelRequest,
+    ModelResponse,
+    Step,
+    Tokenizer,
+)
+
+FINISH_REASONS = ("stop", "length", "abort")
+
+
+def to_messages(prompt: str | Messages, actor: Actor | None) -> Messages:
+    """A chat from a prompt: a string becomes one user message; the actor's system prompt opens it if none is there."""
+    if isinstance(prompt, str):
+        messages: Messages = [{"role": "user", "content": prompt}]
+    else:
+        messages = list(prompt)
+    if not messages:
+        raise ValueError(f"prompt={prompt!r}: expected a string or at least one message")
+    for message in messages:
+        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+            raise TypeError(f"prompt: got the message {message!r}, expected a dict with 'role' and 'content'")
+    if actor is not None and actor.system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": actor.system_prompt})
+    return messages
+
+
+def to_token_ids(tokenizer: Tokenizer, messages: Messages) -> list[int]:
+    """Prompt ids of a chat, the generation prompt added. Tokenizers answer with a list or with a mapping: both do."""
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
+    if isinstance(ids, Mapping):
+        ids = ids["input_ids"]
+    ids = list(ids)
+    if len(ids) == 1 and isinstance(ids[0], (list, tuple)):
+        ids = list(ids[0])
+    return [int(token) for token in ids]
+
+
+def fit_to_context(prompt_tokens: int, max_tokens: int, max_context: int | None, who: str) -> int:
+    """How many tokens may be sampled. Raises ``ContextLengthError`` if the prompt leaves room for none."""
+    if max_context is None:
+        return max_tokens
+    if prompt_tokens > max_context - 1:
+        raise ContextLengthError(
+            f"the prompt of {who} has {prompt_tokens} tokens, and max_context={max_context} leaves no room for a "
+            f"completion: at most {max_context - 1} fit"
+        )
+    return min(max_tokens, max_context - prompt_tokens)
+
+
+async def generate_one(client: InferenceClient, request: ModelRequest) -> ModelResponse:
+    """One checked response. Whatever the client raises becomes a ``ModelError``."""
+    try:
+        responses = await client.generate([request])
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{type(error).__name__} in the inference client: {error}") from error
+    if len(responses) != 1:
+        raise ModelError(f"the inference client gave {len(responses)} responses to 1 request")
+    check_response(request, responses[0])
+    return responses[0]
+
+
+def check_response(request: ModelRequest, response: ModelResponse) -> None:
+    """Raise ``ModelError`` unless token ids, log-probabilities, versions and finish reason are all there and agree."""
+    tokens = len(response.completion_token_ids)
+    problem: str | None = None
+    if tokens == 0:
+        problem = "no completion token ids"
+    elif len(response.logprobs) != tokens:
+        problem = f"{tokens} completion token ids but {len(response.logprobs)} log-probabilities"
+    elif not all(isinstance(lp, (int, float)) and math.isfinite(lp) for lp in map(_plain, response.logprobs)):
+        problem = "log-probabilities that are not finite numbers"
+    elif sum(count for count, _ in response.policy_versions) != tokens:
+        problem = f"{tokens} completion token ids but policy versions {response.policy_versions}"
+    elif response.finish_reason not in FINISH_REASONS:
+        problem = f"the finish reason {response.finish_reason!r}, expected one of {FINISH_REASONS}"
+    elif response.prompt_token_ids and list(response.prompt_token_ids) != list(request.prompt_token_ids):
+        problem = "other prompt token ids than were asked"
+    if problem is not None:
+        raise ModelError(f"the inference client gave a response with {problem} (policy {request.policy!r})")
+
+
+def to_step(
+    actor_id: str | None, turn: int, messages: Messages, request: ModelRequest, response: ModelResponse
+) -> Step:
+    """The record of one call. A judge (``actor_id=None``) never trains."""
+    return Step(
+        actor_id,
+        turn=turn,
+        prompt=messages,
+        completion=response.text,
+        prompt_token_ids=list(request.prompt_token_ids),
+        completion_token_ids=list(response.completion_token_ids),
+        completion_logprobs=list(response.logprobs),
+        policy_versions=list(response.policy_versions),
+        finish_reason=response.finish_reason,
+        policy=request.policy,
+        trainable=actor_id is not None,
+        info={"temperature": request.sampling.temperature, "seed": request.sampling.seed},
+    )
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else value

@@ -1,0 +1,192 @@
+"""Chats over several turns: actors take turns on one state, an environment answers, and some text stays private."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from turnwise.arena.context import resolve
+from turnwise.arena.episode import Episode, running
+from turnwise.arena.rubric import check_reward
+from turnwise.types import EpisodeState, Messages, Step
+
+if TYPE_CHECKING:
+    from turnwise.arena.arena import Arena
+    from turnwise.arena.tree import TreeSampler
+
+
+class MultiTurnEpisode(Episode, ABC):
+    """Actors act one after another; each action is answered by the environment before the next actor sees the state.
+
+    A turn is a round: a new one begins when the next actor has already acted in the present one. The episode ends when
+    ``is_done`` says so, or after ``max_turns`` rounds. With a ``sampler``, training branches at each action.
+
+    Example: two players name numbers, and whoever says 7 ends the game::
+
+        class Sevens(MultiTurnEpisode):
+            episode_type = "sevens"
+            actors = ("left", "right")
+            max_turns = 3
+            rubric = Rubric([won])
+
+            def get_prompt(self, artifact):
+                return "Say a number from 1 to 9."
+
+            def env_response(self, state, arena, artifact):
+                state.data["last"] = state.last_completion_text
+                return f"{state.current_actor} said {state.last_completion_text}."
+
+            def is_done(self, state, arena, artifact):
+                return state.data["last"] == "7"
+
+            def step_reward(self, state, arena, artifact):
+                return float(state.data["last"] == "7")
+
+        arena.add_episode(Sevens(sampler=TreeSampler(branches=8)))
+    """
+
+    actors: Sequence[str] = ()
+    max_turns: int = 8
+    sampler: TreeSampler | None = None
+
+    def __init__(self, *, sampler: TreeSampler | None = None, max_turns: int | None = None) -> None:
+        if sampler is not None:
+            self.sampler = sampler
+        if max_turns is not None:
+            if max_turns < 1:
+                raise ValueError(f"max_turns={max_turns!r}: expected at least 1")
+            self.max_turns = max_turns
+
+    # -- hooks: override what the game needs; each may be sync or async ------------------------------------------------
+    def setup(self, state: EpisodeState, arena: Arena, artifact: Any) -> Any:
+        """Fill ``state.data`` before anybody acts."""
+
+    def get_initial_actor(self) -> Any:
+        """Who acts first: the first of ``actors``."""
+        if not self.actors:
+            raise ValueError(f"{type(self).__name__}.actors is empty: expected the ids of the actors, in acting order")
+        return self.actors[0]
+
+    def get_prompt(self, artifact: Any) -> Any:
+        """The opening text. It stands at the start of every actor's prompt, whoever acts first."""
+        raise NotImplementedError(f"{type(self).__name__}: override get_prompt(artifact) or build_messages(...)")
+
+    def get_observation(self, state: EpisodeState, arena: Arena, artifact: Any) -> Any:
+        """What only the acting actor sees, now. It never enters the transcript."""
+        return None
+
+    def env_response(self, state: EpisodeState, arena: Arena, artifact: Any) -> Any:
+        """Apply ``state.last_completion_text`` of ``state.current_actor`` to ``state.data``.
+
+        What it returns enters the transcript, for everybody. Runs after every action, the last one included.
+        """
+        return None
+
+    def step_reward(self, state: EpisodeState, arena: Arena, artifact: Any) -> Any:
+        """Reward of the action just taken, after ``env_response``; ``None`` leaves it to the rubric."""
+        return None
+
+    def is_done(self, state: EpisodeState, arena: Arena, artifact: Any) -> Any:
+        """Whether the game is over, asked after each action. ``max_turns`` holds besides."""
+        return state.done
+
+    def next_actor(self, state: EpisodeState, arena: Arena, artifact: Any) -> Any:
+        """Who acts after ``state.current_actor``: the next of ``actors``, in a circle."""
+        order = list(self.actors)
+        if state.current_actor not in order:
+            raise ValueError(f"actors={order!r} lacks {state.current_actor!r}: override next_actor, or add it")
+        return order[(order.index(state.current_actor) + 1) % len(order)]
+
+    def public(self, text: str) -> str:
+        """What the others see of a completion; strip private reasoning here."""
+        return text
+
+    def build_messages(self, state: EpisodeState, arena: Arena, artifact: Any) -> Any:
+        """The chat for ``state.current_actor``, or ``None`` if it skips this turn.
+
+        By default: the opening prompt, then what was said: own completions as the assistant's, those of others (their
+        ``public`` part) and of the environment as the user's; at the end the private observation.
+        """
+        return self.transcript(state, arena, artifact)
+
+    # -- how it runs ---------------------------------------------------------------------------------------------------
+    async def transcript(self, state: EpisodeState, arena: Arena, artifact: Any) -> Messages:
+        """The default chat of ``state.current_actor``, see :meth:`build_messages`."""
+        opening = await resolve(self.get_prompt(artifact))
+        messages: Messages = []
+        if isinstance(opening, str):
+            _say(messages, "user", opening)
+        else:
+            messages.extend(dict(message) for message in opening)
+        for step in state.trajectory:
+            if "env_response" not in step.info:
+                continue
+            if step.actor_id == state.current_actor:
+                messages.append({"role": "assistant", "content": step.completion})
+            else:
+                _say(messages, "user", f"{step.actor_id}: {self.public(step.completion)}")
+            _say(messages, "user", step.info["env_response"])
+        _say(messages, "user", await resolve(self.get_observation(state, arena, artifact)))
+        return messages
+
+    async def rollout(self, arena: Arena, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
+        state = EpisodeState() if state is None else state
+        running().state = state
+        await resolve(self.setup(state, arena, artifact))
+        state.current_actor = state.current_actor or await resolve(self.get_initial_actor())
+        while not state.done:
+            messages = await resolve(self.build_messages(state, arena, artifact))
+            if messages is not None:
+                state = await self._act(state, messages, arena, artifact)
+            await self._pass_on(state, arena, artifact)
+        return state
+
+    async def _act(self, state: EpisodeState, messages: str | Messages, arena: Arena, artifact: Any) -> EpisodeState:
+        """The state after one action of ``state.current_actor``; under tree sampling the selected branch's."""
+        branches = 1
+        if self.sampler is not None and not arena.is_evaluation:
+            branches = self.sampler.branches_at(state)
+        if branches > 1:
+            assert self.sampler is not None
+            return await self.sampler.grow(self, state, messages, arena, artifact, branches)
+        await self.take_action(state, messages, arena, artifact)
+        return state
+
+    async def take_action(self, state: EpisodeState, messages: str | Messages, arena: Arena, artifact: Any) -> Step:
+        """One model call, the environment's answer, and the reward of this action, all on ``state``."""
+        await self.call_model(state.current_actor, messages, arena)
+        step = state.trajectory[-1]
+        # The key marks an action of this loop, so that a tool call made inside a hook is no part of the transcript.
+        step.info["env_response"] = await resolve(self.env_response(state, arena, artifact)) or ""
+        state.last_completion_text = step.completion
+        reward = await resolve(self.step_reward(state, arena, artifact))
+        if reward is not None:
+            step.reward = check_reward(reward, f"{type(self).__name__}.step_reward for actor {state.current_actor!r}")
+        return step
+
+    async def _pass_on(self, state: EpisodeState, arena: Arena, artifact: Any) -> None:
+        state.acted = (*state.acted, state.current_actor)
+        state.done = bool(state.done or await resolve(self.is_done(state, arena, artifact)))
+        if state.done:
+            running().rollout.meta["ended"] = "done"
+            return
+        following = await resolve(self.next_actor(state, arena, artifact))
+        if following in state.acted:
+            state.turn, state.acted = state.turn + 1, ()
+        if state.turn >= self.max_turns:
+            # Out of turns is not the same as over: rewards may want to tell them apart.
+            running().rollout.meta["ended"] = "max_turns"
+            state.done = True
+            return
+        state.current_actor = following
+
+
+def _say(messages: Messages, role: str, text: str | None) -> None:
+    """Append text, joining it to the last message if that has the same role."""
+    if not text:
+        return
+    if messages and messages[-1]["role"] == role and isinstance(messages[-1]["content"], str):
+        messages[-1] = {"role": role, "content": f"{messages[-1]['content']}\n\n{text}"}
+    else:
+        messages.append({"role": role, "content": text})

@@ -1,0 +1,222 @@
+"""Rewards: a rubric is a weighted sum of reward functions, each naming the arguments that it wants."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from turnwise.arena.context import current_context, inside, resolve
+from turnwise.arena.scheduler import run_all
+from turnwise.types import EpisodeState, RewardFunction, Rollout
+
+if TYPE_CHECKING:
+    from turnwise.arena.arena import Arena
+
+ARGUMENTS = ("rollout", "arena", "artifact", "extras", "completion", "state")
+"""What a reward function may ask for. ``completion`` is the text of the last selected action, "" if nobody acted."""
+
+RETRIES = 2
+"""Further attempts of a reward function under ``on_error="retry"``."""
+
+Call = Callable[[], Awaitable[Any]]
+
+
+class DropRolloutError(Exception):
+    """Raised by a reward function to keep its rollout out of the batch; counted as ``reward_error``."""
+
+
+async def _raise(call: Call, error: Exception) -> Any:
+    raise error
+
+
+async def _zero(call: Call, error: Exception) -> Any:
+    return 0.0
+
+
+async def _drop(call: Call, error: Exception) -> Any:
+    raise DropRolloutError(f"{type(error).__name__}: {error}") from error
+
+
+async def _retry(call: Call, error: Exception) -> Any:
+    for _ in range(RETRIES):
+        try:
+            return await call()
+        except Exception as again:
+            error = again
+    raise error
+
+
+ON_ERROR: dict[str, Callable[[Call, Exception], Awaitable[Any]]] = {
+    "raise": _raise,
+    "zero": _zero,
+    "drop": _drop,
+    "retry": _retry,
+}
+
+
+@dataclass(slots=True)
+class Score:
+    """``rewards`` actor -> weighted sum; ``metrics`` "function/actor" -> unweighted value; ``dropped`` the reason."""
+
+    rewards: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    dropped: str | None = None
+
+
+class Rubric:
+    """``rewards[actor] = sum over functions of weight * value[actor]``.
+
+    A function returns ``{actor: reward}``, or one number for every actor that acted. It may be ``def`` or
+    ``async def``; all run concurrently. Weight 0 makes it a metric only. ``on_error`` says what an exception (or a
+    ``timeout`` in seconds, for each function) does: ``"raise"`` fails the episode, ``"zero"`` counts as reward 0,
+    ``"drop"`` keeps the rollout out of the batch, ``"retry"`` tries twice more and then fails. A NaN or infinite reward
+    always fails the episode. With a ``timeout``, plain functions run in a thread, which is abandoned when time is up.
+
+    Example::
+
+        def correct(extras, artifact):
+            return {"solver": float(extras["answer"] == artifact["answer"])}
+
+        rubric = Rubric([correct, brevity], weights=[1.0, 0.1])
+    """
+
+    def __init__(
+        self,
+        funcs: Sequence[RewardFunction],
+        weights: Sequence[float] | None = None,
+        on_error: str = "raise",
+        timeout: float | None = None,
+    ) -> None:
+        self.funcs = list(funcs)
+        self.weights = [1.0] * len(self.funcs) if weights is None else [float(weight) for weight in weights]
+        if len(self.weights) != len(self.funcs):
+            raise ValueError(f"weights={self.weights!r}: expected one for each of the {len(self.funcs)} functions")
+        if not all(math.isfinite(weight) for weight in self.weights):
+            raise ValueError(f"weights={self.weights!r}: expected finite numbers")
+        if on_error not in ON_ERROR:
+            raise ValueError(f"on_error={on_error!r}: expected one of {sorted(ON_ERROR)}")
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout={timeout!r}: expected seconds > 0, or None")
+        self.timeout = timeout
+        self.names = _unique_names(self.funcs)
+        self._arguments = [_wanted_arguments(func, name) for func, name in zip(self.funcs, self.names, strict=True)]
+        self._handle = ON_ERROR[on_error]
+
+    async def score(self, rollout: Rollout, arena: Arena | None = None, state: EpisodeState | None = None) -> Score:
+        """Rewards and metrics of one rollout. Raises ``ValueError``/``TypeError`` for what is no finite number."""
+        available = {
+            "rollout": rollout,
+            "arena": arena,
+            "artifact": rollout.artifact,
+            "extras": rollout.extras,
+            "completion": _last_completion(rollout, state),
+            "state": state,
+        }
+        score = Score()
+        try:
+            values = await self._run(available)
+        except DropRolloutError as error:
+            score.dropped = str(error)
+            return score
+        actors = _actors_of(rollout)
+        for name, weight, value in zip(self.names, self.weights, values, strict=True):
+            for actor, reward in _by_actor(name, value, actors).items():
+                score.metrics[f"{name}/{actor}"] = reward
+                if weight:
+                    score.rewards[actor] = score.rewards.get(actor, 0.0) + weight * reward
+        return score
+
+    async def _run(self, available: Mapping[str, Any]) -> list[Any]:
+        context = current_context()
+        if context is None:
+            return await run_all(self._value(index, available) for index in range(len(self.funcs)))
+        # Each function gets a scope of its own, so the seeds of judge calls don't depend on who came first.
+        parts = [context.branch(f"reward{index}") for index in range(len(self.funcs))]
+
+        async def in_scope(index: int) -> Any:
+            with inside(parts[index]):
+                return await self._value(index, available)
+
+        try:
+            return await run_all(in_scope(index) for index in range(len(self.funcs)))
+        finally:
+            for part in parts:
+                context.adopt(part, selected=False)
+
+    async def _value(self, index: int, available: Mapping[str, Any]) -> Any:
+        func = self.funcs[index]
+        arguments = {name: available[name] for name in self._arguments[index]}
+
+        async def call() -> Any:
+            if self.timeout is None:
+                return await resolve(func(**arguments))
+            async with asyncio.timeout(self.timeout):
+                if inspect.iscoroutinefunction(func):
+                    return await func(**arguments)
+                return await resolve(await asyncio.to_thread(func, **arguments))
+
+        try:
+            return await call()
+        except DropRolloutError:
+            raise
+        except Exception as error:
+            return await self._handle(call, error)
+
+
+def _wanted_arguments(func: RewardFunction, name: str) -> list[str]:
+    if not callable(func):
+        raise TypeError(f"funcs: {func!r} is not callable")
+    wanted = []
+    for parameter in inspect.signature(func).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            return list(ARGUMENTS)
+        if parameter.name in ARGUMENTS:
+            wanted.append(parameter.name)
+        elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL:
+            raise TypeError(f"reward function {name!r} asks for {parameter.name!r}: expected names of {ARGUMENTS}")
+    return wanted
+
+
+def _unique_names(funcs: Sequence[RewardFunction]) -> list[str]:
+    names: list[str] = []
+    for func in funcs:
+        base = str(getattr(func, "__name__", type(func).__name__)).strip("<>")
+        name, number = base, 2
+        while name in names:
+            name, number = f"{base}_{number}", number + 1
+        names.append(name)
+    return names
+
+
+def _actors_of(rollout: Rollout) -> list[str]:
+    return list(dict.fromkeys(step.actor_id for step in rollout.steps if step.actor_id is not None))
+
+
+def _last_completion(rollout: Rollout, state: EpisodeState | None) -> str:
+    steps = state.trajectory if state is not None and state.trajectory else rollout.steps
+    taken = [step.completion for step in steps if step.actor_id is not None and step.selected]
+    return taken[-1] if taken else ""
+
+
+def _by_actor(name: str, value: Any, actors: Sequence[str]) -> dict[str, float]:
+    where = f"reward function {name!r}"
+    if isinstance(value, Mapping):
+        return {actor: check_reward(reward, f"{where}, actor {actor!r}") for actor, reward in value.items()}
+    return dict.fromkeys(actors, check_reward(value, where))
+
+
+def check_reward(value: Any, where: str) -> float:
+    """``value`` as a finite float; ``where`` names its origin in the error."""
+    if isinstance(value, (str, bytes)) or value is None:
+        raise TypeError(f"{where}: got {value!r}, expected a number")
+    try:
+        reward = float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{where}: got {value!r}, expected a number") from error
+    if not math.isfinite(reward):
+        raise ValueError(f"{where}: the reward is {reward!r}, expected a finite number")
+    return reward

@@ -1,0 +1,97 @@
+"""One budget of model calls for the whole tree of episodes, and isolation of what fails.
+
+Only model calls hold a slot. An episode that waits for its children holds none, so nesting can neither deadlock nor
+multiply the limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import itertools
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Order = tuple[int, ...]
+
+
+class BatchFailedError(RuntimeError):
+    """More episodes of a batch failed than ``failure_threshold`` allows; the text ends with the first traceback."""
+
+
+class CallBudget:
+    """At most ``limit`` model calls at once; who waits is served in ascending ``order``, first come first among equals.
+
+    Bound to no event loop, so one arena may be used by several ``asyncio.run`` in turn.
+    """
+
+    def __init__(self, limit: int) -> None:
+        if limit < 1:
+            raise ValueError(f"max_concurrency={limit!r}: expected at least 1")
+        self.limit = limit
+        self.in_use = 0
+        self._waiting: list[tuple[Order, int, asyncio.Future[None]]] = []
+        self._ticket = itertools.count()
+
+    @contextlib.asynccontextmanager
+    async def slot(self, order: Order) -> AsyncIterator[None]:
+        """Hold one slot for the block. Cancellation while waiting gives the place up."""
+        await self._acquire(order)
+        try:
+            yield
+        finally:
+            self._release()
+
+    async def _acquire(self, order: Order) -> None:
+        if self.in_use < self.limit:
+            self.in_use += 1
+            return
+        granted = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (order, next(self._ticket), granted))
+        try:
+            await granted
+        except asyncio.CancelledError:
+            # The slot may have been granted in the same tick as the cancellation: pass it on.
+            if granted.done() and not granted.cancelled():
+                self._release()
+            raise
+
+    def _release(self) -> None:
+        while self._waiting:
+            _, _, granted = heapq.heappop(self._waiting)
+            if not granted.done():
+                granted.set_result(None)
+                return
+        self.in_use -= 1
+
+
+async def run_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run side by side; the first exception (or a cancellation from outside) cancels the rest, waits, and is raised."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+class FailureCount:
+    """Counts the failures of one batch, and stops it with the first traceback once too many failed."""
+
+    def __init__(self, total: int, threshold: float) -> None:
+        self.total, self.threshold = total, threshold
+        self.failed = 0
+        self.first = ""
+
+    def add(self, error: str) -> None:
+        self.failed += 1
+        self.first = self.first or error
+        if self.failed > self.threshold * self.total:
+            raise BatchFailedError(
+                f"{self.failed} of {self.total} episodes failed, more than failure_threshold={self.threshold:g} "
+                f"allows. The first failure:\n{self.first}"
+            )
