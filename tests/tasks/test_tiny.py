@@ -34,7 +34,7 @@ def test_digits_newlines_and_punctuation_stand_alone(tokenizer):
 
 
 @pytest.mark.parametrize(
-    "text", ["", " ", "Fill the sudoku.", "naïve – “quotes” 日本 🙂", "a  b\n\n\tc\r\n", "1 2 3 , . !"]
+    "text", ["", " ", "Fill the sudoku.", "naïve “quotes” 日本 🙂", "a  b\n\n\tc\r\n", "1 2 3 , . !"]
 )
 def test_any_text_survives(tokenizer, text):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text

@@ -10,13 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cache
-from hashlib import blake2b
 from random import Random
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-Split = Literal["train", "validation", "eval"]
+from turnwise.tasks.base import Split, check_split, split_of
 
 SIDE, BOX, BLANK, DIGITS = 4, 2, "_", "1234"
 CELLS = SIDE * SIDE
@@ -31,8 +30,6 @@ BOXES = tuple(
 )
 UNITS = ROWS + COLUMNS + BOXES
 
-# A puzzle's own hash puts it in a split, so no choice of seed or count can leak one into another: 8 parts train.
-_SPLIT_OF_RESIDUE: tuple[Split, ...] = ("eval", "validation", *("train",) * 8)
 _PATIENCE = 100_000  # draws in a row without a new puzzle, after which there is taken to be none
 
 
@@ -102,20 +99,13 @@ def is_solved(puzzle: str, grid: str) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 # Puzzles
 # ---------------------------------------------------------------------------------------------------------------------
-def split_of(puzzle: str) -> Split:
-    """The one split that ``puzzle`` belongs to: 8 of 10 train, 1 validation, 1 eval."""
-    digest = blake2b(puzzle.encode(), digest_size=8).digest()
-    return _SPLIT_OF_RESIDUE[int.from_bytes(digest, "big") % len(_SPLIT_OF_RESIDUE)]
-
-
 def sudoku_puzzles(split: Split, n: int, seed: int | str, blanks: tuple[int, int] = (6, 8)) -> list[Puzzle]:
     """``n`` different puzzles of ``split`` with one solution each and ``blanks[0]`` to ``blanks[1]`` blank cells.
 
     The same arguments give the same puzzles, and a longer list begins with the shorter one. Splits never share a
     puzzle, whatever the seeds. Raises ``ValueError`` where the split holds too few such puzzles.
     """
-    if split not in _SPLIT_OF_RESIDUE:
-        raise ValueError(f"split={split!r}: expected 'train', 'validation' or 'eval'")
+    check_split(split)
     if n < 0:
         raise ValueError(f"n={n!r}: expected a count >= 0")
     low, high = blanks

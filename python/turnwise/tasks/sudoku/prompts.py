@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from turnwise.types import Messages
+from turnwise.types import Message, Messages
 
 from .grid import format_grid, parse_grid
 
@@ -16,13 +16,15 @@ SYSTEM_PROMPTS = {
 }
 
 
-def sudoku_messages(actor_id: str, puzzle: str, draft: str | None = None) -> Messages:
-    """The whole prompt of one call: the actor's instruction, the puzzle, and the draft where there is one.
-
-    ``puzzle`` and ``draft`` are 16 characters. Nothing else of the episode is shown, so a prompt stays under 60 tokens.
-    """
+def board_message(puzzle: str, draft: str | None = None) -> Message:
+    """The puzzle, and the draft where there is one, both 16 characters. Nothing else of the episode is shown."""
     shown = format_grid(puzzle) + (_DRAFT + format_grid(draft) if draft else "")
-    return [{"role": "system", "content": SYSTEM_PROMPTS[actor_id]}, {"role": "user", "content": shown}]
+    return {"role": "user", "content": shown}
+
+
+def sudoku_messages(actor_id: str, puzzle: str, draft: str | None = None) -> Messages:
+    """The whole prompt of one call, under 60 tokens: the actor's instruction and the board."""
+    return [{"role": "system", "content": SYSTEM_PROMPTS[actor_id]}, board_message(puzzle, draft)]
 
 
 def read_messages(messages: Messages) -> tuple[str, str | None]:

@@ -1,0 +1,113 @@
+"""What every shipped task offers to the training loop and the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from turnwise.types import Actor, EpisodeRequest, Messages
+
+if TYPE_CHECKING:
+    from turnwise.arena.episode import Episode
+    from turnwise.arena.tree import TreeSampler
+
+Split = Literal["train", "validation", "eval"]
+
+# A question's own hash puts it in a split, so no choice of seed or count can leak one into another: 8 parts train.
+SPLIT_OF_RESIDUE: tuple[Split, ...] = ("eval", "validation", *("train",) * 8)
+
+Demonstration = tuple[str, Messages, str]
+"""``(actor id, prompt, completion)``: ``("solver", [{"role": "user", "content": "2 + 2 = ?"}], "#### 4")``."""
+
+Player = Callable[[str, Messages], str]
+"""Plays without a model: ``(actor id, the chat that the actor sees) -> completion``."""
+
+
+class Task(Protocol):
+    """A task: who plays, what is played, and how success is measured.
+
+    Everything is a function of the task's options and the arguments: equal calls give equal answers, in any process.
+    """
+
+    name: str
+    success_metric: str
+    """The key in ``Rollout.metrics`` that is 1.0 for a success, for example ``"solved/proposer"``."""
+
+    @property
+    def actors(self) -> Sequence[Actor]:
+        """The players, in acting order, with their system prompts and token limits."""
+        ...
+
+    def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
+        """The episodes to register, by type; with a tree sampler, training branches at each action."""
+        ...
+
+    def requests(self, step: int, questions: int, copies: int) -> list[EpisodeRequest]:
+        """``questions * copies`` episodes of training step ``step``; the copies of a question share ``group_id``."""
+        ...
+
+    def eval_requests(self, split: Split, n: int) -> list[EpisodeRequest]:
+        """The first ``n`` questions of a held-out split, always the same, none of them ever trained on."""
+        ...
+
+    def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
+        """``n`` demonstrations on training questions, for a supervised warm start."""
+        ...
+
+    def texts(self) -> list[str]:
+        """Texts that hold the task's words, to build a tokenizer from."""
+        ...
+
+    def oracle(self) -> Player:
+        """The player that is always right: the upper end of every comparison."""
+        ...
+
+    def random_player(self, seed: int) -> Player:
+        """A player that knows the format and nothing else: the lower end."""
+        ...
+
+
+class TaskOptions(BaseModel):
+    """Options of a task; frozen, and unknown names are refused with the nearest known one."""
+
+    model_config = ConfigDict(frozen=True)
+
+    seed: int = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, values: Any) -> Any:
+        for name in values if isinstance(values, dict) else ():
+            if name not in cls.model_fields:
+                raise ValueError(f"unknown option {name!r}; {nearest(str(name), list(cls.model_fields))}")
+        return values
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """``did you mean 'blanks'?`` where a known name is close, else all known names."""
+    close = get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
+
+
+def split_of(question: str) -> Split:
+    """The one split that a question belongs to, by a hash of its text: 8 of 10 train, 1 validation, 1 eval."""
+    digest = blake2b(question.encode(), digest_size=8).digest()
+    return SPLIT_OF_RESIDUE[int.from_bytes(digest, "big") % len(SPLIT_OF_RESIDUE)]
+
+
+def check_counts(**counts: int) -> None:
+    """Raise ``ValueError`` unless every count is at least 1."""
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{name}={count!r}: expected at least 1")
+
+
+def check_split(split: Split) -> Split:
+    """``split``; ``ValueError`` where there is no such one."""
+    if split not in get_args(Split):
+        raise ValueError(f"split={split!r}: expected one of {get_args(Split)}")
+    return split

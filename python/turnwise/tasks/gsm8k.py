@@ -1,0 +1,132 @@
+"""Questions in GSM8K's format: one JSON object per line, the answer a number after ``####``.
+
+Example of a line: ``{"question": "2 apples at $3 each cost?", "answer": "2 * 3 = <<2*3=6>>6\\n#### 6"}``
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from fractions import Fraction
+from os import PathLike
+from pathlib import Path
+from typing import NamedTuple
+
+MARK = "####"
+
+_DIGITS = 40  # longer numbers are no answers, and exact arithmetic on them could be made to cost any amount of time
+_SCALES = {"": 1, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9}
+_NUMBER = re.compile(
+    r"(?<![\w^])(?P<sign>[-+]\s*)?(?P<top>(?:\d{1,3}(?:,\d{3})++(?!\d)|\d++)(?:\.\d*+)?|\.\d++)(?:/(?P<bottom>\d++))?"
+    r"(?:\s*(?P<scale>hundred|thousand|million|billion)s?\b)?(?![eE][-+]?\d)",
+    re.IGNORECASE,
+)
+_DECORATION = str.maketrans({"\N{MINUS SIGN}": "-", **dict.fromkeys("$€£%*\\{}`_", " ")})
+_CALCULATION = re.compile(r"<<[^<>]*>>")
+
+
+class Question(NamedTuple):
+    """A question, its worked solution without calculator marks and without the answer line, and the answer.
+
+    Example: ``Question("2 apples at $3 each cost?", "2 * 3 = 6", "6")``
+    """
+
+    question: str
+    solution: str
+    answer: str
+
+
+def read_questions(path: str | PathLike[str]) -> list[Question]:
+    """All questions of a JSONL file, in its order. Blank lines are skipped.
+
+    Raises ``FileNotFoundError`` where there is no file, and ``ValueError`` starting with ``file:line`` for a line that
+    is not a JSON object with text under ``question`` and ``answer``, or whose answer has no number after ``####``.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"path={str(path)!r}: no such file (looked in {Path.cwd()})")
+    questions = []
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            questions.append(_read_line(line))
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from error
+    if not questions:
+        raise ValueError(f"{path}: expected at least one question")
+    return questions
+
+
+def _read_line(line: bytes) -> Question:
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 ({error.reason} at byte {error.start})") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"expected an object with 'question' and 'answer', got {type(record).__name__}")
+    for key in ("question", "answer"):
+        if key not in record:
+            raise ValueError(f"key {key!r} is missing, found {sorted(record)}")
+        if not isinstance(record[key], str) or not record[key].strip():
+            raise ValueError(f"{key}={record[key]!r}: expected text")
+    answer = extract_answer(record["answer"])
+    if answer is None:
+        raise ValueError(f"answer={record['answer'][-40:]!r}: expected one number after {MARK}")
+    worked = _CALCULATION.sub("", record["answer"].rpartition(MARK)[0]).strip()
+    return Question(record["question"].strip(), worked, answer)
+
+
+def extract_answer(text: str) -> str | None:
+    """The number on the line after the last ``####`` of ``text``, normalised, or ``None`` where there is not one.
+
+    Thousands commas, currency and percent signs, units, a trailing dot and trailing zeros go; fractions and words such
+    as ``million`` are worked out. Two different numbers are no answer.
+
+    Example: ``extract_answer("So 9 * 2 = 18.\\n#### $1,018.50 per day") == "1018.5"``
+    """
+    _, mark, tail = text.rpartition(MARK)
+    lines = tail.strip().splitlines()
+    value = _value(lines[0]) if mark and lines else None
+    return None if value is None else _write(value)
+
+
+def answers_match(given: str | None, gold: str) -> bool:
+    """Whether two answers are the same number, exactly; ``None`` and what is no number match nothing.
+
+    Example: ``answers_match("$18.00", "18")`` and ``not answers_match("180", "18")``
+    """
+    value = None if given is None else _value(given)
+    return value is not None and value == _value(gold)
+
+
+def _value(text: str) -> Fraction | None:
+    values = {_fraction(match) for match in _NUMBER.finditer(text.translate(_DECORATION))}
+    return values.pop() if len(values) == 1 else None
+
+
+def _fraction(match: re.Match[str]) -> Fraction | None:
+    sign, top, bottom, scale = match.group("sign", "top", "bottom", "scale")
+    if len(match.group()) > _DIGITS or (bottom is not None and int(bottom) == 0):
+        return None
+    value = Fraction(top.replace(",", "").removesuffix(".")) / int(bottom or 1) * _SCALES[(scale or "").lower()]
+    return -value if sign and sign.startswith("-") else value
+
+
+def _write(value: Fraction) -> str:
+    """Shortest exact text: ``18``, ``4.5``, or ``1/3`` where no decimal is exact."""
+    if value.denominator == 1:
+        return str(value.numerator)
+    odd = value.denominator
+    twos = fives = 0
+    while odd % 2 == 0:
+        odd, twos = odd // 2, twos + 1
+    while odd % 5 == 0:
+        odd, fives = odd // 5, fives + 1
+    if odd != 1:
+        return f"{value.numerator}/{value.denominator}"
+    places = max(twos, fives)
+    digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
+    return f"{'-' if value < 0 else ''}{digits[:-places]}.{digits[-places:]}"

@@ -1,0 +1,271 @@
+"""The math orchestra (Dr. MAS): a solver answers, a verifier approves or sends back, for up to ``max_loops`` loops."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from random import Random
+from typing import Any, NamedTuple
+
+from pydantic import Field
+
+from turnwise.arena.context import derive_seed
+from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler
+from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, check_counts, check_split, split_of
+from turnwise.tasks.gsm8k import MARK, Question, answers_match, extract_answer, read_questions
+from turnwise.types import Actor, EpisodeRequest, EpisodeState, Message, Messages
+
+SOLVER, VERIFIER = "solver", "verifier"
+SYSTEM_PROMPTS = {
+    SOLVER: f"Solve the problem step by step. End with a line {MARK} and the answer, a number.",
+    VERIFIER: "Check the solution. End with verdict: approve, or verdict: reject and the reason before it.",
+}
+_SOLUTION, _REVIEW = "\n\nSolution:\n", "\n\nReview:\n"
+_VERDICT = re.compile(r"verdict\W{1,8}(approve|reject)", re.IGNORECASE)
+
+
+class View(NamedTuple):
+    """What a prompt shows: the question, the standing solution, and the verifier's review of it."""
+
+    question: str
+    solution: str | None = None
+    review: str | None = None
+
+
+def view_message(view: View) -> Message:
+    """The user message that shows ``view``."""
+    parts = [view.question]
+    if view.solution is not None:
+        parts += [_SOLUTION, view.solution]
+    if view.review is not None:
+        parts += [_REVIEW, view.review]
+    return {"role": "user", "content": "".join(parts)}
+
+
+def read_view(messages: Messages) -> View:
+    """The view back from a prompt."""
+    shown, reviewed, review = messages[-1]["content"].partition(_REVIEW)
+    question, answered, solution = shown.partition(_SOLUTION)
+    return View(question, solution if answered else None, review if reviewed else None)
+
+
+def parse_verdict(text: str) -> bool | None:
+    """The last ``verdict: approve`` (``True``) or ``verdict: reject`` (``False``) in ``text``; ``None`` without one.
+
+    Example: ``parse_verdict("2 + 2 is 4. Verdict: approve") is True``
+    """
+    found = _VERDICT.findall(text)
+    return found[-1].lower() == "approve" if found else None
+
+
+class MathOrchestraEpisode(MultiTurnEpisode):
+    """One question: solver, verifier, solver, … until the verifier approves or ``max_loops`` loops are over.
+
+    The artifact is ``{"question": ..., "answer": ...}``. A verdict that can't be read approves, so a verifier that
+    babbles can't keep a problem in the loop. Both actors earn the final outcome: 1 where the solver's last answer is
+    right. A tree sampler must score each action before the end is known: then a solver's action earns whether its answer
+    is right, and a verifier's whether the verdict fits that. Nobody else sees an actor's ``<think>`` text.
+
+    Example: ``MathOrchestraEpisode(max_loops=2)``
+    """
+
+    episode_type = "math_orchestra"
+    actors = (SOLVER, VERIFIER)
+
+    def __init__(self, *, max_loops: int = 2, sampler: TreeSampler | None = None) -> None:
+        if max_loops < 1:
+            raise ValueError(f"max_loops={max_loops!r}: expected at least 1")
+        super().__init__(sampler=sampler, max_turns=max_loops)
+        self.rubric = Rubric([correct, answered, readable_verdict], [1.0, 0.0, 0.0])
+
+    def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
+        state.data = {"solution": None, "review": None, "right": False, "approved": None, "verdicts": []}
+
+    def public(self, text: str) -> str:
+        # Some chat templates open the thought inside the prompt, so only its end shows; a cut one has only its start.
+        return text.rpartition("</think>")[2].partition("<think>")[0].strip()
+
+    def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
+        review = state.data["review"] if state.current_actor == SOLVER else None
+        return [view_message(View(artifact["question"], state.data["solution"], review))]
+
+    def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
+        data, said = state.data, self.public(state.last_completion_text)
+        if state.current_actor == SOLVER:
+            data["solution"], data["review"] = said, None
+            data["right"] = answers_match(extract_answer(said), artifact["answer"])
+        else:
+            verdict = parse_verdict(said)
+            data["review"], data["approved"] = said, verdict is not False
+            data["verdicts"].append(verdict)
+
+    def step_reward(self, state: EpisodeState, arena: Any, artifact: Any) -> float | None:
+        if self.sampler is None:
+            return None
+        agreed = state.current_actor == SOLVER or state.data["approved"]
+        return float(state.data["right"] == agreed)
+
+    def is_done(self, state: EpisodeState, arena: Any, artifact: Any) -> bool:
+        return state.current_actor == VERIFIER and state.data["approved"]
+
+    def get_extras(self, state: EpisodeState) -> dict[str, Any]:
+        """``correct``, ``answer`` (``None`` if unreadable), ``approved``, ``loops``, share of readable verdicts."""
+        verdicts = state.data["verdicts"]
+        return {
+            "correct": float(state.data["right"]),
+            "answer": extract_answer(state.data["solution"] or ""),
+            "approved": bool(state.data["approved"]),
+            "loops": len(verdicts),
+            "readable_verdicts": sum(verdict is not None for verdict in verdicts) / max(1, len(verdicts)),
+        }
+
+
+def correct(extras: dict[str, Any]) -> dict[str, float]:
+    """The final outcome, for both actors."""
+    return {SOLVER: extras["correct"], VERIFIER: extras["correct"]}
+
+
+def answered(extras: dict[str, Any]) -> dict[str, float]:
+    """1.0 where the last solution ended in a readable answer."""
+    return {SOLVER: float(extras["answer"] is not None)}
+
+
+def readable_verdict(extras: dict[str, Any]) -> dict[str, float]:
+    """The share of verdicts that could be read."""
+    return {VERIFIER: extras["readable_verdicts"]}
+
+
+class MathOrchestraOptions(TaskOptions):
+    """Options of the task ``math_orchestra``.
+
+    ``path`` is a JSONL file in GSM8K's format. ``eval_path`` names another one for evaluation, whose questions never
+    train; without it, 1 question in 10 of ``path`` is kept for evaluation. 1 in 10 is always kept for validation.
+    """
+
+    path: str
+    eval_path: str | None = None
+    max_loops: int = Field(2, ge=1)
+    max_tokens: int = Field(256, ge=1)
+
+
+class MathOrchestraTask:
+    """Solver and verifier on the questions of a file; see :class:`turnwise.tasks.base.Task`.
+
+    Example: ``MathOrchestraTask(MathOrchestraOptions(path="train.jsonl", max_loops=2))``
+    """
+
+    name = "math_orchestra"
+    success_metric = f"correct/{SOLVER}"
+    options_type = MathOrchestraOptions
+
+    def __init__(self, options: MathOrchestraOptions) -> None:
+        self.options = options
+        self._questions = read_questions(options.path)
+        self._held_out = None if options.eval_path is None else read_questions(options.eval_path)
+
+    @cached_property
+    def splits(self) -> dict[Split, list[Question]]:
+        """The questions of each split. No question text stands in two of them, whatever the files repeat."""
+        unique = {question.question: question for question in self._questions}
+        held_out = None if self._held_out is None else {question.question: question for question in self._held_out}
+        splits: dict[Split, list[Question]] = {"train": [], "validation": [], "eval": []}
+        for text, question in unique.items():
+            if held_out is None:
+                splits[split_of(text)].append(question)
+            elif text not in held_out:
+                splits["validation" if split_of(text) == "validation" else "train"].append(question)
+        if held_out is not None:
+            splits["eval"] = list(held_out.values())
+        return splits
+
+    @property
+    def actors(self) -> list[Actor]:
+        return [Actor(actor, prompt, max_tokens=self.options.max_tokens) for actor, prompt in SYSTEM_PROMPTS.items()]
+
+    def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
+        return {self.name: MathOrchestraEpisode(max_loops=self.options.max_loops, sampler=tree)}
+
+    def requests(self, step: int, questions: int, copies: int) -> list[EpisodeRequest]:
+        """The next ``questions`` of an endless pass over the training questions, shuffled anew each time round."""
+        check_counts(questions=questions, copies=copies)
+        train = self._split("train", 1)
+        requests = []
+        for place in range(step * questions, (step + 1) * questions):
+            lap, index = divmod(place, len(train))
+            question = train[_shuffled(len(train), f"{self.options.seed}/{lap}")[index]]
+            for copy in range(copies):
+                seed = derive_seed(self.name, self.options.seed, place, copy)
+                requests.append(self._request(question, f"{place}", seed, is_trainable=True))
+        return requests
+
+    def eval_requests(self, split: Split, n: int) -> list[EpisodeRequest]:
+        check_counts(n=n)
+        return [
+            self._request(question, f"{split}/{place}", derive_seed(self.name, split, place), is_trainable=False)
+            for place, question in enumerate(self._split(split, n)[:n])
+        ]
+
+    def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
+        """Both roles in both situations: first answer, approval, rejection of a wrong answer, and its correction."""
+        rng = Random(f"math-demonstrations/{seed}")
+        train = self._split("train", 1)
+        return [_demonstrate(train[rng.randrange(len(train))], index, rng) for index in range(n)]
+
+    def texts(self) -> list[str]:
+        shown = [text for question in self._split("train", 1)[:2000] for text in question[:2]]
+        return [*shown, *SYSTEM_PROMPTS.values(), _SOLUTION, _REVIEW, MARK, *map(_verdict, (True, False))]
+
+    def oracle(self) -> Player:
+        """Knows every answer of the files."""
+        gold = {question.question: question.answer for split in self.splits.values() for question in split}
+
+        def play(actor_id: str, messages: Messages) -> str:
+            view = read_view(messages)
+            answer = gold[view.question]
+            if actor_id == SOLVER:
+                return f"{MARK} {answer}"
+            return _verdict(answers_match(extract_answer(view.solution or ""), answer))
+
+        return play
+
+    def random_player(self, seed: int) -> Player:
+        """Answers any number from 0 to 99, and gives any verdict."""
+        rng = Random(f"math-random/{seed}")
+
+        def play(actor_id: str, messages: Messages) -> str:
+            return f"{MARK} {rng.randrange(100)}" if actor_id == SOLVER else _verdict(rng.random() < 0.5)
+
+        return play
+
+    def _split(self, split: Split, n: int) -> list[Question]:
+        questions = self.splits[check_split(split)]
+        if len(questions) < n:
+            raise ValueError(f"n={n!r}: the {split} split of {self.options.path} has {len(questions)} questions")
+        return questions
+
+    def _request(self, question: Question, group: str, seed: int, is_trainable: bool) -> EpisodeRequest:
+        artifact = {"question": question.question, "answer": question.answer}
+        return EpisodeRequest(self.name, artifact, group_id=group, seed=seed, is_trainable=is_trainable)
+
+
+def _verdict(approve: bool) -> str:
+    return f"verdict: {'approve' if approve else 'reject'}"
+
+
+@lru_cache(maxsize=4)
+def _shuffled(n: int, seed: str) -> Sequence[int]:
+    return Random(f"math-order/{seed}").sample(range(n), n)
+
+
+def _demonstrate(question: Question, kind: int, rng: Random) -> Demonstration:
+    right = f"{question.solution}\n{MARK} {question.answer}"
+    wrong = f"{question.solution}\n{MARK} {question.answer}{rng.randrange(1, 10)}"
+    actor, solution, review, completion = (
+        (SOLVER, None, None, right),
+        (VERIFIER, right, None, _verdict(True)),
+        (VERIFIER, wrong, None, _verdict(False)),
+        (SOLVER, wrong, _verdict(False), right),
+    )[kind % 4]
+    system: Message = {"role": "system", "content": SYSTEM_PROMPTS[actor]}
+    return actor, [system, view_message(View(question.question, solution, review))], completion

@@ -1,0 +1,223 @@
+"""The sudoku task: a proposer fills the grid, a reviser repairs it, round by round; or one solver plays alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from turnwise.arena.context import derive_seed
+from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler
+from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, check_counts
+from turnwise.tasks.rewards import MixMode, invalid_penalty, mix_rewards
+from turnwise.types import Actor, EpisodeRequest, EpisodeState, Messages
+
+from .demonstrations import demonstrations
+from .grid import BLANK, DIGITS, MAX_BLANKS, Puzzle, format_grid, is_solved, parse_grid, satisfied_share, solve
+from .grid import sudoku_puzzles as draw
+from .prompts import SYSTEM_PROMPTS, board_message, read_messages
+
+Role = Literal["proposer", "reviser", "solver"]
+TEAM: tuple[Role, ...] = ("proposer", "reviser")
+
+
+class SudokuEpisode(MultiTurnEpisode):
+    """One puzzle, played by ``actors`` in order for up to ``max_turns`` rounds, until the grid is solved.
+
+    The artifact is ``{"puzzle": "1_3_..."}``, 16 characters. Each action is a whole grid, which becomes the draft that
+    the next actor sees; one that can't be read leaves the draft as it was and costs ``invalid_cost``. A step earns
+    ``mix_rewards(solved, satisfied share of the 12 units, alpha, mode)`` for the grid that it leaves. ``rubric`` mixes
+    the same two parts for the whole episode: the outcome for every actor, and the share that its last action left.
+
+    Example: ``SudokuEpisode(sampler=TreeSampler(branches=8))`` for the team,
+    ``SudokuEpisode(actors=("solver",), max_turns=1)`` for one agent.
+    """
+
+    episode_type = "sudoku"
+
+    def __init__(
+        self,
+        *,
+        actors: Sequence[str] = TEAM,
+        max_turns: int = 2,
+        alpha: float = 1.0,
+        mode: MixMode = "weighted_sum",
+        invalid_cost: float = 0.25,
+        sampler: TreeSampler | None = None,
+    ) -> None:
+        super().__init__(sampler=sampler, max_turns=max_turns)
+        self.actors = tuple(actors)
+        self.alpha, self.mode, self.invalid_cost = alpha, mode, invalid_cost
+        # What the outcome alone and the own part alone are worth, so the rubric's sum is the steps' mix.
+        weights = [mix_rewards(1.0, 0.0, alpha, mode), mix_rewards(0.0, 1.0, alpha, mode), 0.0]
+        self.rubric = Rubric([solved, satisfied, valid_format], weights)
+
+    def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
+        state.data = {"puzzle": artifact["puzzle"], "draft": None, "valid": True, "satisfied": {}, "read": {}}
+
+    def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
+        """The board alone; the arena puts the actor's system prompt in front."""
+        return [board_message(state.data["puzzle"], state.data["draft"])]
+
+    def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
+        data, actor = state.data, state.current_actor
+        grid = parse_grid(state.last_completion_text)
+        data["valid"] = grid is not None
+        # After an unreadable first reply the reviser meets the puzzle itself as the draft.
+        data["draft"] = grid or data["draft"] or data["puzzle"]
+        data["satisfied"][actor] = satisfied_share(data["puzzle"], data["draft"])
+        data["read"].setdefault(actor, []).append(data["valid"])
+
+    def step_reward(self, state: EpisodeState, arena: Any, artifact: Any) -> float:
+        own = state.data["satisfied"][state.current_actor]
+        reward = mix_rewards(float(_is_solved(state)), own, self.alpha, self.mode)
+        return reward + invalid_penalty(state.data["valid"], self.invalid_cost)
+
+    def is_done(self, state: EpisodeState, arena: Any, artifact: Any) -> bool:
+        return _is_solved(state)
+
+    def get_extras(self, state: EpisodeState) -> dict[str, Any]:
+        """``solved`` by actor; shares ``satisfied`` and ``valid`` by actor that acted; the last ``draft``; ``rounds``."""
+        return {
+            "solved": dict.fromkeys(self.actors, float(_is_solved(state))),
+            "satisfied": dict(state.data["satisfied"]),
+            "valid": {actor: sum(read) / len(read) for actor, read in state.data["read"].items()},
+            "draft": state.data["draft"],
+            "rounds": 1 + max((step.turn for step in state.trajectory), default=0),
+        }
+
+
+def _is_solved(state: EpisodeState) -> bool:
+    return state.data["draft"] is not None and is_solved(state.data["puzzle"], state.data["draft"])
+
+
+def solved(extras: dict[str, Any]) -> dict[str, float]:
+    """1.0 for every actor of the team where the last grid is the solution, acted or not."""
+    return extras["solved"]
+
+
+def satisfied(extras: dict[str, Any]) -> dict[str, float]:
+    """The share of the 12 units that each actor's last action left right."""
+    return extras["satisfied"]
+
+
+def valid_format(extras: dict[str, Any]) -> dict[str, float]:
+    """The share of each actor's completions that held a grid."""
+    return extras["valid"]
+
+
+class SudokuOptions(TaskOptions):
+    """Options of the task ``sudoku``. ``actors = ["solver"]`` with ``max_turns = 1`` is the single agent.
+
+    ``blanks`` are the fewest and most blank cells of a puzzle, ``quality`` the chance that a demonstrated row is right,
+    ``max_tokens`` the limit of one completion (19 tokens of grid and the end of turn, where digits are tokens).
+    """
+
+    actors: tuple[Role, ...] = Field(TEAM, min_length=1)
+    max_turns: int = Field(2, ge=1)
+    blanks: tuple[int, int] = (6, 8)
+    alpha: float = Field(1.0, ge=0)
+    mode: MixMode = "weighted_sum"
+    invalid_cost: float = Field(0.25, ge=0)
+    quality: float = Field(0.4, ge=0, le=1)
+    max_tokens: int = Field(24, ge=1)
+
+    @field_validator("actors")
+    @classmethod
+    def _once_each(cls, actors: tuple[Role, ...]) -> tuple[Role, ...]:
+        if len(set(actors)) != len(actors):
+            raise ValueError("expected each actor once")
+        return actors
+
+    @field_validator("blanks")
+    @classmethod
+    def _in_order(cls, blanks: tuple[int, int]) -> tuple[int, int]:
+        if not 1 <= blanks[0] <= blanks[1] <= MAX_BLANKS:
+            raise ValueError(f"expected [low, high] with 1 <= low <= high <= {MAX_BLANKS}")
+        return blanks
+
+
+class SudokuTask:
+    """4x4 sudoku; see :class:`turnwise.tasks.base.Task` for what each method promises.
+
+    Example: ``SudokuTask(SudokuOptions(actors=("solver",), max_turns=1))``
+    """
+
+    name = "sudoku"
+    options_type = SudokuOptions
+
+    def __init__(self, options: SudokuOptions | None = None) -> None:
+        self.options = options or SudokuOptions()
+        self.success_metric = f"solved/{self.options.actors[0]}"
+
+    @property
+    def actors(self) -> list[Actor]:
+        limit = self.options.max_tokens
+        return [Actor(actor, SYSTEM_PROMPTS[actor], max_tokens=limit) for actor in self.options.actors]
+
+    def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
+        options = self.options
+        episode = SudokuEpisode(
+            actors=options.actors,
+            max_turns=options.max_turns,
+            alpha=options.alpha,
+            mode=options.mode,
+            invalid_cost=options.invalid_cost,
+            sampler=tree,
+        )
+        return {self.name: episode}
+
+    def requests(self, step: int, questions: int, copies: int) -> list[EpisodeRequest]:
+        """Fresh puzzles at every step, drawn from the 8 in 10 that belong to training."""
+        check_counts(questions=questions, copies=copies)
+        seed = self.options.seed
+        return [
+            EpisodeRequest(
+                self.name,
+                {"puzzle": puzzle.givens},
+                group_id=f"{step}/{puzzle.givens}",
+                seed=derive_seed(self.name, seed, step, puzzle.givens, copy),
+            )
+            for puzzle in draw("train", questions, f"{seed}/step-{step}", self.options.blanks)
+            for copy in range(copies)
+        ]
+
+    def eval_requests(self, split: Split, n: int) -> list[EpisodeRequest]:
+        """The same puzzles whatever the task's seed, so that runs compare."""
+        return [
+            EpisodeRequest(
+                self.name,
+                {"puzzle": puzzle.givens},
+                group_id=f"{split}/{puzzle.givens}",
+                seed=derive_seed(self.name, split, puzzle.givens),
+                is_trainable=False,
+            )
+            for puzzle in draw(split, n, 0, self.options.blanks)
+        ]
+
+    def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
+        puzzles: list[Puzzle] = draw("train", n, f"demonstrations/{seed}", self.options.blanks)
+        return demonstrations(puzzles, self.options.actors, seed, self.options.quality)
+
+    def texts(self) -> list[str]:
+        """The words of every role's prompts, the same for each choice of actors: one tokenizer serves them all."""
+        shown = demonstrations(draw("train", 60, "texts", self.options.blanks), tuple(SYSTEM_PROMPTS), "texts")
+        return [message["content"] for _, messages, _ in shown for message in messages]
+
+    def oracle(self) -> Player:
+        def play(actor_id: str, messages: Messages) -> str:
+            return format_grid(solve(read_messages(messages)[0])[0])
+
+        return play
+
+    def random_player(self, seed: int) -> Player:
+        """Keeps the givens and fills every blank with any digit."""
+        rng = Random(f"sudoku-random/{seed}")
+
+        def play(actor_id: str, messages: Messages) -> str:
+            givens, _ = read_messages(messages)
+            return format_grid("".join(rng.choice(DIGITS) if cell == BLANK else cell for cell in givens))
+
+        return play

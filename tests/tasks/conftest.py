@@ -1,0 +1,55 @@
+"""Plays a task's episodes with players instead of models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from turnwise.arena import Arena
+from turnwise.inference.scripted import ByteTokenizer, ScriptedClient
+from turnwise.tasks import Player, Task
+from turnwise.types import EpisodeRequest, GenerateResult, Messages, ModelRequest, Sampling
+
+
+class ChatTokenizer(ByteTokenizer):
+    """A prompt is the chat as JSON, so that a player can read it back."""
+
+    def apply_chat_template(self, conversation: Messages, **kwargs: Any) -> list[int]:
+        return self.encode(json.dumps(conversation))
+
+
+class Table:
+    """An arena with a task's actors and episodes. ``seen`` keeps ``(actor id, chat)`` of every call."""
+
+    def __init__(self, task: Task, player: Player | Sequence[str], tree: Any = None) -> None:
+        self.seen: list[tuple[str, Messages]] = []
+        self.task, self.player = task, player
+        self.lines = iter(()) if callable(player) else iter(player)
+        tokenizer = ChatTokenizer()
+        client = ScriptedClient(self._answer, tokenizer=tokenizer)
+        self.arena = Arena(client, tokenizer, sampling=Sampling(max_tokens=4096), failure_threshold=0.0)
+        for actor in task.actors:
+            self.arena.add_actor(actor)
+        for name, episode in task.episodes(tree).items():
+            self.arena.add_episode(name, episode)
+
+    def _answer(self, request: ModelRequest) -> str:
+        messages = json.loads(bytes(request.prompt_token_ids))
+        actor = next(actor.id for actor in self.task.actors if actor.system_prompt == messages[0]["content"])
+        self.seen.append((actor, messages))
+        return self.player(actor, messages) if callable(self.player) else next(self.lines)
+
+    async def play(self, requests: Sequence[EpisodeRequest]) -> list[GenerateResult]:
+        return await self.arena.generate_rollouts(requests)
+
+    async def one(self, artifact: Any) -> GenerateResult:
+        (result,) = await self.play([EpisodeRequest(self.task.name, artifact, seed=0)])
+        return result
+
+
+@pytest.fixture
+def table() -> Callable[..., Table]:
+    return Table
