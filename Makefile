@@ -89,7 +89,7 @@ cuda-build: $(VENV)/.tools  ## a wheel with CUDA: compiles with this machine's n
 
 docs: $(VENV)/.python  ## the documentation, into site/
 	@$(INSTALL) mkdocs-material
-	@$(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## remove everything that was built, .venv included
 	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
