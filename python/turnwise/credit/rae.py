@@ -50,7 +50,7 @@ class RAECredit(Credit):
         """Advantages ``[B]`` float32 of ``samples``; then one update of each baseline. Call it once per batch."""
         advantages = np.zeros(len(samples), dtype=np.float32)
         returns: dict[tuple[str, str], dict[str, float]] = {}
-        for place in np.flatnonzero(counted(samples, self.include_truncated)):
+        for place in np.flatnonzero(counted(samples, self.include_truncated)).tolist():
             sample = samples[place]
             advantages[place] = sample.trajectory_reward - self.baseline(sample.episode_type, sample.actor)
             by_rollout = returns.setdefault((sample.episode_type, sample.actor), {})

@@ -1,0 +1,227 @@
+"""Decode one more token for many rows, given the prefilled key-value cache of their prompts.
+
+``SharedPrefix`` keeps each prompt's keys and values once, however many siblings complete it, and lets the queries of
+all siblings meet them in one matrix product; new tokens go in place into a small buffer per row. ``Repeated`` serves
+the models that this was not tried on: the library's own cache, repeated for each row.
+
+Legend: ``R`` rows, ``G`` groups of at most ``W`` siblings, ``H`` query heads, ``K`` key-value heads, ``P`` prompt
+columns, ``S`` new tokens so far, ``D`` head size, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, DynamicLayer
+
+SHARED_PREFIX_MODELS = frozenset({"llama", "qwen2", "qwen3"})
+"""Model types whose attention is plain softmax over all earlier tokens, and which the tests cover."""
+
+_ATTENTION = "turnwise_shared_prefix"
+_RESERVE = 32  # columns by which a full buffer grows
+
+
+class Decoder(Protocol):
+    """Rows that grow by one token at a time."""
+
+    def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Append ``tokens [R]`` at ``positions [R]``; the next token's logits ``[R, V]``."""
+        ...
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with ``rows`` alone, ascending int64 places in the present order."""
+        ...
+
+
+def make_decoder(model: Any, cache: Any, mask: Tensor | None, index: Tensor) -> Decoder:
+    """Rows ``index [R]`` into the prompts that ``cache`` was prefilled with; ``mask [U, P]`` is 0 on padding."""
+    plain = all(type(layer) is DynamicLayer for layer in cache.layers)
+    if plain and model.config.model_type in SHARED_PREFIX_MODELS:
+        return SharedPrefix(model, cache, mask, index)
+    return Repeated(model, cache, mask, index)
+
+
+class Repeated:
+    """The library's cache, with the prompts' part repeated for each row."""
+
+    def __init__(self, model: Any, cache: Any, mask: Tensor | None, index: Tensor) -> None:
+        self._model, self._cache, self._mask = model, cache, mask
+        self.keep(index)
+
+    def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        if self._mask is not None:
+            self._mask = torch.cat([self._mask, self._mask.new_ones(len(self._mask), 1)], dim=1)
+        return _forward(self._model, tokens, positions, self._cache, attention_mask=self._mask)
+
+    def keep(self, rows: Tensor) -> None:
+        self._cache.batch_select_indices(rows)
+        self._mask = None if self._mask is None else self._mask[rows]
+
+
+class SharedPrefix:
+    """Prompts once per group of siblings, new tokens per row.
+
+    ``_table [G, W]`` holds the rows of each group (0 where a place is free), ``_place [R]`` the place of each row in
+    it, counted through all groups.
+    """
+
+    def __init__(self, model: Any, cache: Any, mask: Tensor | None, index: Tensor) -> None:
+        self._model = model
+        rows, prompts = len(index), int(index.max()) + 1
+        self._width = -(-rows // prompts)
+        group, members = self._group(index)
+        self._keys = [layer.keys[members] for layer in cache.layers]
+        self._values = [layer.values[members] for layer in cache.layers]
+        self._bias = None
+        if mask is not None:
+            bias = torch.zeros(mask.shape, dtype=self._keys[0].dtype, device=mask.device)
+            self._bias = bias.masked_fill(mask == 0, float("-inf"))[members, None, None]
+        self._new = Cache(layers=[_InPlaceLayer() for _ in cache.layers])
+        self._seat(group)
+
+    def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        with _attention(self._model.config):
+            return _forward(self._model, tokens, positions, self._new, shared_prefix=self)
+
+    def keep(self, rows: Tensor) -> None:
+        self._new.batch_select_indices(rows)
+        group = self._group_of[rows]
+        used = torch.zeros(len(self._table), dtype=torch.bool, device=rows.device)
+        used[group] = True
+        if int(used.sum()) <= 0.75 * len(used):  # copying the prompts' part pays when enough of it goes
+            self._keys = [keys[used] for keys in self._keys]
+            self._values = [values[used] for values in self._values]
+            self._bias = None if self._bias is None else self._bias[used]
+            group = (used.cumsum(0) - 1)[group]
+        self._seat(group)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Softmax attention of ``query [R, H, 1, D]`` over its prompt and over ``key``, ``value [R, K, S, D]``.
+
+        Each part has its own softmax; the two meet by their log-sum-exp: with ``a`` the prompt's and ``b`` the new
+        tokens', ``out = out_b + sigmoid(a - b) * (out_a - out_b)``. Returns ``[R, 1, H, D]``.
+        """
+        rows, heads, _, size = query.shape
+        kv_heads, (groups, width) = key.shape[1], self._table.shape
+        query = (query * scaling).view(rows, kv_heads, heads // kv_heads, size)
+        grouped = query[self._table].transpose(1, 2).reshape(groups, kv_heads, -1, size)
+        old, old_lse = _softmax_attention(grouped, self._keys[layer], self._values[layer], self._bias)
+        new, new_lse = _softmax_attention(query, key, value, None)
+
+        def per_row(part: Tensor) -> Tensor:
+            return part.view(groups, kv_heads, width, -1, part.shape[-1]).transpose(1, 2).flatten(0, 1)[self._place]
+
+        share = torch.sigmoid(per_row(old_lse) - new_lse).to(new.dtype)
+        return torch.lerp(new, per_row(old), share).view(rows, 1, heads, size)
+
+    def _group(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Groups of at most ``W`` rows of one prompt: the group of each row ``[R]`` and the prompt of each ``[G]``."""
+        seen: dict[int, int] = {}
+        groups: dict[tuple[int, int], int] = {}
+        group = []
+        for prompt in index.tolist():
+            nth = seen[prompt] = seen.get(prompt, -1) + 1
+            group.append(groups.setdefault((prompt, nth // self._width), len(groups)))
+        members = torch.tensor([prompt for prompt, _ in groups], device=index.device)
+        return torch.tensor(group, device=index.device), members
+
+    def _seat(self, group: Tensor) -> None:
+        """Write the table for rows that belong to ``group [R]``."""
+        order = group.argsort(stable=True)
+        starts = torch.searchsorted(group[order], torch.arange(len(self._keys[0]), device=group.device))
+        nth = torch.empty_like(group)
+        nth[order] = torch.arange(len(group), device=group.device) - starts[group[order]]
+        width = int(nth.max()) + 1
+        self._group_of, self._place = group, group * width + nth
+        self._table = torch.zeros((len(self._keys[0]), width), dtype=torch.int64, device=group.device)
+        self._table.view(-1)[self._place] = torch.arange(len(group), device=group.device)
+
+
+class _InPlaceLayer(DynamicLayer):
+    """A full-attention cache layer that writes in place, where the library's copies everything for each token."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+            self._length = 0
+            self._buffers = [key_states[:, :, :0], value_states[:, :, :0]]
+        start, end = self._length, self._length + key_states.shape[-2]
+        if end > self._buffers[0].shape[-2]:
+            self._buffers = [_grown(buffer, end + _RESERVE) for buffer in self._buffers]
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, start:end] = states
+        self._length = end
+        return self._show()
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.is_initialized:
+            self._buffers = [buffer[indices] for buffer in self._buffers]
+            self._show()
+
+    def _show(self) -> tuple[Tensor, Tensor]:
+        keys, values = (buffer[:, :, : self._length] for buffer in self._buffers)
+        self.keys, self.values = keys, values
+        return keys, values
+
+
+def _grown(buffer: Tensor, columns: int) -> Tensor:
+    rows, heads, length, size = buffer.shape
+    grown = buffer.new_empty((rows, heads, columns, size))
+    grown[:, :, :length] = buffer
+    return grown
+
+
+def _softmax_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attention of the scaled ``query [..., Q, D]``, and the log-sum-exp of its scores ``[..., Q, 1]`` float32."""
+    scores = query @ key.transpose(-1, -2)
+    if bias is not None:
+        scores = scores + bias
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
+    # softmax = exp(score - lse), read off at the largest score, where it is most exact
+    lse = scores.amax(dim=-1, keepdim=True).float() - weights.amax(dim=-1, keepdim=True).log()
+    return weights.to(value.dtype) @ value, lse
+
+
+def _forward(model: Any, tokens: Tensor, positions: Tensor, cache: Any, **kwargs: Any) -> Tensor:
+    output = model(
+        input_ids=tokens[:, None],
+        position_ids=positions[:, None],
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+        **kwargs,
+    )
+    return output.logits[:, -1]
+
+
+def _shared_prefix_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    shared_prefix: SharedPrefix,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention that the model calls; it hands over its other settings, of which these models use none."""
+    assert attention_mask is None and query.shape[2] == 1, "one new token per row, and nothing of it masked"
+    return shared_prefix.attend(module.layer_idx, query, key, value, scaling), None
+
+
+AttentionInterface.register(_ATTENTION, _shared_prefix_attention)
+
+
+@contextmanager
+def _attention(config: Any) -> Iterator[None]:
+    before = config._attn_implementation
+    config._attn_implementation = _ATTENTION
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
