@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from turnwise.arena.context import derive_seed
 from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler
+from turnwise.arena.context import derive_seed
 from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, check_counts, check_split, split_of
 from turnwise.tasks.gsm8k import MARK, Question, answers_match, extract_answer, read_questions
 from turnwise.types import Actor, EpisodeRequest, EpisodeState, Message, Messages
@@ -64,8 +64,8 @@ class MathOrchestraEpisode(MultiTurnEpisode):
 
     The artifact is ``{"question": ..., "answer": ...}``. A verdict that can't be read approves, so a verifier that
     babbles can't keep a problem in the loop. Both actors earn the final outcome: 1 where the solver's last answer is
-    right. A tree sampler must score each action before the end is known: then a solver's action earns whether its answer
-    is right, and a verifier's whether the verdict fits that. Nobody else sees an actor's ``<think>`` text.
+    right. A tree sampler must score each action before the end is known: then a solver's action earns whether its
+    answer is right, and a verifier's whether the verdict fits that. Nobody else sees an actor's ``<think>`` text.
 
     Example: ``MathOrchestraEpisode(max_loops=2)``
     """
@@ -145,8 +145,8 @@ class MathOrchestraOptions(TaskOptions):
 
     path: str
     eval_path: str | None = None
-    max_loops: int = Field(2, ge=1)
-    max_tokens: int = Field(256, ge=1)
+    max_loops: int = Field(default=2, ge=1)
+    max_tokens: int = Field(default=256, ge=1)
 
 
 class MathOrchestraTask:
@@ -213,7 +213,7 @@ class MathOrchestraTask:
         return [_demonstrate(train[rng.randrange(len(train))], index, rng) for index in range(n)]
 
     def texts(self) -> list[str]:
-        shown = [text for question in self._split("train", 1)[:2000] for text in question[:2]]
+        shown = [text for question in self._split("train", 1)[:2000] for text in question[:2] if text]
         return [*shown, *SYSTEM_PROMPTS.values(), _SOLUTION, _REVIEW, MARK, *map(_verdict, (True, False))]
 
     def oracle(self) -> Player:
@@ -259,8 +259,8 @@ def _shuffled(n: int, seed: str) -> Sequence[int]:
 
 
 def _demonstrate(question: Question, kind: int, rng: Random) -> Demonstration:
-    right = f"{question.solution}\n{MARK} {question.answer}"
-    wrong = f"{question.solution}\n{MARK} {question.answer}{rng.randrange(1, 10)}"
+    right = f"{question.solution}\n{MARK} {question.answer}".strip()
+    wrong = f"{right}{rng.randrange(1, 10)}"
     actor, solution, review, completion = (
         (SOLVER, None, None, right),
         (VERIFIER, right, None, _verdict(True)),

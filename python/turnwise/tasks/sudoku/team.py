@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from turnwise.arena.context import derive_seed
 from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler
+from turnwise.arena.context import derive_seed
 from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, check_counts
 from turnwise.tasks.rewards import MixMode, invalid_penalty, mix_rewards
 from turnwise.types import Actor, EpisodeRequest, EpisodeState, Messages
@@ -79,7 +79,7 @@ class SudokuEpisode(MultiTurnEpisode):
         return _is_solved(state)
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
-        """``solved`` by actor; shares ``satisfied`` and ``valid`` by actor that acted; the last ``draft``; ``rounds``."""
+        """``solved`` by actor, ``satisfied`` and ``valid`` by actor that acted, the last ``draft``, and ``rounds``."""
         return {
             "solved": dict.fromkeys(self.actors, float(_is_solved(state))),
             "satisfied": dict(state.data["satisfied"]),
@@ -115,14 +115,14 @@ class SudokuOptions(TaskOptions):
     ``max_tokens`` the limit of one completion (19 tokens of grid and the end of turn, where digits are tokens).
     """
 
-    actors: tuple[Role, ...] = Field(TEAM, min_length=1)
-    max_turns: int = Field(2, ge=1)
+    actors: tuple[Role, ...] = Field(default=TEAM, min_length=1)
+    max_turns: int = Field(default=2, ge=1)
     blanks: tuple[int, int] = (6, 8)
-    alpha: float = Field(1.0, ge=0)
+    alpha: float = Field(default=1.0, ge=0)
     mode: MixMode = "weighted_sum"
-    invalid_cost: float = Field(0.25, ge=0)
-    quality: float = Field(0.4, ge=0, le=1)
-    max_tokens: int = Field(24, ge=1)
+    invalid_cost: float = Field(default=0.25, ge=0)
+    quality: float = Field(default=0.4, ge=0, le=1)
+    max_tokens: int = Field(default=24, ge=1)
 
     @field_validator("actors")
     @classmethod
