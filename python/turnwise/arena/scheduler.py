@@ -45,11 +45,13 @@ class CallBudget:
             self._release()
 
     async def _acquire(self, order: Order) -> None:
-        if self.in_use < self.limit:
+        if self.in_use < self.limit and not self._waiting:
             self.in_use += 1
             return
         granted = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (order, next(self._ticket), granted))
+        if self.in_use < self.limit:
+            self._grant_soon()
         try:
             await granted
         except asyncio.CancelledError:
@@ -59,12 +61,22 @@ class CallBudget:
             raise
 
     def _release(self) -> None:
-        while self._waiting:
+        self.in_use -= 1
+        if self._waiting:
+            self._grant_soon()
+
+    def _grant_soon(self) -> None:
+        # Two turns of the loop later: whoever just finished a call can ask for its next one, or start its children,
+        # before the free slot goes to a new root.
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, self._grant)
+
+    def _grant(self) -> None:
+        while self._waiting and self.in_use < self.limit:
             _, _, granted = heapq.heappop(self._waiting)
             if not granted.done():
+                self.in_use += 1
                 granted.set_result(None)
-                return
-        self.in_use -= 1
 
 
 async def run_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
