@@ -21,11 +21,12 @@ FLOORS = {
     "inference": 2,
     "train": 3,
     "tasks": 3,
-    "demo": 4,
+    "run": 4,
     "doctor": 4,
     "integrations": 4,
     "report": 4,
-    "cli": 5,
+    "demo": 5,
+    "cli": 6,
 }
 """The floor of every file and folder directly under ``turnwise``; the command line stands above all rooms."""
 

@@ -141,7 +141,7 @@ def run_train(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(to_toml(config), end="")
         return EXIT_OK
-    from turnwise.train.run import train_from_config
+    from turnwise.run import train_from_config
 
     train_from_config(config)
     return EXIT_OK
@@ -149,7 +149,7 @@ def run_train(options: argparse.Namespace) -> int:
 
 def run_eval(options: argparse.Namespace) -> int:
     from turnwise.train.config import load_config
-    from turnwise.train.run import evaluate_from_config
+    from turnwise.run import evaluate_from_config
 
     evaluate_from_config(load_config(options.config, options.overrides), checkpoint=options.checkpoint)
     return EXIT_OK
