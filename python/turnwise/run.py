@@ -1,0 +1,243 @@
+"""From a configuration to a run: the task, its arena, the policies and the trainer, put together.
+
+This is the place to read how the rooms fit; a script of your own can do the same with its own parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from turnwise.arena import Arena, TreeSampler
+from turnwise.credit import registry as credit_rules
+from turnwise.inference import TransformersClient
+from turnwise.tasks import Task, build_task
+from turnwise.tasks.base import Split, nearest
+from turnwise.train.checkpoint import list_checkpoints, load_weights
+from turnwise.train.config import ConfigError, ModelConfig, TrainConfig, to_toml
+from turnwise.train.evaluate import Evaluation
+from turnwise.train.loop import EvalSet, Progress, Trainer
+from turnwise.train.policy import Policy
+from turnwise.train.run_log import RunLog
+from turnwise.train.warm_start import Demonstration, warm_start
+from turnwise.types import CreditAssigner, EpisodeRequest, Sampling
+
+
+class TaskArena(Arena):
+    """An arena whose step ``k`` plays the ``k``-th batch of a shipped task; ``k`` is saved with it."""
+
+    def __init__(self, *args: Any, task: Task, questions: int, copies: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.task, self.questions, self.copies = task, questions, copies
+        self.drawn = 0
+
+    def get_batch(self) -> list[EpisodeRequest]:
+        self.drawn += 1
+        return self.task.requests(self.drawn, self.questions, self.copies)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "drawn": self.drawn}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.drawn = state["drawn"]
+
+
+@dataclass(slots=True)
+class Run:
+    """The parts of one run."""
+
+    config: TrainConfig
+    task: Task
+    tokenizer: Any
+    arena: Arena
+    trainer: Trainer
+
+    def train(self) -> Progress:
+        """Train, and leave each policy as a folder that ``transformers`` loads, under ``run_dir/policies``."""
+        progress = asyncio.run(self.trainer.run())
+        for name, policy in self.trainer.policies.items():
+            folder = self.config.run_dir / "policies" / name
+            policy.model.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+        return progress
+
+    def evaluate(self, split: Split = "eval", questions: int | None = None) -> Evaluation:
+        """Greedy success on held-out questions, with the trainer's present weights."""
+        requests = self.task.eval_requests(split, questions or self.config.eval.questions)
+        return asyncio.run(self._evaluate(EvalSet(requests, self.task.success_metric)))
+
+    async def _evaluate(self, questions: EvalSet) -> Evaluation:
+        await self.trainer.publish()
+        return await self.trainer.evaluate(questions)
+
+
+def train_from_config(config: TrainConfig) -> Run:
+    """Build and train; prints held-out success at the end. Goes on from the run folder's newest checkpoint."""
+    run = build_run(config)
+    log = run.trainer.log
+    if config.steps == 0:
+        log.note("steps = 0: nothing to train")
+        return run
+    log.note(f"{run.task.name}: training for {config.steps} steps in {config.run_dir}")
+    progress = run.train()
+    log.note(
+        f"step {progress.step}: {progress.episodes} episodes, {progress.sampled_tokens} sampled tokens, "
+        f"{progress.seconds:.0f} s"
+    )
+    if run.trainer.interrupted:
+        log.note(f"stopped; run the same command again to go on from {run.trainer.checkpoints}")
+    else:
+        log.note(f"held-out {describe(run.evaluate())}")
+    return run
+
+
+def evaluate_from_config(config: TrainConfig, checkpoint: Path | None = None, split: Split = "eval") -> Evaluation:
+    """Held-out success of a checkpoint: the given one, else the run folder's newest, else the starting weights."""
+    newest = list_checkpoints(config.run_dir / "checkpoints")
+    chosen = checkpoint or (newest[-1] if newest else None)
+    run = build_run(config.model_copy(update={"resume": False}), warm=chosen is None)
+    if chosen is not None:
+        load_weights(chosen, run.trainer.policies)
+    result = run.evaluate(split)
+    run.trainer.log.note(f"{chosen or 'starting weights'}: {describe(result)}")
+    return result
+
+
+def describe(result: Evaluation) -> str:
+    """``success 91.0% (95% interval 86.2–94.3%, 200 questions)``."""
+    failed = f", {result.failed} failed" if result.failed else ""
+    return (
+        f"success {result.success:.1%} (95% interval {result.low:.1%}–{result.high:.1%}, "
+        f"{result.episodes} questions{failed})"
+    )
+
+
+def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = None) -> Run:
+    """Everything a run needs, ready to train. Warm-starts where the config asks for it and no checkpoint stands."""
+    import torch
+
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    task = build_task(config.task, {"seed": config.seed, **config.task_options})
+    missing = [actor for actor in task.actors if actor.policy not in config.policies]
+    if missing:
+        raise ConfigError(
+            f"actor {missing[0].id!r} plays with policy {missing[0].policy!r}, which has no [policies.{missing[0].policy}] "
+            f"section; policies: {', '.join(config.policies)}"
+        )
+    log = log or RunLog(config.run_dir, config.steps)
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    (config.run_dir / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    tokenizer, models = load_models(config, task)
+    resumes = config.resume and bool(list_checkpoints(config.run_dir / "checkpoints"))
+    if config.warm_start.steps and warm and not resumes:
+        run_warm_start(config, task, tokenizer, models, log.note)
+    arena = build_arena(config, task, tokenizer, models)
+    updates = config.steps * config.update.ppo_epochs * config.update.minibatches
+    policies = {
+        name: Policy(
+            name,
+            model,
+            config.update,
+            total_steps=updates,
+            trainable=config.policies[name].trainable,
+            with_reference=config.loss.kl_coef > 0,
+        )
+        for name, model in models.items()
+    }
+    validation = EvalSet(task.eval_requests("validation", config.eval.questions), task.success_metric)
+    trainer = Trainer(arena, policies, config, validation=validation, log=log)
+    return Run(config, task, tokenizer, arena, trainer)
+
+
+def build_arena(config: TrainConfig, task: Task, tokenizer: Any, models: dict[str, Any]) -> Arena:
+    """The task's actors and episodes over an embedded client; trees where ``rollout.branches`` > 1."""
+    rollout = config.rollout
+    arena = TaskArena(
+        TransformersClient(models, tokenizer, max_batch_rows=rollout.max_batch_rows),
+        tokenizer,
+        credit=build_credit(config),
+        sampling=Sampling(temperature=rollout.temperature, max_tokens=rollout.max_tokens),
+        max_concurrency=rollout.max_concurrency,
+        max_context=min(model.config.max_position_embeddings for model in models.values()),
+        seed=config.seed,
+        failure_threshold=rollout.failure_threshold,
+        task=task,
+        questions=rollout.questions,
+        copies=rollout.copies,
+    )
+    for actor in task.actors:
+        arena.add_actor(actor)
+    tree = TreeSampler(branches=rollout.branches) if rollout.branches > 1 else None
+    for name, episode in task.episodes(tree).items():
+        arena.add_episode(name, episode)
+    return arena
+
+
+def build_credit(config: TrainConfig) -> CreditAssigner:
+    """The rule that ``credit.rule`` names, with ``credit.options``."""
+    rule, options = config.credit.rule, config.credit.options
+    if rule not in credit_rules:
+        raise ConfigError(f"config key 'credit.rule' = {rule!r}: unknown rule; {nearest(rule, list(credit_rules))}")
+    try:
+        return credit_rules[rule](**options)
+    except TypeError as error:
+        raise ConfigError(f"config key 'credit.options' = {options!r}: {error}") from None
+
+
+def load_models(config: TrainConfig, task: Task) -> tuple[Any, dict[str, Any]]:
+    """One tokenizer for all policies, and a model each. ``"tiny"`` is made from scratch for the task's own texts."""
+    from transformers import AutoTokenizer
+
+    paths = {settings.path for settings in config.policies.values()}
+    if paths == {"tiny"}:
+        from turnwise.tasks.tiny import build_model, build_tokenizer
+
+        tokenizer: Any = build_tokenizer(task.texts())
+        return tokenizer, {
+            name: build_model(tokenizer, seed=config.seed + index) for index, name in enumerate(config.policies)
+        }
+    if "tiny" in paths:
+        raise ConfigError("config key 'policies': \"tiny\" has a tokenizer of its own and can't stand beside other models")
+    first = next(iter(config.policies.values()))
+    tokenizer = AutoTokenizer.from_pretrained(first.path)
+    if tokenizer.chat_template is None:
+        raise ConfigError(f"model {first.path!r}: its tokenizer has no chat template; use an instruction-tuned model")
+    return tokenizer, {name: load_model(settings) for name, settings in config.policies.items()}
+
+
+def load_model(settings: ModelConfig) -> Any:
+    """A causal LM from a folder or the hub. Raises ``OSError`` naming what was not found."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(settings.path, dtype=getattr(torch, settings.dtype))
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    return model
+
+
+def run_warm_start(
+    config: TrainConfig, task: Task, tokenizer: Any, models: dict[str, Any], note: Callable[[str], None]
+) -> None:
+    """Train each model on the demonstrations of the actors that it plays."""
+    count = config.warm_start.steps * config.warm_start.batch_size
+    rows = task.demonstrations(count, config.seed)
+    policy_of = {actor.id: actor.policy for actor in task.actors}
+    for name, model in models.items():
+        if not config.policies[name].trainable:
+            continue
+        own = [tokenize(tokenizer, messages, text) for actor, messages, text in rows if policy_of[actor] == name]
+        loss = warm_start(model, own, config.warm_start, seed=config.seed)
+        note(f"warm start of policy {name!r}: {config.warm_start.steps} steps, last loss {loss:.3f}")
+
+
+def tokenize(tokenizer: Any, messages: Any, completion: str) -> Demonstration:
+    """The prompt as a model call would send it, and the completion as a model would sample it, stop token included."""
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return Demonstration(prompt, [*tokenizer.encode(completion, add_special_tokens=False), tokenizer.eos_token_id])

@@ -1,0 +1,190 @@
+"""The training loop: generate → score → credit → pack → update → publish.
+
+The arena makes the batch (``turnwise/arena``), :func:`~turnwise.train.update.update_policy` trains on it, the client
+takes the new weights. This loop is synchronous and runs all policies one after another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from turnwise.arena import Arena
+from turnwise.train.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from turnwise.train.config import TrainConfig
+from turnwise.train.evaluate import Evaluation, evaluate
+from turnwise.train.interrupt import StopRequest
+from turnwise.train.policy import Policy
+from turnwise.train.random_state import random_state, set_random_state
+from turnwise.train.run_log import RunLog
+from turnwise.train.summary import summarize
+from turnwise.train.update import update_policy
+from turnwise.types import EpisodeRequest, TrainingBatch
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSet:
+    """Held-out episodes and the rubric metric that counts as success."""
+
+    requests: Sequence[EpisodeRequest]
+    metric: str
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a run stands; saved with every checkpoint."""
+
+    step: int = 0
+    episodes: int = 0
+    sampled_tokens: int = 0
+    seconds: float = 0.0
+    evaluations: dict[str, float] = field(default_factory=dict)
+
+
+class Trainer:
+    """Trains ``policies`` on what ``arena`` samples, and keeps its client up to date.
+
+    ``validation`` is evaluated every ``config.eval.every`` steps and ends the run at ``config.eval.stop_at``.
+    ``await trainer.run()`` resumes from the newest checkpoint under ``config.run_dir`` unless ``config.resume`` is off.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        policies: Mapping[str, Policy],
+        config: TrainConfig,
+        *,
+        validation: EvalSet | None = None,
+        log: RunLog | None = None,
+    ) -> None:
+        unknown = {actor.policy for actor in arena.actors.values()} - set(policies)
+        if unknown:
+            actor = next(actor for actor in arena.actors.values() if actor.policy in unknown)
+            raise ValueError(f"actor {actor.id!r} plays with policy {actor.policy!r}; policies: {', '.join(policies)}")
+        self.arena, self.policies, self.config, self.validation = arena, dict(policies), config, validation
+        self.log = log or RunLog(config.run_dir, config.steps)
+        self.rng = np.random.default_rng(config.seed)
+        self.progress = Progress()
+        self._stop = StopRequest()
+        self._published: dict[str, int] = {}
+
+    async def run(self) -> Progress:
+        """Train to ``config.steps``, ``config.max_seconds`` or ``config.eval.stop_at``, whichever comes first."""
+        self.resume()
+        await self.publish()
+        await self.arena.on_train_start()
+        try:
+            with self.log, self._stop.listening():
+                while not self.finished():
+                    batch = await self.rollout()
+                    if batch is None:
+                        break
+                    metrics = self.update(batch)
+                    await self.publish()
+                    await self.record(batch, metrics)
+                self.save()
+        finally:
+            await self.arena.on_train_end()
+        return self.progress
+
+    async def rollout(self) -> TrainingBatch | None:
+        """One batch from the arena; ``None`` when Ctrl-C stopped it, with the arena as it was before."""
+        before = self.arena.state_dict()
+        self._started = time.perf_counter()
+        batch = await self._stop.unless_requested(self.arena.step())
+        if batch is None:
+            self.arena.load_state_dict(before)
+        self._sampled = time.perf_counter()
+        return batch
+
+    def update(self, batch: TrainingBatch) -> dict[str, float]:
+        """Each policy on its own rows. With several policies, metric names start with the policy's."""
+        metrics: dict[str, float] = {}
+        for name, policy in self.policies.items():
+            prefix = f"{name}/" if len(self.policies) > 1 else ""
+            measured = update_policy(policy, batch, self.config.update, self.config.loss, self.rng)
+            metrics |= {prefix + key: value for key, value in measured.items()}
+            policy.version += bool(measured)
+        return metrics
+
+    async def publish(self) -> None:
+        """Hand every policy's weights to the client that samples with them, where they changed."""
+        for name, policy in self.policies.items():
+            if self._published.get(name) != policy.version:
+                self.arena.client.load_weights(name, policy.weights(), policy.version)
+                self._published[name] = policy.version
+
+    async def record(self, batch: TrainingBatch, metrics: dict[str, float]) -> None:
+        """Count, log, evaluate and save what this step calls for."""
+        results = self.arena.last_results
+        progress, now = self.progress, time.perf_counter()
+        progress.step += 1
+        progress.episodes += int(batch.metrics["episodes"])
+        progress.sampled_tokens += int(batch.metrics["sampled_tokens"])
+        progress.seconds += now - self._started
+        metrics |= summarize(batch, results, self.validation.metric if self.validation else None)
+        metrics |= {
+            "seconds_rollout": self._sampled - self._started,
+            "seconds_update": now - self._sampled,
+            "tokens_per_second": batch.metrics["sampled_tokens"] / (self._sampled - self._started),
+            "total_sampled_tokens": progress.sampled_tokens,
+        }
+        every = self.config.eval.every
+        if self.validation and every and progress.step % every == 0:
+            score = await self.evaluate()
+            metrics["validation"] = progress.evaluations[str(progress.step)] = score.success
+        self.log.step(progress.step, metrics, results)
+        if self.config.checkpoint.every and progress.step % self.config.checkpoint.every == 0:
+            self.save()
+
+    async def evaluate(self, eval_set: EvalSet | None = None) -> Evaluation:
+        """Clean greedy evaluation, on the validation questions unless told otherwise."""
+        chosen = eval_set or self.validation
+        if chosen is None:
+            raise ValueError("eval_set=None: this trainer was given no validation questions")
+        return await evaluate(self.arena, chosen.requests, chosen.metric)
+
+    def finished(self) -> bool:
+        """Whether a limit of the run has been reached, or Ctrl-C was pressed."""
+        limit, goal = self.config.max_seconds, self.config.eval.stop_at
+        reached = goal is not None and any(value >= goal for value in self.progress.evaluations.values())
+        late = limit is not None and self.progress.seconds >= limit
+        return self._stop.requested or late or reached or self.progress.step >= self.config.steps
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended the run before its time."""
+        return self._stop.requested
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+    @property
+    def checkpoints(self) -> Path:
+        return self.config.run_dir / "checkpoints"
+
+    def save(self) -> Path:
+        """Write a checkpoint of everything that learns or draws."""
+        state = {
+            "progress": asdict(self.progress),
+            "arena": self.arena.state_dict(),
+            "random": random_state(self.rng),
+        }
+        return save_checkpoint(
+            self.checkpoints, self.progress.step, self.policies, state, keep=self.config.checkpoint.keep
+        )
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint, where there is one. An unreadable one raises, and names the one before it."""
+        found = list_checkpoints(self.checkpoints) if self.config.resume else []
+        if not found:
+            self.log.rewind(0)
+            return
+        _, state = load_checkpoint(found[-1], self.policies)
+        self.progress = Progress(**state["progress"])
+        self.arena.load_state_dict(state["arena"])
+        set_random_state(self.rng, state["random"])
+        self.log.rewind(self.progress.step)
+        self.log.note(f"resumed from {found[-1]} (step {self.progress.step})")

@@ -1,0 +1,111 @@
+"""A policy: named weights, their optimizer and schedule, and the log-probabilities that they give."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from turnwise.train.batch import MicroBatch
+from turnwise.train.config import UpdateConfig
+
+
+class Policy:
+    """Weights behind one or more actors.
+
+    ``model`` is a Hugging Face causal LM. ``trainable=False`` builds no optimizer. ``with_reference`` keeps a frozen copy
+    of the starting weights for a KL term. ``total_steps`` is the length of the learning-rate schedule in updates.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        config: UpdateConfig,
+        *,
+        total_steps: int,
+        trainable: bool = True,
+        with_reference: bool = False,
+    ) -> None:
+        self.name = name
+        self.model = model
+        self.trainable = trainable
+        self.version = 0
+        self.updates = 0
+        self.max_grad_norm = config.max_grad_norm
+        self.reference = copy.deepcopy(model).requires_grad_(False).eval() if with_reference else None
+        self.model.requires_grad_(trainable)
+        self.optimizer: torch.optim.AdamW | None = None
+        self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
+        if trainable:
+            self.optimizer = torch.optim.AdamW(
+                model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+            )
+            self.schedule = torch.optim.lr_scheduler.LambdaLR(
+                self.optimizer, lambda step: _warmup_cosine(step, total_steps, config.warmup, config.min_lr_ratio)
+            )
+
+    def logprobs(self, micro: MicroBatch, model: nn.Module | None = None) -> Tensor:
+        """Log-probs ``[N]`` float32 of the packed completion tokens, of ``log_softmax(logits / temperature)``.
+
+        Only the logits from the first completion token on are made: the prompt's are never read.
+        """
+        first = int(micro.column_N.min()) - 1 if len(micro.column_N) else 0
+        keep = micro.input_ids.shape[1] - first
+        logits = (model or self.model)(
+            input_ids=micro.input_ids,
+            attention_mask=micro.attention_mask,
+            use_cache=False,
+            logits_to_keep=keep,
+        ).logits
+        logits_NV = logits[micro.row_N, micro.column_N - 1 - first].float()
+        temperature_N = micro.temperatures_B[micro.row_N]
+        logits_NV = logits_NV / torch.where(temperature_N > 0, temperature_N, 1.0)[:, None]
+        return torch.log_softmax(logits_NV, dim=-1).gather(1, micro.targets_N[:, None])[:, 0]
+
+    @torch.no_grad()
+    def reference_logprobs(self, micro: MicroBatch) -> Tensor | None:
+        """Log-probs ``[N]`` under the frozen starting weights; ``None`` where the policy keeps none."""
+        return None if self.reference is None else self.logprobs(micro, self.reference)
+
+    def step(self) -> float:
+        """Clip the gradient, take one optimizer step, and return the norm before clipping.
+
+        Raises ``FloatingPointError`` for a gradient that is not finite; the weights are then as before.
+        """
+        assert self.optimizer is not None and self.schedule is not None, f"policy {self.name!r} is frozen"
+        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm))
+        if not math.isfinite(norm):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise FloatingPointError(f"policy {self.name!r}: gradient norm is {norm} at update {self.updates}")
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.schedule.step()
+        self.updates += 1
+        return norm
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """``(name, tensor)`` of all weights, as the publish stage sends them."""
+        return named_weights(self.model)
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """``(name, tensor)`` of each parameter and persistent buffer of ``model``, detached, tied ones once."""
+    seen: set[int] = set()
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen or tensor.numel() == 0:
+            seen.add(tensor.data_ptr())
+            yield name, tensor.detach()
+
+
+def _warmup_cosine(step: int, total: int, warmup: int, floor: float) -> float:
+    """Linear warm-up over ``warmup`` updates, then a cosine from 1 to ``floor`` at ``total``."""
+    if step < warmup:
+        return (step + 1) / warmup
+    if floor >= 1 or total <= warmup:
+        return 1.0
+    progress = min(1.0, (step - warmup) / (total - warmup))
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))

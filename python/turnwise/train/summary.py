@@ -1,0 +1,26 @@
+"""What one training step is summed up to for the metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from turnwise.types import GenerateResult, TrainingBatch
+
+
+def summarize(batch: TrainingBatch, results: Sequence[GenerateResult], metric: str | None) -> dict[str, float]:
+    """The batch's own metrics, the mean step reward (overall and by actor, every branch of a tree counted), ``success``
+    (the mean of ``metric`` while sampling), and how many samples were kept and dropped."""
+    steps = [step for top in results for result in top.walk() for step in result.rollout.steps]
+    rewards: dict[str, list[float]] = {}
+    for step in steps:
+        if step.reward is not None and step.actor_id is not None:
+            rewards.setdefault(step.actor_id, []).append(step.reward)
+    summary = {f"step_reward/{actor}": float(np.mean(values)) for actor, values in rewards.items()}
+    if rewards:
+        summary["reward"] = float(np.mean([value for values in rewards.values() for value in values]))
+    if f"metric/{metric}" in batch.metrics:
+        summary["success"] = batch.metrics[f"metric/{metric}"]
+    summary |= {f"dropped/{reason}": count for reason, count in batch.dropped.items()}
+    return {**batch.metrics, **summary, "samples": len(batch)}

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+import torch
+
+from turnwise.train import Policy, Trainer
+from turnwise.train.checkpoint import list_checkpoints
+from turnwise.types import Actor
+
+
+def weights_of(trainer):
+    return {name: tensor.clone() for name, tensor in trainer.policies["default"].weights()}
+
+
+def metrics_of(trainer):
+    lines = [json.loads(line) for line in (trainer.config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    timings = ("seconds_rollout", "seconds_update", "tokens_per_second")
+    return [{k: v for k, v in line.items() if k not in timings} for line in lines]
+
+
+async def test_training_pays(make_trainer):
+    trainer = make_trainer(steps=12)
+    await trainer.run()
+    reward = [line["reward"] for line in metrics_of(trainer)]
+    assert sum(reward[-3:]) > 1.5 * sum(reward[:3]), reward
+
+
+async def test_weights_move_and_reach_the_client(make_trainer):
+    trainer = make_trainer(steps=2)
+    before = weights_of(trainer)
+    await trainer.run()
+    after = weights_of(trainer)
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    assert trainer.arena.client.version("default") == trainer.policies["default"].version == 2
+    # the sampler's log-probs of the next batch are those of the new weights
+    batch = await trainer.arena.step()
+    metrics = trainer.update(batch)
+    assert 0 < metrics["sampler_trainer_logprob_max_diff"] < 1e-4
+
+
+async def test_frozen_policy_stays(make_trainer):
+    trainer = make_trainer(steps=2)
+    policy = trainer.policies["default"]
+    trainer.policies["default"] = Policy("default", policy.model, trainer.config.update, total_steps=1, trainable=False)
+    before = weights_of(trainer)
+    await trainer.run()
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(trainer).items())
+
+
+@pytest.mark.parametrize("old_logprobs", ["rollout", "recompute"])
+async def test_resume_equals_uninterrupted_run(make_trainer, old_logprobs):
+    update = {"lr": 3e-3, "minibatches": 2, "warmup": 3, "min_lr_ratio": 0.1, "old_logprobs": old_logprobs}
+    whole = make_trainer("whole", steps=4, update=update)
+    await whole.run()
+    first = make_trainer("parts", steps=2, update=update)
+    await first.run()
+    second = make_trainer("parts", steps=4, update=update)
+    await second.run()
+    assert metrics_of(whole) == metrics_of(second)
+    for name, tensor in weights_of(whole).items():
+        assert torch.equal(tensor, weights_of(second)[name]), name
+
+
+async def test_resume_after_kill_drops_later_lines(make_trainer):
+    """The log may be ahead of the last checkpoint, and its last line cut off: each step is written once all the same."""
+    whole = make_trainer("whole", steps=4)
+    await whole.run()
+    first = make_trainer("killed", steps=3, checkpoint={"every": 2, "keep": 5})
+    await first.run()
+    newest = list_checkpoints(first.checkpoints)[-1]
+    assert newest.name.endswith("3")
+    (newest / "manifest.json").unlink()  # as if the run had been killed while it wrote
+    with (first.config.run_dir / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 4, "los')
+    second = make_trainer("killed", steps=4)
+    await second.run()
+    assert [line["step"] for line in metrics_of(second)] == [1, 2, 3, 4]
+    assert metrics_of(second) == metrics_of(whole)
+
+
+async def test_actor_without_policy_is_refused(make_trainer):
+    trainer = make_trainer()
+    trainer.arena.add_actor(Actor("third", policy="other"))
+    with pytest.raises(ValueError, match=r"actor 'third' plays with policy 'other'; policies: default"):
+        Trainer(trainer.arena, trainer.policies, trainer.config)
+
+
+async def test_hooks_run_around_training_also_on_failure(make_trainer):
+    trainer = make_trainer(steps=1)
+    calls = []
+
+    async def note(name):
+        calls.append(name)
+
+    trainer.arena.on_train_start = lambda: note("start")
+    trainer.arena.on_train_end = lambda: note("end")
+    trainer.arena.source = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        await trainer.run()
+    assert calls == ["start", "end"]
+
+
+async def test_empty_batch_trains_nothing_and_goes_on(make_trainer):
+    trainer = make_trainer(steps=2)
+    trainer.arena.source = list
+    before = weights_of(trainer)
+    await trainer.run()
+    assert [line["samples"] for line in metrics_of(trainer)] == [0, 0]
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(trainer).items())
+
+
+async def test_stops_at_success_and_at_time(make_trainer):
+    reached = make_trainer("reached", steps=5, eval={"every": 2, "stop_at": 0.0})
+    assert (await reached.run()).step == 2
+    late = make_trainer("late", steps=5, max_seconds=1e-9)
+    assert (await late.run()).step == 1
+
+
+async def test_stop_during_rollout_saves_the_state_before_it(make_trainer):
+    """Ctrl-C while sampling: the batch is thrown away, the checkpoint is that of the last finished step."""
+    whole = make_trainer("whole", steps=3)
+    await whole.run()
+    stopped = make_trainer("stopped", steps=3)
+    source = stopped.arena.source
+    count = 0
+
+    def stop_in_second_step():
+        nonlocal count
+        count += 1
+        if count == 2:
+            asyncio.get_running_loop().call_soon(stopped._stop.request)
+        return source()
+
+    stopped.arena.source = stop_in_second_step
+    assert (await stopped.run()).step == 1
+    second = make_trainer("stopped", steps=3)
+    await second.run()
+    assert metrics_of(second) == metrics_of(whole)
