@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,9 +72,44 @@ def test_package_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_missing_extension_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "turnwise._C", None)
-    check = doctor.check_turnwise()[-1]
+    check = doctor.check_turnwise()[1]
     assert (check.name, check.status) == ("turnwise._C", "broken")
     assert "compiler" in check.remedy
+
+
+class CudaBuild(ModuleType):
+    """A CUDA build of the compiled module, on a machine where asking for devices fails with ``error``, if given."""
+
+    with_cuda = True
+
+    def __init__(self, error: str = "") -> None:
+        super().__init__("turnwise._C")
+        self.error = error
+
+    def cuda_runtime_version(self) -> tuple[int, int]:
+        return 13, 0
+
+    def cuda_architectures(self) -> str:
+        return "80-real 90-real"
+
+    def cuda_device_count(self) -> int:
+        if self.error:
+            raise RuntimeError(self.error)
+        return 1
+
+    def cuda_device(self, index: int) -> dict[str, object]:
+        return {"name": "H200", "memory_bytes": 150e9}
+
+
+def test_cuda_build_names_its_devices() -> None:
+    check = doctor.check_cuda(CudaBuild())
+    assert (check.status, check.detail) == ("ok", "runtime 13.0, architectures 80-real 90-real; H200 (150 GB)")
+
+
+def test_cuda_build_without_a_driver() -> None:
+    check = doctor.check_cuda(CudaBuild("CUDA: no driver (error 35)"))
+    assert check.status == "missing"
+    assert check.detail.endswith("CUDA: no driver (error 35)")
 
 
 def test_missing_torch_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:

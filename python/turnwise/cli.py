@@ -143,13 +143,13 @@ def run_train(options: argparse.Namespace) -> int:
         return EXIT_OK
     from turnwise.run import train_from_config
 
-    train_from_config(config)
-    return EXIT_OK
+    run = train_from_config(config)
+    return EXIT_INTERRUPTED if run.trainer.interrupted else EXIT_OK
 
 
 def run_eval(options: argparse.Namespace) -> int:
-    from turnwise.train.config import load_config
     from turnwise.run import evaluate_from_config
+    from turnwise.train.config import load_config
 
     evaluate_from_config(load_config(options.config, options.overrides), checkpoint=options.checkpoint)
     return EXIT_OK
@@ -194,7 +194,7 @@ COMMANDS: dict[str, Command] = {
     "eval": Command(
         "Measure held-out success of the policies that a config file describes.",
         run_eval,
-        (CONFIG, ("--checkpoint", {"type": Path, "help": "weights to measure (default: those of the config)"})),
+        (CONFIG, ("--checkpoint", {"type": Path, "help": "to measure (default: the run's newest)"})),
         overrides=True,
     ),
     "doctor": Command(

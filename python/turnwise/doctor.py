@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from types import ModuleType
 from typing import Literal
 
 Status = Literal["ok", "missing", "broken"]
@@ -113,8 +114,24 @@ def check_turnwise() -> list[Check]:
     except ImportError as error:
         remedy = "reinstall turnwise (from source it needs a C++17 compiler); until then the ops run on plain PyTorch"
         return [*checks, Check("turnwise._C", "broken", f"does not load: {error}", remedy)]
-    cuda = "with CUDA kernels" if extension.with_cuda else "CPU kernels only"
-    return [*checks, Check("turnwise._C", "ok", f"{cuda}, instruction set {extension.isa()}")]
+    return [*checks, Check("turnwise._C", "ok", f"instruction set {extension.isa()}"), check_cuda(extension)]
+
+
+def check_cuda(extension: ModuleType) -> Check:
+    """The CUDA part of the compiled module: what it was built for, and the devices that it finds."""
+    if not extension.with_cuda:
+        remedy = "build turnwise where nvcc is, with -C cmake.define.TURNWISE_CUDA=ON"
+        return Check("turnwise CUDA", "missing", "this build has CPU kernels only", remedy)
+    runtime = ".".join(map(str, extension.cuda_runtime_version()))
+    built = f"runtime {runtime}, architectures {extension.cuda_architectures()}"
+    try:
+        devices = [extension.cuda_device(index) for index in range(extension.cuda_device_count())]
+    except RuntimeError as error:  # no driver, or one that is too old
+        return Check(
+            "turnwise CUDA", "missing", f"{built}; {error}", "install a current NVIDIA driver if there is a GPU"
+        )
+    names = [f"{device['name']} ({device['memory_bytes'] / 1e9:.0f} GB)" for device in devices]
+    return Check("turnwise CUDA", "ok", f"{built}; {', '.join(names) or 'no device'}")
 
 
 def check_torch() -> list[Check]:
@@ -132,7 +149,7 @@ def check_torch() -> list[Check]:
 
 
 def check_driver() -> list[Check]:
-    """The GPU driver as ``nvidia-smi`` reports it, which does not depend on torch's build."""
+    """The GPU driver as ``nvidia-smi`` reports it, whatever torch and turnwise were built for."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return [Check("GPU driver", "missing", "no nvidia-smi here", "install the NVIDIA driver if there is a GPU")]
