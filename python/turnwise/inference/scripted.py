@@ -158,7 +158,7 @@ class ScriptedClient:
 
     def _check(self, request: ModelRequest) -> None:
         self.version(request.policy)
-        if not request.prompt_token_ids:
+        if len(request.prompt_token_ids) == 0:
             raise ValueError("prompt_token_ids is empty: expected at least one token")
         if self.context_length is not None and len(request.prompt_token_ids) + 1 > self.context_length:
             raise ContextLengthError(

@@ -218,8 +218,10 @@ class TransformersClient:
 
     # -- collecting ---------------------------------------------------------------------------------------------------
     def _start(self) -> None:
-        if self._waiting and not self._paused and (self._drain is None or self._drain.done()):
-            self._drain = asyncio.get_running_loop().create_task(self._run_waiting())
+        loop = asyncio.get_running_loop()
+        idle = self._drain is None or self._drain.done() or self._drain.get_loop() is not loop
+        if self._waiting and not self._paused and idle:
+            self._drain = loop.create_task(self._run_waiting())
 
     async def _run_waiting(self) -> None:
         """Collect, run, answer, until nothing waits."""
@@ -227,6 +229,8 @@ class TransformersClient:
         try:
             while self._waiting and not self._paused:
                 await self._quiet()
+                if self._paused:
+                    return
                 running, self._waiting = [job for job in self._waiting if not job.abandoned], []
                 for policy, jobs in _batches(running, self.max_batch_rows, self.max_batch_tokens):
                     await self._run(policy, jobs)

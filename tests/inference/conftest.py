@@ -1,0 +1,62 @@
+"""Tiny random models of several families, and the log-probabilities that a plain forward pass gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from turnwise.types import ModelResponse
+
+VOCABULARY = 300
+CONTEXT = 64
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.3,
+}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
+    "qwen2": lambda: Qwen2Config(**SIZES),
+    "llama": lambda: LlamaConfig(**SIZES),
+    # not among SHARED_PREFIX_MODELS, so these go through the library's own cache, with and without a sliding window
+    "mistral": lambda: MistralConfig(**SIZES, sliding_window=None),
+    "mistral-window": lambda: MistralConfig(**SIZES, sliding_window=6),
+}
+
+
+def build(family: str = "qwen3", seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(CONFIGS[family]()).float().eval()
+
+
+def teacher_forced(model: PreTrainedModel, response: ModelResponse, temperature: float) -> torch.Tensor:
+    """Log-probabilities ``[C]`` of the completion's tokens from one forward pass over prompt and completion."""
+    ids = torch.tensor([response.prompt_token_ids + response.completion_token_ids])
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits[0].double() / (temperature or 1.0)
+    start = len(response.prompt_token_ids)
+    return logits.log_softmax(-1)[start - 1 : -1].gather(1, ids[0, start:, None])[:, 0]
+
+
+@pytest.fixture(params=list(CONFIGS))
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def helpers() -> Any:
+    class Helpers:
+        vocabulary, context = VOCABULARY, CONTEXT
+        build = staticmethod(build)
+        teacher_forced = staticmethod(teacher_forced)
+
+    return Helpers

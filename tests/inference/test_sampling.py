@@ -1,0 +1,95 @@
+"""Draws against a brute-force float64 inverse of the cumulative distribution."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnwise.inference.sampling import RowSampler, _filter, _inverse_cdf
+from turnwise.types import Sampling
+
+CPU = torch.device("cpu")
+
+
+def brute_force(logits: np.ndarray, sampling: Sampling, uniform: float) -> set[int]:
+    """The token that ``uniform`` draws, and its neighbours where rounding may decide."""
+    scaled = logits.astype(np.float64) / sampling.temperature
+    weights = np.exp(scaled - scaled.max())
+    weights /= weights.sum()
+    order = np.argsort(-weights, kind="stable")
+    kept, mass = [], 0.0
+    for rank, token in enumerate(order):
+        if (sampling.top_k and rank >= sampling.top_k) or mass >= sampling.top_p:
+            break
+        kept.append(token)
+        mass += weights[token]
+    weights[[token for token in range(len(weights)) if token not in kept]] = 0
+    cumulative = weights.cumsum() / weights.sum()
+    margin = 1e-5
+    return {
+        int(np.argmax(cumulative > min(max(u, 0.0), 1 - 1e-9))) for u in (uniform - margin, uniform, uniform + margin)
+    }
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    temperature=st.sampled_from([0.3, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 1, 3, 50]),
+    top_p=st.sampled_from([1.0, 0.87, 0.31]),
+)
+def test_draw_equals_brute_force(seed: int, temperature: float, top_k: int, top_p: float) -> None:
+    logits = np.random.default_rng(seed).normal(0, 2, (1, 12)).astype(np.float32)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    sampler = RowSampler.build([sampling], [seed], 3, CPU)
+    for step in range(3):
+        uniform = float(sampler.uniforms[0, step])
+        token, logprob = sampler.draw(torch.from_numpy(logits), torch.tensor([0]), step)
+        assert int(token) in brute_force(logits[0], sampling, uniform)
+        scaled = logits[0].astype(np.float64) / temperature
+        expected = scaled[int(token)] - np.log(np.exp(scaled).sum())
+        assert float(logprob) == pytest.approx(expected, abs=1e-5)
+
+
+def test_uniforms_are_the_seeds_own_stream() -> None:
+    sampler = RowSampler.build([Sampling()] * 3, [4, 4, -1], 5, CPU)
+    expected = np.random.Generator(np.random.PCG64(4)).random(5, dtype=np.float32)
+    assert sampler.uniforms[0].tolist() == sampler.uniforms[1].tolist() == expected.tolist()
+    assert sampler.uniforms[2].tolist() != expected.tolist()
+
+
+def test_rows_keep_their_own_settings() -> None:
+    logits = torch.tensor([[0.0, 3.0, 2.0], [0.0, 3.0, 2.0], [0.0, 3.0, 2.0]])
+    sampler = RowSampler.build(
+        [Sampling(temperature=0), Sampling(temperature=50.0), Sampling(top_k=1)], [0, 0, 0], 1, CPU
+    )
+    sampler.uniforms[:, 0] = torch.tensor([0.99, 0.01, 0.99])
+    tokens, logprobs = sampler.draw(logits, torch.arange(3), 0)
+    assert tokens.tolist() == [1, 0, 1]
+    assert logprobs[0] == logits[0].log_softmax(-1)[1], "greedy: temperature 1"
+    tokens, _ = sampler.draw(logits[:2], torch.tensor([2, 1]), 0)
+    assert tokens.tolist() == [1, 0], "rows are found again after others have left"
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-24])
+def test_no_token_without_weight_is_drawn(uniform: float) -> None:
+    weights = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0], [0.0, 0.0, 0.0, 0.0, 1e-30]])
+    tokens = _inverse_cdf(weights, torch.full((2,), uniform))
+    assert all(weights[row, token] > 0 for row, token in enumerate(tokens.tolist()))
+
+
+def test_draws_follow_the_distribution() -> None:
+    rows = 20_000
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0]).expand(rows, 4)
+    sampler = RowSampler.build([Sampling(temperature=0.7)] * rows, range(rows), 1, CPU)
+    tokens, _ = sampler.draw(logits, torch.arange(rows), 0)
+    expected = (logits[0] / 0.7).softmax(-1) * rows
+    chi2 = float(((torch.bincount(tokens, minlength=4) - expected) ** 2 / expected).sum())
+    assert chi2 < 16.3, "0.1% point of chi-square with 3 degrees of freedom"
+
+
+def test_top_p_keeps_the_token_that_crosses_it() -> None:
+    kept = _filter(torch.tensor([[0.1, 0.5, 0.4]]), torch.tensor([[0.6]]), torch.tensor([[0]]))
+    assert kept.tolist() == [[0.0, 0.5, pytest.approx(0.4)]]
