@@ -31,10 +31,9 @@ _HOME = {
     "TrainConfig": "turnwise.train",
     "Trainer": "turnwise.train",
 }
-_ROOMS = frozenset({"ops", "train"})
+_ROOMS = frozenset({"arena", "credit", "inference", "ops", "state", "tasks", "train", "types"})
 
 if TYPE_CHECKING:
-    from turnwise import ops as ops
     from turnwise import train as train
     from turnwise.arena import Arena as Arena
     from turnwise.arena import ArtifactStore as ArtifactStore
@@ -55,11 +54,7 @@ if TYPE_CHECKING:
     from turnwise.types import Rollout as Rollout
     from turnwise.types import Step as Step
 
-__all__ = [  # noqa: PLE0604, RUF022
-    "__version__",
-    *sorted(_HOME),
-    *sorted(_ROOMS),
-]
+__all__ = [*sorted(_HOME), "train"]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:

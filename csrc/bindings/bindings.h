@@ -1,0 +1,13 @@
+// One function per file of bindings: each adds its op to the module.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace turnwise {
+
+void bind_factorize(pybind11::module_& module);
+void bind_group_advantage(pybind11::module_& module);
+void bind_policy_loss(pybind11::module_& module);
+void bind_cuda(pybind11::module_& module);
+
+}  // namespace turnwise

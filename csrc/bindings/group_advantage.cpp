@@ -1,0 +1,36 @@
+#include "ops/group_advantage.h"
+
+#include "bindings/bindings.h"
+#include "bindings/tensor.h"
+
+namespace py = pybind11;
+
+namespace turnwise {
+namespace {
+
+void call(py::object rewards, py::object group_ids, py::object advantages, int64_t num_groups, py::object trajectory_ids,
+          py::object lengths, py::object valid, bool by_trajectory, int center, int scale, int singleton, int ddof,
+          double eps, double min_std) {
+    const GroupAdvantageInput input{view_of(rewards, "rewards"),
+                                    view_of(group_ids, "group_ids"),
+                                    view_of(trajectory_ids, "trajectory_ids"),
+                                    view_of(lengths, "lengths"),
+                                    view_of(valid, "valid"),
+                                    num_groups};
+    const GroupAdvantageOptions options{by_trajectory, Center(center), Scale(scale), Singleton(singleton),
+                                        ddof,          eps,            min_std};
+    const View out = view_of(advantages, "advantages");
+    py::gil_scoped_release unlocked;
+    group_advantage(input, options, out);
+}
+
+}  // namespace
+
+void bind_group_advantage(py::module_& module) {
+    module.def("group_advantage", &call, py::arg("rewards"), py::arg("group_ids"), py::arg("advantages"),
+               py::arg("num_groups"), py::arg("trajectory_ids"), py::arg("lengths"), py::arg("valid"),
+               py::arg("by_trajectory"), py::arg("center"), py::arg("scale"), py::arg("singleton"), py::arg("ddof"),
+               py::arg("eps"), py::arg("min_std"), "Writes the advantages of rewards within groups.");
+}
+
+}  // namespace turnwise

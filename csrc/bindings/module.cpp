@@ -1,0 +1,15 @@
+#include "bindings/bindings.h"
+#include "core/check.h"
+#include "core/isa.h"
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(_C, module) {
+    module.doc() = "The compiled core of turnwise. Use turnwise.ops; these functions take their arguments as they come.";
+    py::register_exception<turnwise::InvalidInput>(module, "InvalidInput", PyExc_ValueError);
+    module.def("isa", &turnwise::isa_name, "The instruction set in use: baseline, avx2 or avx512.");
+    turnwise::bind_factorize(module);
+    turnwise::bind_group_advantage(module);
+    turnwise::bind_policy_loss(module);
+    turnwise::bind_cuda(module);
+}

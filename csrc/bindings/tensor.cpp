@@ -1,0 +1,74 @@
+#include "bindings/tensor.h"
+
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace turnwise {
+namespace {
+
+// torch.dtype objects are singletons, so a dtype is found by its address. Filled at the first tensor and kept for good.
+struct TorchNames {
+    TorchNames() {
+        const py::module_ torch = py::module_::import("torch");
+        const std::pair<const char*, DType> names[] = {
+            {"float32", DType::f32}, {"float64", DType::f64}, {"bfloat16", DType::bf16}, {"float16", DType::f16},
+            {"int64", DType::i64},   {"int32", DType::i32},   {"int16", DType::i16},     {"int8", DType::i8},
+            {"uint8", DType::u8},    {"bool", DType::boolean}};
+        for (const auto& [name, dtype] : names) dtypes.emplace_back(py::object(torch.attr(name)).release().ptr(), dtype);
+    }
+    std::vector<std::pair<PyObject*, DType>> dtypes;
+    PyObject* dtype = PyUnicode_InternFromString("dtype");
+    PyObject* shape = PyUnicode_InternFromString("shape");
+    PyObject* stride = PyUnicode_InternFromString("stride");
+    PyObject* data_ptr = PyUnicode_InternFromString("data_ptr");
+    PyObject* is_cpu = PyUnicode_InternFromString("is_cpu");
+};
+
+const TorchNames& torch_names() {
+    static const TorchNames* names = new TorchNames;  // never destroyed: the interpreter may be gone by then
+    return *names;
+}
+
+py::object checked(PyObject* result) {
+    if (result == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(result);
+}
+
+[[noreturn]] void refuse(const char* name, const std::string& reason) { throw py::type_error(name + (": " + reason)); }
+
+void read_pair(const py::object& sizes, int64_t* to) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(sizes.ptr()); ++i) {
+        to[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(sizes.ptr(), i));
+    }
+}
+
+}  // namespace
+
+View view_of(py::handle tensor, const char* name) {
+    View view;
+    if (tensor.is_none()) return view;
+    const TorchNames& names = torch_names();
+    if (checked(PyObject_GetAttr(tensor.ptr(), names.is_cpu)).ptr() != Py_True) refuse(name, "expected a CPU tensor");
+    const py::object dtype = checked(PyObject_GetAttr(tensor.ptr(), names.dtype));
+    bool known = false;
+    for (const auto& [object, value] : names.dtypes) {
+        if (object != dtype.ptr()) continue;
+        view.dtype = value;
+        known = true;
+        break;
+    }
+    if (!known) refuse(name, "a dtype that is not read here");
+    const py::object shape = checked(PyObject_GetAttr(tensor.ptr(), names.shape));
+    view.dims = int(PyTuple_GET_SIZE(shape.ptr()));
+    if (view.dims > 2) refuse(name, "expected at most two dimensions");
+    read_pair(shape, view.shape);
+    read_pair(checked(PyObject_CallMethodNoArgs(tensor.ptr(), names.stride)), view.stride);
+    const py::object address = checked(PyObject_CallMethodNoArgs(tensor.ptr(), names.data_ptr));
+    view.data = PyLong_AsVoidPtr(address.ptr());
+    return view;
+}
+
+}  // namespace turnwise

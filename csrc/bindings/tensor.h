@@ -1,0 +1,14 @@
+// A torch tensor as a View, read through its own attributes: no torch header, no copy, any torch version.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "core/view.h"
+
+namespace turnwise {
+
+// None gives an empty View. Throws TypeError for anything but a strided CPU tensor of at most two dimensions, naming it.
+// The tensor must outlive the View.
+View view_of(pybind11::handle tensor, const char* name);
+
+}  // namespace turnwise

@@ -1,0 +1,57 @@
+// bfloat16 and IEEE half as bit patterns, to and from float32; round to nearest, ties to even.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace turnwise {
+
+struct BFloat16 {
+    uint16_t bits;
+};
+struct Half {
+    uint16_t bits;
+};
+
+static inline float float_of_bits(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline uint32_t bits_of_float(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline float to_float(float value) { return value; }
+static inline float to_float(BFloat16 value) { return float_of_bits(uint32_t(value.bits) << 16); }
+
+static inline float to_float(Half value) {
+    const uint32_t sign = uint32_t(value.bits & 0x8000) << 16;
+    const uint32_t magnitude = value.bits & 0x7fff;
+    if (magnitude >= 0x7c00) return float_of_bits(sign | 0x7f800000 | (magnitude << 13));
+    // Multiplying by 2^112 moves the exponent's bias and makes subnormals right as well.
+    return float_of_bits(sign | bits_of_float(float_of_bits(magnitude << 13) * float_of_bits(0x77800000)));
+}
+
+static inline BFloat16 to_bfloat16(float value) {
+    const uint32_t bits = bits_of_float(value);
+    if ((bits & 0x7fffffff) > 0x7f800000) return {uint16_t((bits >> 16) | 0x40)};
+    return {uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+
+static inline Half to_half(float value) {
+    const uint32_t bits = bits_of_float(value);
+    const uint16_t sign = uint16_t((bits >> 16) & 0x8000);
+    const uint32_t magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) return {uint16_t(sign | 0x7e00)};
+    if (magnitude >= 0x47800000) return {uint16_t(sign | 0x7c00)};  // 65536 and above
+    if (magnitude < 0x38800000) {                                   // subnormal: adding 0.5 rounds at bit 2^-24
+        return {uint16_t(sign | (bits_of_float(float_of_bits(magnitude) + 0.5f) - 0x3f000000))};
+    }
+    return {uint16_t(sign | ((magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13))};
+}
+
+}  // namespace turnwise

@@ -1,0 +1,31 @@
+// A tensor as the core sees it: where it lies, what it holds, how to step through it. No ownership.
+#pragma once
+
+#include <cstdint>
+
+namespace turnwise {
+
+enum class DType : int8_t { f32, f64, bf16, f16, i64, i32, i16, i8, u8, boolean };
+
+struct View {
+    void* data = nullptr;  // nullptr: the tensor was not given
+    DType dtype = DType::f32;
+    int dims = 0;
+    int64_t shape[2] = {1, 1};
+    int64_t stride[2] = {0, 0};  // in elements
+
+    explicit operator bool() const { return dims > 0 || data != nullptr; }
+    int64_t size() const { return dims == 2 ? shape[0] * shape[1] : dims == 1 ? shape[0] : 1; }
+    template <class T>
+    T* as() const {
+        return static_cast<T*>(data);
+    }
+};
+
+inline bool is_floating(DType dtype) {
+    return dtype == DType::f32 || dtype == DType::f64 || dtype == DType::bf16 || dtype == DType::f16;
+}
+
+inline bool is_contiguous_1d(const View& view) { return view.dims == 1 && (view.shape[0] <= 1 || view.stride[0] == 1); }
+
+}  // namespace turnwise

@@ -1,0 +1,297 @@
+#include "ops/policy_loss.h"
+
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "core/check.h"
+#include "core/isa.h"
+#include "core/parallel.h"
+#include "ops/policy_loss_kernel.h"
+#include "ops/token_layout.h"
+
+namespace turnwise {
+
+const PolicyLossKernels& policy_loss_kernels_baseline();
+#if defined(TURNWISE_X86)
+const PolicyLossKernels& policy_loss_kernels_avx2();
+const PolicyLossKernels& policy_loss_kernels_avx512();
+#endif
+
+const PolicyLossKernels& kernels() {
+#if defined(TURNWISE_X86)
+    if (isa() == Isa::avx512) return policy_loss_kernels_avx512();
+    if (isa() == Isa::avx2) return policy_loss_kernels_avx2();
+#endif
+    return policy_loss_kernels_baseline();
+}
+
+namespace {
+
+constexpr int64_t kPiece = 16 * kTile;
+constexpr int64_t kTokensPerThread = 16 * kTile;   // below this a second thread costs more than it brings
+constexpr int64_t kStreamBytes = int64_t(8) << 20;  // gradients beyond this would push everything else out of the caches
+
+double inverse(double value) { return value > 0 ? 1 / value : 0; }
+
+class Run {
+  public:
+    Run(const PolicyLossInput& input, const PolicyLossOptions& options, const PolicyLossOutput& output)
+        : in_(input), o_(options), out_(output), layout_(input.logprobs, input.cu_seqlens), kernels_(kernels()) {
+        check();
+        pieces_ = cut_into_pieces(layout_, kPiece);
+    }
+
+    void run() {
+        prepare_rows();
+        set_row_weights();
+        std::vector<TileSums> sums(pieces_.size());
+        each_piece([&](size_t i) { sums[i] = piece(pieces_[i]); });
+        require(!bad_mask_, "mask: expected 0 or 1");
+        finish(sums);
+    }
+
+  private:
+    void check() const {
+        const View* streams[] = {&in_.logprobs, &in_.old_logprobs, &in_.ref_logprobs, &in_.rollout_logprobs};
+        for (const View* stream : streams) {
+            require(stream->dims == 0 || layout_.fits(*stream), "old_logprobs, ref_logprobs, rollout_logprobs: wrong shape");
+            require(is_floating(stream->dtype) && stream->dtype != DType::f64, "logprobs: expected float32, bf16 or f16");
+        }
+        require(in_.old_logprobs.dims > 0, "old_logprobs: missing");
+        require(is_floating(in_.advantages.dtype) && in_.advantages.dtype != DType::f64, "advantages: wrong dtype");
+        require(per_sequence() || layout_.fits(in_.advantages), "advantages: wrong shape");
+        require(!in_.mask || layout_.fits(in_.mask), "mask: wrong shape");
+        require(in_.mask.dtype != DType::f64, "mask: float64 is not read here");
+        if (in_.actor_ids) {
+            require(in_.actor_ids.dims == 1 && in_.actor_ids.shape[0] == layout_.rows(), "actor_ids: wrong shape");
+            for (int64_t row = 0; row < layout_.rows(); ++row) {
+                require(actor(row) >= 0 && actor(row) < o_.num_actors, "actor_ids: an id is out of range");
+            }
+        }
+        require(o_.aggregation != Aggregation::agent_mean || in_.actor_ids, "actor_ids: missing");
+        if (in_.normalizer) {
+            const bool by_actor = o_.aggregation == Aggregation::agent_mean;
+            require(in_.normalizer.size() == (by_actor ? o_.num_actors : 1), "normalizer: wrong shape");
+            require(in_.normalizer.dtype == DType::f32, "normalizer: expected float32");
+        }
+    }
+
+    // Advantages [B] or [B, 1]: one per row, wherever that fits.
+    bool per_sequence() const {
+        const View& a = in_.advantages;
+        return a.shape[0] == layout_.rows() && (a.dims == 1 || (a.dims == 2 && a.shape[1] == 1));
+    }
+
+    int64_t actor(int64_t row) const {
+        const int64_t place = row * in_.actor_ids.stride[0];
+        return in_.actor_ids.dtype == DType::i64 ? in_.actor_ids.as<int64_t>()[place] : in_.actor_ids.as<int32_t>()[place];
+    }
+
+    // Runs body on every piece; each thread takes a run of them with its share of the tokens.
+    template <class Body>
+    void each_piece(const Body& body) const {
+        const int64_t tokens = layout_.tokens();
+        const int parts = int(std::max<int64_t>(1, std::min<int64_t>(o_.threads, tokens / kTokensPerThread)));
+        const auto first_of = [&](int part) {
+            const int64_t place = tokens * part / parts;
+            return std::lower_bound(pieces_.begin(), pieces_.end(), place, [&](const Piece& piece, int64_t value) {
+                       return layout_.start(piece.row) + piece.begin < value;
+                   }) - pieces_.begin();
+        };
+        run_parts(parts, [&](int part) {
+            const int64_t last = part + 1 == parts ? int64_t(pieces_.size()) : first_of(part + 1);
+            for (int64_t i = first_of(part); i < last; ++i) body(size_t(i));
+        });
+    }
+
+    // What must be known of a whole row, or of the whole batch, before the first gradient can be written.
+    void prepare_rows() {
+        const bool sequence = o_.correction == Correction::sequence;
+        const bool lengths = o_.aggregation == Aggregation::seq_mean_token_mean ||
+                             (!in_.normalizer && o_.aggregation != Aggregation::seq_mean_token_sum_norm);
+        lengths_.assign(size_t(layout_.rows()), 0);
+        mismatch_.assign(sequence ? size_t(layout_.rows()) : 0, 0);
+        if (!sequence && !in_.mask) {
+            for (int64_t row = 0; row < layout_.rows(); ++row) lengths_[size_t(row)] = double(layout_.length(row));
+            return;
+        }
+        if (!sequence && !lengths) return;
+        if (in_.mask && !is_byte_mask()) converted_mask_.reset(new uint8_t[size_t(layout_.tokens())]);
+        std::vector<double> length_of(pieces_.size()), mismatch_of(sequence ? pieces_.size() : 0);
+        each_piece([&](size_t i) {
+            for (int64_t t = pieces_[i].begin; t < pieces_[i].end; t += kTile) {
+                const int n = int(std::min<int64_t>(kTile, pieces_[i].end - t));
+                float old_logprobs[kTile], rollout_logprobs[kTile];
+                const int64_t row = pieces_[i].row;
+                const uint8_t* mask = in_.mask ? make_mask(row, t, n) : nullptr;
+                length_of[i] += double(mask ? kernels_.count(mask, n) : n);
+                if (sequence) {
+                    mismatch_of[i] += kernels_.mismatch(floats(in_.old_logprobs, row, t, n, old_logprobs),
+                                                        floats(in_.rollout_logprobs, row, t, n, rollout_logprobs), mask, n);
+                }
+            }
+        });
+        require(!bad_mask_, "mask: expected 0 or 1");
+        for (size_t i = 0; i < pieces_.size(); ++i) {
+            lengths_[size_t(pieces_[i].row)] += length_of[i];
+            if (sequence) mismatch_[size_t(pieces_[i].row)] += mismatch_of[i];
+        }
+    }
+
+    void set_row_weights() {
+        const size_t rows = size_t(layout_.rows());
+        row_weight_.assign(rows, 0);
+        if (o_.aggregation == Aggregation::agent_mean) {
+            std::vector<double> tokens(size_t(o_.num_actors), 0);
+            if (in_.normalizer) {
+                for (size_t a = 0; a < tokens.size(); ++a) {
+                    tokens[a] = in_.normalizer.as<float>()[int64_t(a) * in_.normalizer.stride[0]];
+                }
+            } else {
+                for (size_t row = 0; row < rows; ++row) tokens[size_t(actor(int64_t(row)))] += lengths_[row];
+            }
+            double active = 0;
+            for (double count : tokens) active += count > 0;
+            for (size_t row = 0; row < rows; ++row) {
+                row_weight_[row] = inverse(active) * inverse(tokens[size_t(actor(int64_t(row)))]);
+            }
+            return;
+        }
+        const double common = inverse(in_.normalizer ? double(*in_.normalizer.as<float>()) : batch_normalizer());
+        for (size_t row = 0; row < rows; ++row) {
+            const bool by_length = o_.aggregation == Aggregation::seq_mean_token_mean;
+            row_weight_[row] = common * (by_length ? inverse(lengths_[row]) : 1);
+        }
+    }
+
+    double batch_normalizer() const {
+        if (o_.aggregation == Aggregation::seq_mean_token_sum_norm) return o_.max_length;
+        double tokens = 0, rows = 0;
+        for (double length : lengths_) {
+            tokens += length;
+            rows += length > 0;
+        }
+        return o_.aggregation == Aggregation::token_mean ? tokens : rows;
+    }
+
+    bool is_byte_mask() const {
+        const DType dtype = in_.mask.dtype;
+        return (dtype == DType::boolean || dtype == DType::u8 || dtype == DType::i8) && layout_.step(in_.mask) == 1;
+    }
+
+    // A tile's values as float32, where they lie or converted into scratch.
+    const float* floats(const View& stream, int64_t row, int64_t token, int n, float* scratch) const {
+        if (!stream) return nullptr;
+        const int64_t offset = layout_.offset(stream, row, token), step = layout_.step(stream);
+        if (stream.dtype == DType::f32 && step == 1) return stream.as<float>() + offset;
+        kernels_.to_floats(stream, offset, step, n, scratch);
+        return scratch;
+    }
+
+    const uint8_t* bytes(int64_t row, int64_t token, int n, uint8_t* scratch) {
+        const int64_t offset = layout_.offset(in_.mask, row, token);
+        if (is_byte_mask()) return in_.mask.as<uint8_t>() + offset;
+        if (!kernels_.to_mask(in_.mask, offset, layout_.step(in_.mask), n, scratch)) bad_mask_ = true;
+        return scratch;
+    }
+    const uint8_t* make_mask(int64_t row, int64_t token, int n) {
+        return bytes(row, token, n, converted_mask_ ? converted_mask_.get() + layout_.start(row) + token : nullptr);
+    }
+
+    TileSums piece(const Piece& piece) {
+        const int64_t row = piece.row;
+        float scratch[6][kTile];
+        uint8_t mask_scratch[kTile];
+        const bool direct = out_.grad.dtype == DType::f32;
+        const int64_t start = layout_.start(row);
+        float* grad = direct ? out_.grad.as<float>() + start : nullptr;
+
+        Tile tile{};
+        tile.clip = o_.clip;
+        tile.kl_coef = o_.kl_coef;
+        tile.weight = float(row_weight_[size_t(row)]);
+        tile.row_weight = 1;
+        if (o_.correction == Correction::token) tile.token_cap = o_.cap;
+        if (o_.correction == Correction::sequence) {
+            const double bounded = std::fmin(kLogRatioBound, std::fmax(-kLogRatioBound, mismatch_[size_t(row)]));
+            tile.row_weight = float(std::fmin(o_.cap, std::exp(bounded)));
+        }
+        if (per_sequence()) kernels_.to_floats(in_.advantages, row * in_.advantages.stride[0], 1, 1, &tile.advantage);
+        const bool large = layout_.tokens() * int64_t(sizeof(float)) >= kStreamBytes;
+        const KlKind kind = in_.ref_logprobs && o_.kl == KlKind::none ? KlKind::k3 : o_.kl;
+
+        TileSums sums;
+        for (int64_t t = piece.begin; t < piece.end; t += kTile) {
+            const int n = int(std::min<int64_t>(kTile, piece.end - t));
+            tile.n = n;
+            tile.logprobs = floats(in_.logprobs, row, t, n, scratch[0]);
+            tile.old_logprobs = floats(in_.old_logprobs, row, t, n, scratch[1]);
+            tile.ref_logprobs = floats(in_.ref_logprobs, row, t, n, scratch[2]);
+            tile.rollout_logprobs = floats(in_.rollout_logprobs, row, t, n, scratch[3]);
+            if (!per_sequence()) tile.advantages = floats(in_.advantages, row, t, n, scratch[4]);
+            if (converted_mask_) {
+                tile.mask = converted_mask_.get() + start + t;
+            } else if (in_.mask) {
+                tile.mask = bytes(row, t, n, mask_scratch);
+            }
+            tile.grad = direct ? grad + t : scratch[5];
+            tile.stream = direct && large && reinterpret_cast<uintptr_t>(tile.grad) % 64 == 0;
+            kernels_.tile[int(kind)](tile, sums);
+            if (!direct) kernels_.from_floats(scratch[5], n, out_.grad, start + t);
+        }
+        return sums;
+    }
+
+    void finish(const std::vector<TileSums>& sums) const {
+        double loss = 0;
+        TileSums all;
+        std::vector<TileSums> by_actor(in_.actor_ids ? size_t(o_.num_actors) : 0);
+        for (size_t i = 0; i < sums.size(); ++i) {
+            const int64_t row = pieces_[i].row;
+            if (row_weight_[size_t(row)] > 0) loss += sums[i].loss * row_weight_[size_t(row)];
+            all.add(sums[i]);
+            if (in_.actor_ids) by_actor[size_t(actor(row))].add(sums[i]);
+        }
+        *out_.loss.as<float>() = float(loss);
+        float* metrics = write_metrics(all, out_.metrics.as<float>());
+        for (const TileSums& actor : by_actor) metrics = write_metrics(actor, metrics);
+    }
+
+    // The order is that of policy_loss_reference.METRICS.
+    float* write_metrics(const TileSums& s, float* to) const {
+        const double share = inverse(s.tokens);
+        for (double value : {s.tokens, s.clipped_low * share, s.clipped_high * share, s.dual_clipped * share,
+                             -s.log_ratio * share, s.k3 * share, (s.tokens + s.log_ratio + s.k3) * share}) {
+            *to++ = float(value);
+        }
+        *to++ = s.ratio_max;
+        if (in_.ref_logprobs) *to++ = float(s.kl * share);
+        if (in_.rollout_logprobs) {
+            *to++ = float(-s.mismatch * share);
+            // Masked lanes count nothing, so an empty batch has no weights and a share of 0.
+            *to++ = float(s.weight_square > 0 ? s.weight * s.weight / (s.weight_square * s.tokens) : 0);
+        }
+        return to;
+    }
+
+    const PolicyLossInput& in_;
+    const PolicyLossOptions& o_;
+    const PolicyLossOutput& out_;
+    TokenLayout layout_;
+    const PolicyLossKernels& kernels_;
+    std::vector<Piece> pieces_;
+    std::vector<double> lengths_, mismatch_, row_weight_;
+    std::unique_ptr<uint8_t[]> converted_mask_;
+    std::atomic<bool> bad_mask_{false};
+};
+
+}  // namespace
+
+void policy_loss(const PolicyLossInput& input, const PolicyLossOptions& options, const PolicyLossOutput& output) {
+    Run(input, options, output).run();
+}
+
+}  // namespace turnwise

@@ -1,0 +1,67 @@
+// What the driver of the policy loss asks of a kernel: one tile of one row at a time. The kernel is compiled once per
+// instruction set; kernels() gives the ones for this machine.
+#pragma once
+
+#include "core/view.h"
+#include "ops/policy_loss_math.h"
+
+namespace turnwise {
+
+constexpr int kTile = 1024;  // tokens; short enough that float32 lanes lose nothing and all streams stay in L1
+
+// n tokens of one row, contiguous. Pointers that are null: not given.
+struct Tile {
+    int n;
+    const float* logprobs;
+    const float* old_logprobs;
+    const float* ref_logprobs;
+    const float* rollout_logprobs;
+    const float* advantages;  // per token, or null: `advantage` for all
+    const uint8_t* mask;
+    float* grad;
+    float advantage;
+    float weight;        // of the row in the loss; scales the gradient
+    float token_cap;     // cap of a token's importance weight; 0: none
+    float row_weight;    // importance weight of the whole row (1: none)
+    ClipBounds clip;
+    float kl_coef;
+    bool stream;  // write the gradient past the caches
+};
+
+// Sums over tokens; the loss without the row's weight.
+struct TileSums {
+    double loss = 0, log_ratio = 0, k3 = 0, kl = 0, mismatch = 0, weight = 0, weight_square = 0;
+    double tokens = 0, clipped_low = 0, clipped_high = 0, dual_clipped = 0;
+    float ratio_max = 0;
+
+    void add(const TileSums& other) {
+        loss += other.loss;
+        log_ratio += other.log_ratio;
+        k3 += other.k3;
+        kl += other.kl;
+        mismatch += other.mismatch;
+        weight += other.weight;
+        weight_square += other.weight_square;
+        tokens += other.tokens;
+        clipped_low += other.clipped_low;
+        clipped_high += other.clipped_high;
+        dual_clipped += other.dual_clipped;
+        // NaN must show: it is larger than nothing, so ask for the opposite.
+        if (!(other.ratio_max <= ratio_max)) ratio_max = other.ratio_max;
+    }
+};
+
+struct PolicyLossKernels {
+    void (*tile[7])(const Tile&, TileSums&);  // by KlKind
+    int64_t (*count)(const uint8_t* mask, int64_t n);
+    double (*mismatch)(const float* old_logprobs, const float* rollout_logprobs, const uint8_t* mask, int n);
+    // Gathers n values into float32, or n mask values into 0 and 1; false: a float mask holds another value.
+    void (*to_floats)(const View& from, int64_t offset, int64_t stride, int n, float* to);
+    bool (*to_mask)(const View& from, int64_t offset, int64_t stride, int n, uint8_t* to);
+    void (*from_floats)(const float* from, int n, const View& to, int64_t offset);
+    void (*exp)(const float* from, int64_t n, float* to);
+};
+
+const PolicyLossKernels& kernels();
+
+}  // namespace turnwise

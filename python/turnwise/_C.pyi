@@ -1,0 +1,51 @@
+"""The compiled core. Use :mod:`turnwise.ops`; these functions take their arguments as they come."""
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+from torch import Tensor
+
+with_cuda: bool
+
+class InvalidInput(ValueError): ...
+
+def isa() -> str: ...
+def factorize(columns: list[np.ndarray | Sequence[Hashable]], ids: Tensor) -> int: ...
+def group_advantage(
+    rewards: Tensor,
+    group_ids: Tensor,
+    advantages: Tensor,
+    num_groups: int,
+    trajectory_ids: Tensor | None,
+    lengths: Tensor | None,
+    valid: Tensor | None,
+    by_trajectory: bool,
+    center: int,
+    scale: int,
+    singleton: int,
+    ddof: int,
+    eps: float,
+    min_std: float,
+) -> None: ...
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    ref_logprobs: Tensor | None,
+    rollout_logprobs: Tensor | None,
+    normalizer: Tensor | None,
+    actor_ids: Tensor | None,
+    options: tuple[float, float, float, int, float, int, float, int, int, float],
+    loss: Tensor,
+    grad: Tensor,
+    metrics: Tensor,
+    threads: int,
+) -> None: ...
+def exp(values: Tensor, out: Tensor) -> None: ...
+def cuda_architectures() -> str: ...
+def cuda_runtime_version() -> tuple[int, int]: ...
+def cuda_driver_version() -> tuple[int, int]: ...
+def cuda_device_count() -> int: ...
+def cuda_device(device: int) -> dict[str, str | int | tuple[int, int]]: ...
