@@ -1,0 +1,246 @@
+"""What is the embedded client's own: batching, threads, failures, policies. The rest is in ``test_contract.py``."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from turnwise.inference import TransformersClient
+from turnwise.inference.scripted import ByteTokenizer
+from turnwise.types import ModelError, ModelRequest, ModelResponse, Sampling
+
+
+def client_of(policies: Any, **options: Any) -> TransformersClient:
+    return TransformersClient(policies, ByteTokenizer(), **options)
+
+
+def requests_of(prompts: int = 4, siblings: int = 3, **sampling: Any) -> list[ModelRequest]:
+    return [
+        ModelRequest(
+            list(range(1, 4 + 3 * prompt)), Sampling(**{"max_tokens": 6, "seed": 10 * prompt + nth, **sampling})
+        )
+        for prompt in range(prompts)
+        for nth in range(siblings)
+    ]
+
+
+async def one_by_one(client: TransformersClient, requests: list[ModelRequest]) -> list[ModelResponse]:
+    answers = await asyncio.gather(*(client.generate([request]) for request in requests))
+    return [response for [response] in answers]
+
+
+@contextmanager
+def before_forward(client: TransformersClient, hook: Callable[[], object], policy: str = "default") -> Iterator[None]:
+    def call(*_: Any) -> None:
+        hook()
+
+    handle = client._policies[policy].model.register_forward_pre_hook(call)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+async def test_concurrent_callers_share_one_batch_and_one_prefill(helpers: Any) -> None:
+    async with client_of(helpers.build()) as client:
+        responses = await one_by_one(client, requests_of(prompts=3, siblings=4))
+        stats = client.stats()
+        assert (stats["requests"], stats["batches"]) == (12, 1)
+        assert stats["prompt_tokens"] == 4 * (3 + 6 + 9)
+        assert stats["prefilled_tokens"] == 3 + 6 + 9
+        assert stats["generated_tokens"] == sum(len(response.completion_token_ids) for response in responses)
+        assert stats["seconds"] > 0
+
+
+async def test_callers_that_arrive_some_ticks_later_join_the_batch(helpers: Any) -> None:
+    async def late(client: TransformersClient, request: ModelRequest, ticks: int) -> None:
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        await client.generate([request])
+
+    async with client_of(helpers.build()) as client:
+        await asyncio.gather(*(late(client, request, 2 * nth) for nth, request in enumerate(requests_of())))
+        assert client.stats()["batches"] == 1
+
+
+@pytest.mark.parametrize(("limits", "batches"), [({"max_batch_rows": 5}, 3), ({"max_batch_tokens": 60}, 3)])
+async def test_splitting_a_batch_changes_nothing(helpers: Any, limits: dict[str, int], batches: int) -> None:
+    async with client_of(helpers.build()) as whole, client_of(helpers.build(), **limits) as split:
+        first = await one_by_one(whole, requests_of())
+        second = await one_by_one(split, requests_of())
+        assert split.stats()["batches"] == batches
+    for one, other in zip(first, second, strict=True):
+        assert one.completion_token_ids == other.completion_token_ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+async def test_each_policy_answers_with_its_own_weights(helpers: Any) -> None:
+    models = {"a": helpers.build(seed=0), "b": helpers.build("llama", seed=1)}
+    async with client_of(models) as client:
+        asked = [ModelRequest(r.prompt_token_ids, r.sampling, policy) for r in requests_of() for policy in models]
+        for response, request in zip(await one_by_one(client, asked), asked, strict=True):
+            expected = helpers.teacher_forced(models[request.policy], response, 1.0)
+            assert response.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+async def test_the_clients_copy_waits_for_load_weights(helpers: Any) -> None:
+    model, other = helpers.build(seed=0), helpers.build(seed=1)
+    async with client_of(model) as client:
+        model.load_state_dict(other.state_dict())
+        [before] = await client.generate(requests_of(1, 1))
+        assert before.logprobs == pytest.approx(
+            helpers.teacher_forced(helpers.build(seed=0), before, 1.0).tolist(), abs=1e-5
+        )
+        client.load_weights("default", model.state_dict().items(), 1)
+        [after] = await client.generate(requests_of(1, 1))
+        assert after.logprobs == pytest.approx(helpers.teacher_forced(other, after, 1.0).tolist(), abs=1e-5)
+        assert (before.policy_versions, after.policy_versions) == ([(6, 0)], [(6, 1)])
+
+
+async def test_refused_weights_leave_version_and_answers(helpers: Any) -> None:
+    async with client_of(helpers.build()) as client:
+        [before] = await client.generate(requests_of(1, 1))
+        with pytest.raises(ValueError, match="missing"):
+            client.load_weights("default", [], 5)
+        [after] = await client.generate(requests_of(1, 1))
+        assert (client.version("default"), before) == (0, after)
+
+
+async def test_load_weights_waits_for_the_running_batch(helpers: Any) -> None:
+    async with client_of(helpers.build()) as client:
+        with before_forward(client, lambda: time.sleep(0.02)):
+            running = asyncio.ensure_future(client.generate(requests_of()))
+            while not client._busy.locked():
+                await asyncio.sleep(0.001)
+            client.load_weights("default", helpers.build(seed=1).state_dict().items(), 1)
+            for response in await running:
+                assert response.policy_versions == [(6, 0)]
+                assert response.logprobs == pytest.approx(
+                    helpers.teacher_forced(helpers.build(seed=0), response, 1.0).tolist(), abs=1e-5
+                )
+
+
+async def test_a_shared_module_stays_trainable(helpers: Any) -> None:
+    model = helpers.build().train()
+    async with client_of(model, share=True) as client:
+        await client.generate(requests_of(2, 2))
+        assert model.training
+        model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        with torch.no_grad():
+            model.lm_head.weight.mul_(0.5)
+        client.load_weights("default", model.state_dict().items(), 1)
+        [response] = await client.generate(requests_of(1, 1))
+        expected = helpers.teacher_forced(model.eval(), response, 1.0)
+        assert response.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+async def test_a_failing_forward_reaches_every_caller_and_no_later_one(helpers: Any) -> None:
+    def fail() -> None:
+        raise FloatingPointError("out of luck")
+
+    async with client_of(helpers.build()) as client:
+        with before_forward(client, fail):
+            results = await asyncio.gather(
+                *(client.generate([request]) for request in requests_of()), return_exceptions=True
+            )
+        assert len({id(result) for result in results}) == 12, "an exception of one's own for each caller"
+        for result in results:
+            assert isinstance(result, ModelError)
+            assert isinstance(result.__cause__, FloatingPointError)
+            assert "'default'" in str(result) and "out of luck" in str(result)
+        assert len(await client.generate(requests_of())) == 12
+
+
+async def test_the_event_loop_runs_while_a_batch_computes(helpers: Any) -> None:
+    async with client_of(helpers.build()) as client:
+        with before_forward(client, lambda: time.sleep(0.02)):
+            running = asyncio.ensure_future(client.generate(requests_of()))
+            ticks = 0
+            while not running.done():
+                await asyncio.sleep(0.005)
+                ticks += 1
+        assert ticks >= 10, "6 forward passes of 20 ms"
+
+
+async def test_a_timeout_stops_the_batch_early_and_spares_the_others(helpers: Any) -> None:
+    async with client_of(helpers.build()) as client:
+        passes = []
+        with before_forward(client, lambda: (passes.append(1), time.sleep(0.01))):
+            short = asyncio.ensure_future(client.generate(requests_of(1, 1, max_tokens=3)))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(client.generate(requests_of(2, 2, max_tokens=50)), 0.08)
+            [response] = await short
+            assert len(response.completion_token_ids) == 3
+        await client.pause()
+        assert len(passes) < 40, "nobody waits for the 50 tokens any more"
+        await client.resume()
+        assert len(await client.generate(requests_of())) == 12
+
+
+def test_the_client_outlives_an_interrupted_event_loop(helpers: Any) -> None:
+    client = client_of(helpers.build())
+
+    async def interrupted() -> None:
+        task = asyncio.ensure_future(client.generate(requests_of(1, 2, max_tokens=50)))
+        await asyncio.sleep(0.03)
+        assert not task.done()
+        raise KeyboardInterrupt
+
+    with before_forward(client, lambda: time.sleep(0.01)), pytest.raises(KeyboardInterrupt):
+        asyncio.run(interrupted())
+    assert len(asyncio.run(client.generate(requests_of()))) == 12
+    asyncio.run(client.close())
+
+
+async def test_closing_fails_what_waits(helpers: Any) -> None:
+    client = client_of(helpers.build())
+    await client.pause()
+    waiting = asyncio.ensure_future(client.generate(requests_of(1, 1)))
+    await asyncio.sleep(0)
+    await client.close()
+    with pytest.raises(ModelError, match="closed before"):
+        await waiting
+    running_client = client_of(helpers.build())
+    with before_forward(running_client, lambda: time.sleep(0.01)):
+        running = asyncio.ensure_future(running_client.generate(requests_of(1, 1, max_tokens=50)))
+        await asyncio.sleep(0.03)
+        await running_client.close()
+        with pytest.raises(ModelError, match="stopped before"):
+            await running
+
+
+async def test_requests_without_a_seed_differ_and_repeat(helpers: Any) -> None:
+    asked = requests_of(1, 4, seed=None, max_tokens=12)
+
+    async def play(seed: int) -> list[list[int]]:
+        async with client_of(helpers.build(), seed=seed) as client:
+            return [response.completion_token_ids for response in await client.generate(asked)]
+
+    first = await play(0)
+    assert len({tuple(ids) for ids in first}) == 4
+    assert await play(0) == first
+    assert await play(1) != first
+
+
+async def test_text_leaves_out_special_tokens(helpers: Any) -> None:
+    async with client_of(helpers.build()) as client:
+        [response] = await client.generate(requests_of(1, 1, stop_token_ids=tuple(range(256)), max_tokens=30))
+        ids = response.completion_token_ids
+        assert response.text == ByteTokenizer().decode(ids, skip_special_tokens=True)
+
+
+async def test_bad_arguments(helpers: Any) -> None:
+    with pytest.raises(ValueError, match="policies is empty"):
+        client_of({})
+    with pytest.raises(ValueError, match="max_batch_rows=0"):
+        client_of(helpers.build(), max_batch_rows=0)
+    async with client_of(helpers.build()) as client:
+        with pytest.raises(ValueError, match=r"expected 0..299"):
+            await client.generate([ModelRequest([1, 300])])
