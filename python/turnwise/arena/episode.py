@@ -75,8 +75,8 @@ class Episode(ABC):
         if not isinstance(state, EpisodeState):
             raise TypeError(f"{type(self).__name__}.rollout returned {state!r}, expected the EpisodeState")
         context.state = state
-        _attach_children(state, context)
         rollout.steps = [step for step in context.steps if step is not None]
+        _settle(state, rollout, context)
         rollout.extras = dict(await resolve(self.get_extras(state)) or {})
         score = await self.rubric.score(rollout, arena, state)
         rollout.rewards = score.rewards
@@ -98,8 +98,10 @@ def _check_rewarded(rollout: Rollout) -> None:
             )
 
 
-def _attach_children(state: EpisodeState, context: EpisodeContext) -> None:
-    """Each child once, whether or not the episode added it to ``child_results`` itself."""
+def _settle(state: EpisodeState, rollout: Rollout, context: EpisodeContext) -> None:
+    """Steps in the order in which they were asked for, whatever answered first; each child once, whoever added it."""
+    order = {id(step): index for index, step in enumerate(rollout.steps)}
+    state.trajectory = sorted(state.trajectory or rollout.steps, key=lambda step: order.get(id(step), len(order)))
     unique = {id(result): result for result in (*state.child_results, *context.children)}
     state.child_results = list(unique.values())
 

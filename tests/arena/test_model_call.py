@@ -1,0 +1,89 @@
+"""Prompts to token ids, responses to steps. What a client leaves out is an error, never made up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import UserDict
+
+import numpy as np
+import pytest
+
+from turnwise.arena.model_call import to_token_ids
+from turnwise.types import Actor, ModelError, Sampling
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [[1, 2], np.array([1, 2]), {"input_ids": [1, 2]}, UserDict(input_ids=[1, 2]), {"input_ids": [[1, 2]]}],
+    ids=["list", "array", "mapping", "batch encoding", "batch of one"],
+)
+def test_token_ids_from_whatever_the_tokenizer_returns(answer):
+    class Tokenizer:
+        eos_token_id = 0
+
+        def apply_chat_template(self, conversation, **kwargs):
+            assert kwargs == {"add_generation_prompt": True, "tokenize": True}
+            return answer
+
+        def decode(self, token_ids, **kwargs):
+            return ""
+
+    ids = to_token_ids(Tokenizer(), [{"role": "user", "content": "x"}])
+    assert ids == [1, 2] and all(type(token) is int for token in ids)
+
+
+def test_text_is_decoded_without_special_tokens_and_the_stop_token_is_kept(make_arena):
+    arena = make_arena(lambda prompt, request: "four")
+    response = asyncio.run(arena.call_model("solver", "2 + 2"))
+    assert response.text == "four"
+    assert response.completion_token_ids == [*map(ord, "four"), 0]
+    assert "".join(map(chr, response.prompt_token_ids)) == "<user>2 + 2\n<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"completion_token_ids": []}, "no completion token ids"),
+        ({"logprobs": [-0.5]}, "5 completion token ids but 1 log-probabilities"),
+        ({"logprobs": []}, "5 completion token ids but 0 log-probabilities"),
+        ({"logprobs": [-0.5, -0.5, float("nan"), -0.5, -0.5]}, "not finite"),
+        ({"logprobs": [None] * 5}, "not finite"),
+        ({"policy_versions": [(4, 7)]}, "policy versions"),
+        ({"finish_reason": "eos"}, "the finish reason 'eos'"),
+        ({"prompt_token_ids": [1, 2, 3]}, "other prompt token ids"),
+    ],
+)
+def test_a_response_that_is_incomplete_is_an_error(make_arena, response, changes, message):
+    arena = make_arena(lambda prompt, request: response("four", **changes))
+    with pytest.raises(ModelError, match=message):
+        asyncio.run(arena.call_model("solver", "2 + 2"))
+
+
+def test_sampling_is_the_arenas_then_the_actors_then_the_calls(make_arena):
+    actors = (Actor("plain"), Actor("own", sampling=Sampling(temperature=0.3)), Actor("short", max_tokens=5))
+    arena = make_arena(actors=actors, sampling=Sampling(temperature=0.7, max_tokens=20))
+
+    async def calls():
+        for actor in ("plain", "own", "short"):
+            await arena.call_model(actor, "hi")
+        await arena.call_model("short", "hi", temperature=0.0, max_tokens=6, seed=3)
+        with pytest.raises(TypeError, match="temprature"):
+            await arena.call_model("plain", "hi", temprature=0.0)
+
+    asyncio.run(calls())
+    drawn = [(request.sampling.temperature, request.sampling.max_tokens) for request in arena.client.requests]
+    assert drawn == [(0.7, 20), (0.3, 256), (0.7, 5), (0.0, 6)]
+    assert arena.client.requests[3].sampling.seed == 3
+
+
+def test_the_policy_is_the_actors_unless_the_call_says_otherwise(make_arena):
+    arena = make_arena(actors=(Actor("a", policy="small"), Actor("b")))
+
+    async def calls():
+        await arena.call_model("a", "hi")
+        await arena.call_model("a", "hi", policy="big")
+        await arena.call_model(None, "hi")
+
+    asyncio.run(calls())
+    assert [request.policy for request in arena.client.requests] == ["small", "big", "default"]
+    assert arena.policies == ["small", "default"]

@@ -1,0 +1,220 @@
+"""Turns, transcripts, privacy: what each actor is shown, and when the game ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from turnwise.arena import MultiTurnEpisode, Rubric
+from turnwise.types import Actor, EpisodeRequest
+
+
+class Chat(MultiTurnEpisode):
+    episode_type = "chat"
+    actors = ("a", "b")
+    max_turns = 2
+    rubric = Rubric([lambda extras: 1.0])
+
+    def get_prompt(self, artifact):
+        return "OPENING"
+
+    def get_observation(self, state, arena, artifact):
+        return f"SECRET-{state.current_actor}-{state.turn}"
+
+    def public(self, text):
+        return text.split("|")[-1]
+
+    def env_response(self, state, arena, artifact):
+        state.data["last"] = state.last_completion_text
+        state.data["moves"] = state.data.get("moves", 0) + 1
+        return f"move {state.data['moves']}"
+
+    def get_extras(self, state):
+        return {**state.data, "turn": state.turn, "trajectory": len(state.trajectory)}
+
+
+def play(make_arena, episode, reply=None, actors=("a", "b"), **options):
+    arena = make_arena(reply, actors=actors, failure_threshold=1.0, **options)
+    arena.add_episode(episode)
+    [result] = asyncio.run(arena.generate_rollouts([EpisodeRequest("chat", "q")]))
+    return arena, result.rollout
+
+
+def test_a_turn_is_a_round(make_arena):
+    _, rollout = play(make_arena, Chat())
+    assert [(step.turn, step.actor_id) for step in rollout.steps] == [(0, "a"), (0, "b"), (1, "a"), (1, "b")]
+    assert rollout.meta["ended"] == "max_turns"
+
+
+def test_a_turn_begins_when_the_next_actor_has_already_acted(make_arena):
+    class Uneven(Chat):
+        max_turns = 3
+        order = iter("abbab")
+
+        def get_initial_actor(self):
+            return next(self.order)
+
+        def next_actor(self, state, arena, artifact):
+            return next(self.order, "b")
+
+    _, rollout = play(make_arena, Uneven())
+    assert [(step.turn, step.actor_id) for step in rollout.steps] == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "b")]
+
+
+def test_the_environment_answers_the_last_action_too(make_arena):
+    _, rollout = play(make_arena, Chat(max_turns=1))
+    assert rollout.extras["moves"] == 2, "env_response ran after the last turn"
+    assert rollout.extras["last"] == rollout.steps[-1].completion
+
+
+def test_the_opening_prompt_reaches_every_actors_first_turn(make_arena):
+    _, rollout = play(make_arena, Chat())
+    for step in rollout.steps:
+        assert step.prompt[0] == {"role": "user", "content": step.prompt[0]["content"]}
+        assert step.prompt[0]["content"].startswith("OPENING")
+
+
+def test_the_chat_from_each_seat(make_arena):
+    said = iter(["think|one", "two", "hm|three", "four"])
+    _, rollout = play(make_arena, Chat(), reply=lambda prompt, request: next(said))
+    assert rollout.steps[2].prompt == [
+        {"role": "user", "content": "OPENING"},
+        {"role": "assistant", "content": "think|one"},
+        {"role": "user", "content": "move 1\n\nb: two\n\nmove 2\n\nSECRET-a-1"},
+    ]
+    assert rollout.steps[3].prompt == [
+        {"role": "user", "content": "OPENING\n\na: one\n\nmove 1"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "move 2\n\na: three\n\nmove 3\n\nSECRET-b-1"},
+    ]
+
+
+def test_observations_are_private_and_never_enter_the_transcript(make_arena):
+    _, rollout = play(make_arena, Chat())
+    for step in rollout.steps:
+        other = {"a": "b", "b": "a"}[step.actor_id]
+        assert f"SECRET-{other}" not in str(step.prompt)
+        assert str(step.prompt).count("SECRET") == 1, "only the present observation"
+
+
+def test_hidden_reasoning_is_not_shown_to_others(make_arena):
+    _, rollout = play(make_arena, Chat(), reply=lambda prompt, request: "plan of mine|move")
+    for step in rollout.steps:
+        seen = " ".join(message["content"] for message in step.prompt if message["role"] == "user")
+        assert "plan of mine" not in seen
+
+
+def test_is_done_ends_at_once_and_no_actor_is_asked_for(make_arena):
+    class Short(Chat):
+        def is_done(self, state, arena, artifact):
+            return state.data["moves"] == 1
+
+        def next_actor(self, state, arena, artifact):
+            raise AssertionError("the game is over")
+
+    _, rollout = play(make_arena, Short())
+    assert len(rollout.steps) == 1 and rollout.error is None and rollout.meta["ended"] == "done"
+
+
+def test_every_hook_may_be_async(make_arena):
+    class Async(Chat):
+        async def setup(self, state, arena, artifact):
+            state.data["moves"] = 10
+
+        async def get_initial_actor(self):
+            return "b"
+
+        async def get_prompt(self, artifact):
+            return "LATE"
+
+        async def get_observation(self, state, arena, artifact):
+            return None
+
+        async def env_response(self, state, arena, artifact):
+            state.data["moves"] += 1
+
+        async def step_reward(self, state, arena, artifact):
+            return state.data["moves"]
+
+        async def is_done(self, state, arena, artifact):
+            return state.data["moves"] >= 12
+
+        async def next_actor(self, state, arena, artifact):
+            return "a"
+
+        async def get_extras(self, state):
+            return dict(state.data)
+
+    _, rollout = play(make_arena, Async())
+    assert [(step.actor_id, step.reward) for step in rollout.steps] == [("b", 11.0), ("a", 12.0)]
+    assert rollout.steps[0].prompt == [{"role": "user", "content": "LATE"}]
+
+
+def test_skipping_passes_the_turn_on(make_arena):
+    class Skip(Chat):
+        async def build_messages(self, state, arena, artifact):
+            return None if state.current_actor == "a" else f"only b, turn {state.turn}"
+
+    _, rollout = play(make_arena, Skip())
+    assert [(step.actor_id, step.turn) for step in rollout.steps] == [("b", 0), ("b", 1)]
+    assert rollout.steps[0].prompt == [{"role": "user", "content": "only b, turn 0"}]
+
+
+def test_the_system_prompt_opens_every_chat_once(make_arena):
+    actors = (Actor("a", system_prompt="You are a."), Actor("b"))
+    _, rollout = play(make_arena, Chat(), actors=actors)
+    assert rollout.steps[2].prompt[0] == {"role": "system", "content": "You are a."}
+    assert sum(message["role"] == "system" for message in rollout.steps[2].prompt) == 1
+    assert rollout.steps[1].prompt[0]["role"] == "user"
+
+
+def test_tool_calls_in_hooks_are_recorded_and_no_part_of_the_transcript(make_arena):
+    class Tool(Chat):
+        async def env_response(self, state, arena, artifact):
+            action = state.last_completion_text
+            await self.call_model("b", "TOOL", arena)
+            await self.call_model(None, "JUDGE", arena)
+            state.data["action"] = action
+            return "answered"
+
+        def step_reward(self, state, arena, artifact):
+            return float(state.last_completion_text)
+
+    _, rollout = play(make_arena, Tool(max_turns=1))
+    assert [step.actor_id for step in rollout.steps] == ["a", "b", None, "b", "b", None]
+    assert rollout.steps[0].reward == float(rollout.steps[0].completion)
+    assert "TOOL" not in str(rollout.steps[3].prompt) and "b:" not in str(rollout.steps[3].prompt)
+    assert not rollout.steps[2].trainable
+
+
+def test_a_nan_step_reward_fails_the_episode(make_arena):
+    class Nan(Chat):
+        def step_reward(self, state, arena, artifact):
+            return float("nan")
+
+    _, rollout = play(make_arena, Nan())
+    assert "Nan.step_reward for actor 'a': the reward is nan, expected a finite number" in rollout.error
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"actors": ()}, "Mistake.actors is empty"),
+        ({"get_prompt": MultiTurnEpisode.get_prompt}, r"override get_prompt\(artifact\) or build_messages"),
+        ({"get_initial_actor": lambda self: "c"}, "actor_id='c': no such actor"),
+        ({"get_initial_actor": lambda self: "b", "actors": ("a",)}, "lacks 'b': override next_actor"),
+        ({"build_messages": lambda self, state, arena, artifact: []}, "expected a string or at least one message"),
+        ({"build_messages": lambda self, state, arena, artifact: ["hi"]}, "expected a dict with 'role' and 'content'"),
+    ],
+)
+def test_mistakes_are_named(make_arena, changes, message):
+    _, rollout = play(make_arena, type("Mistake", (Chat,), changes)())
+    assert rollout.error is not None
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(rollout.error)
+
+
+def test_max_turns_must_be_positive():
+    with pytest.raises(ValueError, match="max_turns=0"):
+        Chat(max_turns=0)

@@ -1,0 +1,243 @@
+"""Rewards: weights, metrics, what a function may ask for, and what happens when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+
+from turnwise.arena import DropRolloutError, Rubric, SingleTurnEpisode
+from turnwise.types import EpisodeRequest, EpisodeState, Rollout, Step
+
+
+def rollout(*actors, **fields):
+    steps = [Step(actor, 0, [], f"text of {actor}", [], [], [], [], "stop") for actor in actors]
+    return Rollout("r", "e", {"answer": 4}, steps=steps, **fields)
+
+
+def score(rubric, trace=None, **options):
+    return asyncio.run(rubric.score(trace or rollout("a", "b"), **options))
+
+
+def test_rewards_are_the_weighted_sum_and_metrics_are_unweighted():
+    def right(artifact):
+        return {"a": 1.0, "b": 0.5}
+
+    async def short(completion):
+        return {"a": 2.0}
+
+    result = score(Rubric([right, short], weights=[1.0, 0.25]))
+    assert result.rewards == {"a": 1.5, "b": 0.5}
+    assert result.metrics == {"right/a": 1.0, "right/b": 0.5, "short/a": 2.0}
+
+
+def test_a_number_goes_to_every_actor_that_acted_and_not_to_judges():
+    assert score(Rubric([lambda: 0.5]), rollout("b", None, "a", "b")).rewards == {"b": 0.5, "a": 0.5}
+
+
+def test_weight_zero_is_a_metric_only():
+    def length(completion):
+        return len(completion)
+
+    result = score(Rubric([length, lambda: 1], weights=[0, 1]))
+    assert result.rewards == {"a": 1.0, "b": 1.0}
+    assert result.metrics["length/b"] == 9.0
+
+
+def test_metrics_are_unique_per_function_and_actor():
+    def make(value):
+        def same_name():
+            return {"a": value, "b": -value}
+
+        return same_name
+
+    metrics = score(Rubric([make(1), make(2)])).metrics
+    assert metrics == {"same_name/a": 1, "same_name/b": -1, "same_name_2/a": 2, "same_name_2/b": -2}
+
+
+def test_functions_name_what_they_want():
+    seen = {}
+
+    def everything(rollout, arena, artifact, extras, completion, state, scale=2.0):
+        seen.update(locals())
+        return 0
+
+    def rest(**available):
+        seen["rest"] = sorted(available)
+        return 0
+
+    trace, state = rollout("a", extras={"x": 1}), EpisodeState()
+    score(Rubric([everything, rest]), trace, arena="the arena", state=state)
+    assert seen["rollout"] is trace and seen["state"] is state and seen["arena"] == "the arena"
+    assert (seen["artifact"], seen["extras"], seen["completion"]) == ({"answer": 4}, {"x": 1}, "text of a")
+    assert seen["scale"] == 2.0
+    assert seen["rest"] == ["arena", "artifact", "completion", "extras", "rollout", "state"]
+    with pytest.raises(TypeError, match="reward function 'bad' asks for 'rolout'"):
+
+        def bad(rolout):
+            return 0
+
+        Rubric([bad])
+
+
+def test_functions_run_concurrently():
+    gate = asyncio.Barrier(3)
+
+    async def meet():
+        await gate.wait()
+        return 1.0
+
+    assert score(Rubric([meet, meet, meet])).rewards["a"] == 3.0
+
+
+def test_any_number_will_do():
+    values = {"a": np.float32(0.5), "b": True, "c": np.array(2)}
+    assert score(Rubric([lambda: values])).rewards == {"a": 0.5, "b": 1.0, "c": 2.0}
+
+
+@pytest.mark.parametrize("on_error", ["raise", "zero", "drop", "retry"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -np.inf])
+def test_a_reward_that_is_not_finite_is_an_error_under_every_handler(value, on_error):
+    def broken():
+        return {"b": value}
+
+    with pytest.raises(ValueError, match=r"reward function 'broken', actor 'b': the reward is -?(nan|inf)"):
+        score(Rubric([broken], on_error=on_error))
+
+
+@pytest.mark.parametrize("value", [None, "1.0", [1, 2], {"a": None}])
+def test_what_is_no_number_is_an_error(value):
+    with pytest.raises(TypeError, match=r"reward function 'lambda'.*expected a number"):
+        score(Rubric([lambda: value]))
+
+
+def fails(times):
+    calls = []
+
+    def flaky():
+        calls.append(1)
+        if len(calls) <= times:
+            raise OSError("judge is down")
+        return 1.0
+
+    return flaky, calls
+
+
+def test_on_error():
+    flaky, _ = fails(99)
+    with pytest.raises(OSError, match="judge is down"):
+        score(Rubric([flaky], on_error="raise"))
+    result = score(Rubric([flaky, lambda: 0.5], on_error="zero"))
+    assert result.rewards == {"a": 0.5, "b": 0.5} and result.metrics["flaky/a"] == 0.0
+    dropped = score(Rubric([flaky, lambda: 0.5], on_error="drop"))
+    assert dropped.dropped == "OSError: judge is down" and dropped.rewards == {}
+    flaky, calls = fails(2)
+    assert score(Rubric([flaky], on_error="retry")).rewards["a"] == 1.0 and len(calls) == 3
+    flaky, calls = fails(3)
+    with pytest.raises(OSError):
+        score(Rubric([flaky], on_error="retry"))
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("kind", ["async", "sync"])
+def test_timeout_bounds_each_function(kind):
+    async def waits():
+        await asyncio.sleep(30)
+
+    def sleeps():
+        time.sleep(0.4)
+
+    start = time.perf_counter()
+
+    async def main():
+        with pytest.raises(TimeoutError):
+            await Rubric([waits if kind == "async" else sleeps, lambda: 1.0], timeout=0.05).score(rollout("a"))
+        return time.perf_counter() - start
+
+    assert asyncio.run(main()) < 0.35
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights": [1.0]}, "expected one for each of the 2 functions"),
+        ({"weights": [1.0, float("nan")]}, "expected finite numbers"),
+        ({"on_error": "ignore"}, "on_error='ignore': expected one of"),
+        ({"timeout": 0}, "timeout=0"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        Rubric([lambda: 1, lambda: 2], **options)
+
+
+class Asked(SingleTurnEpisode):
+    episode_type = "asked"
+
+    def __init__(self, *funcs, **options):
+        self.rubric = Rubric(list(funcs), **options)
+
+    def get_prompt(self, artifact):
+        return artifact
+
+
+def play(make_arena, episode, *artifacts, **options):
+    arena = make_arena(**options)
+    arena.add_episode(episode)
+    return arena, asyncio.run(arena.generate_rollouts([EpisodeRequest("asked", artifact) for artifact in artifacts]))
+
+
+def test_a_nan_reward_fails_the_episode_and_is_never_a_row(make_arena):
+    def sometimes(artifact):
+        return float("nan") if artifact == "bad" else 1.0
+
+    arena, results = play(make_arena, Asked(sometimes), "good", "bad", "fine")
+    assert [result.rollout.error is None for result in results] == [True, False, True]
+    assert "ValueError: reward function 'sometimes': the reward is nan, expected a finite number" in (
+        results[1].rollout.error
+    )
+    assert results[1].rollout.rewards == {}
+    arena.assign_credit(results)
+    batch = arena.build_training_batch(results)
+    assert batch.rewards.tolist() == [1.0, 1.0] and batch.dropped == {"failed": 1}
+
+
+def test_an_actor_without_a_reward_fails_the_episode(make_arena):
+    _, [result] = play(make_arena, Asked(lambda: {"somebody else": 1.0}), "q", failure_threshold=1.0)
+    assert "actor 'solver' of episode 'asked' acted and has no reward" in result.rollout.error
+
+
+def test_a_dropped_rollout_is_counted_and_no_failure(make_arena):
+    def picky(artifact):
+        if artifact == "bad":
+            raise DropRolloutError("unclear answer")
+        return 1.0
+
+    arena, results = play(make_arena, Asked(picky), "good", "bad")
+    assert results[1].rollout.error is None and results[1].rollout.meta["dropped"] == "unclear answer"
+    arena.assign_credit(results)
+    batch = arena.build_training_batch(results)
+    assert len(batch) == 1 and batch.dropped == {"reward_error": 1}
+
+
+def test_judges_in_rewards_are_logged_seeded_and_never_train(make_arena):
+    async def slow(arena):
+        await asyncio.sleep(0.01)
+        return float((await arena.call_model(None, "Judge slowly", temperature=0.0)).text)
+
+    async def quick(arena):
+        return float((await arena.call_model(None, "Judge quickly")).text)
+
+    def judged(*funcs):
+        arena, [result] = play(make_arena, Asked(*funcs), "q")
+        arena.assign_credit([result])
+        assert len(arena.build_training_batch([result])) == 1
+        return result.rollout
+
+    rollout = judged(slow, quick)
+    assert [step.actor_id for step in rollout.steps] == ["solver", None, None]
+    assert "slowly" in str(rollout.steps[1].prompt), "recorded in the order of the functions, not of the clock"
+    assert rollout.steps[1].info["temperature"] == 0.0
+    assert [s.info["seed"] for s in judged(quick, slow).steps] == [s.info["seed"] for s in rollout.steps]

@@ -1,0 +1,118 @@
+"""Results to rows: the packed columns, the filters and what they count."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from turnwise.arena.samples import describe, gather, pack
+from turnwise.types import GenerateResult, Rollout, Sample, Step
+
+
+def step(actor="a", completion=(5, 6, 0), **changes):
+    tokens = list(completion)
+    fields = {
+        "reward": 1.0,
+        "info": {"temperature": 0.7},
+        "policy_versions": [(1, 4), (len(tokens) - 1, 3)],
+        "finish_reason": "stop",
+    } | changes
+    logprobs = [-0.25 * (index + 1) for index in range(len(tokens))]
+    return Step(actor, 0, [], "", [1, 2], tokens, logprobs, **fields)
+
+
+def result(*steps, id="r", rewards=None, error=None, **options):
+    rollout = Rollout(id, "e", "q", steps=list(steps), rewards=rewards or {}, error=error)
+    return GenerateResult(rollout, uid="q", **options)
+
+
+def packed(*results, **options):
+    samples, dropped = gather(results, drop_truncated=options.pop("drop_truncated", False))
+    for number, sample in enumerate(samples):
+        sample.advantage = float(number)
+    return pack(samples, dropped, {})
+
+
+def test_columns_of_the_packed_batch():
+    batch = packed(
+        result(step(), step("b", (7, 0), policy="small", reward=0.5), id="r1"),
+        result(step("b", (8, 9), policy="small", finish_reason="length"), id="r2"),
+    )
+    assert batch.token_ids.tolist() == [1, 2, 5, 6, 0, 1, 2, 7, 0, 1, 2, 8, 9]
+    assert batch.cu_seqlens.tolist() == [0, 5, 9, 13]
+    assert batch.loss_mask.tolist() == [0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1], "the stop token 0 trains"
+    assert batch.rollout_logprobs.tolist() == [0, 0, -0.25, -0.5, -0.75, 0, 0, -0.25, -0.5, 0, 0, -0.25, -0.5]
+    assert batch.actors == ["a", "b"] and batch.actor_index.tolist() == [0, 1, 1]
+    assert batch.policies == ["default", "small"] and batch.policy_index.tolist() == [0, 1, 1]
+    assert batch.min_version.tolist() == [3, 3, 3]
+    assert batch.rewards.tolist() == [1.0, 0.5, 1.0]
+    assert batch.temperatures == pytest.approx([0.7] * 3)
+    columns = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
+    kinds = {name: column.dtype for name, column in columns.items() if isinstance(column, np.ndarray)}
+    assert kinds == {
+        "token_ids": np.int64,
+        "cu_seqlens": np.int64,
+        "loss_mask": np.uint8,
+        "rollout_logprobs": np.float32,
+        "advantages": np.float32,
+        "rewards": np.float32,
+        "temperatures": np.float32,
+        "actor_index": np.int64,
+        "policy_index": np.int64,
+        "min_version": np.int64,
+    }
+
+
+def test_no_samples_make_an_empty_batch_of_the_right_types():
+    batch = pack([], {"failed": 2}, {})
+    assert len(batch) == 0 and batch.cu_seqlens.tolist() == [0]
+    assert batch.token_ids.dtype == np.int64 and batch.rewards.shape == (0,) and batch.dropped == {"failed": 2}
+
+
+def test_each_call_that_is_no_row_is_counted_once_by_its_reason():
+    dropped_by_rubric = result(step(), id="r5", is_trainable=False)
+    dropped_by_rubric.rollout.meta["dropped"] = "judge down"
+    batch = packed(
+        result(step(), step(None), id="r1"),
+        result(step(), step(), id="r2", error="Traceback"),
+        result(step(), id="r3", is_trainable=False),
+        result(step(finish_reason="abort"), step(trainable=False), id="r4"),
+        dropped_by_rubric,
+        result(step(trainable=False, info={"error": "call failed"}), id="r6"),
+    )
+    assert len(batch) == 1
+    assert batch.dropped == {"failed": 3, "untrainable": 2, "aborted": 1, "reward_error": 1}
+
+
+def test_truncated_rows_are_dropped_only_if_asked():
+    results = [result(step(finish_reason="length"), step(), id="r")]
+    assert len(packed(*results)) == 2 and packed(*results).dropped == {}
+    batch = packed(*results, drop_truncated=True)
+    assert len(batch) == 1 and batch.dropped == {"truncated": 1}
+
+
+def test_rewards_of_the_step_and_of_the_trajectory():
+    samples, _ = gather([result(step(reward=0.25), step(reward=None), rewards={"a": 2.0})], drop_truncated=False)
+    assert [(sample.reward, sample.trajectory_reward) for sample in samples] == [(0.25, 2.0), (2.0, 2.0)]
+    samples, _ = gather([result(step(reward=0.25))], drop_truncated=False)
+    assert samples[0].trajectory_reward == 0.25
+
+
+def test_a_sample_may_bring_its_own_mask():
+    def sample(mask):
+        return Sample(
+            "q", "e", "a", 0, 0, None, "r", 0, "default", [1], [5, 6], [-1, -1], [(2, 0)], 1.0, 1.0, 0.5, loss_mask=mask
+        )
+
+    assert pack([sample([0, 1])], {}, {}).loss_mask.tolist() == [0, 0, 1]
+    with pytest.raises(ValueError, match="got 2 completion tokens, 2 log-probabilities, loss_mask of 1"):
+        pack([sample([1])], {}, {})
+
+
+def test_describe_leaves_failed_episodes_out_of_means_and_in_the_token_count():
+    parent = result(step(), rewards={"a": 1.0}, children=[result(step(), id="c", rewards={"a": 0.0})])
+    failed = result(step("a", (1, 2, 3, 4)), id="f", rewards={"a": 9.0}, error="Traceback")
+    numbers = describe([parent, failed])
+    assert numbers["episodes"] == 3 and numbers["episodes/failed"] == 1
+    assert numbers["reward/a"] == 0.5 and numbers["sampled_tokens"] == 10
+    assert numbers["completion_tokens/a"] == pytest.approx(10 / 3)

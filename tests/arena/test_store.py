@@ -1,0 +1,124 @@
+"""Artifact stores: ids, limits, sampling, saving, and the view that evaluation gets."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+
+from turnwise.arena import ArtifactStore
+from turnwise.arena.context import EpisodeContext, inside
+from turnwise.types import Artifact, EpisodeState, Rollout
+
+
+def filled(count=5, **options):
+    store = ArtifactStore("q", **options)
+    for number in range(count):
+        store.add({"n": number}, weight=float(number))
+    return store
+
+
+def numbers(artifacts):
+    return [artifact.data["n"] for artifact in artifacts]
+
+
+def test_add_makes_unique_ids_and_keeps_the_source():
+    store = ArtifactStore("q")
+    first, taken = store.add("x", source="r-1"), store.add("y", id="q-2")
+    third, fourth = store.add("z"), store.add("w")
+    assert (first.id, first.source, taken.id) == ("q-0", "r-1", "q-2")
+    assert len({item.id for item in store}) == 4 == store.count() == len(store)
+    assert store.get(fourth.id) is fourth and third.id != "q-2"
+
+
+def test_a_duplicate_id_is_refused_and_changes_nothing():
+    store = ArtifactStore("q")
+    store.add("x", id="one")
+    for again in (lambda: store.add("y", id="one"), lambda: store.add(Artifact("one", "y"))):
+        with pytest.raises(ValueError, match="id='one': the store 'q' already has"):
+            again()
+    assert [item.data for item in store] == ["x"]
+
+
+def test_dedup_refuses_equal_data_until_it_is_gone():
+    store = ArtifactStore("q", dedup=True)
+    one = store.add({"a": [1, 2]})
+    assert store.add({"a": [1, 2]}) is None and store.count() == 1
+    assert store.add({"a": [1, 2.0]}) is not None
+    store.remove(one.id)
+    assert store.add({"a": [1, 2]}) is not None
+
+
+def test_max_size_drops_the_oldest():
+    store = filled(10, max_size=3)
+    assert numbers(store) == [7, 8, 9]
+    with pytest.raises(KeyError, match="no artifact 'q-0'"):
+        store.get("q-0")
+
+
+def test_samples_differ_from_one_another_unless_replaced():
+    store = filled(6)
+    assert sorted(numbers(store.sample(6))) == [0, 1, 2, 3, 4, 5]
+    assert len(store.sample(50, replacement=True)) == 50
+    with pytest.raises(ValueError, match="k=7: the store 'q' has 6 artifacts"):
+        store.sample(7)
+    assert ArtifactStore("empty").sample_one() is None
+    assert ArtifactStore("empty").sample(0) == []
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_weighted_sampling_follows_the_weights(replacement):
+    store = filled(4, weighted=True, seed=1)
+    drawn = Counter(numbers(store.sample(1, replacement=replacement))[0] for _ in range(6000))
+    assert 0 not in drawn, "weight 0 is never drawn"
+    for number in (1, 2, 3):
+        assert drawn[number] / 6000 == pytest.approx(number / 6, abs=0.03)
+    store.set_weight("q-3", 0.0)
+    assert sorted(numbers(store.sample(2))) == [1, 2]
+
+
+def test_sampling_has_its_own_seed_and_survives_saving():
+    a, b = filled(20, seed=4), filled(20, seed=4)
+    assert numbers(a.sample(9)) == numbers(b.sample(9))
+    assert numbers(filled(20, seed=5).sample(9)) != numbers(filled(20, seed=4).sample(9))
+    c = ArtifactStore("q", dedup=True)
+    c.load_state_dict(json.loads(json.dumps(a.state_dict())))
+    assert numbers(a.sample(9)) == numbers(c.sample(9))
+    assert a.add("new").id == c.add("new").id
+    assert c.add({"n": 3}) is None, "dedup knows what was loaded"
+
+
+def test_inside_an_episode_samples_come_from_that_episodes_generator():
+    import random
+
+    def draw(seed, store):
+        context = EpisodeContext(Rollout("r", "e", None), EpisodeState(), random.Random(seed))
+        with inside(context):
+            return numbers(store.sample(5))
+
+    store, untouched = filled(20), filled(20)
+    assert draw(1, store) == draw(1, store) != draw(2, store)
+    assert numbers(store.sample(5)) == numbers(untouched.sample(5))
+
+
+def test_a_frozen_view_reads_and_writes_nothing():
+    store, untouched = filled(4), filled(4)
+    view = store.frozen()
+    assert view.add("new") is None
+    view.remove("q-1")
+    view.set_weight("q-1", 9.0)
+    view.get("q-2").meta["mark"] = True
+    assert numbers(view) == numbers(store) == [0, 1, 2, 3]
+    assert store.get("q-1").weight == 1.0 and store.get("q-2").meta == {}
+    view.sample(3)
+    assert numbers(store.sample(3)) == numbers(untouched.sample(3))
+    assert numbers(store.frozen().sample(3)) == numbers(store.frozen().sample(3)), "paired"
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_bad_weights_and_sizes(weight):
+    with pytest.raises(ValueError, match="weight="):
+        ArtifactStore("q").add("x", weight=weight)
+    with pytest.raises(ValueError, match="max_size=0"):
+        ArtifactStore("q", max_size=0)
