@@ -1,5 +1,7 @@
 #include "ops/policy_loss.h"
 
+#include <limits>
+
 #include "bindings/bindings.h"
 #include "bindings/tensor.h"
 #include "core/check.h"
@@ -17,7 +19,8 @@ PolicyLossOptions options_of(const py::tuple& packed, int threads) {
     const auto number = [&](size_t i) { return PyFloat_AsDouble(PyTuple_GET_ITEM(packed.ptr(), Py_ssize_t(i))); };
     const auto whole = [&](size_t i) { return int(PyLong_AsLong(PyTuple_GET_ITEM(packed.ptr(), Py_ssize_t(i)))); };
     PolicyLossOptions o{};
-    o.clip = {float(1.0 - number(0)), float(1.0 + number(1)), float(number(2))};
+    const float dual = number(2) > 0 ? float(number(2)) : std::numeric_limits<float>::infinity();  // 0: no dual clip
+    o.clip = {float(1.0 - number(0)), float(1.0 + number(1)), dual};
     o.kl = KlKind(whole(3));
     o.kl_coef = float(number(4));
     o.correction = Correction(whole(5));

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import importlib
 import os
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from types import ModuleType
+from typing import Any
 
 BACKENDS = ("native", "triton", "torch")
 
-_forced: ContextVar[str | None] = ContextVar("turnwise_backend", default=None)
+_forced = threading.local()
 
 
 class BackendUnavailable(RuntimeError):
     """The backend asked for by name can't serve this call; the message says why."""
 
 
-def _load_extension() -> tuple[ModuleType | None, str]:
+def _load_extension() -> tuple[Any, str]:
     try:
         return importlib.import_module("turnwise._C"), ""
     except ImportError as error:
@@ -47,25 +47,29 @@ def _check_name(name: str, source: str) -> str:
 @contextmanager
 def backend(name: str) -> Iterator[None]:
     """Force one backend inside a ``with`` block: ``with ops.backend("torch"): ...``."""
-    token = _forced.set(_check_name(name, "backend"))
+    before = getattr(_forced, "name", None)
+    _forced.name = _check_name(name, "backend")
     try:
         yield
     finally:
-        _forced.reset(token)
+        _forced.name = before
+
+
+def _forced_backend() -> str | None:
+    return getattr(_forced, "name", None) or _environment
+
+
+_environment = os.environ.get("TURNWISE_BACKEND") or None  # read once: asking each time costs as much as a small op
+if _environment is not None:
+    _check_name(_environment, "TURNWISE_BACKEND")
 
 
 def resolve(name: str | None, obstacle: str = "") -> str:
-    """The backend that serves a call; the argument wins over :func:`backend`, which wins over ``TURNWISE_BACKEND``.
+    """The backend that serves a call; the argument wins over :func:`backend`, that over ``TURNWISE_BACKEND``.
 
     ``obstacle`` says why ``native`` can't serve these inputs (empty: it can).
     """
-    chosen = name if name is not None else _forced.get()
-    if chosen is None:
-        chosen = os.environ.get("TURNWISE_BACKEND") or None
-        if chosen is not None:
-            _check_name(chosen, "TURNWISE_BACKEND")
-    else:
-        _check_name(chosen, "backend")
+    chosen = _forced_backend() if name is None else _check_name(name, "backend")
     if chosen is None:
         if extension is None:
             _warn_once()

@@ -61,5 +61,4 @@ def factorize(*keys: Key) -> tuple[Tensor, int]:
     if resolve(None) != "native":
         return reference(columns)
     ids = torch.empty(len(columns[0]), dtype=torch.int64)
-    assert extension is not None
     return ids, extension.factorize(columns, ids)

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .backends import resolve
+from .backends import extension, resolve
 
 POOLS = ("rows", "trajectory")
 CENTERS = ("mean", "leave_one_out", "none", "length_weighted")
 SCALES = ("std", "none")
 SINGLETONS = ("zero", "raw", "error")
+
+
+class Options(NamedTuple):
+    """How rewards become advantages, as :func:`group_advantage` describes it."""
+
+    pool: str
+    center: str
+    scale: str
+    singleton: str
+    ddof: int
+    eps: float
+    min_std: float
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -43,14 +55,16 @@ def reference(
     trajectory_ids: Tensor | None,
     lengths: Tensor | None,
     valid: Tensor | None,
-    options: dict[str, Any],
+    options: Options,
 ) -> Tensor:
     """Plain PyTorch in float64, any device."""
+    if not rewards.is_floating_point():
+        rewards = rewards.float()
     rows = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid.bool()
     values, groups = rewards[rows].double(), group_ids[rows]
     weights = torch.ones_like(values) if lengths is None else lengths[rows].double()
     entry = torch.arange(values.numel(), device=values.device)
-    if options["pool"] == "trajectory":
+    if options.pool == "trajectory":
         assert trajectory_ids is not None
         values, groups, weights, entry = _pool_trajectories(values, groups, trajectory_ids[rows], weights)
 
@@ -61,7 +75,7 @@ def reference(
     mean = _segment_sum(offset, groups, num_groups) / count
     deviation = offset - mean[groups]
     n = count[groups]
-    match options["center"]:
+    match options.center:
         case "mean":
             centred = deviation
         case "leave_one_out":
@@ -72,15 +86,15 @@ def reference(
             centred = offset - torch.where(total > 0, weighted, mean)[groups]
         case _:
             centred = values
-    std = (_segment_sum(deviation.square(), groups, num_groups) / (count - options["ddof"])).sqrt()[groups]
-    divisor = std + options["eps"] if options["scale"] == "std" else torch.ones_like(std)
-    tied = std < options["min_std"]
-    if options["scale"] == "std":
+    std = (_segment_sum(deviation.square(), groups, num_groups) / (count - options.ddof)).sqrt()[groups]
+    divisor = std + options.eps if options.scale == "std" else torch.ones_like(std)
+    tied = std < options.min_std
+    if options.scale == "std":
         tied |= std == 0
     advantages = torch.where(tied, 0.0, centred / divisor)
-    if options["center"] != "none" or options["scale"] != "none":
-        alone = values / (1 + options["eps"]) if options["scale"] == "std" else values
-        advantages = torch.where(n == 1, torch.zeros_like(alone) if options["singleton"] == "zero" else alone, advantages)
+    if options.center != "none" or options.scale != "none":
+        alone = values / (1 + options.eps) if options.scale == "std" else values
+        advantages = torch.where(n == 1, torch.zeros_like(alone) if options.singleton == "zero" else alone, advantages)
     result = torch.zeros(rewards.shape, dtype=torch.float64, device=rewards.device)
     result[rows] = advantages[entry]
     return result.to(rewards.dtype)
@@ -94,20 +108,25 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r}: expected one of {', '.join(choices)}")
 
 
-def _check_options(options: dict[str, Any], trajectory_ids: object, lengths: object) -> None:
-    _check_choice("pool", options["pool"], POOLS)
-    _check_choice("center", options["center"], CENTERS)
-    _check_choice("scale", options["scale"], SCALES)
-    _check_choice("singleton", options["singleton"], SINGLETONS)
-    if options["ddof"] not in (0, 1):
-        raise ValueError(f"ddof={options['ddof']!r}: expected 0 or 1")
-    if not options["eps"] >= 0:
-        raise ValueError(f"eps={options['eps']!r}: expected a number >= 0")
-    if not options["min_std"] >= 0:
-        raise ValueError(f"min_std={options['min_std']!r}: expected a number >= 0")
-    if options["pool"] == "trajectory" and trajectory_ids is None:
+def _check_options(
+    pool: str, center: str, scale: str, ddof: int, eps: float, singleton: str, min_std: float
+) -> None:
+    _check_choice("pool", pool, POOLS)
+    _check_choice("center", center, CENTERS)
+    _check_choice("scale", scale, SCALES)
+    _check_choice("singleton", singleton, SINGLETONS)
+    if ddof not in (0, 1):
+        raise ValueError(f"ddof={ddof!r}: expected 0 or 1")
+    if not eps >= 0:
+        raise ValueError(f"eps={eps!r}: expected a number >= 0")
+    if not min_std >= 0:
+        raise ValueError(f"min_std={min_std!r}: expected a number >= 0")
+
+
+def _check_companions(pool: str, trajectory_ids: object, center: str, lengths: object) -> None:
+    if pool == "trajectory" and trajectory_ids is None:
         raise ValueError("trajectory_ids=None: expected an id per row, as pool='trajectory'")
-    if options["center"] == "length_weighted" and lengths is None:
+    if center == "length_weighted" and lengths is None:
         raise ValueError("lengths=None: expected a length per row, as center='length_weighted'")
 
 
@@ -148,6 +167,101 @@ def _check_singletons(group_ids: Tensor, num_groups: int, trajectory_ids: Tensor
     alone = (torch.bincount(groups, minlength=num_groups) == 1).nonzero()
     if alone.numel():
         raise ValueError(f"group_ids: group {int(alone[0])} has a single member, and singleton='error'")
+
+
+def _check(
+    rewards: Tensor,
+    group_ids: Tensor,
+    num_groups: int,
+    trajectory_ids: Tensor | None,
+    lengths: Tensor | None,
+    valid: Tensor | None,
+) -> None:
+    """Raises for the first argument that is wrong. Values are looked at on the CPU alone."""
+    if rewards.dim() != 1:
+        raise ValueError(f"rewards has shape {tuple(rewards.shape)}: expected one dimension")
+    _check_column("group_ids", group_ids, rewards, integral=True)
+    _check_column("trajectory_ids", trajectory_ids, rewards, integral=True)
+    _check_column("lengths", lengths, rewards, integral=False)
+    _check_column("valid", valid, rewards, integral=False)
+    if rewards.device.type == "cpu":
+        _check_values(rewards, group_ids, num_groups, lengths, valid)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Native
+# ---------------------------------------------------------------------------------------------------------------------
+_MODES = {
+    (pool, center, scale, singleton): (i == 1, j, k, m)
+    for i, pool in enumerate(POOLS)
+    for j, center in enumerate(CENTERS)
+    for k, scale in enumerate(SCALES)
+    for m, singleton in enumerate(SINGLETONS)
+}
+
+
+def _obstacle(rewards: Tensor) -> str:
+    return "" if rewards.is_cpu else f"rewards is on {rewards.device}, and the C++ kernels run on the CPU"
+
+
+def _as(column: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same memory where dtype and layout fit, else a copy."""
+    return column if column.dtype is dtype and column.is_contiguous() else column.to(dtype).contiguous()
+
+
+def _native(
+    rewards: Tensor,
+    group_ids: Tensor,
+    num_groups: int,
+    trajectory_ids: Tensor | None,
+    lengths: Tensor | None,
+    valid: Tensor | None,
+    by_trajectory: bool,
+    center: int,
+    scale: int,
+    singleton: int,
+    ddof: int,
+    eps: float,
+    min_std: float,
+) -> Tensor:
+    columns = (trajectory_ids, lengths, valid)
+    try:
+        values = _as(rewards, rewards.dtype if rewards.is_floating_point() else torch.float32)
+        if group_ids.is_floating_point() or (trajectory_ids is not None and trajectory_ids.is_floating_point()):
+            raise TypeError("group_ids and trajectory_ids: expected integers")
+        advantages = torch.empty_like(values, requires_grad=False)
+        extension.group_advantage(
+            values,
+            _as(group_ids, torch.int64),
+            advantages,
+            num_groups,
+            None if trajectory_ids is None else _as(trajectory_ids, torch.int64),
+            None if lengths is None else _as(lengths, torch.float64),
+            None if valid is None else _as(valid, torch.bool),
+            by_trajectory,
+            center,
+            scale,
+            singleton,
+            ddof,
+            eps,
+            min_std,
+        )
+    except (ValueError, TypeError):
+        # The kernel says that something is wrong; the slow checks know which value it is.
+        count = num_groups if num_groups >= 0 else int(group_ids.max()) + 1
+        _check(rewards, group_ids, count, *columns)
+        if SINGLETONS[singleton] == "error":
+            _check_singletons(group_ids, count, trajectory_ids if by_trajectory else None, valid)
+        raise
+    return advantages
+
+
+if extension is not None:
+    _op = torch.library.custom_op("turnwise::group_advantage", _native, mutates_args=(), device_types="cpu")
+
+    @_op.register_fake
+    def _fake(rewards: Tensor, *_: object) -> Tensor:
+        return rewards.new_empty(rewards.shape, dtype=rewards.dtype if rewards.is_floating_point() else torch.float32)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -196,30 +310,24 @@ def group_advantage(
         raise TypeError(
             f"rewards and group_ids: expected tensors, got {type(rewards).__name__} and {type(group_ids).__name__}"
         )
-    options = {
-        "pool": pool,
-        "center": center,
-        "scale": scale,
-        "ddof": ddof,
-        "eps": eps,
-        "singleton": singleton,
-        "min_std": min_std,
-    }
-    _check_options(options, trajectory_ids, lengths)
-    if rewards.dim() != 1:
-        raise ValueError(f"rewards has shape {tuple(rewards.shape)}: expected one dimension")
-    _check_column("group_ids", group_ids, rewards, integral=True)
-    _check_column("trajectory_ids", trajectory_ids, rewards, integral=True)
-    _check_column("lengths", lengths, rewards, integral=False)
-    _check_column("valid", valid, rewards, integral=False)
-    if not rewards.is_floating_point():
-        rewards = rewards.float()
+    modes = _MODES.get((pool, center, scale, singleton))
+    if modes is None or ddof not in (0, 1) or not eps >= 0 or not min_std >= 0:
+        _check_options(pool, center, scale, ddof, eps, singleton, min_std)
+    if (pool == "trajectory" and trajectory_ids is None) or (center == "length_weighted" and lengths is None):
+        _check_companions(pool, trajectory_ids, center, lengths)
+    assert modes is not None
+    numbers = (ddof, eps, min_std)
+    columns = (trajectory_ids, lengths, valid)
+    if resolve(backend, _obstacle(rewards)) == "native":
+        groups = -1 if num_groups is None else num_groups
+        # The dispatcher costs more than a small batch does, so plain tensors pass it by.
+        plain = type(rewards) is Tensor and not torch.compiler.is_compiling()
+        call = _native if plain else torch.ops.turnwise.group_advantage
+        return call(rewards, group_ids, groups, *columns, *modes, *numbers)
     if num_groups is None:
         num_groups = int(group_ids.max()) + 1 if group_ids.numel() else 0
-    rewards = rewards.detach()
-    resolve(backend)
-    if rewards.device.type == "cpu":
-        _check_values(rewards, group_ids, num_groups, lengths, valid)
+    _check(rewards, group_ids, num_groups, *columns)
     if singleton == "error":
         _check_singletons(group_ids, num_groups, trajectory_ids if pool == "trajectory" else None, valid)
-    return reference(rewards, group_ids, num_groups, trajectory_ids, lengths, valid, options)
+    options = Options(pool, center, scale, singleton, *numbers)
+    return reference(rewards.detach(), group_ids, num_groups, *columns, options)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .aggregation import check_aggregation, check_normalizer
-from .backends import resolve
-from .options import KL, Clip, ImportanceCorrection
+from .aggregation import AGGREGATIONS, check_aggregation, check_normalizer
+from .backends import extension, resolve
+from .options import KL, KL_KINDS, LEVELS, Clip, ImportanceCorrection
 from .policy_loss_reference import Objective, metric_names, reference
 from .streams import Streams, check_stream_values, check_streams
 
@@ -23,6 +23,172 @@ class PolicyLoss(NamedTuple):
     actor_metrics: dict[str, Tensor]
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Native: one C++ pass gives loss, gradient and metrics
+# ---------------------------------------------------------------------------------------------------------------------
+def _obstacle(s: Streams) -> str:
+    """Why the C++ kernels can't serve; empty where they can."""
+    if not s.logprobs.is_cpu:
+        return f"logprobs is on {s.logprobs.device}, and the C++ kernels run on the CPU"
+    for name, stream in zip(Streams._fields, s, strict=True):
+        if stream is not None and stream.dtype is torch.float64:
+            return f"{name} is float64, and the C++ kernels compute in float32"
+    return ""
+
+
+def _pack(o: Objective) -> tuple[float, float, float, int, float, int, float, int, int, float]:
+    """The options as the numbers that the compiled module reads; 0 stands for "none"."""
+    kind, coef = (KL_KINDS.index(o.kl.kind) + 1, o.kl.coef) if o.kl else (0, 0.0)
+    level, cap = (LEVELS.index(o.correction.level) + 1, o.correction.cap) if o.correction else (0, 0.0)
+    low, high, dual = o.clip.low, o.clip.high, o.clip.dual or 0.0
+    aggregation = AGGREGATIONS.index(o.aggregation)
+    return low, high, dual, kind, coef, level, cap, aggregation, o.num_actors, o.max_length or 0.0
+
+
+def _outputs(
+    logprobs: Tensor, ref_logprobs: Tensor | None, rollout_logprobs: Tensor | None, num_actors: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, gradient and metrics, not yet filled."""
+    columns = len(metric_names(ref_logprobs is not None, rollout_logprobs is not None))
+    return (
+        logprobs.new_empty((), dtype=torch.float32),
+        logprobs.new_empty(logprobs.shape),
+        logprobs.new_empty((1 + num_actors, columns), dtype=torch.float32),
+    )
+
+
+def _compute(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    ref_logprobs: Tensor | None,
+    rollout_logprobs: Tensor | None,
+    actor_ids: Tensor | None,
+    normalizer: Tensor | None,
+    clip_low: float,
+    clip_high: float,
+    clip_dual: float,
+    kl_kind: int,
+    kl_coef: float,
+    correction: int,
+    cap: float,
+    aggregation: int,
+    num_actors: int,
+    max_length: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss, grad, metrics = _outputs(logprobs, ref_logprobs, rollout_logprobs, num_actors)
+    options = clip_low, clip_high, clip_dual, kl_kind, kl_coef, correction, cap, aggregation, num_actors, max_length
+    try:
+        extension.policy_loss(
+            logprobs,
+            old_logprobs,
+            advantages,
+            mask,
+            cu_seqlens,
+            ref_logprobs,
+            rollout_logprobs,
+            normalizer,
+            actor_ids,
+            options,
+            loss,
+            grad,
+            metrics,
+            torch.get_num_threads(),
+        )
+    except (ValueError, TypeError):
+        # The kernel says that something is wrong; the slow checks know which value it is.
+        s = Streams(logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, actor_ids)
+        check_streams(s, num_actors)
+        check_stream_values(s, num_actors)
+        raise
+    return loss, grad, metrics
+
+
+_TWICE = "policy_loss: the native backend has no second derivative; use backend='torch' to differentiate twice"
+
+
+class _Scale(torch.autograd.Function):
+    """The gradient times the loss's own; only here for a backward that is itself recorded, to refuse the next one."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, grad_loss: Tensor) -> Tensor:
+        return grad * grad_loss
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise RuntimeError(_TWICE)
+
+
+class _Attach(torch.autograd.Function):
+    """Gives ``loss`` the gradient that was computed with it."""
+
+    @staticmethod
+    def forward(ctx: Any, logprobs: Tensor, loss: Tensor, grad: Tensor) -> Tensor:
+        ctx.save_for_backward(grad)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _Scale.apply(grad, grad_loss), None, None
+        # Usually 1: then the gradient is there already. Reading it costs nothing on a CPU.
+        return grad if grad_loss.item() == 1.0 else grad * grad_loss, None, None
+
+
+def _native_loss(s: Streams, objective: Objective, normalizer: Tensor | None) -> tuple[Tensor, Tensor]:
+    arguments = (*s, normalizer, *_pack(objective))
+    # The dispatcher costs more than a small batch does, so plain tensors pass it by.
+    if type(s.logprobs) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
+        loss, _, metrics = torch.ops.turnwise.policy_loss(*arguments)
+        return loss, metrics
+    loss, grad, metrics = _compute(*arguments)
+    if s.logprobs.requires_grad and torch.is_grad_enabled():
+        loss = _Attach.apply(s.logprobs, loss, grad)
+    return loss, metrics
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch.library: the same for torch.compile and tensor subclasses
+# ---------------------------------------------------------------------------------------------------------------------
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, grad, metrics = output
+    ctx.mark_non_differentiable(grad, metrics)
+    ctx.save_for_backward(grad)
+    ctx.rest = len(inputs) - 1
+
+
+def _backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Any, ...]:
+    (grad,) = ctx.saved_tensors
+    return torch.ops.turnwise.policy_loss_backward(grad, grad_loss), *[None] * ctx.rest
+
+
+def _scale(grad: Tensor, grad_loss: Tensor) -> Tensor:
+    return grad * grad_loss
+
+
+def _refuse(ctx: Any, *_: Tensor) -> None:
+    raise RuntimeError(_TWICE)
+
+
+if extension is not None:
+    _op = torch.library.custom_op("turnwise::policy_loss", _compute, mutates_args=(), device_types="cpu")
+
+    @_op.register_fake
+    def _fake(logprobs: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return _outputs(logprobs, rest[4], rest[5], rest[16])
+
+    _op.register_autograd(_backward, setup_context=_save)
+    _scale_op = torch.library.custom_op("turnwise::policy_loss_backward", _scale, mutates_args=())
+    _scale_op.register_fake(lambda grad, grad_loss: torch.empty_like(grad))
+    _scale_op.register_autograd(_refuse)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Public function
+# ---------------------------------------------------------------------------------------------------------------------
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -74,20 +240,22 @@ def policy_loss(
         raise ValueError("ref_logprobs=None: expected log-probabilities, as kl is given")
     if correction is not None and rollout_logprobs is None:
         raise ValueError("rollout_logprobs=None: expected log-probabilities, as correction is given")
-    streams = Streams(
-        logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, actor_ids
-    )
-    check_streams(streams, num_actors)
+    if actor_ids is not None and (num_actors is None or num_actors < 1):
+        raise ValueError(f"num_actors={num_actors!r}: expected a count >= 1, as actor_ids is given")
+    actors = num_actors if actor_ids is not None and num_actors is not None else 0
+    objective = Objective(clip, kl, correction, aggregation, actors, max_length)
+    s = Streams(logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, actor_ids)
     if normalizer is not None:
         normalizer = torch.as_tensor(normalizer, dtype=torch.float32, device=logprobs.device)
         check_normalizer(aggregation, normalizer, num_actors)
-    actors = num_actors if actor_ids is not None and num_actors is not None else 0
-    objective = Objective(clip, kl, correction, aggregation, actors, max_length)
-    resolve(backend)
-    if logprobs.device.type == "cpu":
-        check_stream_values(streams, num_actors)
-    loss, table = reference(streams, objective, normalizer)
+    if resolve(backend, _obstacle(s)) == "native":
+        loss, table = _native_loss(s, objective, normalizer)
+    else:
+        check_streams(s, num_actors)
+        if logprobs.is_cpu and not torch.compiler.is_compiling():
+            check_stream_values(s, num_actors)
+        loss, table = reference(s, objective, normalizer)
     names = metric_names(ref_logprobs is not None, rollout_logprobs is not None)
     metrics = dict(zip(names, table[0].unbind(), strict=True))
-    actor_metrics = dict(zip(names, table[1:].unbind(1), strict=True)) if actor_ids is not None else {}
+    actor_metrics = dict(zip(names, table[1:].unbind(1), strict=True)) if actors else {}
     return PolicyLoss(loss, metrics, actor_metrics)
