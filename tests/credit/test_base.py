@@ -1,0 +1,150 @@
+"""What all rules share; grouped rules against a float64 brute force."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnwise.credit import ATGRPOCredit, Credit, DrMASCredit, GRPOCredit, HierarchyCredit, registry
+from turnwise.types import CreditAssigner, GenerateResult, Rollout, Sample, Step
+
+ROWS = st.lists(
+    st.tuples(
+        st.sampled_from("pq"),  # question
+        st.sampled_from("abcd"),  # copy
+        st.sampled_from(["solver", "verifier"]),
+        st.integers(0, 2),  # turn
+        st.sampled_from([None, None, 1, 2]),  # tree node
+        st.sampled_from([0.0, 0.25, 1.0, 1000.0, 1000.3, -3.0]),
+    ),
+    min_size=1,
+    max_size=24,
+)
+# rule, key, what counts as one value, which reward
+GROUPED: dict[str, tuple[Callable[[], Credit], Any, Any, Any, dict[str, Any]]] = {
+    "grpo": (GRPOCredit, lambda s: s.uid, lambda s: s.trajectory, lambda s: s.reward, {}),
+    "hierarchy": (
+        HierarchyCredit,
+        lambda s: (s.parent_node, s.uid, s.episode_type, s.actor),
+        lambda s: s.trajectory,
+        lambda s: s.trajectory_reward,
+        {"ddof": 0},
+    ),
+    "dr_mas": (DrMASCredit, lambda s: (s.uid, s.actor), id, lambda s: s.reward, {}),
+    "at_grpo": (
+        ATGRPOCredit,
+        lambda s: (s.uid, s.actor, s.turn, s.parent is not None and (s.trajectory, s.parent)),
+        id,
+        lambda s: s.reward,
+        {"eps": 1e-8},
+    ),
+}
+
+
+def samples_of(make: Any, rows: list[tuple[Any, ...]]) -> list[Sample]:
+    """A trajectory's reward is that of its copy, whatever its steps got; nodes below another rollout differ too."""
+    return [
+        make(
+            f"{uid}-{name}",
+            actor,
+            reward,
+            uid=uid,
+            turn=turn,
+            parent=parent,
+            step_index=index,
+            trajectory_reward=float(ord(name)),
+            parent_node=None if name < "c" else "top",
+        )
+        for index, (uid, name, actor, turn, parent, reward) in enumerate(rows)
+    ]
+
+
+@pytest.mark.parametrize("name", list(GROUPED))
+@given(rows=ROWS)
+def test_grouped_rules_equal_brute_force(make: Any, reference: Any, name: str, rows: list[tuple[Any, ...]]) -> None:
+    rule, key, unit, value, options = GROUPED[name]
+    samples = samples_of(make, rows)
+    advantages = rule().compute_columns(samples)
+    assert advantages.dtype == np.float32 and advantages.shape == (len(rows),)
+    np.testing.assert_allclose(advantages, reference(samples, key, unit, value, **options), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", list(registry))
+def test_every_rule_keeps_the_protocol(make: Any, name: str) -> None:
+    rule = registry[name]()
+    assert isinstance(rule, Credit)
+    protocol: CreditAssigner = rule
+    assert protocol.compute_columns([]).shape == (0,)
+    assert protocol.compute([]) == {}
+    rule.load_state_dict(rule.state_dict())
+    with pytest.raises(ValueError, match="surprise"):
+        rule.load_state_dict({"surprise": 1})
+    with pytest.raises(TypeError, match="no_such_option"):
+        registry[name](no_such_option=1)
+
+
+def test_compute_walks_children_and_skips_failures() -> None:
+    def result(name: str, reward: float, **fields: Any) -> GenerateResult:
+        step = Step("solver", 0, [], "4", [1], [2], [-0.1], [(1, 0)], "stop", reward=reward)
+        judge = Step(None, 0, [], "ok", [1], [2], [-0.1], [(1, 0)], "stop")
+        error = fields.pop("error", None)
+        return GenerateResult(Rollout(name, "solve", "q", [judge, step], error=error), uid="q", **fields)
+
+    parent = result("p", 9.0, is_trainable=False, children=[result("a", 1.0), result("b", 0.0)])
+    advantages = DrMASCredit().compute([parent, result("x", 5.0, error="Traceback")])
+    assert advantages == {("a", 1): pytest.approx(0.5**0.5, abs=1e-5), ("b", 1): pytest.approx(-(0.5**0.5), abs=1e-5)}
+
+
+def test_a_group_of_one_gets_zero_and_is_not_lost(make: Any) -> None:
+    samples = [make("a", reward=1.0, uid="alone"), make("b", reward=1.0), make("c", reward=0.0)]
+    for rule in (GRPOCredit, HierarchyCredit, DrMASCredit, ATGRPOCredit):
+        advantages = rule().compute_columns(samples)
+        assert advantages[0] == 0 and advantages[1] > 0 > advantages[2]
+        assert rule(singleton="raw").compute_columns(samples)[0] == pytest.approx(1.0, abs=1e-5)
+        with pytest.raises(ValueError, match="single"):
+            rule(singleton="error").compute_columns(samples)
+
+
+def test_truncated_calls_are_out_unless_asked_for(make: Any) -> None:
+    samples = [make("a", reward=1.0), make("b", reward=0.0), make("c", reward=-5.0, finish_reason="length")]
+    without = DrMASCredit().compute_columns(samples)
+    np.testing.assert_allclose(without, [0.5**0.5, -(0.5**0.5), 0], atol=1e-5)
+    with_them = DrMASCredit(include_truncated=True).compute_columns(samples)
+    assert with_them[2] < 0 < with_them[1]
+
+
+def test_the_samples_own_group_and_a_custom_key_go_first(make: Any) -> None:
+    samples = [make("a", reward=1.0, uid=1), make("b", reward=0.0, uid=2), make("c", reward=4.0, uid=2)]
+    assert DrMASCredit().compute_columns(samples)[0] == 0
+    assert DrMASCredit(key=lambda s: (s.actor,)).compute_columns(samples)[0] < 0
+    for sample in samples[:2]:
+        sample.group = ("mine",)
+    advantages = DrMASCredit(key=lambda s: (s.actor,)).compute_columns(samples)
+    np.testing.assert_allclose(advantages, [0.5**0.5, -(0.5**0.5), 0], atol=1e-5)
+
+
+def test_options_reach_the_statistics(make: Any) -> None:
+    samples = [make(name, reward=reward) for name, reward in zip("abcd", [1.0, 0.0, 1.0, 1.0], strict=True)]
+    for options, expected in [
+        ({}, [0.499999, -1.499997, 0.499999, 0.499999]),
+        ({"scale": "none"}, [0.25, -0.75, 0.25, 0.25]),
+        ({"scale": "none", "center": "leave_one_out"}, [1 / 3, -1, 1 / 3, 1 / 3]),
+        ({"scale": "none", "center": "none"}, [1, 0, 1, 1]),
+        ({"ddof": 0}, [0.577349, -1.732047, 0.577349, 0.577349]),
+        ({"eps": 0.5}, [0.25, -0.75, 0.25, 0.25]),
+        ({"min_std": 0.6}, [0, 0, 0, 0]),
+    ]:
+        np.testing.assert_allclose(DrMASCredit(**options).compute_columns(samples), expected, atol=1e-6)
+    with pytest.raises(ValueError, match="center='median'"):
+        DrMASCredit(center="median").compute_columns(samples)
+
+
+def test_length_weighted_centre_takes_the_completions_lengths(make: Any) -> None:
+    long, short = make("a", reward=1.0, completion_token_ids=[1, 2, 3]), make("b", reward=0.0)
+    advantages = DrMASCredit(center="length_weighted", scale="none").compute_columns([long, short])
+    np.testing.assert_allclose(advantages, [0.25, -0.75], atol=1e-6)

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from turnwise.credit import RAECredit
+
+
+def test_the_baseline_before_the_batch_and_one_update_after_it(make: Any) -> None:
+    rule = RAECredit(decay=0.9)
+    batch = [make("a", reward=1.0), make("b", reward=0.0), make("c", reward=1.0), make("d", reward=2.0)]
+    np.testing.assert_allclose(rule.compute_columns(batch), [1, 0, 1, 2])
+    assert rule.baseline("solve", "solver") == pytest.approx(0.1 * 1.0)
+    np.testing.assert_allclose(rule.compute_columns(batch), [0.9, -0.1, 0.9, 1.9], atol=1e-6)
+    assert rule.baseline("solve", "solver") == pytest.approx(0.9 * 0.1 + 0.1)
+
+
+def test_identical_children_of_different_parents_get_identical_advantages(make: Any) -> None:
+    rule = RAECredit(decay=0.5)
+    rule.compute_columns([make("z", reward=1.0)])
+    batch = [make(f"t{index}", reward=1.0, parent_node=f"p{index // 2}", uid=index // 2) for index in range(6)]
+    assert len(set(rule.compute_columns(batch).tolist())) == 1
+
+
+def test_each_seat_of_each_game_has_its_own_baseline(make: Any) -> None:
+    rule = RAECredit(decay=0.0)
+    rule.compute_columns(
+        [
+            make("a", "first", 1.0, episode_type="kuhn"),
+            make("a", "second", -1.0, episode_type="kuhn"),
+            make("b", "first", 0.25, episode_type="chess"),
+        ]
+    )
+    assert rule.baseline("kuhn", "first") == 1.0
+    assert rule.baseline("kuhn", "second") == -1.0
+    assert rule.baseline("chess", "first") == 0.25
+    assert rule.baseline("chess", "second") == 0.0
+
+
+def test_a_long_game_counts_once(make: Any) -> None:
+    rule = RAECredit(decay=0.0)
+    rule.compute_columns([make("a", reward=1.0, step_index=index) for index in range(9)] + [make("b", reward=0.0)])
+    assert rule.baseline("solve", "solver") == 0.5
+
+
+def test_truncated_calls_do_not_move_the_baseline(make: Any) -> None:
+    cut = make("a", reward=-9.0, finish_reason="length")
+    rule = RAECredit(decay=0.0)
+    assert rule.compute_columns([cut]).tolist() == [0.0]
+    assert rule.baseline("solve", "solver") == 0.0
+    rule = RAECredit(decay=0.0, include_truncated=True)
+    assert rule.compute_columns([cut]).tolist() == [-9.0]
+    assert rule.baseline("solve", "solver") == -9.0
+
+
+def test_bias_correction_is_the_mean_of_what_was_seen(make: Any) -> None:
+    rule = RAECredit(decay=0.95, bias_correction=True)
+    for _ in range(3):
+        rule.compute_columns([make("a", reward=2.0)])
+        assert rule.baseline("solve", "solver") == pytest.approx(2.0)
+
+
+def test_state_survives_a_checkpoint(make: Any) -> None:
+    first, second = RAECredit(bias_correction=True), RAECredit(bias_correction=True)
+    first.compute_columns([make("a", reward=1.0), make("a", "other", 3.0)])
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    batch = [make("b", reward=2.0), make("b", "other", 2.0)]
+    assert first.compute_columns(batch).tolist() == second.compute_columns(batch).tolist()
+    assert first.state_dict() == second.state_dict()
+
+
+def test_bad_decay() -> None:
+    with pytest.raises(ValueError, match=r"decay=1.0"):
+        RAECredit(decay=1.0)
