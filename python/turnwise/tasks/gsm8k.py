@@ -111,7 +111,7 @@ def _fraction(match: re.Match[str]) -> Fraction | None:
     sign, top, bottom, scale = match.group("sign", "top", "bottom", "scale")
     if len(match.group()) > _DIGITS or (bottom is not None and int(bottom) == 0):
         return None
-    value = Fraction(top.replace(",", "").removesuffix(".")) / int(bottom or 1) * _SCALES[(scale or "").lower()]
+    value = Fraction(top.replace(",", "")) / int(bottom or 1) * _SCALES[(scale or "").lower()]
     return -value if sign and sign.startswith("-") else value
 
 

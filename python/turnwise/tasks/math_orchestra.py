@@ -87,8 +87,7 @@ class MathOrchestraEpisode(MultiTurnEpisode):
         return text.rpartition("</think>")[2].partition("<think>")[0].strip()
 
     def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
-        review = state.data["review"] if state.current_actor == SOLVER else None
-        return [view_message(View(artifact["question"], state.data["solution"], review))]
+        return [view_message(View(artifact["question"], state.data["solution"], state.data["review"]))]
 
     def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
         data, said = state.data, self.public(state.last_completion_text)

@@ -92,6 +92,9 @@ async def test_an_unreadable_reply_leaves_the_draft_and_pays(table):
 async def test_mixes(table, options, first, last):
     result = await table(team(**options), [format_grid(EIGHT), format_grid(SOLVED)]).one(ARTIFACT)
     assert rewards(result) == [("proposer", 0, first), ("reviser", 0, last)]
+    # The rubric mixes alike: the outcome for both, and the share that each one's last action left.
+    share = {"proposer": first, "reviser": last - options["alpha"]}
+    assert result.rollout.rewards == {who: pytest.approx(options["alpha"] + own) for who, own in share.items()}
 
 
 async def test_the_solver_plays_alone_and_once(table):
