@@ -61,7 +61,8 @@ class Run:
         progress = asyncio.run(self.trainer.run())
         for name, policy in self.trainer.policies.items():
             folder = self.config.run_dir / "policies" / name
-            policy.model.save_pretrained(folder)
+            model: Any = policy.model
+            model.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
         return progress
 
@@ -127,8 +128,8 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
     missing = [actor for actor in task.actors if actor.policy not in config.policies]
     if missing:
         raise ConfigError(
-            f"actor {missing[0].id!r} plays with policy {missing[0].policy!r}, which has no [policies.{missing[0].policy}] "
-            f"section; policies: {', '.join(config.policies)}"
+            f"actor {missing[0].id!r} plays with policy {missing[0].policy!r}, which has no section "
+            f"[policies.{missing[0].policy}]; policies: {', '.join(config.policies)}"
         )
     log = log or RunLog(config.run_dir, config.steps)
     config.run_dir.mkdir(parents=True, exist_ok=True)
@@ -203,7 +204,9 @@ def load_models(config: TrainConfig, task: Task) -> tuple[Any, dict[str, Any]]:
             name: build_model(tokenizer, seed=config.seed + index) for index, name in enumerate(config.policies)
         }
     if "tiny" in paths:
-        raise ConfigError("config key 'policies': \"tiny\" has a tokenizer of its own and can't stand beside other models")
+        raise ConfigError(
+            "config key 'policies': \"tiny\" has a tokenizer of its own and can't stand beside other models"
+        )
     first = next(iter(config.policies.values()))
     tokenizer = AutoTokenizer.from_pretrained(first.path)
     if tokenizer.chat_template is None:

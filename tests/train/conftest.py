@@ -1,9 +1,10 @@
-"""A game small enough to train on in a test: each actor is paid for the letters and digits that it writes."""
+"""A game small enough to train on in a test, random packed batches, and tiny models."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from turnwise.arena import Arena, MultiTurnEpisode, Rubric, TreeSampler
@@ -12,7 +13,7 @@ from turnwise.inference import TransformersClient
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train import EvalSet, Policy, TrainConfig, Trainer
 from turnwise.train.config import config_from_dict
-from turnwise.types import Actor, EpisodeRequest, Sampling
+from turnwise.types import Actor, EpisodeRequest, Sampling, TrainingBatch
 
 WIDTH = 6
 
@@ -71,6 +72,59 @@ def letters_trainer(run_dir: Path, steps: int = 3, *, sizes: dict | None = None,
     policy = Policy("default", model, config.update, total_steps=100)
     validation = EvalSet([EpisodeRequest("letters", question) for question in range(2)], "success/first")
     return Trainer(arena, {"default": policy}, config, validation=validation)
+
+
+def build_random_batch(
+    seed: int, rows: int, vocab: int = 200, policies: tuple[str, ...] = ("default",)
+) -> TrainingBatch:
+    """``rows`` samples with prompts of 1–9 and completions of 1–7 tokens, some completion tokens masked."""
+    rng = np.random.default_rng(seed)
+    prompts, completions = rng.integers(1, 10, rows), rng.integers(1, 8, rows)
+    cu_seqlens = np.concatenate([[0], np.cumsum(prompts + completions)])
+    mask = np.zeros(cu_seqlens[-1], dtype=np.uint8)
+    for end, completion in zip(cu_seqlens[1:], completions, strict=True):
+        mask[end - completion : end] = rng.random(completion) < 0.8
+        mask[end - completion] = 1
+    return TrainingBatch(
+        token_ids=rng.integers(0, vocab, cu_seqlens[-1]),
+        cu_seqlens=cu_seqlens,
+        loss_mask=mask,
+        rollout_logprobs=(-rng.random(cu_seqlens[-1]) * 6).astype(np.float32) * mask,
+        advantages=rng.normal(size=rows).astype(np.float32),
+        rewards=rng.normal(size=rows).astype(np.float32),
+        temperatures=np.full(rows, 1.0, dtype=np.float32),
+        actor_index=rng.integers(0, 2, rows),
+        policy_index=rng.integers(0, len(policies), rows),
+        min_version=np.zeros(rows, dtype=np.int64),
+        actors=["first", "second"],
+        policies=list(policies),
+    )
+
+
+def build_small_model(seed: int = 0):
+    """A Qwen3 of two narrow layers and its tokenizer."""
+    tokenizer = build_tokenizer(["0123456789"], vocab_size=300)
+    model = build_model(
+        tokenizer,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=64,
+        seed=seed,
+    )
+    return model, tokenizer
+
+
+@pytest.fixture
+def random_batch():
+    return build_random_batch
+
+
+@pytest.fixture
+def small_model():
+    return build_small_model
 
 
 @pytest.fixture

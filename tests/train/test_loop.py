@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from turnwise.train import Policy, Trainer
-from turnwise.train.checkpoint import list_checkpoints
+from turnwise.train.checkpoint import CheckpointError, list_checkpoints
 from turnwise.types import Actor
 
 
@@ -22,7 +22,7 @@ def metrics_of(trainer):
 
 
 async def test_training_pays(make_trainer):
-    trainer = make_trainer(steps=12)
+    trainer = make_trainer(steps=25, update={"lr": 1e-2, "minibatches": 2})
     await trainer.run()
     reward = [line["reward"] for line in metrics_of(trainer)]
     assert sum(reward[-3:]) > 1.5 * sum(reward[:3]), reward
@@ -65,7 +65,7 @@ async def test_resume_equals_uninterrupted_run(make_trainer, old_logprobs):
 
 
 async def test_resume_after_kill_drops_later_lines(make_trainer):
-    """The log may be ahead of the last checkpoint, and its last line cut off: each step is written once all the same."""
+    """The log may be ahead of the last checkpoint, its last line cut off: each step is written once all the same."""
     whole = make_trainer("whole", steps=4)
     await whole.run()
     first = make_trainer("killed", steps=3, checkpoint={"every": 2, "keep": 5})
@@ -139,3 +139,14 @@ async def test_stop_during_rollout_saves_the_state_before_it(make_trainer):
     second = make_trainer("stopped", steps=3)
     await second.run()
     assert metrics_of(second) == metrics_of(whole)
+
+
+async def test_damaged_checkpoint_names_the_one_before(make_trainer):
+    trainer = make_trainer("damaged", steps=2, checkpoint={"every": 1})
+    await trainer.run()
+    older, newest = list_checkpoints(trainer.checkpoints)
+    (newest / "rng.safetensors").write_bytes(b"")
+    with pytest.raises(
+        CheckpointError, match=f"rng.safetensors is damaged.*delete .*{newest.name} to go on .*{older.name}"
+    ):
+        await make_trainer("damaged", steps=3).run()

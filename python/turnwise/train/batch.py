@@ -22,7 +22,8 @@ class MicroBatch:
 
     ``input_ids [b, T]`` int64 and ``attention_mask [b, T]`` int64, padded on the right; ``row_N`` and ``column_N`` say
     where each of the ``N`` packed completion tokens stands in them, ``token_N`` where in the batch's own stream;
-    ``cu_seqlens [b+1]`` cuts the packed columns ``targets_N, rollout_logprobs_N, mask_N`` by row; ``advantages_B, temperatures_B, actor_ids_B`` are per row.
+    ``cu_seqlens [b+1]`` cuts the packed columns ``targets_N, rollout_logprobs_N, mask_N`` by row; ``advantages_B,
+    temperatures_B, actor_ids_B`` are per row.
     """
 
     input_ids: Tensor
@@ -50,7 +51,7 @@ def minibatches(rows: np.ndarray, count: int, rng: np.random.Generator) -> list[
 
 
 def micro_batches(batch: TrainingBatch, rows: np.ndarray, max_tokens: int) -> Iterator[MicroBatch]:
-    """Cut ``rows`` by a budget of padded tokens, rows of like length together. A row longer than the budget goes alone."""
+    """Cut ``rows`` by a budget of padded tokens, rows of like length together. A longer row goes alone."""
     lengths = np.diff(batch.cu_seqlens)[rows]
     rows = rows[np.argsort(-lengths, kind="stable")]
     start = 0

@@ -36,24 +36,24 @@ class ModelConfig(_Section):
 class WarmStartConfig(_Section):
     """Supervised start on a task's demonstrations; ``steps = 0`` skips it."""
 
-    steps: int = Field(0, ge=0)
-    batch_size: int = Field(128, ge=1)
-    lr: float = Field(2e-3, gt=0)
-    warmup: int = Field(20, ge=0)
+    steps: int = Field(default=0, ge=0)
+    batch_size: int = Field(default=128, ge=1)
+    lr: float = Field(default=2e-3, gt=0)
+    warmup: int = Field(default=20, ge=0)
 
 
 class RolloutConfig(_Section):
     """What one step samples: ``questions`` × ``copies`` episodes, each a tree of ``branches`` where branches > 1."""
 
-    questions: int = Field(32, ge=1)
-    copies: int = Field(1, ge=1)
-    branches: int = Field(1, ge=1)
-    temperature: float = Field(1.0, gt=0)
-    max_tokens: int = Field(256, ge=1)
-    max_concurrency: int = Field(1024, ge=1)
-    max_batch_rows: int = Field(512, ge=1)
-    timeout: float | None = Field(None, gt=0)
-    failure_threshold: float = Field(0.5, ge=0, le=1)
+    questions: int = Field(default=32, ge=1)
+    copies: int = Field(default=1, ge=1)
+    branches: int = Field(default=1, ge=1)
+    temperature: float = Field(default=1.0, gt=0)
+    max_tokens: int = Field(default=256, ge=1)
+    max_concurrency: int = Field(default=1024, ge=1)
+    max_batch_rows: int = Field(default=512, ge=1)
+    timeout: float | None = Field(default=None, gt=0)
+    failure_threshold: float = Field(default=0.5, ge=0, le=1)
 
 
 class CreditConfig(_Section):
@@ -66,10 +66,10 @@ class CreditConfig(_Section):
 class LossConfig(_Section):
     """Arguments of ``turnwise.ops.policy_loss``; ``kl_coef`` 0 builds no reference model."""
 
-    clip_low: float = Field(0.2, ge=0)
-    clip_high: float = Field(0.28, ge=0)
-    dual_clip: float | None = Field(None, gt=1)
-    kl_coef: float = Field(0.0, ge=0)
+    clip_low: float = Field(default=0.2, ge=0)
+    clip_high: float = Field(default=0.28, ge=0)
+    dual_clip: float | None = Field(default=None, gt=1)
+    kl_coef: float = Field(default=0.0, ge=0)
     kl_kind: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
     aggregation: Literal[
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "agent-mean"
@@ -79,31 +79,31 @@ class LossConfig(_Section):
 class UpdateConfig(_Section):
     """How a batch becomes optimizer steps. ``micro_batch_tokens`` bounds the padded tokens of one forward pass."""
 
-    ppo_epochs: int = Field(1, ge=1)
-    minibatches: int = Field(1, ge=1)
-    micro_batch_tokens: int = Field(16384, ge=1)
-    lr: float = Field(1e-6, gt=0)
-    min_lr_ratio: float = Field(1.0, ge=0, le=1)
-    warmup: int = Field(0, ge=0)
-    weight_decay: float = Field(0.0, ge=0)
+    ppo_epochs: int = Field(default=1, ge=1)
+    minibatches: int = Field(default=1, ge=1)
+    micro_batch_tokens: int = Field(default=16384, ge=1)
+    lr: float = Field(default=1e-6, gt=0)
+    min_lr_ratio: float = Field(default=1.0, ge=0, le=1)
+    warmup: int = Field(default=0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
 
 
 class EvalConfig(_Section):
     """Held-out evaluation every ``every`` steps (0: only at the start and the end)."""
 
-    every: int = Field(0, ge=0)
-    questions: int = Field(200, ge=1)
-    stop_at: float | None = Field(None, description="end training once this success is reached on validation questions")
+    every: int = Field(default=0, ge=0)
+    questions: int = Field(default=200, ge=1)
+    stop_at: float | None = Field(default=None, description="end training at this validation success")
 
 
 class CheckpointConfig(_Section):
     """A checkpoint every ``every`` steps (0: only at the end and on Ctrl-C); the newest ``keep`` stay."""
 
-    every: int = Field(0, ge=0)
-    keep: int = Field(2, ge=1)
+    every: int = Field(default=0, ge=0)
+    keep: int = Field(default=2, ge=1)
 
 
 class TrainConfig(_Section):
@@ -113,9 +113,10 @@ class TrainConfig(_Section):
     task_options: dict[str, Any] = Field(default_factory=dict)
     run_dir: Path = Path("runs/default")
     seed: int = 0
-    steps: int = Field(100, ge=0)
-    max_seconds: float | None = Field(None, gt=0, description="stop after the step that crosses this time")
-    threads: int | None = Field(None, ge=1, description="torch threads; default: torch's own choice")
+    steps: int = Field(default=100, ge=0)
+    max_seconds: float | None = Field(default=None, gt=0, description="stop after the step that crosses it")
+    max_sampled_tokens: int | None = Field(default=None, gt=0, description="stop after the step that crosses it")
+    threads: int | None = Field(default=None, ge=1, description="torch threads; default: torch's own choice")
     resume: bool = True
     policies: dict[str, ModelConfig] = Field(default_factory=lambda: {"default": ModelConfig()}, min_length=1)
     warm_start: WarmStartConfig = WarmStartConfig()
@@ -194,12 +195,14 @@ def _explain(problem: Mapping[str, Any]) -> str:
 
 
 def _known_keys(parents: list[str]) -> list[str]:
-    section: Any = TrainConfig
+    if parents[:1] == ["policies"]:  # a table with names of the user's choice
+        return list(ModelConfig.model_fields)
+    section: type[BaseModel] = TrainConfig
     for name in parents:
-        if not isinstance(section, type) or name not in section.model_fields:
-            return list(ModelConfig.model_fields)  # below a free-named table: policies.<name>
-        section = section.model_fields[name].annotation
-    return list(section.model_fields) if isinstance(section, type) else list(ModelConfig.model_fields)
+        annotation = section.model_fields[name].annotation
+        assert isinstance(annotation, type) and issubclass(annotation, BaseModel), f"{name} is no section"
+        section = annotation
+    return list(section.model_fields)
 
 
 def to_toml(config: TrainConfig) -> str:

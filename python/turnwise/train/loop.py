@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from turnwise.arena import Arena
-from turnwise.train.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from turnwise.train.checkpoint import CheckpointError, list_checkpoints, load_checkpoint, save_checkpoint
 from turnwise.train.config import TrainConfig
 from turnwise.train.evaluate import Evaluation, evaluate
 from turnwise.train.interrupt import StopRequest
@@ -73,7 +73,7 @@ class Trainer:
         self._published: dict[str, int] = {}
 
     async def run(self) -> Progress:
-        """Train to ``config.steps``, ``config.max_seconds`` or ``config.eval.stop_at``, whichever comes first."""
+        """Train until a limit of the config is reached: steps, seconds, sampled tokens, or validation success."""
         self.resume()
         await self.publish()
         await self.arena.on_train_start()
@@ -150,10 +150,15 @@ class Trainer:
 
     def finished(self) -> bool:
         """Whether a limit of the run has been reached, or Ctrl-C was pressed."""
-        limit, goal = self.config.max_seconds, self.config.eval.stop_at
-        reached = goal is not None and any(value >= goal for value in self.progress.evaluations.values())
-        late = limit is not None and self.progress.seconds >= limit
-        return self._stop.requested or late or reached or self.progress.step >= self.config.steps
+        config, progress = self.config, self.progress
+        best = max(progress.evaluations.values(), default=float("-inf"))
+        return (
+            self._stop.requested
+            or progress.step >= config.steps
+            or (config.max_seconds is not None and progress.seconds >= config.max_seconds)
+            or (config.max_sampled_tokens is not None and progress.sampled_tokens >= config.max_sampled_tokens)
+            or (config.eval.stop_at is not None and best >= config.eval.stop_at)
+        )
 
     @property
     def interrupted(self) -> bool:
@@ -177,12 +182,16 @@ class Trainer:
         )
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint, where there is one. An unreadable one raises, and names the one before it."""
+        """Go on from the newest checkpoint, where there is one. An unreadable one raises and names the one before it."""
         found = list_checkpoints(self.checkpoints) if self.config.resume else []
         if not found:
             self.log.rewind(0)
             return
-        _, state = load_checkpoint(found[-1], self.policies)
+        try:
+            _, state = load_checkpoint(found[-1], self.policies)
+        except CheckpointError as error:
+            before = f"go on from {found[-2]}" if len(found) > 1 else "start afresh"
+            raise CheckpointError(f"{error}; delete {found[-1]} to {before}") from error
         self.progress = Progress(**state["progress"])
         self.arena.load_state_dict(state["arena"])
         set_random_state(self.rng, state["random"])

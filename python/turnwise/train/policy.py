@@ -16,8 +16,8 @@ from turnwise.train.config import UpdateConfig
 class Policy:
     """Weights behind one or more actors.
 
-    ``model`` is a Hugging Face causal LM. ``trainable=False`` builds no optimizer. ``with_reference`` keeps a frozen copy
-    of the starting weights for a KL term. ``total_steps`` is the length of the learning-rate schedule in updates.
+    ``model`` is a Hugging Face causal LM. ``trainable=False`` builds no optimizer. ``with_reference`` keeps a frozen
+    copy of the starting weights for a KL term. ``total_steps`` is the length of the learning-rate schedule in updates.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a run writes down: ``metrics.jsonl`` (a line a step), ``rollouts.jsonl`` (a few episodes a step), progress bars."""
+"""What a run writes down: ``metrics.jsonl`` (a line a step), ``rollouts.jsonl`` (a few episodes a step), a bar."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def update_policy(
     loss_config: LossConfig,
     rng: np.random.Generator,
 ) -> dict[str, float]:
-    """Train ``policy`` on its rows of ``batch``; returns the metrics over all updates. No rows: no update, no metrics."""
+    """Train ``policy`` on its rows of ``batch``; returns the metrics of all updates. No rows: no update, no metrics."""
     rows = rows_of(policy, batch)
     if not policy.trainable or len(rows) == 0:
         return {}

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from turnwise.train.config import ConfigError, TrainConfig, load_config, to_toml
+
+
+def written(tmp_path, text):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def test_file_and_overrides(tmp_path):
+    path = written(tmp_path, 'task = "sudoku"\n[update]\nlr = 1e-4\n[policies.coder]\npath = "x/y"\n')
+    config = load_config(path, [("update.minibatches", "4"), ("eval.stop-at", "none"), ("policies.coder.path", "z")])
+    assert (config.update.lr, config.update.minibatches, config.policies["coder"].path) == (1e-4, 4, "z")
+
+
+def test_toml_round_trip():
+    config = load_config(
+        None, {"task_options": {"blanks": [4, 6]}, "policies.p.trainable": "false", "update.lr": "0.5"}
+    )
+    assert TrainConfig.model_validate(tomllib.loads(to_toml(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("update.lrr", "unknown config key 'update.lrr'; did you mean 'lr'?"),
+        ("stepz", "unknown config key 'stepz'; did you mean 'steps'?"),
+        ("policies.default.dtyp", "unknown config key 'policies.default.dtyp'; did you mean 'dtype'?"),
+        ("zzz", "unknown config key 'zzz'; known: checkpoint, credit"),
+    ],
+)
+def test_unknown_keys_name_the_nearest(key, message):
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        load_config(None, {key: 1})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("update.lr", "-1"), ("steps", "many"), ("loss.aggregation", "sum"), ("rollout.branches", "0")]
+)
+def test_bad_values_name_key_and_value(key, value):
+    with pytest.raises(ConfigError, match=rf"config key '{key}' = .*{value}"):
+        load_config(None, {key: value})
+
+
+def test_missing_and_malformed_files(tmp_path):
+    with pytest.raises(ConfigError, match=r"config file '.*none.toml' does not exist"):
+        load_config(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match=r"is not valid TOML: "):
+        load_config(written(tmp_path, "task = "))
+
+
+def test_the_flags_are_these():
+    """A new flag is a decision: add it here too."""
+    assert sorted(TrainConfig.model_fields) == [
+        "checkpoint", "credit", "eval", "loss", "max_sampled_tokens", "max_seconds", "policies", "resume", "rollout",
+        "run_dir", "seed", "steps", "task", "task_options", "threads", "update", "warm_start",
+    ]  # fmt: skip
