@@ -16,7 +16,7 @@ namespace {
 
 #if defined(__AVX512F__)
 
-struct Lanes {  // lane numbers select the tail of a row
+struct Lanes {
     static constexpr int count = 16;
 };
 struct VecF {
@@ -24,6 +24,9 @@ struct VecF {
 };
 struct VecM {
     __mmask16 v;
+};
+struct VecN {
+    __m512i v;
 };
 TW_INLINE VecF broadcast(float x) { return {_mm512_set1_ps(x)}; }
 TW_INLINE VecF load(const float* p) { return {_mm512_loadu_ps(p)}; }
@@ -43,7 +46,9 @@ TW_INLINE VecF fma(VecF a, VecF b, VecF c) { return {_mm512_fmadd_ps(a.v, b.v, c
 TW_INLINE VecF vec_min(VecF a, VecF b) { return {_mm512_min_ps(a.v, b.v)}; }
 TW_INLINE VecF vec_max(VecF a, VecF b) { return {_mm512_max_ps(a.v, b.v)}; }
 TW_INLINE VecF vec_select(VecM m, VecF a, VecF b) { return {_mm512_mask_blend_ps(m.v, b.v, a.v)}; }
-TW_INLINE int count_true(VecM m) { return __builtin_popcount(m.v); }
+// true lanes added to a count per lane
+TW_INLINE VecN count(VecN n, VecM m) { return {_mm512_mask_add_epi32(n.v, m.v, n.v, _mm512_set1_epi32(1))}; }
+TW_INLINE VecM differs(VecF a, VecF b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_NEQ_OQ)}; }  // never for NaN
 // 2^n, where the low bits of `shifted` hold the integer n.
 TW_INLINE VecF power_of_two(VecF shifted) {
     const __m512i n = _mm512_slli_epi32(_mm512_castps_si512(shifted.v), 23);
@@ -60,6 +65,9 @@ struct VecF {
 };
 struct VecM {
     __m256 v;
+};
+struct VecN {
+    __m256i v;
 };
 TW_INLINE VecF broadcast(float x) { return {_mm256_set1_ps(x)}; }
 TW_INLINE VecF load(const float* p) { return {_mm256_loadu_ps(p)}; }
@@ -80,7 +88,8 @@ TW_INLINE VecF fma(VecF a, VecF b, VecF c) { return {_mm256_fmadd_ps(a.v, b.v, c
 TW_INLINE VecF vec_min(VecF a, VecF b) { return {_mm256_min_ps(a.v, b.v)}; }
 TW_INLINE VecF vec_max(VecF a, VecF b) { return {_mm256_max_ps(a.v, b.v)}; }
 TW_INLINE VecF vec_select(VecM m, VecF a, VecF b) { return {_mm256_blendv_ps(b.v, a.v, m.v)}; }
-TW_INLINE int count_true(VecM m) { return __builtin_popcount(unsigned(_mm256_movemask_ps(m.v))); }
+TW_INLINE VecN count(VecN n, VecM m) { return {_mm256_sub_epi32(n.v, _mm256_castps_si256(m.v))}; }
+TW_INLINE VecM differs(VecF a, VecF b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_NEQ_OQ)}; }
 TW_INLINE VecF power_of_two(VecF shifted) {
     const __m256i n = _mm256_slli_epi32(_mm256_castps_si256(shifted.v), 23);
     return {_mm256_castsi256_ps(_mm256_add_epi32(n, _mm256_set1_epi32(0x3f800000)))};
@@ -97,6 +106,9 @@ struct VecF {
     Float4 v;
 };
 struct VecM {
+    Int4 v;
+};
+struct VecN {
     Int4 v;
 };
 TW_INLINE VecF broadcast(float x) { return {Float4{x, x, x, x}}; }
@@ -121,7 +133,8 @@ TW_INLINE VecF vec_select(VecM m, VecF a, VecF b) {
 }
 TW_INLINE VecF vec_min(VecF a, VecF b) { return vec_select(a < b, a, b); }
 TW_INLINE VecF vec_max(VecF a, VecF b) { return vec_select(b < a, a, b); }
-TW_INLINE int count_true(VecM m) { return -(m.v[0] + m.v[1] + m.v[2] + m.v[3]); }
+TW_INLINE VecN count(VecN n, VecM m) { return {n.v - m.v}; }
+TW_INLINE VecM differs(VecF a, VecF b) { return (a < b) | (b < a); }
 TW_INLINE VecF power_of_two(VecF shifted) { return {(Float4)(((Int4)shifted.v << 23) + 0x3f800000)}; }
 
 #endif
@@ -149,6 +162,14 @@ TW_INLINE double sum_lanes(VecF a) {
     store(lanes, a);
     double total = 0;
     for (float lane : lanes) total += lane;
+    return total;
+}
+
+TW_INLINE int64_t sum_lanes(VecN n) {
+    int32_t lanes[Lanes::count];
+    std::memcpy(lanes, &n.v, sizeof lanes);
+    int64_t total = 0;
+    for (int32_t lane : lanes) total += lane;
     return total;
 }
 

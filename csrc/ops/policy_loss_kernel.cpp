@@ -14,6 +14,7 @@ struct VectorMath {
     static TW_INLINE F set(float x) { return broadcast(x); }
     static TW_INLINE F min(F a, F b) { return vec_min(a, b); }
     static TW_INLINE F max(F a, F b) { return vec_max(a, b); }
+    static TW_INLINE M differs(F a, F b) { return turnwise::differs(a, b); }
     static TW_INLINE F exp(F x) { return vec_exp(x); }
     static TW_INLINE F select(M m, F a, F b) { return vec_select(m, a, b); }
 };
@@ -23,7 +24,7 @@ constexpr int kLanes = Lanes::count;
 // Running sums of one tile, by lane.
 struct Running {
     VecF loss, log_ratio, k3, ratio_max, kl, mismatch, weight, weight_square;
-    int64_t tokens, low, high, dual;
+    VecN tokens, low, high, dual;
 };
 
 template <KlKind kind, bool has_rollout>
@@ -65,10 +66,10 @@ TW_INLINE void step(const Tile& t, int i, Running& sums) {
     sums.log_ratio = sums.log_ratio + log_ratio.value;
     sums.k3 = sums.k3 + (ratio - broadcast(1.0f) - log_ratio.value);
     sums.ratio_max = vec_max(sums.ratio_max, masked(ratio));
-    sums.tokens += count_true(mask);
-    sums.low += count_true(token.clipped_low);
-    sums.high += count_true(token.clipped_high);
-    sums.dual += count_true(token.dual_clipped);
+    sums.tokens = count(sums.tokens, mask);
+    sums.low = count(sums.low, token.clipped_low);
+    sums.high = count(sums.high, token.clipped_high);
+    sums.dual = count(sums.dual, token.dual_clipped);
 }
 
 // The last, partial vector of a tile, copied out with its missing lanes masked: lane l always takes tokens l, l + lanes,
@@ -101,17 +102,17 @@ template <KlKind kind, bool has_rollout>
 void loop(const Tile& given, TileSums& out) {
     const Tile t = given;  // a copy that no store can alias
     const VecF zero = broadcast(0.0f);
-    Running sums{zero, zero, zero, zero, zero, zero, zero, zero, 0, 0, 0, 0};
+    Running sums{zero, zero, zero, zero, zero, zero, zero, zero, {}, {}, {}, {}};
     int i = 0;
     for (; i + kLanes <= t.n; i += kLanes) step<kind, has_rollout>(t, i, sums);
     if (i < t.n) tail_step<kind, has_rollout>(t, i, sums);
     out.loss += sum_lanes(sums.loss);
     out.log_ratio += sum_lanes(sums.log_ratio);
     out.k3 += sum_lanes(sums.k3);
-    out.tokens += double(sums.tokens);
-    out.clipped_low += double(sums.low);
-    out.clipped_high += double(sums.high);
-    out.dual_clipped += double(sums.dual);
+    out.tokens += double(sum_lanes(sums.tokens));
+    out.clipped_low += double(sum_lanes(sums.low));
+    out.clipped_high += double(sum_lanes(sums.high));
+    out.dual_clipped += double(sum_lanes(sums.dual));
     const float largest = max_lanes(sums.ratio_max);
     if (!(largest <= out.ratio_max)) out.ratio_max = largest;
     if (kind != KlKind::none) out.kl += sum_lanes(sums.kl);
@@ -131,7 +132,7 @@ void tile(const Tile& t, TileSums& sums) {
     }
 }
 
-int64_t count(const uint8_t* mask, int64_t n) {
+int64_t count_mask(const uint8_t* mask, int64_t n) {
     int64_t total = 0;
     for (int64_t start = 0; start < n; start += 128) {  // short runs keep the compiler's lanes one byte wide
         const int64_t end = start + 128 < n ? start + 128 : n;
@@ -222,7 +223,7 @@ void exp_all(const float* from, int64_t n, float* to) {
 constexpr PolicyLossKernels kKernels = {
     {tile<KlKind::none>, tile<KlKind::k1>, tile<KlKind::abs>, tile<KlKind::k2>, tile<KlKind::k3>,
      tile<KlKind::k1_plus>, tile<KlKind::k3_plus>},
-    count,
+    count_mask,
     mismatch,
     to_floats,
     to_mask,

@@ -1,8 +1,9 @@
 // The policy loss of one token: loss, derivative and what the metrics count. Written once for host and device, over a
 // Math that says what a number is: a float on a GPU, a vector of floats on a CPU.
 //
-// Math gives: F (number) with + - * < >, M (truth value) with & |, and set(float) -> F, min, max, exp, select(M, F, F).
-// min and max give their second argument where either is NaN, and no comparison holds: so NaN reaches loss and gradient.
+// Math gives: F (number) with + - * < >, M (truth value) with & |, and set(float) -> F, min, max, exp, differs (not
+// equal), select(M, F, F).
+// min and max give their second argument where either is NaN, and no comparison holds: NaN reaches loss and gradient.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -33,7 +34,7 @@ struct Clamped {
 template <class Math>
 TW_HD Clamped<Math> clamp_symmetric(typename Math::F x, float bound) {
     const auto value = Math::max(Math::set(-bound), Math::min(Math::set(bound), x));
-    return {value, (x < Math::set(-bound)) | (x > Math::set(bound))};
+    return {value, Math::differs(value, x)};
 }
 
 // One variant's loss per token, its derivative by the log-probability, and which tokens it clipped.
