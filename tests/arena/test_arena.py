@@ -565,7 +565,7 @@ def test_evaluation_leaves_training_untouched(make_arena):
             rows.append(columns(asyncio.run(arena.step())))
             if arena is evaluated:
                 view = arena.evaluation()
-                asyncio.run(view.generate_rollouts([guess("held out")] * 3))
+                view.assign_credit(asyncio.run(view.generate_rollouts([guess("held out")] * 3)))
                 view.stores["seen"].add("written by evaluation")
                 view.stores["seen"].sample_one()
         batches.append(rows)

@@ -41,8 +41,8 @@ def test_weight_zero_is_a_metric_only():
     def length(completion):
         return len(completion)
 
-    result = score(Rubric([length, lambda: 1], weights=[0, 1]))
-    assert result.rewards == {"a": 1.0, "b": 1.0}
+    result = score(Rubric([length, lambda: {"a": 1}], weights=[0, 1]))
+    assert result.rewards == {"a": 1.0}
     assert result.metrics["length/b"] == 9.0
 
 
@@ -207,6 +207,7 @@ def test_a_nan_reward_fails_the_episode_and_is_never_a_row(make_arena):
 def test_an_actor_without_a_reward_fails_the_episode(make_arena):
     _, [result] = play(make_arena, Asked(lambda: {"somebody else": 1.0}), "q", failure_threshold=1.0)
     assert "actor 'solver' of episode 'asked' acted and has no reward" in result.rollout.error
+    assert result.rollout.rewards == {}
 
 
 def test_a_dropped_rollout_is_counted_and_no_failure(make_arena):

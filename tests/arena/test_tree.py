@@ -160,6 +160,25 @@ def test_one_surviving_branch_goes_on_and_no_survivor_fails_the_episode(make_are
     assert "all down" in failed.rollout.error and failed.rollout.steps == []
 
 
+def test_what_a_failed_branch_left_behind_is_logged_and_never_trains(make_arena):
+    class Judged(Count):
+        async def env_response(self, state, arena, artifact):
+            state.data["log"].append((await arena.call_model(None, "JUDGE")).text)
+
+    judged = iter(range(100))
+
+    def reply(prompt, request):
+        return ModelError("judge down") if "JUDGE" in prompt and next(judged) == 1 else "3"
+
+    arena, [result] = grown(make_arena, Judged(sampler=TreeSampler(branches=3), max_turns=1), "q", reply=reply)
+    lost = [step for step in result.rollout.steps if "error" in step.info]
+    assert [(step.actor_id, step.branch, step.selected, step.trainable) for step in lost] == [("a", 1, False, False)]
+    assert result.rollout.extras["log"] == ["3", "3"]
+    arena.assign_credit([result])
+    batch = arena.build_training_batch([result])
+    assert len(batch) == 5 and batch.dropped == {"failed": 1}
+
+
 def test_a_bug_in_the_game_fails_the_episode_rather_than_a_branch(make_arena):
     class Buggy(Count):
         def env_response(self, state, arena, artifact):
