@@ -8,7 +8,7 @@ from collections import UserDict
 import numpy as np
 import pytest
 
-from turnwise.arena.model_call import to_token_ids
+from turnwise.arena.model_call import PromptCache, to_token_ids
 from turnwise.types import Actor, ModelError, Sampling
 
 
@@ -30,6 +30,31 @@ def test_token_ids_from_whatever_the_tokenizer_returns(answer):
 
     ids = to_token_ids(Tokenizer(), [{"role": "user", "content": "x"}])
     assert ids == [1, 2] and all(type(token) is int for token in ids)
+
+
+def test_siblings_prompts_are_encoded_once_and_none_can_spoil_the_others():
+    class Counting:
+        eos_token_id = 0
+        calls = 0
+
+        def apply_chat_template(self, conversation, **kwargs):
+            self.calls += 1
+            return [len(conversation[0]["content"])]
+
+        def decode(self, token_ids, **kwargs):
+            return ""
+
+    cache, tokenizer = PromptCache(), Counting()
+    first = cache.token_ids(tokenizer, [{"role": "user", "content": "x"}])
+    first.append(99)
+    assert cache.token_ids(tokenizer, [{"role": "user", "content": "x"}]) == [1] and tokenizer.calls == 1
+    assert cache.token_ids(tokenizer, [{"role": "system", "content": "x"}]) == [1] and tokenizer.calls == 2
+    for length in range(2, 2 + cache.SIZE):
+        assert cache.token_ids(tokenizer, [{"role": "user", "content": "x" * length}]) == [length]
+    assert len(cache._ids) == cache.SIZE
+    other = Counting()
+    cache.token_ids(other, [{"role": "user", "content": "xx"}])
+    assert other.calls == 1, "another tokenizer, other ids"
 
 
 def test_text_is_decoded_without_special_tokens_and_the_stop_token_is_kept(make_arena):

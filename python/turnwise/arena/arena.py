@@ -15,7 +15,7 @@ import numpy as np
 from turnwise.arena import samples as rows
 from turnwise.arena.context import EpisodeContext, content_key, current_context, derive_seed, inside, resolve
 from turnwise.arena.episode import Episode, check_episode
-from turnwise.arena.model_call import fit_to_context, generate_one, to_messages, to_step, to_token_ids
+from turnwise.arena.model_call import PromptCache, fit_to_context, generate_one, to_messages, to_step
 from turnwise.arena.scheduler import CallBudget, FailureCount, run_all
 from turnwise.arena.store import ArtifactStore, rng_state, set_rng_state
 from turnwise.types import (
@@ -94,6 +94,7 @@ class Arena:
         self.rng = random.Random(derive_seed(seed, "arena"))
         self.last_results: list[GenerateResult] = []
         self._budget = CallBudget(max_concurrency)
+        self._prompts = PromptCache()
         self._started = 0
         self._loose_calls = 0
         self._evaluation_sampling: Sampling | None = None
@@ -218,7 +219,7 @@ class Arena:
         settings = self._sampling_for(actor).with_(**sampling)
         context = current_context()
         messages = to_messages(prompt, actor)
-        prompt_ids = to_token_ids(self.tokenizer, messages)
+        prompt_ids = self._prompts.token_ids(self.tokenizer, messages)
         max_tokens = fit_to_context(len(prompt_ids), settings.max_tokens, self.max_context, f"actor {actor_id!r}")
         if settings.seed is None:
             settings = settings.with_(seed=self._call_seed(context))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,6 +47,28 @@ def to_token_ids(tokenizer: Tokenizer, messages: Messages) -> list[int]:
     if len(ids) == 1 and isinstance(ids[0], (list, tuple)):
         ids = list(ids[0])
     return [int(token) for token in ids]
+
+
+class PromptCache:
+    """Token ids of the latest prompts: the siblings of a tree ask for the same chat, and templates are slow."""
+
+    SIZE = 256
+
+    def __init__(self) -> None:
+        self._tokenizer: Tokenizer | None = None
+        self._ids: OrderedDict[str, tuple[int, ...]] = OrderedDict()
+
+    def token_ids(self, tokenizer: Tokenizer, messages: Messages) -> list[int]:
+        if tokenizer is not self._tokenizer:
+            self._tokenizer = tokenizer
+            self._ids.clear()
+        key = repr(messages)
+        if key not in self._ids:
+            self._ids[key] = tuple(to_token_ids(tokenizer, messages))
+        self._ids.move_to_end(key)
+        if len(self._ids) > self.SIZE:
+            self._ids.popitem(last=False)
+        return list(self._ids[key])
 
 
 def fit_to_context(prompt_tokens: int, max_tokens: int, max_context: int | None, who: str) -> int:
