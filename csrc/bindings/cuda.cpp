@@ -24,7 +24,8 @@ void bind_cuda(py::module_& module) {
     module.attr("with_cuda") = cuda::compiled();
     module.def("cuda_architectures", &cuda::architectures, "The architectures compiled in, as CMake writes them.");
     module.def("cuda_runtime_version", &cuda::runtime_version, "(major, minor) of the CUDA runtime linked in.");
-    module.def("cuda_driver_version", &cuda::driver_version, "(major, minor) that the driver supports; (0, 0): no driver.");
+    module.def("cuda_driver_version", &cuda::driver_version,
+               "(major, minor) that the driver supports; (0, 0): no driver.");
     module.def("cuda_device_count", &cuda::device_count, "How many CUDA devices there are.");
     module.def("cuda_device", &describe, py::arg("device"), "Name, capability and memory of a CUDA device.");
 }

@@ -14,7 +14,8 @@ namespace {
 
 // A column of Python objects, numbered by a dictionary: equal means equal to Python.
 int64_t number_objects(py::handle column, int64_t* ids) {
-    const py::object items = py::reinterpret_steal<py::object>(PySequence_Fast(column.ptr(), "keys: expected sequences"));
+    const py::object items =
+        py::reinterpret_steal<py::object>(PySequence_Fast(column.ptr(), "keys: expected sequences"));
     if (!items) throw py::error_already_set();
     const Py_ssize_t count = PySequence_Fast_GET_SIZE(items.ptr());
     const py::dict numbers;

@@ -8,17 +8,14 @@ namespace py = pybind11;
 namespace turnwise {
 namespace {
 
-void call(py::object rewards, py::object group_ids, py::object advantages, int64_t num_groups, py::object trajectory_ids,
-          py::object lengths, py::object valid, bool by_trajectory, int center, int scale, int singleton, int ddof,
-          double eps, double min_std) {
-    const GroupAdvantageInput input{view_of(rewards, "rewards"),
-                                    view_of(group_ids, "group_ids"),
-                                    view_of(trajectory_ids, "trajectory_ids"),
-                                    view_of(lengths, "lengths"),
-                                    view_of(valid, "valid"),
-                                    num_groups};
-    const GroupAdvantageOptions options{by_trajectory, Center(center), Scale(scale), Singleton(singleton),
-                                        ddof,          eps,            min_std};
+void call(py::object rewards, py::object group_ids, py::object advantages, int64_t num_groups,
+          py::object trajectory_ids, py::object lengths, py::object valid, bool by_trajectory, int center, int scale,
+          int singleton, int ddof, double eps, double min_std) {
+    const GroupAdvantageInput input{
+        view_of(rewards, "rewards"), view_of(group_ids, "group_ids"), view_of(trajectory_ids, "trajectory_ids"),
+        view_of(lengths, "lengths"), view_of(valid, "valid"),         num_groups};
+    const GroupAdvantageOptions options{by_trajectory, Center(center), Scale(scale), Singleton(singleton), ddof,
+                                        eps,           min_std};
     const View out = view_of(advantages, "advantages");
     py::gil_scoped_release unlocked;
     group_advantage(input, options, out);

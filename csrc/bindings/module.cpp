@@ -5,7 +5,8 @@
 namespace py = pybind11;
 
 PYBIND11_MODULE(_C, module) {
-    module.doc() = "The compiled core of turnwise. Use turnwise.ops; these functions take their arguments as they come.";
+    module.doc() =
+        "The compiled core of turnwise. Use turnwise.ops; these functions take their arguments as they come.";
     py::register_exception<turnwise::InvalidInput>(module, "InvalidInput", PyExc_ValueError);
     module.def("isa", &turnwise::isa_name, "The instruction set in use: baseline, avx2 or avx512.");
     turnwise::bind_factorize(module);

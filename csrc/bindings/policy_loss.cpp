@@ -49,7 +49,8 @@ void call(py::object logprobs, py::object old_logprobs, py::object advantages, p
     const PolicyLossOptions unpacked = options_of(options, threads);
     const int64_t columns = 8 + (input.ref_logprobs ? 1 : 0) + (input.rollout_logprobs ? 2 : 0);
     require(output.metrics.size() == columns * (1 + unpacked.num_actors), "metrics: wrong shape");
-    require(output.grad.size() == input.logprobs.size() && output.grad.dtype == input.logprobs.dtype, "grad: wrong shape");
+    require(output.grad.size() == input.logprobs.size() && output.grad.dtype == input.logprobs.dtype,
+            "grad: wrong shape");
     py::gil_scoped_release unlocked;
     policy_loss(input, unpacked, output);
 }
@@ -64,10 +65,10 @@ void exp_values(py::object values, py::object out) {
 }  // namespace
 
 void bind_policy_loss(py::module_& module) {
-    module.def("policy_loss", &call, py::arg("logprobs"), py::arg("old_logprobs"), py::arg("advantages"), py::arg("mask"),
-               py::arg("cu_seqlens"), py::arg("ref_logprobs"), py::arg("rollout_logprobs"), py::arg("normalizer"),
-               py::arg("actor_ids"), py::arg("options"), py::arg("loss"), py::arg("grad"), py::arg("metrics"),
-               py::arg("threads"), "Writes loss, gradient and metrics of the clipped policy loss.");
+    module.def("policy_loss", &call, py::arg("logprobs"), py::arg("old_logprobs"), py::arg("advantages"),
+               py::arg("mask"), py::arg("cu_seqlens"), py::arg("ref_logprobs"), py::arg("rollout_logprobs"),
+               py::arg("normalizer"), py::arg("actor_ids"), py::arg("options"), py::arg("loss"), py::arg("grad"),
+               py::arg("metrics"), py::arg("threads"), "Writes loss, gradient and metrics of the clipped policy loss.");
     module.def("exp", &exp_values, py::arg("values"), py::arg("out"),
                "The kernels' own exp of float32 values within +-80, for tests of its accuracy.");
 }

@@ -17,7 +17,8 @@ struct TorchNames {
             {"float32", DType::f32}, {"float64", DType::f64}, {"bfloat16", DType::bf16}, {"float16", DType::f16},
             {"int64", DType::i64},   {"int32", DType::i32},   {"int16", DType::i16},     {"int8", DType::i8},
             {"uint8", DType::u8},    {"bool", DType::boolean}};
-        for (const auto& [name, dtype] : names) dtypes.emplace_back(py::object(torch.attr(name)).release().ptr(), dtype);
+        for (const auto& [name, dtype] : names)
+            dtypes.emplace_back(py::object(torch.attr(name)).release().ptr(), dtype);
     }
     std::vector<std::pair<PyObject*, DType>> dtypes;
     PyObject* dtype = PyUnicode_InternFromString("dtype");
@@ -37,7 +38,9 @@ py::object checked(PyObject* result) {
     return py::reinterpret_steal<py::object>(result);
 }
 
-[[noreturn]] void refuse(const char* name, const std::string& reason) { throw py::type_error(name + (": " + reason)); }
+[[noreturn]] void refuse(const char* name, const std::string& reason) {
+    throw py::type_error(name + (": " + reason));
+}
 
 void read_pair(const py::object& sizes, int64_t* to) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(sizes.ptr()); ++i) {

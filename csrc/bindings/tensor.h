@@ -7,8 +7,8 @@
 
 namespace turnwise {
 
-// None gives an empty View. Throws TypeError for anything but a strided CPU tensor of at most two dimensions, naming it.
-// The tensor must outlive the View.
+// None gives an empty View. Throws TypeError for anything but a strided CPU tensor of at most two dimensions, naming
+// it. The tensor must outlive the View.
 View view_of(pybind11::handle tensor, const char* name);
 
 }  // namespace turnwise

@@ -25,8 +25,12 @@ static inline uint32_t bits_of_float(float value) {
     return bits;
 }
 
-static inline float to_float(float value) { return value; }
-static inline float to_float(BFloat16 value) { return float_of_bits(uint32_t(value.bits) << 16); }
+static inline float to_float(float value) {
+    return value;
+}
+static inline float to_float(BFloat16 value) {
+    return float_of_bits(uint32_t(value.bits) << 16);
+}
 
 static inline float to_float(Half value) {
     const uint32_t sign = uint32_t(value.bits & 0x8000) << 16;

@@ -35,6 +35,8 @@ Isa isa() {
     return chosen;
 }
 
-const char* isa_name() { return kNames[int(isa())]; }
+const char* isa_name() {
+    return kNames[int(isa())];
+}
 
 }  // namespace turnwise

@@ -1,5 +1,5 @@
-// A vector of floats, with the operators of a float, for the instruction set that this translation unit is compiled for.
-// Everything is in an unnamed namespace: units compiled with different flags must not share one inline function.
+// A vector of floats, with the operators of a float, for the instruction set that this translation unit is compiled
+// for. Everything is in an unnamed namespace: units compiled with different flags must not share one inline function.
 #pragma once
 
 #include <cstdint>
@@ -28,27 +28,61 @@ struct VecM {
 struct VecN {
     __m512i v;
 };
-TW_INLINE VecF broadcast(float x) { return {_mm512_set1_ps(x)}; }
-TW_INLINE VecF load(const float* p) { return {_mm512_loadu_ps(p)}; }
-TW_INLINE void store(float* p, VecF a) { _mm512_storeu_ps(p, a.v); }
-TW_INLINE void stream(float* p, VecF a) { _mm512_stream_ps(p, a.v); }
+TW_INLINE VecF broadcast(float x) {
+    return {_mm512_set1_ps(x)};
+}
+TW_INLINE VecF load(const float* p) {
+    return {_mm512_loadu_ps(p)};
+}
+TW_INLINE void store(float* p, VecF a) {
+    _mm512_storeu_ps(p, a.v);
+}
+TW_INLINE void stream(float* p, VecF a) {
+    _mm512_stream_ps(p, a.v);
+}
 TW_INLINE VecM load_mask(const uint8_t* p) {
     return {_mm512_cmpneq_epi32_mask(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)), _mm512_setzero_si512())};
 }
-TW_INLINE VecM all_true() { return {__mmask16(0xffff)}; }
-TW_INLINE VecF operator+(VecF a, VecF b) { return {_mm512_add_ps(a.v, b.v)}; }
-TW_INLINE VecF operator-(VecF a, VecF b) { return {_mm512_sub_ps(a.v, b.v)}; }
-TW_INLINE VecF operator*(VecF a, VecF b) { return {_mm512_mul_ps(a.v, b.v)}; }
-TW_INLINE VecM operator<(VecF a, VecF b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)}; }
-TW_INLINE VecM operator&(VecM a, VecM b) { return {__mmask16(a.v & b.v)}; }
-TW_INLINE VecM operator|(VecM a, VecM b) { return {__mmask16(a.v | b.v)}; }
-TW_INLINE VecF fma(VecF a, VecF b, VecF c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-TW_INLINE VecF vec_min(VecF a, VecF b) { return {_mm512_min_ps(a.v, b.v)}; }
-TW_INLINE VecF vec_max(VecF a, VecF b) { return {_mm512_max_ps(a.v, b.v)}; }
-TW_INLINE VecF vec_select(VecM m, VecF a, VecF b) { return {_mm512_mask_blend_ps(m.v, b.v, a.v)}; }
+TW_INLINE VecM all_true() {
+    return {__mmask16(0xffff)};
+}
+TW_INLINE VecF operator+(VecF a, VecF b) {
+    return {_mm512_add_ps(a.v, b.v)};
+}
+TW_INLINE VecF operator-(VecF a, VecF b) {
+    return {_mm512_sub_ps(a.v, b.v)};
+}
+TW_INLINE VecF operator*(VecF a, VecF b) {
+    return {_mm512_mul_ps(a.v, b.v)};
+}
+TW_INLINE VecM operator<(VecF a, VecF b) {
+    return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)};
+}
+TW_INLINE VecM operator&(VecM a, VecM b) {
+    return {__mmask16(a.v & b.v)};
+}
+TW_INLINE VecM operator|(VecM a, VecM b) {
+    return {__mmask16(a.v | b.v)};
+}
+TW_INLINE VecF fma(VecF a, VecF b, VecF c) {
+    return {_mm512_fmadd_ps(a.v, b.v, c.v)};
+}
+TW_INLINE VecF vec_min(VecF a, VecF b) {
+    return {_mm512_min_ps(a.v, b.v)};
+}
+TW_INLINE VecF vec_max(VecF a, VecF b) {
+    return {_mm512_max_ps(a.v, b.v)};
+}
+TW_INLINE VecF vec_select(VecM m, VecF a, VecF b) {
+    return {_mm512_mask_blend_ps(m.v, b.v, a.v)};
+}
 // true lanes added to a count per lane
-TW_INLINE VecN count(VecN n, VecM m) { return {_mm512_mask_add_epi32(n.v, m.v, n.v, _mm512_set1_epi32(1))}; }
-TW_INLINE VecM differs(VecF a, VecF b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_NEQ_OQ)}; }  // never for NaN
+TW_INLINE VecN count(VecN n, VecM m) {
+    return {_mm512_mask_add_epi32(n.v, m.v, n.v, _mm512_set1_epi32(1))};
+}
+TW_INLINE VecM differs(VecF a, VecF b) {
+    return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_NEQ_OQ)};
+}  // never for NaN
 // 2^n, where the low bits of `shifted` hold the integer n.
 TW_INLINE VecF power_of_two(VecF shifted) {
     const __m512i n = _mm512_slli_epi32(_mm512_castps_si512(shifted.v), 23);
@@ -69,27 +103,61 @@ struct VecM {
 struct VecN {
     __m256i v;
 };
-TW_INLINE VecF broadcast(float x) { return {_mm256_set1_ps(x)}; }
-TW_INLINE VecF load(const float* p) { return {_mm256_loadu_ps(p)}; }
-TW_INLINE void store(float* p, VecF a) { _mm256_storeu_ps(p, a.v); }
-TW_INLINE void stream(float* p, VecF a) { _mm256_stream_ps(p, a.v); }
+TW_INLINE VecF broadcast(float x) {
+    return {_mm256_set1_ps(x)};
+}
+TW_INLINE VecF load(const float* p) {
+    return {_mm256_loadu_ps(p)};
+}
+TW_INLINE void store(float* p, VecF a) {
+    _mm256_storeu_ps(p, a.v);
+}
+TW_INLINE void stream(float* p, VecF a) {
+    _mm256_stream_ps(p, a.v);
+}
 TW_INLINE VecM load_mask(const uint8_t* p) {
     const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
     return {_mm256_castsi256_ps(_mm256_cmpgt_epi32(wide, _mm256_setzero_si256()))};
 }
-TW_INLINE VecM all_true() { return {_mm256_castsi256_ps(_mm256_set1_epi32(-1))}; }
-TW_INLINE VecF operator+(VecF a, VecF b) { return {_mm256_add_ps(a.v, b.v)}; }
-TW_INLINE VecF operator-(VecF a, VecF b) { return {_mm256_sub_ps(a.v, b.v)}; }
-TW_INLINE VecF operator*(VecF a, VecF b) { return {_mm256_mul_ps(a.v, b.v)}; }
-TW_INLINE VecM operator<(VecF a, VecF b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ)}; }
-TW_INLINE VecM operator&(VecM a, VecM b) { return {_mm256_and_ps(a.v, b.v)}; }
-TW_INLINE VecM operator|(VecM a, VecM b) { return {_mm256_or_ps(a.v, b.v)}; }
-TW_INLINE VecF fma(VecF a, VecF b, VecF c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
-TW_INLINE VecF vec_min(VecF a, VecF b) { return {_mm256_min_ps(a.v, b.v)}; }
-TW_INLINE VecF vec_max(VecF a, VecF b) { return {_mm256_max_ps(a.v, b.v)}; }
-TW_INLINE VecF vec_select(VecM m, VecF a, VecF b) { return {_mm256_blendv_ps(b.v, a.v, m.v)}; }
-TW_INLINE VecN count(VecN n, VecM m) { return {_mm256_sub_epi32(n.v, _mm256_castps_si256(m.v))}; }
-TW_INLINE VecM differs(VecF a, VecF b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_NEQ_OQ)}; }
+TW_INLINE VecM all_true() {
+    return {_mm256_castsi256_ps(_mm256_set1_epi32(-1))};
+}
+TW_INLINE VecF operator+(VecF a, VecF b) {
+    return {_mm256_add_ps(a.v, b.v)};
+}
+TW_INLINE VecF operator-(VecF a, VecF b) {
+    return {_mm256_sub_ps(a.v, b.v)};
+}
+TW_INLINE VecF operator*(VecF a, VecF b) {
+    return {_mm256_mul_ps(a.v, b.v)};
+}
+TW_INLINE VecM operator<(VecF a, VecF b) {
+    return {_mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ)};
+}
+TW_INLINE VecM operator&(VecM a, VecM b) {
+    return {_mm256_and_ps(a.v, b.v)};
+}
+TW_INLINE VecM operator|(VecM a, VecM b) {
+    return {_mm256_or_ps(a.v, b.v)};
+}
+TW_INLINE VecF fma(VecF a, VecF b, VecF c) {
+    return {_mm256_fmadd_ps(a.v, b.v, c.v)};
+}
+TW_INLINE VecF vec_min(VecF a, VecF b) {
+    return {_mm256_min_ps(a.v, b.v)};
+}
+TW_INLINE VecF vec_max(VecF a, VecF b) {
+    return {_mm256_max_ps(a.v, b.v)};
+}
+TW_INLINE VecF vec_select(VecM m, VecF a, VecF b) {
+    return {_mm256_blendv_ps(b.v, a.v, m.v)};
+}
+TW_INLINE VecN count(VecN n, VecM m) {
+    return {_mm256_sub_epi32(n.v, _mm256_castps_si256(m.v))};
+}
+TW_INLINE VecM differs(VecF a, VecF b) {
+    return {_mm256_cmp_ps(a.v, b.v, _CMP_NEQ_OQ)};
+}
 TW_INLINE VecF power_of_two(VecF shifted) {
     const __m256i n = _mm256_slli_epi32(_mm256_castps_si256(shifted.v), 23);
     return {_mm256_castsi256_ps(_mm256_add_epi32(n, _mm256_set1_epi32(0x3f800000)))};
@@ -111,36 +179,74 @@ struct VecM {
 struct VecN {
     Int4 v;
 };
-TW_INLINE VecF broadcast(float x) { return {Float4{x, x, x, x}}; }
+TW_INLINE VecF broadcast(float x) {
+    return {Float4{x, x, x, x}};
+}
 TW_INLINE VecF load(const float* p) {
     VecF a;
     std::memcpy(&a.v, p, sizeof a.v);
     return a;
 }
-TW_INLINE void store(float* p, VecF a) { std::memcpy(p, &a.v, sizeof a.v); }
-TW_INLINE void stream(float* p, VecF a) { store(p, a); }
-TW_INLINE VecM load_mask(const uint8_t* p) { return {Int4{p[0], p[1], p[2], p[3]} != Int4{0, 0, 0, 0}}; }
-TW_INLINE VecM all_true() { return {Int4{-1, -1, -1, -1}}; }
-TW_INLINE VecF operator+(VecF a, VecF b) { return {a.v + b.v}; }
-TW_INLINE VecF operator-(VecF a, VecF b) { return {a.v - b.v}; }
-TW_INLINE VecF operator*(VecF a, VecF b) { return {a.v * b.v}; }
-TW_INLINE VecM operator<(VecF a, VecF b) { return {a.v < b.v}; }
-TW_INLINE VecM operator&(VecM a, VecM b) { return {a.v & b.v}; }
-TW_INLINE VecM operator|(VecM a, VecM b) { return {a.v | b.v}; }
-TW_INLINE VecF fma(VecF a, VecF b, VecF c) { return {a.v * b.v + c.v}; }
+TW_INLINE void store(float* p, VecF a) {
+    std::memcpy(p, &a.v, sizeof a.v);
+}
+TW_INLINE void stream(float* p, VecF a) {
+    store(p, a);
+}
+TW_INLINE VecM load_mask(const uint8_t* p) {
+    return {Int4{p[0], p[1], p[2], p[3]} != Int4{0, 0, 0, 0}};
+}
+TW_INLINE VecM all_true() {
+    return {Int4{-1, -1, -1, -1}};
+}
+TW_INLINE VecF operator+(VecF a, VecF b) {
+    return {a.v + b.v};
+}
+TW_INLINE VecF operator-(VecF a, VecF b) {
+    return {a.v - b.v};
+}
+TW_INLINE VecF operator*(VecF a, VecF b) {
+    return {a.v * b.v};
+}
+TW_INLINE VecM operator<(VecF a, VecF b) {
+    return {a.v < b.v};
+}
+TW_INLINE VecM operator&(VecM a, VecM b) {
+    return {a.v & b.v};
+}
+TW_INLINE VecM operator|(VecM a, VecM b) {
+    return {a.v | b.v};
+}
+TW_INLINE VecF fma(VecF a, VecF b, VecF c) {
+    return {a.v * b.v + c.v};
+}
 TW_INLINE VecF vec_select(VecM m, VecF a, VecF b) {
     return {(Float4)(((Int4)a.v & m.v) | ((Int4)b.v & ~m.v))};
 }
-TW_INLINE VecF vec_min(VecF a, VecF b) { return vec_select(a < b, a, b); }
-TW_INLINE VecF vec_max(VecF a, VecF b) { return vec_select(b < a, a, b); }
-TW_INLINE VecN count(VecN n, VecM m) { return {n.v - m.v}; }
-TW_INLINE VecM differs(VecF a, VecF b) { return (a < b) | (b < a); }
-TW_INLINE VecF power_of_two(VecF shifted) { return {(Float4)(((Int4)shifted.v << 23) + 0x3f800000)}; }
+TW_INLINE VecF vec_min(VecF a, VecF b) {
+    return vec_select(a < b, a, b);
+}
+TW_INLINE VecF vec_max(VecF a, VecF b) {
+    return vec_select(b < a, a, b);
+}
+TW_INLINE VecN count(VecN n, VecM m) {
+    return {n.v - m.v};
+}
+TW_INLINE VecM differs(VecF a, VecF b) {
+    return (a < b) | (b < a);
+}
+TW_INLINE VecF power_of_two(VecF shifted) {
+    return {(Float4)(((Int4)shifted.v << 23) + 0x3f800000)};
+}
 
 #endif
 
-TW_INLINE VecF operator-(VecF a) { return broadcast(-0.0f) - a; }
-TW_INLINE VecM operator>(VecF a, VecF b) { return b < a; }
+TW_INLINE VecF operator-(VecF a) {
+    return broadcast(-0.0f) - a;
+}
+TW_INLINE VecM operator>(VecF a, VecF b) {
+    return b < a;
+}
 
 // exp(x) for |x| <= 80, to 2 ulp: x = n ln 2 + r, exp(r) = 1 + r + r^2 q(r) with q fitted to least the largest relative
 // error on |r| <= ln(2)/2. NaN stays NaN.

@@ -26,6 +26,8 @@ inline bool is_floating(DType dtype) {
     return dtype == DType::f32 || dtype == DType::f64 || dtype == DType::bf16 || dtype == DType::f16;
 }
 
-inline bool is_contiguous_1d(const View& view) { return view.dims == 1 && (view.shape[0] <= 1 || view.stride[0] == 1); }
+inline bool is_contiguous_1d(const View& view) {
+    return view.dims == 1 && (view.shape[0] <= 1 || view.stride[0] == 1);
+}
 
 }  // namespace turnwise

@@ -13,13 +13,19 @@ void check(cudaError_t status, const char* what) {
                              std::to_string(int(status)) + ")");
 }
 
-std::pair<int, int> split(int version) { return {version / 1000, version % 1000 / 10}; }
+std::pair<int, int> split(int version) {
+    return {version / 1000, version % 1000 / 10};
+}
 
 }  // namespace
 
-bool compiled() { return true; }
+bool compiled() {
+    return true;
+}
 
-std::string architectures() { return TURNWISE_CUDA_ARCHITECTURES; }
+std::string architectures() {
+    return TURNWISE_CUDA_ARCHITECTURES;
+}
 
 std::pair<int, int> runtime_version() {
     int version = 0;

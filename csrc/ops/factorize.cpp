@@ -55,7 +55,8 @@ int64_t number(Key key, int64_t count, int64_t* ids) {
         high = std::max(high, key(i));
     }
     const uint64_t range = uint64_t(high) - uint64_t(low);  // unsigned: the full int64 range must not overflow
-    if (range < uint64_t(count) * 4 + 256 && count < INT32_MAX) return by_table(key, count, low, int64_t(range) + 1, ids);
+    if (range < uint64_t(count) * 4 + 256 && count < INT32_MAX)
+        return by_table(key, count, low, int64_t(range) + 1, ids);
     return by_hash(key, count, ids);
 }
 

@@ -11,10 +11,18 @@
 namespace turnwise {
 namespace {
 
-double to_double(double value) { return value; }
-double to_double(float value) { return value; }
-double to_double(BFloat16 value) { return to_float(value); }
-double to_double(Half value) { return to_float(value); }
+double to_double(double value) {
+    return value;
+}
+double to_double(float value) {
+    return value;
+}
+double to_double(BFloat16 value) {
+    return to_float(value);
+}
+double to_double(Half value) {
+    return to_float(value);
+}
 
 template <class T>
 T from_double(double value);
@@ -223,7 +231,8 @@ void group_advantage(const GroupAdvantageInput& input, const GroupAdvantageOptio
     require(rewards.dims == 1, "rewards: expected one dimension");
     for (const View* column : {&input.group_ids, &input.trajectory_ids, &input.lengths, &input.valid, &advantages}) {
         if (!*column) continue;
-        require(column->dims == 1 && column->shape[0] == rewards.shape[0], "every column must have the shape of rewards");
+        require(column->dims == 1 && column->shape[0] == rewards.shape[0],
+                "every column must have the shape of rewards");
         require(is_contiguous_1d(*column), "every column must be contiguous");
     }
     require(is_contiguous_1d(rewards) && advantages.dtype == rewards.dtype, "rewards: expected a contiguous tensor");
@@ -234,11 +243,16 @@ void group_advantage(const GroupAdvantageInput& input, const GroupAdvantageOptio
     require(!input.lengths || input.lengths.dtype == DType::f64, "lengths: expected float64");
     require(!input.valid || input.valid.dtype == DType::boolean, "valid: expected bool");
     switch (rewards.dtype) {
-        case DType::f32: return run<float>(input, options, advantages);
-        case DType::f64: return run<double>(input, options, advantages);
-        case DType::bf16: return run<BFloat16>(input, options, advantages);
-        case DType::f16: return run<Half>(input, options, advantages);
-        default: throw InvalidInput("rewards: expected a floating type");
+        case DType::f32:
+            return run<float>(input, options, advantages);
+        case DType::f64:
+            return run<double>(input, options, advantages);
+        case DType::bf16:
+            return run<BFloat16>(input, options, advantages);
+        case DType::f16:
+            return run<Half>(input, options, advantages);
+        default:
+            throw InvalidInput("rewards: expected a floating type");
     }
 }
 

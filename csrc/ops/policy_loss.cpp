@@ -31,10 +31,13 @@ const PolicyLossKernels& kernels() {
 namespace {
 
 constexpr int64_t kPiece = 16 * kTile;
-constexpr int64_t kTokensPerThread = 16 * kTile;   // below this a second thread costs more than it brings
-constexpr int64_t kStreamBytes = int64_t(8) << 20;  // gradients beyond this would push everything else out of the caches
+constexpr int64_t kTokensPerThread = 16 * kTile;  // below this a second thread costs more than it brings
+constexpr int64_t kStreamBytes = int64_t(8)
+                                 << 20;  // gradients beyond this would push everything else out of the caches
 
-double inverse(double value) { return value > 0 ? 1 / value : 0; }
+double inverse(double value) {
+    return value > 0 ? 1 / value : 0;
+}
 
 class Run {
   public:
@@ -57,8 +60,10 @@ class Run {
     void check() const {
         const View* streams[] = {&in_.logprobs, &in_.old_logprobs, &in_.ref_logprobs, &in_.rollout_logprobs};
         for (const View* stream : streams) {
-            require(stream->dims == 0 || layout_.fits(*stream), "old_logprobs, ref_logprobs, rollout_logprobs: wrong shape");
-            require(is_floating(stream->dtype) && stream->dtype != DType::f64, "logprobs: expected float32, bf16 or f16");
+            require(stream->dims == 0 || layout_.fits(*stream),
+                    "old_logprobs, ref_logprobs, rollout_logprobs: wrong shape");
+            require(is_floating(stream->dtype) && stream->dtype != DType::f64,
+                    "logprobs: expected float32, bf16 or f16");
         }
         require(in_.old_logprobs.dims > 0, "old_logprobs: missing");
         require(is_floating(in_.advantages.dtype) && in_.advantages.dtype != DType::f64, "advantages: wrong dtype");
@@ -87,7 +92,8 @@ class Run {
 
     int64_t actor(int64_t row) const {
         const int64_t place = row * in_.actor_ids.stride[0];
-        return in_.actor_ids.dtype == DType::i64 ? in_.actor_ids.as<int64_t>()[place] : in_.actor_ids.as<int32_t>()[place];
+        return in_.actor_ids.dtype == DType::i64 ? in_.actor_ids.as<int64_t>()[place]
+                                                 : in_.actor_ids.as<int32_t>()[place];
     }
 
     // Runs body on every piece; each thread takes a run of them with its share of the tokens.
@@ -97,9 +103,11 @@ class Run {
         const int parts = int(std::max<int64_t>(1, std::min<int64_t>(o_.threads, tokens / kTokensPerThread)));
         const auto first_of = [&](int part) {
             const int64_t place = tokens * part / parts;
-            return std::lower_bound(pieces_.begin(), pieces_.end(), place, [&](const Piece& piece, int64_t value) {
-                       return layout_.start(piece.row) + piece.begin < value;
-                   }) - pieces_.begin();
+            return std::lower_bound(pieces_.begin(), pieces_.end(), place,
+                                    [&](const Piece& piece, int64_t value) {
+                                        return layout_.start(piece.row) + piece.begin < value;
+                                    }) -
+                   pieces_.begin();
         };
         run_parts(parts, [&](int part) {
             const int64_t last = part + 1 == parts ? int64_t(pieces_.size()) : first_of(part + 1);
@@ -129,8 +137,9 @@ class Run {
                 const uint8_t* mask = in_.mask ? make_mask(row, t, n) : nullptr;
                 length_of[i] += double(mask ? kernels_.count(mask, n) : n);
                 if (sequence) {
-                    mismatch_of[i] += kernels_.mismatch(floats(in_.old_logprobs, row, t, n, old_logprobs),
-                                                        floats(in_.rollout_logprobs, row, t, n, rollout_logprobs), mask, n);
+                    mismatch_of[i] +=
+                        kernels_.mismatch(floats(in_.old_logprobs, row, t, n, old_logprobs),
+                                          floats(in_.rollout_logprobs, row, t, n, rollout_logprobs), mask, n);
                 }
             }
         });

@@ -1,5 +1,5 @@
-// The token loop. Compiled once per instruction set with TW_ISA naming the function that it exports, so nothing here may
-// be an inline function with external linkage.
+// The token loop. Compiled once per instruction set with TW_ISA naming the function that it exports, so nothing here
+// may be an inline function with external linkage.
 #include "ops/policy_loss_kernel.h"
 
 #include "core/float16.h"
@@ -72,7 +72,8 @@ TW_INLINE void step(const Tile& t, int i, Running& sums) {
     sums.dual = count(sums.dual, token.dual_clipped);
 }
 
-// The last, partial vector of a tile, copied out with its missing lanes masked: lane l always takes tokens l, l + lanes,
+// The last, partial vector of a tile, copied out with its missing lanes masked: lane l always takes tokens l, l +
+// lanes,
 // ..., so a row's sums do not depend on the padding behind it.
 template <KlKind kind, bool has_rollout>
 void tail_step(const Tile& t, int i, Running& sums) {
@@ -167,9 +168,12 @@ void gather_floats(const T* from, int64_t stride, int n, float* to) {
 
 void to_floats(const View& from, int64_t offset, int64_t stride, int n, float* to) {
     switch (from.dtype) {
-        case DType::bf16: return gather_floats(data_of<BFloat16>(from) + offset, stride, n, to);
-        case DType::f16: return gather_floats(data_of<Half>(from) + offset, stride, n, to);
-        default: return gather_floats(data_of<float>(from) + offset, stride, n, to);
+        case DType::bf16:
+            return gather_floats(data_of<BFloat16>(from) + offset, stride, n, to);
+        case DType::f16:
+            return gather_floats(data_of<Half>(from) + offset, stride, n, to);
+        default:
+            return gather_floats(data_of<float>(from) + offset, stride, n, to);
     }
 }
 
@@ -192,13 +196,20 @@ bool gather_float_mask(const T* from, int64_t stride, int n, uint8_t* to) {
 
 bool to_mask(const View& from, int64_t offset, int64_t stride, int n, uint8_t* to) {
     switch (from.dtype) {
-        case DType::i64: return gather_mask(data_of<int64_t>(from) + offset, stride, n, to);
-        case DType::i32: return gather_mask(data_of<int32_t>(from) + offset, stride, n, to);
-        case DType::i16: return gather_mask(data_of<int16_t>(from) + offset, stride, n, to);
-        case DType::f32: return gather_float_mask(data_of<float>(from) + offset, stride, n, to);
-        case DType::bf16: return gather_float_mask(data_of<BFloat16>(from) + offset, stride, n, to);
-        case DType::f16: return gather_float_mask(data_of<Half>(from) + offset, stride, n, to);
-        default: return gather_mask(data_of<uint8_t>(from) + offset, stride, n, to);
+        case DType::i64:
+            return gather_mask(data_of<int64_t>(from) + offset, stride, n, to);
+        case DType::i32:
+            return gather_mask(data_of<int32_t>(from) + offset, stride, n, to);
+        case DType::i16:
+            return gather_mask(data_of<int16_t>(from) + offset, stride, n, to);
+        case DType::f32:
+            return gather_float_mask(data_of<float>(from) + offset, stride, n, to);
+        case DType::bf16:
+            return gather_float_mask(data_of<BFloat16>(from) + offset, stride, n, to);
+        case DType::f16:
+            return gather_float_mask(data_of<Half>(from) + offset, stride, n, to);
+        default:
+            return gather_mask(data_of<uint8_t>(from) + offset, stride, n, to);
     }
 }
 
@@ -221,8 +232,8 @@ void exp_all(const float* from, int64_t n, float* to) {
 }
 
 constexpr PolicyLossKernels kKernels = {
-    {tile<KlKind::none>, tile<KlKind::k1>, tile<KlKind::abs>, tile<KlKind::k2>, tile<KlKind::k3>,
-     tile<KlKind::k1_plus>, tile<KlKind::k3_plus>},
+    {tile<KlKind::none>, tile<KlKind::k1>, tile<KlKind::abs>, tile<KlKind::k2>, tile<KlKind::k3>, tile<KlKind::k1_plus>,
+     tile<KlKind::k3_plus>},
     count_mask,
     mismatch,
     to_floats,
@@ -233,6 +244,8 @@ constexpr PolicyLossKernels kKernels = {
 
 }  // namespace
 
-const PolicyLossKernels& TW_ISA() { return kKernels; }
+const PolicyLossKernels& TW_ISA() {
+    return kKernels;
+}
 
 }  // namespace turnwise

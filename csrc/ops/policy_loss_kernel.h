@@ -20,9 +20,9 @@ struct Tile {
     const uint8_t* mask;
     float* grad;
     float advantage;
-    float weight;        // of the row in the loss; scales the gradient
-    float token_cap;     // cap of a token's importance weight; 0: none
-    float row_weight;    // importance weight of the whole row (1: none)
+    float weight;      // of the row in the loss; scales the gradient
+    float token_cap;   // cap of a token's importance weight; 0: none
+    float row_weight;  // importance weight of the whole row (1: none)
     ClipBounds clip;
     float kl_coef;
     bool stream;  // write the gradient past the caches

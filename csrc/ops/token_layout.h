@@ -20,7 +20,8 @@ class TokenLayout {
         }
         require(tokens.dims == 1, "logprobs: expected [N], as cu_seqlens is given");
         require(is_contiguous_1d(cu_seqlens) && cu_seqlens.shape[0] >= 1, "cu_seqlens: expected [B + 1], contiguous");
-        require(cu_seqlens.dtype == DType::i64 || cu_seqlens.dtype == DType::i32, "cu_seqlens: expected int32 or int64");
+        require(cu_seqlens.dtype == DType::i64 || cu_seqlens.dtype == DType::i32,
+                "cu_seqlens: expected int32 or int64");
         rows_ = cu_seqlens.shape[0] - 1;
         if (cu_seqlens.dtype == DType::i64) {
             starts_ = cu_seqlens.as<int64_t>();

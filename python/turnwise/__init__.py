@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from turnwise.types import Rollout as Rollout
     from turnwise.types import Step as Step
 
-__all__ = [*sorted(_HOME), "train"]  # noqa: PLE0604
+__all__ = [*sorted(_HOME), "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -76,13 +76,13 @@ def loss_normalizer(
 ) -> Tensor:
     """The normaliser of a whole optimizer step, to pass to each micro-batch's :func:`policy_loss` as ``normalizer``.
 
-    ``mask [B, T]`` for padded rows, ``cu_seqlens [B+1]`` with or without ``mask [N]`` for packed ones; ``actor_ids [B]``
-    and ``num_actors`` for ``"agent-mean"``, ``max_length`` for ``"seq-mean-token-sum-norm"``.
+    ``mask [B, T]`` for padded rows, ``cu_seqlens [B+1]`` with or without ``mask [N]`` for packed ones;
+    ``actor_ids [B]`` and ``num_actors`` for ``"agent-mean"``, ``max_length`` for ``"seq-mean-token-sum-norm"``.
 
     Returns float32: the number of trained tokens (``"token-mean"``), of rows with trained tokens
-    (``"seq-mean-token-sum"``, ``"seq-mean-token-mean"``), ``max_length`` (``"seq-mean-token-sum-norm"``), or the trained
-    tokens of each actor, ``[num_actors]`` (``"agent-mean"``). Normalisers of parts of a step, or of several ranks, add up
-    to that of the whole, but for ``"seq-mean-token-sum-norm"``, where it is a constant.
+    (``"seq-mean-token-sum"``, ``"seq-mean-token-mean"``), ``max_length`` (``"seq-mean-token-sum-norm"``), or the
+    trained tokens of each actor, ``[num_actors]`` (``"agent-mean"``). Normalisers of parts of a step, or of several
+    ranks, add up to that of the whole, but for ``"seq-mean-token-sum-norm"``, where it is a constant.
     """
     check_aggregation(aggregation, actor_ids, max_length)
     if cu_seqlens is not None:

@@ -21,7 +21,9 @@ def _columns(keys: tuple[Any, ...]) -> list[Any]:
     columns: list[Any] = []
     for index, key in enumerate(keys):
         if isinstance(key, str | bytes) or not hasattr(key, "__len__"):
-            raise TypeError(f"keys[{index}]: expected a sequence, array or tensor, got {type(key).__name__} {key!r:.60}")
+            raise TypeError(
+                f"keys[{index}]: expected a sequence, array or tensor, got {type(key).__name__} {key!r:.60}"
+            )
         column = key.detach().cpu().numpy() if isinstance(key, Tensor) else key
         if isinstance(column, np.ndarray):
             if column.ndim != 1:

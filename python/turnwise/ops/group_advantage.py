@@ -108,9 +108,7 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r}: expected one of {', '.join(choices)}")
 
 
-def _check_options(
-    pool: str, center: str, scale: str, ddof: int, eps: float, singleton: str, min_std: float
-) -> None:
+def _check_options(pool: str, center: str, scale: str, ddof: int, eps: float, singleton: str, min_std: float) -> None:
     _check_choice("pool", pool, POOLS)
     _check_choice("center", center, CENTERS)
     _check_choice("scale", scale, SCALES)

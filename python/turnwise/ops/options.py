@@ -35,7 +35,7 @@ class Clip:
             _require_finite("Clip", "dual", self.dual, 1.0, "None or a finite number > 1")
             if self.dual <= 1.0 + self.high:
                 raise ValueError(
-                    f"Clip.dual={self.dual!r}: expected more than 1 + high = {1.0 + self.high!r}, the bound it lies beyond"
+                    f"Clip.dual={self.dual!r}: expected more than 1 + high = {1.0 + self.high!r}, as it lies beyond"
                 )
 
 
@@ -64,7 +64,7 @@ class ImportanceCorrection:
     """Truncated importance weights against the mismatch of sampler and trainer: ``min(exp(old - rollout), cap)``.
 
     ``old`` are the trainer's log-probabilities before the update, ``rollout`` the sampler's. The weight multiplies the
-    clipped loss (not the KL term) and carries no gradient. ``level="sequence"`` uses the sum over the sequence's tokens.
+    clipped loss (not the KL term) and carries no gradient. ``level="sequence"`` uses the sum over the tokens of a row.
 
     Example: ``ImportanceCorrection(level="token", cap=2.0)``
     """

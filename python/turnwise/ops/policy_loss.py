@@ -110,10 +110,11 @@ _TWICE = "policy_loss: the native backend has no second derivative; use backend=
 
 
 class _Scale(torch.autograd.Function):
-    """The gradient times the loss's own; only here for a backward that is itself recorded, to refuse the next one."""
+    """The gradient times the loss's own, in a backward that is itself recorded. Takes ``logprobs`` so that what is
+    derived from the result meets the refusal below, rather than a graph that ends here."""
 
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, grad_loss: Tensor) -> Tensor:
+    def forward(ctx: Any, grad: Tensor, grad_loss: Tensor, logprobs: Tensor) -> Tensor:
         return grad * grad_loss
 
     @staticmethod
@@ -126,14 +127,14 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logprobs: Tensor, loss: Tensor, grad: Tensor) -> Tensor:
-        ctx.save_for_backward(grad)
+        ctx.save_for_backward(grad, logprobs)
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
-        (grad,) = ctx.saved_tensors
+        grad, logprobs = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return _Scale.apply(grad, grad_loss), None, None
+            return _Scale.apply(grad, grad_loss, logprobs), None, None
         # Usually 1: then the gradient is there already. Reading it costs nothing on a CPU.
         return grad if grad_loss.item() == 1.0 else grad * grad_loss, None, None
 
@@ -156,16 +157,16 @@ def _native_loss(s: Streams, objective: Objective, normalizer: Tensor | None) ->
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     _, grad, metrics = output
     ctx.mark_non_differentiable(grad, metrics)
-    ctx.save_for_backward(grad)
+    ctx.save_for_backward(grad, inputs[0])
     ctx.rest = len(inputs) - 1
 
 
 def _backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Any, ...]:
-    (grad,) = ctx.saved_tensors
-    return torch.ops.turnwise.policy_loss_backward(grad, grad_loss), *[None] * ctx.rest
+    grad, logprobs = ctx.saved_tensors
+    return torch.ops.turnwise.policy_loss_backward(grad, grad_loss, logprobs), *[None] * ctx.rest
 
 
-def _scale(grad: Tensor, grad_loss: Tensor) -> Tensor:
+def _scale(grad: Tensor, grad_loss: Tensor, logprobs: Tensor) -> Tensor:
     return grad * grad_loss
 
 
@@ -182,7 +183,7 @@ if extension is not None:
 
     _op.register_autograd(_backward, setup_context=_save)
     _scale_op = torch.library.custom_op("turnwise::policy_loss_backward", _scale, mutates_args=())
-    _scale_op.register_fake(lambda grad, grad_loss: torch.empty_like(grad))
+    _scale_op.register_fake(lambda grad, grad_loss, logprobs: torch.empty_like(grad))
     _scale_op.register_autograd(_refuse)
 
 
@@ -210,8 +211,8 @@ def policy_loss(
 ) -> PolicyLoss:
     """PPO's clipped loss with dual clip, KL term and importance correction (https://arxiv.org/abs/1707.06347, eq. 7).
 
-    Padded: ``logprobs [B, T]`` with ``mask [B, T]``. Packed: ``logprobs [N]`` with ``cu_seqlens [B+1]`` (int32 or int64,
-    from 0 to N), and ``mask [N]`` if some tokens don't train. ``old_logprobs``, ``ref_logprobs`` and
+    Padded: ``logprobs [B, T]`` with ``mask [B, T]``. Packed: ``logprobs [N]`` with ``cu_seqlens [B+1]`` (int32 or
+    int64, from 0 to N), and ``mask [N]`` if some tokens don't train. ``old_logprobs``, ``ref_logprobs`` and
     ``rollout_logprobs`` have the shape of ``logprobs``; ``advantages`` is ``[B]`` (one per sequence; taken so wherever
     it fits) or per token. Floats are float32, bfloat16, float16 (computed in float32) or float64 (reference only).
     A token trains where ``mask`` (bool, integer or 0/1 float) is not 0; masked tokens may hold anything, NaN too.

@@ -1,0 +1,182 @@
+"""A policy loss written out token by token in Python floats: what both backends are held against."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from turnwise.ops import KL, Clip, ImportanceCorrection
+
+
+def clamp(x: float, bound: float) -> float:
+    return max(-bound, min(bound, x))
+
+
+def kl_value(d: float, kind: str) -> float:
+    match kind.rstrip("+"):
+        case "k1":
+            return -d
+        case "abs":
+            return abs(d)
+        case "k2":
+            return d * d / 2
+        case _:
+            d = clamp(d, 20)
+            return clamp(math.exp(d) - d - 1, 10)
+
+
+@dataclass
+class Batch:
+    """Padded rows ``[B, T]`` and the options of one call, in float64."""
+
+    logprobs: Tensor
+    old: Tensor
+    ref: Tensor
+    rollout: Tensor
+    advantages: Tensor
+    mask: Tensor
+    actors: Tensor
+    num_actors: int = 3
+    max_length: int = 40
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def padded(self, dtype: torch.dtype = torch.float64, **changes: Any) -> dict[str, Any]:
+        """The arguments of ``policy_loss`` in padded form."""
+        options = {**self.options, **changes}
+        arguments = {
+            "logprobs": self.logprobs.to(dtype),
+            "old_logprobs": self.old.to(dtype),
+            "advantages": self.advantages.to(dtype),
+            "mask": self.mask,
+            "actor_ids": self.actors,
+            "num_actors": self.num_actors,
+            "max_length": self.max_length,
+            **options,
+        }
+        if options.get("kl"):
+            arguments["ref_logprobs"] = self.ref.to(dtype)
+        if options.get("correction"):
+            arguments["rollout_logprobs"] = self.rollout.to(dtype)
+        return arguments
+
+    def packed(self, dtype: torch.dtype = torch.float64, **changes: Any) -> dict[str, Any]:
+        """The same as packed streams: every row up to its last token, masked ones inside kept."""
+        arguments = self.padded(dtype, **changes)
+        lengths = [int(row.nonzero().max()) + 1 if row.any() else 0 for row in self.mask]
+        keep = torch.arange(self.mask.shape[1])[None] < torch.tensor(lengths)[:, None]
+        for name, value in arguments.items():
+            if isinstance(value, Tensor) and value.shape == self.mask.shape:
+                arguments[name] = value[keep]
+        arguments["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0)
+        return arguments
+
+    def expected(self, aggregation: str) -> tuple[float, dict[str, float]]:
+        """Loss and metrics by the definition."""
+        clip: Clip = self.options.get("clip", Clip())
+        kl: KL | None = self.options.get("kl")
+        correction: ImportanceCorrection | None = self.options.get("correction")
+        tokens: list[list[dict[str, float]]] = []
+        for b, row in enumerate(self.mask.tolist()):
+            places = [t for t, trains in enumerate(row) if trains]
+            mismatch = {t: (self.old[b, t] - self.rollout[b, t]).item() for t in places}
+            tokens.append([])
+            for t in places:
+                a = (self.advantages[b] if self.advantages.dim() == 1 else self.advantages[b, t]).item()
+                log_ratio = clamp((self.logprobs[b, t] - self.old[b, t]).item(), 20)
+                ratio = math.exp(log_ratio)
+                loss = max(-a * ratio, -a * max(1 - clip.low, min(1 + clip.high, ratio)))
+                dual = clip.dual is not None and a < 0 and loss > -a * clip.dual
+                loss = -a * clip.dual if dual else loss
+                if correction:
+                    sequence = correction.level == "sequence"
+                    total = sum(mismatch.values()) if sequence else mismatch[t]
+                    loss *= min(math.exp(clamp(total, 20)), correction.cap)
+                d = (self.ref[b, t] - self.logprobs[b, t]).item()
+                loss += kl.coef * kl_value(d, kl.kind) if kl else 0
+                tokens[-1].append(
+                    {
+                        "loss": loss,
+                        "clip_fraction_low": a < 0 and ratio < 1 - clip.low,
+                        "clip_fraction_high": a > 0 and ratio > 1 + clip.high,
+                        "dual_clip_fraction": dual,
+                        "approx_kl_k1": -log_ratio,
+                        "approx_kl_k3": ratio - 1 - log_ratio,
+                        "ratio_mean": ratio,
+                        **({"kl": kl_value(d, kl.kind)} if kl else {}),
+                        **(
+                            {"mismatch_kl": -mismatch[t], "weight": math.exp(clamp(mismatch[t], 20))}
+                            if correction
+                            else {}
+                        ),
+                    }
+                )
+        return self._aggregate(tokens, aggregation), self._metrics([t for row in tokens for t in row])
+
+    def _aggregate(self, tokens: list[list[dict[str, float]]], aggregation: str) -> float:
+        sums = [sum(t["loss"] for t in row) for row in tokens]
+        sizes = [len(row) for row in tokens]
+        rows = max(sum(size > 0 for size in sizes), 1)
+        match aggregation:
+            case "token-mean":
+                return sum(sums) / max(sum(sizes), 1)
+            case "seq-mean-token-sum":
+                return sum(sums) / rows
+            case "seq-mean-token-mean":
+                return sum(s / max(n, 1) for s, n in zip(sums, sizes, strict=True)) / rows
+            case "seq-mean-token-sum-norm":
+                return sum(sums) / self.max_length
+        by_actor: dict[int, list[float]] = {}
+        for actor, total, size in zip(self.actors.tolist(), sums, sizes, strict=True):
+            entry = by_actor.setdefault(actor, [0.0, 0.0])
+            entry[0] += total
+            entry[1] += size
+        means = [total / size for total, size in by_actor.values() if size]
+        return sum(means) / max(len(means), 1)
+
+    def _metrics(self, tokens: list[dict[str, float]]) -> dict[str, float]:
+        n = max(len(tokens), 1)
+        names = [name for name in (tokens[0] if tokens else {}) if name not in ("loss", "weight")]
+        metrics = {name: sum(t[name] for t in tokens) / n for name in names}
+        metrics["tokens"] = float(len(tokens))
+        metrics["ratio_max"] = max((t["ratio_mean"] for t in tokens), default=0.0)
+        if tokens and "weight" in tokens[0]:
+            weights = [t["weight"] for t in tokens]
+            metrics["ess"] = sum(weights) ** 2 / (n * sum(w * w for w in weights))
+        return metrics
+
+
+@pytest.fixture
+def make_batch() -> Callable[..., Batch]:
+    """``make_batch(seed, rows, width, **options)``: rows of any length, some empty, some with holes, some far off."""
+
+    def make(
+        seed: int, rows: int = 9, width: int = 37, *, spread: float = 0.5, per_token: bool = False, **options: Any
+    ) -> Batch:
+        generator = torch.Generator().manual_seed(seed)
+
+        def noise(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        logprobs = -torch.rand(rows, width, generator=generator, dtype=torch.float64) * 4
+        lengths = torch.randint(0, width + 1, (rows, 1), generator=generator)
+        mask = (torch.arange(width)[None] < lengths) & (torch.rand(rows, width, generator=generator) < 0.8)
+        if rows > 2:
+            mask[1] = False
+        return Batch(
+            logprobs=logprobs,
+            old=logprobs + spread * noise(rows, width),
+            ref=logprobs + spread * noise(rows, width),
+            rollout=logprobs + 0.3 * noise(rows, width),
+            advantages=noise(rows, width) if per_token else noise(rows),
+            mask=mask,
+            actors=torch.randint(0, 3, (rows,), generator=generator),
+            options=options,
+        )
+
+    return make

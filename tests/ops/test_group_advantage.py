@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import defaultdict
+
+import pytest
+import torch
+
+from turnwise.ops import factorize, group_advantage
+from turnwise.ops.group_advantage import CENTERS, POOLS, SCALES
+
+BACKENDS = ["native", "torch"]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+def by_loop(rewards, groups, *, trajectories, lengths, valid, pool, center, scale, ddof=1, eps=1e-6, min_std=0.0):
+    """The definition, in Python's exact ``statistics`` over dictionaries; singletons get 0."""
+    members = defaultdict(list)
+    for row, group in enumerate(groups):
+        if valid[row]:
+            members[group].append(row)
+    result = [0.0] * len(rewards)
+    for rows in members.values():
+        units = [[row] for row in rows]
+        if pool == "trajectory":
+            by_trajectory = defaultdict(list)
+            for row in rows:
+                by_trajectory[trajectories[row]].append(row)
+            units = list(by_trajectory.values())
+        values = [statistics.fmean(rewards[row] for row in unit) for unit in units]
+        sizes = [sum(lengths[row] for row in unit) for unit in units]
+        n, mean = len(values), statistics.fmean(values)
+        std = math.sqrt(sum((v - mean) ** 2 for v in values) / (n - ddof)) if n > ddof else 0.0
+        for unit, value in zip(units, values, strict=True):
+            middle = {
+                "mean": mean,
+                "leave_one_out": (sum(values) - value) / max(n - 1, 1),
+                "none": 0.0,
+                "length_weighted": sum(s * v for s, v in zip(sizes, values, strict=True)) / sum(sizes),
+            }[center]
+            advantage = (value - middle) / (std + eps if scale == "std" else 1)
+            if std < min_std or (scale == "std" and max(values) == min(values)):
+                advantage = 0.0
+            if n == 1 and (center, scale) != ("none", "none"):
+                advantage = 0.0
+            for row in unit:
+                result[row] = advantage
+    return torch.tensor(result, dtype=torch.float64)
+
+
+def batch(seed: int, rows: int = 60, groups: int = 9):
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.randn(rows, generator=generator, dtype=torch.float64)
+    ids = torch.randint(0, groups, (rows,), generator=generator)
+    trajectories = torch.randint(0, 4, (rows,), generator=generator) * 1_000_003 - 5
+    lengths = torch.randint(1, 50, (rows,), generator=generator)
+    valid = torch.rand(rows, generator=generator) < 0.8
+    return rewards, ids, trajectories, lengths, valid
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("pool", "center", "scale", "ddof"), list(itertools.product(POOLS, CENTERS, SCALES, [0, 1])))
+def test_every_rule_equals_its_definition(backend, seed, pool, center, scale, ddof) -> None:
+    rewards, ids, trajectories, lengths, valid = batch(seed)
+    options = {"pool": pool, "center": center, "scale": scale, "ddof": ddof}
+    expected = by_loop(
+        rewards.tolist(),
+        ids.tolist(),
+        trajectories=trajectories.tolist(),
+        lengths=lengths.tolist(),
+        valid=valid,
+        **options,
+    )
+    for dtype, tolerance in TOLERANCE.items():
+        if dtype in (torch.bfloat16, torch.float16):
+            continue  # rounding the rewards first changes the definition's input: see below
+        got = group_advantage(
+            rewards.to(dtype),
+            ids,
+            trajectory_ids=trajectories,
+            lengths=lengths,
+            valid=valid,
+            backend=backend,
+            **options,
+        )
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64])
+def test_narrow_and_integer_rewards(backend, dtype) -> None:
+    rewards = torch.tensor([3, -1, 2, 2, 5, 7]).to(dtype)
+    ids = torch.tensor([0, 0, 0, 1, 1, 1], dtype=torch.int32)
+    expected = group_advantage(rewards.double(), ids.long(), backend="torch")
+    got = group_advantage(rewards, ids, backend=backend)
+    assert got.dtype == (dtype if dtype.is_floating_point else torch.float32)
+    torch.testing.assert_close(got.double(), expected, rtol=8e-3, atol=8e-3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+class TestWorkedValues:
+    def test_one_group(self, backend) -> None:
+        got = group_advantage(torch.tensor([1.0, 0, 1, 1]), torch.zeros(4, dtype=torch.int64), backend=backend)
+        torch.testing.assert_close(got, torch.tensor([0.499999, -1.499997, 0.499999, 0.499999]), rtol=0, atol=1e-6)
+
+    def test_a_team(self, backend) -> None:
+        rewards = torch.tensor([0.9, 1, 1, 0, 0])
+        by_actor, _ = factorize(["solver", "solver", "verifier", "solver", "verifier"])
+        got = group_advantage(rewards, by_actor, backend=backend)
+        torch.testing.assert_close(
+            got, torch.tensor([0.48418, 0.66575, 0.70711, -1.14993, -0.70711]), rtol=0, atol=1e-5
+        )
+        got = group_advantage(rewards, by_actor, scale="none", backend=backend)
+        torch.testing.assert_close(got, torch.tensor([0.26667, 0.36667, 0.5, -0.63333, -0.5]), rtol=0, atol=1e-5)
+        trajectories, _ = factorize(["a", "a", "a", "b", "b"])
+        got = group_advantage(
+            rewards, torch.zeros(5, dtype=torch.int64), pool="trajectory", trajectory_ids=trajectories, backend=backend
+        )
+        torch.testing.assert_close(
+            got, torch.tensor([0.70711, 0.70711, 0.70711, -0.70711, -0.70711]), rtol=0, atol=1e-5
+        )
+
+    def test_an_offset_costs_no_accuracy(self, backend) -> None:
+        rewards = torch.tensor([1000.0, 1000.1, 1000.2, 1000.3])
+        got = group_advantage(rewards, torch.zeros(4, dtype=torch.int64), backend=backend)
+        assert got[0].item() == pytest.approx(-1.162, abs=1e-3)
+        exact = group_advantage(rewards.double(), torch.zeros(4, dtype=torch.int64), backend="torch")
+        torch.testing.assert_close(got.double(), exact, rtol=1e-6, atol=1e-6)
+
+    def test_raw_singleton(self, backend) -> None:
+        got = group_advantage(torch.tensor([2.0]), torch.tensor([0]), singleton="raw", backend=backend)
+        assert got.item() == pytest.approx(2 / (1 + 1e-6), rel=1e-6)
+        got = group_advantage(torch.tensor([2.0]), torch.tensor([0]), singleton="raw", scale="none", backend=backend)
+        assert got.item() == 2.0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("center", ["mean", "leave_one_out", "length_weighted"])
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e6 + 0.7, -3e-9])
+def test_ties_are_exactly_zero(backend, center, value) -> None:
+    rewards = torch.full((21,), value)
+    ids = torch.arange(21) % 3
+    got = group_advantage(rewards, ids, center=center, lengths=torch.arange(1, 22), eps=0.0, backend=backend)
+    assert got.tolist() == [0.0] * 21
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_min_std_counts_small_differences_as_ties(backend) -> None:
+    rewards, ids = torch.tensor([1.0, 1.001, 0.0, 1.0]), torch.tensor([0, 0, 1, 1])
+    got = group_advantage(rewards, ids, min_std=0.01, backend=backend)
+    assert got[:2].tolist() == [0.0, 0.0]
+    assert got[3].item() == pytest.approx(0.70711, abs=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_that_are_not_valid_change_nothing(backend) -> None:
+    rewards, ids, *_ = batch(3)
+    padded = torch.cat([rewards, torch.tensor([math.nan, 5.0])])
+    padded_ids = torch.cat([ids, torch.tensor([0, -7])])
+    valid = torch.ones(62, dtype=torch.uint8)
+    valid[60:] = 0
+    got = group_advantage(padded, padded_ids, num_groups=9, valid=valid, backend=backend)
+    assert torch.equal(got[:60], group_advantage(rewards, ids, num_groups=9, backend=backend))
+    assert got[60:].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_empty_strided_and_sparse(backend) -> None:
+    assert group_advantage(torch.zeros(0), torch.zeros(0, dtype=torch.int64), backend=backend).shape == (0,)
+    assert group_advantage(torch.zeros(0), torch.zeros(0, dtype=torch.int64), num_groups=5, backend=backend).shape == (
+        0,
+    )
+    rewards, ids, *_ = batch(4)
+    wide = torch.stack([rewards, rewards], dim=1)
+    expected = group_advantage(rewards, ids, backend=backend)
+    assert torch.equal(group_advantage(wide[:, 0], torch.stack([ids, ids], 1)[:, 1], backend=backend), expected)
+    assert torch.equal(group_advantage(rewards, ids * 10_000, backend=backend), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"rewards": torch.tensor([1.0, math.nan])}, ValueError, r"rewards\[1\]=nan: expected a finite number"),
+        ({"rewards": torch.tensor([math.inf, 1.0])}, ValueError, r"rewards\[0\]=inf"),
+        ({"rewards": torch.zeros(2, 1)}, ValueError, r"rewards has shape \(2, 1\)"),
+        ({"rewards": [1.0, 2.0]}, TypeError, "rewards.*list"),
+        ({"group_ids": torch.tensor([0, 3])}, ValueError, r"group_ids\[1\]=3: expected an id in \[0, 2\)"),
+        ({"group_ids": torch.tensor([-1, 0])}, ValueError, r"group_ids\[0\]=-1"),
+        ({"group_ids": torch.zeros(3, dtype=torch.int64)}, ValueError, r"group_ids has shape \(3,\): expected \(2,\)"),
+        ({"group_ids": torch.zeros(2)}, TypeError, "group_ids has dtype torch.float32: expected integers"),
+        ({"trajectory_ids": torch.zeros(2)}, TypeError, "trajectory_ids has dtype"),
+        ({"lengths": torch.tensor([1.0, -1.0]), "center": "length_weighted"}, ValueError, r"lengths\[1\]=-1\.0"),
+        ({"valid": torch.ones(1, dtype=torch.bool)}, ValueError, r"valid has shape \(1,\)"),
+        ({"pool": "rollouts"}, ValueError, "pool='rollouts': expected one of rows, trajectory"),
+        ({"center": "median"}, ValueError, "center='median'"),
+        ({"scale": "max"}, ValueError, "scale='max'"),
+        ({"singleton": "one"}, ValueError, "singleton='one'"),
+        ({"ddof": 2}, ValueError, "ddof=2: expected 0 or 1"),
+        ({"eps": -1.0}, ValueError, r"eps=-1\.0"),
+        ({"min_std": math.nan}, ValueError, "min_std=nan"),
+        ({"pool": "trajectory"}, ValueError, "trajectory_ids=None"),
+        ({"center": "length_weighted"}, ValueError, "lengths=None"),
+        ({"group_ids": torch.tensor([0, 1]), "singleton": "error"}, ValueError, "group 0 has a single member"),
+    ],
+)
+def test_mistakes_are_named(backend, change, error, message) -> None:
+    arguments = {"rewards": torch.tensor([1.0, 2.0]), "group_ids": torch.tensor([0, 0]), "num_groups": 2, **change}
+    with pytest.raises(error, match=message):
+        group_advantage(arguments.pop("rewards"), arguments.pop("group_ids"), backend=backend, **arguments)
+
+
+def test_no_gradient_and_no_graph() -> None:
+    rewards = torch.tensor([1.0, 0.0], requires_grad=True)
+    assert not group_advantage(rewards, torch.zeros(2, dtype=torch.int64)).requires_grad
+
+
+def test_compiles_whole_and_passes_opcheck() -> None:
+    rewards, ids, trajectories, lengths, valid = batch(5)
+
+    def advantage(rewards: torch.Tensor) -> torch.Tensor:
+        return group_advantage(rewards * 2, ids, center="length_weighted", lengths=lengths, valid=valid) + 1
+
+    torch.testing.assert_close(
+        torch.compile(advantage, fullgraph=True, backend="aot_eager")(rewards), advantage(rewards)
+    )
+    arguments = (rewards.float(), ids, -1, trajectories, lengths, valid, True, 0, 0, 0, 1, 1e-6, 0.0)
+    torch.library.opcheck(torch.ops.turnwise.group_advantage.default, arguments)

@@ -1,0 +1,399 @@
+"""The compiled policy loss against the float64 reference, and what a caller may count on."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from turnwise import _C
+from turnwise.ops import AGGREGATIONS, KL, Clip, ImportanceCorrection, loss_normalizer, policy_loss
+from turnwise.ops.options import KL_KINDS
+
+BACKENDS = ["native", "torch"]
+FULL = {"kl": KL("k3", 0.1), "clip": Clip(0.2, 0.28, dual=3.0), "correction": ImportanceCorrection("token", 1.5)}
+
+
+def run(arguments, **changes):
+    """``(PolicyLoss, gradient)`` with a loss scale of 2, so that a gradient that ignores it shows."""
+    arguments = {**arguments, **changes}
+    logprobs = arguments.pop("logprobs").clone().requires_grad_()
+    result = policy_loss(logprobs, **arguments)
+    (result.loss * 2).backward()
+    return result, logprobs.grad / 2
+
+
+def assert_same(got, want, rtol: float, atol: float) -> None:
+    (result, grad), (reference, reference_grad) = got, want
+    torch.testing.assert_close(result.loss.double(), reference.loss.double(), rtol=rtol, atol=atol)
+    largest = grad.abs().max().item() if grad.numel() else 0.0
+    torch.testing.assert_close(grad.double(), reference_grad.double(), rtol=rtol, atol=atol * largest)
+    assert list(result.metrics) == list(reference.metrics)
+    for name in reference.metrics:
+        for mine, theirs in (
+            (result.metrics[name], reference.metrics[name]),
+            (result.actor_metrics.get(name), reference.actor_metrics.get(name)),
+        ):
+            if mine is not None:
+                torch.testing.assert_close(mine, theirs, rtol=max(rtol, 1e-5), atol=max(atol, 1e-6), msg=name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Against float64
+# ---------------------------------------------------------------------------------------------------------------------
+# 1 and 37: less than a vector, and a tail; 64: whole vectors; 1030: beyond a tile of 1024; 16400: beyond a piece.
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (9, 37), (3, 64), (3, 1030), (2, 16400)])
+@pytest.mark.parametrize("form", ["padded", "packed"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_float32_equals_float64(make_batch, rows, width, form, aggregation) -> None:
+    batch = make_batch(rows * width, rows, width, **FULL)
+    arguments = getattr(batch, form)(torch.float32, aggregation=aggregation)
+    exact = {
+        k: v.double() if isinstance(v, torch.Tensor) and v.dtype == torch.float32 else v for k, v in arguments.items()
+    }
+    assert_same(run(arguments, backend="native"), run(exact, backend="torch"), rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KL_KINDS)
+@pytest.mark.parametrize("level", ["token", "sequence", None])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_every_option(make_batch, kind, level, per_token) -> None:
+    correction = ImportanceCorrection(level, 1.5) if level else None
+    batch = make_batch(
+        5, 9, 70, kl=KL(kind, 0.3), correction=correction, clip=Clip(0.1, 0.3, dual=1.5), per_token=per_token
+    )
+    for form in ("padded", "packed"):
+        arguments = getattr(batch, form)(torch.float32)
+        want = run(getattr(batch, form)(), backend="torch")
+        assert_same(run(arguments, backend="native"), want, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+def test_narrow_floats(make_batch, dtype, tolerance) -> None:
+    arguments = make_batch(8, 6, 1100, **FULL).padded(dtype)
+    exact = {
+        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in arguments.items()
+    }
+    got, want = run(arguments, backend="native"), run(exact, backend="torch")
+    assert got[1].dtype == dtype
+    assert_same(got, want, rtol=tolerance, atol=tolerance / 10)
+
+
+def test_the_clamps_at_their_bounds() -> None:
+    old = torch.zeros(1, 8)
+    logprobs = torch.tensor([[0.0, 19.9, 20.1, 90.0, -19.9, -20.1, -90.0, 1.0]])
+    for advantage in (1.0, -1.0, 0.0):
+        for kind in KL_KINDS:
+            arguments = {"logprobs": logprobs, "old_logprobs": old, "ref_logprobs": -logprobs, "kl": KL(kind, 0.1)}
+            arguments["advantages"] = torch.tensor([advantage])
+            exact = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+            assert_same(run(arguments, backend="native"), run(exact, backend="torch"), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bound", [80.0, 1.0, 1e-3])
+def test_exp_is_right_to_two_ulp(bound) -> None:
+    values = torch.linspace(-bound, bound, 100_003)
+    got = torch.empty_like(values)
+    _C.exp(values, got)
+    exact = values.double().exp()
+    ulp = torch.from_numpy(np.spacing(exact.float().numpy())).double()
+    assert ((got.double() - exact).abs() / ulp).max() <= 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Invariances
+# ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", ["padded", "packed"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("sizes", [[1] * 9, [4, 5], [2, 0, 6, 1]], ids=str)
+def test_any_split_into_micro_batches_gives_the_same_gradient(make_batch, backend, form, aggregation, sizes) -> None:
+    batch = make_batch(21, **FULL)
+    dtype = torch.float32 if backend == "native" else torch.float64
+    whole = getattr(batch, form)(dtype, aggregation=aggregation, backend=backend)
+    shared = {k: whole.get(k) for k in ("mask", "cu_seqlens", "actor_ids", "num_actors", "max_length")}
+    normalizer = loss_normalizer(aggregation, **shared)
+    loss, grad = run(whole)
+    parts, total = [], 0.0
+    for last, size in zip(np.cumsum(sizes), sizes, strict=True):
+        rows = slice(last - size, last)
+        part = {**whole, "actor_ids": whole["actor_ids"][rows], "advantages": whole["advantages"][rows]}
+        cut = rows
+        if form == "packed":
+            cu = whole["cu_seqlens"][rows.start : rows.stop + 1]
+            part["cu_seqlens"], cut = cu - cu[0], slice(int(cu[0]), int(cu[-1]))
+        for name in ("logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs", "mask"):
+            part[name] = whole[name][cut]
+        result, part_grad = run(part, normalizer=normalizer)
+        total += result.loss.item()
+        parts.append(part_grad)
+    torch.testing.assert_close(torch.cat(parts), grad, rtol=1e-6, atol=0)
+    assert total == pytest.approx(loss.loss.item(), rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_threads_change_no_bit(make_batch, aggregation) -> None:
+    arguments = make_batch(2, 40, 2000, **FULL).padded(torch.float32, aggregation=aggregation)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            results.append(run(arguments, backend="native"))
+    finally:
+        torch.set_num_threads(before)
+    for result, grad in results[1:]:
+        assert torch.equal(grad, results[0][1])
+        assert torch.equal(result.loss, results[0][0].loss)
+        assert all(torch.equal(result.metrics[k], v) for k, v in results[0][0].metrics.items())
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_padding_and_packing_change_no_bit(make_batch, aggregation) -> None:
+    batch = make_batch(4, 6, 83, **FULL)
+    packed, packed_grad = run(batch.packed(torch.float32, aggregation=aggregation), backend="native")
+    narrow, grad = run(batch.padded(torch.float32, aggregation=aggregation), backend="native")
+    assert torch.equal(packed.loss, narrow.loss)
+    lengths = batch.packed()["cu_seqlens"].diff()
+    assert torch.equal(packed_grad, grad[torch.arange(83)[None] < lengths[:, None]])
+    arguments = batch.padded(torch.float32, aggregation=aggregation)
+    for name in ("logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs"):
+        arguments[name] = torch.nn.functional.pad(arguments[name], (0, 1200), value=math.nan)
+    arguments["mask"] = torch.nn.functional.pad(arguments["mask"], (0, 1200))
+    wide, wide_grad = run(arguments, backend="native")
+    assert torch.equal(wide.loss, narrow.loss)
+    assert torch.equal(wide_grad[:, :83], grad)
+    assert all(torch.equal(wide.metrics[k], v) for k, v in narrow.metrics.items())
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.bfloat16]
+)
+def test_masks_of_any_dtype(make_batch, dtype) -> None:
+    arguments = make_batch(6, **FULL).padded(torch.float32)
+    want, grad = run(arguments, backend="native")
+    arguments["mask"] = arguments["mask"].to(dtype)
+    for normalizer in (None, want.metrics["tokens"]):
+        got, got_grad = run(arguments, backend="native", normalizer=normalizer)
+        assert torch.equal(got.loss, want.loss)
+        assert torch.equal(got_grad, grad)
+
+
+def test_any_strides(make_batch) -> None:
+    batch = make_batch(9, 8, 50, per_token=True, **FULL)
+    want, grad = run(batch.padded(torch.float32), backend="native")
+    turned = {
+        k: v.T.contiguous().T if isinstance(v, torch.Tensor) and v.dim() == 2 else v
+        for k, v in batch.padded(torch.float32).items()
+    }
+    got, got_grad = run(turned, backend="native")
+    assert torch.equal(got.loss, want.loss)
+    assert torch.equal(got_grad, grad)
+    packed = batch.packed(torch.float32)
+    every_second = {
+        k: torch.stack([v, v], 1)[:, 0] if isinstance(v, torch.Tensor) and v.shape == packed["logprobs"].shape else v
+        for k, v in packed.items()
+    }
+    assert torch.equal(run(every_second, backend="native")[0].loss, run(packed, backend="native")[0].loss)
+
+
+def test_advantages_per_sequence_are_those_per_token(make_batch) -> None:
+    arguments = make_batch(10).padded(torch.float32)
+    want, grad = run(arguments, backend="native")
+    for advantages in (arguments["advantages"][:, None], arguments["advantages"][:, None].expand(-1, 37)):
+        got, got_grad = run(arguments, advantages=advantages, backend="native")
+        assert torch.equal(got.loss, want.loss)
+        assert torch.equal(got_grad, grad)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Odd input
+# ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0), (2, 4)])
+def test_no_tokens_cost_nothing(backend, aggregation, shape) -> None:
+    values = torch.full(shape, math.nan)
+    actors = torch.zeros(shape[0], dtype=torch.int64)
+    arguments = {
+        "logprobs": values,
+        "old_logprobs": values,
+        "advantages": torch.zeros(shape[0]),
+        "aggregation": aggregation,
+    }
+    result, grad = run(
+        arguments,
+        mask=torch.zeros(shape),
+        actor_ids=actors,
+        num_actors=2,
+        max_length=4,
+        backend=backend,
+        ref_logprobs=values,
+        rollout_logprobs=values,
+    )
+    assert result.loss.item() == 0
+    assert torch.equal(grad, torch.zeros(shape))
+    assert [m.item() for m in result.metrics.values()] == [0.0] * len(result.metrics)
+    empty = torch.zeros(0)
+    packed, _ = run(
+        {"logprobs": empty, "old_logprobs": empty, "advantages": empty, "cu_seqlens": torch.tensor([0])},
+        backend=backend,
+    )
+    assert packed.loss.item() == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_masked_tokens_may_hold_anything_and_others_must_not_hide_nan(make_batch, backend) -> None:
+    batch = make_batch(12, **FULL)
+    want, grad = run(batch.padded(torch.float32), backend=backend)
+    arguments = batch.padded(torch.float32)
+    for name in ("logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs"):
+        arguments[name] = arguments[name].masked_fill(~batch.mask, math.nan)
+    got, got_grad = run(arguments, backend=backend)
+    assert torch.equal(got.loss, want.loss)
+    assert torch.equal(got_grad, grad)
+    row, token = batch.mask.nonzero()[0].tolist()
+    arguments["logprobs"][row, token] = math.nan
+    broken, broken_grad = run(arguments, backend=backend)
+    assert broken.loss.isnan()
+    if backend == "native":  # torch's clamp has gradient 0 at NaN
+        assert broken_grad[row, token].isnan()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"logprobs": torch.zeros(6)}, ValueError, r"logprobs has shape \(6,\): expected \[B, T\]"),
+        ({"logprobs": torch.zeros(2, 3, dtype=torch.int64)}, TypeError, "logprobs has dtype torch.int64"),
+        ({"old_logprobs": torch.zeros(2, 4)}, ValueError, r"old_logprobs has shape \(2, 4\): expected \(2, 3\)"),
+        ({"old_logprobs": torch.zeros(2, 3).int()}, TypeError, "old_logprobs has dtype torch.int32"),
+        ({"advantages": torch.zeros(3)}, ValueError, r"advantages has shape \(3,\)"),
+        ({"mask": torch.ones(2)}, ValueError, r"mask has shape \(2,\)"),
+        ({"mask": torch.full((2, 3), 0.5)}, ValueError, r"mask\[0, 0\]=0\.5: expected 0 or 1"),
+        ({"kl": KL()}, ValueError, "ref_logprobs=None"),
+        ({"kl": KL(), "ref_logprobs": torch.zeros(2)}, ValueError, r"ref_logprobs has shape"),
+        ({"correction": ImportanceCorrection()}, ValueError, "rollout_logprobs=None"),
+        ({"aggregation": "mean"}, ValueError, "aggregation='mean': expected one of token-mean"),
+        ({"aggregation": "agent-mean"}, ValueError, "actor_ids=None"),
+        ({"aggregation": "seq-mean-token-sum-norm"}, ValueError, "max_length=None"),
+        ({"actor_ids": torch.zeros(2, dtype=torch.int64)}, ValueError, "num_actors=None"),
+        ({"actor_ids": torch.tensor([0, 2]), "num_actors": 2}, ValueError, r"actor_ids\[1\]=2: expected an id"),
+        ({"actor_ids": torch.tensor([0]), "num_actors": 2}, ValueError, r"actor_ids has shape \(1,\)"),
+        ({"normalizer": torch.ones(2)}, ValueError, r"normalizer has shape \(2,\): expected \(\)"),
+        ({"logprobs": torch.zeros(6), "cu_seqlens": torch.tensor([0, 4, 3, 6])}, ValueError, r"cu_seqlens\[2\]=3"),
+        ({"logprobs": torch.zeros(6), "cu_seqlens": torch.tensor([1, 6])}, ValueError, r"cu_seqlens\[0\]=1"),
+        ({"logprobs": torch.zeros(6), "cu_seqlens": torch.tensor([0, 5])}, ValueError, r"cu_seqlens\[-1\]=5"),
+        ({"logprobs": torch.zeros(6), "cu_seqlens": torch.tensor([0.0, 6.0])}, TypeError, "cu_seqlens has dtype"),
+        ({"cu_seqlens": torch.tensor([0, 6])}, ValueError, r"expected \[N\], as cu_seqlens is given"),
+    ],
+)
+def test_mistakes_are_named(backend, change, error, message) -> None:
+    arguments = {"logprobs": torch.zeros(2, 3), **change}
+    logprobs = arguments.pop("logprobs")
+    rows = 2 if "cu_seqlens" not in change else len(change["cu_seqlens"]) - 1
+    defaults = {"old_logprobs": torch.zeros(logprobs.shape), "advantages": torch.zeros(rows)}
+    with pytest.raises(error, match=message):
+        policy_loss(logprobs, **{**defaults, **arguments}, backend=backend)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Autograd, torch.library, threads
+# ---------------------------------------------------------------------------------------------------------------------
+def test_a_second_derivative_raises(make_batch) -> None:
+    arguments = make_batch(1).padded(torch.float32)
+    logprobs = arguments.pop("logprobs").requires_grad_()
+    (grad,) = torch.autograd.grad(policy_loss(logprobs, **arguments).loss, logprobs, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative; use backend='torch'"):
+        grad.sum().backward()
+    streams = (logprobs, *(arguments[k] for k in ("old_logprobs", "advantages", "mask")), *[None] * 5)
+    loss, *_ = torch.ops.turnwise.policy_loss(*streams, 0.2, 0.2, 0.0, 0, 0.0, 0, 0.0, 0, 0, 0.0)
+    (grad,) = torch.autograd.grad(loss, logprobs, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative; use backend='torch'"):
+        grad.sum().backward()
+    (grad,) = torch.autograd.grad(policy_loss(logprobs, **arguments, backend="torch").loss, logprobs, create_graph=True)
+    grad.sum().backward()
+
+
+def test_backward_twice_through_one_graph(make_batch) -> None:
+    arguments = make_batch(1).padded(torch.float32)
+    logprobs = arguments.pop("logprobs").requires_grad_()
+    result = policy_loss(logprobs, **arguments)
+    result.loss.backward(retain_graph=True)
+    first = logprobs.grad.clone()
+    (result.loss * 3).backward()
+    torch.testing.assert_close(logprobs.grad, 4 * first)
+
+
+def test_without_grad_mode_there_is_no_graph(make_batch) -> None:
+    arguments = make_batch(1).padded(torch.float32)
+    arguments["logprobs"].requires_grad_()
+    with torch.no_grad():
+        assert not policy_loss(**arguments).loss.requires_grad
+    assert not any(m.requires_grad for m in policy_loss(**arguments).metrics.values())
+
+
+@pytest.mark.parametrize("form", ["padded", "packed"])
+def test_compiles_whole(make_batch, form) -> None:
+    arguments = getattr(make_batch(13, **FULL), form)(torch.float32)
+    logprobs = arguments.pop("logprobs")
+
+    def scaled(x):
+        result = policy_loss(x * 1.5, **arguments)
+        return result.loss * 2, result.metrics["ratio_mean"]
+
+    results = []
+    for function in (scaled, torch.compile(scaled, fullgraph=True, backend="aot_eager")):
+        x = logprobs.clone().requires_grad_()
+        loss, metric = function(x)
+        loss.backward()
+        results.append((loss.detach(), metric, x.grad))
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_opcheck(make_batch) -> None:
+    a = make_batch(14, **FULL).padded(torch.float32)
+    streams = (a["logprobs"].requires_grad_(), a["old_logprobs"], a["advantages"], a["mask"], None)
+    rest = (a["ref_logprobs"], a["rollout_logprobs"], a["actor_ids"], None)
+    options = (0.2, 0.28, 3.0, 4, 0.1, 1, 1.5, 0, 3, 0.0)
+    torch.library.opcheck(torch.ops.turnwise.policy_loss.default, (*streams, *rest, *options))
+    scale = (torch.randn(3, 4), torch.tensor(2.0), torch.randn(3, 4))
+    torch.library.opcheck(torch.ops.turnwise.policy_loss_backward.default, scale)
+
+
+def test_calls_from_several_threads(make_batch) -> None:
+    arguments = make_batch(2, 40, 2000, **FULL).padded(torch.float32)
+    want, grad = run(arguments, backend="native")
+    wrong = []
+
+    def work() -> None:
+        for _ in range(5):
+            got, got_grad = run(arguments, backend="native")
+            if not (torch.equal(got.loss, want.loss) and torch.equal(got_grad, grad)):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_works_in_a_forked_child() -> None:
+    code = (
+        "import os, torch; torch.set_num_threads(2); from turnwise import ops\n"
+        "x = torch.randn(64, 2048); call = lambda: ops.policy_loss(x, x, torch.ones(64)).loss.item()\n"
+        "want = call(); child = os.fork()\n"
+        "if child == 0: os._exit(0 if call() == want else 1)\n"
+        "print(os.waitpid(child, 0)[1])\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-P", "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout.strip() == "0", result.stderr
