@@ -28,11 +28,17 @@ $(VENV)/.python:
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.python constraints.txt $(PACKAGE)
+# The build's own tools, pinned and at one place: an isolated build would get fresh ones and compile everything anew each
+# time. `make wheel-check` builds in isolation.
+$(VENV)/.builders: $(VENV)/.python constraints.txt
+	@$(INSTALL) scikit-build-core pybind11 cmake ninja
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.builders constraints.txt $(PACKAGE)
 	@command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || \
 	  { echo "turnwise builds a C++17 extension and found no compiler (on Debian and Ubuntu: apt install g++)." >&2; exit 1; }
 	@echo "Installing turnwise and its pinned dependencies into $(VENV): minutes the first time, seconds after that."
-	@$(INSTALL) '.[test,plot]'
+	@$(INSTALL) --no-build-isolation '.[test,plot]'
 	@touch $@
 
 # The tools of `make lint` and `make sdist`; nothing of the package needs them.
@@ -70,8 +76,7 @@ format: $(VENV)/.tools  ## rewrite the files in the house style
 	@$(if $(CPP),$(BIN)/clang-format -i $(CPP))
 
 # ---- build in other ways --------------------------------------------------------------------------------------------
-develop: $(VENV)/.python  ## compile turnwise._C in place, for work with PYTHONPATH=python
-	@$(INSTALL) cmake ninja pybind11
+develop: $(VENV)/.builders  ## compile turnwise._C in place, for work with PYTHONPATH=python
 	@$(BIN)/cmake -S . -B build/develop -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	  -DPython_EXECUTABLE=$(abspath $(BIN))/python -Dpybind11_DIR="$$($(BIN)/pybind11-config --cmakedir)"
 	@$(BIN)/cmake --build build/develop
@@ -79,7 +84,7 @@ develop: $(VENV)/.python  ## compile turnwise._C in place, for work with PYTHONP
 
 sdist: $(VENV)/.tools  ## dist/turnwise-*.tar.gz
 	@rm -f dist/turnwise-*.tar.gz
-	@$(BIN)/python -m build --sdist --outdir dist .
+	@$(BIN)/python -m build --quiet --sdist --outdir dist .
 
 wheel-check: sdist  ## a wheel from the sdist, built in isolation, imports outside the tree
 	@.ci/check-wheel $(BIN)/python dist/turnwise-*.tar.gz OFF
