@@ -83,7 +83,7 @@ class Actor:
             raise ValueError(f"Actor.id={self.id!r}: expected a non-empty string")
         if not self.policy or not isinstance(self.policy, str):
             raise ValueError(
-                f"Actor.policy={self.policy!r} of actor {self.id!r}: expected the name of a policy, for example 'default'"
+                f"Actor.policy={self.policy!r} of actor {self.id!r}: expected the name of a policy, such as 'default'"
             )
 
 
@@ -245,7 +245,7 @@ class GenerateResult:
     ``uid`` names the question (the request's ``group_id``, else its artifact); ``parent_id`` the rollout that spawned
     this one.
 
-    Example: ``GenerateResult(Rollout("r-1", "propose", None), children=[GenerateResult(Rollout("r-2", "solve", "q"))])``
+    Example: ``GenerateResult(Rollout("r-1", "propose", None), children=[GenerateResult(Rollout("r-2", "solve", 1))])``
     """
 
     rollout: Rollout
