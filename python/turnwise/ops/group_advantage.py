@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -189,7 +189,7 @@ def _check(
 # ---------------------------------------------------------------------------------------------------------------------
 # Native
 # ---------------------------------------------------------------------------------------------------------------------
-_MODES = {
+_MODES: dict[tuple[str, str, str, str], tuple[Any, ...]] = {
     (pool, center, scale, singleton): (i == 1, j, k, m)
     for i, pool in enumerate(POOLS)
     for j, center in enumerate(CENTERS)
@@ -314,18 +314,17 @@ def group_advantage(
     if (pool == "trajectory" and trajectory_ids is None) or (center == "length_weighted" and lengths is None):
         _check_companions(pool, trajectory_ids, center, lengths)
     assert modes is not None
-    numbers = (ddof, eps, min_std)
     columns = (trajectory_ids, lengths, valid)
     if resolve(backend, _obstacle(rewards)) == "native":
         groups = -1 if num_groups is None else num_groups
         # The dispatcher costs more than a small batch does, so plain tensors pass it by.
         plain = type(rewards) is Tensor and not torch.compiler.is_compiling()
         call = _native if plain else torch.ops.turnwise.group_advantage
-        return call(rewards, group_ids, groups, *columns, *modes, *numbers)
+        return call(rewards, group_ids, groups, *columns, *modes, ddof, eps, min_std)
     if num_groups is None:
         num_groups = int(group_ids.max()) + 1 if group_ids.numel() else 0
     _check(rewards, group_ids, num_groups, *columns)
     if singleton == "error":
         _check_singletons(group_ids, num_groups, trajectory_ids if pool == "trajectory" else None, valid)
-    options = Options(pool, center, scale, singleton, *numbers)
+    options = Options(pool, center, scale, singleton, ddof, eps, min_std)
     return reference(rewards.detach(), group_ids, num_groups, *columns, options)

@@ -93,7 +93,7 @@ def correction_weights(mismatch: Tensor, rows: Rows, correction: ImportanceCorre
 
 
 def reference(s: Streams, objective: Objective, normalizer: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The loss, and its metrics ``[1 + num_actors, K]`` in the order of :func:`metric_names`: overall, then by actor."""
+    """The loss, and its metrics ``[1 + num_actors, K]`` in the order of :func:`metric_names`: all, then by actor."""
     dtype = torch.float64 if s.logprobs.dtype == torch.float64 else torch.float32
     rows = Rows(s.logprobs, s.cu_seqlens)
     mask = torch.ones_like(s.logprobs, dtype=torch.bool) if s.mask is None else s.mask != 0

@@ -1,0 +1,21 @@
+// The formulas' numbers as single floats: on a GPU, and in tests on the host.
+#pragma once
+
+#include <cmath>
+
+#include "ops/policy_loss_math.h"
+
+namespace turnwise {
+
+struct ScalarMath {
+    using F = float;
+    using M = bool;
+    static TW_HD F set(float x) { return x; }
+    static TW_HD F min(F a, F b) { return a < b ? a : b; }
+    static TW_HD F max(F a, F b) { return a > b ? a : b; }
+    static TW_HD F exp(F x) { return expf(x); }
+    static TW_HD M differs(F a, F b) { return a < b || b < a; }
+    static TW_HD F select(M m, F a, F b) { return m ? a : b; }
+};
+
+}  // namespace turnwise
