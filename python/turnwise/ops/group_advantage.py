@@ -189,7 +189,7 @@ def _check(
 # ---------------------------------------------------------------------------------------------------------------------
 # Native
 # ---------------------------------------------------------------------------------------------------------------------
-_MODES: dict[tuple[str, str, str, str], tuple[Any, ...]] = {
+_MODES = {
     (pool, center, scale, singleton): (i == 1, j, k, m)
     for i, pool in enumerate(POOLS)
     for j, center in enumerate(CENTERS)
@@ -319,7 +319,7 @@ def group_advantage(
         groups = -1 if num_groups is None else num_groups
         # The dispatcher costs more than a small batch does, so plain tensors pass it by.
         plain = type(rewards) is Tensor and not torch.compiler.is_compiling()
-        call = _native if plain else torch.ops.turnwise.group_advantage
+        call: Any = _native if plain else torch.ops.turnwise.group_advantage
         return call(rewards, group_ids, groups, *columns, *modes, ddof, eps, min_std)
     if num_groups is None:
         num_groups = int(group_ids.max()) + 1 if group_ids.numel() else 0
