@@ -80,6 +80,12 @@ def test_no_token_without_weight_is_drawn(uniform: float) -> None:
     assert all(weights[row, token] > 0 for row, token in enumerate(tokens.tolist()))
 
 
+def test_the_largest_draw_stays_below_any_total() -> None:
+    totals = torch.rand(100_000, generator=torch.Generator().manual_seed(0)) * 2 + 1e-6
+    tokens = _inverse_cdf(torch.stack([totals, torch.zeros_like(totals)], dim=1), torch.full_like(totals, 1 - 2**-24))
+    assert not tokens.any()
+
+
 def test_draws_follow_the_distribution() -> None:
     rows = 20_000
     logits = torch.tensor([0.0, 1.0, -1.0, 2.0]).expand(rows, 4)

@@ -141,6 +141,21 @@ async def test_a_shared_module_stays_trainable(helpers: Any) -> None:
         assert response.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
 
 
+async def test_what_a_shared_module_keeps_from_sampling_may_enter_its_training(helpers: Any) -> None:
+    kept: list[torch.Tensor] = []
+
+    def scale(_: Any, args: tuple[torch.Tensor]) -> torch.Tensor:
+        if not kept:
+            kept.append(torch.ones(1))
+        return args[0] * kept[0]
+
+    model = helpers.build()
+    model.lm_head.register_forward_pre_hook(scale)
+    async with client_of(model, share=True) as client:
+        await client.generate(requests_of(1, 1))
+    model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+
+
 async def test_a_failing_forward_reaches_every_caller_and_no_later_one(helpers: Any) -> None:
     def fail() -> None:
         raise FloatingPointError("out of luck")
@@ -196,6 +211,18 @@ def test_the_client_outlives_an_interrupted_event_loop(helpers: Any) -> None:
     with before_forward(client, lambda: time.sleep(0.01)), pytest.raises(KeyboardInterrupt):
         asyncio.run(interrupted())
     assert len(asyncio.run(client.generate(requests_of()))) == 12
+    asyncio.run(client.close())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_client_outlives_an_event_loop_that_was_left_behind(helpers: Any) -> None:
+    client = client_of(helpers.build())
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(client.generate(requests_of(1, 2)))
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    assert not task.done()
+    assert len(asyncio.run(asyncio.wait_for(client.generate(requests_of()), 10))) == 12
     asyncio.run(client.close())
 
 

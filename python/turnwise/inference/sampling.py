@@ -76,10 +76,9 @@ class RowSampler:
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     """The first token whose cumulative weight is above ``uniform * total``; ``weights`` need not sum to 1."""
     cumulative = weights.cumsum(dim=-1)
-    total = cumulative[:, -1]
-    # rounding may lift u * total to the total itself, which no token exceeds
-    target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    # the largest float32 draw is 1 - 2^-24, and its product with a normal number rounds to below that number
+    target = uniforms[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True)[:, 0]
 
 
 def _filter(probabilities: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:

@@ -157,8 +157,8 @@ class TransformersClient:
     async def pause(self) -> None:
         """Hold back new batches; returns once no batch runs. Requests wait until :meth:`resume`."""
         self._paused = True
-        if self._drain is not None and not self._drain.done():
-            await asyncio.wait([self._drain])
+        if (drain := self._draining()) is not None:
+            await asyncio.wait([drain])
 
     async def resume(self) -> None:
         """Let waiting requests go on."""
@@ -172,9 +172,9 @@ class TransformersClient:
             job.abandoned = True
             job.resolve(ModelError("the client was closed before this request ran"))
         self._waiting.clear()
-        if self._drain is not None and not self._drain.done():
-            self._drain.cancel()
-            await asyncio.wait([self._drain])
+        if (drain := self._draining()) is not None:
+            drain.cancel()
+            await asyncio.wait([drain])
         self._worker.shutdown(wait=True)
 
     async def __aenter__(self) -> Self:
@@ -218,10 +218,19 @@ class TransformersClient:
 
     # -- collecting ---------------------------------------------------------------------------------------------------
     def _start(self) -> None:
+        if not self._waiting or self._paused or self._draining() is not None:
+            return
         loop = asyncio.get_running_loop()
-        idle = self._drain is None or self._drain.done() or self._drain.get_loop() is not loop
-        if self._waiting and not self._paused and idle:
-            self._drain = loop.create_task(self._run_waiting())
+        # an event loop that was left behind has left those that waited in it
+        self._waiting = [job for job in self._waiting if job.future.get_loop() is loop]
+        self._drain = loop.create_task(self._run_waiting())
+
+    def _draining(self) -> asyncio.Task[None] | None:
+        """The task that runs batches in this event loop, while there is one."""
+        drain = self._drain
+        if drain is None or drain.done() or drain.get_loop() is not asyncio.get_running_loop():
+            return None
+        return drain
 
     async def _run_waiting(self) -> None:
         """Collect, run, answer, until nothing waits."""
