@@ -61,6 +61,11 @@ struct Sums {
 
 struct Weights {
     double total = 0, weighted = 0;
+
+    void add(double length, double offset) {
+        total += length;
+        weighted += length * offset;
+    }
 };
 
 // What turns a value into an advantage: (value - center) * factor.
@@ -145,12 +150,6 @@ Entries pool_trajectories(const T* rewards, const Rows& rows, const int64_t* tra
 struct GroupTable {
     explicit GroupTable(int64_t groups, bool weighted) : sums(size_t(groups)), weights(weighted ? size_t(groups) : 0) {}
 
-    void add(int64_t group, double value, double length) {
-        const double offset = sums[size_t(group)].add(value);
-        if (weights.empty()) return;
-        weights[size_t(group)].total += length;
-        weights[size_t(group)].weighted += length * offset;
-    }
     std::vector<Line> lines(const GroupAdvantageOptions& options) const {
         std::vector<Line> result(sums.size());
         for (size_t g = 0; g < sums.size(); ++g) {
@@ -163,64 +162,98 @@ struct GroupTable {
     std::vector<Weights> weights;
 };
 
-template <class T>
-void run(const GroupAdvantageInput& in, const GroupAdvantageOptions& o, const View& out) {
-    const Rows rows{in.rewards.shape[0], in.group_ids.as<int64_t>(), in.valid.as<bool>(), in.lengths.as<double>()};
-    const T* rewards = in.rewards.as<T>();
-    T* advantages = out.as<T>();
-
-    int64_t groups = in.num_groups;
-    bool bad_length = false, bad_reward = false;
+// The number of groups where the caller did not say; ids far above the number of rows, which would ask for any amount
+// of memory, are numbered anew into `numbered`.
+int64_t settle_groups(Rows& rows, int64_t groups, std::vector<int64_t>& numbered) {
+    if (groups < 0) {
+        groups = 0;
+        for (int64_t row = 0; row < rows.count; ++row) {
+            if (rows.enters(row) && rows.group[row] >= groups) groups = rows.group[row] + 1;
+        }
+    }
+    if (groups <= 2 * rows.count + 1024) return groups;
     for (int64_t row = 0; row < rows.count; ++row) {
-        if (!rows.enters(row)) continue;
-        bad_reward |= !std::isfinite(to_double(rewards[row]));
-        bad_length |= rows.length && !(rows.length[row] >= 0);
-        if (in.num_groups < 0) groups = std::max(groups, rows.group[row] + 1);
+        if (rows.enters(row)) checked_group(rows, row, groups);
+    }
+    numbered.resize(size_t(rows.count));
+    groups = factorize(rows.group, rows.count, numbered.data());
+    rows.group = numbered.data();
+    return groups;
+}
+
+template <class T>
+void check_values(const T* rewards, const Rows& rows) {
+    bool bad_reward = false, bad_length = false;
+    for (int64_t row = 0; row < rows.count; ++row) {
+        const double value = to_double(rewards[row]);
+        bad_reward |= rows.enters(row) & !(value - value == 0);  // NaN and the infinities
     }
     require(!bad_reward, "rewards: a value is not finite");
+    if (rows.length == nullptr) return;
+    for (int64_t row = 0; row < rows.count; ++row) bad_length |= rows.enters(row) && !(rows.length[row] >= 0);
     require(!bad_length, "lengths: a value is negative");
-    // Ids far above the number of rows would ask for any amount of memory; number them first.
-    std::vector<int64_t> dense;
-    Rows numbered = rows;
-    if (groups > 2 * rows.count + 1024) {
-        for (int64_t row = 0; row < rows.count; ++row) {
-            if (rows.enters(row)) checked_group(rows, row, groups);
-        }
-        dense.resize(size_t(rows.count));
-        groups = factorize(rows.group, rows.count, dense.data());
-        numbered.group = dense.data();
-    }
-    groups = groups < 0 ? 0 : groups;
+}
 
+template <class T>
+void by_rows(const T* rewards, const Rows& rows, int64_t groups, const GroupAdvantageOptions& o, T* advantages) {
     GroupTable table(groups, o.center == Center::length_weighted);
-    if (o.by_trajectory) {
-        const Entries entries = pool_trajectories(rewards, numbered, in.trajectory_ids.as<int64_t>(), groups);
-        std::vector<double> value(entries.sums.size());
-        for (size_t e = 0; e < value.size(); ++e) {
-            value[e] = entries.sums[e].base + entries.sums[e].mean_offset();
-            table.add(entries.group[e], value[e], entries.length[e]);
-        }
-        const std::vector<Line> lines = table.lines(o);
-        for (int64_t row = 0; row < rows.count; ++row) {
-            const size_t e = size_t(entries.of_row[size_t(row)]);
-            const Line line = rows.enters(row) ? lines[size_t(entries.group[e])] : Line{};
-            advantages[row] = from_double<T>(rows.enters(row) ? (value[e] - line.center) * line.factor : 0);
-        }
-        return;
-    }
+    // Rows of one group often stand together: the sums stay in registers until the group changes.
+    Sums run;
+    int64_t current = -1;
     for (int64_t row = 0; row < rows.count; ++row) {
         if (!rows.enters(row)) continue;
-        const int64_t group = checked_group(numbered, row, groups);
-        table.add(group, to_double(rewards[row]), rows.length ? rows.length[row] : 1);
+        if (rows.group[row] != current) {
+            if (current >= 0) table.sums[size_t(current)] = run;
+            current = checked_group(rows, row, groups);
+            run = table.sums[size_t(current)];
+        }
+        const double offset = run.add(to_double(rewards[row]));
+        if (!table.weights.empty()) table.weights[size_t(current)].add(rows.length[row], offset);
+    }
+    if (current >= 0) table.sums[size_t(current)] = run;
+    const std::vector<Line> lines = table.lines(o);
+    for (int64_t row = 0; row < rows.count; ++row) {
+        const bool enters = rows.enters(row);
+        const Line line = enters ? lines[size_t(rows.group[row])] : Line{};
+        const double value = enters ? to_double(rewards[row]) : 0;
+        advantages[row] = from_double<T>((value - line.center) * line.factor);
+    }
+}
+
+template <class T>
+void by_trajectories(const T* rewards, const Rows& rows, const int64_t* trajectories, int64_t groups,
+                     const GroupAdvantageOptions& o, T* advantages) {
+    GroupTable table(groups, o.center == Center::length_weighted);
+    const Entries entries = pool_trajectories(rewards, rows, trajectories, groups);
+    std::vector<double> value(entries.sums.size());
+    for (size_t e = 0; e < value.size(); ++e) {
+        value[e] = entries.sums[e].base + entries.sums[e].mean_offset();
+        const double offset = table.sums[size_t(entries.group[e])].add(value[e]);
+        if (!table.weights.empty()) table.weights[size_t(entries.group[e])].add(entries.length[e], offset);
     }
     const std::vector<Line> lines = table.lines(o);
     for (int64_t row = 0; row < rows.count; ++row) {
-        if (!rows.enters(row)) {
-            advantages[row] = from_double<T>(0);
-            continue;
+        double advantage = 0;
+        if (rows.enters(row)) {
+            const size_t e = size_t(entries.of_row[size_t(row)]);
+            const Line& line = lines[size_t(entries.group[e])];
+            advantage = (value[e] - line.center) * line.factor;
         }
-        const Line line = lines[size_t(numbered.group[row])];
-        advantages[row] = from_double<T>((to_double(rewards[row]) - line.center) * line.factor);
+        advantages[row] = from_double<T>(advantage);
+    }
+}
+
+template <class T>
+void run(const GroupAdvantageInput& in, const GroupAdvantageOptions& o, const View& out) {
+    Rows rows{in.rewards.shape[0], in.group_ids.as<int64_t>(), in.valid.as<bool>(), in.lengths.as<double>()};
+    const T* rewards = in.rewards.as<T>();
+    check_values(rewards, rows);
+    std::vector<int64_t> numbered;
+    const int64_t groups = settle_groups(rows, in.num_groups, numbered);
+    if (o.by_trajectory) {
+        by_trajectories(rewards, rows, in.trajectory_ids.as<int64_t>(), groups, o, out.as<T>());
+    } else {
+        by_rows(rewards, rows, groups, o, out.as<T>());
     }
 }
 

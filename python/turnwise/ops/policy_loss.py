@@ -45,18 +45,6 @@ def _pack(o: Objective) -> tuple[float, float, float, int, float, int, float, in
     return low, high, dual, kind, coef, level, cap, aggregation, o.num_actors, o.max_length or 0.0
 
 
-def _outputs(
-    logprobs: Tensor, ref_logprobs: Tensor | None, rollout_logprobs: Tensor | None, num_actors: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, gradient and metrics, not yet filled."""
-    columns = len(metric_names(ref_logprobs is not None, rollout_logprobs is not None))
-    return (
-        logprobs.new_empty((), dtype=torch.float32),
-        logprobs.new_empty(logprobs.shape),
-        logprobs.new_empty((1 + num_actors, columns), dtype=torch.float32),
-    )
-
-
 def _compute(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -78,7 +66,10 @@ def _compute(
     num_actors: int,
     max_length: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    loss, grad, metrics = _outputs(logprobs, ref_logprobs, rollout_logprobs, num_actors)
+    columns = len(metric_names(ref_logprobs is not None, rollout_logprobs is not None))
+    loss = torch.empty((), dtype=torch.float32)
+    grad = torch.empty(logprobs.shape, dtype=logprobs.dtype)
+    metrics = torch.empty((1 + num_actors, columns), dtype=torch.float32)
     options = clip_low, clip_high, clip_dual, kl_kind, kl_coef, correction, cap, aggregation, num_actors, max_length
     try:
         extension.policy_loss(
@@ -179,7 +170,10 @@ if extension is not None:
 
     @_op.register_fake
     def _fake(logprobs: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return _outputs(logprobs, rest[4], rest[5], rest[16])
+        columns = len(metric_names(rest[4] is not None, rest[5] is not None))
+        loss = logprobs.new_empty((), dtype=torch.float32)
+        grad = logprobs.new_empty(logprobs.shape)
+        return loss, grad, logprobs.new_empty((1 + rest[16], columns), dtype=torch.float32)
 
     _op.register_autograd(_backward, setup_context=_save)
     _scale_op = torch.library.custom_op("turnwise::policy_loss_backward", _scale, mutates_args=())
