@@ -202,7 +202,7 @@ void by_rows(const T* rewards, const Rows& rows, int64_t groups, const GroupAdva
     int64_t current = -1;
     for (int64_t row = 0; row < rows.count; ++row) {
         if (!rows.enters(row)) continue;
-        if (rows.group[row] != current) {
+        if (rows.group[row] != current || current < 0) {
             if (current >= 0) table.sums[size_t(current)] = run;
             current = checked_group(rows, row, groups);
             run = table.sums[size_t(current)];
