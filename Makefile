@@ -62,10 +62,11 @@ bench: $(VENV)/.installed  ## the benchmarks, one after the other
 	@for bench in bench/bench_*.py; do $(BIN)/python -P $$bench || exit 1; done
 
 # ---- check ---------------------------------------------------------------------------------------------------------
-lint: $(VENV)/.installed $(VENV)/.tools typecheck  ## ruff, clang-format and mypy
+lint: $(VENV)/.installed $(VENV)/.tools  ## ruff, clang-format and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(if $(CPP),$(BIN)/clang-format --dry-run --Werror $(CPP))
+	@$(BIN)/mypy
 
 typecheck: $(VENV)/.installed $(VENV)/.tools  ## mypy alone
 	@$(BIN)/mypy
