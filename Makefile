@@ -63,10 +63,12 @@ bench: $(VENV)/.installed  ## the benchmarks, one after the other
 
 # ---- check ---------------------------------------------------------------------------------------------------------
 lint: $(VENV)/.installed $(VENV)/.tools  ## ruff, clang-format and mypy
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
-	@$(if $(CPP),$(BIN)/clang-format --dry-run --Werror $(CPP))
-	@$(BIN)/mypy
+	@failed=0; \
+	$(BIN)/ruff check . || failed=1; \
+	$(BIN)/ruff format --check . || failed=1; \
+	$(BIN)/clang-format --dry-run --Werror $(CPP) || failed=1; \
+	$(BIN)/mypy || failed=1; \
+	exit $$failed
 
 typecheck: $(VENV)/.installed $(VENV)/.tools  ## mypy alone
 	@$(BIN)/mypy
@@ -74,7 +76,7 @@ typecheck: $(VENV)/.installed $(VENV)/.tools  ## mypy alone
 format: $(VENV)/.tools  ## rewrite the files in the house style
 	@$(BIN)/ruff check --fix --quiet .
 	@$(BIN)/ruff format .
-	@$(if $(CPP),$(BIN)/clang-format -i $(CPP))
+	@$(BIN)/clang-format -i $(CPP)
 
 # ---- build in other ways --------------------------------------------------------------------------------------------
 develop: $(VENV)/.builders  ## compile turnwise._C in place, for work with PYTHONPATH=python
