@@ -59,7 +59,7 @@ test: $(VENV)/.installed  ## all tests, against the installed package
 	@$(BIN)/python -P -m pytest
 
 bench: $(VENV)/.installed  ## the benchmarks, one after the other
-	@for bench in bench/bench_*.py; do $(BIN)/python -P $$bench || exit 1; done
+	@for bench in bench/bench_*.py; do $(BIN)/python $$bench || exit 1; done
 
 # ---- check ---------------------------------------------------------------------------------------------------------
 lint: $(VENV)/.installed $(VENV)/.tools  ## ruff, clang-format and mypy
