@@ -76,9 +76,9 @@ TW_INLINE VecF vec_max(VecF a, VecF b) {
 TW_INLINE VecF vec_select(VecM m, VecF a, VecF b) {
     return {_mm512_mask_blend_ps(m.v, b.v, a.v)};
 }
-// true lanes added to a count per lane
-TW_INLINE VecN count(VecN n, VecM m) {
-    return {_mm512_mask_add_epi32(n.v, m.v, n.v, _mm512_set1_epi32(1))};
+// n, and `by` more where m is true
+TW_INLINE VecN count(VecN n, VecM m, int by) {
+    return {_mm512_mask_add_epi32(n.v, m.v, n.v, _mm512_set1_epi32(by))};
 }
 TW_INLINE VecM differs(VecF a, VecF b) {
     return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_NEQ_OQ)};
@@ -152,8 +152,8 @@ TW_INLINE VecF vec_max(VecF a, VecF b) {
 TW_INLINE VecF vec_select(VecM m, VecF a, VecF b) {
     return {_mm256_blendv_ps(b.v, a.v, m.v)};
 }
-TW_INLINE VecN count(VecN n, VecM m) {
-    return {_mm256_sub_epi32(n.v, _mm256_castps_si256(m.v))};
+TW_INLINE VecN count(VecN n, VecM m, int by) {
+    return {_mm256_add_epi32(n.v, _mm256_and_si256(_mm256_castps_si256(m.v), _mm256_set1_epi32(by)))};
 }
 TW_INLINE VecM differs(VecF a, VecF b) {
     return {_mm256_cmp_ps(a.v, b.v, _CMP_NEQ_OQ)};
@@ -229,8 +229,8 @@ TW_INLINE VecF vec_min(VecF a, VecF b) {
 TW_INLINE VecF vec_max(VecF a, VecF b) {
     return vec_select(b < a, a, b);
 }
-TW_INLINE VecN count(VecN n, VecM m) {
-    return {n.v - m.v};
+TW_INLINE VecN count(VecN n, VecM m, int by) {
+    return {n.v + (m.v & by)};
 }
 TW_INLINE VecM differs(VecF a, VecF b) {
     return (a < b) | (b < a);
@@ -271,11 +271,18 @@ TW_INLINE double sum_lanes(VecF a) {
     return total;
 }
 
-TW_INLINE int64_t sum_lanes(VecN n) {
-    int32_t lanes[Lanes::count];
+// The sums of the low and the high 16 bits of every lane.
+struct Counts {
+    int64_t low, high;
+};
+TW_INLINE Counts sum_lanes(VecN n) {
+    uint32_t lanes[Lanes::count];
     std::memcpy(lanes, &n.v, sizeof lanes);
-    int64_t total = 0;
-    for (int32_t lane : lanes) total += lane;
+    Counts total{0, 0};
+    for (uint32_t lane : lanes) {
+        total.low += lane & 0xffff;
+        total.high += lane >> 16;
+    }
     return total;
 }
 

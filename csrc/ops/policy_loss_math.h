@@ -84,9 +84,10 @@ TW_HD KlTerm<Math> kl_term(typename Math::F d) {
     if constexpr (kind == KlKind::k3 || kind == KlKind::k3_plus) {
         const Clamped<Math> c = clamp_symmetric<Math>(d, kLogRatioBound);
         const F growth = Math::exp(c.value) - one;
-        const Clamped<Math> k3 = clamp_symmetric<Math>(growth - c.value, kKlBound);
-        if constexpr (kind == KlKind::k3_plus) return {k3.value, -d};
-        return {k3.value, Math::select(c.cut | k3.cut, zero, -growth)};
+        const F k3 = growth - c.value;  // never far below 0, so only the upper bound can cut
+        const F value = Math::min(Math::set(kKlBound), k3);
+        if constexpr (kind == KlKind::k3_plus) return {value, -d};
+        return {value, Math::select(c.cut | (k3 > value), zero, -growth)};
     }
     return {zero, zero};
 }
