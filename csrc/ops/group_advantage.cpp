@@ -1,5 +1,6 @@
 #include "ops/group_advantage.h"
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 #include <vector>
@@ -75,6 +76,7 @@ struct Line {
 
 Line line_of(const Sums& g, const Weights* weights, const GroupAdvantageOptions& o) {
     if (g.count == 0) return {};
+    require(g.square - g.square == 0, "rewards: a value is not finite");  // NaN and the infinities reach the sum
     const double n = double(g.count);
     const bool grouped = o.center != Center::none || o.scale != Scale::none;
     if (g.count == 1 && grouped) {
@@ -88,7 +90,7 @@ Line line_of(const Sums& g, const Weights* weights, const GroupAdvantageOptions&
     if (o.center == Center::length_weighted && weights->total > 0) {
         line.center = g.base + weights->weighted / weights->total;
     }
-    const double variance = std::fmax(0.0, g.square - g.sum * g.mean_offset()) / (n - o.ddof);
+    const double variance = std::max(0.0, g.square - g.sum * g.mean_offset()) / (n - o.ddof);
     const double std = g.square == 0 ? 0 : std::sqrt(variance);
     if (std < o.min_std || (o.scale == Scale::std && std == 0)) return {};
     if (o.scale == Scale::std) line.factor /= std + o.eps;
@@ -181,17 +183,10 @@ int64_t settle_groups(Rows& rows, int64_t groups, std::vector<int64_t>& numbered
     return groups;
 }
 
-template <class T>
-void check_values(const T* rewards, const Rows& rows) {
-    bool bad_reward = false, bad_length = false;
-    for (int64_t row = 0; row < rows.count; ++row) {
-        const double value = to_double(rewards[row]);
-        bad_reward |= rows.enters(row) & !(value - value == 0);  // NaN and the infinities
-    }
-    require(!bad_reward, "rewards: a value is not finite");
-    if (rows.length == nullptr) return;
-    for (int64_t row = 0; row < rows.count; ++row) bad_length |= rows.enters(row) && !(rows.length[row] >= 0);
-    require(!bad_length, "lengths: a value is negative");
+void check_lengths(const Rows& rows) {
+    bool bad = false;
+    for (int64_t row = 0; rows.length && row < rows.count; ++row) bad |= rows.enters(row) && !(rows.length[row] >= 0);
+    require(!bad, "lengths: a value is negative");
 }
 
 template <class T>
@@ -247,7 +242,7 @@ template <class T>
 void run(const GroupAdvantageInput& in, const GroupAdvantageOptions& o, const View& out) {
     Rows rows{in.rewards.shape[0], in.group_ids.as<int64_t>(), in.valid.as<bool>(), in.lengths.as<double>()};
     const T* rewards = in.rewards.as<T>();
-    check_values(rewards, rows);
+    check_lengths(rows);
     std::vector<int64_t> numbered;
     const int64_t groups = settle_groups(rows, in.num_groups, numbered);
     if (o.by_trajectory) {
