@@ -46,7 +46,7 @@ def assert_same(got, want, rtol: float, atol: float) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Against float64
 # ---------------------------------------------------------------------------------------------------------------------
-# 1 and 37: less than a vector, and a tail; 64: whole vectors; 1030: beyond a tile of 1024; 50000: beyond a piece of 16384.
+# 1 and 37: less than a vector, and a tail; 64: whole vectors; 1030: beyond a tile; 50000: beyond a piece of 16384.
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (9, 37), (3, 64), (3, 1030), (3, 50000)])
 @pytest.mark.parametrize("form", ["padded", "packed"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
