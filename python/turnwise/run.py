@@ -15,7 +15,7 @@ from turnwise.arena import Arena, TreeSampler
 from turnwise.credit import registry as credit_rules
 from turnwise.inference import TransformersClient
 from turnwise.tasks import Task, build_task
-from turnwise.tasks.base import Split, nearest
+from turnwise.tasks.base import nearest
 from turnwise.train.checkpoint import list_checkpoints, load_weights
 from turnwise.train.config import ConfigError, ModelConfig, TrainConfig, to_toml
 from turnwise.train.evaluate import Evaluation
@@ -24,6 +24,10 @@ from turnwise.train.policy import Policy
 from turnwise.train.run_log import RunLog
 from turnwise.train.warm_start import Demonstration, warm_start
 from turnwise.types import CreditAssigner, EpisodeRequest, Sampling
+
+
+TINY_CONTEXT = 2048
+"""Context of the tiny model, in tokens: a verifier's prompt holds a question and its whole solution."""
 
 
 class TaskArena(Arena):
@@ -55,6 +59,7 @@ class Run:
     tokenizer: Any
     arena: Arena
     trainer: Trainer
+    held_out: EvalSet
 
     def train(self) -> Progress:
         """Train, and leave each policy as a folder that ``transformers`` loads, under ``run_dir/policies``."""
@@ -66,14 +71,13 @@ class Run:
             self.tokenizer.save_pretrained(folder)
         return progress
 
-    def evaluate(self, split: Split = "eval", questions: int | None = None) -> Evaluation:
-        """Greedy success on held-out questions, with the trainer's present weights."""
-        requests = self.task.eval_requests(split, questions or self.config.eval.questions)
-        return asyncio.run(self._evaluate(EvalSet(requests, self.task.success_metric)))
+    def evaluate(self) -> Evaluation:
+        """Greedy success on the held-out questions, with the trainer's present weights."""
+        return asyncio.run(self._evaluate())
 
-    async def _evaluate(self, questions: EvalSet) -> Evaluation:
+    async def _evaluate(self) -> Evaluation:
         await self.trainer.publish()
-        return await self.trainer.evaluate(questions)
+        return await self.trainer.evaluate(self.held_out)
 
 
 def train_from_config(config: TrainConfig) -> Run:
@@ -96,14 +100,14 @@ def train_from_config(config: TrainConfig) -> Run:
     return run
 
 
-def evaluate_from_config(config: TrainConfig, checkpoint: Path | None = None, split: Split = "eval") -> Evaluation:
+def evaluate_from_config(config: TrainConfig, checkpoint: Path | None = None) -> Evaluation:
     """Held-out success of a checkpoint: the given one, else the run folder's newest, else the starting weights."""
     newest = list_checkpoints(config.run_dir / "checkpoints")
     chosen = checkpoint or (newest[-1] if newest else None)
     run = build_run(config.model_copy(update={"resume": False}), warm=chosen is None)
     if chosen is not None:
         load_weights(chosen, run.trainer.policies)
-    result = run.evaluate(split)
+    result = run.evaluate()
     run.trainer.log.note(f"{chosen or 'starting weights'}: {describe(result)}")
     return result
 
@@ -131,6 +135,10 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
             f"actor {missing[0].id!r} plays with policy {missing[0].policy!r}, which has no section "
             f"[policies.{missing[0].policy}]; policies: {', '.join(config.policies)}"
         )
+    # Too few questions must show now, not after the training.
+    held_out = EvalSet(task.eval_requests("eval", config.eval.questions), task.success_metric)
+    checked = task.eval_requests("validation", config.eval.questions) if config.eval.every else []
+    validation = EvalSet(checked, task.success_metric)
     log = log or RunLog(config.run_dir, config.steps)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     (config.run_dir / "config.toml").write_text(to_toml(config), encoding="utf-8")
@@ -151,9 +159,8 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
         )
         for name, model in models.items()
     }
-    validation = EvalSet(task.eval_requests("validation", config.eval.questions), task.success_metric)
     trainer = Trainer(arena, policies, config, validation=validation, log=log)
-    return Run(config, task, tokenizer, arena, trainer)
+    return Run(config, task, tokenizer, arena, trainer, held_out)
 
 
 def build_arena(config: TrainConfig, task: Task, tokenizer: Any, models: dict[str, Any]) -> Arena:
@@ -201,7 +208,8 @@ def load_models(config: TrainConfig, task: Task) -> tuple[Any, dict[str, Any]]:
 
         tokenizer: Any = build_tokenizer(task.texts())
         return tokenizer, {
-            name: build_model(tokenizer, seed=config.seed + index) for index, name in enumerate(config.policies)
+            name: build_model(tokenizer, max_position_embeddings=TINY_CONTEXT, seed=config.seed + index)
+            for index, name in enumerate(config.policies)
         }
     if "tiny" in paths:
         raise ConfigError(

@@ -39,10 +39,12 @@ def save_checkpoint(
 ) -> Path:
     """Write ``root/step_<step>`` whole or not at all, then delete all but the newest ``keep``.
 
-    ``state`` must be JSON-serialisable. Raises ``OSError`` when the disk is full; older checkpoints are then untouched.
+    A whole checkpoint of that step stays as it is: equal runs reach equal states. ``state`` must be JSON-serialisable. Raises ``OSError`` when the disk is full; older checkpoints are then untouched.
     """
     root.mkdir(parents=True, exist_ok=True)
     final = root / f"{_PREFIX}{step:08d}"
+    if final in list_checkpoints(root):
+        return final
     temporary = root / f".{final.name}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
@@ -58,8 +60,7 @@ def save_checkpoint(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    if final.exists():
-        shutil.rmtree(final)
+    shutil.rmtree(final, ignore_errors=True)  # a damaged one, without a manifest
     temporary.rename(final)
     _sync_folder(root)
     for old in list_checkpoints(root)[:-keep]:

@@ -171,7 +171,7 @@ class Trainer:
         return self.config.run_dir / "checkpoints"
 
     def save(self) -> Path:
-        """Write a checkpoint of everything that learns or draws."""
+        """Write a checkpoint of everything that learns or draws, unless this step has one."""
         state = {
             "progress": asdict(self.progress),
             "arena": self.arena.state_dict(),
@@ -182,8 +182,10 @@ class Trainer:
         )
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint, where there is one. An unreadable one raises and names the one before it."""
-        found = list_checkpoints(self.checkpoints) if self.config.resume else []
+        """Go on from the newest checkpoint, where there is one. An unreadable one raises, naming the one before."""
+        found = list_checkpoints(self.checkpoints)
+        if found and not self.config.resume:
+            raise ValueError(f"resume=False, but {self.checkpoints} holds checkpoints: choose another run_dir")
         if not found:
             self.log.rewind(0)
             return

@@ -1,0 +1,209 @@
+"""Whole runs from a config: few steps of the tiny model, on the real tasks, as the command line starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from turnwise.run import build_run, describe, evaluate_from_config, train_from_config
+from turnwise.train.checkpoint import CheckpointError, list_checkpoints
+from turnwise.train.config import ConfigError, config_from_dict, to_toml
+from turnwise.train.evaluate import Evaluation
+
+GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
+SMALL = {
+    "steps": 2,
+    "threads": 1,
+    "warm_start": {"steps": 3, "batch_size": 8},
+    "rollout": {"questions": 2, "branches": 2},
+    "update": {"lr": 1e-3},
+    "eval": {"questions": 3},
+    "checkpoint": {"every": 1, "keep": 2},
+}
+
+
+def config_of(run_dir, **changes):
+    return config_from_dict({**SMALL, "run_dir": str(run_dir), **changes})
+
+
+def lines_of(run_dir):
+    timings = {"seconds_rollout", "seconds_update", "tokens_per_second"}
+    lines = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in timings} for line in lines]
+
+
+def questions_file(path, count=60):
+    rows = [{"question": f"What is {n} + 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"} for n in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_sudoku_run_leaves_a_folder_that_stands_alone(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = train_from_config(config_of(tmp_path))
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
+    assert config_from_dict({**SMALL, "run_dir": str(tmp_path)}) == run.config
+    assert (tmp_path / "config.toml").read_text() == to_toml(run.config)
+    assert (tmp_path / "rollouts.jsonl").read_text().count("\n") == 2
+    saved = tmp_path / "policies" / "default"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
+    trained = run.trainer.policies["default"].model
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), trained.parameters(), strict=True))
+    assert tokenizer.chat_template == run.tokenizer.chat_template
+    evaluated = evaluate_from_config(run.config)
+    assert evaluated == run.evaluate()
+    assert list_checkpoints(tmp_path / "checkpoints")[-1].name == "step_00000002"
+
+
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    """Warm start, tree, credit, two epochs, a learning-rate schedule and a reference model, all of them."""
+    changes = {"update": {"lr": 1e-3, "ppo_epochs": 2, "minibatches": 2}, "loss": {"kl_coef": 0.1}}
+    whole = train_from_config(config_of(tmp_path / "whole", steps=3, **changes))
+    train_from_config(config_of(tmp_path / "parts", steps=1, **changes))
+    parts = train_from_config(config_of(tmp_path / "parts", steps=3, **changes))
+    assert lines_of(tmp_path / "whole") == lines_of(tmp_path / "parts")
+    for (name, a), (_, b) in zip(
+        whole.trainer.policies["default"].weights(), parts.trainer.policies["default"].weights(), strict=True
+    ):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+def test_math_orchestra_trains_on_a_jsonl(tmp_path, branches):
+    path = questions_file(tmp_path / "questions.jsonl")
+    config = config_of(
+        tmp_path / "run",
+        task="math_orchestra",
+        task_options={"path": str(path), "max_tokens": 12},
+        rollout={"questions": 2, "copies": 2, "branches": branches},
+        credit={"rule": "dr_mas", "options": {"include_truncated": True}},
+        warm_start={"steps": 0},
+    )
+    train_from_config(config)
+    lines = lines_of(tmp_path / "run")
+    assert [line["episodes"] for line in lines] == [4, 4]
+    assert all(line["sampled_tokens"] > 0 and line["episodes/failed"] == 0 for line in lines)
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K's files are not beside the repository")
+def test_math_orchestra_on_gsm8k(tmp_path):
+    config = config_of(
+        tmp_path / "run",
+        task="math_orchestra",
+        task_options={"path": str(GSM8K / "train.jsonl"), "eval_path": str(GSM8K / "test.jsonl"), "max_tokens": 24},
+        rollout={"questions": 2, "copies": 4},
+        credit={"rule": "dr_mas", "options": {"include_truncated": True}},
+        warm_start={"steps": 3, "batch_size": 4},
+    )
+    run = train_from_config(config)
+    assert [line["episodes"] for line in lines_of(run.config.run_dir)] == [8, 8]
+    assert 0 <= run.evaluate().success <= 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"credit": {"rule": "gropo"}}, r"'credit.rule' = 'gropo': unknown rule; did you mean 'grpo'\?"),
+        ({"credit": {"options": {"ddoff": 1}}}, r"'credit.options' = .*ddoff"),
+        ({"task": "sudok"}, r"task='sudok': unknown; did you mean 'sudoku'\?"),
+        ({"task_options": {"blank": [1, 2]}}, r"unknown option 'blank'; did you mean 'blanks'\?"),
+        ({"policies": {"coder": {}}}, r"actor 'proposer' plays with policy 'default', .*policies: coder"),
+        ({"policies": {"default": {"path": "no/such/folder"}}}, r"no/such/folder"),
+    ],
+)
+def test_bad_configs_are_refused_before_anything_runs(tmp_path, changes, message):
+    with pytest.raises((ConfigError, ValueError, OSError), match=message):
+        build_run(config_of(tmp_path, **changes))
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_too_few_held_out_questions_show_before_the_training(tmp_path):
+    options = {"path": str(questions_file(tmp_path / "questions.jsonl"))}
+    with pytest.raises(ValueError, match=r"1000"):
+        build_run(config_of(tmp_path / "run", task="math_orchestra", task_options=options, eval={"questions": 1000}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_used_folder_is_not_overwritten(tmp_path):
+    train_from_config(config_of(tmp_path, steps=1))
+    with pytest.raises(ValueError, match="choose another run_dir"):
+        train_from_config(config_of(tmp_path, steps=2, resume=False))
+
+
+def test_evaluating_a_folder_that_is_no_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match=r"manifest.json can't be read"):
+        evaluate_from_config(config_of(tmp_path / "run"), checkpoint=tmp_path)
+
+
+def test_describe():
+    assert describe(Evaluation(0.91, 0.86, 0.943, 200, 1, 9, {})) == (
+        "success 91.0% (95% interval 86.0%–94.3%, 200 questions, 1 failed)"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Interruption: real processes, real signals
+# ---------------------------------------------------------------------------------------------------------------------
+def start(config, path):
+    path.write_text(to_toml(config))
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "turnwise.cli", "train", str(path)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def wait_for_step(process, run_dir, step, timeout=120):
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if (run_dir / "metrics.jsonl").exists() and f'"step": {step},' in (run_dir / "metrics.jsonl").read_text():
+            return
+        if process.poll() is not None:
+            pytest.fail(f"the run ended with {process.returncode}:\n{process.stdout.read()}")
+        time.sleep(0.01)
+    process.kill()
+    pytest.fail(f"no step {step} within {timeout} s")
+
+
+def test_ctrl_c_saves_and_exits_and_the_run_goes_on(tmp_path):
+    config = config_of(tmp_path / "run", steps=10_000, checkpoint={"every": 0})
+    process = start(config, tmp_path / "run.toml")
+    wait_for_step(process, config.run_dir, 2)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output and "run the same command again" in output
+    (newest,) = list_checkpoints(config.run_dir / "checkpoints")
+    reached = len(lines_of(config.run_dir))
+    assert newest.name == f"step_{reached:08d}"
+    train_from_config(config_of(tmp_path / "run", steps=reached + 1))
+    train_from_config(config_of(tmp_path / "whole", steps=reached + 1))
+    assert lines_of(tmp_path / "run") == lines_of(tmp_path / "whole")
+
+
+def test_kill_at_any_moment_leaves_the_last_whole_checkpoint(tmp_path):
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    steps = 12
+    config = config_of(tmp_path / "killed", steps=steps)
+    for kill in range(3):
+        process = start(config, tmp_path / "run.toml")
+        wait_for_step(process, config.run_dir, 3 * kill + 1)
+        time.sleep(rng.uniform(0, 0.3))
+        process.kill()
+        process.communicate()
+        newest = list_checkpoints(config.run_dir / "checkpoints")[-1]
+        load_file(newest / "policy-default.safetensors")
+    train_from_config(config)
+    train_from_config(config_of(tmp_path / "whole", steps=steps))
+    assert lines_of(tmp_path / "killed") == lines_of(tmp_path / "whole")
