@@ -25,7 +25,6 @@ from turnwise.train.run_log import RunLog
 from turnwise.train.warm_start import Demonstration, warm_start
 from turnwise.types import CreditAssigner, EpisodeRequest, Sampling
 
-
 TINY_CONTEXT = 2048
 """Context of the tiny model, in tokens: a verifier's prompt holds a question and its whole solution."""
 

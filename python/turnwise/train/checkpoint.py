@@ -39,7 +39,8 @@ def save_checkpoint(
 ) -> Path:
     """Write ``root/step_<step>`` whole or not at all, then delete all but the newest ``keep``.
 
-    A whole checkpoint of that step stays as it is: equal runs reach equal states. ``state`` must be JSON-serialisable. Raises ``OSError`` when the disk is full; older checkpoints are then untouched.
+    A whole checkpoint of that step stays as it is: equal runs reach equal states. ``state`` must be JSON-serialisable.
+    Raises ``OSError`` when the disk is full; older checkpoints are then untouched.
     """
     root.mkdir(parents=True, exist_ok=True)
     final = root / f"{_PREFIX}{step:08d}"
