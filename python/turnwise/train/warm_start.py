@@ -11,6 +11,8 @@ from torch import nn
 
 from turnwise.train.config import WarmStartConfig
 
+_ROWS_PER_FORWARD = 32
+
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
@@ -46,20 +48,30 @@ def warm_start(
         while len(order) < config.batch_size:
             order.extend(rng.permutation(len(demonstrations)).tolist())
         drawn, order = order[: config.batch_size], order[config.batch_size :]
-        value = _completion_loss(model, [demonstrations[i] for i in drawn])
-        loss = float(value.detach())
+        loss = _accumulate(model, [demonstrations[i] for i in drawn])
         if not np.isfinite(loss):
             raise FloatingPointError(f"warm start: the loss is {loss} at step {step}; lower warm_start.lr={config.lr}")
-        optimizer.zero_grad(set_to_none=True)
-        value.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
         on_step(step + 1, loss)
     model.eval()
     return loss
 
 
-def _completion_loss(model: nn.Module, rows: Sequence[Demonstration]) -> torch.Tensor:
+def _accumulate(model: nn.Module, rows: Sequence[Demonstration]) -> float:
+    """Add the gradient of the mean cross-entropy of ``rows``; rows of like length go together, to pad little."""
+    rows = sorted(rows, key=lambda row: len(row.prompt_token_ids) + len(row.completion_token_ids))
+    tokens = sum(len(row.completion_token_ids) for row in rows)
+    total = 0.0
+    for start in range(0, len(rows), _ROWS_PER_FORWARD):
+        loss = _summed_loss(model, rows[start : start + _ROWS_PER_FORWARD]) / tokens
+        loss.backward()
+        total += float(loss.detach())
+    return total
+
+
+def _summed_loss(model: nn.Module, rows: Sequence[Demonstration]) -> torch.Tensor:
     width = max(len(row.prompt_token_ids) + len(row.completion_token_ids) for row in rows)
     input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
     labels = torch.full((len(rows), width), -100)
@@ -73,4 +85,6 @@ def _completion_loss(model: nn.Module, rows: Sequence[Demonstration]) -> torch.T
     logits = model(
         input_ids=input_ids, attention_mask=attention_mask, use_cache=False, logits_to_keep=width - first
     ).logits
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, first + 1 :].flatten())
+    return nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), labels[:, first + 1 :].flatten(), reduction="sum"
+    )
