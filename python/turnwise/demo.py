@@ -42,6 +42,9 @@ def run_demo(out: Path = Path("runs/demo"), seed: int = 0, compare: bool = False
 
     ``compare`` also trains a single agent with GRPO on as many sampled tokens as the team took.
     """
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # the demo's own lines tell what happens
     console = Console()
     shutil.rmtree(out, ignore_errors=True)
     config = demo_config(out / "team", seed)

@@ -1,0 +1,78 @@
+"""The demo from end to end with a handful of steps; what it reaches with all of them is printed by ``make demo``."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from turnwise import demo
+from turnwise.tasks.base import split_of
+from turnwise.train.config import config_from_dict
+from turnwise.train.run_log import read_metrics
+
+TINY = {
+    "threads": 1,
+    "steps": 2,
+    "warm_start": {"steps": 2, "batch_size": 8},
+    "rollout": {"questions": 2, "branches": 2},
+    "eval": {"every": 1, "questions": 4},
+}
+
+
+@pytest.fixture
+def tiny_demo(monkeypatch):
+    def config(run_dir, seed):
+        return config_from_dict({**TINY, "run_dir": str(run_dir), "seed": seed})
+
+    monkeypatch.setattr(demo, "demo_config", config)
+
+
+def test_demo_leaves_summary_curve_and_table(tmp_path, tiny_demo, capsys):
+    out = tmp_path / "demo"
+    summary = demo.run_demo(out, seed=3, compare=True)
+    assert summary == json.loads((out / "summary.json").read_text())
+    wanted = "success_before success_after episodes sampled_tokens seconds_warm_start seconds_training seed".split()
+    assert set(wanted) <= set(summary)
+    assert (summary["seed"], summary["episodes"], summary["questions"]) == (3, 4, 4)
+    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert list(summary["held_out"]) == [
+        "warm start, one agent alone",
+        "one agent + GRPO",
+        "team, not trained",
+        "team + AT-GRPO",
+    ]
+    for row in summary["held_out"]:
+        assert row in printed
+    # both contenders were paid for with as many sampled tokens, up to one step's worth
+    team, single = (read_metrics(out / name) for name in ("team", "single"))
+    assert single[-1]["total_sampled_tokens"] >= team[-1]["total_sampled_tokens"]
+    assert all(line["total_sampled_tokens"] < team[-1]["total_sampled_tokens"] for line in single[:-1])
+    # the single agent plays whole episodes, the team trees
+    assert "metric/tree/branches" in team[0] and "metric/tree/branches" not in single[0]
+
+
+def test_demo_starts_afresh(tmp_path, tiny_demo):
+    first = demo.run_demo(tmp_path / "demo", seed=0)
+    second = demo.run_demo(tmp_path / "demo", seed=0)
+    for timing in ("seconds_warm_start", "seconds_training"):
+        first.pop(timing), second.pop(timing)
+    assert first == second
+
+
+def test_the_shipped_settings_are_read():
+    config = demo.demo_config("somewhere", 5)
+    assert (config.task, config.seed, str(config.run_dir)) == ("sudoku", 5, "somewhere")
+    assert config.rollout.branches > 1 and config.credit.rule == "at_grpo" and config.eval.questions >= 200
+
+
+def test_no_evaluated_puzzle_is_trained_on():
+    from turnwise.tasks import build_task
+
+    task = build_task("sudoku")
+    held_out = {r.artifact["puzzle"] for split in ("eval", "validation") for r in task.eval_requests(split, 200)}
+    assert len(held_out) == 400
+    trained = {r.artifact["puzzle"] for step in range(60) for r in task.requests(step, 64, 1)}
+    assert not held_out & trained
+    assert {split_of(puzzle) for puzzle in trained} == {"train"}
