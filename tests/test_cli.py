@@ -89,6 +89,7 @@ def raising(error: BaseException) -> cli.Command:
         (ImportError("pip install 'turnwise[peft]'"), 2, "turnwise: pip install 'turnwise[peft]'"),
         (ModelError("the server is gone"), 1, "turnwise: the server is gone"),
         (RuntimeError(), 1, "turnwise: RuntimeError"),
+        (FloatingPointError("the gradient norm is nan"), 1, "turnwise: the gradient norm is nan"),
         (KeyboardInterrupt(), 130, "turnwise: interrupted"),
     ],
 )

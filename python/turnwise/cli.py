@@ -18,7 +18,10 @@ from typing import Any
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError)
-"""What a mistake of the user raises. A ``RuntimeError`` is a failed run; all else is a bug and keeps its traceback."""
+"""What a mistake of the user raises."""
+
+RUN_ERRORS = (RuntimeError, FloatingPointError)
+"""What a failed run raises, a loss that is no number among it; all else is a bug and keeps its traceback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe left (`turnwise doctor | head`): nobody is there to be told
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
-    except (*USER_ERRORS, RuntimeError) as error:
+    except (*USER_ERRORS, *RUN_ERRORS) as error:
         if "--traceback" in arguments:
             raise
         print(f"turnwise: {describe(error)}", file=sys.stderr)

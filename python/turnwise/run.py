@@ -6,8 +6,9 @@ This is the place to read how the rooms fit; a script of your own can do the sam
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from turnwise.inference import TransformersClient
 from turnwise.tasks import Task, build_task
 from turnwise.tasks.base import nearest
 from turnwise.train.checkpoint import list_checkpoints, load_weights
-from turnwise.train.config import ConfigError, ModelConfig, TrainConfig, to_toml
+from turnwise.train.config import ConfigError, ModelConfig, RolloutConfig, TrainConfig, to_toml
 from turnwise.train.evaluate import Evaluation
 from turnwise.train.loop import EvalSet, Progress, Trainer
 from turnwise.train.policy import Policy
@@ -32,14 +33,15 @@ TINY_CONTEXT = 2048
 class TaskArena(Arena):
     """An arena whose step ``k`` plays the ``k``-th batch of a shipped task; ``k`` is saved with it."""
 
-    def __init__(self, *args: Any, task: Task, questions: int, copies: int, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, task: Task, rollout: RolloutConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.task, self.questions, self.copies = task, questions, copies
+        self.task, self.rollout = task, rollout
         self.drawn = 0
 
     def get_batch(self) -> list[EpisodeRequest]:
         self.drawn += 1
-        return self.task.requests(self.drawn, self.questions, self.copies)
+        requests = self.task.requests(self.drawn, self.rollout.questions, self.rollout.copies)
+        return [replace(request, timeout=self.rollout.timeout) for request in requests]
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "drawn": self.drawn}
@@ -62,6 +64,7 @@ class Run:
 
     def train(self) -> Progress:
         """Train, and leave each policy as a folder that ``transformers`` loads, under ``run_dir/policies``."""
+        (self.config.run_dir / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
         progress = asyncio.run(self.trainer.run())
         for name, policy in self.trainer.policies.items():
             folder = self.config.run_dir / "policies" / name
@@ -134,13 +137,17 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
             f"actor {missing[0].id!r} plays with policy {missing[0].policy!r}, which has no section "
             f"[policies.{missing[0].policy}]; policies: {', '.join(config.policies)}"
         )
+    unused = set(config.policies) - {actor.policy for actor in task.actors}
+    if unused:
+        played = ", ".join(f"{actor.id!r} with {actor.policy!r}" for actor in task.actors)
+        raise ConfigError(
+            f"config key 'policies.{min(unused)}': no actor of task {task.name!r} plays with it: {played}"
+        )
     # Too few questions must show now, not after the training.
     held_out = EvalSet(task.eval_requests("eval", config.eval.questions), task.success_metric)
     checked = task.eval_requests("validation", config.eval.questions) if config.eval.every else []
     validation = EvalSet(checked, task.success_metric)
     log = log or RunLog(config.run_dir, config.steps)
-    config.run_dir.mkdir(parents=True, exist_ok=True)
-    (config.run_dir / "config.toml").write_text(to_toml(config), encoding="utf-8")
     tokenizer, models = load_models(config, task)
     resumes = config.resume and bool(list_checkpoints(config.run_dir / "checkpoints"))
     if config.warm_start.steps and warm and not resumes:
@@ -154,7 +161,7 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
             config.update,
             total_steps=updates,
             trainable=config.policies[name].trainable,
-            with_reference=config.loss.kl_coef > 0,
+            with_reference=config.loss.kl_coef > 0 and config.policies[name].trainable,
         )
         for name, model in models.items()
     }
@@ -175,8 +182,7 @@ def build_arena(config: TrainConfig, task: Task, tokenizer: Any, models: dict[st
         seed=config.seed,
         failure_threshold=rollout.failure_threshold,
         task=task,
-        questions=rollout.questions,
-        copies=rollout.copies,
+        rollout=rollout,
     )
     for actor in task.actors:
         arena.add_actor(actor)
@@ -191,6 +197,9 @@ def build_credit(config: TrainConfig) -> CreditAssigner:
     rule, options = config.credit.rule, config.credit.options
     if rule not in credit_rules:
         raise ConfigError(f"config key 'credit.rule' = {rule!r}: unknown rule; {nearest(rule, list(credit_rules))}")
+    known = [name for name in inspect.signature(credit_rules[rule]).parameters if not name.startswith("_")]
+    if unknown := [name for name in options if name not in known]:
+        raise ConfigError(f"unknown config key 'credit.options.{unknown[0]}'; {nearest(unknown[0], known)}")
     try:
         return credit_rules[rule](**options)
     except TypeError as error:
@@ -207,8 +216,10 @@ def load_models(config: TrainConfig, task: Task) -> tuple[Any, dict[str, Any]]:
 
         tokenizer: Any = build_tokenizer(task.texts())
         return tokenizer, {
-            name: build_model(tokenizer, max_position_embeddings=TINY_CONTEXT, seed=config.seed + index)
-            for index, name in enumerate(config.policies)
+            name: prepare(
+                build_model(tokenizer, max_position_embeddings=TINY_CONTEXT, seed=config.seed + index), settings
+            )
+            for index, (name, settings) in enumerate(config.policies.items())
         }
     if "tiny" in paths:
         raise ConfigError(
@@ -226,7 +237,14 @@ def load_model(settings: ModelConfig) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(settings.path, dtype=getattr(torch, settings.dtype))
+    return prepare(AutoModelForCausalLM.from_pretrained(settings.path, dtype=getattr(torch, settings.dtype)), settings)
+
+
+def prepare(model: Any, settings: ModelConfig) -> Any:
+    """``model`` with the dtype and the memory saving that its section asks for."""
+    import torch
+
+    model = model.to(getattr(torch, settings.dtype))
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     return model

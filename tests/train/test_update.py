@@ -9,7 +9,7 @@ import torch
 from turnwise.train.batch import pad
 from turnwise.train.config import LossConfig, UpdateConfig
 from turnwise.train.policy import Policy
-from turnwise.train.update import update_policy
+from turnwise.train.update import old_logprobs, update_policy
 
 AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "agent-mean"]
 
@@ -90,6 +90,16 @@ def test_recomputed_logprobs_start_at_ratio_one(random_batch, small_model):
     _, metrics = updated_weights(model, batch, UpdateConfig(old_logprobs="recompute"))
     assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
     assert metrics["sampler_trainer_logprob_max_diff"] > 0.1
+
+
+def test_recomputed_logprobs_know_no_dropout(random_batch, small_model):
+    model, _ = small_model()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    batch = random_batch(0, rows=5)
+    policy = Policy("default", model.train(), UpdateConfig(), total_steps=1)
+    first, second = (old_logprobs(policy, batch, np.arange(5), UpdateConfig()) for _ in range(2))
+    assert first.abs().max() > 0 and torch.equal(first, second)
 
 
 def test_kl_term_pulls_back_to_the_reference(random_batch, small_model):

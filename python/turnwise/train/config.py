@@ -92,7 +92,7 @@ class UpdateConfig(_Section):
 
 
 class EvalConfig(_Section):
-    """Held-out evaluation every ``every`` steps (0: only at the start and the end)."""
+    """Validation every ``every`` steps (0: never); held-out questions are for the end of the run."""
 
     every: int = Field(default=0, ge=0)
     questions: int = Field(default=200, ge=1)
@@ -160,7 +160,7 @@ def config_from_dict(data: Mapping[str, Any]) -> TrainConfig:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` where a known name is close, else the list of known names."""
+    """``did you mean 'x'?`` where a known name is close, else the list of known names."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"

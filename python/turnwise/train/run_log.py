@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -91,8 +91,19 @@ def _step_of(line: str) -> float:
 
 
 def _plain(result: GenerateResult) -> dict[str, Any]:
-    fields = dataclasses.asdict(result.rollout)
-    return {**fields, "parent_id": result.parent_id, "children": [_plain(child) for child in result.children]}
+    children = [_plain(child) for child in result.children]
+    return {**_jsonable(result.rollout), "parent_id": result.parent_id, "children": children}
+
+
+def _jsonable(value: Any) -> Any:
+    """What JSON can hold of ``value``. An episode's extras may be anything, and must not end a run by being logged."""
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _jsonable(getattr(value, field.name)) for field in fields(value)}
+    return value
 
 
 def _note(metrics: Mapping[str, float]) -> str:

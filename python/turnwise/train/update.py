@@ -53,6 +53,7 @@ def rows_of(policy: Policy, batch: TrainingBatch) -> np.ndarray:
 @torch.no_grad()
 def old_logprobs(policy: Policy, batch: TrainingBatch, rows: np.ndarray, update: UpdateConfig) -> Tensor:
     """The trainer's own log-probs before the first update, one per token of the batch's stream (0 where none is)."""
+    policy.model.eval()  # as the sampler was: dropout must not stand in the ratio's denominator
     old = torch.zeros(len(batch.token_ids))
     for micro in micro_batches(batch, rows, update.micro_batch_tokens):
         old[micro.token_N] = policy.logprobs(micro)
