@@ -19,6 +19,11 @@ def test_file_and_overrides(tmp_path):
     assert (config.update.lr, config.update.minibatches, config.policies["coder"].path) == (1e-4, 4, "z")
 
 
+def test_a_policys_name_keeps_its_dashes():
+    config = load_config(None, {"policies.my-coder.trainable": "false", "warm-start.steps": "3"})
+    assert not config.policies["my-coder"].trainable and config.warm_start.steps == 3
+
+
 def test_toml_round_trip():
     config = load_config(
         None, {"task_options": {"blanks": [4, 6]}, "policies.p.trainable": "false", "update.lr": "0.5"}

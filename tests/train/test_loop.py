@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 
 import pytest
 import torch
@@ -121,9 +122,19 @@ async def test_stops_at_success_and_at_time(make_trainer):
 
 async def test_stop_during_rollout_saves_the_state_before_it(make_trainer):
     """Ctrl-C while sampling: the batch is thrown away, the checkpoint is that of the last finished step."""
-    whole = make_trainer("whole", steps=3)
+    drawn = []
+
+    def drawing(trainer):
+        source = trainer.arena.source
+        trainer.arena.source = lambda: drawn.append(random.random()) or source()
+        return trainer
+
+    random.seed(5)
+    whole = drawing(make_trainer("whole", steps=3))
     await whole.run()
-    stopped = make_trainer("stopped", steps=3)
+    expected = drawn.copy()
+    random.seed(5)
+    stopped = drawing(make_trainer("stopped", steps=3))
     source = stopped.arena.source
     count = 0
 
@@ -136,9 +147,11 @@ async def test_stop_during_rollout_saves_the_state_before_it(make_trainer):
 
     stopped.arena.source = stop_in_second_step
     assert (await stopped.run()).step == 1
-    second = make_trainer("stopped", steps=3)
+    random.seed(6)
+    second = drawing(make_trainer("stopped", steps=3))
     await second.run()
     assert metrics_of(second) == metrics_of(whole)
+    assert drawn[-2:] == expected[-2:], "what an episode draws from the global generators is taken back too"
 
 
 async def test_damaged_checkpoint_names_the_one_before(make_trainer):

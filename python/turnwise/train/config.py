@@ -179,7 +179,8 @@ def _literal(value: Any) -> Any:
 
 
 def _put(data: dict[str, Any], dotted: str, value: Any) -> None:
-    *parents, leaf = dotted.replace("-", "_").split(".")
+    """Set ``data[...][leaf]``. ``warm-start.steps`` is ``warm_start.steps``, but a policy's name is the user's own."""
+    *parents, leaf = dotted.split(".") if dotted.startswith("policies.") else dotted.replace("-", "_").split(".")
     for name in parents:
         data = data.setdefault(name, {})
         if not isinstance(data, dict):

@@ -92,12 +92,13 @@ class Trainer:
         return self.progress
 
     async def rollout(self) -> TrainingBatch | None:
-        """One batch from the arena; ``None`` when Ctrl-C stopped it, with the arena as it was before."""
-        before = self.arena.state_dict()
+        """One batch from the arena; ``None`` when Ctrl-C stopped it, with the arena and the generators as before."""
+        before, drawn = self.arena.state_dict(), random_state(self.rng)
         self._started = time.perf_counter()
         batch = await self._stop.unless_requested(self.arena.step())
         if batch is None:
             self.arena.load_state_dict(before)
+            set_random_state(self.rng, drawn)
         self._sampled = time.perf_counter()
         return batch
 
