@@ -33,6 +33,14 @@ def test_rewards_are_the_weighted_sum_and_metrics_are_unweighted():
     assert result.metrics == {"right/a": 1.0, "right/b": 0.5, "short/a": 2.0}
 
 
+def test_a_sum_that_overflows_is_an_error():
+    def huge():
+        return {"a": 1e308}
+
+    with pytest.raises(ValueError, match=r"weighted rewards up to 'huge_2', actor 'a': the reward is inf"):
+        score(Rubric([huge, huge]))
+
+
 def test_a_number_goes_to_every_actor_that_acted_and_not_to_judges():
     assert score(Rubric([lambda: 0.5]), rollout("b", None, "a", "b")).rewards == {"b": 0.5, "a": 0.5}
 

@@ -148,3 +148,12 @@ def test_length_weighted_centre_takes_the_completions_lengths(make: Any) -> None
     long, short = make("a", reward=1.0, completion_token_ids=[1, 2, 3]), make("b", reward=0.0)
     advantages = DrMASCredit(center="length_weighted", scale="none").compute_columns([long, short])
     np.testing.assert_allclose(advantages, [0.25, -0.75], atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", [ATGRPOCredit, DrMASCredit, GRPOCredit, HierarchyCredit])
+@pytest.mark.parametrize(
+    "options", [{"center": "median"}, {"scale": "mad"}, {"singleton": "drop"}, {"ddof": 2}, {"eps": -1.0}]
+)
+def test_a_wrong_option_shows_when_the_rule_is_made(rule: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(options))}={next(iter(options.values()))!r}"):
+        rule(**options)

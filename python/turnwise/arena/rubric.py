@@ -127,7 +127,8 @@ class Rubric:
             for actor, reward in _by_actor(name, value, actors).items():
                 score.metrics[f"{name}/{actor}"] = reward
                 if weight:
-                    score.rewards[actor] = score.rewards.get(actor, 0.0) + weight * reward
+                    total = score.rewards.get(actor, 0.0) + weight * reward
+                    score.rewards[actor] = check_reward(total, f"weighted rewards up to {name!r}, actor {actor!r}")
         return score
 
     async def _run(self, available: Mapping[str, Any]) -> list[Any]:

@@ -62,6 +62,15 @@ class GroupCredit(Credit):
     min_std: float = 0.0
     include_truncated: bool = False
 
+    def __post_init__(self) -> None:
+        # A wrong option must show now, not when the first batch has been sampled.
+        two = torch.ones(2)
+        group_advantage(two, two.long() - 1, num_groups=1, lengths=two, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        names = ("center", "scale", "ddof", "eps", "singleton", "min_std")
+        return {name: getattr(self, name) for name in names}
+
     @abstractmethod
     def group_key(self, sample: Sample) -> Key:
         """The group that ``sample`` is compared within."""
@@ -90,12 +99,7 @@ class GroupCredit(Credit):
             trajectory_ids=factorize(units)[0] if pooled else None,
             lengths=torch.tensor([float(len(s.completion_token_ids)) for s in samples]) if weighted else None,
             pool="trajectory" if pooled else "rows",
-            center=self.center,
-            scale=self.scale,
-            ddof=self.ddof,
-            eps=self.eps,
-            singleton=self.singleton,
-            min_std=self.min_std,
+            **self._options(),
             valid=torch.from_numpy(counted(samples, self.include_truncated)),
         )
         return advantages.float().numpy()

@@ -31,6 +31,7 @@ class GRPOCredit(GroupCredit):
     def __post_init__(self) -> None:
         if not self.normalize:
             self.scale = "none"
+        super().__post_init__()
 
     def group_key(self, sample: Sample) -> Key:
         if self.hierarchy:
