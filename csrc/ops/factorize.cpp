@@ -1,7 +1,6 @@
 #include "ops/factorize.h"
 
 #include <algorithm>
-#include <memory>
 #include <vector>
 
 namespace turnwise {

@@ -24,7 +24,7 @@ struct GroupAdvantageInput {
     View group_ids;       // [B] i64
     View trajectory_ids;  // [B] i64, or none
     View lengths;         // [B] f64, or none
-    View valid;           // [B] boolean or u8, or none
+    View valid;           // [B] boolean, or none
     int64_t num_groups;   // -1: the largest id of a valid row decides
 };
 

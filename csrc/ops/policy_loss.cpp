@@ -2,7 +2,6 @@
 
 #include <atomic>
 #include <cmath>
-#include <limits>
 #include <memory>
 #include <vector>
 
@@ -60,12 +59,13 @@ class Run {
     void check() const {
         const View* streams[] = {&in_.logprobs, &in_.old_logprobs, &in_.ref_logprobs, &in_.rollout_logprobs};
         for (const View* stream : streams) {
-            require(stream->dims == 0 || layout_.fits(*stream),
-                    "old_logprobs, ref_logprobs, rollout_logprobs: wrong shape");
+            require(!*stream || layout_.fits(*stream), "old_logprobs, ref_logprobs, rollout_logprobs: wrong shape");
             require(is_floating(stream->dtype) && stream->dtype != DType::f64,
                     "logprobs: expected float32, bf16 or f16");
         }
-        require(in_.old_logprobs.dims > 0, "old_logprobs: missing");
+        require(bool(in_.old_logprobs), "old_logprobs: missing");
+        require(o_.kl == KlKind::none || in_.ref_logprobs, "ref_logprobs: missing");
+        require(o_.correction == Correction::none || in_.rollout_logprobs, "rollout_logprobs: missing");
         require(is_floating(in_.advantages.dtype) && in_.advantages.dtype != DType::f64, "advantages: wrong dtype");
         require(per_sequence() || layout_.fits(in_.advantages), "advantages: wrong shape");
         require(!in_.mask || layout_.fits(in_.mask), "mask: wrong shape");
@@ -225,8 +225,10 @@ class Run {
         tile.row_weight = 1;
         if (o_.correction == Correction::token) tile.token_cap = o_.cap;
         if (o_.correction == Correction::sequence) {
-            const double bounded = std::fmin(kLogRatioBound, std::fmax(-kLogRatioBound, mismatch_[size_t(row)]));
-            tile.row_weight = float(std::fmin(o_.cap, std::exp(bounded)));
+            // std::clamp and std::min keep NaN in this order of arguments; fmin and fmax would lose it.
+            const double bound = kLogRatioBound, cap = o_.cap;
+            const double weight = std::exp(std::clamp(mismatch_[size_t(row)], -bound, bound));
+            tile.row_weight = float(std::min(weight, cap));
         }
         if (per_sequence()) kernels_.to_floats(in_.advantages, row * in_.advantages.stride[0], 1, 1, &tile.advantage);
         const bool large = layout_.tokens() * int64_t(sizeof(float)) >= kStreamBytes;
@@ -276,7 +278,7 @@ class Run {
                              -s.log_ratio * share, s.k3 * share, (s.tokens + s.log_ratio + s.k3) * share}) {
             *to++ = float(value);
         }
-        *to++ = s.ratio_max;
+        *to++ = std::isnan(s.log_ratio) ? float(s.log_ratio) : s.ratio_max;  // a lane's maximum forgets NaN
         if (in_.ref_logprobs) *to++ = float(s.kl * share);
         if (in_.rollout_logprobs) {
             *to++ = float(-s.mismatch * share);

@@ -83,9 +83,8 @@ TW_INLINE void step(const Tile& t, int i, Running& sums) {
     sums.high_dual = count(sums.high_dual, token.dual_clipped, kHigh);
 }
 
-// The last, partial vector of a tile, copied out with its missing lanes masked: lane l always takes tokens l, l +
-// lanes,
-// ..., so a row's sums do not depend on the padding behind it.
+// The last, partial vector of a tile, copied out with its missing lanes masked: a lane always takes the same tokens, so
+// a row's sums do not depend on the padding behind it.
 template <KlKind kind, bool has_rollout>
 void tail_step(const Tile& t, int i, Running& sums) {
     const int left = t.n - i;

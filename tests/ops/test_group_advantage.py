@@ -12,7 +12,7 @@ from turnwise.ops import factorize, group_advantage
 from turnwise.ops.group_advantage import CENTERS, POOLS, SCALES
 
 BACKENDS = ["native", "torch"]
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 
 
 def by_loop(rewards, groups, *, trajectories, lengths, valid, pool, center, scale, ddof=1, eps=1e-6, min_std=0.0):
@@ -74,9 +74,7 @@ def test_every_rule_equals_its_definition(backend, seed, pool, center, scale, dd
         valid=valid,
         **options,
     )
-    for dtype, tolerance in TOLERANCE.items():
-        if dtype in (torch.bfloat16, torch.float16):
-            continue  # rounding the rewards first changes the definition's input: see below
+    for dtype, tolerance in TOLERANCE.items():  # narrow floats round the rewards first: a test of their own, below
         got = group_advantage(
             rewards.to(dtype),
             ids,
@@ -193,6 +191,13 @@ def test_empty_strided_and_sparse(backend) -> None:
         ({"group_ids": torch.tensor([-1, 0])}, ValueError, r"group_ids\[0\]=-1"),
         ({"group_ids": torch.zeros(3, dtype=torch.int64)}, ValueError, r"group_ids has shape \(3,\): expected \(2,\)"),
         ({"group_ids": torch.zeros(2)}, TypeError, "group_ids has dtype torch.float32: expected integers"),
+        ({"group_ids": torch.tensor([False, True])}, TypeError, "group_ids has dtype torch.bool: expected integers"),
+        (
+            {"group_ids": torch.zeros(0, dtype=torch.int64), "num_groups": None},
+            ValueError,
+            r"group_ids has shape \(0,\)",
+        ),
+        ({"valid": [True, True]}, TypeError, "valid: expected a tensor, got list"),
         ({"trajectory_ids": torch.zeros(2)}, TypeError, "trajectory_ids has dtype"),
         ({"lengths": torch.tensor([1.0, -1.0]), "center": "length_weighted"}, ValueError, r"lengths\[1\]=-1\.0"),
         ({"valid": torch.ones(1, dtype=torch.bool)}, ValueError, r"valid has shape \(1,\)"),

@@ -199,6 +199,7 @@ def test_any_strides(make_batch) -> None:
         k: torch.stack([v, v], 1)[:, 0] if isinstance(v, torch.Tensor) and v.shape == packed["logprobs"].shape else v
         for k, v in packed.items()
     }
+    every_second["cu_seqlens"] = torch.stack([packed["cu_seqlens"]] * 2, 1)[:, 0]
     assert torch.equal(run(every_second, backend="native")[0].loss, run(packed, backend="native")[0].loss)
 
 
@@ -261,8 +262,20 @@ def test_masked_tokens_may_hold_anything_and_others_must_not_hide_nan(make_batch
     arguments["logprobs"][row, token] = math.nan
     broken, broken_grad = run(arguments, backend=backend)
     assert broken.loss.isnan()
+    assert broken.metrics["ratio_max"].isnan()
     if backend == "native":  # torch's clamp has gradient 0 at NaN
         assert broken_grad[row, token].isnan()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("name", ["logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs"])
+def test_nan_of_any_stream_reaches_the_loss(make_batch, backend, level, name) -> None:
+    batch = make_batch(12, kl=KL("k3", 0.1), correction=ImportanceCorrection(level, 1.5))
+    arguments = batch.padded(torch.float32)
+    row, token = batch.mask.nonzero()[0].tolist()
+    arguments[name][row, token] = math.nan
+    assert run(arguments, backend=backend)[0].loss.isnan()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -278,6 +291,9 @@ def test_masked_tokens_may_hold_anything_and_others_must_not_hide_nan(make_batch
         ({"mask": torch.full((2, 3), 0.5)}, ValueError, r"mask\[0, 0\]=0\.5: expected 0 or 1"),
         ({"kl": KL()}, ValueError, "ref_logprobs=None"),
         ({"kl": KL(), "ref_logprobs": torch.zeros(2)}, ValueError, r"ref_logprobs has shape"),
+        ({"ref_logprobs": torch.tensor(-1.0)}, ValueError, r"ref_logprobs has shape \(\)"),
+        ({"old_logprobs": None}, TypeError, "old_logprobs: expected a tensor, got NoneType"),
+        ({"mask": [[1, 1, 1], [1, 1, 0]]}, TypeError, "mask: expected a tensor, got list"),
         ({"correction": ImportanceCorrection()}, ValueError, "rollout_logprobs=None"),
         ({"aggregation": "mean"}, ValueError, "aggregation='mean': expected one of token-mean"),
         ({"aggregation": "agent-mean"}, ValueError, "actor_ids=None"),

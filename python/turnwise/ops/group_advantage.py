@@ -128,6 +128,11 @@ def _check_companions(pool: str, trajectory_ids: object, center: str, lengths: o
         raise ValueError("lengths=None: expected a length per row, as center='length_weighted'")
 
 
+def _is_integral(column: Tensor) -> bool:
+    dtype = column.dtype
+    return dtype is torch.int64 or not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+
+
 def _check_column(name: str, column: Tensor | None, rewards: Tensor, integral: bool) -> None:
     if column is None:
         return
@@ -135,7 +140,7 @@ def _check_column(name: str, column: Tensor | None, rewards: Tensor, integral: b
         raise ValueError(f"{name} has shape {tuple(column.shape)}: expected {tuple(rewards.shape)}, as rewards")
     if column.device != rewards.device:
         raise ValueError(f"{name} is on {column.device}: expected {rewards.device}, as rewards")
-    if integral and (column.is_floating_point() or column.is_complex() or column.dtype == torch.bool):
+    if integral and not _is_integral(column):
         raise TypeError(f"{name} has dtype {column.dtype}: expected integers")
 
 
@@ -225,7 +230,7 @@ def _native(
     columns = (trajectory_ids, lengths, valid)
     try:
         values = _as(rewards, rewards.dtype if rewards.is_floating_point() else torch.float32)
-        if group_ids.is_floating_point() or (trajectory_ids is not None and trajectory_ids.is_floating_point()):
+        if not (_is_integral(group_ids) and (trajectory_ids is None or _is_integral(trajectory_ids))):
             raise TypeError("group_ids and trajectory_ids: expected integers")
         advantages = torch.empty_like(values, requires_grad=False)
         extension.group_advantage(
@@ -246,7 +251,7 @@ def _native(
         )
     except (ValueError, TypeError):
         # The kernel says that something is wrong; the slow checks know which value it is.
-        count = num_groups if num_groups >= 0 else int(group_ids.max()) + 1
+        count = num_groups if num_groups >= 0 else int(group_ids.max()) + 1 if group_ids.numel() else 0
         _check(rewards, group_ids, count, *columns)
         if SINGLETONS[singleton] == "error":
             _check_singletons(group_ids, count, trajectory_ids if by_trajectory else None, valid)
@@ -298,8 +303,9 @@ def group_advantage(
     standard deviation 1, so ``r / (1 + eps)``) or ``"error"``.
     ``min_std``: a group with a smaller deviation counts as tied and gets 0. Ties give exactly 0.
 
-    Statistics are float64 and two-pass. On the CPU, rewards that are not finite (of valid rows), ids out of range and
-    negative lengths raise ``ValueError``. No gradient flows to ``rewards``.
+    Statistics are float64, of offsets from a member of the group, so rewards far from 0 cost no accuracy. On the CPU,
+    rewards that are not finite (of valid rows), ids out of range and negative lengths raise ``ValueError``. No gradient
+    flows to ``rewards``.
 
     Example: ``group_advantage(torch.tensor([1., 0., 1., 1.]), torch.zeros(4, dtype=torch.int64))`` gives
     ``[.499999, -1.499997, .499999, .499999]``.
@@ -315,6 +321,9 @@ def group_advantage(
         _check_companions(pool, trajectory_ids, center, lengths)
     assert modes is not None
     columns = (trajectory_ids, lengths, valid)
+    for name, column in zip(("trajectory_ids", "lengths", "valid"), columns, strict=True):
+        if column is not None and not isinstance(column, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(column).__name__}")
     if resolve(backend, _obstacle(rewards)) == "native":
         groups = -1 if num_groups is None else num_groups
         # The dispatcher costs more than a small batch does, so plain tensors pass it by.
@@ -324,7 +333,7 @@ def group_advantage(
     if num_groups is None:
         num_groups = int(group_ids.max()) + 1 if group_ids.numel() else 0
     _check(rewards, group_ids, num_groups, *columns)
-    if singleton == "error":
+    if singleton == "error" and (center, scale) != ("none", "none"):
         _check_singletons(group_ids, num_groups, trajectory_ids if pool == "trajectory" else None, valid)
     options = Options(pool, center, scale, singleton, ddof, eps, min_std)
     return reference(rewards.detach(), group_ids, num_groups, *columns, options)

@@ -11,7 +11,7 @@ from .aggregation import AGGREGATIONS, check_aggregation, check_normalizer
 from .backends import extension, resolve
 from .options import KL, KL_KINDS, LEVELS, Clip, ImportanceCorrection
 from .policy_loss_reference import Objective, metric_names, reference
-from .streams import Streams, check_stream_values, check_streams
+from .streams import Streams, check_stream_values, check_streams, check_tensors
 
 
 class PolicyLoss(NamedTuple):
@@ -77,7 +77,7 @@ def _compute(
             old_logprobs,
             advantages,
             mask,
-            cu_seqlens,
+            None if cu_seqlens is None else cu_seqlens.contiguous(),
             ref_logprobs,
             rollout_logprobs,
             normalizer,
@@ -240,6 +240,7 @@ def policy_loss(
     actors = num_actors if actor_ids is not None and num_actors is not None else 0
     objective = Objective(clip, kl, correction, aggregation, actors, max_length)
     s = Streams(logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, actor_ids)
+    check_tensors(s)
     if normalizer is not None:
         normalizer = torch.as_tensor(normalizer, dtype=torch.float32, device=logprobs.device)
         check_normalizer(aggregation, normalizer, num_actors)

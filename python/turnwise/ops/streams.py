@@ -52,6 +52,15 @@ def row_count(like: Tensor, cu_seqlens: Tensor | None) -> int:
     return like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
+def check_tensors(s: Streams) -> None:
+    """Every stream is a tensor, or ``None`` where it may be missing."""
+    for name, stream in zip(Streams._fields, s, strict=True):
+        if stream is None and name not in ("logprobs", "old_logprobs", "advantages"):
+            continue
+        if not isinstance(stream, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(stream).__name__}")
+
+
 def check_layout(name: str, tokens: Tensor, cu_seqlens: Tensor | None) -> None:
     """The form is padded or packed, and ``cu_seqlens`` describes it."""
     if cu_seqlens is None:
