@@ -1,7 +1,7 @@
 """Which implementation serves a call: ``native`` (C++), ``triton`` or ``torch`` (the reference, any device).
 
-An automatic choice is ``native`` where it serves (CPU tensors, no float64) and ``torch`` elsewhere; a compiled module that
-does not load is said once. A backend asked for by name that can't serve raises.
+An automatic choice is ``native`` where it serves (CPU tensors, no float64 log-probabilities) and ``torch`` elsewhere; a
+compiled module that does not load is said once. A backend asked for by name that can't serve raises.
 """
 
 from __future__ import annotations
