@@ -32,7 +32,15 @@ def test_demo_leaves_summary_curve_and_table(tmp_path, tiny_demo, capsys):
     out = tmp_path / "demo"
     summary = demo.run_demo(out, seed=3, compare=True)
     assert summary == json.loads((out / "summary.json").read_text())
-    wanted = "success_before success_after episodes sampled_tokens seconds_warm_start seconds_training seed".split()
+    wanted = [
+        "success_before",
+        "success_after",
+        "episodes",
+        "sampled_tokens",
+        "seconds_warm_start",
+        "seconds_training",
+        "seed",
+    ]
     assert set(wanted) <= set(summary)
     assert (summary["seed"], summary["episodes"], summary["questions"]) == (3, 4, 4)
     assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
@@ -50,15 +58,43 @@ def test_demo_leaves_summary_curve_and_table(tmp_path, tiny_demo, capsys):
     assert single[-1]["total_sampled_tokens"] >= team[-1]["total_sampled_tokens"]
     assert all(line["total_sampled_tokens"] < team[-1]["total_sampled_tokens"] for line in single[:-1])
     # the single agent plays whole episodes, the team trees
-    assert "metric/tree/branches" in team[0] and "metric/tree/branches" not in single[0]
+    assert "metric/tree/branches" in team[-1] and "metric/tree/branches" not in single[-1]
 
 
-def test_demo_starts_afresh(tmp_path, tiny_demo):
+def test_a_finished_demo_is_replaced_and_equal_seeds_give_equal_demos(tmp_path, tiny_demo):
     first = demo.run_demo(tmp_path / "demo", seed=0)
     second = demo.run_demo(tmp_path / "demo", seed=0)
     for timing in ("seconds_warm_start", "seconds_training"):
-        first.pop(timing), second.pop(timing)
+        assert first.pop(timing) > 0 and second.pop(timing) > 0
     assert first == second
+
+
+def test_an_interrupted_demo_goes_on(tmp_path, tiny_demo, monkeypatch):
+    whole = demo.run_demo(tmp_path / "whole", seed=0)
+    out = tmp_path / "demo"
+    train = demo.Run.train
+
+    def stop_at_once(run):
+        run.trainer._stop.request()
+        return train(run)
+
+    monkeypatch.setattr(demo.Run, "train", stop_at_once)
+    assert demo.run_demo(out, seed=0) is None
+    assert not (out / "summary.json").exists()
+    monkeypatch.setattr(demo.Run, "train", train)
+    seconds = (out / "warm_start" / "seconds.json").read_text()
+    parts = demo.run_demo(out, seed=0)
+    assert (out / "warm_start" / "seconds.json").read_text() == seconds
+    assert {**parts, "seconds_warm_start": 0, "seconds_training": 0} == {
+        **whole, "seconds_warm_start": 0, "seconds_training": 0,
+    }  # fmt: skip
+
+
+def test_a_folder_with_other_things_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match="holds other things"):
+        demo.run_demo(tmp_path)
+    assert (tmp_path / "thesis.tex").exists()
 
 
 def test_the_shipped_settings_are_read():

@@ -133,7 +133,10 @@ def _version() -> str:
 def run_demo(options: argparse.Namespace) -> int:
     from turnwise.demo import run_demo as run
 
-    run(out=options.out, seed=options.seed, compare=options.compare)
+    summary = run(out=options.out, seed=options.seed, compare=options.compare)
+    if summary is None:
+        print("turnwise: interrupted; the same command goes on from here", file=sys.stderr)
+        return EXIT_INTERRUPTED
     return EXIT_OK
 
 

@@ -18,11 +18,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from turnwise import __version__
 from turnwise.run import Run, build_run, describe, load_models, run_warm_start
 from turnwise.tasks import build_task
 from turnwise.train.config import TrainConfig, config_from_dict, load_config
 from turnwise.train.evaluate import Evaluation
-from turnwise.train.run_log import RunLog, read_metrics
+from turnwise.train.run_log import read_metrics
 
 ALONE = {"actors": ["proposer"], "max_turns": 1}
 """The single agent of the comparison: the same warm-started weights and the same prompt, alone, with one try."""
@@ -37,31 +38,30 @@ class Contender:
     result: Evaluation
 
 
-def run_demo(out: Path = Path("runs/demo"), seed: int = 0, compare: bool = False) -> dict[str, Any]:
-    """Run the demo in the folder ``out``, afresh, and return its summary (also written to ``out/summary.json``).
+def run_demo(out: Path = Path("runs/demo"), seed: int = 0, compare: bool = False) -> dict[str, Any] | None:
+    """Run the demo in the folder ``out`` and return its summary, also written to ``out/summary.json``.
 
-    ``compare`` also trains a single agent with GRPO on as many sampled tokens as the team took.
+    ``compare`` also trains a single agent with GRPO on as many sampled tokens as the team took. A finished demo in
+    ``out`` is replaced, one that was interrupted or killed goes on. ``None`` after Ctrl-C.
     """
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # the demo's own lines tell what happens
-    console = Console()
-    shutil.rmtree(out, ignore_errors=True)
+    say = Console(soft_wrap=True, highlight=False).print
+    prepare(out, seed)
     config = demo_config(out / "team", seed)
-    console.print(
-        f"[bold]1[/] warm start: {config.warm_start.steps} steps on imperfect demonstrations", highlight=False
-    )
+    say(f"[bold]1[/] warm start: {config.warm_start.steps} steps on imperfect demonstrations")
     warm, seconds_warm_start = warm_started(config, out / "warm_start")
-    team = build_run(warm, log=RunLog(warm.run_dir, warm.steps, console=console))
-    before = team.evaluate()
-    console.print(f"  the untrained team, {describe(before)}, after {seconds_warm_start:.0f} s", highlight=False)
-    console.print("[bold]2[/] AT-GRPO: each agent's branches are compared at each turn", highlight=False)
-    started = time.perf_counter()
+    before = build_run(variant(warm, out / "before", resume=False)).evaluate()
+    say(f"  the untrained team, {describe(before)}, after {seconds_warm_start:.0f} s")
+    say("[bold]2[/] AT-GRPO: each agent's branches are compared at each turn")
+    team = build_run(warm)
     progress = team.train()
-    seconds_training = time.perf_counter() - started
+    if team.trainer.interrupted:
+        return None
     after = team.evaluate()
-    console.print(f"  the trained team, {describe(after)}, after {seconds_training:.0f} s", highlight=False)
-    alone = build_run(variant(warm, out / "alone", task_options=ALONE, steps=0))
+    say(f"  the trained team, {describe(after)}, after {progress.seconds:.0f} s")
+    alone = build_run(variant(warm, out / "before", task_options={**warm.task_options, **ALONE}))
     rows = [
         Contender("warm start, one agent alone", 0, alone.evaluate()),
         Contender("team, not trained", 0, before),
@@ -69,9 +69,12 @@ def run_demo(out: Path = Path("runs/demo"), seed: int = 0, compare: bool = False
     ]
     curves = {"team + AT-GRPO": warm.run_dir}
     if compare:
-        console.print("[bold]3[/] one agent with GRPO, on as many sampled tokens", highlight=False)
-        single = single_agent(warm, out / "single", progress.sampled_tokens, console)
-        rows.insert(1, Contender("one agent + GRPO", single.train().sampled_tokens, single.evaluate()))
+        say("[bold]3[/] one agent with GRPO, on as many sampled tokens")
+        single = single_agent(warm, out / "single", progress.sampled_tokens)
+        spent = single.train().sampled_tokens
+        if single.trainer.interrupted:
+            return None
+        rows.insert(1, Contender("one agent + GRPO", spent, single.evaluate()))
         curves["one agent + GRPO"] = single.config.run_dir
     summary = {
         "success_before": before.success,
@@ -81,7 +84,7 @@ def run_demo(out: Path = Path("runs/demo"), seed: int = 0, compare: bool = False
         "sampled_tokens": progress.sampled_tokens,
         "steps": progress.step,
         "seconds_warm_start": round(seconds_warm_start, 1),
-        "seconds_training": round(seconds_training, 1),
+        "seconds_training": round(progress.seconds, 1),
         "seed": seed,
         "held_out": {
             row.name: {"success": row.result.success, "low": row.result.low, "high": row.result.high,
@@ -89,11 +92,23 @@ def run_demo(out: Path = Path("runs/demo"), seed: int = 0, compare: bool = False
             for row in rows
         },
     }  # fmt: skip
+    say(comparison(rows))
+    say(f"curve: {plot(curves, out / 'curve.png')}")
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    console.print(comparison(rows))
-    console.print(f"curve: {plot(curves, before.success, out / 'curve.png')}", highlight=False)
-    console.print(f"summary: {out / 'summary.json'}", highlight=False)
+    say(f"summary: {out / 'summary.json'}")
     return summary
+
+
+def prepare(out: Path, seed: int) -> None:
+    """Make ``out`` ready: what another demo left is deleted, unless it is this one, unfinished. Nothing else is."""
+    marker = out / "demo.json"
+    if out.is_dir() and any(out.iterdir()) and not marker.exists():
+        raise ValueError(f"out={str(out)!r}: this folder holds other things; name a new one")
+    wanted = json.dumps({"seed": seed, "version": __version__})
+    if marker.exists() and (marker.read_text() != wanted or (out / "summary.json").exists()):
+        shutil.rmtree(out)
+    out.mkdir(parents=True, exist_ok=True)
+    marker.write_text(wanted)
 
 
 def demo_config(run_dir: Path, seed: int) -> TrainConfig:
@@ -103,32 +118,36 @@ def demo_config(run_dir: Path, seed: int) -> TrainConfig:
 
 
 def warm_started(config: TrainConfig, folder: Path) -> tuple[TrainConfig, float]:
-    """Train the tiny model on demonstrations into ``folder``; returns the config that starts there, and seconds."""
-    started = time.perf_counter()
-    task = build_task(config.task, {"seed": config.seed, **config.task_options})
-    tokenizer, models = load_models(config, task)
-    run_warm_start(config, task, tokenizer, models, lambda line: None)
-    models["default"].save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    """Train the tiny model on demonstrations into ``folder``; returns the config that starts there, and seconds.
+
+    A warm start that stands there whole is taken as it is.
+    """
+    done = folder / "seconds.json"
+    if not done.exists():
+        started = time.perf_counter()
+        task = build_task(config.task, {"seed": config.seed, **config.task_options})
+        tokenizer, models = load_models(config, task)
+        run_warm_start(config, task, tokenizer, models, lambda line: None)
+        models["default"].save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        done.write_text(json.dumps(time.perf_counter() - started))
     policies = {"default": {**config.policies["default"].model_dump(), "path": str(folder)}}
     changed = variant(config, config.run_dir, policies=policies, warm_start={"steps": 0})
-    return changed, time.perf_counter() - started
+    return changed, json.loads(done.read_text())
 
 
-def single_agent(warm: TrainConfig, run_dir: Path, sampled_tokens: int, console: Console) -> Run:
+def single_agent(warm: TrainConfig, run_dir: Path, sampled_tokens: int) -> Run:
     """One agent under GRPO: groups are whole episodes of one puzzle, as many as the team's tree has branches."""
-    rollout = {**warm.rollout.model_dump(), "copies": warm.rollout.branches, "branches": 1}
     config = variant(
         warm,
         run_dir,
         task_options={**warm.task_options, **ALONE},
-        rollout=rollout,
+        rollout={**warm.rollout.model_dump(), "copies": warm.rollout.branches, "branches": 1},
         credit={"rule": "grpo"},
         max_sampled_tokens=sampled_tokens,
         steps=100_000,
-        max_seconds=None,
     )
-    return build_run(config, log=RunLog(run_dir, config.steps, console=console))
+    return build_run(config)
 
 
 def variant(config: TrainConfig, run_dir: Path, **changes: Any) -> TrainConfig:
@@ -147,7 +166,7 @@ def comparison(rows: list[Contender]) -> Table:
     return table
 
 
-def plot(curves: Mapping[str, Path], start: float, path: Path) -> str:
+def plot(curves: Mapping[str, Path], path: Path) -> str:
     """Validation success over sampled tokens as a PNG; returns its path, or the reason why there is none."""
     try:
         from matplotlib.figure import Figure
@@ -158,8 +177,7 @@ def plot(curves: Mapping[str, Path], start: float, path: Path) -> str:
     for name, folder in curves.items():
         lines = [line for line in read_metrics(folder) if "validation" in line]
         axes.plot([line["total_sampled_tokens"] for line in lines], [line["validation"] for line in lines], label=name)
-    axes.axhline(start, color="grey", linestyle=":", label="team, not trained (held-out)")
-    axes.set(xlabel="sampled tokens", ylabel="success on validation puzzles (greedy)", ylim=(0, 1))
-    axes.legend()
+    axes.set(xlabel="sampled tokens", ylabel="success on validation puzzles (greedy)", xlim=(0, None), ylim=(0, 1))
+    axes.legend(loc="lower right")
     figure.savefig(path, dpi=120)
     return str(path)

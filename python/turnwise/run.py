@@ -144,8 +144,11 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
             f"config key 'policies.{min(unused)}': no actor of task {task.name!r} plays with it: {played}"
         )
     # Too few questions must show now, not after the training.
-    held_out = EvalSet(task.eval_requests("eval", config.eval.questions), task.success_metric)
-    checked = task.eval_requests("validation", config.eval.questions) if config.eval.every else []
+    try:
+        held_out = EvalSet(task.eval_requests("eval", config.eval.questions), task.success_metric)
+        checked = task.eval_requests("validation", config.eval.questions) if config.eval.every else []
+    except ValueError as error:
+        raise ConfigError(f"config key 'eval.questions' = {config.eval.questions}: {error}") from None
     validation = EvalSet(checked, task.success_metric)
     log = log or RunLog(config.run_dir, config.steps)
     tokenizer, models = load_models(config, task)

@@ -45,33 +45,42 @@ class Letters(MultiTurnEpisode):
         return {"share": state.data["share"]}
 
 
-def letters_trainer(run_dir: Path, steps: int = 3, *, sizes: dict | None = None, **changes) -> Trainer:
-    """A fresh trainer with equal weights each time it is called; ``changes`` are config sections."""
-    tokenizer = build_tokenizer(["0123456789"], vocab_size=300)
-    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    model = build_model(tokenizer, **{**shape, "head_dim": 16, "intermediate_size": 64, **(sizes or {})})
+def letters_trainer(run_dir: Path, steps: int = 3, *, policies: dict[str, str] | None = None, **changes) -> Trainer:
+    """A fresh trainer with equal weights each time it is called; ``changes`` are config sections.
+
+    ``policies`` names the policy of each player; all but the first player's are frozen.
+    """
+    policies = policies or dict.fromkeys(Letters.actors, "default")
     config: TrainConfig = config_from_dict(
         {
             "run_dir": str(run_dir),
             "steps": steps,
+            "policies": {name: {} for name in policies.values()},
             "update": {"lr": 3e-3, "minibatches": 2, "micro_batch_tokens": 64},
             **changes,
         }
     )
+    models, tokenizer = {}, None
+    for index, name in enumerate(dict.fromkeys(policies.values())):
+        models[name], tokenizer = build_small_model(seed=index, layers=1)
     arena = Arena(
-        TransformersClient(model, tokenizer),
+        TransformersClient(models, tokenizer),
         tokenizer,
         credit=ATGRPOCredit(include_truncated=True),
         sampling=Sampling(max_tokens=WIDTH),
         seed=config.seed,
     )
-    for actor in Letters.actors:
-        arena.add_actor(Actor(actor))
+    for actor, policy in policies.items():
+        arena.add_actor(Actor(actor, policy=policy))
     arena.add_episode(Letters(sampler=TreeSampler(branches=4)))
     arena.source = lambda: [EpisodeRequest("letters", question) for question in range(3)]
-    policy = Policy("default", model, config.update, total_steps=100)
+    first = policies[Letters.actors[0]]
+    trained = {
+        name: Policy(name, model, config.update, total_steps=100, trainable=name == first)
+        for name, model in models.items()
+    }
     validation = EvalSet([EpisodeRequest("letters", question) for question in range(2)], "success/first")
-    return Trainer(arena, {"default": policy}, config, validation=validation)
+    return Trainer(arena, trained, config, validation=validation)
 
 
 def build_random_batch(
@@ -101,13 +110,13 @@ def build_random_batch(
     )
 
 
-def build_small_model(seed: int = 0):
-    """A Qwen3 of two narrow layers and its tokenizer."""
+def build_small_model(seed: int = 0, layers: int = 2):
+    """A Qwen3 of a few narrow layers and its tokenizer."""
     tokenizer = build_tokenizer(["0123456789"], vocab_size=300)
     model = build_model(
         tokenizer,
         hidden_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
@@ -130,3 +139,9 @@ def small_model():
 @pytest.fixture
 def make_trainer(tmp_path):
     return lambda name="run", steps=3, **changes: letters_trainer(tmp_path / name, steps, **changes)
+
+
+@pytest.fixture
+def make_two_policies(tmp_path):
+    players = {"first": "learner", "second": "rival"}
+    return lambda name, steps, **changes: letters_trainer(tmp_path / name, steps, policies=players, **changes)

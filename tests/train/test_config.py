@@ -53,6 +53,22 @@ def test_bad_values_name_key_and_value(key, value):
         load_config(None, {key: value})
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"eval.stop_at": 0.9}, "stop_at needs every > 0"),
+        ({"loss.aggregation": "seq-mean-token-sum-norm"}, "needs max_length"),
+    ],
+)
+def test_settings_that_make_no_sense_together(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, overrides)
+
+
+def test_a_folder_named_by_a_number_is_a_folder():
+    assert str(load_config(None, {"run_dir": "2024"}).run_dir) == "2024"
+
+
 def test_missing_and_malformed_files(tmp_path):
     with pytest.raises(ConfigError, match=r"config file '.*none.toml' does not exist"):
         load_config(tmp_path / "none.toml")

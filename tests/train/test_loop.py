@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from turnwise.train import Policy, Trainer
+from turnwise.train import Evaluation, Policy, Trainer
 from turnwise.train.checkpoint import CheckpointError, list_checkpoints
 from turnwise.types import Actor
 
@@ -114,10 +114,92 @@ async def test_empty_batch_trains_nothing_and_goes_on(make_trainer):
 
 
 async def test_stops_at_success_and_at_time(make_trainer):
-    reached = make_trainer("reached", steps=5, eval={"every": 2, "stop_at": 0.0})
-    assert (await reached.run()).step == 2
+    reached = make_trainer("reached", steps=9, eval={"every": 2, "stop_at": 0.5})
+
+    async def growing():
+        success = reached.progress.step / 8
+        return Evaluation(success, 0, 1, 1, 0, 0, {})
+
+    reached.evaluate = growing
+    assert (await reached.run()).step == 4
+    validated = [(line["step"], line["validation"]) for line in metrics_of(reached) if "validation" in line]
+    assert validated == [(0, 0.0), (2, 0.25), (4, 0.5)]
     late = make_trainer("late", steps=5, max_seconds=1e-9)
     assert (await late.run()).step == 1
+
+
+async def test_validation_stands_once_in_the_log_of_a_resumed_run(make_trainer):
+    for steps in (1, 2):
+        trainer = make_trainer("run", steps=steps, eval={"every": 1})
+        await trainer.run()
+    assert [line["step"] for line in metrics_of(trainer) if "validation" in line] == [0, 1, 2]
+
+
+async def test_a_failing_validation_loses_no_training(make_trainer):
+    whole = make_trainer("whole", steps=3)
+    await whole.run()
+    trainer = make_trainer("failing", steps=3, eval={"every": 2})
+
+    async def fail():
+        if trainer.progress.step:
+            raise RuntimeError("the judge is gone")
+        return Evaluation(0, 0, 1, 1, 0, 0, {})
+
+    trainer.evaluate = fail
+    with pytest.raises(RuntimeError, match="the judge is gone"):
+        await trainer.run()
+    second = make_trainer("failing", steps=3)
+    await second.run()
+    assert metrics_of(second)[1:] == metrics_of(whole)  # the first line is the validation before training
+    assert [line["step"] for line in metrics_of(second)] == [0, 1, 2, 3]
+
+
+async def test_a_failing_rollout_leaves_a_checkpoint_of_the_step_before(make_trainer):
+    whole = make_trainer("whole", steps=3)
+    await whole.run()
+    trainer = make_trainer("failing", steps=3)
+    source, calls = trainer.arena.source, []
+
+    def fail_in_third_step():
+        calls.append(1)
+        return source() if len(calls) < 3 else 1 / 0
+
+    trainer.arena.source = fail_in_third_step
+    with pytest.raises(ZeroDivisionError):
+        await trainer.run()
+    assert list_checkpoints(trainer.checkpoints)[-1].name == "step_00000002"
+    second = make_trainer("failing", steps=3)
+    await second.run()
+    assert metrics_of(second) == metrics_of(whole)
+
+
+async def test_two_policies_one_frozen_train_and_resume(make_two_policies):
+    whole = make_two_policies("whole", steps=3)
+    start = {name: policy.fingerprint() for name, policy in whole.policies.items()}
+    await whole.run()
+    assert whole.policies["learner"].fingerprint() != start["learner"]
+    assert whole.policies["rival"].fingerprint() == start["rival"]
+    assert (whole.policies["learner"].version, whole.policies["rival"].version) == (3, 0)
+    assert (whole.arena.client.version("learner"), whole.arena.client.version("rival")) == (3, 0)
+    assert {"learner/loss", "step_reward/first", "step_reward/second"} <= set(metrics_of(whole)[-1])
+    await make_two_policies("parts", steps=1).run()
+    parts = make_two_policies("parts", steps=3)
+    await parts.run()
+    assert metrics_of(parts) == metrics_of(whole)
+    assert parts.policies["learner"].fingerprint() == whole.policies["learner"].fingerprint()
+
+
+async def test_an_update_that_touches_a_frozen_policy_is_a_broken_invariant(make_two_policies):
+    trainer = make_two_policies("shared", steps=1)
+    trainer.policies["rival"].model = trainer.policies["learner"].model
+    with pytest.raises(AssertionError, match=r"changed the weights of \['rival'\]"):
+        trainer.update(await trainer.arena.step())
+
+
+async def test_an_update_too_small_for_the_dtype_is_told(make_trainer, capsys):
+    trainer = make_trainer(steps=1, update={"lr": 1e-30})
+    await trainer.run()
+    assert "policy 'default': an update changed no weight" in capsys.readouterr().out
 
 
 async def test_stop_during_rollout_saves_the_state_before_it(make_trainer):

@@ -10,10 +10,10 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 
 class ConfigError(ValueError):
@@ -74,6 +74,13 @@ class LossConfig(_Section):
     aggregation: Literal[
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "agent-mean"
     ] = "token-mean"
+    max_length: int | None = Field(default=None, ge=1, description="the constant of seq-mean-token-sum-norm")
+
+    @model_validator(mode="after")
+    def _needs_its_constant(self) -> Self:
+        if self.aggregation == "seq-mean-token-sum-norm" and self.max_length is None:
+            raise ValueError("aggregation 'seq-mean-token-sum-norm' needs max_length, the constant to divide by")
+        return self
 
 
 class UpdateConfig(_Section):
@@ -96,7 +103,13 @@ class EvalConfig(_Section):
 
     every: int = Field(default=0, ge=0)
     questions: int = Field(default=200, ge=1)
-    stop_at: float | None = Field(default=None, description="end training at this validation success")
+    stop_at: float | None = Field(default=None, gt=0, le=1, description="end training at this validation success")
+
+    @model_validator(mode="after")
+    def _stops_at_what_it_measures(self) -> Self:
+        if self.stop_at is not None and not self.every:
+            raise ValueError("stop_at needs every > 0: without validation nothing is ever reached")
+        return self
 
 
 class CheckpointConfig(_Section):
@@ -111,7 +124,7 @@ class TrainConfig(_Section):
 
     task: str = "sudoku"
     task_options: dict[str, Any] = Field(default_factory=dict)
-    run_dir: Path = Path("runs/default")
+    run_dir: Annotated[Path, BeforeValidator(str)] = Path("runs/default")
     seed: int = 0
     steps: int = Field(default=100, ge=0)
     max_seconds: float | None = Field(default=None, gt=0, description="stop after the step that crosses it")

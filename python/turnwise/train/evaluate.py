@@ -14,9 +14,9 @@ from turnwise.types import EpisodeRequest, Sampling
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """``success`` is the mean of the success metric over ``episodes`` that ran; ``low`` and ``high`` bound it at 95%.
+    """``success`` is the mean of the success metric over all ``episodes``; ``low`` and ``high`` bound it at 95%.
 
-    ``failed`` episodes are not in the mean. ``metrics`` holds the mean of every other rubric metric.
+    ``failed`` episodes count as 0 there. ``metrics`` holds the mean of every rubric metric over those that finished.
     """
 
     success: float
@@ -45,9 +45,10 @@ async def evaluate(
     if metric not in names:
         raise ValueError(f"metric={metric!r}: expected one of the rubric's metrics: {', '.join(names)}")
     means = {name: float(np.mean([r.metrics[name] for r in done if name in r.metrics])) for name in names}
-    low, high = wilson(means[metric], len(done))
+    success = means[metric] * len(done) / len(results)
+    low, high = wilson(min(max(success, 0.0), 1.0), len(results))
     tokens = sum(len(s.completion_token_ids) for r in results for w in r.walk() for s in w.rollout.steps)
-    return Evaluation(means[metric], low, high, len(done), len(results) - len(done), tokens, means)
+    return Evaluation(success, low, high, len(results), len(results) - len(done), tokens, means)
 
 
 def wilson(share: float, n: int, z: float = 1.959964) -> tuple[float, float]:

@@ -79,6 +79,7 @@ class Trainer:
         await self.arena.on_train_start()
         try:
             with self.log, self._stop.listening():
+                await self.validate_start()
                 while not self.finished():
                     batch = await self.rollout()
                     if batch is None:
@@ -92,25 +93,44 @@ class Trainer:
         return self.progress
 
     async def rollout(self) -> TrainingBatch | None:
-        """One batch from the arena; ``None`` when Ctrl-C stopped it, with the arena and the generators as before."""
+        """One batch from the arena; ``None`` when Ctrl-C stopped it, with the arena and the generators as before.
+
+        A batch that fails leaves a checkpoint of the step before it.
+        """
         before, drawn = self.arena.state_dict(), random_state(self.rng)
         self._started = time.perf_counter()
-        batch = await self._stop.unless_requested(self.arena.step())
-        if batch is None:
-            self.arena.load_state_dict(before)
-            set_random_state(self.rng, drawn)
+        batch = None
+        try:
+            batch = await self._stop.unless_requested(self.arena.step())
+        finally:
+            if batch is None:
+                self.arena.load_state_dict(before)
+                set_random_state(self.rng, drawn)
+                self.save()
         self._sampled = time.perf_counter()
         return batch
 
     def update(self, batch: TrainingBatch) -> dict[str, float]:
         """Each policy on its own rows. With several policies, metric names start with the policy's."""
         metrics: dict[str, float] = {}
+        before = {name: policy.fingerprint() for name, policy in self.policies.items()}
+        trained: set[str] = set()
         for name, policy in self.policies.items():
             prefix = f"{name}/" if len(self.policies) > 1 else ""
             measured = update_policy(policy, batch, self.config.update, self.config.loss, self.rng)
             metrics |= {prefix + key: value for key, value in measured.items()}
-            policy.version += bool(measured)
+            if measured:
+                policy.version += 1
+                trained.add(name)
+        self._check_moved(before, trained)
         return metrics
+
+    def _check_moved(self, before: Mapping[str, object], trained: set[str]) -> None:
+        """Every trained policy's weights must have moved, and no other's."""
+        moved = {name for name, policy in self.policies.items() if policy.fingerprint() != before[name]}
+        assert moved <= trained, f"an update changed the weights of {sorted(moved - trained)}, which didn't train"
+        for name in sorted(trained - moved):
+            self.log.note(f"policy {name!r}: an update changed no weight; is update.lr too small for its dtype?")
 
     async def publish(self) -> None:
         """Hand every policy's weights to the client that samples with them, where they changed."""
@@ -120,27 +140,43 @@ class Trainer:
                 self._published[name] = policy.version
 
     async def record(self, batch: TrainingBatch, metrics: dict[str, float]) -> None:
-        """Count, log, evaluate and save what this step calls for."""
-        results = self.arena.last_results
-        progress, now = self.progress, time.perf_counter()
-        progress.step += 1
-        progress.episodes += int(batch.metrics["episodes"])
-        progress.sampled_tokens += int(batch.metrics["sampled_tokens"])
-        progress.seconds += now - self._started
+        """Count, validate, log and save what this step calls for. A validation that fails loses no training."""
+        results, updated = self.arena.last_results, time.perf_counter()
+        self.progress.step += 1
+        self.progress.episodes += int(batch.metrics["episodes"])
+        self.progress.sampled_tokens += int(batch.metrics["sampled_tokens"])
         metrics |= summarize(batch, results, self.validation.metric if self.validation else None)
         metrics |= {
             "seconds_rollout": self._sampled - self._started,
-            "seconds_update": now - self._sampled,
+            "seconds_update": updated - self._sampled,
             "tokens_per_second": batch.metrics["sampled_tokens"] / (self._sampled - self._started),
-            "total_sampled_tokens": progress.sampled_tokens,
         }
         every = self.config.eval.every
-        if self.validation and every and progress.step % every == 0:
-            score = await self.evaluate()
-            metrics["validation"] = progress.evaluations[str(progress.step)] = score.success
-        self.log.step(progress.step, metrics, results)
-        if self.config.checkpoint.every and progress.step % self.config.checkpoint.every == 0:
-            self.save()
+        failed = True
+        try:
+            if every and self.progress.step % every == 0:
+                metrics |= await self.validate()
+            failed = False
+        finally:
+            self.progress.seconds += time.perf_counter() - self._started
+            metrics["total_sampled_tokens"] = self.progress.sampled_tokens
+            self.log.step(self.progress.step, metrics, results)
+            if failed or (self.config.checkpoint.every and self.progress.step % self.config.checkpoint.every == 0):
+                self.save()
+
+    async def validate(self) -> dict[str, float]:
+        """Success on the validation questions, remembered for ``eval.stop_at``; nothing where there are none."""
+        if self.validation is None or not self.validation.requests:
+            return {}
+        score = await self.evaluate()
+        self.progress.evaluations[str(self.progress.step)] = score.success
+        return {"validation": score.success}
+
+    async def validate_start(self) -> None:
+        """The first point of the learning curve, before any training."""
+        wanted = self.config.eval.every and self.progress.step == 0 and not self.progress.evaluations
+        if wanted and (measured := await self.validate()):
+            self.log.step(0, {**measured, "total_sampled_tokens": 0})
 
     async def evaluate(self, eval_set: EvalSet | None = None) -> Evaluation:
         """Clean greedy evaluation, on the validation questions unless told otherwise."""
@@ -188,7 +224,7 @@ class Trainer:
         if found and not self.config.resume:
             raise ValueError(f"resume=False, but {self.checkpoints} holds checkpoints: choose another run_dir")
         if not found:
-            self.log.rewind(0)
+            self.log.rewind(-1)
             return
         try:
             _, state = load_checkpoint(found[-1], self.policies)

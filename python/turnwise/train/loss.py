@@ -13,10 +13,9 @@ from turnwise.train.config import LossConfig
 class Loss:
     """Calls :func:`turnwise.ops.policy_loss` on packed micro-batches with the normaliser of a whole optimizer step."""
 
-    def __init__(self, config: LossConfig, num_actors: int, max_length: int) -> None:
+    def __init__(self, config: LossConfig, num_actors: int) -> None:
         self.config = config
         self.num_actors = num_actors
-        self.max_length = max_length
         self.clip = Clip(low=config.clip_low, high=config.clip_high, dual=config.dual_clip)
         self.kl = KL(config.kl_kind, coef=config.kl_coef) if config.kl_coef else None
 
@@ -29,7 +28,7 @@ class Loss:
             mask=torch.cat([micro.mask_N for micro in micros]),
             actor_ids=torch.cat([micro.actor_ids_B for micro in micros]),
             num_actors=self.num_actors,
-            max_length=self.max_length,
+            max_length=self.config.max_length,
         )
 
     def __call__(
@@ -53,5 +52,5 @@ class Loss:
             normalizer=normalizer,
             actor_ids=micro.actor_ids_B,
             num_actors=self.num_actors,
-            max_length=self.max_length,
+            max_length=self.config.max_length,
         )

@@ -87,6 +87,11 @@ class Policy:
         self.updates += 1
         return norm
 
+    def fingerprint(self) -> tuple[float, ...]:
+        """A number per tensor that tells whether it changed."""
+        with torch.no_grad():
+            return tuple(float(tensor.double().square().sum() + tensor.double().sum()) for _, tensor in self.weights())
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """``(name, tensor)`` of all weights, as the publish stage sends them."""
         return named_weights(self.model)

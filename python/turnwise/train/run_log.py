@@ -14,6 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from turnwise.types import GenerateResult
 
+_FAILED_PER_STEP = 8
+"""Failed episodes written whole, of each step: enough to see why, not enough to fill a disk."""
+
 
 class RunLog:
     """Appends JSON lines under ``folder`` and shows a progress bar where ``console`` is a terminal.
@@ -51,7 +54,9 @@ class RunLog:
         self._append("metrics.jsonl", [{"step": step, **metrics}])
         chosen = [result for result in results if result.rollout.error is None][: self.rollouts_per_step]
         failed = [result for result in results if result.rollout.error is not None]
-        self._append("rollouts.jsonl", [{"step": step, **_plain(result)} for result in chosen + failed])
+        self._append(
+            "rollouts.jsonl", [{"step": step, **_plain(result)} for result in chosen + failed[:_FAILED_PER_STEP]]
+        )
         self._progress.update(self._bar, completed=step, note=_note(metrics))
 
     def note(self, text: str) -> None:

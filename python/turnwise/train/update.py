@@ -25,7 +25,7 @@ def update_policy(
     rows = rows_of(policy, batch)
     if not policy.trainable or len(rows) == 0:
         return {}
-    loss = Loss(loss_config, len(batch.actors), max_length=int(np.diff(batch.cu_seqlens).max()))
+    loss = Loss(loss_config, len(batch.actors))
     log = UpdateLog(batch.actors)
     recomputed = old_logprobs(policy, batch, rows, update) if update.old_logprobs == "recompute" else None
     policy.model.train()
