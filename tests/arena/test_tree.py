@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import statistics
 from collections import defaultdict
 
 import pytest
 
 from turnwise.arena import MultiTurnEpisode, Rubric, TreeSampler
 from turnwise.arena.tree import SelectBySoftmax, select_best
+from turnwise.credit import ATGRPOCredit
 from turnwise.types import EpisodeRequest, ModelError, Step
 
 
@@ -102,7 +104,8 @@ def test_d3_a_later_actor_sees_what_the_earlier_one_wrote_in_the_same_turn(make_
 
 def test_d4_a_group_holds_one_state_of_one_problem(make_arena):
     artifacts = [f"{number}" for number in range(6)]
-    arena, results = grown(make_arena, Count(sampler=TreeSampler(branches=3)), *artifacts, *artifacts)
+    episode = Count(sampler=TreeSampler(branches=3))
+    arena, results = grown(make_arena, episode, *artifacts, *artifacts, credit=ATGRPOCredit())
     arena.assign_credit(results)
     groups = defaultdict(list)
     for result in results:
@@ -113,6 +116,11 @@ def test_d4_a_group_holds_one_state_of_one_problem(make_arena):
         assert len(members) == 3
         assert len({rollout for rollout, _ in members}) == 1
         assert len({tuple(step.prompt_token_ids) for _, step in members}) == 1, "siblings share their prompt"
+        rewards = [step.reward for _, step in members]
+        mean, std = statistics.mean(rewards), statistics.stdev(rewards)
+        expected = [(reward - mean) / (std + 1e-8) if std else 0.0 for reward in rewards]
+        assert [step.advantage for _, step in members] == pytest.approx(expected, abs=1e-5)
+    assert any(step.advantage for members in groups.values() for _, step in members)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
