@@ -13,8 +13,8 @@ import turnwise
 FLOORS = {
     "types": 0,
     "_C": 0,
+    "naming": 0,
     "ops": 1,
-    "state": 1,
     "samples": 1,
     "credit": 2,
     "arena": 2,
@@ -111,8 +111,8 @@ def test_imports_only_lower_floors(path: Path) -> None:
         ("def f():\n    import turnwise.train.loop", ("inference", "a.py"), 1),
         ("from turnwise import Arena", ("tasks", "a.py"), 1),
         ("import turnwise", ("ops", "a.py"), 1),
-        ("from ...state import Store", ("ops", "deep", "a.py"), 1),
-        ("from .. import samples, types", ("state", "a.py"), 1),
+        ("from ...samples import collect_samples", ("ops", "deep", "a.py"), 1),
+        ("from .. import ops, types", ("samples.py",), 1),
     ],
 )
 def test_the_check_finds_what_it_should(source: str, parts: tuple[str, ...], count: int) -> None:

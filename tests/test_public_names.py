@@ -70,7 +70,7 @@ def test_import_turnwise_is_quick() -> None:
     assert min(seconds) < 0.3, f"import turnwise took {seconds} s"
 
 
-@pytest.mark.parametrize("module", ["turnwise.types", "turnwise.state", "turnwise.samples", "turnwise.cli"])
+@pytest.mark.parametrize("module", ["turnwise.types", "turnwise.samples", "turnwise.cli"])
 def test_imports_without_torch(module: str) -> None:
     fresh(f"sys.modules['torch'] = None\nimport {module}")  # None makes `import torch` raise
 

@@ -30,6 +30,11 @@ PolicyLossOptions options_of(const py::tuple& packed, int threads) {
     o.max_length = number(9);
     o.threads = threads;
     if (PyErr_Occurred()) throw py::error_already_set();
+    require(KlKind::none <= o.kl && o.kl <= KlKind::k3_plus, "options: unknown kind of KL");
+    require(Correction::none <= o.correction && o.correction <= Correction::sequence, "options: unknown correction");
+    require(Aggregation::token_mean <= o.aggregation && o.aggregation <= Aggregation::agent_mean,
+            "options: unknown aggregation");
+    require(o.num_actors >= 0, "options: a negative number of actors");
     return o;
 }
 

@@ -1,5 +1,7 @@
 #include "bindings/tensor.h"
 
+#include <pybind11/gil_safe_call_once.h>
+
 #include <string>
 #include <utility>
 #include <vector>
@@ -28,9 +30,10 @@ struct TorchNames {
     PyObject* is_cpu = PyUnicode_InternFromString("is_cpu");
 };
 
+// Imports torch, which may hand the GIL to another thread: a plain static would let the two wait for each other.
 const TorchNames& torch_names() {
-    static const TorchNames* names = new TorchNames;  // never destroyed: the interpreter may be gone by then
-    return *names;
+    PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<const TorchNames*> names;
+    return *names.call_once_and_store_result([]() -> const TorchNames* { return new TorchNames; }).get_stored();
 }
 
 py::object checked(PyObject* result) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include "core/check.h"
@@ -167,10 +168,12 @@ struct GroupTable {
 // of memory, are numbered anew into `numbered`.
 int64_t settle_groups(Rows& rows, int64_t groups, std::vector<int64_t>& numbered) {
     if (groups < 0) {
-        groups = 0;
+        int64_t largest = -1;
         for (int64_t row = 0; row < rows.count; ++row) {
-            if (rows.enters(row) && rows.group[row] >= groups) groups = rows.group[row] + 1;
+            if (rows.enters(row)) largest = std::max(largest, rows.group[row]);
         }
+        require(largest < std::numeric_limits<int64_t>::max(), "group_ids: an id is 2**63 - 1, expected less");
+        groups = largest + 1;
     }
     if (groups <= 2 * rows.count + 1024) return groups;
     for (int64_t row = 0; row < rows.count; ++row) {

@@ -157,7 +157,7 @@ class Run {
             std::vector<double> tokens(size_t(o_.num_actors), 0);
             if (in_.normalizer) {
                 for (size_t a = 0; a < tokens.size(); ++a) {
-                    tokens[a] = in_.normalizer.as<float>()[int64_t(a) * in_.normalizer.stride[0]];
+                    tokens[a] = given_count(int64_t(a) * in_.normalizer.stride[0]);
                 }
             } else {
                 for (size_t row = 0; row < rows; ++row) tokens[size_t(actor(int64_t(row)))] += lengths_[row];
@@ -169,11 +169,17 @@ class Run {
             }
             return;
         }
-        const double common = inverse(in_.normalizer ? double(*in_.normalizer.as<float>()) : batch_normalizer());
+        const double common = inverse(in_.normalizer ? given_count(0) : batch_normalizer());
         for (size_t row = 0; row < rows; ++row) {
             const bool by_length = o_.aggregation == Aggregation::seq_mean_token_mean;
             row_weight_[row] = common * (by_length ? inverse(lengths_[row]) : 1);
         }
+    }
+
+    double given_count(int64_t offset) const {
+        const float count = in_.normalizer.as<float>()[offset];
+        require(count >= 0, "normalizer: expected counts >= 0");
+        return count;
     }
 
     double batch_normalizer() const {

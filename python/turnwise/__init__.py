@@ -1,7 +1,7 @@
 """turnwise trains teams of language-model agents with reinforcement learning.
 
-The names below load on first use, so ``import turnwise`` costs nothing and needs no torch. ``turnwise.ops``,
-``turnwise.state`` and the other rooms are subpackages of their own; ``turnwise.train`` is one of them.
+The names below load on first use, so ``import turnwise`` costs nothing and needs no torch. The rooms are subpackages:
+``turnwise.ops``, ``turnwise.arena``, ``turnwise.train`` and so on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HOME = {
     "TrainConfig": "turnwise.train",
     "Trainer": "turnwise.train",
 }
-_ROOMS = frozenset({"arena", "credit", "inference", "ops", "state", "tasks", "train", "types"})
+_ROOMS = frozenset({"arena", "credit", "inference", "ops", "tasks", "train", "types"})
 
 if TYPE_CHECKING:
     from turnwise import train as train

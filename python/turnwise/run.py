@@ -15,8 +15,8 @@ from typing import Any
 from turnwise.arena import Arena, TreeSampler
 from turnwise.credit import registry as credit_rules
 from turnwise.inference import TransformersClient
+from turnwise.naming import nearest
 from turnwise.tasks import Task, build_task
-from turnwise.tasks.base import nearest
 from turnwise.train.checkpoint import list_checkpoints, load_weights
 from turnwise.train.config import ConfigError, ModelConfig, RolloutConfig, TrainConfig, to_toml
 from turnwise.train.evaluate import Evaluation

@@ -301,6 +301,8 @@ def test_nan_of_any_stream_reaches_the_loss(make_batch, backend, level, name) ->
         ({"actor_ids": torch.zeros(2, dtype=torch.int64)}, ValueError, "num_actors=None"),
         ({"actor_ids": torch.tensor([0, 2]), "num_actors": 2}, ValueError, r"actor_ids\[1\]=2: expected an id"),
         ({"actor_ids": torch.tensor([0]), "num_actors": 2}, ValueError, r"actor_ids has shape \(1,\)"),
+        ({"normalizer": torch.tensor(-1.0)}, ValueError, r"normalizer.*expected counts >= 0"),
+        ({"normalizer": torch.tensor(float("nan"))}, ValueError, r"normalizer.*expected counts >= 0"),
         ({"normalizer": torch.ones(2)}, ValueError, r"normalizer has shape \(2,\): expected \(\)"),
         ({"logprobs": torch.zeros(6), "cu_seqlens": torch.tensor([0, 4, 3, 6])}, ValueError, r"cu_seqlens\[2\]=3"),
         ({"logprobs": torch.zeros(6), "cu_seqlens": torch.tensor([1, 6])}, ValueError, r"cu_seqlens\[0\]=1"),

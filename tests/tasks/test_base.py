@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from turnwise.tasks import TASKS, build_task
-from turnwise.tasks.base import check_counts, check_split, nearest, split_of
+from turnwise.tasks.base import check_counts, check_split, split_of
 
 
 @pytest.fixture(params=sorted(TASKS))
@@ -61,7 +61,6 @@ def test_checks_name_what_is_wrong():
         check_counts(questions=1, copies=0)
     with pytest.raises(ValueError, match="split='dev'"):
         check_split("dev")
-    assert nearest("quality ", ["quality"]) == "did you mean 'quality'?"
 
 
 def test_importing_every_task_needs_no_torch_no_key_and_no_network():

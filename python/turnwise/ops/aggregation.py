@@ -65,6 +65,12 @@ def check_normalizer(aggregation: str, normalizer: Tensor, num_actors: int | Non
         )
 
 
+def check_normalizer_values(normalizer: Tensor) -> None:
+    """What only the values tell; CPU tensors alone."""
+    if not bool((normalizer >= 0).all()):
+        raise ValueError(f"normalizer={normalizer.tolist()!r}: expected counts >= 0")
+
+
 def loss_normalizer(
     aggregation: str,
     *,

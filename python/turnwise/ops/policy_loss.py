@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .aggregation import AGGREGATIONS, check_aggregation, check_normalizer
+from .aggregation import AGGREGATIONS, check_aggregation, check_normalizer, check_normalizer_values
 from .backends import extension, resolve
 from .options import KL, KL_KINDS, LEVELS, Clip, ImportanceCorrection
 from .policy_loss_reference import Objective, metric_names, reference
@@ -250,6 +250,8 @@ def policy_loss(
         check_streams(s, num_actors)
         if logprobs.is_cpu and not torch.compiler.is_compiling():
             check_stream_values(s, num_actors)
+            if normalizer is not None:
+                check_normalizer_values(normalizer)
         loss, table = reference(s, objective, normalizer)
     names = metric_names(ref_logprobs is not None, rollout_logprobs is not None)
     metrics = dict(zip(names, table[0].unbind(), strict=True))

@@ -11,7 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from turnwise.tasks.base import Demonstration, Player, Split, Task, TaskOptions, nearest
+from turnwise.naming import nearest
+from turnwise.tasks.base import Demonstration, Player, Split, Task, TaskOptions
 
 __all__ = ["TASKS", "Demonstration", "Player", "Split", "Task", "TaskOptions", "build_task"]
 

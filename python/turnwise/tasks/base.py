@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from turnwise.naming import nearest
 from turnwise.types import Actor, EpisodeRequest, Messages
 
 if TYPE_CHECKING:
@@ -85,12 +85,6 @@ class TaskOptions(BaseModel):
             if name not in cls.model_fields:
                 raise ValueError(f"unknown option {name!r}; {nearest(str(name), list(cls.model_fields))}")
         return values
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """``did you mean 'blanks'?`` where a known name is close, else all known names."""
-    close = get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
 
 
 def split_of(question: str) -> Split:

@@ -6,7 +6,6 @@ The defaults are the settings that were vetted; unknown keys are refused with th
 from __future__ import annotations
 
 import ast
-import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Annotated, Any, Literal, Self
 
 import tomli_w
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from turnwise.naming import nearest
 
 
 class ConfigError(ValueError):
@@ -170,13 +171,6 @@ def config_from_dict(data: Mapping[str, Any]) -> TrainConfig:
         return TrainConfig.model_validate(dict(data))
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(problem) for problem in error.errors())) from None
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """``did you mean 'x'?`` where a known name is close, else the list of known names."""
-    names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
 
 
 def _literal(value: Any) -> Any:
