@@ -112,7 +112,7 @@ def test_imports_only_lower_floors(path: Path) -> None:
         ("from turnwise import Arena", ("tasks", "a.py"), 1),
         ("import turnwise", ("ops", "a.py"), 1),
         ("from ...samples import collect_samples", ("ops", "deep", "a.py"), 1),
-        ("from .. import ops, types", ("samples.py",), 1),
+        ("from . import ops, types", ("samples.py",), 1),
     ],
 )
 def test_the_check_finds_what_it_should(source: str, parts: tuple[str, ...], count: int) -> None:
