@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from turnwise.run import build_run, describe, evaluate_from_config, train_from_config
+from turnwise.run import build_run, describe, evaluate_from_config, load_models, train_from_config
+from turnwise.tasks import build_task
 from turnwise.train.checkpoint import CheckpointError, list_checkpoints
 from turnwise.train.config import ConfigError, config_from_dict, to_toml
 from turnwise.train.evaluate import Evaluation
@@ -162,6 +163,18 @@ def test_too_few_held_out_questions_show_before_the_training(tmp_path):
     with pytest.raises(ValueError, match=r"1000"):
         build_run(config_of(tmp_path / "run", task="math_orchestra", task_options=options, eval={"questions": 1000}))
     assert not (tmp_path / "run").exists()
+
+
+def test_policies_with_unlike_tokenizers_are_refused(tmp_path):
+    from turnwise.tasks.tiny import build_model, build_tokenizer
+
+    for name, text in (("one", "add the digits"), ("two", "quite other words")):
+        tokenizer = build_tokenizer([text] * 3, vocab_size=270)
+        tokenizer.save_pretrained(tmp_path / name)
+        build_model(tokenizer, hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path / name)
+    policies = {"default": {"path": str(tmp_path / "one")}, "rival": {"path": str(tmp_path / "two")}}
+    with pytest.raises(ConfigError, match=r"policy 'rival': the tokenizer of .*two' differs from that of .*one'"):
+        load_models(config_of(tmp_path / "run", policies=policies), build_task("sudoku"))
 
 
 def test_a_used_folder_is_not_overwritten(tmp_path):

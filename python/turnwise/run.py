@@ -232,6 +232,14 @@ def load_models(config: TrainConfig, task: Task) -> tuple[Any, dict[str, Any]]:
     tokenizer = AutoTokenizer.from_pretrained(first.path)
     if tokenizer.chat_template is None:
         raise ConfigError(f"model {first.path!r}: its tokenizer has no chat template; use an instruction-tuned model")
+    for name, settings in config.policies.items():
+        if settings.path != first.path:
+            other = AutoTokenizer.from_pretrained(settings.path)
+            if other.get_vocab() != tokenizer.get_vocab():
+                raise ConfigError(
+                    f"policy {name!r}: the tokenizer of {settings.path!r} differs from that of {first.path!r}; "
+                    "the policies of one run must share theirs"
+                )
     return tokenizer, {name: load_model(settings) for name, settings in config.policies.items()}
 
 

@@ -151,6 +151,19 @@ def test_every_hook_may_be_async(make_arena):
     assert rollout.steps[0].prompt == [{"role": "user", "content": "LATE"}]
 
 
+def test_is_done_is_not_asked_before_anyone_acted(make_arena):
+    class Waits(Chat):
+        def build_messages(self, state, arena, artifact):
+            return None if state.current_actor == "a" else "only b"
+
+        def is_done(self, state, arena, artifact):
+            return state.data["moves"] == 1
+
+    _, rollout = play(make_arena, Waits())
+    assert rollout.error is None
+    assert [step.actor_id for step in rollout.steps] == ["b"]
+
+
 def test_skipping_passes_the_turn_on(make_arena):
     class Skip(Chat):
         async def build_messages(self, state, arena, artifact):

@@ -139,7 +139,7 @@ class MultiTurnEpisode(Episode, ABC):
             messages = await resolve(self.build_messages(state, arena, artifact))
             if messages is not None:
                 state = await self._act(state, messages, arena, artifact)
-            await self._pass_on(state, arena, artifact)
+            await self._pass_on(state, arena, artifact, skipped=messages is None)
         return state
 
     async def _act(self, state: EpisodeState, messages: str | Messages, arena: Arena, artifact: Any) -> EpisodeState:
@@ -165,9 +165,11 @@ class MultiTurnEpisode(Episode, ABC):
             step.reward = check_reward(reward, f"{type(self).__name__}.step_reward for actor {state.current_actor!r}")
         return step
 
-    async def _pass_on(self, state: EpisodeState, arena: Arena, artifact: Any) -> None:
+    async def _pass_on(self, state: EpisodeState, arena: Arena, artifact: Any, *, skipped: bool) -> None:
         state.acted = (*state.acted, state.current_actor)
-        state.done = bool(state.done or await resolve(self.is_done(state, arena, artifact)))
+        # Nothing has changed after a skip, and before the first action there may be nothing for is_done to look at.
+        if not skipped:
+            state.done = bool(state.done or await resolve(self.is_done(state, arena, artifact)))
         if state.done:
             running().rollout.meta["ended"] = "done"
             return
