@@ -32,3 +32,20 @@ async def test_unknown_metric_and_nothing_to_average(make_trainer):
         await evaluate(trainer.arena, trainer.validation.requests, "succes")
     with pytest.raises(ValueError, match="evaluation of 0 episodes"):
         await evaluate(trainer.arena, [], "success")
+
+
+async def test_a_failed_episode_counts_as_no_success(make_trainer):
+    trainer = make_trainer()
+    episode = trainer.arena.episodes["letters"]
+    answer = episode.env_response
+
+    def fail_on_question_1(state, arena, artifact):
+        answer(state, arena, artifact)
+        state.data["share"] = 1.0
+        if artifact == 1:
+            raise RuntimeError("the board fell over")
+
+    episode.env_response = fail_on_question_1
+    result = await trainer.evaluate()
+    assert (result.success, result.episodes, result.failed) == (0.5, 2, 1)
+    assert result.metrics["success/first"] == 1.0

@@ -175,12 +175,15 @@ async def test_a_failing_rollout_leaves_a_checkpoint_of_the_step_before(make_tra
 
 async def test_two_policies_one_frozen_train_and_resume(make_two_policies):
     whole = make_two_policies("whole", steps=3)
+    loads, load = [], whole.arena.client.load_weights
+    whole.arena.client.load_weights = lambda name, *rest: (loads.append(name), load(name, *rest))
     start = {name: policy.fingerprint() for name, policy in whole.policies.items()}
     await whole.run()
     assert whole.policies["learner"].fingerprint() != start["learner"]
     assert whole.policies["rival"].fingerprint() == start["rival"]
     assert (whole.policies["learner"].version, whole.policies["rival"].version) == (3, 0)
     assert (whole.arena.client.version("learner"), whole.arena.client.version("rival")) == (3, 0)
+    assert loads.count("learner") == 4 and loads.count("rival") == 1, "weights travel when they changed"
     assert {"learner/loss", "step_reward/first", "step_reward/second"} <= set(metrics_of(whole)[-1])
     await make_two_policies("parts", steps=1).run()
     parts = make_two_policies("parts", steps=3)
