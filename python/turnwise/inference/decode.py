@@ -2,8 +2,7 @@
 
 The decode loop is written out instead of calling ``model.generate(past_key_values=...)``, which copies the whole cache
 for every token, repeats the prompts' part for every sibling, and computes finished rows until the last one is done.
-Measured in CPU seconds of one core (Qwen3 of 0.8M parameters, 256 rows of 100 prompt tokens, 8 siblings each, 20 new
-tokens, none of them a stop token): 1.4 with plain ``generate``, 0.46 with ``generate`` on a shared prefill, 0.31 here.
+Each row also has a seed, a temperature and a limit of its own.
 
 Legend: ``R`` rows, ``U`` distinct prompts, ``P`` prompt columns, ``T`` new tokens at most, ``V`` vocabulary.
 """
