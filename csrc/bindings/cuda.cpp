@@ -22,6 +22,7 @@ py::dict describe(int device) {
 
 void bind_cuda(py::module_& module) {
     module.attr("with_cuda") = cuda::compiled();
+    module.attr("emulates_cuda") = cuda::emulated();
     module.def("cuda_architectures", &cuda::architectures, "The architectures compiled in, as CMake writes them.");
     module.def("cuda_runtime_version", &cuda::runtime_version, "(major, minor) of the CUDA runtime linked in.");
     module.def("cuda_driver_version", &cuda::driver_version,

@@ -6,6 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/device.h"
+
 namespace py = pybind11;
 
 namespace turnwise {
@@ -28,6 +30,8 @@ struct TorchNames {
     PyObject* stride = PyUnicode_InternFromString("stride");
     PyObject* data_ptr = PyUnicode_InternFromString("data_ptr");
     PyObject* is_cpu = PyUnicode_InternFromString("is_cpu");
+    PyObject* is_cuda = PyUnicode_InternFromString("is_cuda");
+    PyObject* get_device = PyUnicode_InternFromString("get_device");
 };
 
 // Imports torch, which may hand the GIL to another thread: a plain static would let the two wait for each other.
@@ -51,13 +55,9 @@ void read_pair(const py::object& sizes, int64_t* to) {
     }
 }
 
-}  // namespace
-
-View view_of(py::handle tensor, const char* name) {
+// What a tensor of any device is, but for where it lies.
+View read(py::handle tensor, const char* name, const TorchNames& names) {
     View view;
-    if (tensor.is_none()) return view;
-    const TorchNames& names = torch_names();
-    if (checked(PyObject_GetAttr(tensor.ptr(), names.is_cpu)).ptr() != Py_True) refuse(name, "expected a CPU tensor");
     const py::object dtype = checked(PyObject_GetAttr(tensor.ptr(), names.dtype));
     bool known = false;
     for (const auto& [object, value] : names.dtypes) {
@@ -74,6 +74,29 @@ View view_of(py::handle tensor, const char* name) {
     read_pair(checked(PyObject_CallMethodNoArgs(tensor.ptr(), names.stride)), view.stride);
     const py::object address = checked(PyObject_CallMethodNoArgs(tensor.ptr(), names.data_ptr));
     view.data = PyLong_AsVoidPtr(address.ptr());
+    return view;
+}
+
+bool is_true(py::handle tensor, PyObject* attribute) {
+    return checked(PyObject_GetAttr(tensor.ptr(), attribute)).ptr() == Py_True;
+}
+
+}  // namespace
+
+View view_of(py::handle tensor, const char* name) {
+    if (tensor.is_none()) return {};
+    const TorchNames& names = torch_names();
+    if (!is_true(tensor, names.is_cpu)) refuse(name, "expected a CPU tensor");
+    return read(tensor, name, names);
+}
+
+View cuda_view_of(py::handle tensor, const char* name) {
+    if (tensor.is_none()) return {};
+    if (cuda::emulated()) return view_of(tensor, name);
+    const TorchNames& names = torch_names();
+    if (!is_true(tensor, names.is_cuda)) refuse(name, "expected a CUDA tensor");
+    View view = read(tensor, name, names);
+    view.device = int(PyLong_AsLong(checked(PyObject_CallMethodNoArgs(tensor.ptr(), names.get_device)).ptr()));
     return view;
 }
 

@@ -11,4 +11,7 @@ namespace turnwise {
 // it. The tensor must outlive the View.
 View view_of(pybind11::handle tensor, const char* name);
 
+// The same for a CUDA tensor; in a build that emulates CUDA, for a CPU tensor.
+View cuda_view_of(pybind11::handle tensor, const char* name);
+
 }  // namespace turnwise

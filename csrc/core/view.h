@@ -13,6 +13,7 @@ struct View {
     int dims = 0;
     int64_t shape[2] = {1, 1};
     int64_t stride[2] = {0, 0};  // in elements
+    int device = -1;             // the CUDA device that holds it; -1: the CPU
 
     explicit operator bool() const { return dims > 0 || data != nullptr; }
     int64_t size() const { return dims == 2 ? shape[0] * shape[1] : dims == 1 ? shape[0] : 1; }
@@ -24,6 +25,12 @@ struct View {
 
 inline bool is_floating(DType dtype) {
     return dtype == DType::f32 || dtype == DType::f64 || dtype == DType::bf16 || dtype == DType::f16;
+}
+
+inline bool is_contiguous(const View& view) {
+    if (view.size() <= 1 || view.dims == 0) return true;
+    if (view.dims == 1) return view.stride[0] == 1;
+    return (view.shape[1] == 1 || view.stride[1] == 1) && (view.shape[0] == 1 || view.stride[0] == view.shape[1]);
 }
 
 inline bool is_contiguous_1d(const View& view) {

@@ -23,6 +23,10 @@ bool compiled() {
     return true;
 }
 
+bool emulated() {
+    return false;
+}
+
 std::string architectures() {
     return TURNWISE_CUDA_ARCHITECTURES;
 }

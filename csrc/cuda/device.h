@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -15,11 +16,17 @@ struct Device {
 };
 
 bool compiled();
+bool emulated();              // kernels run on the host, for the tests
 std::string architectures();  // "" without CUDA
 // These throw std::runtime_error, with the reason, where there is no CUDA, no driver or no such device.
 std::pair<int, int> runtime_version();
 std::pair<int, int> driver_version();
 int device_count();
 Device device(int index);
+
+[[noreturn]] inline void refuse_without_cuda() {
+    throw std::runtime_error(
+        "turnwise was built without CUDA; build it with -DTURNWISE_CUDA=ON and an nvcc on the PATH");
+}
 
 }  // namespace turnwise::cuda

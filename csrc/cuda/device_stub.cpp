@@ -1,34 +1,31 @@
-#include <stdexcept>
-
 #include "cuda/device.h"
 
 namespace turnwise::cuda {
-namespace {
-
-[[noreturn]] void refuse() {
-    throw std::runtime_error(
-        "turnwise was built without CUDA; build it with -DTURNWISE_CUDA=ON and an nvcc on the PATH");
-}
-
-}  // namespace
 
 bool compiled() {
     return false;
+}
+bool emulated() {
+#if defined(TURNWISE_EMULATE_CUDA)
+    return true;
+#else
+    return false;
+#endif
 }
 std::string architectures() {
     return "";
 }
 std::pair<int, int> runtime_version() {
-    refuse();
+    refuse_without_cuda();
 }
 std::pair<int, int> driver_version() {
-    refuse();
+    refuse_without_cuda();
 }
 int device_count() {
-    refuse();
+    refuse_without_cuda();
 }
 Device device(int) {
-    refuse();
+    refuse_without_cuda();
 }
 
 }  // namespace turnwise::cuda

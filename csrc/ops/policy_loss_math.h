@@ -6,11 +6,7 @@
 // min and max give their second argument where either is NaN, and no comparison holds: NaN reaches loss and gradient.
 #pragma once
 
-#if defined(__CUDACC__)
-#define TW_HD __host__ __device__ __forceinline__
-#else
-#define TW_HD inline __attribute__((always_inline))
-#endif
+#include "core/host_device.h"
 
 namespace turnwise {
 

@@ -1,17 +1,92 @@
-"""A policy loss written out token by token in Python floats: what both backends are held against."""
+"""The backends that every op is tested on, and a policy loss written out token by token in Python floats."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
+import subprocess
+import sys
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from importlib.machinery import ExtensionFileLoader
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from turnwise.ops import KL, Clip, ImportanceCorrection
+from turnwise.ops import KL, Clip, ImportanceCorrection, backends
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Backends
+# ---------------------------------------------------------------------------------------------------------------------
+class Target(NamedTuple):
+    """``backend`` as ops take it, and the ``device`` for their tensors."""
+
+    backend: str
+    device: str
+    emulated: bool = False  # CUDA kernels on CPU tensors
+
+
+def _targets() -> list[Any]:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return [pytest.param(Target("triton", "cpu"), id="triton-interpreted")]
+    gpu = pytest.mark.gpu
+    return [
+        pytest.param(Target("native", "cpu"), id="native"),
+        pytest.param(Target("torch", "cpu"), id="torch"),
+        pytest.param(Target("native", "cpu", emulated=True), id="cuda-emulated"),
+        pytest.param(Target("native", "cuda"), id="cuda", marks=gpu),
+        pytest.param(Target("triton", "cuda"), id="triton", marks=gpu),
+        pytest.param(Target("torch", "cuda"), id="torch-cuda", marks=gpu),
+    ]
+
+
+@pytest.fixture(params=_targets())
+def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
+    """Each backend in turn. ``cuda-emulated`` runs the CUDA kernels on the host, a fibre per thread: keep it small."""
+    chosen: Target = request.param
+    if chosen.emulated:
+        monkeypatch.setattr(backends, "emulator", request.getfixturevalue("emulator"))
+    return chosen
+
+
+@pytest.fixture(scope="session")
+def emulator() -> Any:
+    """``turnwise._C`` built so that its CUDA kernels run on CPU tensors."""
+    folder = ROOT / "build" / "emulated"
+    pybind11 = subprocess.run(
+        [sys.executable, "-m", "pybind11", "--cmakedir"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    programs = sysconfig.get_path("scripts")
+    environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+    settings = ["-DTURNWISE_CUDA=EMULATED", "-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_CXX_FLAGS_RELEASE=-O1"]
+    settings += [f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11}"]
+    for command in (
+        ["cmake", "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", *settings],
+        ["cmake", "--build", str(folder), "--target", "_C"],
+    ):
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout + result.stderr
+    (module,) = folder.glob("_C*.so")
+    loader = ExtensionFileLoader("_C", str(module))
+    spec = importlib.util.spec_from_loader("_C", loader)
+    assert spec is not None
+    loaded = importlib.util.module_from_spec(spec)
+    loader.exec_module(loaded)
+    assert loaded.emulates_cuda
+    return loaded
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The policy loss by its definition
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def clamp(x: float, bound: float) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .backends import extension, resolve
+from .backends import extension, forced_backend
 
 Key = Sequence[Hashable] | np.ndarray | Tensor
 
@@ -60,7 +60,7 @@ def factorize(*keys: Key) -> tuple[Tensor, int]:
     Example: ``factorize(["a", "b", "a"], [0, 0, 0])`` gives ``(tensor([0, 1, 0]), 2)``.
     """
     columns = _columns(keys)
-    if resolve(None) != "native":
+    if extension is None or forced_backend() == "torch":  # keys live on the host, whatever else a backend serves
         return reference(columns)
     ids = torch.empty(len(columns[0]), dtype=torch.int64)
     return ids, extension.factorize(columns, ids)

@@ -203,6 +203,9 @@ _MODES = {
 }
 
 
+_NO_TRITON = "there are no Triton kernels for this op"
+
+
 def _obstacle(rewards: Tensor) -> str:
     return "" if rewards.is_cpu else f"rewards is on {rewards.device}, and the C++ kernels run on the CPU"
 
@@ -324,7 +327,7 @@ def group_advantage(
     for name, column in zip(("trajectory_ids", "lengths", "valid"), columns, strict=True):
         if column is not None and not isinstance(column, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(column).__name__}")
-    if resolve(backend, _obstacle(rewards)) == "native":
+    if resolve(backend, rewards, native=_obstacle(rewards), triton=_NO_TRITON) == "native":
         groups = -1 if num_groups is None else num_groups
         # The dispatcher costs more than a small batch does, so plain tensors pass it by.
         plain = type(rewards) is Tensor and not torch.compiler.is_compiling()

@@ -26,6 +26,9 @@ class PolicyLoss(NamedTuple):
 # ---------------------------------------------------------------------------------------------------------------------
 # Native: one C++ pass gives loss, gradient and metrics
 # ---------------------------------------------------------------------------------------------------------------------
+_NO_TRITON = "there are no Triton kernels for this op"
+
+
 def _obstacle(s: Streams) -> str:
     """Why the C++ kernels can't serve; empty where they can."""
     if not s.logprobs.is_cpu:
@@ -244,7 +247,7 @@ def policy_loss(
     if normalizer is not None:
         normalizer = torch.as_tensor(normalizer, dtype=torch.float32, device=logprobs.device)
         check_normalizer(aggregation, normalizer, num_actors)
-    if resolve(backend, _obstacle(s)) == "native":
+    if resolve(backend, logprobs, native=_obstacle(s), triton=_NO_TRITON) == "native":
         loss, table = _native_loss(s, objective, normalizer)
     else:
         check_streams(s, num_actors)

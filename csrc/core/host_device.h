@@ -1,0 +1,8 @@
+// TW_HD marks what host and device share.
+#pragma once
+
+#if defined(__CUDACC__)
+#define TW_HD __host__ __device__ __forceinline__
+#else
+#define TW_HD inline __attribute__((always_inline))
+#endif

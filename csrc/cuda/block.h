@@ -1,0 +1,119 @@
+// What kernels share: sums over a warp and a block in a fixed order, 16-byte accesses, a ticket for the last block.
+#pragma once
+
+#include "cuda/launch.h"
+
+namespace turnwise::cuda {
+
+constexpr unsigned kFullWarp = 0xffffffffu;
+constexpr int kWarp = 32;
+
+// ---- Sums ----------------------------------------------------------------------------------------------------------
+// Every lane gets the result; the order of additions is fixed.
+template <class T>
+__device__ __forceinline__ T warp_sum(T value) {
+#pragma unroll
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kFullWarp, value, offset);
+    return value;
+}
+
+// max that lets NaN through.
+template <class T>
+__device__ __forceinline__ T warp_max(T value) {
+#pragma unroll
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+        const T other = __shfl_xor_sync(kFullWarp, value, offset);
+        if (!(other <= value)) value = other;
+    }
+    return value;
+}
+
+// Every thread gets the sum. `scratch`: shared memory for 32 values; ready for another use after the next barrier.
+template <class T>
+__device__ __forceinline__ T block_sum(T value, T* scratch) {
+    const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp, warps = int(blockDim.x) / kWarp;
+    value = warp_sum(value);
+    __syncthreads();  // the scratch may still be read from a call before
+    if (lane == 0) scratch[warp] = value;
+    __syncthreads();
+    return warp_sum(lane < warps ? scratch[lane] : T(0));
+}
+
+// ---- Memory --------------------------------------------------------------------------------------------------------
+// `count` neighbouring values that one instruction moves: at most 16 bytes, at an address that is a multiple of their
+// size.
+template <class T, int count>
+struct alignas(sizeof(T) * count) Pack {
+    T value[count];
+};
+
+template <int bytes>
+struct WordOf;  // what one instruction moves
+template <>
+struct WordOf<4> {
+    using type = unsigned;
+};
+template <>
+struct WordOf<8> {
+    using type = uint2;
+};
+template <>
+struct WordOf<16> {
+    using type = uint4;
+};
+
+// Reads and writes that need not stay in the caches.
+template <class T, int count>
+__device__ __forceinline__ Pack<T, count> load_streaming(const T* from) {
+    using Word = typename WordOf<int(sizeof(T)) * count>::type;
+    const Word word = __ldcs(reinterpret_cast<const Word*>(from));
+    Pack<T, count> pack;
+    memcpy(&pack, &word, sizeof word);
+    return pack;
+}
+
+template <class T, int count>
+__device__ __forceinline__ void store_streaming(T* to, const Pack<T, count>& pack) {
+    using Word = typename WordOf<int(sizeof(T)) * count>::type;
+    Word word;
+    memcpy(&word, &pack, sizeof word);
+    __stcs(reinterpret_cast<Word*>(to), word);
+}
+
+inline bool is_aligned(const void* address, size_t bytes) {
+    return reinterpret_cast<uintptr_t>(address) % bytes == 0;
+}
+
+// float32 to a tensor's own type.
+template <class T>
+__device__ __forceinline__ T from_float(float value);
+template <>
+__device__ __forceinline__ float from_float<float>(float value) {
+    return value;
+}
+template <>
+__device__ __forceinline__ BFloat16 from_float<BFloat16>(float value) {
+    return to_bfloat16(value);
+}
+template <>
+__device__ __forceinline__ Half from_float<Half>(float value) {
+    return to_half(value);
+}
+
+// ---- The last block ------------------------------------------------------------------------------------------------
+// True in the block that comes last: it sees what all others wrote before. `ticket` starts at 0 and is left at 0 again,
+// so that a captured graph can replay. `flag`: one int of shared memory.
+__device__ __forceinline__ bool is_last_block(unsigned* ticket, int* flag) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const unsigned taken = atomicAdd(ticket, 1u);
+        *flag = taken == gridDim.x - 1;
+        if (*flag) *ticket = 0;
+    }
+    __syncthreads();
+    __threadfence();
+    return *flag != 0;
+}
+
+}  // namespace turnwise::cuda

@@ -1,0 +1,56 @@
+#include "cuda/scale.h"
+
+#include <algorithm>
+
+#include "cuda/block.h"
+
+namespace turnwise::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) scale_kernel(T* values, int64_t packs, int64_t count, const float* factor) {
+    constexpr int kPack = 16 / int(sizeof(T));
+    const float by = *factor;
+    if (by == 1.0f) return;
+    const int64_t stride = int64_t(gridDim.x) * blockDim.x;
+    const int64_t first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    for (int64_t i = first; i < packs; i += stride) {
+        Pack<T, kPack> pack = load_streaming<T, kPack>(values + i * kPack);
+#pragma unroll
+        for (int k = 0; k < kPack; ++k) pack.value[k] = from_float<T>(to_float(pack.value[k]) * by);
+        store_streaming<T, kPack>(values + i * kPack, pack);
+    }
+    for (int64_t i = packs * kPack + first; i < count; i += stride) values[i] = from_float<T>(to_float(values[i]) * by);
+}
+
+template <class T>
+void run(const View& values, const View& factor, Stream stream) {
+    constexpr int kPack = 16 / int(sizeof(T));
+    const int64_t count = values.size();
+    const int64_t packs = is_aligned(values.data, 16) ? count / kPack : 0;
+    const int64_t wanted = (std::max(packs, count - packs * kPack) + kThreads - 1) / kThreads;
+    const int64_t grid = std::min<int64_t>(wanted, int64_t(multiprocessors()) * 8);
+    launch(scale_kernel<T>, grid, kThreads, 0, stream, values.as<T>(), packs, count, factor.as<const float>());
+}
+
+}  // namespace
+
+void scale(const View& values, const View& factor, Stream stream) {
+    require(factor.dtype == DType::f32 && factor.size() == 1, "factor: expected one float32");
+    if (values.size() == 0) return;
+    const DeviceGuard guard(values.device);
+    switch (values.dtype) {
+        case DType::f32:
+            return run<float>(values, factor, stream);
+        case DType::bf16:
+            return run<BFloat16>(values, factor, stream);
+        case DType::f16:
+            return run<Half>(values, factor, stream);
+        default:
+            throw InvalidInput("values: expected float32, bfloat16 or float16");
+    }
+}
+
+}  // namespace turnwise::cuda

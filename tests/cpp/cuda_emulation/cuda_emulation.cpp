@@ -1,0 +1,200 @@
+#include "cuda_emulation.h"
+
+#include <ucontext.h>
+
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace turnwise::emulation {
+
+dim3 thread_index, block_index, block_size, grid_size;
+
+namespace {
+
+constexpr size_t kStackBytes = 96 << 10;
+constexpr int kCanaryBytes = 64;
+constexpr unsigned char kCanary = 0xa5, kGarbage = 0xff;  // 0xff: NaN as a float, -1 as an int
+
+struct Fibre {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    int64_t block = 0;
+    int thread = 0;
+    bool done = false, waiting = false;
+    Barrier barrier = Barrier::warp;
+    int exchanges = 0;  // two slots take turns, so that one barrier per exchange is enough
+    uint64_t slot[2] = {0, 0};
+};
+
+struct Block {
+    std::vector<unsigned char> storage;
+    unsigned char* shared = nullptr;  // 16-byte aligned, within storage
+};
+
+ucontext_t scheduler;
+std::vector<std::unique_ptr<Fibre>> fibres;  // kept between launches for their stacks
+std::vector<Block> blocks;
+Fibre* current = nullptr;
+const std::function<void()>* kernel = nullptr;
+std::exception_ptr failure;
+Launch running;
+int64_t first_block = 0;  // of those that run together
+std::mutex one_at_a_time;
+
+[[noreturn]] void refuse(const std::string& reason) {
+    throw std::logic_error("CUDA emulation: " + reason);
+}
+
+void enter() {
+    try {
+        (*kernel)();
+    } catch (...) {
+        failure = std::current_exception();
+    }
+    current->done = true;
+    swapcontext(&current->context, &scheduler);
+}
+
+size_t place_of(int64_t block, int thread) {
+    return size_t((block - first_block) * running.threads + thread);
+}
+
+void resume(Fibre& fibre) {
+    current = &fibre;
+    thread_index = {unsigned(fibre.thread), 0, 0};
+    block_index = {unsigned(fibre.block), 0, 0};
+    swapcontext(&scheduler, &fibre.context);
+    if (failure) std::rethrow_exception(failure);
+}
+
+// Releases the fibres of [begin, end) if all of them wait at the same barrier; a thread of a block or grid that has
+// returned counts as there, one of a warp does not.
+bool release(size_t begin, size_t end, Barrier barrier) {
+    bool any = false;
+    for (size_t i = begin; i < end; ++i) {
+        const Fibre& f = *fibres[i];
+        if (f.done) {
+            if (barrier == Barrier::warp) return false;
+            continue;
+        }
+        if (!f.waiting || f.barrier != barrier) return false;
+        any = true;
+    }
+    for (size_t i = begin; any && i < end; ++i) fibres[i]->waiting = false;
+    return any;
+}
+
+bool release_some(size_t count) {
+    bool any = false;
+    for (size_t i = 0; i < count; i += 32) any |= release(i, i + 32, Barrier::warp);
+    const size_t each = size_t(running.threads);
+    for (size_t i = 0; i < count; i += each) any |= release(i, i + each, Barrier::block);
+    if (running.cooperative) any |= release(0, count, Barrier::grid);
+    return any;
+}
+
+void prepare_shared(Block& block) {
+    block.storage.assign(size_t(running.shared_bytes) + kCanaryBytes + 16, kGarbage);
+    const auto address = reinterpret_cast<uintptr_t>(block.storage.data());
+    block.shared = block.storage.data() + (16 - address % 16) % 16;
+    std::memset(block.shared + running.shared_bytes, kCanary, kCanaryBytes);
+}
+
+void check_canaries(const Block& block) {
+    for (int i = 0; i < kCanaryBytes; ++i) {
+        if (block.shared[running.shared_bytes + i] != kCanary) refuse("a write past the shared memory");
+    }
+}
+
+void run_together(int64_t first, int64_t count) {
+    first_block = first;
+    const size_t total = size_t(count * running.threads);
+    while (fibres.size() < total) {
+        fibres.push_back(std::make_unique<Fibre>());
+        fibres.back()->stack.reset(new char[kStackBytes]);
+    }
+    blocks.resize(size_t(count));
+    for (Block& block : blocks) prepare_shared(block);
+    for (size_t i = 0; i < total; ++i) {
+        Fibre& f = *fibres[i];
+        f.block = first + int64_t(i) / running.threads;
+        f.thread = int(i % size_t(running.threads));
+        f.done = f.waiting = false;
+        f.exchanges = 0;
+        getcontext(&f.context);
+        f.context.uc_stack.ss_sp = f.stack.get();
+        f.context.uc_stack.ss_size = kStackBytes;
+        f.context.uc_link = nullptr;
+        makecontext(&f.context, enter, 0);
+    }
+    for (bool forward = true;; forward = !forward) {
+        size_t ran = 0, done = 0;
+        for (size_t k = 0; k < total; ++k) {
+            Fibre& f = *fibres[forward ? k : total - 1 - k];
+            if (!f.done && !f.waiting) {
+                resume(f);
+                ++ran;
+            }
+            done += f.done;
+        }
+        if (done == total) break;
+        if (!release_some(total) && ran == 0) refuse("threads wait at a barrier that others never reach");
+    }
+    for (const Block& block : blocks) check_canaries(block);
+}
+
+}  // namespace
+
+void run(const Launch& launch, const std::function<void()>& body) {
+    std::lock_guard<std::mutex> lock(one_at_a_time);
+    if (launch.grid < 1 || launch.grid > INT_MAX) refuse("a grid of " + std::to_string(launch.grid) + " blocks");
+    if (launch.threads < 32 || launch.threads > 1024 || launch.threads % 32 != 0) {
+        refuse("a block of " + std::to_string(launch.threads) + " threads");
+    }
+    if (launch.shared_bytes > 227 << 10) refuse("more shared memory than a block can have");
+    if (launch.cooperative && launch.grid > kMultiprocessors * kBlocksEach)
+        refuse("a cooperative grid that is too large");
+    running = launch;
+    kernel = &body;
+    failure = nullptr;
+    block_size = {unsigned(launch.threads), 1, 1};
+    grid_size = {unsigned(launch.grid), 1, 1};
+    if (launch.cooperative) {
+        run_together(0, launch.grid);
+    } else {
+        for (int64_t block = 0; block < launch.grid; ++block) run_together(block, 1);
+    }
+}
+
+void wait(Barrier barrier) {
+    if (barrier == Barrier::grid && !running.cooperative) refuse("a grid barrier in a launch that is not cooperative");
+    Fibre* self = current;
+    self->waiting = true;
+    self->barrier = barrier;
+    swapcontext(&self->context, &scheduler);
+}
+
+void* shared_memory() {
+    return blocks[size_t(current->block - first_block)].shared;
+}
+
+void publish(const void* value, size_t bytes) {
+    Fibre* self = current;
+    std::memcpy(&self->slot[self->exchanges % 2], value, bytes);
+    ++self->exchanges;
+    wait(Barrier::warp);
+}
+
+void read_lane(int lane, void* value, size_t bytes) {
+    const Fibre& other = *fibres[place_of(current->block, current->thread / 32 * 32 + lane)];
+    std::memcpy(value, &other.slot[(current->exchanges - 1) % 2], bytes);
+}
+
+void expect_full(unsigned mask) {
+    if (mask != 0xffffffffu) refuse("a warp operation for a part of the warp");
+}
+
+}  // namespace turnwise::emulation

@@ -1,0 +1,107 @@
+"""The emulator that CUDA kernels are tested in, and the smallest kernel there is: a gradient scaled in place."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from turnwise.ops import backends
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+
+
+@pytest.fixture(params=["cuda-emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def core(request):
+    """``(module, device)``."""
+    return (
+        (request.getfixturevalue("emulator"), "cpu")
+        if request.param == "cuda-emulated"
+        else (backends.extension, "cuda")
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [0, 1, 3, 8, 1023, 20_001])
+def test_scale(core, dtype, size) -> None:
+    module, device = core
+    values = torch.linspace(-3, 3, size + 1, device=device).to(dtype)
+    for start in (0, 1):  # 1: an address that is no multiple of 16
+        for factor in (1.0, -0.5, 0.0):
+            mine = values.clone()
+            part = mine[start : start + size]
+            module.cuda_scale(part, torch.tensor(factor, device=device), backends.stream_of(part))
+            assert torch.equal(part, (values[start : start + size].float() * factor).to(dtype))
+            assert torch.equal(mine[start + size :], values[start + size :])
+
+
+def test_scale_refuses(core) -> None:
+    module, device = core
+    values = torch.zeros(4, device=device)
+    with pytest.raises(ValueError, match="factor"):
+        module.cuda_scale(values, torch.zeros(2, device=device), 0)
+    with pytest.raises(ValueError, match="values: expected float32"):
+        module.cuda_scale(values.int(), torch.zeros((), device=device), 0)
+    with pytest.raises(ValueError, match="contiguous"):
+        module.cuda_scale(torch.zeros(4, 4, device=device).t(), torch.zeros((), device=device), 0)
+
+
+def test_a_build_without_cuda_says_so() -> None:
+    if not backends.extension.with_cuda:
+        with pytest.raises(TypeError, match="expected a CUDA tensor"):
+            backends.extension.cuda_scale(torch.zeros(1), torch.zeros(()), 0)
+
+
+# What a kernel can do wrong, and what the emulator must say of it.
+KERNELS = {
+    "sum": ("float v = threadIdx.x; v = block_sum(v, shared<float>()); if (threadIdx.x == 0) *out = v;", None),
+    "grid": (
+        "if (threadIdx.x == 0) atomicAdd(total, 1); grid_barrier(); if (threadIdx.x == 7) out[blockIdx.x] = *total;",
+        None,
+    ),
+    "no barrier": (
+        "float* s = shared<float>(); s[threadIdx.x] = threadIdx.x; *out = s[(threadIdx.x + 1) % 64];"
+        'if (!(*out == (threadIdx.x + 1) % 64)) throw std::runtime_error("garbage");',
+        "garbage",
+    ),
+    "half a warp": ("if (threadIdx.x < 16) *out = warp_sum(1.0f);", "never reach"),
+    "half a block": ("if (threadIdx.x < 32) return; if (threadIdx.x == 40) return; __syncwarp();", "never reach"),
+    "too much shared memory": ("shared<float>()[32] = 0;", "past the shared memory"),
+    "misaligned": ("load_streaming<float, 4>(out + 1);", "misaligned"),
+    "part of a warp": ("__shfl_sync(0xffffu, 1, 0);", "part of the warp"),
+}
+
+
+def test_the_emulator_finds_what_is_wrong(tmp_path) -> None:
+    kernels = "\n".join(
+        f"__global__ void kernel{i}(float* out, int* total) {{ {body} }}"
+        for i, (body, _) in enumerate(KERNELS.values())
+    )
+    calls = "\n".join(
+        f"report([&] {{ total = 0; {'launch_cooperative' if name == 'grid' else 'launch'}"
+        f"(kernel{i}, {4 if name == 'grid' else 1}, 64, 128, Stream{{}}, out, &total); }});"
+        for i, name in enumerate(KERNELS)
+    )
+    program = tmp_path / "kernels.cpp"
+    program.write_text(
+        '#include <cstdio>\n#include "cuda/block.h"\nusing namespace turnwise;\nusing namespace turnwise::cuda;\n'
+        f"{kernels}\nint main() {{\n  alignas(16) float out[8] = {{}}; int total = 0;\n"
+        "  auto report = [&](auto run) {\n"
+        '    try { run(); std::printf("%g %g %g\\n", out[0], out[3], double(total)); }\n'
+        '    catch (const std::exception& error) { std::printf("%s\\n", error.what()); }\n  };\n'
+        f"{calls}\n}}\n"
+    )
+    emulation = ROOT / "tests" / "cpp" / "cuda_emulation"
+    command = [str(COMPILER), "-std=c++17", "-O1", "-DTURNWISE_EMULATE_CUDA", f"-I{ROOT / 'csrc'}", f"-I{emulation}"]
+    binary = tmp_path / "kernels"
+    sources = [str(program), str(emulation / "cuda_emulation.cpp")]
+    subprocess.run([*command, *sources, "-o", str(binary)], check=True, timeout=300)
+    lines = subprocess.run([str(binary)], capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    assert lines[:2] == ["2016 0 0", "4 4 4"]
+    for line, (name, (_, message)) in zip(lines, KERNELS.items(), strict=True):
+        if message is not None:
+            assert message in line, name
