@@ -1,7 +1,5 @@
 #include "ops/policy_loss.h"
 
-#include <limits>
-
 #include "bindings/bindings.h"
 #include "bindings/tensor.h"
 #include "core/check.h"
@@ -12,24 +10,27 @@ namespace py = pybind11;
 namespace turnwise {
 namespace {
 
-// (low, high, dual, kl kind, kl coef, correction level, cap, aggregation, actors, max_length), as ops.policy_loss packs
-// them: one tuple costs less than ten arguments.
-PolicyLossOptions options_of(const py::tuple& packed, int threads) {
-    require(packed.size() == 10, "options: expected ten values");
-    const auto number = [&](size_t i) { return PyFloat_AsDouble(PyTuple_GET_ITEM(packed.ptr(), Py_ssize_t(i))); };
-    const auto whole = [&](size_t i) { return int(PyLong_AsLong(PyTuple_GET_ITEM(packed.ptr(), Py_ssize_t(i)))); };
+// Numbers and modes, as ops.policy_loss packs them: two tuples cost less than so many arguments.
+//   numbers: low, high, third (of the variant), KL coefficient, cap, reject_below, reject_above, max_length
+//   modes: variant, kind of KL, correction level, aggregation, actors; 0 stands for no KL, no correction
+PolicyLossOptions options_of(const py::tuple& numbers, const py::tuple& modes, int threads) {
+    require(numbers.size() == 8 && modes.size() == 5, "options: expected eight numbers and five modes");
+    const auto number = [&](Py_ssize_t i) { return PyFloat_AsDouble(PyTuple_GET_ITEM(numbers.ptr(), i)); };
+    const auto mode = [&](Py_ssize_t i) { return int(PyLong_AsLong(PyTuple_GET_ITEM(modes.ptr(), i))); };
     PolicyLossOptions o{};
-    const float dual = number(2) > 0 ? float(number(2)) : std::numeric_limits<float>::infinity();  // 0: no dual clip
-    o.clip = {float(1.0 - number(0)), float(1.0 + number(1)), dual};
-    o.kl = KlKind(whole(3));
-    o.kl_coef = float(number(4));
-    o.correction = Correction(whole(5));
-    o.cap = float(number(6));
-    o.aggregation = Aggregation(whole(7));
-    o.num_actors = whole(8);
-    o.max_length = number(9);
+    o.variant = {VariantKind(mode(0)), float(number(0)), float(number(1)), float(number(2))};
+    o.kl = KlKind(mode(1));
+    o.kl_coef = float(number(3));
+    o.correction = Correction(mode(2));
+    o.cap = float(number(4));
+    o.reject_below = float(number(5));
+    o.reject_above = float(number(6));
+    o.aggregation = Aggregation(mode(3));
+    o.num_actors = mode(4);
+    o.max_length = number(7);
     o.threads = threads;
     if (PyErr_Occurred()) throw py::error_already_set();
+    require(VariantKind::clip <= o.variant.kind && o.variant.kind <= VariantKind::kl_cov, "options: unknown variant");
     require(KlKind::none <= o.kl && o.kl <= KlKind::k3_plus, "options: unknown kind of KL");
     require(Correction::none <= o.correction && o.correction <= Correction::sequence, "options: unknown correction");
     require(Aggregation::token_mean <= o.aggregation && o.aggregation <= Aggregation::agent_mean,
@@ -38,26 +39,35 @@ PolicyLossOptions options_of(const py::tuple& packed, int threads) {
     return o;
 }
 
-void call(py::object logprobs, py::object old_logprobs, py::object advantages, py::object mask, py::object cu_seqlens,
-          py::object ref_logprobs, py::object rollout_logprobs, py::object normalizer, py::object actor_ids,
-          const py::tuple& options, py::object loss, py::object grad, py::object metrics, int threads) {
-    const PolicyLossInput input{view_of(logprobs, "logprobs"),
-                                view_of(old_logprobs, "old_logprobs"),
-                                view_of(advantages, "advantages"),
-                                view_of(mask, "mask"),
-                                view_of(cu_seqlens, "cu_seqlens"),
-                                view_of(ref_logprobs, "ref_logprobs"),
-                                view_of(rollout_logprobs, "rollout_logprobs"),
-                                view_of(normalizer, "normalizer"),
-                                view_of(actor_ids, "actor_ids")};
-    const PolicyLossOutput output{view_of(loss, "loss"), view_of(grad, "grad"), view_of(metrics, "metrics")};
-    const PolicyLossOptions unpacked = options_of(options, threads);
-    const int64_t columns = 8 + (input.ref_logprobs ? 1 : 0) + (input.rollout_logprobs ? 2 : 0);
-    require(output.metrics.size() == columns * (1 + unpacked.num_actors), "metrics: wrong shape");
+using Reader = View (*)(py::handle, const char*);
+
+// (logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, normalizer, actor_ids,
+// entropy, selected)
+PolicyLossInput input_of(const py::tuple& streams, Reader read) {
+    static constexpr const char* kNames[] = {"logprobs",   "old_logprobs", "advantages",       "mask",
+                                             "cu_seqlens", "ref_logprobs", "rollout_logprobs", "normalizer",
+                                             "actor_ids",  "entropy",      "selected"};
+    require(streams.size() == 11, "streams: expected eleven");
+    View views[11];
+    for (size_t i = 0; i < 11; ++i) views[i] = read(PyTuple_GET_ITEM(streams.ptr(), Py_ssize_t(i)), kNames[i]);
+    return {views[0], views[1], views[2], views[3], views[4], views[5],
+            views[6], views[7], views[8], views[9], views[10]};
+}
+
+void check_output(const PolicyLossInput& input, const PolicyLossOptions& options, const PolicyLossOutput& output) {
+    require(output.metrics.size() == metric_columns(input) * (1 + options.num_actors), "metrics: wrong shape");
     require(output.grad.size() == input.logprobs.size() && output.grad.dtype == input.logprobs.dtype,
             "grad: wrong shape");
+}
+
+void call(const py::tuple& streams, const py::tuple& numbers, const py::tuple& modes, py::object loss, py::object grad,
+          py::object metrics, int threads) {
+    const PolicyLossInput input = input_of(streams, view_of);
+    const PolicyLossOutput output{view_of(loss, "loss"), view_of(grad, "grad"), view_of(metrics, "metrics")};
+    const PolicyLossOptions options = options_of(numbers, modes, threads);
+    check_output(input, options, output);
     py::gil_scoped_release unlocked;
-    policy_loss(input, unpacked, output);
+    policy_loss(input, options, output);
 }
 
 void exp_values(py::object values, py::object out) {
@@ -70,10 +80,9 @@ void exp_values(py::object values, py::object out) {
 }  // namespace
 
 void bind_policy_loss(py::module_& module) {
-    module.def("policy_loss", &call, py::arg("logprobs"), py::arg("old_logprobs"), py::arg("advantages"),
-               py::arg("mask"), py::arg("cu_seqlens"), py::arg("ref_logprobs"), py::arg("rollout_logprobs"),
-               py::arg("normalizer"), py::arg("actor_ids"), py::arg("options"), py::arg("loss"), py::arg("grad"),
-               py::arg("metrics"), py::arg("threads"), "Writes loss, gradient and metrics of the clipped policy loss.");
+    module.def("policy_loss", &call, py::arg("streams"), py::arg("numbers"), py::arg("modes"), py::arg("loss"),
+               py::arg("grad"), py::arg("metrics"), py::arg("threads"),
+               "Writes loss, gradient and metrics of the policy loss.");
     module.def("exp", &exp_values, py::arg("values"), py::arg("out"),
                "The kernels' own exp of float32 values within +-80, for tests of its accuracy.");
 }

@@ -77,25 +77,17 @@ class Pool {
     std::vector<std::thread> workers_;
 };
 
-struct OwnedPool {
-    explicit OwnedPool(pid_t owner) : owner(owner) {}
-
-    const pid_t owner;
-    Pool pool;
-};
-
 // Never destroyed, since its threads may outlive static destructors; a forked child has no threads and needs its own.
-// No lock: a fork while another thread held it would leave the child waiting for ever.
 Pool& pool() {
-    static std::atomic<OwnedPool*> current{nullptr};
-    const pid_t self = getpid();
-    OwnedPool* found = current.load(std::memory_order_acquire);
-    while (found == nullptr || found->owner != self) {
-        OwnedPool* mine = new OwnedPool(self);
-        if (current.compare_exchange_strong(found, mine, std::memory_order_acq_rel)) return mine->pool;
-        delete mine;  // another thread was quicker; no worker has started
+    static std::mutex mutex;
+    static Pool* instance = nullptr;
+    static pid_t owner = 0;
+    std::lock_guard<std::mutex> lock(mutex);
+    if (instance == nullptr || owner != getpid()) {
+        instance = new Pool;
+        owner = getpid();
     }
-    return found->pool;
+    return *instance;
 }
 
 }  // namespace

@@ -55,6 +55,9 @@ TW_INLINE VecF operator-(VecF a, VecF b) {
 TW_INLINE VecF operator*(VecF a, VecF b) {
     return {_mm512_mul_ps(a.v, b.v)};
 }
+TW_INLINE VecF operator/(VecF a, VecF b) {
+    return {_mm512_div_ps(a.v, b.v)};
+}
 TW_INLINE VecM operator<(VecF a, VecF b) {
     return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)};
 }
@@ -130,6 +133,9 @@ TW_INLINE VecF operator-(VecF a, VecF b) {
 }
 TW_INLINE VecF operator*(VecF a, VecF b) {
     return {_mm256_mul_ps(a.v, b.v)};
+}
+TW_INLINE VecF operator/(VecF a, VecF b) {
+    return {_mm256_div_ps(a.v, b.v)};
 }
 TW_INLINE VecM operator<(VecF a, VecF b) {
     return {_mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ)};
@@ -207,6 +213,9 @@ TW_INLINE VecF operator-(VecF a, VecF b) {
 }
 TW_INLINE VecF operator*(VecF a, VecF b) {
     return {a.v * b.v};
+}
+TW_INLINE VecF operator/(VecF a, VecF b) {
+    return {a.v / b.v};
 }
 TW_INLINE VecM operator<(VecF a, VecF b) {
     return {a.v < b.v};

@@ -47,19 +47,35 @@ class Run {
     }
 
     void run() {
-        prepare_rows();
+        count_tokens();
         set_row_weights();
         std::vector<TileSums> sums(pieces_.size());
-        each_piece([&](size_t i) { sums[i] = piece(pieces_[i]); });
+        rows_.assign(needs_row_sums() ? size_t(layout_.rows()) : 0, {});
+        if (!needs_row_sums()) {
+            each_piece([&](size_t i) { sums[i] = piece(pieces_[i]); });
+        } else if (layout_.rows() >= 8 * o_.threads) {
+            // Row by row: the second pass over a row finds it in the cache.
+            each_run([&](size_t first, size_t last) {
+                sum_row(first, last);
+                for (size_t i = first; i < last; ++i) sums[i] = piece(pieces_[i]);
+            });
+        } else {
+            std::vector<RowSums> parts(pieces_.size());
+            each_piece([&](size_t i) { parts[i] = row_sums(pieces_[i]); });
+            for (size_t i = 0; i < pieces_.size(); ++i) rows_[size_t(pieces_[i].row)].add(parts[i]);
+            each_piece([&](size_t i) { sums[i] = piece(pieces_[i]); });
+        }
         require(!bad_mask_, "mask: expected 0 or 1");
         finish(sums);
     }
 
   private:
     void check() const {
-        const View* streams[] = {&in_.logprobs, &in_.old_logprobs, &in_.ref_logprobs, &in_.rollout_logprobs};
+        const View* streams[] = {&in_.logprobs, &in_.old_logprobs, &in_.ref_logprobs, &in_.rollout_logprobs,
+                                 &in_.entropy};
         for (const View* stream : streams) {
-            require(!*stream || layout_.fits(*stream), "old_logprobs, ref_logprobs, rollout_logprobs: wrong shape");
+            require(!*stream || layout_.fits(*stream),
+                    "old_logprobs, ref_logprobs, rollout_logprobs, entropy: wrong shape");
             require(is_floating(stream->dtype) && stream->dtype != DType::f64,
                     "logprobs: expected float32, bf16 or f16");
         }
@@ -70,6 +86,9 @@ class Run {
         require(per_sequence() || layout_.fits(in_.advantages), "advantages: wrong shape");
         require(!in_.mask || layout_.fits(in_.mask), "mask: wrong shape");
         require(in_.mask.dtype != DType::f64, "mask: float64 is not read here");
+        require(!selects(o_.variant.kind) || (in_.selected && layout_.fits(in_.selected) &&
+                                              in_.selected.dtype == DType::boolean && layout_.step(in_.selected) == 1),
+                "selected: expected a boolean per token");
         if (in_.actor_ids) {
             require(in_.actor_ids.dims == 1 && in_.actor_ids.shape[0] == layout_.rows(), "actor_ids: wrong shape");
             for (int64_t row = 0; row < layout_.rows(); ++row) {
@@ -96,58 +115,74 @@ class Run {
                                                  : in_.actor_ids.as<int32_t>()[place];
     }
 
-    // Runs body on every piece; each thread takes a run of them with its share of the tokens.
+    // Cuts the tokens into one part per thread and runs body(first piece, last piece) on each; `whole_rows`: parts end
+    // where rows do.
     template <class Body>
-    void each_piece(const Body& body) const {
+    void each_part(bool whole_rows, const Body& body) const {
         const int64_t tokens = layout_.tokens();
         const int parts = int(std::max<int64_t>(1, std::min<int64_t>(o_.threads, tokens / kTokensPerThread)));
         const auto first_of = [&](int part) {
+            if (part == parts) return int64_t(pieces_.size());
             const int64_t place = tokens * part / parts;
-            return std::lower_bound(pieces_.begin(), pieces_.end(), place,
-                                    [&](const Piece& piece, int64_t value) {
-                                        return layout_.start(piece.row) + piece.begin < value;
-                                    }) -
-                   pieces_.begin();
+            const auto before = [&](const Piece& piece, int64_t value) {
+                return layout_.start(piece.row) + (whole_rows ? 0 : piece.begin) < value;
+            };
+            return int64_t(std::lower_bound(pieces_.begin(), pieces_.end(), place, before) - pieces_.begin());
         };
-        run_parts(parts, [&](int part) {
-            const int64_t last = part + 1 == parts ? int64_t(pieces_.size()) : first_of(part + 1);
-            for (int64_t i = first_of(part); i < last; ++i) body(size_t(i));
+        run_parts(parts, [&](int part) { body(size_t(first_of(part)), size_t(first_of(part + 1))); });
+    }
+
+    // Runs body on every piece.
+    template <class Body>
+    void each_piece(const Body& body) const {
+        each_part(false, [&](size_t first, size_t last) {
+            for (size_t i = first; i < last; ++i) body(i);
         });
     }
 
-    // What must be known of a whole row, or of the whole batch, before the first gradient can be written.
-    void prepare_rows() {
-        const bool sequence = o_.correction == Correction::sequence;
-        const bool lengths = o_.aggregation == Aggregation::seq_mean_token_mean ||
-                             (!in_.normalizer && o_.aggregation != Aggregation::seq_mean_token_sum_norm);
+    // Runs body on the first and the last piece of every row.
+    template <class Body>
+    void each_run(const Body& body) const {
+        each_part(true, [&](size_t first, size_t last) {
+            for (size_t end = first; first < last; first = end) {
+                while (end < last && pieces_[end].row == pieces_[first].row) ++end;
+                body(first, end);
+            }
+        });
+    }
+
+    bool needs_row_sums() const { return is_by_row(o_.variant.kind) || o_.correction == Correction::sequence; }
+
+    // The trained tokens of every row, where the weights of rows depend on them.
+    void count_tokens() {
         lengths_.assign(size_t(layout_.rows()), 0);
-        mismatch_.assign(sequence ? size_t(layout_.rows()) : 0, 0);
-        if (!sequence && !in_.mask) {
+        if (!in_.mask) {
             for (int64_t row = 0; row < layout_.rows(); ++row) lengths_[size_t(row)] = double(layout_.length(row));
             return;
         }
-        if (!sequence && !lengths) return;
-        if (in_.mask && !is_byte_mask()) converted_mask_.reset(new uint8_t[size_t(layout_.tokens())]);
-        std::vector<double> length_of(pieces_.size()), mismatch_of(sequence ? pieces_.size() : 0);
+        const bool counted = o_.aggregation == Aggregation::seq_mean_token_mean || is_by_row(o_.variant.kind) ||
+                             (!in_.normalizer && o_.aggregation != Aggregation::seq_mean_token_sum_norm);
+        if (!counted) return;
+        if (!is_byte_mask()) converted_mask_.reset(new uint8_t[size_t(layout_.tokens())]);
+        std::vector<double> length_of(pieces_.size());
         each_piece([&](size_t i) {
             for (int64_t t = pieces_[i].begin; t < pieces_[i].end; t += kTile) {
                 const int n = int(std::min<int64_t>(kTile, pieces_[i].end - t));
-                float old_logprobs[kTile], rollout_logprobs[kTile];
-                const int64_t row = pieces_[i].row;
-                const uint8_t* mask = in_.mask ? make_mask(row, t, n) : nullptr;
-                length_of[i] += double(mask ? kernels_.count(mask, n) : n);
-                if (sequence) {
-                    mismatch_of[i] +=
-                        kernels_.mismatch(floats(in_.old_logprobs, row, t, n, old_logprobs),
-                                          floats(in_.rollout_logprobs, row, t, n, rollout_logprobs), mask, n);
-                }
+                length_of[i] += double(kernels_.count(make_mask(pieces_[i].row, t, n), n));
             }
         });
         require(!bad_mask_, "mask: expected 0 or 1");
-        for (size_t i = 0; i < pieces_.size(); ++i) {
-            lengths_[size_t(pieces_[i].row)] += length_of[i];
-            if (sequence) mismatch_[size_t(pieces_[i].row)] += mismatch_of[i];
-        }
+        for (size_t i = 0; i < pieces_.size(); ++i) lengths_[size_t(pieces_[i].row)] += length_of[i];
+    }
+
+    RowSums row_sums(const Piece& piece) {
+        RowSums sums;
+        each_tile(piece, false, [&](Tile& tile, int64_t, int) { kernels_.row_sums(tile, sums); });
+        return sums;
+    }
+
+    void sum_row(size_t first, size_t last) {
+        for (size_t i = first; i < last; ++i) rows_[size_t(pieces_[i].row)].add(row_sums(pieces_[i]));
     }
 
     void set_row_weights() {
@@ -216,50 +251,80 @@ class Run {
         return bytes(row, token, n, converted_mask_ ? converted_mask_.get() + layout_.start(row) + token : nullptr);
     }
 
-    TileSums piece(const Piece& piece) {
-        const int64_t row = piece.row;
+    // Runs body(tile, token, n) on a piece's tiles, their streams at hand as float32; `all`: not only what row sums
+    // need.
+    template <class Body>
+    void each_tile(const Piece& piece, bool all, const Body& body) {
+        const int64_t row = piece.row, start = layout_.start(row);
         float scratch[6][kTile];
         uint8_t mask_scratch[kTile];
-        const bool direct = out_.grad.dtype == DType::f32;
-        const int64_t start = layout_.start(row);
-        float* grad = direct ? out_.grad.as<float>() + start : nullptr;
-
         Tile tile{};
-        tile.clip = o_.clip;
-        tile.kl_coef = o_.kl_coef;
-        tile.weight = float(row_weight_[size_t(row)]);
-        tile.row_weight = 1;
-        if (o_.correction == Correction::token) tile.token_cap = o_.cap;
-        if (o_.correction == Correction::sequence) {
-            // std::clamp and std::min keep NaN in this order of arguments; fmin and fmax would lose it.
-            const double bound = kLogRatioBound, cap = o_.cap;
-            const double weight = std::exp(std::clamp(mismatch_[size_t(row)], -bound, bound));
-            tile.row_weight = float(std::min(weight, cap));
-        }
+        tile.variant = o_.variant;
         if (per_sequence()) kernels_.to_floats(in_.advantages, row * in_.advantages.stride[0], 1, 1, &tile.advantage);
-        const bool large = layout_.tokens() * int64_t(sizeof(float)) >= kStreamBytes;
-        const KlKind kind = in_.ref_logprobs && o_.kl == KlKind::none ? KlKind::k3 : o_.kl;
-
-        TileSums sums;
+        const bool ratios = all || is_by_row(o_.variant.kind);
+        const bool rollout = all || o_.correction == Correction::sequence;
         for (int64_t t = piece.begin; t < piece.end; t += kTile) {
             const int n = int(std::min<int64_t>(kTile, piece.end - t));
             tile.n = n;
-            tile.logprobs = floats(in_.logprobs, row, t, n, scratch[0]);
             tile.old_logprobs = floats(in_.old_logprobs, row, t, n, scratch[1]);
-            tile.ref_logprobs = floats(in_.ref_logprobs, row, t, n, scratch[2]);
-            tile.rollout_logprobs = floats(in_.rollout_logprobs, row, t, n, scratch[3]);
+            if (ratios) tile.logprobs = floats(in_.logprobs, row, t, n, scratch[0]);
+            if (rollout) tile.rollout_logprobs = floats(in_.rollout_logprobs, row, t, n, scratch[3]);
             if (!per_sequence()) tile.advantages = floats(in_.advantages, row, t, n, scratch[4]);
+            if (all) {
+                tile.ref_logprobs = floats(in_.ref_logprobs, row, t, n, scratch[2]);
+                tile.entropy = floats(in_.entropy, row, t, n, scratch[5]);
+                if (in_.selected) tile.selected = in_.selected.as<uint8_t>() + layout_.offset(in_.selected, row, t);
+            }
             if (converted_mask_) {
                 tile.mask = converted_mask_.get() + start + t;
             } else if (in_.mask) {
                 tile.mask = bytes(row, t, n, mask_scratch);
             }
-            tile.grad = direct ? grad + t : scratch[5];
-            tile.stream = direct && large && reinterpret_cast<uintptr_t>(tile.grad) % 64 == 0;
-            kernels_.tile[int(kind)](tile, sums);
-            if (!direct) kernels_.from_floats(scratch[5], n, out_.grad, start + t);
+            body(tile, t, n);
         }
+    }
+
+    TileSums piece(const Piece& piece) {
+        const int64_t row = piece.row, start = layout_.start(row);
+        const bool direct = out_.grad.dtype == DType::f32;
+        const bool large = layout_.tokens() * int64_t(sizeof(float)) >= kStreamBytes;
+        const KlKind kind = in_.ref_logprobs && o_.kl == KlKind::none ? KlKind::k3 : o_.kl;
+        const auto kernel = o_.variant.kind == VariantKind::clip ? kernels_.clip[int(kind)] : kernels_.any;
+        const RowSums* row_sums = rows_.empty() ? nullptr : &rows_[size_t(row)];
+        const double length = lengths_[size_t(row)];
+        const RowTerms terms =
+            row_sums ? row_terms(o_.variant, length, row_sums->log_ratio, row_sums->advantage) : RowTerms{};
+        bool rejected = false;
+        const float row_weight = sequence_weight(row_sums, rejected);
+        float grad[kTile];
+
+        TileSums sums;
+        each_tile(piece, true, [&](Tile& tile, int64_t t, int n) {
+            tile.kl = kind;
+            tile.kl_coef = o_.kl_coef;
+            tile.weight = float(row_weight_[size_t(row)]);
+            tile.row_weight = row_weight;
+            tile.row = terms;
+            if (o_.correction == Correction::token) tile.token_cap = o_.cap;
+            tile.reject_below = o_.reject_below;
+            tile.reject_above = o_.reject_above;
+            tile.grad = direct ? out_.grad.as<float>() + start + t : grad;
+            tile.stream = direct && large && reinterpret_cast<uintptr_t>(tile.grad) % 64 == 0;
+            kernel(tile, sums);
+            if (!direct) kernels_.from_floats(grad, n, out_.grad, start + t);
+        });
+        if (rejected) sums.rejected = sums.tokens;
         return sums;
+    }
+
+    // The importance weight of a whole row.
+    float sequence_weight(const RowSums* sums, bool& rejected) const {
+        if (o_.correction != Correction::sequence) return 1;
+        // std::clamp and std::min keep NaN in this order of arguments; fmin and fmax would lose it.
+        const double bound = kLogRatioBound, cap = o_.cap;
+        const double weight = std::exp(std::clamp(sums->mismatch, -bound, bound));
+        rejected = weight < double(o_.reject_below) || weight > double(o_.reject_above);
+        return rejected ? 0 : float(std::min(weight, cap));
     }
 
     void finish(const std::vector<TileSums>& sums) const {
@@ -280,7 +345,7 @@ class Run {
     // The order is that of policy_loss_reference.METRICS.
     float* write_metrics(const TileSums& s, float* to) const {
         const double share = inverse(s.tokens);
-        for (double value : {s.tokens, s.clipped_low * share, s.clipped_high * share, s.dual_clipped * share,
+        for (double value : {s.tokens, s.clipped_low * share, s.clipped_high * share, s.third * share,
                              -s.log_ratio * share, s.k3 * share, (s.tokens + s.log_ratio + s.k3) * share}) {
             *to++ = float(value);
         }
@@ -290,7 +355,9 @@ class Run {
             *to++ = float(-s.mismatch * share);
             // Masked lanes count nothing, so an empty batch has no weights and a share of 0.
             *to++ = float(s.weight_square > 0 ? s.weight * s.weight / (s.weight_square * s.tokens) : 0);
+            *to++ = float(s.rejected * share);
         }
+        if (in_.entropy) *to++ = float(s.entropy * share);
         return to;
     }
 
@@ -300,7 +367,8 @@ class Run {
     TokenLayout layout_;
     const PolicyLossKernels& kernels_;
     std::vector<Piece> pieces_;
-    std::vector<double> lengths_, mismatch_, row_weight_;
+    std::vector<double> lengths_, row_weight_;
+    std::vector<RowSums> rows_;
     std::unique_ptr<uint8_t[]> converted_mask_;
     std::atomic<bool> bad_mask_{false};
 };

@@ -1,4 +1,4 @@
-// Clipped policy loss over a batch: loss, gradient and metrics in one pass over the tokens.
+// Policy loss over a batch: loss, gradient and metrics in one pass over the tokens.
 #pragma once
 
 #include "core/view.h"
@@ -19,14 +19,16 @@ struct PolicyLossInput {
     View rollout_logprobs;  // as logprobs; or none
     View normalizer;        // 0-dim or [num_actors] f32; or none
     View actor_ids;         // [B] i64 or i32; or none
+    View entropy;           // as logprobs; or none: for its mean alone
+    View selected;          // as logprobs, boolean; for variants that select
 };
 
 struct PolicyLossOptions {
-    ClipBounds clip;
+    Variant variant;
     KlKind kl;
     float kl_coef;
     Correction correction;
-    float cap;
+    float cap, reject_below, reject_above;  // a weight outside the last two counts as 0
     Aggregation aggregation;
     int num_actors;
     double max_length;
@@ -36,8 +38,12 @@ struct PolicyLossOptions {
 struct PolicyLossOutput {
     View loss;     // 0-dim f32
     View grad;     // as logprobs, contiguous
-    View metrics;  // [1 + num_actors, 8 (+ 1 with ref_logprobs, + 2 with rollout_logprobs)] f32
+    View metrics;  // [1 + num_actors, metric_columns()] f32
 };
+
+inline int64_t metric_columns(const PolicyLossInput& in) {
+    return 8 + (in.ref_logprobs ? 1 : 0) + (in.rollout_logprobs ? 3 : 0) + (in.entropy ? 1 : 0);
+}
 
 // Results do not depend on the number of threads. Throws InvalidInput.
 void policy_loss(const PolicyLossInput& input, const PolicyLossOptions& options, const PolicyLossOutput& output);

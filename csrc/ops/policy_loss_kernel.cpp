@@ -24,126 +24,215 @@ constexpr int kHigh = 1 << 16;
 
 // Running sums of one tile, by lane.
 struct Running {
-    VecF loss, log_ratio, k3, ratio_max, kl, mismatch, weight, weight_square;
-    VecN tokens_low, high_dual;  // two counts each, in the low and the high half of a lane
+    VecF loss, log_ratio, k3, ratio_max, kl, mismatch, weight, weight_square, entropy;
+    VecN tokens_low, high_third, rejected;  // two counts each, in the low and the high half of a lane
 };
 
 // The arithmetic of a few tokens fills the processor's window, so it sees too little of the next loads by itself.
-template <KlKind kind>
+template <bool has_ref>
 TW_INLINE void prefetch(const Tile& t, int i) {
     constexpr int ahead = 512;  // tokens
     __builtin_prefetch(t.logprobs + i + ahead);
     __builtin_prefetch(t.old_logprobs + i + ahead);
-    if constexpr (kind != KlKind::none) __builtin_prefetch(t.ref_logprobs + i + ahead);
+    if constexpr (has_ref) __builtin_prefetch(t.ref_logprobs + i + ahead);
     __builtin_prefetch(t.grad + i + ahead, 1);
 }
 
-template <KlKind kind, bool has_rollout>
+// What a loop is compiled for: PPO with one kind of KL, each with and without a rollout; or everything else.
+template <KlKind kl_kind, bool with_rollout>
+struct ClipLoop {
+    static constexpr bool prefetch_ref = kl_kind != KlKind::none;
+    static TW_INLINE bool has_ref(const Tile&) { return kl_kind != KlKind::none; }
+    static TW_INLINE bool has_rollout(const Tile&) { return with_rollout; }
+    static TW_INLINE KlTerm<VectorMath> kl(const Tile&, VecF d) { return kl_term<VectorMath, kl_kind>(d); }
+    static TW_INLINE TokenLoss<VectorMath> loss(const Tile& t, int, const Token<VectorMath>& token) {
+        return clipped_surrogate<VectorMath>(token.ratio, token.cut, token.advantage, t.variant);
+    }
+};
+struct AnyLoop {
+    static constexpr bool prefetch_ref = false;
+    static TW_INLINE bool has_ref(const Tile& t) { return t.ref_logprobs != nullptr; }
+    static TW_INLINE bool has_rollout(const Tile& t) { return t.rollout_logprobs != nullptr; }
+    static TW_INLINE KlTerm<VectorMath> kl(const Tile& t, VecF d) { return kl_term<VectorMath>(t.kl, d); }
+    static TW_INLINE TokenLoss<VectorMath> loss(const Tile& t, int i, Token<VectorMath> token) {
+        const VecM none = broadcast(1.0f) < broadcast(0.0f);
+        token.selected = t.selected ? load_mask(t.selected + i) : none;
+        token.row_ratio = broadcast(t.row.ratio);
+        token.row_advantage = broadcast(t.row.advantage);
+        token.row_cut = t.row.cut ? all_true() : none;
+        return token_loss<VectorMath>(token, t.variant);
+    }
+};
+
+TW_INLINE VecF importance_weight(const Tile& t, VecF weight, VecM mask, VecN& rejected) {
+    if (t.token_cap == 0) return broadcast(t.row_weight);
+    const VecM outside = (weight < broadcast(t.reject_below)) | (weight > broadcast(t.reject_above));
+    rejected = count(rejected, mask & outside, 1);
+    return vec_select(outside, broadcast(0.0f), vec_min(broadcast(t.token_cap), weight));
+}
+
+template <class Loop>
 TW_INLINE void step(const Tile& t, int i, Running& sums) {
     const VecF zero = broadcast(0.0f);
     const VecM mask = t.mask ? load_mask(t.mask + i) : all_true();
     const auto masked = [&](VecF x) { return vec_select(mask, x, zero); };  // first of all: what it hides may be NaN
-    const VecF logprob = masked(load(t.logprobs + i));
+    Token<VectorMath> token;
+    token.logprob = masked(load(t.logprobs + i));
     const VecF old = masked(load(t.old_logprobs + i));
-    const VecF advantage = masked(t.advantages ? load(t.advantages + i) : broadcast(t.advantage));
-
-    const auto log_ratio = clamp_symmetric<VectorMath>(logprob - old, kLogRatioBound);
-    const VecF ratio = vec_exp(log_ratio.value);
-    auto token = clipped_surrogate<VectorMath>(ratio, log_ratio.cut, advantage, t.clip);
-    if constexpr (has_rollout) {
+    token.advantage = masked(t.advantages ? load(t.advantages + i) : broadcast(t.advantage));
+    const auto log_ratio = clamp_symmetric<VectorMath>(token.logprob - old, kLogRatioBound);
+    token.log_ratio = log_ratio.value;
+    token.cut = log_ratio.cut;
+    token.ratio = vec_exp(log_ratio.value);
+    auto out = Loop::loss(t, i, token);
+    if (Loop::has_rollout(t)) {
         const VecF mismatch = old - masked(load(t.rollout_logprobs + i));
         const VecF weight = vec_exp(clamp_symmetric<VectorMath>(mismatch, kLogRatioBound).value);
-        const VecF truncated = t.token_cap > 0 ? vec_min(broadcast(t.token_cap), weight) : broadcast(t.row_weight);
-        token.loss = token.loss * truncated;
-        token.grad = token.grad * truncated;
+        const VecF applied = importance_weight(t, weight, mask, sums.rejected);
+        out.loss = out.loss * applied;
+        out.grad = out.grad * applied;
         sums.mismatch = sums.mismatch + mismatch;
         sums.weight = sums.weight + masked(weight);
         sums.weight_square = sums.weight_square + masked(weight * weight);
     }
-    if constexpr (kind != KlKind::none) {
-        const auto kl = kl_term<VectorMath, kind>(masked(load(t.ref_logprobs + i)) - logprob);
+    if (Loop::has_ref(t)) {
+        const auto kl = Loop::kl(t, masked(load(t.ref_logprobs + i)) - token.logprob);
         const VecF coef = broadcast(t.kl_coef);
-        token.loss = fma(coef, kl.value, token.loss);
-        token.grad = fma(coef, kl.grad, token.grad);
-        sums.kl = sums.kl + kl.value;
+        out.loss = fma(coef, kl.value, out.loss);
+        out.grad = fma(coef, kl.grad, out.grad);
+        sums.kl = sums.kl + masked(kl.value);
     }
-    const VecF grad = masked(token.grad * broadcast(t.weight));
+    if (t.entropy) sums.entropy = sums.entropy + masked(load(t.entropy + i));
+    const VecF grad = masked(out.grad * broadcast(t.weight));
     if (t.stream) {
         stream(t.grad + i, grad);
     } else {
         store(t.grad + i, grad);
     }
-    sums.loss = sums.loss + token.loss;  // 0 where masked, as every stream is
-    sums.log_ratio = sums.log_ratio + log_ratio.value;
-    sums.k3 = sums.k3 + (ratio - broadcast(1.0f) - log_ratio.value);
-    sums.ratio_max = vec_max(sums.ratio_max, masked(ratio));
+    sums.loss = sums.loss + masked(out.loss);
+    sums.log_ratio = sums.log_ratio + token.log_ratio;  // 0 where masked, as every stream is
+    sums.k3 = sums.k3 + (token.ratio - broadcast(1.0f) - token.log_ratio);
+    sums.ratio_max = vec_max(sums.ratio_max, masked(token.ratio));
     sums.tokens_low = count(sums.tokens_low, mask, 1);
-    sums.tokens_low = count(sums.tokens_low, token.clipped_low, kHigh);
-    sums.high_dual = count(sums.high_dual, token.clipped_high, 1);
-    sums.high_dual = count(sums.high_dual, token.dual_clipped, kHigh);
+    sums.tokens_low = count(sums.tokens_low, out.clipped_low, kHigh);
+    sums.high_third = count(sums.high_third, out.clipped_high, 1);
+    sums.high_third = count(sums.high_third, out.third, kHigh);
 }
 
 // The last, partial vector of a tile, copied out with its missing lanes masked: a lane always takes the same tokens, so
 // a row's sums do not depend on the padding behind it.
-template <KlKind kind, bool has_rollout>
+struct Tail {
+    Tail(const Tile& t, int i) : tile(t) {
+        const int left = t.n - i < kLanes ? t.n - i : kLanes;
+        const float** streams[] = {&tile.logprobs,         &tile.old_logprobs, &tile.ref_logprobs,
+                                   &tile.rollout_logprobs, &tile.advantages,   &tile.entropy};
+        for (int k = 0; k < 6; ++k) {
+            if (*streams[k] == nullptr) continue;
+            std::memcpy(values[k], *streams[k] + i, size_t(left) * sizeof(float));
+            *streams[k] = values[k];
+        }
+        for (int lane = 0; lane < kLanes; ++lane) {
+            mask[lane] = lane < left && (t.mask == nullptr || t.mask[i + lane] != 0);
+            selected[lane] = lane < left && t.selected != nullptr && t.selected[i + lane] != 0;
+        }
+        tile.mask = mask;
+        if (t.selected) tile.selected = selected;
+        tile.grad = grad;
+        tile.stream = false;
+    }
+    Tile tile;
+    float values[6][kLanes] = {}, grad[kLanes];
+    uint8_t mask[kLanes] = {}, selected[kLanes] = {};
+};
+
+template <class Loop>
 void tail_step(const Tile& t, int i, Running& sums) {
-    const int left = t.n - i;
-    float streams[6][kLanes] = {};
-    uint8_t mask[kLanes] = {};
-    const auto copy = [&](const float* from, float* to) -> const float* {
-        if (from == nullptr) return nullptr;
-        std::memcpy(to, from + i, size_t(left) * sizeof(float));
-        return to;
-    };
-    for (int lane = 0; lane < left; ++lane) mask[lane] = t.mask ? t.mask[i + lane] : 1;
-    Tile tail = t;
-    tail.logprobs = copy(t.logprobs, streams[0]);
-    tail.old_logprobs = copy(t.old_logprobs, streams[1]);
-    tail.ref_logprobs = copy(t.ref_logprobs, streams[2]);
-    tail.rollout_logprobs = copy(t.rollout_logprobs, streams[3]);
-    tail.advantages = copy(t.advantages, streams[4]);
-    tail.mask = mask;
-    tail.grad = streams[5];
-    tail.stream = false;
-    step<kind, has_rollout>(tail, 0, sums);
-    std::memcpy(t.grad + i, streams[5], size_t(left) * sizeof(float));
+    const Tail tail(t, i);
+    step<Loop>(tail.tile, 0, sums);
+    std::memcpy(t.grad + i, tail.grad, size_t(t.n - i) * sizeof(float));
 }
 
-template <KlKind kind, bool has_rollout>
+template <class Loop>
 void loop(const Tile& given, TileSums& out) {
     const Tile t = given;  // a copy that no store can alias
     const VecF zero = broadcast(0.0f);
-    Running sums{zero, zero, zero, zero, zero, zero, zero, zero, {}, {}};
+    Running sums{zero, zero, zero, zero, zero, zero, zero, zero, zero, {}, {}, {}};
     int i = 0;
     for (; i + kLanes <= t.n; i += kLanes) {
-        prefetch<kind>(t, i);
-        step<kind, has_rollout>(t, i, sums);
+        prefetch<Loop::prefetch_ref>(t, i);
+        step<Loop>(t, i, sums);
     }
-    if (i < t.n) tail_step<kind, has_rollout>(t, i, sums);
+    if (i < t.n) tail_step<Loop>(t, i, sums);
     out.loss += sum_lanes(sums.loss);
     out.log_ratio += sum_lanes(sums.log_ratio);
     out.k3 += sum_lanes(sums.k3);
-    const Counts tokens_low = sum_lanes(sums.tokens_low), high_dual = sum_lanes(sums.high_dual);
+    const Counts tokens_low = sum_lanes(sums.tokens_low), high_third = sum_lanes(sums.high_third);
     out.tokens += double(tokens_low.low);
     out.clipped_low += double(tokens_low.high);
-    out.clipped_high += double(high_dual.low);
-    out.dual_clipped += double(high_dual.high);
+    out.clipped_high += double(high_third.low);
+    out.third += double(high_third.high);
     const float largest = max_lanes(sums.ratio_max);
     if (!(largest <= out.ratio_max)) out.ratio_max = largest;
-    if (kind != KlKind::none) out.kl += sum_lanes(sums.kl);
-    if (has_rollout) {
+    if (Loop::has_ref(t)) out.kl += sum_lanes(sums.kl);
+    if (t.entropy) out.entropy += sum_lanes(sums.entropy);
+    if (Loop::has_rollout(t)) {
         out.mismatch += sum_lanes(sums.mismatch);
         out.weight += sum_lanes(sums.weight);
         out.weight_square += sum_lanes(sums.weight_square);
+        out.rejected += double(sum_lanes(sums.rejected).low);
     }
 }
 
 template <KlKind kind>
-void tile(const Tile& t, TileSums& sums) {
+void clip_tile(const Tile& t, TileSums& sums) {
     if (t.rollout_logprobs) {
-        loop<kind, true>(t, sums);
+        loop<ClipLoop<kind, true>>(t, sums);
     } else {
-        loop<kind, false>(t, sums);
+        loop<ClipLoop<kind, false>>(t, sums);
+    }
+}
+
+void any_tile(const Tile& t, TileSums& sums) {
+    loop<AnyLoop>(t, sums);
+}
+
+struct RunningRow {
+    VecF log_ratio, advantage, mismatch;
+};
+
+TW_INLINE void row_step(const Tile& t, int i, RunningRow& sums) {
+    const VecF zero = broadcast(0.0f);
+    const VecM mask = t.mask ? load_mask(t.mask + i) : all_true();
+    const auto masked = [&](VecF x) { return vec_select(mask, x, zero); };
+    const VecF old = masked(load(t.old_logprobs + i));
+    if (t.rollout_logprobs) sums.mismatch = sums.mismatch + (old - masked(load(t.rollout_logprobs + i)));
+    if (!is_by_row(t.variant.kind)) return;
+    VecF log_ratio = masked(load(t.logprobs + i)) - old;
+    if (t.variant.kind == VariantKind::gmpo) {
+        const VecF advantage = masked(t.advantages ? load(t.advantages + i) : broadcast(t.advantage));
+        log_ratio = clamp_symmetric<VectorMath>(log_ratio, kLogRatioBound).value;
+        log_ratio = gmpo_bounded<VectorMath>(log_ratio, advantage, t.variant);
+        sums.advantage = sums.advantage + advantage;
+    }
+    sums.log_ratio = sums.log_ratio + log_ratio;
+}
+
+// Lanes go to double every few steps: a long row's sum is exponentiated, so it must be right to more than a float.
+void row_sums(const Tile& t, RowSums& out) {
+    constexpr int kRun = 8 * kLanes;
+    const VecF zero = broadcast(0.0f);
+    for (int start = 0; start < t.n; start += kRun) {
+        RunningRow sums{zero, zero, zero};
+        const int end = t.n - start < kRun ? t.n : start + kRun;
+        int i = start;
+        for (; i + kLanes <= end; i += kLanes) row_step(t, i, sums);
+        if (i < end) {
+            const Tail tail(t, i);
+            row_step(tail.tile, 0, sums);
+        }
+        out.log_ratio += sum_lanes(sums.log_ratio);
+        out.advantage += sum_lanes(sums.advantage);
+        out.mismatch += sum_lanes(sums.mismatch);
     }
 }
 
@@ -154,14 +243,6 @@ int64_t count_mask(const uint8_t* mask, int64_t n) {
         uint8_t found = 0;
         for (int64_t i = start; i < end; ++i) found = uint8_t(found + (mask[i] != 0));
         total += found;
-    }
-    return total;
-}
-
-double mismatch(const float* old_logprobs, const float* rollout_logprobs, const uint8_t* mask, int n) {
-    double total = 0;
-    for (int i = 0; i < n; ++i) {
-        if (mask == nullptr || mask[i]) total += double(old_logprobs[i] - rollout_logprobs[i]);
     }
     return total;
 }
@@ -246,10 +327,11 @@ void exp_all(const float* from, int64_t n, float* to) {
 }
 
 constexpr PolicyLossKernels kKernels = {
-    {tile<KlKind::none>, tile<KlKind::k1>, tile<KlKind::abs>, tile<KlKind::k2>, tile<KlKind::k3>, tile<KlKind::k1_plus>,
-     tile<KlKind::k3_plus>},
+    {clip_tile<KlKind::none>, clip_tile<KlKind::k1>, clip_tile<KlKind::abs>, clip_tile<KlKind::k2>,
+     clip_tile<KlKind::k3>, clip_tile<KlKind::k1_plus>, clip_tile<KlKind::k3_plus>},
+    any_tile,
+    row_sums,
     count_mask,
-    mismatch,
     to_floats,
     to_mask,
     from_floats,

@@ -1,10 +1,13 @@
 // The policy loss of one token: loss, derivative and what the metrics count. Written once for host and device, over a
 // Math that says what a number is: a float on a GPU, a vector of floats on a CPU.
 //
-// Math gives: F (number) with + - * < >, M (truth value) with & |, and set(float) -> F, min, max, exp, differs (not
-// equal), select(M, F, F).
+// Math gives: F (number) with + - * / < >, M (truth value) with & |, and set(float) -> F, min, max, exp (of values
+// within
+// +-80), differs (not equal), select(M, F, F).
 // min and max give their second argument where either is NaN, and no comparison holds: NaN reaches loss and gradient.
 #pragma once
+
+#include <cmath>
 
 #include "core/host_device.h"
 
@@ -15,11 +18,23 @@ enum class KlKind : int { none, k1, abs, k2, k3, k1_plus, k3_plus };
 constexpr float kLogRatioBound = 20.0f;
 constexpr float kKlBound = 10.0f;
 
-struct ClipBounds {
-    float low;   // 1 - Clip.low
-    float high;  // 1 + Clip.high
-    float dual;  // Clip.dual; infinity: off
+// As options.Variant numbers them.
+enum class VariantKind : int { clip, gspo, cispo, policy_gradient, sapo, gmpo, clip_cov, kl_cov };
+
+// What the three numbers are: clip, gspo, clip_cov: bounds of the ratio, dual clip (infinity: off); cispo: bounds of
+// the ratio; sapo: tau where A <= 0, tau where A > 0; gmpo: bounds of the log-ratio; kl_cov: third is the coefficient.
+struct Variant {
+    VariantKind kind;
+    float low, high, third;
 };
+
+// Variants whose ratio is that of a whole row, and those that single out tokens.
+TW_HD constexpr bool is_by_row(VariantKind kind) {
+    return kind == VariantKind::gspo || kind == VariantKind::gmpo;
+}
+TW_HD constexpr bool selects(VariantKind kind) {
+    return kind == VariantKind::clip_cov || kind == VariantKind::kl_cov;
+}
 
 template <class Math>
 struct Clamped {
@@ -33,23 +48,35 @@ TW_HD Clamped<Math> clamp_symmetric(typename Math::F x, float bound) {
     return {value, Math::differs(value, x)};
 }
 
-// One variant's loss per token, its derivative by the log-probability, and which tokens it clipped.
+// What a variant sees of a token; all of it 0 (a ratio: 1) where masked.
+template <class Math>
+struct Token {
+    typename Math::F logprob, log_ratio, ratio;  // log_ratio: clamped
+    typename Math::M cut;                        // by that clamp
+    typename Math::F advantage;
+    typename Math::M selected;
+    typename Math::F row_ratio, row_advantage;  // for variants by row
+    typename Math::M row_cut;
+};
+
+// One variant's loss per token, its derivative by the log-probability, and which tokens it clipped: low, high, and a
+// third way (the dual clip, or the selection).
 template <class Math>
 struct TokenLoss {
     typename Math::F loss, grad;
-    typename Math::M clipped_low, clipped_high, dual_clipped;
+    typename Math::M clipped_low, clipped_high, third;
 };
 
 // PPO: max(-A ratio, -A clip(ratio)), for A < 0 at most -A dual. `cut`: the ratio itself was clamped.
 template <class Math>
 TW_HD TokenLoss<Math> clipped_surrogate(typename Math::F ratio, typename Math::M cut, typename Math::F advantage,
-                                        const ClipBounds& clip) {
+                                        const Variant& v) {
     const auto zero = Math::set(0.0f);
-    const auto low = Math::set(clip.low), high = Math::set(clip.high);
+    const auto low = Math::set(v.low), high = Math::set(v.high);
     const auto plain = -advantage * ratio;
     const auto clipped = -advantage * Math::max(low, Math::min(high, ratio));
     const auto negative = advantage < zero;
-    const auto bound = -advantage * Math::set(clip.dual);
+    const auto bound = -advantage * Math::set(v.third);
     const auto largest = Math::max(clipped, plain);
     const auto dual_clipped = negative & (largest > bound);
     TokenLoss<Math> out;
@@ -57,8 +84,102 @@ TW_HD TokenLoss<Math> clipped_surrogate(typename Math::F ratio, typename Math::M
     out.grad = Math::select(cut | (plain < clipped) | dual_clipped, zero, plain);
     out.clipped_low = negative & (ratio < low);
     out.clipped_high = (advantage > zero) & (ratio > high);
-    out.dual_clipped = dual_clipped;
+    out.third = dual_clipped;
     return out;
+}
+
+// -A sg(clip(ratio)) lp
+template <class Math>
+TW_HD TokenLoss<Math> cispo(const Token<Math>& t, const Variant& v) {
+    const auto low = Math::set(v.low), high = Math::set(v.high);
+    const auto grad = -t.advantage * Math::max(low, Math::min(high, t.ratio));
+    const auto none = high < low;
+    return {grad * t.logprob, grad, t.ratio<low, t.ratio> high, none};
+}
+
+// -A lp
+template <class Math>
+TW_HD TokenLoss<Math> policy_gradient(const Token<Math>& t) {
+    const auto none = Math::set(1.0f) < Math::set(0.0f);
+    return {-t.advantage * t.logprob, -t.advantage, none, none, none};
+}
+
+// -A sigmoid(tau (ratio - 1)) 4 / tau
+template <class Math>
+TW_HD TokenLoss<Math> sapo(const Token<Math>& t, const Variant& v) {
+    const auto zero = Math::set(0.0f), one = Math::set(1.0f), four = Math::set(4.0f);
+    const auto none = one < zero;
+    const auto tau = Math::select(t.advantage > zero, Math::set(v.high), Math::set(v.low));
+    const auto far = clamp_symmetric<Math>(tau * (one - t.ratio), 80.0f).value;
+    const auto decay = Math::exp(far);
+    const auto gate = one / (one + decay);
+    const auto loss = -t.advantage * gate * (four / tau);
+    const auto grad = -t.advantage * (four * gate) * (gate * decay) * t.ratio;
+    return {loss, Math::select(t.cut, zero, grad), none, none, none};
+}
+
+// The log-ratio as it enters GMPO's mean.
+template <class Math>
+TW_HD typename Math::F gmpo_bounded(typename Math::F log_ratio, typename Math::F advantage, const Variant& v) {
+    const auto zero = Math::set(0.0f);
+    const auto above = Math::min(Math::set(v.high), log_ratio), below = Math::max(Math::set(v.low), log_ratio);
+    return Math::select(advantage > zero, above, Math::select(advantage < zero, below, zero));
+}
+
+// -A exp(mean(d)), A the row's mean; every token carries the row's loss.
+template <class Math>
+TW_HD TokenLoss<Math> gmpo(const Token<Math>& t, const Variant& v) {
+    const auto zero = Math::set(0.0f);
+    const auto up = t.advantage > zero, down = t.advantage < zero;
+    const typename Math::M low = down & (t.log_ratio < Math::set(v.low)), high = up & (t.log_ratio > Math::set(v.high));
+    const auto loss = -t.row_advantage * t.row_ratio;
+    const auto open = Math::select(up | down, Math::select(t.cut | low | high, zero, loss), zero);
+    return {loss, open, low, high, zero > zero};
+}
+
+// PPO's clip, and nothing at all where selected.
+template <class Math>
+TW_HD TokenLoss<Math> clip_cov(const Token<Math>& t, const Variant& v) {
+    const auto zero = Math::set(0.0f);
+    auto out = clipped_surrogate<Math>(t.ratio, t.cut, t.advantage, v);
+    out.loss = Math::select(t.selected, zero, out.loss);
+    out.grad = Math::select(t.selected, zero, out.grad);
+    out.third = t.selected;
+    return out;
+}
+
+// -A ratio, and coef |d| on top where selected.
+template <class Math>
+TW_HD TokenLoss<Math> kl_cov(const Token<Math>& t, const Variant& v) {
+    const auto zero = Math::set(0.0f), coef = Math::set(v.third), d = t.log_ratio;
+    const auto none = zero > zero;
+    const auto plain = -t.advantage * t.ratio;
+    const auto sign = Math::select(d > zero, coef, Math::select(d < zero, -coef, zero));
+    const auto loss = plain + Math::select(t.selected, coef * Math::max(-d, d), zero);
+    const auto grad = plain + Math::select(t.selected, sign, zero);
+    return {loss, Math::select(t.cut, zero, grad), none, none, t.selected};
+}
+
+template <class Math>
+TW_HD TokenLoss<Math> token_loss(const Token<Math>& t, const Variant& v) {
+    switch (v.kind) {
+        case VariantKind::gspo:
+            return clipped_surrogate<Math>(t.row_ratio, t.row_cut, t.advantage, v);
+        case VariantKind::cispo:
+            return cispo<Math>(t, v);
+        case VariantKind::policy_gradient:
+            return policy_gradient<Math>(t);
+        case VariantKind::sapo:
+            return sapo<Math>(t, v);
+        case VariantKind::gmpo:
+            return gmpo<Math>(t, v);
+        case VariantKind::clip_cov:
+            return clip_cov<Math>(t, v);
+        case VariantKind::kl_cov:
+            return kl_cov<Math>(t, v);
+        default:
+            return clipped_surrogate<Math>(t.ratio, t.cut, t.advantage, v);
+    }
 }
 
 template <class Math>
@@ -86,6 +207,41 @@ TW_HD KlTerm<Math> kl_term(typename Math::F d) {
         return {value, Math::select(c.cut | (k3 > value), zero, -growth)};
     }
     return {zero, zero};
+}
+
+template <class Math>
+TW_HD KlTerm<Math> kl_term(KlKind kind, typename Math::F d) {
+    switch (kind) {
+        case KlKind::k1:
+            return kl_term<Math, KlKind::k1>(d);
+        case KlKind::abs:
+            return kl_term<Math, KlKind::abs>(d);
+        case KlKind::k2:
+            return kl_term<Math, KlKind::k2>(d);
+        case KlKind::k3:
+            return kl_term<Math, KlKind::k3>(d);
+        case KlKind::k1_plus:
+            return kl_term<Math, KlKind::k1_plus>(d);
+        case KlKind::k3_plus:
+            return kl_term<Math, KlKind::k3_plus>(d);
+        default:
+            return kl_term<Math, KlKind::none>(d);
+    }
+}
+
+// What a row's variant needs to know of the row before its first token can be done.
+struct RowTerms {
+    float ratio, advantage;
+    bool cut;
+};
+
+// From sums over a row's trained tokens: of the log-ratio (gmpo: bounded), and of the advantages.
+TW_HD RowTerms row_terms(const Variant& v, double length, double log_ratio, double advantage) {
+    const double share = length > 0 ? 1 / length : 0;
+    const double mean = log_ratio * share, bound = kLogRatioBound;
+    // NaN fails every comparison and stays.
+    const double clamped = mean > bound ? bound : mean < -bound ? -bound : mean;
+    return {float(exp(clamped)), float(advantage * share), v.kind == VariantKind::gspo && clamped != mean};
 }
 
 }  // namespace turnwise

@@ -113,10 +113,10 @@ static void test_formulas() {
     tile.grad = grad.data();
     tile.weight = 0.5f;
     tile.row_weight = 1;
-    tile.clip = {0.8f, 1.28f, 3.0f};
+    tile.variant = {VariantKind::clip, 0.8f, 1.28f, 3.0f};
     tile.kl_coef = 0.25f;
     TileSums sums;
-    kernels().tile[int(kind)](tile, sums);
+    kernels().clip[int(kind)](tile, sums);
 
     double loss = 0, size = 0;
     int tokens = 0, low = 0, high = 0, dual = 0;
@@ -127,21 +127,21 @@ static void test_formulas() {
         }
         const auto bounded = clamp_symmetric<ScalarMath>(logprobs[i] - old[i], kLogRatioBound);
         const auto token =
-            clipped_surrogate<ScalarMath>(ScalarMath::exp(bounded.value), bounded.cut, advantages[i], tile.clip);
+            clipped_surrogate<ScalarMath>(ScalarMath::exp(bounded.value), bounded.cut, advantages[i], tile.variant);
         const auto kl = kl_term<ScalarMath, kind>(ref[i] - logprobs[i]);
         loss += double(token.loss) + 0.25 * double(kl.value);
         size += std::fabs(double(token.loss)) + 0.25 * std::fabs(double(kl.value));
         tokens += 1;
         low += token.clipped_low;
         high += token.clipped_high;
-        dual += token.dual_clipped;
+        dual += token.third;
         EXPECT(close(grad[i], 0.5 * (double(token.grad) + 0.25 * double(kl.grad)), 1e-5));
     }
     EXPECT(std::fabs(sums.loss - loss) <= 1e-6 * size);
     EXPECT(sums.tokens == tokens);
     EXPECT(sums.clipped_low == low);
     EXPECT(sums.clipped_high == high);
-    EXPECT(sums.dual_clipped == dual);
+    EXPECT(sums.third == dual);
     EXPECT(low > 0 && high > 0 && dual > 0);
 }
 

@@ -220,6 +220,7 @@ class Batch:
         metrics = {name: sum(t[name] for t in tokens) / n for name in names}
         metrics["tokens"] = float(len(tokens))
         metrics["ratio_max"] = max((t["ratio_mean"] for t in tokens), default=0.0)
+        metrics |= {"rejected": 0.0} if tokens and "weight" in tokens[0] else {}
         if tokens and "weight" in tokens[0]:
             weights = [t["weight"] for t in tokens]
             metrics["ess"] = sum(weights) ** 2 / (n * sum(w * w for w in weights))

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from turnwise.ops import KL, Clip, ImportanceCorrection
+from turnwise.ops import CISPO, GMPO, GSPO, KL, SAPO, Clip, ClipCov, ImportanceCorrection, KLCov
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,17 @@ from turnwise.ops import KL, Clip, ImportanceCorrection
         (lambda: KL("k3", coef=-1), r"KL\.coef=-1"),
         (lambda: ImportanceCorrection(level="row"), r"ImportanceCorrection\.level='row'"),
         (lambda: ImportanceCorrection(cap=0), r"ImportanceCorrection\.cap=0"),
+        (lambda: ImportanceCorrection(bounds=(2, 1)), r"ImportanceCorrection\.bounds=\(2, 1\).*low < high"),
+        (lambda: ImportanceCorrection(bounds=(-1, 1)), r"ImportanceCorrection\.bounds"),
+        (lambda: GSPO(low=-1), r"GSPO\.low=-1"),
+        (lambda: CISPO(high=math.inf), r"CISPO\.high=inf"),
+        (lambda: GMPO(high=math.nan), r"GMPO\.high=nan"),
+        (lambda: SAPO(tau_positive=0), r"SAPO\.tau_positive=0"),
+        (lambda: SAPO(tau_negative=-1), r"SAPO\.tau_negative=-1"),
+        (lambda: ClipCov(share=0), r"ClipCov\.share=0.*\(0, 1\]"),
+        (lambda: ClipCov(lower=2, upper=1), r"ClipCov\.upper=1.*lower = 2"),
+        (lambda: KLCov(share=1.5), r"KLCov\.share=1\.5"),
+        (lambda: KLCov(coef=-1), r"KLCov\.coef=-1"),
     ],
 )
 def test_nonsense_raises_when_built(build, message) -> None:

@@ -329,8 +329,8 @@ def test_a_second_derivative_raises(make_batch) -> None:
     (grad,) = torch.autograd.grad(policy_loss(logprobs, **arguments).loss, logprobs, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative; use backend='torch'"):
         grad.sum().backward()
-    streams = (logprobs, *(arguments[k] for k in ("old_logprobs", "advantages", "mask")), *[None] * 5)
-    loss, *_ = torch.ops.turnwise.policy_loss(*streams, 0.2, 0.2, 0.0, 0, 0.0, 0, 0.0, 0, 0, 0.0)
+    streams = (logprobs, *(arguments[k] for k in ("old_logprobs", "advantages", "mask")), *[None] * 7)
+    loss, *_ = torch.ops.turnwise.policy_loss(*streams, (0.8, 1.2, 3.0, 0.0, 0.0, 0.0, 9.0, 0.0), (0, 0, 0, 0, 0))
     (grad,) = torch.autograd.grad(loss, logprobs, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative; use backend='torch'"):
         grad.sum().backward()
@@ -377,8 +377,8 @@ def test_compiles_whole(make_batch, form) -> None:
 def test_opcheck(make_batch) -> None:
     a = make_batch(14, **FULL).padded(torch.float32)
     streams = (a["logprobs"].requires_grad_(), a["old_logprobs"], a["advantages"], a["mask"], None)
-    rest = (a["ref_logprobs"], a["rollout_logprobs"], a["actor_ids"], None)
-    options = (0.2, 0.28, 3.0, 4, 0.1, 1, 1.5, 0, 3, 0.0)
+    rest = (a["ref_logprobs"], a["rollout_logprobs"], a["actor_ids"], a["ref_logprobs"], None, None)
+    options = ((0.8, 1.28, 3.0, 0.1, 1.5, 0.2, 9.0, 0.0), (0, 4, 1, 0, 3))
     torch.library.opcheck(torch.ops.turnwise.policy_loss.default, (*streams, *rest, *options))
     scale = (torch.randn(3, 4), torch.tensor(2.0), torch.randn(3, 4))
     torch.library.opcheck(torch.ops.turnwise.policy_loss_backward.default, scale)

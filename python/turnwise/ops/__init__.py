@@ -6,16 +6,25 @@ from .aggregation import AGGREGATIONS, loss_normalizer
 from .backends import BackendUnavailable, available_backends, backend
 from .factorize import factorize
 from .group_advantage import group_advantage
-from .options import KL, Clip, ImportanceCorrection
+from .options import CISPO, GMPO, GPG, GSPO, KL, SAPO, Clip, ClipCov, ImportanceCorrection, KLCov, Reinforce, Variant
 from .policy_loss import PolicyLoss, policy_loss
 
 __all__ = [
     "AGGREGATIONS",
+    "CISPO",
+    "GMPO",
+    "GPG",
+    "GSPO",
     "KL",
+    "SAPO",
     "BackendUnavailable",
     "Clip",
+    "ClipCov",
     "ImportanceCorrection",
+    "KLCov",
     "PolicyLoss",
+    "Reinforce",
+    "Variant",
     "available_backends",
     "backend",
     "factorize",

@@ -6,62 +6,118 @@ weight is made from a global normaliser, so that any split into micro-batches ad
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from .streams import Rows, check_actor_values, check_actors, check_cu_seqlens, check_cu_seqlens_values
-
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "agent-mean")
-
-
-def check_aggregation(aggregation: str, actor_ids: object, max_length: float | None) -> None:
-    if aggregation not in AGGREGATIONS:
-        raise ValueError(f"aggregation={aggregation!r}: expected one of {', '.join(AGGREGATIONS)}")
-    if aggregation == "agent-mean" and actor_ids is None:
-        raise ValueError("actor_ids=None: expected an actor per sequence, as aggregation='agent-mean'")
-    if aggregation == "seq-mean-token-sum-norm" and not (max_length is not None and max_length > 0):
-        raise ValueError(f"max_length={max_length!r}: expected a positive number, as aggregation={aggregation!r}")
-
-
-def normalizer_of_lengths(
-    aggregation: str, lengths: Tensor, actor_ids: Tensor | None, num_actors: int | None, max_length: float | None
-) -> Tensor:
-    """The normaliser from the number of trained tokens of each row, ``lengths [B]``."""
-    match aggregation:
-        case "token-mean":
-            return lengths.sum()
-        case "seq-mean-token-sum-norm":
-            assert max_length is not None
-            return torch.full((), max_length, dtype=lengths.dtype, device=lengths.device)
-        case "agent-mean":
-            assert actor_ids is not None and num_actors is not None
-            return torch.zeros(num_actors, dtype=lengths.dtype, device=lengths.device).index_add(0, actor_ids, lengths)
-        case _:
-            return (lengths > 0).to(lengths.dtype).sum()
 
 
 def _inverse(value: Tensor) -> Tensor:
     return torch.where(value > 0, 1 / value, torch.zeros_like(value))
 
 
-def row_weights(aggregation: str, lengths: Tensor, normalizer: Tensor, actor_ids: Tensor | None) -> Tensor:
-    """The weight ``[B]`` of every token of a row."""
-    match aggregation:
-        case "seq-mean-token-mean":
-            return _inverse(lengths) * _inverse(normalizer)
-        case "agent-mean":
-            assert actor_ids is not None
-            active = (normalizer > 0).to(lengths.dtype).sum()
-            return (_inverse(normalizer) * _inverse(active))[actor_ids]
-        case _:
-            return _inverse(normalizer).expand(lengths.shape)
+class Aggregation:
+    """How rows are weighed, from ``lengths [B]``, the number of trained tokens of each row."""
+
+    name: ClassVar[str]
+    index: ClassVar[int]  # by which the kernels know it
+    by_length: ClassVar[bool] = False  # rows of different lengths weigh differently under one normaliser
+    by_actor: ClassVar[bool] = False  # the normaliser is one number per actor
+
+    def normalizer(
+        self, lengths: Tensor, actor_ids: Tensor | None, num_actors: int | None, max_length: float | None
+    ) -> Tensor:
+        raise NotImplementedError
+
+    def weights(self, lengths: Tensor, normalizer: Tensor, actor_ids: Tensor | None) -> Tensor:
+        """The weight ``[B]`` of every token of a row."""
+        return _inverse(normalizer).expand(lengths.shape)
+
+    def check(self, actor_ids: object, max_length: float | None) -> None:
+        """Raises where something is missing that this aggregation needs."""
 
 
-def check_normalizer(aggregation: str, normalizer: Tensor, num_actors: int | None) -> None:
-    expected = (num_actors,) if aggregation == "agent-mean" else ()
+class TokenMean(Aggregation):
+    name, index = "token-mean", 0
+
+    def normalizer(
+        self, lengths: Tensor, actor_ids: Tensor | None, num_actors: int | None, max_length: float | None
+    ) -> Tensor:
+        return lengths.sum()
+
+
+class SeqMeanTokenSum(Aggregation):
+    name, index = "seq-mean-token-sum", 1
+
+    def normalizer(
+        self, lengths: Tensor, actor_ids: Tensor | None, num_actors: int | None, max_length: float | None
+    ) -> Tensor:
+        return (lengths > 0).to(lengths.dtype).sum()
+
+
+class SeqMeanTokenMean(SeqMeanTokenSum):
+    name, index = "seq-mean-token-mean", 2
+    by_length = True
+
+    def weights(self, lengths: Tensor, normalizer: Tensor, actor_ids: Tensor | None) -> Tensor:
+        return _inverse(lengths) * _inverse(normalizer)
+
+
+class SeqMeanTokenSumNorm(Aggregation):
+    name, index = "seq-mean-token-sum-norm", 3
+
+    def normalizer(
+        self, lengths: Tensor, actor_ids: Tensor | None, num_actors: int | None, max_length: float | None
+    ) -> Tensor:
+        assert max_length is not None
+        return torch.full((), max_length, dtype=lengths.dtype, device=lengths.device)
+
+    def check(self, actor_ids: object, max_length: float | None) -> None:
+        if not (max_length is not None and max_length > 0):
+            raise ValueError(f"max_length={max_length!r}: expected a positive number, as aggregation={self.name!r}")
+
+
+class AgentMean(Aggregation):
+    name, index = "agent-mean", 4
+    by_actor = True
+
+    def normalizer(
+        self, lengths: Tensor, actor_ids: Tensor | None, num_actors: int | None, max_length: float | None
+    ) -> Tensor:
+        assert actor_ids is not None and num_actors is not None
+        return torch.zeros(num_actors, dtype=lengths.dtype, device=lengths.device).index_add(0, actor_ids, lengths)
+
+    def weights(self, lengths: Tensor, normalizer: Tensor, actor_ids: Tensor | None) -> Tensor:
+        assert actor_ids is not None
+        active = (normalizer > 0).to(lengths.dtype).sum()
+        return (_inverse(normalizer) * _inverse(active))[actor_ids]
+
+    def check(self, actor_ids: object, max_length: float | None) -> None:
+        if actor_ids is None:
+            raise ValueError(f"actor_ids=None: expected an actor per sequence, as aggregation={self.name!r}")
+
+
+_ALL = (TokenMean(), SeqMeanTokenSum(), SeqMeanTokenMean(), SeqMeanTokenSumNorm(), AgentMean())
+_BY_NAME = {aggregation.name: aggregation for aggregation in _ALL}
+AGGREGATIONS = tuple(_BY_NAME)
+
+
+def find_aggregation(name: str, actor_ids: object, max_length: float | None) -> Aggregation:
+    """The aggregation of that name, with what it needs at hand."""
+    found = _BY_NAME.get(name)
+    if found is None:
+        raise ValueError(f"aggregation={name!r}: expected one of {', '.join(AGGREGATIONS)}")
+    found.check(actor_ids, max_length)
+    return found
+
+
+def check_normalizer(aggregation: Aggregation, normalizer: Tensor, num_actors: int | None) -> None:
+    expected = (num_actors,) if aggregation.by_actor else ()
     if tuple(normalizer.shape) != expected and not (expected == () and normalizer.numel() == 1):
         raise ValueError(
-            f"normalizer has shape {tuple(normalizer.shape)}: expected {expected}, as aggregation={aggregation!r}"
+            f"normalizer has shape {tuple(normalizer.shape)}: expected {expected}, as aggregation={aggregation.name!r}"
         )
 
 
@@ -90,7 +146,7 @@ def loss_normalizer(
     trained tokens of each actor, ``[num_actors]`` (``"agent-mean"``). Normalisers of parts of a step, or of several
     ranks, add up to that of the whole, but for ``"seq-mean-token-sum-norm"``, where it is a constant.
     """
-    check_aggregation(aggregation, actor_ids, max_length)
+    found = find_aggregation(aggregation, actor_ids, max_length)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens)
         if cu_seqlens.device.type == "cpu":
@@ -112,4 +168,4 @@ def loss_normalizer(
         if actor_ids.device.type == "cpu":
             assert num_actors is not None
             check_actor_values(actor_ids, num_actors)
-    return normalizer_of_lengths(aggregation, lengths, actor_ids, num_actors, max_length).float()
+    return found.normalizer(lengths, actor_ids, num_actors, max_length).float()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 KL_KINDS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
 LEVELS = ("token", "sequence")
@@ -14,8 +15,35 @@ def _require_finite(owner: str, name: str, value: float, low: float, expected: s
         raise ValueError(f"{owner}.{name}={value!r}: expected {expected}")
 
 
+def _require_share(owner: str, share: float) -> None:
+    _require_finite(owner, "share", share, 0.0, "a number in (0, 1]")
+    if not 0 < share <= 1:
+        raise ValueError(f"{owner}.share={share!r}: expected a number in (0, 1]")
+
+
+class Variant:
+    """What turns a token's ratio and advantage into its loss. Each is a frozen object that carries what it needs.
+
+    ``kind`` is the number by which the kernels know it, ``bounds`` the three numbers that they read.
+    """
+
+    __slots__ = ()
+    kind: ClassVar[int]
+    selects: ClassVar[bool] = False  # some tokens are singled out before the loss
+    by_row: ClassVar[bool] = False  # the ratio is that of a whole sequence
+
+    @property
+    def bounds(self) -> tuple[float, float, float]:
+        return 0.0, 0.0, 0.0
+
+    def _check_range(self, low: float, high: float) -> None:
+        name = type(self).__name__
+        _require_finite(name, "low", low, 0.0, "a finite number >= 0")
+        _require_finite(name, "high", high, 0.0, "a finite number >= 0")
+
+
 @dataclass(frozen=True, slots=True)
-class Clip:
+class Clip(Variant):
     """Where the policy ratio is clipped: to ``[1 - low, 1 + high]``, and for negative advantages at ``dual`` as well.
 
     ``high > low`` is clip-higher (DAPO, https://arxiv.org/abs/2503.14476, eq. 10). ``dual`` bounds the loss of a token
@@ -24,19 +52,153 @@ class Clip:
     Example: ``Clip(low=0.2, high=0.28, dual=3.0)``
     """
 
+    kind: ClassVar[int] = 0
     low: float = 0.2
     high: float = 0.2
     dual: float | None = None
 
     def __post_init__(self) -> None:
-        _require_finite("Clip", "low", self.low, 0.0, "a finite number >= 0")
-        _require_finite("Clip", "high", self.high, 0.0, "a finite number >= 0")
+        self._check_range(self.low, self.high)
         if self.dual is not None:
             _require_finite("Clip", "dual", self.dual, 1.0, "None or a finite number > 1")
             if self.dual <= 1.0 + self.high:
                 raise ValueError(
                     f"Clip.dual={self.dual!r}: expected more than 1 + high = {1.0 + self.high!r}, as it lies beyond"
                 )
+
+    @property
+    def bounds(self) -> tuple[float, float, float]:
+        return 1.0 - self.low, 1.0 + self.high, math.inf if self.dual is None else self.dual
+
+
+@dataclass(frozen=True, slots=True)
+class GSPO(Variant):
+    """PPO's clip on one ratio per sequence, ``exp(mean(lp - old))``, whose gradient every token carries
+    (https://arxiv.org/abs/2507.18071, eq. 13). Meant for ``aggregation="seq-mean-token-mean"``."""
+
+    kind: ClassVar[int] = 1
+    by_row: ClassVar[bool] = True
+    low: float = 3e-4
+    high: float = 4e-4
+
+    def __post_init__(self) -> None:
+        self._check_range(self.low, self.high)
+
+    @property
+    def bounds(self) -> tuple[float, float, float]:
+        return 1.0 - self.low, 1.0 + self.high, math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class CISPO(Variant):
+    """``-A * clamp(ratio, 1 - low, 1 + high) * lp``, where the clamped ratio carries no gradient, so that no token is
+    lost to the clip (https://arxiv.org/abs/2506.13585, eq. 4). ``low=1`` leaves the ratio without a lower bound."""
+
+    kind: ClassVar[int] = 2
+    low: float = 1.0
+    high: float = 4.0
+
+    def __post_init__(self) -> None:
+        self._check_range(self.low, self.high)
+
+    @property
+    def bounds(self) -> tuple[float, float, float]:
+        return 1.0 - self.low, 1.0 + self.high, 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reinforce(Variant):
+    """``-A * lp``: the policy gradient itself (Williams 1992). The ratio is in the metrics alone."""
+
+    kind: ClassVar[int] = 3
+
+
+@dataclass(frozen=True, slots=True)
+class GPG(Variant):
+    """``-A * lp`` (https://arxiv.org/abs/2504.02546, eq. 5): the loss of :class:`Reinforce` under its other name."""
+
+    kind: ClassVar[int] = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SAPO(Variant):
+    """A soft gate in place of the clip, ``-A * sigmoid(tau * (ratio - 1)) * 4 / tau``, with ``tau_positive`` where
+    ``A > 0`` and ``tau_negative`` elsewhere (https://arxiv.org/abs/2511.20347, eq. 6)."""
+
+    kind: ClassVar[int] = 4
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+
+    def __post_init__(self) -> None:
+        for name in ("tau_positive", "tau_negative"):
+            _require_finite("SAPO", name, getattr(self, name), 1e-6, "a finite number > 0")
+
+    @property
+    def bounds(self) -> tuple[float, float, float]:
+        return self.tau_negative, self.tau_positive, 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GMPO(Variant):
+    """``-A * exp(mean(d))``, the geometric mean of a sequence's ratios, with ``d = lp - old`` at most ``high`` where
+    ``A > 0`` and at least ``-low`` where ``A < 0`` (https://arxiv.org/abs/2507.20673, eq. 4). Advantages per token
+    count with their mean. Meant for ``aggregation="seq-mean-token-mean"``."""
+
+    kind: ClassVar[int] = 5
+    by_row: ClassVar[bool] = True
+    low: float = 0.4
+    high: float = 0.4
+
+    def __post_init__(self) -> None:
+        self._check_range(self.low, self.high)
+
+    @property
+    def bounds(self) -> tuple[float, float, float]:
+        return -self.low, self.high, 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClipCov(Variant):
+    """PPO's clip, and no loss at all for a few tokens with high covariance of advantage and log-probability
+    (https://arxiv.org/abs/2505.22617, eq. 11): of those between ``lower`` and ``upper`` that the clip spares, a random
+    ``share`` of all tokens, at least one. The draw is torch's (``torch.manual_seed``), over the tokens of the call."""
+
+    kind: ClassVar[int] = 6
+    selects: ClassVar[bool] = True
+    low: float = 0.2
+    high: float = 0.2
+    share: float = 2e-4
+    lower: float = 1.0
+    upper: float = 5.0
+
+    def __post_init__(self) -> None:
+        self._check_range(self.low, self.high)
+        _require_share("ClipCov", self.share)
+        if not self.lower < self.upper:
+            raise ValueError(f"ClipCov.upper={self.upper!r}: expected more than lower = {self.lower!r}")
+
+    @property
+    def bounds(self) -> tuple[float, float, float]:
+        return 1.0 - self.low, 1.0 + self.high, math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class KLCov(Variant):
+    """``-A * ratio``, and ``coef * |lp - old|`` on top for the ``share`` of tokens (at least one) with the highest
+    covariance of advantage and log-probability (https://arxiv.org/abs/2505.22617, eq. 12)."""
+
+    kind: ClassVar[int] = 7
+    selects: ClassVar[bool] = True
+    share: float = 2e-4
+    coef: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require_share("KLCov", self.share)
+        _require_finite("KLCov", "coef", self.coef, 0.0, "a finite number >= 0")
+
+    @property
+    def bounds(self) -> tuple[float, float, float]:
+        return 0.0, 0.0, self.coef
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +227,14 @@ class ImportanceCorrection:
 
     ``old`` are the trainer's log-probabilities before the update, ``rollout`` the sampler's. The weight multiplies the
     clipped loss (not the KL term) and carries no gradient. ``level="sequence"`` uses the sum over the tokens of a row.
+    ``bounds=(low, high)`` rejects: where ``exp(old - rollout)`` lies outside, the weight is 0.
 
-    Example: ``ImportanceCorrection(level="token", cap=2.0)``
+    Example: ``ImportanceCorrection(level="token", cap=2.0, bounds=(0.5, 5.0))``
     """
 
     level: str = "token"
     cap: float = 2.0
+    bounds: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
@@ -78,3 +242,7 @@ class ImportanceCorrection:
         _require_finite("ImportanceCorrection", "cap", self.cap, 0.0, "a finite number > 0")
         if self.cap == 0:
             raise ValueError(f"ImportanceCorrection.cap={self.cap!r}: expected a finite number > 0")
+        if self.bounds is not None and not (len(self.bounds) == 2 and 0 <= self.bounds[0] < self.bounds[1]):
+            raise ValueError(
+                f"ImportanceCorrection.bounds={self.bounds!r}: expected None or (low, high), 0 <= low < high"
+            )

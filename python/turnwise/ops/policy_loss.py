@@ -1,16 +1,20 @@
-"""Clipped policy loss over token streams: loss, gradient and metrics in one pass."""
+"""Policy losses over token streams: loss, gradient and metrics in one pass."""
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .aggregation import AGGREGATIONS, check_aggregation, check_normalizer, check_normalizer_values
-from .backends import extension, resolve
-from .options import KL, KL_KINDS, LEVELS, Clip, ImportanceCorrection
+from .aggregation import check_normalizer, check_normalizer_values, find_aggregation
+from .backends import extension, native_core, resolve
+from .options import GMPO, KL, KL_KINDS, LEVELS, Clip, ImportanceCorrection, Variant
 from .policy_loss_reference import Objective, metric_names, reference
+from .policy_loss_variants import select_tokens
 from .streams import Streams, check_stream_values, check_streams, check_tensors
 
 
@@ -26,26 +30,27 @@ class PolicyLoss(NamedTuple):
 # ---------------------------------------------------------------------------------------------------------------------
 # Native: one C++ pass gives loss, gradient and metrics
 # ---------------------------------------------------------------------------------------------------------------------
-_NO_TRITON = "there are no Triton kernels for this op"
-
-
 def _obstacle(s: Streams) -> str:
-    """Why the C++ kernels can't serve; empty where they can."""
-    if not s.logprobs.is_cpu:
-        return f"logprobs is on {s.logprobs.device}, and the C++ kernels run on the CPU"
+    """Why the compiled kernels can't serve; empty where they can."""
     for name, stream in zip(Streams._fields, s, strict=True):
         if stream is not None and stream.dtype is torch.float64:
-            return f"{name} is float64, and the C++ kernels compute in float32"
+            return f"{name} is float64, and the kernels compute in float32"
     return ""
 
 
-def _pack(o: Objective) -> tuple[float, float, float, int, float, int, float, int, int, float]:
-    """The options as the numbers that the compiled module reads; 0 stands for "none"."""
+def _pack(o: Objective) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """The options as the kernels read them: eight numbers and five modes, 0 for "none"."""
     kind, coef = (KL_KINDS.index(o.kl.kind) + 1, o.kl.coef) if o.kl else (0, 0.0)
-    level, cap = (LEVELS.index(o.correction.level) + 1, o.correction.cap) if o.correction else (0, 0.0)
-    low, high, dual = o.clip.low, o.clip.high, o.clip.dual or 0.0
-    aggregation = AGGREGATIONS.index(o.aggregation)
-    return low, high, dual, kind, coef, level, cap, aggregation, o.num_actors, o.max_length or 0.0
+    level, cap, bounds = 0, 0.0, None
+    if o.correction:
+        level, cap, bounds = LEVELS.index(o.correction.level) + 1, o.correction.cap, o.correction.bounds
+    below, above = bounds or (-math.inf, math.inf)
+    numbers = (*o.variant.bounds, coef, cap, below, above, o.max_length or 0.0)
+    modes = (o.variant.kind, kind, level, o.aggregation.index, o.num_actors)
+    return tuple(map(float, numbers)), modes
+
+
+_pack_cached = functools.lru_cache(maxsize=256)(_pack)
 
 
 def _compute(
@@ -57,43 +62,29 @@ def _compute(
     ref_logprobs: Tensor | None,
     rollout_logprobs: Tensor | None,
     actor_ids: Tensor | None,
+    entropy: Tensor | None,
+    selected: Tensor | None,
     normalizer: Tensor | None,
-    clip_low: float,
-    clip_high: float,
-    clip_dual: float,
-    kl_kind: int,
-    kl_coef: float,
-    correction: int,
-    cap: float,
-    aggregation: int,
-    num_actors: int,
-    max_length: float,
+    numbers: Sequence[float],
+    modes: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    columns = len(metric_names(ref_logprobs is not None, rollout_logprobs is not None))
-    loss = torch.empty((), dtype=torch.float32)
-    grad = torch.empty(logprobs.shape, dtype=logprobs.dtype)
-    metrics = torch.empty((1 + num_actors, columns), dtype=torch.float32)
-    options = clip_low, clip_high, clip_dual, kl_kind, kl_coef, correction, cap, aggregation, num_actors, max_length
+    device = logprobs.device
+    num_actors = modes[4]
+    columns = len(metric_names(ref_logprobs is not None, rollout_logprobs is not None, entropy is not None))
+    loss = torch.empty((), dtype=torch.float32, device=device)
+    grad = torch.empty(logprobs.shape, dtype=logprobs.dtype, device=device)
+    metrics = torch.empty((1 + num_actors, columns), dtype=torch.float32, device=device)
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.contiguous()
+    streams = logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs
+    rest = normalizer, actor_ids, entropy, selected
     try:
-        extension.policy_loss(
-            logprobs,
-            old_logprobs,
-            advantages,
-            mask,
-            None if cu_seqlens is None else cu_seqlens.contiguous(),
-            ref_logprobs,
-            rollout_logprobs,
-            normalizer,
-            actor_ids,
-            options,
-            loss,
-            grad,
-            metrics,
-            torch.get_num_threads(),
+        native_core(logprobs)[1].policy_loss(
+            (*streams, *rest), tuple(numbers), tuple(modes), loss, grad, metrics, torch.get_num_threads()
         )
     except (ValueError, TypeError):
         # The kernel says that something is wrong; the slow checks know which value it is.
-        s = Streams(logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, actor_ids)
+        s = Streams(*streams, actor_ids, entropy)
         check_streams(s, num_actors)
         check_stream_values(s, num_actors)
         raise
@@ -134,12 +125,12 @@ class _Attach(torch.autograd.Function):
 
 
 def _native_loss(s: Streams, objective: Objective, normalizer: Tensor | None) -> tuple[Tensor, Tensor]:
-    arguments = (*s, normalizer, *_pack(objective))
+    selected = select_tokens(s, objective.variant) if objective.variant.selects else None
     # The dispatcher costs more than a small batch does, so plain tensors pass it by.
     if type(s.logprobs) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
-        loss, _, metrics = torch.ops.turnwise.policy_loss(*arguments)
+        loss, _, metrics = torch.ops.turnwise.policy_loss(*s, selected, normalizer, *_pack(objective))
         return loss, metrics
-    loss, grad, metrics = _compute(*arguments)
+    loss, grad, metrics = _compute(*s, selected, normalizer, *_pack_cached(objective))
     if s.logprobs.requires_grad and torch.is_grad_enabled():
         loss = _Attach.apply(s.logprobs, loss, grad)
     return loss, metrics
@@ -173,10 +164,10 @@ if extension is not None:
 
     @_op.register_fake
     def _fake(logprobs: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        columns = len(metric_names(rest[4] is not None, rest[5] is not None))
+        columns = len(metric_names(rest[4] is not None, rest[5] is not None, rest[7] is not None))
         loss = logprobs.new_empty((), dtype=torch.float32)
         grad = logprobs.new_empty(logprobs.shape)
-        return loss, grad, logprobs.new_empty((1 + rest[16], columns), dtype=torch.float32)
+        return loss, grad, logprobs.new_empty((1 + rest[-1][4], columns), dtype=torch.float32)
 
     _op.register_autograd(_backward, setup_context=_save)
     _scale_op = torch.library.custom_op("turnwise::policy_loss_backward", _scale, mutates_args=())
@@ -187,6 +178,21 @@ if extension is not None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Public function
 # ---------------------------------------------------------------------------------------------------------------------
+def _choose(clip: Clip | None, variant: Variant | None, correction: ImportanceCorrection | None) -> Variant:
+    if variant is None:
+        return _DEFAULT if clip is None else clip
+    if clip is not None:
+        raise ValueError(f"clip={clip!r} and variant={variant!r}: expected one of them, as either says what to clip")
+    if not isinstance(variant, Variant):
+        raise TypeError(f"variant={variant!r}: expected one of the option objects, such as GSPO()")
+    if isinstance(variant, GMPO) and correction is not None and correction.level == "token":
+        raise ValueError(f"correction={correction!r}: expected level='sequence', as GMPO has one ratio per sequence")
+    return variant
+
+
+_DEFAULT = Clip()
+
+
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -194,11 +200,13 @@ def policy_loss(
     *,
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    clip: Clip = Clip(),  # noqa: B008
+    clip: Clip | None = None,
+    variant: Variant | None = None,
     kl: KL | None = None,
     ref_logprobs: Tensor | None = None,
     correction: ImportanceCorrection | None = None,
     rollout_logprobs: Tensor | None = None,
+    entropy: Tensor | None = None,
     aggregation: str = "token-mean",
     normalizer: Tensor | float | None = None,
     actor_ids: Tensor | None = None,
@@ -206,17 +214,21 @@ def policy_loss(
     max_length: float | None = None,
     backend: str | None = None,
 ) -> PolicyLoss:
-    """PPO's clipped loss with dual clip, KL term and importance correction (https://arxiv.org/abs/1707.06347, eq. 7).
+    """PPO's clipped loss (https://arxiv.org/abs/1707.06347, eq. 7) or another variant, with dual clip, KL term and
+    importance correction.
 
     Padded: ``logprobs [B, T]`` with ``mask [B, T]``. Packed: ``logprobs [N]`` with ``cu_seqlens [B+1]`` (int32 or
-    int64, from 0 to N), and ``mask [N]`` if some tokens don't train. ``old_logprobs``, ``ref_logprobs`` and
-    ``rollout_logprobs`` have the shape of ``logprobs``; ``advantages`` is ``[B]`` (one per sequence; taken so wherever
-    it fits) or per token. Floats are float32, bfloat16, float16 (computed in float32) or float64 (reference only).
-    A token trains where ``mask`` (bool, integer or 0/1 float) is not 0; masked tokens may hold anything, NaN too.
+    int64, from 0 to N), and ``mask [N]`` if some tokens don't train. ``old_logprobs``, ``ref_logprobs``,
+    ``rollout_logprobs`` and ``entropy`` have the shape of ``logprobs``; ``advantages`` is ``[B]`` (one per sequence;
+    taken so wherever it fits) or per token. Floats are float32, bfloat16, float16 (computed in float32) or float64
+    (reference only). A token trains where ``mask`` (bool, integer or 0/1 float) is not 0; masked tokens may hold
+    anything, NaN too.
 
     Per token, with ``ratio = exp(clamp(logprobs - old_logprobs, -20, 20))``:
-    ``max(-A * ratio, -A * clamp(ratio, 1 - clip.low, 1 + clip.high))``, for ``A < 0`` at most ``-A * clip.dual``, times
-    the weight of ``correction``, plus ``kl.coef`` times the KL estimate.
+    ``max(-A * ratio, -A * clamp(ratio, 1 - clip.low, 1 + clip.high))``, for ``A < 0`` at most ``-A * clip.dual``;
+    ``variant`` in place of ``clip`` puts another loss there: :class:`GSPO`, :class:`CISPO`, :class:`GPG`,
+    :class:`Reinforce`, :class:`SAPO`, :class:`GMPO`, :class:`ClipCov` or :class:`KLCov`. That is multiplied by the
+    weight of ``correction``, and ``kl.coef`` times the KL estimate comes on top.
 
     ``aggregation``: ``"token-mean"``, ``sum(l) / tokens``; ``"seq-mean-token-sum"``, row sums over the number of
     non-empty rows; ``"seq-mean-token-mean"``, row means over the same; ``"seq-mean-token-sum-norm"``,
@@ -225,15 +237,18 @@ def policy_loss(
     micro-batches add up to the gradient of the whole. It is a number or 0-dim, ``[num_actors]`` for ``"agent-mean"``.
 
     ``actor_ids [B]`` with ``num_actors`` gives metrics by actor as well. Metrics (token means): clip fractions low
-    (``A < 0``), high (``A > 0``) and dual, ``approx_kl_k1``, ``approx_kl_k3``, ``ratio_mean``, ``ratio_max``,
-    ``tokens``; ``kl`` with ``ref_logprobs``; with ``rollout_logprobs`` ``mismatch_kl``, the mean of
-    ``rollout - old``, and ``ess``, the effective sample size over tokens as a share, ``(sum w)**2 / (n * sum w**2)``.
+    (``A < 0``), high (``A > 0``) and dual (``ClipCov``, ``KLCov``: the share selected), as the variant clips;
+    ``approx_kl_k1``, ``approx_kl_k3``, ``ratio_mean``, ``ratio_max`` of the tokens' own ratios, ``tokens``; ``kl`` with
+    ``ref_logprobs``; with ``rollout_logprobs`` ``mismatch_kl``, the mean of ``rollout - old``, ``ess``, the effective
+    sample size over tokens as a share, ``(sum w)**2 / (n * sum w**2)``, and ``rejected``, the share of tokens whose
+    weight the bounds of ``correction`` made 0; ``entropy`` where given, for this alone.
 
     Gradient flows to ``logprobs`` alone, once: a second derivative needs ``backend="torch"``. An empty batch, or one
     with every token masked, has loss 0. Raises ``ValueError`` or ``TypeError`` naming the argument,
     ``BackendUnavailable`` if the named backend can't serve.
     """
-    check_aggregation(aggregation, actor_ids, max_length)
+    found = find_aggregation(aggregation, actor_ids, max_length)
+    chosen = _choose(clip, variant, correction)
     if kl is not None and ref_logprobs is None:
         raise ValueError("ref_logprobs=None: expected log-probabilities, as kl is given")
     if correction is not None and rollout_logprobs is None:
@@ -241,13 +256,14 @@ def policy_loss(
     if actor_ids is not None and (num_actors is None or num_actors < 1):
         raise ValueError(f"num_actors={num_actors!r}: expected a count >= 1, as actor_ids is given")
     actors = num_actors if actor_ids is not None and num_actors is not None else 0
-    objective = Objective(clip, kl, correction, aggregation, actors, max_length)
+    objective = Objective(chosen, kl, correction, found, actors, max_length)
     s = Streams(logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, actor_ids)
+    s = s._replace(entropy=entropy) if entropy is not None else s
     check_tensors(s)
     if normalizer is not None:
         normalizer = torch.as_tensor(normalizer, dtype=torch.float32, device=logprobs.device)
-        check_normalizer(aggregation, normalizer, num_actors)
-    if resolve(backend, logprobs, native=_obstacle(s), triton=_NO_TRITON) == "native":
+        check_normalizer(found, normalizer, num_actors)
+    if resolve(backend, logprobs, native=_obstacle(s), triton="it has no Triton kernel") == "native":
         loss, table = _native_loss(s, objective, normalizer)
     else:
         check_streams(s, num_actors)
@@ -256,7 +272,7 @@ def policy_loss(
             if normalizer is not None:
                 check_normalizer_values(normalizer)
         loss, table = reference(s, objective, normalizer)
-    names = metric_names(ref_logprobs is not None, rollout_logprobs is not None)
+    names = metric_names(ref_logprobs is not None, rollout_logprobs is not None, entropy is not None)
     metrics = dict(zip(names, table[0].unbind(), strict=True))
     actor_metrics = dict(zip(names, table[1:].unbind(1), strict=True)) if actors else {}
     return PolicyLoss(loss, metrics, actor_metrics)

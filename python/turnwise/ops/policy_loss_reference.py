@@ -1,14 +1,16 @@
-"""The clipped policy loss in plain PyTorch: what every other backend is held against. Differentiable, any device."""
+"""The policy loss in plain PyTorch: what every other backend is held against. Differentiable, any device."""
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .aggregation import normalizer_of_lengths, row_weights
-from .options import KL, Clip, ImportanceCorrection
+from .aggregation import Aggregation
+from .options import KL, ImportanceCorrection, Variant
+from .policy_loss_variants import LOG_RATIO_BOUND, Tokens, select_tokens, token_loss
 from .streams import Rows, Streams
 
 METRICS = (
@@ -22,49 +24,34 @@ METRICS = (
     "ratio_max",
 )
 METRICS_REF = ("kl",)
-METRICS_ROLLOUT = ("mismatch_kl", "ess")
+METRICS_ROLLOUT = ("mismatch_kl", "ess", "rejected")
+METRICS_ENTROPY = ("entropy",)
 
-LOG_RATIO_BOUND = 20.0
 KL_BOUND = 10.0
 
 
 class Objective(NamedTuple):
     """How tokens become a loss."""
 
-    clip: Clip
+    variant: Variant
     kl: KL | None
     correction: ImportanceCorrection | None
-    aggregation: str
+    aggregation: Aggregation
     num_actors: int
     max_length: float | None
 
 
-def metric_names(has_ref: bool, has_rollout: bool) -> tuple[str, ...]:
+def _metric_names(has_ref: bool, has_rollout: bool, has_entropy: bool) -> tuple[str, ...]:
+    optional = METRICS_REF * has_ref + METRICS_ROLLOUT * has_rollout + METRICS_ENTROPY * has_entropy
+    return METRICS + optional
+
+
+_NAMES = {flags: _metric_names(*flags) for flags in itertools.product((False, True), repeat=3)}
+
+
+def metric_names(has_ref: bool, has_rollout: bool, has_entropy: bool) -> tuple[str, ...]:
     """The metrics of a call, in the order in which every backend returns them."""
-    return METRICS + (METRICS_REF if has_ref else ()) + (METRICS_ROLLOUT if has_rollout else ())
-
-
-class TokenLoss(NamedTuple):
-    """One variant's loss per token, and which tokens it clipped."""
-
-    loss: Tensor
-    clipped_low: Tensor
-    clipped_high: Tensor
-    dual_clipped: Tensor
-
-
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: Clip) -> TokenLoss:
-    """PPO: ``max(-A * ratio, -A * clip(ratio))``, and for ``A < 0`` at most ``-A * dual``."""
-    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip.low, 1 + clip.high))
-    negative = advantages < 0
-    dual_clipped = torch.zeros_like(negative)
-    if clip.dual is not None:
-        bound = -advantages * clip.dual
-        dual_clipped = negative & (loss > bound)
-        loss = torch.where(dual_clipped, bound, loss)
-    low = negative & (ratio < 1 - clip.low)
-    high = (advantages > 0) & (ratio > 1 + clip.high)
-    return TokenLoss(loss, low, high, dual_clipped)
+    return _NAMES[has_ref, has_rollout, has_entropy]
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
@@ -85,11 +72,17 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
             return (d.exp() - d - 1).clamp(-KL_BOUND, KL_BOUND)
 
 
-def correction_weights(mismatch: Tensor, rows: Rows, correction: ImportanceCorrection) -> Tensor:
-    """``min(exp(old - rollout), cap)`` per token, or the same of a sequence's sum; ``mismatch`` is 0 where masked."""
+def correction_weights(mismatch: Tensor, rows: Rows, correction: ImportanceCorrection) -> tuple[Tensor, Tensor]:
+    """``min(exp(old - rollout), cap)`` per token, or the same of a sequence's sum, and which weights were rejected;
+    ``mismatch`` is 0 where masked."""
     if correction.level == "sequence":
         mismatch = rows.spread(rows.sum(mismatch))
-    return mismatch.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().clamp(max=correction.cap)
+    weight = mismatch.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    if correction.bounds is None:
+        return weight.clamp(max=correction.cap), torch.zeros_like(weight, dtype=torch.bool)
+    low, high = correction.bounds
+    rejected = (weight < low) | (weight > high)
+    return torch.where(rejected, 0.0, weight.clamp(max=correction.cap)), rejected
 
 
 def reference(s: Streams, objective: Objective, normalizer: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -106,30 +99,35 @@ def reference(s: Streams, objective: Objective, normalizer: Tensor | None) -> tu
     advantages = stream(rows.spread(s.advantages.detach()))
     log_ratio = (logprobs - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = log_ratio.exp()
-    token = clipped_surrogate(ratio, advantages, objective.clip)
+    selected = select_tokens(s, objective.variant) if objective.variant.selects else None
+    tokens = Tokens(logprobs, old, log_ratio, ratio, advantages, mask, selected, rows)
+    token = token_loss(tokens, objective.variant)
     loss = token.loss
 
-    columns = [mask, token.clipped_low, token.clipped_high, token.dual_clipped]
+    columns = [mask, token.clipped_low, token.clipped_high, token.third]
     columns += [-log_ratio, ratio - 1 - log_ratio, ratio]
+    rejected = torch.zeros_like(mask)
     if s.rollout_logprobs is not None:
         mismatch = old - stream(s.rollout_logprobs.detach())
         weight = mismatch.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
         if objective.correction is not None:
-            loss = loss * correction_weights(mismatch, rows, objective.correction)
+            correction, rejected = correction_weights(mismatch, rows, objective.correction)
+            loss = loss * correction
     if s.ref_logprobs is not None:
         kind, coef = (objective.kl.kind, objective.kl.coef) if objective.kl else ("k3", 0.0)
         kl = kl_estimate(logprobs, stream(s.ref_logprobs.detach()), kind)
         loss = loss + coef * kl
         columns.append(kl)
     if s.rollout_logprobs is not None:
-        columns += [-mismatch, weight, weight.square()]
+        columns += [-mismatch, weight, weight.square(), rejected]
+    if s.entropy is not None:
+        columns.append(stream(s.entropy.detach()))
 
     lengths = rows.sum(mask.double())
+    aggregation = objective.aggregation
     if normalizer is None:
-        normalizer = normalizer_of_lengths(
-            objective.aggregation, lengths, s.actor_ids, objective.num_actors, objective.max_length
-        )
-    weights = row_weights(objective.aggregation, lengths, normalizer.double(), s.actor_ids)
+        normalizer = aggregation.normalizer(lengths, s.actor_ids, objective.num_actors, objective.max_length)
+    weights = aggregation.weights(lengths, normalizer.double(), s.actor_ids)
     total = (rows.sum(torch.where(mask, loss, 0.0).double()) * weights).sum().to(dtype)
     with torch.no_grad():
         sums = torch.stack([rows.sum(torch.where(mask, c.detach().double(), 0.0)) for c in columns], dim=1)
@@ -160,5 +158,8 @@ def _metrics(sums: Tensor, ratio: Tensor, mask: Tensor, rows: Rows, s: Streams, 
     if s.rollout_logprobs is not None:
         total, square = table[:, extra + 1], table[:, extra + 2]
         ess = torch.where(square > 0, total.square() / (square * tokens[:, 0]).clamp(min=1e-300), 0.0)
-        columns += [means[:, extra : extra + 1], ess[:, None]]
+        columns += [means[:, extra : extra + 1], ess[:, None], means[:, extra + 3 : extra + 4]]
+        extra += 4
+    if s.entropy is not None:
+        columns.append(means[:, extra : extra + 1])
     return torch.cat(columns, dim=1)

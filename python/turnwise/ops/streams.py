@@ -46,6 +46,7 @@ class Streams(NamedTuple):
     ref_logprobs: Tensor | None
     rollout_logprobs: Tensor | None
     actor_ids: Tensor | None
+    entropy: Tensor | None = None
 
 
 def row_count(like: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -129,6 +130,7 @@ def check_streams(s: Streams, num_actors: int | None) -> None:
         ("old_logprobs", s.old_logprobs),
         ("ref_logprobs", s.ref_logprobs),
         ("rollout_logprobs", s.rollout_logprobs),
+        ("entropy", s.entropy),
     ):
         if stream is not None and stream.shape != lp.shape:
             raise ValueError(f"{name} has shape {tuple(stream.shape)}: expected {tuple(lp.shape)}, as logprobs")

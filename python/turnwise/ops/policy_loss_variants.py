@@ -1,0 +1,156 @@
+"""Each variant's loss per token in plain PyTorch: one small function per option object, over the same streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .options import CISPO, GMPO, GPG, GSPO, SAPO, Clip, ClipCov, KLCov, Reinforce, Variant
+from .streams import Rows, Streams
+
+LOG_RATIO_BOUND = 20.0
+
+
+class Tokens(NamedTuple):
+    """What a variant sees; all streams are 0 where masked. ``log_ratio`` is ``logprobs - old`` clamped to +-20."""
+
+    logprobs: Tensor
+    old: Tensor
+    log_ratio: Tensor
+    ratio: Tensor
+    advantages: Tensor
+    mask: Tensor
+    selected: Tensor | None
+    rows: Rows
+
+
+class TokenLoss(NamedTuple):
+    """One variant's loss per token, and which tokens it clipped low, high and a third way (dual clip, selection)."""
+
+    loss: Tensor
+    clipped_low: Tensor
+    clipped_high: Tensor
+    third: Tensor
+
+
+def _surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> TokenLoss:
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
+    negative = advantages < 0
+    below, above = negative & (ratio < 1 - low), (advantages > 0) & (ratio > 1 + high)
+    return TokenLoss(loss, below, above, torch.zeros_like(negative))
+
+
+def _clip(t: Tokens, v: Clip) -> TokenLoss:
+    """PPO: ``max(-A * ratio, -A * clip(ratio))``, and for ``A < 0`` at most ``-A * dual``."""
+    token = _surrogate(t.ratio, t.advantages, v.low, v.high)
+    if v.dual is None:
+        return token
+    bound = -t.advantages * v.dual
+    dual_clipped = (t.advantages < 0) & (token.loss > bound)
+    return token._replace(loss=torch.where(dual_clipped, bound, token.loss), third=dual_clipped)
+
+
+def _row_mean(t: Tokens, values: Tensor) -> Tensor:
+    """The mean over a row's trained tokens, at every token."""
+    count = t.rows.sum(t.mask.to(values.dtype)).clamp(min=1)
+    return t.rows.spread(t.rows.sum(values) / count)
+
+
+def _gspo(t: Tokens, v: GSPO) -> TokenLoss:
+    mean = _row_mean(t, (t.logprobs - t.old).detach())
+    ratio = (t.logprobs - t.logprobs.detach() + mean).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    return _surrogate(ratio, t.advantages, v.low, v.high)
+
+
+def _cispo(t: Tokens, v: CISPO) -> TokenLoss:
+    weight = t.ratio.detach().clamp(1 - v.low, 1 + v.high)
+    below, above = t.ratio < 1 - v.low, t.ratio > 1 + v.high
+    return TokenLoss(-t.advantages * weight * t.logprobs, below, above, torch.zeros_like(below))
+
+
+def _policy_gradient(t: Tokens, v: Reinforce | GPG) -> TokenLoss:
+    none = torch.zeros_like(t.mask)
+    return TokenLoss(-t.advantages * t.logprobs, none, none, none)
+
+
+def _sapo(t: Tokens, v: SAPO) -> TokenLoss:
+    tau = torch.full_like(t.ratio, v.tau_negative).masked_fill(t.advantages > 0, v.tau_positive)
+    none = torch.zeros_like(t.mask)
+    return TokenLoss(-t.advantages * torch.sigmoid(tau * (t.ratio - 1)) * (4 / tau), none, none, none)
+
+
+def _gmpo(t: Tokens, v: GMPO) -> TokenLoss:
+    d, up, down = t.log_ratio, t.advantages > 0, t.advantages < 0
+    bounded = torch.where(up, d.clamp(max=v.high), torch.where(down, d.clamp(min=-v.low), torch.zeros_like(d)))
+    ratio = _row_mean(t, torch.where(t.mask, bounded, 0.0)).exp()
+    return TokenLoss(
+        -_row_mean(t, t.advantages) * ratio, down & (d < -v.low), up & (d > v.high), torch.zeros_like(t.mask)
+    )
+
+
+def _clip_cov(t: Tokens, v: ClipCov) -> TokenLoss:
+    assert t.selected is not None
+    token = _surrogate(t.ratio, t.advantages, v.low, v.high)
+    return token._replace(loss=torch.where(t.selected, 0.0, token.loss), third=t.selected)
+
+
+def _kl_cov(t: Tokens, v: KLCov) -> TokenLoss:
+    assert t.selected is not None
+    none = torch.zeros_like(t.mask)
+    loss = -t.advantages * t.ratio + torch.where(t.selected, v.coef * t.log_ratio.abs(), 0.0)
+    return TokenLoss(loss, none, none, t.selected)
+
+
+_LOSS: dict[type[Variant], Callable[[Tokens, Any], TokenLoss]] = {
+    Clip: _clip,
+    GSPO: _gspo,
+    CISPO: _cispo,
+    Reinforce: _policy_gradient,
+    GPG: _policy_gradient,
+    SAPO: _sapo,
+    GMPO: _gmpo,
+    ClipCov: _clip_cov,
+    KLCov: _kl_cov,
+}
+
+
+def token_loss(tokens: Tokens, variant: Variant) -> TokenLoss:
+    return _LOSS[type(variant)](tokens, variant)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Selection by covariance: torch ops that never wait for the device
+# ---------------------------------------------------------------------------------------------------------------------
+def _first(keys: Tensor, count: Tensor) -> Tensor:
+    """True at the ``count`` (0-dim, on the device) largest of ``keys``; ties fall to the lower index."""
+    order = torch.sort(keys.flatten(), descending=True, stable=True).indices
+    chosen = torch.arange(order.numel(), device=keys.device) < count
+    return torch.zeros_like(chosen).scatter(0, order, chosen).reshape(keys.shape)
+
+
+@torch.no_grad()
+def select_tokens(s: Streams, variant: Variant) -> Tensor:
+    """Which tokens (bool, the shape of ``logprobs``) :class:`ClipCov` or :class:`KLCov` singles out."""
+    rows = Rows(s.logprobs, s.cu_seqlens)
+    mask = torch.ones_like(s.logprobs, dtype=torch.bool) if s.mask is None else s.mask != 0
+    dtype = torch.promote_types(s.logprobs.dtype, torch.float32)
+
+    def stream(values: Tensor) -> Tensor:
+        return torch.where(mask, values.to(dtype), 0.0)
+
+    tokens = mask.sum()
+    count = tokens.clamp(min=1)
+    logprobs, advantages = stream(s.logprobs), stream(rows.spread(s.advantages))
+    covariance = (advantages - advantages.sum() / count) * (logprobs - logprobs.sum() / count)
+    assert isinstance(variant, ClipCov | KLCov)
+    number = (tokens.double() * variant.share).floor().clamp(min=1)
+    if isinstance(variant, KLCov):
+        return _first(torch.where(mask, covariance, -torch.inf), number) & mask
+    ratio = (logprobs - stream(s.old_logprobs)).exp()
+    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - variant.low, 1 + variant.high)
+    spared = mask & ~(clipped > plain) & (covariance > variant.lower) & (covariance < variant.upper)
+    draw = torch.rand(mask.shape, device=mask.device)
+    return _first(torch.where(spared, draw, -1.0), number) & spared
