@@ -41,6 +41,13 @@ $(VENV)/.installed: $(VENV)/.builders constraints.txt $(PACKAGE)
 	@$(INSTALL) --no-build-isolation '.[test,plot]'
 	@touch $@
 
+# Other trainers, whose own functions the parity tests and the benches call. verl goes in without its dependencies, which
+# ask for an older transformers; what follows TRL here is what importing verl's algorithms needs.
+$(VENV)/.peers: $(VENV)/.installed
+	@$(INSTALL) trl ray tensordict omegaconf codetiming orjson
+	@$(INSTALL) --no-deps verl
+	@touch $@
+
 # The tools of `make lint` and `make sdist`; nothing of the package needs them.
 $(VENV)/.tools: $(VENV)/.python constraints.txt
 	@$(INSTALL) ruff mypy clang-format build
@@ -55,7 +62,7 @@ demo: $(VENV)/.installed  ## train the sudoku team on this machine and print wha
 demo-compare: $(VENV)/.installed  ## the demo beside a single agent and an untrained team, at equal sampled tokens
 	@$(BIN)/turnwise demo --compare
 
-test: $(VENV)/.installed  ## all tests, against the installed package
+test: $(VENV)/.peers  ## all tests, against the installed package
 	@$(BIN)/python -P -m pytest
 
 bench: $(VENV)/.installed  ## the benchmarks, one after the other

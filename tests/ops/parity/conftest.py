@@ -1,0 +1,95 @@
+"""What the parity tests share: peers from their own packages, and random inputs drawn from a seed.
+
+A peer computes in float64 what ours computes in float32 on the same values: so the tolerance holds ours alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def load(module: str) -> Any:
+    """A module of another trainer. A bare machine may lack it; `make test` installs it, so in CI it must load."""
+    if os.environ.get("CI") != "true":
+        pytest.importorskip(module.split(".")[0], reason="compared with where it is installed: make test")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(module)
+
+
+@pytest.fixture(scope="session")
+def peer() -> Callable[[str], Any]:
+    return load
+
+
+@pytest.fixture(scope="session")
+def verl() -> Any:
+    return load("verl.trainer.ppo.core_algos")
+
+
+@dataclass
+class Streams:
+    """Padded rows of one call, float32. Masked tokens hold numbers as odd as any."""
+
+    logprobs: Tensor  # [B, T]
+    old: Tensor  # [B, T]
+    ref: Tensor  # [B, T]
+    rollout: Tensor  # [B, T]
+    advantages: Tensor  # [B]
+    mask: Tensor  # [B, T] bool
+    choose: random.Random  # for the options of this call
+
+    def double(self, name: str) -> Tensor:
+        return getattr(self, name).double()
+
+    def leaves(self) -> tuple[Tensor, Tensor]:
+        """``logprobs`` twice, for ours in float32 and for the peer in float64."""
+        return self.logprobs.clone().requires_grad_(), self.logprobs.double().requires_grad_()
+
+
+def draw_streams(seed: int, *, empty_rows: bool = True, spread: float = 0.6) -> Streams:
+    """1 to 7 rows of 1 to 17 tokens, with holes; rows may be empty, but never all of them."""
+    choose = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    rows, width = choose.randint(1, 7), choose.randint(1, 17)
+    noise = torch.randn(3, rows, width, generator=generator)
+    logprobs = -torch.rand(rows, width, generator=generator) * 4
+    lengths = torch.randint(0 if empty_rows else 1, width + 1, (rows, 1), generator=generator)
+    mask = torch.arange(width)[None] < lengths
+    mask &= torch.rand(rows, width, generator=generator) < 0.85
+    if not empty_rows:
+        mask[:, 0] = True
+    mask[choose.randrange(rows), choose.randrange(width)] = True
+    old, ref, rollout = (logprobs + spread * noise).unbind()
+    return Streams(logprobs, old, ref, rollout, torch.randn(rows, generator=generator), mask, choose)
+
+
+def compare(loss: Tensor, logprobs: Tensor, expected: Tensor, leaf: Tensor) -> None:
+    """Our ``loss`` and its gradient in ``logprobs`` (float32) are the ``expected`` ones in ``leaf`` (float64)."""
+    torch.testing.assert_close(loss.detach().double(), expected.detach(), **TOLERANCE)
+    loss.backward()
+    expected.backward()
+    assert logprobs.grad is not None and leaf.grad is not None
+    torch.testing.assert_close(logprobs.grad.double(), leaf.grad, **TOLERANCE)
+
+
+@pytest.fixture(scope="session")
+def streams() -> Callable[..., Streams]:
+    return draw_streams
+
+
+@pytest.fixture(scope="session")
+def same_loss() -> Callable[..., None]:
+    return compare

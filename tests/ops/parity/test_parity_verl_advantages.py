@@ -1,0 +1,135 @@
+"""Advantages against verl's own estimators, imported from its package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from turnwise.ops import factorize, group_advantage
+
+SEEDS = 2000
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def draw(seed: int) -> tuple[Tensor, np.ndarray, np.random.Generator]:
+    """Rewards ``[B]`` float32 with ties, and question ids as text: groups of one to all rows, in any order."""
+    generator = np.random.default_rng(seed)
+    rows = int(generator.integers(1, 14))
+    rewards = generator.normal(size=rows) if seed % 2 else generator.integers(0, 3, size=rows).astype(float)
+    uids = np.array([f"q{i}" for i in generator.integers(0, max(rows // 3, 1) + 1, size=rows)], dtype=object)
+    return torch.tensor(rewards, dtype=torch.float32), uids, generator
+
+
+def theirs(estimator: Any, rewards: Tensor, uids: np.ndarray, mask: Tensor | None = None, **options: Any) -> Tensor:
+    """A verl estimator's advantages ``[B]``, in float64: the reward on the first token, which trains."""
+    mask = torch.ones(len(rewards), 1, dtype=torch.int64) if mask is None else mask
+    token_rewards = torch.zeros(mask.shape, dtype=torch.float64)
+    token_rewards[:, 0] = rewards.double()
+    return estimator(token_level_rewards=token_rewards, response_mask=mask, index=uids, **options)[0][:, 0]
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("by_std", [True, False], ids=["std", "no-std"])
+def test_grpo(verl: Any, backend: str, by_std: bool) -> None:
+    for seed in range(SEEDS if backend == "native" else 200):
+        rewards, uids, _ = draw(seed)
+        ids, groups = factorize(uids)
+        expected = theirs(verl.compute_grpo_outcome_advantage, rewards, uids, norm_adv_by_std_in_grpo=by_std)
+        scale = "std" if by_std else "none"
+        got = group_advantage(rewards, ids, num_groups=groups, scale=scale, eps=1e-6, singleton="raw", backend=backend)
+        torch.testing.assert_close(got.double(), expected, **TOLERANCE, msg=lambda text, s=seed: f"seed {s}: {text}")
+
+
+@pytest.mark.parametrize("by_std", [True, False], ids=["std", "no-std"])
+def test_grpo_vectorized(verl: Any, by_std: bool) -> None:
+    """It computes in float32 whatever it gets, and a group's sum rounds: so ties are not exact and small deviations
+    carry that noise, which ours does not have. Rewards here differ by a tenth or not at all."""
+    for seed in range(SEEDS):
+        rewards, uids, _ = draw(seed)
+        rewards = (rewards * 10).round() / 8
+        ids, groups = factorize(uids)
+        expected = theirs(verl.compute_grpo_vectorized_outcome_advantage, rewards, uids, norm_adv_by_std_in_grpo=by_std)
+        got = group_advantage(rewards, ids, num_groups=groups, scale="std" if by_std else "none", singleton="raw")
+        torch.testing.assert_close(got.double(), expected.double(), rtol=1e-5, atol=1e-5)
+
+
+def test_rloo(verl: Any) -> None:
+    """A question with one answer: the loop keeps its reward (``raw``), the vectorised form gives 0 (``zero``)."""
+    for seed in range(SEEDS):
+        rewards, uids, _ = draw(seed)
+        ids, groups = factorize(uids)
+        for estimator, singleton in (
+            (verl.compute_rloo_outcome_advantage, "raw"),
+            (verl.compute_rloo_vectorized_outcome_advantage, "zero"),
+        ):
+            got = group_advantage(
+                rewards, ids, num_groups=groups, center="leave_one_out", scale="none", singleton=singleton
+            )
+            torch.testing.assert_close(got.double(), theirs(estimator, rewards, uids), **TOLERANCE)
+
+
+def test_opo(verl: Any) -> None:
+    for seed in range(SEEDS):
+        rewards, uids, generator = draw(seed)
+        ids, groups = factorize(uids)
+        lengths = torch.from_numpy(generator.integers(1, 9, size=len(rewards)))
+        mask = (torch.arange(8)[None] < lengths[:, None]).long()
+        expected = theirs(verl.compute_opo_outcome_advantage, rewards, uids, mask)
+        got = group_advantage(
+            rewards, ids, num_groups=groups, lengths=lengths, center="length_weighted", scale="none", singleton="raw"
+        )
+        torch.testing.assert_close(got.double(), expected, **TOLERANCE)
+
+
+def test_gpg(verl: Any) -> None:
+    """Centred rewards times batch size over the number of rewards that are not 0."""
+    for seed in range(SEEDS):
+        rewards, uids, _ = draw(seed)
+        ids, groups = factorize(uids)
+        share = len(rewards) / max(int((rewards != 0).sum()), 1)
+        got = share * group_advantage(rewards, ids, num_groups=groups, scale="none", singleton="raw")
+        expected = theirs(verl.compute_gpg_outcome_advantage, rewards, uids)
+        torch.testing.assert_close(got.double(), expected, **TOLERANCE)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where verl is off, ours holds to float64
+# ---------------------------------------------------------------------------------------------------------------------
+def test_opo_of_a_group_without_tokens(verl: Any) -> None:
+    """verl divides 0 by 0 where no row of a question has trained tokens; ours takes the plain mean."""
+    rewards, uids = torch.tensor([1.0, 0.0]), np.array(["q", "q"], dtype=object)
+    expected = theirs(verl.compute_opo_outcome_advantage, rewards, uids, torch.zeros(2, 1, dtype=torch.int64))
+    assert expected.isnan().all()
+    zero = torch.zeros(2, dtype=torch.int64)
+    got = group_advantage(rewards, zero, lengths=zero, center="length_weighted", scale="none")
+    assert got.tolist() == [0.5, -0.5]
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e4])
+def test_float32_rewards_far_from_zero(verl: Any, offset: float) -> None:
+    """In float32, as verl calls it in training, its means round at the size of the rewards; ours stays with float64."""
+    rewards = torch.tensor([0.0, 0.1, 0.2, 0.3] * 4) + offset
+    ids, uids = torch.zeros(16, dtype=torch.int64), np.array(["q"] * 16, dtype=object)
+    exact = rewards.double()
+    expected = (exact - exact.mean()) / (exact.std() + 1e-6)
+    peer = verl.compute_grpo_vectorized_outcome_advantage(rewards[:, None], torch.ones(16, 1), uids)[0][:, 0]
+    mine = group_advantage(rewards, ids)
+    torch.testing.assert_close(mine.double(), expected, rtol=1e-6, atol=1e-6)
+    if offset == 1e4:
+        assert (peer.double() - expected).abs().max() > 1e-4
+
+
+def test_float32_ties_are_not_blown_up(verl: Any) -> None:
+    """Seven equal rewards have no advantage. verl's float32 deviations are rounding noise, over a floor of 1e-6."""
+    worst = 0.0
+    for value in torch.linspace(0.05, 100, 400):
+        rewards = value.expand(7).clone()
+        uids = np.array(["q"] * 7, dtype=object)
+        peer = verl.compute_grpo_outcome_advantage(rewards[:, None].clone(), torch.ones(7, 1), uids)[0]
+        worst = max(worst, peer.abs().max().item())
+        assert group_advantage(rewards, torch.zeros(7, dtype=torch.int64)).abs().max() == 0
+    assert worst > 0.1

@@ -1,0 +1,177 @@
+"""Policy losses, aggregations and KL estimates against verl's own functions, imported from its package.
+
+Each seed draws a batch and the options of its call. verl computes in float64 on the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from turnwise.ops import KL, Clip, ImportanceCorrection, loss_normalizer, policy_loss
+
+SEEDS = {"native": 2000, "torch": 200}
+AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+backends = pytest.mark.parametrize("backend", ["native", "torch"])
+
+
+def aggregation_of(mode: str, mask: Tensor) -> dict[str, Any]:
+    """Our arguments for verl's ``mode``. Its ``seq-mean-token-sum-norm`` divides by the number of non-empty rows and by
+    the width; ours, as Dr. GRPO has it, by one constant: their product."""
+    rows = int(mask.any(1).sum())
+    return {"aggregation": mode, "max_length": float(rows * mask.shape[1])}
+
+
+@pytest.fixture(scope="session")
+def config(verl: Any) -> Callable[..., Any]:
+    """verl's own ``ActorConfig``."""
+    from verl.workers.config import ActorConfig
+
+    def make(**options: Any) -> Any:
+        return ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **options)
+
+    return make
+
+
+def arguments(s: Any, log_prob: Tensor, agg: str, settings: Any) -> dict[str, Any]:
+    """A verl loss's arguments; it takes advantages per token."""
+    return {
+        "old_log_prob": s.double("old"),
+        "log_prob": log_prob,
+        "advantages": s.double("advantages")[:, None].expand(s.mask.shape),
+        "response_mask": s.mask.double(),
+        "loss_agg_mode": agg,
+        "config": settings,
+    }
+
+
+@backends
+def test_vanilla(verl: Any, config: Any, streams: Any, same_loss: Any, backend: str) -> None:
+    """PPO with clip-higher and dual clip, in every aggregation."""
+    for seed in range(SEEDS[backend]):
+        s = streams(seed)
+        agg = s.choose.choice(AGGREGATIONS)
+        clip = Clip(s.choose.uniform(0.05, 0.5), s.choose.uniform(0.05, 0.5), dual=s.choose.uniform(1.6, 4))
+        settings = config(clip_ratio_low=clip.low, clip_ratio_high=clip.high, clip_ratio_c=clip.dual)
+        lp, leaf = s.leaves()
+        ours = policy_loss(
+            lp, s.old, s.advantages, mask=s.mask, clip=clip, backend=backend, **aggregation_of(agg, s.mask)
+        )
+        expected = verl.compute_policy_loss_vanilla(**arguments(s, leaf, agg, settings))[0]
+        same_loss(ours.loss, lp, expected, leaf)
+
+
+def test_vanilla_metrics(verl: Any, config: Any, streams: Any) -> None:
+    for seed in range(500):
+        s = streams(seed, spread=1.0)
+        clip = Clip(0.2, 0.28, dual=3.0)
+        settings = config(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0)
+        expected = verl.compute_policy_loss_vanilla(**arguments(s, s.double("logprobs"), "token-mean", settings))[1]
+        got = policy_loss(s.logprobs, s.old, s.advantages, mask=s.mask, clip=clip).metrics
+        both = got["clip_fraction_low"] + got["clip_fraction_high"]
+        assert both.item() == pytest.approx(expected["actor/pg_clipfrac"], abs=1e-5)
+        assert got["dual_clip_fraction"].item() == pytest.approx(expected["actor/pg_clipfrac_lower"], abs=1e-5)
+        assert got["approx_kl_k1"].item() == pytest.approx(expected["actor/ppo_kl"], abs=1e-5)
+
+
+@backends
+@pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3", "k1+", "k3+"])
+def test_kl_penalty(verl: Any, streams: Any, same_loss: Any, backend: str, kind: str) -> None:
+    """Estimates and their gradients, far-off references among them: verl's ``kl_penalty`` under its ``agg_loss``."""
+    for seed in range(SEEDS[backend] // 4):
+        s = streams(seed, spread=0.6 if seed % 4 else 8.0)
+        agg = s.choose.choice(AGGREGATIONS)
+        lp, leaf = s.leaves()
+        ours = policy_loss(
+            lp,
+            s.logprobs,
+            torch.zeros_like(s.advantages),
+            mask=s.mask,
+            kl=KL(kind, coef=0.25),
+            ref_logprobs=s.ref,
+            backend=backend,
+            **aggregation_of(agg, s.mask),
+        )
+        estimate = verl.kl_penalty(leaf, s.double("ref"), kind)
+        same_loss(ours.loss, lp, 0.25 * verl.agg_loss(estimate, s.mask.double(), agg), leaf)
+
+
+@backends
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_rollout_correction(verl: Any, config: Any, streams: Any, same_loss: Any, backend: str, level: str) -> None:
+    """Truncated importance weights from verl's own helper, on its vanilla loss."""
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+
+    settings = config(clip_ratio_c=1e9)  # no dual clip
+    for seed in range(SEEDS[backend] // 4):
+        s = streams(seed, empty_rows=False)
+        mask = s.mask.double()
+        weights, _ = compute_rollout_correction_weights(
+            s.double("old") - s.double("rollout"), mask, rollout_is=level, rollout_is_threshold=2.0
+        )
+        lp, leaf = s.leaves()
+        ours = policy_loss(
+            lp,
+            s.old,
+            s.advantages,
+            mask=s.mask,
+            rollout_logprobs=s.rollout,
+            correction=ImportanceCorrection(level, cap=2.0),
+            backend=backend,
+        )
+        given = arguments(s, leaf, "token-mean", settings)
+        same_loss(ours.loss, lp, verl.compute_policy_loss_vanilla(**given, rollout_is_weights=weights)[0], leaf)
+
+
+@pytest.mark.parametrize("agg", AGGREGATIONS[:3])
+def test_aggregation_over_micro_batches(verl: Any, streams: Any, agg: str) -> None:
+    """A step in two micro-batches, with verl's global counts and with our normaliser, adds up to the same loss."""
+    for seed in range(500):
+        s = streams(seed)
+        cut = s.choose.randint(0, len(s.advantages))
+        normalizer = loss_normalizer(agg, mask=s.mask)
+        ours, expected = torch.zeros(()), torch.zeros((), dtype=torch.float64)
+        for part in (slice(cut), slice(cut, None)):
+            if s.mask[part].shape[0] == 0:
+                continue
+            # At ratio 1 the loss of a token is -A.
+            lp, a = s.logprobs[part], s.old[part]
+            ours += policy_loss(lp, lp, a, mask=s.mask[part], aggregation=agg, normalizer=normalizer).loss
+            expected += verl.agg_loss(
+                -a.double(),
+                s.mask[part].double(),
+                agg,
+                batch_num_tokens=s.mask.sum(),
+                global_batch_size=s.mask.any(1).sum(),
+            )
+        assert ours.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where verl is off
+# ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("agg", AGGREGATIONS)
+def test_a_batch_without_tokens(verl: Any, agg: str) -> None:
+    """verl divides by the number of tokens or rows, 0, and gives NaN; ours is 0, and so is its gradient."""
+    mask = torch.zeros(2, 3)
+    assert verl.agg_loss(torch.ones(2, 3), mask, agg).isnan()
+    lp = torch.zeros(2, 3, requires_grad=True)
+    loss = policy_loss(lp, lp.detach(), torch.ones(2), mask=mask, aggregation=agg, max_length=3).loss
+    loss.backward()
+    assert loss.item() == 0 and lp.grad is not None and lp.grad.abs().max() == 0
+
+
+def test_padding_that_is_no_number(verl: Any, config: Any) -> None:
+    """Padding of -inf: verl's sequence modes multiply it by 0 and get NaN; ours skips it."""
+    mask = torch.tensor([[1.0, 0.0]])
+    old, lp = torch.tensor([[-1.0, -torch.inf]]), torch.tensor([[-1.0, -torch.inf]], requires_grad=True)
+    theirs = verl.compute_policy_loss_vanilla(old, lp, torch.ones(1, 2), mask, "seq-mean-token-sum", config())[0]
+    ours = policy_loss(lp, old, torch.ones(1, 2), mask=mask, aggregation="seq-mean-token-sum").loss
+    ours.backward()
+    assert theirs.isnan()
+    assert ours.item() == -1 and lp.grad is not None and lp.grad[0].tolist() == [-1.0, 0.0]
