@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from turnwise.ops import KL, Clip, policy_loss
+from turnwise.ops import CISPO, GSPO, KL, SAPO, Clip, policy_loss
 
 SEEDS = {"native": 2000, "torch": 200}
 MAX_COMPLETION = 23
@@ -122,6 +122,35 @@ def test_clipped(trainer_class: Any, streams: Any, same_loss: Any, backend: str,
             trainer_class, loss_type, s, leaf, beta=beta, epsilon_low=clip.low, epsilon_high=clip.high, delta=dual
         )
         same_loss(ours.loss, lp, expected, leaf)
+
+
+@backends
+@pytest.mark.parametrize("name", ["cispo", "sapo", "gspo"])
+def test_variants(trainer_class: Any, streams: Any, same_loss: Any, backend: str, name: str) -> None:
+    """TRL's CISPO has no lower bound and takes the upper one as the ratio itself; its GSPO is ``grpo`` by sequence."""
+    for seed in range(SEEDS[backend]):
+        s = streams(seed)
+        low, high = s.choose.uniform(0.01, 0.1), s.choose.uniform(0.01, 0.5)
+        variant, loss_type, options = {
+            "cispo": (CISPO(low=1.0, high=high), "cispo", {"epsilon_high": 1 + high}),
+            "sapo": (SAPO(1.0, 1.05), "sapo", {}),
+            "gspo": (
+                GSPO(low, high),
+                "grpo",
+                {"importance_sampling_level": "sequence", "epsilon_low": low, "epsilon_high": high},
+            ),
+        }[name]
+        lp, leaf = s.leaves()
+        ours = policy_loss(
+            lp,
+            s.old,
+            s.advantages,
+            mask=s.mask,
+            variant=variant,
+            backend=backend,
+            **aggregation_of(loss_type, s.mask),
+        )
+        same_loss(ours.loss, lp, trl_loss(trainer_class, loss_type, s, leaf, **options), leaf)
 
 
 def test_metrics(trainer_class: Any, streams: Any) -> None:

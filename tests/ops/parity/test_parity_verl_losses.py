@@ -12,7 +12,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from turnwise.ops import KL, Clip, ImportanceCorrection, loss_normalizer, policy_loss
+from turnwise.ops import (
+    CISPO,
+    GMPO,
+    GPG,
+    GSPO,
+    KL,
+    SAPO,
+    Clip,
+    ClipCov,
+    ImportanceCorrection,
+    KLCov,
+    Reinforce,
+    Variant,
+    loss_normalizer,
+    policy_loss,
+)
 
 SEEDS = {"native": 2000, "torch": 200}
 AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -64,6 +79,87 @@ def test_vanilla(verl: Any, config: Any, streams: Any, same_loss: Any, backend: 
         )
         expected = verl.compute_policy_loss_vanilla(**arguments(s, leaf, agg, settings))[0]
         same_loss(ours.loss, lp, expected, leaf)
+
+
+# Each draws a variant, verl's config for the same, and the aggregation.
+def _ranges(choose: Any, most: float = 0.5) -> tuple[float, float]:
+    return choose.uniform(0.05, most), choose.uniform(0.05, most)
+
+
+def _clipped(variant: Any, most: float = 0.5) -> Callable[[Any], tuple[Variant, dict[str, Any]]]:
+    def draw(choose: Any) -> tuple[Variant, dict[str, Any]]:
+        low, high = _ranges(choose, most)
+        return variant(low=low, high=high), {"clip_ratio_low": low, "clip_ratio_high": high}
+
+    return draw
+
+
+def _sapo(choose: Any) -> tuple[Variant, dict[str, Any]]:
+    positive, negative = choose.uniform(0.5, 2), choose.uniform(0.5, 2)
+    return SAPO(positive, negative), {"tau_pos": positive, "tau_neg": negative}
+
+
+VARIANTS: dict[str, tuple[str, Callable[[Any], tuple[Variant, dict[str, Any]]], list[str]]] = {
+    "gspo": ("compute_policy_loss_gspo", _clipped(GSPO, 0.1), AGGREGATIONS),
+    "cispo": ("compute_policy_loss_cispo", _clipped(CISPO), AGGREGATIONS),
+    "gpg": ("compute_policy_loss_gpg", lambda _: (GPG(), {}), AGGREGATIONS),
+    "reinforce": ("compute_policy_loss_reinforce", lambda _: (Reinforce(), {}), AGGREGATIONS),
+    # verl's SAPO and GMPO know one aggregation each, and the mean of GMPO counts empty rows.
+    "sapo": ("compute_policy_loss_sapo", _sapo, ["seq-mean-token-mean"]),
+    "geo_mean": ("compute_policy_loss_geo_mean", _clipped(GMPO), ["seq-mean-token-mean"]),
+}
+
+
+@backends
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(verl: Any, config: Any, streams: Any, same_loss: Any, backend: str, name: str) -> None:
+    function, draw, aggregations = VARIANTS[name]
+    for seed in range(SEEDS[backend]):
+        s = streams(seed)
+        variant, settings = draw(s.choose)
+        agg = s.choose.choice(aggregations)
+        lp, leaf = s.leaves()
+        ours = policy_loss(
+            lp,
+            s.old,
+            s.advantages,
+            mask=s.mask,
+            variant=variant,
+            normalizer=float(len(s.mask)) if name == "geo_mean" else None,
+            backend=backend,
+            **aggregation_of(agg, s.mask),
+        )
+        given = arguments(s, leaf, agg, config(**settings))
+        if name == "reinforce":
+            given["rollout_log_prob"] = given.pop("old_log_prob")
+        same_loss(ours.loss, lp, getattr(verl, function)(**given)[0], leaf)
+
+
+@backends
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_covariance_variants(verl: Any, config: Any, streams: Any, same_loss: Any, backend: str, name: str) -> None:
+    """Clip-Cov draws at random among its candidates, so it takes all of them here; KL-Cov takes the highest ones."""
+    from verl.workers.config.actor import PolicyLossConfig
+
+    for seed in range(SEEDS[backend] // 2):
+        s = streams(seed)
+        if s.mask.sum() < 3:  # two tokens always tie: either may be taken
+            continue
+        share, agg = s.choose.uniform(0.05, 0.6), s.choose.choice(AGGREGATIONS)
+        low, high = _ranges(s.choose)
+        advantages = torch.randn(s.mask.shape, generator=torch.Generator().manual_seed(seed))
+        variant: Variant = KLCov(share=share, coef=0.5)
+        chosen = PolicyLossConfig(kl_cov_ratio=share, ppo_kl_coef=0.5)
+        if name == "clip_cov":
+            variant = ClipCov(low=low, high=high, share=1.0, lower=-0.2, upper=1.0)
+            chosen = PolicyLossConfig(clip_cov_ratio=1.0, clip_cov_lb=-0.2, clip_cov_ub=1.0)
+        lp, leaf = s.leaves()
+        ours = policy_loss(
+            lp, s.old, advantages, mask=s.mask, variant=variant, backend=backend, **aggregation_of(agg, s.mask)
+        )
+        settings = config(clip_ratio_low=low, clip_ratio_high=high, policy_loss=chosen)
+        given = arguments(s, leaf, agg, settings) | {"advantages": advantages.double()}
+        same_loss(ours.loss, lp, getattr(verl, f"compute_policy_loss_{name}")(**given)[0], leaf)
 
 
 def test_vanilla_metrics(verl: Any, config: Any, streams: Any) -> None:
