@@ -9,6 +9,7 @@ void bind_factorize(pybind11::module_& module);
 void bind_group_advantage(pybind11::module_& module);
 void bind_policy_loss(pybind11::module_& module);
 void bind_scale(pybind11::module_& module);
+void bind_token_rewards(pybind11::module_& module);
 void bind_cuda(pybind11::module_& module);
 
 }  // namespace turnwise

@@ -13,5 +13,6 @@ PYBIND11_MODULE(_C, module) {
     turnwise::bind_group_advantage(module);
     turnwise::bind_policy_loss(module);
     turnwise::bind_scale(module);
+    turnwise::bind_token_rewards(module);
     turnwise::bind_cuda(module);
 }

@@ -1,10 +1,28 @@
 // The CUDA ops of a build without CUDA: the same names, which throw.
 #include "cuda/device.h"
+#include "cuda/gae.h"
 #include "cuda/scale.h"
+#include "cuda/token_rewards.h"
 
 namespace turnwise::cuda {
 
 void scale(const View&, const View&, Stream) {
+    refuse_without_cuda();
+}
+
+int64_t token_reward_sum_workspace(int64_t) {
+    refuse_without_cuda();
+}
+void token_reward_sum(const TokenRewardsInput&, const View&, const View&, Stream) {
+    refuse_without_cuda();
+}
+int64_t token_scan_workspace(int64_t) {
+    refuse_without_cuda();
+}
+void token_returns(const TokenRewardsInput&, double, const View&, const View&, Stream) {
+    refuse_without_cuda();
+}
+void gae(const GaeInput&, double, double, const View&, const View&, const View&, Stream) {
     refuse_without_cuda();
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <string>
 #include <vector>
 
 #include "core/check.h"
@@ -11,14 +12,16 @@ namespace turnwise {
 
 class TokenLayout {
   public:
-    TokenLayout(const View& tokens, const View& cu_seqlens) : packed_(bool(cu_seqlens)) {
+    // `name` is what the caller calls the tokens.
+    TokenLayout(const View& tokens, const View& cu_seqlens, const std::string& name = "logprobs")
+        : packed_(bool(cu_seqlens)) {
         if (!packed_) {
-            require(tokens.dims == 2, "logprobs: expected [B, T], or [N] with cu_seqlens");
+            require(tokens.dims == 2, (name + ": expected [B, T], or [N] with cu_seqlens").c_str());
             rows_ = tokens.shape[0];
             width_ = tokens.shape[1];
             return;
         }
-        require(tokens.dims == 1, "logprobs: expected [N], as cu_seqlens is given");
+        require(tokens.dims == 1, (name + ": expected [N], as cu_seqlens is given").c_str());
         require(is_contiguous_1d(cu_seqlens) && cu_seqlens.shape[0] >= 1, "cu_seqlens: expected [B + 1], contiguous");
         require(cu_seqlens.dtype == DType::i64 || cu_seqlens.dtype == DType::i32,
                 "cu_seqlens: expected int32 or int64");

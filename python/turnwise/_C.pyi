@@ -38,6 +38,60 @@ def policy_loss(
     threads: int,
 ) -> None: ...
 def exp(values: Tensor, out: Tensor) -> None: ...
+def token_reward_sum(
+    token_rewards: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    lengths: Tensor | None,
+    sums: Tensor,
+    threads: int,
+) -> None: ...
+def token_returns(
+    token_rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, gamma: float, returns: Tensor, threads: int
+) -> None: ...
+def cuda_token_reward_sum_workspace(tokens: int) -> int: ...
+def cuda_token_reward_sum(
+    token_rewards: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    lengths: Tensor | None,
+    sums: Tensor,
+    workspace: Tensor,
+    stream: int,
+) -> None: ...
+def cuda_token_scan_workspace(tokens: int) -> int: ...
+def cuda_token_returns(
+    token_rewards: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    gamma: float,
+    returns: Tensor,
+    workspace: Tensor,
+    stream: int,
+) -> None: ...
+def cuda_gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    gamma: float,
+    lam: float,
+    advantages: Tensor,
+    returns: Tensor,
+    workspace: Tensor,
+    stream: int,
+) -> None: ...
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    gamma: float,
+    lam: float,
+    advantages: Tensor,
+    returns: Tensor,
+    threads: int,
+) -> None: ...
 def cuda_scale(values: Tensor, factor: Tensor, stream: int) -> None: ...
 def cuda_architectures() -> str: ...
 def cuda_runtime_version() -> tuple[int, int]: ...

@@ -1,13 +1,15 @@
-"""Fused ops: grouped advantages and the clipped policy loss. Needs torch and numpy alone."""
+"""Fused ops: grouped advantages, reward reductions and the clipped policy loss. Needs torch and numpy alone."""
 
 from __future__ import annotations
 
 from .aggregation import AGGREGATIONS, loss_normalizer
 from .backends import BackendUnavailable, available_backends, backend
 from .factorize import factorize
+from .gae import gae
 from .group_advantage import group_advantage
 from .options import CISPO, GMPO, GPG, GSPO, KL, SAPO, Clip, ClipCov, ImportanceCorrection, KLCov, Reinforce, Variant
 from .policy_loss import PolicyLoss, policy_loss
+from .token_rewards import token_returns, token_reward_sum
 
 __all__ = [
     "AGGREGATIONS",
@@ -28,7 +30,10 @@ __all__ = [
     "available_backends",
     "backend",
     "factorize",
+    "gae",
     "group_advantage",
     "loss_normalizer",
     "policy_loss",
+    "token_returns",
+    "token_reward_sum",
 ]

@@ -1,0 +1,97 @@
+#include "ops/token_rewards.h"
+
+#include "bindings/bindings.h"
+#include "bindings/tensor.h"
+#include "cuda/gae.h"
+#include "cuda/token_rewards.h"
+#include "ops/gae.h"
+
+namespace py = pybind11;
+
+namespace turnwise {
+namespace {
+
+void sum(py::object rewards, py::object mask, py::object cu_seqlens, py::object lengths, py::object sums, int threads) {
+    const TokenRewardsInput input{view_of(rewards, "token_rewards"), view_of(mask, "mask"),
+                                  view_of(cu_seqlens, "cu_seqlens"), view_of(lengths, "lengths")};
+    const View out = view_of(sums, "sums");
+    py::gil_scoped_release unlocked;
+    token_reward_sum(input, out, threads);
+}
+
+void returns_of(py::object rewards, py::object mask, py::object cu_seqlens, double gamma, py::object returns,
+                int threads) {
+    const TokenRewardsInput input{
+        view_of(rewards, "token_rewards"), view_of(mask, "mask"), view_of(cu_seqlens, "cu_seqlens"), {}};
+    const View out = view_of(returns, "returns");
+    py::gil_scoped_release unlocked;
+    token_returns(input, gamma, out, threads);
+}
+
+void gae_of(py::object rewards, py::object values, py::object mask, py::object cu_seqlens, double gamma, double lam,
+            py::object advantages, py::object returns, int threads) {
+    const GaeInput input{view_of(rewards, "rewards"), view_of(values, "values"), view_of(mask, "mask"),
+                         view_of(cu_seqlens, "cu_seqlens")};
+    const View advantages_out = view_of(advantages, "advantages"), returns_out = view_of(returns, "returns");
+    py::gil_scoped_release unlocked;
+    gae(input, gamma, lam, advantages_out, returns_out, threads);
+}
+
+void cuda_sum(py::object rewards, py::object mask, py::object cu_seqlens, py::object lengths, py::object sums,
+              py::object workspace, uintptr_t stream) {
+    const TokenRewardsInput input{cuda_view_of(rewards, "token_rewards"), cuda_view_of(mask, "mask"),
+                                  cuda_view_of(cu_seqlens, "cu_seqlens"), cuda_view_of(lengths, "lengths")};
+    const View out = cuda_view_of(sums, "sums"), space = cuda_view_of(workspace, "workspace");
+    py::gil_scoped_release unlocked;
+    cuda::token_reward_sum(input, out, space, {stream});
+}
+
+void cuda_returns(py::object rewards, py::object mask, py::object cu_seqlens, double gamma, py::object returns,
+                  py::object workspace, uintptr_t stream) {
+    const TokenRewardsInput input{
+        cuda_view_of(rewards, "token_rewards"), cuda_view_of(mask, "mask"), cuda_view_of(cu_seqlens, "cu_seqlens"), {}};
+    const View out = cuda_view_of(returns, "returns"), space = cuda_view_of(workspace, "workspace");
+    py::gil_scoped_release unlocked;
+    cuda::token_returns(input, gamma, out, space, {stream});
+}
+
+void cuda_gae(py::object rewards, py::object values, py::object mask, py::object cu_seqlens, double gamma, double lam,
+              py::object advantages, py::object returns, py::object workspace, uintptr_t stream) {
+    const GaeInput input{cuda_view_of(rewards, "rewards"), cuda_view_of(values, "values"), cuda_view_of(mask, "mask"),
+                         cuda_view_of(cu_seqlens, "cu_seqlens")};
+    const View advantages_out = cuda_view_of(advantages, "advantages"), returns_out = cuda_view_of(returns, "returns");
+    const View space = cuda_view_of(workspace, "workspace");
+    py::gil_scoped_release unlocked;
+    cuda::gae(input, gamma, lam, advantages_out, returns_out, space, {stream});
+}
+
+void bind_cuda_functions(py::module_& module) {
+    module.def("cuda_token_reward_sum_workspace", &cuda::token_reward_sum_workspace, py::arg("tokens"),
+               "Bytes of workspace that cuda_token_reward_sum needs.");
+    module.def("cuda_token_scan_workspace", &cuda::token_scan_workspace, py::arg("tokens"),
+               "Bytes of workspace that cuda_token_returns and cuda_gae need.");
+    module.def("cuda_token_reward_sum", &cuda_sum, py::arg("token_rewards"), py::arg("mask"), py::arg("cu_seqlens"),
+               py::arg("lengths"), py::arg("sums"), py::arg("workspace"), py::arg("stream"),
+               "token_reward_sum on a CUDA stream.");
+    module.def("cuda_token_returns", &cuda_returns, py::arg("token_rewards"), py::arg("mask"), py::arg("cu_seqlens"),
+               py::arg("gamma"), py::arg("returns"), py::arg("workspace"), py::arg("stream"),
+               "token_returns on a CUDA stream.");
+    module.def("cuda_gae", &cuda_gae, py::arg("rewards"), py::arg("values"), py::arg("mask"), py::arg("cu_seqlens"),
+               py::arg("gamma"), py::arg("lam"), py::arg("advantages"), py::arg("returns"), py::arg("workspace"),
+               py::arg("stream"), "gae on a CUDA stream.");
+}
+
+}  // namespace
+
+void bind_token_rewards(py::module_& module) {
+    module.def("token_reward_sum", &sum, py::arg("token_rewards"), py::arg("mask"), py::arg("cu_seqlens"),
+               py::arg("lengths"), py::arg("sums"), py::arg("threads"), "Writes the sum of each row's rewards.");
+    module.def("token_returns", &returns_of, py::arg("token_rewards"), py::arg("mask"), py::arg("cu_seqlens"),
+               py::arg("gamma"), py::arg("returns"), py::arg("threads"), "Writes discounted rewards to go.");
+    module.def("gae", &gae_of, py::arg("rewards"), py::arg("values"), py::arg("mask"), py::arg("cu_seqlens"),
+               py::arg("gamma"), py::arg("lam"), py::arg("advantages"), py::arg("returns"), py::arg("threads"),
+               "Writes generalised advantage estimates and returns.");
+    bind_cuda_functions(module);
+}
+
+}  // namespace turnwise

@@ -1,0 +1,15 @@
+// The op of ops/gae.h on a GPU: the same inputs, all contiguous, rewards and values of one type, a mask of bytes or
+// float32.
+#pragma once
+
+#include "core/view.h"
+#include "cuda/stream.h"
+#include "ops/gae.h"
+
+namespace turnwise::cuda {
+
+// workspace: token_scan_workspace bytes, 16-byte aligned.
+void gae(const GaeInput& input, double gamma, double lam, const View& advantages, const View& returns,
+         const View& workspace, Stream stream);
+
+}  // namespace turnwise::cuda

@@ -1,0 +1,119 @@
+// Reading token streams in kernels: neighbouring tokens of a contiguous stream, and which row a token belongs to.
+#pragma once
+
+#include "cuda/block.h"
+
+namespace turnwise::cuda {
+
+// The rows of a stream whose tokens are numbered one after the other, row by row.
+struct TokenRows {
+    int64_t rows, tokens;
+    int64_t width;                  // padded: the length of every row
+    const void* starts;             // packed: [rows + 1] i32 or i64; null: padded
+    bool wide;                      // starts are i64
+    const void* lengths = nullptr;  // padded: [rows] i32 or i64, how many tokens of each row count; null: all
+    bool wide_lengths = false;
+};
+
+// Clamped, so that wrong boundaries give wrong sums at worst.
+__device__ __forceinline__ int64_t row_start(const TokenRows& r, int64_t row) {
+    if (r.starts == nullptr) return row * r.width;
+    const int64_t start =
+        r.wide ? static_cast<const int64_t*>(r.starts)[row] : int64_t(static_cast<const int32_t*>(r.starts)[row]);
+    return start < 0 ? 0 : start > r.tokens ? r.tokens : start;
+}
+
+// How many of a row's tokens count.
+__device__ __forceinline__ int64_t row_length(const TokenRows& r, int64_t row, int64_t tokens) {
+    if (r.lengths == nullptr) return tokens;
+    const int64_t length = r.wide_lengths ? static_cast<const int64_t*>(r.lengths)[row]
+                                          : int64_t(static_cast<const int32_t*>(r.lengths)[row]);
+    return length < 0 ? 0 : length > tokens ? tokens : length;
+}
+
+// The last row that starts at or before a token: the one that holds it. By a whole warp; every lane gets it.
+__device__ __forceinline__ int64_t warp_find_row(const TokenRows& r, int64_t token) {
+    if (r.starts == nullptr) return token / r.width;
+    const int lane = int(threadIdx.x) % kWarp;
+    int64_t low = 0, high = r.rows;
+    while (high - low > 1) {
+        const int64_t step = (high - low + kWarp - 1) / kWarp;
+        const int64_t probe = low + (lane + 1) * step;
+        const bool below = probe < high && row_start(r, probe) <= token;
+        low += __popc(__ballot_sync(kFullWarp, below)) * step;
+        high = min(high, low + step);
+    }
+    return low;
+}
+
+// Tokens [first, first + count) as float32; those from `end` on are 0. `aligned`: the place is a multiple of the
+// instruction's size, if the stream's own start is.
+template <int count, class T>
+__device__ __forceinline__ void load_tokens(const T* stream, int64_t first, int64_t end, bool aligned, float* to) {
+    constexpr int kPack = count * int(sizeof(T)) < 16 ? count : 16 / int(sizeof(T));
+    if (aligned && first + count <= end) {
+#pragma unroll
+        for (int i = 0; i < count; i += kPack) {
+            const Pack<T, kPack> pack = load_streaming<T, kPack>(stream + first + i);
+#pragma unroll
+            for (int k = 0; k < kPack; ++k) to[i + k] = to_float(pack.value[k]);
+        }
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < count; ++i) to[i] = first + i < end ? to_float(stream[first + i]) : 0.0f;
+}
+
+// The same for a mask of bytes or float32: bit i says whether token first + i trains. Null: all do.
+template <int count, class T>
+__device__ __forceinline__ unsigned load_mask_bits(const T* mask, int64_t first, int64_t end, bool aligned) {
+    constexpr int kPack = count * int(sizeof(T)) < 16 ? count : 16 / int(sizeof(T));
+    unsigned bits = 0;
+    if (mask == nullptr) {
+#pragma unroll
+        for (int i = 0; i < count; ++i) bits |= unsigned(first + i < end) << i;
+        return bits;
+    }
+    if (aligned && first + count <= end) {
+#pragma unroll
+        for (int i = 0; i < count; i += kPack) {
+            const Pack<T, kPack> pack = load_streaming<T, kPack>(mask + first + i);
+#pragma unroll
+            for (int k = 0; k < kPack; ++k) bits |= unsigned(pack.value[k] != T(0)) << (i + k);
+        }
+        return bits;
+    }
+#pragma unroll
+    for (int i = 0; i < count; ++i) bits |= unsigned(first + i < end && mask[first + i] != T(0)) << i;
+    return bits;
+}
+
+inline TokenRows token_rows(const View& tokens, const View& cu_seqlens, const char* name) {
+    if (!cu_seqlens) {
+        require(tokens.dims == 2, (std::string(name) + ": expected [B, T], or [N] with cu_seqlens").c_str());
+        return {tokens.shape[0], tokens.size(), tokens.shape[1], nullptr, false};
+    }
+    require(tokens.dims == 1, (std::string(name) + ": expected [N], as cu_seqlens is given").c_str());
+    require(is_contiguous_1d(cu_seqlens) && cu_seqlens.shape[0] >= 1, "cu_seqlens: expected [B + 1], contiguous");
+    require(cu_seqlens.dtype == DType::i64 || cu_seqlens.dtype == DType::i32, "cu_seqlens: expected int32 or int64");
+    return {cu_seqlens.shape[0] - 1, tokens.size(), 0, cu_seqlens.data, cu_seqlens.dtype == DType::i64};
+}
+
+inline bool is_byte(DType dtype) {
+    return dtype == DType::boolean || dtype == DType::u8 || dtype == DType::i8;
+}
+
+inline void check_same_shape(const View& tokens, const View& other, const char* message) {
+    bool same = tokens.dims == other.dims;
+    for (int d = 0; d < tokens.dims; ++d) same = same && tokens.shape[d] == other.shape[d];
+    require(same, message);
+}
+
+inline void check_kernel_mask(const View& tokens, const View& mask) {
+    if (!mask) return;
+    check_same_shape(tokens, mask, "mask: wrong shape");
+    require(is_contiguous(mask) && (is_byte(mask.dtype) || mask.dtype == DType::f32),
+            "mask: expected bytes or float32, contiguous");
+}
+
+}  // namespace turnwise::cuda

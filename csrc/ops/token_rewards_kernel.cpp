@@ -1,0 +1,283 @@
+// Sums and reversed scans over the tokens of a row. Compiled once per instruction set with TW_ISA naming the function
+// that it exports, so nothing here may be an inline function with external linkage.
+#include "ops/token_rewards_kernel.h"
+
+#include "core/float16.h"
+#include "core/simd.h"
+
+namespace turnwise {
+namespace {
+
+constexpr int kLanes = Lanes::count;
+
+// ---- Vectors -------------------------------------------------------------------------------------------------------
+#if defined(__AVX512F__)
+
+struct VecD {  // a VecF in double
+    __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();
+};
+TW_INLINE void accumulate(VecD& sum, VecF a) {
+    sum.low = _mm512_add_pd(sum.low, _mm512_cvtps_pd(_mm512_castps512_ps256(a.v)));
+    sum.high = _mm512_add_pd(sum.high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(a.v, 1)));
+}
+TW_INLINE VecF load_wide(const BFloat16* p) {
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+TW_INLINE VecF load_wide(const Half* p) {
+    return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))};
+}
+TW_INLINE VecM is_not(VecF a, float value) {  // true for NaN
+    return {_mm512_cmp_ps_mask(a.v, _mm512_set1_ps(value), _CMP_NEQ_UQ)};
+}
+TW_INLINE bool any(VecM m) {
+    return m.v != 0;
+}
+template <int by>
+TW_INLINE VecF shift_down(VecF a) {  // lane i gets lane i + by, the last get 0
+    return {_mm512_castsi512_ps(_mm512_alignr_epi32(_mm512_setzero_si512(), _mm512_castps_si512(a.v), by))};
+}
+TW_INLINE float first_lane(VecF a) {
+    return _mm512_cvtss_f32(a.v);
+}
+
+#elif defined(__AVX2__)
+
+struct VecD {
+    __m256d low = _mm256_setzero_pd(), high = _mm256_setzero_pd();
+};
+TW_INLINE void accumulate(VecD& sum, VecF a) {
+    sum.low = _mm256_add_pd(sum.low, _mm256_cvtps_pd(_mm256_castps256_ps128(a.v)));
+    sum.high = _mm256_add_pd(sum.high, _mm256_cvtps_pd(_mm256_extractf128_ps(a.v, 1)));
+}
+TW_INLINE VecF load_wide(const BFloat16* p) {
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
+}
+TW_INLINE VecF load_wide(const Half* p) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p))};
+}
+TW_INLINE VecM is_not(VecF a, float value) {
+    return {_mm256_cmp_ps(a.v, _mm256_set1_ps(value), _CMP_NEQ_UQ)};
+}
+TW_INLINE bool any(VecM m) {
+    return _mm256_movemask_ps(m.v) != 0;
+}
+template <int by>
+TW_INLINE VecF shift_down(VecF a) {
+    const __m256 upper = _mm256_permute2f128_ps(a.v, a.v, 0x81);  // the high half, then zeros
+    if constexpr (by == 4) return {upper};
+    return {_mm256_castsi256_ps(_mm256_alignr_epi8(_mm256_castps_si256(upper), _mm256_castps_si256(a.v), 4 * by % 16))};
+}
+TW_INLINE float first_lane(VecF a) {
+    return _mm256_cvtss_f32(a.v);
+}
+
+#else
+
+typedef double Double2 __attribute__((vector_size(16)));
+struct VecD {
+    Double2 low{0, 0}, high{0, 0};
+};
+TW_INLINE void accumulate(VecD& sum, VecF a) {
+    sum.low += Double2{double(a.v[0]), double(a.v[1])};
+    sum.high += Double2{double(a.v[2]), double(a.v[3])};
+}
+template <class T>
+TW_INLINE VecF load_wide(const T* p) {
+    return {Float4{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])}};
+}
+TW_INLINE VecM is_not(VecF a, float value) {
+    return {a.v != Float4{value, value, value, value}};
+}
+TW_INLINE bool any(VecM m) {
+    return (m.v[0] | m.v[1] | m.v[2] | m.v[3]) != 0;
+}
+template <int by>
+TW_INLINE VecF shift_down(VecF a) {
+    if constexpr (by == 1) return {Float4{a.v[1], a.v[2], a.v[3], 0}};
+    return {Float4{a.v[2], a.v[3], 0, 0}};
+}
+TW_INLINE float first_lane(VecF a) {
+    return a.v[0];
+}
+
+#endif
+
+TW_INLINE VecF load_wide(const float* p) {
+    return load(p);
+}
+
+// ---- Sums ----------------------------------------------------------------------------------------------------------
+struct NoMask {};
+
+TW_INLINE VecM read_mask(const NoMask*, VecM&) {
+    return all_true();
+}
+TW_INLINE VecM read_mask(const uint8_t* mask, VecM&) {
+    return load_mask(mask);
+}
+TW_INLINE VecM read_mask(const float* mask, VecM& bad) {
+    const VecF value = load(mask);
+    const VecM used = is_not(value, 0.0f);
+    bad = bad | (used & is_not(value, 1.0f));
+    return used;
+}
+
+constexpr int kUnroll = 4;
+constexpr int kSumStep = kUnroll * kLanes;
+
+template <class T, class Mask>
+TW_INLINE void sum_step(const T* rewards, const Mask* mask, VecD* sums, VecM& bad) {
+    const VecF zero = broadcast(0.0f);
+    for (int k = 0; k < kUnroll; ++k) {
+        const VecF value = load_wide(rewards + k * kLanes);
+        accumulate(sums[k], vec_select(read_mask(mask + k * kLanes, bad), value, zero));
+    }
+}
+
+template <class T, class Mask>
+double sum(const void* all_rewards, const void* all_masks, int64_t n, bool& bad) {
+    constexpr bool has_mask = !__is_same(Mask, NoMask);
+    const T* rewards = static_cast<const T*>(all_rewards);
+    const Mask* mask = static_cast<const Mask*>(all_masks);
+    VecD sums[kUnroll];
+    VecM wrong = is_not(broadcast(0.0f), 0.0f);
+    int64_t i = 0;
+    for (; i + kSumStep <= n; i += kSumStep) sum_step(rewards + i, has_mask ? mask + i : mask, sums, wrong);
+    if (i < n) {
+        T last[kSumStep] = {};
+        Mask last_mask[kSumStep] = {};
+        std::memcpy(last, rewards + i, size_t(n - i) * sizeof(T));
+        if constexpr (has_mask) std::memcpy(last_mask, mask + i, size_t(n - i) * sizeof(Mask));
+        sum_step(last, last_mask, sums, wrong);
+    }
+    if (any(wrong)) bad = true;
+    double lanes[kUnroll * kLanes], total = 0;
+    std::memcpy(lanes, sums, sizeof lanes);
+    for (double lane : lanes) total += lane;
+    return total;
+}
+
+// ---- Scans ---------------------------------------------------------------------------------------------------------
+void make_powers(double factor, ScanPowers& powers) {
+    double power = 1;
+    for (int c = 0; c <= 16; ++c, power *= factor) powers.whole[c] = power;
+    for (int k = 0; k < 4; ++k) powers.step[k] = float(powers.whole[1 << k]);
+    for (int i = 0; i < 2 * kLanes; ++i) powers.falling[i] = i < kLanes ? float(powers.whole[kLanes - i]) : 0.0f;
+}
+
+// Lane i: the sum over j >= i of factor^(j - i) x[j].
+TW_INLINE VecF scan_lanes(VecF x, const ScanPowers& powers) {
+    x = fma(broadcast(powers.step[0]), shift_down<1>(x), x);
+    x = fma(broadcast(powers.step[1]), shift_down<2>(x), x);
+    if constexpr (kLanes > 4) x = fma(broadcast(powers.step[2]), shift_down<4>(x), x);
+#if defined(__AVX512F__)
+    x = fma(broadcast(powers.step[3]), shift_down<8>(x), x);
+#endif
+    return x;
+}
+
+// The trained values of a tile, moved together; how many they are. Writes up to a vector more.
+int compact(const float* from, const uint8_t* mask, int n, float* to) {
+    int found = 0, i = 0;
+#if defined(__AVX512F__)
+    for (; i + kLanes <= n; i += kLanes) {
+        const VecM m = load_mask(mask + i);
+        store(to + found, {_mm512_maskz_compress_ps(m.v, load(from + i).v)});
+        found += __builtin_popcount(m.v);
+    }
+#endif
+    for (; i < n; ++i) {
+        to[found] = from[i];
+        found += mask[i] != 0;
+    }
+    return found;
+}
+
+// The way back; masked tokens get 0.
+void expand(const float* from, const uint8_t* mask, int n, float* to) {
+    int used = 0, i = 0;
+#if defined(__AVX512F__)
+    for (; i + kLanes <= n; i += kLanes) {
+        const VecM m = load_mask(mask + i);
+        store(to + i, {_mm512_maskz_expand_ps(m.v, load(from + used).v)});
+        used += __builtin_popcount(m.v);
+    }
+#endif
+    for (; i < n; ++i) {
+        to[i] = mask[i] ? from[used] : 0.0f;
+        used += mask[i] != 0;
+    }
+}
+
+// Masked tokens are taken out first, so that the scan itself knows of none. For gae the scan gives the returns,
+// R[t] = r[t] + gamma ((1 - lambda) V[t + 1] + lambda R[t + 1]), and advantages are R - V: the same as the sum of
+// discounted errors, without the cancellation in each of them. The carry is double, so long rows lose nothing.
+template <bool has_values>
+void scan(const ScanTile& t, const ScanPowers& given, ScanCarry& carry) {
+    const ScanPowers powers = given;  // a copy that no store can alias
+    constexpr int kRoom = kScanTile + 2 * kLanes;
+    alignas(64) float rewards[kRoom], values[has_values ? kRoom : 1], advantages[has_values ? kRoom : 1];
+    int n = t.n;
+    if (t.mask) {
+        n = compact(t.rewards, t.mask, t.n, rewards);
+        if constexpr (has_values) compact(t.values, t.mask, t.n, values);
+    } else {
+        std::memcpy(rewards, t.rewards, size_t(n) * sizeof(float));
+        if constexpr (has_values) std::memcpy(values, t.values, size_t(n) * sizeof(float));
+    }
+    const bool direct = n == t.n;
+    const VecF zero = broadcast(0.0f);
+    store(rewards + n, zero);
+    if constexpr (has_values) {
+        store(values + n, zero);
+        values[n] = carry.value;
+        store(values + n + 1, zero);
+        carry.value = n > 0 ? values[0] : carry.value;
+    }
+    const auto put = [&](float* to, VecF x) { t.stream ? stream(to, x) : store(to, x); };
+    for (int i = (n - 1) / kLanes * kLanes; i >= 0 && n > 0; i -= kLanes) {
+        const int c = n - i < kLanes ? n - i : kLanes;
+        VecF x = load(rewards + i);
+        VecF value = zero;
+        if constexpr (has_values) {
+            x = fma(broadcast(powers.value), load(values + i + 1), x);
+            value = load(values + i);
+        }
+        x = scan_lanes(x, powers);
+        const VecF result = fma(load(powers.falling + kLanes - c), broadcast(float(carry.returns)), x);
+        carry.returns = double(first_lane(x)) + powers.whole[c] * carry.returns;
+        if (direct && c == kLanes) {
+            put(t.returns + i, result);
+            if constexpr (has_values) put(t.advantages + i, result - value);
+            continue;
+        }
+        store(rewards + i, result);
+        if constexpr (has_values) store(advantages + i, result - value);
+        if (direct) {
+            std::memcpy(t.returns + i, rewards + i, size_t(c) * sizeof(float));
+            if constexpr (has_values) std::memcpy(t.advantages + i, advantages + i, size_t(c) * sizeof(float));
+        }
+    }
+    if (direct) return;
+    expand(rewards, t.mask, t.n, t.returns);
+    if constexpr (has_values) expand(advantages, t.mask, t.n, t.advantages);
+}
+
+constexpr TokenRewardsKernels kKernels = {
+    {{sum<float, NoMask>, sum<float, uint8_t>, sum<float, float>},
+     {sum<BFloat16, NoMask>, sum<BFloat16, uint8_t>, sum<BFloat16, float>},
+     {sum<Half, NoMask>, sum<Half, uint8_t>, sum<Half, float>}},
+    make_powers,
+    scan<false>,
+    scan<true>,
+};
+
+}  // namespace
+
+const TokenRewardsKernels& TW_ISA() {
+    return kKernels;
+}
+
+}  // namespace turnwise

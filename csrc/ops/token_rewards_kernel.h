@@ -1,0 +1,47 @@
+// What the drivers of token_rewards.h and gae.h ask of a kernel: one piece of one row at a time. The kernel is compiled
+// once per instruction set; token_rewards_kernels() gives the ones for this machine.
+#pragma once
+
+#include <cstdint>
+
+namespace turnwise {
+
+constexpr int kScanTile = 256;  // tokens that a scan takes at once: most tiles are then wholly trained or wholly masked
+
+// Powers of a scan's factor; made by TokenRewardsKernels::powers.
+struct ScanPowers {
+    float step[4];      // factor^1, ^2, ^4, ^8
+    float falling[32];  // lane i of a vector of c tokens starts at falling[lanes - c]: factor^(c - i)
+    double whole[17];   // factor^c
+    float value;        // gamma * (1 - lambda), for gae
+};
+
+// n <= kScanTile tokens of one row, contiguous. Null: not given.
+struct ScanTile {
+    int n;
+    const float* rewards;
+    const float* values;  // for gae
+    const uint8_t* mask;
+    float* advantages;  // for gae
+    float* returns;
+    bool stream;  // write past the caches; the addresses are multiples of 64
+};
+
+// What the trained tokens behind a tile hand to it.
+struct ScanCarry {
+    double returns = 0;
+    float value = 0;
+};
+
+struct TokenRewardsKernels {
+    // The sum of n rewards by reward type (f32, bf16, f16) and mask type (none, bytes, f32). Sets `bad` where a float
+    // mask holds anything but 0 and 1. A token's lane depends on its place alone, so zeros behind change nothing.
+    double (*sum[3][3])(const void* rewards, const void* mask, int64_t n, bool& bad);
+    void (*powers)(double factor, ScanPowers& powers);
+    void (*returns)(const ScanTile& tile, const ScanPowers& powers, ScanCarry& carry);
+    void (*gae)(const ScanTile& tile, const ScanPowers& powers, ScanCarry& carry);
+};
+
+const TokenRewardsKernels& token_rewards_kernels();
+
+}  // namespace turnwise

@@ -1,0 +1,58 @@
+// Scans over the tokens of each row, from the last to the first: what returns and gae share.
+#pragma once
+
+#include "ops/token_rewards_kernel.h"
+#include "ops/token_rows.h"
+
+namespace turnwise {
+
+struct TokenScan {
+    const TokenLayout& layout;
+    const View& rewards;
+    const View& values;  // none for returns
+    const View& mask;
+    const View& advantages;  // f32, contiguous; none for returns
+    const View& returns;     // f32, contiguous
+    const ScanPowers& powers;
+    void (*kernel)(const ScanTile&, const ScanPowers&, ScanCarry&);
+};
+
+constexpr int64_t kScanStreamBytes = int64_t(8) << 20;  // outputs beyond this would push all else out of the caches
+
+inline void scan_row(const TokenScan& s, int64_t row, bool stream, bool& bad) {
+    float rewards[kScanTile], values[kScanTile];
+    uint8_t mask[kScanTile];
+    const int64_t length = s.layout.length(row), start = s.layout.start(row);
+    ScanCarry carry;
+    for (int64_t t = (length - 1) / kScanTile * kScanTile; t >= 0 && length > 0; t -= kScanTile) {
+        const int n = int(std::min<int64_t>(kScanTile, length - t));
+        ScanTile tile{};
+        tile.n = n;
+        tile.rewards = row_floats(s.layout, s.rewards, row, t, n, rewards);
+        if (s.values) tile.values = row_floats(s.layout, s.values, row, t, n, values);
+        if (s.mask) tile.mask = row_mask(s.layout, s.mask, row, t, n, mask, bad);
+        tile.returns = s.returns.as<float>() + start + t;
+        if (s.advantages) tile.advantages = s.advantages.as<float>() + start + t;
+        const uintptr_t places =
+            reinterpret_cast<uintptr_t>(tile.returns) | reinterpret_cast<uintptr_t>(tile.advantages);
+        tile.stream = stream && places % 64 == 0;
+        s.kernel(tile, s.powers, carry);
+    }
+}
+
+inline void scan_rows(const TokenScan& s, int threads) {
+    check_mask(s.layout, s.mask);
+    const bool stream = s.layout.tokens() * int64_t(sizeof(float)) >= kScanStreamBytes;
+    std::vector<Piece> rows;
+    rows.reserve(size_t(s.layout.rows()));
+    for (int64_t row = 0; row < s.layout.rows(); ++row) rows.push_back({row, 0, s.layout.length(row)});
+    std::atomic<bool> wrong{false};
+    share_pieces(rows, threads, [&](size_t first, size_t last) {
+        bool bad = false;
+        for (size_t i = first; i < last; ++i) scan_row(s, rows[i].row, stream, bad);
+        if (bad) wrong = true;
+    });
+    require(!wrong, "mask: expected 0 or 1");
+}
+
+}  // namespace turnwise

@@ -1,0 +1,169 @@
+"""Generalised advantage estimation, against the sum of its definition in Python floats."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from turnwise import ops
+from turnwise.ops import gae
+
+
+def batch(seed: int, rows: int = 6, width: int = 50) -> tuple[Tensor, Tensor, Tensor]:
+    """Rewards and values in float64 and a mask with holes, an empty row and a full one; what is masked is NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.randn(rows, width, generator=generator, dtype=torch.float64)
+    values = 3 + torch.randn(rows, width, generator=generator, dtype=torch.float64)
+    lengths = torch.randint(0, width + 1, (rows, 1), generator=generator)
+    mask = (torch.arange(width)[None] < lengths) & (torch.rand(rows, width, generator=generator) < 0.7)
+    if rows > 2:
+        mask[1], mask[2] = False, True
+    return torch.where(mask, rewards, math.nan), torch.where(mask, values, math.nan), mask
+
+
+def by_definition(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """``A[t] = sum over l of (gamma lam)^l delta[t + l]``, equation 16, over the trained tokens of each row."""
+    advantages = torch.zeros(rewards.shape, dtype=torch.float64)
+    returns = torch.zeros_like(advantages)
+    for b in range(rewards.shape[0]):
+        places = mask[b].nonzero().flatten().tolist()
+        r, v = rewards[b, places].tolist(), [*values[b, places].tolist(), 0.0]
+        delta = [r[i] + gamma * v[i + 1] - v[i] for i in range(len(r))]
+        for i, t in enumerate(places):
+            advantages[b, t] = math.fsum((gamma * lam) ** (j - i) * delta[j] for j in range(i, len(r)))
+            returns[b, t] = advantages[b, t] + v[i]
+    return advantages, returns
+
+
+def check(target, rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> None:
+    on = {"mask": mask.to(target.device), "gamma": gamma, "lam": lam, "backend": target.backend}
+    got = gae(rewards.to(target.device), values.to(target.device), **on)
+    expected = by_definition(rewards.double(), values.double(), mask, gamma, lam)
+    for mine, exact in zip(got, expected, strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine.cpu().double(), exact, rtol=3e-6, atol=3e-6)
+    again = gae(rewards.to(target.device), values.to(target.device), **on)
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+
+
+@pytest.mark.parametrize(("rows", "width"), [(6, 50), (1, 1), (1, 31), (3, 33), (2, 300), (0, 4), (3, 0)])
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 1.0), (1.0, 1.0), (0.99, 0.0), (0.0, 0.5)])
+def test_equals_its_definition(target, rows: int, width: int, gamma: float, lam: float) -> None:
+    rewards, values, mask = batch(rows * 100 + width, rows, width)
+    check(target, rewards.float(), values.float(), mask, gamma, lam)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_streams(target, dtype: torch.dtype) -> None:
+    rewards, values, mask = batch(8)
+    check(target, rewards.to(dtype), values.to(dtype), mask, 0.97, 0.9)
+    check(target, rewards.float(), values.to(dtype), mask, 0.97, 0.9)
+
+
+def test_packed_equals_padded(target) -> None:
+    rewards, values, mask = batch(9)
+    lengths = [int(row.nonzero().max()) + 1 if row.any() else 0 for row in mask]
+    keep = torch.arange(mask.shape[1])[None] < torch.tensor(lengths)[:, None]
+    expected = by_definition(rewards.float().double(), values.float().double(), mask, 0.99, 0.9)
+    for dtype in (torch.int32, torch.int64):
+        got = gae(
+            rewards.float()[keep].to(target.device),
+            values.float()[keep].to(target.device),
+            mask=mask[keep].to(target.device),
+            cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(dtype).to(target.device),
+            gamma=0.99,
+            lam=0.9,
+            backend=target.backend,
+        )
+        for mine, exact in zip(got, expected, strict=True):
+            torch.testing.assert_close(mine.cpu().double(), exact[keep], rtol=3e-6, atol=3e-6)
+
+
+def test_strides(target) -> None:
+    rewards, values, mask = batch(10)
+    r, v, m = rewards.float().to(target.device), values.float().to(target.device), mask.to(target.device)
+    expected = gae(r, v, mask=m, backend=target.backend)
+    got = gae(
+        r.t().contiguous().t(), torch.stack([v, v], 2)[:, :, 0], mask=m.t().contiguous().t(), backend=target.backend
+    )
+    for mine, exact in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, exact)
+
+
+def test_long_rows_keep_their_accuracy(target) -> None:
+    """Values far from 0: summing errors one by one would lose six digits."""
+    width = 4000
+    values = 1000 + torch.randn(1, width, generator=torch.Generator().manual_seed(0))
+    rewards = torch.zeros(1, width)
+    rewards[0, -1] = 1.0
+    got = gae(rewards.to(target.device), values.to(target.device), gamma=1.0, lam=1.0, backend=target.backend)
+    torch.testing.assert_close(got[0].cpu().double(), 1 - values.double(), rtol=1e-6, atol=0)
+    assert got[1].tolist() == [[1.0] * width]
+
+
+def test_worked_values(target) -> None:
+    rewards, values = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.25]])
+    got = gae(rewards.to(target.device), values.to(target.device), lam=1.0, backend=target.backend)
+    assert [x.tolist() for x in got] == [[[0.5, 0.75]], [[1.0, 1.0]]]
+
+
+def test_eight_threads_at_once() -> None:
+    inputs = [batch(seed, 30, 500) for seed in range(8)]
+    expected = [gae(r.float(), v.float(), mask=m) for r, v, m in inputs]
+
+    def work(i: int) -> bool:
+        r, v, m = inputs[i]
+        return all(torch.equal(gae(r.float(), v.float(), mask=m)[0], expected[i][0]) for _ in range(20))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+
+
+GOOD = torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"rewards": [1.0]}, TypeError, "rewards: expected a tensor, got list"),
+        ({"values": 1.0}, TypeError, "values: expected a tensor, got float"),
+        ({"values": torch.zeros(2, 4)}, ValueError, r"values has shape \(2, 4\): expected \(2, 3\), as rewards"),
+        ({"rewards": torch.zeros(3)}, ValueError, r"rewards has shape \(3,\): expected \[B, T\]"),
+        ({"mask": torch.ones(3)}, ValueError, r"mask has shape \(3,\)"),
+        ({"gamma": 1.1}, ValueError, r"gamma=1\.1: expected a number in \[0, 1\]"),
+        ({"lam": -1.0}, ValueError, r"lam=-1\.0: expected"),
+        ({"cu_seqlens": torch.tensor([0, 3])}, ValueError, r"rewards has shape \(2, 3\): expected \[N\]"),
+    ],
+)
+def test_mistakes_are_named(target, change, error, message) -> None:
+    arguments = {"rewards": GOOD, "values": GOOD, **change}
+    arguments = {k: v.to(target.device) if isinstance(v, Tensor) else v for k, v in arguments.items()}
+    with pytest.raises(error, match=message):
+        gae(arguments.pop("rewards"), arguments.pop("values"), backend=target.backend, **arguments)
+
+
+def test_float64_is_the_references() -> None:
+    with pytest.raises(ops.BackendUnavailable, match="values is float64"):
+        gae(GOOD, GOOD.double(), backend="native")
+    assert gae(GOOD.double(), GOOD)[0].dtype == torch.float64
+
+
+def test_compiles_whole_and_passes_opcheck() -> None:
+    rewards, values, mask = batch(11)
+    r, v = rewards.nan_to_num().float(), values.nan_to_num().float()
+
+    def advantages(rewards: Tensor, values: Tensor) -> Tensor:
+        mine, returns = gae(rewards * 2, values, mask=mask)
+        return mine + returns
+
+    torch.testing.assert_close(torch.compile(advantages, fullgraph=True, backend="aot_eager")(r, v), advantages(r, v))
+    torch.library.opcheck(torch.ops.turnwise.gae.default, (r, v, mask, None, 0.9, 0.8, "native"))
+
+
+def test_no_gradient(target) -> None:
+    values = torch.ones(2, 3, device=target.device, requires_grad=True)
+    assert not any(x.requires_grad for x in gae(GOOD.to(target.device), values, backend=target.backend))

@@ -1,0 +1,324 @@
+"""Reward sums and discounted rewards to go, against loops over Python floats."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from turnwise import ops
+from turnwise.ops import token_returns, token_reward_sum
+
+MASKS = {
+    "bool": lambda m: m,
+    "uint8": lambda m: m.to(torch.uint8) * 3,
+    "int32": lambda m: -m.int(),
+    "int64": lambda m: m.long() * 2**40,
+    "float32": lambda m: m.float(),
+    "bfloat16": lambda m: m.bfloat16(),
+    "float64": lambda m: m.double(),
+}
+
+
+def batch(seed: int, rows: int = 7, width: int = 70, spread: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Rewards in float64 and a mask with holes, an empty row and a full one; masked rewards are NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    rewards = spread * torch.randn(rows, width, generator=generator, dtype=torch.float64)
+    lengths = torch.randint(0, width + 1, (rows, 1), generator=generator)
+    mask = (torch.arange(width)[None] < lengths) & (torch.rand(rows, width, generator=generator) < 0.7)
+    if rows > 2:
+        mask[1], mask[2] = False, True
+    return torch.where(mask, rewards, math.nan), mask
+
+
+def packed(mask: Tensor, *streams: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """``cu_seqlens`` and the streams up to each row's last trained token, masked ones inside kept."""
+    lengths = [int(row.nonzero().max()) + 1 if row.any() else 0 for row in mask]
+    keep = torch.arange(mask.shape[1])[None] < torch.tensor(lengths)[:, None]
+    return torch.tensor([0, *lengths]).cumsum(0), [stream[keep] for stream in streams]
+
+
+def sums_by_loop(rewards: Tensor, mask: Tensor) -> Tensor:
+    sums = [
+        math.fsum(r for r, m in zip(*row, strict=True) if m)
+        for row in zip(rewards.tolist(), mask.tolist(), strict=True)
+    ]
+    return torch.tensor(sums, dtype=torch.float64)
+
+
+def returns_by_loop(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    result = torch.zeros(rewards.shape, dtype=torch.float64)
+    for b in range(rewards.shape[0]):
+        behind = 0.0
+        for t in reversed(range(rewards.shape[1])):
+            if mask[b, t]:
+                behind = rewards[b, t].item() + gamma * behind
+                result[b, t] = behind
+    return result
+
+
+SHAPES = [(7, 70), (1, 1), (1, 31), (2, 33), (3, 257), (1, 1025), (0, 5), (4, 0), (0, 0)]
+
+
+@pytest.mark.parametrize(("rows", "width"), SHAPES)
+def test_sums_and_returns_equal_the_loop_padded_and_packed(target, rows: int, width: int) -> None:
+    rewards, mask = batch(rows * 1000 + width, rows, width)
+    given, on, use = rewards.float().to(target.device), mask.to(target.device), {"backend": target.backend}
+    exact = torch.where(mask, rewards.float().double(), 0.0)
+    cu_seqlens, (stream, trains) = packed(mask, given.cpu(), mask)
+    boundaries = cu_seqlens.to(target.device)
+    form = {"cu_seqlens": boundaries, "mask": trains.to(target.device)}
+
+    sums = token_reward_sum(given, mask=on, **use)
+    assert sums.dtype == torch.float32
+    torch.testing.assert_close(sums.cpu().double(), sums_by_loop(exact, mask), rtol=1e-6, atol=1e-6)
+    assert torch.equal(token_reward_sum(given, mask=on, **use), sums)  # equal bits run to run
+    again = token_reward_sum(stream.to(target.device), **form, **use)
+    torch.testing.assert_close(again, sums, rtol=1e-6, atol=1e-6)
+
+    for gamma in (1.0, 0.9, 0.0):
+        expected = returns_by_loop(exact, mask, gamma)
+        returns = token_returns(given, gamma, mask=on, **use)
+        assert returns.dtype == torch.float32
+        torch.testing.assert_close(returns.cpu().double(), expected, rtol=2e-6, atol=2e-6)
+        again = token_returns(stream.to(target.device), gamma, **form, **use)
+        _, (wanted,) = packed(mask, expected)
+        torch.testing.assert_close(again.cpu().double(), wanted, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_masks_of_any_type(target, kind: str) -> None:
+    rewards, mask = batch(3, 5, 45)
+    given, on, use = rewards.float().to(target.device), MASKS[kind](mask).to(target.device), {"backend": target.backend}
+    expected = token_reward_sum(given, mask=mask.to(target.device), **use)
+    torch.testing.assert_close(token_reward_sum(given, mask=on, **use), expected, rtol=1e-6, atol=1e-6)
+    wide = torch.stack([on, on], dim=2)[:, :, 1]  # a stride of 2
+    torch.testing.assert_close(token_reward_sum(given, mask=wide, **use), expected, rtol=1e-6, atol=1e-6)
+    returns = token_returns(given, 0.5, mask=mask.to(target.device), **use)
+    torch.testing.assert_close(token_returns(given, 0.5, mask=on, **use), returns)
+    torch.testing.assert_close(token_returns(given, 0.5, mask=wide, **use), returns)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64])
+def test_rewards_of_any_type_and_strides(target, dtype: torch.dtype) -> None:
+    if dtype is torch.float64 and target.backend != "torch":
+        pytest.skip("float64 is the reference's")
+    rewards, mask = batch(4, 6, 37, spread=3.0)
+    given, on, use = (
+        rewards.nan_to_num().to(dtype).to(target.device),
+        mask.to(target.device),
+        {"backend": target.backend},
+    )
+    wanted = torch.float64 if dtype is torch.float64 else torch.float32
+    exact = torch.where(mask, given.cpu().double(), 0.0)
+    for stream in (given, given.t().contiguous().t(), torch.cat([given, given], 1)[:, 37:], given.repeat(1, 2)[:, ::2]):
+        values = stream.cpu().double() if stream.shape == exact.shape else exact
+        expected = torch.where(mask, values, 0.0)
+        sums = token_reward_sum(stream, mask=on, **use)
+        assert sums.dtype == wanted
+        torch.testing.assert_close(sums.cpu().double(), sums_by_loop(expected, mask), rtol=1e-6, atol=1e-6)
+        returns = token_returns(stream, 0.75, mask=on, **use)
+        assert returns.dtype == wanted
+        torch.testing.assert_close(returns.cpu().double(), returns_by_loop(expected, mask, 0.75), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_lengths_are_a_mask_of_prefixes(target, dtype: torch.dtype) -> None:
+    rewards, _ = batch(5, 6, 40)
+    lengths = torch.tensor([0, 40, 1, 17, 33, 39], dtype=dtype)
+    mask = torch.arange(40)[None] < lengths[:, None]
+    given = torch.where(mask, rewards.nan_to_num(), math.nan).float().to(target.device)
+    sums = token_reward_sum(given, lengths=lengths.to(target.device), backend=target.backend)
+    exact = torch.where(mask, given.cpu().double(), 0.0)
+    torch.testing.assert_close(sums.cpu().double(), sums_by_loop(exact, mask), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("width", [5000, 40_000])
+def test_long_rows_keep_their_accuracy(target, width: int) -> None:
+    """Longer than the pieces that rows are cut into; an offset that a float32 running sum would drown in."""
+    if width > 5000 and target.emulated:
+        pytest.skip("a long row is slow in the emulator, and needs no more pieces than the shorter one")
+    rewards = torch.full((2, width), 1000.0) + torch.arange(2 * width).view(2, width) % 7
+    exact = rewards.double()
+    use = {"backend": target.backend}
+    sums = token_reward_sum(rewards.to(target.device), **use)
+    torch.testing.assert_close(sums.cpu().double(), exact.sum(1), rtol=1e-7, atol=0)
+    returns = token_returns(rewards.to(target.device), 1.0, **use)
+    expected = exact.flip(1).cumsum(1).flip(1)
+    torch.testing.assert_close(returns.cpu().double(), expected, rtol=1e-6, atol=0)
+    cu_seqlens = torch.tensor([0, 3, 3, width + 9, 2 * width])
+    stream = rewards.reshape(-1)
+    sums = token_reward_sum(stream.to(target.device), cu_seqlens=cu_seqlens.to(target.device), **use)
+    parts = [part.double() for part in stream.tensor_split(cu_seqlens[1:-1])]
+    torch.testing.assert_close(sums.cpu().double(), torch.stack([p.sum() for p in parts]), rtol=1e-7, atol=0)
+    returns = token_returns(stream.to(target.device), 1.0, cu_seqlens=cu_seqlens.to(target.device), **use)
+    expected = torch.cat([part.flip(0).cumsum(0).flip(0) for part in parts])
+    torch.testing.assert_close(returns.cpu().double(), expected, rtol=1e-6, atol=0)
+
+
+def test_worked_values(target) -> None:
+    rewards = torch.tensor([[0.0, 0.0, 1.0]], device=target.device)
+    mask = torch.tensor([[True, False, True]], device=target.device)
+    use = {"backend": target.backend}
+    assert token_returns(rewards, 0.5, **use).tolist() == [[0.25, 0.5, 1.0]]
+    assert token_returns(rewards, 0.5, mask=mask, **use).tolist() == [[0.5, 0.0, 1.0]]
+    assert token_reward_sum(rewards + 1, mask=mask, **use).tolist() == [3.0]
+
+
+def test_padding_and_threads_change_no_bit() -> None:
+    rewards, mask = batch(6, 9, 9000)
+    given = rewards.float()
+    wider = torch.cat([given, torch.full((9, 700), math.nan)], 1)
+    longer = torch.cat([mask, torch.zeros(9, 700, dtype=torch.bool)], 1)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            sums = token_reward_sum(given, mask=mask), token_reward_sum(wider, mask=longer)
+            returns = token_returns(given, 0.99, mask=mask), token_returns(wider, 0.99, mask=longer)[:, :9000]
+            assert torch.equal(*sums)
+            assert torch.equal(*returns)
+            results.append((sums[0], returns[0]))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for result in results[1:] for a, b in zip(result, results[0], strict=True))
+
+
+def test_eight_threads_at_once() -> None:
+    inputs = [batch(seed, 40, 600) for seed in range(8)]
+    expected = [(token_reward_sum(r.float(), mask=m), token_returns(r.float(), 0.9, mask=m)) for r, m in inputs]
+
+    def work(i: int) -> bool:
+        r, m = inputs[i][0].float(), inputs[i][1]
+        return all(
+            torch.equal(token_reward_sum(r, mask=m), expected[i][0])
+            and torch.equal(token_returns(r, 0.9, mask=m), expected[i][1])
+            for _ in range(20)
+        )
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2"])
+def test_lesser_instruction_sets(isa: str) -> None:
+    code = f"""
+import sys
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+from test_token_rewards import *
+use = type("Target", (), {{"backend": "native", "device": "cpu", "emulated": False}})
+for shape in SHAPES:
+    test_sums_and_returns_equal_the_loop_padded_and_packed(use, *shape)
+for kind in MASKS:
+    test_masks_of_any_type(use, kind)
+test_rewards_of_any_type_and_strides(use, torch.bfloat16)
+test_rewards_of_any_type_and_strides(use, torch.float16)
+test_long_rows_keep_their_accuracy(use, 5000)
+"""
+    environment = {**os.environ, "TURNWISE_ISA": isa, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+GOOD = torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"token_rewards": [1.0]}, TypeError, "token_rewards: expected a tensor, got list"),
+        ({"token_rewards": torch.zeros(2, 3, 1)}, ValueError, r"token_rewards has shape \(2, 3, 1\)"),
+        ({"token_rewards": torch.zeros(())}, ValueError, r"token_rewards has shape \(\)"),
+        ({"token_rewards": torch.zeros(2, 3, dtype=torch.complex64)}, TypeError, "token_rewards has dtype"),
+        ({"mask": torch.ones(2, 2)}, ValueError, r"mask has shape \(2, 2\): expected \(2, 3\)"),
+        ({"mask": [1]}, TypeError, "mask: expected a tensor, got list"),
+        ({"mask": torch.full((2, 3), 0.5)}, ValueError, r"mask\[0, 0\]=0.5: expected 0 or 1"),
+        ({"mask": torch.full((2, 3), math.nan)}, ValueError, r"mask\[0, 0\]=nan: expected 0 or 1"),
+        ({"cu_seqlens": torch.tensor([0, 3])}, ValueError, r"token_rewards has shape \(2, 3\): expected \[N\]"),
+    ],
+)
+def test_mistakes_are_named(target, change, error, message) -> None:
+    arguments = {"token_rewards": GOOD, **change}
+    arguments = {k: v.to(target.device) if isinstance(v, Tensor) else v for k, v in arguments.items()}
+    if (target.device != "cpu" or target.emulated) and "expected 0 or 1" in message:
+        pytest.skip("values are looked at on the CPU alone")
+    rewards = arguments.pop("token_rewards")
+    with pytest.raises(error, match=message):
+        token_reward_sum(rewards, backend=target.backend, **arguments)
+    with pytest.raises(error, match=message):
+        token_returns(rewards, 0.9, backend=target.backend, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "error", "message"),
+    [
+        (torch.tensor([1, 6]), ValueError, r"cu_seqlens\[0\]=1: expected 0"),
+        (torch.tensor([0, 4, 3, 6]), ValueError, r"cu_seqlens\[2\]=3: expected at least 4"),
+        (torch.tensor([0, 5]), ValueError, r"cu_seqlens\[-1\]=5: expected 6"),
+        (torch.tensor([0.0, 6.0]), TypeError, "cu_seqlens has dtype torch.float32"),
+        (torch.zeros(0, dtype=torch.int64), ValueError, r"cu_seqlens has shape \(0,\)"),
+        (torch.tensor([[0, 6]]), ValueError, r"cu_seqlens has shape \(1, 2\)"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_wrong_boundaries_are_named(backend, boundaries, error, message) -> None:
+    with pytest.raises(error, match=message):
+        token_reward_sum(torch.zeros(6), cu_seqlens=boundaries, backend=backend)
+    with pytest.raises(error, match=message):
+        token_returns(torch.zeros(6), 1.0, cu_seqlens=boundaries, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"lengths": torch.tensor([1, 4])}, ValueError, r"lengths\[1\]=4: expected a number in \[0, 3\]"),
+        ({"lengths": torch.tensor([-1, 4])}, ValueError, r"lengths\[0\]=-1"),
+        ({"lengths": torch.tensor([1])}, ValueError, r"lengths has shape \(1,\): expected \(2,\)"),
+        ({"lengths": torch.tensor([1.0, 1.0])}, TypeError, "lengths has dtype torch.float32"),
+        ({"lengths": torch.tensor([1, 1]), "mask": torch.ones(2, 3)}, ValueError, "lengths: expected neither mask nor"),
+    ],
+)
+def test_wrong_lengths_are_named(backend, change, error, message) -> None:
+    with pytest.raises(error, match=message):
+        token_reward_sum(GOOD, backend=backend, **change)
+
+
+@pytest.mark.parametrize("gamma", [-0.1, 1.5, math.nan])
+def test_wrong_gamma_is_named(gamma: float) -> None:
+    with pytest.raises(ValueError, match=r"gamma=.*expected a number in \[0, 1\]"):
+        token_returns(GOOD, gamma)
+
+
+def test_float64_is_the_references() -> None:
+    with pytest.raises(ops.BackendUnavailable, match="token_rewards is float64"):
+        token_reward_sum(GOOD.double(), backend="native")
+    assert token_reward_sum(GOOD.double()).dtype == torch.float64
+
+
+def test_no_gradient(target) -> None:
+    rewards = torch.ones(2, 3, device=target.device, requires_grad=True)
+    assert not token_reward_sum(rewards, backend=target.backend).requires_grad
+    assert not token_returns(rewards, 0.5, backend=target.backend).requires_grad
+
+
+def test_compiles_whole_and_passes_opcheck() -> None:
+    rewards, mask = batch(7)
+    given = rewards.nan_to_num().float()
+
+    def score(rewards: Tensor, mask: Tensor) -> Tensor:
+        return token_reward_sum(rewards * 2, mask=mask)[:, None] + token_returns(rewards, 0.5, mask=mask)
+
+    compiled = torch.compile(score, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(given, mask), score(given, mask))
+    cu_seqlens = torch.tensor([0, 70, 490])
+    torch.library.opcheck(torch.ops.turnwise.token_reward_sum.default, (given, mask, None, None, "native"))
+    flat = (given.view(-1), None, cu_seqlens)
+    torch.library.opcheck(torch.ops.turnwise.token_reward_sum.default, (*flat, None, "native"))
+    torch.library.opcheck(torch.ops.turnwise.token_returns.default, (*flat, 0.9, "native"))
