@@ -1,29 +1,42 @@
-"""Policy loss, forward and backward: ours beside eager PyTorch and torch.compile. Verifies first, then times.
+"""Policy loss, forward and backward: ours beside eager PyTorch, torch.compile, TRL and verl. Verifies, then times.
 
-k3 KL, dual clip, all metrics; fp32, uint8 mask, advantages per sequence. Inputs rotate through memory. "share of copy"
-is the time in which this machine copies the fewest bytes that the op must move, over the op's time.
+PPO with clip-higher and dual clip, k3 KL, token mean, fp32; each with its own metrics. Two forms of the same batch:
+"lean" has a uint8 mask and one advantage per sequence, "full" a float mask and an advantage per token. Inputs rotate
+through memory. "share of copy" is the time in which this machine copies the fewest bytes that the op must move, over
+the op's time.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-from common import RotatingCopy, arguments, medians, table, write_rows
+from common import RotatingCopy, arguments, finish, medians, peak_memory, peer, sets_needed
+from peers import TRLLoss, verl_config
 from torch import Tensor
 
-from turnwise.ops import KL, Clip, policy_loss
+from turnwise.ops import KL, BackendUnavailable, Clip, policy_loss
 
 CLIP, KL_TERM = Clip(0.2, 0.28, dual=3.0), KL("k3", 1e-2)
-BYTES_PER_TOKEN = 4 * 3 + 1 + 4  # logprob, old and reference in, mask in, gradient out
-SIZES = [(8, 256), (64, 1024), (512, 2048)]
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+BYTES_PER_TOKEN = {"lean": 4 * 4 + 1, "full": 4 * 6}  # logprob, old, reference, mask, advantage in; gradient out
+SIZES = {"cpu": [(8, 256), (64, 1024), (512, 2048)], "cuda": [(64, 1024), (1024, 4096), (8192, 4096)]}
+FORMS = ["lean", "full"]
+
+
+class Inputs(NamedTuple):
+    lp: Tensor
+    old: Tensor
+    advantages: Tensor
+    mask: Tensor
+    ref: Tensor
 
 
 def eager(lp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, ref: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss as trainers write it, with the same metrics."""
-    a, m = advantages[:, None], mask.to(lp.dtype)
+    """The loss as trainers write it, with the same metrics as ours."""
+    a, m = advantages if advantages.dim() == 2 else advantages[:, None], mask.to(lp.dtype)
     log_ratio = (lp - old).clamp(-20, 20)
     ratio = log_ratio.exp()
     plain, clipped = -a * ratio, -a * ratio.clamp(1 - CLIP.low, 1 + CLIP.high)
@@ -52,76 +65,142 @@ def eager(lp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, ref: Tensor
     return mean(loss + KL_TERM.coef * kl), metrics
 
 
-def ours(lp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, ref: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    result = policy_loss(lp, old, advantages, mask=mask, clip=CLIP, kl=KL_TERM, ref_logprobs=ref)
-    return result.loss, result.metrics
+def ours(backend: str | None) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
+    def call(i: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
+        result = policy_loss(
+            i.lp, i.old, i.advantages, mask=i.mask, clip=CLIP, kl=KL_TERM, ref_logprobs=i.ref, backend=backend
+        )
+        return result.loss, result.metrics
+
+    return call
 
 
-def make(rows: int, width: int, seed: int) -> Inputs:
-    generator = torch.Generator().manual_seed(seed)
+def by_trl(i: Inputs) -> Tensor:
+    step = TRLLoss(
+        "bnpo",
+        old=i.old,
+        advantages=i.advantages,
+        mask=i.mask,
+        ref=i.ref,
+        beta=KL_TERM.coef,
+        epsilon_low=CLIP.low,
+        epsilon_high=CLIP.high,
+        delta=CLIP.dual,
+    )
+    return step(i.lp)
+
+
+def by_verl(algorithms: Any) -> Callable[[Inputs], Tensor]:
+    config = verl_config(clip_ratio_low=CLIP.low, clip_ratio_high=CLIP.high, clip_ratio_c=CLIP.dual)
+
+    def call(i: Inputs) -> Tensor:
+        advantages = i.advantages if i.advantages.dim() == 2 else i.advantages[:, None].expand_as(i.lp)
+        loss, _ = algorithms.compute_policy_loss_vanilla(i.old, i.lp, advantages, i.mask, "token-mean", config)
+        kl = algorithms.kl_penalty(i.lp, i.ref, "low_var_kl")
+        return loss + KL_TERM.coef * algorithms.agg_loss(kl, i.mask, "token-mean")
+
+    return call
+
+
+def methods(device: str) -> dict[str, Callable[[Inputs], Any]]:
+    compiled = torch.compile(eager)
+    calls: dict[str, Callable[[Inputs], Any]] = {
+        "eager": lambda i: eager(*i),
+        "torch.compile": lambda i: compiled(*i),
+    }
+    if peer("trl.trainer.grpo_trainer"):
+        calls["TRL"] = by_trl
+    if algorithms := peer("verl.trainer.ppo.core_algos"):
+        calls["verl"] = by_verl(algorithms)
+    calls["turnwise"] = ours(None if device == "cpu" else "native")
+    if device == "cuda":
+        calls["turnwise, Triton"] = ours("triton")
+    return calls
+
+
+def make(rows: int, width: int, form: str, device: str, seed: int) -> Inputs:
+    generator = torch.Generator(device).manual_seed(seed)
 
     def noise(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator, device=device)
 
-    lp = -torch.rand(rows, width, generator=generator) * 3
-    mask = (torch.rand(rows, width, generator=generator) < 0.9).to(torch.uint8)
-    return (
+    lp = -torch.rand(rows, width, generator=generator, device=device) * 3
+    mask = torch.rand(rows, width, generator=generator, device=device) < 0.9
+    return Inputs(
         lp.requires_grad_(),
         lp.detach() + 0.3 * noise(rows, width),
-        noise(rows),
-        mask,
+        noise(rows) if form == "lean" else noise(rows, width),
+        mask.to(torch.uint8 if form == "lean" else torch.float32),
         lp.detach() + 0.3 * noise(rows, width),
     )
 
 
-def verify(calls: dict[str, Callable], inputs: Inputs) -> None:
-    """All give the same loss, gradient and metrics, or the benchmark stops here."""
-    results = {}
-    for name, call in calls.items():
-        inputs[0].grad = None
-        loss, metrics = call(*inputs)
+def verify(calls: dict[str, Callable[[Inputs], Any]], inputs: Inputs) -> None:
+    """All give the same loss and gradient, ours and eager the same metrics, or the bench stops here. What can't serve
+    is left out, aloud."""
+    expected: Any = None
+    for name, call in list(calls.items()):
+        inputs.lp.grad = None
+        try:
+            result = call(inputs)
+        except BackendUnavailable as error:
+            print(f"without {name}: {error}")
+            del calls[name]
+            continue
+        loss, metrics = result if isinstance(result, tuple) else (result, None)
         loss.backward()
-        results[name] = (loss.detach(), inputs[0].grad.clone(), metrics)
-    for name, result in results.items():
-        torch.testing.assert_close(
-            result, results["eager"], rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
-        )
+        assert inputs.lp.grad is not None
+        got = loss.detach(), inputs.lp.grad.clone()
+        if expected is None:
+            expected = *got, metrics
+        torch.testing.assert_close(got, expected[:2], rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+        if metrics is not None:
+            torch.testing.assert_close(metrics, expected[2], rtol=1e-4, atol=1e-5)
+    inputs.lp.grad = None
+
+
+def step(call: Callable[[Inputs], Any], ring: Any) -> Callable[[], None]:
+    def run() -> None:
+        inputs = next(ring)
+        inputs.lp.grad = None
+        result = call(inputs)
+        (result[0] if isinstance(result, tuple) else result).backward()
+
+    return run
 
 
 def main() -> None:
     options = arguments(__doc__)
-    torch.set_num_threads(options.threads)
-    calls: dict[str, Callable] = {"eager": eager, "torch.compile": torch.compile(eager), "turnwise": ours}
-    rows = []
-    for height, width in SIZES:
+    device = options.device
+    calls = methods(device)
+    rows: list[dict[str, Any]] = []
+    for height, width in SIZES[device][: 1 if options.quick else None]:
         tokens = height * width
-        verify(calls, make(height, width, 0))
-        sets = [make(height, width, seed) for seed in range(max(1, min(12, (100 << 20) // (tokens * 17))))]
-
-        def step(call: Callable, ring: itertools.cycle) -> Callable[[], None]:
-            def run() -> None:
-                inputs = next(ring)
-                inputs[0].grad = None
-                call(*inputs)[0].backward()
-
-            return run
-
-        timed: dict[str, Callable] = {name: step(call, itertools.cycle(sets)) for name, call in calls.items()}
-        seconds = medians({**timed, "copy": RotatingCopy(tokens * BYTES_PER_TOKEN)}, options.rounds)
-        for name in calls:
-            rows.append(
-                {
-                    "shape": f"[{height}, {width}]",
-                    "method": name,
-                    "µs": seconds[name] * 1e6,
-                    "× eager": seconds["eager"] / seconds[name],
-                    "GB/s": tokens * BYTES_PER_TOKEN / seconds[name] / 1e9,
-                    "share of copy": seconds["copy"] / seconds[name],
-                }
-            )
-    print(f"policy_loss, fp32, {options.threads} threads")
-    print(table(rows, list(rows[0])))
-    write_rows("policy_loss", rows, options.threads, options.json)
+        for form in FORMS:
+            verify(calls, make(height, width, form, device, 0))
+            moved = tokens * BYTES_PER_TOKEN[form]
+            sets = [make(height, width, form, device, seed) for seed in range(sets_needed(moved, device))]
+            timed = {name: step(call, itertools.cycle(sets)) for name, call in calls.items()}
+            copy = RotatingCopy(moved, device)
+            seconds = medians({**timed, "copy": copy}, options.rounds, device=device)
+            memory = {name: peak_memory(call, device) for name, call in timed.items()}
+            for name in calls:
+                peak = memory[name]
+                rows.append(
+                    {
+                        "shape": f"[{height}, {width}]",
+                        "form": form,
+                        "method": name,
+                        "µs": seconds[name] * 1e6,
+                        "× eager": seconds["eager"] / seconds[name],
+                        "GB/s": moved / seconds[name] / 1e9,
+                        "share of copy": seconds["copy"] / seconds[name],
+                        "peak MB": None if peak is None else peak / 1e6,
+                    }
+                )
+            del sets, timed, copy
+            gc.collect()
+    finish("policy_loss", "policy_loss, forward and backward, fp32", rows, options)
 
 
 if __name__ == "__main__":

@@ -1,102 +1,145 @@
-"""What all benchmarks share: interleaved medians, the machine's copy bandwidth, a markdown table and JSON rows."""
+"""What all benches share: their options, the machine and its versions, JSON rows and a markdown table.
+
+Every bench is a file ``bench_<name>.py`` that verifies, then times. ``python bench/bench_<name>.py`` runs one;
+``turnwise bench`` and ``make bench`` run them all (``run.py``).
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.metadata
 import json
 import os
 import platform
-import statistics
 import subprocess
-import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from timing import RotatingCopy, RotatingRead, medians, peak_memory, sets_needed
 
 from turnwise import _C, __version__
 
+__all__ = [
+    "RESULTS",
+    "RotatingCopy",
+    "RotatingRead",
+    "arguments",
+    "environment",
+    "finish",
+    "medians",
+    "peak_memory",
+    "peer",
+    "sets_needed",
+    "table",
+    "write_rows",
+]
+
 RESULTS = Path(__file__).parent / "results"
+PEERS = ("triton", "trl", "verl", "liger-kernel")
 
 
 def arguments(description: str | None) -> argparse.Namespace:
+    """The options of every bench. ``device`` is a GPU where there is one."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU, else cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads")
     parser.add_argument("--rounds", type=int, default=30, help="interleaved rounds; the median counts")
-    parser.add_argument(
-        "--json", type=Path, help="append the rows to this file (default: bench/results/<name>.local.json)"
-    )
-    return parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="the smallest size alone: does the bench run at all?")
+    parser.add_argument("--json", type=Path, help="append the rows to this file")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch sees no GPU here")
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(options.threads)
+    return options
 
 
-def medians(calls: Mapping[str, Callable[[], Any]], rounds: int, seconds_per_round: float = 0.01) -> dict[str, float]:
-    """Seconds per call of each, in turns, so that a busy minute hurts all alike."""
-    repeats = {}
-    for name, call in calls.items():
-        call()
-        start = time.perf_counter()
-        call()
-        repeats[name] = max(1, int(seconds_per_round / max(time.perf_counter() - start, 1e-9)))
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            for _ in range(repeats[name]):
-                call()
-            samples[name].append((time.perf_counter() - start) / repeats[name])
-    return {name: statistics.median(times) for name, times in samples.items()}
+def peer(module: str) -> Any | None:
+    """Another trainer's module, or ``None`` where it is not installed (`make bench` installs it)."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(module)
+    except ImportError as error:
+        print(f"without {module}: {error}")
+        return None
 
 
-class RotatingCopy:
-    """A copy of ``bytes_moved`` (read and written together) between buffers that rotate through memory, so that what
-    fits a cache once doesn't stay there: the same treatment as the op's inputs."""
-
-    def __init__(self, bytes_moved: int, working_set: int = 192 << 20) -> None:
-        count = max(bytes_moved // 8, 1)
-        self.pairs = [
-            (torch.zeros(count), torch.zeros(count)) for _ in range(max(1, min(64, working_set // max(bytes_moved, 1))))
-        ]
-        self.turn = 0
-
-    def __call__(self) -> None:
-        source, target = self.pairs[self.turn % len(self.pairs)]
-        self.turn += 1
-        target.copy_(source)
+# ---------------------------------------------------------------------------------------------------------------------
+# The machine
+# ---------------------------------------------------------------------------------------------------------------------
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
-def environment(threads: int) -> dict[str, Any]:
-    """Machine, versions and commit, for every JSON row."""
-    here = Path(__file__).parent
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False
-    )
-    model = platform.processor() or platform.machine()
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        names = [
-            line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
-        ]
-        model = names[0] if names else model
-    return {
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":")[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def environment(threads: int, device: str = "cpu") -> dict[str, Any]:
+    """Machine, versions and commit, for every JSON row."""
+    rows = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": model,
+        "device": device,
+        "machine": processor(),
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 1),
         "threads": threads,
         "isa": _C.isa(),
         "turnwise": __version__,
-        "commit": commit.stdout.strip() or None,
+        "commit": _output("git", "rev-parse", "--short", "HEAD") or None,
         "torch": torch.__version__,
         "python": platform.python_version(),
+        **{package: _version(package) for package in PEERS},
     }
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        rows |= {
+            "machine": properties.name,
+            "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[:1],
+            "cuda": torch.version.cuda,
+            "multiprocessors": properties.multi_processor_count,
+        }
+    return rows
 
 
-def write_rows(name: str, rows: Sequence[Mapping[str, Any]], threads: int, path: Path | None) -> None:
+# ---------------------------------------------------------------------------------------------------------------------
+# Results
+# ---------------------------------------------------------------------------------------------------------------------
+def finish(name: str, title: str, rows: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> None:
+    """Prints the table and appends the rows, each with the machine's description, to ``--json``."""
+    where = torch.cuda.get_device_name() if options.device == "cuda" else f"{options.threads} threads"
+    print(f"## {title}, {where}\n\n{table(rows, list(rows[0]))}\n")
+    write_rows(name, rows, options.threads, options.json, options.device)
+
+
+def write_rows(
+    name: str, rows: Sequence[Mapping[str, Any]], threads: int, path: Path | None, device: str = "cpu"
+) -> None:
     target = path or RESULTS / f"{name}.local.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    common = environment(threads)
+    common = environment(threads, device)
     with target.open("a", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps({"bench": name, **common, **row}) + "\n")

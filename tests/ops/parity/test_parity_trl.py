@@ -1,9 +1,11 @@
-"""The losses of TRL's ``GRPOTrainer``, from its own ``_compute_loss``, run on a trainer without a model."""
+"""The losses of TRL's ``GRPOTrainer``: its own ``_compute_loss``, on a trainer without a model (``bench/peers.py``)."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections import defaultdict
-from types import SimpleNamespace
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,70 +20,22 @@ MAX_COMPLETION = 23
 backends = pytest.mark.parametrize("backend", ["native", "torch"])
 
 
-class _Accelerator:
-    """One process."""
-
-    num_processes = 1
-    sync_gradients = True
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def reduce(self, tensor: Tensor, reduction: str = "sum") -> Tensor:
-        return tensor
-
-
 @pytest.fixture(scope="session")
-def trainer_class(peer: Any) -> Any:
-    return peer("trl.trainer.grpo_trainer").GRPOTrainer
+def trl_loss(peer: Any) -> Callable[..., Tensor]:
+    """TRL's loss of one micro-batch that is a whole optimizer step, in the dtype of the log-probabilities."""
+    peer("trl.trainer.grpo_trainer")
+    path = Path(__file__).parents[3] / "bench" / "peers.py"
+    spec = importlib.util.spec_from_file_location("bench_peers", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
 
+    def loss(loss_type: str, s: Any, logprobs: Tensor, **options: Any) -> Tensor:
+        streams = {name: getattr(s, name).to(logprobs.dtype) for name in ("old", "advantages", "ref")}
+        step = module.TRLLoss(loss_type, mask=s.mask.long(), max_completion_length=MAX_COMPLETION, **streams, **options)
+        return step(logprobs)
 
-def trl_loss(trainer_class: Any, loss_type: str, s: Any, logprobs: Tensor, **options: Any) -> Tensor:
-    """TRL's loss of one micro-batch that is a whole optimizer step. Its log-probabilities are given, in the place of a
-    model's; all else is the trainer's own code."""
-    trainer = object.__new__(trainer_class)
-    settings: dict[str, Any] = {
-        "loss_type": loss_type,
-        "beta": 0.0,
-        "epsilon_low": 0.2,
-        "epsilon_high": 0.2,
-        "importance_sampling_level": "token",
-        "max_completion_length": MAX_COMPLETION,
-        "top_entropy_quantile": 1.0,
-        "off_policy_mask_threshold": None,
-        "aux_loss_enabled": False,
-        "_entropy_bonus_enabled": False,
-        "use_vllm": False,
-        "vllm_importance_sampling_correction": False,
-        "current_gradient_accumulation_steps": 1,
-        "accelerator": _Accelerator(),
-        "model": SimpleNamespace(training=True),
-        "_metrics": {"train": defaultdict(list)},
-        "args": SimpleNamespace(
-            delta=options.pop("delta", None),
-            use_bias_correction_kl=False,
-            steps_per_generation=1,
-            sapo_temperature_pos=1.0,
-            sapo_temperature_neg=1.05,
-        ),
-        **options,
-    }
-    for name, value in settings.items():
-        object.__setattr__(trainer, name, value)
-    entropies = torch.zeros_like(logprobs)
-    object.__setattr__(trainer, "_get_per_token_logps_and_entropies", lambda *_, **__: (logprobs, entropies, None))
-    rows, width = s.mask.shape
-    inputs = {
-        "prompt_ids": torch.zeros(rows, 1, dtype=torch.int64),
-        "prompt_mask": torch.ones(rows, 1, dtype=torch.int64),
-        "completion_ids": torch.zeros(rows, width, dtype=torch.int64),
-        "completion_mask": s.mask.long(),
-        "advantages": s.advantages.to(logprobs.dtype),
-        "old_per_token_logps": s.old.to(logprobs.dtype),
-        "ref_per_token_logps": s.ref.to(logprobs.dtype),
-        "num_items_in_batch": s.mask.sum(),
-    }
-    return trainer_class._compute_loss(trainer, None, inputs)
+    return loss
 
 
 def aggregation_of(loss_type: str, mask: Tensor) -> dict[str, Any]:
@@ -99,7 +53,7 @@ def aggregation_of(loss_type: str, mask: Tensor) -> dict[str, Any]:
 
 @backends
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
-def test_clipped(trainer_class: Any, streams: Any, same_loss: Any, backend: str, loss_type: str) -> None:
+def test_clipped(trl_loss: Any, streams: Any, same_loss: Any, backend: str, loss_type: str) -> None:
     """Clip-higher, TRL's ``delta`` (a dual clip: it bounds the ratio where the advantage is negative) and its KL."""
     for seed in range(SEEDS[backend]):
         s = streams(seed)
@@ -118,15 +72,13 @@ def test_clipped(trainer_class: Any, streams: Any, same_loss: Any, backend: str,
             backend=backend,
             **aggregation_of(loss_type, s.mask),
         )
-        expected = trl_loss(
-            trainer_class, loss_type, s, leaf, beta=beta, epsilon_low=clip.low, epsilon_high=clip.high, delta=dual
-        )
+        expected = trl_loss(loss_type, s, leaf, beta=beta, epsilon_low=clip.low, epsilon_high=clip.high, delta=dual)
         same_loss(ours.loss, lp, expected, leaf)
 
 
 @backends
 @pytest.mark.parametrize("name", ["cispo", "sapo", "gspo"])
-def test_variants(trainer_class: Any, streams: Any, same_loss: Any, backend: str, name: str) -> None:
+def test_variants(trl_loss: Any, streams: Any, same_loss: Any, backend: str, name: str) -> None:
     """TRL's CISPO has no lower bound and takes the upper one as the ratio itself; its GSPO is ``grpo`` by sequence."""
     for seed in range(SEEDS[backend]):
         s = streams(seed)
@@ -150,15 +102,15 @@ def test_variants(trainer_class: Any, streams: Any, same_loss: Any, backend: str
             backend=backend,
             **aggregation_of(loss_type, s.mask),
         )
-        same_loss(ours.loss, lp, trl_loss(trainer_class, loss_type, s, leaf, **options), leaf)
+        same_loss(ours.loss, lp, trl_loss(loss_type, s, leaf, **options), leaf)
 
 
-def test_metrics(trainer_class: Any, streams: Any) -> None:
+def test_metrics(trl_loss: Any, streams: Any) -> None:
     """Clip fractions and KL as TRL logs them."""
     for seed in range(300):
         s = streams(seed, spread=1.0, empty_rows=False)
         metrics: dict[str, list[float]] = defaultdict(list)
-        trl_loss(trainer_class, "dapo", s, s.double("logprobs"), beta=0.04, _metrics={"train": metrics})
+        trl_loss("dapo", s, s.double("logprobs"), beta=0.04, _metrics={"train": metrics})
         got = policy_loss(s.logprobs, s.old, s.advantages, mask=s.mask, kl=KL("k3", 0.04), ref_logprobs=s.ref).metrics
         assert got["clip_fraction_low"].item() == pytest.approx(metrics["clip_ratio/low_mean"][0], abs=1e-5)
         assert got["clip_fraction_high"].item() == pytest.approx(metrics["clip_ratio/high_mean"][0], abs=1e-5)
@@ -169,29 +121,29 @@ def test_metrics(trainer_class: Any, streams: Any) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Where TRL is off
 # ---------------------------------------------------------------------------------------------------------------------
-def test_kl_of_a_far_reference(trainer_class: Any, streams: Any) -> None:
+def test_kl_of_a_far_reference(trl_loss: Any, streams: Any) -> None:
     """TRL's k3 is not clamped: a reference 100 nats off makes the float32 loss inf or NaN; ours stays finite."""
     s = streams(3)
     s.ref = s.logprobs + 100
-    theirs = trl_loss(trainer_class, "dapo", s, s.logprobs, beta=0.04)
+    theirs = trl_loss("dapo", s, s.logprobs, beta=0.04)
     ours = policy_loss(s.logprobs, s.old, s.advantages, mask=s.mask, kl=KL("k3", 0.04), ref_logprobs=s.ref).loss
     assert not theirs.isfinite() and ours.isfinite()
 
 
-def test_ratio_of_a_far_policy(trainer_class: Any, streams: Any) -> None:
+def test_ratio_of_a_far_policy(trl_loss: Any, streams: Any) -> None:
     """Nor is its ratio, exp(100) = inf, which a negative advantage lets through; ours is clamped at exp(20)."""
     s = streams(3)
     s.old, s.advantages = s.logprobs - 100, -torch.ones_like(s.advantages)
-    assert not trl_loss(trainer_class, "dapo", s, s.logprobs).isfinite()
+    assert not trl_loss("dapo", s, s.logprobs).isfinite()
     assert policy_loss(s.logprobs, s.old, s.advantages, mask=s.mask).loss.isfinite()
 
 
-def test_empty_rows_dilute_grpo(trainer_class: Any, streams: Any) -> None:
+def test_empty_rows_dilute_grpo(trl_loss: Any, streams: Any) -> None:
     """TRL's ``grpo`` counts rows without trained tokens in its mean; ours, unless told a normaliser, does not."""
     s = streams(5, empty_rows=False)
     rows = s.mask.shape[0]
     s.mask[0] = False
     assert rows > 1 and s.mask.any(1).sum() == rows - 1
-    theirs = trl_loss(trainer_class, "grpo", s, s.double("logprobs"))
+    theirs = trl_loss("grpo", s, s.double("logprobs"))
     ours = policy_loss(s.logprobs, s.old, s.advantages, mask=s.mask, aggregation="seq-mean-token-mean").loss
     assert ours.item() == pytest.approx(theirs.item() * rows / (rows - 1), rel=1e-5)

@@ -1,0 +1,137 @@
+"""Interleaved medians on CPU and GPU, the machine's own copy and read, and peak memory."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# What must not stay in a cache between two calls: a GPU's L2 holds tens of MB, a server CPU's L3 too.
+WORKING_SET = {"cpu": 192 << 20, "cuda": 512 << 20}
+Call = Callable[[], Any]
+
+
+def sets_needed(bytes_per_set: int, device: str) -> int:
+    """How many sets of inputs to rotate through, so that each is read from memory and not from a cache."""
+    return max(1, min(64, -(-WORKING_SET[device] // max(bytes_per_set, 1))))
+
+
+def medians(
+    calls: Mapping[str, Call], rounds: int, seconds_per_round: float = 0.01, device: str = "cpu"
+) -> dict[str, float]:
+    """Seconds per call of each, in turns, so that a busy minute hurts all alike.
+
+    On a GPU the seconds are the device's, between events, with the host some milliseconds ahead: launches are queued
+    behind a pause, so that what is timed is the work and not Python.
+    """
+    time_of = _seconds_on_gpu if device == "cuda" else _seconds_on_cpu
+    repeats = {}
+    for name, call in calls.items():
+        call()
+        call()
+        repeats[name] = max(1, min(1000, int(seconds_per_round / max(time_of(call, 1), 1e-9))))
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            samples[name].append(time_of(call, repeats[name]))
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def _seconds_on_cpu(call: Call, repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) / repeats
+
+
+def _seconds_on_gpu(call: Call, repeats: int) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    repeats = min(repeats, 20)  # the queue of launches is bounded: more would wait for the pause to end
+    torch.cuda.synchronize()
+    torch.cuda._sleep(4_000_000)  # cycles, about 2 ms
+    start.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / repeats
+
+
+class RotatingCopy:
+    """A copy of ``bytes_moved`` (read and written together) between buffers that rotate through memory, so that what
+    fits a cache once doesn't stay there: the same treatment as the op's inputs. Ones, for pages of zeros that nobody
+    has written are one page to the kernel, which is in the cache."""
+
+    def __init__(self, bytes_moved: int, device: str = "cpu") -> None:
+        count = max(bytes_moved // 8, 1)
+        self.pairs = [
+            (torch.ones(count, device=device), torch.ones(count, device=device))
+            for _ in range(sets_needed(bytes_moved, device))
+        ]
+        self.turn = 0
+
+    def __call__(self) -> None:
+        source, target = self.pairs[self.turn % len(self.pairs)]
+        self.turn += 1
+        target.copy_(source)
+
+
+class RotatingRead:
+    """Reads ``bytes_read`` float32 in one of the two fastest ways that PyTorch has, row sums or a dot product."""
+
+    def __init__(self, bytes_read: int, device: str = "cpu", way: str = "rows") -> None:
+        rows = max(bytes_read // (4 * 4096), 1)
+        count = sets_needed(bytes_read, device)
+        self.buffers = [torch.ones(rows, min(4096, max(bytes_read // 4, 1)), device=device) for _ in range(count)]
+        self.way = way
+        self.turn = 0
+
+    def __call__(self) -> None:
+        source = self.buffers[self.turn % len(self.buffers)]
+        self.turn += 1
+        if self.way == "rows":
+            source.sum(1)
+        else:
+            flat = source.view(-1)
+            torch.dot(flat, flat)
+
+
+def peak_memory(call: Call, device: str = "cpu") -> int | None:
+    """Bytes above what is held before, at the highest point of one call; the second, as the first may set up things.
+
+    On a CPU the process's resident memory, which Linux alone lets reset; ``None`` elsewhere.
+    """
+    call()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        ctypes.CDLL(None).malloc_trim(0)  # what free() has kept would hide what the call needs
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+    except (OSError, AttributeError):  # not allowed in this container; musl has no malloc_trim
+        return None
+    before = _resident("VmRSS")
+    call()
+    return max(_resident("VmHWM") - before, 0)
+
+
+def _resident(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    return 0
