@@ -11,6 +11,7 @@ PYBIND11_MODULE(_C, module) {
     module.def("isa", &turnwise::isa_name, "The instruction set in use: baseline, avx2 or avx512.");
     turnwise::bind_factorize(module);
     turnwise::bind_group_advantage(module);
+    turnwise::bind_logprob(module);
     turnwise::bind_policy_loss(module);
     turnwise::bind_scale(module);
     turnwise::bind_token_rewards(module);

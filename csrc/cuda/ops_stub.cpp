@@ -1,11 +1,21 @@
 // The CUDA ops of a build without CUDA: the same names, which throw.
 #include "cuda/device.h"
 #include "cuda/gae.h"
+#include "cuda/logprob.h"
 #include "cuda/scale.h"
 #include "cuda/token_rewards.h"
 
 namespace turnwise::cuda {
 
+void logprob_scan(const LogitTile&, const View&, bool, Stream) {
+    refuse_without_cuda();
+}
+void logprob_finish(const View&, const View&, const View&, const View&, Stream) {
+    refuse_without_cuda();
+}
+void logprob_grad(const LogitTile&, const LogprobGradient&, const View&, Stream) {
+    refuse_without_cuda();
+}
 void scale(const View&, const View&, Stream) {
     refuse_without_cuda();
 }

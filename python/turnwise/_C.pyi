@@ -28,6 +28,55 @@ def group_advantage(
     eps: float,
     min_std: float,
 ) -> None: ...
+def logprob_scan(
+    logits: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    first: int,
+    scale: float,
+    state: Tensor,
+    weighted: bool,
+    threads: int,
+) -> None: ...
+def logprob_finish(state: Tensor, logprob: Tensor, lse: Tensor, entropy: Tensor | None) -> None: ...
+def logprob_grad(
+    logits: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    first: int,
+    scale: float,
+    lse: Tensor,
+    grad_logprob: Tensor,
+    entropy: Tensor | None,
+    grad_entropy: Tensor | None,
+    out: Tensor,
+    threads: int,
+) -> None: ...
+def cuda_logprob_scan(
+    logits: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    first: int,
+    scale: float,
+    state: Tensor,
+    weighted: bool,
+    stream: int,
+) -> None: ...
+def cuda_logprob_finish(state: Tensor, logprob: Tensor, lse: Tensor, entropy: Tensor | None, stream: int) -> None: ...
+def cuda_logprob_grad(
+    logits: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    first: int,
+    scale: float,
+    lse: Tensor,
+    grad_logprob: Tensor,
+    entropy: Tensor | None,
+    grad_entropy: Tensor | None,
+    out: Tensor,
+    stream: int,
+) -> None: ...
+def add_narrow(total: Tensor, part: Tensor, threads: int) -> None: ...
 def policy_loss(
     streams: tuple[Tensor | None, ...],
     numbers: tuple[float, ...],

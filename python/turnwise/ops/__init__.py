@@ -7,6 +7,7 @@ from .backends import BackendUnavailable, available_backends, backend
 from .factorize import factorize
 from .gae import gae
 from .group_advantage import group_advantage
+from .linear_logprob import linear_logprob
 from .options import CISPO, GMPO, GPG, GSPO, KL, SAPO, Clip, ClipCov, ImportanceCorrection, KLCov, Reinforce, Variant
 from .policy_loss import PolicyLoss, policy_loss
 from .token_rewards import token_returns, token_reward_sum
@@ -32,6 +33,7 @@ __all__ = [
     "factorize",
     "gae",
     "group_advantage",
+    "linear_logprob",
     "loss_normalizer",
     "policy_loss",
     "token_returns",

@@ -1,0 +1,309 @@
+#include "cuda/logprob.h"
+
+#include "cuda/block.h"
+#include "ops/logprob_math.h"
+#include "ops/scalar_math.h"
+
+namespace turnwise::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kScratchBytes = 32 * int(sizeof(double));
+
+// ---- Reading a row -------------------------------------------------------------------------------------------------
+// A block takes kThreads * kStep columns at a time. A thread has kStep of them, in groups of G neighbours that are one
+// 16-byte word of the narrower side; groups of neighbouring threads are neighbours. All words are asked for before the
+// first is used. Rows whose addresses are no multiples of 16 are read one by one.
+template <class T>
+constexpr int kWord = 16 / int(sizeof(T));
+constexpr int kStep = 16;
+constexpr int kBlockStep = kThreads * kStep;
+
+struct Columns {
+    const float* bias;  // or null
+    float scale;
+    int64_t width, row_stride;
+    bool aligned;  // every row begins at a multiple of 16 bytes
+};
+
+// The column of a thread's i-th value.
+template <int G>
+__device__ __forceinline__ int64_t column_of(int64_t begin, int i) {
+    return begin + (int64_t(i / G) * kThreads + threadIdx.x) * G + i % G;
+}
+
+template <class T>
+__device__ __forceinline__ float logit_at(const T* row, const Columns& c, int64_t column) {
+    const float bias = c.bias ? c.bias[column] : 0.0f;
+    return (to_float(row[column]) + bias) * c.scale;
+}
+
+template <class T, int G>
+__device__ __forceinline__ void load_step(const T* row, const Columns& c, int64_t begin, float* x) {
+    constexpr int kSize = kWord<T>;
+    Pack<T, kSize> words[kStep / kSize];
+#pragma unroll
+    for (int i = 0; i < kStep; i += kSize) words[i / kSize] = load_streaming<T, kSize>(row + column_of<G>(begin, i));
+#pragma unroll
+    for (int i = 0; i < kStep; ++i) x[i] = to_float(words[i / kSize].value[i % kSize]);
+    if (c.bias) {
+#pragma unroll
+        for (int i = 0; i < kStep; ++i) x[i] += c.bias[column_of<G>(begin, i)];
+    }
+#pragma unroll
+    for (int i = 0; i < kStep; ++i) x[i] *= c.scale;
+}
+
+// How many columns the steps cover; the rest is read one by one.
+__device__ __forceinline__ int64_t covered(const Columns& c) {
+    return c.aligned ? c.width / kBlockStep * kBlockStep : 0;
+}
+
+// ---- Scan ----------------------------------------------------------------------------------------------------------
+// A thread's sums relative to its own maximum so far.
+struct Running {
+    float max, sum, weighted;
+};
+
+template <bool weighted, int n>
+__device__ __forceinline__ void add_logits(Running& r, const float* x) {
+    float top = r.max;
+#pragma unroll
+    for (int i = 0; i < n; ++i) top = ScalarMath::max(x[i], top);  // NaN loses here, not in the sum
+    if (top > r.max) {
+        if (r.max > -INFINITY) {
+            const float shift = r.max - top, factor = expf(shift);
+            if (weighted) r.weighted = factor * (r.weighted + (shift > -INFINITY ? shift : 0.0f) * r.sum);
+            r.sum *= factor;
+        }
+        r.max = top;
+    }
+    const float reference = top > -INFINITY ? top : 0.0f;
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+        const Weight<ScalarMath> w = softmax_weight<ScalarMath>(x[i] - reference);
+        r.sum += w.value;
+        if (weighted) r.weighted += w.value * w.log;
+    }
+}
+
+// The whole block's sums, in every thread.
+__device__ __forceinline__ Seen block_seen(const Running& r, double* scratch, bool weighted) {
+    const int warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
+    float* tops = reinterpret_cast<float*>(scratch);
+    const float warp_top = warp_max(r.max);
+    if (lane == 0) tops[warp] = warp_top;
+    __syncthreads();
+    const float top = warp_max(lane < int(blockDim.x) / kWarp ? tops[lane] : -INFINITY);
+    const Seen mine = relative_to({r.max, r.sum, r.weighted}, top);
+    const double sum = block_sum(mine.sum, scratch);
+    return {top, sum, weighted ? block_sum(mine.weighted, scratch) : 0.0};
+}
+
+__device__ __forceinline__ int64_t id_at(const void* ids, bool wide, int64_t place) {
+    return wide ? static_cast<const int64_t*>(ids)[place] : static_cast<const int32_t*>(ids)[place];
+}
+
+template <class T, bool weighted>
+__global__ void __launch_bounds__(kThreads) scan_kernel(const T* logits, Columns c, const void* targets, bool wide,
+                                                        int64_t target_stride, int64_t first, double* state) {
+    const int64_t row = blockIdx.x, rows = gridDim.x;
+    const T* mine = logits + row * c.row_stride;
+    Running running{-INFINITY, 0.0f, 0.0f};
+    const int64_t end = covered(c);
+    for (int64_t i = 0; i < end; i += kBlockStep) {
+        float x[kStep];
+        load_step<T, kWord<T>>(mine, c, i, x);
+        add_logits<weighted, kStep>(running, x);
+    }
+    for (int64_t i = end + threadIdx.x; i < c.width; i += kThreads) {
+        const float x = logit_at(mine, c, i);
+        add_logits<weighted, 1>(running, &x);
+    }
+    Seen seen = block_seen(running, shared<double>(), weighted);
+    if (threadIdx.x != 0) return;
+    if (first > 0) seen = together({state[row], state[rows + row], state[2 * rows + row]}, seen);
+    state[row] = seen.max;
+    state[rows + row] = seen.sum;
+    state[2 * rows + row] = seen.weighted;
+    const int64_t target = id_at(targets, wide, row * target_stride) - first;
+    if (target >= 0 && target < c.width) {
+        state[3 * rows + row] = logit_at(mine, c, target);
+    } else if (first == 0) {
+        state[3 * rows + row] = double(NAN);
+    }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    finish_kernel(const double* state, int64_t rows, float* logprob, float* lse, float* entropy) {
+    const int64_t row = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+    if (row >= rows) return;
+    const Seen seen{state[row], state[rows + row], state[2 * rows + row]};
+    const double sum = log_sum_exp(seen);
+    logprob[row] = float(state[3 * rows + row] - sum);
+    lse[row] = float(sum);
+    if (entropy) entropy[row] = float(entropy_of(seen));
+}
+
+// ---- Gradient ------------------------------------------------------------------------------------------------------
+struct Upstream {
+    const float *lse, *grad_logprob, *entropy, *grad_entropy;  // the last two: both or null
+    int64_t lse_stride, logprob_stride, entropy_stride, grad_entropy_stride;
+};
+
+template <class T>
+__device__ __forceinline__ void store_word(T* to, const float* values) {
+    Pack<T, kWord<T>> word;
+#pragma unroll
+    for (int i = 0; i < kWord<T>; ++i) word.value[i] = from_float<T>(values[i]);
+    *reinterpret_cast<Pack<T, kWord<T>>*>(to) = word;  // through the caches: a matrix product reads it next
+}
+
+template <class T, class Out>
+__global__ void __launch_bounds__(kThreads)
+    grad_kernel(const T* logits, Columns c, const void* targets, bool wide, int64_t target_stride, int64_t first,
+                Upstream up, Out* out, int64_t out_stride) {
+    const int64_t row = blockIdx.x;
+    const T* mine = logits + row * c.row_stride;
+    Out* to = out + row * out_stride;
+    const int64_t target = id_at(targets, wide, row * target_stride) - first;
+    const RowGradient g =
+        row_gradient(up.lse[row * up.lse_stride], up.entropy ? up.entropy[row * up.entropy_stride] : 0,
+                     up.grad_logprob[row * up.logprob_stride],
+                     up.entropy ? up.grad_entropy[row * up.grad_entropy_stride] : 0, c.scale);
+    const int64_t end = covered(c);
+    constexpr int G = kWord<Out>;
+    for (int64_t i = 0; i < end; i += kBlockStep) {
+        float x[kStep];
+        load_step<T, G>(mine, c, i, x);
+#pragma unroll
+        for (int k = 0; k < kStep; ++k) {
+            x[k] = logit_gradient<ScalarMath>(x[k], g) + (column_of<G>(i, k) == target ? g.target : 0.0f);
+        }
+#pragma unroll
+        for (int k = 0; k < kStep; k += G) store_word(to + column_of<G>(i, k), x + k);
+    }
+    for (int64_t i = end + threadIdx.x; i < c.width; i += kThreads) {
+        const float x = logit_gradient<ScalarMath>(logit_at(mine, c, i), g) + (i == target ? g.target : 0.0f);
+        to[i] = from_float<Out>(x);
+    }
+}
+
+// ---- Host ----------------------------------------------------------------------------------------------------------
+void check_tile(const LogitTile& tile) {
+    const View& logits = tile.logits;
+    require(logits.dims == 2 && (logits.shape[1] <= 1 || logits.stride[1] == 1),
+            "logits: expected [N, V] with contiguous rows");
+    require(tile.targets.dims == 1 && tile.targets.shape[0] == logits.shape[0], "targets: expected [N]");
+    require(tile.targets.dtype == DType::i64 || tile.targets.dtype == DType::i32, "targets: expected int64 or int32");
+    require(!tile.bias ||
+                (is_contiguous_1d(tile.bias) && tile.bias.shape[0] == logits.shape[1] && tile.bias.dtype == DType::f32),
+            "bias: expected float32 [V], contiguous");
+}
+
+void check_floats(const View& values, int64_t n, const char* message) {
+    require(values.dims == 1 && values.shape[0] == n && values.dtype == DType::f32, message);
+}
+
+bool rows_aligned(const View& view, size_t size) {
+    return is_aligned(view.data, 16) && (view.shape[0] <= 1 || size_t(view.stride[0]) * size % 16 == 0);
+}
+
+Columns columns_of(const LogitTile& tile, bool aligned) {
+    return {tile.bias ? tile.bias.as<const float>() : nullptr, tile.scale, tile.logits.shape[1], tile.logits.stride[0],
+            aligned};
+}
+
+// body(T{}) for the type of the logits.
+template <class Body>
+void dispatch(DType dtype, const Body& body) {
+    switch (dtype) {
+        case DType::f32:
+            return body(float{});
+        case DType::bf16:
+            return body(BFloat16{});
+        case DType::f16:
+            return body(Half{});
+        default:
+            throw InvalidInput("logits: expected float32, bfloat16 or float16");
+    }
+}
+
+template <class T, class Out>
+void run_grad(const LogitTile& tile, const Upstream& up, const View& out, Stream stream) {
+    const bool aligned = rows_aligned(tile.logits, sizeof(T)) && rows_aligned(out, sizeof(Out));
+    launch(grad_kernel<T, Out>, tile.logits.shape[0], kThreads, 0, stream, tile.logits.as<const T>(),
+           columns_of(tile, aligned), tile.targets.data, tile.targets.dtype == DType::i64, tile.targets.stride[0],
+           tile.first, up, out.as<Out>(), out.stride[0]);
+}
+
+}  // namespace
+
+void logprob_scan(const LogitTile& tile, const View& state, bool weighted, Stream stream) {
+    check_tile(tile);
+    const int64_t rows = tile.logits.shape[0];
+    require(state.dims == 2 && state.shape[0] == 4 && state.shape[1] == rows && state.dtype == DType::f64 &&
+                is_contiguous(state),
+            "state: expected float64 [4, N], contiguous");
+    if (rows == 0) return;
+    const DeviceGuard guard(tile.logits.device);
+    dispatch(tile.logits.dtype, [&](auto example) {
+        using T = decltype(example);
+        const auto kernel = weighted ? scan_kernel<T, true> : scan_kernel<T, false>;
+        launch(kernel, rows, kThreads, kScratchBytes, stream, tile.logits.as<const T>(),
+               columns_of(tile, rows_aligned(tile.logits, sizeof(T))), tile.targets.data,
+               tile.targets.dtype == DType::i64, tile.targets.stride[0], tile.first, state.as<double>());
+    });
+}
+
+void logprob_finish(const View& state, const View& logprob, const View& lse, const View& entropy, Stream stream) {
+    const int64_t rows = logprob.size();
+    require(state.dims == 2 && state.shape[0] == 4 && state.shape[1] == rows && state.dtype == DType::f64 &&
+                is_contiguous(state),
+            "state: expected float64 [4, N], contiguous");
+    for (const View* out : {&logprob, &lse, &entropy}) {
+        if (!*out) continue;
+        check_floats(*out, rows, "logprob, lse, entropy: expected float32 [N]");
+        require(is_contiguous_1d(*out), "logprob, lse, entropy: expected contiguous tensors");
+    }
+    if (rows == 0) return;
+    const DeviceGuard guard(state.device);
+    launch(finish_kernel, (rows + kThreads - 1) / kThreads, kThreads, 0, stream, state.as<const double>(), rows,
+           logprob.as<float>(), lse.as<float>(), entropy ? entropy.as<float>() : nullptr);
+}
+
+void logprob_grad(const LogitTile& tile, const LogprobGradient& gradient, const View& out, Stream stream) {
+    check_tile(tile);
+    const int64_t rows = tile.logits.shape[0];
+    check_floats(gradient.lse, rows, "lse: expected float32 [N]");
+    check_floats(gradient.grad_logprob, rows, "grad_logprob: expected float32 [N]");
+    require(bool(gradient.entropy) == bool(gradient.grad_entropy), "entropy, grad_entropy: expected both or none");
+    if (gradient.entropy) {
+        check_floats(gradient.entropy, rows, "entropy: expected float32 [N]");
+        check_floats(gradient.grad_entropy, rows, "grad_entropy: expected float32 [N]");
+    }
+    require(out.dims == 2 && out.shape[0] == rows && out.shape[1] == tile.logits.shape[1] &&
+                (out.shape[1] <= 1 || out.stride[1] == 1),
+            "out: expected the shape of logits, with contiguous rows");
+    require(out.dtype == tile.logits.dtype || tile.logits.dtype == DType::f32,
+            "out: expected the dtype of logits, unless they are float32");
+    if (rows == 0) return;
+    const Upstream up{gradient.lse.as<const float>(),
+                      gradient.grad_logprob.as<const float>(),
+                      gradient.entropy ? gradient.entropy.as<const float>() : nullptr,
+                      gradient.entropy ? gradient.grad_entropy.as<const float>() : nullptr,
+                      gradient.lse.stride[0],
+                      gradient.grad_logprob.stride[0],
+                      gradient.entropy.stride[0],
+                      gradient.grad_entropy.stride[0]};
+    const DeviceGuard guard(tile.logits.device);
+    dispatch(tile.logits.dtype, [&](auto example) {
+        using T = decltype(example);
+        if (out.dtype == tile.logits.dtype) return run_grad<T, T>(tile, up, out, stream);
+        if (out.dtype == DType::bf16) return run_grad<float, BFloat16>(tile, up, out, stream);
+        require(out.dtype == DType::f16, "out: expected float32, bfloat16 or float16");
+        return run_grad<float, Half>(tile, up, out, stream);
+    });
+}
+
+}  // namespace turnwise::cuda

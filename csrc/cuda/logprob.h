@@ -1,0 +1,14 @@
+// Log-probability, entropy and their gradient on tiles of logits; what csrc/ops/logprob.h does, on a GPU.
+#pragma once
+
+#include "cuda/stream.h"
+#include "ops/logprob.h"
+
+namespace turnwise::cuda {
+
+void logprob_scan(const LogitTile& tile, const View& state, bool weighted, Stream stream);
+void logprob_finish(const View& state, const View& logprob, const View& lse, const View& entropy, Stream stream);
+// `out` has the shape of the logits, and their dtype or, where they are float32, another.
+void logprob_grad(const LogitTile& tile, const LogprobGradient& gradient, const View& out, Stream stream);
+
+}  // namespace turnwise::cuda

@@ -1,0 +1,203 @@
+#include "ops/logprob.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "core/check.h"
+#include "core/float16.h"
+#include "core/isa.h"
+#include "core/parallel.h"
+#include "ops/logprob_kernel.h"
+#include "ops/scalar_math.h"
+
+namespace turnwise {
+
+const LogprobKernels& logprob_kernels_baseline();
+#if defined(TURNWISE_X86)
+const LogprobKernels& logprob_kernels_avx2();
+const LogprobKernels& logprob_kernels_avx512();
+#endif
+
+namespace {
+
+constexpr int64_t kValuesPerThread = 16384;  // below this a second thread costs more than it brings
+
+const LogprobKernels& kernels() {
+#if defined(TURNWISE_X86)
+    if (isa() == Isa::avx512) return logprob_kernels_avx512();
+    if (isa() == Isa::avx2) return logprob_kernels_avx2();
+#endif
+    return logprob_kernels_baseline();
+}
+
+bool is_narrow_float(DType dtype) {
+    return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16;
+}
+
+void check_floats(const View& values, int64_t n, const char* message) {
+    require(values.dims == 1 && values.shape[0] == n && values.dtype == DType::f32, message);
+}
+
+struct State {
+    State(const View& view, int64_t n) : data(view.as<double>()), n(n) {
+        require(view.dims == 2 && view.shape[0] == 4 && view.shape[1] == n && view.dtype == DType::f64 &&
+                    is_contiguous(view),
+                "state: expected float64 [4, N], contiguous");
+    }
+    Seen seen(int64_t row) const { return {data[row], data[n + row], data[2 * n + row]}; }
+    double& picked(int64_t row) const { return data[3 * n + row]; }
+    void keep(int64_t row, const Seen& s) const {
+        data[row] = s.max;
+        data[n + row] = s.sum;
+        data[2 * n + row] = s.weighted;
+    }
+
+    double* data;
+    int64_t n;
+};
+
+class Tile {
+  public:
+    explicit Tile(const LogitTile& tile) : tile_(tile), rows_(tile.logits.shape[0]), width_(tile.logits.shape[1]) {
+        const View& logits = tile.logits;
+        require(logits.dims == 2 && is_narrow_float(logits.dtype), "logits: expected float32, bf16 or f16 [N, V]");
+        require(width_ <= 1 || logits.stride[1] == 1, "logits: expected contiguous rows");
+        const View& targets = tile.targets;
+        require(targets.dims == 1 && targets.shape[0] == rows_, "targets: expected [N]");
+        require(targets.dtype == DType::i64 || targets.dtype == DType::i32, "targets: expected int64 or int32");
+        const View& bias = tile.bias;
+        require(!bias || (is_contiguous_1d(bias) && bias.shape[0] == width_ && bias.dtype == DType::f32),
+                "bias: expected float32 [V], contiguous");
+    }
+
+    int64_t rows() const { return rows_; }
+    int64_t width() const { return width_; }
+
+    // The column of a row's target in this tile; -1: it lies in another.
+    int64_t target(int64_t row) const {
+        const View& targets = tile_.targets;
+        const int64_t place = row * targets.stride[0];
+        const int64_t id = targets.dtype == DType::i64 ? targets.as<int64_t>()[place] : targets.as<int32_t>()[place];
+        return id >= tile_.first && id < tile_.first + width_ ? id - tile_.first : -1;
+    }
+
+    float value(int64_t row, int64_t column) const {
+        const int64_t place = row * tile_.logits.stride[0] + column;
+        const float bias = tile_.bias ? tile_.bias.as<float>()[column] : 0.0f;
+        return (read(tile_.logits, place) + bias) * tile_.scale;
+    }
+
+    template <class Body>
+    void each_piece(int64_t row, const Body& body) const {
+        for (int64_t begin = 0; begin < width_; begin += kLogitPiece) {
+            const int n = int(std::min<int64_t>(kLogitPiece, width_ - begin));
+            const float* bias = tile_.bias ? tile_.bias.as<float>() + begin : nullptr;
+            body(LogitPiece{tile_.logits, row * tile_.logits.stride[0] + begin, bias, n, tile_.scale}, begin);
+        }
+    }
+
+    template <class Body>
+    void each_row(int threads, const Body& body) const {
+        const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(threads, rows_ * width_ / kValuesPerThread));
+        run_parts(int(parts), [&](int part) {
+            for (int64_t row = rows_ * part / parts; row < rows_ * (part + 1) / parts; ++row) body(row);
+        });
+    }
+
+    static float read(const View& view, int64_t place) {
+        if (view.dtype == DType::bf16) return to_float(view.as<BFloat16>()[place]);
+        if (view.dtype == DType::f16) return to_float(view.as<Half>()[place]);
+        return view.as<float>()[place];
+    }
+    static void write(const View& view, int64_t place, float value) {
+        if (view.dtype == DType::bf16) {
+            view.as<BFloat16>()[place] = to_bfloat16(value);
+        } else if (view.dtype == DType::f16) {
+            view.as<Half>()[place] = to_half(value);
+        } else {
+            view.as<float>()[place] = value;
+        }
+    }
+
+  private:
+    const LogitTile& tile_;
+    int64_t rows_, width_;
+};
+
+}  // namespace
+
+void logprob_scan(const LogitTile& given, const View& state_view, bool weighted, int threads) {
+    const Tile tile(given);
+    const State state(state_view, tile.rows());
+    const LogprobKernels& kernel = kernels();
+    tile.each_row(threads, [&](int64_t row) {
+        Seen seen = given.first == 0 ? nothing_seen() : state.seen(row);
+        if (given.first == 0) state.picked(row) = std::numeric_limits<double>::quiet_NaN();
+        tile.each_piece(row,
+                        [&](const LogitPiece& piece, int64_t) { seen = together(seen, kernel.scan(piece, weighted)); });
+        state.keep(row, seen);
+        const int64_t target = tile.target(row);
+        if (target >= 0) state.picked(row) = tile.value(row, target);
+    });
+}
+
+void logprob_finish(const View& state_view, const View& logprob, const View& lse, const View& entropy) {
+    const int64_t n = logprob.shape[0];
+    const State state(state_view, n);
+    check_floats(logprob, n, "logprob: expected float32 [N]");
+    check_floats(lse, n, "lse: expected float32 [N]");
+    if (entropy) check_floats(entropy, n, "entropy: expected float32 [N]");
+    for (int64_t row = 0; row < n; ++row) {
+        const Seen seen = state.seen(row);
+        const double sum = log_sum_exp(seen);
+        logprob.as<float>()[row * logprob.stride[0]] = float(state.picked(row) - sum);
+        lse.as<float>()[row * lse.stride[0]] = float(sum);
+        if (entropy) entropy.as<float>()[row * entropy.stride[0]] = float(entropy_of(seen));
+    }
+}
+
+void logprob_grad(const LogitTile& given, const LogprobGradient& gradient, const View& out, int threads) {
+    const Tile tile(given);
+    check_floats(gradient.lse, tile.rows(), "lse: expected float32 [N]");
+    check_floats(gradient.grad_logprob, tile.rows(), "grad_logprob: expected float32 [N]");
+    require(bool(gradient.entropy) == bool(gradient.grad_entropy), "entropy, grad_entropy: expected both or none");
+    if (gradient.entropy) {
+        check_floats(gradient.entropy, tile.rows(), "entropy: expected float32 [N]");
+        check_floats(gradient.grad_entropy, tile.rows(), "grad_entropy: expected float32 [N]");
+    }
+    require(out.dims == 2 && out.shape[0] == tile.rows() && out.shape[1] == tile.width() &&
+                out.dtype == given.logits.dtype && (tile.width() <= 1 || out.stride[1] == 1),
+            "out: expected the shape and dtype of logits, with contiguous rows");
+    const LogprobKernels& kernel = kernels();
+    const auto at = [](const View& values, int64_t row) {
+        return values ? values.as<float>()[row * values.stride[0]] : 0.0f;
+    };
+    tile.each_row(threads, [&](int64_t row) {
+        const RowGradient g = row_gradient(at(gradient.lse, row), at(gradient.entropy, row),
+                                           at(gradient.grad_logprob, row), at(gradient.grad_entropy, row), given.scale);
+        const int64_t target = tile.target(row);
+        // The target's own is made in float32, before its logit may be overwritten.
+        const float x = target >= 0 ? tile.value(row, target) : 0.0f;
+        const int64_t start = row * out.stride[0];
+        tile.each_piece(row,
+                        [&](const LogitPiece& piece, int64_t begin) { kernel.grad(piece, g, out, start + begin); });
+        if (target >= 0) Tile::write(out, start + target, g.target + logit_gradient<ScalarMath>(x, g));
+    });
+}
+
+void add_narrow(const View& total, const View& part, int threads) {
+    require(total.dims == 2 && part.dims == 2 && total.shape[0] == part.shape[0] && total.shape[1] == part.shape[1],
+            "part: expected the shape of total");
+    require(total.dtype == DType::f32 && is_narrow_float(part.dtype), "total, part: expected float32 and a float");
+    const int64_t rows = total.shape[0], width = total.shape[1];
+    require(width <= 1 || (total.stride[1] == 1 && part.stride[1] == 1), "total, part: expected contiguous rows");
+    const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(threads, rows * width / kValuesPerThread));
+    run_parts(int(parts), [&](int i) {
+        for (int64_t row = rows * i / parts; row < rows * (i + 1) / parts; ++row) {
+            kernels().add(part, row * part.stride[0], width, total.as<float>() + row * total.stride[0]);
+        }
+    });
+}
+
+}  // namespace turnwise

@@ -1,0 +1,128 @@
+// The loops over logits. Compiled once per instruction set with TW_ISA naming the function that it exports, so nothing
+// here may be an inline function with external linkage.
+#include "ops/logprob_kernel.h"
+
+#include "core/simd_narrow.h"
+
+namespace turnwise {
+namespace {
+
+struct VectorMath {
+    using F = VecF;
+    using M = VecM;
+    static TW_INLINE F set(float x) { return broadcast(x); }
+    static TW_INLINE F max(F a, F b) { return vec_max(a, b); }
+    static TW_INLINE F exp(F x) { return vec_exp(x); }
+    static TW_INLINE F select(M m, F a, F b) { return vec_select(m, a, b); }
+};
+
+constexpr int kLanes = Lanes::count;
+constexpr float kInfinity = INFINITY;
+
+template <class T>
+struct Row {
+    const T* logits;
+    const float* bias;
+    int n;
+    VecF scale;
+
+    TW_INLINE VecF scaled(VecF x, VecF b) const { return (x + b) * scale; }
+    TW_INLINE VecF at(int i) const {
+        return bias ? scaled(load(logits + i), load(bias + i)) : load(logits + i) * scale;
+    }
+    // Lanes beyond the end hold -inf, which weighs nothing.
+    TW_INLINE VecF tail(int i) const {
+        const VecF x = load_first(logits + i, n - i, -kInfinity);
+        return bias ? scaled(x, load_first(bias + i, n - i, 0.0f)) : x * scale;
+    }
+};
+
+template <class T>
+Row<T> row_of(const LogitPiece& piece) {
+    return {static_cast<const T*>(piece.logits.data) + piece.offset, piece.bias, piece.n, broadcast(piece.scale)};
+}
+
+template <class T>
+TW_INLINE float largest(const Row<T>& row) {
+    // Four at a time: a maximum waits for the one before it.
+    VecF top[4] = {broadcast(-kInfinity), broadcast(-kInfinity), broadcast(-kInfinity), broadcast(-kInfinity)};
+    int i = 0;
+    for (; i + 4 * kLanes <= row.n; i += 4 * kLanes) {
+        for (int k = 0; k < 4; ++k) top[k] = vec_max(row.at(i + k * kLanes), top[k]);  // NaN loses here, not in the sum
+    }
+    for (; i + kLanes <= row.n; i += kLanes) top[0] = vec_max(row.at(i), top[0]);
+    if (i < row.n) top[0] = vec_max(row.tail(i), top[0]);
+    return max_lanes(vec_max(vec_max(top[0], top[1]), vec_max(top[2], top[3])));
+}
+
+template <class T, bool weighted>
+Seen scan_row(const Row<T> row) {
+    const float top = largest(row);
+    const VecF reference = broadcast(top > -kInfinity ? top : 0.0f);
+    VecF sum[4] = {broadcast(0.0f), broadcast(0.0f), broadcast(0.0f), broadcast(0.0f)};
+    VecF product[4] = {broadcast(0.0f), broadcast(0.0f), broadcast(0.0f), broadcast(0.0f)};
+    const auto add = [&](VecF x, int k) {
+        const Weight<VectorMath> w = softmax_weight<VectorMath>(x - reference);
+        sum[k] = sum[k] + w.value;
+        if (weighted) product[k] = fma(w.value, w.log, product[k]);
+    };
+    int i = 0;
+    for (; i + 4 * kLanes <= row.n; i += 4 * kLanes) {
+        for (int k = 0; k < 4; ++k) add(row.at(i + k * kLanes), k);
+    }
+    for (; i + kLanes <= row.n; i += kLanes) add(row.at(i), 0);
+    if (i < row.n) add(row.tail(i), 0);
+    const double total = sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
+    return {top, total, weighted ? sum_lanes((product[0] + product[1]) + (product[2] + product[3])) : 0};
+}
+
+template <class T>
+Seen scan_as(const LogitPiece& piece, bool weighted) {
+    return weighted ? scan_row<T, true>(row_of<T>(piece)) : scan_row<T, false>(row_of<T>(piece));
+}
+
+template <class T>
+void grad_as(const LogitPiece& piece, const RowGradient& given, const View& out, int64_t out_offset) {
+    const Row<T> row = row_of<T>(piece);
+    const RowGradient gradient = given;  // a copy that no store can alias
+    T* to = static_cast<T*>(out.data) + out_offset;
+    int i = 0;
+    for (; i + kLanes <= row.n; i += kLanes) store(to + i, logit_gradient<VectorMath>(row.at(i), gradient));
+    if (i < row.n) store_first(to + i, row.n - i, logit_gradient<VectorMath>(row.tail(i), gradient));
+}
+
+template <class T>
+void add_as(const View& part, int64_t offset, int64_t n, float* total) {
+    const T* from = static_cast<const T*>(part.data) + offset;
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) store(total + i, load(total + i) + load(from + i));
+    for (; i < n; ++i) total[i] += to_float(from[i]);
+}
+
+Seen scan(const LogitPiece& piece, bool weighted) {
+    if (piece.logits.dtype == DType::bf16) return scan_as<BFloat16>(piece, weighted);
+    if (piece.logits.dtype == DType::f16) return scan_as<Half>(piece, weighted);
+    return scan_as<float>(piece, weighted);
+}
+
+void grad(const LogitPiece& piece, const RowGradient& gradient, const View& out, int64_t out_offset) {
+    if (piece.logits.dtype == DType::bf16) return grad_as<BFloat16>(piece, gradient, out, out_offset);
+    if (piece.logits.dtype == DType::f16) return grad_as<Half>(piece, gradient, out, out_offset);
+    return grad_as<float>(piece, gradient, out, out_offset);
+}
+
+void add(const View& part, int64_t offset, int64_t n, float* total) {
+    if (part.dtype == DType::bf16) return add_as<BFloat16>(part, offset, n, total);
+    if (part.dtype == DType::f16) return add_as<Half>(part, offset, n, total);
+    return add_as<float>(part, offset, n, total);
+}
+
+constexpr LogprobKernels kKernels = {scan, grad, add};
+
+}  // namespace
+
+const LogprobKernels& TW_ISA() {
+    return kKernels;
+}
+
+}  // namespace turnwise

@@ -1,0 +1,74 @@
+// Log-softmax of a row of logits met piece by piece: what is kept of the row, and the gradient of one logit. Written
+// once for host and device, over a Math as policy_loss_math.h describes it.
+//
+// Online softmax: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
+#pragma once
+
+#include <cmath>
+
+#include "ops/policy_loss_math.h"
+
+namespace turnwise {
+
+constexpr float kLeastLog = -87.0f;  // exp of less counts as 0; there every step of exp is still a normal number
+
+// exp(x) for logits x relative to about the largest: x <= 0, or what rounding leaves above it. NaN stays NaN.
+template <class Math>
+struct Weight {
+    typename Math::F log, value;
+};
+template <class Math>
+TW_HD Weight<Math> softmax_weight(typename Math::F x) {
+    const auto least = Math::set(kLeastLog);
+    const auto log = Math::max(least, x);
+    return {log, Math::select(x < least, Math::set(0.0f), Math::exp(log))};
+}
+
+// What is kept of the logits x seen so far: their maximum, sum(exp(x - max)) and sum(exp(x - max) * (x - max)).
+struct Seen {
+    double max, sum, weighted;
+};
+
+TW_HD Seen nothing_seen() {
+    return {-double(INFINITY), 0, 0};
+}
+
+// The same relative to a larger maximum.
+TW_HD Seen relative_to(const Seen& s, double top) {
+    if (!(s.max > -double(INFINITY))) return {top, s.sum, 0};  // the sum is 0, or NaN
+    const double shift = s.max - top, factor = exp(shift);
+    return {top, factor * s.sum, factor * (s.weighted + shift * s.sum)};
+}
+
+TW_HD Seen together(const Seen& a, const Seen& b) {
+    const double top = a.max > b.max ? a.max : b.max;
+    const Seen left = relative_to(a, top), right = relative_to(b, top);
+    return {top, left.sum + right.sum, left.weighted + right.weighted};
+}
+
+TW_HD double log_sum_exp(const Seen& s) {
+    return s.max + log(s.sum);
+}
+TW_HD double entropy_of(const Seen& s) {
+    return log(s.sum) - s.weighted / s.sum;
+}
+
+// With p = exp(x - lse) and H = -sum(p log p), upstream gradients g of log p[target] and h of H: the gradient of a
+// logit before its scaling is  g ([target] - p) - h p (log p + H).
+struct RowGradient {
+    float lse;
+    float flat, slope;  // p (flat + slope log p)
+    float target;       // what the target's logit gets besides
+};
+
+TW_HD RowGradient row_gradient(float lse, float entropy, float grad_logprob, float grad_entropy, float scale) {
+    return {lse, -scale * (grad_logprob + grad_entropy * entropy), -scale * grad_entropy, scale * grad_logprob};
+}
+
+template <class Math>
+TW_HD typename Math::F logit_gradient(typename Math::F x, const RowGradient& row) {
+    const Weight<Math> p = softmax_weight<Math>(x - Math::set(row.lse));
+    return p.value * (Math::set(row.flat) + Math::set(row.slope) * p.log);
+}
+
+}  // namespace turnwise

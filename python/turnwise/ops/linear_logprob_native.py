@@ -1,0 +1,218 @@
+"""The LM head tile by tile: products by torch's BLAS, everything else by the compiled module while a tile is in the
+cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backends import native_core
+from .logprob_tiles import Tile, Upstream, add_narrow, finish, grad, new_state, scan
+
+_TOKENS = 2048  # rows of a tile
+# Logits of a tile. CPU: a few MiB, which stay in the cache; the backward adds to [tokens, H] per tile, so it takes more
+# columns at once. GPU: large enough to keep the tensor cores busy, at 6 bytes (float32 and the narrow gradient) each.
+_CPU_FORWARD, _CPU_BACKWARD, _GPU = 1 << 20, 1 << 21, 1 << 24
+
+
+def _onednn() -> Any:
+    """oneDNN's product ``x @ w.T`` of float32 on CPUs, twice as fast as MKL's on some; None where torch lacks it."""
+    if not torch.backends.mkldnn.is_available():
+        return None
+    return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+
+
+class Products:
+    """The three matrix products, of ``hidden [n, H]``, ``weight [v, H]`` and gradients ``d [n, v]`` of logits."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.on_gpu = native_core(hidden)[0] == "cuda"
+        self.wide = hidden.dtype is torch.float32
+        self.dtype = torch.float32 if self.on_gpu else hidden.dtype  # of the logits
+        self.linear = _onednn() if self.wide and hidden.is_cpu and not self.on_gpu else None
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """On a GPU always float32: tensor cores sum in it, and rounding a logit of 30 to bf16 costs up to 0.06."""
+        if self.linear is not None:
+            return self.linear(hidden, weight, None, "none", [], "")
+        if self.dtype is hidden.dtype:
+            return torch.mm(hidden, weight.t())
+        if hidden.is_cuda:
+            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        return torch.mm(hidden.float(), weight.float().t())  # the GPU's way, emulated
+
+    def add_hidden(self, total: Tensor, d: Tensor, weight: Tensor) -> None:
+        """``total += d @ weight``, in float32."""
+        if self.linear is not None:
+            total.add_(self.linear(d, weight.t(), None, "none", [], ""))
+        elif self.wide:
+            total.addmm_(d, weight)
+        elif d.is_cuda:
+            total.add_(torch.mm(d, weight, out_dtype=torch.float32))
+        else:
+            add_narrow(total, torch.mm(d, weight))
+
+    def weight_gradient(self, out: Tensor, d: Tensor, hidden: Tensor) -> None:
+        """``out = d.T @ hidden``."""
+        if self.linear is not None:
+            out.copy_(self.linear(d.t(), hidden.t(), None, "none", [], ""))
+        else:
+            torch.mm(d.t(), hidden, out=out)
+
+    def add_weight(self, total: Tensor, d: Tensor, hidden: Tensor) -> None:
+        """``total += d.T @ hidden``, in float32."""
+        self.add_hidden(total, d.t(), hidden)
+
+
+class Head:
+    """Hidden states, weights and targets, cut into tiles; positions are gathered block by block."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        bias: Tensor | None,
+        positions: Tensor | None,
+        temperature: float,
+    ) -> None:
+        self.hidden, self.weight, self.targets, self.positions = hidden, weight, targets, positions
+        self.bias = None if bias is None else bias.float().contiguous()
+        self.scale = 1.0 / temperature
+        self.tokens, self.vocabulary = targets.shape[0], weight.shape[0]
+        self.products = Products(hidden)
+
+    def blocks(self, size: int = _TOKENS) -> list[slice]:
+        return [slice(i, min(i + size, self.tokens)) for i in range(0, self.tokens, size)]
+
+    def columns(self, backward: bool, tokens: int) -> Iterator[slice]:
+        logits = _GPU if self.products.on_gpu else _CPU_BACKWARD if backward else _CPU_FORWARD
+        width = max(256, logits // max(tokens, 1) // 64 * 64)
+        return (slice(i, min(i + width, self.vocabulary)) for i in range(0, self.vocabulary, width))
+
+    def rows(self, block: slice) -> Tensor:
+        if self.positions is None:
+            return self.hidden[block]
+        return self.hidden.index_select(0, self.positions[block])
+
+    def tile(self, rows: Tensor, block: slice, columns: slice) -> Tile:
+        logits = self.products.logits(rows, self.weight[columns])
+        bias = None if self.bias is None else self.bias[columns]
+        return Tile(logits, bias, self.targets[block], columns.start, self.scale)
+
+
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    positions: Tensor | None,
+    temperature: float,
+    entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``logprob``, ``lse`` and ``entropy`` (``[0]`` if not asked for), float32."""
+    head = Head(hidden, weight, targets, bias, positions, temperature)
+    blocks = head.blocks()
+    states = [new_state(block.stop - block.start, hidden) for block in blocks]
+    for columns in head.columns(False, min(head.tokens, _TOKENS)):
+        for block, state in zip(blocks, states, strict=True):
+            scan(head.tile(head.rows(block), block, columns), state, entropy)
+    if not blocks:
+        return finish(new_state(0, hidden), entropy)
+    if len(blocks) == 1:
+        return finish(states[0], entropy)
+    logprob, lse, entropies = zip(*(finish(state, entropy) for state in states), strict=True)
+    return torch.cat(logprob), torch.cat(lse), torch.cat(entropies)
+
+
+class Gradients:
+    """Of hidden, weight and bias, as far as asked for, filled tile by tile."""
+
+    def __init__(self, head: Head, need_hidden: bool, need_weight: bool, need_bias: bool) -> None:
+        self.head, self.products = head, head.products
+        hidden, weight = head.hidden, head.weight
+        self.hidden = hidden.new_zeros(hidden.shape if need_hidden else 0)
+        self.weight = weight.new_empty(weight.shape if need_weight else 0)
+        self.bias = torch.zeros(head.vocabulary if need_bias else 0, dtype=torch.float32, device=hidden.device)
+        self.need_hidden, self.need_weight, self.need_bias = need_hidden, need_weight, need_bias
+
+    def new_hidden(self, tokens: int) -> Tensor:
+        """Float32 sums for the hidden rows of a block."""
+        return torch.zeros((tokens, self.head.hidden.shape[1]), dtype=torch.float32, device=self.hidden.device)
+
+    def keep_hidden(self, block: slice, sums: Tensor) -> None:
+        """Puts a block's rows where they belong; a position may come more than once."""
+        positions = self.head.positions
+        values = sums.to(self.hidden.dtype)
+        if positions is None:
+            self.hidden[block] = values
+        else:
+            # Sorts on a GPU, where index_add_ would add in any order.
+            self.hidden.index_put_((positions[block],), values, accumulate=True)
+
+    def add_bias(self, columns: slice, d: Tensor) -> None:
+        if self.need_bias:
+            self.bias[columns] += d.sum(0, dtype=torch.float32)
+
+
+def backward(
+    grad_logprob: Tensor,
+    grad_entropy: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    positions: Tensor | None,
+    lse: Tensor,
+    entropy: Tensor | None,
+    temperature: float,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of hidden, weight and bias, ``[0]`` where not needed. The logits are made anew, tile by tile."""
+    head = Head(hidden, weight, targets, bias, positions, temperature)
+    gradients = Gradients(head, need_hidden, need_weight, need_bias)
+    upstream = Upstream(lse, grad_logprob, entropy, grad_entropy)
+    blocks = head.blocks()
+    sums = [gradients.new_hidden(block.stop - block.start) if need_hidden else None for block in blocks]
+    if not blocks:
+        gradients.weight.zero_()
+    for columns in head.columns(True, min(head.tokens, _TOKENS)):
+        _tile_backward(head, gradients, upstream, blocks, sums, columns)
+    for block, total in zip(blocks, sums, strict=True):
+        if total is not None:
+            gradients.keep_hidden(block, total)
+    return gradients.hidden, gradients.weight, gradients.bias.to(hidden.dtype if bias is None else bias.dtype)
+
+
+def _tile_backward(
+    head: Head,
+    gradients: Gradients,
+    upstream: Upstream,
+    blocks: list[slice],
+    sums: list[Tensor | None],
+    columns: slice,
+) -> None:
+    """All tokens for some columns, so that their weights' gradient is written once."""
+    products, part = head.products, head.weight[columns]
+    total = None
+    if gradients.need_weight and len(blocks) > 1:
+        total = torch.zeros(part.shape, dtype=torch.float32, device=part.device)
+    for block, hidden_sums in zip(blocks, sums, strict=True):
+        rows = head.rows(block)
+        tile = head.tile(rows, block, columns)
+        d = tile.logits if tile.logits.dtype is part.dtype else torch.empty_like(tile.logits, dtype=part.dtype)
+        grad(tile, upstream.rows(block), d)
+        gradients.add_bias(columns, d)
+        if hidden_sums is not None:
+            products.add_hidden(hidden_sums, d, part)
+        if total is not None:
+            products.add_weight(total, d, rows)
+        elif gradients.need_weight:
+            products.weight_gradient(gradients.weight[columns], d, rows)
+    if total is not None:
+        gradients.weight[columns] = total
