@@ -1,0 +1,77 @@
+"""Token-level rewards against verl's own functions: sums, discounted returns, generalised advantage estimation."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from turnwise.ops import gae, token_returns, token_reward_sum
+
+SEEDS = {"native": 2000, "torch": 200}
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+
+backends = pytest.mark.parametrize("backend", ["native", "torch"])
+
+
+def draw(streams: Any, seed: int) -> tuple[Tensor, Tensor, Any]:
+    """Rewards ``[B, T]`` and the mask as float64, at least two tokens of which train."""
+    s = streams(seed)
+    s.mask.view(-1)[:2] = True
+    return s.old.clone(), s.mask.double(), s
+
+
+@backends
+def test_returns(verl: Any, streams: Any, backend: str) -> None:
+    """Of REINFORCE++, with tool answers inside a row passed over."""
+    for seed in range(SEEDS[backend]):
+        rewards, mask, s = draw(streams, seed)
+        if mask.numel() < 2:
+            continue
+        gamma = s.choose.choice([1.0, s.choose.uniform(0.5, 1)])
+        _, expected = verl.compute_reinforce_plus_plus_outcome_advantage(
+            rewards.double(), mask, config=SimpleNamespace(gamma=gamma)
+        )
+        got = token_returns(rewards, gamma, mask=s.mask, backend=backend)
+        torch.testing.assert_close(got.double(), expected, **TOLERANCE)
+
+
+@backends
+def test_gae(verl: Any, streams: Any, backend: str) -> None:
+    """verl whitens its advantages and keeps the plain ones only within its returns, ``A + V``. Where a token doesn't
+    train it carries the next one's figures along; ours are 0."""
+    for seed in range(SEEDS[backend]):
+        rewards, mask, s = draw(streams, seed)
+        if mask.numel() < 2:
+            continue
+        gamma, lam = s.choose.uniform(0.8, 1), s.choose.choice([0.0, 1.0, s.choose.uniform(0.5, 1)])
+        values = s.double("ref")
+        _, returns = verl.compute_gae_advantage_return(rewards.double(), values, mask, gamma, lam)
+        advantages, got = gae(rewards, s.ref, mask=s.mask, gamma=gamma, lam=lam, backend=backend)
+        torch.testing.assert_close(got.double()[s.mask], returns[s.mask], **TOLERANCE)
+        torch.testing.assert_close(advantages.double()[s.mask], (returns - values)[s.mask], **TOLERANCE)
+        assert advantages[~s.mask].eq(0).all() and got[~s.mask].eq(0).all()
+
+
+@backends
+def test_sum(verl: Any, streams: Any, backend: str) -> None:
+    """verl's GRPO adds a row's rewards up by itself: a group of one, not divided, leaves that sum."""
+    for seed in range(SEEDS[backend] // 4):
+        rewards, mask, s = draw(streams, seed)
+        alone = [f"q{row}" for row in range(len(rewards))]
+        expected = verl.compute_grpo_outcome_advantage(
+            rewards.double() * mask, torch.ones_like(mask), alone, norm_adv_by_std_in_grpo=False
+        )[0][:, 0]
+        got = token_reward_sum(rewards, mask=s.mask, backend=backend)
+        torch.testing.assert_close(got.double(), expected, **TOLERANCE)
+
+
+def test_rewards_outside_the_mask(verl: Any) -> None:
+    """verl's estimators add up rewards of tokens that don't train, too; ours leave them out."""
+    rewards, mask = torch.tensor([[1.0, 5.0]]), torch.tensor([[1.0, 0.0]])
+    theirs = verl.compute_grpo_outcome_advantage(rewards, mask, ["q"], norm_adv_by_std_in_grpo=False)[0]
+    assert theirs[0, 0].item() == 6
+    assert token_reward_sum(rewards, mask=mask).tolist() == [1.0]
