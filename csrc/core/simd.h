@@ -257,22 +257,49 @@ TW_INLINE VecM operator>(VecF a, VecF b) {
     return b < a;
 }
 
+TW_INLINE void spread(float x, VecF& out) {
+    out = broadcast(x);
+}
+TW_INLINE void load_into(const float* from, VecF& out) {
+    out = load(from);
+}
+TW_INLINE void load_into(const uint8_t* from, VecM& out) {
+    out = load_mask(from);
+}
+TW_INLINE void all_true_into(VecM& out) {
+    out = all_true();
+}
+// The same number in every lane of a vector, or of what stands for one.
+template <class V>
+TW_INLINE V broadcast_to(float x) {
+    V out;
+    spread(x, out);
+    return out;
+}
+
 // exp(x) for |x| <= 80, to 2 ulp: x = n ln 2 + r, exp(r) = 1 + r + r^2 q(r) with q fitted to least the largest relative
 // error on |r| <= ln(2)/2. NaN stays NaN.
-TW_INLINE VecF vec_exp(VecF x) {
-    const VecF shift = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, which the low bits hold
-    const VecF shifted = fma(x, broadcast(1.442695041f), shift);
-    const VecF n = shifted - shift;
-    const VecF r = fma(n, broadcast(-1.7409306e-3f), fma(n, broadcast(-0.69140625f), x));
-    VecF q = fma(r, broadcast(1.3814539e-3f), broadcast(8.368745e-3f));
-    q = fma(q, r, broadcast(4.166839e-2f));
-    q = fma(q, r, broadcast(1.6666521e-1f));
-    q = fma(q, r, broadcast(4.9999994e-1f));
-    return fma(q * r, r, r + broadcast(1.0f)) * power_of_two(shifted);
+template <class V>
+TW_INLINE V vec_exp(V x) {
+    const auto set = [](float c) { return broadcast_to<V>(c); };
+    const V shift = set(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, which the low bits hold
+    const V shifted = fma(x, set(1.442695041f), shift);
+    const V n = shifted - shift;
+    const V r = fma(n, set(-1.7409306e-3f), fma(n, set(-0.69140625f), x));
+    V q = fma(r, set(1.3814539e-3f), set(8.368745e-3f));
+    q = fma(q, r, set(4.166839e-2f));
+    q = fma(q, r, set(1.6666521e-1f));
+    q = fma(q, r, set(4.9999994e-1f));
+    return fma(q * r, r, r + set(1.0f)) * power_of_two(shifted);
 }
 
 // Lane by lane in a fixed order, in double.
 TW_INLINE double sum_lanes(VecF a) {
+#if defined(__AVX512F__)
+    const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(a.v));
+    const __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(a.v, 1));
+    return _mm512_reduce_add_pd(_mm512_add_pd(low, high));
+#endif
     float lanes[Lanes::count];
     store(lanes, a);
     double total = 0;

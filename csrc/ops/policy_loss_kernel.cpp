@@ -3,15 +3,25 @@
 #include "ops/policy_loss_kernel.h"
 
 #include "core/float16.h"
-#include "core/simd.h"
+#include "core/simd_pair.h"
 
 namespace turnwise {
 namespace {
 
+#if defined(__AVX512F__) || !defined(__AVX2__)
+using Floats = PairF;
+using Truths = PairM;
+using Numbers = PairN;
+#else  // sixteen registers hold one chain alone
+using Floats = VecF;
+using Truths = VecM;
+using Numbers = VecN;
+#endif
+
 struct VectorMath {
-    using F = VecF;
-    using M = VecM;
-    static TW_INLINE F set(float x) { return broadcast(x); }
+    using F = Floats;
+    using M = Truths;
+    static TW_INLINE F set(float x) { return broadcast_to<F>(x); }
     static TW_INLINE F min(F a, F b) { return vec_min(a, b); }
     static TW_INLINE F max(F a, F b) { return vec_max(a, b); }
     static TW_INLINE M differs(F a, F b) { return turnwise::differs(a, b); }
@@ -19,76 +29,108 @@ struct VectorMath {
     static TW_INLINE F select(M m, F a, F b) { return vec_select(m, a, b); }
 };
 
-constexpr int kLanes = Lanes::count;
+constexpr int kLanes = int(sizeof(Floats) / sizeof(float));
 constexpr int kHigh = 1 << 16;
+
+TW_INLINE Floats load_floats(const float* from) {
+    Floats out;
+    load_into(from, out);
+    return out;
+}
+TW_INLINE Truths load_truths(const uint8_t* from) {
+    Truths out;
+    load_into(from, out);
+    return out;
+}
+TW_INLINE Truths everywhere() {
+    Truths out;
+    all_true_into(out);
+    return out;
+}
 
 // Running sums of one tile, by lane.
 struct Running {
-    VecF loss, log_ratio, k3, ratio_max, kl, mismatch, weight, weight_square, entropy;
-    VecN tokens_low, high_third, rejected;  // two counts each, in the low and the high half of a lane
+    Floats loss, log_ratio, k3, ratio_max, kl, mismatch, weight, weight_square, entropy;
+    Numbers tokens_low, high_third, rejected;  // two counts each, in the low and the high half of a lane
 };
 
 // The arithmetic of a few tokens fills the processor's window, so it sees too little of the next loads by itself.
 template <bool has_ref>
 TW_INLINE void prefetch(const Tile& t, int i) {
-    constexpr int ahead = 512;  // tokens
-    __builtin_prefetch(t.logprobs + i + ahead);
-    __builtin_prefetch(t.old_logprobs + i + ahead);
-    if constexpr (has_ref) __builtin_prefetch(t.ref_logprobs + i + ahead);
-    __builtin_prefetch(t.grad + i + ahead, 1);
+    constexpr int ahead = 512, line = 16;  // tokens
+    for (int k = 0; k < kLanes; k += line) {
+        __builtin_prefetch(t.logprobs + i + ahead + k);
+        __builtin_prefetch(t.old_logprobs + i + ahead + k);
+        if constexpr (has_ref) __builtin_prefetch(t.ref_logprobs + i + ahead + k);
+        if (!t.stream) __builtin_prefetch(t.grad + i + ahead + k, 1);
+    }
 }
 
 // What a loop is compiled for: PPO with one kind of KL, each with and without a rollout; or everything else.
-template <KlKind kl_kind, bool with_rollout>
+template <KlKind kl_kind, bool with_rollout, bool per_token>
 struct ClipLoop {
+    explicit TW_INLINE ClipLoop(const Tile& t)
+        : advantage(VectorMath::set(t.advantage)), range(range_of(t, advantage)) {}
+    static TW_INLINE ClipRange<VectorMath> range_of(const Tile& t, Floats advantage) {
+        return clip_range<VectorMath>(advantage, t.variant);
+    }
     static constexpr bool prefetch_ref = kl_kind != KlKind::none;
     static TW_INLINE bool has_ref(const Tile&) { return kl_kind != KlKind::none; }
     static TW_INLINE bool has_rollout(const Tile&) { return with_rollout; }
-    static TW_INLINE KlTerm<VectorMath> kl(const Tile&, VecF d) { return kl_term<VectorMath, kl_kind>(d); }
-    static TW_INLINE TokenLoss<VectorMath> loss(const Tile& t, int, const Token<VectorMath>& token) {
-        return clipped_surrogate<VectorMath>(token.ratio, token.cut, token.advantage, t.variant);
+    static TW_INLINE KlTerm<VectorMath> kl(const Tile&, Floats d) { return kl_term<VectorMath, kl_kind>(d); }
+    TW_INLINE TokenLoss<VectorMath> loss(const Tile& t, int i, Truths mask, const Token<VectorMath>& token) const {
+        if constexpr (per_token) {
+            const Floats own = vec_select(mask, load_floats(t.advantages + i), VectorMath::set(0.0f));
+            return clipped_surrogate<VectorMath>(token.ratio, token.cut, own, range_of(t, own));
+        }
+        // Masked tokens have a ratio of 1, which nothing clips.
+        return clipped_surrogate<VectorMath>(token.ratio, token.cut, advantage, range);
     }
+    Floats advantage;
+    ClipRange<VectorMath> range;
 };
 struct AnyLoop {
+    explicit TW_INLINE AnyLoop(const Tile&) {}
     static constexpr bool prefetch_ref = false;
     static TW_INLINE bool has_ref(const Tile& t) { return t.ref_logprobs != nullptr; }
     static TW_INLINE bool has_rollout(const Tile& t) { return t.rollout_logprobs != nullptr; }
-    static TW_INLINE KlTerm<VectorMath> kl(const Tile& t, VecF d) { return kl_term<VectorMath>(t.kl, d); }
-    static TW_INLINE TokenLoss<VectorMath> loss(const Tile& t, int i, Token<VectorMath> token) {
-        const VecM none = broadcast(1.0f) < broadcast(0.0f);
-        token.selected = t.selected ? load_mask(t.selected + i) : none;
-        token.row_ratio = broadcast(t.row.ratio);
-        token.row_advantage = broadcast(t.row.advantage);
-        token.row_cut = t.row.cut ? all_true() : none;
+    static TW_INLINE KlTerm<VectorMath> kl(const Tile& t, Floats d) { return kl_term<VectorMath>(t.kl, d); }
+    TW_INLINE TokenLoss<VectorMath> loss(const Tile& t, int i, Truths mask, Token<VectorMath> token) const {
+        const Truths none = VectorMath::set(1.0f) < VectorMath::set(0.0f);
+        const Floats advantage = t.advantages ? load_floats(t.advantages + i) : VectorMath::set(t.advantage);
+        token.advantage = vec_select(mask, advantage, VectorMath::set(0.0f));
+        token.selected = t.selected ? load_truths(t.selected + i) : none;
+        token.row_ratio = VectorMath::set(t.row.ratio);
+        token.row_advantage = VectorMath::set(t.row.advantage);
+        token.row_cut = t.row.cut ? everywhere() : none;
         return token_loss<VectorMath>(token, t.variant);
     }
 };
 
-TW_INLINE VecF importance_weight(const Tile& t, VecF weight, VecM mask, VecN& rejected) {
-    if (t.token_cap == 0) return broadcast(t.row_weight);
-    const VecM outside = (weight < broadcast(t.reject_below)) | (weight > broadcast(t.reject_above));
+TW_INLINE Floats importance_weight(const Tile& t, Floats weight, Truths mask, Numbers& rejected) {
+    if (t.token_cap == 0) return VectorMath::set(t.row_weight);
+    const Truths outside = (weight < VectorMath::set(t.reject_below)) | (weight > VectorMath::set(t.reject_above));
     rejected = count(rejected, mask & outside, 1);
-    return vec_select(outside, broadcast(0.0f), vec_min(broadcast(t.token_cap), weight));
+    return vec_select(outside, VectorMath::set(0.0f), vec_min(VectorMath::set(t.token_cap), weight));
 }
 
 template <class Loop>
-TW_INLINE void step(const Tile& t, int i, Running& sums) {
-    const VecF zero = broadcast(0.0f);
-    const VecM mask = t.mask ? load_mask(t.mask + i) : all_true();
-    const auto masked = [&](VecF x) { return vec_select(mask, x, zero); };  // first of all: what it hides may be NaN
+TW_INLINE void step(const Loop& kind, const Tile& t, int i, Running& sums) {
+    const Floats zero = VectorMath::set(0.0f);
+    const Truths mask = t.mask ? load_truths(t.mask + i) : everywhere();
+    const auto masked = [&](Floats x) { return vec_select(mask, x, zero); };  // first of all: what it hides may be NaN
     Token<VectorMath> token;
-    token.logprob = masked(load(t.logprobs + i));
-    const VecF old = masked(load(t.old_logprobs + i));
-    token.advantage = masked(t.advantages ? load(t.advantages + i) : broadcast(t.advantage));
+    token.logprob = masked(load_floats(t.logprobs + i));
+    const Floats old = masked(load_floats(t.old_logprobs + i));
     const auto log_ratio = clamp_symmetric<VectorMath>(token.logprob - old, kLogRatioBound);
     token.log_ratio = log_ratio.value;
     token.cut = log_ratio.cut;
     token.ratio = vec_exp(log_ratio.value);
-    auto out = Loop::loss(t, i, token);
+    auto out = kind.loss(t, i, mask, token);
     if (Loop::has_rollout(t)) {
-        const VecF mismatch = old - masked(load(t.rollout_logprobs + i));
-        const VecF weight = vec_exp(clamp_symmetric<VectorMath>(mismatch, kLogRatioBound).value);
-        const VecF applied = importance_weight(t, weight, mask, sums.rejected);
+        const Floats mismatch = old - masked(load_floats(t.rollout_logprobs + i));
+        const Floats weight = vec_exp(clamp_symmetric<VectorMath>(mismatch, kLogRatioBound).value);
+        const Floats applied = importance_weight(t, weight, mask, sums.rejected);
         out.loss = out.loss * applied;
         out.grad = out.grad * applied;
         sums.mismatch = sums.mismatch + mismatch;
@@ -96,14 +138,14 @@ TW_INLINE void step(const Tile& t, int i, Running& sums) {
         sums.weight_square = sums.weight_square + masked(weight * weight);
     }
     if (Loop::has_ref(t)) {
-        const auto kl = Loop::kl(t, masked(load(t.ref_logprobs + i)) - token.logprob);
-        const VecF coef = broadcast(t.kl_coef);
+        const auto kl = Loop::kl(t, masked(load_floats(t.ref_logprobs + i)) - token.logprob);
+        const Floats coef = VectorMath::set(t.kl_coef);
         out.loss = fma(coef, kl.value, out.loss);
         out.grad = fma(coef, kl.grad, out.grad);
-        sums.kl = sums.kl + masked(kl.value);
+        sums.kl = sums.kl + kl.value;  // 0 where masked, as d is
     }
-    if (t.entropy) sums.entropy = sums.entropy + masked(load(t.entropy + i));
-    const VecF grad = masked(out.grad * broadcast(t.weight));
+    if (t.entropy) sums.entropy = sums.entropy + masked(load_floats(t.entropy + i));
+    const Floats grad = masked(out.grad * VectorMath::set(t.weight));
     if (t.stream) {
         stream(t.grad + i, grad);
     } else {
@@ -111,7 +153,7 @@ TW_INLINE void step(const Tile& t, int i, Running& sums) {
     }
     sums.loss = sums.loss + masked(out.loss);
     sums.log_ratio = sums.log_ratio + token.log_ratio;  // 0 where masked, as every stream is
-    sums.k3 = sums.k3 + (token.ratio - broadcast(1.0f) - token.log_ratio);
+    sums.k3 = sums.k3 + (token.ratio - VectorMath::set(1.0f) - token.log_ratio);
     sums.ratio_max = vec_max(sums.ratio_max, masked(token.ratio));
     sums.tokens_low = count(sums.tokens_low, mask, 1);
     sums.tokens_low = count(sums.tokens_low, out.clipped_low, kHigh);
@@ -146,23 +188,24 @@ struct Tail {
 };
 
 template <class Loop>
-void tail_step(const Tile& t, int i, Running& sums) {
+void tail_step(const Loop& kind, const Tile& t, int i, Running& sums) {
     const Tail tail(t, i);
-    step<Loop>(tail.tile, 0, sums);
+    step(kind, tail.tile, 0, sums);
     std::memcpy(t.grad + i, tail.grad, size_t(t.n - i) * sizeof(float));
 }
 
 template <class Loop>
 void loop(const Tile& given, TileSums& out) {
     const Tile t = given;  // a copy that no store can alias
-    const VecF zero = broadcast(0.0f);
+    const Loop kind(t);
+    const Floats zero = VectorMath::set(0.0f);
     Running sums{zero, zero, zero, zero, zero, zero, zero, zero, zero, {}, {}, {}};
     int i = 0;
     for (; i + kLanes <= t.n; i += kLanes) {
         prefetch<Loop::prefetch_ref>(t, i);
-        step<Loop>(t, i, sums);
+        step(kind, t, i, sums);
     }
-    if (i < t.n) tail_step<Loop>(t, i, sums);
+    if (i < t.n) tail_step(kind, t, i, sums);
     out.loss += sum_lanes(sums.loss);
     out.log_ratio += sum_lanes(sums.log_ratio);
     out.k3 += sum_lanes(sums.k3);
@@ -183,12 +226,21 @@ void loop(const Tile& given, TileSums& out) {
     }
 }
 
+template <KlKind kind, bool with_rollout>
+void clip_loop(const Tile& t, TileSums& sums) {
+    if (t.advantages) {
+        loop<ClipLoop<kind, with_rollout, true>>(t, sums);
+    } else {
+        loop<ClipLoop<kind, with_rollout, false>>(t, sums);
+    }
+}
+
 template <KlKind kind>
 void clip_tile(const Tile& t, TileSums& sums) {
     if (t.rollout_logprobs) {
-        loop<ClipLoop<kind, true>>(t, sums);
+        clip_loop<kind, true>(t, sums);
     } else {
-        loop<ClipLoop<kind, false>>(t, sums);
+        clip_loop<kind, false>(t, sums);
     }
 }
 
@@ -197,19 +249,19 @@ void any_tile(const Tile& t, TileSums& sums) {
 }
 
 struct RunningRow {
-    VecF log_ratio, advantage, mismatch;
+    Floats log_ratio, advantage, mismatch;
 };
 
 TW_INLINE void row_step(const Tile& t, int i, RunningRow& sums) {
-    const VecF zero = broadcast(0.0f);
-    const VecM mask = t.mask ? load_mask(t.mask + i) : all_true();
-    const auto masked = [&](VecF x) { return vec_select(mask, x, zero); };
-    const VecF old = masked(load(t.old_logprobs + i));
-    if (t.rollout_logprobs) sums.mismatch = sums.mismatch + (old - masked(load(t.rollout_logprobs + i)));
+    const Floats zero = VectorMath::set(0.0f);
+    const Truths mask = t.mask ? load_truths(t.mask + i) : everywhere();
+    const auto masked = [&](Floats x) { return vec_select(mask, x, zero); };
+    const Floats old = masked(load_floats(t.old_logprobs + i));
+    if (t.rollout_logprobs) sums.mismatch = sums.mismatch + (old - masked(load_floats(t.rollout_logprobs + i)));
     if (!is_by_row(t.variant.kind)) return;
-    VecF log_ratio = masked(load(t.logprobs + i)) - old;
+    Floats log_ratio = masked(load_floats(t.logprobs + i)) - old;
     if (t.variant.kind == VariantKind::gmpo) {
-        const VecF advantage = masked(t.advantages ? load(t.advantages + i) : broadcast(t.advantage));
+        const Floats advantage = masked(t.advantages ? load_floats(t.advantages + i) : VectorMath::set(t.advantage));
         log_ratio = clamp_symmetric<VectorMath>(log_ratio, kLogRatioBound).value;
         log_ratio = gmpo_bounded<VectorMath>(log_ratio, advantage, t.variant);
         sums.advantage = sums.advantage + advantage;
@@ -220,7 +272,7 @@ TW_INLINE void row_step(const Tile& t, int i, RunningRow& sums) {
 // Lanes go to double every few steps: a long row's sum is exponentiated, so it must be right to more than a float.
 void row_sums(const Tile& t, RowSums& out) {
     constexpr int kRun = 8 * kLanes;
-    const VecF zero = broadcast(0.0f);
+    const Floats zero = VectorMath::set(0.0f);
     for (int start = 0; start < t.n; start += kRun) {
         RunningRow sums{zero, zero, zero};
         const int end = t.n - start < kRun ? t.n : start + kRun;
@@ -321,14 +373,13 @@ void exp_all(const float* from, int64_t n, float* to) {
         float lanes[kLanes] = {};
         const size_t bytes = size_t(n - i < kLanes ? n - i : kLanes) * sizeof(float);
         std::memcpy(lanes, from + i, bytes);
-        store(lanes, vec_exp(load(lanes)));
+        store(lanes, vec_exp(load_floats(lanes)));
         std::memcpy(to + i, lanes, bytes);
     }
 }
 
 constexpr PolicyLossKernels kKernels = {
-    {clip_tile<KlKind::none>, clip_tile<KlKind::k1>, clip_tile<KlKind::abs>, clip_tile<KlKind::k2>,
-     clip_tile<KlKind::k3>, clip_tile<KlKind::k1_plus>, clip_tile<KlKind::k3_plus>},
+    {clip_tile<KlKind::none>, any_tile, any_tile, any_tile, clip_tile<KlKind::k3>, any_tile, any_tile},
     any_tile,
     row_sums,
     count_mask,

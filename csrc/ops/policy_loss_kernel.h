@@ -72,7 +72,7 @@ struct RowSums {
 
 struct PolicyLossKernels {
     void (*clip[7])(const Tile&, TileSums&);  // PPO, by KlKind
-    void (*any)(const Tile&, TileSums&);      // the other variants
+    void (*any)(const Tile&, TileSums&);      // every variant and kind of KL
     void (*row_sums)(const Tile&, RowSums&);  // of the tile's variant, and the mismatch with rollout_logprobs
     int64_t (*count)(const uint8_t* mask, int64_t n);
     // Gathers n values into float32, or n mask values into 0 and 1; false: a float mask holds another value.

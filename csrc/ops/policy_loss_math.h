@@ -67,25 +67,42 @@ struct TokenLoss {
     typename Math::M clipped_low, clipped_high, third;
 };
 
+// The range outside which PPO's loss no longer follows the ratio: with the sign of A known, max(-A ratio, -A
+// clip(ratio)) bounds the ratio on one side only, and the dual clip of A < 0 on the other.
+template <class Math>
+struct ClipRange {
+    typename Math::F low, high;
+    typename Math::M negative, positive;
+};
+
+template <class Math>
+TW_HD ClipRange<Math> clip_range(typename Math::F advantage, const Variant& v) {
+    const auto zero = Math::set(0.0f), infinity = Math::set(HUGE_VALF);
+    ClipRange<Math> out;
+    out.negative = advantage < zero;
+    out.positive = advantage > zero;
+    out.low = Math::select(out.negative, Math::set(v.low), -infinity);
+    out.high = Math::select(out.positive, Math::set(v.high), Math::select(out.negative, Math::set(v.third), infinity));
+    return out;
+}
+
 // PPO: max(-A ratio, -A clip(ratio)), for A < 0 at most -A dual. `cut`: the ratio itself was clamped.
 template <class Math>
 TW_HD TokenLoss<Math> clipped_surrogate(typename Math::F ratio, typename Math::M cut, typename Math::F advantage,
-                                        const Variant& v) {
-    const auto zero = Math::set(0.0f);
-    const auto low = Math::set(v.low), high = Math::set(v.high);
-    const auto plain = -advantage * ratio;
-    const auto clipped = -advantage * Math::max(low, Math::min(high, ratio));
-    const auto negative = advantage < zero;
-    const auto bound = -advantage * Math::set(v.third);
-    const auto largest = Math::max(clipped, plain);
-    const auto dual_clipped = negative & (largest > bound);
+                                        const ClipRange<Math>& range) {
+    const typename Math::M below = ratio<range.low, above = ratio> range.high;
     TokenLoss<Math> out;
-    out.loss = Math::select(dual_clipped, bound, largest);
-    out.grad = Math::select(cut | (plain < clipped) | dual_clipped, zero, plain);
-    out.clipped_low = negative & (ratio < low);
-    out.clipped_high = (advantage > zero) & (ratio > high);
-    out.third = dual_clipped;
+    out.loss = -advantage * Math::max(range.low, Math::min(range.high, ratio));
+    out.grad = Math::select(cut | below | above, Math::set(0.0f), -advantage * ratio);
+    out.clipped_low = below;
+    out.clipped_high = above & range.positive;
+    out.third = above & range.negative;
     return out;
+}
+template <class Math>
+TW_HD TokenLoss<Math> clipped_surrogate(typename Math::F ratio, typename Math::M cut, typename Math::F advantage,
+                                        const Variant& v) {
+    return clipped_surrogate<Math>(ratio, cut, advantage, clip_range<Math>(advantage, v));
 }
 
 // -A sg(clip(ratio)) lp
@@ -199,12 +216,12 @@ TW_HD KlTerm<Math> kl_term(typename Math::F d) {
         return {Math::max(-d, d), Math::select(d > zero, -one, Math::select(d < zero, one, zero))};
     }
     if constexpr (kind == KlKind::k3 || kind == KlKind::k3_plus) {
-        const Clamped<Math> c = clamp_symmetric<Math>(d, kLogRatioBound);
-        const F growth = Math::exp(c.value) - one;
-        const F k3 = growth - c.value;  // never far below 0, so only the upper bound can cut
+        const F bounded = clamp_symmetric<Math>(d, kLogRatioBound).value;
+        const F growth = Math::exp(bounded) - one;
+        const F k3 = growth - bounded;  // never far below 0, so only the upper bound can cut; beyond +-20 it does
         const F value = Math::min(Math::set(kKlBound), k3);
         if constexpr (kind == KlKind::k3_plus) return {value, -d};
-        return {value, Math::select(c.cut | (k3 > value), zero, -growth)};
+        return {value, Math::select(k3 > value, zero, -growth)};
     }
     return {zero, zero};
 }

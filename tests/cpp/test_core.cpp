@@ -114,6 +114,7 @@ static void test_formulas() {
     tile.weight = 0.5f;
     tile.row_weight = 1;
     tile.variant = {VariantKind::clip, 0.8f, 1.28f, 3.0f};
+    tile.kl = kind;
     tile.kl_coef = 0.25f;
     TileSums sums;
     kernels().clip[int(kind)](tile, sums);

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -415,3 +417,19 @@ def test_works_in_a_forked_child() -> None:
         [sys.executable, "-P", "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60
     )
     assert result.stdout.strip() == "0", result.stderr
+
+
+@pytest.mark.parametrize("isa", ["avx2", "baseline"])
+def test_other_instruction_sets(isa) -> None:
+    """A part of this suite in a process whose kernels are those of an older processor."""
+    here = Path(__file__)
+    files = [str(here), str(here.with_name("test_policy_loss_variants.py"))]
+    chosen = "(float32_equals_float64 or every_option or threads) and not emulated and not torch"
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", chosen, *files],
+        env={**os.environ, "TURNWISE_ISA": isa},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-2000:]
