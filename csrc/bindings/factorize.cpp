@@ -1,6 +1,7 @@
 #include "ops/factorize.h"
 
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "bindings/bindings.h"
@@ -12,18 +13,72 @@ namespace py = pybind11;
 namespace turnwise {
 namespace {
 
-// A column of Python objects, numbered by a dictionary: equal means equal to Python.
-int64_t number_objects(py::handle column, int64_t* ids) {
-    const py::object items =
-        py::reinterpret_steal<py::object>(PySequence_Fast(column.ptr(), "keys: expected sequences"));
-    if (!items) throw py::error_already_set();
-    const Py_ssize_t count = PySequence_Fast_GET_SIZE(items.ptr());
+// Strings alone: a table of our own, since a string keeps its hash and the same string often comes again, as the same
+// object or as another one. -1: not all are strings.
+int64_t number_strings(PyObject** items, Py_ssize_t count, int64_t* ids) {
+    struct Slot {
+        Py_hash_t hash;
+        PyObject* key;  // lives as long as the column
+        int64_t id;
+    };
+    std::vector<Slot> slots(64, Slot{0, nullptr, 0});
+    int64_t found = 0;
+    const auto place_of = [&](Py_hash_t hash) { return size_t(hash ^ (hash >> 32)) & (slots.size() - 1); };
+    const auto equal = [](PyObject* a, PyObject* b) {
+        if (a == b) return true;
+        if (PyUnicode_GET_LENGTH(a) != PyUnicode_GET_LENGTH(b) || PyUnicode_KIND(a) != PyUnicode_KIND(b)) return false;
+        return std::memcmp(PyUnicode_DATA(a), PyUnicode_DATA(b),
+                           size_t(PyUnicode_GET_LENGTH(a)) * size_t(PyUnicode_KIND(a))) == 0;
+    };
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        if (i + 8 < count) __builtin_prefetch(items[i + 8]);
+        PyObject* key = items[i];
+        if (i > 0 && key == items[i - 1]) {
+            ids[i] = ids[i - 1];
+            continue;
+        }
+        if (!PyUnicode_CheckExact(key)) return -1;
+        const Py_hash_t hash = PyUnicode_Type.tp_hash(key);
+        size_t place = place_of(hash);
+        while (slots[place].key && !(slots[place].hash == hash && equal(slots[place].key, key))) {
+            place = (place + 1) & (slots.size() - 1);
+        }
+        if (!slots[place].key) {
+            slots[place] = {hash, key, found++};
+            ids[i] = found - 1;
+            if (size_t(found) * 2 <= slots.size()) continue;
+            std::vector<Slot> old(slots.size() * 4, Slot{0, nullptr, 0});
+            old.swap(slots);
+            for (const Slot& slot : old) {
+                if (!slot.key) continue;
+                for (place = place_of(slot.hash); slots[place].key;) place = (place + 1) & (slots.size() - 1);
+                slots[place] = slot;
+            }
+        } else {
+            ids[i] = slots[place].id;
+        }
+    }
+    return found;
+}
+
+// Integers alone, all of which fit int64 (a bool is no integer here, as it is another key's equal). -1: not so.
+int64_t number_integers(PyObject** items, Py_ssize_t count, int64_t* ids) {
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        int overflow = 0;
+        if (!PyLong_CheckExact(items[i])) return -1;
+        ids[i] = PyLong_AsLongLongAndOverflow(items[i], &overflow);
+        if (overflow != 0) return -1;
+    }
+    return factorize(ids, count, ids);
+}
+
+// Any objects, numbered by a dictionary: equal means equal to Python.
+int64_t number_mixed(PyObject** items, Py_ssize_t count, int64_t* ids) {
     const py::dict numbers;
     int64_t found = 0;
     py::object next = py::int_(0);
     for (Py_ssize_t i = 0; i < count; ++i) {
-        PyObject* key = PySequence_Fast_GET_ITEM(items.ptr(), i);
-        PyObject* number = PyDict_SetDefault(numbers.ptr(), key, next.ptr());
+        PyObject* number = PyDict_SetDefault(numbers.ptr(), items[i], next.ptr());
         if (number == nullptr) throw py::error_already_set();
         if (number == next.ptr()) {
             ids[i] = found++;
@@ -33,6 +88,22 @@ int64_t number_objects(py::handle column, int64_t* ids) {
         }
     }
     return found;
+}
+
+int64_t number_objects(py::handle column, int64_t* ids) {
+    // A tuple of our own where keys of any type may run any code, which could change a list.
+    py::object items = py::reinterpret_steal<py::object>(PySequence_Fast(column.ptr(), "keys: expected sequences"));
+    if (!items) throw py::error_already_set();
+    const Py_ssize_t count = PySequence_Fast_GET_SIZE(items.ptr());
+    if (count == 0) return 0;
+    PyObject** first = PySequence_Fast_ITEMS(items.ptr());
+    int64_t found = PyUnicode_CheckExact(first[0]) ? number_strings(first, count, ids)
+                    : PyLong_CheckExact(first[0])  ? number_integers(first, count, ids)
+                                                   : -1;
+    if (found >= 0) return found;
+    items = py::reinterpret_steal<py::object>(PySequence_Tuple(items.ptr()));
+    if (!items) throw py::error_already_set();
+    return number_mixed(PySequence_Fast_ITEMS(items.ptr()), count, ids);
 }
 
 // An array of int64 (anything with a buffer of them) or a sequence of objects.

@@ -1,6 +1,7 @@
 // The CUDA ops of a build without CUDA: the same names, which throw.
 #include "cuda/device.h"
 #include "cuda/gae.h"
+#include "cuda/group_advantage.h"
 #include "cuda/logprob.h"
 #include "cuda/scale.h"
 #include "cuda/token_rewards.h"
@@ -20,6 +21,12 @@ void scale(const View&, const View&, Stream) {
     refuse_without_cuda();
 }
 
+int64_t group_advantage_workspace(int64_t, int64_t, bool, bool) {
+    refuse_without_cuda();
+}
+void group_advantage(const GroupAdvantageInput&, const GroupAdvantageOptions&, const View&, const View&, Stream) {
+    refuse_without_cuda();
+}
 int64_t token_reward_sum_workspace(int64_t) {
     refuse_without_cuda();
 }

@@ -1,12 +1,14 @@
 #include "ops/group_advantage.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 #include <vector>
 
 #include "core/check.h"
 #include "core/float16.h"
+#include "core/parallel.h"
 #include "ops/factorize.h"
 
 namespace turnwise {
@@ -69,22 +71,28 @@ struct Weights {
     }
 };
 
-// What turns a value into an advantage: (value - center) * factor.
+// What turns a value into an advantage: (value * scale - center) * factor. The scale is 1, but for groups whose values
+// are too large to be squared.
 struct Line {
-    double center = 0, factor = 0;
+    double scale = 1, center = 0, factor = 0;
 };
 
-Line line_of(const Sums& g, const Weights* weights, const GroupAdvantageOptions& o) {
+constexpr double kSmaller = 0x1p-600;  // brings the largest double to where its square is finite, and is exact
+
+bool is_finite(double value) {
+    return value - value == 0;
+}
+
+Line line_of(const Sums& g, const Weights* weights, const GroupAdvantageOptions& o, double scale = 1) {
     if (g.count == 0) return {};
-    require(g.square - g.square == 0, "rewards: a value is not finite");  // NaN and the infinities reach the sum
     const double n = double(g.count);
     const bool grouped = o.center != Center::none || o.scale != Scale::none;
     if (g.count == 1 && grouped) {
         require(o.singleton != Singleton::error, "group_ids: a group has a single member, and singleton='error'");
         if (o.singleton == Singleton::zero) return {};
-        return {0, o.scale == Scale::std ? 1 / (1 + o.eps) : 1};
+        return {1, 0, o.scale == Scale::std ? 1 / (1 + o.eps) : 1};
     }
-    Line line{0, 1};
+    Line line{scale, 0, 1};
     if (o.center != Center::none) line.center = g.base + g.mean_offset();
     if (o.center == Center::leave_one_out) line.factor = n / (n - 1);
     if (o.center == Center::length_weighted && weights->total > 0) {
@@ -92,8 +100,8 @@ Line line_of(const Sums& g, const Weights* weights, const GroupAdvantageOptions&
     }
     const double variance = std::max(0.0, g.square - g.sum * g.mean_offset()) / (n - o.ddof);
     const double std = g.square == 0 ? 0 : std::sqrt(variance);
-    if (std < o.min_std || (o.scale == Scale::std && std == 0)) return {};
-    if (o.scale == Scale::std) line.factor /= std + o.eps;
+    if (std < o.min_std * scale || (o.scale == Scale::std && std == 0)) return {};
+    line.factor /= o.scale == Scale::std ? std + o.eps * scale : scale;
     return line;
 }
 
@@ -149,19 +157,104 @@ Entries pool_trajectories(const T* rewards, const Rows& rows, const int64_t* tra
     return entries;
 }
 
-struct GroupTable {
-    explicit GroupTable(int64_t groups, bool weighted) : sums(size_t(groups)), weights(weighted ? size_t(groups) : 0) {}
+// The line of every group. each(visit) calls visit(group, value, length) for all that enters the statistics.
+template <class Each>
+std::vector<Line> lines_of(const Each& each, int64_t groups, const GroupAdvantageOptions& o) {
+    const bool weighted = o.center == Center::length_weighted;
+    std::vector<Sums> sums(static_cast<size_t>(groups));
+    std::vector<Weights> weights(weighted ? sums.size() : 0);
+    std::vector<double> scale;
+    const auto accumulate = [&](int64_t group, double value, double length) {
+        const size_t g = size_t(group);
+        const double offset = sums[g].add(scale.empty() ? value : value * scale[g]);
+        if (weighted) weights[g].add(length, offset);
+    };
+    each(accumulate);
+    const auto overflows = [](const Sums& g) { return !is_finite(g.square); };
+    if (std::any_of(sums.begin(), sums.end(), overflows)) {
+        each([](int64_t, double value, double) { require(is_finite(value), "rewards: a value is not finite"); });
+        for (const Sums& g : sums) scale.push_back(overflows(g) ? kSmaller : 1);
+        std::fill(sums.begin(), sums.end(), Sums{});
+        std::fill(weights.begin(), weights.end(), Weights{});
+        each(accumulate);
+    }
+    std::vector<Line> lines(sums.size());
+    for (size_t g = 0; g < lines.size(); ++g) {
+        lines[g] = line_of(sums[g], weighted ? &weights[g] : nullptr, o, scale.empty() ? 1 : scale[g]);
+    }
+    return lines;
+}
 
-    std::vector<Line> lines(const GroupAdvantageOptions& options) const {
-        std::vector<Line> result(sums.size());
-        for (size_t g = 0; g < sums.size(); ++g) {
-            result[g] = line_of(sums[g], weights.empty() ? nullptr : &weights[g], options);
-        }
-        return result;
+double apply(const Line& line, double value) {
+    return (value * line.scale - line.center) * line.factor;
+}
+
+// Rows that stand in order of their groups, as rollouts of one question usually do: each group is dealt with at once,
+// without a table, and groups are shared by threads. False: they don't, or something is wrong, which the other way
+// finds out. Gives the same bits as the other way.
+template <class T>
+class Runs {
+  public:
+    Runs(const T* rewards, const Rows& rows, int64_t groups, const GroupAdvantageOptions& o, T* advantages)
+        : rewards_(rewards),
+          rows_(rows),
+          groups_(groups < 0 ? std::numeric_limits<int64_t>::max() : groups),
+          o_(o),
+          advantages_(advantages) {}
+
+    bool run(int threads) {
+        const int most = rows_.valid == nullptr ? threads : 1;
+        const int parts = int(std::max<int64_t>(1, std::min<int64_t>(most, rows_.count / kRowsPerThread)));
+        std::atomic<bool> fine{true};
+        run_parts(parts, [&](int part) {
+            const int64_t begin = start_of(part, parts), end = start_of(part + 1, parts);
+            if (!(rows_.valid ? walk<true>(begin, end) : walk<false>(begin, end))) fine = false;
+        });
+        return fine;
     }
 
-    std::vector<Sums> sums;
-    std::vector<Weights> weights;
+  private:
+    static constexpr int64_t kRowsPerThread = 16384;
+
+    // A part begins where a group does.
+    int64_t start_of(int part, int parts) const {
+        int64_t row = rows_.count * part / parts;
+        if (part == 0 || part == parts) return row;
+        while (row < rows_.count && rows_.group[row] == rows_.group[row - 1]) ++row;
+        return row;
+    }
+
+    template <bool has_valid>
+    bool walk(int64_t begin, int64_t end) const {
+        const auto enters = [&](int64_t row) { return !has_valid || rows_.valid[row]; };
+        int64_t before = begin > 0 ? rows_.group[begin - 1] : -1;
+        for (int64_t row = begin; row < end;) {
+            if (!enters(row)) {
+                advantages_[row++] = from_double<T>(0);
+                continue;
+            }
+            const int64_t first = row, group = rows_.group[row];
+            if (group <= before || group >= groups_) return false;
+            before = group;
+            Sums sums;
+            for (; row < end && (!enters(row) || rows_.group[row] == group); ++row) {
+                if (enters(row)) sums.add(to_double(rewards_[row]));
+            }
+            if (!is_finite(sums.square) || (sums.count == 1 && o_.singleton == Singleton::error)) return false;
+            const Line line = line_of(sums, nullptr, o_);
+            for (int64_t i = first; i < row; ++i) {
+                const double advantage = apply(line, to_double(rewards_[i]));
+                advantages_[i] = from_double<T>(enters(i) ? advantage : 0);
+            }
+        }
+        return true;
+    }
+
+    const T* rewards_;
+    const Rows& rows_;
+    int64_t groups_;
+    const GroupAdvantageOptions& o_;
+    T* advantages_;
 };
 
 // The number of groups where the caller did not say; ids far above the number of rows, which would ask for any amount
@@ -193,58 +286,47 @@ void check_lengths(const Rows& rows) {
 
 template <class T>
 void by_rows(const T* rewards, const Rows& rows, int64_t groups, const GroupAdvantageOptions& o, T* advantages) {
-    GroupTable table(groups, o.center == Center::length_weighted);
-    // Rows of one group often stand together: the sums stay in registers until the group changes.
-    Sums run;
-    int64_t current = -1;
-    for (int64_t row = 0; row < rows.count; ++row) {
-        if (!rows.enters(row)) continue;
-        if (rows.group[row] != current || current < 0) {
-            if (current >= 0) table.sums[size_t(current)] = run;
-            current = checked_group(rows, row, groups);
-            run = table.sums[size_t(current)];
+    const auto each = [&](const auto& visit) {
+        for (int64_t row = 0; row < rows.count; ++row) {
+            if (!rows.enters(row)) continue;
+            visit(checked_group(rows, row, groups), to_double(rewards[row]), rows.length ? rows.length[row] : 1);
         }
-        const double offset = run.add(to_double(rewards[row]));
-        if (!table.weights.empty()) table.weights[size_t(current)].add(rows.length[row], offset);
-    }
-    if (current >= 0) table.sums[size_t(current)] = run;
-    const std::vector<Line> lines = table.lines(o);
+    };
+    const std::vector<Line> lines = lines_of(each, groups, o);
     for (int64_t row = 0; row < rows.count; ++row) {
         const bool enters = rows.enters(row);
-        const Line line = enters ? lines[size_t(rows.group[row])] : Line{};
-        const double value = enters ? to_double(rewards[row]) : 0;
-        advantages[row] = from_double<T>((value - line.center) * line.factor);
+        advantages[row] = from_double<T>(enters ? apply(lines[size_t(rows.group[row])], to_double(rewards[row])) : 0);
     }
 }
 
 template <class T>
 void by_trajectories(const T* rewards, const Rows& rows, const int64_t* trajectories, int64_t groups,
                      const GroupAdvantageOptions& o, T* advantages) {
-    GroupTable table(groups, o.center == Center::length_weighted);
     const Entries entries = pool_trajectories(rewards, rows, trajectories, groups);
     std::vector<double> value(entries.sums.size());
-    for (size_t e = 0; e < value.size(); ++e) {
-        value[e] = entries.sums[e].base + entries.sums[e].mean_offset();
-        const double offset = table.sums[size_t(entries.group[e])].add(value[e]);
-        if (!table.weights.empty()) table.weights[size_t(entries.group[e])].add(entries.length[e], offset);
-    }
-    const std::vector<Line> lines = table.lines(o);
+    for (size_t e = 0; e < value.size(); ++e) value[e] = entries.sums[e].base + entries.sums[e].mean_offset();
+    const auto each = [&](const auto& visit) {
+        for (size_t e = 0; e < value.size(); ++e) visit(entries.group[e], value[e], entries.length[e]);
+    };
+    const std::vector<Line> lines = lines_of(each, groups, o);
     for (int64_t row = 0; row < rows.count; ++row) {
         double advantage = 0;
         if (rows.enters(row)) {
             const size_t e = size_t(entries.of_row[size_t(row)]);
-            const Line& line = lines[size_t(entries.group[e])];
-            advantage = (value[e] - line.center) * line.factor;
+            advantage = apply(lines[size_t(entries.group[e])], value[e]);
         }
         advantages[row] = from_double<T>(advantage);
     }
 }
 
 template <class T>
-void run(const GroupAdvantageInput& in, const GroupAdvantageOptions& o, const View& out) {
+void run(const GroupAdvantageInput& in, const GroupAdvantageOptions& o, const View& out, int threads) {
     Rows rows{in.rewards.shape[0], in.group_ids.as<int64_t>(), in.valid.as<bool>(), in.lengths.as<double>()};
     const T* rewards = in.rewards.as<T>();
     check_lengths(rows);
+    if (!o.by_trajectory && o.center != Center::length_weighted) {
+        if (Runs<T>(rewards, rows, in.num_groups, o, out.as<T>()).run(threads)) return;
+    }
     std::vector<int64_t> numbered;
     const int64_t groups = settle_groups(rows, in.num_groups, numbered);
     if (o.by_trajectory) {
@@ -256,7 +338,8 @@ void run(const GroupAdvantageInput& in, const GroupAdvantageOptions& o, const Vi
 
 }  // namespace
 
-void group_advantage(const GroupAdvantageInput& input, const GroupAdvantageOptions& options, const View& advantages) {
+void check_group_advantage(const GroupAdvantageInput& input, const GroupAdvantageOptions& options,
+                           const View& advantages) {
     const View& rewards = input.rewards;
     require(rewards.dims == 1, "rewards: expected one dimension");
     for (const View* column : {&input.group_ids, &input.trajectory_ids, &input.lengths, &input.valid, &advantages}) {
@@ -272,15 +355,20 @@ void group_advantage(const GroupAdvantageInput& input, const GroupAdvantageOptio
     require(options.center != Center::length_weighted || input.lengths, "lengths: missing");
     require(!input.lengths || input.lengths.dtype == DType::f64, "lengths: expected float64");
     require(!input.valid || input.valid.dtype == DType::boolean, "valid: expected bool");
-    switch (rewards.dtype) {
+}
+
+void group_advantage(const GroupAdvantageInput& input, const GroupAdvantageOptions& options, const View& advantages,
+                     int threads) {
+    check_group_advantage(input, options, advantages);
+    switch (input.rewards.dtype) {
         case DType::f32:
-            return run<float>(input, options, advantages);
+            return run<float>(input, options, advantages, threads);
         case DType::f64:
-            return run<double>(input, options, advantages);
+            return run<double>(input, options, advantages, threads);
         case DType::bf16:
-            return run<BFloat16>(input, options, advantages);
+            return run<BFloat16>(input, options, advantages, threads);
         case DType::f16:
-            return run<Half>(input, options, advantages);
+            return run<Half>(input, options, advantages, threads);
         default:
             throw InvalidInput("rewards: expected a floating type");
     }

@@ -28,7 +28,12 @@ struct GroupAdvantageInput {
     int64_t num_groups;   // -1: the largest id of a valid row decides
 };
 
+// Shapes, types and layouts. Throws InvalidInput.
+void check_group_advantage(const GroupAdvantageInput& input, const GroupAdvantageOptions& options,
+                           const View& advantages);
+
 // Writes advantages [B] (dtype of rewards, contiguous). All inputs contiguous. Throws InvalidInput.
-void group_advantage(const GroupAdvantageInput& input, const GroupAdvantageOptions& options, const View& advantages);
+void group_advantage(const GroupAdvantageInput& input, const GroupAdvantageOptions& options, const View& advantages,
+                     int threads = 1);
 
 }  // namespace turnwise

@@ -27,6 +27,26 @@ def group_advantage(
     ddof: int,
     eps: float,
     min_std: float,
+    threads: int,
+) -> None: ...
+def cuda_group_advantage_workspace(rows: int, groups: int, by_trajectory: bool, weighted: bool) -> int: ...
+def cuda_group_advantage(
+    rewards: Tensor,
+    group_ids: Tensor,
+    advantages: Tensor,
+    num_groups: int,
+    trajectory_ids: Tensor | None,
+    lengths: Tensor | None,
+    valid: Tensor | None,
+    by_trajectory: bool,
+    center: int,
+    scale: int,
+    singleton: int,
+    ddof: int,
+    eps: float,
+    min_std: float,
+    workspace: Tensor,
+    stream: int,
 ) -> None: ...
 def logprob_scan(
     logits: Tensor,

@@ -50,6 +50,19 @@ def test_other_kinds_of_keys() -> None:
     assert factorize(range(3))[1] == 3
 
 
+def test_many_strings_and_kinds_that_turn_up_late() -> None:
+    """The table of strings grows, meets equal strings that are other objects, and gives way to other kinds of keys."""
+    names = [f"{i % 700}" for i in range(5000)] + ["\u00e9", "\u4e00", "\U0001f600", "", "\u00e9"]
+    ids, count = factorize(names)
+    assert (ids.tolist(), count) == by_dictionary(names)
+    for late in (7, None, b"7", ("7",)):
+        ids, count = factorize([*names, late, "7"])
+        assert (ids.tolist(), count) == by_dictionary([*names, late, "7"])
+    for late in (True, 1.0, 2**70, "1"):
+        ids, count = factorize([0, 1, 2, late, -(2**63), 1])
+        assert (ids.tolist(), count) == by_dictionary([0, 1, 2, late, -(2**63), 1])
+
+
 def test_empty() -> None:
     ids, count = factorize([], [])
     assert (ids.shape, ids.dtype, count) == ((0,), torch.int64, 0)

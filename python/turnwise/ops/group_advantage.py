@@ -2,102 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .backends import extension, resolve
-
-POOLS = ("rows", "trajectory")
-CENTERS = ("mean", "leave_one_out", "none", "length_weighted")
-SCALES = ("std", "none")
-SINGLETONS = ("zero", "raw", "error")
-
-
-class Options(NamedTuple):
-    """How rewards become advantages, as :func:`group_advantage` describes it."""
-
-    pool: str
-    center: str
-    scale: str
-    singleton: str
-    ddof: int
-    eps: float
-    min_std: float
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Reference
-# ---------------------------------------------------------------------------------------------------------------------
-def _segment_sum(values: Tensor, ids: Tensor, count: int) -> Tensor:
-    return torch.zeros(count, dtype=values.dtype, device=values.device).index_add_(0, ids, values)
-
-
-def _pool_trajectories(
-    rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor, lengths: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One entry per (group, trajectory): its mean reward, group and length; and the entry of every row."""
-    pairs, entry = torch.unique(torch.stack([group_ids, trajectory_ids]), dim=1, return_inverse=True)
-    count = pairs.shape[1]
-    rows = _segment_sum(torch.ones_like(rewards), entry, count)
-    # Offsets from the entry's smallest reward keep equal rewards exactly equal.
-    base = torch.full((count,), torch.inf, dtype=rewards.dtype, device=rewards.device)
-    base = base.scatter_reduce_(0, entry, rewards, "amin")
-    means = base + _segment_sum(rewards - base[entry], entry, count) / rows
-    return means, pairs[0], _segment_sum(lengths, entry, count), entry
-
-
-def reference(
-    rewards: Tensor,
-    group_ids: Tensor,
-    num_groups: int,
-    trajectory_ids: Tensor | None,
-    lengths: Tensor | None,
-    valid: Tensor | None,
-    options: Options,
-) -> Tensor:
-    """Plain PyTorch in float64, any device."""
-    if not rewards.is_floating_point():
-        rewards = rewards.float()
-    rows = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid.bool()
-    values, groups = rewards[rows].double(), group_ids[rows]
-    weights = torch.ones_like(values) if lengths is None else lengths[rows].double()
-    entry = torch.arange(values.numel(), device=values.device)
-    if options.pool == "trajectory":
-        assert trajectory_ids is not None
-        values, groups, weights, entry = _pool_trajectories(values, groups, trajectory_ids[rows], weights)
-
-    count = _segment_sum(torch.ones_like(values), groups, num_groups)
-    base = torch.full((num_groups,), torch.inf, dtype=torch.float64, device=values.device)
-    base = base.scatter_reduce_(0, groups, values, "amin")
-    offset = values - base[groups]
-    mean = _segment_sum(offset, groups, num_groups) / count
-    deviation = offset - mean[groups]
-    n = count[groups]
-    match options.center:
-        case "mean":
-            centred = deviation
-        case "leave_one_out":
-            centred = deviation * (n / (n - 1))
-        case "length_weighted":
-            total = _segment_sum(weights, groups, num_groups)
-            weighted = _segment_sum(weights * offset, groups, num_groups) / total
-            centred = offset - torch.where(total > 0, weighted, mean)[groups]
-        case _:
-            centred = values
-    std = (_segment_sum(deviation.square(), groups, num_groups) / (count - options.ddof)).sqrt()[groups]
-    divisor = std + options.eps if options.scale == "std" else torch.ones_like(std)
-    tied = std < options.min_std
-    if options.scale == "std":
-        tied |= std == 0
-    advantages = torch.where(tied, 0.0, centred / divisor)
-    if options.center != "none" or options.scale != "none":
-        alone = values / (1 + options.eps) if options.scale == "std" else values
-        advantages = torch.where(n == 1, torch.zeros_like(alone) if options.singleton == "zero" else alone, advantages)
-    result = torch.zeros(rewards.shape, dtype=torch.float64, device=rewards.device)
-    result[rows] = advantages[entry]
-    return result.to(rewards.dtype)
+from .backends import native_core, resolve, stream_of
+from .group_advantage_reference import CENTERS, POOLS, SCALES, SINGLETONS, Options, reference
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -147,7 +58,7 @@ def _check_column(name: str, column: Tensor | None, rewards: Tensor, integral: b
 def _check_values(
     rewards: Tensor, group_ids: Tensor, num_groups: int, lengths: Tensor | None, valid: Tensor | None
 ) -> None:
-    """What only the values tell; CPU tensors alone, since it would make a GPU wait."""
+    """What only the values tell; it makes a GPU wait."""
     rows = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid.bool()
     for name, bad, column, expected in (
         ("rewards", ~torch.isfinite(rewards), rewards, "a finite number"),
@@ -162,38 +73,63 @@ def _check_values(
             raise ValueError(f"{name}[{row}]={column[row].item()!r}: expected {expected}")
 
 
-def _check_singletons(group_ids: Tensor, num_groups: int, trajectory_ids: Tensor | None, valid: Tensor | None) -> None:
+def _check_singletons(group_ids: Tensor, trajectory_ids: Tensor | None, valid: Tensor | None) -> None:
     rows = torch.ones_like(group_ids, dtype=torch.bool) if valid is None else valid.bool()
     groups = group_ids[rows]
     if trajectory_ids is not None:
         groups = torch.unique(torch.stack([groups, trajectory_ids[rows]]), dim=1)[0]
-    alone = (torch.bincount(groups, minlength=num_groups) == 1).nonzero()
+    ids, members = torch.unique(groups, return_counts=True)
+    alone = ids[members == 1]
     if alone.numel():
         raise ValueError(f"group_ids: group {int(alone[0])} has a single member, and singleton='error'")
 
 
-def _check(
+def _count_groups(group_ids: Tensor) -> int:
+    """The number of groups where the caller did not say; it makes a GPU wait."""
+    largest = int(group_ids.max()) if group_ids.numel() else -1
+    if largest == 2**63 - 1:
+        raise ValueError(f"group_ids[{int(group_ids.argmax())}]={largest}: expected an id below 2**63 - 1")
+    return largest + 1
+
+
+def _check_shapes(
     rewards: Tensor,
     group_ids: Tensor,
-    num_groups: int,
     trajectory_ids: Tensor | None,
     lengths: Tensor | None,
     valid: Tensor | None,
 ) -> None:
-    """Raises for the first argument that is wrong. Values are looked at on the CPU alone."""
+    """Raises for the first argument whose shape, type or device is wrong."""
     if rewards.dim() != 1:
         raise ValueError(f"rewards has shape {tuple(rewards.shape)}: expected one dimension")
     _check_column("group_ids", group_ids, rewards, integral=True)
     _check_column("trajectory_ids", trajectory_ids, rewards, integral=True)
     _check_column("lengths", lengths, rewards, integral=False)
     _check_column("valid", valid, rewards, integral=False)
-    if rewards.device.type == "cpu":
-        _check_values(rewards, group_ids, num_groups, lengths, valid)
+
+
+def _check_all(
+    rewards: Tensor,
+    group_ids: Tensor,
+    num_groups: int | None,
+    trajectory_ids: Tensor | None,
+    lengths: Tensor | None,
+    valid: Tensor | None,
+    options: Options,
+) -> int:
+    """Shapes and values; the number of groups. It makes a GPU wait."""
+    _check_shapes(rewards, group_ids, trajectory_ids, lengths, valid)
+    groups = _count_groups(group_ids) if num_groups is None else num_groups
+    _check_values(rewards, group_ids, groups, lengths, valid)
+    if options.singleton == "error" and (options.center, options.scale) != ("none", "none"):
+        _check_singletons(group_ids, trajectory_ids if options.pool == "trajectory" else None, valid)
+    return groups
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Native
+# Kernels
 # ---------------------------------------------------------------------------------------------------------------------
+_NO_TRITON = "there are no Triton kernels for this op"
 _MODES = {
     (pool, center, scale, singleton): (i == 1, j, k, m)
     for i, pool in enumerate(POOLS)
@@ -203,19 +139,36 @@ _MODES = {
 }
 
 
-_NO_TRITON = "there are no Triton kernels for this op"
-
-
-def _obstacle(rewards: Tensor) -> str:
-    return "" if rewards.is_cpu else f"rewards is on {rewards.device}, and the C++ kernels run on the CPU"
-
-
 def _as(column: Tensor, dtype: torch.dtype) -> Tensor:
     """The same memory where dtype and layout fit, else a copy."""
     return column if column.dtype is dtype and column.is_contiguous() else column.to(dtype).contiguous()
 
 
-def _native(
+def _run(
+    values: Tensor,
+    group_ids: Tensor,
+    num_groups: int,
+    trajectory_ids: Tensor | None,
+    lengths: Tensor | None,
+    valid: Tensor | None,
+    modes: tuple[bool, int, int, int],
+    numbers: tuple[int, float, float],
+    backend: str,
+) -> Tensor:
+    """All columns in the types that kernels read."""
+    advantages = torch.empty_like(values, requires_grad=False)
+    columns = (values, group_ids, advantages, num_groups, trajectory_ids, lengths, valid)
+    device, core = native_core(values)
+    if device == "cpu":
+        core.group_advantage(*columns, *modes, *numbers, torch.get_num_threads())
+        return advantages
+    size = core.cuda_group_advantage_workspace(values.shape[0], num_groups, modes[0], modes[1] == 3)
+    space = torch.empty(size, dtype=torch.uint8, device=values.device)
+    core.cuda_group_advantage(*columns, *modes, *numbers, space, stream_of(values))
+    return advantages
+
+
+def _kernel(
     rewards: Tensor,
     group_ids: Tensor,
     num_groups: int,
@@ -229,45 +182,39 @@ def _native(
     ddof: int,
     eps: float,
     min_std: float,
+    backend: str,
 ) -> Tensor:
-    columns = (trajectory_ids, lengths, valid)
     try:
-        values = _as(rewards, rewards.dtype if rewards.is_floating_point() else torch.float32)
         if not (_is_integral(group_ids) and (trajectory_ids is None or _is_integral(trajectory_ids))):
             raise TypeError("group_ids and trajectory_ids: expected integers")
-        advantages = torch.empty_like(values, requires_grad=False)
-        extension.group_advantage(
-            values,
+        return _run(
+            _as(rewards, rewards.dtype if rewards.is_floating_point() else torch.float32),
             _as(group_ids, torch.int64),
-            advantages,
             num_groups,
             None if trajectory_ids is None else _as(trajectory_ids, torch.int64),
             None if lengths is None else _as(lengths, torch.float64),
             None if valid is None else _as(valid, torch.bool),
-            by_trajectory,
-            center,
-            scale,
-            singleton,
-            ddof,
-            eps,
-            min_std,
+            (by_trajectory, center, scale, singleton),
+            (ddof, eps, min_std),
+            backend,
         )
     except (ValueError, TypeError):
         # The kernel says that something is wrong; the slow checks know which value it is.
-        count = num_groups if num_groups >= 0 else int(group_ids.max()) + 1 if group_ids.numel() else 0
-        _check(rewards, group_ids, count, *columns)
-        if SINGLETONS[singleton] == "error":
-            _check_singletons(group_ids, count, trajectory_ids if by_trajectory else None, valid)
+        _check_shapes(rewards, group_ids, trajectory_ids, lengths, valid)
+        pool = POOLS[by_trajectory]
+        options = Options(pool, CENTERS[center], SCALES[scale], SINGLETONS[singleton], ddof, eps, min_std)
+        if rewards.is_cpu:
+            groups = None if num_groups < 0 else num_groups
+            _check_all(rewards, group_ids, groups, trajectory_ids, lengths, valid, options)
         raise
-    return advantages
 
 
-if extension is not None:
-    _op = torch.library.custom_op("turnwise::group_advantage", _native, mutates_args=(), device_types="cpu")
+_op = torch.library.custom_op("turnwise::group_advantage", _kernel, mutates_args=())
 
-    @_op.register_fake
-    def _fake(rewards: Tensor, *_: object) -> Tensor:
-        return rewards.new_empty(rewards.shape, dtype=rewards.dtype if rewards.is_floating_point() else torch.float32)
+
+@_op.register_fake
+def _fake(rewards: Tensor, *_: object) -> Tensor:
+    return rewards.new_empty(rewards.shape, dtype=rewards.dtype if rewards.is_floating_point() else torch.float32)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -288,6 +235,7 @@ def group_advantage(
     singleton: str = "zero",
     min_std: float = 0.0,
     valid: Tensor | None = None,
+    check: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """Advantages ``[B]`` of ``rewards [B]`` within groups, ``(r - centre) / scale``, in the dtype of ``rewards``.
@@ -306,9 +254,12 @@ def group_advantage(
     standard deviation 1, so ``r / (1 + eps)``) or ``"error"``.
     ``min_std``: a group with a smaller deviation counts as tied and gets 0. Ties give exactly 0.
 
-    Statistics are float64, of offsets from a member of the group, so rewards far from 0 cost no accuracy. On the CPU,
-    rewards that are not finite (of valid rows), ids out of range and negative lengths raise ``ValueError``. No gradient
-    flows to ``rewards``.
+    Statistics are float64, of offsets from a member of the group, so rewards far from 0 cost no accuracy; on a GPU
+    they are exact sums of offsets in steps of 2**-31 of the group's span, equal bits run to run. On the CPU, rewards
+    that are not finite (of valid rows), ids out of range, negative lengths and single members under
+    ``singleton="error"`` raise ``ValueError``. On a GPU that would make the host wait, so they do with ``check=True``
+    alone: otherwise such a row, or its group, gets NaN, and ids must be below ``B`` where ``num_groups`` is not given.
+    No gradient flows to ``rewards``.
 
     Example: ``group_advantage(torch.tensor([1., 0., 1., 1.]), torch.zeros(4, dtype=torch.int64))`` gives
     ``[.499999, -1.499997, .499999, .499999]``.
@@ -327,16 +278,21 @@ def group_advantage(
     for name, column in zip(("trajectory_ids", "lengths", "valid"), columns, strict=True):
         if column is not None and not isinstance(column, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(column).__name__}")
-    if resolve(backend, rewards, native=_obstacle(rewards), triton=_NO_TRITON) == "native":
+    if num_groups is not None and num_groups < 0:
+        raise ValueError(f"num_groups={num_groups}: expected a count >= 0")
+    chosen = resolve(backend, rewards, triton=_NO_TRITON)
+    options = Options(pool, center, scale, singleton, ddof, eps, min_std)
+    if check:
+        _check_all(rewards, group_ids, num_groups, *columns, options)
+    if chosen != "torch":
         groups = -1 if num_groups is None else num_groups
         # The dispatcher costs more than a small batch does, so plain tensors pass it by.
         plain = type(rewards) is Tensor and not torch.compiler.is_compiling()
-        call: Any = _native if plain else torch.ops.turnwise.group_advantage
-        return call(rewards, group_ids, groups, *columns, *modes, ddof, eps, min_std)
-    if num_groups is None:
-        num_groups = int(group_ids.max()) + 1 if group_ids.numel() else 0
-    _check(rewards, group_ids, num_groups, *columns)
-    if singleton == "error" and (center, scale) != ("none", "none"):
-        _check_singletons(group_ids, num_groups, trajectory_ids if pool == "trajectory" else None, valid)
-    options = Options(pool, center, scale, singleton, ddof, eps, min_std)
+        call: Any = _kernel if plain else torch.ops.turnwise.group_advantage
+        return call(rewards, group_ids, groups, *columns, *modes, ddof, eps, min_std, chosen)
+    _check_shapes(rewards, group_ids, *columns)
+    if rewards.is_cpu:
+        num_groups = _check_all(rewards, group_ids, num_groups, *columns, options)
+    elif num_groups is None:
+        num_groups = _count_groups(group_ids)
     return reference(rewards.detach(), group_ids, num_groups, *columns, options)

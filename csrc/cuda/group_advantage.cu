@@ -1,0 +1,211 @@
+#include "cuda/group_advantage.h"
+
+#include <algorithm>
+
+#include "cuda/group_table.h"
+
+namespace turnwise::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+__device__ __forceinline__ double to_double(double value) {
+    return value;
+}
+template <class T>
+__device__ __forceinline__ double to_double(T value) {
+    return double(to_float(value));
+}
+__device__ __forceinline__ void put(double* to, double value) {
+    *to = value;
+}
+template <class T>
+__device__ __forceinline__ void put(T* to, double value) {
+    *to = from_float<T>(float(value));
+}
+
+// Trajectories within groups: a hash table of rows, each slot the row that came first with its pair of ids. Which row
+// that is depends on timing, but nothing else does.
+struct Trajectories {
+    const int64_t* ids;  // null: every row counts by itself
+    int* slots;          // -1: empty
+    int64_t capacity;    // a power of two, at least twice the rows
+    int* entry;          // [rows]: the row that stands for this row's trajectory
+    GroupTable table;    // [rows], by that row
+};
+
+template <class T>
+struct Input {
+    const T* rewards;
+    const int64_t* group_ids;
+    const bool* valid;
+    const double* lengths;
+    int64_t rows;
+};
+
+template <class T>
+__device__ __forceinline__ bool enters(const Input<T>& in, int64_t row, int64_t groups) {
+    const int64_t group = in.group_ids[row];
+    return (in.valid == nullptr || in.valid[row]) && group >= 0 && group < groups;
+}
+
+template <class T>
+__device__ __forceinline__ Member member_of(const Input<T>& in, int64_t row, int64_t slot) {
+    return {slot, to_double(in.rewards[row]), in.lengths ? in.lengths[row] : 1};
+}
+
+__device__ __forceinline__ Word mixed(Word key) {
+    key = (key ^ key >> 32) * 0x9e3779b97f4a7c15ull;
+    key = (key ^ key >> 29) * 0xbf58476d1ce4e5b9ull;
+    return key ^ key >> 32;
+}
+
+template <class T>
+__device__ int find_entry(const Input<T>& in, const Trajectories& t, int64_t row) {
+    const int64_t group = in.group_ids[row], id = t.ids[row];
+    Word place = mixed(Word(group) ^ mixed(Word(id)));
+    for (;; ++place) {
+        int* slot = t.slots + (place & Word(t.capacity - 1));
+        const int found = atomicCAS(slot, -1, int(row));
+        if (found == -1) return int(row);
+        if (in.group_ids[found] == group && t.ids[found] == id) return found;
+    }
+}
+
+// Gives every row its trajectory's entry (-1: none), and fills the trajectories' table.
+template <class T>
+__device__ void pool_rows(const Input<T>& in, const Trajectories& t, int64_t groups) {
+    for (int64_t row = thread_of_grid(); row < in.rows; row += threads_of_grid()) {
+        t.entry[row] = enters(in, row, groups) ? find_entry(in, t, row) : -1;
+    }
+    grid_barrier();
+    const auto member = [&](int64_t row) { return member_of(in, row, t.entry[row]); };
+    add_extremes(t.table, in.rows, member);
+    grid_barrier();
+    add_offsets(t.table, in.rows, member);
+    grid_barrier();
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    group_kernel(Input<T> in, Trajectories t, GroupTable table, GroupAdvantageOptions o, T* advantages) {
+    const bool pooled = t.ids != nullptr;
+    clear_table(table);
+    if (pooled) {
+        clear_table(t.table);
+        for (int64_t i = thread_of_grid(); i < t.capacity; i += threads_of_grid()) t.slots[i] = -1;
+    }
+    grid_barrier();
+    if (pooled) pool_rows(in, t, table.slots);
+    const auto member = [&](int64_t row) -> Member {
+        if (!pooled) return enters(in, row, table.slots) ? member_of(in, row, in.group_ids[row]) : Member{};
+        if (t.entry[row] != int(row)) return {};
+        return {in.group_ids[row], mean_of(t.table.sums[row]), t.table.weights ? length_of(t.table.weights[row]) : 1};
+    };
+    add_extremes(table, in.rows, member);
+    grid_barrier();
+    add_offsets(table, in.rows, member);
+    grid_barrier();
+    for (int64_t row = thread_of_grid(); row < in.rows; row += threads_of_grid()) {
+        double advantage = 0;
+        if (enters(in, row, table.slots)) {
+            const double value = pooled ? mean_of(t.table.sums[t.entry[row]]) : to_double(in.rewards[row]);
+            const int64_t group = in.group_ids[row];
+            const GroupWeights* weights = table.weights ? table.weights + group : nullptr;
+            advantage = advantage_of(value, table.sums[group], weights, o);
+        } else if (in.valid == nullptr || in.valid[row]) {
+            advantage = __longlong_as_double(0x7ff8LL << 48);
+        }
+        put(advantages + row, advantage);
+    }
+}
+
+int64_t capacity_of(int64_t rows) {
+    int64_t capacity = 16;
+    while (capacity < 2 * rows) capacity *= 2;
+    return capacity;
+}
+
+// Takes pieces of a workspace one after the other.
+class Pieces {
+  public:
+    explicit Pieces(void* start) : next_(static_cast<char*>(start)) {}
+    template <class T>
+    T* take(int64_t count) {
+        T* piece = reinterpret_cast<T*>(next_);
+        next_ += (count * int64_t(sizeof(T)) + 15) / 16 * 16;
+        return piece;
+    }
+    GroupTable take_table(int64_t slots, bool weighted) {
+        GroupSums* sums = take<GroupSums>(slots);
+        return {sums, weighted ? take<GroupWeights>(slots) : nullptr, slots};
+    }
+    int64_t bytes() const { return next_ - static_cast<char*>(nullptr); }
+
+  private:
+    char* next_;
+};
+
+struct Layout {
+    GroupTable table;
+    Trajectories trajectories{};
+
+    Layout(Pieces& pieces, int64_t rows, int64_t groups, bool by_trajectory, bool weighted)
+        : table(pieces.take_table(groups < 0 ? rows : groups, weighted)) {
+        if (!by_trajectory) return;
+        trajectories.capacity = capacity_of(rows);
+        trajectories.slots = pieces.take<int>(trajectories.capacity);
+        trajectories.entry = pieces.take<int>(rows);
+        trajectories.table = pieces.take_table(rows, weighted);
+    }
+};
+
+template <class T>
+void run(const GroupAdvantageInput& in, const GroupAdvantageOptions& o, const View& advantages, const View& workspace,
+         Stream stream) {
+    const int64_t rows = in.rewards.shape[0];
+    const bool weighted = o.center == Center::length_weighted;
+    Pieces pieces(workspace.data);
+    Layout layout(pieces, rows, in.num_groups, o.by_trajectory, weighted);
+    if (o.by_trajectory) layout.trajectories.ids = in.trajectory_ids.as<const int64_t>();
+    const Input<T> input{in.rewards.as<const T>(), in.group_ids.as<const int64_t>(), in.valid.as<const bool>(),
+                         weighted ? in.lengths.as<const double>() : nullptr, rows};
+    const int64_t grid =
+        std::min<int64_t>((rows + kThreads - 1) / kThreads, resident_blocks(group_kernel<T>, kThreads));
+    launch_cooperative(group_kernel<T>, grid, kThreads, 0, stream, input, layout.trajectories, layout.table, o,
+                       advantages.as<T>());
+}
+
+}  // namespace
+
+int64_t group_advantage_workspace(int64_t rows, int64_t groups, bool by_trajectory, bool weighted) {
+    Pieces pieces(nullptr);
+    Layout(pieces, rows, groups, by_trajectory, weighted);
+    return pieces.bytes();
+}
+
+void group_advantage(const GroupAdvantageInput& input, const GroupAdvantageOptions& options, const View& advantages,
+                     const View& workspace, Stream stream) {
+    check_group_advantage(input, options, advantages);
+    const int64_t rows = input.rewards.shape[0];
+    const int64_t bytes = group_advantage_workspace(rows, input.num_groups, options.by_trajectory,
+                                                    options.center == Center::length_weighted);
+    require(workspace.size() >= bytes, "workspace: too small");
+    require(rows < (int64_t(1) << 30), "rewards: expected fewer than 2**30 rows");
+    if (rows == 0) return;
+    const DeviceGuard guard(input.rewards.device);
+    switch (input.rewards.dtype) {
+        case DType::f32:
+            return run<float>(input, options, advantages, workspace, stream);
+        case DType::f64:
+            return run<double>(input, options, advantages, workspace, stream);
+        case DType::bf16:
+            return run<BFloat16>(input, options, advantages, workspace, stream);
+        case DType::f16:
+            return run<Half>(input, options, advantages, workspace, stream);
+        default:
+            throw InvalidInput("rewards: expected a floating type");
+    }
+}
+
+}  // namespace turnwise::cuda
