@@ -13,7 +13,7 @@ CPP     := $(shell find csrc tests -type f \( -name '*.h' -o -name '*.hpp' -o -n
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo demo-compare test lint format typecheck develop sdist wheel-check cuda-build bench docs clean
+.PHONY: help build demo demo-compare test lint format typecheck develop sdist wheel-check cuda-build bench gpu-check docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,8 +65,12 @@ demo-compare: $(VENV)/.installed  ## the demo beside a single agent and an untra
 test: $(VENV)/.peers  ## all tests, against the installed package
 	@$(BIN)/python -P -m pytest
 
-bench: $(VENV)/.installed  ## the benchmarks, one after the other
-	@for bench in bench/bench_*.py; do $(BIN)/python $$bench || exit 1; done
+bench: $(VENV)/.peers  ## the ops beside PyTorch, TRL and verl (on a GPU Liger-Kernel too), into bench/results
+	@command -v nvidia-smi >/dev/null && $(INSTALL) --no-deps liger-kernel || true
+	@$(BIN)/python bench/run.py --report
+
+gpu-check:  ## on a machine with a GPU: build, tests, sanitizer, benches, one report; takes $(PYTHON)'s own torch
+	@$(PYTHON) bench/gpu_check.py
 
 # ---- check ---------------------------------------------------------------------------------------------------------
 lint: $(VENV)/.installed $(VENV)/.tools  ## ruff, clang-format and mypy

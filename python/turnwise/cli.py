@@ -1,4 +1,4 @@
-"""The command line: ``turnwise demo | train | eval | doctor``.
+"""The command line: ``turnwise demo | train | eval | bench | doctor``.
 
 Commands stand in one table at the end; what a command does is in the room that it calls, imported when it runs.
 A user's mistake is one line on stderr and exit code 2, a run that fails (no memory, no backend, a dead server) one line
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -161,6 +162,21 @@ def run_eval(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def run_bench(options: argparse.Namespace) -> int:
+    import turnwise
+
+    # The benches compare with other trainers and are no part of the wheel: they stand in the source tree alone.
+    places = [Path(turnwise.__file__).resolve().parents[2], Path.cwd()]
+    script = next((at / "bench" / "run.py" for at in places if (at / "bench" / "bench_policy_loss.py").is_file()), None)
+    if script is None:
+        raise ValueError(
+            "bench: the benches are in turnwise's source tree, not in the installed package: run `turnwise bench` from "
+            "the folder of a source checkout, or `make bench` there"
+        )
+    words = [*options.names, *(["--json"] if options.json else []), *(["--quick"] if options.quick else [])]
+    return subprocess.run([sys.executable, str(script), *words], check=False).returncode
+
+
 def run_doctor(options: argparse.Namespace) -> int:
     from turnwise.doctor import examine, render
 
@@ -202,6 +218,15 @@ COMMANDS: dict[str, Command] = {
         run_eval,
         (CONFIG, ("--checkpoint", {"type": Path, "help": "to measure (default: the run's newest)"})),
         overrides=True,
+    ),
+    "bench": Command(
+        "Time the ops beside PyTorch and other trainers; for a source checkout.",
+        run_bench,
+        (
+            ("names", {"nargs": "*", "metavar": "NAME", "help": "benches to run (default: all)"}),
+            ("--json", {"action": "store_true", "help": "rows as JSON lines, and no tables"}),
+            ("--quick", {"action": "store_true", "help": "the smallest size alone"}),
+        ),
     ),
     "doctor": Command(
         "Tell which parts of turnwise work on this machine, and why the others do not.",

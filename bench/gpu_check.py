@@ -1,0 +1,261 @@
+"""What CI can't see: the GPU's own build, tests, sanitizers and benches, in one report. ``make gpu-check``.
+
+    python bench/gpu_check.py                    # all stages, under 8 minutes, into bench/results
+    python bench/gpu_check.py --stages build benches --wheels wheels --out /tmp/report
+
+Runs with the interpreter that calls it and what that has: torch for CUDA, Triton, nvcc, cmake, ninja, pybind11,
+scikit-build-core, pytest and hypothesis; no network. turnwise is installed into ``build/gpu-check/site``, so nothing of
+the machine changes. Each stage has its own time limit and a failed one doesn't stop the next; at the end the exit code
+is 1 if any failed, 2 where something that all need is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = ROOT / "build" / "gpu-check"
+SITE = BUILD / "site"
+MODULES = ("torch", "triton", "numpy", "pybind11", "scikit_build_core", "pytest", "hypothesis")
+PROGRAMS = ("nvcc", "cmake", "ninja")
+PYTEST_INI = (
+    "[pytest]\naddopts = --import-mode=importlib -p no:cacheprovider\nmarkers =\n    gpu: needs a GPU\n    slow: slow\n"
+)
+
+
+class Stage(NamedTuple):
+    """One command with its time limit. ``needs`` matches its output where it did what it should: a tool that ran
+    nothing exits with 0 as well."""
+
+    name: str
+    command: list[str]
+    limit: float
+    needs: str = ""
+    environment: dict[str, str] = {}  # noqa: RUF012 (a constant of the class, never changed)
+
+
+class Result(NamedTuple):
+    """``status``: ``"ok"``, or in a few words why not; ``output``: the end of what the command printed."""
+
+    name: str
+    status: str
+    seconds: float
+    output: str
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is there
+# ---------------------------------------------------------------------------------------------------------------------
+def missing() -> list[str]:
+    """Everything that the stages need and this machine lacks, in one sentence each."""
+    gaps = [f"the Python package {name}" for name in MODULES if importlib.util.find_spec(name) is None]
+    gaps += [f"{name} on the PATH" for name in PROGRAMS if shutil.which(name) is None]
+    if importlib.util.find_spec("torch") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+            gaps.append(f"a GPU that PyTorch sees (torch {torch.__version__} is {build})")
+    return gaps
+
+
+def gpu() -> dict[str, Any]:
+    """The GPU and the versions around it, for the report."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {
+        "gpu": properties.name,
+        "architecture": f"{properties.major}{properties.minor}",
+        "driver": driver.stdout.strip(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stages
+# ---------------------------------------------------------------------------------------------------------------------
+def stages(architecture: str, wheels: Path | None, benches: Sequence[str]) -> list[Stage]:
+    """All of them, in order: what matters most first, should the time run out."""
+    python = [sys.executable, "-P"]
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", "--upgrade", "--target", str(SITE)]
+    build = [*install, "--no-build-isolation", "--config-settings=cmake.define.TURNWISE_CUDA=ON"]
+    build += [f"--config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES={architecture}-real"]
+    build += [f"--config-settings=build-dir={BUILD / 'cmake'}", str(ROOT)]
+    every: list[Stage] = []
+    if wheels is not None:
+        found = sorted(str(path) for path in wheels.glob("*.whl"))
+        every.append(Stage("wheels", [*install, "--no-index", *found], 60))
+    every.append(Stage("build", build, 180))
+    probe = (
+        "from turnwise import _C; assert _C.with_cuda; print('CUDA', _C.cuda_architectures(), _C.cuda_device_count())"
+    )
+    every.append(Stage("import", [*python, "-c", probe], 30, needs="CUDA"))
+    small = [str(ROOT / "bench" / "gpu_ops.py"), "--device", "cuda"]
+    every.append(Stage("ops", [sys.executable, *small], 60, needs="agree"))
+    ini = BUILD / "pytest.ini"
+    tests = [
+        *python,
+        "-m",
+        "pytest",
+        "-c",
+        str(ini),
+        "--rootdir",
+        str(ROOT),
+        "-q",
+        "-m",
+        "gpu",
+        str(ROOT / "tests/ops"),
+    ]
+    every.append(Stage("tests", tests, 120, needs=r"\d+ passed"))
+    for name in benches:
+        rows = BUILD / f"{name}.json"
+        command = [sys.executable, str(ROOT / "bench" / f"bench_{name}.py"), "--device", "cuda", "--rounds", "15"]
+        every.append(Stage(f"bench {name}", [*command, "--json", str(rows)], 75, needs=r"^\|"))
+    # Allocations of their own, so that an access past the end of one meets none of another.
+    apart = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    for tool in ("memcheck", "racecheck"):
+        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, *small]
+        every.append(
+            Stage(tool, command, 90, needs="ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards", environment=apart)
+        )
+    return every
+
+
+def run_stage(stage: Stage, limit: float) -> Result:
+    """Runs one stage; whatever happens in it is in the result."""
+    start = time.monotonic()
+    environment = {**os.environ, "PYTHONPATH": str(SITE), "PYTHONUNBUFFERED": "1", **stage.environment}
+    if shutil.which(stage.command[0]) is None:
+        return Result(stage.name, f"{stage.command[0]} is not on the PATH", 0.0, "")
+    process = subprocess.Popen(
+        stage.command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        cwd=BUILD,
+        start_new_session=True,  # so that a timeout ends its children too
+    )
+    try:
+        output, _ = process.communicate(timeout=limit)
+        status = "ok" if process.returncode == 0 else f"exit code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        output, _ = process.communicate()
+        status = f"still running after {limit:.0f} s"
+    if status == "ok" and stage.needs and not re.search(stage.needs, output, flags=re.MULTILINE):
+        status = f"exited with 0, but printed nothing like {stage.needs!r}"
+    return Result(stage.name, status, time.monotonic() - start, output[-20_000:])
+
+
+def run_all(todo: Sequence[Stage], seconds: float, run: Callable[[Stage, float], Result] = run_stage) -> list[Result]:
+    """Every stage in turn, none longer than its limit or than what is left of ``seconds``."""
+    results = []
+    end = time.monotonic() + seconds
+    for stage in todo:
+        left = end - time.monotonic()
+        if left < 5:
+            results.append(Result(stage.name, "not run: no time was left", 0.0, ""))
+        else:
+            print(f"== {stage.name}", flush=True)
+            results.append(run(stage, min(stage.limit, left)))
+        print(f"== {stage.name}: {results[-1].status}, {results[-1].seconds:.0f} s", flush=True)
+        if results[-1].status != "ok":
+            print(results[-1].output[-3000:], flush=True)
+    return results
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Report
+# ---------------------------------------------------------------------------------------------------------------------
+def report(machine: dict[str, Any], results: Sequence[Result]) -> str:
+    lines = [f"# GPU check, {datetime.now(UTC).date().isoformat()}", ""]
+    lines += [", ".join(f"{key} {value}" for key, value in machine.items()) + ".", ""]
+    lines += ["| stage | result | seconds |", "|---|---|---|"]
+    lines += [f"| {r.name} | {r.status} | {r.seconds:.0f} |" for r in results]
+    for r in results:
+        if r.name.startswith("bench "):
+            lines += ["", *[line for line in r.output.splitlines() if line.startswith(("## ", "|", "without "))]]
+        elif r.status != "ok" or r.name in ("tests", "memcheck", "racecheck"):
+            lines += ["", f"## {r.name}", "", "```text", *r.output.strip().splitlines()[-25:], "```"]
+    return "\n".join(lines) + "\n"
+
+
+def write(out: Path, machine: dict[str, Any], results: Sequence[Result], benches: Sequence[str]) -> Path:
+    """The report as markdown, and every row of the benches with the stages as JSON lines."""
+    slug = re.sub(r"[^a-z0-9]+", "-", str(machine.get("gpu", "no-gpu")).lower()).strip("-")
+    stem = out / f"{datetime.now(UTC).date().isoformat()}-{slug}"
+    out.mkdir(parents=True, exist_ok=True)
+    stem.with_suffix(".md").write_text(report(machine, results), encoding="utf-8")
+    rows = [{"stage": r.name, "status": r.status, "seconds": round(r.seconds, 1), **machine} for r in results]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    for name in benches:
+        path = BUILD / f"{name}.json"
+        text += path.read_text(encoding="utf-8") if path.exists() else ""
+    stem.with_suffix(".json").write_text(text, encoding="utf-8")
+    return stem.with_suffix(".md")
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--stages", nargs="+", metavar="STAGE", help="of build, ops, tests, benches, memcheck, racecheck"
+    )
+    parser.add_argument("--wheels", type=Path, help="folder of wheels to install first: peers that the machine lacks")
+    parser.add_argument("--seconds", type=float, default=470, help="for all stages together (default 470)")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="folder of the report")
+    options = parser.parse_args(arguments)
+    groups = ("wheels", "build", "import", "ops", "tests", "benches", "memcheck", "racecheck")
+    if unknown := [name for name in options.stages or () if name not in groups]:
+        parser.error(f"no stage is called {unknown[0]!r}: expected some of {', '.join(groups)}")
+    if options.wheels is not None:
+        options.wheels = options.wheels.resolve()
+        if not any(options.wheels.glob("*.whl")):
+            parser.error(f"--wheels {options.wheels}: expected a folder with wheels in it")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    if gaps := missing():
+        print("gpu-check can't run here; it needs", *(f"  {gap}" for gap in gaps), sep="\n", file=sys.stderr)
+        return 2
+    BUILD.mkdir(parents=True, exist_ok=True)
+    (BUILD / "pytest.ini").write_text(PYTEST_INI, encoding="utf-8")
+    benches = sorted(path.stem.removeprefix("bench_") for path in (ROOT / "bench").glob("bench_*.py"))
+    for name in benches:
+        (BUILD / f"{name}.json").unlink(missing_ok=True)
+    machine = gpu()
+    todo = stages(machine["architecture"], options.wheels, benches)
+    if options.stages:
+        todo = [s for s in todo if s.name.replace("bench ", "benches ").split()[0] in options.stages]
+    results = run_all(todo, options.seconds)
+    print(f"report: {write(options.out, machine, results, benches)}")
+    failed = [r.name for r in results if r.status != "ok"]
+    print(f"FAILED: {', '.join(failed)}" if failed else f"all {len(results)} stages passed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
