@@ -8,6 +8,7 @@ from .factorize import factorize
 from .gae import gae
 from .group_advantage import group_advantage
 from .linear_logprob import linear_logprob
+from .linear_policy_loss import linear_policy_loss
 from .options import CISPO, GMPO, GPG, GSPO, KL, SAPO, Clip, ClipCov, ImportanceCorrection, KLCov, Reinforce, Variant
 from .policy_loss import PolicyLoss, policy_loss
 from .token_rewards import token_returns, token_reward_sum
@@ -34,6 +35,7 @@ __all__ = [
     "gae",
     "group_advantage",
     "linear_logprob",
+    "linear_policy_loss",
     "loss_normalizer",
     "policy_loss",
     "token_returns",

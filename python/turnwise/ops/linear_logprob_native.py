@@ -55,16 +55,19 @@ class Products:
         else:
             add_narrow(total, torch.mm(d, weight))
 
-    def weight_gradient(self, out: Tensor, d: Tensor, hidden: Tensor) -> None:
-        """``out = d.T @ hidden``."""
-        if self.linear is not None:
-            out.copy_(self.linear(d.t(), hidden.t(), None, "none", [], ""))
+    def weight_gradient(self, out: Tensor, d: Tensor, hidden: Tensor, add: bool = False) -> None:
+        """``out = d.T @ hidden``, or ``out +=``, in the dtype of ``out``: the weight's own, or float32."""
+        if out.dtype is not d.dtype:
+            if not add:
+                out.zero_()
+            self.add_hidden(out, d.t(), hidden)
+        elif self.linear is not None:
+            product = self.linear(d.t(), hidden.t(), None, "none", [], "")
+            out.add_(product) if add else out.copy_(product)
+        elif add:
+            out.addmm_(d.t(), hidden)
         else:
             torch.mm(d.t(), hidden, out=out)
-
-    def add_weight(self, total: Tensor, d: Tensor, hidden: Tensor) -> None:
-        """``total += d.T @ hidden``, in float32."""
-        self.add_hidden(total, d.t(), hidden)
 
 
 class Head:
@@ -85,7 +88,7 @@ class Head:
         self.tokens, self.vocabulary = targets.shape[0], weight.shape[0]
         self.products = Products(hidden)
 
-    def blocks(self, size: int = _TOKENS) -> list[slice]:
+    def blocks(self, size: int) -> list[slice]:
         return [slice(i, min(i + size, self.tokens)) for i in range(0, self.tokens, size)]
 
     def columns(self, backward: bool, tokens: int) -> Iterator[slice]:
@@ -115,7 +118,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``logprob``, ``lse`` and ``entropy`` (``[0]`` if not asked for), float32."""
     head = Head(hidden, weight, targets, bias, positions, temperature)
-    blocks = head.blocks()
+    blocks = head.blocks(_TOKENS)
     states = [new_state(block.stop - block.start, hidden) for block in blocks]
     for columns in head.columns(False, min(head.tokens, _TOKENS)):
         for block, state in zip(blocks, states, strict=True):
@@ -177,7 +180,7 @@ def backward(
     head = Head(hidden, weight, targets, bias, positions, temperature)
     gradients = Gradients(head, need_hidden, need_weight, need_bias)
     upstream = Upstream(lse, grad_logprob, entropy, grad_entropy)
-    blocks = head.blocks()
+    blocks = head.blocks(_TOKENS)
     sums = [gradients.new_hidden(block.stop - block.start) if need_hidden else None for block in blocks]
     if not blocks:
         gradients.weight.zero_()
@@ -199,9 +202,8 @@ def _tile_backward(
 ) -> None:
     """All tokens for some columns, so that their weights' gradient is written once."""
     products, part = head.products, head.weight[columns]
-    total = None
-    if gradients.need_weight and len(blocks) > 1:
-        total = torch.zeros(part.shape, dtype=torch.float32, device=part.device)
+    several = len(blocks) > 1
+    total = torch.empty_like(part, dtype=torch.float32) if several and gradients.need_weight else None
     for block, hidden_sums in zip(blocks, sums, strict=True):
         rows = head.rows(block)
         tile = head.tile(rows, block, columns)
@@ -210,9 +212,8 @@ def _tile_backward(
         gradients.add_bias(columns, d)
         if hidden_sums is not None:
             products.add_hidden(hidden_sums, d, part)
-        if total is not None:
-            products.add_weight(total, d, rows)
-        elif gradients.need_weight:
-            products.weight_gradient(gradients.weight[columns], d, rows)
+        if gradients.need_weight:
+            out = gradients.weight[columns] if total is None else total
+            products.weight_gradient(out, d, rows, add=block.start > 0)
     if total is not None:
         gradients.weight[columns] = total

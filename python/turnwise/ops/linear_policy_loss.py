@@ -1,0 +1,331 @@
+"""LM head and policy loss in one: the gradient is formed while the logits of a chunk of tokens are at hand, so that
+they are made once, not twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .aggregation import Aggregation, find_aggregation
+from .backends import native_core, resolve, stream_of
+from .linear_logprob import linear_logprob
+from .linear_logprob_native import Gradients, Head
+from .logprob_checks import check_head, check_id_values, check_temperature
+from .logprob_tiles import Upstream, finish, grad, new_state, scan
+from .options import KL, Clip, ImportanceCorrection, Variant
+from .policy_loss import PolicyLoss, policy_loss
+from .streams import Rows
+
+# Tokens of a chunk: an eighth of them, at least _LEAST, as far as their logits stay within _BYTES.
+_LEAST, _BYTES = 256, 1 << 28
+_COLUMNS = 4096  # of one product
+_FEW = 16  # chunks whose weight gradients may be summed in the weight's own dtype
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fused
+# ---------------------------------------------------------------------------------------------------------------------
+class Tokens(NamedTuple):
+    """What a token's loss reads, ``[M]`` each, in the order of ``targets``; ``weight`` is the token's in the loss."""
+
+    weight: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor | None
+    ref_logprobs: Tensor | None
+    rollout_logprobs: Tensor | None
+
+    def pick(self, which: slice | Tensor) -> Tokens:
+        return Tokens(*(None if stream is None else stream[which] for stream in self))  # type: ignore[arg-type]
+
+
+TokenLoss = Callable[[Tensor, Tokens], Tensor]  # logprob [m] and its tokens to the gradient [m] of the loss
+
+
+def token_loss(
+    clip: Clip | None, variant: Variant | None, kl: KL | None, correction: ImportanceCorrection | None
+) -> TokenLoss:
+    """The gradient of a token-level loss, by the policy loss itself, of a chunk as if it were a sequence."""
+
+    def gradient(logprob: Tensor, tokens: Tokens) -> Tensor:
+        leaf = logprob.detach().requires_grad_()
+        size = leaf.shape[0]
+        with torch.enable_grad():
+            result = policy_loss(
+                leaf,
+                tokens.old_logprobs,
+                tokens.advantages,
+                mask=tokens.mask,
+                cu_seqlens=torch.arange(0, size + 1, size, device=leaf.device),
+                clip=clip,
+                variant=variant,
+                kl=kl,
+                ref_logprobs=tokens.ref_logprobs,
+                correction=correction,
+                rollout_logprobs=tokens.rollout_logprobs,
+                normalizer=torch.ones((), device=leaf.device),
+            )
+        return torch.autograd.grad(result.loss, leaf)[0] * tokens.weight
+
+    return gradient
+
+
+def _chunk_size(head: Head) -> int:
+    bytes_per_token = head.vocabulary * head.products.dtype.itemsize
+    return max(1, min(max(_LEAST, head.tokens // 8), max(_LEAST // 2, _BYTES // bytes_per_token)))
+
+
+def fused(
+    head: Head, gradients: Gradients, tokens: Tokens, loss: TokenLoss, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Fills ``gradients``; gives ``logprob`` and ``entropy [M]``. Logits of one chunk are held at a time."""
+    chunks = head.blocks(_chunk_size(head))
+    total = gradients.weight
+    if gradients.need_weight and len(chunks) > _FEW and total.dtype is not torch.float32:
+        total = torch.empty_like(total, dtype=torch.float32)
+    logprobs, entropies = [], []
+    for chunk in chunks:
+        logprob, entropy_of_chunk = _chunk(head, gradients, total, tokens.pick(chunk), loss, entropy, chunk)
+        logprobs.append(logprob)
+        entropies.append(entropy_of_chunk)
+    if gradients.need_weight:
+        if not chunks:
+            gradients.weight.zero_()
+        elif total is not gradients.weight:
+            gradients.weight.copy_(total)
+    none = torch.empty(0, device=tokens.weight.device)
+    return torch.cat([none, *logprobs]), torch.cat([none, *entropies]) if entropy else None
+
+
+def _chunk(
+    head: Head, gradients: Gradients, total: Tensor, tokens: Tokens, loss: TokenLoss, entropy: bool, chunk: slice
+) -> tuple[Tensor, Tensor]:
+    products, rows = head.products, head.rows(chunk)
+    state = new_state(rows.shape[0], rows)
+    tiles = []
+    for start in range(0, head.vocabulary, _COLUMNS):
+        tile = head.tile(rows, chunk, slice(start, min(start + _COLUMNS, head.vocabulary)))
+        scan(tile, state, entropy)
+        tiles.append(tile)
+    logprob, lse, entropies = finish(state, entropy)
+    upstream = Upstream(lse, loss(logprob, tokens), None, None)
+    sums = gradients.new_hidden(rows.shape[0])
+    for tile in tiles:
+        columns = slice(tile.first, tile.first + tile.logits.shape[1])
+        part = head.weight[columns]
+        d = tile.logits if tile.logits.dtype is part.dtype else torch.empty_like(tile.logits, dtype=part.dtype)
+        grad(tile, upstream, d)
+        gradients.add_bias(columns, d)
+        if gradients.need_hidden:
+            products.add_hidden(sums, d, part)
+        if gradients.need_weight:
+            products.weight_gradient(total[columns], d, rows, add=chunk.start > 0)
+    if gradients.need_hidden:
+        gradients.keep_hidden(chunk, sums)
+    return logprob, entropies
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Autograd
+# ---------------------------------------------------------------------------------------------------------------------
+class _Attach(torch.autograd.Function):
+    """Gives ``loss`` the gradients that were computed with it. They are as large as the weight, so the backward scales
+    them where they lie and gives them away; a second one through the same graph computes them anew."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: Tensor, grads: list[Gradients], anew: Callable[[], Gradients], *leaves: Tensor | None
+    ) -> Tensor:
+        ctx.grads, ctx.anew = grads, anew
+        ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "linear_policy_loss: the gradient can't be differentiated again; use backend='torch' for create_graph"
+            )
+        found = ctx.grads.pop() if ctx.grads else ctx.anew()
+        needed = found.need_hidden, found.need_weight, found.need_bias
+        out = []
+        for values, wanted, dtype in zip((found.hidden, found.weight, found.bias), needed, ctx.dtypes, strict=True):
+            if wanted:
+                _scale_in_place(values, grad_loss)
+            out.append(values.to(dtype) if wanted else None)
+        return None, None, None, *out
+
+
+def _scale_in_place(values: Tensor, factor: Tensor) -> None:
+    """Usually by 1. On a GPU only the device knows; the kernel leaves at once then."""
+    device, core = native_core(values)
+    if device == "cuda" and values.numel():
+        core.cuda_scale(values, factor.float().contiguous(), stream_of(values))
+    elif device == "cpu" and factor.item() != 1.0:
+        values.mul_(factor)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Public function
+# ---------------------------------------------------------------------------------------------------------------------
+def _needs_rows(variant: Variant | None, correction: ImportanceCorrection | None) -> bool:
+    """Whether a token's loss depends on other tokens' log-probabilities, so that all must be known first."""
+    if variant is not None and (variant.by_row or variant.selects):
+        return True
+    return correction is not None and correction.level == "sequence"
+
+
+def _serves(hidden: Tensor, backend: str | None) -> bool:
+    """Whether the chunks run on the compiled kernels; what else may be chosen or refused, the two passes do."""
+    if hidden.dtype is torch.float64:
+        return False
+    return resolve(backend, hidden) == "native"
+
+
+def _tokens(
+    targets: Tensor, old_logprobs: Tensor, advantages: Tensor, aggregation: Aggregation, batch: dict[str, Any]
+) -> Tokens:
+    """The streams with a weight and an advantage for each token, known before any logit is."""
+    cu_seqlens, mask, actor_ids = batch["cu_seqlens"], batch["mask"], batch["actor_ids"]
+    rows = Rows(targets, cu_seqlens)
+    lengths = rows.sum((torch.ones_like(targets) if mask is None else mask != 0).double())
+    if batch["normalizer"] is None:
+        normalizer = aggregation.normalizer(lengths, actor_ids, batch["num_actors"], batch["max_length"])
+    else:
+        normalizer = torch.as_tensor(batch["normalizer"], device=targets.device).double()
+    weights = aggregation.weights(lengths, normalizer.double(), actor_ids)
+    return Tokens(
+        rows.spread(weights.float()),
+        old_logprobs,
+        rows.spread(advantages),
+        mask,
+        batch["ref_logprobs"],
+        batch["rollout_logprobs"],
+    )
+
+
+def _trained(head: Head, tokens: Tokens) -> tuple[Head, Tokens, Tensor | None]:
+    """Without the masked tokens, whose logits are not worth making; to find them on a GPU would wait for it."""
+    if tokens.mask is None or not tokens.mask.is_cpu or bool((tokens.mask != 0).all()):
+        return head, tokens, None
+    keep = (tokens.mask != 0).nonzero()[:, 0]
+    positions = keep if head.positions is None else head.positions[keep]
+    part = Head(head.hidden, head.weight, head.targets[keep], head.bias, positions, 1.0 / head.scale)
+    return part, tokens.pick(keep)._replace(mask=None), keep
+
+
+def _everywhere(values: Tensor, keep: Tensor, head: Head) -> Tensor:
+    """Values of the trained tokens among all of them; the masked ones count for nothing."""
+    return values.new_zeros(head.tokens).index_copy_(0, keep, values)
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    mask: Tensor | None = None,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    positions: Tensor | None = None,
+    clip: Clip | None = None,
+    variant: Variant | None = None,
+    kl: KL | None = None,
+    ref_logprobs: Tensor | None = None,
+    correction: ImportanceCorrection | None = None,
+    rollout_logprobs: Tensor | None = None,
+    entropy: bool = False,
+    aggregation: str = "token-mean",
+    normalizer: Tensor | float | None = None,
+    actor_ids: Tensor | None = None,
+    num_actors: int | None = None,
+    max_length: float | None = None,
+    check: bool = False,
+    backend: str | None = None,
+) -> PolicyLoss:
+    """``policy_loss(linear_logprob(hidden, weight, targets), old_logprobs, advantages, ...)``, the logits made once.
+
+    Packed: ``cu_seqlens [B+1]``, all streams ``[N]`` as ``targets`` (``[M]`` with ``positions``); ``advantages [B]`` or
+    per token. Arguments are those of :func:`linear_logprob` and :func:`policy_loss`; ``entropy=True`` adds the metric.
+
+    Where a token's loss needs no other token's log-probability (PPO, CISPO, GPG, REINFORCE, SAPO, with a correction per
+    token), the gradients are formed chunk by chunk in the forward, with logits of at most 256 MiB at hand; the backward
+    hands them out, scaled. GSPO, GMPO, Clip-Cov, KL-Cov and corrections by sequence need whole rows first, so they make
+    the logits twice, as do ``torch.compile`` and other backends than ``native``. Masked tokens cost nothing on a CPU.
+    Without a graph to build, or for what requires no gradient, nothing of it is computed.
+
+    The gradient of a narrow weight is summed in its own dtype over up to 16 chunks, beyond in float32. Raises as the
+    two functions do.
+
+    Example: ``linear_policy_loss(states, lm_head.weight, targets, old, advantages, cu_seqlens=cu).loss.backward()``
+    """
+    head: dict[str, Any] = {
+        "temperature": temperature,
+        "bias": bias,
+        "positions": positions,
+        "check": check,
+        "backend": backend,
+    }
+    objective: dict[str, Any] = {"clip": clip, "variant": variant, "kl": kl, "correction": correction}
+    batch: dict[str, Any] = {
+        "mask": mask,
+        "cu_seqlens": cu_seqlens,
+        "ref_logprobs": ref_logprobs,
+        "rollout_logprobs": rollout_logprobs,
+        "aggregation": aggregation,
+        "normalizer": normalizer,
+        "actor_ids": actor_ids,
+        "num_actors": num_actors,
+        "max_length": max_length,
+    }
+    kind = hidden.device.type if isinstance(hidden, Tensor) else "cpu"
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        with torch.autocast(kind, enabled=False):
+            narrow = hidden.to(dtype), weight.to(dtype), targets, old_logprobs, advantages
+            return linear_policy_loss(*narrow, entropy=entropy, **head, **objective, **batch)  # type: ignore[misc]
+    check_head(hidden, weight, targets, bias, positions)
+    compiling = torch.compiler.is_compiling()
+    if not compiling:  # before the long work: what is wrong with the streams, the policy loss knows
+        with torch.no_grad():
+            nothing = torch.zeros(targets.shape, device=hidden.device)
+            policy_loss(nothing, old_logprobs, advantages, **objective, **batch)
+    leaves = (hidden, weight, bias)
+    wanted = torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves)
+    if not wanted or compiling or _needs_rows(variant, correction) or not _serves(hidden, backend):
+        logprob: Any = linear_logprob(hidden, weight, targets, entropy=entropy, **head)
+        logprob, entropies = (logprob[0], logprob[1].detach()) if entropy else (logprob, None)
+        return policy_loss(logprob, old_logprobs, advantages, entropy=entropies, **objective, **batch, backend=backend)
+    check_temperature(temperature)
+    if hidden.is_cpu or check:
+        check_id_values("targets", targets, weight.shape[0])
+        if positions is not None:
+            check_id_values("positions", positions, hidden.shape[0])
+
+    found = find_aggregation(aggregation, actor_ids, max_length)
+    tokens = _tokens(targets, old_logprobs, advantages, found, batch)
+    loss = token_loss(**objective)
+
+    def compute() -> tuple[Gradients, Tensor, Tensor | None]:
+        with torch.no_grad():
+            whole = Head(hidden, weight, targets, bias, positions, temperature)
+            part, streams_of_part, keep = _trained(whole, tokens)
+            needs = (leaf is not None and leaf.requires_grad for leaf in leaves)
+            gradients = Gradients(part, *needs)
+            logprob, entropies = fused(part, gradients, streams_of_part, loss, entropy)
+            if keep is not None:
+                logprob = _everywhere(logprob, keep, whole)
+                entropies = None if entropies is None else _everywhere(entropies, keep, whole)
+        return gradients, logprob, entropies
+
+    gradients, logprob, entropies = compute()
+    with torch.no_grad():
+        result = policy_loss(logprob, old_logprobs, advantages, entropy=entropies, **objective, **batch)
+    attached = _Attach.apply(result.loss, [gradients], lambda: compute()[0], *leaves)
+    return result._replace(loss=attached)
