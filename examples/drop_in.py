@@ -34,8 +34,8 @@ class Model(nn.Module):
 
 
 class Batch(NamedTuple):
-    """Completions of one step: ``tokens [B, L]``, which of them train ``mask [B, L-1]``, the sampler's log-probabilities
-    ``old [B, L-1]``, ``rewards [B]`` and the question of each row ``groups [B]``."""
+    """Completions of one step: ``tokens [B, L]``, which of them train (``mask [B, L-1]``), the sampler's
+    log-probabilities ``old [B, L-1]``, ``rewards [B]``, and the question of each row ``groups [B]``."""
 
     tokens: Tensor
     mask: Tensor
