@@ -142,8 +142,8 @@ def test_lengths_are_a_mask_of_prefixes(target, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("width", [5000, 40_000])
 def test_long_rows_keep_their_accuracy(target, width: int) -> None:
     """Longer than the pieces that rows are cut into; an offset that a float32 running sum would drown in."""
-    if width > 5000 and target.emulated:
-        pytest.skip("a long row is slow in the emulator, and needs no more pieces than the shorter one")
+    if width > 5000 and (target.emulated or (target.device == "cpu" and target.backend == "triton")):
+        pytest.skip("a long row is slow in emulation, and needs no more pieces than the shorter one")
     rewards = torch.full((2, width), 1000.0) + torch.arange(2 * width).view(2, width) % 7
     exact = rewards.double()
     use = {"backend": target.backend}
@@ -246,7 +246,8 @@ GOOD = torch.zeros(2, 3)
 def test_mistakes_are_named(target, change, error, message) -> None:
     arguments = {"token_rewards": GOOD, **change}
     arguments = {k: v.to(target.device) if isinstance(v, Tensor) else v for k, v in arguments.items()}
-    if (target.device != "cpu" or target.emulated) and "expected 0 or 1" in message:
+    on_gpu = target.device != "cpu" or target.emulated or target.backend == "triton"
+    if on_gpu and "expected 0 or 1" in message:
         pytest.skip("values are looked at on the CPU alone")
     rewards = arguments.pop("token_rewards")
     with pytest.raises(error, match=message):

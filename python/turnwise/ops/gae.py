@@ -22,8 +22,6 @@ from .token_rewards import (
 )
 from .token_rewards_reference import gae as reference
 
-_NO_TRITON = "there are no Triton kernels for this op"
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Input
@@ -50,6 +48,13 @@ def _compute(
 ) -> tuple[Tensor, Tensor]:
     advantages = rewards.new_empty(rewards.shape, dtype=torch.float32)
     returns = torch.empty_like(advantages)
+    if backend == "triton":
+        from . import gae_triton
+
+        _check(rewards, values, mask, cu_seqlens)
+        rewards, mask, cu_seqlens = gpu_inputs(rewards, mask, cu_seqlens)
+        gae_triton.gae(rewards, values.contiguous(), mask, cu_seqlens, gamma, lam, advantages, returns)
+        return advantages, returns
     device, core = native_core(rewards)
     if device == "cuda":
         space = workspace_of(rewards, core.cuda_token_scan_workspace(rewards.numel()))
@@ -128,7 +133,7 @@ def gae(
     check_share("gamma", gamma)
     check_share("lam", lam)
     obstacle = float64_obstacle(rewards=rewards, values=values)
-    chosen = resolve(backend, rewards, native=obstacle, triton=_NO_TRITON)
+    chosen = resolve(backend, rewards, native=obstacle)
     if chosen != "torch":
         call: Any = _checked if is_plain(rewards) and is_plain(values) else torch.ops.turnwise.gae
         return call(rewards, values, mask, cu_seqlens, float(gamma), float(lam), chosen)

@@ -129,7 +129,6 @@ def _check_all(
 # ---------------------------------------------------------------------------------------------------------------------
 # Kernels
 # ---------------------------------------------------------------------------------------------------------------------
-_NO_TRITON = "there are no Triton kernels for this op"
 _MODES = {
     (pool, center, scale, singleton): (i == 1, j, k, m)
     for i, pool in enumerate(POOLS)
@@ -158,6 +157,11 @@ def _run(
     """All columns in the types that kernels read."""
     advantages = torch.empty_like(values, requires_grad=False)
     columns = (values, group_ids, advantages, num_groups, trajectory_ids, lengths, valid)
+    if backend == "triton":
+        from . import group_advantage_triton
+
+        group_advantage_triton.run(*columns, modes, numbers)
+        return advantages
     device, core = native_core(values)
     if device == "cpu":
         core.group_advantage(*columns, *modes, *numbers, torch.get_num_threads())
@@ -187,6 +191,8 @@ def _kernel(
     try:
         if not (_is_integral(group_ids) and (trajectory_ids is None or _is_integral(trajectory_ids))):
             raise TypeError("group_ids and trajectory_ids: expected integers")
+        if backend == "triton":
+            _check_shapes(rewards, group_ids, trajectory_ids, lengths, valid)
         return _run(
             _as(rewards, rewards.dtype if rewards.is_floating_point() else torch.float32),
             _as(group_ids, torch.int64),
@@ -280,7 +286,7 @@ def group_advantage(
             raise TypeError(f"{name}: expected a tensor, got {type(column).__name__}")
     if num_groups is not None and num_groups < 0:
         raise ValueError(f"num_groups={num_groups}: expected a count >= 0")
-    chosen = resolve(backend, rewards, triton=_NO_TRITON)
+    chosen = resolve(backend, rewards)
     options = Options(pool, center, scale, singleton, ddof, eps, min_std)
     if check:
         _check_all(rewards, group_ids, num_groups, *columns, options)

@@ -112,9 +112,6 @@ def workspace_of(tokens: Tensor, size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device=tokens.device)
 
 
-_NO_TRITON = "there are no Triton kernels for this op"
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Kernels
 # ---------------------------------------------------------------------------------------------------------------------
@@ -122,6 +119,14 @@ def _sum(
     token_rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, lengths: Tensor | None, backend: str
 ) -> Tensor:
     sums = token_rewards.new_empty(max(row_count(token_rewards, cu_seqlens), 0), dtype=torch.float32)
+    if backend == "triton":
+        from . import token_rewards_triton
+
+        check_tokens("token_rewards", token_rewards, mask, cu_seqlens)
+        _check_lengths(token_rewards, mask, cu_seqlens, lengths)
+        lengths = None if lengths is None else lengths.contiguous()
+        token_rewards_triton.token_reward_sum(*gpu_inputs(token_rewards, mask, cu_seqlens), lengths, sums)
+        return sums
     device, core = native_core(token_rewards)
     if device == "cuda":
         space = workspace_of(token_rewards, core.cuda_token_reward_sum_workspace(token_rewards.numel()))
@@ -138,6 +143,12 @@ def _returns(
     token_rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, gamma: float, backend: str
 ) -> Tensor:
     returns = token_rewards.new_empty(token_rewards.shape, dtype=torch.float32)
+    if backend == "triton":
+        from . import token_rewards_triton
+
+        check_tokens("token_rewards", token_rewards, mask, cu_seqlens)
+        token_rewards_triton.token_returns(*gpu_inputs(token_rewards, mask, cu_seqlens), gamma, returns)
+        return returns
     device, core = native_core(token_rewards)
     if device == "cuda":
         space = workspace_of(token_rewards, core.cuda_token_scan_workspace(token_rewards.numel()))
@@ -219,7 +230,7 @@ def token_reward_sum(
     """
     rewards = as_floats("token_rewards", token_rewards)
     check_optional(mask=mask, cu_seqlens=cu_seqlens, lengths=lengths)
-    chosen = resolve(backend, rewards, native=float64_obstacle(token_rewards=rewards), triton=_NO_TRITON)
+    chosen = resolve(backend, rewards, native=float64_obstacle(token_rewards=rewards))
     if chosen != "torch":
         call: Any = _checked_sum if is_plain(rewards) else torch.ops.turnwise.token_reward_sum
         return call(rewards, mask, cu_seqlens, lengths, chosen)
@@ -251,7 +262,7 @@ def token_returns(
     rewards = as_floats("token_rewards", token_rewards)
     check_optional(mask=mask, cu_seqlens=cu_seqlens)
     check_share("gamma", gamma)
-    chosen = resolve(backend, rewards, native=float64_obstacle(token_rewards=rewards), triton=_NO_TRITON)
+    chosen = resolve(backend, rewards, native=float64_obstacle(token_rewards=rewards))
     if chosen != "torch":
         call: Any = _checked_returns if is_plain(rewards) else torch.ops.turnwise.token_returns
         return call(rewards, mask, cu_seqlens, float(gamma), chosen)
