@@ -3,6 +3,7 @@
 #include "bindings/bindings.h"
 #include "bindings/tensor.h"
 #include "core/check.h"
+#include "cuda/policy_loss.h"
 #include "ops/policy_loss_kernel.h"
 
 namespace py = pybind11;
@@ -70,6 +71,18 @@ void call(const py::tuple& streams, const py::tuple& numbers, const py::tuple& m
     policy_loss(input, options, output);
 }
 
+void cuda_call(const py::tuple& streams, const py::tuple& numbers, const py::tuple& modes, py::object loss,
+               py::object grad, py::object metrics, py::object workspace, uintptr_t stream) {
+    const PolicyLossInput input = input_of(streams, cuda_view_of);
+    const PolicyLossOutput output{cuda_view_of(loss, "loss"), cuda_view_of(grad, "grad"),
+                                  cuda_view_of(metrics, "metrics")};
+    const PolicyLossOptions options = options_of(numbers, modes, 0);
+    const View scratch = cuda_view_of(workspace, "workspace");
+    check_output(input, options, output);
+    py::gil_scoped_release unlocked;
+    cuda::policy_loss(input, options, output, scratch, {stream});
+}
+
 void exp_values(py::object values, py::object out) {
     const View from = view_of(values, "values"), to = view_of(out, "out");
     require(is_contiguous_1d(from) && is_contiguous_1d(to) && from.size() == to.size(), "values, out: expected [N]");
@@ -83,6 +96,11 @@ void bind_policy_loss(py::module_& module) {
     module.def("policy_loss", &call, py::arg("streams"), py::arg("numbers"), py::arg("modes"), py::arg("loss"),
                py::arg("grad"), py::arg("metrics"), py::arg("threads"),
                "Writes loss, gradient and metrics of the policy loss.");
+    module.def("cuda_policy_loss", &cuda_call, py::arg("streams"), py::arg("numbers"), py::arg("modes"),
+               py::arg("loss"), py::arg("grad"), py::arg("metrics"), py::arg("workspace"), py::arg("stream"),
+               "The same on a CUDA device.");
+    module.def("cuda_policy_loss_workspace", &cuda::policy_loss_workspace, py::arg("rows"), py::arg("tokens"),
+               py::arg("num_actors"), py::arg("device"), "The bytes of workspace that cuda_policy_loss needs.");
     module.def("exp", &exp_values, py::arg("values"), py::arg("out"),
                "The kernels' own exp of float32 values within +-80, for tests of its accuracy.");
 }

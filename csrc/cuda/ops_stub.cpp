@@ -3,6 +3,7 @@
 #include "cuda/gae.h"
 #include "cuda/group_advantage.h"
 #include "cuda/logprob.h"
+#include "cuda/policy_loss.h"
 #include "cuda/scale.h"
 #include "cuda/token_rewards.h"
 
@@ -15,6 +16,12 @@ void logprob_finish(const View&, const View&, const View&, const View&, Stream) 
     refuse_without_cuda();
 }
 void logprob_grad(const LogitTile&, const LogprobGradient&, const View&, Stream) {
+    refuse_without_cuda();
+}
+int64_t policy_loss_workspace(int64_t, int64_t, int, int) {
+    refuse_without_cuda();
+}
+void policy_loss(const PolicyLossInput&, const PolicyLossOptions&, const PolicyLossOutput&, const View&, Stream) {
     refuse_without_cuda();
 }
 void scale(const View&, const View&, Stream) {

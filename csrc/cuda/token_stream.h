@@ -99,7 +99,7 @@ inline TokenRows token_rows(const View& tokens, const View& cu_seqlens, const ch
     return {cu_seqlens.shape[0] - 1, tokens.size(), 0, cu_seqlens.data, cu_seqlens.dtype == DType::i64};
 }
 
-inline bool is_byte(DType dtype) {
+__host__ __device__ inline bool is_byte(DType dtype) {
     return dtype == DType::boolean || dtype == DType::u8 || dtype == DType::i8;
 }
 

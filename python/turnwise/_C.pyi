@@ -106,6 +106,17 @@ def policy_loss(
     metrics: Tensor,
     threads: int,
 ) -> None: ...
+def cuda_policy_loss(
+    streams: tuple[Tensor | None, ...],
+    numbers: tuple[float, ...],
+    modes: tuple[int, ...],
+    loss: Tensor,
+    grad: Tensor,
+    metrics: Tensor,
+    workspace: Tensor,
+    stream: int,
+) -> None: ...
+def cuda_policy_loss_workspace(rows: int, tokens: int, num_actors: int, device: int) -> int: ...
 def exp(values: Tensor, out: Tensor) -> None: ...
 def token_reward_sum(
     token_rewards: Tensor,

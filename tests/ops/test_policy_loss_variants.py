@@ -315,3 +315,30 @@ def test_cispo_without_a_lower_bound(make_batch) -> None:
 def test_mistakes_are_named(target, change, error, message) -> None:
     with pytest.raises(error, match=message):
         policy_loss(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2), backend=target.backend, **change)
+
+
+@pytest.mark.parametrize("actors", [3, 100])  # 100: more than shared memory holds tables for
+def test_every_run_gives_the_same_bits(make_batch, target, actors) -> None:
+    batch = make_batch(23, 40, 190, kl=KL("k3", 0.1), correction=ImportanceCorrection("sequence", 1.5))
+    batch.actors = torch.arange(40) % actors
+    batch.num_actors = actors
+    arguments = batch.packed(torch.float32, aggregation="agent-mean")
+    first, first_grad = run(arguments, target)
+    again, again_grad = run(arguments, target)
+    assert torch.equal(first.loss, again.loss) and torch.equal(first_grad, again_grad)
+    assert all(torch.equal(first.actor_metrics[k], v) for k, v in again.actor_metrics.items())
+    want, want_grad = run(batch.packed(aggregation="agent-mean"), backend="torch")
+    assert first.loss.item() == pytest.approx(want.loss.item(), rel=1e-5)
+    torch.testing.assert_close(first_grad.double(), want_grad, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(first.actor_metrics["tokens"].cpu(), want.actor_metrics["tokens"])
+
+
+def test_a_kernel_that_cannot_look_at_values_says_nan(make_batch, target) -> None:
+    """An actor id out of range: an error where values are looked at, NaN where that would wait for the device."""
+    arguments = make_batch(4).padded(torch.float32)
+    arguments["actor_ids"][0] = 7
+    if target.emulated or (target.device == "cuda" and target.backend == "native"):
+        assert run(arguments, target)[0].loss.isnan()
+    elif target.device == "cpu":
+        with pytest.raises(ValueError, match=r"actor_ids\[0\]=7"):
+            run(arguments, target)

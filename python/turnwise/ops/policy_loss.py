@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from .aggregation import check_normalizer, check_normalizer_values, find_aggregation
-from .backends import extension, native_core, resolve
+from .backends import extension, native_core, resolve, stream_of
 from .options import GMPO, KL, KL_KINDS, LEVELS, Clip, ImportanceCorrection, Variant
 from .policy_loss_reference import Objective, metric_names, reference
 from .policy_loss_variants import select_tokens
-from .streams import Streams, check_stream_values, check_streams, check_tensors
+from .streams import Streams, check_stream_values, check_streams, check_tensors, row_count
 
 
 class PolicyLoss(NamedTuple):
@@ -78,15 +78,22 @@ def _compute(
         cu_seqlens = cu_seqlens.contiguous()
     streams = logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs
     rest = normalizer, actor_ids, entropy, selected
+    place, core = native_core(logprobs)
     try:
-        native_core(logprobs)[1].policy_loss(
-            (*streams, *rest), tuple(numbers), tuple(modes), loss, grad, metrics, torch.get_num_threads()
-        )
+        call = (*streams, *rest), tuple(numbers), tuple(modes), loss, grad, metrics
+        if place == "cpu":
+            core.policy_loss(*call, torch.get_num_threads())
+        else:
+            rows, tokens = row_count(logprobs, cu_seqlens), logprobs.numel()
+            size = core.cuda_policy_loss_workspace(rows, tokens, num_actors, logprobs.get_device())
+            workspace = torch.empty(size, dtype=torch.uint8, device=device)
+            core.cuda_policy_loss(*call, workspace, stream_of(logprobs))
     except (ValueError, TypeError):
         # The kernel says that something is wrong; the slow checks know which value it is.
         s = Streams(*streams, actor_ids, entropy)
         check_streams(s, num_actors)
-        check_stream_values(s, num_actors)
+        if logprobs.is_cpu:
+            check_stream_values(s, num_actors)
         raise
     return loss, grad, metrics
 
@@ -124,15 +131,45 @@ class _Attach(torch.autograd.Function):
         return grad if grad_loss.item() == 1.0 else grad * grad_loss, None, None
 
 
+class _AttachOnDevice(torch.autograd.Function):
+    """The same where reading ``grad_loss`` would wait for the device: a kernel scales the gradient in place, or does
+    nothing where it is 1. The gradient is then the caller's, so another backward computes it anew."""
+
+    @staticmethod
+    def forward(ctx: Any, logprobs: Tensor, loss: Tensor, grad: Tensor, *rest: Any) -> Tensor:
+        *tensors, ctx.numbers, ctx.modes = rest
+        ctx.save_for_backward(logprobs, *tensors)
+        ctx.grad = grad
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        saved: tuple[Any, ...] = ctx.saved_tensors
+        logprobs, *tensors = saved
+        none = [None] * (len(tensors) + 4)
+        grad, ctx.grad = ctx.grad, None
+        if grad is None:
+            arguments: list[Any] = [logprobs.detach(), *tensors, ctx.numbers, ctx.modes]
+            grad = _compute(*arguments)[1]
+        if torch.is_grad_enabled():
+            return _Scale.apply(grad, grad_loss, logprobs), *none
+        native_core(grad)[1].cuda_scale(grad, grad_loss.float().contiguous(), stream_of(grad))
+        return grad, *none
+
+
 def _native_loss(s: Streams, objective: Objective, normalizer: Tensor | None) -> tuple[Tensor, Tensor]:
     selected = select_tokens(s, objective.variant) if objective.variant.selects else None
     # The dispatcher costs more than a small batch does, so plain tensors pass it by.
     if type(s.logprobs) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
         loss, _, metrics = torch.ops.turnwise.policy_loss(*s, selected, normalizer, *_pack(objective))
         return loss, metrics
-    loss, grad, metrics = _compute(*s, selected, normalizer, *_pack_cached(objective))
+    arguments = (*s, selected, normalizer, *_pack_cached(objective))
+    loss, grad, metrics = _compute(*arguments)
     if s.logprobs.requires_grad and torch.is_grad_enabled():
-        loss = _Attach.apply(s.logprobs, loss, grad)
+        if native_core(grad)[0] == "cpu":
+            loss = _Attach.apply(s.logprobs, loss, grad)
+        else:
+            loss = _AttachOnDevice.apply(s.logprobs, loss, grad, *arguments[1:])
     return loss, metrics
 
 
@@ -160,7 +197,7 @@ def _refuse(ctx: Any, *_: Tensor) -> None:
 
 
 if extension is not None:
-    _op = torch.library.custom_op("turnwise::policy_loss", _compute, mutates_args=(), device_types="cpu")
+    _op = torch.library.custom_op("turnwise::policy_loss", _compute, mutates_args=(), device_types=("cpu", "cuda"))
 
     @_op.register_fake
     def _fake(logprobs: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -212,6 +249,7 @@ def policy_loss(
     actor_ids: Tensor | None = None,
     num_actors: int | None = None,
     max_length: float | None = None,
+    check: bool = False,
     backend: str | None = None,
 ) -> PolicyLoss:
     """PPO's clipped loss (https://arxiv.org/abs/1707.06347, eq. 7) or another variant, with dual clip, KL term and
@@ -243,9 +281,10 @@ def policy_loss(
     sample size over tokens as a share, ``(sum w)**2 / (n * sum w**2)``, and ``rejected``, the share of tokens whose
     weight the bounds of ``correction`` made 0; ``entropy`` where given, for this alone.
 
-    Gradient flows to ``logprobs`` alone, once: a second derivative needs ``backend="torch"``. An empty batch, or one
-    with every token masked, has loss 0. Raises ``ValueError`` or ``TypeError`` naming the argument,
-    ``BackendUnavailable`` if the named backend can't serve.
+    Values (masks, ids, ``cu_seqlens``, ``normalizer``) are looked at on the CPU; on a GPU, where that means to wait,
+    with ``check=True`` alone. Gradient flows to ``logprobs`` alone, once: a second derivative needs
+    ``backend="torch"``. An empty batch, or one with every token masked, has loss 0. Raises ``ValueError`` or
+    ``TypeError`` naming the argument, ``BackendUnavailable`` if the named backend can't serve.
     """
     found = find_aggregation(aggregation, actor_ids, max_length)
     chosen = _choose(clip, variant, correction)
@@ -263,6 +302,11 @@ def policy_loss(
     if normalizer is not None:
         normalizer = torch.as_tensor(normalizer, dtype=torch.float32, device=logprobs.device)
         check_normalizer(found, normalizer, num_actors)
+    if check:
+        check_streams(s, num_actors)
+        check_stream_values(s, num_actors)
+        if normalizer is not None:
+            check_normalizer_values(normalizer)
     if resolve(backend, logprobs, native=_obstacle(s), triton="it has no Triton kernel") == "native":
         loss, table = _native_loss(s, objective, normalizer)
     else:

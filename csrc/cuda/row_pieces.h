@@ -1,0 +1,220 @@
+// Equal spans of tokens for warps, cut at the ends of rows; and streams of any dtype and stride, read a pack at a time.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/token_stream.h"
+
+namespace turnwise::cuda {
+
+// ---- Streams --------------------------------------------------------------------------------------------------------
+__device__ __forceinline__ float read_float(const void* data, DType dtype, int64_t place) {
+    switch (dtype) {
+        case DType::bf16:
+            return to_float(static_cast<const BFloat16*>(data)[place]);
+        case DType::f16:
+            return to_float(static_cast<const Half*>(data)[place]);
+        default:
+            return static_cast<const float*>(data)[place];
+    }
+}
+
+__device__ __forceinline__ bool read_truth(const void* data, DType dtype, int64_t place) {
+    switch (dtype) {
+        case DType::i64:
+            return static_cast<const int64_t*>(data)[place] != 0;
+        case DType::i32:
+            return static_cast<const int32_t*>(data)[place] != 0;
+        case DType::f32:
+            return static_cast<const float*>(data)[place] != 0;
+        case DType::i16:
+            return static_cast<const int16_t*>(data)[place] != 0;
+        case DType::bf16:
+        case DType::f16:
+            return (static_cast<const uint16_t*>(data)[place] & 0x7fff) != 0;  // -0 is 0
+        default:
+            return static_cast<const uint8_t*>(data)[place] != 0;
+    }
+}
+
+// One value per token: padded [B, T] or packed [N].
+struct AnyStream {
+    const void* data = nullptr;
+    DType dtype = DType::f32;
+    int64_t row_stride = 0, stride = 0;
+};
+
+// An empty tensor has no memory, but is there all the same: nobody reads the address that stands for it.
+inline const void* address_of(const View& view) {
+    return view.data == nullptr && view ? reinterpret_cast<const void*>(uintptr_t(16)) : view.data;
+}
+
+inline AnyStream any_stream(const View& view) {
+    if (view.dims == 2) return {address_of(view), view.dtype, view.stride[0], view.stride[1]};
+    return {address_of(view), view.dtype, 0, view.stride[0]};
+}
+
+// One value per row: [B] or [B, 1].
+struct RowStream {
+    const void* data = nullptr;
+    DType dtype = DType::f32;
+    int64_t stride = 0;
+
+    RowStream() = default;
+    explicit RowStream(const View& view) : data(address_of(view)), dtype(view.dtype), stride(view.stride[0]) {}
+    __device__ float number(int64_t row) const { return read_float(data, dtype, row * stride); }
+    __device__ int64_t integer(int64_t row) const {
+        return dtype == DType::i64 ? static_cast<const int64_t*>(data)[row * stride]
+                                   : static_cast<const int32_t*>(data)[row * stride];
+    }
+};
+
+// ---- Pieces ---------------------------------------------------------------------------------------------------------
+// Rows whose tokens are dealt out in spans: warp w has [w span, (w + 1) span).
+struct SpannedRows : TokenRows {
+    int64_t span = 0;
+
+    // As many spans as `most` allows, but none shorter than a warp can use; gives their number.
+    int64_t cut(int64_t most) {
+        constexpr int64_t kShortest = 512;
+        span = (tokens + most - 1) / most;
+        span = std::max<int64_t>((span + kShortest - 1) / kShortest * kShortest, kShortest);
+        return std::max<int64_t>((tokens + span - 1) / span, 1);
+    }
+};
+
+// Tokens [begin, end) of one row, numbered over all rows; `start` is the row's first.
+struct RowPiece {
+    int64_t row, begin, end, start;
+};
+
+// The pieces of a warp's span, one after the other; the whole warp asks.
+class RowPieces {
+  public:
+    __device__ RowPieces(const SpannedRows& rows, int64_t place) : rows_(rows), at_(place * rows.span) {
+        end_ = min(at_ + rows.span, rows.tokens);
+        if (at_ < end_) row_ = warp_find_row(rows, at_);
+    }
+    __device__ bool next(RowPiece& piece) {
+        for (; at_ < end_ && row_ < rows_.rows; ++row_) {
+            const int64_t stop = min(row_start(rows_, row_ + 1), end_);
+            if (stop <= at_) continue;
+            piece = {row_, at_, stop, row_start(rows_, row_)};
+            at_ = stop;
+            return true;
+        }
+        return false;
+    }
+
+  private:
+    const SpannedRows& rows_;
+    int64_t at_, end_, row_ = 0;
+};
+
+// ---- A lane's share of a piece --------------------------------------------------------------------------------------
+// The pack of tokens [first, first + kPack), of which those inside the piece count. `fast`: streams are contiguous and
+// aligned, floats of type T; a whole pack then comes with one instruction.
+template <class T, bool fast>
+struct PackAt {
+    static constexpr int kPack = 16 / int(sizeof(T));
+    const RowPiece& piece;
+    int64_t first;
+
+    __device__ bool whole() const { return first >= piece.begin && first + kPack <= piece.end; }
+    __device__ bool inside(int k) const { return first + k >= piece.begin && first + k < piece.end; }
+    __device__ int64_t place(const AnyStream& stream, int k) const {
+        if (fast) return first + k;
+        if (stream.row_stride == 0) return (first + k) * stream.stride;
+        return piece.row * stream.row_stride + (first + k - piece.start) * stream.stride;
+    }
+
+    // The stream's values as they lie; those outside the piece are 0. Where not fast, T is float and they are
+    // converted.
+    __device__ Pack<T, kPack> load(const AnyStream& stream) const {
+        if (fast && whole()) return load_streaming<T, kPack>(static_cast<const T*>(stream.data) + first);
+        Pack<T, kPack> pack{};
+#pragma unroll
+        for (int k = 0; k < kPack; ++k) {
+            if (!inside(k)) continue;
+            if constexpr (fast) {
+                pack.value[k] = static_cast<const T*>(stream.data)[first + k];
+            } else {
+                pack.value[k] = read_float(stream.data, stream.dtype, place(stream, k));
+            }
+        }
+        return pack;
+    }
+
+    // Which tokens of the pack a mask lets through, a bit each; without one, all inside the piece.
+    __device__ unsigned truths(const AnyStream& stream) const {
+        unsigned bits = 0;
+        if (fast && whole() && stream.data && is_byte(stream.dtype)) {
+            const Pack<uint8_t, kPack> pack =
+                load_streaming<uint8_t, kPack>(static_cast<const uint8_t*>(stream.data) + first);
+#pragma unroll
+            for (int k = 0; k < kPack; ++k) bits |= unsigned(pack.value[k] != 0) << k;
+            return bits;
+        }
+#pragma unroll
+        for (int k = 0; k < kPack; ++k) {
+            bool through = inside(k);
+            if (through && stream.data) through = read_truth(stream.data, stream.dtype, place(stream, k));
+            bits |= unsigned(through) << k;
+        }
+        return bits;
+    }
+
+    // Into a contiguous tensor.
+    __device__ void store(void* data, DType dtype, const Pack<T, kPack>& pack) const {
+        if (fast && whole()) return store_streaming<T, kPack>(static_cast<T*>(data) + first, pack);
+#pragma unroll
+        for (int k = 0; k < kPack; ++k) {
+            if (!inside(k)) continue;
+            if constexpr (fast) {
+                static_cast<T*>(data)[first + k] = pack.value[k];
+            } else if (dtype == DType::bf16) {
+                static_cast<BFloat16*>(data)[first + k] = to_bfloat16(pack.value[k]);
+            } else if (dtype == DType::f16) {
+                static_cast<Half*>(data)[first + k] = to_half(pack.value[k]);
+            } else {
+                static_cast<float*>(data)[first + k] = pack.value[k];
+            }
+        }
+    }
+};
+
+// How many bytes of a word are not 0.
+__device__ __forceinline__ int count_bytes(unsigned word) {
+    return __popc((((word & 0x7f7f7f7fu) + 0x7f7f7f7fu) | word) & 0x80808080u);
+}
+
+// This lane's share of a piece's trained tokens. `fast`: a contiguous mask, aligned to 16 bytes.
+template <bool fast>
+__device__ int64_t count_trained(const AnyStream& mask, const RowPiece& piece) {
+    const int lane = int(threadIdx.x) % kWarp;
+    if (mask.data == nullptr) return lane == 0 ? piece.end - piece.begin : 0;
+    int64_t count = 0;
+    if (!(fast && is_byte(mask.dtype))) {
+        for (int64_t i = piece.begin + lane; i < piece.end; i += kWarp) {
+            const int64_t place = fast ? i
+                                  : mask.row_stride == 0
+                                      ? i * mask.stride
+                                      : piece.row * mask.row_stride + (i - piece.start) * mask.stride;
+            count += read_truth(mask.data, mask.dtype, place);
+        }
+        return count;
+    }
+    const uint8_t* bytes = static_cast<const uint8_t*>(mask.data);
+#pragma unroll 4
+    for (int64_t i = piece.begin / 16 * 16 + lane * 16; i < piece.end; i += kWarp * 16) {
+        if (i >= piece.begin && i + 16 <= piece.end) {
+            const uint4 word = __ldg(reinterpret_cast<const uint4*>(bytes + i));
+            count += count_bytes(word.x) + count_bytes(word.y) + count_bytes(word.z) + count_bytes(word.w);
+        } else {
+            for (int64_t k = max(i, piece.begin); k < min(i + 16, piece.end); ++k) count += bytes[k] != 0;
+        }
+    }
+    return count;
+}
+
+}  // namespace turnwise::cuda
