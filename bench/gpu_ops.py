@@ -131,6 +131,38 @@ def policy_loss(device: str, backend: str) -> list[Tensor]:
     return [*results, result.loss.detach(), lp.grad]
 
 
+@case
+def linear_logprob(device: str, backend: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    results = []
+    for rows, width, vocabulary in ((1, 16, 33), (37, 24, 300)):
+        hidden = torch.randn(rows, width, generator=generator).to(device).requires_grad_()
+        weight = torch.randn(vocabulary, width, generator=generator).to(device).requires_grad_()
+        targets = torch.randint(vocabulary, (rows,), generator=generator).to(device)
+        lp, entropy = ops.linear_logprob(hidden, weight, targets, temperature=0.9, entropy=True, backend=backend)
+        (lp.sum() + 0.1 * entropy.sum()).backward()
+        assert hidden.grad is not None and weight.grad is not None
+        results += [lp.detach(), entropy.detach(), hidden.grad, weight.grad]
+    return results
+
+
+@case
+def linear_policy_loss(device: str, backend: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    s = streams(device)
+    rows = int(s["mask"].sum())
+    hidden = torch.randn(rows, 24, generator=generator).to(device).requires_grad_()
+    weight = torch.randn(300, 24, generator=generator).to(device).requires_grad_()
+    targets = torch.randint(300, (rows,), generator=generator).to(device)
+    old = torch.full((rows,), -5.7, device=device)
+    result = ops.linear_policy_loss(
+        hidden, weight, targets, old, s["advantages"], cu_seqlens=s["cu_seqlens"], backend=backend
+    )
+    result.loss.backward()
+    assert hidden.grad is not None and weight.grad is not None
+    return [result.loss.detach(), hidden.grad, weight.grad]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
