@@ -172,6 +172,10 @@ __global__ void __launch_bounds__(kThreads)
                      up.grad_logprob[row * up.logprob_stride],
                      up.entropy ? up.grad_entropy[row * up.grad_entropy_stride] : 0, c.scale);
     const int64_t end = covered(c);
+    if (is_zero(g)) {  // a token that does not train, whatever its logits are
+        for (int64_t i = threadIdx.x; i < c.width; i += kThreads) to[i] = from_float<Out>(0.0f);
+        return;
+    }
     constexpr int G = kWord<Out>;
     for (int64_t i = 0; i < end; i += kBlockStep) {
         float x[kStep];

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "core/check.h"
@@ -105,6 +106,12 @@ class Tile {
         });
     }
 
+    // Zeros are all bits 0 in every float type.
+    void clear(const View& out, int64_t start) const {
+        const size_t size = out.dtype == DType::f32 ? 4 : 2;
+        std::memset(out.as<char>() + size_t(start) * size, 0, size_t(width_) * size);
+    }
+
     static float read(const View& view, int64_t place) {
         if (view.dtype == DType::bf16) return to_float(view.as<BFloat16>()[place]);
         if (view.dtype == DType::f16) return to_float(view.as<Half>()[place]);
@@ -180,6 +187,10 @@ void logprob_grad(const LogitTile& given, const LogprobGradient& gradient, const
         // The target's own is made in float32, before its logit may be overwritten.
         const float x = target >= 0 ? tile.value(row, target) : 0.0f;
         const int64_t start = row * out.stride[0];
+        if (is_zero(g)) {  // a token that does not train, whatever its logits are
+            tile.clear(out, start);
+            return;
+        }
         tile.each_piece(row,
                         [&](const LogitPiece& piece, int64_t begin) { kernel.grad(piece, g, out, start + begin); });
         if (target >= 0) Tile::write(out, start + target, g.target + logit_gradient<ScalarMath>(x, g));

@@ -65,6 +65,10 @@ TW_HD RowGradient row_gradient(float lse, float entropy, float grad_logprob, flo
     return {lse, -scale * (grad_logprob + grad_entropy * entropy), -scale * grad_entropy, scale * grad_logprob};
 }
 
+TW_HD bool is_zero(const RowGradient& g) {
+    return g.flat == 0 && g.slope == 0 && g.target == 0;
+}
+
 template <class Math>
 TW_HD typename Math::F logit_gradient(typename Math::F x, const RowGradient& row) {
     const Weight<Math> p = softmax_weight<Math>(x - Math::set(row.lse));

@@ -75,7 +75,7 @@ def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: flo
             actual,
             expected.double(),
             rtol=tolerance,
-            atol=tolerance * max(largest, 1e-3),
+            atol=tolerance * max(largest, 0.1),
             msg=lambda m, n=name: f"{n}: {m}",
         )
 

@@ -9,6 +9,7 @@ from .gae import gae
 from .group_advantage import group_advantage
 from .linear_logprob import linear_logprob
 from .linear_policy_loss import linear_policy_loss
+from .logprob import logprob
 from .options import CISPO, GMPO, GPG, GSPO, KL, SAPO, Clip, ClipCov, ImportanceCorrection, KLCov, Reinforce, Variant
 from .policy_loss import PolicyLoss, policy_loss
 from .token_rewards import token_returns, token_reward_sum
@@ -36,6 +37,7 @@ __all__ = [
     "group_advantage",
     "linear_logprob",
     "linear_policy_loss",
+    "logprob",
     "loss_normalizer",
     "policy_loss",
     "token_returns",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .backends import extension, resolve
 from .linear_logprob_native import backward, forward
+from .logprob import reference as logprob_reference
 from .logprob_checks import check_head, check_id_values, check_temperature
 
 
@@ -30,9 +31,7 @@ def reference(
     logits = rows @ weight.to(wide).T
     if bias is not None:
         logits = logits + bias.to(wide)
-    logs = torch.log_softmax(logits / temperature, dim=-1)
-    logprob = logs.gather(1, targets.long()[:, None])[:, 0]
-    return logprob, -(logs.exp() * logs).sum(-1) if entropy else None
+    return logprob_reference(logits, targets, temperature, entropy)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
