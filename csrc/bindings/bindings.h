@@ -8,6 +8,7 @@ namespace turnwise {
 void bind_factorize(pybind11::module_& module);
 void bind_group_advantage(pybind11::module_& module);
 void bind_logprob(pybind11::module_& module);
+void bind_grouped_policy_loss(pybind11::module_& module);
 void bind_policy_loss(pybind11::module_& module);
 void bind_scale(pybind11::module_& module);
 void bind_token_rewards(pybind11::module_& module);

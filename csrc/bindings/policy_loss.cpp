@@ -1,4 +1,4 @@
-#include "ops/policy_loss.h"
+#include "bindings/policy_loss.h"
 
 #include "bindings/bindings.h"
 #include "bindings/tensor.h"
@@ -9,12 +9,8 @@
 namespace py = pybind11;
 
 namespace turnwise {
-namespace {
 
-// Numbers and modes, as ops.policy_loss packs them: two tuples cost less than so many arguments.
-//   numbers: low, high, third (of the variant), KL coefficient, cap, reject_below, reject_above, max_length
-//   modes: variant, kind of KL, correction level, aggregation, actors; 0 stands for no KL, no correction
-PolicyLossOptions options_of(const py::tuple& numbers, const py::tuple& modes, int threads) {
+PolicyLossOptions policy_loss_options(const py::tuple& numbers, const py::tuple& modes, int threads) {
     require(numbers.size() == 8 && modes.size() == 5, "options: expected eight numbers and five modes");
     const auto number = [&](Py_ssize_t i) { return PyFloat_AsDouble(PyTuple_GET_ITEM(numbers.ptr(), i)); };
     const auto mode = [&](Py_ssize_t i) { return int(PyLong_AsLong(PyTuple_GET_ITEM(modes.ptr(), i))); };
@@ -40,11 +36,7 @@ PolicyLossOptions options_of(const py::tuple& numbers, const py::tuple& modes, i
     return o;
 }
 
-using Reader = View (*)(py::handle, const char*);
-
-// (logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, normalizer, actor_ids,
-// entropy, selected)
-PolicyLossInput input_of(const py::tuple& streams, Reader read) {
+PolicyLossInput policy_loss_input(const py::tuple& streams, Reader read) {
     static constexpr const char* kNames[] = {"logprobs",   "old_logprobs", "advantages",       "mask",
                                              "cu_seqlens", "ref_logprobs", "rollout_logprobs", "normalizer",
                                              "actor_ids",  "entropy",      "selected"};
@@ -55,30 +47,32 @@ PolicyLossInput input_of(const py::tuple& streams, Reader read) {
             views[6], views[7], views[8], views[9], views[10]};
 }
 
-void check_output(const PolicyLossInput& input, const PolicyLossOptions& options, const PolicyLossOutput& output) {
+PolicyLossOutput policy_loss_output(py::handle loss, py::handle grad, py::handle metrics, const PolicyLossInput& input,
+                                    const PolicyLossOptions& options, Reader read) {
+    const PolicyLossOutput output{read(loss, "loss"), read(grad, "grad"), read(metrics, "metrics")};
     require(output.metrics.size() == metric_columns(input) * (1 + options.num_actors), "metrics: wrong shape");
     require(output.grad.size() == input.logprobs.size() && output.grad.dtype == input.logprobs.dtype,
             "grad: wrong shape");
+    return output;
 }
+
+namespace {
 
 void call(const py::tuple& streams, const py::tuple& numbers, const py::tuple& modes, py::object loss, py::object grad,
           py::object metrics, int threads) {
-    const PolicyLossInput input = input_of(streams, view_of);
-    const PolicyLossOutput output{view_of(loss, "loss"), view_of(grad, "grad"), view_of(metrics, "metrics")};
-    const PolicyLossOptions options = options_of(numbers, modes, threads);
-    check_output(input, options, output);
+    const PolicyLossInput input = policy_loss_input(streams, view_of);
+    const PolicyLossOptions options = policy_loss_options(numbers, modes, threads);
+    const PolicyLossOutput output = policy_loss_output(loss, grad, metrics, input, options, view_of);
     py::gil_scoped_release unlocked;
     policy_loss(input, options, output);
 }
 
 void cuda_call(const py::tuple& streams, const py::tuple& numbers, const py::tuple& modes, py::object loss,
                py::object grad, py::object metrics, py::object workspace, uintptr_t stream) {
-    const PolicyLossInput input = input_of(streams, cuda_view_of);
-    const PolicyLossOutput output{cuda_view_of(loss, "loss"), cuda_view_of(grad, "grad"),
-                                  cuda_view_of(metrics, "metrics")};
-    const PolicyLossOptions options = options_of(numbers, modes, 0);
+    const PolicyLossInput input = policy_loss_input(streams, cuda_view_of);
+    const PolicyLossOptions options = policy_loss_options(numbers, modes, 0);
+    const PolicyLossOutput output = policy_loss_output(loss, grad, metrics, input, options, cuda_view_of);
     const View scratch = cuda_view_of(workspace, "workspace");
-    check_output(input, options, output);
     py::gil_scoped_release unlocked;
     cuda::policy_loss(input, options, output, scratch, {stream});
 }

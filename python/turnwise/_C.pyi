@@ -97,6 +97,18 @@ def cuda_logprob_grad(
     stream: int,
 ) -> None: ...
 def add_narrow(total: Tensor, part: Tensor, threads: int) -> None: ...
+def grouped_policy_loss(
+    streams: tuple[Tensor | None, ...],
+    numbers: tuple[float, ...],
+    modes: tuple[int, ...],
+    token_rewards: Tensor,
+    columns: tuple[Tensor | int | None, ...],
+    rule: tuple[float, ...],
+    loss: Tensor,
+    grad: Tensor,
+    metrics: Tensor,
+    threads: int,
+) -> None: ...
 def policy_loss(
     streams: tuple[Tensor | None, ...],
     numbers: tuple[float, ...],

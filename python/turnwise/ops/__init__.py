@@ -7,6 +7,7 @@ from .backends import BackendUnavailable, available_backends, backend
 from .factorize import factorize
 from .gae import gae
 from .group_advantage import group_advantage
+from .grouped_policy_loss import GroupedPolicyLoss, grouped_policy_loss
 from .linear_logprob import linear_logprob
 from .linear_policy_loss import linear_policy_loss
 from .logprob import logprob
@@ -25,6 +26,7 @@ __all__ = [
     "BackendUnavailable",
     "Clip",
     "ClipCov",
+    "GroupedPolicyLoss",
     "ImportanceCorrection",
     "KLCov",
     "PolicyLoss",
@@ -35,6 +37,7 @@ __all__ = [
     "factorize",
     "gae",
     "group_advantage",
+    "grouped_policy_loss",
     "linear_logprob",
     "linear_policy_loss",
     "logprob",

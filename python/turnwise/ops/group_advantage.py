@@ -223,6 +223,37 @@ def _fake(rewards: Tensor, *_: object) -> Tensor:
     return rewards.new_empty(rewards.shape, dtype=rewards.dtype if rewards.is_floating_point() else torch.float32)
 
 
+def kernel_columns(
+    rewards: Tensor,
+    group_ids: Tensor,
+    num_groups: int,
+    *,
+    trajectory_ids: Tensor | None,
+    lengths: Tensor | None,
+    valid: Tensor | None,
+    pool: str,
+    center: str,
+    scale: str,
+    singleton: str,
+    ddof: int,
+    eps: float,
+    min_std: float,
+) -> tuple[tuple[Tensor | int | None, ...], tuple[float, ...]]:
+    """Columns and rule as a kernel that fuses this op reads them."""
+    _check_options(pool, center, scale, ddof, eps, singleton, min_std)
+    _check_companions(pool, trajectory_ids, center, lengths)
+    _check_shapes(rewards, group_ids, trajectory_ids, lengths, valid)
+    columns = (
+        rewards,
+        _as(group_ids, torch.int64),
+        num_groups,
+        None if trajectory_ids is None else _as(trajectory_ids, torch.int64),
+        None if lengths is None else _as(lengths, torch.float64),
+        None if valid is None else _as(valid, torch.bool),
+    )
+    return columns, (*_MODES[pool, center, scale, singleton], ddof, eps, min_std)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Public function
 # ---------------------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ class PolicyLoss(NamedTuple):
 # ---------------------------------------------------------------------------------------------------------------------
 # Native: one C++ pass gives loss, gradient and metrics
 # ---------------------------------------------------------------------------------------------------------------------
-def _obstacle(s: Streams) -> str:
+def obstacle(s: Streams) -> str:
     """Why the compiled kernels can't serve; empty where they can."""
     for name, stream in zip(Streams._fields, s, strict=True):
         if stream is not None and stream.dtype is torch.float64:
@@ -50,7 +50,16 @@ def _pack(o: Objective) -> tuple[tuple[float, ...], tuple[int, ...]]:
     return tuple(map(float, numbers)), modes
 
 
-_pack_cached = functools.lru_cache(maxsize=256)(_pack)
+pack = functools.lru_cache(maxsize=256)(_pack)
+
+
+def outputs(s: Streams, num_actors: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for loss, gradient and metrics."""
+    device = None if s.logprobs.is_cpu else s.logprobs.device  # None: half as dear as naming the CPU
+    columns = len(metric_names(s.ref_logprobs is not None, s.rollout_logprobs is not None, s.entropy is not None))
+    loss = torch.empty((), dtype=torch.float32, device=device)
+    grad = torch.empty_like(s.logprobs, memory_format=torch.contiguous_format, requires_grad=False)
+    return loss, grad, torch.empty((1 + num_actors, columns), dtype=torch.float32, device=device)
 
 
 def _compute(
@@ -68,12 +77,11 @@ def _compute(
     numbers: Sequence[float],
     modes: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    device = None if logprobs.is_cpu else logprobs.device  # None: half as dear as naming the CPU
     num_actors = modes[4]
-    columns = len(metric_names(ref_logprobs is not None, rollout_logprobs is not None, entropy is not None))
-    loss = torch.empty((), dtype=torch.float32, device=device)
-    grad = torch.empty_like(logprobs, memory_format=torch.contiguous_format, requires_grad=False)
-    metrics = torch.empty((1 + num_actors, columns), dtype=torch.float32, device=device)
+    given = Streams(
+        logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, actor_ids, entropy
+    )
+    loss, grad, metrics = outputs(given, num_actors)
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.contiguous()
     streams = logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs
@@ -86,14 +94,13 @@ def _compute(
         else:
             rows, tokens = row_count(logprobs, cu_seqlens), logprobs.numel()
             size = core.cuda_policy_loss_workspace(rows, tokens, num_actors, logprobs.get_device())
-            workspace = torch.empty(size, dtype=torch.uint8, device=device)
+            workspace = torch.empty(size, dtype=torch.uint8, device=logprobs.device)
             core.cuda_policy_loss(*call, workspace, stream_of(logprobs))
     except (ValueError, TypeError):
         # The kernel says that something is wrong; the slow checks know which value it is.
-        s = Streams(*streams, actor_ids, entropy)
-        check_streams(s, num_actors)
+        check_streams(given, num_actors)
         if logprobs.is_cpu:
-            check_stream_values(s, num_actors)
+            check_stream_values(given, num_actors)
         raise
     return loss, grad, metrics
 
@@ -163,14 +170,19 @@ def _native_loss(s: Streams, objective: Objective, normalizer: Tensor | None) ->
     if type(s.logprobs) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
         loss, _, metrics = torch.ops.turnwise.policy_loss(*s, selected, normalizer, *_pack(objective))
         return loss, metrics
-    arguments = (*s, selected, normalizer, *_pack_cached(objective))
+    arguments = (*s, selected, normalizer, *pack(objective))
     loss, grad, metrics = _compute(*arguments)
-    if s.logprobs.requires_grad and torch.is_grad_enabled():
-        if native_core(grad)[0] == "cpu":
-            loss = _Attach.apply(s.logprobs, loss, grad)
-        else:
-            loss = _AttachOnDevice.apply(s.logprobs, loss, grad, *arguments[1:])
-    return loss, metrics
+    return attach(loss, grad, arguments), metrics
+
+
+def attach(loss: Tensor, grad: Tensor, arguments: tuple[Any, ...]) -> Tensor:
+    """The loss with its gradient, for the arguments of the computation."""
+    logprobs = arguments[0]
+    if not (logprobs.requires_grad and torch.is_grad_enabled()):
+        return loss
+    if native_core(grad)[0] == "cpu":
+        return _Attach.apply(logprobs, loss, grad)
+    return _AttachOnDevice.apply(logprobs, loss, grad, *arguments[1:])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -230,6 +242,47 @@ def _choose(clip: Clip | None, variant: Variant | None, correction: ImportanceCo
 _DEFAULT = Clip()
 
 
+def make_objective(
+    s: Streams,
+    clip: Clip | None,
+    variant: Variant | None,
+    kl: KL | None,
+    correction: ImportanceCorrection | None,
+    aggregation: str,
+    num_actors: int | None,
+    max_length: float | None,
+) -> Objective:
+    """The options as one object, with the streams at hand that they need."""
+    found = find_aggregation(aggregation, s.actor_ids, max_length)
+    chosen = _choose(clip, variant, correction)
+    if kl is not None and s.ref_logprobs is None:
+        raise ValueError("ref_logprobs=None: expected log-probabilities, as kl is given")
+    if correction is not None and s.rollout_logprobs is None:
+        raise ValueError("rollout_logprobs=None: expected log-probabilities, as correction is given")
+    if s.actor_ids is not None and (num_actors is None or num_actors < 1):
+        raise ValueError(f"num_actors={num_actors!r}: expected a count >= 1, as actor_ids is given")
+    actors = num_actors if s.actor_ids is not None and num_actors is not None else 0
+    return Objective(chosen, kl, correction, found, actors, max_length)
+
+
+def make_normalizer(
+    normalizer: Tensor | float | None, objective: Objective, logprobs: Tensor, num_actors: int | None
+) -> Tensor | None:
+    if normalizer is None:
+        return None
+    normalizer = torch.as_tensor(normalizer, dtype=torch.float32, device=logprobs.device)
+    check_normalizer(objective.aggregation, normalizer, num_actors)
+    return normalizer
+
+
+def named_metrics(s: Streams, table: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """``metrics`` and ``actor_metrics`` from ``[1 + num_actors, K]``."""
+    names = metric_names(s.ref_logprobs is not None, s.rollout_logprobs is not None, s.entropy is not None)
+    metrics = dict(zip(names, table[0].unbind(), strict=True))
+    by_actor = s.actor_ids is not None
+    return metrics, dict(zip(names, table[1:].unbind(1), strict=True)) if by_actor else {}
+
+
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -286,28 +339,18 @@ def policy_loss(
     ``backend="torch"``. An empty batch, or one with every token masked, has loss 0. Raises ``ValueError`` or
     ``TypeError`` naming the argument, ``BackendUnavailable`` if the named backend can't serve.
     """
-    found = find_aggregation(aggregation, actor_ids, max_length)
-    chosen = _choose(clip, variant, correction)
-    if kl is not None and ref_logprobs is None:
-        raise ValueError("ref_logprobs=None: expected log-probabilities, as kl is given")
-    if correction is not None and rollout_logprobs is None:
-        raise ValueError("rollout_logprobs=None: expected log-probabilities, as correction is given")
-    if actor_ids is not None and (num_actors is None or num_actors < 1):
-        raise ValueError(f"num_actors={num_actors!r}: expected a count >= 1, as actor_ids is given")
-    actors = num_actors if actor_ids is not None and num_actors is not None else 0
-    objective = Objective(chosen, kl, correction, found, actors, max_length)
-    s = Streams(logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, actor_ids)
-    s = s._replace(entropy=entropy) if entropy is not None else s
+    s = Streams(
+        logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, actor_ids, entropy
+    )
+    objective = make_objective(s, clip, variant, kl, correction, aggregation, num_actors, max_length)
     check_tensors(s)
-    if normalizer is not None:
-        normalizer = torch.as_tensor(normalizer, dtype=torch.float32, device=logprobs.device)
-        check_normalizer(found, normalizer, num_actors)
+    normalizer = make_normalizer(normalizer, objective, logprobs, num_actors)
     if check:
         check_streams(s, num_actors)
         check_stream_values(s, num_actors)
         if normalizer is not None:
             check_normalizer_values(normalizer)
-    if resolve(backend, logprobs, native=_obstacle(s), triton="it has no Triton kernel") == "native":
+    if resolve(backend, logprobs, native=obstacle(s), triton="it has no Triton kernel") == "native":
         loss, table = _native_loss(s, objective, normalizer)
     else:
         check_streams(s, num_actors)
@@ -316,7 +359,4 @@ def policy_loss(
             if normalizer is not None:
                 check_normalizer_values(normalizer)
         loss, table = reference(s, objective, normalizer)
-    names = metric_names(ref_logprobs is not None, rollout_logprobs is not None, entropy is not None)
-    metrics = dict(zip(names, table[0].unbind(), strict=True))
-    actor_metrics = dict(zip(names, table[1:].unbind(1), strict=True)) if actors else {}
-    return PolicyLoss(loss, metrics, actor_metrics)
+    return PolicyLoss(loss, *named_metrics(s, table))

@@ -1,0 +1,24 @@
+// How the policy loss's arguments come from Python, for the ops that take them.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "ops/policy_loss.h"
+
+namespace turnwise {
+
+using Reader = View (*)(pybind11::handle, const char*);  // view_of or cuda_view_of
+
+// Numbers and modes, as ops.policy_loss packs them: two tuples cost less than so many arguments.
+//   numbers: low, high, third (of the variant), KL coefficient, cap, reject_below, reject_above, max_length
+//   modes: variant, kind of KL, correction level, aggregation, actors; 0 stands for no KL, no correction
+PolicyLossOptions policy_loss_options(const pybind11::tuple& numbers, const pybind11::tuple& modes, int threads);
+
+// (logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, normalizer, actor_ids,
+// entropy, selected)
+PolicyLossInput policy_loss_input(const pybind11::tuple& streams, Reader read);
+
+PolicyLossOutput policy_loss_output(pybind11::handle loss, pybind11::handle grad, pybind11::handle metrics,
+                                    const PolicyLossInput& input, const PolicyLossOptions& options, Reader read);
+
+}  // namespace turnwise

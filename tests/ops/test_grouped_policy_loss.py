@@ -1,0 +1,224 @@
+"""The three ops in one call equal the three ops in turn, on every backend."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from turnwise.ops import (
+    AGGREGATIONS,
+    GMPO,
+    GSPO,
+    KL,
+    Clip,
+    ImportanceCorrection,
+    KLCov,
+    group_advantage,
+    grouped_policy_loss,
+    policy_loss,
+    token_reward_sum,
+)
+
+GROUP_OPTIONS = ("num_groups", "trajectory_ids", "lengths", "pool", "center", "scale", "singleton", "ddof", "valid")
+
+
+def inputs(make_batch, seed: int, form: str = "padded", rows: int = 24, width: int = 37, **options: Any) -> dict:
+    """The arguments of one call, rows in groups of about four."""
+    dtype = options.pop("dtype", torch.float32)
+    batch = make_batch(seed, rows, width, **options)
+    arguments = getattr(batch, form)(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    del arguments["advantages"]
+    rewards = torch.randn(arguments["logprobs"].shape, generator=generator) * (
+        torch.rand(arguments["logprobs"].shape, generator=generator) < 0.2
+    )
+    group_ids = torch.randint(0, max(rows // 4, 1), (rows,), generator=generator)
+    return {**arguments, "token_rewards": rewards.to(dtype), "group_ids": group_ids}
+
+
+def on(target, arguments: dict) -> dict:
+    moved = {k: v.to(target.device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+    return {**moved, "backend": target.backend}
+
+
+def in_turn(arguments: dict) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    arguments = dict(arguments)
+    shared = {"backend": arguments.get("backend")}
+    sums = token_reward_sum(
+        arguments.pop("token_rewards"), mask=arguments.get("mask"), cu_seqlens=arguments.get("cu_seqlens"), **shared
+    )
+    rule = {k: arguments.pop(k) for k in GROUP_OPTIONS if k in arguments}
+    advantages = group_advantage(sums, arguments.pop("group_ids"), **rule, **shared)
+    logprobs = arguments.pop("logprobs").clone().requires_grad_()
+    result = policy_loss(logprobs, advantages=advantages, **arguments)
+    (result.loss * 2).backward()
+    return result, advantages, logprobs.grad
+
+
+def at_once(arguments: dict) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    arguments = dict(arguments)
+    logprobs = arguments.pop("logprobs").clone().requires_grad_()
+    result = grouped_policy_loss(logprobs, **arguments)
+    (result.loss * 2).backward()
+    return result, result.advantages, logprobs.grad
+
+
+def assert_same(got, want, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    torch.testing.assert_close(got[0].loss, want[0].loss, rtol=rtol, atol=atol, check_dtype=False)
+    torch.testing.assert_close(got[1], want[1], rtol=rtol, atol=atol, check_dtype=False)
+    largest = want[2].abs().max().item() if want[2].numel() else 0.0
+    torch.testing.assert_close(got[2], want[2], rtol=rtol, atol=atol * largest, check_dtype=False)
+    for name, value in want[0].metrics.items():
+        torch.testing.assert_close(got[0].metrics[name], value, rtol=rtol, atol=atol, msg=name)
+    for name, value in want[0].actor_metrics.items():
+        torch.testing.assert_close(got[0].actor_metrics[name], value, rtol=rtol, atol=atol, msg=name)
+
+
+@pytest.mark.parametrize("form", ["padded", "packed"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize(("rows", "width"), [(24, 37), (3, 1), (5, 700), (0, 4), (4, 0)])
+def test_equals_the_ops_in_turn(make_batch, target, form, aggregation, rows, width) -> None:
+    if form == "packed" and width == 0:
+        pytest.skip("no row has a token")
+    arguments = inputs(make_batch, rows + width, form, rows, width, kl=KL("k3", 0.1), clip=Clip(dual=3.0))
+    arguments = on(target, {**arguments, "aggregation": aggregation})
+    assert_same(at_once(arguments), in_turn(arguments))
+
+
+@pytest.mark.parametrize("variant", [GSPO(0.05, 0.1), GMPO(0.2, 0.3), KLCov(0.2, 0.5)], ids=str)
+@pytest.mark.parametrize("form", ["padded", "packed"])
+def test_variants(make_batch, target, form, variant) -> None:
+    correction = ImportanceCorrection("sequence", 1.5)
+    arguments = on(target, inputs(make_batch, 5, form, variant=variant, correction=correction))
+    assert_same(at_once(arguments), in_turn(arguments))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"center": "leave_one_out", "scale": "none"},
+        {"center": "length_weighted"},
+        {"pool": "trajectory"},
+        {"singleton": "raw", "num_groups": 30},
+        {"ddof": 0, "valid": torch.arange(24) % 5 != 0},
+        {"center": "none", "scale": "none"},
+    ],
+    ids=str,
+)
+def test_rules(make_batch, target, rule) -> None:
+    arguments = {**inputs(make_batch, 9), **rule}
+    if rule.get("center") == "length_weighted":
+        arguments["lengths"] = arguments["mask"].sum(1)
+    if rule.get("pool") == "trajectory":
+        arguments["trajectory_ids"] = torch.arange(24) // 2
+    arguments = on(target, arguments)
+    assert_same(at_once(arguments), in_turn(arguments))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+def test_narrow_floats(make_batch, target, dtype, tolerance) -> None:
+    arguments = on(target, inputs(make_batch, 8, dtype=dtype))
+    assert_same(at_once(arguments), in_turn(arguments), rtol=tolerance, atol=tolerance / 10)
+
+
+def test_strides_masks_and_a_normalizer(make_batch, target) -> None:
+    arguments = inputs(make_batch, 3, kl=KL("k3", 0.1))
+    want = in_turn(on(target, {**arguments, "normalizer": 100.0}))
+    for dtype in (torch.uint8, torch.int64, torch.float32):
+        turned = {
+            k: v.T.contiguous().T if isinstance(v, torch.Tensor) and v.dim() == 2 else v for k, v in arguments.items()
+        }
+        turned["mask"] = turned["mask"].to(dtype)
+        turned["group_ids"] = turned["group_ids"].int()
+        assert_same(at_once(on(target, {**turned, "normalizer": 100.0})), want)
+
+
+def test_float64_is_the_references(make_batch) -> None:
+    exact = inputs(make_batch, 4, dtype=torch.float64)
+    narrow = {k: v.float() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in exact.items()}
+    want = at_once(exact)
+    assert want[1].dtype == torch.float64
+    got = at_once({**narrow, "backend": "native"})
+    torch.testing.assert_close(got[1].double(), want[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got[2].double(), want[2], rtol=1e-4, atol=1e-7)
+
+
+def test_native_gives_the_same_bits_as_the_ops_in_turn(make_batch) -> None:
+    arguments = inputs(make_batch, 6, rows=40, width=900, kl=KL("k3", 0.1)) | {"backend": "native"}
+    got, want = at_once(arguments), in_turn(arguments)
+    assert torch.equal(got[0].loss, want[0].loss)
+    assert torch.equal(got[1], want[1]) and torch.equal(got[2], want[2])
+
+
+def test_every_run_gives_the_same_bits(make_batch, target) -> None:
+    arguments = on(target, inputs(make_batch, 6, "packed", variant=GSPO()))
+    first, again = at_once(arguments), at_once(arguments)
+    assert torch.equal(first[0].loss, again[0].loss) and torch.equal(first[2], again[2])
+    result = grouped_policy_loss(**arguments)
+    assert not result.loss.requires_grad and not result.advantages.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"token_rewards": torch.zeros(2, 4)}, ValueError, r"token_rewards has shape \(2, 4\): expected \(2, 3\)"),
+        ({"token_rewards": [1.0]}, TypeError, "token_rewards: expected a tensor, got list"),
+        ({"group_ids": torch.zeros(3, dtype=torch.int64)}, ValueError, r"group_ids has shape \(3,\)"),
+        ({"group_ids": torch.zeros(2)}, TypeError, "group_ids has dtype torch.float32"),
+        ({"group_ids": torch.tensor([0, -1])}, ValueError, r"group_ids\[1\]=-1"),
+        ({"center": "median"}, ValueError, "center='median'"),
+        ({"pool": "trajectory"}, ValueError, "trajectory_ids=None"),
+        ({"kl": KL()}, ValueError, "ref_logprobs=None"),
+        ({"old_logprobs": torch.zeros(2, 4)}, ValueError, "old_logprobs has shape"),
+        ({"mask": torch.full((2, 3), 0.5)}, ValueError, r"mask\[0, 0\]=0\.5"),
+        ({"normalizer": torch.tensor(-1.0)}, ValueError, "normalizer.*counts >= 0"),
+    ],
+)
+def test_mistakes_are_named(target, change, error, message) -> None:
+    arguments = {"logprobs": torch.zeros(2, 3), "old_logprobs": torch.zeros(2, 3), "token_rewards": torch.zeros(2, 3)}
+    arguments |= {"group_ids": torch.tensor([0, 0]), **change}
+    with pytest.raises(error, match=message):
+        grouped_policy_loss(**arguments, backend=target.backend, check=True)
+    if target.device == "cpu" and not target.emulated:
+        with pytest.raises(error, match=message):
+            grouped_policy_loss(**arguments, backend=target.backend)
+
+
+@pytest.mark.parametrize("form", ["padded", "packed"])
+def test_compiles_whole(make_batch, form) -> None:
+    arguments = inputs(make_batch, 13, form, kl=KL("k3", 0.1))
+    logprobs = arguments.pop("logprobs")
+
+    def scaled(x):
+        result = grouped_policy_loss(x * 1.5, **arguments)
+        return result.loss * 2, result.advantages
+
+    results = []
+    for function in (scaled, torch.compile(scaled, fullgraph=True, backend="aot_eager")):
+        x = logprobs.clone().requires_grad_()
+        loss, advantages = function(x)
+        loss.backward()
+        results.append((loss.detach(), advantages, x.grad))
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_calls_from_eight_threads(make_batch) -> None:
+    arguments = inputs(make_batch, 2, rows=40, width=700) | {"backend": "native"}
+    want = at_once(arguments)
+    wrong = []
+
+    def work() -> None:
+        for _ in range(4):
+            got = at_once(arguments)
+            if not (torch.equal(got[0].loss, want[0].loss) and torch.equal(got[2], want[2])):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
