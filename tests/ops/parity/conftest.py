@@ -10,7 +10,7 @@ import os
 import random
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -51,6 +51,11 @@ class Streams:
     mask: Tensor  # [B, T] bool
     choose: random.Random  # for the options of this call
 
+    def on(self, target: Any) -> Streams:
+        """The same where a backend computes."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Streams(**{k: v.to(target.device) if isinstance(v, Tensor) else v for k, v in values.items()})
+
     def double(self, name: str) -> Tensor:
         return getattr(self, name).double()
 
@@ -78,11 +83,24 @@ def draw_streams(seed: int, *, empty_rows: bool = True, spread: float = 0.6) -> 
 
 def compare(loss: Tensor, logprobs: Tensor, expected: Tensor, leaf: Tensor) -> None:
     """Our ``loss`` and its gradient in ``logprobs`` (float32) are the ``expected`` ones in ``leaf`` (float64)."""
-    torch.testing.assert_close(loss.detach().double(), expected.detach(), **TOLERANCE)
+    torch.testing.assert_close(loss.detach().cpu().double(), expected.detach(), **TOLERANCE)
     loss.backward()
     expected.backward()
     assert logprobs.grad is not None and leaf.grad is not None
     torch.testing.assert_close(logprobs.grad.double(), leaf.grad, **TOLERANCE)
+
+
+@pytest.fixture
+def seeds(target: Any) -> Callable[..., range]:
+    """``seeds(4)``: a quarter of the seeds that a backend has time for, thousands where a call takes microseconds, few
+    where a GPU is imitated."""
+    imitated = target.emulated or (target.backend == "triton" and target.device == "cpu")
+    count = 40 if imitated else 2000 if (target.backend, target.device) == ("native", "cpu") else 200
+
+    def some(parts: int = 1) -> range:
+        return range(max(count // parts, 3))
+
+    return some
 
 
 @pytest.fixture(scope="session")

@@ -14,10 +14,7 @@ from torch import Tensor
 
 from turnwise.ops import CISPO, GSPO, KL, SAPO, Clip, policy_loss
 
-SEEDS = {"native": 2000, "torch": 200}
 MAX_COMPLETION = 23
-
-backends = pytest.mark.parametrize("backend", ["native", "torch"])
 
 
 @pytest.fixture(scope="session")
@@ -51,36 +48,35 @@ def aggregation_of(loss_type: str, mask: Tensor) -> dict[str, Any]:
     }[loss_type]
 
 
-@backends
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
-def test_clipped(trl_loss: Any, streams: Any, same_loss: Any, backend: str, loss_type: str) -> None:
+def test_clipped(trl_loss: Any, streams: Any, same_loss: Any, target: Any, seeds: Any, loss_type: str) -> None:
     """Clip-higher, TRL's ``delta`` (a dual clip: it bounds the ratio where the advantage is negative) and its KL."""
-    for seed in range(SEEDS[backend]):
+    for seed in seeds():
         s = streams(seed)
         dual = s.choose.choice([None, s.choose.uniform(1.6, 4)])
         clip = Clip(s.choose.uniform(0.05, 0.5), s.choose.uniform(0.05, 0.5), dual=dual)
         beta = s.choose.choice([0.0, 0.04])
         lp, leaf = s.leaves()
+        g = s.on(target)
         ours = policy_loss(
-            lp,
-            s.old,
-            s.advantages,
-            mask=s.mask,
+            lp.to(target.device),
+            g.old,
+            g.advantages,
+            mask=g.mask,
             clip=clip,
             kl=KL("k3", beta) if beta else None,
-            ref_logprobs=s.ref if beta else None,
-            backend=backend,
+            ref_logprobs=g.ref if beta else None,
+            backend=target.backend,
             **aggregation_of(loss_type, s.mask),
         )
         expected = trl_loss(loss_type, s, leaf, beta=beta, epsilon_low=clip.low, epsilon_high=clip.high, delta=dual)
         same_loss(ours.loss, lp, expected, leaf)
 
 
-@backends
 @pytest.mark.parametrize("name", ["cispo", "sapo", "gspo"])
-def test_variants(trl_loss: Any, streams: Any, same_loss: Any, backend: str, name: str) -> None:
+def test_variants(trl_loss: Any, streams: Any, same_loss: Any, target: Any, seeds: Any, name: str) -> None:
     """TRL's CISPO has no lower bound and takes the upper one as the ratio itself; its GSPO is ``grpo`` by sequence."""
-    for seed in range(SEEDS[backend]):
+    for seed in seeds():
         s = streams(seed)
         low, high = s.choose.uniform(0.01, 0.1), s.choose.uniform(0.01, 0.5)
         variant, loss_type, options = {
@@ -93,13 +89,14 @@ def test_variants(trl_loss: Any, streams: Any, same_loss: Any, backend: str, nam
             ),
         }[name]
         lp, leaf = s.leaves()
+        g = s.on(target)
         ours = policy_loss(
-            lp,
-            s.old,
-            s.advantages,
-            mask=s.mask,
+            lp.to(target.device),
+            g.old,
+            g.advantages,
+            mask=g.mask,
             variant=variant,
-            backend=backend,
+            backend=target.backend,
             **aggregation_of(loss_type, s.mask),
         )
         same_loss(ours.loss, lp, trl_loss(loss_type, s, leaf, **options), leaf)

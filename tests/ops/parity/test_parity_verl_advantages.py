@@ -32,16 +32,25 @@ def theirs(estimator: Any, rewards: Tensor, uids: np.ndarray, mask: Tensor | Non
     return estimator(token_level_rewards=token_rewards, response_mask=mask, index=uids, **options)[0][:, 0]
 
 
-@pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("by_std", [True, False], ids=["std", "no-std"])
-def test_grpo(verl: Any, backend: str, by_std: bool) -> None:
-    for seed in range(SEEDS if backend == "native" else 200):
+def test_grpo(verl: Any, target: Any, seeds: Any, by_std: bool) -> None:
+    for seed in seeds():
         rewards, uids, _ = draw(seed)
         ids, groups = factorize(uids)
         expected = theirs(verl.compute_grpo_outcome_advantage, rewards, uids, norm_adv_by_std_in_grpo=by_std)
         scale = "std" if by_std else "none"
-        got = group_advantage(rewards, ids, num_groups=groups, scale=scale, eps=1e-6, singleton="raw", backend=backend)
-        torch.testing.assert_close(got.double(), expected, **TOLERANCE, msg=lambda text, s=seed: f"seed {s}: {text}")
+        got = group_advantage(
+            rewards.to(target.device),
+            ids.to(target.device),
+            num_groups=groups,
+            scale=scale,
+            eps=1e-6,
+            singleton="raw",
+            backend=target.backend,
+        )
+        torch.testing.assert_close(
+            got.cpu().double(), expected, **TOLERANCE, msg=lambda text, s=seed: f"seed {s}: {text}"
+        )
 
 
 @pytest.mark.parametrize("by_std", [True, False], ids=["std", "no-std"])

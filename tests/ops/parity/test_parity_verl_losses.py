@@ -29,10 +29,7 @@ from turnwise.ops import (
     policy_loss,
 )
 
-SEEDS = {"native": 2000, "torch": 200}
 AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-
-backends = pytest.mark.parametrize("backend", ["native", "torch"])
 
 
 def aggregation_of(mode: str, mask: Tensor) -> dict[str, Any]:
@@ -65,17 +62,23 @@ def arguments(s: Any, log_prob: Tensor, agg: str, settings: Any) -> dict[str, An
     }
 
 
-@backends
-def test_vanilla(verl: Any, config: Any, streams: Any, same_loss: Any, backend: str) -> None:
+def test_vanilla(verl: Any, config: Any, streams: Any, same_loss: Any, target: Any, seeds: Any) -> None:
     """PPO with clip-higher and dual clip, in every aggregation."""
-    for seed in range(SEEDS[backend]):
+    for seed in seeds():
         s = streams(seed)
         agg = s.choose.choice(AGGREGATIONS)
         clip = Clip(s.choose.uniform(0.05, 0.5), s.choose.uniform(0.05, 0.5), dual=s.choose.uniform(1.6, 4))
         settings = config(clip_ratio_low=clip.low, clip_ratio_high=clip.high, clip_ratio_c=clip.dual)
         lp, leaf = s.leaves()
+        g = s.on(target)
         ours = policy_loss(
-            lp, s.old, s.advantages, mask=s.mask, clip=clip, backend=backend, **aggregation_of(agg, s.mask)
+            lp.to(target.device),
+            g.old,
+            g.advantages,
+            mask=g.mask,
+            clip=clip,
+            backend=target.backend,
+            **aggregation_of(agg, s.mask),
         )
         expected = verl.compute_policy_loss_vanilla(**arguments(s, leaf, agg, settings))[0]
         same_loss(ours.loss, lp, expected, leaf)
@@ -110,23 +113,23 @@ VARIANTS: dict[str, tuple[str, Callable[[Any], tuple[Variant, dict[str, Any]]], 
 }
 
 
-@backends
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variants(verl: Any, config: Any, streams: Any, same_loss: Any, backend: str, name: str) -> None:
+def test_variants(verl: Any, config: Any, streams: Any, same_loss: Any, target: Any, seeds: Any, name: str) -> None:
     function, draw, aggregations = VARIANTS[name]
-    for seed in range(SEEDS[backend]):
+    for seed in seeds():
         s = streams(seed)
         variant, settings = draw(s.choose)
         agg = s.choose.choice(aggregations)
         lp, leaf = s.leaves()
+        g = s.on(target)
         ours = policy_loss(
-            lp,
-            s.old,
-            s.advantages,
-            mask=s.mask,
+            lp.to(target.device),
+            g.old,
+            g.advantages,
+            mask=g.mask,
             variant=variant,
             normalizer=float(len(s.mask)) if name == "geo_mean" else None,
-            backend=backend,
+            backend=target.backend,
             **aggregation_of(agg, s.mask),
         )
         given = arguments(s, leaf, agg, config(**settings))
@@ -135,13 +138,14 @@ def test_variants(verl: Any, config: Any, streams: Any, same_loss: Any, backend:
         same_loss(ours.loss, lp, getattr(verl, function)(**given)[0], leaf)
 
 
-@backends
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
-def test_covariance_variants(verl: Any, config: Any, streams: Any, same_loss: Any, backend: str, name: str) -> None:
+def test_covariance_variants(
+    verl: Any, config: Any, streams: Any, same_loss: Any, target: Any, seeds: Any, name: str
+) -> None:
     """Clip-Cov draws at random among its candidates, so it takes all of them here; KL-Cov takes the highest ones."""
     from verl.workers.config.actor import PolicyLossConfig
 
-    for seed in range(SEEDS[backend] // 2):
+    for seed in seeds(2):
         s = streams(seed)
         if s.mask.sum() < 3:  # two tokens always tie: either may be taken
             continue
@@ -154,8 +158,15 @@ def test_covariance_variants(verl: Any, config: Any, streams: Any, same_loss: An
             variant = ClipCov(low=low, high=high, share=1.0, lower=-0.2, upper=1.0)
             chosen = PolicyLossConfig(clip_cov_ratio=1.0, clip_cov_lb=-0.2, clip_cov_ub=1.0)
         lp, leaf = s.leaves()
+        g = s.on(target)
         ours = policy_loss(
-            lp, s.old, advantages, mask=s.mask, variant=variant, backend=backend, **aggregation_of(agg, s.mask)
+            lp.to(target.device),
+            g.old,
+            advantages.to(target.device),
+            mask=g.mask,
+            variant=variant,
+            backend=target.backend,
+            **aggregation_of(agg, s.mask),
         )
         settings = config(clip_ratio_low=low, clip_ratio_high=high, policy_loss=chosen)
         given = arguments(s, leaf, agg, settings) | {"advantages": advantages.double()}
@@ -175,50 +186,52 @@ def test_vanilla_metrics(verl: Any, config: Any, streams: Any) -> None:
         assert got["approx_kl_k1"].item() == pytest.approx(expected["actor/ppo_kl"], abs=1e-5)
 
 
-@backends
 @pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3", "k1+", "k3+"])
-def test_kl_penalty(verl: Any, streams: Any, same_loss: Any, backend: str, kind: str) -> None:
+def test_kl_penalty(verl: Any, streams: Any, same_loss: Any, target: Any, seeds: Any, kind: str) -> None:
     """Estimates and their gradients, far-off references among them: verl's ``kl_penalty`` under its ``agg_loss``."""
-    for seed in range(SEEDS[backend] // 4):
+    for seed in seeds(4):
         s = streams(seed, spread=0.6 if seed % 4 else 8.0)
         agg = s.choose.choice(AGGREGATIONS)
         lp, leaf = s.leaves()
+        g = s.on(target)
         ours = policy_loss(
-            lp,
-            s.logprobs,
-            torch.zeros_like(s.advantages),
-            mask=s.mask,
+            lp.to(target.device),
+            g.logprobs,
+            torch.zeros_like(g.advantages),
+            mask=g.mask,
             kl=KL(kind, coef=0.25),
-            ref_logprobs=s.ref,
-            backend=backend,
+            ref_logprobs=g.ref,
+            backend=target.backend,
             **aggregation_of(agg, s.mask),
         )
         estimate = verl.kl_penalty(leaf, s.double("ref"), kind)
         same_loss(ours.loss, lp, 0.25 * verl.agg_loss(estimate, s.mask.double(), agg), leaf)
 
 
-@backends
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_rollout_correction(verl: Any, config: Any, streams: Any, same_loss: Any, backend: str, level: str) -> None:
+def test_rollout_correction(
+    verl: Any, config: Any, streams: Any, same_loss: Any, target: Any, seeds: Any, level: str
+) -> None:
     """Truncated importance weights from verl's own helper, on its vanilla loss."""
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
     settings = config(clip_ratio_c=1e9)  # no dual clip
-    for seed in range(SEEDS[backend] // 4):
+    for seed in seeds(4):
         s = streams(seed, empty_rows=False)
         mask = s.mask.double()
         weights, _ = compute_rollout_correction_weights(
             s.double("old") - s.double("rollout"), mask, rollout_is=level, rollout_is_threshold=2.0
         )
         lp, leaf = s.leaves()
+        g = s.on(target)
         ours = policy_loss(
-            lp,
-            s.old,
-            s.advantages,
-            mask=s.mask,
-            rollout_logprobs=s.rollout,
+            lp.to(target.device),
+            g.old,
+            g.advantages,
+            mask=g.mask,
+            rollout_logprobs=g.rollout,
             correction=ImportanceCorrection(level, cap=2.0),
-            backend=backend,
+            backend=target.backend,
         )
         given = arguments(s, leaf, "token-mean", settings)
         same_loss(ours.loss, lp, verl.compute_policy_loss_vanilla(**given, rollout_is_weights=weights)[0], leaf)

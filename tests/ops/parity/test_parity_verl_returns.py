@@ -5,16 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from turnwise.ops import gae, token_returns, token_reward_sum
 
-SEEDS = {"native": 2000, "torch": 200}
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
-
-backends = pytest.mark.parametrize("backend", ["native", "torch"])
 
 
 def draw(streams: Any, seed: int) -> tuple[Tensor, Tensor, Any]:
@@ -24,10 +20,9 @@ def draw(streams: Any, seed: int) -> tuple[Tensor, Tensor, Any]:
     return s.old.clone(), s.mask.double(), s
 
 
-@backends
-def test_returns(verl: Any, streams: Any, backend: str) -> None:
+def test_returns(verl: Any, streams: Any, target: Any, seeds: Any) -> None:
     """Of REINFORCE++, with tool answers inside a row passed over."""
-    for seed in range(SEEDS[backend]):
+    for seed in seeds():
         rewards, mask, s = draw(streams, seed)
         if mask.numel() < 2:
             continue
@@ -35,37 +30,38 @@ def test_returns(verl: Any, streams: Any, backend: str) -> None:
         _, expected = verl.compute_reinforce_plus_plus_outcome_advantage(
             rewards.double(), mask, config=SimpleNamespace(gamma=gamma)
         )
-        got = token_returns(rewards, gamma, mask=s.mask, backend=backend)
+        given = rewards.to(target.device)
+        got = token_returns(given, gamma, mask=s.on(target).mask, backend=target.backend).cpu()
         torch.testing.assert_close(got.double(), expected, **TOLERANCE)
 
 
-@backends
-def test_gae(verl: Any, streams: Any, backend: str) -> None:
+def test_gae(verl: Any, streams: Any, target: Any, seeds: Any) -> None:
     """verl whitens its advantages and keeps the plain ones only within its returns, ``A + V``. Where a token doesn't
     train it carries the next one's figures along; ours are 0."""
-    for seed in range(SEEDS[backend]):
+    for seed in seeds():
         rewards, mask, s = draw(streams, seed)
         if mask.numel() < 2:
             continue
         gamma, lam = s.choose.uniform(0.8, 1), s.choose.choice([0.0, 1.0, s.choose.uniform(0.5, 1)])
         values = s.double("ref")
         _, returns = verl.compute_gae_advantage_return(rewards.double(), values, mask, gamma, lam)
-        advantages, got = gae(rewards, s.ref, mask=s.mask, gamma=gamma, lam=lam, backend=backend)
+        g, given = s.on(target), rewards.to(target.device)
+        results = gae(given, g.ref, mask=g.mask, gamma=gamma, lam=lam, backend=target.backend)
+        advantages, got = (result.cpu() for result in results)
         torch.testing.assert_close(got.double()[s.mask], returns[s.mask], **TOLERANCE)
         torch.testing.assert_close(advantages.double()[s.mask], (returns - values)[s.mask], **TOLERANCE)
         assert advantages[~s.mask].eq(0).all() and got[~s.mask].eq(0).all()
 
 
-@backends
-def test_sum(verl: Any, streams: Any, backend: str) -> None:
+def test_sum(verl: Any, streams: Any, target: Any, seeds: Any) -> None:
     """verl's GRPO adds a row's rewards up by itself: a group of one, not divided, leaves that sum."""
-    for seed in range(SEEDS[backend] // 4):
+    for seed in seeds(4):
         rewards, mask, s = draw(streams, seed)
         alone = [f"q{row}" for row in range(len(rewards))]
         expected = verl.compute_grpo_outcome_advantage(
             rewards.double() * mask, torch.ones_like(mask), alone, norm_adv_by_std_in_grpo=False
         )[0][:, 0]
-        got = token_reward_sum(rewards, mask=s.mask, backend=backend)
+        got = token_reward_sum(rewards.to(target.device), mask=s.on(target).mask, backend=target.backend).cpu()
         torch.testing.assert_close(got.double(), expected, **TOLERANCE)
 
 
