@@ -1,9 +1,12 @@
-"""Policy loss, forward and backward: ours beside eager PyTorch, torch.compile, TRL and verl. Verifies, then times.
+"""Policy loss, forward and backward: ours beside eager PyTorch, torch.compile, TRL, verl, Liger. Verifies, then times.
 
 PPO with clip-higher and dual clip, k3 KL, token mean, fp32; each with its own metrics. Two forms of the same batch:
 "lean" has a uint8 mask and one advantage per sequence, "full" a float mask and an advantage per token. Inputs rotate
 through memory. "share of copy" is the time in which this machine copies the fewest bytes that the op must move, over
 the op's time.
+
+A second table starts from logits ``[B, T + 1, V]``, bfloat16 on a GPU, as Liger-Kernel's Triton loss does: forward, and
+backward into the logits' memory where a method can.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from common import RotatingCopy, arguments, finish, medians, peak_memory, peer, 
 from peers import TRLLoss, verl_config
 from torch import Tensor
 
-from turnwise.ops import KL, BackendUnavailable, Clip, policy_loss
+from turnwise.ops import KL, BackendUnavailable, Clip, logprob, policy_loss
 
 CLIP, KL_TERM = Clip(0.2, 0.28, dual=3.0), KL("k3", 1e-2)
 BYTES_PER_TOKEN = {"lean": 4 * 4 + 1, "full": 4 * 6}  # logprob, old, reference, mask, advantage in; gradient out
@@ -169,6 +172,131 @@ def step(call: Callable[[Inputs], Any], ring: Any) -> Callable[[], None]:
     return run
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# From logits
+# ---------------------------------------------------------------------------------------------------------------------
+LOGITS = {"cpu": [(2, 64, 32_000)], "cuda": [(4, 1024, 151_936), (16, 1024, 32_000)]}
+TEMPERATURE = 0.9
+
+
+class Logits(NamedTuple):
+    logits: Tensor  # [B, T + 1, V]; the last position predicts nothing
+    ids: Tensor  # [B, T]
+    old: Tensor
+    ref: Tensor
+    advantages: Tensor  # [B]
+    mask: Tensor
+
+
+def make_logits(rows: int, width: int, vocabulary: int, device: str) -> Logits:
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    logits = torch.randn(rows, width + 1, vocabulary, generator=generator, device=device, dtype=dtype)
+    ids = torch.randint(vocabulary, (rows, width), generator=generator, device=device)
+    with torch.no_grad():
+        lp = logprob(logits[:, :-1], ids, temperature=TEMPERATURE, backend="torch")
+    noise = 0.3 * torch.randn(2, rows, width, generator=generator, device=device)
+    advantages = torch.randn(rows, generator=generator, device=device)
+    mask = torch.rand(rows, width, generator=generator, device=device) < 0.9
+    return Logits(logits.requires_grad_(), ids, lp + noise[0], lp + noise[1], advantages, mask.to(torch.uint8))
+
+
+def eager_from_logits(i: Logits) -> Tensor:
+    picked = (i.logits[:, :-1].float() / TEMPERATURE).log_softmax(-1).gather(-1, i.ids[..., None]).squeeze(-1)
+    return eager(picked, i.old, i.advantages, i.mask, i.ref)[0]
+
+
+def ours_from_logits(backend: str) -> Callable[[Logits], Tensor]:
+    def call(i: Logits) -> Tensor:
+        # The leaf itself may not be written; a step of a model's graph may, and that is what logits are in training.
+        # One target more than there are, rather than logits[:, :-1]: its backward would copy the whole gradient.
+        logits, ids = i.logits.view_as(i.logits), torch.nn.functional.pad(i.ids, (0, 1))
+        lp = logprob(logits, ids, temperature=TEMPERATURE, inplace_backward=True, backend=backend)[:, :-1]
+        return policy_loss(
+            lp, i.old, i.advantages, mask=i.mask, clip=CLIP, kl=KL_TERM, ref_logprobs=i.ref, backend=backend
+        ).loss
+
+    return call
+
+
+def by_liger(liger: Any) -> Callable[[Logits], Tensor]:
+    def call(i: Logits) -> Tensor:
+        return liger.triton_grpo_loss(
+            i.logits,
+            i.old,
+            i.ref,
+            i.ids,
+            i.advantages,
+            i.mask,
+            temperature=TEMPERATURE,
+            beta=KL_TERM.coef,
+            eps_low=CLIP.low,
+            eps_high=CLIP.high,
+            delta=CLIP.dual,
+            inplace=True,
+            loss_type="bnpo",
+            reduce=True,
+        )[0]
+
+    return call
+
+
+def from_logits(options: Any) -> list[dict[str, Any]]:
+    device = options.device
+    compiled = torch.compile(eager_from_logits)
+    calls: dict[str, Callable[[Logits], Tensor]] = {"eager": eager_from_logits, "torch.compile": compiled}
+    if device == "cuda" and (liger := peer("liger_kernel.transformers.grpo_loss")):
+        calls["Liger-Kernel"] = by_liger(liger)
+    calls["turnwise"] = ours_from_logits("native")
+    if device == "cuda":
+        calls["turnwise, Triton"] = ours_from_logits("triton")
+    rows = []
+    for shape in LOGITS[device]:
+        inputs = make_logits(*shape, device)
+        whole = inputs.logits.detach().clone()
+        expected: Any = None
+        for name, call in list(calls.items()):
+            inputs.logits.grad = None
+            try:
+                loss = call(inputs)
+            except BackendUnavailable as error:
+                print(f"without {name} from logits: {error}")
+                del calls[name]
+                continue
+            loss.backward()
+            assert inputs.logits.grad is not None
+            got = loss.detach().float(), inputs.logits.grad[:, ::7, ::97].float()
+            expected = expected or got
+            torch.testing.assert_close(got, expected, rtol=2e-2, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+            with torch.no_grad():
+                inputs.logits.copy_(whole)  # a gradient may have been written there
+        moved = 3 * whole[:, :-1].numel() * whole.element_size()  # logits in, in again for the backward, gradient out
+
+        def run(call: Callable[[Logits], Tensor], given: Logits = inputs) -> None:
+            given.logits.grad = None
+            call(given).backward()
+
+        timed = {name: (lambda c=call: run(c)) for name, call in calls.items()}
+        copy = RotatingCopy(moved, device)
+        seconds = medians({**timed, "copy": copy}, max(3, options.rounds // 2), device=device)
+        for name in calls:
+            peak = peak_memory(timed[name], device)
+            rows.append(
+                {
+                    "logits": str(list(shape)),
+                    "method": name,
+                    "µs": seconds[name] * 1e6,
+                    "× eager": seconds["eager"] / seconds[name],
+                    "GB/s": moved / seconds[name] / 1e9,
+                    "share of copy": seconds["copy"] / seconds[name],
+                    "peak MB": None if peak is None else peak / 1e6,
+                }
+            )
+        del inputs, whole, timed, copy
+        gc.collect()
+    return rows
+
+
 def main() -> None:
     options = arguments(__doc__)
     device = options.device
@@ -201,6 +329,7 @@ def main() -> None:
             del sets, timed, copy
             gc.collect()
     finish("policy_loss", "policy_loss, forward and backward, fp32", rows, options)
+    finish("policy_loss", "from logits: log-probabilities, policy_loss and back", from_logits(options), options)
 
 
 if __name__ == "__main__":
