@@ -2,6 +2,7 @@
 #include "cuda/device.h"
 #include "cuda/gae.h"
 #include "cuda/group_advantage.h"
+#include "cuda/grouped_policy_loss.h"
 #include "cuda/logprob.h"
 #include "cuda/policy_loss.h"
 #include "cuda/scale.h"
@@ -16,6 +17,13 @@ void logprob_finish(const View&, const View&, const View&, const View&, Stream) 
     refuse_without_cuda();
 }
 void logprob_grad(const LogitTile&, const LogprobGradient&, const View&, Stream) {
+    refuse_without_cuda();
+}
+int64_t grouped_policy_loss_workspace(int64_t, int64_t, int, int64_t, bool, int) {
+    refuse_without_cuda();
+}
+void grouped_policy_loss(const GroupedPolicyLossInput&, const GroupAdvantageOptions&, const PolicyLossOptions&,
+                         const PolicyLossOutput&, const View&, Stream) {
     refuse_without_cuda();
 }
 int64_t policy_loss_workspace(int64_t, int64_t, int, int) {

@@ -1,49 +1,18 @@
 #include "cuda/policy_loss.h"
 
-#include <algorithm>
-
-#include "cuda/block.h"
-#include "cuda/row_pieces.h"
-#include "ops/scalar_math.h"
+#include "cuda/policy_loss_kernel.h"
 
 // Every warp takes an equal span of the tokens, whatever the rows, and walks the pieces of rows in it: long rows
 // balance by themselves. Two launches: `prepare` counts tokens and sums what a whole row must know, where that is
 // needed; `main` gives gradients and metrics, and its last block adds up.
 namespace turnwise::cuda {
+namespace loss {
 namespace {
-
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / kWarp;
 
 enum Column { tokens, low, high, third, log_ratio, k3, loss, kl, mismatch, weight, weight_square, rejected, entropy };
 constexpr int kSums = entropy + 1;  // then comes the largest ratio
 constexpr int kColumns = kSums + 1;
 constexpr int kSlices = kThreads / 16;  // of blocks, as the last one adds them up
-
-// What the first launch counts, all zero before it.
-struct Counts {
-    unsigned ticket, padding;
-    unsigned long long tokens, rows;
-};
-enum RowSum { sum_log_ratio, sum_advantage, sum_mismatch };
-constexpr int kRowSums = sum_mismatch + 1;
-
-struct Params {
-    SpannedRows rows;
-    AnyStream logprobs, old_logprobs, ref, rollout, entropy, advantages, mask, selected;
-    RowStream row_advantages, actor_ids, normalizer;
-    PolicyLossOptions options;
-    void* grad;
-    DType grad_dtype;
-    float *loss, *metrics;
-    Counts* counts;
-    unsigned long long* actor_tokens;
-    int* lengths;
-    double *records, *partials, *finals, *tables;
-    int actors;  // at least one
-    bool count_rows, count_actors, sum_rows, shared_tables;
-    bool clip_only;
-};
 
 // ---- One row --------------------------------------------------------------------------------------------------------
 __device__ double inverse(double value) {
@@ -80,10 +49,6 @@ struct Row {
     bool rejected = false;
     ClipRange<ScalarMath> range;
 };
-
-__device__ int actor_of(const Params& p, int64_t row) {
-    return p.actor_ids.data ? int(p.actor_ids.integer(row)) : 0;
-}
 
 __device__ double row_sum(const Params& p, int64_t row, RowSum which) {
     const int64_t first = row_start(p.rows, row) / p.rows.span, last = (row_start(p.rows, row + 1) - 1) / p.rows.span;
@@ -283,7 +248,7 @@ __device__ void finish(const Params& p, double* scratch) {
 }
 
 template <class T, bool fast, bool clip_only>
-__global__ void __launch_bounds__(kThreads, 3) main_kernel(const Params p) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 && clip_only ? 3 : 2) main_kernel(const Params p) {
     const int warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
     const int64_t place = int64_t(blockIdx.x) * kWarps + warp;
     const int size = p.actors * kColumns;
@@ -325,96 +290,26 @@ __global__ void __launch_bounds__(kThreads, 3) main_kernel(const Params p) {
     }
 }
 
-// ---- Before: what a row and the batch must know ---------------------------------------------------------------------
-template <class T, bool fast>
-__device__ int64_t sum_piece(const Params& p, const RowPiece& piece, double* sums) {
-    constexpr int kPack = 16 / int(sizeof(T));
-    const int lane = int(threadIdx.x) % kWarp;
-    const PolicyLossOptions& o = p.options;
-    const bool ratios = is_by_row(o.variant.kind), bounded = o.variant.kind == VariantKind::gmpo;
-    const bool rollouts = o.correction == Correction::sequence;
-    const float own = p.row_advantages.data ? p.row_advantages.number(piece.row) : 0.0f;
-    int64_t count = 0;
-    for (int64_t i = piece.begin / kPack * kPack + lane * kPack; i < piece.end; i += kWarp * kPack) {
-        const PackAt<T, fast> at{piece, i};
-        const unsigned trained = at.truths(p.mask);
-        Pack<T, kPack> logprob{}, rollout{}, advantage{};
-        const Pack<T, kPack> old = at.load(p.old_logprobs);
-        if (ratios) logprob = at.load(p.logprobs);
-        if (rollouts) rollout = at.load(p.rollout);
-        if (p.advantages.data) advantage = at.load(p.advantages);
-#pragma unroll
-        for (int k = 0; k < kPack; ++k) {
-            if (!(trained >> k & 1)) continue;
-            count += 1;
-            if (rollouts) sums[sum_mismatch] += double(to_float(old.value[k]) - to_float(rollout.value[k]));
-            if (!ratios) continue;
-            float d = to_float(logprob.value[k]) - to_float(old.value[k]);
-            const float a = p.advantages.data ? to_float(advantage.value[k]) : own;
-            if (bounded) {
-                d = clamp_symmetric<ScalarMath>(d, kLogRatioBound).value;
-                d = gmpo_bounded<ScalarMath>(d, a, o.variant);
-            }
-            sums[sum_log_ratio] += double(d);
-            sums[sum_advantage] += double(a);
-        }
-    }
-    return count;
-}
-
+// ---- Before ---------------------------------------------------------------------------------------------------------
 template <class T, bool fast>
 __global__ void __launch_bounds__(kThreads) prepare_kernel(const Params p) {
     const int64_t place = int64_t(blockIdx.x) * kWarps + int(threadIdx.x) / kWarp;
-    const int lane = int(threadIdx.x) % kWarp;
     long long all = 0;
     RowPieces pieces(p.rows, place);
     for (RowPiece piece; pieces.next(piece);) {
         double sums[kRowSums] = {};
-        long long count = p.sum_rows ? sum_piece<T, fast>(p, piece, sums) : count_trained<fast>(p.mask, piece);
-        if (!p.sum_rows && !p.count_rows && !p.count_actors) {
-            all += count;  // nobody asks whose they are
-            continue;
-        }
-        count = warp_sum(count);
-        if (p.sum_rows) {
-#pragma unroll
-            for (int k = 0; k < kRowSums; ++k) {
-                const double total = warp_sum(sums[k]);
-                if (lane == 0) p.records[(piece.row + place) * kRowSums + k] = total;
-            }
-        }
-        if (lane != 0 || count == 0) continue;
-        all += count;
-        if (p.count_actors) {
-            const int actor = actor_of(p, piece.row);
-            if (actor >= 0 && actor < p.actors) atomicAdd(p.actor_tokens + actor, (unsigned long long)count);
-        }
-        if (p.count_rows && atomicAdd(p.lengths + piece.row, int(count)) == 0) atomicAdd(&p.counts->rows, 1ull);
+        const long long count = p.sum_rows ? sum_piece<T, fast>(p, piece, sums) : count_trained<fast>(p.mask, piece);
+        record_piece(p, piece, place, count, sums, p.sum_rows, all);
     }
-    all = warp_sum(all);
-    if (lane == 0 && all > 0) atomicAdd(&p.counts->tokens, (unsigned long long)all);
+    record_span(p, all);
 }
 
 // ---- Host -----------------------------------------------------------------------------------------------------------
-// Where things lie in the workspace, in bytes.
-struct Layout {
-    Layout(int64_t rows, int64_t warps, int64_t actors) {
-        actor_tokens = sizeof(Counts);
-        lengths = actor_tokens + actors * 8;
-        zeroed = (lengths + rows * 4 + 15) / 16 * 16;
-        records = zeroed;
-        partials = records + (rows + warps) * kRowSums * 8;
-        finals = partials + (warps / kWarps + 1) * actors * kColumns * 8;
-        tables = finals + actors * kColumns * 8;
-        bytes = tables + (fits_shared(actors) ? 0 : warps * actors * kColumns * 8);
-    }
-    static bool fits_shared(int64_t actors) { return shared_bytes(actors) <= 24 << 10; }
-    static int64_t shared_bytes(int64_t actors) { return 8 * (kThreads + actors * kWarps * kColumns); }
-    int64_t actor_tokens, lengths, zeroed, records, partials, finals, tables, bytes;
-};
-
-int64_t most_warps() {
-    return int64_t(multiprocessors()) * (2048 / kWarp);
+int shared_bytes_of(int64_t actors) {
+    return int(8 * (kThreads + actors * kWarps * kColumns));
+}
+bool fits_shared(int64_t actors) {
+    return actors < 1000 && shared_bytes_of(actors) <= 24 << 10;
 }
 
 bool fits(const View& tokens, const View& stream) {
@@ -476,33 +371,56 @@ Params params_of(const PolicyLossInput& in, const PolicyLossOptions& o, const Po
     return p;
 }
 
-bool is_contiguous(const SpannedRows& rows, const AnyStream& stream) {
-    return stream.stride == 1 && (rows.starts || rows.rows <= 1 || stream.row_stride == rows.width);
-}
-
 // Packs of 16 bytes serve where the streams lie like the gradient, which is contiguous.
 bool is_fast(const Params& p, DType dtype) {
-    const AnyStream* floats[] = {&p.logprobs, &p.old_logprobs, &p.ref, &p.rollout, &p.entropy, &p.advantages};
-    for (const AnyStream* stream : floats) {
-        if (stream->data &&
-            !(stream->dtype == dtype && is_contiguous(p.rows, *stream) && is_aligned(stream->data, 16))) {
-            return false;
-        }
+    for (const AnyStream* stream : {&p.logprobs, &p.old_logprobs, &p.ref, &p.rollout, &p.entropy, &p.advantages}) {
+        if (!fits_fast(p.rows, *stream, dtype)) return false;
     }
     for (const AnyStream* stream : {&p.mask, &p.selected}) {
-        if (stream->data && !(is_contiguous(p.rows, *stream) && is_aligned(stream->data, 16))) return false;
+        if (!fits_fast(p.rows, *stream, stream->dtype)) return false;
     }
     return is_aligned(p.grad, 16);
 }
 
-template <class T, bool fast>
-void run(Params& p, const View& workspace, Stream stream) {
-    const auto kernel = p.clip_only ? main_kernel<T, fast, true> : main_kernel<T, fast, false>;
-    const bool in_shared = Layout::fits_shared(p.actors);
-    const int shared_bytes = int(in_shared ? Layout::shared_bytes(p.actors) : 8 * kThreads);
-    const int64_t resident = resident_blocks(kernel, kThreads, shared_bytes);
-    const int64_t warps = p.rows.cut(std::min(resident * kWarps, most_warps()));
-    const int64_t grid = (warps + kWarps - 1) / kWarps;
+template <class K>
+auto main_of(const Params& p, K) {
+    using T = typename K::Type;
+    return p.clip_only ? main_kernel<T, K::fast, true> : main_kernel<T, K::fast, false>;
+}
+
+}  // namespace
+
+Layout::Layout(int64_t rows, int64_t warps, int64_t actors) {
+    actor_tokens = sizeof(Counts);
+    lengths = actor_tokens + actors * 8;
+    zeroed = (lengths + rows * 4 + 15) / 16 * 16;
+    records = zeroed;
+    partials = records + (rows + warps) * kRowSums * 8;
+    finals = partials + (warps / kWarps + 1) * actors * kColumns * 8;
+    tables = finals + actors * kColumns * 8;
+    bytes = (tables + (fits_shared(actors) ? 0 : warps * actors * kColumns * 8) + 15) / 16 * 16;
+}
+
+int64_t most_warps() {
+    return int64_t(multiprocessors()) * (2048 / kWarp);
+}
+
+bool fits_fast(const SpannedRows& rows, const AnyStream& stream, DType dtype) {
+    if (stream.data == nullptr) return true;
+    const bool contiguous = stream.stride == 1 && (rows.starts || rows.rows <= 1 || stream.row_stride == rows.width);
+    return contiguous && stream.dtype == dtype && is_aligned(stream.data, 16);
+}
+
+Params plan(const PolicyLossInput& input, const PolicyLossOptions& options, const PolicyLossOutput& output,
+            const View& workspace) {
+    Params p = params_of(input, options, output);
+    p.fast = is_fast(p, p.grad_dtype);
+    p.shared_tables = fits_shared(p.actors);
+    p.shared_bytes = p.shared_tables ? shared_bytes_of(p.actors) : 8 * kThreads;
+    dispatch(p.fast, p.grad_dtype, [&](auto kind) {
+        const int64_t resident = resident_blocks(main_of(p, kind), kThreads, p.shared_bytes);
+        p.warps = p.rows.cut(std::min(resident * kWarps, most_warps()));
+    });
     const Layout layout(p.rows.rows, most_warps(), p.actors);
     require(workspace.size() >= layout.bytes, "workspace: too small");
     char* base = workspace.as<char>();
@@ -513,36 +431,36 @@ void run(Params& p, const View& workspace, Stream stream) {
     p.partials = reinterpret_cast<double*>(base + layout.partials);
     p.finals = reinterpret_cast<double*>(base + layout.finals);
     p.tables = reinterpret_cast<double*>(base + layout.tables);
-    p.shared_tables = in_shared;
-    const bool count_tokens = p.mask.data && !p.normalizer.data && p.options.aggregation == Aggregation::token_mean;
-    const bool prepare = p.sum_rows || p.count_rows || p.count_actors || count_tokens;
-    fill_bytes(base, 0, prepare ? layout.zeroed : int64_t(sizeof(Counts)), stream);
-    if (prepare) launch(prepare_kernel<T, fast>, grid, kThreads, 0, stream, p);
-    launch(kernel, grid, kThreads, shared_bytes, stream, p);
+    const bool count_tokens = p.mask.data && !p.normalizer.data && options.aggregation == Aggregation::token_mean;
+    p.prepare = p.sum_rows || p.count_rows || p.count_actors || count_tokens;
+    return p;
 }
 
-}  // namespace
+void launch_main(const Params& p, Stream stream) {
+    dispatch(p.fast, p.grad_dtype,
+             [&](auto kind) { launch(main_of(p, kind), blocks_of(p), kThreads, p.shared_bytes, stream, p); });
+}
+
+}  // namespace loss
 
 int64_t policy_loss_workspace(int64_t rows, int64_t, int num_actors, int device) {
     const DeviceGuard guard(device);
-    return Layout(rows, most_warps(), std::max(num_actors, 1)).bytes;
+    return loss::Layout(rows, loss::most_warps(), std::max(num_actors, 1)).bytes;
 }
 
 void policy_loss(const PolicyLossInput& input, const PolicyLossOptions& options, const PolicyLossOutput& output,
                  const View& workspace, Stream stream) {
     const DeviceGuard guard(input.logprobs.device);
-    Params p = params_of(input, options, output);
-    switch (input.logprobs.dtype) {
-        case DType::bf16:
-            if (is_fast(p, DType::bf16)) return run<BFloat16, true>(p, workspace, stream);
-            break;
-        case DType::f16:
-            if (is_fast(p, DType::f16)) return run<Half, true>(p, workspace, stream);
-            break;
-        default:
-            if (is_fast(p, DType::f32)) return run<float, true>(p, workspace, stream);
+    const loss::Params p = loss::plan(input, options, output, workspace);
+    const loss::Layout layout(p.rows.rows, loss::most_warps(), p.actors);
+    fill_bytes(workspace.data, 0, p.prepare ? layout.zeroed : int64_t(sizeof(loss::Counts)), stream);
+    if (p.prepare) {
+        loss::dispatch(p.fast, p.grad_dtype, [&](auto kind) {
+            using K = decltype(kind);
+            launch(loss::prepare_kernel<typename K::Type, K::fast>, loss::blocks_of(p), loss::kThreads, 0, stream, p);
+        });
     }
-    run<float, false>(p, workspace, stream);
+    loss::launch_main(p, stream);
 }
 
 }  // namespace turnwise::cuda

@@ -118,6 +118,22 @@ def policy_loss(
     metrics: Tensor,
     threads: int,
 ) -> None: ...
+def cuda_grouped_policy_loss(
+    streams: tuple[Tensor | None, ...],
+    numbers: tuple[float, ...],
+    modes: tuple[int, ...],
+    token_rewards: Tensor,
+    columns: tuple[Tensor | int | None, ...],
+    rule: tuple[float, ...],
+    loss: Tensor,
+    grad: Tensor,
+    metrics: Tensor,
+    workspace: Tensor,
+    stream: int,
+) -> None: ...
+def cuda_grouped_policy_loss_workspace(
+    rows: int, tokens: int, num_actors: int, groups: int, weighted: bool, device: int
+) -> int: ...
 def cuda_policy_loss(
     streams: tuple[Tensor | None, ...],
     numbers: tuple[float, ...],

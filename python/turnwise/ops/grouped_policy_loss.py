@@ -125,7 +125,8 @@ def grouped_policy_loss(
     reason = obstacle(given) or float64_obstacle(token_rewards=rewards)
     chosen = resolve(backend, logprobs, native=reason)
     plain = is_plain(logprobs) or type(logprobs) is torch.nn.Parameter
-    fused = chosen == "native" and native_core(logprobs)[0] == "cpu"
+    # The GPU's kernel has no table of trajectories.
+    fused = chosen == "native" and (pool == "rows" or native_core(logprobs)[0] == "cpu")
     if fused and plain and isinstance(group_ids, Tensor) and not (objective.variant.selects or check):
         rows = max(row_count(logprobs, cu_seqlens), 0)
         s = given._replace(advantages=logprobs.new_empty(rows, dtype=torch.float32, requires_grad=False))
