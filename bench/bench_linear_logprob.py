@@ -1,0 +1,235 @@
+"""LM head: log-probabilities and loss from hidden states, ours beside eager PyTorch, torch.compile, TRL and verl.
+
+Verifies, then times three things: log-probabilities alone, with their backward, and the clipped loss with its backward.
+"eager" makes all logits, in float32 for the softmax, as trainers do; TRL's function takes those logits; verl's works by
+chunks of tokens. On a GPU, verl's Triton kernel and Liger's join them. "share of products" is the time of the bare
+matrix products (one forward, two more backward) by torch.mm over the method's; "peak MB" is memory above the inputs,
+gradients included.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from common import arguments, finish, medians, peak_memory, peer
+from torch import Tensor
+
+from turnwise.ops import BackendUnavailable, linear_logprob, linear_policy_loss, policy_loss
+
+TEMPERATURE, SEQUENCES = 0.9, 8
+# tokens, hidden size, vocabulary, dtype
+CASES = {
+    "cpu": [
+        (2048, 512, vocabulary, dtype) for vocabulary in (32768, 151936) for dtype in (torch.float32, torch.bfloat16)
+    ],
+    "cuda": [
+        (8192, 4096, vocabulary, dtype) for vocabulary in (32768, 151936) for dtype in (torch.bfloat16, torch.float32)
+    ],
+}
+TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15}  # of log-probabilities; peers on bf16 differ by that much
+
+
+class Inputs(NamedTuple):
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    upstream: Tensor
+    old: Tensor
+    advantages: Tensor
+    cu_seqlens: Tensor
+
+
+Method = Callable[[Inputs], Tensor]
+
+
+def make(tokens: int, width: int, vocabulary: int, dtype: torch.dtype, device: str) -> Inputs:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    hidden = noise(tokens, width).to(dtype).requires_grad_()
+    weight = (noise(vocabulary, width) * width**-0.5).to(dtype).requires_grad_()
+    targets = torch.randint(vocabulary, (tokens,), generator=generator, device=device)
+    with torch.no_grad():
+        old = linear_logprob(hidden, weight, targets, temperature=TEMPERATURE)
+        assert isinstance(old, Tensor)
+        old += 0.1 * noise(tokens)
+    cu_seqlens = torch.arange(0, tokens + 1, tokens // SEQUENCES, device=device)
+    return Inputs(hidden, weight, targets, noise(tokens), old, noise(SEQUENCES), cu_seqlens)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Log-probabilities
+# ---------------------------------------------------------------------------------------------------------------------
+def eager(i: Inputs) -> Tensor:
+    logits = (i.hidden @ i.weight.T).float() / TEMPERATURE
+    return torch.log_softmax(logits, dim=-1).gather(1, i.targets[:, None])[:, 0]
+
+
+def by_trl(utils: Any) -> Method:
+    return lambda i: utils.selective_log_softmax(i.hidden @ i.weight.T, i.targets, temperature=TEMPERATURE)
+
+
+def by_verl(module: Any, implementation: str) -> Method:
+    head = module.FusedLinearForPPO(impl_backend=implementation)
+    return lambda i: head(i.hidden, i.weight, i.targets, temperature=TEMPERATURE)[0]
+
+
+def by_verl_kernel(module: Any) -> Method:
+    return lambda i: -module.linear_cross_entropy(i.hidden, i.weight, i.targets, TEMPERATURE, "none")[0]
+
+
+def ours(backend: str | None) -> Method:
+    return lambda i: linear_logprob(i.hidden, i.weight, i.targets, temperature=TEMPERATURE, backend=backend)  # type: ignore[return-value]
+
+
+def logprob_methods(device: str) -> dict[str, Method]:
+    methods: dict[str, Method] = {"eager": eager, "torch.compile": torch.compile(eager)}
+    if utils := peer("trl.trainer.utils"):
+        methods["TRL"] = by_trl(utils)
+    if verl := peer("verl.utils.experimental.torch_functional"):
+        methods["verl"] = by_verl(verl, "torch")
+        if device == "cuda" and peer("liger_kernel"):
+            methods["Liger"] = by_verl(verl, "liger")
+    if device == "cuda" and (kernel := peer("verl.utils.kernel.linear_cross_entropy")):
+        methods["verl, Triton"] = by_verl_kernel(kernel)
+    methods["turnwise"] = ours(None if device == "cpu" else "native")
+    if device == "cuda":
+        methods["turnwise, Triton"] = ours("triton")
+    return methods
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loss
+# ---------------------------------------------------------------------------------------------------------------------
+def eager_loss(i: Inputs) -> Tensor:
+    advantages = i.advantages.repeat_interleave(i.targets.shape[0] // SEQUENCES)
+    ratio = (eager(i) - i.old).exp()
+    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2)).mean()
+
+
+def two_ops(i: Inputs) -> Tensor:
+    logprob = linear_logprob(i.hidden, i.weight, i.targets, temperature=TEMPERATURE)
+    assert isinstance(logprob, Tensor)
+    return policy_loss(logprob, i.old, i.advantages, cu_seqlens=i.cu_seqlens).loss
+
+
+def in_one(i: Inputs) -> Tensor:
+    return linear_policy_loss(
+        i.hidden, i.weight, i.targets, i.old, i.advantages, cu_seqlens=i.cu_seqlens, temperature=TEMPERATURE
+    ).loss
+
+
+LOSSES: dict[str, Method] = {"eager": eager_loss, "turnwise, two ops": two_ops, "turnwise, in one": in_one}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Verify and time
+# ---------------------------------------------------------------------------------------------------------------------
+def backward(i: Inputs, out: Tensor) -> None:
+    i.hidden.grad = i.weight.grad = None
+    out.backward(i.upstream if out.dim() else None)
+
+
+def products(i: Inputs, with_backward: bool) -> Callable[[], Any]:
+    hidden, weight = i.hidden.detach(), i.weight.detach()
+
+    def run() -> Any:
+        logits = hidden @ weight.T
+        return (logits @ weight, logits.T @ hidden) if with_backward else logits
+
+    return run
+
+
+def forward_alone(method: Method, i: Inputs) -> Callable[[], Any]:
+    def run() -> None:
+        with torch.no_grad():
+            method(i)
+
+    return run
+
+
+def verify(methods: dict[str, Method], i: Inputs, tolerance: float) -> None:
+    """All give what eager gives, value and gradients, or the bench stops here. What can't serve is left out, aloud."""
+    expected: list[Tensor] = []
+    for name, method in list(methods.items()):
+        try:
+            out = method(i)
+        except BackendUnavailable as error:
+            print(f"without {name}: {error}")
+            del methods[name]
+            continue
+        backward(i, out)
+        assert i.hidden.grad is not None and i.weight.grad is not None
+        got = [out.detach().float(), i.hidden.grad.float(), i.weight.grad[:4096].float()]
+        expected = expected or got
+        for mine, theirs in zip(got, expected, strict=True):
+            off = (mine - theirs).norm() / theirs.norm().clamp(min=1e-12)
+            assert off < tolerance, f"{name}: off by {off:.3g} of the norm"
+    i.hidden.grad = i.weight.grad = None
+
+
+def interleaved(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, float]:
+    """Medians in turns. On a CPU a call takes seconds, and what verified has warmed it up."""
+    if device == "cuda":
+        return medians(calls, rounds, device=device)
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            samples[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def measure(case: tuple[int, int, int, torch.dtype], device: str, rounds: int) -> list[dict[str, Any]]:
+    i = make(*case, device)
+    methods, losses = logprob_methods(device), dict(LOSSES)
+    for group in (methods, losses):
+        verify(group, i, TOLERANCE[case[3]])
+    parts: dict[str, dict[str, Callable[[], Any]]] = {
+        "forward": {name: forward_alone(method, i) for name, method in methods.items()},
+        "forward, backward": {name: lambda m=method: backward(i, m(i)) for name, method in methods.items()},
+        "loss, backward": {name: lambda m=method: backward(i, m(i)) for name, method in losses.items()},
+    }
+    rows = []
+    for part, calls in parts.items():
+        calls = {**calls, "products": products(i, part != "forward")}
+        seconds = interleaved(calls, rounds, device)
+        for name, call in calls.items():
+            i.hidden.grad = i.weight.grad = None
+            peak = peak_memory(call, device)
+            rows.append(
+                {
+                    "V": case[2],
+                    "dtype": str(case[3]).removeprefix("torch."),
+                    "what": part,
+                    "method": name,
+                    "ms": seconds[name] * 1e3,
+                    "of eager's time": seconds[name] / seconds["eager"],
+                    "share of products": seconds["products"] / seconds[name],
+                    "peak MB": None if peak is None else peak / 1e6,
+                }
+            )
+    return rows
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    rounds = min(options.rounds, 3 if options.device == "cpu" else 10)  # a call takes seconds
+    rows: list[dict[str, Any]] = []
+    for case in CASES[options.device][: 1 if options.quick else None]:
+        rows += measure(case, options.device, rounds)
+        gc.collect()
+    tokens, width = CASES[options.device][0][:2]
+    finish("linear_logprob", f"LM head, {tokens} tokens, hidden size {width}", rows, options)
+
+
+if __name__ == "__main__":
+    main()
