@@ -163,6 +163,39 @@ def linear_policy_loss(device: str, backend: str) -> list[Tensor]:
     return [result.loss.detach(), hidden.grad, weight.grad]
 
 
+@case
+def grouped_policy_loss(device: str, backend: str) -> list[Tensor]:
+    s = streams(device)
+    ids = torch.tensor([0, 1, 0, 1, 0], device=device)
+    results: list[Tensor] = []
+    mask, cu_seqlens = s["mask"], s["cu_seqlens"]
+    packed = {name: s[name][mask] for name in ("lp", "old", "values")}
+    for given, form in ((s, {"mask": mask}), (packed, {"cu_seqlens": cu_seqlens})):
+        lp = given["lp"].clone().requires_grad_()
+        result = ops.grouped_policy_loss(
+            lp, given["old"], given["values"], ids, num_groups=2, clip=ops.Clip(0.2, 0.3), backend=backend, **form
+        )
+        result.loss.backward()
+        assert lp.grad is not None
+        results += [result.loss.detach(), result.advantages, lp.grad]
+    return results
+
+
+@case
+def logprob(device: str, backend: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    results: list[Tensor] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for shape in ((1, 33), (3, 7, 1025)):
+            logits = torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+            targets = torch.randint(shape[-1], shape[:-1], generator=generator).to(device)
+            lp, entropy = ops.logprob(logits, targets, temperature=0.7, entropy=True, backend=backend)
+            (lp.sum() + 0.1 * entropy.sum()).backward()
+            assert logits.grad is not None
+            results += [lp.detach(), entropy.detach(), logits.grad]
+    return results
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
