@@ -27,6 +27,23 @@ inline bool is_floating(DType dtype) {
     return dtype == DType::f32 || dtype == DType::f64 || dtype == DType::bf16 || dtype == DType::f16;
 }
 
+inline int bytes_of(DType dtype) {
+    switch (dtype) {
+        case DType::f64:
+        case DType::i64:
+            return 8;
+        case DType::f32:
+        case DType::i32:
+            return 4;
+        case DType::bf16:
+        case DType::f16:
+        case DType::i16:
+            return 2;
+        default:
+            return 1;
+    }
+}
+
 inline bool is_contiguous(const View& view) {
     if (view.size() <= 1 || view.dims == 0) return true;
     if (view.dims == 1) return view.stride[0] == 1;

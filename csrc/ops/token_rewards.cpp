@@ -60,8 +60,9 @@ class RewardSum {
         mask_kind_ = !in_.mask ? 0 : mask == DType::f32 && direct_ ? 2 : 1;
     }
 
-    double piece(const Piece& piece, bool& bad) const {
-        if (direct_) return whole(piece, bad);
+    // `next`: the piece that this thread takes afterwards, or null.
+    double piece(const Piece& piece, const Piece* next, bool& bad) const {
+        if (direct_) return whole(piece, next, bad);
         double total = 0;
         const auto sum = token_rewards_kernels().sum[0][in_.mask ? 1 : 0];
         for (int64_t t = piece.begin; t < piece.end; t += kTile) {
@@ -70,21 +71,23 @@ class RewardSum {
             uint8_t bytes[kTile];
             const float* rewards = row_floats(layout_, in_.rewards, piece.row, t, n, scratch);
             const uint8_t* mask = in_.mask ? row_mask(layout_, in_.mask, piece.row, t, n, bytes, bad) : nullptr;
-            total += sum(rewards, mask, n, bad);
+            total += sum(rewards, mask, n, {}, bad);
         }
         return total;
     }
 
   private:
-    double whole(const Piece& piece, bool& bad) const {
+    double whole(const Piece& piece, const Piece* next, bool& bad) const {
         const DType dtype = in_.rewards.dtype;
         const int kind = dtype == DType::f32 ? 0 : dtype == DType::bf16 ? 1 : 2;
-        const auto place = [&](const View& stream, int bytes) -> const char* {
-            return stream.as<char>() + layout_.offset(stream, piece.row, piece.begin) * bytes;
+        const int reward_bytes = kind == 0 ? 4 : 2, mask_bytes = mask_kind_ == 2 ? 4 : 1;
+        const auto place = [&](const View& stream, const Piece* of, int bytes) -> const char* {
+            return stream && of ? stream.as<char>() + layout_.offset(stream, of->row, of->begin) * bytes : nullptr;
         };
-        const char* mask = in_.mask ? place(in_.mask, mask_kind_ == 2 ? 4 : 1) : nullptr;
-        const char* rewards = place(in_.rewards, kind == 0 ? 4 : 2);
-        return token_rewards_kernels().sum[kind][mask_kind_](rewards, mask, piece.end - piece.begin, bad);
+        const NextTokens behind{place(in_.rewards, next, reward_bytes), place(in_.mask, next, mask_bytes)};
+        return token_rewards_kernels().sum[kind][mask_kind_](place(in_.rewards, &piece, reward_bytes),
+                                                             place(in_.mask, &piece, mask_bytes),
+                                                             piece.end - piece.begin, behind, bad);
     }
 
     const TokenRewardsInput& in_;
@@ -107,7 +110,9 @@ void token_reward_sum(const TokenRewardsInput& input, const View& sums, int thre
     std::atomic<bool> wrong{false};
     share_pieces(pieces, threads, [&](size_t first, size_t last) {
         bool bad = false;
-        for (size_t i = first; i < last; ++i) totals[i] = reward_sum.piece(pieces[i], bad);
+        for (size_t i = first; i < last; ++i) {
+            totals[i] = reward_sum.piece(pieces[i], i + 1 < last ? &pieces[i + 1] : nullptr, bad);
+        }
         if (bad) wrong = true;
     });
     require(!wrong, "mask: expected 0 or 1");

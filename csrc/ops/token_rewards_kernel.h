@@ -33,10 +33,16 @@ struct ScanCarry {
     float value = 0;
 };
 
+struct NextTokens {
+    const void* rewards = nullptr;
+    const void* mask = nullptr;
+};
+
 struct TokenRewardsKernels {
     // The sum of n rewards by reward type (f32, bf16, f16) and mask type (none, bytes, f32). Sets `bad` where a float
     // mask holds anything but 0 and 1. A token's lane depends on its place alone, so zeros behind change nothing.
-    double (*sum[3][3])(const void* rewards, const void* mask, int64_t n, bool& bad);
+    // `next`: where the rewards and masks of what is summed afterwards lie, to be fetched in time; or null.
+    double (*sum[3][3])(const void* rewards, const void* mask, int64_t n, const NextTokens& next, bool& bad);
     void (*powers)(double factor, ScanPowers& powers);
     void (*returns)(const ScanTile& tile, const ScanPowers& powers, ScanCarry& carry);
     void (*gae)(const ScanTile& tile, const ScanPowers& powers, ScanCarry& carry);

@@ -19,6 +19,25 @@ struct TokenScan {
 
 constexpr int64_t kScanStreamBytes = int64_t(8) << 20;  // outputs beyond this would push all else out of the caches
 
+// Asks for the tile that comes kScanAhead tiles later, maybe at the end of the next row: going backwards through
+// several streams is more than the processor foresees.
+constexpr int kScanAhead = 4;
+
+inline void fetch_tile(const TokenScan& s, int64_t row, int64_t token) {
+    token -= kScanAhead * kScanTile;
+    if (token < 0) {
+        if (++row >= s.layout.rows()) return;
+        token += (s.layout.length(row) + kScanTile - 1) / kScanTile * kScanTile;
+        if (token < 0) return;
+    }
+    for (const View* stream : {&s.rewards, &s.values, &s.mask}) {
+        if (!*stream || s.layout.step(*stream) != 1) continue;
+        const int bytes = bytes_of(stream->dtype);
+        const char* from = stream->as<char>() + s.layout.offset(*stream, row, token) * bytes;
+        for (int line = 0; line < kScanTile * bytes; line += 64) __builtin_prefetch(from + line);
+    }
+}
+
 inline void scan_row(const TokenScan& s, int64_t row, bool stream, bool& bad) {
     float rewards[kScanTile], values[kScanTile];
     uint8_t mask[kScanTile];
@@ -26,6 +45,7 @@ inline void scan_row(const TokenScan& s, int64_t row, bool stream, bool& bad) {
     ScanCarry carry;
     for (int64_t t = (length - 1) / kScanTile * kScanTile; t >= 0 && length > 0; t -= kScanTile) {
         const int n = int(std::min<int64_t>(kScanTile, length - t));
+        fetch_tile(s, row, t);
         ScanTile tile{};
         tile.n = n;
         tile.rewards = row_floats(s.layout, s.rewards, row, t, n, rewards);
