@@ -182,7 +182,7 @@ def test_mistakes_are_named(target, change, error, message) -> None:
     arguments |= {"group_ids": torch.tensor([0, 0]), **change}
     with pytest.raises(error, match=message):
         grouped_policy_loss(**arguments, backend=target.backend, check=True)
-    if target.device == "cpu" and not target.emulated:
+    if target.device == "cpu" and not target.emulated and target.backend != "triton":  # as on a GPU
         with pytest.raises(error, match=message):
             grouped_policy_loss(**arguments, backend=target.backend)
 

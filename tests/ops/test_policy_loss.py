@@ -119,6 +119,8 @@ def test_exp_is_right_to_two_ulp(bound) -> None:
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("sizes", [[1] * 9, [4, 5], [2, 0, 6, 1]], ids=str)
 def test_any_split_into_micro_batches_gives_the_same_gradient(make_batch, form, aggregation, sizes, target) -> None:
+    if len(sizes) > 4 and target.backend == "triton" and target.device == "cpu":
+        pytest.skip("slow in the interpreter")
     batch = make_batch(21, **FULL)
     dtype = torch.float64 if target.backend == "torch" else torch.float32
     whole = getattr(batch, form)(dtype, aggregation=aggregation)
@@ -198,7 +200,10 @@ def test_any_strides(make_batch, target) -> None:
         for k, v in batch.padded(torch.float32).items()
     }
     got, got_grad = run(turned, target=target)
-    assert torch.equal(got.loss, want.loss)
+    if target.backend == "triton":  # other tiles, so sums in another order
+        torch.testing.assert_close(got.loss, want.loss, rtol=1e-6, atol=1e-7)
+    else:
+        assert torch.equal(got.loss, want.loss)
     assert torch.equal(got_grad, grad)
     packed = batch.packed(torch.float32)
     every_second = {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .aggregation import check_normalizer, check_normalizer_values, find_aggregation
-from .backends import extension, native_core, resolve, stream_of
+from .backends import native_core, resolve, stream_of
 from .options import GMPO, KL, KL_KINDS, LEVELS, Clip, ImportanceCorrection, Variant
 from .policy_loss_reference import Objective, metric_names, reference
 from .policy_loss_variants import select_tokens
@@ -28,7 +28,7 @@ class PolicyLoss(NamedTuple):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Native: one C++ pass gives loss, gradient and metrics
+# Native and Triton: one pass gives loss, gradient and metrics
 # ---------------------------------------------------------------------------------------------------------------------
 def obstacle(s: Streams) -> str:
     """Why the compiled kernels can't serve; empty where they can."""
@@ -105,7 +105,26 @@ def _compute(
     return loss, grad, metrics
 
 
-_TWICE = "policy_loss: the native backend has no second derivative; use backend='torch' to differentiate twice"
+def _compute_triton(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from .policy_loss_triton import compute
+
+    return compute(*arguments)
+
+
+_COMPUTE = {"native": _compute, "triton": _compute_triton}
+
+
+def _scale_in_place(grad: Tensor, by: Tensor, backend: str) -> None:
+    """Without waiting for the device; does nothing where the factor is 1."""
+    if backend == "triton":
+        from .policy_loss_triton import scale
+
+        scale(grad, by)
+    else:
+        native_core(grad)[1].cuda_scale(grad, by.float().contiguous(), stream_of(grad))
+
+
+_TWICE = "policy_loss: the compiled kernels have no second derivative; use backend='torch' to differentiate twice"
 
 
 class _Scale(torch.autograd.Function):
@@ -144,7 +163,7 @@ class _AttachOnDevice(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logprobs: Tensor, loss: Tensor, grad: Tensor, *rest: Any) -> Tensor:
-        *tensors, ctx.numbers, ctx.modes = rest
+        *tensors, ctx.numbers, ctx.modes, ctx.backend = rest
         ctx.save_for_backward(logprobs, *tensors)
         ctx.grad = grad
         return loss
@@ -153,36 +172,37 @@ class _AttachOnDevice(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         saved: tuple[Any, ...] = ctx.saved_tensors
         logprobs, *tensors = saved
-        none = [None] * (len(tensors) + 4)
+        none = [None] * (len(tensors) + 5)
         grad, ctx.grad = ctx.grad, None
         if grad is None:
             arguments: list[Any] = [logprobs.detach(), *tensors, ctx.numbers, ctx.modes]
-            grad = _compute(*arguments)[1]
+            grad = _COMPUTE[ctx.backend](*arguments)[1]
         if torch.is_grad_enabled():
             return _Scale.apply(grad, grad_loss, logprobs), *none
-        native_core(grad)[1].cuda_scale(grad, grad_loss.float().contiguous(), stream_of(grad))
+        _scale_in_place(grad, grad_loss, ctx.backend)
         return grad, *none
 
 
-def _native_loss(s: Streams, objective: Objective, normalizer: Tensor | None) -> tuple[Tensor, Tensor]:
+def _fused_loss(s: Streams, objective: Objective, normalizer: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
     selected = select_tokens(s, objective.variant) if objective.variant.selects else None
     # The dispatcher costs more than a small batch does, so plain tensors pass it by.
     if type(s.logprobs) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
-        loss, _, metrics = torch.ops.turnwise.policy_loss(*s, selected, normalizer, *_pack(objective))
+        op = torch.ops.turnwise.policy_loss_triton if backend == "triton" else torch.ops.turnwise.policy_loss
+        loss, _, metrics = op(*s, selected, normalizer, *_pack(objective))
         return loss, metrics
     arguments = (*s, selected, normalizer, *pack(objective))
-    loss, grad, metrics = _compute(*arguments)
-    return attach(loss, grad, arguments), metrics
+    loss, grad, metrics = _COMPUTE[backend](*arguments)
+    return attach(loss, grad, arguments, backend), metrics
 
 
-def attach(loss: Tensor, grad: Tensor, arguments: tuple[Any, ...]) -> Tensor:
+def attach(loss: Tensor, grad: Tensor, arguments: tuple[Any, ...], backend: str = "native") -> Tensor:
     """The loss with its gradient, for the arguments of the computation."""
     logprobs = arguments[0]
     if not (logprobs.requires_grad and torch.is_grad_enabled()):
         return loss
-    if native_core(grad)[0] == "cpu":
+    if backend == "native" and native_core(grad)[0] == "cpu":
         return _Attach.apply(logprobs, loss, grad)
-    return _AttachOnDevice.apply(logprobs, loss, grad, *arguments[1:])
+    return _AttachOnDevice.apply(logprobs, loss, grad, *arguments[1:], backend)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -208,20 +228,23 @@ def _refuse(ctx: Any, *_: Tensor) -> None:
     raise RuntimeError(_TWICE)
 
 
-if extension is not None:
-    _op = torch.library.custom_op("turnwise::policy_loss", _compute, mutates_args=(), device_types=("cpu", "cuda"))
+def _fake(logprobs: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    columns = len(metric_names(rest[4] is not None, rest[5] is not None, rest[7] is not None))
+    loss = logprobs.new_empty((), dtype=torch.float32)
+    grad = logprobs.new_empty(logprobs.shape)
+    return loss, grad, logprobs.new_empty((1 + rest[-1][4], columns), dtype=torch.float32)
 
-    @_op.register_fake
-    def _fake(logprobs: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        columns = len(metric_names(rest[4] is not None, rest[5] is not None, rest[7] is not None))
-        loss = logprobs.new_empty((), dtype=torch.float32)
-        grad = logprobs.new_empty(logprobs.shape)
-        return loss, grad, logprobs.new_empty((1 + rest[-1][4], columns), dtype=torch.float32)
 
+_SCHEMA = torch.library.infer_schema(_compute, mutates_args=())
+for _name, _function in (("policy_loss", _compute), ("policy_loss_triton", _compute_triton)):
+    _op = torch.library.custom_op(
+        f"turnwise::{_name}", _function, mutates_args=(), device_types=("cpu", "cuda"), schema=_SCHEMA
+    )
+    _op.register_fake(_fake)
     _op.register_autograd(_backward, setup_context=_save)
-    _scale_op = torch.library.custom_op("turnwise::policy_loss_backward", _scale, mutates_args=())
-    _scale_op.register_fake(lambda grad, grad_loss, logprobs: torch.empty_like(grad))
-    _scale_op.register_autograd(_refuse)
+_scale_op = torch.library.custom_op("turnwise::policy_loss_backward", _scale, mutates_args=())
+_scale_op.register_fake(lambda grad, grad_loss, logprobs: torch.empty_like(grad))
+_scale_op.register_autograd(_refuse)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -350,13 +373,16 @@ def policy_loss(
         check_stream_values(s, num_actors)
         if normalizer is not None:
             check_normalizer_values(normalizer)
-    if resolve(backend, logprobs, native=obstacle(s), triton="it has no Triton kernel") == "native":
-        loss, table = _native_loss(s, objective, normalizer)
-    else:
+    gap = obstacle(s)
+    served = resolve(backend, logprobs, native=gap, triton=gap)
+    if served != "native":  # which looks for itself
         check_streams(s, num_actors)
         if logprobs.is_cpu and not torch.compiler.is_compiling():
             check_stream_values(s, num_actors)
             if normalizer is not None:
                 check_normalizer_values(normalizer)
+    if served == "torch":
         loss, table = reference(s, objective, normalizer)
+    else:
+        loss, table = _fused_loss(s, objective, normalizer, served)
     return PolicyLoss(loss, *named_metrics(s, table))

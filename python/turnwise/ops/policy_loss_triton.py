@@ -1,0 +1,240 @@
+"""The policy loss in Triton: loss, gradient and metrics in one pass over the tokens.
+
+At most three launches: what must be known before the first token is weighed (counts of the batch, by integer atomics,
+and terms of each row), the pass itself, whose programs leave a slot of sums each, and the sum over the slots in a fixed
+order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from . import policy_loss_triton_kernels as k
+from .aggregation import SeqMeanTokenMean, SeqMeanTokenSumNorm, TokenMean
+from .backends import interpreted
+from .options import GMPO, GSPO
+from .policy_loss_reference import metric_names
+from .policy_loss_triton_math import K3, SEQUENCE
+from .streams import row_count
+from .triton_support import CompileCase
+
+# Small tiles in the interpreter, so that small cases have several.
+_BLOCKS = (256, 128, 64) if interpreted else (2048, 1024, 512)
+_COUNT_BLOCK = 64 if interpreted else 16384
+_FINISH_BLOCK = 64 if interpreted else 1024
+_FINISH_WARPS, _COUNT_WARPS = 16, 8
+
+
+def _warps(block: int, narrow: bool = False) -> int:
+    """8 tokens a thread, 16 of two bytes: two loads of 16 bytes in flight for each stream, and room for many warps."""
+    return max(1, block // (512 if narrow else 256))
+
+
+def _tile(width: int) -> int:
+    """The largest tile that wastes little of a row: one of three, so that lengths don't recompile."""
+    for block in _BLOCKS:
+        if triton.cdiv(width, block) * block <= width * 1.125:
+            return block
+    return _BLOCKS[-1]
+
+
+def _bytes(flags: Tensor | None) -> Tensor | None:
+    return flags.view(torch.uint8) if flags is not None and flags.dtype is torch.bool else flags
+
+
+def _strides(stream: Tensor | None) -> tuple[int, int]:
+    """Of rows and of tokens within a row."""
+    if stream is None:
+        return 0, 1
+    return (0, stream.stride(0)) if stream.dim() == 1 else (stream.stride(0), stream.stride(1))
+
+
+def _split_advantages(advantages: Tensor, logprobs: Tensor, rows: int, packed: bool) -> tuple[Tensor | None, ...]:
+    """``(per token, per row)``, one of them ``None``: by row wherever that fits."""
+    if advantages.shape == (rows,) and (packed or advantages.shape != logprobs.shape):
+        return None, advantages.contiguous()
+    if advantages.dim() == 2 and (advantages.shape[1] == 1 or advantages.stride(1) == 0):
+        return None, advantages[:, 0].contiguous()
+    return advantages, None
+
+
+def compute(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    ref_logprobs: Tensor | None,
+    rollout_logprobs: Tensor | None,
+    actor_ids: Tensor | None,
+    entropy: Tensor | None,
+    selected: Tensor | None,
+    normalizer: Tensor | None,
+    numbers: Sequence[float],
+    modes: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, gradient (contiguous) and the table of metrics, from checked streams and the options as
+    ``policy_loss._pack`` numbers them."""
+    low, high, third, kl_coef, cap, below, above, max_length = numbers
+    variant, kl, level, aggregation, num_actors = modes
+    tokens, rows = logprobs.numel(), row_count(logprobs, cu_seqlens)
+    packed = cu_seqlens is not None
+    has = ref_logprobs is not None, rollout_logprobs is not None, entropy is not None
+    new = logprobs.new_empty if tokens * rows else logprobs.new_zeros
+    loss = new((), dtype=torch.float32)
+    grad = new(logprobs.shape)
+    metrics = new((1 + num_actors, len(metric_names(*has))), dtype=torch.float32)
+    if tokens * rows == 0:
+        return loss, grad, metrics
+
+    width = 0 if packed else logprobs.shape[1]
+    token_advantages, row_advantages = _split_advantages(advantages, logprobs, rows, packed)
+    mask, selected = _bytes(mask), _bytes(selected)
+    streams = (logprobs, old_logprobs, token_advantages, mask, ref_logprobs, rollout_logprobs, entropy)
+    flat = all(stream is None or stream.is_contiguous() for stream in streams)
+    mode = k.PACKED if packed else k.BY_WIDTH if flat and (width % 16 or width < _BLOCKS[-1]) else k.ONE_ROW
+    block = _tile(width) if mode is k.ONE_ROW else _BLOCKS[0]
+    pieces = triton.cdiv(width, block)
+    tiles = rows * pieces if mode is k.ONE_ROW else triton.cdiv(tokens, block)
+
+    divisor, known = k.COUNTED, 0.0
+    if normalizer is not None:
+        divisor = k.GIVEN
+    elif aggregation == SeqMeanTokenSumNorm.index or (aggregation == TokenMean.index and mask is None):
+        divisor, known = k.KNOWN, 1 / (max_length if aggregation == SeqMeanTokenSumNorm.index else tokens)
+    by_row = variant in (GSPO.kind, GMPO.kind) or level == SEQUENCE.value or aggregation == SeqMeanTokenMean.index
+    counted = divisor is k.COUNTED
+    counts = logprobs.new_zeros(2 + num_actors, dtype=torch.int64) if counted else None
+    terms = None
+    cu_seqlens, actor_ids = (None if ids is None else ids.contiguous() for ids in (cu_seqlens, actor_ids))
+    with torch.cuda.device_of(logprobs):
+        if by_row or (counted and (aggregation != TokenMean.index or not flat)):
+            terms = logprobs.new_empty((k.TERMS, rows), dtype=torch.float32)
+            row_block = _BLOCKS[1] if packed or width > _BLOCKS[2] else _BLOCKS[2]
+            k.rows_kernel[(rows,)](
+                logprobs, old_logprobs, token_advantages, row_advantages, mask, rollout_logprobs, cu_seqlens, actor_ids,
+                counts, terms, *_strides(logprobs), *_strides(old_logprobs), *_strides(token_advantages),
+                *_strides(mask), *_strides(rollout_logprobs), low, high, cap, below, above, rows, width, num_actors,
+                VARIANT=variant, LEVEL=level, COUNT=counted, BLOCK=row_block, num_warps=_warps(row_block),
+                enable_fp_fusion=True,
+            )  # fmt: skip
+        elif counted:
+            grid = (triton.cdiv(tokens, _COUNT_BLOCK),)
+            k.count_kernel[grid](
+                mask, counts, tokens, BLOCK=_COUNT_BLOCK, num_warps=_COUNT_WARPS, enable_fp_fusion=True
+            )
+
+        many = num_actors > 0 and mode is not k.ONE_ROW
+        narrow = logprobs.dtype.itemsize == 2 and not many and sum(stream is not None for stream in streams) <= 4
+        used = tiles + rows if many else tiles
+        slots = triton.cdiv(used, 16) * 16
+        partials = logprobs.new_empty((k.COLUMNS, slots), dtype=torch.float32)
+        slot_actors = None
+        if num_actors:
+            slot_actors = torch.full((slots,), -1, dtype=torch.int32, device=logprobs.device)
+        k.loss_kernel[(tiles,)](
+            logprobs, old_logprobs, token_advantages, row_advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs,
+            normalizer, actor_ids, entropy, selected, counts, terms, grad, partials, slot_actors, *_strides(logprobs),
+            *_strides(old_logprobs), *_strides(token_advantages), *_strides(mask), *_strides(ref_logprobs),
+            *_strides(rollout_logprobs), *_strides(entropy), low, high, third, kl_coef, cap, below, above, known,
+            tokens, rows, width, pieces, slots, num_actors, VARIANT=variant, KL=kl or K3.value, LEVEL=level,
+            AGGREGATION=aggregation, DIVISOR=divisor, MODE=mode, BLOCK=block,
+            num_warps=_warps(block, narrow), enable_fp_fusion=True,
+        )  # fmt: skip
+        k.finish_kernel[(1 + num_actors,)](
+            partials, slot_actors, loss, metrics, slots, used, HAS_REF=has[0], HAS_ROLLOUT=has[1], HAS_ENTROPY=has[2],
+            BLOCK=_FINISH_BLOCK, num_warps=_FINISH_WARPS, enable_fp_fusion=True,
+        )  # fmt: skip
+    return loss, grad, metrics
+
+
+def scale(grad: Tensor, factor: Tensor) -> None:
+    """``grad *= factor`` in place, without waiting for the device; ``grad`` contiguous, ``factor`` 0-dim."""
+    tokens, block = grad.numel(), 2048
+    if tokens:
+        with torch.cuda.device_of(grad):
+            k.scale_kernel[(triton.cdiv(tokens, block),)](
+                grad, factor, tokens, BLOCK=block, num_warps=4, enable_fp_fusion=True
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ahead of time
+# ---------------------------------------------------------------------------------------------------------------------
+_STREAMS = ("logprobs", "old_logprobs", "advantages", "ref", "rollout", "entropy", "grad")
+_POINTERS = {
+    "row_advantages": "*fp32",
+    "mask": "*u8",
+    "selected": "*u8",
+    "cu_seqlens": "*i32",
+    "actor_ids": "*i64",
+    "normalizer": "*fp32",
+    "counts": "*i64",
+    "terms": "*fp32",
+    "partials": "*fp32",
+    "slot_actors": "*i32",
+    "loss": "*fp32",
+    "metrics": "*fp32",
+    "factor": "*fp32",
+}
+_FLOATS = ("low", "high", "third", "kl_coef", "cap", "below", "above", "known")
+
+
+def _case(
+    kernel: Any, absent: str, constants: dict[str, Any], warps: int, *instructions: str, dtype: str = "fp32"
+) -> CompileCase:
+    """A kernel as a call launches it: contiguous rows of a multiple of 16 tokens, without what ``absent`` names."""
+    signature, values = {}, dict(constants)
+    for name in kernel.arg_names:
+        column = name.endswith("_col")
+        if column or name in absent.split() or name in constants:
+            signature[name] = "constexpr"
+            values.setdefault(name, 1 if column else None)
+        elif name in _FLOATS:
+            signature[name] = "fp32"
+        else:
+            signature[name] = f"*{dtype}" if name in _STREAMS else _POINTERS.get(name, "i32")
+    of_rows = {name for name in signature if name.endswith("_row")} | {"width", "slots"}
+    aligned = tuple(name for name, kind in signature.items() if kind[0] == "*" or (kind == "i32" and name in of_rows))
+    options = {"num_warps": warps, "enable_fp_fusion": True}
+    return CompileCase(kernel, signature, values, aligned, instructions, options)
+
+
+def _loss_case(absent: str, dtype: str = "fp32", **constants: Any) -> CompileCase:
+    usual = {"VARIANT": 0, "KL": K3.value, "LEVEL": 0, "AGGREGATION": 0, "DIVISOR": k.COUNTED.value}
+    constants = {**usual, "MODE": k.ONE_ROW.value, "BLOCK": _BLOCKS[0], **constants}
+    warps = _warps(constants["BLOCK"], absent == _LEAN and dtype != "fp32")
+    wide = "ld.global.L1::evict_first.L2::cache_hint.v4.b32", "st.global.cs.v4.b32"
+    return _case(k.loss_kernel, absent, constants, warps, *wide, dtype=dtype)
+
+
+def _other_cases() -> Iterator[CompileCase]:
+    yield _case(k.count_kernel, "", {"BLOCK": _COUNT_BLOCK}, _COUNT_WARPS, "ld.global.v4.b32", "red.global")
+    for variant, absent in ((GSPO.kind, "advantages cu_seqlens"), (GMPO.kind, "row_advantages cu_seqlens"), (0, "")):
+        constants = {"VARIANT": variant, "LEVEL": 2, "COUNT": True, "BLOCK": _BLOCKS[1]}
+        yield _case(k.rows_kernel, absent, constants, _warps(_BLOCKS[1]), "ld.global", "red.global")
+    for whole in (True, False):
+        constants = {"HAS_REF": whole, "HAS_ROLLOUT": whole, "HAS_ENTROPY": whole, "BLOCK": _FINISH_BLOCK}
+        yield _case(k.finish_kernel, "" if whole else "slot_actors", constants, _FINISH_WARPS)
+    yield _case(k.scale_kernel, "", {"BLOCK": 2048}, 4, "ld.global.v4.b32", "st.global.v4.b32")
+
+
+_LEAN = "advantages cu_seqlens ref rollout normalizer actor_ids entropy selected terms slot_actors"
+_FULL = "row_advantages cu_seqlens normalizer selected"
+COMPILE_CASES = [
+    _loss_case(_LEAN),
+    _loss_case(_LEAN, "bf16"),
+    _loss_case(_LEAN.replace("cu_seqlens", ""), MODE=k.PACKED.value),
+    _loss_case(_LEAN, MODE=k.BY_WIDTH.value),
+    _loss_case(_LEAN.replace("advantages", "row_advantages").replace("ref ", "")),
+    _loss_case(_FULL, LEVEL=1, AGGREGATION=4),
+    _loss_case(_FULL, "fp16", LEVEL=2, AGGREGATION=2),
+    _loss_case("row_advantages normalizer", LEVEL=1, AGGREGATION=4, MODE=k.PACKED.value),
+    *(_loss_case("advantages cu_seqlens counts", VARIANT=v, KL=1 + v % 6, DIVISOR=k.GIVEN.value) for v in range(1, 8)),
+    *_other_cases(),
+]
