@@ -41,11 +41,11 @@ _TWICE = "linear_logprob: this backend has no second derivative; use backend='to
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    hidden, weight, targets, bias, positions, temperature, entropy = inputs
+    hidden, weight, targets, bias, positions, temperature, entropy, backend = inputs
     _, lse, entropies = output
     ctx.mark_non_differentiable(lse)
     ctx.save_for_backward(hidden, weight, targets, bias, positions, lse, entropies)
-    ctx.temperature, ctx.entropy = temperature, entropy
+    ctx.temperature, ctx.entropy, ctx.backend = temperature, entropy, backend
     ctx.set_materialize_grads(False)
 
 
@@ -61,12 +61,12 @@ def _differentiate(ctx: Any, grad_logprob: Tensor | None, _: Any, grad_entropy: 
             grad_entropy if with_entropy else None,
             *(hidden, weight, targets, bias, positions, lse),
             entropies if with_entropy else None,
-            *(ctx.temperature, need_hidden, need_weight, need_bias),
+            *(ctx.temperature, need_hidden, need_weight, need_bias, ctx.backend),
         )
     hidden_grad, weight_grad, bias_grad = (
         value if needed else None for value, needed in zip(grads, (need_hidden, need_weight, need_bias), strict=True)
     )
-    return hidden_grad, weight_grad, None, bias_grad, None, None, None
+    return hidden_grad, weight_grad, None, bias_grad, None, None, None, None
 
 
 def _refuse(ctx: Any, *_: Any) -> None:
@@ -80,14 +80,14 @@ if extension is not None:
     @_op.register_fake
     def _fake(hidden: Tensor, weight: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         tokens = targets.shape[0]
-        out = [hidden.new_empty(size, dtype=torch.float32) for size in (tokens, tokens, tokens if rest[-1] else 0)]
+        out = [hidden.new_empty(size, dtype=torch.float32) for size in (tokens, tokens, tokens if rest[-2] else 0)]
         return out[0], out[1], out[2]
 
     @_backward_op.register_fake
     def _fake_backward(
         _: Tensor, __: Tensor | None, hidden: Tensor, weight: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        need_hidden, need_weight, need_bias = rest[-3:]
+        need_hidden, need_weight, need_bias = rest[-4:-1]
         bias = hidden if rest[1] is None else rest[1]
         return (
             hidden.new_empty(hidden.shape if need_hidden else 0),
@@ -97,9 +97,6 @@ if extension is not None:
 
     _op.register_autograd(_differentiate, setup_context=_save)
     _backward_op.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
-
-
-_NO_TRITON = "linear_logprob has no Triton kernels"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -157,10 +154,11 @@ def linear_logprob(
         if positions is not None:
             check_id_values("positions", positions, hidden.shape[0])
     obstacle = "hidden is float64, and the kernels compute in float32" if hidden.dtype is torch.float64 else ""
-    if resolve(backend, hidden, native=obstacle, triton=obstacle or _NO_TRITON) == "torch":
+    chosen = resolve(backend, hidden, native=obstacle, triton=obstacle)
+    if chosen == "torch":
         logprob, entropies = reference(hidden, weight, targets, bias, positions, temperature, entropy)
     else:
         logprob, _, entropies = torch.ops.turnwise.linear_logprob(
-            hidden, weight, targets, bias, positions, float(temperature), entropy
+            hidden, weight, targets, bias, positions, float(temperature), entropy, chosen
         )
     return (logprob, entropies) if entropy else logprob  # type: ignore[return-value]

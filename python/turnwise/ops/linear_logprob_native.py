@@ -81,7 +81,9 @@ class Head:
         bias: Tensor | None,
         positions: Tensor | None,
         temperature: float,
+        backend: str = "native",
     ) -> None:
+        self.triton = backend == "triton"
         self.hidden, self.weight, self.targets, self.positions = hidden, weight, targets, positions
         self.bias = None if bias is None else bias.float().contiguous()
         self.scale = 1.0 / temperature
@@ -101,6 +103,25 @@ class Head:
             return self.hidden[block]
         return self.hidden.index_select(0, self.positions[block])
 
+    def gradient(self, tile: Tile, upstream: Upstream) -> Tensor:
+        """Of a tile's logits, in the dtype of the weight; where they have it, in their place."""
+        narrow = tile.logits.dtype is not self.weight.dtype
+        d = torch.empty_like(tile.logits, dtype=self.weight.dtype) if narrow else tile.logits
+        grad(tile, upstream, d)
+        return d
+
+    def gradient_anew(self, rows: Tensor, block: slice, columns: slice, upstream: Upstream) -> Tensor:
+        """The same, with the logits made for it."""
+        if not self.triton:
+            return self.gradient(self.tile(rows, block, columns), upstream)
+        from . import linear_logprob_triton
+
+        bias = None if self.bias is None else self.bias[columns]
+        targets = self.targets[block]
+        return linear_logprob_triton.logit_gradients(
+            rows, self.weight[columns], bias, targets, columns.start, self.scale, upstream
+        )
+
     def tile(self, rows: Tensor, block: slice, columns: slice) -> Tile:
         logits = self.products.logits(rows, self.weight[columns])
         bias = None if self.bias is None else self.bias[columns]
@@ -115,9 +136,14 @@ def forward(
     positions: Tensor | None,
     temperature: float,
     entropy: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``logprob``, ``lse`` and ``entropy`` (``[0]`` if not asked for), float32."""
-    head = Head(hidden, weight, targets, bias, positions, temperature)
+    head = Head(hidden, weight, targets, bias, positions, temperature, backend)
+    if head.triton:
+        from . import linear_logprob_triton
+
+        return linear_logprob_triton.forward(hidden, weight, targets, head.bias, positions, head.scale, entropy)
     blocks = head.blocks(_TOKENS)
     states = [new_state(block.stop - block.start, hidden) for block in blocks]
     for columns in head.columns(False, min(head.tokens, _TOKENS)):
@@ -175,9 +201,10 @@ def backward(
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight and bias, ``[0]`` where not needed. The logits are made anew, tile by tile."""
-    head = Head(hidden, weight, targets, bias, positions, temperature)
+    head = Head(hidden, weight, targets, bias, positions, temperature, backend)
     gradients = Gradients(head, need_hidden, need_weight, need_bias)
     upstream = Upstream(lse, grad_logprob, entropy, grad_entropy)
     blocks = head.blocks(_TOKENS)
@@ -206,9 +233,7 @@ def _tile_backward(
     total = torch.empty_like(part, dtype=torch.float32) if several and gradients.need_weight else None
     for block, hidden_sums in zip(blocks, sums, strict=True):
         rows = head.rows(block)
-        tile = head.tile(rows, block, columns)
-        d = tile.logits if tile.logits.dtype is part.dtype else torch.empty_like(tile.logits, dtype=part.dtype)
-        grad(tile, upstream.rows(block), d)
+        d = head.gradient_anew(rows, block, columns, upstream.rows(block))
         gradients.add_bias(columns, d)
         if hidden_sums is not None:
             products.add_hidden(hidden_sums, d, part)

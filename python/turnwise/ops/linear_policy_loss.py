@@ -14,15 +14,16 @@ from .backends import native_core, resolve, stream_of
 from .linear_logprob import linear_logprob
 from .linear_logprob_native import Gradients, Head
 from .logprob_checks import check_head, check_id_values, check_temperature
-from .logprob_tiles import Upstream, finish, grad, new_state, scan
+from .logprob_tiles import Upstream, finish, new_state, scan
 from .options import KL, Clip, ImportanceCorrection, Variant
 from .policy_loss import PolicyLoss, policy_loss
 from .streams import Rows
 
-# Tokens of a chunk: an eighth of them, at least _LEAST, as far as their logits stay within _BYTES.
-_LEAST, _BYTES = 256, 1 << 28
-_COLUMNS = 4096  # of one product
-_FEW = 16  # chunks whose weight gradients may be summed in the weight's own dtype
+# Tokens of a chunk: a sixteenth of them, at least as many as have _LEAST bytes of logits per word of the vocabulary, as
+# far as all logits stay within _BYTES.
+_LEAST, _BYTES = 640, 1 << 28
+_COLUMNS = 2048  # of one product
+_FEW = 24  # chunks whose weight gradients may be summed in the weight's own dtype
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -74,8 +75,9 @@ def token_loss(
 
 
 def _chunk_size(head: Head) -> int:
-    bytes_per_token = head.vocabulary * head.products.dtype.itemsize
-    return max(1, min(max(_LEAST, head.tokens // 8), max(_LEAST // 2, _BYTES // bytes_per_token)))
+    size = head.products.dtype.itemsize
+    least = max(1, _LEAST // size)
+    return min(max(least, head.tokens // 16), max(least // 2, _BYTES // (head.vocabulary * size), 1))
 
 
 def fused(
@@ -116,8 +118,7 @@ def _chunk(
     for tile in tiles:
         columns = slice(tile.first, tile.first + tile.logits.shape[1])
         part = head.weight[columns]
-        d = tile.logits if tile.logits.dtype is part.dtype else torch.empty_like(tile.logits, dtype=part.dtype)
-        grad(tile, upstream, d)
+        d = head.gradient(tile, upstream)
         gradients.add_bias(columns, d)
         if gradients.need_hidden:
             products.add_hidden(sums, d, part)
@@ -260,7 +261,9 @@ def linear_policy_loss(
     the logits twice, as do ``torch.compile`` and other backends than ``native``. Masked tokens cost nothing on a CPU.
     Without a graph to build, or for what requires no gradient, nothing of it is computed.
 
-    The gradient of a narrow weight is summed in its own dtype over up to 16 chunks, beyond in float32. Raises as the
+    ``backend`` is that of the head; the loss over its log-probabilities takes the best one for the device.
+
+    The gradient of a narrow weight is summed in its own dtype over up to 24 chunks, beyond in float32. Raises as the
     two functions do.
 
     Example: ``linear_policy_loss(states, lm_head.weight, targets, old, advantages, cu_seqlens=cu).loss.backward()``
@@ -301,7 +304,8 @@ def linear_policy_loss(
     if not wanted or compiling or _needs_rows(variant, correction) or not _serves(hidden, backend):
         logprob: Any = linear_logprob(hidden, weight, targets, entropy=entropy, **head)
         logprob, entropies = (logprob[0], logprob[1].detach()) if entropy else (logprob, None)
-        return policy_loss(logprob, old_logprobs, advantages, entropy=entropies, **objective, **batch, backend=backend)
+        exact = backend if backend == "torch" else None  # for a second derivative, both must be the reference
+        return policy_loss(logprob, old_logprobs, advantages, entropy=entropies, **objective, **batch, backend=exact)
     check_temperature(temperature)
     if hidden.is_cpu or check:
         check_id_values("targets", targets, weight.shape[0])

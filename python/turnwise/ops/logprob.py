@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import logprob_tiles
 from .backends import extension, resolve
 from .logprob_checks import FLOATS, check_id_values, check_ids, check_temperature
-from .logprob_tiles import Tile, Upstream, finish, grad, new_state, scan
+from .logprob_tiles import Tile, Upstream
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -28,7 +29,7 @@ def entropy_of(logs: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Native
+# Compiled kernels: native or Triton
 # ---------------------------------------------------------------------------------------------------------------------
 def _matrices(logits: Tensor) -> list[Tensor]:
     """The same memory as matrices: one, or one per sequence where the sequences lie apart, as in ``logits[:, :-1]``."""
@@ -44,16 +45,22 @@ def _with_rows(logits: Tensor) -> Tensor:
     return logits if logits.shape[-1] <= 1 or logits.stride(-1) == 1 else logits.contiguous()
 
 
+def _kernels(backend: str) -> Any:
+    if backend == "native":
+        return logprob_tiles
+    from . import logprob_triton
+
+    return logprob_triton
+
+
 def _forward(
-    logits: Tensor, targets: Tensor, temperature: float, entropy: bool, inplace_backward: bool
+    logits: Tensor, targets: Tensor, temperature: float, entropy: bool, inplace_backward: bool, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``logprob``, ``lse`` and ``entropy`` (``[0]`` if not asked for), float32, in the shape of the targets."""
     matrices = _matrices(_with_rows(logits))
     parts = []
     for matrix, row in zip(matrices, targets.reshape(len(matrices), -1), strict=True):
-        state = new_state(matrix.shape[0], matrix)
-        scan(Tile(matrix, None, row, 0, 1.0 / temperature), state, entropy)
-        parts.append(finish(state, entropy))
+        parts.append(_kernels(backend).log_softmax(Tile(matrix, None, row, 0, 1.0 / temperature), entropy))
     if len(parts) == 1:
         logprob, lse, entropies = parts[0]
     else:
@@ -72,6 +79,7 @@ def _gradient(
     lse: Tensor,
     entropy: Tensor | None,
     temperature: float,
+    backend: str,
 ) -> None:
     """Writes the gradient of the logits into ``out``, which may be the logits themselves."""
     matrices = _matrices(logits)
@@ -80,7 +88,7 @@ def _gradient(
     ids, *rest = ([None] * count if s is None else s.reshape(count, -1) for s in streams)
     outs = out.unbind(0) if count > 1 else _matrices(out)
     for matrix, to, row, *upstream in zip(matrices, outs, ids, *rest, strict=True):
-        grad(Tile(matrix, None, row, 0, 1.0 / temperature), Upstream(*upstream), to)
+        _kernels(backend).grad(Tile(matrix, None, row, 0, 1.0 / temperature), Upstream(*upstream), to)
 
 
 def _backward(
@@ -91,10 +99,11 @@ def _backward(
     lse: Tensor,
     entropy: Tensor | None,
     temperature: float,
+    backend: str,
 ) -> Tensor:
     rows = _with_rows(logits)
     out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-    _gradient(out, grad_logprob, grad_entropy, rows, targets, lse, entropy, temperature)
+    _gradient(out, grad_logprob, grad_entropy, rows, targets, lse, entropy, temperature, backend)
     return out
 
 
@@ -105,10 +114,10 @@ _TWICE = "logprob: this backend has no second derivative; use backend='torch' to
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    logits, targets, temperature, entropy, inplace = inputs
+    logits, targets, temperature, entropy, inplace, backend = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(logits, targets, output[1], output[2])
-    ctx.temperature, ctx.entropy, ctx.inplace = temperature, entropy, inplace
+    ctx.temperature, ctx.entropy, ctx.inplace, ctx.backend = temperature, entropy, inplace, backend
     ctx.set_materialize_grads(False)
 
 
@@ -116,16 +125,16 @@ def _differentiate(ctx: Any, grad_logprob: Tensor | None, _: Any, grad_entropy: 
     logits, targets, lse, entropies = ctx.saved_tensors
     with_entropy = ctx.entropy and grad_entropy is not None
     upstream = torch.zeros_like(lse) if grad_logprob is None else grad_logprob
-    streams = targets, lse, entropies if with_entropy else None, ctx.temperature
+    streams = targets, lse, entropies if with_entropy else None, ctx.temperature, ctx.backend
     grad_entropy = grad_entropy if with_entropy else None
     plain = type(logits) in (Tensor, torch.nn.Parameter)  # no tensor that a compiler traces with
     if ctx.inplace and plain and _with_rows(logits) is logits:
         memory = logits.detach()
         _gradient(memory, upstream, grad_entropy, memory, *streams)
         torch.autograd.graph.increment_version(logits)  # who still needs the logits is told
-        return memory, None, None, None, None
+        return memory, None, None, None, None, None
     out = torch.ops.turnwise.logprob_backward(upstream, grad_entropy, logits, *streams)
-    return out, None, None, None, None
+    return out, None, None, None, None, None
 
 
 def _refuse(ctx: Any, *_: Any) -> None:
@@ -138,7 +147,7 @@ if extension is not None:
 
     @_op.register_fake
     def _fake(
-        logits: Tensor, targets: Tensor, temperature: float, entropy: bool, inplace_backward: bool
+        logits: Tensor, targets: Tensor, temperature: float, entropy: bool, inplace_backward: bool, backend: str
     ) -> tuple[Tensor, Tensor, Tensor]:
         shape = targets.shape
         out = [logits.new_empty(s, dtype=torch.float32) for s in (shape, shape, shape if entropy else (0,))]
@@ -150,8 +159,6 @@ if extension is not None:
 
     _op.register_autograd(_differentiate, setup_context=_save)
     _backward_op.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
-
-_NO_TRITON = "logprob has no Triton kernels"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -200,9 +207,10 @@ def logprob(
     if (logits.is_cpu or check) and not torch.compiler.is_compiling():
         check_id_values("targets", targets, logits.shape[-1])
     obstacle = "logits is float64, and the kernels compute in float32" if logits.dtype is torch.float64 else ""
-    if resolve(backend, logits, native=obstacle, triton=obstacle or _NO_TRITON) == "torch":
+    chosen = resolve(backend, logits, native=obstacle, triton=obstacle)
+    if chosen == "torch":
         values, entropies = reference(logits, targets, temperature, entropy)
     else:
         call = torch.ops.turnwise.logprob
-        values, _, entropies = call(logits, targets, float(temperature), entropy, inplace_backward)
+        values, _, entropies = call(logits, targets, float(temperature), entropy, inplace_backward, chosen)
     return (values, entropies) if entropy else values  # type: ignore[return-value]

@@ -69,6 +69,13 @@ def finish(state: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     return logprob, lse, entropies
 
 
+def log_softmax(tile: Tile, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of rows that one tile holds whole."""
+    state = new_state(tile.logits.shape[0], tile.logits)
+    scan(tile, state, entropy)
+    return finish(state, entropy)
+
+
 def grad(tile: Tile, upstream: Upstream, out: Tensor) -> None:
     """Writes the gradient of a tile's logits; ``out`` may be the logits themselves."""
     device, core = native_core(tile.logits)
