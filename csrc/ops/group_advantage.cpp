@@ -62,6 +62,19 @@ struct Sums {
     double mean_offset() const { return sum / double(count); }
 };
 
+// What a division by the number of members takes: groups are often of one size, and divisions are slow.
+struct Shares {
+    int64_t count = 0;
+    double of_mean = 0, of_variance = 0;
+
+    void prepare(int64_t members, int ddof) {
+        if (members == count) return;
+        count = members;
+        of_mean = 1 / double(members);
+        of_variance = members > ddof ? 1 / double(members - ddof) : 0;
+    }
+};
+
 struct Weights {
     double total = 0, weighted = 0;
 
@@ -83,24 +96,26 @@ bool is_finite(double value) {
     return value - value == 0;
 }
 
-Line line_of(const Sums& g, const Weights* weights, const GroupAdvantageOptions& o, double scale = 1) {
+Line lone(const GroupAdvantageOptions& o) {
+    require(o.singleton != Singleton::error, "group_ids: a group has a single member, and singleton='error'");
+    if (o.singleton == Singleton::zero) return {};
+    return {1, 0, o.scale == Scale::std ? 1 / (1 + o.eps) : 1};
+}
+
+inline Line line_of(const Sums& g, const Weights* weights, const GroupAdvantageOptions& o, Shares& shares,
+                    double scale = 1) {
     if (g.count == 0) return {};
-    const double n = double(g.count);
-    const bool grouped = o.center != Center::none || o.scale != Scale::none;
-    if (g.count == 1 && grouped) {
-        require(o.singleton != Singleton::error, "group_ids: a group has a single member, and singleton='error'");
-        if (o.singleton == Singleton::zero) return {};
-        return {1, 0, o.scale == Scale::std ? 1 / (1 + o.eps) : 1};
-    }
+    if (g.count == 1 && (o.center != Center::none || o.scale != Scale::none)) return lone(o);
+    shares.prepare(g.count, o.ddof);
+    const double mean = g.sum * shares.of_mean;
     Line line{scale, 0, 1};
-    if (o.center != Center::none) line.center = g.base + g.mean_offset();
-    if (o.center == Center::leave_one_out) line.factor = n / (n - 1);
+    if (o.center != Center::none) line.center = g.base + mean;
+    if (o.center == Center::leave_one_out) line.factor = double(g.count) / double(g.count - 1);
     if (o.center == Center::length_weighted && weights->total > 0) {
         line.center = g.base + weights->weighted / weights->total;
     }
-    const double variance = std::max(0.0, g.square - g.sum * g.mean_offset()) / (n - o.ddof);
-    const double std = g.square == 0 ? 0 : std::sqrt(variance);
-    if (std < o.min_std * scale || (o.scale == Scale::std && std == 0)) return {};
+    const double std = std::sqrt(std::max(0.0, g.square - g.sum * mean) * shares.of_variance);
+    if (std < o.min_std * scale || (o.scale == Scale::std && (std == 0 || g.square == 0))) return {};
     line.factor /= o.scale == Scale::std ? std + o.eps * scale : scale;
     return line;
 }
@@ -179,8 +194,9 @@ std::vector<Line> lines_of(const Each& each, int64_t groups, const GroupAdvantag
         each(accumulate);
     }
     std::vector<Line> lines(sums.size());
+    Shares shares;
     for (size_t g = 0; g < lines.size(); ++g) {
-        lines[g] = line_of(sums[g], weighted ? &weights[g] : nullptr, o, scale.empty() ? 1 : scale[g]);
+        lines[g] = line_of(sums[g], weighted ? &weights[g] : nullptr, o, shares, scale.empty() ? 1 : scale[g]);
     }
     return lines;
 }
@@ -228,6 +244,7 @@ class Runs {
     bool walk(int64_t begin, int64_t end) const {
         const auto enters = [&](int64_t row) { return !has_valid || rows_.valid[row]; };
         int64_t before = begin > 0 ? rows_.group[begin - 1] : -1;
+        Shares shares;
         for (int64_t row = begin; row < end;) {
             if (!enters(row)) {
                 advantages_[row++] = from_double<T>(0);
@@ -241,7 +258,7 @@ class Runs {
                 if (enters(row)) sums.add(to_double(rewards_[row]));
             }
             if (!is_finite(sums.square) || (sums.count == 1 && o_.singleton == Singleton::error)) return false;
-            const Line line = line_of(sums, nullptr, o_);
+            const Line line = line_of(sums, nullptr, o_, shares);
             for (int64_t i = first; i < row; ++i) {
                 const double advantage = apply(line, to_double(rewards_[i]));
                 advantages_[i] = from_double<T>(enters(i) ? advantage : 0);

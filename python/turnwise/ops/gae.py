@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from .backends import native_core, resolve, stream_of
+from .streams import check_optional
 from .token_rewards import (
     as_floats,
-    check_optional,
     check_share,
     check_token_values,
     check_tokens,

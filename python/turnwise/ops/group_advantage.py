@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .backends import native_core, resolve, stream_of
 from .group_advantage_reference import CENTERS, POOLS, SCALES, SINGLETONS, Options, reference
+from .streams import check_optional
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -312,14 +313,13 @@ def group_advantage(
         _check_companions(pool, trajectory_ids, center, lengths)
     assert modes is not None
     columns = (trajectory_ids, lengths, valid)
-    for name, column in zip(("trajectory_ids", "lengths", "valid"), columns, strict=True):
-        if column is not None and not isinstance(column, Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(column).__name__}")
+    if not (trajectory_ids is None and lengths is None and valid is None):
+        check_optional(trajectory_ids=trajectory_ids, lengths=lengths, valid=valid)
     if num_groups is not None and num_groups < 0:
         raise ValueError(f"num_groups={num_groups}: expected a count >= 0")
     chosen = resolve(backend, rewards)
-    options = Options(pool, center, scale, singleton, ddof, eps, min_std)
     if check:
+        options = Options(pool, center, scale, singleton, ddof, eps, min_std)
         _check_all(rewards, group_ids, num_groups, *columns, options)
     if chosen != "torch":
         groups = -1 if num_groups is None else num_groups
@@ -328,6 +328,7 @@ def group_advantage(
         call: Any = _kernel if plain else torch.ops.turnwise.group_advantage
         return call(rewards, group_ids, groups, *columns, *modes, ddof, eps, min_std, chosen)
     _check_shapes(rewards, group_ids, *columns)
+    options = Options(pool, center, scale, singleton, ddof, eps, min_std)
     if rewards.is_cpu:
         num_groups = _check_all(rewards, group_ids, num_groups, *columns, options)
     elif num_groups is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +47,13 @@ class Streams(NamedTuple):
     rollout_logprobs: Tensor | None
     actor_ids: Tensor | None
     entropy: Tensor | None = None
+
+
+def check_optional(**tensors: Any) -> None:
+    """Each argument is a tensor or ``None``."""
+    for name, value in tensors.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
 
 
 def row_count(like: Tensor, cu_seqlens: Tensor | None) -> int:

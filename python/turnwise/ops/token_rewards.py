@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .backends import native_core, resolve, stream_of
-from .streams import FLOATS, check_cu_seqlens_values, check_layout, check_mask, row_count
+from .streams import FLOATS, check_cu_seqlens_values, check_layout, check_mask, check_optional, row_count
 from .token_rewards_reference import returns as returns_reference
 from .token_rewards_reference import reward_sum
 
@@ -27,13 +27,6 @@ def as_floats(name: str, stream: Any) -> Tensor:
     if stream.is_complex() or stream.is_floating_point():
         raise TypeError(f"{name} has dtype {stream.dtype}: expected float32, bfloat16, float16, float64 or integers")
     return stream.float()
-
-
-def check_optional(**tensors: Any) -> None:
-    """Each argument is a tensor or ``None``."""
-    for name, value in tensors.items():
-        if value is not None and not isinstance(value, Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
 
 
 def check_share(name: str, value: float) -> None:
