@@ -38,7 +38,7 @@ FULL = {"clip": Clip(0.2, 0.28, dual=3.0), "kl": KL("k3", 0.1), "correction": Im
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 8 tokens, so that rows are cut, and two products for each."""
-    monkeypatch.setattr(CHUNKS, "_LEAST", 32)
+    monkeypatch.setattr(CHUNKS, "_LEAST", {2: 8, 4: 8})
     monkeypatch.setattr(CHUNKS, "_COLUMNS", 200)
 
 
@@ -148,8 +148,8 @@ def test_any_chunks_give_the_same(target, monkeypatch, seed) -> None:
         pytest.skip("works without chunks")
     given = make(seed, **FULL)
     want = run(given)
-    for least, few in ((4, 1000), (32, 2), (4000, 16)):
-        monkeypatch.setattr(CHUNKS, "_LEAST", least)
+    for least, few in ((1, 1000), (8, 2), (1000, 16)):
+        monkeypatch.setattr(CHUNKS, "_LEAST", {2: least, 4: least})
         monkeypatch.setattr(CHUNKS, "_FEW", few)
         assert_same(run(given, target), want, 5e-6)
 

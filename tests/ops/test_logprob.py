@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -187,6 +190,23 @@ def test_threads_change_no_bit() -> None:
         torch.set_num_threads(before)
     for result in results[1:]:
         assert all(torch.equal(result[name], results[0][name]) for name in result)
+
+
+@NATIVE
+@pytest.mark.parametrize("isa", ["baseline", "avx2"])
+def test_every_instruction_set(isa) -> None:
+    """The kernels for lesser processors, in a process of their own."""
+    chosen = "native and (equals_float64 or banned or nan_and_infinity) and not emulated"
+    result = subprocess.run(
+        [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", chosen],
+        env={**os.environ, "TURNWISE_ISA": isa},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
+    assert "passed" in result.stdout
 
 
 def test_calls_from_eight_threads(target) -> None:

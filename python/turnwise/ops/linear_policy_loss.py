@@ -19,9 +19,9 @@ from .options import KL, Clip, ImportanceCorrection, Variant
 from .policy_loss import PolicyLoss, policy_loss
 from .streams import Rows
 
-# Tokens of a chunk: a sixteenth of them, at least as many as have _LEAST bytes of logits per word of the vocabulary, as
-# far as all logits stay within _BYTES.
-_LEAST, _BYTES = 640, 1 << 28
+# Tokens of a chunk: a sixteenth of them, at least _LEAST by the size of a logit, as far as all logits stay within
+# _BYTES. More would not be faster on a CPU.
+_LEAST, _BYTES = {2: 512, 4: 160}, 1 << 28
 _COLUMNS = 2048  # of one product
 _FEW = 24  # chunks whose weight gradients may be summed in the weight's own dtype
 
@@ -76,7 +76,7 @@ def token_loss(
 
 def _chunk_size(head: Head) -> int:
     size = head.products.dtype.itemsize
-    least = max(1, _LEAST // size)
+    least = _LEAST[size]
     return min(max(least, head.tokens // 16), max(least // 2, _BYTES // (head.vocabulary * size), 1))
 
 
