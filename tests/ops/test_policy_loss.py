@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from turnwise import _C
-from turnwise.ops import AGGREGATIONS, KL, Clip, ImportanceCorrection, PolicyLoss, loss_normalizer, policy_loss
+from turnwise.ops import AGGREGATIONS, GMPO, KL, Clip, ImportanceCorrection, PolicyLoss, loss_normalizer, policy_loss
 from turnwise.ops.options import KL_KINDS
 
 FULL = {"kl": KL("k3", 0.1), "clip": Clip(0.2, 0.28, dual=3.0), "correction": ImportanceCorrection("token", 1.5)}
@@ -64,6 +64,23 @@ def test_float32_equals_float64(make_batch, rows, width, form, aggregation, targ
         k: v.double() if isinstance(v, torch.Tensor) and v.dtype == torch.float32 else v for k, v in arguments.items()
     }
     assert_same(run(arguments, target=target), run(exact, backend="torch"), rtol=2e-6, atol=1e-6)
+
+
+# Rows cut into tiles, the last one whole or not; many rows in a tile, and more than a search looks at in one go.
+@pytest.mark.parametrize(("rows", "width"), [(2, 512), (2, 1040), (3, 700), (130, 5), (330, 2)])
+@pytest.mark.parametrize("form", ["padded", "packed"])
+@pytest.mark.parametrize("variant", [Clip(0.2, 0.28, dual=3.0), GMPO(0.2, 0.3)], ids=str)
+def test_any_layout(make_batch, rows, width, form, variant, target) -> None:
+    batch = make_batch(rows + width, rows, width, variant=variant, correction=ImportanceCorrection("sequence", 1.5))
+    arguments = getattr(batch, form)(torch.float32, aggregation="agent-mean")
+    want = run(getattr(batch, form)(aggregation="agent-mean"), backend="torch")
+    assert_same(run(arguments, target=target), want, rtol=1e-5, atol=2e-6)
+    del arguments["actor_ids"], arguments["num_actors"]
+    arguments["aggregation"] = "seq-mean-token-mean"
+    exact = {
+        k: v.double() if isinstance(v, torch.Tensor) and v.dtype == torch.float32 else v for k, v in arguments.items()
+    }
+    assert_same(run(arguments, target=target), run(exact, backend="torch"), rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("kind", KL_KINDS)
@@ -369,9 +386,14 @@ def test_without_grad_mode_there_is_no_graph(make_batch) -> None:
     assert not any(m.requires_grad for m in policy_loss(**arguments).metrics.values())
 
 
+def to(target, arguments):
+    return {k: v.to(target.device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+
+
 @pytest.mark.parametrize("form", ["padded", "packed"])
-def test_compiles_whole(make_batch, form) -> None:
-    arguments = getattr(make_batch(13, **FULL), form)(torch.float32)
+def test_compiles_whole(make_batch, form, target) -> None:
+    torch._dynamo.reset()  # each target is a recompilation of the same function, and there is a limit
+    arguments = to(target, getattr(make_batch(13, **FULL), form)(torch.float32, backend=target.backend))
     logprobs = arguments.pop("logprobs")
 
     def scaled(x):
@@ -387,14 +409,16 @@ def test_compiles_whole(make_batch, form) -> None:
     torch.testing.assert_close(results[0], results[1])
 
 
-def test_opcheck(make_batch) -> None:
-    a = make_batch(14, **FULL).padded(torch.float32)
+def test_opcheck(make_batch, target) -> None:
+    a = to(target, make_batch(14, **FULL).padded(torch.float32))
     streams = (a["logprobs"].requires_grad_(), a["old_logprobs"], a["advantages"], a["mask"], None)
     rest = (a["ref_logprobs"], a["rollout_logprobs"], a["actor_ids"], a["ref_logprobs"], None, None)
     options = ((0.8, 1.28, 3.0, 0.1, 1.5, 0.2, 9.0, 0.0), (0, 4, 1, 0, 3))
-    torch.library.opcheck(torch.ops.turnwise.policy_loss.default, (*streams, *rest, *options))
+    ops = torch.ops.turnwise
+    op = ops.policy_loss_triton if target.backend == "triton" else ops.policy_loss
+    torch.library.opcheck(op.default, (*streams, *rest, *options))
     scale = (torch.randn(3, 4), torch.tensor(2.0), torch.randn(3, 4))
-    torch.library.opcheck(torch.ops.turnwise.policy_loss_backward.default, scale)
+    torch.library.opcheck(ops.policy_loss_backward.default, scale)
 
 
 def test_calls_from_several_threads(make_batch) -> None:

@@ -26,13 +26,13 @@ from .triton_support import CompileCase
 # Small tiles in the interpreter, so that small cases have several.
 _BLOCKS = (256, 128, 64) if interpreted else (2048, 1024, 512)
 _COUNT_BLOCK = 64 if interpreted else 16384
-_FINISH_BLOCK = 64 if interpreted else 1024
+_FINISH_BLOCK = 32 if interpreted else 512
 _FINISH_WARPS, _COUNT_WARPS = 16, 8
 
 
-def _warps(block: int, narrow: bool = False) -> int:
-    """8 tokens a thread, 16 of two bytes: two loads of 16 bytes in flight for each stream, and room for many warps."""
-    return max(1, block // (512 if narrow else 256))
+def _warps(block: int, few: bool = False) -> int:
+    """8 tokens a thread, or 16 of few streams: as many as leave room for other programs on the same multiprocessor."""
+    return max(1, block // (512 if few else 256))
 
 
 def _tile(width: int) -> int:
@@ -102,6 +102,7 @@ def compute(
     pieces = triton.cdiv(width, block)
     tiles = rows * pieces if mode is k.ONE_ROW else triton.cdiv(tokens, block)
 
+    whole = (width if mode is k.ONE_ROW else tokens) % block == 0
     divisor, known = k.COUNTED, 0.0
     if normalizer is not None:
         divisor = k.GIVEN
@@ -130,7 +131,7 @@ def compute(
             )
 
         many = num_actors > 0 and mode is not k.ONE_ROW
-        narrow = logprobs.dtype.itemsize == 2 and not many and sum(stream is not None for stream in streams) <= 4
+        few = not many and sum(stream is not None for stream in streams) <= 4
         used = tiles + rows if many else tiles
         slots = triton.cdiv(used, 16) * 16
         partials = logprobs.new_empty((k.COLUMNS, slots), dtype=torch.float32)
@@ -143,8 +144,8 @@ def compute(
             *_strides(old_logprobs), *_strides(token_advantages), *_strides(mask), *_strides(ref_logprobs),
             *_strides(rollout_logprobs), *_strides(entropy), low, high, third, kl_coef, cap, below, above, known,
             tokens, rows, width, pieces, slots, num_actors, VARIANT=variant, KL=kl or K3.value, LEVEL=level,
-            AGGREGATION=aggregation, DIVISOR=divisor, MODE=mode, BLOCK=block,
-            num_warps=_warps(block, narrow), enable_fp_fusion=True,
+            AGGREGATION=aggregation, DIVISOR=divisor, MODE=mode, WHOLE=whole, BLOCK=block,
+            num_warps=_warps(block, few), enable_fp_fusion=True,
         )  # fmt: skip
         k.finish_kernel[(1 + num_actors,)](
             partials, slot_actors, loss, metrics, slots, used, HAS_REF=has[0], HAS_ROLLOUT=has[1], HAS_ENTROPY=has[2],
@@ -207,8 +208,8 @@ def _case(
 
 def _loss_case(absent: str, dtype: str = "fp32", **constants: Any) -> CompileCase:
     usual = {"VARIANT": 0, "KL": K3.value, "LEVEL": 0, "AGGREGATION": 0, "DIVISOR": k.COUNTED.value}
-    constants = {**usual, "MODE": k.ONE_ROW.value, "BLOCK": _BLOCKS[0], **constants}
-    warps = _warps(constants["BLOCK"], absent == _LEAN and dtype != "fp32")
+    constants = {**usual, "MODE": k.ONE_ROW.value, "WHOLE": True, "BLOCK": _BLOCKS[0], **constants}
+    warps = _warps(constants["BLOCK"], "rollout entropy" in absent)
     wide = "ld.global.L1::evict_first.L2::cache_hint.v4.b32", "st.global.cs.v4.b32"
     return _case(k.loss_kernel, absent, constants, warps, *wide, dtype=dtype)
 
@@ -224,17 +225,17 @@ def _other_cases() -> Iterator[CompileCase]:
     yield _case(k.scale_kernel, "", {"BLOCK": 2048}, 4, "ld.global.v4.b32", "st.global.v4.b32")
 
 
-_LEAN = "advantages cu_seqlens ref rollout normalizer actor_ids entropy selected terms slot_actors"
+_LEAN = "advantages cu_seqlens normalizer actor_ids selected terms slot_actors rollout entropy"
 _FULL = "row_advantages cu_seqlens normalizer selected"
 COMPILE_CASES = [
     _loss_case(_LEAN),
     _loss_case(_LEAN, "bf16"),
-    _loss_case(_LEAN.replace("cu_seqlens", ""), MODE=k.PACKED.value),
-    _loss_case(_LEAN, MODE=k.BY_WIDTH.value),
-    _loss_case(_LEAN.replace("advantages", "row_advantages").replace("ref ", "")),
+    _loss_case(_LEAN.replace("cu_seqlens", ""), MODE=k.PACKED.value, WHOLE=False),
+    _loss_case(_LEAN, MODE=k.BY_WIDTH.value, WHOLE=False),
+    _loss_case("row_" + _LEAN, WHOLE=False),
     _loss_case(_FULL, LEVEL=1, AGGREGATION=4),
     _loss_case(_FULL, "fp16", LEVEL=2, AGGREGATION=2),
-    _loss_case("row_advantages normalizer", LEVEL=1, AGGREGATION=4, MODE=k.PACKED.value),
+    _loss_case("row_advantages normalizer", LEVEL=1, AGGREGATION=4, MODE=k.PACKED.value, WHOLE=False),
     *(_loss_case("advantages cu_seqlens counts", VARIANT=v, KL=1 + v % 6, DIVISOR=k.GIVEN.value) for v in range(1, 8)),
     *_other_cases(),
 ]

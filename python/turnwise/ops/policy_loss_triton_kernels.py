@@ -12,13 +12,18 @@ import triton.language as tl
 
 from .aggregation import AgentMean, SeqMeanTokenMean, TokenMean
 from .policy_loss_triton_math import (
+    CISPO,
     FAR,
     GMPO,
+    GRADIENT,
     GSPO,
+    INF,
+    K1,
     SAME,
     SEQUENCE,
     TOKEN,
     clamp,
+    exact_exp,
     exp,
     gmpo_bounded,
     kl_term,
@@ -208,11 +213,11 @@ def rows_kernel(
     tl.store(terms + INVERSE_LENGTH * rows + row, share.to(tl.float32))
     if (VARIANT == GSPO) | (VARIANT == GMPO):
         mean = (log_ratio * share).to(tl.float32)
-        tl.store(terms + RATIO * rows + row, exp(clamp(mean, -FAR, FAR)))
+        tl.store(terms + RATIO * rows + row, exact_exp(clamp(mean, -FAR, FAR)))
         tl.store(terms + ADVANTAGE * rows + row, (advantage * share).to(tl.float32))
         tl.store(terms + CUT * rows + row, (tl.abs(mean) > FAR).to(tl.float32))
     if LEVEL == SEQUENCE:
-        weight = exp(clamp(mismatch.to(tl.float32), -FAR, FAR))
+        weight = exact_exp(clamp(mismatch.to(tl.float32), -FAR, FAR))
         applied = tl.minimum(cap, weight, propagate_nan=SAME)
         tl.store(terms + IMPORTANCE * rows + row, tl.where((weight < below) | (weight > above), 0.0, applied))
     if COUNT:
@@ -228,8 +233,9 @@ def rows_kernel(
 # ---------------------------------------------------------------------------------------------------------------------
 @triton.jit
 def _inverse(value):
+    value = value.to(tl.float32)
     positive = value > 0
-    return tl.where(positive, 1 / tl.where(positive, value, 1), tl.where(value == 0, 0.0, float("nan"))).to(tl.float32)
+    return tl.where(positive, tl.div_rn(1.0, tl.where(positive, value, 1.0)), tl.where(value == 0, 0.0, float("nan")))
 
 
 @triton.jit
@@ -260,15 +266,15 @@ def _weights(
     """What each token counts in the loss; NaN where its actor is out of range."""
     if AGGREGATION == AGENT_MEAN:
         of_actor = counts + 2 if DIVISOR == COUNTED else normalizer
-        share = _inverse(_active(of_actor, num_actors).to(tl.float64))
-        number = tl.load(of_actor + actor, mask=actor < num_actors, other=0).to(tl.float32)
+        share = _inverse(_active(of_actor, num_actors))
+        number = tl.load(of_actor + actor, mask=actor < num_actors, other=0)
         weight = tl.broadcast_to(share * tl.where(actor < num_actors, _inverse(number), float("nan")), [BLOCK])
     else:
         share = known
         if DIVISOR == GIVEN:
-            share = _inverse(tl.load(normalizer).to(tl.float64))
+            share = _inverse(tl.load(normalizer))
         elif DIVISOR == COUNTED:
-            share = _inverse(tl.load(counts + (0 if AGGREGATION == TOKEN_MEAN else 1)).to(tl.float64))
+            share = _inverse(tl.load(counts + (0 if AGGREGATION == TOKEN_MEAN else 1)))
         weight = tl.zeros([BLOCK], tl.float32) + share
         if AGGREGATION == LENGTH_MEAN:
             weight = weight * _per_row(terms, row, BLOCK)
@@ -285,6 +291,14 @@ def _leave(partials, column, slots, slot, keep, values, ALL: tl.constexpr):
 
 
 @triton.jit
+def _leave_counts(partials, first, second, slots, slot, ones, others):
+    """How many tokens are of either kind, summed together as halves of an integer."""
+    both = tl.sum(tl.where(ones, 1, 0) + tl.where(others, 65536, 0))
+    tl.store(partials + first * slots + slot, (both & 65535).to(tl.float32))
+    tl.store(partials + second * slots + slot, (both >> 16).to(tl.float32))
+
+
+@triton.jit
 def _leave_all(
     partials,
     slots,
@@ -293,6 +307,7 @@ def _leave_all(
     low,
     high,
     third,
+    d,
     log_ratio,
     ratio,
     loss,
@@ -307,14 +322,12 @@ def _leave_all(
     ALL: tl.constexpr,
 ):
     """A slot of sums: over a whole tile, or over one actor's tokens in it."""
-    _leave(partials, TOKENS, slots, slot, keep, keep, True)
-    _leave(partials, LOW, slots, slot, keep, low, ALL)
-    _leave(partials, HIGH, slots, slot, keep, high, ALL)
-    _leave(partials, THIRD, slots, slot, keep, third, ALL)
+    _leave_counts(partials, TOKENS, LOW, slots, slot, keep, low if ALL else keep & low)
+    _leave_counts(partials, HIGH, THIRD, slots, slot, high if ALL else keep & high, third if ALL else keep & third)
     _leave(partials, LOG_RATIO, slots, slot, keep, log_ratio, ALL)
     _leave(partials, GROWTH, slots, slot, keep, ratio - 1 - log_ratio, ALL)
     _leave(partials, LOSS, slots, slot, keep, loss, ALL)
-    tl.store(partials + LARGEST * slots + slot, tl.max(tl.where(keep, ratio, 0.0)))
+    tl.store(partials + LARGEST * slots + slot, tl.max(tl.where(keep, d, -INF)))
     if HAS_REF:
         _leave(partials, KL_VALUE, slots, slot, keep, kl, ALL)
     if HAS_ROLLOUT:
@@ -379,6 +392,7 @@ def loss_kernel(
     AGGREGATION: tl.constexpr,
     DIVISOR: tl.constexpr,
     MODE: tl.constexpr,
+    WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A tile of tokens: its gradient, and its sums in a slot of ``partials`` (a slot for each actor in it)."""
@@ -396,7 +410,7 @@ def loss_kernel(
         left = tokens - start
         flat = start
     # Whole tiles are read without masks, so that any width gets 16-byte loads.
-    if left >= BLOCK:
+    if WHOLE or left >= BLOCK:
         trained = _trained(mask, place, start, mask_row, mask_col, left, True, BLOCK)
         logprob = _load(logprobs, place, start, logprobs_row, logprobs_col, left, True, BLOCK)
         old = _load(old_logprobs, place, start, old_row, old_col, left, True, BLOCK)
@@ -425,55 +439,59 @@ def loss_kernel(
         actor = tl.where((actor >= 0) & (actor < num_actors), actor, num_actors)
     weight = _weights(normalizer, counts, terms, row, actor, known, num_actors, AGGREGATION, DIVISOR, BLOCK)
 
+    # What is 0 here makes loss and gradient of masked tokens 0, but for what the end of this deals with.
     d = tl.where(trained, logprob - old, 0.0)
-    log_ratio = clamp(d, -FAR, FAR)
-    cut = tl.abs(d) > FAR
-    ratio = exp(log_ratio)
-    row_ratio, row_advantage, row_cut = ratio, advantage, cut
+    scaled = advantage
+    row_ratio, row_cut = d, trained
     if (VARIANT == GSPO) | (VARIANT == GMPO):
         row_ratio = _per_row(terms + RATIO * rows, row, BLOCK)
-        row_advantage = _per_row(terms + ADVANTAGE * rows, row, BLOCK)
         row_cut = _per_row(terms + CUT * rows, row, BLOCK) != 0
+        if VARIANT == GMPO:
+            scaled = _per_row(terms + ADVANTAGE * rows, row, BLOCK)
+    scaled = tl.where(trained, scaled * weight, 0.0)
+    if (VARIANT == CISPO) | (VARIANT == GRADIENT):
+        logprob = tl.where(trained, logprob, 0.0)
+    log_ratio = clamp(d, -FAR, FAR)
+    ratio = exp(log_ratio)
     loss, slope, is_low, is_high, is_third = token_loss(
-        logprob, log_ratio, ratio, cut, advantage, chosen != 0, row_ratio, row_cut, row_advantage, low, high, third,
-        VARIANT,
+        logprob, log_ratio, ratio, tl.abs(d) > FAR, advantage, scaled, weight, chosen != 0, row_ratio, row_cut,
+        low, high, third, VARIANT,
     )  # fmt: skip
+    mismatch, importance, rejected, kl = d, d, trained, d
     if rollout is not None:
         mismatch = tl.where(trained, old - sampled, 0.0)
         importance = exp(clamp(mismatch, -FAR, FAR))
-        rejected = tl.zeros([BLOCK], tl.int1)
+        rejected = trained & (importance != importance)  # none
         if LEVEL == TOKEN:
             rejected = (importance < below) | (importance > above)
             applied = tl.where(rejected, 0.0, tl.minimum(cap, importance, propagate_nan=SAME))
         elif LEVEL == SEQUENCE:
             applied = _per_row(terms + IMPORTANCE * rows, row, BLOCK)
             rejected = applied == 0  # the cap and the weight itself are above 0
-        rejected = rejected & trained
         if LEVEL != 0:
             loss *= applied
             slope *= applied
+            rejected = rejected & trained
         importance = tl.where(trained, importance, 0.0)
     if ref is not None:
         kl, kl_slope = kl_term(tl.where(trained, reference - logprob, 0.0), KL)
-        loss += kl_coef * kl
-        slope += kl_coef * kl_slope
-    slope = tl.where(trained, slope * weight, 0.0)
-    loss = tl.where(trained, loss * weight, 0.0)
-    if left >= BLOCK:
+        scale = kl_coef * weight
+        loss += scale * kl
+        slope += scale * kl_slope
+    if (VARIANT == GSPO) | (VARIANT == GMPO) | (LEVEL == SEQUENCE) | (KL == K1):
+        loss, slope = tl.where(trained, loss, 0.0), tl.where(trained, slope, 0.0)
+    if VARIANT == GSPO:
+        is_low, is_high, is_third = is_low & trained, is_high & trained, is_third & trained
+    if WHOLE or left >= BLOCK:
         tl.store(grad + flat + lanes, slope.to(grad.dtype.element_ty), cache_modifier=".cs")
     else:
         tl.store(grad + flat + lanes, slope.to(grad.dtype.element_ty), mask=lanes < left)
 
-    if rollout is None:
-        mismatch, importance, rejected = surprise, surprise, trained
-    if ref is None:
-        kl = surprise
-    low_sum, high_sum, third_sum = trained & is_low, trained & is_high, trained & is_third
     surprise = tl.where(trained, surprise, 0.0)
     slot = program.to(tl.int64)
     if MODE == ONE_ROW or actor_ids is None:
         _leave_all(
-            partials, slots, slot, trained, low_sum, high_sum, third_sum, log_ratio, ratio, loss, kl, mismatch,
+            partials, slots, slot, trained, is_low, is_high, is_third, d, log_ratio, ratio, loss, kl, mismatch,
             importance, rejected, surprise, ref is not None, rollout is not None, entropy is not None, True,
         )  # fmt: skip
         if actor_ids is not None:
@@ -484,8 +502,8 @@ def loss_kernel(
         turn = tl.min(tl.where(trained, actor, NO_ACTOR))
         while turn < NO_ACTOR:
             _leave_all(
-                partials, slots, slot, trained & (actor == turn), low_sum, high_sum, third_sum, log_ratio, ratio, loss,
-                kl, mismatch, importance, rejected, surprise, ref is not None, rollout is not None,
+                partials, slots, slot, trained & (actor == turn), is_low, is_high, is_third, d, log_ratio, ratio,
+                loss, kl, mismatch, importance, rejected, surprise, ref is not None, rollout is not None,
                 entropy is not None, False,
             )  # fmt: skip
             tl.store(slot_actors + slot, turn)
@@ -505,7 +523,7 @@ def _column(partials, column, slots, at, mine, present: tl.constexpr, BLOCK: tl.
     return value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["used"])
 def finish_kernel(
     partials,
     slot_actors,
@@ -523,29 +541,31 @@ def finish_kernel(
     lanes = tl.arange(0, BLOCK)
     none = tl.zeros([BLOCK], tl.float64)
     tokens, low, high, third, log_ratio, growth, total = none, none, none, none, none, none, none
-    largest, kl, mismatch, weight, square, rejected, entropy = none, none, none, none, none, none, none
+    kl, mismatch, weight, square, rejected, entropy = none, none, none, none, none, none
+    largest = tl.full([BLOCK], -INF, tl.float32)
     first = 0
     while first < used:
-        at = first + lanes
-        mine = at < used
-        if slot_actors is not None:
-            actor = tl.load(slot_actors + at, mask=mine, other=-1)
-            mine = mine & (actor >= 0) & ((actor == group) | (lanes * 0 + group < 0))
-        tokens += _column(partials, TOKENS, slots, at, mine, True, BLOCK)
-        low += _column(partials, LOW, slots, at, mine, True, BLOCK)
-        high += _column(partials, HIGH, slots, at, mine, True, BLOCK)
-        third += _column(partials, THIRD, slots, at, mine, True, BLOCK)
-        log_ratio += _column(partials, LOG_RATIO, slots, at, mine, True, BLOCK)
-        growth += _column(partials, GROWTH, slots, at, mine, True, BLOCK)
-        total += _column(partials, LOSS, slots, at, mine, True, BLOCK)
-        largest = tl.maximum(largest, _column(partials, LARGEST, slots, at, mine, True, BLOCK))
-        kl += _column(partials, KL_VALUE, slots, at, mine, HAS_REF, BLOCK)
-        mismatch += _column(partials, MISMATCH, slots, at, mine, HAS_ROLLOUT, BLOCK)
-        weight += _column(partials, WEIGHT, slots, at, mine, HAS_ROLLOUT, BLOCK)
-        square += _column(partials, SQUARE, slots, at, mine, HAS_ROLLOUT, BLOCK)
-        rejected += _column(partials, REJECTED, slots, at, mine, HAS_ROLLOUT, BLOCK)
-        entropy += _column(partials, ENTROPY, slots, at, mine, HAS_ENTROPY, BLOCK)
-        first += BLOCK
+        for part in tl.static_range(4):  # unrolled, so that many loads are in flight
+            at = first + part * BLOCK + lanes
+            mine = at < used
+            if slot_actors is not None:
+                actor = tl.load(slot_actors + at, mask=mine, other=-1)
+                mine = mine & (actor >= 0) & ((actor == group) | (lanes * 0 + group < 0))
+            tokens += _column(partials, TOKENS, slots, at, mine, True, BLOCK)
+            low += _column(partials, LOW, slots, at, mine, True, BLOCK)
+            high += _column(partials, HIGH, slots, at, mine, True, BLOCK)
+            third += _column(partials, THIRD, slots, at, mine, True, BLOCK)
+            log_ratio += _column(partials, LOG_RATIO, slots, at, mine, True, BLOCK)
+            growth += _column(partials, GROWTH, slots, at, mine, True, BLOCK)
+            total += _column(partials, LOSS, slots, at, mine, True, BLOCK)
+            largest = tl.maximum(largest, tl.load(partials + LARGEST * slots + at, mask=mine, other=-INF))
+            kl += _column(partials, KL_VALUE, slots, at, mine, HAS_REF, BLOCK)
+            mismatch += _column(partials, MISMATCH, slots, at, mine, HAS_ROLLOUT, BLOCK)
+            weight += _column(partials, WEIGHT, slots, at, mine, HAS_ROLLOUT, BLOCK)
+            square += _column(partials, SQUARE, slots, at, mine, HAS_ROLLOUT, BLOCK)
+            rejected += _column(partials, REJECTED, slots, at, mine, HAS_ROLLOUT, BLOCK)
+            entropy += _column(partials, ENTROPY, slots, at, mine, HAS_ENTROPY, BLOCK)
+        first += 4 * BLOCK
     n = tl.sum(tokens)
     share = tl.where(n > 0, 1 / tl.maximum(n, 1), 0.0)
     mean_log, mean_growth = tl.sum(log_ratio) * share, tl.sum(growth) * share
@@ -557,8 +577,8 @@ def finish_kernel(
     tl.store(to + 4, (-mean_log).to(tl.float32))
     tl.store(to + 5, mean_growth.to(tl.float32))
     tl.store(to + 6, (n * share + mean_log + mean_growth).to(tl.float32))
-    peak = tl.where(mean_log == mean_log, tl.max(largest), float("nan"))  # a maximum forgets NaN
-    tl.store(to + 7, peak.to(tl.float32))
+    peak = tl.where(n > 0, exp(clamp(tl.max(largest), -FAR, FAR)), 0.0)  # of log-ratios
+    tl.store(to + 7, tl.where(mean_log == mean_log, peak, float("nan")))  # a maximum forgets NaN
     if HAS_REF:
         tl.store(to + 8, (tl.sum(kl) * share).to(tl.float32))
     if HAS_ROLLOUT:

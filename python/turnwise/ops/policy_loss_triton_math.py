@@ -31,7 +31,13 @@ SAME = tl.constexpr(tl.PropagateNan.ALL)
 
 @triton.jit
 def exp(x):
-    """The hardware's power of two, with what the product with log2(e) rounds off put back."""
+    """For tokens: 1e-7 for |x| < 1, 2e-6 at 20. Subnormal results, which ``tl.exp`` takes trouble over, don't occur."""
+    return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def exact_exp(x):
+    """For rows: with what rounding x * log2(e) loses put back."""
     power = x * LOG2E
     lost = tl.fma(x, LOG2E, -power)
     two = tl.exp2(power)
@@ -44,35 +50,35 @@ def clamp(x, low, high):
 
 
 @triton.jit
-def surrogate(ratio, cut, advantage, low, high, third):
+def surrogate(ratio, cut, advantage, scaled, low, high, third):
     """PPO. With the sign of A known, the clip bounds the ratio on one side, and the dual clip of A < 0 on the other."""
     negative, positive = advantage < 0, advantage > 0
     lowest = tl.where(negative, low, -INF)
     highest = tl.where(positive, high, tl.where(negative, third, INF))
     below, above = ratio < lowest, ratio > highest
-    loss = -advantage * clamp(ratio, lowest, highest)
-    grad = tl.where(cut | below | above, 0.0, -advantage * ratio)
+    loss = -scaled * clamp(ratio, lowest, highest)
+    grad = tl.where(cut | below | above, 0.0, -scaled * ratio)
     return loss, grad, below, above & positive, above & negative
 
 
 @triton.jit
-def cispo(logprob, ratio, advantage, none, low, high):
-    grad = -advantage * clamp(ratio, low, high)
+def cispo(logprob, ratio, scaled, none, low, high):
+    grad = -scaled * clamp(ratio, low, high)
     return grad * logprob, grad, ratio < low, ratio > high, none
 
 
 @triton.jit
-def policy_gradient(logprob, advantage, none):
-    return -advantage * logprob, -advantage, none, none, none
+def policy_gradient(logprob, scaled, none):
+    return -scaled * logprob, -scaled, none, none, none
 
 
 @triton.jit
-def sapo(ratio, cut, advantage, none, tau_negative, tau_positive):
+def sapo(ratio, cut, advantage, scaled, none, tau_negative, tau_positive):
     tau = tl.where(advantage > 0, tau_positive, tau_negative)
     decay = exp(clamp(tau * (1 - ratio), -80.0, 80.0))
     gate = 1 / (1 + decay)
-    loss = -advantage * gate * (4 / tau)
-    grad = -advantage * (4 * gate) * (gate * decay) * ratio
+    loss = -scaled * gate * (4 / tau)
+    grad = -scaled * (4 * gate) * (gate * decay) * ratio
     return loss, tl.where(cut, 0.0, grad), none, none, none
 
 
@@ -85,23 +91,23 @@ def gmpo_bounded(log_ratio, advantage, low, high):
 
 
 @triton.jit
-def gmpo(log_ratio, cut, advantage, row_ratio, row_advantage, none, low, high):
+def gmpo(log_ratio, cut, advantage, scaled, row_ratio, none, low, high):
     up, down = advantage > 0, advantage < 0
     below, above = down & (log_ratio < low), up & (log_ratio > high)
-    loss = -row_advantage * row_ratio
+    loss = -scaled * row_ratio
     open_ = (up | down) & ((cut | below | above) == 0)
     return loss, tl.where(open_, loss, 0.0), below, above, none
 
 
 @triton.jit
-def clip_cov(ratio, cut, advantage, selected, low, high, third):
-    loss, grad, below, above, _ = surrogate(ratio, cut, advantage, low, high, third)
+def clip_cov(ratio, cut, advantage, scaled, selected, low, high, third):
+    loss, grad, below, above, _ = surrogate(ratio, cut, advantage, scaled, low, high, third)
     return tl.where(selected, 0.0, loss), tl.where(selected, 0.0, grad), below, above, selected
 
 
 @triton.jit
-def kl_cov(log_ratio, ratio, cut, advantage, selected, none, coef):
-    plain = -advantage * ratio
+def kl_cov(log_ratio, ratio, cut, scaled, selected, none, coef):
+    plain = -scaled * ratio
     sign = tl.where(log_ratio > 0, coef, tl.where(log_ratio < 0, -coef, 0.0))
     loss = plain + tl.where(selected, coef * tl.abs(log_ratio), 0.0)
     grad = plain + tl.where(selected, sign, 0.0)
@@ -136,31 +142,35 @@ def token_loss(
     ratio,
     cut,
     advantage,
+    scaled,
+    weight,
     selected,
     row_ratio,
     row_cut,
-    row_advantage,
     low,
     high,
     third,
     VARIANT: tl.constexpr,
 ):
-    """The variant's own loss; what masked tokens get has no meaning."""
+    """The variant's own loss, times the token's weight.
+
+    ``scaled`` is the advantage (GMPO: the row's) times the weight, and 0 where masked, as is the log-ratio.
+    """
     none = cut & (cut == 0)
     if VARIANT == GSPO:
-        out = surrogate(row_ratio, row_cut, advantage, low, high, third)
+        out = surrogate(row_ratio, row_cut, advantage, scaled, low, high, third)
     elif VARIANT == CISPO:
-        out = cispo(logprob, ratio, advantage, none, low, high)
+        out = cispo(logprob, ratio, scaled, none, low, high)
     elif VARIANT == GRADIENT:
-        out = policy_gradient(logprob, advantage, none)
+        out = policy_gradient(logprob, scaled, none)
     elif VARIANT == SAPO:
-        out = sapo(ratio, cut, advantage, none, low, high)
+        out = sapo(ratio, cut, advantage, scaled, none, low, high)
     elif VARIANT == GMPO:
-        out = gmpo(log_ratio, cut, advantage, row_ratio, row_advantage, none, low, high)
+        out = gmpo(log_ratio, cut, advantage, scaled, row_ratio, none, low, high)
     elif VARIANT == CLIP_COV:
-        out = clip_cov(ratio, cut, advantage, selected, low, high, third)
+        out = clip_cov(ratio, cut, advantage, scaled, selected, low, high, third)
     elif VARIANT == KL_COV:
-        out = kl_cov(log_ratio, ratio, cut, advantage, selected, none, third)
+        out = kl_cov(log_ratio, ratio, cut, scaled, selected, none, third * weight)
     else:
-        out = surrogate(ratio, cut, advantage, low, high, third)
+        out = surrogate(ratio, cut, advantage, scaled, low, high, third)
     return out
