@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +21,8 @@ class GroupedPolicyLoss(NamedTuple):
     """As :class:`PolicyLoss`, and the ``advantages [B]`` (float32, without gradient) that the loss was made with."""
 
     loss: Tensor
-    metrics: dict[str, Tensor]
-    actor_metrics: dict[str, Tensor]
+    metrics: Mapping[str, Tensor]
+    actor_metrics: Mapping[str, Tensor]
     advantages: Tensor
 
 

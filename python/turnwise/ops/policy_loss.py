@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .aggregation import check_normalizer, check_normalizer_values, find_aggregation
 from .backends import native_core, resolve, stream_of
+from .metrics import Metrics
 from .options import GMPO, KL, KL_KINDS, LEVELS, Clip, ImportanceCorrection, Variant
 from .policy_loss_reference import Objective, metric_names, reference
 from .policy_loss_variants import select_tokens
@@ -23,8 +24,8 @@ class PolicyLoss(NamedTuple):
     without ``actor_ids``. Metrics carry no gradient and stay on the device."""
 
     loss: Tensor
-    metrics: dict[str, Tensor]
-    actor_metrics: dict[str, Tensor]
+    metrics: Mapping[str, Tensor]
+    actor_metrics: Mapping[str, Tensor]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -32,8 +33,9 @@ class PolicyLoss(NamedTuple):
 # ---------------------------------------------------------------------------------------------------------------------
 def obstacle(s: Streams) -> str:
     """Why the compiled kernels can't serve; empty where they can."""
-    for name, stream in zip(Streams._fields, s, strict=True):
+    for stream in s:
         if stream is not None and stream.dtype is torch.float64:
+            name = next(name for name, value in s._asdict().items() if value is stream)
             return f"{name} is float64, and the kernels compute in float32"
     return ""
 
@@ -298,12 +300,18 @@ def make_normalizer(
     return normalizer
 
 
-def named_metrics(s: Streams, table: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def named_metrics(s: Streams, table: Tensor) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
     """``metrics`` and ``actor_metrics`` from ``[1 + num_actors, K]``."""
     names = metric_names(s.ref_logprobs is not None, s.rollout_logprobs is not None, s.entropy is not None)
-    metrics = dict(zip(names, table[0].unbind(), strict=True))
-    by_actor = s.actor_ids is not None
-    return metrics, dict(zip(names, table[1:].unbind(1), strict=True)) if by_actor else {}
+    make = _as_dict if torch.compiler.is_compiling() else Metrics
+    return make(names, table, 0), make(names, table, _ACTORS) if s.actor_ids is not None else {}
+
+
+_ACTORS = slice(1, None)
+
+
+def _as_dict(names: tuple[str, ...], table: Tensor, rows: int | slice) -> dict[str, Tensor]:
+    return dict(Metrics(names, table, rows))
 
 
 def policy_loss(

@@ -62,6 +62,12 @@ def row_count(like: Tensor, cu_seqlens: Tensor | None) -> int:
 
 def check_tensors(s: Streams) -> None:
     """Every stream is a tensor, or ``None`` where it may be missing."""
+    for stream in s:
+        if not (stream is None or isinstance(stream, Tensor)):
+            break
+    else:
+        if s.logprobs is not None and s.old_logprobs is not None and s.advantages is not None:
+            return
     for name, stream in zip(Streams._fields, s, strict=True):
         if stream is None and name not in ("logprobs", "old_logprobs", "advantages"):
             continue
