@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import RotatingCopy, RotatingRead, medians, peak_memory, sets_needed
+from timing import RotatingCopy, RotatingRead, keep_freed_memory, medians, peak_memory, sets_needed
 
 from turnwise import _C, __version__
 
@@ -56,6 +56,7 @@ def arguments(description: str | None) -> argparse.Namespace:
         parser.error("--device cuda: PyTorch sees no GPU here")
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(options.threads)
+    keep_freed_memory()
     return options
 
 

@@ -13,6 +13,18 @@ from typing import Any
 
 import torch
 
+
+def keep_freed_memory() -> None:
+    """Asks glibc to keep what is freed, as a training process in its stride does: otherwise large temporaries go back
+    to the kernel and come in again page by page, which eager methods pay for most and which varies from run to run."""
+    try:
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+        libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
+    except (OSError, AttributeError):  # another C library: as it comes
+        pass
+
+
 # What must not stay in a cache between two calls: a GPU's L2 holds tens of MB, a server CPU's L3 too.
 WORKING_SET = {"cpu": 192 << 20, "cuda": 512 << 20}
 Call = Callable[[], Any]
