@@ -137,7 +137,9 @@ def compute(
         partials = logprobs.new_empty((k.COLUMNS, slots), dtype=torch.float32)
         slot_actors = None
         if num_actors:
-            slot_actors = torch.full((slots,), -1, dtype=torch.int32, device=logprobs.device)
+            slot_actors = logprobs.new_empty((slots,), dtype=torch.int32)
+            if many:  # not every slot comes to be used
+                slot_actors.fill_(-1)
         k.loss_kernel[(tiles,)](
             logprobs, old_logprobs, token_advantages, row_advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs,
             normalizer, actor_ids, entropy, selected, counts, terms, grad, partials, slot_actors, *_strides(logprobs),
@@ -215,10 +217,10 @@ def _loss_case(absent: str, dtype: str = "fp32", **constants: Any) -> CompileCas
 
 
 def _other_cases() -> Iterator[CompileCase]:
-    yield _case(k.count_kernel, "", {"BLOCK": _COUNT_BLOCK}, _COUNT_WARPS, "ld.global.v4.b32", "red.global")
+    yield _case(k.count_kernel, "", {"BLOCK": _COUNT_BLOCK}, _COUNT_WARPS, "ld.global.v4.b32", "relaxed.add.u64")
     for variant, absent in ((GSPO.kind, "advantages cu_seqlens"), (GMPO.kind, "row_advantages cu_seqlens"), (0, "")):
         constants = {"VARIANT": variant, "LEVEL": 2, "COUNT": True, "BLOCK": _BLOCKS[1]}
-        yield _case(k.rows_kernel, absent, constants, _warps(_BLOCKS[1]), "ld.global", "red.global")
+        yield _case(k.rows_kernel, absent, constants, _warps(_BLOCKS[1]), "ld.global", "relaxed.add.u64")
     for whole in (True, False):
         constants = {"HAS_REF": whole, "HAS_ROLLOUT": whole, "HAS_ENTROPY": whole, "BLOCK": _FINISH_BLOCK}
         yield _case(k.finish_kernel, "" if whole else "slot_actors", constants, _FINISH_WARPS)

@@ -19,6 +19,7 @@ from .policy_loss_triton_math import (
     GSPO,
     INF,
     K1,
+    OTHER,
     SAME,
     SEQUENCE,
     TOKEN,
@@ -291,11 +292,11 @@ def _leave(partials, column, slots, slot, keep, values, ALL: tl.constexpr):
 
 
 @triton.jit
-def _leave_counts(partials, first, second, slots, slot, ones, others):
-    """How many tokens are of either kind, summed together as halves of an integer."""
-    both = tl.sum(tl.where(ones, 1, 0) + tl.where(others, 65536, 0))
-    tl.store(partials + first * slots + slot, (both & 65535).to(tl.float32))
-    tl.store(partials + second * slots + slot, (both >> 16).to(tl.float32))
+def _leave_counts(partials, first, second, slots, slot, counts):
+    """How many tokens are of either kind, counted together as halves of an integer."""
+    both = tl.sum(counts)
+    tl.store(partials + first * slots + slot, (both & (OTHER - 1)).to(tl.float32))
+    tl.store(partials + second * slots + slot, (both // OTHER).to(tl.float32))
 
 
 @triton.jit
@@ -305,8 +306,7 @@ def _leave_all(
     slot,
     keep,
     low,
-    high,
-    third,
+    upper,
     d,
     log_ratio,
     ratio,
@@ -322,8 +322,11 @@ def _leave_all(
     ALL: tl.constexpr,
 ):
     """A slot of sums: over a whole tile, or over one actor's tokens in it."""
-    _leave_counts(partials, TOKENS, LOW, slots, slot, keep, low if ALL else keep & low)
-    _leave_counts(partials, HIGH, THIRD, slots, slot, high if ALL else keep & high, third if ALL else keep & third)
+    if not ALL:
+        low = keep & low
+        upper = tl.where(keep, upper, 0)
+    _leave_counts(partials, TOKENS, LOW, slots, slot, tl.where(keep, 1, 0) + tl.where(low, OTHER, 0))
+    _leave_counts(partials, HIGH, THIRD, slots, slot, upper)
     _leave(partials, LOG_RATIO, slots, slot, keep, log_ratio, ALL)
     _leave(partials, GROWTH, slots, slot, keep, ratio - 1 - log_ratio, ALL)
     _leave(partials, LOSS, slots, slot, keep, loss, ALL)
@@ -453,7 +456,7 @@ def loss_kernel(
         logprob = tl.where(trained, logprob, 0.0)
     log_ratio = clamp(d, -FAR, FAR)
     ratio = exp(log_ratio)
-    loss, slope, is_low, is_high, is_third = token_loss(
+    loss, slope, is_low, upper = token_loss(
         logprob, log_ratio, ratio, tl.abs(d) > FAR, advantage, scaled, weight, chosen != 0, row_ratio, row_cut,
         low, high, third, VARIANT,
     )  # fmt: skip
@@ -481,7 +484,7 @@ def loss_kernel(
     if (VARIANT == GSPO) | (VARIANT == GMPO) | (LEVEL == SEQUENCE) | (KL == K1):
         loss, slope = tl.where(trained, loss, 0.0), tl.where(trained, slope, 0.0)
     if VARIANT == GSPO:
-        is_low, is_high, is_third = is_low & trained, is_high & trained, is_third & trained
+        is_low, upper = is_low & trained, tl.where(trained, upper, 0)
     if WHOLE or left >= BLOCK:
         tl.store(grad + flat + lanes, slope.to(grad.dtype.element_ty), cache_modifier=".cs")
     else:
@@ -491,7 +494,7 @@ def loss_kernel(
     slot = program.to(tl.int64)
     if MODE == ONE_ROW or actor_ids is None:
         _leave_all(
-            partials, slots, slot, trained, is_low, is_high, is_third, d, log_ratio, ratio, loss, kl, mismatch,
+            partials, slots, slot, trained, is_low, upper, d, log_ratio, ratio, loss, kl, mismatch,
             importance, rejected, surprise, ref is not None, rollout is not None, entropy is not None, True,
         )  # fmt: skip
         if actor_ids is not None:
@@ -502,7 +505,7 @@ def loss_kernel(
         turn = tl.min(tl.where(trained, actor, NO_ACTOR))
         while turn < NO_ACTOR:
             _leave_all(
-                partials, slots, slot, trained & (actor == turn), is_low, is_high, is_third, d, log_ratio, ratio,
+                partials, slots, slot, trained & (actor == turn), is_low, upper, d, log_ratio, ratio,
                 loss, kl, mismatch, importance, rejected, surprise, ref is not None, rollout is not None,
                 entropy is not None, False,
             )  # fmt: skip

@@ -1,7 +1,7 @@
 """The formulas of the policy loss for Triton: those of ``csrc/ops/policy_loss_math.h``, one function per variant.
 
-Each gives loss, derivative by the log-probability, and which tokens it clipped low, high and a third way. NaN passes
-through every clamp.
+Each gives loss, derivative by the log-probability, which tokens it clipped low, and 1 for those clipped high, ``OTHER``
+for those clipped a third way. NaN passes through every clamp.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -25,6 +25,7 @@ TOKEN, SEQUENCE = (tl.constexpr(i + 1) for i in range(len(options.LEVELS)))
 FAR = tl.constexpr(LOG_RATIO_BOUND)
 MOST_KL = tl.constexpr(KL_BOUND)
 INF = tl.constexpr(math.inf)
+OTHER = tl.constexpr(65536)  # in the upper half of an integer, to be counted beside ones
 LOG2E, LN2 = tl.constexpr(1 / math.log(2)), tl.constexpr(math.log(2))
 SAME = tl.constexpr(tl.PropagateNan.ALL)
 
@@ -58,18 +59,18 @@ def surrogate(ratio, cut, advantage, scaled, low, high, third):
     below, above = ratio < lowest, ratio > highest
     loss = -scaled * clamp(ratio, lowest, highest)
     grad = tl.where(cut | below | above, 0.0, -scaled * ratio)
-    return loss, grad, below, above & positive, above & negative
+    return loss, grad, below, tl.where(above, tl.where(positive, 1, OTHER), 0)
 
 
 @triton.jit
-def cispo(logprob, ratio, scaled, none, low, high):
+def cispo(logprob, ratio, scaled, low, high):
     grad = -scaled * clamp(ratio, low, high)
-    return grad * logprob, grad, ratio < low, ratio > high, none
+    return grad * logprob, grad, ratio < low, tl.where(ratio > high, 1, 0)
 
 
 @triton.jit
 def policy_gradient(logprob, scaled, none):
-    return -scaled * logprob, -scaled, none, none, none
+    return -scaled * logprob, -scaled, none, tl.where(none, 1, 0)
 
 
 @triton.jit
@@ -79,7 +80,7 @@ def sapo(ratio, cut, advantage, scaled, none, tau_negative, tau_positive):
     gate = 1 / (1 + decay)
     loss = -scaled * gate * (4 / tau)
     grad = -scaled * (4 * gate) * (gate * decay) * ratio
-    return loss, tl.where(cut, 0.0, grad), none, none, none
+    return loss, tl.where(cut, 0.0, grad), none, tl.where(none, 1, 0)
 
 
 @triton.jit
@@ -91,18 +92,19 @@ def gmpo_bounded(log_ratio, advantage, low, high):
 
 
 @triton.jit
-def gmpo(log_ratio, cut, advantage, scaled, row_ratio, none, low, high):
+def gmpo(log_ratio, cut, advantage, scaled, row_ratio, low, high):
     up, down = advantage > 0, advantage < 0
     below, above = down & (log_ratio < low), up & (log_ratio > high)
     loss = -scaled * row_ratio
     open_ = (up | down) & ((cut | below | above) == 0)
-    return loss, tl.where(open_, loss, 0.0), below, above, none
+    return loss, tl.where(open_, loss, 0.0), below, tl.where(above, 1, 0)
 
 
 @triton.jit
 def clip_cov(ratio, cut, advantage, scaled, selected, low, high, third):
-    loss, grad, below, above, _ = surrogate(ratio, cut, advantage, scaled, low, high, third)
-    return tl.where(selected, 0.0, loss), tl.where(selected, 0.0, grad), below, above, selected
+    loss, grad, below, upper = surrogate(ratio, cut, advantage, scaled, low, high, third)
+    upper += tl.where(selected, OTHER, 0)  # there is no dual clip to be mixed up with
+    return tl.where(selected, 0.0, loss), tl.where(selected, 0.0, grad), below, upper
 
 
 @triton.jit
@@ -111,7 +113,7 @@ def kl_cov(log_ratio, ratio, cut, scaled, selected, none, coef):
     sign = tl.where(log_ratio > 0, coef, tl.where(log_ratio < 0, -coef, 0.0))
     loss = plain + tl.where(selected, coef * tl.abs(log_ratio), 0.0)
     grad = plain + tl.where(selected, sign, 0.0)
-    return loss, tl.where(cut, 0.0, grad), none, none, selected
+    return loss, tl.where(cut, 0.0, grad), none, tl.where(selected, OTHER, 0)
 
 
 @triton.jit
@@ -160,13 +162,13 @@ def token_loss(
     if VARIANT == GSPO:
         out = surrogate(row_ratio, row_cut, advantage, scaled, low, high, third)
     elif VARIANT == CISPO:
-        out = cispo(logprob, ratio, scaled, none, low, high)
+        out = cispo(logprob, ratio, scaled, low, high)
     elif VARIANT == GRADIENT:
         out = policy_gradient(logprob, scaled, none)
     elif VARIANT == SAPO:
         out = sapo(ratio, cut, advantage, scaled, none, low, high)
     elif VARIANT == GMPO:
-        out = gmpo(log_ratio, cut, advantage, scaled, row_ratio, none, low, high)
+        out = gmpo(log_ratio, cut, advantage, scaled, row_ratio, low, high)
     elif VARIANT == CLIP_COV:
         out = clip_cov(ratio, cut, advantage, scaled, selected, low, high, third)
     elif VARIANT == KL_COV:
