@@ -280,6 +280,24 @@ def test_many_rows_and_a_lone_outlier(target) -> None:
         assert torch.equal(advantage(target, rewards[order], ids[order]), got)
 
 
+def test_many_small_squares_beside_a_large_one(target) -> None:
+    """Each is below what is left of the largest, all together are not."""
+    rewards = torch.zeros(3000, dtype=torch.float64)
+    rewards[::2] = 2.1e-5
+    rewards[7] = 1.0
+    group = torch.zeros(3000, dtype=torch.int64)
+    exact = group_advantage(rewards, group, backend="torch")
+    torch.testing.assert_close(advantage(target, rewards, group), exact, rtol=3e-9, atol=3e-9)
+
+
+def test_one_trajectory_id_in_many_groups(target) -> None:
+    rewards = torch.randn(600, generator=torch.Generator().manual_seed(2))
+    ids = torch.arange(600) % 300
+    options = {"pool": "trajectory", "trajectory_ids": torch.full((600,), 7), "singleton": "raw", "scale": "none"}
+    expected = ((rewards[:300] + rewards[300:]) / 2).repeat(2)
+    torch.testing.assert_close(advantage(target, rewards, ids, num_groups=300, **options), expected)
+
+
 def test_order_and_threads_change_no_bit() -> None:
     """Groups that stand together are summed in another way, by as many threads as there are."""
     generator = torch.Generator().manual_seed(1)

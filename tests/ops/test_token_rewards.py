@@ -162,6 +162,18 @@ def test_long_rows_keep_their_accuracy(target, width: int) -> None:
     torch.testing.assert_close(returns.cpu().double(), expected, rtol=1e-6, atol=0)
 
 
+def test_a_row_of_more_chunks_than_lanes(target) -> None:
+    """A CUDA block looks at the chunks behind it 32 at a time."""
+    if target.backend == "triton" and target.device == "cpu":
+        pytest.skip("there are no chunks, and the interpreter is slow")
+    tokens = 34 * 4096 + 5
+    stream, cu_seqlens = torch.ones(tokens, device=target.device), torch.tensor([0, 3, tokens], device=target.device)
+    returns = token_returns(stream, 1.0, cu_seqlens=cu_seqlens, backend=target.backend)
+    assert returns[:3].tolist() == [3.0, 2.0, 1.0]
+    assert torch.equal(returns[3:].cpu(), torch.arange(tokens - 3, 0, -1, dtype=torch.float32))
+    assert token_reward_sum(stream, cu_seqlens=cu_seqlens, backend=target.backend).tolist() == [3.0, tokens - 3.0]
+
+
 def test_worked_values(target) -> None:
     rewards = torch.tensor([[0.0, 0.0, 1.0]], device=target.device)
     mask = torch.tensor([[True, False, True]], device=target.device)

@@ -65,7 +65,7 @@ def gae_kernel(
         advantages = tl.where(trained, result - values.to(tl.float64), 0.0)
         tl.store(returns_ptr + offsets, tl.where(trained, result, 0.0).to(tl.float32), mask=inside)
         tl.store(advantages_ptr + offsets, advantages.to(tl.float32), mask=inside)
-        here = offsets == tl.maximum(base, start)
+        here = offsets == base  # of the row's first block, which may begin before the row, nothing is carried on
         carry = tl.sum(tl.where(here, result, 0.0), axis=0)
         any_trained = tl.max(trained.to(tl.int32), axis=0)
         carried = tl.where(any_trained != 0, tl.sum(tl.where(here, value, 0.0), axis=0), carried)

@@ -115,7 +115,8 @@ def returns_kernel(
         offsets = base + tl.arange(0, BLOCK)
         inside = (offsets >= start) & (offsets < end)
         tl.store(returns_ptr + offsets, tl.where(trained, result, 0.0).to(tl.float32), mask=inside)
-        carry = tl.sum(tl.where(offsets == tl.maximum(base, start), result, 0.0), axis=0)
+        # Of the row's first block, which may begin before the row, nothing is carried on.
+        carry = tl.sum(tl.where(offsets == base, result, 0.0), axis=0)
 
 
 def stream_arguments(tokens: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, int]:
