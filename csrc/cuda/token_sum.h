@@ -1,0 +1,158 @@
+// Sums of rewards over the rows of a token stream, in steps that a fused kernel can take too.
+#pragma once
+
+#include "cuda/token_stream.h"
+
+namespace turnwise::cuda {
+
+// A block sums a chunk of neighbouring tokens; each of its warps holds a unit of them in registers and adds up the rows
+// that it meets there. What a row has in several units is added up by the block, what it has in several chunks by a
+// second kernel; always in one order.
+constexpr int kSumWarps = 8, kSumThreads = kSumWarps * kWarp;
+constexpr int kSumPack = 4, kSumPacks = 4, kSumUnit = kSumPack * kSumPacks * kWarp, kSumChunk = kSumUnit * kSumWarps;
+
+// Parts of rows that cross a chunk's edges: `head` of the row that began before, `tail` of the one that goes on behind.
+struct Edges {
+    double head, tail;
+};
+
+struct UnitParts {
+    double head, tail;  // the same for a unit
+    int64_t tail_row;   // -1: no row goes on behind
+    int64_t tail_end;
+    int64_t head_end;  // where the row that began before the unit ends; its begin: none did
+};
+
+// A lane's tokens are kSumPacks packs of kSumPack neighbours, or single ones a warp apart where the memory is not
+// aligned.
+__device__ __forceinline__ int place_in_unit(int pack, int k, int lane, bool aligned) {
+    return pack * kSumPack * kWarp + (aligned ? lane * kSumPack + k : k * kWarp + lane);
+}
+
+template <class T, class Mask>
+__device__ __forceinline__ void load_unit(const T* rewards, const Mask* mask, int64_t begin, int64_t end, bool aligned,
+                                          float (&values)[kSumPacks][kSumPack]) {
+    const int lane = int(threadIdx.x) % kWarp;
+    unsigned bits[kSumPacks];
+    if (aligned) {
+#pragma unroll
+        for (int p = 0; p < kSumPacks; ++p) {
+            const int64_t first = begin + place_in_unit(p, 0, lane, true);
+            load_tokens<kSumPack>(rewards, first, end, true, values[p]);
+            bits[p] = load_mask_bits<kSumPack>(mask, first, end, true);
+        }
+    } else {
+#pragma unroll
+        for (int p = 0; p < kSumPacks; ++p) {
+            bits[p] = 0;
+#pragma unroll
+            for (int k = 0; k < kSumPack; ++k) {
+                const int64_t token = begin + place_in_unit(p, k, lane, false);
+                values[p][k] = token < end ? to_float(rewards[token]) : 0.0f;
+                bits[p] |= unsigned(token < end && (mask == nullptr || mask[token] != Mask(0))) << k;
+            }
+        }
+    }
+#pragma unroll
+    for (int p = 0; p < kSumPacks; ++p) {
+#pragma unroll
+        for (int k = 0; k < kSumPack; ++k) {
+            if (!(bits[p] >> k & 1)) values[p][k] = 0.0f;  // what a mask hides may be NaN
+        }
+    }
+}
+
+__device__ __forceinline__ double sum_between(const float (&values)[kSumPacks][kSumPack], int from, int to,
+                                              bool aligned) {
+    const int lane = int(threadIdx.x) % kWarp;
+    double sum = 0;
+#pragma unroll
+    for (int p = 0; p < kSumPacks; ++p) {
+#pragma unroll
+        for (int k = 0; k < kSumPack; ++k) {
+            const int place = place_in_unit(p, k, lane, aligned);
+            if (place >= from && place < to) sum += double(values[p][k]);
+        }
+    }
+    return warp_sum(sum);
+}
+
+// Adds up a unit's rows: whole ones go to `sums`, the others are returned.
+__device__ __forceinline__ UnitParts sum_rows(const TokenRows& r, const float (&values)[kSumPacks][kSumPack],
+                                              int64_t begin, int64_t end, bool aligned, float* sums) {
+    UnitParts parts{0, 0, -1, 0, begin};
+    for (int64_t row = warp_find_row(r, begin); row < r.rows; ++row) {
+        const int64_t start = row_start(r, row), stop = row_start(r, row + 1);
+        if (start >= end) break;
+        if (stop <= start) continue;
+        const int64_t used = min(start + row_length(r, row, stop - start), end);
+        const double sum = sum_between(values, int(max(start, begin) - begin), int(used - begin), aligned);
+        if (start < begin) {
+            parts.head = sum;
+            parts.head_end = stop;
+        } else if (stop > end) {
+            parts.tail = sum;
+            parts.tail_row = row;
+            parts.tail_end = stop;
+        } else if (threadIdx.x % kWarp == 0) {
+            sums[row] = float(sum);
+        }
+    }
+    return parts;
+}
+
+// By the first lanes of a block, one for each unit: joins what its units hold of one row.
+__device__ __forceinline__ void join_units(const UnitParts* parts, int units, int64_t begin, int64_t end, float* sums,
+                                           Edges* edges) {
+    const int unit = int(threadIdx.x);
+    const auto with_heads = [&](double sum, int next, int64_t stop) {
+        for (; next < units && stop > begin + int64_t(next) * kSumUnit; ++next) sum += parts[next].head;
+        return sum;
+    };
+    if (unit == 0 && parts[0].head_end > begin) edges->head = with_heads(parts[0].head, 1, parts[0].head_end);
+    if (unit >= units || parts[unit].tail_row < 0) return;
+    const double sum = with_heads(parts[unit].tail, unit + 1, parts[unit].tail_end);
+    if (parts[unit].tail_end > end) {
+        edges->tail = sum;
+    } else {
+        sums[parts[unit].tail_row] = float(sum);
+    }
+}
+
+// Sums the rows of chunk number `chunk`, of `chunk_tokens` tokens (kSumChunk, or fewer where rows are whole within it).
+// By a block of kSumThreads threads; `parts`: shared memory for kSumWarps of them. `edges`: null where no row is cut.
+template <class T, class Mask>
+__device__ __forceinline__ void sum_chunk(const T* rewards, const Mask* mask, const TokenRows& rows, int64_t chunk,
+                                          int64_t chunk_tokens, bool aligned, UnitParts* parts, float* sums,
+                                          Edges* edges) {
+    const int64_t begin = chunk * chunk_tokens, end = min(begin + chunk_tokens, rows.tokens);
+    const int units = int((end - begin + kSumUnit - 1) / kSumUnit), warp = int(threadIdx.x) / kWarp;
+    if (warp < units) {
+        const int64_t first = begin + int64_t(warp) * kSumUnit, last = min(first + kSumUnit, end);
+        float values[kSumPacks][kSumPack];
+        load_unit(rewards, mask, first, last, aligned, values);
+        const UnitParts mine = sum_rows(rows, values, first, last, aligned, sums);
+        if (threadIdx.x % kWarp == 0) parts[warp] = mine;
+    }
+    __syncthreads();
+    if (warp == 0) join_units(parts, units, begin, end, sums, edges == nullptr ? nullptr : edges + chunk);
+    __syncthreads();  // the parts may be written anew
+}
+
+// By a warp, once all chunks are summed: adds up what the row has in several of them; an empty row gets 0.
+__device__ __forceinline__ void join_row(const TokenRows& rows, int64_t row, const Edges* edges, float* sums) {
+    const int lane = int(threadIdx.x) % kWarp;
+    const int64_t start = row_start(rows, row), stop = row_start(rows, row + 1);
+    if (stop <= start) {
+        if (lane == 0) sums[row] = 0.0f;
+        return;
+    }
+    const int64_t first = start / kSumChunk, last = (stop - 1) / kSumChunk;
+    if (first == last) return;
+    double sum = 0;
+    for (int64_t chunk = first + 1 + lane; chunk <= last; chunk += kWarp) sum += edges[chunk].head;
+    sum = warp_sum(sum) + edges[first].tail;
+    if (lane == 0) sums[row] = float(sum);
+}
+
+}  // namespace turnwise::cuda
