@@ -8,7 +8,7 @@ order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -63,6 +63,29 @@ def _split_advantages(advantages: Tensor, logprobs: Tensor, rows: int, packed: b
     return advantages, None
 
 
+class Tiling(NamedTuple):
+    """How the tokens are cut: ``tiles`` of ``block`` tokens, ``pieces`` to a row of ``width`` (0: packed) where a tile
+    lies in one row; ``whole``: no tile is cut off by an end."""
+
+    width: int
+    mode: Any
+    block: int
+    pieces: int
+    tiles: int
+    whole: bool
+
+
+def _tiling(logprobs: Tensor, packed: bool, flat: bool) -> Tiling:
+    tokens, width = logprobs.numel(), 0 if packed else logprobs.shape[1]
+    if packed or (flat and (width % 16 or width < _BLOCKS[-1])):
+        block = _BLOCKS[0]
+        mode = k.PACKED if packed else k.BY_WIDTH
+        return Tiling(width, mode, block, 0, triton.cdiv(tokens, block), tokens % block == 0)
+    block = _tile(width)
+    pieces = triton.cdiv(width, block)
+    return Tiling(width, k.ONE_ROW, block, pieces, logprobs.shape[0] * pieces, width % block == 0)
+
+
 def compute(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -92,17 +115,11 @@ def compute(
     if tokens * rows == 0:
         return loss, grad, metrics
 
-    width = 0 if packed else logprobs.shape[1]
     token_advantages, row_advantages = _split_advantages(advantages, logprobs, rows, packed)
-    mask, selected = _bytes(mask), _bytes(selected)
+    mask, selected = _bytes(mask), _bytes(None if selected is None else selected.contiguous())
     streams = (logprobs, old_logprobs, token_advantages, mask, ref_logprobs, rollout_logprobs, entropy)
     flat = all(stream is None or stream.is_contiguous() for stream in streams)
-    mode = k.PACKED if packed else k.BY_WIDTH if flat and (width % 16 or width < _BLOCKS[-1]) else k.ONE_ROW
-    block = _tile(width) if mode is k.ONE_ROW else _BLOCKS[0]
-    pieces = triton.cdiv(width, block)
-    tiles = rows * pieces if mode is k.ONE_ROW else triton.cdiv(tokens, block)
-
-    whole = (width if mode is k.ONE_ROW else tokens) % block == 0
+    width, mode, block, pieces, tiles, whole = _tiling(logprobs, packed, flat)
     divisor, known = k.COUNTED, 0.0
     if normalizer is not None:
         divisor = k.GIVEN
