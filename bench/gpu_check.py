@@ -95,7 +95,7 @@ def gpu() -> dict[str, Any]:
 # Stages
 # ---------------------------------------------------------------------------------------------------------------------
 def stages(architecture: str, wheels: Path | None, benches: Sequence[str]) -> list[Stage]:
-    """All of them, in order: what matters most first, should the time run out."""
+    """All of them, in order: what matters most first, should the time run out. (More: ``--seconds``, ``--stages``.)"""
     python = [sys.executable, "-P"]
     install = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", "--upgrade", "--target", str(SITE)]
     build = [*install, "--no-build-isolation", "--config-settings=cmake.define.TURNWISE_CUDA=ON"]
@@ -110,8 +110,7 @@ def stages(architecture: str, wheels: Path | None, benches: Sequence[str]) -> li
         "from turnwise import _C; assert _C.with_cuda; print('CUDA', _C.cuda_architectures(), _C.cuda_device_count())"
     )
     every.append(Stage("import", [*python, "-c", probe], 30, needs="CUDA"))
-    small = [str(ROOT / "bench" / "gpu_ops.py"), "--device", "cuda"]
-    every.append(Stage("ops", [sys.executable, *small], 60, needs="agree"))
+    small = [sys.executable, str(ROOT / "bench" / "gpu_ops.py"), "--device", "cuda", "--backends"]
     ini = BUILD / "pytest.ini"
     tests = [
         *python,
@@ -126,18 +125,20 @@ def stages(architecture: str, wheels: Path | None, benches: Sequence[str]) -> li
         "gpu",
         str(ROOT / "tests/ops"),
     ]
-    every.append(Stage("tests", tests, 120, needs=r"\d+ passed"))
-    for name in benches:
-        rows = BUILD / f"{name}.json"
-        command = [sys.executable, str(ROOT / "bench" / f"bench_{name}.py"), "--device", "cuda", "--rounds", "15"]
-        every.append(Stage(f"bench {name}", [*command, "--json", str(rows)], 75, needs=r"^\|"))
+    every.append(Stage("ops", [*small, "native"], 40, needs="agree"))
+    every.append(Stage("tests", [*tests, "-k", "not triton"], 100, needs=r"\d+ passed"))
     # Allocations of their own, so that an access past the end of one meets none of another.
     apart = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     for tool in ("memcheck", "racecheck"):
-        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, *small]
-        every.append(
-            Stage(tool, command, 90, needs="ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards", environment=apart)
-        )
+        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *small, "native"]
+        clean = "ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards"
+        every.append(Stage(tool, command, 60, needs=clean, environment=apart))
+    for name in benches:
+        command = [sys.executable, str(ROOT / "bench" / f"bench_{name}.py"), "--device", "cuda", "--rounds", "15"]
+        every.append(Stage(f"bench {name}", [*command, "--json", str(BUILD / f"{name}.json")], 40, needs=r"^\|"))
+    # Last, for Triton compiles every kernel for every kind of input, one after another.
+    every.append(Stage("ops triton", [*small, "triton"], 120, needs="agree"))
+    every.append(Stage("tests triton", [*tests, "-k", "triton"], 120, needs=r"\d+ passed"))
     return every
 
 
@@ -249,7 +250,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine = gpu()
     todo = stages(machine["architecture"], options.wheels, benches)
     if options.stages:
-        todo = [s for s in todo if s.name.replace("bench ", "benches ").split()[0] in options.stages]
+        todo = [
+            s
+            for s in todo
+            if s.name in options.stages or s.name.replace("bench ", "benches ").split()[0] in options.stages
+        ]
     results = run_all(todo, options.seconds)
     print(f"report: {write(options.out, machine, results, benches)}")
     failed = [r.name for r in results if r.status != "ok"]
