@@ -97,11 +97,21 @@ SHOWN = ("device", "machine", "driver", "cuda", "cores", "threads", "isa", "load
 PACKAGES = ("python", "torch", "triton", "trl", "verl", "liger-kernel", "turnwise")
 
 
-def report(outcomes: Sequence[Outcome]) -> str:
+def busy() -> str:
+    """A sentence, where the machine is at work already: PyTorch's threads wait for one another, so a second program
+    makes its methods up to hundreds of times slower, and every ratio false."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load <= 0.5 * cores:
+        return ""
+    return f"Other programs were running when this began (load {load:.1f} on {cores} cores): quote nothing from it."
+
+
+def report(outcomes: Sequence[Outcome], warning: str = "") -> str:
     """The tables under one heading, with the machine, versions and commands that printed them."""
     rows = [row for outcome in outcomes for row in outcome.rows]
     date = datetime.now(UTC).date().isoformat()
     lines = [f"# Benches, {date}", ""]
+    lines += [f"**{warning}**", ""] if warning else []
     if rows:
         first = rows[0]
         lines += [", ".join(f"{key} {first[key]}" for key in SHOWN if first.get(key) is not None) + ".", ""]
@@ -119,6 +129,8 @@ def report(outcomes: Sequence[Outcome]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    if warning := busy():
+        print(f"bench: {warning}", file=sys.stderr)
     outcomes = []
     for name in options.names or NAMES:
         outcomes.append(run_one(name, options, {}))
@@ -131,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = [row for outcome in outcomes for row in outcome.rows]
         stem = options.out / f"{datetime.now(UTC).date().isoformat()}-{machine(rows)}"
         options.out.mkdir(parents=True, exist_ok=True)
-        stem.with_suffix(".md").write_text(report(outcomes), encoding="utf-8")
+        stem.with_suffix(".md").write_text(report(outcomes, warning), encoding="utf-8")
         stem.with_suffix(".json").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         print(f"report: {stem.with_suffix('.md')}", file=sys.stderr)
     return 1 if any(outcome.failure for outcome in outcomes) else 0

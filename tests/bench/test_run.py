@@ -70,6 +70,20 @@ def test_one_that_fails_does_not_stop_the_next(
     assert len([json.loads(line) for line in markdown.with_suffix(".json").read_text().splitlines()]) == 3
 
 
+def test_a_busy_machine_is_said(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = load("run")
+    monkeypatch.setattr(run, "run_one", lambda name, options, environment: outcome(run, name=name))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    for average, said in ((1.0, False), (3.0, True)):
+        monkeypatch.setattr(os, "getloadavg", lambda a=average: (a, a, a))
+        run.main(["group_advantage", "--report", "--out", str(tmp_path)])
+        (markdown,) = tmp_path.glob("*.md")
+        assert ("quote nothing" in markdown.read_text()) is said
+        assert ("load 3.0 on 4 cores" in capsys.readouterr().err) is said
+
+
 def test_time_limit(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = load("run")
     (tmp_path / "bench_sleeper.py").write_text("import time; print('begun', flush=True); time.sleep(60)")
