@@ -66,7 +66,7 @@ test: $(VENV)/.peers  ## all tests, against the installed package
 	@$(BIN)/python -P -m pytest
 
 bench: $(VENV)/.peers  ## the ops beside PyTorch, TRL and verl (on a GPU Liger-Kernel too), into bench/results
-	@command -v nvidia-smi >/dev/null && $(INSTALL) --no-deps liger-kernel || true
+	@if command -v nvidia-smi >/dev/null; then $(INSTALL) --no-deps liger-kernel; fi
 	@$(BIN)/python bench/run.py --report
 
 gpu-check:  ## on a machine with a GPU: build, tests, sanitizer, benches, one report; takes $(PYTHON)'s own torch
