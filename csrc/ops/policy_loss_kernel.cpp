@@ -55,13 +55,16 @@ struct Running {
 };
 
 // The arithmetic of a few tokens fills the processor's window, so it sees too little of the next loads by itself.
-template <bool has_ref>
+// Of every stream: the processor by itself follows few of several at once.
+template <bool has_ref, bool per_token>
 TW_INLINE void prefetch(const Tile& t, int i) {
     constexpr int ahead = 512, line = 16;  // tokens
     for (int k = 0; k < kLanes; k += line) {
         __builtin_prefetch(t.logprobs + i + ahead + k);
         __builtin_prefetch(t.old_logprobs + i + ahead + k);
         if constexpr (has_ref) __builtin_prefetch(t.ref_logprobs + i + ahead + k);
+        if constexpr (per_token) __builtin_prefetch(t.advantages + i + ahead + k);
+        if (t.rollout_logprobs) __builtin_prefetch(t.rollout_logprobs + i + ahead + k);
         if (!t.stream) __builtin_prefetch(t.grad + i + ahead + k, 1);
     }
 }
@@ -74,7 +77,7 @@ struct ClipLoop {
     static TW_INLINE ClipRange<VectorMath> range_of(const Tile& t, Floats advantage) {
         return clip_range<VectorMath>(advantage, t.variant);
     }
-    static constexpr bool prefetch_ref = kl_kind != KlKind::none;
+    static constexpr bool prefetch_ref = kl_kind != KlKind::none, prefetch_advantages = per_token;
     static TW_INLINE bool has_ref(const Tile&) { return kl_kind != KlKind::none; }
     static TW_INLINE bool has_rollout(const Tile&) { return with_rollout; }
     static TW_INLINE KlTerm<VectorMath> kl(const Tile&, Floats d) { return kl_term<VectorMath, kl_kind>(d); }
@@ -91,7 +94,7 @@ struct ClipLoop {
 };
 struct AnyLoop {
     explicit TW_INLINE AnyLoop(const Tile&) {}
-    static constexpr bool prefetch_ref = false;
+    static constexpr bool prefetch_ref = false, prefetch_advantages = false;
     static TW_INLINE bool has_ref(const Tile& t) { return t.ref_logprobs != nullptr; }
     static TW_INLINE bool has_rollout(const Tile& t) { return t.rollout_logprobs != nullptr; }
     static TW_INLINE KlTerm<VectorMath> kl(const Tile& t, Floats d) { return kl_term<VectorMath>(t.kl, d); }
@@ -202,7 +205,7 @@ void loop(const Tile& given, TileSums& out) {
     Running sums{zero, zero, zero, zero, zero, zero, zero, zero, zero, {}, {}, {}};
     int i = 0;
     for (; i + kLanes <= t.n; i += kLanes) {
-        prefetch<Loop::prefetch_ref>(t, i);
+        prefetch<Loop::prefetch_ref, Loop::prefetch_advantages>(t, i);
         step(kind, t, i, sums);
     }
     if (i < t.n) tail_step(kind, t, i, sums);
