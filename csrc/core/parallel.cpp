@@ -1,11 +1,17 @@
 #include "core/parallel.h"
 
+#include <dlfcn.h>
+#include <pthread.h>
 #include <unistd.h>
+#if defined(__linux__)
+#include <link.h>
+#endif
 
 #include <atomic>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -77,23 +83,83 @@ class Pool {
     std::vector<std::thread> workers_;
 };
 
+struct OwnedPool {
+    explicit OwnedPool(pid_t owner) : owner(owner) {}
+
+    const pid_t owner;
+    Pool pool;
+};
+
 // Never destroyed, since its threads may outlive static destructors; a forked child has no threads and needs its own.
+// No lock: a fork while another thread held it would leave the child waiting for ever.
 Pool& pool() {
-    static std::mutex mutex;
-    static Pool* instance = nullptr;
-    static pid_t owner = 0;
-    std::lock_guard<std::mutex> lock(mutex);
-    if (instance == nullptr || owner != getpid()) {
-        instance = new Pool;
-        owner = getpid();
+    static std::atomic<OwnedPool*> current{nullptr};
+    const pid_t self = getpid();
+    OwnedPool* found = current.load(std::memory_order_acquire);
+    while (found == nullptr || found->owner != self) {
+        OwnedPool* mine = new OwnedPool(self);
+        if (current.compare_exchange_strong(found, mine, std::memory_order_acq_rel)) return mine->pool;
+        delete mine;  // another thread was quicker; no worker has started
     }
-    return *instance;
+    return found->pool;
+}
+
+// ---- The process's own OpenMP threads -----------------------------------------------------------------------------
+// PyTorch's workers go on spinning for a while after each of its operations. Threads of our own would have to share the
+// cores with them, so we ask them to do the work, by the entry that compilers call for a parallel region.
+using ParallelRegion = void (*)(void (*)(void*), void*, unsigned threads, unsigned flags);
+
+#if defined(__linux__)
+
+int keep_runtime(dl_phdr_info* info, size_t, void* found) {
+    std::string& best = *static_cast<std::string*>(found);
+    const std::string name = info->dlpi_name == nullptr ? "" : info->dlpi_name;
+    const std::string file = name.substr(name.rfind('/') + 1);
+    const bool runtime =
+        file.rfind("libgomp", 0) == 0 || file.rfind("libiomp5", 0) == 0 || file.rfind("libomp", 0) == 0;
+    // Of several, the one that came with PyTorch.
+    if (runtime && (best.empty() || name.find("/torch") != std::string::npos)) best = name;
+    return 0;
+}
+
+ParallelRegion find_parallel_region() {
+    std::string name;
+    dl_iterate_phdr(keep_runtime, &name);
+    void* library = name.empty() ? nullptr : dlopen(name.c_str(), RTLD_NOLOAD | RTLD_NOW);
+    return library == nullptr ? nullptr : reinterpret_cast<ParallelRegion>(dlsym(library, "GOMP_parallel"));
+}
+
+#else
+
+ParallelRegion find_parallel_region() {
+    return nullptr;
+}
+
+#endif
+
+std::atomic<bool> forked{false};  // a child has none of the parent's threads, and OpenMP does not know
+
+ParallelRegion parallel_region() {
+    static const ParallelRegion found = [] {
+        pthread_atfork(nullptr, nullptr, [] { forked.store(true); });
+        return find_parallel_region();
+    }();
+    return forked.load(std::memory_order_relaxed) ? nullptr : found;
 }
 
 }  // namespace
 
 void run_parts(int parts, const std::function<void(int)>& body) {
-    if (parts > 1) {
+    const ParallelRegion region = parts > 1 ? parallel_region() : nullptr;
+    if (region != nullptr) {
+        static std::mutex busy;
+        std::unique_lock<std::mutex> lock(busy, std::try_to_lock);
+        if (lock.owns_lock()) {
+            Job job(parts, body);
+            region([](void* data) { static_cast<Job*>(data)->work(); }, &job, unsigned(parts), 0);
+            return;
+        }
+    } else if (parts > 1) {
         Pool& workers = pool();
         std::unique_lock<std::mutex> lock(workers.busy, std::try_to_lock);
         if (lock.owns_lock()) {

@@ -1,4 +1,5 @@
-// A thread pool of one call: run(parts, body) calls body(0) ... body(parts - 1), this thread among the workers.
+// run_parts(parts, body) calls body(0) ... body(parts - 1), this thread among the workers: the OpenMP threads of the
+// process where it has some (PyTorch brings them), else a pool of our own.
 #pragma once
 
 #include <functional>

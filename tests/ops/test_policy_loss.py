@@ -454,6 +454,21 @@ def test_works_in_a_forked_child() -> None:
     assert result.stdout.strip() == "0", result.stderr
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernels have threads of their own")
+def test_shares_the_threads_of_torch() -> None:
+    """Threads of our own would compete with torch's, which go on spinning."""
+    code = (
+        "import os, torch; torch.set_num_threads(3); from turnwise import ops\n"
+        "x = torch.randn(512, 2048); threads = lambda: len(os.listdir('/proc/self/task'))\n"
+        "x.exp_(); before = threads(); ops.policy_loss(x, x, torch.ones(512)); print(threads() - before)\n"
+        "x.exp_(); print(threads() - before)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-P", "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout.split() == ["0", "0"], result.stdout + result.stderr
+
+
 @pytest.mark.parametrize("isa", ["avx2", "baseline"])
 def test_other_instruction_sets(isa) -> None:
     """A part of this suite in a process whose kernels are those of an older processor."""
