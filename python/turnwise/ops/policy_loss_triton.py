@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from . import policy_loss_triton_finish as last
 from . import policy_loss_triton_kernels as k
 from .aggregation import SeqMeanTokenMean, SeqMeanTokenSumNorm, TokenMean
 from .backends import interpreted
@@ -166,7 +167,7 @@ def compute(
             AGGREGATION=aggregation, DIVISOR=divisor, MODE=mode, WHOLE=whole, BLOCK=block,
             num_warps=_warps(block, few), enable_fp_fusion=True,
         )  # fmt: skip
-        k.finish_kernel[(1 + num_actors,)](
+        last.finish_kernel[(1 + num_actors,)](
             partials, slot_actors, loss, metrics, slots, used, HAS_REF=has[0], HAS_ROLLOUT=has[1], HAS_ENTROPY=has[2],
             BLOCK=_FINISH_BLOCK, num_warps=_FINISH_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
@@ -178,7 +179,7 @@ def scale(grad: Tensor, factor: Tensor) -> None:
     tokens, block = grad.numel(), 2048
     if tokens:
         with torch.cuda.device_of(grad):
-            k.scale_kernel[(triton.cdiv(tokens, block),)](
+            last.scale_kernel[(triton.cdiv(tokens, block),)](
                 grad, factor, tokens, BLOCK=block, num_warps=4, enable_fp_fusion=True
             )
 
@@ -240,8 +241,8 @@ def _other_cases() -> Iterator[CompileCase]:
         yield _case(k.rows_kernel, absent, constants, _warps(_BLOCKS[1]), "ld.global", "relaxed.add.u64")
     for whole in (True, False):
         constants = {"HAS_REF": whole, "HAS_ROLLOUT": whole, "HAS_ENTROPY": whole, "BLOCK": _FINISH_BLOCK}
-        yield _case(k.finish_kernel, "" if whole else "slot_actors", constants, _FINISH_WARPS)
-    yield _case(k.scale_kernel, "", {"BLOCK": 2048}, 4, "ld.global.v4.b32", "st.global.v4.b32")
+        yield _case(last.finish_kernel, "" if whole else "slot_actors", constants, _FINISH_WARPS)
+    yield _case(last.scale_kernel, "", {"BLOCK": 2048}, 4, "ld.global.v4.b32", "st.global.v4.b32")
 
 
 _LEAN = "advantages cu_seqlens normalizer actor_ids selected terms slot_actors rollout entropy"
