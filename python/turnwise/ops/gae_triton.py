@@ -7,9 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .streams import row_count
-from .token_rewards_triton import SCAN_BLOCK, load_block, load_trained, row_bounds, stream_arguments
-from .triton_support import CompileCase
+from .token_rewards_triton import SCAN_BLOCK, launch_by_row, load_block, load_trained, row_bounds, row_case
 
 
 @triton.jit
@@ -29,9 +27,9 @@ def compose(
 @triton.jit(do_not_specialize=["width", "by_returns", "by_value"])
 def gae_kernel(
     rewards_ptr,
-    values_ptr,
     mask_ptr,
     starts_ptr,
+    values_ptr,
     advantages_ptr,
     returns_ptr,
     width,
@@ -81,46 +79,13 @@ def gae(
     advantages: Tensor,
     returns: Tensor,
 ) -> None:
-    """All contiguous, the mask in bytes or float32."""
-    rows = row_count(rewards, cu_seqlens)
-    if rows == 0:
-        return
-    on, starts, width = stream_arguments(rewards, mask, cu_seqlens)
-    gae_kernel[(rows,)](
-        rewards,
-        values,
-        on,
-        starts,
-        advantages,
-        returns,
-        width,
-        gamma * lam,
-        gamma * (1 - lam),
-        PACKED=cu_seqlens is not None,
-        HAS_MASK=mask is not None,
-        BLOCK=SCAN_BLOCK,
-    )
+    """As ``launch_by_row`` takes them."""
+    tensors = (values, advantages, returns)
+    numbers = (gamma * lam, gamma * (1 - lam))
+    launch_by_row(gae_kernel, SCAN_BLOCK, rewards, mask, cu_seqlens, tensors, numbers)
 
 
-def _cases() -> list[CompileCase]:
-    cases = []
-    for dtype, mask, packed in (("fp32", "u8", False), ("bf16", "fp32", True), ("fp16", "u8", True)):
-        signature = {
-            "rewards_ptr": f"*{dtype}",
-            "values_ptr": f"*{dtype}",
-            "mask_ptr": f"*{mask}",
-            "starts_ptr": "*i64",
-            "advantages_ptr": "*fp32",
-            "returns_ptr": "*fp32",
-            "width": "i32",
-            "by_returns": "fp32",
-            "by_value": "fp32",
-            **dict.fromkeys(("PACKED", "HAS_MASK", "BLOCK"), "constexpr"),
-        }
-        constants = {"PACKED": packed, "HAS_MASK": True, "BLOCK": 1024}
-        aligned = tuple(name for name in signature if name.endswith("_ptr") and name != "starts_ptr")
-        cases.append(CompileCase(gae_kernel, signature, constants, aligned, ("ld.global.v4",)))
-    return cases
-
-
-COMPILE_CASES = _cases()
+COMPILE_CASES = [
+    row_case(gae_kernel, dtype, mask, PACKED=packed, HAS_MASK=True, BLOCK=1024)
+    for dtype, mask, packed in (("fp32", "u8", False), ("bf16", "fp32", True), ("fp16", "u8", True))
+]

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .backends import interpreted
 from .logprob_tiles import Upstream
-from .logprob_triton import FUSED, add_logits, finish, logit_gradient
-from .triton_support import CompileCase
+from .logprob_triton import add_logits, finish, logit_gradient
+from .triton_support import FUSED, CompileCase
 
 # Tokens, columns and depth of a product: 128 x 128 x 64 keeps a wgmma fed from three stages of shared memory.
 ROWS, COLUMNS, DEPTH = (16, 32, 16) if interpreted else (128, 128, 64)
@@ -28,6 +28,7 @@ OPTIONS: dict[str, Any] = {"num_warps": 8, "num_stages": 3, **FUSED}
 def product(
     hidden_ptr,
     weight_ptr,
+    bias_ptr,
     source,
     inside,
     columns,
@@ -35,6 +36,7 @@ def product(
     width,
     hidden_stride,
     weight_stride,
+    HAS_BIAS: tl.constexpr,
     ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -42,7 +44,7 @@ def product(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """``hidden[source] @ weight[columns].T`` in float32. ``ALIGNED``: the width is a multiple of the depth."""
+    """``hidden[source] @ weight[columns].T + bias[columns]``, float32. ``ALIGNED``: ``DEPTH`` divides the width."""
     rows = tl.where(inside, source, 0)  # a token beyond the end is computed with the first and thrown away
     names = tl.minimum(columns, vocabulary - 1).to(tl.int64)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -58,6 +60,8 @@ def product(
         if WIDEN:  # the interpreter's dot is wrong for bf16
             a, b = a.to(tl.float32), b.to(tl.float32)
         total = tl.dot(a, b, total, input_precision=PRECISION)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + columns, mask=columns < vocabulary, other=0.0)[None, :]
     return total
 
 
@@ -99,24 +103,9 @@ def forward_kernel(
     for tile in range(split * tiles, tl.minimum((split + 1) * tiles, tl.cdiv(vocabulary, COLUMNS))):
         columns = tile * COLUMNS + tl.arange(0, COLUMNS)
         x = product(
-            hidden_ptr,
-            weight_ptr,
-            source,
-            inside,
-            columns,
-            vocabulary,
-            width,
-            hidden_stride,
-            weight_stride,
-            ALIGNED,
-            PRECISION,
-            WIDEN,
-            ROWS,
-            COLUMNS,
-            DEPTH,
-        )
-        if HAS_BIAS:
-            x += tl.load(bias_ptr + columns, mask=columns < vocabulary, other=0.0)[None, :]
+            hidden_ptr, weight_ptr, bias_ptr, source, inside, columns, vocabulary, width, hidden_stride, weight_stride,
+            HAS_BIAS, ALIGNED, PRECISION, WIDEN, ROWS, COLUMNS, DEPTH,
+        )  # fmt: skip
         x = tl.where((columns < vocabulary)[None, :], x * scale, float("-inf"))
         hit = columns[None, :] == target[:, None]
         here = tl.max(hit.to(tl.int32), axis=1) != 0
@@ -163,24 +152,9 @@ def backward_kernel(
     inside = token < tokens
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     x = product(
-        hidden_ptr,
-        weight_ptr,
-        token,
-        inside,
-        columns,
-        vocabulary,
-        width,
-        hidden_stride,
-        weight_stride,
-        ALIGNED,
-        PRECISION,
-        WIDEN,
-        ROWS,
-        COLUMNS,
-        DEPTH,
-    )
-    if HAS_BIAS:
-        x += tl.load(bias_ptr + columns, mask=columns < vocabulary, other=0.0)[None, :]
+        hidden_ptr, weight_ptr, bias_ptr, token, inside, columns, vocabulary, width, hidden_stride, weight_stride,
+        HAS_BIAS, ALIGNED, PRECISION, WIDEN, ROWS, COLUMNS, DEPTH,
+    )  # fmt: skip
     target = tl.load(targets_ptr + token * target_stride, mask=inside, other=-1).to(tl.int64) - first
     if HAS_ENTROPY:
         entropy = tl.load(entropy_ptr + token, mask=inside, other=0.0)
@@ -317,7 +291,7 @@ def _case(kernel: Any, dtype: str, **flags: Any) -> CompileCase:
         name: type_ for name, type_ in (("positions_ptr", "*i64"), ("out_ptr", f"*{dtype}")) if name in signature
     }
     shared = {"PRECISION": "ieee", "WIDEN": False, "ALIGNED": True, "ROWS": 128, "COLUMNS": 128, "DEPTH": 64}
-    constants = {**flags, **shared, "HAS_BIAS": False}
+    constants = {**flags, **shared}
     signature |= dict.fromkeys(constants, "constexpr")
     aligned = tuple(
         n for n in signature if n.endswith("_ptr") or n in ("hidden_stride", "weight_stride", "out_stride", "width")
@@ -327,6 +301,10 @@ def _case(kernel: Any, dtype: str, **flags: Any) -> CompileCase:
 
 
 COMPILE_CASES = [
-    *(_case(forward_kernel, dtype, HAS_POSITIONS=False, ENTROPY=True) for dtype in ("bf16", "fp16", "fp32")),
-    *(_case(backward_kernel, dtype, HAS_ENTROPY=True) for dtype in ("bf16", "fp16", "fp32")),
+    case
+    for dtype in ("bf16", "fp16", "fp32")
+    for case in (
+        _case(forward_kernel, dtype, HAS_BIAS=True, HAS_POSITIONS=False, ENTROPY=True),
+        _case(backward_kernel, dtype, HAS_BIAS=False, HAS_ENTROPY=True),
+    )
 ]

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from .backends import interpreted
 from .logprob_tiles import Tile, Upstream
-from .triton_support import CompileCase
+from .triton_support import FUSED, CompileCase
 
 ROW_BLOCK = 128 if interpreted else 4096
 FINISH_BLOCK = 32 if interpreted else 128
-FUSED = {"enable_fp_fusion": True}  # a default that Triton 3.10 turns round
 LEAST = tl.constexpr(-87.0)  # exp of less counts as 0, as in csrc/ops/logprob_math.h
 
 

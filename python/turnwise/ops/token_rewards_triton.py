@@ -7,6 +7,7 @@ read without a mask, since a masked load moves less than 16 bytes.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from .backends import interpreted
 from .streams import row_count
-from .triton_support import CompileCase
+from .triton_support import FUSED, CompileCase
 
 SUM_BLOCK = 64 if interpreted else 2048
 SCAN_BLOCK = 32 if interpreted else 1024
@@ -119,75 +120,72 @@ def returns_kernel(
         carry = tl.sum(tl.where(offsets == base, result, 0.0), axis=0)
 
 
-def stream_arguments(tokens: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, int]:
-    """Mask and boundaries as kernels take them, any pointer where they are not given, and the ``width`` of a row."""
-    if mask is not None and mask.dtype is torch.bool:
-        mask = mask.view(torch.uint8)
-    width = tokens.shape[-1]  # packed: of all tokens
-    return tokens if mask is None else mask, tokens if cu_seqlens is None else cu_seqlens, width
+def launch_by_row(
+    kernel: Any,
+    block: int,
+    rewards: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    tensors: Sequence[Tensor],
+    numbers: Sequence[float] = (),
+    **flags: bool,
+) -> None:
+    """A program for each row, if there is any. A kernel takes rewards, mask and boundaries (any pointer where they are
+    not given), then ``tensors``, the width of a row and ``numbers``. All contiguous, the mask in bytes or float32."""
+    rows = row_count(rewards, cu_seqlens)
+    if rows == 0:
+        return
+    on = mask.view(torch.uint8) if mask is not None and mask.dtype is torch.bool else mask
+    with torch.cuda.device_of(rewards):
+        kernel[(rows,)](
+            rewards,
+            rewards if on is None else on,
+            rewards if cu_seqlens is None else cu_seqlens,
+            *tensors,
+            rewards.shape[-1],  # packed: of all tokens
+            *numbers,
+            PACKED=cu_seqlens is not None,
+            HAS_MASK=mask is not None,
+            BLOCK=block,
+            **flags,
+            **FUSED,
+        )
 
 
 def token_reward_sum(
     rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, lengths: Tensor | None, sums: Tensor
 ) -> None:
-    """All contiguous, the mask in bytes or float32."""
-    rows = row_count(rewards, cu_seqlens)
-    if rows == 0:
-        return
-    on, starts, width = stream_arguments(rewards, mask, cu_seqlens)
-    sum_kernel[(rows,)](
-        rewards,
-        on,
-        starts,
-        starts if lengths is None else lengths,
-        sums,
-        width,
-        PACKED=cu_seqlens is not None,
-        HAS_MASK=mask is not None,
-        HAS_LENGTHS=lengths is not None,
-        BLOCK=SUM_BLOCK,
-    )
+    """As ``launch_by_row`` takes them."""
+    tensors = (sums if lengths is None else lengths, sums)
+    launch_by_row(sum_kernel, SUM_BLOCK, rewards, mask, cu_seqlens, tensors, HAS_LENGTHS=lengths is not None)
 
 
 def token_returns(
     rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, gamma: float, returns: Tensor
 ) -> None:
-    """All contiguous, the mask in bytes or float32."""
-    rows = row_count(rewards, cu_seqlens)
-    if rows == 0:
-        return
-    on, starts, width = stream_arguments(rewards, mask, cu_seqlens)
-    returns_kernel[(rows,)](
-        rewards,
-        on,
-        starts,
-        returns,
-        width,
-        gamma,
-        PACKED=cu_seqlens is not None,
-        HAS_MASK=mask is not None,
-        BLOCK=SCAN_BLOCK,
-    )
+    """As ``launch_by_row`` takes them."""
+    launch_by_row(returns_kernel, SCAN_BLOCK, rewards, mask, cu_seqlens, (returns,), (gamma,))
 
 
-def _cases() -> list[CompileCase]:
-    cases = []
+# ---------------------------------------------------------------------------------------------------------------------
+# What must compile
+# ---------------------------------------------------------------------------------------------------------------------
+def row_case(kernel: Any, dtype: str, mask: str, **constants: Any) -> CompileCase:
+    """A kernel as ``launch_by_row`` launches it, with streams of ``dtype`` and a mask of the type ``mask``."""
+    types = {"rewards_ptr": f"*{dtype}", "values_ptr": f"*{dtype}", "mask_ptr": f"*{mask}", "width": "i32"}
+    types |= {"starts_ptr": "*i64", "lengths_ptr": "*i64", **dict.fromkeys(constants, "constexpr")}
+    signature = {name: types.get(name, "*fp32" if name.endswith("_ptr") else "fp32") for name in kernel.arg_names}
+    aligned = tuple(name for name in signature if name.endswith("_ptr"))
+    return CompileCase(kernel, signature, constants, aligned, ("ld.global.v4",), FUSED)
+
+
+def _cases() -> Iterator[CompileCase]:
     for dtype in ("fp32", "bf16", "fp16"):
-        for mask, packed, lengths in (("u8", False, False), ("fp32", True, False), ("u8", False, True)):
-            pointers = {"rewards_ptr": f"*{dtype}", "mask_ptr": f"*{mask}", "starts_ptr": "*i64"}
-            flags: dict[str, Any] = {"PACKED": packed, "HAS_MASK": not lengths}
-            kinds = {"width": "i32", **dict.fromkeys(("PACKED", "HAS_MASK", "BLOCK"), "constexpr")}
-            signature = {**pointers, "lengths_ptr": "*i64", "sums_ptr": "*fp32", **kinds, "HAS_LENGTHS": "constexpr"}
-            values = {**flags, "HAS_LENGTHS": lengths, "BLOCK": 2048}
-            aligned: tuple[str, ...] = ("rewards_ptr", "mask_ptr")
-            wide = ("ld.global.v4",)
-            cases.append(CompileCase(sum_kernel, signature, values, aligned, wide))
-            if lengths:
-                continue
-            signature = {**pointers, "returns_ptr": "*fp32", **kinds, "gamma": "fp32"}
-            aligned = (*aligned, "returns_ptr")
-            cases.append(CompileCase(returns_kernel, signature, {**flags, "BLOCK": 1024}, aligned, wide))
-    return cases
+        for mask, packed in (("u8", False), ("fp32", True)):
+            flags = {"PACKED": packed, "HAS_MASK": True}
+            yield row_case(sum_kernel, dtype, mask, **flags, HAS_LENGTHS=False, BLOCK=2048)
+            yield row_case(returns_kernel, dtype, mask, **flags, BLOCK=1024)
+        yield row_case(sum_kernel, dtype, "u8", PACKED=False, HAS_MASK=False, HAS_LENGTHS=True, BLOCK=2048)
 
 
-COMPILE_CASES = _cases()
+COMPILE_CASES = list(_cases())

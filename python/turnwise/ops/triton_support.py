@@ -14,6 +14,8 @@ from .backends import interpreted
 # Signatures as Triton writes them.
 TYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float64": "fp64"}
 
+FUSED = {"enable_fp_fusion": True}  # a default that Triton 3.10 turns round
+
 
 @dataclass(frozen=True)
 class CompileCase:
