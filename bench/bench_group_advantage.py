@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import arguments, finish, medians, peer
+from common import arguments, finish, medians, peer, served
 from torch import Tensor
 
-from turnwise.ops import BackendUnavailable, factorize, group_advantage
+from turnwise.ops import factorize, group_advantage
 
 GROUP = 8
 SIZES = [1_024, 8_192, 65_536]
@@ -117,15 +117,9 @@ def cases(rows: int, device: str) -> Calls:
 
 
 def verify(calls: Calls) -> None:
-    """All give the same advantages, or the bench stops here. What can't serve is left out, aloud."""
+    """All give the same advantages, or the bench stops here."""
     expected = torch.as_tensor(calls["dense", "torch index_add"]()).double()
-    for name, call in list(calls.items()):
-        try:
-            got = torch.as_tensor(call()).double()
-        except BackendUnavailable as error:
-            print(f"without {name}: {error}")
-            del calls[name]
-            continue
+    for name, got in served(calls, lambda call: torch.as_tensor(call()).double()):
         # Float32 deviations of close rewards carry 1e-4 of noise in the peers.
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
 

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import RotatingCopy, arguments, finish, medians, peak_memory, peer, sets_needed
+from common import RotatingCopy, arguments, finish, medians, peak_memory, peer, served, sets_needed
 from peers import verl_config
 from torch import Tensor
 
-from turnwise.ops import BackendUnavailable, Clip, group_advantage, grouped_policy_loss, policy_loss, token_reward_sum
+from turnwise.ops import Clip, group_advantage, grouped_policy_loss, policy_loss, token_reward_sum
 
 CLIP, GROUP, EPS = Clip(0.2, 0.28), 8, 1e-6
 BYTES_PER_TOKEN = 4 * 4 + 1  # logprob, old, reward and mask in; gradient out
@@ -106,22 +106,15 @@ def methods(device: str) -> dict[str, Callable[[Inputs], Tensor]]:
 
 
 def verify(calls: dict[str, Callable[[Inputs], Tensor]], inputs: Inputs) -> None:
-    """All give the same loss and gradient, or the bench stops here. What can't serve is left out, aloud."""
+    """All give the same loss and gradient, or the bench stops here."""
     expected: Any = None
-    for name, call in list(calls.items()):
-        inputs.lp.grad = None
-        try:
-            loss = call(inputs)
-        except BackendUnavailable as error:
-            print(f"without {name}: {error}")
-            del calls[name]
-            continue
+    for name, loss in served(calls, lambda call: call(inputs)):
         loss.backward()
         assert inputs.lp.grad is not None
         got = loss.detach(), inputs.lp.grad.clone()
         expected = expected or got
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
-    inputs.lp.grad = None
+        inputs.lp.grad = None
 
 
 def step(call: Callable[[Inputs], Tensor], ring: Any) -> Callable[[], None]:

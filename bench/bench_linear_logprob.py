@@ -4,7 +4,10 @@ Verifies, then times three things: log-probabilities alone, with their backward,
 "eager" makes all logits, in float32 for the softmax, as trainers do; TRL's function takes those logits; verl's works by
 chunks of tokens. On a GPU, verl's Triton kernel and Liger's join them. "share of products" is the time of the bare
 matrix products (one forward, two more backward) by torch.mm over the method's; "peak MB" is memory above the inputs,
-gradients included.
+gradients included. All cases, or some, each of which takes minutes on a CPU at the larger vocabulary:
+
+    python bench/bench_linear_logprob.py
+    python bench/bench_linear_logprob.py --vocabulary 151936 --dtype bfloat16
 """
 
 from __future__ import annotations
@@ -16,23 +19,26 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from common import arguments, finish, medians, peak_memory, peer
+from common import arguments, finish, medians, peak_memory, peer, served
 from torch import Tensor
 
-from turnwise.ops import BackendUnavailable, linear_logprob, linear_policy_loss, policy_loss
+from turnwise.ops import linear_logprob, linear_policy_loss, policy_loss
 
 TEMPERATURE, SEQUENCES = 0.9, 8
-# tokens, hidden size, vocabulary, dtype
-CASES = {
-    "cpu": [
-        (2048, 512, vocabulary, dtype) for vocabulary in (32768, 151936) for dtype in (torch.float32, torch.bfloat16)
-    ],
-    "cuda": [
-        (8192, 4096, vocabulary, dtype) for vocabulary in (32768, 151936) for dtype in (torch.bfloat16, torch.float32)
-    ],
-}
-QUICK = (128, 64, 4096, torch.float32)
-TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15}  # of log-probabilities; peers on bf16 differ by that much
+SIZES = {"cpu": (2048, 512), "cuda": (8192, 4096)}  # tokens, hidden size
+VOCABULARIES = (32768, 151936)
+DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16", "float32")}  # in the order of their use there
+TOLERANCE = {"float32": 2e-3, "bfloat16": 0.15}  # of log-probabilities; peers on bf16 differ by that much
+
+
+class Case(NamedTuple):
+    tokens: int
+    width: int
+    vocabulary: int
+    dtype: str
+
+
+QUICK = Case(128, 64, 4096, "float32")
 
 
 class Inputs(NamedTuple):
@@ -48,7 +54,8 @@ class Inputs(NamedTuple):
 Method = Callable[[Inputs], Tensor]
 
 
-def make(tokens: int, width: int, vocabulary: int, dtype: torch.dtype, device: str) -> Inputs:
+def make(case: Case, device: str) -> Inputs:
+    tokens, width, vocabulary, dtype = *case[:3], getattr(torch, case.dtype)
     generator = torch.Generator(device).manual_seed(0)
 
     def noise(*shape: int) -> Tensor:
@@ -157,15 +164,9 @@ def forward_alone(method: Method, i: Inputs) -> Callable[[], Any]:
 
 
 def verify(methods: dict[str, Method], i: Inputs, tolerance: float) -> None:
-    """All give what eager gives, value and gradients, or the bench stops here. What can't serve is left out, aloud."""
+    """All give what eager gives, value and gradients, or the bench stops here."""
     expected: list[Tensor] = []
-    for name, method in list(methods.items()):
-        try:
-            out = method(i)
-        except BackendUnavailable as error:
-            print(f"without {name}: {error}")
-            del methods[name]
-            continue
+    for name, out in served(methods, lambda method: method(i)):
         backward(i, out)
         assert i.hidden.grad is not None and i.weight.grad is not None
         got = [out.detach().float(), i.hidden.grad.float(), i.weight.grad[:4096].float()]
@@ -189,11 +190,11 @@ def interleaved(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
-def measure(case: tuple[int, int, int, torch.dtype], device: str, rounds: int) -> list[dict[str, Any]]:
-    i = make(*case, device)
+def measure(case: Case, device: str, rounds: int) -> list[dict[str, Any]]:
+    i = make(case, device)
     methods, losses = logprob_methods(device), dict(LOSSES)
     for group in (methods, losses):
-        verify(group, i, TOLERANCE[case[3]])
+        verify(group, i, TOLERANCE[case.dtype])
     parts: dict[str, dict[str, Callable[[], Any]]] = {
         "forward": {name: forward_alone(method, i) for name, method in methods.items()},
         "forward, backward": {name: lambda m=method: backward(i, m(i)) for name, method in methods.items()},
@@ -208,8 +209,8 @@ def measure(case: tuple[int, int, int, torch.dtype], device: str, rounds: int) -
             peak = peak_memory(call, device)
             rows.append(
                 {
-                    "V": case[2],
-                    "dtype": str(case[3]).removeprefix("torch."),
+                    "V": case.vocabulary,
+                    "dtype": case.dtype,
                     "what": part,
                     "method": name,
                     "ms": seconds[name] * 1e3,
@@ -222,13 +223,14 @@ def measure(case: tuple[int, int, int, torch.dtype], device: str, rounds: int) -
 
 
 def main() -> None:
-    options = arguments(__doc__)
-    for case in [QUICK] if options.quick else CASES[options.device]:
-        tokens, width, vocabulary, dtype = case
+    options = arguments(__doc__, vocabulary=VOCABULARIES, dtype=sorted(TOLERANCE))
+    size, dtypes = SIZES[options.device], DTYPES[options.device]
+    cases = [Case(*size, v, d) for v in VOCABULARIES for d in dtypes if v in options.vocabulary and d in options.dtype]
+    for case in [QUICK] if options.quick else cases:
         # On a CPU a round of all methods takes from seconds to a minute.
-        most = 10 if options.device == "cuda" else 1 if vocabulary > 100_000 else 3
+        most = 10 if options.device == "cuda" else 1 if case.vocabulary > 100_000 else 3
         rows = measure(case, options.device, min(options.rounds, most))
-        title = f"LM head, {tokens} tokens, hidden size {width}, V={vocabulary}, {dtype}".replace("torch.", "")
+        title = f"LM head, {case.tokens} tokens, hidden size {case.width}, V={case.vocabulary}, {case.dtype}"
         finish("linear_logprob", title, rows, options)  # case by case: what is done stays, if the time runs out
         gc.collect()
 

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from common import RotatingCopy, arguments, finish, medians, peak_memory, peer, sets_needed
+from common import RotatingCopy, arguments, finish, medians, peak_memory, peer, served, sets_needed
 from peers import TRLLoss, verl_config
 from torch import Tensor
 
-from turnwise.ops import KL, BackendUnavailable, Clip, logprob, policy_loss
+from turnwise.ops import KL, Clip, logprob, policy_loss
 
 CLIP, KL_TERM = Clip(0.2, 0.28, dual=3.0), KL("k3", 1e-2)
 BYTES_PER_TOKEN = {"lean": 4 * 4 + 1, "full": 4 * 6}  # logprob, old, reference, mask, advantage in; gradient out
@@ -139,17 +139,9 @@ def make(rows: int, width: int, form: str, device: str, seed: int) -> Inputs:
 
 
 def verify(calls: dict[str, Callable[[Inputs], Any]], inputs: Inputs) -> None:
-    """All give the same loss and gradient, ours and eager the same metrics, or the bench stops here. What can't serve
-    is left out, aloud."""
+    """All give the same loss and gradient, ours and eager the same metrics, or the bench stops here."""
     expected: Any = None
-    for name, call in list(calls.items()):
-        inputs.lp.grad = None
-        try:
-            result = call(inputs)
-        except BackendUnavailable as error:
-            print(f"without {name}: {error}")
-            del calls[name]
-            continue
+    for name, result in served(calls, lambda call: call(inputs)):
         loss, metrics = result if isinstance(result, tuple) else (result, None)
         loss.backward()
         assert inputs.lp.grad is not None
@@ -159,7 +151,7 @@ def verify(calls: dict[str, Callable[[Inputs], Any]], inputs: Inputs) -> None:
         torch.testing.assert_close(got, expected[:2], rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
         if metrics is not None:
             torch.testing.assert_close(metrics, expected[2], rtol=1e-4, atol=1e-5)
-    inputs.lp.grad = None
+        inputs.lp.grad = None
 
 
 def step(call: Callable[[Inputs], Any], ring: Any) -> Callable[[], None]:
@@ -255,14 +247,7 @@ def from_logits(options: Any) -> list[dict[str, Any]]:
         inputs = make_logits(*shape, device)
         whole = inputs.logits.detach().clone()
         expected: Any = None
-        for name, call in list(calls.items()):
-            inputs.logits.grad = None
-            try:
-                loss = call(inputs)
-            except BackendUnavailable as error:
-                print(f"without {name} from logits: {error}")
-                del calls[name]
-                continue
+        for name, loss in served(calls, lambda call, given=inputs: call(given)):
             loss.backward()
             assert inputs.logits.grad is not None
             got = loss.detach().float(), inputs.logits.grad[:, ::7, ::97].float()
@@ -270,6 +255,7 @@ def from_logits(options: Any) -> list[dict[str, Any]]:
             torch.testing.assert_close(got, expected, rtol=2e-2, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
             with torch.no_grad():
                 inputs.logits.copy_(whole)  # a gradient may have been written there
+            inputs.logits.grad = None
         moved = 3 * whole[:, :-1].numel() * whole.element_size()  # logits in, in again for the backward, gradient out
 
         def run(call: Callable[[Logits], Tensor], given: Logits = inputs) -> None:

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import RotatingCopy, RotatingRead, arguments, finish, medians, peak_memory, peer, sets_needed
+from common import RotatingCopy, RotatingRead, arguments, finish, medians, peak_memory, peer, served, sets_needed
 from torch import Tensor
 
-from turnwise.ops import BackendUnavailable, gae, token_returns, token_reward_sum
+from turnwise.ops import gae, token_returns, token_reward_sum
 
 SIZES = {"cpu": [(64, 1024), (1024, 4096)], "cuda": [(1024, 4096), (8192, 4096)]}
 GAMMA, LAM = 0.99, 0.95
@@ -119,16 +119,10 @@ def scans(device: str) -> dict[tuple[str, str], tuple[Callable[[Inputs], Any], i
 
 
 def verify(ways: dict[tuple[str, str], Any], inputs: Inputs) -> None:
-    """All ways of one op agree on the tokens that train, or the bench stops. What can't serve is left out, aloud."""
+    """All ways of one op agree on the tokens that train, or the bench stops here."""
     expected: dict[str, Tensor] = {}
     keep = inputs.mask.bool()
-    for (op, method), (call, _) in list(ways.items()):
-        try:
-            got = torch.as_tensor(call(inputs))
-        except BackendUnavailable as error:
-            print(f"without {method} of {op}: {error}")
-            del ways[op, method]
-            continue
+    for (op, method), got in served(ways, lambda way: torch.as_tensor(way[0](inputs))):
         what = op if op in ("returns", "gae") else "sum"
         got = got[keep] if got.dim() == 2 else got
         reference = expected.setdefault(what, got)

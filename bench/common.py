@@ -14,15 +14,16 @@ import os
 import platform
 import subprocess
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from timing import RotatingCopy, RotatingRead, keep_freed_memory, medians, peak_memory, sets_needed
 
 from turnwise import _C, __version__
+from turnwise.ops import BackendUnavailable
 
 __all__ = [
     "RESULTS",
@@ -34,6 +35,7 @@ __all__ = [
     "medians",
     "peak_memory",
     "peer",
+    "served",
     "sets_needed",
     "table",
     "write_rows",
@@ -41,17 +43,28 @@ __all__ = [
 
 RESULTS = Path(__file__).parent / "results"
 PEERS = ("triton", "trl", "verl", "liger-kernel")
+Name = TypeVar("Name", bound=Hashable)
+Method = TypeVar("Method")
+Result = TypeVar("Result")
 
 
-def arguments(description: str | None) -> argparse.Namespace:
-    """The options of every bench. ``device`` is a GPU where there is one."""
+def arguments(description: str | None, **cases: Sequence[Any]) -> argparse.Namespace:
+    """The options of every bench, and one for each of ``cases`` to choose from its values, which are all there by
+    default. ``device`` is a GPU where there is one."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU, else cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads")
     parser.add_argument("--rounds", type=int, default=30, help="interleaved rounds; the median counts")
     parser.add_argument("--quick", action="store_true", help="the smallest size alone: does the bench run at all?")
     parser.add_argument("--json", type=Path, help="append the rows to this file")
+    for name, values in cases.items():
+        text = "these cases alone (default: all)"
+        parser.add_argument(f"--{name}", nargs="+", type=type(values[0]), choices=values, help=text)
     options = parser.parse_args()
+    for name, values in cases.items():
+        if options.quick and getattr(options, name):
+            parser.error(f"--quick has one case of its own: leave out --{name}")
+        setattr(options, name, getattr(options, name) or list(values))
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch sees no GPU here")
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -69,6 +82,19 @@ def peer(module: str) -> Any | None:
     except ImportError as error:
         print(f"without {module}: {error}")
         return None
+
+
+def served(methods: dict[Name, Method], call: Callable[[Method], Result]) -> Iterator[tuple[Name, Result]]:
+    """Each method's name and what it returns, for a bench to verify. What can't serve is left out of ``methods``,
+    aloud."""
+    for name, method in list(methods.items()):
+        try:
+            result = call(method)
+        except BackendUnavailable as error:
+            print(f"without {name if isinstance(name, str) else ', '.join(map(str, name))}: {error}")
+            del methods[name]
+        else:
+            yield name, result
 
 
 # ---------------------------------------------------------------------------------------------------------------------
