@@ -19,8 +19,8 @@ def keep_freed_memory() -> None:
     to the kernel and come in again page by page, which eager methods pay for most and which varies from run to run."""
     try:
         libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
-        libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: all from the heap, for what is mapped by itself is given back when freed
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap never shrinks, however large the logits
     except (OSError, AttributeError):  # another C library: as it comes
         pass
 
