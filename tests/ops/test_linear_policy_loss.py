@@ -261,6 +261,18 @@ def test_backward_twice_through_one_graph(target) -> None:
         torch.testing.assert_close(leaf.grad, 2.5 * first[name])
 
 
+def test_the_loss_may_be_changed_in_place(target) -> None:
+    given = {k: v.to(target.device) if isinstance(v, Tensor) else v for k, v in make(10).items()}
+    hidden = given.pop("hidden").requires_grad_()
+    linear_policy_loss(hidden, **given, backend=target.backend).loss.backward()
+    once = hidden.grad.clone()
+    loss = linear_policy_loss(hidden, **given, backend=target.backend).loss
+    loss += 1
+    loss *= 3
+    loss.backward()
+    torch.testing.assert_close(hidden.grad, 4 * once)
+
+
 @NATIVE
 def test_a_second_derivative_raises() -> None:
     given = make(11)

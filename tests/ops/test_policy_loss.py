@@ -378,6 +378,18 @@ def test_backward_twice_through_one_graph(make_batch, target) -> None:
     assert torch.equal(logprobs.grad, first)
 
 
+def test_the_loss_may_be_changed_in_place(make_batch, target) -> None:
+    arguments = to(target, make_batch(1).padded(torch.float32, backend=target.backend))
+    logprobs = arguments.pop("logprobs").requires_grad_()
+    policy_loss(logprobs, **arguments).loss.backward()
+    once = logprobs.grad.clone()
+    loss = policy_loss(logprobs, **arguments).loss
+    loss += 1
+    loss *= 3
+    loss.backward()
+    torch.testing.assert_close(logprobs.grad, 4 * once)
+
+
 def test_without_grad_mode_there_is_no_graph(make_batch) -> None:
     arguments = make_batch(1).padded(torch.float32)
     arguments["logprobs"].requires_grad_()

@@ -141,6 +141,7 @@ class _Attach(torch.autograd.Function):
         ctx: Any, loss: Tensor, grads: list[Gradients], anew: Callable[[], Gradients], *leaves: Tensor | None
     ) -> Tensor:
         ctx.grads, ctx.anew = grads, anew
+        ctx.mark_dirty(loss)  # the same tensor, not a view of it, which the caller could not change in place
         ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
         return loss
 

@@ -148,6 +148,7 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logprobs: Tensor, loss: Tensor, grad: Tensor) -> Tensor:
         ctx.save_for_backward(grad, logprobs)
+        ctx.mark_dirty(loss)  # the same tensor, not a view of it, which the caller could not change in place
         return loss
 
     @staticmethod
@@ -167,6 +168,7 @@ class _AttachOnDevice(torch.autograd.Function):
     def forward(ctx: Any, logprobs: Tensor, loss: Tensor, grad: Tensor, *rest: Any) -> Tensor:
         *tensors, ctx.numbers, ctx.modes, ctx.backend = rest
         ctx.save_for_backward(logprobs, *tensors)
+        ctx.mark_dirty(loss)
         ctx.grad = grad
         return loss
 

@@ -1,0 +1,238 @@
+"""Two processes that train on halves of a batch get the gradients of one process on all of it: DDP, FSDP2, autocast.
+
+The processes talk over gloo on the CPU and are started once, for all cases; each is this file run as a script.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from turnwise.ops import (
+    SAPO,
+    PolicyLoss,
+    group_advantage,
+    linear_logprob,
+    linear_policy_loss,
+    logprob,
+    loss_normalizer,
+    policy_loss,
+)
+
+WORLD = 2
+VOCABULARY, WIDTH, ACTORS = 97, 24, 3
+LENGTHS = [7, 0, 12, 1, 30, 9, 5]
+GROUPS = [0, 0, 1, 1, 2, 2, 2]
+SPLIT = [(0, 4), (4, 7)]  # rows of each process: groups stay whole, and one has twice the tokens of the other
+WAYS = ("linear_logprob", "linear_policy_loss", "logprob")
+
+
+class Case(NamedTuple):
+    wrap: str  # "ddp" or "fsdp"
+    way: str  # how the head makes log-probabilities
+    precision: str  # "float64", "float32", "autocast", or "policy": FSDP2's own mixed precision
+    aggregation: str = "token-mean"
+
+    def __str__(self) -> str:
+        return "-".join(self)
+
+
+CASES = [
+    *(Case(wrap, way, p) for wrap in ("ddp", "fsdp") for way in WAYS for p in ("float64", "float32", "autocast")),
+    *(Case("fsdp", way, "policy") for way in WAYS),
+    *(Case(wrap, "linear_policy_loss", "float32", "agent-mean") for wrap in ("ddp", "fsdp")),
+]
+# The largest error of a gradient over its largest entry: at most, and, where bfloat16 must show, at least.
+ERROR = {"float64": (0.0, 1e-12), "float32": (0.0, 2e-6), "autocast": (1e-5, 2e-2), "policy": (1e-5, 2e-2)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A model and its loss
+# ---------------------------------------------------------------------------------------------------------------------
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.mix = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.tanh(self.mix(self.embedding(tokens)))
+
+
+class Head(nn.Linear):
+    """LM head and loss: where the weight is whole while the forward runs."""
+
+    def forward(self, hidden: Tensor, batch: dict[str, Any], way: str) -> PolicyLoss:  # type: ignore[override]
+        batch = dict(batch)
+        targets = batch.pop("targets")
+        if way == "linear_policy_loss":
+            return linear_policy_loss(hidden, self.weight, targets, bias=self.bias, **batch)
+        if way == "linear_logprob":
+            logprobs = linear_logprob(hidden, self.weight, targets, bias=self.bias)
+        else:
+            logprobs = logprob(nn.functional.linear(hidden, self.weight, self.bias), targets)
+        assert isinstance(logprobs, Tensor)
+        return policy_loss(logprobs, **batch)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = Body(), Head(WIDTH, VOCABULARY)
+        with torch.no_grad():
+            self.head.weight.mul_(3)
+
+    def forward(self, tokens: Tensor, batch: dict[str, Any], way: str) -> PolicyLoss:
+        return self.head(self.body(tokens), batch, way)
+
+
+def make_batch() -> dict[str, Tensor]:
+    """The whole batch, packed, in float64."""
+    generator = torch.Generator().manual_seed(1)
+    total = sum(LENGTHS)
+    tokens, targets = torch.randint(VOCABULARY, (2, total), generator=generator)
+    with torch.no_grad():
+        model = Model().double()
+        old = linear_logprob(model.body(tokens), model.head.weight, targets, bias=model.head.bias)
+    assert isinstance(old, Tensor)
+    return {
+        "tokens": tokens,
+        "targets": targets,
+        "old_logprobs": old + 0.4 * torch.randn(total, generator=generator, dtype=torch.float64),
+        "mask": torch.rand(total, generator=generator) < 0.8,
+        "rewards": torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64),
+        "actor_ids": torch.randint(ACTORS, (len(LENGTHS),), generator=generator),
+    }
+
+
+def rows_of(batch: dict[str, Tensor], first: int, last: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The arguments of the model for some rows, all but the normaliser."""
+    lengths = LENGTHS[first:last]
+    tokens = slice(sum(LENGTHS[:first]), sum(LENGTHS[:last]))
+    cut = {
+        name: values[tokens if len(values) == sum(LENGTHS) else slice(first, last)] for name, values in batch.items()
+    }
+    cut = {name: values.to(dtype) if values.is_floating_point() else values for name, values in cut.items()}
+    advantages = group_advantage(cut.pop("rewards"), torch.tensor(GROUPS[first:last]))
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    return {**cut, "advantages": advantages, "cu_seqlens": cu_seqlens, "num_actors": ACTORS, "variant": SAPO()}
+
+
+def normalizer_of(given: dict[str, Any], aggregation: str) -> Tensor:
+    streams = {name: given[name] for name in ("mask", "cu_seqlens", "actor_ids", "num_actors")}
+    return loss_normalizer(aggregation, **streams)
+
+
+def loss_of(model: nn.Module, given: dict[str, Any], case: Case, normalizer: Tensor) -> Tensor:
+    batch = {**given, "aggregation": case.aggregation, "normalizer": normalizer}
+    with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "autocast"):
+        return model(batch.pop("tokens"), batch, case.way).loss
+
+
+def type_of(case: Case) -> torch.dtype:
+    return torch.float64 if case.precision == "float64" else torch.float32
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One of the processes
+# ---------------------------------------------------------------------------------------------------------------------
+def wrapped(case: Case) -> nn.Module:
+    model = Model().to(type_of(case))
+    if case.wrap == "ddp":
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    if case.precision == "policy":
+        # By default FSDP2 casts all that comes in, so old log-probabilities and advantages too.
+        policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    else:
+        policy = MixedPrecisionPolicy()
+    for part in (model.body, model.head, model):  # each gathered for its forward and again for its backward
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def train(case: Case, rank: int) -> dict[str, Tensor]:
+    """Loss, summed over the processes, and gradients by name, whole."""
+    model = wrapped(case)
+    given = rows_of(make_batch(), *SPLIT[rank], type_of(case))
+    normalizer = normalizer_of(given, case.aggregation)
+    dist.all_reduce(normalizer)
+    loss = loss_of(model, given, case, normalizer)
+    (WORLD * loss).backward()  # DDP and FSDP2 average
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    found = {"loss": total}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        assert grad is not None, name
+        found[name.removeprefix("module.")] = grad if case.wrap == "ddp" else grad.full_tensor()
+    return found
+
+
+def work(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), WORLD)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=30))
+    torch.save({str(case): train(case, rank) for case in CASES}, folder / f"{rank}.pt")
+    store.set(f"done {rank}", "")
+    store.wait([f"done {other}" for other in range(WORLD)])
+    os._exit(0)  # taking gloo down, its threads and all, now and then aborts in the interpreter's last moments
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tests
+# ---------------------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Tensor]]]:
+    """What each process found, by case."""
+    folder = tmp_path_factory.mktemp("distributed")
+    command = [sys.executable, "-P", __file__, str(folder)]
+    workers = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for rank in range(WORLD)
+    ]
+    try:
+        said = [worker.communicate(timeout=120)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [0] * WORLD, "\n".join(said)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+
+
+def alone(case: Case) -> dict[str, Tensor]:
+    """One process, the whole batch."""
+    model = Model().to(type_of(case))
+    given = rows_of(make_batch(), 0, len(LENGTHS), type_of(case))
+    loss = loss_of(model, given, case, normalizer_of(given, case.aggregation))
+    loss.backward()
+    return {"loss": loss.detach(), **{name: parameter.grad for name, parameter in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_of_two_processes_are_those_of_one(trained, case) -> None:
+    want = alone(case._replace(precision="float64", way="logprob"))
+    least, most = ERROR[case.precision]
+    for found in trained:
+        got = found[str(case)]
+        assert got.keys() == want.keys()
+        for name, value in want.items():
+            assert got[name].dtype == type_of(case)
+            error = (got[name].double() - value).abs().max() / value.abs().max()
+            assert least <= error <= most, (name, float(error))
+
+
+if __name__ == "__main__":
+    work(int(sys.argv[2]), Path(sys.argv[1]))
