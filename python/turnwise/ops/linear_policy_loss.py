@@ -197,7 +197,10 @@ def _tokens(
     if batch["normalizer"] is None:
         normalizer = aggregation.normalizer(lengths, actor_ids, batch["num_actors"], batch["max_length"])
     else:
-        normalizer = torch.as_tensor(batch["normalizer"], device=targets.device).double()
+        given = batch["normalizer"]
+        if isinstance(given, int | float):  # filled in where it is: to copy a number to a GPU would wait for it
+            given = torch.full((), given, dtype=torch.float64, device=targets.device)
+        normalizer = torch.as_tensor(given, device=targets.device).double()
     weights = aggregation.weights(lengths, normalizer.double(), actor_ids)
     return Tokens(
         rows.spread(weights.float()),

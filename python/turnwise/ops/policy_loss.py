@@ -297,6 +297,8 @@ def make_normalizer(
 ) -> Tensor | None:
     if normalizer is None:
         return None
+    if isinstance(normalizer, int | float):  # filled in where it is: to copy a number to a GPU would wait for it
+        normalizer = torch.full((), normalizer, dtype=torch.float32, device=logprobs.device)
     normalizer = torch.as_tensor(normalizer, dtype=torch.float32, device=logprobs.device)
     check_normalizer(objective.aggregation, normalizer, num_actors)
     return normalizer
