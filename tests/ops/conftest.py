@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from turnwise.ops import KL, Clip, ImportanceCorrection, backends
 
@@ -256,3 +257,38 @@ def make_batch() -> Callable[..., Batch]:
         )
 
     return make
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The registered ops under a function
+# ---------------------------------------------------------------------------------------------------------------------
+class _Calls(TorchDispatchMode):
+    """Keeps which of turnwise's ops were called, with what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "turnwise":
+            assert not kwargs
+            once = not func.name().endswith("_backward")  # whose own derivative is refused
+            leaves = (a.detach().requires_grad_(once and a.requires_grad) if isinstance(a, Tensor) else a for a in args)
+            self.found.append((func, tuple(leaves)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def opcheck_calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], set[str]]:
+    """``opcheck_calls(function)`` runs it as a compiler would see it, every op through the dispatcher, and holds each
+    op that it called, with the arguments of that call, to ``torch.library.opcheck``. Gives their names."""
+
+    def check(function: Callable[[], Any]) -> set[str]:
+        with monkeypatch.context() as patch, _Calls() as calls:
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+            function()
+        for op, arguments in calls.found:
+            torch.library.opcheck(op, arguments)
+        return {op.name().removeprefix("turnwise::") for op, _ in calls.found}
+
+    return check

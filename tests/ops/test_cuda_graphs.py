@@ -1,4 +1,4 @@
-"""No op waits for the GPU: each is captured in a CUDA graph, whose replay on new inputs gives the bits of a plain call."""
+"""No op waits for the GPU: a CUDA graph of each gives, on new inputs, the bits of a plain call."""
 
 from __future__ import annotations
 

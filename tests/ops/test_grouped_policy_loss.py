@@ -203,6 +203,15 @@ def test_compiles_whole(make_batch, form) -> None:
     torch.testing.assert_close(results[0], results[1])
 
 
+@pytest.mark.parametrize("form", ["padded", "packed"])
+def test_opcheck(make_batch, target, opcheck_calls, form) -> None:
+    arguments = on(target, inputs(make_batch, 15, form, rows=8, kl=KL("k3", 0.1)))
+    called = opcheck_calls(lambda: at_once(arguments))
+    suffix = "_triton" if target.backend == "triton" else ""
+    ops = {"token_reward_sum", "group_advantage", f"policy_loss{suffix}", "policy_loss_backward"}
+    assert called == (set() if target.backend == "torch" else ops)
+
+
 def test_calls_from_eight_threads(make_batch) -> None:
     arguments = inputs(make_batch, 2, rows=40, width=700) | {"backend": "native"}
     want = at_once(arguments)

@@ -308,6 +308,16 @@ def test_compiles_whole(target) -> None:
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
+@NATIVE
+@pytest.mark.parametrize("entropy", [False, True])
+def test_opcheck(target, opcheck_calls, entropy) -> None:
+    if target.backend == "torch":
+        pytest.skip("no registered op")
+    called = opcheck_calls(lambda: run(make(17, **FULL, entropy=entropy), target))
+    policy = {"policy_loss", "policy_loss_backward"}
+    assert called - {f"{name}_triton" for name in policy} == policy | {"linear_logprob", "linear_logprob_backward"}
+
+
 def test_autocast(target) -> None:
     given = make(14)
     narrow = {k: given[k].bfloat16() for k in ("hidden", "weight")}
