@@ -12,6 +12,8 @@ import pytest
 from turnwise.arena import Arena
 from turnwise.types import Actor, ModelRequest, ModelResponse
 
+from .helpers import Guess
+
 EOS = 0
 
 
@@ -96,6 +98,13 @@ def make_arena() -> Callable[..., Arena]:
         return arena
 
     return make
+
+
+@pytest.fixture
+def arena(make_arena):
+    arena = make_arena(seed=3)
+    arena.add_episode(Guess())
+    return arena
 
 
 @pytest.fixture

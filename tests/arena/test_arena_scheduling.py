@@ -1,0 +1,140 @@
+"""Slots, priorities, seeds, deadlines and cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from turnwise.types import EpisodeRequest
+
+from .helpers import Guess, Propose, Solve, guess, nested, run
+
+
+# -- slots -------------------------------------------------------------------------------------------------------------
+def test_the_limit_of_concurrent_calls_holds_over_all_levels(make_arena):
+    arena = nested(make_arena, copies=8, max_concurrency=2)
+    run(arena, *(EpisodeRequest("propose", str(number)) for number in range(8)))
+    assert arena.client.peak == 2
+
+
+class Deep(Guess):
+    """Two children per level, five levels; every parent waits for its children."""
+
+    episode_type = "deep"
+
+    async def rollout(self, arena, artifact, state=None):
+        if artifact:
+            await arena.generate_rollouts([EpisodeRequest("deep", artifact - 1) for _ in range(2)])
+        await self.call_model("solver", f"level {artifact}", arena)
+        return state
+
+
+def test_nesting_cannot_deadlock_a_budget_of_one(make_arena):
+    arena = make_arena(max_concurrency=1)
+    arena.add_episode(Deep())
+    [result] = asyncio.run(asyncio.wait_for(arena.generate_rollouts([EpisodeRequest("deep", 4)]), 10))
+    assert sum(1 for _ in result.walk()) == 31 and arena.client.peak == 1
+
+
+def test_children_come_before_new_roots(make_arena):
+    arena = nested(make_arena, copies=2, max_concurrency=1)
+    run(arena, *(EpisodeRequest("propose", f"T{number}") for number in range(3)))
+    kinds = ["propose" if "Topic" in prompt else "solve" for prompt in arena.client.prompts]
+    assert kinds == ["propose", "solve", "solve"] * 3
+
+
+def test_priority_goes_first(make_arena):
+    arena = make_arena(max_concurrency=1)
+    arena.add_episode(Guess())
+    run(arena, *(guess(str(number), priority=number) for number in range(4)))
+    asked = [prompt.split("Guess ")[1][0] for prompt in arena.client.prompts]
+    assert asked == ["0", "3", "2", "1"], "0 found the slot free; then the highest priority"
+
+
+# -- deadlines and cancellation ---------------------------------------------------------------------------------------
+def hang_on(word):
+    async def reply(prompt, request):
+        if word in prompt:
+            await asyncio.sleep(60)
+        return "3"
+
+    return reply
+
+
+def test_a_timeout_bounds_the_whole_subtree_and_no_other(make_arena):
+    arena = nested(make_arena, hang_on("Guess"), failure_threshold=1.0)
+    arena.add_episode(Guess())
+
+    async def main():
+        requests = [EpisodeRequest("propose", "sums", timeout=0.05), EpisodeRequest("propose", "primes", timeout=0.05)]
+        async with asyncio.timeout(10):
+            results = await arena.generate_rollouts(requests)
+        return results, len(asyncio.all_tasks())
+
+    results, tasks = asyncio.run(main())
+    assert all("ran past its deadline" in result.rollout.error for result in results)
+    assert tasks == 1, "nothing of the subtree runs on"
+    assert arena.client.in_flight == arena._budget.in_use == 0
+
+
+def test_a_child_may_time_out_alone(make_arena):
+    class Patient(Propose):
+        async def rollout(self, arena, artifact, state=None):
+            await self.call_model("proposer", "Topic", arena)
+            quick = EpisodeRequest("solve", "slow", timeout=0.05)
+            results = await arena.generate_rollouts([quick, EpisodeRequest("solve", "fast")])
+            state.data["errors"] = [result.rollout.error is not None for result in results]
+            return state
+
+        def get_extras(self, state):
+            return {"pass_rate": 0.5, **state.data}
+
+    arena = make_arena(hang_on("Guess slow"), actors=("proposer", "solver"))
+    arena.add_episode(Patient())
+    arena.add_episode(Solve())
+    [result] = run(arena, EpisodeRequest("propose", "sums"))
+    assert result.rollout.error is None and result.rollout.extras["errors"] == [True, False]
+
+
+def test_cancelling_the_step_ends_everything_and_gives_all_slots_back(make_arena):
+    arena = nested(make_arena, hang_on("Guess"), max_concurrency=3)
+
+    async def main():
+        task = asyncio.create_task(arena.generate_rollouts([EpisodeRequest("propose", str(n)) for n in range(4)]))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return len(asyncio.all_tasks())
+
+    assert asyncio.run(main()) == 1
+    assert arena.client.in_flight == arena._budget.in_use == 0
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
+def test_bad_timeouts_are_refused(arena, timeout):
+    with pytest.raises(ValueError, match="timeout="):
+        run(arena, guess(timeout=timeout))
+
+
+# -- seeds -------------------------------------------------------------------------------------------------------------
+def test_results_do_not_depend_on_scheduling(make_arena):
+    def completions(max_concurrency):
+        arena = nested(make_arena, max_concurrency=max_concurrency, seed=11)
+        results = run(arena, *(EpisodeRequest("propose", str(number)) for number in range(6)))
+        return [[s.completion for s in r.rollout.steps] for top in results for r in top.walk()]
+
+    assert completions(1) == completions(3) == completions(256)
+
+
+def test_copies_with_one_seed_differ_and_are_the_same_in_any_batch(make_arena):
+    def seeds(*requests):
+        arena = make_arena(seed=5)
+        arena.add_episode(Guess())
+        return [result.rollout.seed for result in run(arena, *requests)]
+
+    copies = seeds(guess(seed=9), guess(seed=9))
+    assert copies[0] != copies[1]
+    assert seeds(guess("other"), guess(seed=9), guess("other"), guess(seed=9))[1::2] == copies
+    assert seeds(guess(seed=8))[0] not in copies
