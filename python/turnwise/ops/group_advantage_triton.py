@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .backends import interpreted
-from .triton_support import TYPES, CompileCase
+from .triton_support import FUSED, TYPES, CompileCase
 
 BLOCK = 64 if interpreted else 128
 STEPS = tl.constexpr(2147483648.0)
@@ -213,9 +213,10 @@ def _fill(values: Tensor, ids: Tensor, valid: Tensor | None, lengths: Tensor | N
     table = Table.clear(groups, values.device)
     grid = (triton.cdiv(rows, BLOCK),)
     columns = (values, ids, ids if valid is None else valid, values if lengths is None else lengths)
-    flags = {"HAS_VALID": valid is not None, "WEIGHTED": lengths is not None, "BLOCK": BLOCK}
-    extremes_kernel[grid](*columns, *table, rows, groups, **flags)
-    offsets_kernel[grid](*columns, *table, rows, groups, **flags)
+    flags = {"HAS_VALID": valid is not None, "WEIGHTED": lengths is not None, "BLOCK": BLOCK, **FUSED}
+    with torch.cuda.device_of(values):
+        extremes_kernel[grid](*columns, *table, rows, groups, **flags)
+        offsets_kernel[grid](*columns, *table, rows, groups, **flags)
     return table
 
 
@@ -273,23 +274,25 @@ def run(
         values = pooled[entry]
     else:
         table = _fill(values, ids, valid, weights, groups)
-    advantage_kernel[(triton.cdiv(rows, BLOCK),)](
-        values,
-        ids,
-        ids if valid is None else valid,
-        *table,
-        advantages,
-        rows,
-        groups,
-        HAS_VALID=valid is not None,
-        CENTER=center,
-        SCALE=scale,
-        SINGLETON=singleton,
-        DDOF=numbers[0],
-        EPS=numbers[1],
-        MIN_STD=numbers[2],
-        BLOCK=BLOCK,
-    )
+    with torch.cuda.device_of(values):
+        advantage_kernel[(triton.cdiv(rows, BLOCK),)](
+            values,
+            ids,
+            ids if valid is None else valid,
+            *table,
+            advantages,
+            rows,
+            groups,
+            HAS_VALID=valid is not None,
+            CENTER=center,
+            SCALE=scale,
+            SINGLETON=singleton,
+            DDOF=numbers[0],
+            EPS=numbers[1],
+            MIN_STD=numbers[2],
+            BLOCK=BLOCK,
+            **FUSED,
+        )
 
 
 def _cases() -> list[CompileCase]:
@@ -301,12 +304,12 @@ def _cases() -> list[CompileCase]:
         signature = {**columns, "lengths_ptr": "*fp64", **table, **sizes, "WEIGHTED": "constexpr"}
         for kernel in (extremes_kernel, offsets_kernel):
             values: dict[str, Any] = {"HAS_VALID": True, "WEIGHTED": True, "BLOCK": 128}
-            cases.append(CompileCase(kernel, signature, values))
+            cases.append(CompileCase(kernel, signature, values, options=FUSED))
         names = ("CENTER", "SCALE", "SINGLETON", "DDOF", "EPS", "MIN_STD")
         signature = {**columns, **table, "advantages_ptr": f"*{dtype}", **sizes, **dict.fromkeys(names, "constexpr")}
         for options in ((0, 0, 0, 1, 1e-6, 0.0), (3, 1, 1, 0, 0.0, 0.1)):
             values = {"HAS_VALID": True, "BLOCK": 128, **dict(zip(names, options, strict=True))}
-            cases.append(CompileCase(advantage_kernel, signature, values))
+            cases.append(CompileCase(advantage_kernel, signature, values, options=FUSED))
     return cases
 
 

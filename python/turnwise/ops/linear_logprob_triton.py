@@ -219,25 +219,26 @@ def forward(
     splits = triton.cdiv(tiles, each)
     state = torch.empty((splits, 4, tokens), dtype=torch.float32, device=hidden.device)
     if tokens:
-        forward_kernel[(blocks, splits)](
-            hidden,
-            weight,
-            hidden if bias is None else bias,
-            targets,
-            targets if positions is None else positions.contiguous(),
-            state,
-            hidden.stride(0),
-            weight.stride(0),
-            targets.stride(0),
-            tokens,
-            vocabulary,
-            hidden.shape[1],
-            each,
-            scale,
-            HAS_POSITIONS=positions is not None,
-            ENTROPY=entropy,
-            **_flags(hidden, bias),
-        )
+        with torch.cuda.device_of(hidden):
+            forward_kernel[(blocks, splits)](
+                hidden,
+                weight,
+                hidden if bias is None else bias,
+                targets,
+                targets if positions is None else positions.contiguous(),
+                state,
+                hidden.stride(0),
+                weight.stride(0),
+                targets.stride(0),
+                tokens,
+                vocabulary,
+                hidden.shape[1],
+                each,
+                scale,
+                HAS_POSITIONS=positions is not None,
+                ENTROPY=entropy,
+                **_flags(hidden, bias),
+            )
     return finish(state, entropy)
 
 
@@ -255,28 +256,29 @@ def logit_gradients(
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     out = torch.empty((tokens, vocabulary), dtype=weight.dtype, device=weight.device)
     lse, grad_logprob, entropy, grad_entropy = (None if u is None else u.contiguous() for u in upstream)
-    backward_kernel[(triton.cdiv(tokens, ROWS), triton.cdiv(vocabulary, COLUMNS))](
-        hidden,
-        weight,
-        hidden if bias is None else bias,
-        targets,
-        lse,
-        grad_logprob,
-        lse if entropy is None else entropy,
-        lse if grad_entropy is None else grad_entropy,
-        out,
-        hidden.stride(0),
-        weight.stride(0),
-        targets.stride(0),
-        out.stride(0),
-        tokens,
-        vocabulary,
-        hidden.shape[1],
-        first,
-        scale,
-        HAS_ENTROPY=entropy is not None,
-        **_flags(hidden, bias),
-    )
+    with torch.cuda.device_of(hidden):
+        backward_kernel[(triton.cdiv(tokens, ROWS), triton.cdiv(vocabulary, COLUMNS))](
+            hidden,
+            weight,
+            hidden if bias is None else bias,
+            targets,
+            lse,
+            grad_logprob,
+            lse if entropy is None else entropy,
+            lse if grad_entropy is None else grad_entropy,
+            out,
+            hidden.stride(0),
+            weight.stride(0),
+            targets.stride(0),
+            out.stride(0),
+            tokens,
+            vocabulary,
+            hidden.shape[1],
+            first,
+            scale,
+            HAS_ENTROPY=entropy is not None,
+            **_flags(hidden, bias),
+        )
     return out
 
 

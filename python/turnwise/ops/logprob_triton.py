@@ -191,23 +191,24 @@ def log_softmax(tile: Tile, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     rows, width = tile.logits.shape
     state = torch.empty((1, 4, rows), dtype=torch.float32, device=tile.logits.device)
     if rows:
-        scan_kernel[(rows,)](
-            tile.logits,
-            tile.logits if tile.bias is None else tile.bias,
-            tile.targets,
-            state,
-            tile.logits.stride(0),
-            tile.targets.stride(0),
-            width,
-            tile.first,
-            tile.scale,
-            rows,
-            HAS_BIAS=tile.bias is not None,
-            ENTROPY=entropy,
-            BLOCK=ROW_BLOCK,
-            num_warps=8,
-            **FUSED,
-        )
+        with torch.cuda.device_of(tile.logits):
+            scan_kernel[(rows,)](
+                tile.logits,
+                tile.logits if tile.bias is None else tile.bias,
+                tile.targets,
+                state,
+                tile.logits.stride(0),
+                tile.targets.stride(0),
+                width,
+                tile.first,
+                tile.scale,
+                rows,
+                HAS_BIAS=tile.bias is not None,
+                ENTROPY=entropy,
+                BLOCK=ROW_BLOCK,
+                num_warps=8,
+                **FUSED,
+            )
     return finish(state, entropy)
 
 
@@ -217,9 +218,10 @@ def finish(state: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     logprob, lse, entropies = (state.new_empty(size) for size in (rows, rows, rows if entropy else 0))
     if rows:
         grid = (triton.cdiv(rows, FINISH_BLOCK),)
-        finish_kernel[grid](
-            state, logprob, lse, entropies, splits, rows, ENTROPY=entropy, BLOCK=FINISH_BLOCK, num_warps=4, **FUSED
-        )
+        with torch.cuda.device_of(state):
+            finish_kernel[grid](
+                state, logprob, lse, entropies, splits, rows, ENTROPY=entropy, BLOCK=FINISH_BLOCK, num_warps=4, **FUSED
+            )
     return logprob, lse, entropies
 
 
@@ -229,27 +231,28 @@ def grad(tile: Tile, upstream: Upstream, out: Tensor) -> None:
     if not rows:
         return
     lse, grad_logprob, entropy, grad_entropy = (None if u is None else u.contiguous() for u in upstream)
-    grad_kernel[(rows, triton.cdiv(width, ROW_BLOCK))](
-        tile.logits,
-        tile.logits if tile.bias is None else tile.bias,
-        tile.targets,
-        lse,
-        grad_logprob,
-        lse if entropy is None else entropy,
-        lse if grad_entropy is None else grad_entropy,
-        out,
-        tile.logits.stride(0),
-        tile.targets.stride(0),
-        out.stride(0),
-        width,
-        tile.first,
-        tile.scale,
-        HAS_BIAS=tile.bias is not None,
-        HAS_ENTROPY=entropy is not None,
-        BLOCK=ROW_BLOCK,
-        num_warps=8,
-        **FUSED,
-    )
+    with torch.cuda.device_of(tile.logits):
+        grad_kernel[(rows, triton.cdiv(width, ROW_BLOCK))](
+            tile.logits,
+            tile.logits if tile.bias is None else tile.bias,
+            tile.targets,
+            lse,
+            grad_logprob,
+            lse if entropy is None else entropy,
+            lse if grad_entropy is None else grad_entropy,
+            out,
+            tile.logits.stride(0),
+            tile.targets.stride(0),
+            out.stride(0),
+            width,
+            tile.first,
+            tile.scale,
+            HAS_BIAS=tile.bias is not None,
+            HAS_ENTROPY=entropy is not None,
+            BLOCK=ROW_BLOCK,
+            num_warps=8,
+            **FUSED,
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
