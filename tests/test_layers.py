@@ -16,6 +16,7 @@ FLOORS = {
     "naming": 0,
     "ops": 1,
     "samples": 1,
+    "state": 1,
     "credit": 2,
     "arena": 2,
     "inference": 2,

@@ -90,7 +90,12 @@ def test_same_names() -> None:
     assert public(_C) == declared(STUB.body).keys()
 
 
-@pytest.mark.parametrize("name", [node.name for node in STUB.body if isinstance(node, ast.ClassDef)])
+# What these have is held against dict and list themselves, in tests/state.
+FACADES = ("StateDict", "StateList")
+CLASSES = [node.name for node in STUB.body if isinstance(node, ast.ClassDef) and node.name not in FACADES]
+
+
+@pytest.mark.parametrize("name", CLASSES)
 def test_same_members(name: str) -> None:
     node = declared(STUB.body)[name]
     assert isinstance(node, ast.ClassDef)

@@ -11,6 +11,7 @@ void bind_logprob(pybind11::module_& module);
 void bind_grouped_policy_loss(pybind11::module_& module);
 void bind_policy_loss(pybind11::module_& module);
 void bind_scale(pybind11::module_& module);
+void bind_state(pybind11::module_& module);
 void bind_token_rewards(pybind11::module_& module);
 void bind_cuda(pybind11::module_& module);
 

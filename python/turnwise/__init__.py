@@ -30,8 +30,10 @@ _HOME = {
     "RAECredit": "turnwise.credit",
     "TrainConfig": "turnwise.train",
     "Trainer": "turnwise.train",
+    "State": "turnwise.state",
+    "Store": "turnwise.state",
 }
-_ROOMS = frozenset({"arena", "credit", "inference", "ops", "tasks", "train", "types"})
+_ROOMS = frozenset({"arena", "credit", "inference", "ops", "state", "tasks", "train", "types"})
 
 if TYPE_CHECKING:
     from turnwise import train as train
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
     from turnwise.credit import DrMASCredit as DrMASCredit
     from turnwise.credit import GRPOCredit as GRPOCredit
     from turnwise.credit import RAECredit as RAECredit
+    from turnwise.state import State as State
+    from turnwise.state import Store as Store
     from turnwise.train import TrainConfig as TrainConfig
     from turnwise.train import Trainer as Trainer
     from turnwise.types import Actor as Actor

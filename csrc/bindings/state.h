@@ -1,0 +1,182 @@
+// What the types of turnwise.state share: raw CPython types, because a pybind11 method costs several dictionary reads.
+//
+// A State owns one heap. StateDict, StateList and TokenArray are proxies of one slot in it; there is at most one living
+// proxy per slot, so that `s["a"] is s["a"]`.
+#pragma once
+
+#include <Python.h>
+#include <structmember.h>
+
+#include <new>
+#include <vector>
+
+#include "state/heap.h"
+
+namespace turnwise::state {
+
+inline PyObject* object_of(Leaf* leaf) noexcept {
+    return reinterpret_cast<PyObject*>(leaf);
+}
+inline Leaf* leaf_of(PyObject* object) noexcept {
+    return reinterpret_cast<Leaf*>(object);
+}
+
+struct Proxy;
+
+// The living proxies of a State by slot: open addressing, borrowed references.
+class ProxyMap {
+  public:
+    ~ProxyMap() { delete[] cells_; }
+    Proxy* find(SlotIndex slot) const noexcept;
+    void insert(SlotIndex slot, Proxy* proxy);
+    void erase(SlotIndex slot) noexcept;
+    template <class Function>
+    void for_each(Function&& f) const {
+        for (size_t i = 0; i < size_t(capacity_); ++i) {
+            if (cells_[i].proxy) f(cells_[i].slot, cells_[i].proxy);
+        }
+    }
+
+  private:
+    struct Cell {
+        SlotIndex slot = 0;
+        Proxy* proxy = nullptr;
+    };
+    size_t home(SlotIndex slot) const noexcept { return (slot * 2654435769u) >> shift_; }
+    Cell* cells_ = nullptr;
+    uint32_t capacity_ = 0;
+    uint32_t used_ = 0;
+    unsigned shift_ = 32;
+};
+
+struct StateObject;
+
+// The base of turnwise.state.Store: what C++ needs of it.
+struct StoreObject {
+    PyObject_HEAD PyObject* policies;  // dict: type -> policy tuple, see Policy
+    StateObject* states;               // the living ones, a doubly linked list
+};
+
+struct StateObject {
+    PyObject_HEAD StoreObject* store;
+    PyObject* base;  // the last commit, or null
+    PyObject* weakrefs;
+    StateObject* next;
+    StateObject** link;  // what points here
+    bool frozen;
+    bool pruned;
+    bool locked;  // its objects are being copied: Python code runs that must not change it
+    Heap heap;
+    ProxyMap proxies;
+    // Owned nodes that hold plain containers not yet taken over, and live opaque objects.
+    std::vector<SlotIndex> pending;
+};
+
+// A view of the container in `slot`. A TokenArray that lies in no State yet owns its node and has no state.
+struct Proxy {
+    PyObject_HEAD StateObject* state;
+    Node* node;
+    uint64_t stamp;
+    SlotIndex slot;
+    Epoch birth;
+};
+
+// What a Store says of a type: a tuple (mode, copy, private).
+//   share:  the object is a leaf, shared by all versions
+//   copy:   `copy(object)` at forks; if `private`, each version that asks for the object gets its own copy, else it
+//   gets the
+//           snapshot itself (which then must be read-only)
+//   freeze: `copy(object)` is taken as a leaf, at once
+struct Policy {
+    enum Mode : long { Share = 0, Copy = 1, Freeze = 2 };
+    Mode mode;
+    PyObject* copy;
+    bool hands_out_copies;
+    static Policy of(PyObject* tuple);
+};
+
+struct Types {
+    PyTypeObject *store, *state, *dict, *list, *tokens;
+    PyTypeObject *keys, *values, *items, *iterator, *list_iterator;
+    PyObject *error, *pruned, *frozen, *opaque;
+};
+extern Types types;
+
+// Objects whose destruction may run Python code are destroyed when the operation is over, not in its middle.
+struct Operation {
+    ~Operation();
+};
+
+// ---- state_object.cpp
+StateObject* new_state(StoreObject* store);
+Proxy* new_proxy(PyTypeObject* type, StateObject* state, SlotIndex slot, Node* node);
+PyObject* wrap_slot(StateObject* state, SlotIndex slot);
+inline PyObject* wrap(StateObject* state, Value value) {
+    if (value.is_slot()) return wrap_slot(state, value.slot());
+    PyObject* object = object_of(value.leaf());
+    Py_INCREF(object);
+    return object;
+}
+Node* refresh(Proxy* proxy);
+// The node that a proxy shows, or null with an error set.
+inline Node* node_of(Proxy* proxy) {
+    return proxy->stamp == proxy->state->heap.stamp() ? proxy->node : refresh(proxy);
+}
+template <class NodeType>
+NodeType* read(Proxy* proxy) {
+    return static_cast<NodeType*>(node_of(proxy));
+}
+bool refuse_writing(StateObject* state);
+// The node for writing, or null with an error set.
+template <class NodeType>
+NodeType* write(Proxy* proxy) {
+    StateObject* state = proxy->state;
+    Node* node = node_of(proxy);
+    if (!node) return nullptr;
+    if ((state->frozen || state->locked) && refuse_writing(state)) return nullptr;
+    if (!state->heap.owns(node)) {
+        node = state->heap.own<NodeType>(proxy->slot);
+        proxy->node = node;
+        proxy->stamp = state->heap.stamp();
+    }
+    return static_cast<NodeType*>(node);
+}
+inline bool is_proxy(PyObject* object) {
+    return Py_IS_TYPE(object, types.dict) || Py_IS_TYPE(object, types.list) || Py_IS_TYPE(object, types.tokens);
+}
+
+// ---- state_adopt.cpp
+// An object as it enters a State: a leaf, the slot of a proxy of the same State, or a plain container, which stays what
+// it is until `settle` (then `later` is set). False with an error set.
+bool take_in(StateObject* state, PyObject* object, Value& value, bool& later);
+void note_pending(StateObject* state, SlotIndex slot, Node* node);
+// Takes over every plain container that was written since the last fork. False with an error set, and nothing changed.
+bool settle(StateObject* state);
+// Takes a copy of `data` in as the root of an empty state.
+bool adopt_root(StateObject* state, PyObject* data);
+bool fork_states(StateObject* state, StateObject** children, size_t count);
+PyObject* open_opaque(StateObject* state, SlotIndex slot);
+PyObject* policy_of(StateObject* state, PyObject* object);  // borrowed; None where there is none; null on error
+
+// ---- the types, each in its file
+bool make_dict_types(PyObject* module);
+bool make_list_types(PyObject* module);
+bool make_tokens_type(PyObject* module);
+bool make_state_types(PyObject* module);
+
+PyTypeObject* make_type(PyObject* module, PyType_Spec& spec, const char* name);
+// Runs `body`; where memory runs out, sets MemoryError and gives `failed`.
+template <class Result, class Body>
+Result guarded(Result failed, Body&& body) {
+    try {
+        return body();
+    } catch (const std::bad_alloc&) {
+        PyErr_NoMemory();
+        return failed;
+    }
+}
+
+int traverse_proxy(PyObject* self, visitproc visit, void* arg);
+void dealloc_proxy(PyObject* self);
+
+}  // namespace turnwise::state

@@ -1,0 +1,472 @@
+// How Python objects enter a State: which are leaves, which become containers of the heap and when, which are copied.
+#include <string>
+#include <unordered_map>
+
+#include "bindings/state.h"
+
+namespace turnwise::state {
+
+Policy Policy::of(PyObject* tuple) {
+    return {static_cast<Mode>(PyLong_AsLong(PyTuple_GET_ITEM(tuple, 0))), PyTuple_GET_ITEM(tuple, 1),
+            PyTuple_GET_ITEM(tuple, 2) == Py_True};
+}
+
+PyObject* policy_of(StateObject* state, PyObject* object) {
+    PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+    PyObject* known = PyDict_GetItemWithError(state->store->policies, type);
+    if (known || PyErr_Occurred()) return known;
+    // The Store looks at the type once and remembers what it found, or says None.
+    PyObject* found = PyObject_CallMethod(reinterpret_cast<PyObject*>(state->store), "_policy_of", "O", type);
+    if (!found) return nullptr;
+    const bool stored = PyDict_SetItem(state->store->policies, type, found) == 0;
+    Py_DECREF(found);  // the dict holds it
+    return stored ? found : nullptr;
+}
+
+namespace {
+
+bool is_atom(PyObject* object) noexcept {
+    return PyUnicode_CheckExact(object) || PyLong_CheckExact(object) || object == Py_None ||
+           PyFloat_CheckExact(object) || PyBool_Check(object) || PyBytes_CheckExact(object);
+}
+
+PyObject* type_name(PyObject* object) {
+    return PyType_GetName(Py_TYPE(object));
+}
+
+// Takes objects over into a heap. Nothing of the heap changes before `apply`, so that an error leaves it as it was.
+class Adoption {
+  public:
+    enum class Opaque { Copied, Live, Checked };
+    // `Copied`: the objects stay the caller's, the state gets copies. `Live`: they are the state's own from now on.
+    // `Checked`: nothing is made or called; only errors count.
+    Adoption(StateObject* state, Opaque opaque) : state_(state), opaque_(opaque), cursor_(state->heap.cursor()) {}
+    ~Adoption() {
+        for (Made& made : made_) Node::drop(made.node);
+        for (auto& [object, value] : memo_) value.drop();
+    }
+
+    // What stands for `object`, with a reference of its own. `key` (or, without one, `index`) is its place in the
+    // container `parent` (an index into made_, -1 for none).
+    bool convert(PyObject* object, Value& value, int parent, PyObject* key, size_t index) {
+        if (is_atom(object)) return leaf(object, value);
+        if (is_proxy(object) && reinterpret_cast<Proxy*>(object)->state) return alias(object, value);
+        const auto known = memo_.find(object);
+        if (known != memo_.end()) {
+            value = known->second;
+            value.take();
+            return true;
+        }
+        if (PyList_CheckExact(object)) return container<ListNode>(object, value, parent, key, index);
+        if (PyDict_CheckExact(object)) return container<DictNode>(object, value, parent, key, index);
+        if (Py_IS_TYPE(object, types.tokens)) return tokens(object, value, parent, key, index);
+        if (PyTuple_Check(object) && (PyTuple_CheckExact(object) || PyObject_HasAttrString(object, "_fields"))) {
+            const int pure = is_pure(object, parent, key, index);
+            if (pure < 0) return false;
+            if (pure) return leaf(object, value);
+            PyObject* type = PyTuple_CheckExact(object) ? nullptr : reinterpret_cast<PyObject*>(Py_TYPE(object));
+            return add(object, new TupleNode(state_->heap.epoch(), leaf_of(type)), value, parent, key, index);
+        }
+        return by_policy(object, value, parent, key, index);
+    }
+
+    // Converts what lies in the containers that `convert` found.
+    bool fill() {
+        for (size_t at = 0; at < made_.size(); ++at) {
+            PyObject* object = made_[at].object;
+            Node* node = made_[at].node;
+            if (node->kind == Kind::List) {
+                Values& items = static_cast<ListNode*>(node)->items;
+                for (Py_ssize_t i = 0; i < PyList_GET_SIZE(object); ++i) {
+                    if (!put(items, PyList_GET_ITEM(object, i), at, size_t(i))) return false;
+                }
+            } else if (node->kind == Kind::Tuple) {
+                Values& items = static_cast<TupleNode*>(node)->items;
+                for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); ++i) {
+                    if (!put(items, PyTuple_GET_ITEM(object, i), at, size_t(i))) return false;
+                }
+            } else if (node->kind == Kind::Dict) {
+                Py_ssize_t position = 0;
+                PyObject *key, *item;
+                Py_hash_t hash;
+                const Py_ssize_t size = PyDict_GET_SIZE(object);
+                while (PyDict_Next(object, &position, &key, &item)) {
+                    hash = PyObject_Hash(key);
+                    if (hash == -1 && PyErr_Occurred()) return false;
+                    Value value;
+                    Py_INCREF(key);
+                    if (!convert(item, value, int(at), key, 0)) {
+                        Py_DECREF(key);
+                        return false;
+                    }
+                    static_cast<DictNode*>(node)->insert(hash, leaf_of(key), value);
+                    if (PyDict_GET_SIZE(object) != size) return changed();
+                }
+            }
+        }
+        return true;
+    }
+
+    // Puts the new containers into the heap, and hands their nodes over.
+    void apply() {
+        for (Made& made : made_) {
+            const SlotIndex slot = state_->heap.add(made.node);
+            assert(slot == made.slot);
+            if (made.node->kind == Kind::Opaque && state_->heap.owns(made.node)) note_pending(state_, slot, made.node);
+            made.node = nullptr;
+        }
+    }
+
+  private:
+    struct Made {
+        PyObject* object;
+        Node* node;
+        SlotIndex slot;
+        int parent;
+        PyObject* key;
+        size_t index;
+    };
+
+    static bool leaf(PyObject* object, Value& value) {
+        Py_INCREF(object);
+        value = Value::of(leaf_of(object));
+        return true;
+    }
+
+    bool alias(PyObject* object, Value& value) {
+        auto* proxy = reinterpret_cast<Proxy*>(object);
+        if (proxy->state != state_) {
+            PyErr_Format(
+                types.opaque,
+                "a %s of another State: put in a plain copy, turnwise.state.to_python(value), or fork the State "
+                "that it belongs to",
+                Py_TYPE(object) == types.dict   ? "dict"
+                : Py_TYPE(object) == types.list ? "list"
+                                                : "TokenArray");
+            return false;
+        }
+        if (!node_of(proxy)) return false;
+        value = Value::of(proxy->slot);
+        return true;
+    }
+
+    template <class NodeType>
+    bool container(PyObject* object, Value& value, int parent, PyObject* key, size_t index) {
+        return add(object, new NodeType(state_->heap.epoch()), value, parent, key, index);
+    }
+
+    bool tokens(PyObject* object, Value& value, int parent, PyObject* key, size_t index) {
+        auto* node = static_cast<TokensNode*>(reinterpret_cast<Proxy*>(object)->node);
+        auto* copy = new TokensNode(state_->heap.epoch());
+        copy->tokens = node->tokens;
+        node->epoch = next_epoch();  // the chunks are shared now
+        return add(object, copy, value, parent, key, index);
+    }
+
+    // 1 if nothing in the tuple can change, 0 if something can, -1 on error. Tuples in tuples can't form a cycle.
+    int is_pure(PyObject* tuple, int parent, PyObject* key, size_t index) {
+        if (Py_EnterRecursiveCall(" while a tuple is taken into a State")) return -1;
+        int pure = 1;
+        for (Py_ssize_t i = 0; pure == 1 && i < PyTuple_GET_SIZE(tuple); ++i) {
+            PyObject* item = PyTuple_GET_ITEM(tuple, i);
+            if (is_atom(item)) continue;
+            if (PyTuple_CheckExact(item)) {
+                pure = is_pure(item, parent, key, index);
+            } else if (PyList_CheckExact(item) || PyDict_CheckExact(item) || is_proxy(item) || PyTuple_Check(item)) {
+                pure = 0;
+            } else {
+                PyObject* policy = policy_of(state_, item);
+                pure = !policy ? -1 : policy != Py_None && Policy::of(policy).mode == Policy::Share;
+            }
+        }
+        Py_LeaveRecursiveCall();
+        return pure;
+    }
+
+    bool by_policy(PyObject* object, Value& value, int parent, PyObject* key, size_t index) {
+        PyObject* tuple = policy_of(state_, object);
+        if (!tuple) return false;
+        if (tuple == Py_None) return refuse(object, parent, key, index);
+        const Policy policy = Policy::of(tuple);
+        if (policy.mode == Policy::Share || opaque_ == Opaque::Checked) return leaf(object, value);
+        if (policy.mode == Policy::Copy && opaque_ == Opaque::Live) {
+            auto* node = new OpaqueNode(state_->heap.epoch(), leaf_of(object), leaf_of(tuple));
+            return add(object, node, value, parent, key, index);
+        }
+        Py_INCREF(tuple);
+        PyObject* copy = PyObject_CallOneArg(policy.copy, object);
+        if (!copy) {
+            Py_DECREF(tuple);
+            return false;
+        }
+        bool done;
+        if (policy.mode == Policy::Freeze) {
+            value = Value::of(leaf_of(copy));
+            value.take();
+            memo_.emplace(object, value);
+            done = leaf(copy, value);
+        } else {
+            // Of no epoch: a snapshot, copied when a version asks for the object.
+            done = add(object, new OpaqueNode(0, leaf_of(copy), leaf_of(tuple)), value, parent, key, index);
+        }
+        Py_DECREF(copy);
+        Py_DECREF(tuple);
+        return done;
+    }
+
+    bool add(PyObject* object, Node* node, Value& value, int parent, PyObject* key, size_t index) {
+        const SlotIndex slot = state_->heap.plan(cursor_);
+        made_.push_back({object, node, slot, parent, key, index});
+        value = Value::of(slot);
+        memo_.emplace(object, value);
+        return true;
+    }
+
+    bool put(Values& items, PyObject* object, size_t parent, size_t index) {
+        Value value;
+        Py_INCREF(object);
+        const bool done = convert(object, value, int(parent), nullptr, index);
+        if (done) items.push_back(value, state_->heap.epoch());
+        Py_DECREF(object);
+        return done;
+    }
+
+    static bool changed() {
+        PyErr_SetString(PyExc_RuntimeError, "a dict changed while it was taken into a State");
+        return false;
+    }
+
+    // "data['players'][0]: ..." with the type and what to do.
+    bool refuse(PyObject* object, int parent, PyObject* key, size_t index) {
+        PyObject* path = PyUnicode_FromString("");
+        for (bool first = true; path && (first || parent >= 0); first = false) {
+            if (!first) {
+                key = made_[size_t(parent)].key;
+                index = made_[size_t(parent)].index;
+                parent = made_[size_t(parent)].parent;
+            }
+            if (parent < 0 && !key) break;
+            PyObject* longer =
+                key ? PyUnicode_FromFormat("[%R]%U", key, path) : PyUnicode_FromFormat("[%zu]%U", index, path);
+            Py_DECREF(path);
+            path = longer;
+        }
+        PyObject* name = path ? type_name(object) : nullptr;
+        if (name) {
+            PyErr_Format(types.opaque,
+                         "data%U: an object of type %U, which the store can't look into. Say what a fork does with it: "
+                         "store.register(%U, 'share' | 'copy' | 'pickle'), or make %U a ForkableMixin",
+                         path, name, name, name);
+        }
+        Py_XDECREF(name);
+        Py_XDECREF(path);
+        return false;
+    }
+
+    StateObject* state_;
+    Opaque opaque_;
+    Heap::Cursor cursor_;
+    std::vector<Made> made_;
+    std::unordered_map<PyObject*, Value> memo_;
+};
+
+struct Lock {
+    explicit Lock(StateObject* state) : state(state) { state->locked = true; }
+    ~Lock() { state->locked = false; }
+    StateObject* state;
+};
+
+struct Patch {
+    Value* place;
+    Value value;
+};
+
+// Converts the plain containers among `count` values, spaced `stride` bytes apart.
+bool convert_values(Adoption& adoption, Value* first, size_t count, size_t stride, std::vector<Patch>& patches) {
+    for (size_t i = 0; i < count; ++i) {
+        auto* place = reinterpret_cast<Value*>(reinterpret_cast<char*>(first) + i * stride);
+        if (!place->is_leaf() || is_atom(object_of(place->leaf()))) continue;
+        Value value;
+        if (!adoption.convert(object_of(place->leaf()), value, -1, nullptr, i)) return false;
+        if (value == *place)
+            value.drop();
+        else
+            patches.push_back({place, value});
+    }
+    return true;
+}
+
+}  // namespace
+
+void note_pending(StateObject* state, SlotIndex slot, Node* node) {
+    if (node->pending) return;
+    state->pending.push_back(slot);
+    node->pending = true;
+}
+
+bool take_in(StateObject* state, PyObject* object, Value& value, bool& later) {
+    later = false;
+    if (is_atom(object)) {
+        Py_INCREF(object);
+        value = Value::of(leaf_of(object));
+        return true;
+    }
+    if (!is_proxy(object) && !PyList_CheckExact(object) && !PyDict_CheckExact(object) && !PyTuple_Check(object)) {
+        PyObject* tuple = policy_of(state, object);
+        if (!tuple) return false;
+        if (tuple != Py_None && Policy::of(tuple).mode == Policy::Freeze) {
+            PyObject* copy = PyObject_CallOneArg(Policy::of(tuple).copy, object);
+            value = Value::of(leaf_of(copy));
+            return copy != nullptr;
+        }
+    }
+    Adoption check(state, Adoption::Opaque::Checked);
+    if (!check.convert(object, value, -1, nullptr, 0) || !check.fill()) return false;
+    if (is_proxy(object) && reinterpret_cast<Proxy*>(object)->state) return true;
+    if (value.is_leaf()) {
+        // A leaf by policy, or an object that becomes one: a copy policy makes it live when the State settles.
+        PyObject* tuple = PyTuple_CheckExact(object) ? nullptr : policy_of(state, object);
+        later = tuple && tuple != Py_None && Policy::of(tuple).mode == Policy::Copy;
+        return true;
+    }
+    Py_INCREF(object);
+    value = Value::of(leaf_of(object));
+    later = true;
+    return true;
+}
+
+bool settle(StateObject* state) {
+    if (state->pending.empty()) return true;
+    if (state->locked) return !refuse_writing(state);
+    Lock lock(state);
+    Adoption adoption(state, Adoption::Opaque::Live);
+    std::vector<Patch> patches;
+    bool good = true;
+    for (size_t at = 0; good && at < state->pending.size(); ++at) {
+        Node* node = state->heap.at(state->pending[at]);
+        if (!node || !state->heap.owns(node) || !node->pending) continue;
+        if (node->kind == Kind::Dict) {
+            static_cast<DictNode*>(node)->entries.for_each_owned_chunk(node->epoch, [&](Entry* entries, size_t count) {
+                good = good && convert_values(adoption, &entries->value, count, sizeof(Entry), patches);
+            });
+        } else if (node->kind == Kind::List) {
+            static_cast<ListNode*>(node)->items.for_each_owned_chunk(node->epoch, [&](Value* values, size_t count) {
+                good = good && convert_values(adoption, values, count, sizeof(Value), patches);
+            });
+        }
+    }
+    if (!good || !adoption.fill()) {
+        for (Patch& patch : patches) patch.value.drop();
+        return false;
+    }
+    std::vector<SlotIndex> live;
+    for (SlotIndex slot : state->pending) {
+        Node* node = state->heap.at(slot);
+        if (!node || !state->heap.owns(node) || !node->pending) continue;
+        if (node->kind == Kind::Opaque)
+            live.push_back(slot);
+        else
+            node->pending = false;
+    }
+    for (Patch& patch : patches) std::exchange(*patch.place, patch.value).drop();
+    state->pending = std::move(live);
+    adoption.apply();
+    return true;
+}
+
+bool adopt_root(StateObject* state, PyObject* data) {
+    Adoption adoption(state, Adoption::Opaque::Copied);
+    Value root;
+    if (!adoption.convert(data, root, -1, nullptr, 0)) return false;
+    if (!adoption.fill()) {
+        root.drop();
+        return false;
+    }
+    adoption.apply();
+    state->heap.exchange_root(root).drop();
+    return true;
+}
+
+bool fork_states(StateObject* state, StateObject** children, size_t count) {
+    return guarded(false, [&] {
+        struct Live {
+            SlotIndex slot;
+            Node* node;
+        };
+        std::vector<Live> live;
+        if (!state->pending.empty()) {
+            if (!settle(state)) return false;
+            // The children get snapshots; what the caller holds stays this state's own.
+            std::vector<Node*> snapshots;
+            Lock lock(state);
+            bool good = true;
+            for (SlotIndex slot : state->pending) {
+                auto* node = static_cast<OpaqueNode*>(state->heap.at(slot));
+                const Policy policy = Policy::of(object_of(node->policy));
+                PyObject* copy = PyObject_CallOneArg(policy.copy, object_of(node->object));
+                if (!copy) {
+                    good = false;
+                    break;
+                }
+                snapshots.push_back(new OpaqueNode(state->heap.epoch(), node->birth, leaf_of(copy), node->policy));
+                Py_DECREF(copy);
+                live.push_back({slot, node});
+            }
+            if (!good) {
+                for (Node* node : snapshots) Node::drop(node);
+                return false;
+            }
+            for (size_t i = 0; i < live.size(); ++i) {
+                live[i].node->up();
+                state->heap.replace(live[i].slot, snapshots[i]);
+            }
+        }
+        if (!state->frozen && state->heap.wants_collection()) {
+            std::vector<SlotIndex> roots(state->pending);
+            state->proxies.for_each([&](SlotIndex slot, Proxy*) { roots.push_back(slot); });
+            state->heap.collect(roots);
+        }
+        bool good = true;
+        for (size_t i = 0; i < count; ++i) {
+            children[i] = good ? new_state(state->store) : nullptr;
+            good = children[i] != nullptr;
+            if (good) state->heap.fork_into(children[i]->heap);
+        }
+        for (Live& each : live) {
+            each.node->epoch = state->heap.epoch();
+            state->heap.replace(each.slot, each.node);
+        }
+        for (size_t i = 0; !good && i < count; ++i) Py_CLEAR(children[i]);
+        return good;
+    });
+}
+
+PyObject* open_opaque(StateObject* state, SlotIndex slot) {
+    auto* node = static_cast<OpaqueNode*>(state->heap.at(slot));
+    PyObject* object = object_of(node->object);
+    const Policy policy = Policy::of(object_of(node->policy));
+    Py_INCREF(object);
+    if (state->heap.owns(node) || !policy.hands_out_copies) return object;
+    if (state->locked && refuse_writing(state)) {
+        Py_DECREF(object);
+        return nullptr;
+    }
+    const Epoch birth = node->birth;
+    Leaf* rule = node->policy;
+    retain(rule);
+    PyObject* copy;
+    {
+        Lock lock(state);
+        copy = PyObject_CallOneArg(policy.copy, object);
+    }
+    Py_DECREF(object);
+    if (copy && !state->frozen) {
+        auto* own = new OpaqueNode(state->heap.epoch(), birth, leaf_of(copy), rule);
+        state->heap.replace(slot, own);
+        note_pending(state, slot, own);
+    }
+    release(rule);
+    return copy;
+}
+
+}  // namespace turnwise::state

@@ -1,0 +1,393 @@
+// StateList: the facade of a list in a State. Rarely used methods are added in Python.
+#include "bindings/state.h"
+
+namespace turnwise::state {
+namespace {
+
+Proxy* proxy_of(PyObject* self) noexcept {
+    return reinterpret_cast<Proxy*>(self);
+}
+
+Py_ssize_t list_length(PyObject* self) {
+    const auto* node = read<ListNode>(proxy_of(self));
+    return node ? Py_ssize_t(node->items.size()) : -1;
+}
+
+PyObject* list_item(PyObject* self, Py_ssize_t index) {
+    const auto* node = read<ListNode>(proxy_of(self));
+    if (!node) return nullptr;
+    const Py_ssize_t size = Py_ssize_t(node->items.size());
+    if (index < 0) index += size;
+    if (index < 0 || index >= size) return PyErr_Format(PyExc_IndexError, "list index out of range");
+    return wrap(proxy_of(self)->state, node->items[size_t(index)]);
+}
+
+bool bad_index(PyObject* key) {
+    PyErr_Format(PyExc_TypeError, "list indices must be integers or slices, not %.200s", Py_TYPE(key)->tp_name);
+    return false;
+}
+
+struct Range {
+    Py_ssize_t start, stop, step, count;
+};
+bool range_of(PyObject* slice, Py_ssize_t size, Range& range) {
+    if (PySlice_Unpack(slice, &range.start, &range.stop, &range.step) < 0) return false;
+    range.count = PySlice_AdjustIndices(size, &range.start, &range.stop, range.step);
+    return true;
+}
+
+PyObject* list_slice(PyObject* self, PyObject* slice) {
+    const Py_ssize_t size = list_length(self);
+    Range range;
+    if (size < 0 || !range_of(slice, size, range)) return nullptr;
+    PyObject* result = PyList_New(range.count);
+    for (Py_ssize_t i = 0; result && i < range.count; ++i) {
+        PyObject* item = list_item(self, range.start + i * range.step);
+        if (item)
+            PyList_SET_ITEM(result, i, item);
+        else
+            Py_CLEAR(result);
+    }
+    return result;
+}
+
+PyObject* list_sequence_item(PyObject* self, Py_ssize_t index) {
+    return list_item(self, index < 0 ? PY_SSIZE_T_MAX : index);
+}
+
+PyObject* list_subscript(PyObject* self, PyObject* key) {
+    if (PyIndex_Check(key)) {
+        const Py_ssize_t index = PyNumber_AsSsize_t(key, PyExc_IndexError);
+        return index == -1 && PyErr_Occurred() ? nullptr : list_item(self, index);
+    }
+    if (PySlice_Check(key)) return list_slice(self, key);
+    bad_index(key);
+    return nullptr;
+}
+
+// The objects of an iterable as values with references of their own.
+class Incoming {
+  public:
+    ~Incoming() {
+        for (Value value : values_) value.drop();
+    }
+    bool take(Proxy* self, PyObject* iterable, const char* message) {
+        PyObject* objects = PySequence_Fast(iterable, message);
+        if (!objects) return false;
+        bool good = true;
+        for (Py_ssize_t i = 0; good && i < PySequence_Fast_GET_SIZE(objects); ++i) {
+            good = take_one(self, PySequence_Fast_GET_ITEM(objects, i));
+        }
+        Py_DECREF(objects);
+        return good;
+    }
+    bool take_one(Proxy* self, PyObject* object) {
+        Value value;
+        bool later;
+        if (!take_in(self->state, object, value, later)) return false;
+        values_.push_back(value);
+        later_ = later_ || later;
+        return true;
+    }
+    size_t size() const noexcept { return values_.size(); }
+    // Replaces items of the list; the values are the list's then.
+    bool splice(Proxy* self, Py_ssize_t start, Py_ssize_t removed) {
+        auto* node = write<ListNode>(self);
+        if (!node) return false;
+        Released out;
+        node->items.splice(size_t(start), size_t(removed), values_.data(), values_.size(), node->epoch, out);
+        values_.clear();
+        for (Value value : out) value.drop();
+        if (later_) note_pending(self->state, self->slot, node);
+        return true;
+    }
+    // One value in the place of the item at `index`.
+    bool put(Proxy* self, Py_ssize_t index, size_t which) {
+        auto* node = write<ListNode>(self);
+        if (!node) return false;
+        std::swap(node->items.own(size_t(index), node->epoch), values_[which]);
+        if (later_) note_pending(self->state, self->slot, node);
+        return true;
+    }
+
+  private:
+    std::vector<Value> values_;
+    bool later_ = false;
+};
+
+int list_set(Proxy* self, Py_ssize_t index, PyObject* object) {
+    Operation operation;
+    Value value;
+    bool later;
+    if (!take_in(self->state, object, value, later)) return -1;
+    auto* node = write<ListNode>(self);
+    if (node) {
+        const Py_ssize_t size = Py_ssize_t(node->items.size());
+        if (index < 0) index += size;
+        if (index >= 0 && index < size) {
+            std::exchange(node->items.own(size_t(index), node->epoch), value).drop();
+            if (later) note_pending(self->state, self->slot, node);
+            return 0;
+        }
+        PyErr_SetString(PyExc_IndexError, "list assignment index out of range");
+    }
+    value.drop();
+    return -1;
+}
+
+int list_delete(Proxy* self, Py_ssize_t index) {
+    Operation operation;
+    auto* node = write<ListNode>(self);
+    if (!node) return -1;
+    const Py_ssize_t size = Py_ssize_t(node->items.size());
+    if (index < 0) index += size;
+    if (index < 0 || index >= size) {
+        PyErr_SetString(PyExc_IndexError, "list assignment index out of range");
+        return -1;
+    }
+    return Incoming().splice(self, index, 1) ? 0 : -1;
+}
+
+int list_set_slice(Proxy* self, PyObject* slice, PyObject* objects) {
+    Operation operation;
+    Incoming incoming;
+    if (objects && !incoming.take(self, objects, "can only assign an iterable")) return -1;
+    Range range;
+    const Py_ssize_t size = list_length(reinterpret_cast<PyObject*>(self));
+    if (size < 0 || !range_of(slice, size, range)) return -1;
+    if (range.step == 1) return incoming.splice(self, range.start, range.count) ? 0 : -1;
+    if (!objects) {
+        // From the end, so that places before stay what they are.
+        const bool down = range.step < 0;
+        for (Py_ssize_t i = 0; i < range.count; ++i) {
+            const Py_ssize_t nth = down ? i : range.count - 1 - i;
+            if (!Incoming().splice(self, range.start + nth * range.step, 1)) return -1;
+        }
+        return write<ListNode>(self) ? 0 : -1;
+    }
+    if (Py_ssize_t(incoming.size()) != range.count) {
+        PyErr_Format(PyExc_ValueError, "attempt to assign sequence of size %zu to extended slice of size %zd",
+                     incoming.size(), range.count);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < range.count; ++i) {
+        if (!incoming.put(self, range.start + i * range.step, size_t(i))) return -1;
+    }
+    return 0;
+}
+
+int list_set_subscript(PyObject* self, PyObject* key, PyObject* value) {
+    return guarded(-1, [&]() -> int {
+        if (PyIndex_Check(key)) {
+            const Py_ssize_t index = PyNumber_AsSsize_t(key, PyExc_IndexError);
+            if (index == -1 && PyErr_Occurred()) return -1;
+            return value ? list_set(proxy_of(self), index, value) : list_delete(proxy_of(self), index);
+        }
+        if (PySlice_Check(key)) return list_set_slice(proxy_of(self), key, value);
+        bad_index(key);
+        return -1;
+    });
+}
+// The sequence slots get indices that were counted from the start already: one that is still negative is out of range.
+int list_set_item(PyObject* self, Py_ssize_t index, PyObject* value) {
+    if (index < 0) index = PY_SSIZE_T_MAX;
+    return guarded(-1,
+                   [&] { return value ? list_set(proxy_of(self), index, value) : list_delete(proxy_of(self), index); });
+}
+
+PyObject* list_append(PyObject* self, PyObject* object) {
+    Operation operation;
+    return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
+        Value value;
+        bool later;
+        if (!take_in(proxy_of(self)->state, object, value, later)) return nullptr;
+        auto* node = write<ListNode>(proxy_of(self));
+        if (!node) {
+            value.drop();
+            return nullptr;
+        }
+        node->items.push_back(value, node->epoch);
+        if (later) note_pending(proxy_of(self)->state, proxy_of(self)->slot, node);
+        Py_RETURN_NONE;
+    });
+}
+
+PyObject* list_extend(PyObject* self, PyObject* objects) {
+    Operation operation;
+    return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
+        Incoming incoming;
+        PyObject* iterator = PyObject_GetIter(objects);  // for its own message
+        if (!iterator) return nullptr;
+        Py_DECREF(iterator);
+        if (!incoming.take(proxy_of(self), objects, "expected an iterable")) return nullptr;
+        const Py_ssize_t size = list_length(self);
+        if (size < 0 || !incoming.splice(proxy_of(self), size, 0)) return nullptr;
+        Py_RETURN_NONE;
+    });
+}
+
+PyObject* list_insert(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+    Operation operation;
+    if (count != 2) return PyErr_Format(PyExc_TypeError, "insert expected 2 arguments, got %zd", count);
+    Py_ssize_t index = PyNumber_AsSsize_t(args[0], PyExc_OverflowError);
+    if (index == -1 && PyErr_Occurred()) return nullptr;
+    return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
+        Incoming incoming;
+        if (!incoming.take_one(proxy_of(self), args[1])) return nullptr;
+        const Py_ssize_t size = list_length(self);
+        if (size < 0) return nullptr;
+        if (index < 0) index = std::max<Py_ssize_t>(index + size, 0);
+        if (!incoming.splice(proxy_of(self), std::min(index, size), 0)) return nullptr;
+        Py_RETURN_NONE;
+    });
+}
+
+PyObject* list_pop(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+    Operation operation;
+    if (count > 1) return PyErr_Format(PyExc_TypeError, "pop expected at most 1 argument, got %zd", count);
+    Py_ssize_t index = -1;
+    if (count && (index = PyNumber_AsSsize_t(args[0], PyExc_IndexError)) == -1 && PyErr_Occurred()) return nullptr;
+    return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
+        auto* node = write<ListNode>(proxy_of(self));
+        if (!node) return nullptr;
+        const Py_ssize_t size = Py_ssize_t(node->items.size());
+        if (!size) return PyErr_Format(PyExc_IndexError, "pop from empty list");
+        if (index < 0) index += size;
+        if (index < 0 || index >= size) return PyErr_Format(PyExc_IndexError, "pop index out of range");
+        PyObject* shown = wrap(proxy_of(self)->state, node->items[size_t(index)]);
+        if (!shown) return nullptr;
+        if (!(node = write<ListNode>(proxy_of(self)))) {
+            Py_DECREF(shown);
+            return nullptr;
+        }
+        if (index == size - 1) {
+            node->items.pop_back(node->epoch).drop();
+        } else {
+            Incoming().splice(proxy_of(self), index, 1);
+        }
+        return shown;
+    });
+}
+
+PyObject* list_clear(PyObject* self, PyObject*) {
+    Operation operation;
+    auto* node = guarded<ListNode*>(nullptr, [&] { return write<ListNode>(proxy_of(self)); });
+    if (!node) return nullptr;
+    node->items.clear();
+    Py_RETURN_NONE;
+}
+
+// ---- iterator -------------------------------------------------------------------------------------------------------
+struct Iterator {
+    PyObject_HEAD Proxy* proxy;  // null when exhausted
+    Py_ssize_t index;
+    Py_ssize_t step;
+};
+
+PyObject* make_iterator(PyObject* list, Py_ssize_t index, Py_ssize_t step) {
+    auto* self = PyObject_GC_New(Iterator, types.list_iterator);
+    if (!self) return nullptr;
+    Py_INCREF(list);
+    self->proxy = proxy_of(list);
+    self->index = index;
+    self->step = step;
+    PyObject_GC_Track(self);
+    return reinterpret_cast<PyObject*>(self);
+}
+PyObject* list_iter(PyObject* self) {
+    return node_of(proxy_of(self)) ? make_iterator(self, 0, 1) : nullptr;
+}
+PyObject* list_reversed(PyObject* self, PyObject*) {
+    const Py_ssize_t size = list_length(self);
+    return size < 0 ? nullptr : make_iterator(self, size - 1, -1);
+}
+PyObject* iterator_next(PyObject* object) {
+    auto* self = reinterpret_cast<Iterator*>(object);
+    if (!self->proxy) return nullptr;
+    const auto* node = read<ListNode>(self->proxy);
+    if (!node) return nullptr;
+    if (self->index < 0 || self->index >= Py_ssize_t(node->items.size())) {
+        Py_CLEAR(self->proxy);
+        return nullptr;
+    }
+    const Value value = node->items[size_t(self->index)];
+    self->index += self->step;
+    return wrap(self->proxy->state, value);
+}
+PyObject* iterator_length_hint(PyObject* object, PyObject*) {
+    auto* self = reinterpret_cast<Iterator*>(object);
+    const auto* node = self->proxy ? read<ListNode>(self->proxy) : nullptr;
+    if (!node) return PyErr_Occurred() ? nullptr : PyLong_FromLong(0);
+    const Py_ssize_t left = self->step > 0 ? Py_ssize_t(node->items.size()) - self->index : self->index + 1;
+    return PyLong_FromSsize_t(std::max<Py_ssize_t>(left, 0));
+}
+int iterator_traverse(PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(reinterpret_cast<Iterator*>(self)->proxy);
+    return 0;
+}
+void iterator_dealloc(PyObject* self) {
+    PyObject_GC_UnTrack(self);
+    Py_CLEAR(reinterpret_cast<Iterator*>(self)->proxy);
+    PyTypeObject* type = Py_TYPE(self);
+    PyObject_GC_Del(self);
+    Py_DECREF(type);
+}
+
+PyObject* list_class(PyObject*, void*) {
+    Py_INCREF(&PyList_Type);
+    return reinterpret_cast<PyObject*>(&PyList_Type);
+}
+PyObject* list_state(PyObject* self, void*) {
+    PyObject* state = reinterpret_cast<PyObject*>(proxy_of(self)->state);
+    Py_INCREF(state);
+    return state;
+}
+
+#define FASTCALL(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL
+
+PyMethodDef list_methods[] = {{"append", list_append, METH_O, nullptr},
+                              {"extend", list_extend, METH_O, nullptr},
+                              {"insert", FASTCALL(list_insert), nullptr},
+                              {"pop", FASTCALL(list_pop), nullptr},
+                              {"clear", list_clear, METH_NOARGS, nullptr},
+                              {"__reversed__", list_reversed, METH_NOARGS, nullptr},
+                              {nullptr, nullptr, 0, nullptr}};
+PyGetSetDef list_getset[] = {{"__class__", list_class, nullptr, nullptr, nullptr},
+                             {"_state", list_state, nullptr, nullptr, nullptr},
+                             {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyType_Slot list_slots[] = {{Py_mp_subscript, reinterpret_cast<void*>(list_subscript)},
+                            {Py_mp_ass_subscript, reinterpret_cast<void*>(list_set_subscript)},
+                            {Py_sq_length, reinterpret_cast<void*>(list_length)},
+                            {Py_mp_length, reinterpret_cast<void*>(list_length)},
+                            {Py_sq_item, reinterpret_cast<void*>(list_sequence_item)},
+                            {Py_sq_ass_item, reinterpret_cast<void*>(list_set_item)},
+                            {Py_tp_iter, reinterpret_cast<void*>(list_iter)},
+                            {Py_tp_hash, reinterpret_cast<void*>(PyObject_HashNotImplemented)},
+                            {Py_tp_traverse, reinterpret_cast<void*>(traverse_proxy)},
+                            {Py_tp_dealloc, reinterpret_cast<void*>(dealloc_proxy)},
+                            {Py_tp_methods, list_methods},
+                            {Py_tp_getset, list_getset},
+                            {0, nullptr}};
+constexpr unsigned long kFlags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION;
+PyType_Spec list_spec = {"turnwise.state.StateList", sizeof(Proxy), 0, kFlags | Py_TPFLAGS_SEQUENCE, list_slots};
+
+PyMethodDef iterator_methods[] = {{"__length_hint__", iterator_length_hint, METH_NOARGS, nullptr},
+                                  {nullptr, nullptr, 0, nullptr}};
+PyType_Slot iterator_slots[] = {{Py_tp_iter, reinterpret_cast<void*>(PyObject_SelfIter)},
+                                {Py_tp_iternext, reinterpret_cast<void*>(iterator_next)},
+                                {Py_tp_traverse, reinterpret_cast<void*>(iterator_traverse)},
+                                {Py_tp_dealloc, reinterpret_cast<void*>(iterator_dealloc)},
+                                {Py_tp_methods, iterator_methods},
+                                {0, nullptr}};
+PyType_Spec iterator_spec = {"turnwise.state.StateListIterator", sizeof(Iterator), 0, kFlags, iterator_slots};
+
+}  // namespace
+
+bool make_list_types(PyObject* module) {
+    types.list = make_type(module, list_spec, "StateList");
+    types.list_iterator = make_type(module, iterator_spec, "StateListIterator");
+    return types.list && types.list_iterator;
+}
+
+}  // namespace turnwise::state

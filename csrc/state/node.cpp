@@ -1,0 +1,125 @@
+#include "state/node.h"
+
+namespace turnwise::state {
+
+Epoch next_epoch() noexcept {
+#ifdef TURNWISE_STATE_THREADS
+    static std::atomic<Epoch> last{0};
+#else
+    static Epoch last = 0;
+#endif
+    return ++last;
+}
+
+void Node::drop(Node* node) noexcept {
+    if (!node || !node->count.down()) return;
+    switch (node->kind) {
+        case Kind::Dict:
+            delete static_cast<DictNode*>(node);
+            break;
+        case Kind::List:
+            delete static_cast<ListNode*>(node);
+            break;
+        case Kind::Tuple:
+            delete static_cast<TupleNode*>(node);
+            break;
+        case Kind::Tokens:
+            delete static_cast<TokensNode*>(node);
+            break;
+        case Kind::Opaque:
+            delete static_cast<OpaqueNode*>(node);
+            break;
+    }
+}
+
+Node* Node::copy(Epoch epoch) const {
+    switch (kind) {
+        case Kind::Dict:
+            return new DictNode(epoch, *static_cast<const DictNode*>(this));
+        case Kind::List:
+            return new ListNode(epoch, *static_cast<const ListNode*>(this));
+        case Kind::Tuple:
+            return new TupleNode(epoch, *static_cast<const TupleNode*>(this));
+        case Kind::Tokens:
+            return new TokensNode(epoch, *static_cast<const TokensNode*>(this));
+        case Kind::Opaque: {
+            const auto* opaque = static_cast<const OpaqueNode*>(this);
+            return new OpaqueNode(epoch, birth, opaque->object, opaque->policy);
+        }
+    }
+    return nullptr;
+}
+
+void DictNode::insert(int64_t hash, Leaf* key, Value value) {
+    entries.push_back(Entry{hash, key, value}, epoch);
+    ++live;
+    ++changes;
+    // Two thirds full at most, erased places counted: probes stay short.
+    if (entries.size() > kScanned && (index.empty() || entries.size() * 3 > index.size() * 2)) {
+        rebuild();
+    } else if (!index.empty()) {
+        put_in_index(hash, entries.size() - 1);
+    }
+}
+
+Entry DictNode::erase(size_t place) {
+    if (!index.empty()) index.own(bucket_of_place(place), epoch) = 1;
+    Entry& held = entries.own(place, epoch);
+    const Entry gone = held;
+    held = Entry{0, nullptr, Value()};
+    --live;
+    ++changes;
+    // Trailing erased entries go at once, so that popitem in a loop is not quadratic.
+    while (!entries.empty() && entries[entries.size() - 1].key == nullptr) entries.pop_back(epoch);
+    if (entries.empty()) {
+        index.clear();
+    } else if (entries.size() > kScanned && live * 2 < entries.size()) {
+        rebuild();
+    }
+    return gone;
+}
+
+size_t DictNode::next(size_t place) const noexcept {
+    while (place < entries.size() && entries[place].key == nullptr) ++place;
+    return place;
+}
+
+// Entries without the erased ones, and an index of them.
+void DictNode::rebuild() {
+    if (live < entries.size()) {
+        RadixArray<Entry, 6> packed;
+        entries.for_each_chunk([&](const Entry* chunk, size_t count) {
+            for (size_t i = 0; i < count; ++i) {
+                if (!chunk[i].key) continue;
+                ItemPolicy<Entry>::take(chunk[i]);
+                packed.push_back(chunk[i], epoch);
+            }
+        });
+        entries.swap(packed);
+    }
+    index.clear();
+    if (entries.size() <= kScanned) return;
+    size_t buckets = 16;
+    while (buckets < entries.size() * 3) buckets *= 2;
+    for (size_t i = 0; i < buckets; ++i) index.push_back(0, epoch);
+    size_t place = 0;
+    entries.for_each_chunk([&](const Entry* chunk, size_t count) {
+        for (size_t i = 0; i < count; ++i) put_in_index(chunk[i].hash, place++);
+    });
+}
+
+void DictNode::put_in_index(int64_t hash, size_t place) {
+    const size_t mask = index.size() - 1;
+    size_t at = bucket(hash, mask);
+    while (index[at] > 1) at = (at + 1) & mask;
+    index.own(at, epoch) = static_cast<uint32_t>(place + 2);
+}
+
+size_t DictNode::bucket_of_place(size_t place) const noexcept {
+    const size_t mask = index.size() - 1;
+    size_t at = bucket(entries[place].hash, mask);
+    while (index[at] != place + 2) at = (at + 1) & mask;
+    return at;
+}
+
+}  // namespace turnwise::state

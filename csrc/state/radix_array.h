@@ -1,0 +1,327 @@
+// A persistent array: chunks of items under a radix tree. Copying the array shares the tree; a write copies the chunk
+// and the few blocks above it, unless they bear the writer's epoch already.
+//
+// Items are moved by memcpy. `ItemPolicy<Item>` says how a copy of an item takes its references and how they are
+// dropped.
+#pragma once
+
+#include <algorithm>
+#include <cassert>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <type_traits>
+#include <utility>
+
+#include "state/counted.h"
+
+namespace turnwise::state {
+
+// Plain numbers hold no references.
+template <class Item>
+struct ItemPolicy {
+    static constexpr bool counted = false;
+    static void take(const Item&) noexcept {}
+    static void drop(const Item&) noexcept {}
+};
+
+template <class Item, unsigned kLeafBits>
+class RadixArray {
+    static_assert(std::is_trivially_copyable_v<Item>);
+    static constexpr unsigned kFanBits = 5;
+    static constexpr size_t kFan = size_t{1} << kFanBits;
+    using Policy = ItemPolicy<Item>;
+
+  public:
+    static constexpr size_t kLeaf = size_t{1} << kLeafBits;
+
+    struct Block {
+        Count count;
+        uint16_t used;
+        uint16_t capacity;
+        Epoch epoch;
+
+        Item* items() noexcept { return reinterpret_cast<Item*>(this + 1); }
+        Block** children() noexcept { return reinterpret_cast<Block**>(this + 1); }
+    };
+    static_assert(sizeof(Block) % alignof(Item) == 0);
+
+    RadixArray() noexcept = default;
+    RadixArray(const RadixArray& other) noexcept : root_(other.root_), size_(other.size_), height_(other.height_) {
+        if (root_) root_->count.up();
+    }
+    RadixArray(RadixArray&& other) noexcept
+        : root_(std::exchange(other.root_, nullptr)),
+          size_(std::exchange(other.size_, 0)),
+          height_(std::exchange(other.height_, 0)) {}
+    RadixArray& operator=(RadixArray other) noexcept {
+        swap(other);
+        return *this;
+    }
+    ~RadixArray() { drop(root_, height_); }
+    void swap(RadixArray& other) noexcept {
+        std::swap(root_, other.root_);
+        std::swap(size_, other.size_);
+        std::swap(height_, other.height_);
+    }
+
+    size_t size() const noexcept { return size_; }
+    bool empty() const noexcept { return size_ == 0; }
+    // Equal roots hold equal items: what a diff or a writer of files need not look at twice.
+    const void* identity() const noexcept { return root_; }
+
+    const Item& operator[](size_t index) const noexcept {
+        assert(index < size_);
+        Block* block = root_;
+        for (unsigned level = height_; level > 0; --level) block = block->children()[child_of(index, level)];
+        return block->items()[index & (kLeaf - 1)];
+    }
+
+    // The items from `index` to the end of its chunk.
+    struct Run {
+        const Item* items;
+        size_t count;
+    };
+    Run run(size_t index) const noexcept {
+        const Item* first = &(*this)[index];
+        return {first, std::min(kLeaf - (index & (kLeaf - 1)), size_ - index)};
+    }
+
+    // The item, for writing: its chunk is the epoch's own afterwards.
+    Item& own(size_t index, Epoch epoch) {
+        assert(index < size_);
+        return own_leaf(index, epoch, 0)->items()[index & (kLeaf - 1)];
+    }
+
+    // Takes over the references that `item` holds.
+    void push_back(const Item& item, Epoch epoch) {
+        if (size_ == 0 && root_ == nullptr) {
+            root_ = allocate(epoch, leaf_capacity(1), true);
+            height_ = 0;
+        } else if (size_ == capacity(height_)) {
+            Block* above = allocate(epoch, kFan, false);
+            above->children()[0] = root_;
+            above->used = 1;
+            root_ = above;
+            ++height_;
+        }
+        Block* leaf = own_leaf(size_, epoch, 1);
+        leaf->items()[leaf->used++] = item;
+        ++size_;
+    }
+
+    // Removes the last item and hands its references to the caller.
+    Item pop_back(Epoch epoch) {
+        Item item = own(size_ - 1, epoch);
+        own_leaf(size_ - 1, epoch, 0)->used--;
+        --size_;
+        shrink();
+        return item;
+    }
+
+    // Replaces `removed` items from `start` on by `count` others, whose references it takes over; those of the removed
+    // go to the caller in `out`.
+    template <class Out>
+    void splice(size_t start, size_t removed, const Item* items, size_t count, Epoch epoch, Out& out) {
+        assert(start + removed <= size_);
+        const size_t kept = std::min(removed, count);
+        for (size_t i = 0; i < kept; ++i) {
+            Item& item = own(start + i, epoch);
+            out.push_back(item);
+            item = items[i];
+        }
+        if (count > removed) {
+            if (start + kept == size_) {
+                for (size_t i = kept; i < count; ++i) push_back(items[i], epoch);
+            } else {
+                open_gap(start + kept, count - removed, epoch);
+                for (size_t i = kept; i < count; ++i) own(start + i, epoch) = items[i];
+            }
+        } else if (removed > count) {
+            for (size_t i = kept; i < removed; ++i) out.push_back(own(start + i, epoch));
+            close_gap(start + kept, removed - count, epoch);
+        }
+    }
+
+    void clear() noexcept {
+        RadixArray gone;
+        swap(gone);
+    }
+
+    // Calls f(const Item*, count) for each chunk in order.
+    template <class Function>
+    void for_each_chunk(Function&& f) const {
+        for (size_t index = 0; index < size_; index += kLeaf) {
+            const Run items = run(index);
+            f(items.items, items.count);
+        }
+    }
+
+    // Calls f(Item*, count) for the chunks that bear `epoch`; what lies in others was written before the last fork.
+    template <class Function>
+    void for_each_owned_chunk(Epoch epoch, Function&& f) const {
+        if (root_) visit_owned(root_, height_, epoch, f);
+    }
+
+    // Calls f(block, bytes, height) -> bool for every block, above before below; false skips what lies below it.
+    template <class Function>
+    void for_each_block(Function&& f) const {
+        if (root_) visit_blocks(root_, height_, f);
+    }
+
+  private:
+    static constexpr size_t child_of(size_t index, unsigned level) noexcept {
+        return (index >> (kLeafBits + kFanBits * (level - 1))) & (kFan - 1);
+    }
+    static constexpr size_t capacity(unsigned height) noexcept { return kLeaf << (kFanBits * height); }
+    static size_t leaf_capacity(size_t wanted) noexcept {
+        size_t capacity = 4;
+        while (capacity < wanted) capacity *= 2;
+        return std::min(capacity, kLeaf);
+    }
+
+    static size_t bytes(size_t capacity, bool leaf) noexcept {
+        return sizeof(Block) + capacity * (leaf ? sizeof(Item) : sizeof(Block*));
+    }
+    // A leaf if capacity counts items; the caller knows. Inner blocks always have room for all children.
+    static Block* allocate(Epoch epoch, size_t capacity, bool leaf) {
+        void* memory = std::malloc(bytes(capacity, leaf));
+        if (!memory) throw std::bad_alloc();
+        Block* block = new (memory) Block;
+        block->used = 0;
+        block->capacity = static_cast<uint16_t>(capacity);
+        block->epoch = epoch;
+        return block;
+    }
+
+    static void drop(Block* block, unsigned height) noexcept {
+        if (!block || !block->count.down()) return;
+        if (height > 0) {
+            for (size_t i = 0; i < block->used; ++i) drop(block->children()[i], height - 1);
+        } else if constexpr (Policy::counted) {
+            for (size_t i = 0; i < block->used; ++i) Policy::drop(block->items()[i]);
+        }
+        std::free(block);
+    }
+
+    // The block as the epoch's own, with room for `extra` more items; takes the reference to `block` in exchange.
+    static Block* own_block(Block* block, unsigned height, Epoch epoch, size_t extra) {
+        const bool leaf = height == 0;
+        const size_t wanted = block->used + extra;
+        if (block->epoch == epoch) {
+            if (!leaf || wanted <= block->capacity) return block;
+            const size_t roomier = leaf_capacity(wanted);
+            void* memory = std::realloc(static_cast<void*>(block), bytes(roomier, leaf));
+            if (!memory) throw std::bad_alloc();
+            block = static_cast<Block*>(memory);
+            block->capacity = static_cast<uint16_t>(roomier);
+            return block;
+        }
+        Block* copy = allocate(epoch, !leaf ? kFan : extra ? leaf_capacity(wanted) : wanted, leaf);
+        copy->used = block->used;
+        if (!leaf) {
+            std::memcpy(copy->children(), block->children(), block->used * sizeof(Block*));
+            for (size_t i = 0; i < copy->used; ++i) copy->children()[i]->count.up();
+        } else {
+            std::memcpy(static_cast<void*>(copy->items()), block->items(), block->used * sizeof(Item));
+            if constexpr (Policy::counted) {
+                for (size_t i = 0; i < copy->used; ++i) Policy::take(copy->items()[i]);
+            }
+        }
+        drop(block, height);
+        return copy;
+    }
+
+    // The chunk of `index`, owned, made where a push needs a new one.
+    Block* own_leaf(size_t index, Epoch epoch, size_t extra) {
+        Block** place = &root_;
+        for (unsigned level = height_; level > 0; --level) {
+            Block* block = *place = own_block(*place, level, epoch, 0);
+            const size_t child = child_of(index, level);
+            if (child == block->used) {
+                block->children()[child] =
+                    level == 1 ? allocate(epoch, leaf_capacity(1), true) : allocate(epoch, kFan, false);
+                block->used++;
+            }
+            place = &block->children()[child];
+        }
+        return *place = own_block(*place, 0, epoch, extra);
+    }
+
+    // Moves the items from `start` on to the right by `by`. What is left in the gap holds no references.
+    void open_gap(size_t start, size_t by, Epoch epoch) {
+        const size_t old_size = size_;
+        own_from(start, epoch);
+        for (size_t i = 0; i < by; ++i) push_back(Item{}, epoch);
+        for (size_t end = old_size; end > start;) {
+            // The longest stretch that ends at `end` and lies in one chunk, before and after the move.
+            const size_t target = end + by;
+            const size_t length =
+                std::min({end - start, ((end - 1) & (kLeaf - 1)) + 1, ((target - 1) & (kLeaf - 1)) + 1});
+            end -= length;
+            std::memmove(static_cast<void*>(&own(end + by, epoch)), &own(end, epoch), length * sizeof(Item));
+        }
+    }
+
+    // Moves the items behind a gap of `by` at `start` to the left, over what the gap held.
+    void close_gap(size_t start, size_t by, Epoch epoch) {
+        own_from(start, epoch);
+        for (size_t from = start + by; from < size_;) {
+            const size_t to = from - by;
+            const size_t length = std::min({size_ - from, kLeaf - (from & (kLeaf - 1)), kLeaf - (to & (kLeaf - 1))});
+            std::memmove(static_cast<void*>(&own(to, epoch)), &own(from, epoch), length * sizeof(Item));
+            from += length;
+        }
+        for (size_t i = 0; i < by; ++i) pop_back(epoch);
+    }
+
+    void own_from(size_t start, Epoch epoch) {
+        for (size_t i = start & ~(kLeaf - 1); i < size_; i += kLeaf) own(i, epoch);
+    }
+
+    // After a pop: empty blocks at the right edge go, and a root with one child gives way to it.
+    void shrink() {
+        if (size_ == 0) {
+            clear();
+            return;
+        }
+        if (height_ > 0 && (size_ & (kLeaf - 1)) == 0) prune_edge(root_, height_);
+        while (height_ > 0 && root_->used == 1) {
+            Block* child = root_->children()[0];
+            child->count.up();
+            drop(root_, height_);
+            root_ = child;
+            --height_;
+        }
+    }
+    static bool prune_edge(Block* block, unsigned height) {
+        if (height == 0) return block->used == 0;
+        Block*& last = block->children()[block->used - 1];
+        if (!prune_edge(last, height - 1)) return false;
+        drop(last, height - 1);
+        return --block->used == 0;
+    }
+
+    template <class Function>
+    static void visit_owned(Block* block, unsigned height, Epoch epoch, Function& f) {
+        if (block->epoch != epoch) return;
+        if (height == 0) {
+            f(block->items(), size_t{block->used});
+            return;
+        }
+        for (size_t i = 0; i < block->used; ++i) visit_owned(block->children()[i], height - 1, epoch, f);
+    }
+    template <class Function>
+    static void visit_blocks(Block* block, unsigned height, Function& f) {
+        if (!f(block, bytes(block->capacity, height == 0), height) || height == 0) return;
+        for (size_t i = 0; i < block->used; ++i) visit_blocks(block->children()[i], height - 1, f);
+    }
+
+    Block* root_ = nullptr;
+    size_t size_ = 0;
+    unsigned height_ = 0;
+};
+
+}  // namespace turnwise::state

@@ -1,0 +1,20 @@
+"""Forkable Python state: a copy-on-write store for tree-structured rollouts. Imports neither torch nor numpy."""
+
+from turnwise._C import FrozenError, OpaqueError, PrunedError, State, StateDict, StateError, StateList, TokenArray
+from turnwise.state import containers as _containers  # noqa: F401 - completes the compiled types
+from turnwise.state.plain import to_python
+from turnwise.state.store import Policy, Store
+
+__all__ = [
+    "FrozenError",
+    "OpaqueError",
+    "Policy",
+    "PrunedError",
+    "State",
+    "StateDict",
+    "StateError",
+    "StateList",
+    "Store",
+    "TokenArray",
+    "to_python",
+]

@@ -1,0 +1,241 @@
+"""The facades' rarer methods, in Python: they are added to the compiled types StateDict, StateList and their views."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import ItemsView, Iterable, KeysView, Mapping, Set, ValuesView
+from reprlib import recursive_repr
+from typing import Any
+
+from turnwise._C import StateDict, StateDictItems, StateDictKeys, StateDictValues, StateList
+from turnwise.state.plain import to_python
+
+_MISSING = object()
+_OF_THE_CLASS = frozenset(vars(type("_", (), {"__eq__": None}))) - {"__eq__"} | {
+    "__firstlineno__",
+    "__static_attributes__",
+}
+
+
+def _add_to(kind: type) -> Any:
+    """Puts what a class body defines onto a compiled type."""
+
+    def add(body: type) -> type:
+        for name, member in vars(body).items():
+            if name not in _OF_THE_CLASS:
+                setattr(kind, name, member)
+        return kind
+
+    return add
+
+
+def _plain_copy(self: Any, memo: Any = None) -> Any:
+    """A fork of the State that has this container as its root."""
+    known = None if memo is None else memo.get(id(self._state))
+    if known is None:
+        known = self._state.fork()
+        if memo is not None:
+            memo[id(self._state)] = known
+    return known._rooted_at(self)
+
+
+@_add_to(StateDict)
+class _DictMethods:
+    def setdefault(self: Any, key: Any, default: Any = None, /) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self: Any, other: Any = (), /, **named: Any) -> None:
+        if isinstance(other, Mapping) or hasattr(other, "keys"):
+            for key in other.keys():  # noqa: SIM118 - what dict.update calls
+                self[key] = other[key]
+        else:
+            for index, pair in enumerate(other):
+                try:
+                    items = list(pair)
+                except TypeError:
+                    message = f"cannot convert dictionary update sequence element #{index} to a sequence"
+                    raise TypeError(message) from None
+                if len(items) != 2:
+                    raise ValueError(
+                        f"dictionary update sequence element #{index} has length {len(items)}; 2 is required"
+                    )
+                self[items[0]] = items[1]
+        for name, value in named.items():
+            self[name] = value
+
+    def copy(self: Any) -> dict[Any, Any]:
+        return dict(self.items())
+
+    __copy__ = copy
+
+    @staticmethod
+    def fromkeys(keys: Iterable[Any], value: Any = None, /) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+    def __eq__(self: Any, other: object) -> Any:
+        if self is other:
+            return True
+        if not isinstance(other, dict):
+            return NotImplemented
+        if len(self) != len(other):
+            return False
+        for key, value in self.items():
+            theirs = other.get(key, _MISSING)
+            if theirs is _MISSING or not (value is theirs or value == theirs):
+                return False
+        return True
+
+    def __or__(self: Any, other: Any) -> Any:
+        return {**self.copy(), **other} if isinstance(other, dict) else NotImplemented
+
+    def __ror__(self: Any, other: Any) -> Any:
+        return {**other, **self.copy()} if isinstance(other, dict) else NotImplemented
+
+    def __ior__(self: Any, other: Any) -> Any:
+        self.update(other)
+        return self
+
+    @recursive_repr("{...}")
+    def __repr__(self: Any) -> str:
+        return "{" + ", ".join(f"{key!r}: {value!r}" for key, value in self.items()) + "}"
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        return (dict, (to_python(self),))
+
+    __deepcopy__ = _plain_copy
+
+
+def _compare_lists(compare: Any) -> Any:
+    def method(self: Any, other: object) -> Any:
+        if not isinstance(other, list):
+            return NotImplemented
+        for ours, theirs in zip(self, other, strict=False):
+            if not (ours is theirs or ours == theirs):
+                return compare(ours, theirs)
+        return compare(len(self), len(other))
+
+    return method
+
+
+@_add_to(StateList)
+class _ListMethods:
+    def index(self: Any, value: Any, start: Any = 0, stop: Any = None, /) -> int:
+        size = len(self)
+        start = max(start + size, 0) if start < 0 else start
+        stop = size if stop is None else max(stop + size, 0) if stop < 0 else stop
+        at = start
+        while at < stop and at < len(self):
+            item = self[at]
+            if item is value or item == value:
+                return at
+            at += 1
+        raise ValueError(f"{value!r} is not in list")
+
+    def count(self: Any, value: Any, /) -> int:
+        return sum(1 for item in self if item is value or item == value)
+
+    def remove(self: Any, value: Any, /) -> None:
+        for at, item in enumerate(self):
+            if item is value or item == value:
+                del self[at]
+                return
+        raise ValueError("list.remove(x): x not in list")
+
+    def reverse(self: Any) -> None:
+        self[:] = self[::-1]
+
+    def sort(self: Any, *, key: Any = None, reverse: bool = False) -> None:
+        before = self[:]
+        self[:] = sorted(before, key=key, reverse=reverse)
+
+    def copy(self: Any) -> list[Any]:
+        return self[:]
+
+    __copy__ = copy
+
+    def __eq__(self: Any, other: object) -> Any:
+        if self is other:
+            return True
+        if not isinstance(other, list):
+            return NotImplemented
+        if len(self) != len(other):
+            return False
+        return all(ours is theirs or ours == theirs for ours, theirs in zip(self, other, strict=False))
+
+    __lt__ = _compare_lists(operator.lt)
+    __le__ = _compare_lists(operator.le)
+    __gt__ = _compare_lists(operator.gt)
+    __ge__ = _compare_lists(operator.ge)
+
+    def __add__(self: Any, other: Any) -> Any:
+        return [*self, *other] if isinstance(other, list) else NotImplemented
+
+    def __radd__(self: Any, other: Any) -> Any:
+        return [*other, *self] if isinstance(other, list) else NotImplemented
+
+    def __iadd__(self: Any, other: Any) -> Any:
+        self.extend(other)
+        return self
+
+    def __mul__(self: Any, times: Any) -> Any:
+        return self[:] * times if hasattr(times, "__index__") else NotImplemented
+
+    __rmul__ = __mul__
+
+    def __imul__(self: Any, times: Any) -> Any:
+        self[:] = self[:] * times
+        return self
+
+    @recursive_repr("[...]")
+    def __repr__(self: Any) -> str:
+        return "[" + ", ".join(map(repr, self)) + "]"
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        return (list, (to_python(self),))
+
+    __deepcopy__ = _plain_copy
+
+
+def _set_of(items: Iterable[Any]) -> set[Any]:
+    return set(items)
+
+
+_SET_METHODS = (
+    *("__and__", "__rand__", "__or__", "__ror__", "__sub__", "__rsub__", "__xor__", "__rxor__"),
+    *("__le__", "__lt__", "__ge__", "__gt__", "__eq__", "isdisjoint"),
+)
+for _view in (StateDictKeys, StateDictItems):
+    # What keys and items have of a set: the mixin methods of collections.abc, giving plain sets.
+    for _name in _SET_METHODS:
+        setattr(_view, _name, getattr(Set, _name))
+    setattr(_view, "_from_iterable", staticmethod(_set_of))  # noqa: B010 - the compiled types take it, mypy does not
+
+
+def _key_in_view(self: Any, key: Any) -> bool:
+    return key in self.mapping
+
+
+def _item_in_view(self: Any, item: Any) -> bool:
+    if not (isinstance(item, tuple) and len(item) == 2):
+        return False
+    found = self.mapping.get(item[0], _MISSING)
+    return found is not _MISSING and (found is item[1] or found == item[1])
+
+
+def _view_repr(name: str) -> Any:
+    @recursive_repr("...")
+    def method(self: Any) -> str:
+        return f"{name}([{', '.join(map(repr, self))}])"
+
+    return method
+
+
+for _kind, _title in ((StateDictKeys, "dict_keys"), (StateDictValues, "dict_values"), (StateDictItems, "dict_items")):
+    setattr(_kind, "__repr__", _view_repr(_title))  # noqa: B010
+setattr(StateDictKeys, "__contains__", _key_in_view)  # noqa: B010
+setattr(StateDictItems, "__contains__", _item_in_view)  # noqa: B010
+KeysView.register(StateDictKeys)
+ItemsView.register(StateDictItems)
+ValuesView.register(StateDictValues)

@@ -1,0 +1,166 @@
+"""The store: what a fork does with objects that it can't look into, and how the versions share memory."""
+
+from __future__ import annotations
+
+import array
+import collections
+import copy
+import datetime
+import decimal
+import enum
+import fractions
+import pathlib
+import pickle
+import random
+import re
+import sys
+import types
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from turnwise import _C
+from turnwise.state.arrays import freeze_array
+
+PolicyTuple = tuple[int, Callable[[Any], Any] | None, bool]
+"""``(mode, copy, private)``, as the core reads it; see ``Policy`` in ``csrc/bindings/state.h``."""
+
+SHARE, COPY, FREEZE = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What a fork does with objects of one type.
+
+    ``copy(object)`` makes the copy that another version gets; ``None`` shares the object itself. ``private=False`` says
+    that nobody changes the copies, so that all versions may read one.
+
+    Example: ``Policy(copy=lambda board: board.clone())``
+    """
+
+    copy: Callable[[Any], Any] | None = None
+    private: bool = True
+
+    def as_tuple(self) -> PolicyTuple:
+        return (SHARE, None, False) if self.copy is None else (COPY, self.copy, self.private)
+
+
+def _through_pickle(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value, protocol=5))
+
+
+def _through_hooks(value: Any) -> Any:
+    fresh = copy.copy(value)
+    fresh.restore(value.snapshot())
+    return fresh
+
+
+def _copy_random(source: random.Random) -> random.Random:
+    fresh = type(source)()
+    fresh.setstate(source.getstate())
+    return fresh
+
+
+def _copy_torch_generator(source: Any) -> Any:
+    fresh = type(source)(device=source.device)
+    fresh.set_state(source.get_state())
+    return fresh
+
+
+NAMED: dict[str, Policy] = {
+    "share": Policy(),
+    "copy": Policy(copy.deepcopy),
+    "pickle": Policy(_through_pickle),
+    "hooks": Policy(_through_hooks),
+}
+"""The policies by name. ``hooks``: the object's own ``snapshot()`` and ``restore(snapshot)`` do it."""
+
+SHARED_TYPES: tuple[type, ...] = (
+    *(complex, type(None), type(Ellipsis), type(NotImplemented), range, frozenset, type, property, slice),
+    *(types.FunctionType, types.BuiltinFunctionType, types.CodeType, types.ModuleType, re.Pattern),
+    *(enum.Enum, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal),
+    *(fractions.Fraction, uuid.UUID, pathlib.PurePath, bytes, str, int, float),
+)
+"""Types of which no object changes, nor objects of their subclasses without attributes."""
+
+COPIED_TYPES: tuple[type, ...] = (
+    *(set, bytearray, array.array),
+    *(collections.deque, collections.OrderedDict, collections.defaultdict, collections.Counter),
+)
+"""Types whose objects are copied by :func:`copy.deepcopy` at forks."""
+
+
+def _foreign_type(module: str, name: str) -> type | None:
+    """A type of a library, if something has imported that library."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+class Store(_C.StoreBase):
+    """Where States come from: it knows how to fork the objects in them, and what they all share.
+
+    ``arrays`` says what a numpy array becomes: ``"frozen"`` (default), a read-only leaf that all versions share, of
+    which :meth:`State.writable` hands out a private copy; or ``"copy"``, one of its own in each version that asks.
+
+    Example::
+
+        store = Store()
+        state = store.state({"board": [[0] * 3 for _ in range(3)], "log": []})
+        branches = state.fork(8)
+        branches[0].data["board"][1][1] = 5     # the others still see 0
+    """
+
+    def __init__(self, *, arrays: str = "frozen") -> None:
+        if arrays not in ("frozen", "copy"):
+            raise ValueError(f"arrays={arrays!r}: expected 'frozen' or 'copy'")
+        self.arrays = arrays
+        self._registered: dict[type, Policy] = {}
+
+    def register(self, type_: type, policy: str | Policy) -> None:
+        """Say what forks do with objects of ``type_`` and its subclasses.
+
+        ``"share"``: all versions hold the same object. ``"copy"``: each gets a :func:`copy.deepcopy` when it first asks
+        for it. ``"pickle"``: the same through pickle. ``"hooks"``: through the object's ``snapshot()`` and
+        ``restore(snapshot)``. Or a :class:`Policy`. It holds for objects that are put in from now on.
+        """
+        if not isinstance(type_, type):
+            raise TypeError(f"type_={type_!r}: expected a class")
+        if isinstance(policy, str) and policy not in NAMED:
+            raise ValueError(f"policy={policy!r}: expected one of {sorted(NAMED)}, or a Policy")
+        if not isinstance(policy, str | Policy):
+            raise TypeError(f"policy={policy!r}: expected one of {sorted(NAMED)}, or a Policy")
+        self._registered[type_] = NAMED[policy] if isinstance(policy, str) else policy
+        self._policies.clear()
+
+    def _policy_of(self, kind: type) -> PolicyTuple | None:
+        """The policy of a type, which the core remembers; ``None`` where there is none."""
+        for base in kind.__mro__:
+            if base in self._registered:
+                return self._registered[base].as_tuple()
+        if issubclass(kind, _C.State | _C.StateDict | _C.StateList):
+            return None
+        ndarray = _foreign_type("numpy", "ndarray")
+        if ndarray is not None and issubclass(kind, ndarray):
+            return (FREEZE, freeze_array, False) if self.arrays == "frozen" else NAMED["copy"].as_tuple()
+        for module, name in (("numpy", "generic"), ("numpy", "dtype"), ("torch", "dtype"), ("torch", "device")):
+            found = _foreign_type(module, name)
+            if found is not None and issubclass(kind, found):
+                return NAMED["share"].as_tuple()
+        for module, name in (("numpy.random", "Generator"), ("numpy.random", "RandomState")):
+            found = _foreign_type(module, name)
+            if found is not None and issubclass(kind, found):
+                return NAMED["copy"].as_tuple()
+        generator = _foreign_type("torch", "Generator")
+        if generator is not None and issubclass(kind, generator):
+            return Policy(_copy_torch_generator).as_tuple()
+        if kind is random.Random:
+            return Policy(_copy_random).as_tuple()
+        if kind in COPIED_TYPES or getattr(kind, "__turnwise_forkable__", False):
+            return NAMED["copy"].as_tuple()
+        if issubclass(kind, SHARED_TYPES) and (not _has_attributes(kind) or issubclass(kind, SHARED_TYPES[5:])):
+            return NAMED["share"].as_tuple()
+        return None
+
+
+def _has_attributes(kind: type) -> bool:
+    return bool(getattr(kind, "__dictoffset__", 0))
