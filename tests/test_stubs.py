@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import types
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import turnwise
+import turnwise.state  # adds methods to compiled types
 from turnwise import _C
 
 STUB = ast.parse((Path(turnwise.__file__).parent / "_C.pyi").read_text(encoding="utf-8"))
@@ -42,7 +44,15 @@ def stub_parameters(function: ast.FunctionDef) -> list[Parameter]:
 
 
 def compiled_parameters(function: object) -> list[Parameter]:
-    """The parameters in the signature line that pybind11 puts at the head of a docstring."""
+    """The parameters in the signature line that pybind11 puts at the head of a docstring.
+
+    Methods that are added to a compiled type in Python have a signature.
+    """
+    if isinstance(function, types.FunctionType):
+        parameters = [each for each in inspect.signature(function).parameters.values() if each.name != "self"]
+        return [
+            (each.name, each.default is not each.empty) for each in parameters if each.kind is not each.VAR_POSITIONAL
+        ]
     line = (getattr(function, "__doc__", None) or "").splitlines()[0]
     inside = re.match(r"\w+\((.*)\)(?: -> .*)?$", line)
     assert inside, f"no signature in the docstring of {function}: {line!r}"

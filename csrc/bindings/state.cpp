@@ -18,7 +18,7 @@ void bind_state(pybind11::module_& module) {
     state::types.frozen = exception("FrozenError", "A write to a commit.", state::types.error);
     state::types.opaque = exception("OpaqueError", "An object that no policy says how to fork.", PyExc_TypeError);
     if (!state::make_state_types(m) || !state::make_dict_types(m) || !state::make_list_types(m) ||
-        !state::make_tokens_type(m)) {
+        !state::make_tokens_type(m) || !state::add_version_methods()) {
         throw pybind11::error_already_set();
     }
 }

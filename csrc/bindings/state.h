@@ -163,6 +163,7 @@ bool make_dict_types(PyObject* module);
 bool make_list_types(PyObject* module);
 bool make_tokens_type(PyObject* module);
 bool make_state_types(PyObject* module);
+bool add_version_methods();
 
 PyTypeObject* make_type(PyObject* module, PyType_Spec& spec, const char* name);
 // Runs `body`; where memory runs out, sets MemoryError and gives `failed`.

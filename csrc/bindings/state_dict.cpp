@@ -10,8 +10,8 @@ Proxy* proxy_of(PyObject* self) noexcept {
 
 // The place of `key`; DictNode::kMissing, or kFailed with an error set.
 size_t find(Proxy* self, PyObject* key, Py_hash_t* hash) {
-    *hash = PyObject_Hash(key);
-    if (*hash == -1) return DictNode::kFailed;
+    *hash = PyUnicode_CheckExact(key) ? reinterpret_cast<PyASCIIObject*>(key)->hash : -1;
+    if (*hash == -1 && (*hash = PyObject_Hash(key)) == -1) return DictNode::kFailed;
     for (;;) {
         const auto* node = read<DictNode>(self);
         if (!node) return DictNode::kFailed;
@@ -43,6 +43,10 @@ PyObject* missing(PyObject* key) {
 }
 
 PyObject* dict_get_item(PyObject* self, PyObject* key) {
+    // Most reads: a small dict, and the very key object that it holds.
+    const auto* node = read<DictNode>(proxy_of(self));
+    if (!node) return nullptr;
+    if (const Entry* entry = node->find_identical(leaf_of(key))) return wrap(proxy_of(self)->state, entry->value);
     Py_hash_t hash;
     const size_t place = find(proxy_of(self), key, &hash);
     if (place == DictNode::kMissing) return missing(key);

@@ -80,6 +80,9 @@ class Heap {
     // Marks what can be reached; `marked` is indexed by slot.
     void mark(std::vector<bool>& marked, std::vector<SlotIndex> roots) const;
 
+    // Which slots hold a container that differs from the other heap's, or that leads to such a one; indexed by slot.
+    std::vector<bool> differing(const Heap& other) const;
+
   private:
     Node* own_copy(SlotIndex slot, Node* node);
 

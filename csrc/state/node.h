@@ -113,6 +113,15 @@ struct DictNode : Node {
     template <class Equal>
     size_t find(int64_t hash, const Leaf* key, Equal&& equal) const;
 
+    // The entry of this very key object in a dict that has no index; null says nothing about dicts with one.
+    const Entry* find_identical(const Leaf* key) const noexcept {
+        if (!index.empty() || entries.empty()) return nullptr;
+        const auto run = entries.run(0);
+        for (size_t place = 0; place < run.count; ++place) {
+            if (run.items[place].key == key) return &run.items[place];
+        }
+        return nullptr;
+    }
     // Appends an entry whose key is not there yet; takes over the references of key and value.
     void insert(int64_t hash, Leaf* key, Value value);
     // Removes the entry and hands its references to the caller.

@@ -165,10 +165,11 @@ class RadixArray {
         if (root_) visit_owned(root_, height_, epoch, f);
     }
 
-    // Calls f(block, bytes, height) -> bool for every block, above before below; false skips what lies below it.
-    template <class Function>
-    void for_each_block(Function&& f) const {
-        if (root_) visit_blocks(root_, height_, f);
+    // The bytes of the tree, plus what of(const Item&) says of each item. `seen` remembers the sum below each block
+    // that it met: `size_t* known(const void*)`, `void learn(const void*, size_t sum, size_t own)`.
+    template <class Seen, class Of>
+    size_t bytes(Seen& seen, Of&& of) const {
+        return root_ ? sum_bytes(root_, height_, seen, of) : 0;
     }
 
   private:
@@ -182,12 +183,12 @@ class RadixArray {
         return std::min(capacity, kLeaf);
     }
 
-    static size_t bytes(size_t capacity, bool leaf) noexcept {
+    static size_t block_bytes(size_t capacity, bool leaf) noexcept {
         return sizeof(Block) + capacity * (leaf ? sizeof(Item) : sizeof(Block*));
     }
     // A leaf if capacity counts items; the caller knows. Inner blocks always have room for all children.
     static Block* allocate(Epoch epoch, size_t capacity, bool leaf) {
-        void* memory = std::malloc(bytes(capacity, leaf));
+        void* memory = std::malloc(block_bytes(capacity, leaf));
         if (!memory) throw std::bad_alloc();
         Block* block = new (memory) Block;
         block->used = 0;
@@ -213,7 +214,7 @@ class RadixArray {
         if (block->epoch == epoch) {
             if (!leaf || wanted <= block->capacity) return block;
             const size_t roomier = leaf_capacity(wanted);
-            void* memory = std::realloc(static_cast<void*>(block), bytes(roomier, leaf));
+            void* memory = std::realloc(static_cast<void*>(block), block_bytes(roomier, leaf));
             if (!memory) throw std::bad_alloc();
             block = static_cast<Block*>(memory);
             block->capacity = static_cast<uint16_t>(roomier);
@@ -313,10 +314,16 @@ class RadixArray {
         }
         for (size_t i = 0; i < block->used; ++i) visit_owned(block->children()[i], height - 1, epoch, f);
     }
-    template <class Function>
-    static void visit_blocks(Block* block, unsigned height, Function& f) {
-        if (!f(block, bytes(block->capacity, height == 0), height) || height == 0) return;
-        for (size_t i = 0; i < block->used; ++i) visit_blocks(block->children()[i], height - 1, f);
+    template <class Seen, class Of>
+    static size_t sum_bytes(Block* block, unsigned height, Seen& seen, Of& of) {
+        if (const size_t* known = seen.known(block)) return *known;
+        const size_t own = block_bytes(block->capacity, height == 0);
+        size_t sum = own;
+        for (size_t i = 0; i < block->used; ++i) {
+            sum += height == 0 ? of(block->items()[i]) : sum_bytes(block->children()[i], height - 1, seen, of);
+        }
+        seen.learn(block, sum, own);
+        return sum;
     }
 
     Block* root_ = nullptr;

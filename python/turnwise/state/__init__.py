@@ -4,8 +4,11 @@ from turnwise._C import FrozenError, OpaqueError, PrunedError, State, StateDict,
 from turnwise.state import containers as _containers  # noqa: F401 - completes the compiled types
 from turnwise.state.plain import to_python
 from turnwise.state.store import Policy, Store
+from turnwise.state.versions import ABSENT, Change, Stats
 
 __all__ = [
+    "ABSENT",
+    "Change",
     "FrozenError",
     "OpaqueError",
     "Policy",
@@ -14,6 +17,7 @@ __all__ = [
     "StateDict",
     "StateError",
     "StateList",
+    "Stats",
     "Store",
     "TokenArray",
     "to_python",

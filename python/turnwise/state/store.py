@@ -22,6 +22,7 @@ from typing import Any
 
 from turnwise import _C
 from turnwise.state.arrays import freeze_array
+from turnwise.state.versions import Stats, stats
 
 PolicyTuple = tuple[int, Callable[[Any], Any] | None, bool]
 """``(mode, copy, private)``, as the core reads it; see ``Policy`` in ``csrc/bindings/state.h``."""
@@ -131,6 +132,10 @@ class Store(_C.StoreBase):
             raise TypeError(f"policy={policy!r}: expected one of {sorted(NAMED)}, or a Policy")
         self._registered[type_] = NAMED[policy] if isinstance(policy, str) else policy
         self._policies.clear()
+
+    def stats(self) -> Stats:
+        """What the living versions cost together, and what they would cost without sharing."""
+        return stats(self)
 
     def _policy_of(self, kind: type) -> PolicyTuple | None:
         """The policy of a type, which the core remembers; ``None`` where there is none."""

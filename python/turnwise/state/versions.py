@@ -1,0 +1,154 @@
+"""What a State and a Store do with whole versions: differences, private arrays, sizes."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from turnwise import _C
+from turnwise._C import State, StateDict, StateList, TokenArray
+from turnwise.state.arrays import freeze_array
+from turnwise.state.plain import to_python
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "ABSENT"
+
+    def __reduce__(self) -> str:
+        return "ABSENT"
+
+
+ABSENT = _Absent()
+"""Stands where a version has nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One difference between two versions: at ``path`` stood ``before``, and stands ``after``; plain values.
+
+    Example: ``Change(path=("board", 0, 2), before=0, after=5)``; ``before`` is :data:`ABSENT` for what is new.
+    """
+
+    path: tuple[Hashable, ...]
+    before: Any
+    after: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What the living versions of a store cost, leaves (strings, numbers, arrays) left out.
+
+    ``bytes`` counts each block once, ``unshared_bytes`` once for every version that holds it: their ratio is how much
+    sharing saves.
+
+    Example: ``Stats(versions=2049, containers=6400, bytes=1_300_000, unshared_bytes=410_000_000)``
+    """
+
+    versions: int
+    containers: int
+    bytes: int
+    unshared_bytes: int
+
+
+def stats(store: _C.StoreBase) -> Stats:
+    """Counts over all living versions; takes time in proportion to what they hold."""
+    return Stats(*store._account())
+
+
+# ---- differences ----------------------------------------------------------------------------------------------------
+def diff(self: State, other: State) -> list[Change]:
+    """Where ``other`` differs from this version, in the order of a walk from the root.
+
+    Containers that both share are not walked; lists are compared place by place.
+    """
+    if type(other) is not State:
+        raise TypeError(f"other={other!r}: expected a State")
+    self._settle()
+    other._settle()
+    marks = self._differing(other) if self.store is other.store else None
+    seen: set[tuple[int, int]] = set()
+    alive: list[Any] = []  # facades, so that the ids in `seen` stay theirs
+    changes: list[Change] = []
+    open_: list[tuple[tuple[Hashable, ...], Any, Any]] = [((), self.data, other.data)]
+    while open_:
+        path, old, new = open_.pop()
+        if old is new:
+            continue
+        kind = type(old)
+        if kind is not type(new) or kind not in (StateDict, StateList, TokenArray, tuple):
+            if not _equal(old, new):
+                changes.append(Change(path, to_python(old), to_python(new)))
+            continue
+        if kind is not tuple:
+            if (id(old), id(new)) in seen:
+                continue
+            seen.add((id(old), id(new)))
+            alive += (old, new)
+            if marks is not None and old._slot == new._slot and not marks[old._slot]:
+                continue
+        pairs = _pairs_of_dicts(old, new) if kind is StateDict else _pairs_of_lists(old, new)
+        open_.extend(reversed([((*path, key), ours, theirs) for key, ours, theirs in pairs]))
+    return changes
+
+
+def _pairs_of_dicts(old: StateDict, new: StateDict) -> Iterator[tuple[Hashable, Any, Any]]:
+    for key, value in old.items():
+        yield key, value, new.get(key, ABSENT)
+    for key, value in new.items():
+        if key not in old:
+            yield key, ABSENT, value
+
+
+def _pairs_of_lists(old: Sequence[Any], new: Sequence[Any]) -> Iterator[tuple[Hashable, Any, Any]]:
+    for index in range(max(len(old), len(new))):
+        yield index, old[index] if index < len(old) else ABSENT, new[index] if index < len(new) else ABSENT
+
+
+def _equal(old: Any, new: Any) -> bool:
+    try:
+        if type(old) is type(new) and old == new:
+            return True
+    except ValueError:  # arrays have no single truth
+        pass
+    if isinstance(old, str | int | float | bytes | type(None)) or type(old) is not type(new):
+        return False
+    try:  # generators, arrays: equal if they would be written equally
+        return pickle.dumps(old) == pickle.dumps(new)
+    except Exception:  # an object that can't be written differs from every other
+        return False
+
+
+# ---- private arrays -------------------------------------------------------------------------------------------------
+_WRITABLE_ARRAY = (1, freeze_array, False)
+
+
+def writable(self: State, *path: Hashable) -> Any:
+    """The numpy array at ``path``, to write to: this version's own from now on. A fork takes what is in it then.
+
+    Example: ``state.writable("maps", 0)[2, 3] = 1.0``
+    """
+    if not path:
+        raise ValueError("path: expected the keys and indices that lead to an array, for example writable('grid')")
+    container = self.data
+    for key in path[:-1]:
+        container = container[key]
+    array = container[path[-1]]
+    if not hasattr(array, "flags"):
+        raise TypeError(f"path={path!r}: expected a numpy array there, not a {type(array).__name__}")
+    if not array.flags.writeable:
+        array = array.copy()
+        self._put_live(container, path[-1], array, _WRITABLE_ARRAY)
+    return array
+
+
+def _repr(self: State) -> str:
+    if self.pruned:
+        return "<State, pruned>"
+    return f"<State{', frozen' if self.frozen else ''}: {self.data!r:.60}>"
+
+
+for _name, _method in (("diff", diff), ("writable", writable), ("to_python", to_python), ("__repr__", _repr)):
+    setattr(State, _name, _method)
