@@ -49,7 +49,7 @@ def compiled_parameters(function: object) -> list[Parameter]:
     Methods that are added to a compiled type in Python have a signature.
     """
     if isinstance(function, types.FunctionType):
-        parameters = [each for each in inspect.signature(function).parameters.values() if each.name != "self"]
+        parameters = list(inspect.signature(function).parameters.values())[1:]
         return [
             (each.name, each.default is not each.empty) for each in parameters if each.kind is not each.VAR_POSITIONAL
         ]
