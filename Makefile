@@ -41,10 +41,10 @@ $(VENV)/.installed: $(VENV)/.builders constraints.txt $(PACKAGE)
 	@$(INSTALL) --no-build-isolation '.[test,plot]'
 	@touch $@
 
-# Other trainers, whose own functions the parity tests and the benches call. verl goes in without its dependencies, which
+# Other trainers, and ways to copy state, which the parity tests and the benches call. verl goes in without its dependencies, which
 # ask for an older transformers; what follows TRL here is what importing verl's algorithms needs.
 $(VENV)/.peers: $(VENV)/.installed
-	@$(INSTALL) trl ray tensordict omegaconf codetiming orjson
+	@$(INSTALL) trl ray tensordict omegaconf codetiming orjson copium immutables pyrsistent
 	@$(INSTALL) --no-deps verl
 	@touch $@
 
@@ -65,7 +65,7 @@ demo-compare: $(VENV)/.installed  ## the demo beside a single agent and an untra
 test: $(VENV)/.peers  ## all tests, against the installed package
 	@$(BIN)/python -P -m pytest
 
-bench: $(VENV)/.peers  ## the ops beside PyTorch, TRL and verl (on a GPU Liger-Kernel too), into bench/results
+bench: $(VENV)/.peers  ## the ops beside PyTorch, TRL and verl, the state store beside deepcopy and others, into bench/results
 	@if command -v nvidia-smi >/dev/null; then $(INSTALL) --no-deps liger-kernel; fi
 	@$(BIN)/python bench/run.py --report
 

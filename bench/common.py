@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from timing import RotatingCopy, RotatingRead, keep_freed_memory, medians, peak_memory, sets_needed
+from timing import RotatingCopy, RotatingRead, keep_freed_memory, medians, peak_memory, sets_needed, statements
 
 from turnwise import _C, __version__
 from turnwise.ops import BackendUnavailable
@@ -37,12 +37,13 @@ __all__ = [
     "peer",
     "served",
     "sets_needed",
+    "statements",
     "table",
     "write_rows",
 ]
 
 RESULTS = Path(__file__).parent / "results"
-PEERS = ("triton", "trl", "verl", "liger-kernel")
+PEERS = ("triton", "trl", "verl", "liger-kernel", "copium", "immutables", "pyrsistent", "gymnasium")
 Name = TypeVar("Name", bound=Hashable)
 Method = TypeVar("Method")
 Result = TypeVar("Result")

@@ -94,7 +94,10 @@ def machine(rows: Sequence[dict[str, Any]]) -> str:
 
 
 SHOWN = ("device", "machine", "driver", "cuda", "cores", "threads", "isa", "load", "commit", "time")
-PACKAGES = ("python", "torch", "triton", "trl", "verl", "liger-kernel", "turnwise")
+PACKAGES = (
+    *("python", "torch", "triton", "trl", "verl", "liger-kernel"),
+    *("copium", "immutables", "pyrsistent", "gymnasium", "turnwise"),
+)
 
 
 def busy() -> str:

@@ -7,6 +7,7 @@ import gc
 import statistics
 import sys
 import time
+import timeit
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,29 @@ def medians(
     for _ in range(rounds):
         for name, call in calls.items():
             samples[name].append(time_of(call, repeats[name]))
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def statements(
+    cases: Mapping[str, tuple[str, dict[str, Any]]], rounds: int, seconds: float = 1.0, seconds_per_round: float = 0.005
+) -> dict[str, float]:
+    """Seconds per run of each statement, given as its source and the names in it: for what takes nanoseconds, where a
+    call would cost more than the statement. Medians in turns, with the loop around it and garbage collection as ever.
+
+    What is slow sits out rounds, so that each takes about ``seconds`` in all, but has three at least.
+    """
+    timers, repeats, turns = {}, {}, {}
+    for name, (source, names) in cases.items():
+        timer = timers[name] = timeit.Timer(source, "gc.enable()", globals={**names, "gc": gc})
+        once = timer.timeit(1)
+        once = timer.timeit(100) / 100 if once < 1e-4 else once if once > 0.1 else timer.timeit(1)
+        repeats[name] = max(1, int(seconds_per_round / once))
+        turns[name] = max(min(3, rounds), min(rounds, int(seconds / (once * repeats[name]))))
+    samples: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(rounds):
+        for name, timer in timers.items():
+            if (turn + 1) * turns[name] // rounds > turn * turns[name] // rounds:
+                samples[name].append(timer.timeit(repeats[name]) / repeats[name])
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
