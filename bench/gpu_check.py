@@ -30,6 +30,7 @@ BUILD = ROOT / "build" / "gpu-check"
 SITE = BUILD / "site"
 MODULES = ("torch", "triton", "numpy", "pybind11", "scikit_build_core", "pytest", "hypothesis")
 PROGRAMS = ("nvcc", "cmake", "ninja")
+NO_GPU = {"state"}  # benches that use none
 PYTEST_INI = (
     "[pytest]\naddopts = --import-mode=importlib -p no:cacheprovider\nmarkers =\n    gpu: needs a GPU\n    slow: slow\n"
 )
@@ -244,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     BUILD.mkdir(parents=True, exist_ok=True)
     (BUILD / "pytest.ini").write_text(PYTEST_INI, encoding="utf-8")
-    benches = sorted(path.stem.removeprefix("bench_") for path in (ROOT / "bench").glob("bench_*.py"))
+    benches = sorted({path.stem.removeprefix("bench_") for path in (ROOT / "bench").glob("bench_*.py")} - NO_GPU)
     for name in benches:
         (BUILD / f"{name}.json").unlink(missing_ok=True)
     machine = gpu()
