@@ -23,7 +23,20 @@ from pathlib import Path
 from typing import Any
 
 from common import arguments, finish, statements
-from state_cases import FIRST_WRITE, SIZES, Method, Persistent, Turnwise, at, census, make, methods, same, writes
+from state_cases import (
+    FIRST_WRITE,
+    SIZES,
+    Method,
+    Persistent,
+    Turnwise,
+    at,
+    census,
+    changed,
+    make,
+    methods,
+    same,
+    writes,
+)
 from state_envs import BRANCHES, TURNS
 from state_goals import goals
 from state_reads import reads, rollouts, steps
@@ -133,7 +146,7 @@ def first_writes(size: str, rounds: int) -> list[Row]:
     held = Turnwise().hold(make(size))
     rows = []
     for place, path in (("counter", FIRST_WRITE[0]), ("largest container", CHUNK[size])):
-        key, value = path[-1], at(held.data, path)
+        key, value = path[-1], changed(at(held.data, path))
         samples = []
         for _ in range(max(rounds, 5)):
             forks = [held.fork() for _ in range(128)]

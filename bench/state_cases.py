@@ -228,7 +228,9 @@ class Turnwise(Method):
         return held
 
     def plain(self, held: Any) -> Any:
-        return held.to_python()
+        from turnwise.state import to_python
+
+        return to_python(held.data)
 
 
 class Persistent(Method):
@@ -283,6 +285,13 @@ def methods() -> dict[str, Method]:
     for name in sorted(set(PEERS) - set(found)):
         print(f"without {name}: not installed")
     return {name: method(name) for name in ("deepcopy", "pickle", *found, "turnwise")}
+
+
+def has(name: str) -> bool:
+    """Whether this store has it: a bench may be run on an older one, and then says less."""
+    import turnwise.state
+
+    return hasattr(turnwise.state, name)
 
 
 def same(one: Any, other: Any) -> bool:

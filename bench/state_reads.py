@@ -11,7 +11,7 @@ from typing import Any
 
 import state_envs
 from common import statements
-from state_cases import Method, make, walk
+from state_cases import Method, has, make, walk
 
 Row = dict[str, Any]
 
@@ -25,8 +25,8 @@ READS = {
     "int list, all elements": "sum(ids)",
     "key in dict": "'turn' in game",
     "len": "len(messages)",
-    "owned write, dict": "game['turn'] = 7",
-    "owned write, list": "scores[0] = 7.0",
+    "owned write, dict": "game['turn'] = 7; game['turn'] = 8",
+    "owned write, list": "scores[0] = 7.0; scores[0] = 8.0",
     "owned append and pop": "scores.append(7.0); scores.pop()",
 }
 READ_ONLY = {  # of persistent maps: what their interface has, said in the same words
@@ -123,7 +123,8 @@ def rollouts(ways: Mapping[str, Method], rounds: int, documents: int) -> list[Ro
         name: (plain, ways[name].fork) for name in ("deepcopy", "pickle", "copium") if name in ways
     }
     envs["deepcopy, config shared by hand"] = (state_envs.SharedWarehouse.new(documents), copy.deepcopy)
-    envs["turnwise"] = (state_envs.forkable_warehouse(documents), copy.deepcopy)
+    if has("ForkableMixin"):
+        envs["turnwise"] = (state_envs.forkable_warehouse(documents), copy.deepcopy)
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in envs}
     prompts = {name: replay(env, fork, said)[2] for name, (env, fork) in envs.items()}
     assert len(set(prompts.values())) == 1, "the replays end differently"
@@ -139,6 +140,8 @@ def rollouts(ways: Mapping[str, Method], rounds: int, documents: int) -> list[Ro
 
 def steps(rounds: int) -> list[Row]:
     """``step()`` of real environments: as they are, and forked."""
+    if not has("ForkableMixin"):
+        return []
     said = [turn[0] for turn in state_envs.replies(200)]
 
     def warehouse(env: Any) -> list[Any]:
