@@ -210,9 +210,11 @@ def main() -> None:
     gc.freeze()
     sizes = SIZES[: 1 if options.quick else None]
     ways = methods()
+    copied = []
+    # The small first: copium keeps a memo as large as the largest copy so far, and clears it at each.
     for size in sizes:
         verify(size, ways)
-    copied = [row for size in sizes for row in copies(size, ways, options.rounds)]
+        copied += copies(size, ways, options.rounds)
     written = [row for size in sizes for row in first_writes(size, options.rounds)]
     read = [*reads(ways, options.rounds), *steps(options.rounds)]
     replayed = rollouts(ways, options.rounds, documents=200 if options.quick else 3_000)
