@@ -158,16 +158,16 @@ def census(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def turn(size: str, branch: int, number: int) -> tuple[list[tuple[Path, Any]], list[Write]]:
-    """What one turn of a rollout appends, and what it writes over: the counters, and the move, token or thing."""
+    """What one turn of a rollout appends, and what it overwrites: counters, and squares, a token or things."""
     rng = random.Random(f"{size}/{branch}/{number}")
     new: list[Write] = [
         (("game", "turn"), number + 1),
         (("game", "to_move"), number % 2),
-        (("game", "score", number % 2), rng.random()),
     ]
     if size == "S":
         new += [(("board", rng.randrange(8), rng.randrange(8)), value) for value in (0, 2)]
         return [(("messages",), [_square(rng), _square(rng)])], new
+    new.append((("game", "score", number % 2), rng.random()))
     said = {"role": "assistant", "content": text(rng, 600)}
     if size == "L":
         new.append((("token_ids", rng.randrange(65_536)), rng.randrange(152_000)))
