@@ -83,7 +83,7 @@ def test_goals(load: Load) -> None:
     }
 
 
-def test_a_tree_alone_has_no_torch() -> None:
+def test_a_tree_alone_has_no_torch(load: Load) -> None:
     """What its process imports is what the collector walks: the store must not bring torch."""
     code = (
         "import sys; sys.argv = ['', 'tree', 'S', 'turnwise', '2', '3']; import runpy; "
@@ -97,7 +97,8 @@ def test_a_tree_alone_has_no_torch() -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["checkpoint"] > 0 and found["prune"] > 0 and found["gc.collect"] > 0
+    assert found["bytes"] is not None and found["prune"] > 0 and found["gc.collect"] > 0
+    assert ("checkpoint" in found) is load("state_cases").has("load")
 
 
 def test_statements_are_timed_alike(load: Load) -> None:
