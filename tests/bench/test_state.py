@@ -97,7 +97,7 @@ def test_a_tree_alone_has_no_torch(load: Load) -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["bytes"] is not None and found["prune"] > 0 and found["gc.collect"] > 0
+    assert found["prune"] > 0 and found["gc.collect"] > 0
     assert ("checkpoint" in found) is load("state_cases").has("load")
 
 
