@@ -147,8 +147,14 @@ inline bool is_proxy(PyObject* object) {
 
 // ---- state_adopt.cpp
 // An object as it enters a State: a leaf, the slot of a proxy of the same State, or a plain container, which stays what
-// it is until `settle` (then `later` is set). False with an error set.
-bool take_in(StateObject* state, PyObject* object, Value& value, bool& later);
+// it is until `settle` (then `later` is set). False with an error set, which names the place: `key` (null for a list)
+// of the container `into`.
+bool take_in(StateObject* state, PyObject* object, Value& value, bool& later, SlotIndex into, PyObject* key = nullptr);
+// Whether `key` may be one: keys are shared by all versions, so that they must not change. False with an error set.
+bool check_rare_key(StateObject* state, PyObject* key);
+inline bool check_key(StateObject* state, PyObject* key) {
+    return PyUnicode_CheckExact(key) || PyLong_CheckExact(key) || check_rare_key(state, key);
+}
 void note_pending(StateObject* state, SlotIndex slot, Node* node);
 // Takes over every plain container that was written since the last fork. False with an error set, and nothing changed.
 bool settle(StateObject* state);

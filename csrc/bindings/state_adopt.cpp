@@ -42,9 +42,23 @@ class Adoption {
     // `Checked`: nothing is made or called; only errors count.
     Adoption(StateObject* state, Opaque opaque) : state_(state), opaque_(opaque), cursor_(state->heap.cursor()) {}
     ~Adoption() {
-        for (Made& made : made_) Node::drop(made.node);
+        for (Made& made : made_) {
+            Node::drop(made.node);
+            Py_DECREF(made.object);
+        }
         for (auto& [object, value] : memo_) value.drop();
+        for (PyObject* object : frozen_) Py_DECREF(object);
     }
+
+    // Where what is converted next will lie: `key` (null for a list) of the container `slot`. For messages.
+    void lies_in(SlotIndex slot, PyObject* key, size_t index = kUnknown) {
+        slot_ = slot;
+        key_ = key;
+        index_ = index;
+    }
+    // `object` lies in `slot` already.
+    void knows(PyObject* object, SlotIndex slot) { memo_.emplace(object, Value::of(slot)); }
+    static constexpr size_t kUnknown = ~size_t{0};
 
     // What stands for `object`, with a reference of its own. `key` (or, without one, `index`) is its place in the
     // container `parent` (an index into made_, -1 for none).
@@ -91,11 +105,13 @@ class Adoption {
                 Py_hash_t hash;
                 const Py_ssize_t size = PyDict_GET_SIZE(object);
                 while (PyDict_Next(object, &position, &key, &item)) {
-                    hash = PyObject_Hash(key);
-                    if (hash == -1 && PyErr_Occurred()) return false;
                     Value value;
                     Py_INCREF(key);
-                    if (!convert(item, value, int(at), key, 0)) {
+                    Py_INCREF(item);
+                    hash = PyObject_Hash(key);
+                    const bool good = hash != -1 && check_key(state_, key) && convert(item, value, int(at), key, 0);
+                    Py_DECREF(item);
+                    if (!good) {
                         Py_DECREF(key);
                         return false;
                     }
@@ -125,6 +141,7 @@ class Adoption {
         int parent;
         PyObject* key;
         size_t index;
+        SlotIndex into;  // for those without a parent: the container of the heap that they lie in
     };
 
     static bool leaf(PyObject* object, Value& value) {
@@ -204,6 +221,8 @@ class Adoption {
             value = Value::of(leaf_of(copy));
             value.take();
             memo_.emplace(object, value);
+            Py_INCREF(object);
+            frozen_.push_back(object);
             done = leaf(copy, value);
         } else {
             // Of no epoch: a snapshot, copied when a version asks for the object.
@@ -216,7 +235,11 @@ class Adoption {
 
     bool add(PyObject* object, Node* node, Value& value, int parent, PyObject* key, size_t index) {
         const SlotIndex slot = state_->heap.plan(cursor_);
-        made_.push_back({object, node, slot, parent, key, index});
+        if (parent < 0)
+            made_.push_back({object, node, slot, parent, key_, index_, slot_});
+        else
+            made_.push_back({object, node, slot, parent, key, index, kNoSlot});
+        Py_INCREF(object);  // code of the objects' own may run before all is taken over
         value = Value::of(slot);
         memo_.emplace(object, value);
         return true;
@@ -239,18 +262,20 @@ class Adoption {
     // "data['players'][0]: ..." with the type and what to do.
     bool refuse(PyObject* object, int parent, PyObject* key, size_t index) {
         PyObject* path = PyUnicode_FromString("");
-        for (bool first = true; path && (first || parent >= 0); first = false) {
-            if (!first) {
-                key = made_[size_t(parent)].key;
-                index = made_[size_t(parent)].index;
-                parent = made_[size_t(parent)].parent;
-            }
-            if (parent < 0 && !key) break;
-            PyObject* longer =
-                key ? PyUnicode_FromFormat("[%R]%U", key, path) : PyUnicode_FromFormat("[%zu]%U", index, path);
-            Py_DECREF(path);
-            path = longer;
+        SlotIndex into = slot_;
+        if (parent < 0) {
+            key = key_;
+            index = index_;
         }
+        while (parent >= 0) {
+            path = longer(path, key, index);
+            const Made& holder = made_[size_t(parent)];
+            key = holder.key;
+            index = holder.index;
+            into = holder.into;
+            parent = holder.parent;
+        }
+        if (into != kNoSlot) path = path_from_root(longer(path, key, index), into);
         PyObject* name = path ? type_name(object) : nullptr;
         if (name) {
             PyErr_Format(types.opaque,
@@ -263,8 +288,60 @@ class Adoption {
         return false;
     }
 
+    // "[key]" or "[index]" and `path` behind it, which it takes over; null on error.
+    static PyObject* longer(PyObject* path, PyObject* key, size_t index) {
+        if (!path) return nullptr;
+        PyObject* result = key                 ? PyUnicode_FromFormat("[%R]%U", key, path)
+                           : index == kUnknown ? PyUnicode_FromFormat("[...]%U", path)
+                                               : PyUnicode_FromFormat("[%zu]%U", index, path);
+        Py_DECREF(path);
+        return result;
+    }
+
+    // How one gets from the root to `slot`, and `path` behind it.
+    PyObject* path_from_root(PyObject* path, SlotIndex slot) const {
+        struct Step {
+            SlotIndex parent;
+            PyObject* key;
+            size_t index;
+        };
+        std::unordered_map<SlotIndex, Step> steps;
+        std::vector<SlotIndex> open;
+        const Heap& heap = state_->heap;
+        if (heap.root().is_slot()) {
+            open.push_back(heap.root().slot());
+            steps.emplace(open[0], Step{kNoSlot, nullptr, 0});
+        }
+        for (size_t at = 0; at < open.size() && !steps.count(slot); ++at) {
+            const Node* node = heap.at(open[at]);
+            const auto step = [&](Value value, PyObject* key, size_t index) {
+                if (!value.is_slot() || !steps.emplace(value.slot(), Step{open[at], key, index}).second) return;
+                open.push_back(value.slot());
+            };
+            size_t index = 0;
+            if (node->kind == Kind::Dict) {
+                static_cast<const DictNode*>(node)->entries.for_each_chunk([&](const Entry* entries, size_t count) {
+                    for (size_t i = 0; i < count; ++i) {
+                        if (entries[i].key) step(entries[i].value, object_of(entries[i].key), 0);
+                    }
+                });
+            } else {
+                node->for_each_value([&](Value value) { step(value, nullptr, index++); });
+            }
+        }
+        if (!steps.count(slot)) return path;
+        for (; path && steps[slot].parent != kNoSlot; slot = steps[slot].parent) {
+            path = longer(path, steps[slot].key, steps[slot].index);
+        }
+        return path;
+    }
+
     StateObject* state_;
     Opaque opaque_;
+    SlotIndex slot_ = kNoSlot;
+    PyObject* key_ = nullptr;
+    size_t index_ = 0;
+    std::vector<PyObject*> frozen_;  // keeps alive what memo_ knows
     Heap::Cursor cursor_;
     std::vector<Made> made_;
     std::unordered_map<PyObject*, Value> memo_;
@@ -281,18 +358,16 @@ struct Patch {
     Value value;
 };
 
-// Converts the plain containers among `count` values, spaced `stride` bytes apart.
-bool convert_values(Adoption& adoption, Value* first, size_t count, size_t stride, std::vector<Patch>& patches) {
-    for (size_t i = 0; i < count; ++i) {
-        auto* place = reinterpret_cast<Value*>(reinterpret_cast<char*>(first) + i * stride);
-        if (!place->is_leaf() || is_atom(object_of(place->leaf()))) continue;
-        Value value;
-        if (!adoption.convert(object_of(place->leaf()), value, -1, nullptr, i)) return false;
-        if (value == *place)
-            value.drop();
-        else
-            patches.push_back({place, value});
-    }
+// Converts the object at `place`, if it is a plain container. `key` is null in a list, where the index is not known.
+bool convert_value(Adoption& adoption, Value* place, SlotIndex slot, Leaf* key, std::vector<Patch>& patches) {
+    if (!place->is_leaf() || is_atom(object_of(place->leaf()))) return true;
+    Value value;
+    adoption.lies_in(slot, key ? object_of(key) : nullptr);
+    if (!adoption.convert(object_of(place->leaf()), value, -1, nullptr, 0)) return false;
+    if (value == *place)
+        value.drop();
+    else
+        patches.push_back({place, value});
     return true;
 }
 
@@ -304,7 +379,32 @@ void note_pending(StateObject* state, SlotIndex slot, Node* node) {
     node->pending = true;
 }
 
-bool take_in(StateObject* state, PyObject* object, Value& value, bool& later) {
+bool check_rare_key(StateObject* state, PyObject* key) {
+    if (is_atom(key)) return true;
+    if (PyObject_Hash(key) == -1) return false;  // what a dict says of it
+    if (PyTuple_Check(key) && (PyTuple_CheckExact(key) || PyObject_HasAttrString(key, "_fields"))) {
+        if (Py_EnterRecursiveCall(" while a key is taken into a State")) return false;
+        bool good = true;
+        for (Py_ssize_t i = 0; good && i < PyTuple_GET_SIZE(key); ++i) {
+            good = check_rare_key(state, PyTuple_GET_ITEM(key, i));
+        }
+        Py_LeaveRecursiveCall();
+        return good;
+    }
+    PyObject* policy = policy_of(state, key);
+    if (!policy) return false;
+    if (policy != Py_None && Policy::of(policy).mode == Policy::Share) return true;
+    if (PyObject* name = type_name(key)) {
+        PyErr_Format(types.opaque,
+                     "a key of type %U: all versions share their keys, so these must not change. If its objects never "
+                     "do: store.register(%U, 'share')",
+                     name, name);
+        Py_DECREF(name);
+    }
+    return false;
+}
+
+bool take_in(StateObject* state, PyObject* object, Value& value, bool& later, SlotIndex into, PyObject* key) {
     later = false;
     if (is_atom(object)) {
         Py_INCREF(object);
@@ -315,12 +415,16 @@ bool take_in(StateObject* state, PyObject* object, Value& value, bool& later) {
         PyObject* tuple = policy_of(state, object);
         if (!tuple) return false;
         if (tuple != Py_None && Policy::of(tuple).mode == Policy::Freeze) {
-            PyObject* copy = PyObject_CallOneArg(Policy::of(tuple).copy, object);
+            PyObject* function = Policy::of(tuple).copy;
+            Py_INCREF(function);
+            PyObject* copy = PyObject_CallOneArg(function, object);
+            Py_DECREF(function);
             value = Value::of(leaf_of(copy));
             return copy != nullptr;
         }
     }
     Adoption check(state, Adoption::Opaque::Checked);
+    check.lies_in(into, key);
     if (!check.convert(object, value, -1, nullptr, 0) || !check.fill()) return false;
     if (is_proxy(object) && reinterpret_cast<Proxy*>(object)->state) return true;
     if (value.is_leaf()) {
@@ -342,16 +446,27 @@ bool settle(StateObject* state) {
     Adoption adoption(state, Adoption::Opaque::Live);
     std::vector<Patch> patches;
     bool good = true;
+    for (SlotIndex slot : state->pending) {
+        // An object that is in the State already, and was put at a second place, stays one object.
+        Node* node = state->heap.at(slot);
+        if (!node || !state->heap.owns(node) || node->kind != Kind::Opaque) continue;
+        adoption.knows(object_of(static_cast<OpaqueNode*>(node)->object), slot);
+    }
     for (size_t at = 0; good && at < state->pending.size(); ++at) {
-        Node* node = state->heap.at(state->pending[at]);
+        const SlotIndex slot = state->pending[at];
+        Node* node = state->heap.at(slot);
         if (!node || !state->heap.owns(node) || !node->pending) continue;
         if (node->kind == Kind::Dict) {
             static_cast<DictNode*>(node)->entries.for_each_owned_chunk(node->epoch, [&](Entry* entries, size_t count) {
-                good = good && convert_values(adoption, &entries->value, count, sizeof(Entry), patches);
+                for (size_t i = 0; good && i < count; ++i) {
+                    good = convert_value(adoption, &entries[i].value, slot, entries[i].key, patches);
+                }
             });
         } else if (node->kind == Kind::List) {
             static_cast<ListNode*>(node)->items.for_each_owned_chunk(node->epoch, [&](Value* values, size_t count) {
-                good = good && convert_values(adoption, values, count, sizeof(Value), patches);
+                for (size_t i = 0; good && i < count; ++i) {
+                    good = convert_value(adoption, &values[i], slot, nullptr, patches);
+                }
             });
         }
     }
@@ -447,7 +562,8 @@ PyObject* open_opaque(StateObject* state, SlotIndex slot) {
     const Policy policy = Policy::of(object_of(node->policy));
     Py_INCREF(object);
     if (state->heap.owns(node) || !policy.hands_out_copies) return object;
-    if (state->locked && refuse_writing(state)) {
+    // A commit changes nothing by this, and several threads may do it at once.
+    if (!state->frozen && state->locked && refuse_writing(state)) {
         Py_DECREF(object);
         return nullptr;
     }
@@ -455,7 +571,9 @@ PyObject* open_opaque(StateObject* state, SlotIndex slot) {
     Leaf* rule = node->policy;
     retain(rule);
     PyObject* copy;
-    {
+    if (state->frozen) {
+        copy = PyObject_CallOneArg(policy.copy, object);
+    } else {
         Lock lock(state);
         copy = PyObject_CallOneArg(policy.copy, object);
     }

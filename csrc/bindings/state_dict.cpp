@@ -84,7 +84,7 @@ int dict_set(Proxy* self, PyObject* key, PyObject* object) {
     Operation operation;
     Value value;
     bool later;
-    if (!take_in(self->state, object, value, later)) return -1;
+    if (!check_key(self->state, key) || !take_in(self->state, object, value, later, self->slot, key)) return -1;
     Py_hash_t hash;
     const size_t place = find(self, key, &hash);
     DictNode* node = place == DictNode::kFailed ? nullptr : write<DictNode>(self);
@@ -167,10 +167,7 @@ PyObject* dict_clear(PyObject* self, PyObject*) {
     return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
         auto* node = write<DictNode>(proxy_of(self));
         if (!node) return nullptr;
-        node->entries.clear();
-        node->index.clear();
-        node->live = 0;
-        ++node->changes;
+        node->clear();
         Py_RETURN_NONE;
     });
 }

@@ -84,7 +84,7 @@ class Incoming {
     bool take_one(Proxy* self, PyObject* object) {
         Value value;
         bool later;
-        if (!take_in(self->state, object, value, later)) return false;
+        if (!take_in(self->state, object, value, later, self->slot)) return false;
         values_.push_back(value);
         later_ = later_ || later;
         return true;
@@ -119,7 +119,7 @@ int list_set(Proxy* self, Py_ssize_t index, PyObject* object) {
     Operation operation;
     Value value;
     bool later;
-    if (!take_in(self->state, object, value, later)) return -1;
+    if (!take_in(self->state, object, value, later, self->slot)) return -1;
     auto* node = write<ListNode>(self);
     if (node) {
         const Py_ssize_t size = Py_ssize_t(node->items.size());
@@ -200,7 +200,7 @@ PyObject* list_append(PyObject* self, PyObject* object) {
     return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
         Value value;
         bool later;
-        if (!take_in(proxy_of(self)->state, object, value, later)) return nullptr;
+        if (!take_in(proxy_of(self)->state, object, value, later, proxy_of(self)->slot)) return nullptr;
         auto* node = write<ListNode>(proxy_of(self));
         if (!node) {
             value.drop();

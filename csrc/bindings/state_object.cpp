@@ -236,7 +236,10 @@ int state_traverse(PyObject* object, visitproc visit, void* arg) {
     for (SlotIndex slot : self->pending) {
         Node* node = self->heap.at(slot);
         if (!node || !self->heap.owns(node)) continue;
-        const auto visit_value = [&](Value value) { return value.is_leaf() ? visit(object_of(value.leaf()), arg) : 0; };
+        int stop = 0;
+        const auto visit_value = [&](Value value) {
+            if (!stop && value.is_leaf()) stop = visit(object_of(value.leaf()), arg);
+        };
         if (node->kind == Kind::Dict) {
             static_cast<DictNode*>(node)->entries.for_each_owned_chunk(node->epoch, [&](Entry* entries, size_t count) {
                 for (size_t i = 0; i < count; ++i) visit_value(entries[i].value);
@@ -246,8 +249,9 @@ int state_traverse(PyObject* object, visitproc visit, void* arg) {
                 for (size_t i = 0; i < count; ++i) visit_value(values[i]);
             });
         } else if (node->kind == Kind::Opaque) {
-            visit(object_of(static_cast<OpaqueNode*>(node)->object), arg);
+            stop = visit(object_of(static_cast<OpaqueNode*>(node)->object), arg);
         }
+        if (stop) return stop;
     }
     return 0;
 }
@@ -260,6 +264,7 @@ void empty_state(StateObject* self) {
 
 int state_clear(PyObject* object) {
     Operation operation;
+    state_of(object)->pruned = true;  // whoever still reaches it is told so
     empty_state(state_of(object));
     return 0;
 }
@@ -268,9 +273,10 @@ void state_dealloc(PyObject* object) {
     Operation operation;
     StateObject* self = state_of(object);
     PyObject_GC_UnTrack(object);
-    if (self->weakrefs) PyObject_ClearWeakRefs(object);
+    // First: a weak reference's callback may ask the store for its states.
     *self->link = self->next;
     if (self->next) self->next->link = self->link;
+    if (self->weakrefs) PyObject_ClearWeakRefs(object);
     Py_CLEAR(self->base);
     self->pending.~vector();
     self->proxies.~ProxyMap();

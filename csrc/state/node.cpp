@@ -55,7 +55,7 @@ void DictNode::insert(int64_t hash, Leaf* key, Value value) {
     ++live;
     ++changes;
     // Two thirds full at most, erased places counted: probes stay short.
-    if (entries.size() > kScanned && (index.empty() || entries.size() * 3 > index.size() * 2)) {
+    if (entries.size() > kScanned && (index.empty() || (taken + 1) * 3 > index.size() * 2)) {
         rebuild();
     } else if (!index.empty()) {
         put_in_index(hash, entries.size() - 1);
@@ -73,6 +73,7 @@ Entry DictNode::erase(size_t place) {
     while (!entries.empty() && entries[entries.size() - 1].key == nullptr) entries.pop_back(epoch);
     if (entries.empty()) {
         index.clear();
+        taken = 0;
     } else if (entries.size() > kScanned && live * 2 < entries.size()) {
         rebuild();
     }
@@ -98,6 +99,7 @@ void DictNode::rebuild() {
         entries.swap(packed);
     }
     index.clear();
+    taken = 0;
     if (entries.size() <= kScanned) return;
     size_t buckets = 16;
     while (buckets < entries.size() * 3) buckets *= 2;
@@ -112,7 +114,9 @@ void DictNode::put_in_index(int64_t hash, size_t place) {
     const size_t mask = index.size() - 1;
     size_t at = bucket(hash, mask);
     while (index[at] > 1) at = (at + 1) & mask;
-    index.own(at, epoch) = static_cast<uint32_t>(place + 2);
+    uint32_t& held = index.own(at, epoch);
+    if (held == 0) ++taken;
+    held = static_cast<uint32_t>(place + 2);
 }
 
 size_t DictNode::bucket_of_place(size_t place) const noexcept {

@@ -104,6 +104,7 @@ struct DictNode : Node {
           entries(other.entries),
           index(other.index),
           live(other.live),
+          taken(other.taken),
           changes(other.changes) {}
 
     size_t size() const noexcept { return live; }
@@ -126,12 +127,19 @@ struct DictNode : Node {
     void insert(int64_t hash, Leaf* key, Value value);
     // Removes the entry and hands its references to the caller.
     Entry erase(size_t place);
+    void clear() noexcept {
+        entries.clear();
+        index.clear();
+        live = taken = 0;
+        ++changes;
+    }
     // The first live place at or after `place`, or entries.size().
     size_t next(size_t place) const noexcept;
 
     RadixArray<Entry, 6> entries;
     RadixArray<uint32_t, 8> index;  // 0: free, 1: erased, else a place + 2
     size_t live = 0;
+    size_t taken = 0;      // places of the index that are not free: probes end at a free one, so some must be left
     uint32_t changes = 0;  // of the set of keys, not of values
 
   private:

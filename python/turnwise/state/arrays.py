@@ -8,15 +8,23 @@ from typing import Any
 def freeze_array(array: Any) -> Any:
     """A read-only array with the same values: itself if nobody can write to its memory, else a copy.
 
-    A view is not enough: whoever holds the base could still write, and change every version at once.
+    A flag is not enough: whoever holds the base, or a view of it, could still write and change every version at once.
+    So the copy lies in a bytes object, which numpy makes writable for nobody.
     """
+    import numpy as np
+
+    if array.dtype.hasobject:
+        raise TypeError(
+            f"an array of dtype {array.dtype}: the store can't look into the objects in it. Use a list, or "
+            "Store(arrays='copy'), where each version copies the array and the objects"
+        )
     base = array
-    while base is not None and type(base).__name__ == "ndarray":
-        if base.flags.writeable:
-            break
+    while type(base) is np.ndarray:
         base = base.base
-    if base is None or isinstance(base, bytes):
+    if type(base) is bytes:
         return array
-    frozen = array.copy()
-    frozen.flags.writeable = False
-    return frozen
+    # The order in memory stays: code that is fast on columns stays so.
+    turned = array.flags.f_contiguous and not array.flags.c_contiguous
+    rows = array.T if turned else array
+    frozen = np.ndarray(rows.shape, rows.dtype, rows.tobytes())
+    return frozen.T if turned else frozen

@@ -146,7 +146,9 @@ class Store(_C.StoreBase):
             return None
         ndarray = _foreign_type("numpy", "ndarray")
         if ndarray is not None and issubclass(kind, ndarray):
-            return (FREEZE, freeze_array, False) if self.arrays == "frozen" else NAMED["copy"].as_tuple()
+            # Subclasses can hold more than values: masks, units.
+            frozen = self.arrays == "frozen" and kind is ndarray
+            return (FREEZE, freeze_array, False) if frozen else NAMED["copy"].as_tuple()
         for module, name in (("numpy", "generic"), ("numpy", "dtype"), ("torch", "dtype"), ("torch", "device")):
             found = _foreign_type(module, name)
             if found is not None and issubclass(kind, found):
