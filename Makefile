@@ -13,7 +13,7 @@ CPP     := $(shell find csrc tests -type f \( -name '*.h' -o -name '*.hpp' -o -n
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo demo-compare test lint format typecheck develop sdist wheel-check cuda-build bench gpu-check docs clean
+.PHONY: help build demo demo-compare test test-sanitize lint format typecheck develop sdist wheel-check cuda-build bench gpu-check docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +64,9 @@ demo-compare: $(VENV)/.installed  ## the demo beside a single agent and an untra
 
 test: $(VENV)/.peers  ## all tests, against the installed package
 	@$(BIN)/python -P -m pytest
+
+test-sanitize: $(VENV)/.installed  ## the state store's C++ tests under ASan, UBSan and TSan
+	@$(BIN)/python -P -m pytest tests/cpp/test_state.py -v
 
 bench: $(VENV)/.peers  ## the ops beside PyTorch, TRL and verl, the state store beside deepcopy and others, into bench/results
 	@if command -v nvidia-smi >/dev/null; then $(INSTALL) --no-deps liger-kernel; fi

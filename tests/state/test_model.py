@@ -225,9 +225,25 @@ class Histories(RuleBasedStateMachine):
         key=KEYS,
         recipe=RECIPES,
         what=st.sampled_from(
-            "set,set,set,delete,pop,pop default,popitem,setdefault,update,pairs,|=,|,clear,get,in,named,reinsert".split(
-                ","
-            )
+            [
+                "set",
+                "set",
+                "set",
+                "delete",
+                "pop",
+                "pop default",
+                "popitem",
+                "setdefault",
+                "update",
+                "pairs",
+                "|=",
+                "|",
+                "clear",
+                "get",
+                "in",
+                "named",
+                "reinsert",
+            ]
         ),
     )
     def write_dict(self, v: int, n: int, key: Any, recipe: Any, what: str) -> None:
@@ -271,10 +287,32 @@ class Histories(RuleBasedStateMachine):
         by=st.sampled_from([None, 1, 2, -1, -2, 3]),
         recipes=st.lists(RECIPES, min_size=1, max_size=4),
         what=st.sampled_from(
-            (
-                "append,append,insert,insert,set,delete,pop,pop at,extend,+=,*=,clear,slice,set slice,set slice,"
-                "delete slice,reverse,sort,sort back,remove,index,count,+,swap"
-            ).split(",")
+            [
+                "append",
+                "append",
+                "insert",
+                "insert",
+                "set",
+                "delete",
+                "pop",
+                "pop at",
+                "extend",
+                "+=",
+                "*=",
+                "clear",
+                "slice",
+                "set slice",
+                "set slice",
+                "delete slice",
+                "reverse",
+                "sort",
+                "sort back",
+                "remove",
+                "index",
+                "count",
+                "+",
+                "swap",
+            ]
         ),
     )
     def write_list(self, v: int, n: int, i: int, j: int | None, by: int | None, recipes: list[Any], what: str) -> None:

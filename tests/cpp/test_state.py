@@ -1,0 +1,46 @@
+"""Compiles and runs ``test_state.cpp``: the state store without Python, plainly and under sanitizers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+CSRC = HERE.parents[1] / "csrc"
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+
+BUILDS = {
+    "plain": ["-O2"],
+    "address": ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"],
+    "thread": ["-O1", "-g", "-fsanitize=thread", "-DTURNWISE_STATE_THREADS"],
+}
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.skipif(not CSRC.exists(), reason="the C++ sources are not here")
+@pytest.mark.parametrize("build", BUILDS)
+def test_state(build: str, tmp_path: Path) -> None:
+    flags = [str(COMPILER), "-std=c++17", "-pthread", f"-I{CSRC}", *BUILDS[build]]
+    if build != "plain":
+        empty = tmp_path / "empty.cpp"
+        empty.write_text("int main() { return 0; }\n", encoding="utf-8")
+        program = tmp_path / "empty"
+        known = subprocess.run([*flags, str(empty), "-o", str(program)], capture_output=True, timeout=60)
+        if known.returncode or subprocess.run([str(program)], capture_output=True, timeout=60).returncode:
+            pytest.skip(f"{COMPILER} has no {build} sanitizer here")
+    program = tmp_path / "test_state"
+    sources = [str(HERE / "test_state.cpp"), *map(str, sorted(CSRC.glob("state/*.cpp")))]
+    subprocess.run([*flags, *sources, "-o", str(program)], check=True, timeout=300)
+    environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_leaks=1"}
+    result = subprocess.run([str(program)], capture_output=True, text=True, timeout=120, env=environment)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
+
+
+def test_the_store_knows_no_python() -> None:
+    for source in CSRC.glob("state/*"):
+        text = source.read_text(encoding="utf-8")
+        assert not any(name in text for name in ("Python.h", "PyObject", "pybind11")), source
