@@ -23,30 +23,29 @@ inline Leaf* leaf_of(PyObject* object) noexcept {
 
 struct Proxy;
 
-// The living proxies of a State by slot: open addressing, borrowed references.
+// The proxies of a State by slot: open addressing, borrowed references. One that nobody refers to any more rests here
+// (its count is zero) until it is asked for again or the State forks: walks through a State make few new objects.
 class ProxyMap {
   public:
-    ~ProxyMap() { delete[] cells_; }
-    Proxy* find(SlotIndex slot) const noexcept;
-    void insert(SlotIndex slot, Proxy* proxy);
-    void erase(SlotIndex slot) noexcept;
+    ~ProxyMap() { give_back(); }
+    inline Proxy* find(SlotIndex slot) const noexcept;
+    void insert(Proxy* proxy);
+    void erase(Proxy* proxy) noexcept;
     template <class Function>
     void for_each(Function&& f) const {
         for (size_t i = 0; i < size_t(capacity_); ++i) {
-            if (cells_[i].proxy) f(cells_[i].slot, cells_[i].proxy);
+            if (cells_[i]) f(cells_[i]);
         }
     }
 
   private:
-    struct Cell {
-        SlotIndex slot = 0;
-        Proxy* proxy = nullptr;
-    };
-    size_t home(SlotIndex slot) const noexcept { return (slot * 2654435769u) >> shift_; }
-    Cell* cells_ = nullptr;
+    static constexpr uint32_t kFirst = 8;
+    inline size_t home(SlotIndex slot) const noexcept { return (slot * 2654435769u >> 16) & (capacity_ - 1); }
+    void grow();
+    void give_back() noexcept;
+    Proxy** cells_ = nullptr;
     uint32_t capacity_ = 0;
     uint32_t used_ = 0;
-    unsigned shift_ = 32;
 };
 
 struct StateObject;
@@ -65,7 +64,8 @@ struct StateObject {
     StateObject** link;  // what points here
     bool frozen;
     bool pruned;
-    bool locked;  // its objects are being copied: Python code runs that must not change it
+    uint32_t resting;  // how many of its proxies rest
+    bool locked;       // its objects are being copied: Python code runs that must not change it
     Heap heap;
     ProxyMap proxies;
     // Owned nodes that hold plain containers not yet taken over, and live opaque objects.
@@ -80,6 +80,14 @@ struct Proxy {
     SlotIndex slot;
     Epoch birth;
 };
+
+inline Proxy* ProxyMap::find(SlotIndex slot) const noexcept {
+    if (!used_) return nullptr;
+    for (size_t at = home(slot); cells_[at]; at = (at + 1) & (capacity_ - 1)) {
+        if (cells_[at]->slot == slot) return cells_[at];
+    }
+    return nullptr;
+}
 
 // What a Store says of a type: a tuple (mode, copy, private).
 //   share:  the object is a leaf, shared by all versions
@@ -104,13 +112,27 @@ extern Types types;
 
 // Objects whose destruction may run Python code are destroyed when the operation is over, not in its middle.
 struct Operation {
-    ~Operation();
+    ~Operation() {
+        if (waiting) destroy_waiting();
+    }
+    static void destroy_waiting();
+    static inline bool waiting = false;
 };
 
 // ---- state_object.cpp
 StateObject* new_state(StoreObject* store);
 Proxy* new_proxy(PyTypeObject* type, StateObject* state, SlotIndex slot, Node* node);
-PyObject* wrap_slot(StateObject* state, SlotIndex slot);
+PyObject* wrap_new(StateObject* state, SlotIndex slot);
+PyObject* wake(Proxy* proxy);
+void drop_resting(StateObject* state);
+inline PyObject* wrap_slot(StateObject* state, SlotIndex slot) {
+    Proxy* known = state->proxies.find(slot);
+    if (!known) return wrap_new(state, slot);
+    auto* object = reinterpret_cast<PyObject*>(known);
+    if (Py_REFCNT(object) == 0) return wake(known);
+    Py_INCREF(object);
+    return object;
+}
 inline PyObject* wrap(StateObject* state, Value value) {
     if (value.is_slot()) return wrap_slot(state, value.slot());
     PyObject* object = object_of(value.leaf());
@@ -149,11 +171,23 @@ inline bool is_proxy(PyObject* object) {
 // An object as it enters a State: a leaf, the slot of a proxy of the same State, or a plain container, which stays what
 // it is until `settle` (then `later` is set). False with an error set, which names the place: `key` (null for a list)
 // of the container `into`.
-bool take_in(StateObject* state, PyObject* object, Value& value, bool& later, SlotIndex into, PyObject* key = nullptr);
+bool take_in_other(StateObject* state, PyObject* object, Value& value, bool& later, SlotIndex into, PyObject* key);
 // Whether `key` may be one: keys are shared by all versions, so that they must not change. False with an error set.
 bool check_rare_key(StateObject* state, PyObject* key);
 inline bool check_key(StateObject* state, PyObject* key) {
     return PyUnicode_CheckExact(key) || PyLong_CheckExact(key) || check_rare_key(state, key);
+}
+inline bool is_atom(PyObject* object) noexcept {
+    return PyUnicode_CheckExact(object) || PyLong_CheckExact(object) || object == Py_None ||
+           PyFloat_CheckExact(object) || PyBool_Check(object) || PyBytes_CheckExact(object);
+}
+inline bool take_in(StateObject* state, PyObject* object, Value& value, bool& later, SlotIndex into,
+                    PyObject* key = nullptr) {
+    if (!is_atom(object)) return take_in_other(state, object, value, later, into, key);
+    later = false;
+    Py_INCREF(object);
+    value = Value::of(leaf_of(object));
+    return true;
 }
 void note_pending(StateObject* state, SlotIndex slot, Node* node);
 // Takes over every plain container that was written since the last fork. False with an error set, and nothing changed.

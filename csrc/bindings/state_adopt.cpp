@@ -25,11 +25,6 @@ PyObject* policy_of(StateObject* state, PyObject* object) {
 
 namespace {
 
-bool is_atom(PyObject* object) noexcept {
-    return PyUnicode_CheckExact(object) || PyLong_CheckExact(object) || object == Py_None ||
-           PyFloat_CheckExact(object) || PyBool_Check(object) || PyBytes_CheckExact(object);
-}
-
 PyObject* type_name(PyObject* object) {
     return PyType_GetName(Py_TYPE(object));
 }
@@ -404,13 +399,8 @@ bool check_rare_key(StateObject* state, PyObject* key) {
     return false;
 }
 
-bool take_in(StateObject* state, PyObject* object, Value& value, bool& later, SlotIndex into, PyObject* key) {
+bool take_in_other(StateObject* state, PyObject* object, Value& value, bool& later, SlotIndex into, PyObject* key) {
     later = false;
-    if (is_atom(object)) {
-        Py_INCREF(object);
-        value = Value::of(leaf_of(object));
-        return true;
-    }
     if (!is_proxy(object) && !PyList_CheckExact(object) && !PyDict_CheckExact(object) && !PyTuple_Check(object)) {
         PyObject* tuple = policy_of(state, object);
         if (!tuple) return false;
@@ -509,6 +499,7 @@ bool fork_states(StateObject* state, StateObject** children, size_t count) {
             Node* node;
         };
         std::vector<Live> live;
+        drop_resting(state);
         if (!state->pending.empty()) {
             if (!settle(state)) return false;
             // The children get snapshots; what the caller holds stays this state's own.
@@ -538,7 +529,7 @@ bool fork_states(StateObject* state, StateObject** children, size_t count) {
         }
         if (!state->frozen && state->heap.wants_collection()) {
             std::vector<SlotIndex> roots(state->pending);
-            state->proxies.for_each([&](SlotIndex slot, Proxy*) { roots.push_back(slot); });
+            state->proxies.for_each([&](Proxy* proxy) { roots.push_back(proxy->slot); });
             state->heap.collect(roots);
         }
         bool good = true;

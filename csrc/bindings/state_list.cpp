@@ -56,6 +56,11 @@ PyObject* list_sequence_item(PyObject* self, Py_ssize_t index) {
 }
 
 PyObject* list_subscript(PyObject* self, PyObject* key) {
+    if (PyLong_CheckExact(key)) {
+        const Py_ssize_t index = PyLong_AsSsize_t(key);
+        if (index != -1 || !PyErr_Occurred()) return list_item(self, index);
+        PyErr_Clear();
+    }
     if (PyIndex_Check(key)) {
         const Py_ssize_t index = PyNumber_AsSsize_t(key, PyExc_IndexError);
         return index == -1 && PyErr_Occurred() ? nullptr : list_item(self, index);
@@ -177,6 +182,21 @@ int list_set_slice(Proxy* self, PyObject* slice, PyObject* objects) {
 }
 
 int list_set_subscript(PyObject* self, PyObject* key, PyObject* value) {
+    Proxy* proxy = proxy_of(self);
+    // Most writes: a leaf, into a chunk that is this version's own.
+    if (value && is_atom(value) && PyLong_CheckExact(key) && !proxy->state->frozen && !proxy->state->locked) {
+        const Py_ssize_t index = PyLong_AsSsize_t(key);
+        auto* node = read<ListNode>(proxy);
+        if (node && index >= 0 && size_t(index) < node->items.size() && proxy->state->heap.owns(node)) {
+            if (Value* place = node->items.owned(size_t(index), node->epoch)) {
+                Operation operation;
+                Py_INCREF(value);
+                std::exchange(*place, Value::of(leaf_of(value))).drop();
+                return 0;
+            }
+        }
+        PyErr_Clear();
+    }
     return guarded(-1, [&]() -> int {
         if (PyIndex_Check(key)) {
             const Py_ssize_t index = PyNumber_AsSsize_t(key, PyExc_IndexError);

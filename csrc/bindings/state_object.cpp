@@ -25,58 +25,73 @@ void release(Leaf* leaf) noexcept {
         Py_DECREF(object);
     } else {
         last_references.push_back(object);
+        Operation::waiting = true;
     }
 }
 
-Operation::~Operation() {
+void Operation::destroy_waiting() {
     while (!last_references.empty()) {
         PyObject* object = last_references.back();
         last_references.pop_back();
+        waiting = !last_references.empty();
         Py_DECREF(object);
     }
 }
 
 // ---- the map of proxies ---------------------------------------------------------------------------------------------
-Proxy* ProxyMap::find(SlotIndex slot) const noexcept {
-    if (!used_) return nullptr;
-    for (size_t at = home(slot);; at = (at + 1) & (capacity_ - 1)) {
-        if (!cells_[at].proxy) return nullptr;
-        if (cells_[at].slot == slot) return cells_[at].proxy;
+namespace {
+// Arrays of the first size, for the next State that gets a proxy.
+constexpr size_t kSpareCells = 16;
+Proxy** spare_cells[kSpareCells];
+size_t spare_cells_count = 0;
+}  // namespace
+
+void ProxyMap::give_back() noexcept {
+    if (capacity_ == kFirst && spare_cells_count < kSpareCells) {
+        spare_cells[spare_cells_count++] = cells_;
+    } else {
+        delete[] cells_;
     }
+    cells_ = nullptr;
+    capacity_ = used_ = 0;
 }
 
-void ProxyMap::insert(SlotIndex slot, Proxy* proxy) {
-    if (used_ * 4 >= capacity_ * 3) {
-        const uint32_t old_capacity = capacity_;
-        Cell* old = cells_;
-        cells_ = new Cell[old_capacity ? old_capacity * 2 : 8];
-        capacity_ = old_capacity ? old_capacity * 2 : 8;
-        shift_ = 32;
-        for (uint32_t c = capacity_; c > 1; c /= 2) --shift_;
-        used_ = 0;
-        for (uint32_t i = 0; i < old_capacity; ++i) {
-            if (old[i].proxy) insert(old[i].slot, old[i].proxy);
-        }
-        delete[] old;
-    }
-    size_t at = home(slot);
-    while (cells_[at].proxy) at = (at + 1) & (capacity_ - 1);
-    cells_[at] = {slot, proxy};
+void ProxyMap::grow() {
+    ProxyMap old;
+    std::swap(old.cells_, cells_);
+    std::swap(old.capacity_, capacity_);
+    used_ = 0;
+    const uint32_t wanted = old.capacity_ ? old.capacity_ * 2 : kFirst;
+    cells_ = wanted == kFirst && spare_cells_count ? spare_cells[--spare_cells_count] : new Proxy*[wanted];
+    capacity_ = wanted;
+    std::fill_n(cells_, capacity_, nullptr);
+    old.for_each([&](Proxy* proxy) { insert(proxy); });
+}
+
+void ProxyMap::insert(Proxy* proxy) {
+    if (used_ * 4 >= capacity_ * 3) grow();
+    size_t at = home(proxy->slot);
+    while (cells_[at]) at = (at + 1) & (capacity_ - 1);
+    cells_[at] = proxy;
     ++used_;
 }
 
-void ProxyMap::erase(SlotIndex slot) noexcept {
+void ProxyMap::erase(Proxy* proxy) noexcept {
+    if (used_ == 1) {
+        give_back();
+        return;
+    }
     const size_t mask = capacity_ - 1;
-    size_t at = home(slot);
-    while (cells_[at].slot != slot || !cells_[at].proxy) at = (at + 1) & mask;
+    size_t at = home(proxy->slot);
+    while (cells_[at] != proxy) at = (at + 1) & mask;
     // Close the gap: a later cell of the same run moves up if its home allows.
-    for (size_t next = (at + 1) & mask; cells_[next].proxy; next = (next + 1) & mask) {
-        if (((next - home(cells_[next].slot)) & mask) >= ((next - at) & mask)) {
+    for (size_t next = (at + 1) & mask; cells_[next]; next = (next + 1) & mask) {
+        if (((next - home(cells_[next]->slot)) & mask) >= ((next - at) & mask)) {
             cells_[at] = cells_[next];
             at = next;
         }
     }
-    cells_[at] = Cell{};
+    cells_[at] = nullptr;
     --used_;
 }
 
@@ -94,6 +109,17 @@ Spares* spares_of(PyTypeObject* type) noexcept {
 }
 }  // namespace
 
+constexpr uint32_t kResting = 64;
+
+static void free_proxy(Proxy* proxy, PyTypeObject* type) {
+    Spares* spares = spares_of(type);
+    if (spares && spares->count < kSpares) {
+        spares->objects[spares->count++] = reinterpret_cast<PyObject*>(proxy);
+    } else {
+        PyObject_GC_Del(proxy);
+    }
+}
+
 Proxy* new_proxy(PyTypeObject* type, StateObject* state, SlotIndex slot, Node* node) {
     Spares* spares = spares_of(type);
     Proxy* proxy = nullptr;
@@ -109,7 +135,7 @@ Proxy* new_proxy(PyTypeObject* type, StateObject* state, SlotIndex slot, Node* n
     proxy->slot = slot;
     proxy->birth = node->birth;
     proxy->stamp = state ? state->heap.stamp() : 0;
-    if (state) state->proxies.insert(slot, proxy);
+    if (state) state->proxies.insert(proxy);
     PyObject_GC_Track(proxy);
     return proxy;
 }
@@ -126,18 +152,44 @@ void dealloc_proxy(PyObject* self) {
     auto* proxy = reinterpret_cast<Proxy*>(self);
     PyTypeObject* type = Py_TYPE(self);
     if (StateObject* state = proxy->state) {
-        if (proxy->slot != kNoSlot) state->proxies.erase(proxy->slot);
+        const bool known = proxy->slot != kNoSlot;
+        if (known && state->resting < kResting && type != types.tokens) {
+            ++state->resting;
+            Py_DECREF(type);
+            Py_DECREF(reinterpret_cast<PyObject*>(state));  // which may end the State, and the proxy with it
+            return;
+        }
+        if (known) state->proxies.erase(proxy);
         Py_DECREF(reinterpret_cast<PyObject*>(state));
     } else {
         Node::drop(proxy->node);
     }
-    Spares* spares = spares_of(type);
-    if (spares && spares->count < kSpares) {
-        spares->objects[spares->count++] = self;
-    } else {
-        PyObject_GC_Del(self);
-    }
+    free_proxy(proxy, type);
     Py_DECREF(type);
+}
+
+PyObject* wake(Proxy* proxy) {
+    StateObject* state = proxy->state;
+    --state->resting;
+    Py_INCREF(reinterpret_cast<PyObject*>(state));
+    PyObject* object = reinterpret_cast<PyObject*>(proxy);
+    PyObject_Init(object, Py_TYPE(object));
+    PyObject_GC_Track(object);
+    return object;
+}
+
+void drop_resting(StateObject* state) {
+    if (!state->resting) return;
+    Proxy* gone[kResting];
+    size_t count = 0;
+    state->proxies.for_each([&](Proxy* proxy) {
+        if (Py_REFCNT(reinterpret_cast<PyObject*>(proxy)) == 0) gone[count++] = proxy;
+    });
+    state->resting = 0;
+    for (size_t i = 0; i < count; ++i) {
+        state->proxies.erase(gone[i]);
+        free_proxy(gone[i], Py_TYPE(reinterpret_cast<PyObject*>(gone[i])));
+    }
 }
 
 Node* refresh(Proxy* proxy) {
@@ -169,11 +221,7 @@ bool refuse_writing(StateObject* state) {
     return true;
 }
 
-PyObject* wrap_slot(StateObject* state, SlotIndex slot) {
-    if (Proxy* known = state->proxies.find(slot)) {
-        Py_INCREF(reinterpret_cast<PyObject*>(known));
-        return reinterpret_cast<PyObject*>(known);
-    }
+PyObject* wrap_new(StateObject* state, SlotIndex slot) {
     Node* node = state->heap.at(slot);
     switch (node->kind) {
         case Kind::Dict:
@@ -257,6 +305,7 @@ int state_traverse(PyObject* object, visitproc visit, void* arg) {
 }
 
 void empty_state(StateObject* self) {
+    drop_resting(self);
     self->heap.clear();
     self->pending.clear();
     Py_CLEAR(self->base);
@@ -278,6 +327,7 @@ void state_dealloc(PyObject* object) {
     if (self->next) self->next->link = self->link;
     if (self->weakrefs) PyObject_ClearWeakRefs(object);
     Py_CLEAR(self->base);
+    drop_resting(self);
     self->pending.~vector();
     self->proxies.~ProxyMap();
     self->heap.~Heap();
@@ -375,19 +425,20 @@ PyObject* state_rollback(PyObject* object, PyObject* const* args, Py_ssize_t cou
         return PyErr_Format(PyExc_ValueError, "to=%R: it belongs to another Store", to);
     }
     if (version == self) Py_RETURN_NONE;
+    drop_resting(self);
     StateObject* copy = nullptr;  // settles the version, and snapshots its live objects
     if (!fork_states(version, &copy, 1)) return nullptr;
     self->heap.restore(copy->heap);
     self->pending.clear();
     Py_DECREF(reinterpret_cast<PyObject*>(copy));
     // Proxies of containers that this version doesn't have leave the map, whose slots others may get.
-    std::vector<std::pair<SlotIndex, Proxy*>> lost;
-    self->proxies.for_each([&](SlotIndex slot, Proxy* proxy) {
-        const Node* node = self->heap.at(slot);
-        if (!node || node->birth != proxy->birth) lost.emplace_back(slot, proxy);
+    std::vector<Proxy*> lost;
+    self->proxies.for_each([&](Proxy* proxy) {
+        const Node* node = self->heap.at(proxy->slot);
+        if (!node || node->birth != proxy->birth) lost.push_back(proxy);
     });
-    for (auto [slot, proxy] : lost) {
-        self->proxies.erase(slot);
+    for (Proxy* proxy : lost) {
+        self->proxies.erase(proxy);
         proxy->slot = kNoSlot;
     }
     Py_RETURN_NONE;
@@ -415,8 +466,9 @@ PyObject* state_collect(PyObject* object, PyObject*) {
     if (!check_alive(self) || (self->locked && refuse_writing(self))) return nullptr;
     return guarded<PyObject*>(nullptr, [&] {
         if (self->frozen) return PyLong_FromLong(0);
+        drop_resting(self);
         std::vector<SlotIndex> roots;
-        self->proxies.for_each([&](SlotIndex slot, Proxy*) { roots.push_back(slot); });
+        self->proxies.for_each([&](Proxy* proxy) { roots.push_back(proxy->slot); });
         return PyLong_FromSize_t(self->heap.collect(roots));
     });
 }

@@ -29,7 +29,7 @@ struct ItemPolicy<Place> {
 
 class Heap {
   public:
-    using Table = RadixArray<Place, 4>;
+    using Table = RadixArray<Place, 3>;
 
     Heap() noexcept : epoch_(next_epoch()) {}
     Heap(const Heap&) = delete;
@@ -88,11 +88,11 @@ class Heap {
 
     Table table_;
     Value root_;
-    SlotIndex free_ = kNoSlot;
     Epoch epoch_;
     uint64_t stamp_ = 1;
-    size_t added_ = 0;
-    size_t kept_ = 0;
+    SlotIndex free_ = kNoSlot;
+    uint32_t added_ = 0;
+    uint32_t kept_ = 0;
 };
 
 }  // namespace turnwise::state

@@ -88,7 +88,7 @@ size_t DictNode::next(size_t place) const noexcept {
 // Entries without the erased ones, and an index of them.
 void DictNode::rebuild() {
     if (live < entries.size()) {
-        RadixArray<Entry, 6> packed;
+        RadixArray<Entry, 5> packed;
         entries.for_each_chunk([&](const Entry* chunk, size_t count) {
             for (size_t i = 0; i < count; ++i) {
                 if (!chunk[i].key) continue;

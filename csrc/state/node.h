@@ -61,7 +61,7 @@ struct Node {
     ~Node() = default;
 };
 
-using Values = RadixArray<Value, 7>;
+using Values = RadixArray<Value, 4>;
 using Released = std::vector<Value>;
 
 struct ListNode : Node {
@@ -136,10 +136,10 @@ struct DictNode : Node {
     // The first live place at or after `place`, or entries.size().
     size_t next(size_t place) const noexcept;
 
-    RadixArray<Entry, 6> entries;
+    RadixArray<Entry, 5> entries;
     RadixArray<uint32_t, 8> index;  // 0: free, 1: erased, else a place + 2
-    size_t live = 0;
-    size_t taken = 0;      // places of the index that are not free: probes end at a free one, so some must be left
+    uint32_t live = 0;
+    uint32_t taken = 0;    // places of the index that are not free: probes end at a free one, so some must be left
     uint32_t changes = 0;  // of the set of keys, not of values
 
   private:

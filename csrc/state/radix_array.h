@@ -95,13 +95,20 @@ class RadixArray {
         return own_leaf(index, epoch, 0)->items()[index & (kLeaf - 1)];
     }
 
+    // The same if it is so already, else null.
+    Item* owned(size_t index, Epoch epoch) const noexcept {
+        Block* block = root_;
+        for (unsigned level = height_; level > 0; --level) block = block->children()[child_of(index, level)];
+        return block->epoch == epoch ? &block->items()[index & (kLeaf - 1)] : nullptr;
+    }
+
     // Takes over the references that `item` holds.
     void push_back(const Item& item, Epoch epoch) {
         if (size_ == 0 && root_ == nullptr) {
-            root_ = allocate(epoch, leaf_capacity(1), true);
+            root_ = allocate(epoch, roomy(1, true), true);
             height_ = 0;
         } else if (size_ == capacity(height_)) {
-            Block* above = allocate(epoch, kFan, false);
+            Block* above = allocate(epoch, 2, false);
             above->children()[0] = root_;
             above->used = 1;
             root_ = above;
@@ -177,16 +184,16 @@ class RadixArray {
         return (index >> (kLeafBits + kFanBits * (level - 1))) & (kFan - 1);
     }
     static constexpr size_t capacity(unsigned height) noexcept { return kLeaf << (kFanBits * height); }
-    static size_t leaf_capacity(size_t wanted) noexcept {
-        size_t capacity = 4;
+    // Room for `wanted` items or children, and for some more to come.
+    static size_t roomy(size_t wanted, bool leaf) noexcept {
+        size_t capacity = 2;
         while (capacity < wanted) capacity *= 2;
-        return std::min(capacity, kLeaf);
+        return std::min(capacity, leaf ? kLeaf : kFan);
     }
 
     static size_t block_bytes(size_t capacity, bool leaf) noexcept {
         return sizeof(Block) + capacity * (leaf ? sizeof(Item) : sizeof(Block*));
     }
-    // A leaf if capacity counts items; the caller knows. Inner blocks always have room for all children.
     static Block* allocate(Epoch epoch, size_t capacity, bool leaf) {
         void* memory = std::malloc(block_bytes(capacity, leaf));
         if (!memory) throw std::bad_alloc();
@@ -212,15 +219,15 @@ class RadixArray {
         const bool leaf = height == 0;
         const size_t wanted = block->used + extra;
         if (block->epoch == epoch) {
-            if (!leaf || wanted <= block->capacity) return block;
-            const size_t roomier = leaf_capacity(wanted);
+            if (wanted <= block->capacity) return block;
+            const size_t roomier = roomy(wanted, leaf);
             void* memory = std::realloc(static_cast<void*>(block), block_bytes(roomier, leaf));
             if (!memory) throw std::bad_alloc();
             block = static_cast<Block*>(memory);
             block->capacity = static_cast<uint16_t>(roomier);
             return block;
         }
-        Block* copy = allocate(epoch, !leaf ? kFan : extra ? leaf_capacity(wanted) : wanted, leaf);
+        Block* copy = allocate(epoch, extra ? roomy(wanted, leaf) : wanted, leaf);
         copy->used = block->used;
         if (!leaf) {
             std::memcpy(copy->children(), block->children(), block->used * sizeof(Block*));
@@ -239,13 +246,10 @@ class RadixArray {
     Block* own_leaf(size_t index, Epoch epoch, size_t extra) {
         Block** place = &root_;
         for (unsigned level = height_; level > 0; --level) {
-            Block* block = *place = own_block(*place, level, epoch, 0);
             const size_t child = child_of(index, level);
-            if (child == block->used) {
-                block->children()[child] =
-                    level == 1 ? allocate(epoch, leaf_capacity(1), true) : allocate(epoch, kFan, false);
-                block->used++;
-            }
+            const bool at_end = child == (*place)->used;
+            Block* block = *place = own_block(*place, level, epoch, at_end);
+            if (at_end) block->children()[block->used++] = allocate(epoch, 2, level == 1);
             place = &block->children()[child];
         }
         return *place = own_block(*place, 0, epoch, extra);
@@ -327,8 +331,8 @@ class RadixArray {
     }
 
     Block* root_ = nullptr;
-    size_t size_ = 0;
-    unsigned height_ = 0;
+    uint32_t size_ = 0;
+    uint32_t height_ = 0;
 };
 
 }  // namespace turnwise::state
