@@ -40,11 +40,13 @@ class ProxyMap {
 
   private:
     static constexpr uint32_t kFirst = 8;
-    inline size_t home(SlotIndex slot) const noexcept { return (slot * 2654435769u >> 16) & (capacity_ - 1); }
+    // Multiplying by the golden ratio spreads runs of neighbours, the most frequent case, without a collision.
+    size_t home(SlotIndex slot) const noexcept { return slot * 2654435769u >> shift_; }
     void grow();
     void give_back() noexcept;
     Proxy** cells_ = nullptr;
     uint32_t capacity_ = 0;
+    uint16_t shift_ = 0;
     uint32_t used_ = 0;
 };
 
@@ -64,6 +66,7 @@ struct StateObject {
     StateObject** link;  // what points here
     bool frozen;
     bool pruned;
+    uint32_t writes;   // counts calls of `write`: pointers into chunks are good until the next
     uint32_t resting;  // how many of its proxies rest
     bool locked;       // its objects are being copied: Python code runs that must not change it
     Heap heap;
@@ -156,6 +159,7 @@ NodeType* write(Proxy* proxy) {
     Node* node = node_of(proxy);
     if (!node) return nullptr;
     if ((state->frozen || state->locked) && refuse_writing(state)) return nullptr;
+    ++state->writes;
     if (!state->heap.owns(node)) {
         node = state->heap.own<NodeType>(proxy->slot);
         proxy->node = node;

@@ -302,6 +302,10 @@ struct Iterator {
     PyObject_HEAD Proxy* proxy;  // null when exhausted
     Py_ssize_t index;
     Py_ssize_t step;
+    // What is left of the chunk at `index`, while nothing is written.
+    const Value *at, *end;
+    uint64_t stamp;
+    uint32_t writes;
 };
 
 PyObject* make_iterator(PyObject* list, Py_ssize_t index, Py_ssize_t step) {
@@ -311,6 +315,7 @@ PyObject* make_iterator(PyObject* list, Py_ssize_t index, Py_ssize_t step) {
     self->proxy = proxy_of(list);
     self->index = index;
     self->step = step;
+    self->at = self->end = nullptr;
     PyObject_GC_Track(self);
     return reinterpret_cast<PyObject*>(self);
 }
@@ -324,15 +329,26 @@ PyObject* list_reversed(PyObject* self, PyObject*) {
 PyObject* iterator_next(PyObject* object) {
     auto* self = reinterpret_cast<Iterator*>(object);
     if (!self->proxy) return nullptr;
+    StateObject* state = self->proxy->state;
+    if (self->at != self->end && self->stamp == state->heap.stamp() && self->writes == state->writes) {
+        ++self->index;
+        return wrap(state, *self->at++);
+    }
     const auto* node = read<ListNode>(self->proxy);
     if (!node) return nullptr;
     if (self->index < 0 || self->index >= Py_ssize_t(node->items.size())) {
         Py_CLEAR(self->proxy);
         return nullptr;
     }
-    const Value value = node->items[size_t(self->index)];
+    const auto run = node->items.run(size_t(self->index));
+    if (self->step == 1) {
+        self->at = run.items + 1;
+        self->end = run.items + run.count;
+        self->stamp = state->heap.stamp();
+        self->writes = state->writes;
+    }
     self->index += self->step;
-    return wrap(self->proxy->state, value);
+    return wrap(state, *run.items);
 }
 PyObject* iterator_length_hint(PyObject* object, PyObject*) {
     auto* self = reinterpret_cast<Iterator*>(object);

@@ -64,12 +64,14 @@ void ProxyMap::grow() {
     const uint32_t wanted = old.capacity_ ? old.capacity_ * 2 : kFirst;
     cells_ = wanted == kFirst && spare_cells_count ? spare_cells[--spare_cells_count] : new Proxy*[wanted];
     capacity_ = wanted;
+    shift_ = 32;
+    for (uint32_t c = capacity_; c > 1; c /= 2) --shift_;
     std::fill_n(cells_, capacity_, nullptr);
     old.for_each([&](Proxy* proxy) { insert(proxy); });
 }
 
 void ProxyMap::insert(Proxy* proxy) {
-    if (used_ * 4 >= capacity_ * 3) grow();
+    if (used_ * 2 >= capacity_) grow();
     size_t at = home(proxy->slot);
     while (cells_[at]) at = (at + 1) & (capacity_ - 1);
     cells_[at] = proxy;
@@ -109,7 +111,7 @@ Spares* spares_of(PyTypeObject* type) noexcept {
 }
 }  // namespace
 
-constexpr uint32_t kResting = 64;
+constexpr uint32_t kResting = 256;
 
 static void free_proxy(Proxy* proxy, PyTypeObject* type) {
     Spares* spares = spares_of(type);
@@ -155,7 +157,6 @@ void dealloc_proxy(PyObject* self) {
         const bool known = proxy->slot != kNoSlot;
         if (known && state->resting < kResting && type != types.tokens) {
             ++state->resting;
-            Py_DECREF(type);
             Py_DECREF(reinterpret_cast<PyObject*>(state));  // which may end the State, and the proxy with it
             return;
         }
@@ -173,7 +174,11 @@ PyObject* wake(Proxy* proxy) {
     --state->resting;
     Py_INCREF(reinterpret_cast<PyObject*>(state));
     PyObject* object = reinterpret_cast<PyObject*>(proxy);
-    PyObject_Init(object, Py_TYPE(object));
+#ifdef Py_REF_DEBUG
+    _Py_NewReference(object);
+#else
+    Py_SET_REFCNT(object, 1);  // it has kept its type
+#endif
     PyObject_GC_Track(object);
     return object;
 }
@@ -188,7 +193,9 @@ void drop_resting(StateObject* state) {
     state->resting = 0;
     for (size_t i = 0; i < count; ++i) {
         state->proxies.erase(gone[i]);
-        free_proxy(gone[i], Py_TYPE(reinterpret_cast<PyObject*>(gone[i])));
+        PyTypeObject* type = Py_TYPE(reinterpret_cast<PyObject*>(gone[i]));
+        free_proxy(gone[i], type);
+        Py_DECREF(type);
     }
 }
 
