@@ -72,9 +72,13 @@ def test_import_turnwise_is_quick() -> None:
     assert min(seconds) < 0.3, f"import turnwise took {seconds} s"
 
 
-@pytest.mark.parametrize("module", ["turnwise.types", "turnwise.samples", "turnwise.cli"])
+@pytest.mark.parametrize("module", ["turnwise.types", "turnwise.samples", "turnwise.state", "turnwise.cli"])
 def test_imports_without_torch(module: str) -> None:
     fresh(f"sys.modules['torch'] = None\nimport {module}")  # None makes `import torch` raise
+
+
+def test_state_needs_nothing() -> None:
+    fresh("for name in ('torch', 'numpy'): sys.modules[name] = None\nimport turnwise.state")
 
 
 def test_ops_need_only_torch_and_numpy() -> None:
