@@ -156,8 +156,10 @@ int list_delete(Proxy* self, Py_ssize_t index) {
 int list_set_slice(Proxy* self, PyObject* slice, PyObject* objects) {
     Operation operation;
     Incoming incoming;
-    if (objects && !incoming.take(self, objects, "can only assign an iterable")) return -1;
     Range range;
+    if (!range_of(slice, 0, range)) return -1;
+    const char* message = range.step == 1 ? "can only assign an iterable" : "must assign iterable to extended slice";
+    if (objects && !incoming.take(self, objects, message)) return -1;
     const Py_ssize_t size = list_length(reinterpret_cast<PyObject*>(self));
     if (size < 0 || !range_of(slice, size, range)) return -1;
     if (range.step == 1) return incoming.splice(self, range.start, range.count) ? 0 : -1;

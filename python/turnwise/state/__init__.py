@@ -2,6 +2,7 @@
 
 from turnwise._C import FrozenError, OpaqueError, PrunedError, State, StateDict, StateError, StateList, TokenArray
 from turnwise.state import containers as _containers  # noqa: F401 - completes the compiled types
+from turnwise.state import tokens as _tokens  # noqa: F401
 from turnwise.state.plain import to_python
 from turnwise.state.store import Policy, Store
 from turnwise.state.versions import ABSENT, Change, Stats

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import ItemsView, Iterable, KeysView, Mapping, Set, ValuesView
 from reprlib import recursive_repr
 from typing import Any
 
 from turnwise._C import StateDict, StateDictItems, StateDictKeys, StateDictValues, StateList
-from turnwise.state.plain import to_python
 
 _MISSING = object()
 _OF_THE_CLASS = frozenset(vars(type("_", (), {"__eq__": None}))) - {"__eq__"} | {
@@ -88,10 +88,12 @@ class _DictMethods:
         return True
 
     def __or__(self: Any, other: Any) -> Any:
-        return {**self.copy(), **other} if isinstance(other, dict) else NotImplemented
+        if not isinstance(other, dict):
+            return NotImplemented
+        return self.copy() | (other.copy() if type(other) is StateDict else other)
 
     def __ror__(self: Any, other: Any) -> Any:
-        return {**other, **self.copy()} if isinstance(other, dict) else NotImplemented
+        return other | self.copy() if isinstance(other, dict) else NotImplemented
 
     def __ior__(self: Any, other: Any) -> Any:
         self.update(other)
@@ -102,7 +104,8 @@ class _DictMethods:
         return "{" + ", ".join(f"{key!r}: {value!r}" for key, value in self.items()) + "}"
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        return (dict, (to_python(self),))
+        # Pickled as a dict, item by item: then pickle itself keeps aliasing and cycles.
+        return dict, (), None, None, iter(self.items())
 
     __deepcopy__ = _plain_copy
 
@@ -119,12 +122,20 @@ def _compare_lists(compare: Any) -> Any:
     return method
 
 
+def _bound(place: Any, size: int) -> int:
+    """A start or stop of ``list.index``, counted from the front."""
+    try:
+        index = operator.index(place)
+    except TypeError:
+        raise TypeError("slice indices must be integers or have an __index__ method") from None
+    return max(index + size, 0) if index < 0 else index
+
+
 @_add_to(StateList)
 class _ListMethods:
-    def index(self: Any, value: Any, start: Any = 0, stop: Any = None, /) -> int:
+    def index(self: Any, value: Any, start: Any = 0, stop: Any = sys.maxsize, /) -> int:
         size = len(self)
-        start = max(start + size, 0) if start < 0 else start
-        stop = size if stop is None else max(stop + size, 0) if stop < 0 else stop
+        start, stop = _bound(start, size), _bound(stop, size)
         at = start
         while at < stop and at < len(self):
             item = self[at]
@@ -148,7 +159,10 @@ class _ListMethods:
 
     def sort(self: Any, *, key: Any = None, reverse: bool = False) -> None:
         before = self[:]
-        self[:] = sorted(before, key=key, reverse=reverse)
+        after = sorted(before, key=key, reverse=reverse)
+        if len(self) != len(before):
+            raise ValueError("list modified during sort")
+        self[:] = after
 
     def copy(self: Any) -> list[Any]:
         return self[:]
@@ -193,7 +207,7 @@ class _ListMethods:
         return "[" + ", ".join(map(repr, self)) + "]"
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        return (list, (to_python(self),))
+        return list, (), None, iter(self)
 
     __deepcopy__ = _plain_copy
 
@@ -210,6 +224,7 @@ for _view in (StateDictKeys, StateDictItems):
     # What keys and items have of a set: the mixin methods of collections.abc, giving plain sets.
     for _name in _SET_METHODS:
         setattr(_view, _name, getattr(Set, _name))
+    setattr(_view, "__hash__", None)  # noqa: B010
     setattr(_view, "_from_iterable", staticmethod(_set_of))  # noqa: B010 - the compiled types take it, mypy does not
 
 

@@ -25,7 +25,7 @@ def to_python(value: Any) -> Any:
         if kind is TokenArray:
             known = memo.get(id(item))
             if known is None:
-                known = memo[id(item)] = list(item)
+                known = memo[id(item)] = item.tolist()
                 kept.append(item)
             return known
         if kind not in (StateDict, StateList, dict, list):
