@@ -15,6 +15,16 @@ bool dies_quietly(PyObject* object) noexcept {
 }
 }  // namespace
 
+void* host_allocate(size_t bytes) noexcept {
+    return PyObject_Malloc(bytes);
+}
+void* host_resize(void* memory, size_t bytes) noexcept {
+    return PyObject_Realloc(memory, bytes);
+}
+void host_free(void* memory) noexcept {
+    PyObject_Free(memory);
+}
+
 void retain(Leaf* leaf) noexcept {
     Py_INCREF(object_of(leaf));
 }

@@ -2,6 +2,7 @@
 // between free threads (the C++ tests do) define TURNWISE_STATE_THREADS, which makes them atomic.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #ifdef TURNWISE_STATE_THREADS
 #include <atomic>
@@ -33,5 +34,10 @@ class Count {
 // that everything that exists at that moment belongs to neither.
 using Epoch = uint64_t;
 Epoch next_epoch() noexcept;
+
+// The host's allocator: null where memory runs out. (Python's wastes no header on small blocks, and most are small.)
+void* host_allocate(size_t bytes) noexcept;
+void* host_resize(void* memory, size_t bytes) noexcept;
+void host_free(void* memory) noexcept;
 
 }  // namespace turnwise::state

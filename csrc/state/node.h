@@ -48,6 +48,12 @@ struct Node {
     // The container's own name, kept by all its copies in all versions: slots are used again, this is not.
     const Epoch birth;
 
+    static void* operator new(size_t bytes) {
+        if (void* memory = host_allocate(bytes)) return memory;
+        throw std::bad_alloc();
+    }
+    static void operator delete(void* memory) noexcept { host_free(memory); }
+
     void up() noexcept { count.up(); }
     static void drop(Node* node) noexcept;
     // A copy that bears `epoch` and shares the chunks.

@@ -9,7 +9,6 @@
 #include <cassert>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <new>
 #include <type_traits>
@@ -195,7 +194,7 @@ class RadixArray {
         return sizeof(Block) + capacity * (leaf ? sizeof(Item) : sizeof(Block*));
     }
     static Block* allocate(Epoch epoch, size_t capacity, bool leaf) {
-        void* memory = std::malloc(block_bytes(capacity, leaf));
+        void* memory = host_allocate(block_bytes(capacity, leaf));
         if (!memory) throw std::bad_alloc();
         Block* block = new (memory) Block;
         block->used = 0;
@@ -211,7 +210,7 @@ class RadixArray {
         } else if constexpr (Policy::counted) {
             for (size_t i = 0; i < block->used; ++i) Policy::drop(block->items()[i]);
         }
-        std::free(block);
+        host_free(block);
     }
 
     // The block as the epoch's own, with room for `extra` more items; takes the reference to `block` in exchange.
@@ -221,7 +220,7 @@ class RadixArray {
         if (block->epoch == epoch) {
             if (wanted <= block->capacity) return block;
             const size_t roomier = roomy(wanted, leaf);
-            void* memory = std::realloc(static_cast<void*>(block), block_bytes(roomier, leaf));
+            void* memory = host_resize(static_cast<void*>(block), block_bytes(roomier, leaf));
             if (!memory) throw std::bad_alloc();
             block = static_cast<Block*>(memory);
             block->capacity = static_cast<uint16_t>(roomier);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
+#include <cstdlib>
 #include <map>
 #include <memory>
 #include <random>
@@ -20,6 +21,15 @@ struct Leaf {
     std::atomic<int> count{0};
     long id = 0;
 };
+void* host_allocate(size_t bytes) noexcept {
+    return std::malloc(bytes);
+}
+void* host_resize(void* memory, size_t bytes) noexcept {
+    return std::realloc(memory, bytes);
+}
+void host_free(void* memory) noexcept {
+    std::free(memory);
+}
 void retain(Leaf* leaf) noexcept {
     leaf->count.fetch_add(1, std::memory_order_relaxed);
 }
