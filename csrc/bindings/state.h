@@ -95,14 +95,16 @@ inline Proxy* ProxyMap::find(SlotIndex slot) const noexcept {
 // What a Store says of a type: a tuple (mode, copy, private).
 //   share:  the object is a leaf, shared by all versions
 //   copy:   `copy(object)` at forks; if `private`, each version that asks for the object gets its own copy, else it
-//   gets the
-//           snapshot itself (which then must be read-only)
+//           gets the snapshot itself (which then must be read-only)
 //   freeze: `copy(object)` is taken as a leaf, at once
+//   linked: the object may lead to others of this State and to its facades, so each fork copies all of them at once,
+//           through the Store's `_copy_linked`; `copy(object)` only where one is copied alone
 struct Policy {
-    enum Mode : long { Share = 0, Copy = 1, Freeze = 2 };
+    enum Mode : long { Share = 0, Copy = 1, Freeze = 2, Linked = 3 };
     Mode mode;
     PyObject* copy;
     bool hands_out_copies;
+    bool makes_opaque() const noexcept { return mode == Copy || mode == Linked; }
     static Policy of(PyObject* tuple);
 };
 
@@ -198,6 +200,10 @@ void note_pending(StateObject* state, SlotIndex slot, Node* node);
 bool settle(StateObject* state);
 // Takes a copy of `data` in as the root of an empty state.
 bool adopt_root(StateObject* state, PyObject* data);
+// What the objects of a list are in `state` from now on: it takes their contents over. The values hold references.
+bool take_over(StateObject* state, PyObject* objects, std::vector<Value>& values);
+// Frees the containers that neither the root nor a living proxy leads to.
+size_t collect(StateObject* state);
 bool fork_states(StateObject* state, StateObject** children, size_t count);
 PyObject* open_opaque(StateObject* state, SlotIndex slot);
 PyObject* policy_of(StateObject* state, PyObject* object);  // borrowed; None where there is none; null on error

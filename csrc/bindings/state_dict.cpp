@@ -329,7 +329,13 @@ PyMethodDef dict_methods[] = {{"get", FASTCALL(dict_get), nullptr},
 PyGetSetDef dict_getset[] = {{"__class__", dict_class, nullptr, nullptr, nullptr},
                              {"_state", dict_state, nullptr, nullptr, nullptr},
                              {nullptr, nullptr, nullptr, nullptr, nullptr}};
-PyType_Slot dict_slots[] = {{Py_mp_subscript, reinterpret_cast<void*>(dict_get_item)},
+// type(facade)(...) is what the plain type makes: dataclasses.asdict rebuilds containers so.
+PyObject* plain_dict(PyTypeObject*, PyObject* args, PyObject* names) {
+    return PyObject_Call(reinterpret_cast<PyObject*>(&PyDict_Type), args, names);
+}
+
+PyType_Slot dict_slots[] = {{Py_tp_new, reinterpret_cast<void*>(plain_dict)},
+                            {Py_mp_subscript, reinterpret_cast<void*>(dict_get_item)},
                             {Py_mp_ass_subscript, reinterpret_cast<void*>(dict_set_item)},
                             {Py_mp_length, reinterpret_cast<void*>(dict_length)},
                             {Py_sq_contains, reinterpret_cast<void*>(dict_contains)},
@@ -341,7 +347,8 @@ PyType_Slot dict_slots[] = {{Py_mp_subscript, reinterpret_cast<void*>(dict_get_i
                             {Py_tp_getset, dict_getset},
                             {0, nullptr}};
 constexpr unsigned long kFlags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION;
-PyType_Spec dict_spec = {"turnwise.state.StateDict", sizeof(Proxy), 0, kFlags | Py_TPFLAGS_MAPPING, dict_slots};
+PyType_Spec dict_spec = {"turnwise.state.StateDict", sizeof(Proxy), 0,
+                         (kFlags & ~Py_TPFLAGS_DISALLOW_INSTANTIATION) | Py_TPFLAGS_MAPPING, dict_slots};
 
 PyMethodDef view_methods[] = {{"__reversed__", view_reversed, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 PyGetSetDef view_getset[] = {{"mapping", view_mapping, nullptr, nullptr, nullptr},

@@ -394,7 +394,13 @@ PyMethodDef list_methods[] = {{"append", list_append, METH_O, nullptr},
 PyGetSetDef list_getset[] = {{"__class__", list_class, nullptr, nullptr, nullptr},
                              {"_state", list_state, nullptr, nullptr, nullptr},
                              {nullptr, nullptr, nullptr, nullptr, nullptr}};
-PyType_Slot list_slots[] = {{Py_mp_subscript, reinterpret_cast<void*>(list_subscript)},
+// type(facade)(...) is what the plain type makes: dataclasses.asdict rebuilds containers so.
+PyObject* plain_list(PyTypeObject*, PyObject* args, PyObject* names) {
+    return PyObject_Call(reinterpret_cast<PyObject*>(&PyList_Type), args, names);
+}
+
+PyType_Slot list_slots[] = {{Py_tp_new, reinterpret_cast<void*>(plain_list)},
+                            {Py_mp_subscript, reinterpret_cast<void*>(list_subscript)},
                             {Py_mp_ass_subscript, reinterpret_cast<void*>(list_set_subscript)},
                             {Py_sq_length, reinterpret_cast<void*>(list_length)},
                             {Py_mp_length, reinterpret_cast<void*>(list_length)},
@@ -408,7 +414,8 @@ PyType_Slot list_slots[] = {{Py_mp_subscript, reinterpret_cast<void*>(list_subsc
                             {Py_tp_getset, list_getset},
                             {0, nullptr}};
 constexpr unsigned long kFlags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION;
-PyType_Spec list_spec = {"turnwise.state.StateList", sizeof(Proxy), 0, kFlags | Py_TPFLAGS_SEQUENCE, list_slots};
+PyType_Spec list_spec = {"turnwise.state.StateList", sizeof(Proxy), 0,
+                         (kFlags & ~Py_TPFLAGS_DISALLOW_INSTANTIATION) | Py_TPFLAGS_SEQUENCE, list_slots};
 
 PyMethodDef iterator_methods[] = {{"__length_hint__", iterator_length_hint, METH_NOARGS, nullptr},
                                   {nullptr, nullptr, 0, nullptr}};

@@ -484,9 +484,7 @@ PyObject* state_collect(PyObject* object, PyObject*) {
     return guarded<PyObject*>(nullptr, [&] {
         if (self->frozen) return PyLong_FromLong(0);
         drop_resting(self);
-        std::vector<SlotIndex> roots;
-        self->proxies.for_each([&](Proxy* proxy) { roots.push_back(proxy->slot); });
-        return PyLong_FromSize_t(self->heap.collect(roots));
+        return PyLong_FromSize_t(collect(self));
     });
 }
 

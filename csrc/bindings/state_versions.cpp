@@ -14,18 +14,50 @@ bool alive(StateObject* state) {
     return !state->pruned;
 }
 
-// _rooted_at(facade): this State, a fresh fork of the facade's, gets the facade's container as its root.
-PyObject* rooted_at(PyObject* object, PyObject* facade) {
-    Operation operation;
-    StateObject* self = state_of(object);
+// The container of this State, a fork of the facade's, that stands where the facade's does; null with an error set.
+PyObject* same_place(StateObject* self, PyObject* facade) {
     if (!is_proxy(facade)) return PyErr_Format(PyExc_TypeError, "facade=%R: expected one", facade);
     auto* proxy = reinterpret_cast<Proxy*>(facade);
     const Node* node = proxy->slot == kNoSlot ? nullptr : self->heap.at(proxy->slot);
     if (!node || node->birth != proxy->birth) {
         return PyErr_Format(types.error, "the facade shows no container of this State");
     }
-    self->heap.exchange_root(Value::of(proxy->slot)).drop();
     return guarded<PyObject*>(nullptr, [&] { return wrap_slot(self, proxy->slot); });
+}
+
+// _facade(facade): what shows the same container in this State, a fork of the facade's.
+PyObject* facade_here(PyObject* object, PyObject* facade) {
+    return alive(state_of(object)) ? same_place(state_of(object), facade) : nullptr;
+}
+
+// _rooted_at(facade): the same, and that container becomes the root of this State.
+PyObject* rooted_at(PyObject* object, PyObject* facade) {
+    Operation operation;
+    PyObject* root = same_place(state_of(object), facade);
+    if (root) state_of(object)->heap.exchange_root(Value::of(reinterpret_cast<Proxy*>(facade)->slot)).drop();
+    return root;
+}
+
+// _take_over(objects): facades of what the objects of a list are in this State from now on; the root stays what it is.
+PyObject* take_over_objects(PyObject* object, PyObject* objects) {
+    Operation operation;
+    StateObject* self = state_of(object);
+    if (!alive(self) || ((self->frozen || self->locked) && refuse_writing(self))) return nullptr;
+    if (!PyList_CheckExact(objects)) return PyErr_Format(PyExc_TypeError, "objects=%R: expected a list", objects);
+    return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
+        std::vector<Value> values;
+        if (!take_over(self, objects, values)) return nullptr;
+        PyObject* facades = PyList_New(Py_ssize_t(values.size()));
+        for (size_t i = 0; i < values.size(); ++i) {
+            PyObject* facade = facades ? wrap(self, values[i]) : nullptr;
+            if (facade)
+                PyList_SET_ITEM(facades, Py_ssize_t(i), facade);
+            else
+                Py_CLEAR(facades);
+            values[i].drop();
+        }
+        return facades;
+    });
 }
 
 // _differing(other): one byte per slot, 1 where the containers differ or lead to such.
@@ -101,10 +133,10 @@ PyObject* account(PyObject* object, PyObject*) {
     });
 }
 
-PyMethodDef state_methods[] = {{"_rooted_at", rooted_at, METH_O, nullptr},
-                               {"_differing", differing, METH_O, nullptr},
-                               {"_put_live", put_live, METH_VARARGS, nullptr},
-                               {nullptr, nullptr, 0, nullptr}};
+PyMethodDef state_methods[] = {
+    {"_facade", facade_here, METH_O, nullptr},      {"_take_over", take_over_objects, METH_O, nullptr},
+    {"_rooted_at", rooted_at, METH_O, nullptr},     {"_differing", differing, METH_O, nullptr},
+    {"_put_live", put_live, METH_VARARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 PyMethodDef store_methods[] = {{"_account", account, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 PyGetSetDef slot_getter = {"_slot", facade_slot, nullptr, nullptr, nullptr};
 

@@ -3,6 +3,8 @@
 from turnwise._C import FrozenError, OpaqueError, PrunedError, State, StateDict, StateError, StateList, TokenArray
 from turnwise.state import containers as _containers  # noqa: F401 - completes the compiled types
 from turnwise.state import tokens as _tokens  # noqa: F401
+from turnwise.state.forkable import ForkableMixin
+from turnwise.state.forks import fork_many
 from turnwise.state.plain import to_python
 from turnwise.state.store import Policy, Store
 from turnwise.state.versions import ABSENT, Change, Stats
@@ -10,6 +12,7 @@ from turnwise.state.versions import ABSENT, Change, Stats
 __all__ = [
     "ABSENT",
     "Change",
+    "ForkableMixin",
     "FrozenError",
     "OpaqueError",
     "Policy",
@@ -21,5 +24,6 @@ __all__ = [
     "Stats",
     "Store",
     "TokenArray",
+    "fork_many",
     "to_python",
 ]

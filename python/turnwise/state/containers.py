@@ -9,6 +9,7 @@ from reprlib import recursive_repr
 from typing import Any
 
 from turnwise._C import StateDict, StateDictItems, StateDictKeys, StateDictValues, StateList
+from turnwise.state.joint import copy_facade
 
 _MISSING = object()
 _OF_THE_CLASS = frozenset(vars(type("_", (), {"__eq__": None}))) - {"__eq__"} | {
@@ -27,16 +28,6 @@ def _add_to(kind: type) -> Any:
         return kind
 
     return add
-
-
-def _plain_copy(self: Any, memo: Any = None) -> Any:
-    """A fork of the State that has this container as its root."""
-    known = None if memo is None else memo.get(id(self._state))
-    if known is None:
-        known = self._state.fork()
-        if memo is not None:
-            memo[id(self._state)] = known
-    return known._rooted_at(self)
 
 
 @_add_to(StateDict)
@@ -107,7 +98,7 @@ class _DictMethods:
         # Pickled as a dict, item by item: then pickle itself keeps aliasing and cycles.
         return dict, (), None, None, iter(self.items())
 
-    __deepcopy__ = _plain_copy
+    __deepcopy__ = copy_facade
 
 
 def _compare_lists(compare: Any) -> Any:
@@ -209,7 +200,7 @@ class _ListMethods:
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         return list, (), None, iter(self)
 
-    __deepcopy__ = _plain_copy
+    __deepcopy__ = copy_facade
 
 
 def _set_of(items: Iterable[Any]) -> set[Any]:

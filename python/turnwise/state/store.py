@@ -22,12 +22,13 @@ from typing import Any
 
 from turnwise import _C
 from turnwise.state.arrays import freeze_array
+from turnwise.state.joint import copy_linked
 from turnwise.state.versions import Stats, stats
 
 PolicyTuple = tuple[int, Callable[[Any], Any] | None, bool]
 """``(mode, copy, private)``, as the core reads it; see ``Policy`` in ``csrc/bindings/state.h``."""
 
-SHARE, COPY, FREEZE = 0, 1, 2
+SHARE, COPY, FREEZE, LINKED = 0, 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,10 @@ def _foreign_type(module: str, name: str) -> type | None:
     return getattr(sys.modules.get(module), name, None)
 
 
+LINKED_OBJECT: PolicyTuple = (LINKED, copy.deepcopy, True)
+"""Of objects that may lead to one another and to containers of their State: a fork copies them together."""
+
+
 class Store(_C.StoreBase):
     """Where States come from: it knows how to fork the objects in them, and what they all share.
 
@@ -137,6 +142,8 @@ class Store(_C.StoreBase):
         """What the living versions cost together, and what they would cost without sharing."""
         return stats(self)
 
+    _copy_linked = staticmethod(copy_linked)
+
     def _policy_of(self, kind: type) -> PolicyTuple | None:
         """The policy of a type, which the core remembers; ``None`` where there is none."""
         for base in kind.__mro__:
@@ -162,8 +169,10 @@ class Store(_C.StoreBase):
             return Policy(_copy_torch_generator).as_tuple()
         if kind is random.Random:
             return Policy(_copy_random).as_tuple()
-        if kind in COPIED_TYPES or getattr(kind, "__turnwise_forkable__", False):
+        if kind in COPIED_TYPES:
             return NAMED["copy"].as_tuple()
+        if getattr(kind, "__turnwise_forkable__", False):
+            return LINKED_OBJECT
         if issubclass(kind, SHARED_TYPES) and (not _has_attributes(kind) or issubclass(kind, SHARED_TYPES[5:])):
             return NAMED["share"].as_tuple()
         return None

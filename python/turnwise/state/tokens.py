@@ -62,8 +62,9 @@ def _repr(self: TokenArray) -> str:
 
 
 def _copy(self: TokenArray, memo: Any = None) -> TokenArray:
-    """An array of its own, in no State."""
-    return self[:]
+    """An array of its own, in no State; within a deep copy of the State that it lies in, that copy's."""
+    known = None if memo is None or self._state is None else memo.get(id(self._state))
+    return self[:] if known is None else known._facade(self)
 
 
 def _reduce(self: TokenArray, protocol: int) -> Any:

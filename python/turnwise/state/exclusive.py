@@ -1,0 +1,151 @@
+"""Which values only one object leads to, so that a copy-on-write container can take their place unseen."""
+
+from __future__ import annotations
+
+import collections
+import random
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from turnwise._C import State, StateDict, StateList, TokenArray
+
+ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+"""Types whose objects never change and lead nowhere; exactly these, no subclasses."""
+
+HOLDERS = frozenset({set, frozenset, collections.deque, collections.OrderedDict, collections.Counter, bytearray})
+"""Containers that a State copies as wholes; they may hold only what never changes."""
+
+
+def _references(values: list[Any]) -> list[int]:
+    return [sys.getrefcount(value) for value in values]
+
+
+# What a value has that only the list holds: the number differs between Python versions.
+_BASE = _references([[]])[0]
+
+
+def held_once(values: list[Any]) -> list[bool]:
+    """For each value of the list: whether the list and one other place hold it, and nobody else."""
+    return [count == _BASE + 1 for count in _references(values)]
+
+
+def is_constant(value: Any) -> bool:
+    """Whether the value is an atom, or a tuple or frozenset of such."""
+    kind = type(value)
+    if kind in ATOMS:
+        return True
+    return (kind is tuple or kind is frozenset) and _all_constant(value)
+
+
+def _all_constant(values: Iterable[Any]) -> bool:
+    return ATOMS.issuperset(map(type, values)) or all(map(is_constant, values))
+
+
+def exclusive_graphs(values: list[Any], home: State | None, is_shared: Callable[[type], bool]) -> list[bool]:
+    """For each value: whether a State may take it over, with everything it leads to, without anybody noticing.
+
+    Each value must be held by ``values`` and by one other place, its owner. Graphs of several values may overlap: then
+    all of them can go, or none. Containers, constants, arrays, generators and facades of ``home`` can;
+    anything that something outside of the graphs refers to can't. ``is_shared`` says which other types are leaves.
+    """
+    search = _Search(home, is_shared)
+    for part in range(len(values)):
+        search.parts.append(part)
+        search.walk(values[part], part)
+        search.walk(values[part], part)  # the list's own reference
+    return search.result()
+
+
+def graph_of(value: Any, is_shared: Callable[[type], bool]) -> set[int] | None:
+    """Ids of all that ``value`` leads to, itself among them; ``None`` if a State can't hold a copy of it."""
+    search = _Search(None, is_shared)
+    search.parts.append(0)
+    search.walk(value, 0)
+    return None if search.bad else set(search.found)
+
+
+class _Search:
+    def __init__(self, home: State | None, is_shared: Callable[[type], bool]) -> None:
+        self.home, self.is_shared = home, is_shared
+        self.nodes: list[Any] = []
+        self.found: dict[int, list[int]] = {}  # id -> references met, and the part that met it first
+        self.parts: list[int] = []  # union-find: parts whose graphs overlap
+        self.bad: set[int] = set()
+
+    def leader(self, part: int) -> int:
+        while self.parts[part] != part:
+            part = self.parts[part]
+        return part
+
+    def walk(self, value: Any, part: int) -> None:
+        open_ = [value]
+        del value
+        while open_:
+            item = open_.pop()
+            kind = type(item)
+            if kind in ATOMS:
+                continue
+            known = self.found.get(id(item))
+            if known is not None:
+                known[0] += 1
+                self.parts[self.leader(known[1])] = self.leader(part)
+                continue
+            if kind is tuple and is_constant(item):
+                continue
+            if not self.enter(item, kind, open_):
+                self.bad.add(part)
+                return
+
+    def enter(self, item: Any, kind: type, open_: list[Any]) -> bool:
+        """Note what the walk goes on with; false for what a State can't take over."""
+        if kind is StateList or kind is StateDict:
+            return item._state is self.home
+        if kind is list or kind is tuple:
+            if not ATOMS.issuperset(map(type, item)):
+                open_.extend(item)
+        elif kind is dict:
+            if not self.all_constant(item):
+                return False
+            if not ATOMS.issuperset(map(type, item.values())):
+                open_.extend(item.values())
+        elif not self.is_leaf(item, kind):
+            return False
+        elif self.is_shared(kind):
+            return True
+        self.nodes.append(item)
+        self.found[id(item)] = [1, self.parts[-1]]
+        return True
+
+    def all_constant(self, items: Iterable[Any]) -> bool:
+        return _all_constant(items) or all(is_constant(item) or self.is_shared(type(item)) for item in items)
+
+    def is_leaf(self, item: Any, kind: type) -> bool:
+        if kind in HOLDERS:
+            return self.all_constant(item) and (not issubclass(kind, dict) or self.all_constant(item.values()))
+        if kind is TokenArray:
+            return item._state is None
+        return is_whole(item, kind) or self.is_shared(kind)
+
+    def result(self) -> list[bool]:
+        for node, count in zip(self.nodes, _references(self.nodes), strict=True):
+            references, part = self.found[id(node)]
+            if count != references + _BASE:
+                self.bad.add(part)
+        bad = {self.leader(part) for part in self.bad}
+        return [self.leader(part) not in bad for part in range(len(self.parts))]
+
+
+def is_whole(value: Any, kind: type) -> bool:
+    """Whether the value is an object that leads to no other Python object: a generator, or an array of numbers."""
+    if kind is random.Random:
+        return True
+    if kind.__module__ == "numpy":
+        return kind.__name__ == "ndarray" and not value.dtype.hasobject
+    if kind.__module__ == "numpy.random._generator":
+        # Somebody may hold the bit generator alone.
+        return sys.getrefcount(value.bit_generator) <= _BIT_GENERATOR
+    return kind.__module__ == "numpy.random.mtrand" and kind.__name__ == "RandomState"
+
+
+_BIT_GENERATOR = 2

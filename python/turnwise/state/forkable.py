@@ -1,0 +1,440 @@
+"""Objects that fork: ``copy.deepcopy`` of an environment in microseconds, its class unchanged but for one line."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Iterator, MutableMapping
+from typing import Any, ClassVar
+
+from turnwise._C import OpaqueError, State, StateDict, StateList, TokenArray
+from turnwise.state.exclusive import ATOMS, HOLDERS, exclusive_graphs, held_once, is_whole
+from turnwise.state.joint import fork_within, keep_alive
+from turnwise.state.plain import to_python
+from turnwise.state.store import LINKED_OBJECT, SHARE, PolicyTuple, Store, _copy_random
+
+_LATER = "(turnwise: copied when asked for)"
+"""In an instance dict: the attributes that are copied at their first use, by name."""
+
+
+class _Objects(Store):
+    """The store of forkable objects. What it has no policy for is copied as deepcopy does it, with the same memo."""
+
+    def __init__(self) -> None:
+        super().__init__(arrays="copy")
+
+    def _policy_of(self, kind: type) -> PolicyTuple | None:
+        return super()._policy_of(kind) or LINKED_OBJECT
+
+    def is_shared(self, kind: type) -> bool:
+        if kind not in self._policies:
+            self._policies[kind] = self._policy_of(kind)
+        policy = self._policies[kind]
+        return policy is not None and policy[0] == SHARE
+
+
+OBJECTS = _Objects()
+
+
+class _HasDict:
+    """Where the instance dict comes from; :class:`ForkableMixin` shows it with nothing left out."""
+
+
+_instance_dict = vars(_HasDict)["__dict__"].__get__
+
+
+class ForkableMixin(_HasDict):
+    """Makes ``copy.deepcopy`` of a class's objects a fork: containers are shared until somebody writes to them.
+
+    The copies are what :func:`copy.deepcopy` would have made: independent, with aliasing and cycles kept, one memo with
+    whatever else is copied, and with the class's own pickling hooks in use. What makes them cheap: at the first fork
+    lists and dicts of the object that nothing else refers to become facades of a :class:`State`, in the object itself
+    too; arrays, generators and sets are copied when the object or its fork first uses them. Everything else, also what
+    something outside of the object refers to, is deep-copied as ever. ``share`` names attributes that are never copied:
+    a large configuration, say. Facades are lists and dicts to Python, but not to C code such as ``heapq`` and ``json``.
+
+    An object with an attribute that can't be copied (a lock, a file) raises :class:`OpaqueError` with its path.
+
+    Example::
+
+        class Env(ForkableMixin, share=("config",)):    # or, in the class: share = ("config",)
+            def __init__(self, config):
+                self.config, self.board, self.rng = config, [[0] * 3 for _ in range(3)], random.Random(0)
+
+        branches = [copy.deepcopy(env) for _ in range(8)]
+    """
+
+    __turnwise_forkable__ = True
+    _turnwise_share: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, share: tuple[str, ...] | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        own = vars(cls).get("share") if share is None else share
+        if own is None:
+            return
+        if isinstance(own, str):
+            raise TypeError(f"share={own!r} of {cls.__name__}: expected a tuple of names, such as ({own!r},)")
+        if share is None and not (isinstance(own, tuple) and all(isinstance(name, str) for name in own)):
+            return  # an attribute of the class's own, with another meaning
+        if not all(isinstance(name, str) for name in own):
+            raise TypeError(f"share={own!r} of {cls.__name__}: expected names of attributes")
+        cls._turnwise_share = tuple(dict.fromkeys((*cls._turnwise_share, *own)))
+
+    def _show_dict(self) -> dict[str, Any]:
+        attributes = _instance_dict(self)
+        if _LATER in attributes:
+            for name in list(attributes[_LATER]):
+                _copy_now(attributes, name)
+        return attributes
+
+    __dict__ = property(_show_dict, vars(_HasDict)["__dict__"].__set__)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        attributes = _instance_dict(self)
+        for name in type(self)._turnwise_share:
+            value = attributes.get(name)
+            if value is not None and id(value) not in memo:
+                memo[id(value)] = value
+                keep_alive(value, memo)
+        plan = _plan_of(type(self))
+        _take_over(attributes, memo)
+        if plan.slots:
+            _take_over(_Slots(self, plan.slots), memo)
+        try:
+            return _rebuild(self, memo) if plan.has_hooks else _copy_attributes(self, attributes, plan, memo)
+        except TypeError as error:
+            if _explaining:
+                raise
+            raise _explained(self, error) from error
+
+    def __copy__(self) -> Any:
+        plan = _plan_of(type(self))
+        if plan.has_hooks:
+            return _rebuild(self, None)
+        fresh = type(self).__new__(type(self))
+        _instance_dict(fresh).update(self.__dict__)
+        for name, member in plan.slots.items():
+            if hasattr(self, name):
+                member.__set__(fresh, member.__get__(self))
+        return fresh
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What pickle writes: its containers are plain ones, as those of facades are."""
+        return _reduced(self, protocol)
+
+
+# ---- what there is to know of a class -------------------------------------------------------------------------------
+class _Plan:
+    """How objects of one class are copied."""
+
+    def __init__(self, cls: type) -> None:
+        self.slots: dict[str, Any] = {
+            name: member
+            for base in reversed(cls.__mro__)
+            for name, member in vars(base).items()
+            if type(member).__name__ == "member_descriptor" and not name.startswith("__")
+        }
+        hooks = (cls.__reduce_ex__ is not ForkableMixin.__reduce_ex__, cls.__reduce__ is not object.__reduce__)
+        own_state = cls.__getstate__ is not object.__getstate__ or hasattr(cls, "__setstate__")
+        own_new = hasattr(cls, "__getnewargs__") or hasattr(cls, "__getnewargs_ex__")
+        self.has_hooks = any(hooks) or own_state or own_new or issubclass(cls, list | dict | tuple | set)
+        # Whoever reads __dict__ must find everything there; a class before the mixin may show the bare one.
+        shown = next(vars(base)["__dict__"] for base in cls.__mro__ if "__dict__" in vars(base))
+        self.copies_later = shown is vars(ForkableMixin)["__dict__"]
+
+
+_plans: dict[type, _Plan] = {}
+
+
+def _plan_of(cls: type) -> _Plan:
+    plan = _plans.get(cls)
+    if plan is None:
+        plan = _plans[cls] = _Plan(cls)
+    return plan
+
+
+class _Slots(MutableMapping[str, Any]):
+    """The attributes of an object that lie in ``__slots__``, as a dict."""
+
+    def __init__(self, owner: Any, members: dict[str, Any]) -> None:
+        self.owner, self.members = owner, members
+
+    def __getitem__(self, name: str) -> Any:
+        return self.members[name].__get__(self.owner)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.members[name].__set__(self.owner, value)
+
+    def __delitem__(self, name: str) -> None:
+        self.members[name].__delete__(self.owner)
+
+    def __iter__(self) -> Iterator[str]:
+        for name, member in self.members.items():
+            try:
+                member.__get__(self.owner)
+            except AttributeError:
+                continue
+            yield name
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+# ---- copying --------------------------------------------------------------------------------------------------------
+_PLAIN = frozenset({list, dict, tuple, TokenArray})
+# Not sets: whether one is a copy or the original shows in its order, which must not depend on who came last.
+_LATER_KINDS = HOLDERS - {set, frozenset}
+
+
+def _take_over(attributes: MutableMapping[str, Any], memo: dict[int, Any]) -> None:
+    """Containers that came into the object since its last fork become facades, if only it leads to them."""
+    names = [
+        name for name, value in attributes.items() if type(value) in _PLAIN and id(value) not in memo and _is_new(value)
+    ]
+    if not names:
+        return
+    home = _home_of(attributes, memo)
+    values = [attributes[name] for name in names]
+    good = exclusive_graphs(values, home, OBJECTS.is_shared)
+    chosen = [value for value, is_good in zip(values, good, strict=True) if is_good]
+    if chosen:
+        facades = iter((home or OBJECTS.state(None))._take_over(chosen))
+        for name, is_good in zip(names, good, strict=True):
+            if is_good:
+                attributes[name] = next(facades)
+
+
+def _is_new(value: Any) -> bool:
+    """Whether a State can take the value over, and has not: a tuple counts by what it holds."""
+    kind = type(value)
+    if kind is TokenArray:
+        return value._state is None
+    return kind is not tuple or any(type(item) in _PLAIN and _is_new(item) for item in value)
+
+
+def _home_of(attributes: MutableMapping[str, Any], memo: dict[int, Any]) -> State | None:
+    """The State that the object's containers lie in, unless it has been forked for this copy already."""
+    for value in attributes.values():
+        if type(value) is StateDict or type(value) is StateList:
+            state = value._state
+            if state.store is OBJECTS and not state.frozen and not state.pruned and id(state) not in memo:
+                return state
+    return None
+
+
+def _copy_attributes(source: Any, attributes: dict[str, Any], plan: _Plan, memo: dict[int, Any]) -> Any:
+    cls: Any = type(source)
+    fresh = cls.__new__(cls)
+    memo[id(source)] = fresh
+    target = _instance_dict(fresh)
+    later: list[str] = []
+    for name, value in attributes.items():
+        kind = type(value)
+        if kind in ATOMS or name in cls._turnwise_share:
+            target[name] = value
+        elif kind is StateDict or kind is StateList:
+            state = value._state
+            target[name] = (memo.get(id(state)) or fork_within(state, memo))._facade(value)
+        elif kind is TokenArray and value._state is not None and id(value) not in memo:
+            target[name] = fork_within(value._state, memo)._facade(value)
+        elif plan.copies_later and (kind in _LATER_KINDS or is_whole(value, kind)) and id(value) not in memo:
+            later.append(name)
+            target[name] = None  # keeps the order
+        elif name != _LATER:
+            target[name] = copy.deepcopy(value, memo)
+    if later or _LATER in attributes:
+        value = None
+        _put_off(source, attributes, target, later, memo)
+    for name, value in _Slots(source, plan.slots).items() if plan.slots else ():
+        plan.slots[name].__set__(fresh, copy.deepcopy(value, memo))
+    return fresh
+
+
+def _reduced(source: Any, protocol: int) -> Any:
+    """What the class's pickling hooks give, facades left in it."""
+    vars(source)  # copies what is still to be copied
+    if type(source).__reduce_ex__ is not ForkableMixin.__reduce_ex__:
+        return source.__reduce_ex__(protocol)
+    return object.__reduce_ex__(source, protocol)
+
+
+def _rebuild(source: Any, memo: dict[int, Any] | None) -> Any:
+    """A copy through the class's own pickling hooks, as the copy module does it; a shallow one without a memo."""
+
+    def copied(value: Any) -> Any:
+        return value if memo is None else copy.deepcopy(value, memo)
+
+    reduced = _reduced(source, 4)
+    if isinstance(reduced, str):
+        return source
+    make, args, state, items, pairs = (*reduced, None, None, None)[:5]
+    fresh = make(*map(copied, args))
+    if memo is not None:
+        memo[id(source)] = fresh
+    if state is not None:
+        state = copied(state)
+        if hasattr(fresh, "__setstate__"):
+            fresh.__setstate__(state)
+        else:
+            values, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+            fresh.__dict__.update(values or {})
+            for name, value in (slots or {}).items():
+                setattr(fresh, name, value)
+    for item in items or ():
+        fresh.append(copied(item))
+    for key, value in pairs or ():
+        fresh[copied(key)] = copied(value)
+    return fresh
+
+
+# ---- attributes that are copied when somebody asks for them ---------------------------------------------------------
+class _Cell:
+    """A value that waits: the objects that hold the cell copy it when they need it, the last one takes it."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class _Waiting(dict[str, _Cell]):
+    """The cells of one object."""
+
+    __slots__ = ()
+
+
+def _copy_now(attributes: dict[str, Any], name: str) -> Any:
+    later = attributes[_LATER]
+    held = [later.pop(name)]
+    if not later:
+        del attributes[_LATER]
+    if name not in attributes:  # else it was assigned meanwhile
+        attributes[name] = _value_of(held)
+    return attributes[name]
+
+
+def _value_of(held: list[_Cell]) -> Any:
+    last = sys.getrefcount(held[0]) == _ONLY_HERE
+    value = held[0].value
+    if last:
+        return value
+    if type(value) is random.Random:
+        return _copy_random(value)
+    return copy.deepcopy(value)
+
+
+def _references_here(held: list[_Cell]) -> int:
+    return sys.getrefcount(held[0])
+
+
+_ONLY_HERE = _references_here([_Cell(None)])
+
+
+class _Later:
+    """Stands in the class for an attribute that some objects have yet to copy.
+
+    Python asks it only for what an object's own dict lacks.
+    """
+
+    def __init__(self, name: str, otherwise: Any) -> None:
+        self.name, self.otherwise = name, otherwise
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is not None:
+            attributes = _instance_dict(instance)
+            if self.name in attributes.get(_LATER, ()):
+                return _copy_now(attributes, self.name)
+        if not self.otherwise:
+            if instance is None:
+                raise AttributeError(f"type object {owner.__name__!r} has no attribute {self.name!r}")
+            raise AttributeError(f"{type(instance).__name__!r} object has no attribute {self.name!r}")
+        (member,) = self.otherwise
+        get = getattr(type(member), "__get__", None)
+        return member if get is None else get(member, instance, owner)
+
+
+def _put_off(
+    source: Any, attributes: dict[str, Any], target: dict[str, Any], names: list[str], memo: dict[int, Any]
+) -> None:
+    """The attributes ``names`` become cells that both objects hold; those that others refer to are copied."""
+    cells = attributes.get(_LATER) or _Waiting()
+    for name in [name for name in cells if name in attributes]:
+        del cells[name]  # assigned meanwhile
+    if names:
+        values = [attributes[name] for name in names]
+        good = held_once(values)
+        if any(type(value) in _LATER_KINDS for value in values):
+            good = list(map(all, zip(good, exclusive_graphs(values, None, OBJECTS.is_shared), strict=True)))
+        for name, value, is_good in zip(names, values, good, strict=True):
+            if not (is_good and _stand_in(type(source), name)):
+                target[name] = copy.deepcopy(value, memo)
+                continue
+            cells[name] = _Cell(value)
+            attributes[_LATER] = cells
+            del attributes[name], target[name]
+    if cells:
+        target[_LATER] = _Waiting(cells)
+
+
+def _stand_in(cls: type, name: str) -> bool:
+    """Whether the class can be asked for ``name`` where an object lacks it; puts the descriptor there."""
+    known = vars(cls).get(name)
+    if type(known) is _Later:
+        return True
+    found = [vars(base)[name] for base in cls.__mro__ if name in vars(base)][:1]
+    if found and (hasattr(type(found[0]), "__set__") or hasattr(type(found[0]), "__delete__")):
+        return False
+    try:
+        setattr(cls, name, _Later(name, found))
+    except (AttributeError, TypeError):
+        return False
+    return True
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+_explaining: list[bool] = []
+"""Not empty while an error is looked into: the copies that are tried then raise plainly."""
+
+
+def _explained(owner: Any, error: TypeError) -> Exception:
+    """The error with the path of what can't be copied; the error itself where no single thing is to blame."""
+    path, culprit = type(owner).__name__, owner
+    # What leads back to the object or to its own containers is not to blame.
+    seen = {id(owner): owner}
+    seen |= {id(part._state): part._state for _, part in _parts(owner) if type(part) in (StateDict, StateList)}
+    _explaining.append(True)
+    try:
+        while True:
+            parts = [(step, part) for step, part in _parts(culprit) if id(part) not in seen]
+            found = next(((step, part) for step, part in parts if not _can_be_copied(part, dict(seen))), None)
+            if found is None:
+                break
+            path, culprit = path + found[0], found[1]
+            seen[id(culprit)] = culprit
+    finally:
+        _explaining.pop()
+    if culprit is owner:
+        return error
+    return OpaqueError(
+        f"{path}: an object of type {type(culprit).__name__}, which can't be copied ({error}). If all copies may hold "
+        f"the same one, share the attribute: class {type(owner).__name__}(ForkableMixin, share=(...))"
+    )
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        yield from ((f"[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"[{index}]", item) for index, item in enumerate(value))
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        shared = getattr(type(value), "_turnwise_share", ())
+        yield from ((f".{name}", item) for name, item in vars(value).items() if name not in shared)
+
+
+def _can_be_copied(value: Any, memo: dict[int, Any]) -> bool:
+    try:
+        copy.deepcopy(to_python(value), memo)
+    except Exception:
+        return False
+    return True

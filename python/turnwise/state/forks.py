@@ -1,0 +1,59 @@
+"""Forks of several things at once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from turnwise._C import State
+from turnwise.state.exclusive import graph_of
+from turnwise.state.forkable import OBJECTS
+
+
+def fork_many(objects: Sequence[Any], n: int) -> list[list[Any]]:
+    """``n`` independent copies of ``objects``, each a list of as many: what the objects share, their copies share.
+
+    Objects may be :class:`ForkableMixin` objects, States, facades, and whatever :func:`copy.deepcopy` copies. Copies of
+    lists and dicts are facades, unless another of the objects leads into them. Raises what deepcopy raises; the objects
+    then stay as they are.
+
+    Example: ``for env, agents in fork_many([env, agents], 8): ...``
+    """
+    if not isinstance(objects, list | tuple):
+        raise TypeError(f"objects={objects!r}: expected a list or tuple of the objects to fork together")
+    if not isinstance(n, int) or isinstance(n, bool):
+        raise TypeError(f"n={n!r}: expected a whole number >= 0")
+    if n < 0:
+        raise ValueError(f"n={n!r}: expected a whole number >= 0")
+    graphs = {index: graph_of(item, OBJECTS.is_shared) for index, item in enumerate(objects) if _is_plain(item)}
+    apart: list[int] = []
+    versions: list[State] = []
+    copies: list[list[Any]] = []
+    for number in range(n):
+        memo: dict[int, Any] = {}
+        made = [None if graphs.get(index) else copy.deepcopy(item, memo) for index, item in enumerate(objects)]
+        if number == 0:
+            apart = _apart_from(memo, objects, graphs)
+            versions = OBJECTS.state([objects[index] for index in apart]).fork(n) if apart else []
+        for index in graphs:
+            if index in apart:
+                made[index] = versions[number].data[apart.index(index)]
+            else:
+                made[index] = copy.deepcopy(objects[index], memo)
+        copies.append(made)
+    return copies
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) is list or type(value) is dict
+
+
+def _apart_from(memo: dict[int, Any], objects: Sequence[Any], graphs: dict[int, set[int] | None]) -> list[int]:
+    """The containers that nothing in the memo leads into; the others are copied, which may reach more of them."""
+    apart = [index for index, graph in graphs.items() if graph is not None]
+    while met := [index for index in apart if not memo.keys().isdisjoint(graphs[index] or ())]:
+        for index in met:
+            copy.deepcopy(objects[index], memo)
+            apart.remove(index)
+    return apart

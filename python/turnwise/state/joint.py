@@ -1,0 +1,48 @@
+"""Copies that belong together: one memo over facades, States and objects, as :func:`copy.deepcopy` has one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from turnwise._C import State
+
+_memos: dict[int, dict[int, Any]] = {}
+"""The memo of each State that is being forked as part of a deep copy, by the State's id."""
+
+
+def fork_within(state: State, memo: dict[int, Any]) -> State:
+    """The fork of ``state`` that belongs to this deep copy: made at the first call, the same one afterwards."""
+    known = memo.get(id(state))
+    if known is None:
+        _memos[id(state)] = memo
+        try:
+            known = state.fork()
+        finally:
+            del _memos[id(state)]
+        memo[id(state)] = known
+        keep_alive(state, memo)
+    return known
+
+
+def keep_alive(value: Any, memo: dict[int, Any]) -> None:
+    """As deepcopy does: what the memo knows by its id must outlive the memo."""
+    memo.setdefault(id(memo), []).append(value)
+
+
+def copy_linked(objects: list[Any], state: State, child: State) -> list[Any]:
+    """Copies of the objects in ``state`` for its fork ``child``: what they share, and what they hold of it, fits."""
+    memo = _memos.get(id(state))
+    if memo is None:
+        memo = {}
+    memo[id(state)] = child
+    return [copy.deepcopy(each, memo) for each in objects]
+
+
+def copy_facade(facade: Any, memo: dict[int, Any] | None = None) -> Any:
+    """A fork of the State that has this container as its root; within a deep copy, the one fork that belongs to it."""
+    if memo is None:
+        return facade._state.fork()._rooted_at(facade)
+    if id(facade._state) in memo:
+        return memo[id(facade._state)]._facade(facade)
+    return fork_within(facade._state, memo)._rooted_at(facade)
