@@ -15,7 +15,7 @@ def _view(tokens: TokenArray) -> memoryview:
 
 
 def _from_buffer(buffer: Any) -> TokenArray:
-    return TokenArray(memoryview(buffer).cast("B").cast("i"))  # type: ignore[arg-type]  # a buffer serves too
+    return TokenArray(memoryview(buffer).cast("B").cast("i"))
 
 
 def _numpy(self: TokenArray) -> Any:
