@@ -13,7 +13,15 @@ from typing import Any, Self
 import numpy as np
 
 from turnwise.arena import samples as rows
-from turnwise.arena.context import EpisodeContext, content_key, current_context, derive_seed, inside, resolve
+from turnwise.arena.context import (
+    EpisodeContext,
+    content_key,
+    current_context,
+    derive_seed,
+    inside,
+    outlasting,
+    resolve,
+)
 from turnwise.arena.episode import Episode, check_episode
 from turnwise.arena.model_call import PromptCache, fit_to_context, generate_one, to_messages, to_step
 from turnwise.arena.scheduler import CallBudget, FailureCount, run_all
@@ -321,7 +329,7 @@ class Arena:
             copy_number = seen[request.episode_type, uid, request.seed]
             seen[request.episode_type, uid, request.seed] += 1
             seed = derive_seed(self.seed, "request", request.seed, copy_number)
-        rollout = Rollout(rollout_id, request.episode_type, request.artifact, seed=seed)
+        rollout = Rollout(rollout_id, request.episode_type, outlasting(request.artifact), seed=seed)
         deadline = None if request.timeout is None else asyncio.get_running_loop().time() + request.timeout
         if parent is not None and parent.deadline is not None:
             deadline = parent.deadline if deadline is None else min(deadline, parent.deadline)

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from turnwise.state import StateDict, StateList, to_python
 from turnwise.types import Artifact, EpisodeState, GenerateResult, Rollout, Step
 
 
@@ -157,6 +158,13 @@ async def resolve(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
+def outlasting(value: Any) -> Any:
+    """``value`` in plain containers if it comes out of an episode's data, which may be gone before ``value`` is."""
+    facades = (StateDict, StateList)
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return to_python(value) if type(value) in facades or any(type(part) in facades for part in parts) else value
+
+
 def content_key(value: Any) -> Hashable:
     """A hashable that is equal for equal content: the identity of a question when no ``group_id`` is given.
 
@@ -169,7 +177,8 @@ def content_key(value: Any) -> Hashable:
     if isinstance(value, Artifact):
         return ("artifact", value.id)
     if isinstance(value, (list, tuple)):
-        return (type(value).__name__, *map(content_key, value))
+        # Not type(value): a facade of a list is a list here too.
+        return (value.__class__.__name__, *map(content_key, value))
     if isinstance(value, dict):
         return ("dict", frozenset((content_key(key), content_key(item)) for key, item in value.items()))
     if isinstance(value, (set, frozenset)):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.arena.context import EpisodeContext, current_context, resolve
 from turnwise.arena.rubric import Rubric
+from turnwise.state import forkable, to_python
 from turnwise.types import EpisodeState, GenerateResult, Messages, ModelResponse, Rollout
 
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ class Episode(ABC):
     """A self-contained protocol of play.
 
     Set ``episode_type`` and ``rubric`` (class attributes or properties) and write ``rollout``; every hook may be
-    ``def`` or ``async def``. One object serves many concurrent rollouts: keep what changes in ``state.data``, and draw
+    ``def`` or ``async def``. One object serves many concurrent rollouts: keep what changes in ``state.data``, which
+    lies in a copy-on-write State (dicts and lists in it behave as ever, ``turnwise.state.to_python`` makes plain ones),
+    and draw
     from ``self.rng``, whose seed is the episode's.
 
     Example::
@@ -71,13 +74,14 @@ class Episode(ABC):
         """Run once: ``rollout``, then ``get_extras``, then the rubric. The arena calls this, once per request."""
         context = running()
         rollout = context.rollout
+        make_forkable(context.state)
         state = await self.rollout(arena, rollout.artifact, context.state)
         if not isinstance(state, EpisodeState):
             raise TypeError(f"{type(self).__name__}.rollout returned {state!r}, expected the EpisodeState")
         context.state = state
         rollout.steps = [step for step in context.steps if step is not None]
         _settle(state, rollout, context)
-        rollout.extras = dict(await resolve(self.get_extras(state)) or {})
+        rollout.extras = to_python(dict(await resolve(self.get_extras(state)) or {}))
         score = await self.rubric.score(rollout, arena, state)
         rollout.rewards = score.rewards
         rollout.metrics.update(score.metrics)
@@ -86,6 +90,11 @@ class Episode(ABC):
         else:
             _check_rewarded(rollout)
         return context.result()
+
+
+def make_forkable(state: EpisodeState) -> None:
+    """Put the episode's data into a State, if it is in none: then each fork of it costs nothing until it is written."""
+    state.data = forkable(state.data)
 
 
 def _check_rewarded(rollout: Rollout) -> None:

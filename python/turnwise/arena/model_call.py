@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+from turnwise.state import to_python
 from turnwise.types import (
     Actor,
     ContextLengthError,
@@ -27,7 +28,7 @@ def to_messages(prompt: str | Messages, actor: Actor | None) -> Messages:
     if isinstance(prompt, str):
         messages: Messages = [{"role": "user", "content": prompt}]
     else:
-        messages = list(prompt)
+        messages = list(to_python(prompt))
     if not messages:
         raise ValueError(f"prompt={prompt!r}: expected a string or at least one message")
     for message in messages:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from turnwise.arena.context import resolve
-from turnwise.arena.episode import Episode, running
+from turnwise.arena.episode import Episode, make_forkable, running
 from turnwise.arena.rubric import check_reward
 from turnwise.types import EpisodeState, Messages, Step
 
@@ -134,6 +134,7 @@ class MultiTurnEpisode(Episode, ABC):
         state = EpisodeState() if state is None else state
         running().state = state
         await resolve(self.setup(state, arena, artifact))
+        make_forkable(state)
         state.current_actor = state.current_actor or await resolve(self.get_initial_actor())
         while not state.done:
             messages = await resolve(self.build_messages(state, arena, artifact))

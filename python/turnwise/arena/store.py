@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from turnwise.arena.context import content_key, current_context, derive_seed
+from turnwise.arena.context import content_key, current_context, derive_seed, outlasting
 from turnwise.types import Artifact
 
 
@@ -56,7 +56,9 @@ class ArtifactStore:
         if isinstance(data, Artifact):
             artifact = data
         else:
-            artifact = Artifact(self._free_id() if id is None else id, data, weight, source, dict(meta or {}))
+            artifact = Artifact(
+                self._free_id() if id is None else id, outlasting(data), weight, source, dict(meta or {})
+            )
         if artifact.id in self._artifacts:
             raise ValueError(f"id={artifact.id!r}: the store {self.name!r} already has an artifact of this id")
         _check_weight(artifact.weight)

@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from turnwise.arena.context import EpisodeContext, derive_seed, inside
-from turnwise.arena.episode import running
+from turnwise.arena.episode import make_forkable, running
 from turnwise.arena.scheduler import run_all
+from turnwise.state import prune
 from turnwise.types import EpisodeState, Messages, ModelError, Step
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ class TreeSampler:
     on what the winner left. All N steps train: they share ``Step.parent``, the tree node, and differ in
     ``Step.branch``.
 
+    The data of losing branches is freed at once: whoever kept a list or dict of it gets ``PrunedError``.
+
     ``branches`` is N, or N by actor id (1 for actors not named). ``select`` is ``"best"`` (first of equals),
     ``"first"``, ``"sample"`` (softmax of the rewards at ``temperature``), or a callable ``(steps, rng) -> index``.
     ``branch_at`` limits branching to some actors, or to states for which a predicate holds. A branch whose model call
@@ -111,6 +114,7 @@ class TreeSampler:
         """One action of ``state.current_actor`` in ``branches`` siblings; returns the state of the selected one."""
         context = running()
         node = context.next_node()
+        make_forkable(state)  # a hook may have put new data there
         scopes = [
             context.branch(f"n{context.nodes - 1}b{index}", fork) for index, fork in enumerate(state.fork(branches))
         ]
@@ -137,6 +141,7 @@ class TreeSampler:
         winner = alive[self._choose(episode, context, steps, node)] if steps else -1
         for index, scope in enumerate(scopes):
             if index != winner:
+                prune(scope.state.data)
                 for step in scope.steps:
                     if step is not None:
                         step.selected = False

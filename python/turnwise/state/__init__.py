@@ -4,7 +4,7 @@ from turnwise._C import FrozenError, OpaqueError, PrunedError, State, StateDict,
 from turnwise.state import containers as _containers  # noqa: F401 - completes the compiled types
 from turnwise.state import tokens as _tokens  # noqa: F401
 from turnwise.state.forkable import ForkableMixin
-from turnwise.state.forks import fork_many
+from turnwise.state.forks import fork_many, forkable, prune
 from turnwise.state.plain import to_python
 from turnwise.state.store import Policy, Store
 from turnwise.state.versions import ABSENT, Change, Stats
@@ -25,5 +25,7 @@ __all__ = [
     "Store",
     "TokenArray",
     "fork_many",
+    "forkable",
+    "prune",
     "to_python",
 ]

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from turnwise._C import State
+from turnwise._C import State, StateDict, StateList
 from turnwise.state.exclusive import graph_of
 from turnwise.state.forkable import OBJECTS
 
@@ -43,6 +43,26 @@ def fork_many(objects: Sequence[Any], n: int) -> list[list[Any]]:
                 made[index] = copy.deepcopy(objects[index], memo)
         copies.append(made)
     return copies
+
+
+def forkable(data: Any) -> Any:
+    """``data`` as something that deep-copies in constant time: the facade that a dict or list becomes, else itself.
+
+    The State takes its contents over, as it does with what is written into one: objects in it stay the very objects,
+    and copies of them are deep copies with one memo.
+
+    Example: ``state.data = forkable({"board": board, "env": env})``
+    """
+    if not _is_plain(data):
+        return data
+    state = OBJECTS.state(None)
+    return state._rooted_at(state._take_over([data])[0])
+
+
+def prune(data: Any) -> None:
+    """Free the version that a facade belongs to; nothing for what is no facade. Later use raises PrunedError."""
+    if type(data) is StateDict or type(data) is StateList:
+        data._state.prune()
 
 
 def _is_plain(value: Any) -> bool:
