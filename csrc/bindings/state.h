@@ -56,6 +56,7 @@ struct StateObject;
 struct StoreObject {
     PyObject_HEAD PyObject* policies;  // dict: type -> policy tuple, see Policy
     StateObject* states;               // the living ones, a doubly linked list
+    char checks_shared;                // whether forks call `_check_shared(state)` first
 };
 
 struct StateObject {
@@ -93,7 +94,7 @@ inline Proxy* ProxyMap::find(SlotIndex slot) const noexcept {
 }
 
 // What a Store says of a type: a tuple (mode, copy, private).
-//   share:  the object is a leaf, shared by all versions
+//   share:  the object is a leaf, shared by all versions; `copy(object)`, if it is not None, hears of it
 //   copy:   `copy(object)` at forks; if `private`, each version that asks for the object gets its own copy, else it
 //           gets the snapshot itself (which then must be read-only)
 //   freeze: `copy(object)` is taken as a leaf, at once

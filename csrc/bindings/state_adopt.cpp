@@ -189,10 +189,22 @@ class Adoption {
             } else {
                 PyObject* policy = policy_of(state_, item);
                 pure = !policy ? -1 : policy != Py_None && Policy::of(policy).mode == Policy::Share;
+                if (pure == 1 && !hears(policy, item)) pure = -1;
             }
         }
         Py_LeaveRecursiveCall();
         return pure;
+    }
+
+    // Tells a policy that wants to know of a shared object. False with an error set.
+    static bool hears(PyObject* policy, PyObject* object) {
+        PyObject* listener = PyTuple_GET_ITEM(policy, 1);
+        if (listener == Py_None) return true;
+        Py_INCREF(listener);
+        PyObject* done = PyObject_CallOneArg(listener, object);
+        Py_DECREF(listener);
+        Py_XDECREF(done);
+        return done != nullptr;
     }
 
     bool by_policy(PyObject* object, Value& value, int parent, PyObject* key, size_t index) {
@@ -200,6 +212,7 @@ class Adoption {
         if (!tuple) return false;
         if (tuple == Py_None) return refuse(object, parent, key, index);
         const Policy policy = Policy::of(tuple);
+        if (policy.mode == Policy::Share && !hears(tuple, object)) return false;
         if (policy.mode == Policy::Share || opaque_ == Opaque::Checked) return leaf(object, value);
         if (policy.makes_opaque() && opaque_ == Opaque::Live) {
             auto* node = new OpaqueNode(state_->heap.epoch(), leaf_of(object), leaf_of(tuple));
@@ -567,6 +580,13 @@ bool fork_states(StateObject* state, StateObject** children, size_t count) {
     return guarded(false, [&] {
         std::vector<Live> live, linked;
         if (!settle(state)) return false;
+        if (state->store->checks_shared) {
+            PyObject* done = PyObject_CallMethod(reinterpret_cast<PyObject*>(state->store), "_check_shared", "O",
+                                                 reinterpret_cast<PyObject*>(state));
+            if (!done) return false;
+            Py_DECREF(done);
+            if (state->pruned) return !PyErr_Format(types.pruned, "this State was pruned: its contents are gone");
+        }
         drop_resting(state);
         // What nothing leads to any more may be what can't be copied, so it must not be tried.
         if (!state->frozen && (state->heap.wants_collection() || holds_linked(state))) collect(state);

@@ -590,6 +590,7 @@ PyMethodDef store_methods[] = {
     {"states", store_states, METH_NOARGS, "states() -> list\n\nThe living States, newest first."},
     {nullptr, nullptr, 0, nullptr}};
 PyMemberDef store_members[] = {{"_policies", T_OBJECT_EX, offsetof(StoreObject, policies), READONLY, nullptr},
+                               {"_checks_shared", T_BOOL, offsetof(StoreObject, checks_shared), 0, nullptr},
                                {nullptr, 0, 0, 0, nullptr}};
 PyType_Slot store_slots[] = {{Py_tp_new, reinterpret_cast<void*>(store_new)},
                              {Py_tp_traverse, reinterpret_cast<void*>(store_traverse)},

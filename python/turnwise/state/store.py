@@ -23,6 +23,7 @@ from typing import Any
 from turnwise import _C
 from turnwise.state.arrays import freeze_array
 from turnwise.state.joint import copy_linked
+from turnwise.state.shared import SharedObjects
 from turnwise.state.versions import Stats, stats
 
 PolicyTuple = tuple[int, Callable[[Any], Any] | None, bool]
@@ -107,6 +108,9 @@ class Store(_C.StoreBase):
 
     ``arrays`` says what a numpy array becomes: ``"frozen"`` (default), a read-only leaf that all versions share, of
     which :meth:`State.writable` hands out a private copy; or ``"copy"``, one of its own in each version that asks.
+    ``check_shared=True`` looks at every object registered with ``"share"`` when it is put in and at each fork and
+    commit, and raises :class:`StateError` if one was changed in place: slow, for debugging. Objects that pickle can't
+    write are not looked at.
 
     Example::
 
@@ -116,11 +120,13 @@ class Store(_C.StoreBase):
         branches[0].data["board"][1][1] = 5     # the others still see 0
     """
 
-    def __init__(self, *, arrays: str = "frozen") -> None:
+    def __init__(self, *, arrays: str = "frozen", check_shared: bool = False) -> None:
         if arrays not in ("frozen", "copy"):
             raise ValueError(f"arrays={arrays!r}: expected 'frozen' or 'copy'")
         self.arrays = arrays
         self._registered: dict[type, Policy] = {}
+        self._shared = SharedObjects() if check_shared else None
+        self._checks_shared = check_shared
 
     def register(self, type_: type, policy: str | Policy) -> None:
         """Say what forks do with objects of ``type_`` and its subclasses.
@@ -144,11 +150,17 @@ class Store(_C.StoreBase):
 
     _copy_linked = staticmethod(copy_linked)
 
+    def _check_shared(self, state: _C.State) -> None:
+        """What the core calls before a fork, if ``_checks_shared`` says so."""
+        if self._shared is not None:
+            self._shared.check(state)
+
     def _policy_of(self, kind: type) -> PolicyTuple | None:
         """The policy of a type, which the core remembers; ``None`` where there is none."""
         for base in kind.__mro__:
             if base in self._registered:
-                return self._registered[base].as_tuple()
+                policy = self._registered[base].as_tuple()
+                return policy if self._shared is None or policy[0] != SHARE else (SHARE, self._shared.note, False)
         if issubclass(kind, _C.State | _C.StateDict | _C.StateList):
             return None
         ndarray = _foreign_type("numpy", "ndarray")
