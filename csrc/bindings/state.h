@@ -112,7 +112,7 @@ struct Policy {
 struct Types {
     PyTypeObject *store, *state, *dict, *list, *tokens;
     PyTypeObject *keys, *values, *items, *iterator, *list_iterator;
-    PyObject *error, *pruned, *frozen, *opaque;
+    PyObject *error, *pruned, *frozen, *opaque, *checkpoint;
 };
 extern Types types;
 
@@ -215,6 +215,7 @@ bool make_list_types(PyObject* module);
 bool make_tokens_type(PyObject* module);
 bool make_state_types(PyObject* module);
 bool add_version_methods();
+bool add_archive_methods();
 
 PyTypeObject* make_type(PyObject* module, PyType_Spec& spec, const char* name);
 // Runs `body`; where memory runs out, sets MemoryError and gives `failed`.

@@ -256,6 +256,7 @@ PyObject* wrap_new(StateObject* state, SlotIndex slot) {
     const auto* tuple = static_cast<const TupleNode*>(node);
     const Values items = tuple->items;
     PyObject* type = tuple->type ? object_of(tuple->type) : nullptr;
+    if (Py_EnterRecursiveCall(" while a tuple is read")) return nullptr;
     PyObject* result = PyTuple_New(Py_ssize_t(items.size()));
     for (size_t i = 0; result && i < items.size(); ++i) {
         PyObject* item = wrap(state, items[i]);
@@ -264,6 +265,7 @@ PyObject* wrap_new(StateObject* state, SlotIndex slot) {
         else
             PyTuple_SET_ITEM(result, Py_ssize_t(i), item);
     }
+    Py_LeaveRecursiveCall();
     if (!result || !type) return result;
     PyObject* named = PyObject_CallMethod(reinterpret_cast<PyObject*>(&PyTuple_Type), "__new__", "OO", type, result);
     Py_DECREF(result);

@@ -31,6 +31,14 @@ void Heap::clear() noexcept {
     std::exchange(root_, Value()).drop();
 }
 
+void Heap::assemble(const Table& table, Value root, SlotIndex free, size_t containers) noexcept {
+    clear();
+    table_ = table;
+    root_ = root;
+    free_ = free;
+    kept_ = static_cast<uint32_t>(containers);
+}
+
 Node* Heap::own_copy(SlotIndex slot, Node* node) {
     Place& place = table_.own(slot, epoch_);
     Node* copy = node->copy(epoch_);

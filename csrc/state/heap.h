@@ -41,12 +41,15 @@ class Heap {
     // This heap takes the contents of `version`; slots that only this one had are not given out again before `collect`.
     void restore(Heap& version) noexcept;
     void clear() noexcept;
+    // Takes over a table that was put together elsewhere, `containers` of them in it, and the reference of `root`.
+    void assemble(const Table& table, Value root, SlotIndex free, size_t containers) noexcept;
 
     Epoch epoch() const noexcept { return epoch_; }
     // Changes whenever the table holds another node than before: a pointer to a node is good as long as this stands
     // still.
     uint64_t stamp() const noexcept { return stamp_; }
     const Table& table() const noexcept { return table_; }
+    SlotIndex first_free() const noexcept { return free_; }
 
     Value root() const noexcept { return root_; }
     // Takes over the reference of `root` and hands that of the old one to the caller.

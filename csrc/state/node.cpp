@@ -63,7 +63,7 @@ void DictNode::insert(int64_t hash, Leaf* key, Value value) {
 }
 
 Entry DictNode::erase(size_t place) {
-    if (!index.empty()) index.own(bucket_of_place(place), epoch) = 1;
+    if (!index.empty()) index.own(bucket_of(entries[place].hash, place), epoch) = 1;
     Entry& held = entries.own(place, epoch);
     const Entry gone = held;
     held = Entry{0, nullptr, Value()};
@@ -98,6 +98,10 @@ void DictNode::rebuild() {
         });
         entries.swap(packed);
     }
+    reindex();
+}
+
+void DictNode::reindex() {
     index.clear();
     taken = 0;
     if (entries.size() <= kScanned) return;
@@ -106,8 +110,28 @@ void DictNode::rebuild() {
     for (size_t i = 0; i < buckets; ++i) index.push_back(0, epoch);
     size_t place = 0;
     entries.for_each_chunk([&](const Entry* chunk, size_t count) {
-        for (size_t i = 0; i < count; ++i) put_in_index(chunk[i].hash, place++);
+        for (size_t i = 0; i < count; ++i, ++place) {
+            if (chunk[i].key) put_in_index(chunk[i].hash, place);
+        }
     });
+}
+
+void DictNode::assemble(const RadixArray<Entry, 5>& whole, size_t living, const DictNode* like) {
+    entries = whole;
+    live = static_cast<uint32_t>(living);
+    if (entries.size() <= kScanned || !like || like->index.empty()) return reindex();
+    index = like->index;
+    taken = like->taken;
+    bool full = false;
+    RadixArray<Entry, 5>::compare(entries, like->entries, [&](size_t place, const Entry* ours, const Entry* theirs) {
+        const Leaf* old_key = theirs ? theirs->key : nullptr;
+        const Leaf* new_key = ours ? ours->key : nullptr;
+        if (full || old_key == new_key) return;
+        if (old_key) index.own(bucket_of(theirs->hash, place), epoch) = 1;
+        if (new_key) put_in_index(ours->hash, place);
+        full = (taken + 1) * 3 > index.size() * 2;
+    });
+    if (full) reindex();
 }
 
 void DictNode::put_in_index(int64_t hash, size_t place) {
@@ -119,9 +143,9 @@ void DictNode::put_in_index(int64_t hash, size_t place) {
     held = static_cast<uint32_t>(place + 2);
 }
 
-size_t DictNode::bucket_of_place(size_t place) const noexcept {
+size_t DictNode::bucket_of(int64_t hash, size_t place) const noexcept {
     const size_t mask = index.size() - 1;
-    size_t at = bucket(entries[place].hash, mask);
+    size_t at = bucket(hash, mask);
     while (index[at] != place + 2) at = (at + 1) & mask;
     return at;
 }

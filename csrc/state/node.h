@@ -139,6 +139,9 @@ struct DictNode : Node {
         live = taken = 0;
         ++changes;
     }
+    // Takes over entries that were put together elsewhere, `living` of them not erased. `like`, if there is one, is a
+    // dict of which much is the same: what can be shared of its index is.
+    void assemble(const RadixArray<Entry, 5>& whole, size_t living, const DictNode* like);
     // The first live place at or after `place`, or entries.size().
     size_t next(size_t place) const noexcept;
 
@@ -153,8 +156,9 @@ struct DictNode : Node {
         return static_cast<size_t>((static_cast<uint64_t>(hash) * 0x9E3779B97F4A7C15u) >> 20) & mask;
     }
     void rebuild();
+    void reindex();
     void put_in_index(int64_t hash, size_t place);
-    size_t bucket_of_place(size_t place) const noexcept;
+    size_t bucket_of(int64_t hash, size_t place) const noexcept;
 };
 
 // Token ids. `cached` is the host's flat copy of them, made when asked for.

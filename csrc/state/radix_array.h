@@ -178,11 +178,56 @@ class RadixArray {
         return root_ ? sum_bytes(root_, height_, seen, of) : 0;
     }
 
+    // Calls f(index, ours, theirs) for each place of the chunks that `a` and `b` don't share; null where one has none.
+    template <class Function>
+    static void compare(const RadixArray& a, const RadixArray& b, Function&& f) {
+        compare_blocks(a.root_, a.height_, b.root_, b.height_, 0, f);
+    }
+
+    // ---- for files: arrays block by block. Blocks that are made so belong to no epoch, and to the caller.
+    unsigned height() const noexcept { return height_; }
+    Block* root() const noexcept { return root_; }
+    static constexpr size_t capacity(unsigned height) noexcept { return kLeaf << (kFanBits * height); }
+    // Takes over the references of the items.
+    static Block* make_leaf(const Item* items, size_t count) {
+        Block* block = allocate(0, count, true);
+        block->used = static_cast<uint16_t>(count);
+        std::memcpy(static_cast<void*>(block->items()), items, count * sizeof(Item));
+        return block;
+    }
+    // Takes references of its own to the children.
+    static Block* make_inner(Block* const* children, size_t count) {
+        Block* block = allocate(0, count, false);
+        block->used = static_cast<uint16_t>(count);
+        for (size_t i = 0; i < count; ++i) {
+            block->children()[i] = children[i];
+            children[i]->count.up();
+        }
+        return block;
+    }
+    // An array of `size` items, with a reference of its own to their blocks.
+    static RadixArray of(Block* root, size_t size, unsigned height) noexcept {
+        RadixArray array;
+        array.root_ = root;
+        array.size_ = static_cast<uint32_t>(size);
+        array.height_ = height;
+        if (root) root->count.up();
+        return array;
+    }
+    static void drop(Block* block, unsigned height) noexcept {
+        if (!block || !block->count.down()) return;
+        if (height > 0) {
+            for (size_t i = 0; i < block->used; ++i) drop(block->children()[i], height - 1);
+        } else if constexpr (Policy::counted) {
+            for (size_t i = 0; i < block->used; ++i) Policy::drop(block->items()[i]);
+        }
+        host_free(block);
+    }
+
   private:
     static constexpr size_t child_of(size_t index, unsigned level) noexcept {
         return (index >> (kLeafBits + kFanBits * (level - 1))) & (kFan - 1);
     }
-    static constexpr size_t capacity(unsigned height) noexcept { return kLeaf << (kFanBits * height); }
     // Room for `wanted` items or children, and for some more to come.
     static size_t roomy(size_t wanted, bool leaf) noexcept {
         size_t capacity = 2;
@@ -201,16 +246,6 @@ class RadixArray {
         block->capacity = static_cast<uint16_t>(capacity);
         block->epoch = epoch;
         return block;
-    }
-
-    static void drop(Block* block, unsigned height) noexcept {
-        if (!block || !block->count.down()) return;
-        if (height > 0) {
-            for (size_t i = 0; i < block->used; ++i) drop(block->children()[i], height - 1);
-        } else if constexpr (Policy::counted) {
-            for (size_t i = 0; i < block->used; ++i) Policy::drop(block->items()[i]);
-        }
-        host_free(block);
     }
 
     // The block as the epoch's own, with room for `extra` more items; takes the reference to `block` in exchange.
@@ -306,6 +341,31 @@ class RadixArray {
         if (!prune_edge(last, height - 1)) return false;
         drop(last, height - 1);
         return --block->used == 0;
+    }
+
+    template <class Function>
+    static void compare_blocks(Block* a, unsigned height_a, Block* b, unsigned height_b, size_t start, Function& f) {
+        if (a == b) return;
+        const unsigned height = std::max(a ? height_a : 0, b ? height_b : 0);
+        if (height == 0) {
+            const size_t places = std::max<size_t>(a ? a->used : 0, b ? b->used : 0);
+            for (size_t i = 0; i < places; ++i) {
+                f(start + i, a && i < a->used ? &a->items()[i] : nullptr, b && i < b->used ? &b->items()[i] : nullptr);
+            }
+            return;
+        }
+        // The lower tree holds what lies below the higher one's first child.
+        const auto child = [height](Block* block, unsigned at, size_t i) -> Block* {
+            if (!block || (at < height && i > 0)) return nullptr;
+            return at < height ? block : i < block->used ? block->children()[i] : nullptr;
+        };
+        for (size_t i = 0; i < kFan; ++i) {
+            Block* ours = child(a, height_a, i);
+            Block* theirs = child(b, height_b, i);
+            if (!ours && !theirs) break;
+            compare_blocks(ours, std::min(height_a, height - 1), theirs, std::min(height_b, height - 1),
+                           start + i * capacity(height - 1), f);
+        }
     }
 
     template <class Function>

@@ -1,8 +1,19 @@
 """Forkable Python state: a copy-on-write store for tree-structured rollouts. Imports neither torch nor numpy."""
 
-from turnwise._C import FrozenError, OpaqueError, PrunedError, State, StateDict, StateError, StateList, TokenArray
+from turnwise._C import (
+    CheckpointError,
+    FrozenError,
+    OpaqueError,
+    PrunedError,
+    State,
+    StateDict,
+    StateError,
+    StateList,
+    TokenArray,
+)
 from turnwise.state import containers as _containers  # noqa: F401 - completes the compiled types
 from turnwise.state import tokens as _tokens  # noqa: F401
+from turnwise.state.files import load
 from turnwise.state.forkable import ForkableMixin
 from turnwise.state.forks import fork_many, forkable, prune
 from turnwise.state.plain import to_python
@@ -12,6 +23,7 @@ from turnwise.state.versions import ABSENT, Change, Stats
 __all__ = [
     "ABSENT",
     "Change",
+    "CheckpointError",
     "ForkableMixin",
     "FrozenError",
     "OpaqueError",
@@ -26,6 +38,7 @@ __all__ = [
     "TokenArray",
     "fork_many",
     "forkable",
+    "load",
     "prune",
     "to_python",
 ]

@@ -21,6 +21,8 @@ def freeze_array(array: Any) -> Any:
     base = array
     while type(base) is np.ndarray:
         base = base.base
+    if type(base) is memoryview:  # a file's or a pickle's
+        base = base.obj
     if type(base) is bytes:
         return array
     # The order in memory stays: code that is fast on columns stays so.

@@ -9,6 +9,7 @@ import datetime
 import decimal
 import enum
 import fractions
+import os
 import pathlib
 import pickle
 import random
@@ -16,11 +17,12 @@ import re
 import sys
 import types
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from turnwise import _C
+from turnwise.state import files
 from turnwise.state.arrays import freeze_array
 from turnwise.state.joint import copy_linked
 from turnwise.state.shared import SharedObjects
@@ -148,6 +150,24 @@ class Store(_C.StoreBase):
         """What the living versions cost together, and what they would cost without sharing."""
         return stats(self)
 
+    def save(self, path: str | os.PathLike[str], states: Mapping[str, _C.State]) -> None:
+        """Write versions of this store to a file; what they share is written once. :func:`load` reads it.
+
+        The file appears whole or not at all. Objects that forks copy are written as they are now.
+
+        Example: ``store.save("tree.states", {"root": root, "best": best})``
+        """
+        files.save(self, path, states)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """A store with the same policies and none of the States, which bring their contents themselves."""
+        attributes = {name: value for name, value in vars(self).items() if name != "_shared"}
+        return _store_with, (type(self), attributes, self._checks_shared)
+
+    def __deepcopy__(self, memo: Any) -> Store:
+        """Itself: copies of what refers to it go on living in it."""
+        return self
+
     _copy_linked = staticmethod(copy_linked)
 
     def _check_shared(self, state: _C.State) -> None:
@@ -188,6 +208,13 @@ class Store(_C.StoreBase):
         if issubclass(kind, SHARED_TYPES) and (not _has_attributes(kind) or issubclass(kind, SHARED_TYPES[5:])):
             return NAMED["share"].as_tuple()
         return None
+
+
+def _store_with(kind: type[Store], attributes: dict[str, Any], check_shared: bool) -> Store:
+    store = kind.__new__(kind)
+    Store.__init__(store, check_shared=check_shared)
+    vars(store).update(attributes)
+    return store
 
 
 def _has_attributes(kind: type) -> bool:

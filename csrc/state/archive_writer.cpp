@@ -1,0 +1,216 @@
+#include <unordered_map>
+
+#include "state/archive.h"
+
+namespace turnwise::state {
+namespace {
+
+using namespace archive;
+
+bool same_item(const Entry& a, const Entry& b) {
+    return a.key == b.key && a.value == b.value;
+}
+bool same_item(const Place& a, const Place& b) {
+    return a.word == b.word;
+}
+template <class Item>
+bool same_item(const Item& a, const Item& b) {
+    return a == b;
+}
+
+class Writer {
+  public:
+    explicit Writer(LeafWriter& leaves) : leaves_(leaves) {
+        byte(kFormat);
+        for (size_t size : kBlockSizes) number(size);
+    }
+
+    void add(const Heap& heap) {
+        const uint64_t table = array(heap.table(), last_table_);
+        byte(kHeap);
+        number(table);
+        put(heap.root());
+        number(heap.first_free() == kNoSlot ? 0 : uint64_t{heap.first_free()} + 1);
+        last_table_ = &heap.table();
+    }
+    std::string take() { return std::move(out_); }
+
+  private:
+    // ---- numbers and items
+    void byte(unsigned value) { out_.push_back(static_cast<char>(value)); }
+    void number(uint64_t value) {
+        for (; value >= 128; value >>= 7) byte(static_cast<unsigned>(value & 127) | 128);
+        byte(static_cast<unsigned>(value));
+    }
+    // 0 for the next new leaf, else its number + 1.
+    void put_leaf(Leaf* leaf) {
+        const uint64_t known = leaves_.number_of(leaf);
+        const bool is_new = known == leaf_count_;
+        if (is_new) ++leaf_count_;
+        number((is_new ? 0 : known + 1) << 2 | IsLeaf);
+    }
+    void put(Value value) {
+        int64_t integer;
+        if (value.is_slot())
+            number(uint64_t{value.slot()} << 2 | IsSlot);
+        else if (value.empty())
+            number(IsEmpty);
+        else if (leaves_.as_integer(value.leaf(), integer))
+            number(zigzag(integer) << 2 | IsInteger);
+        else
+            put_leaf(value.leaf());
+    }
+    void put(const Entry& entry) {
+        put(entry.key ? Value::of(entry.key) : Value());
+        if (entry.key) put(entry.value);
+    }
+    void put(int32_t token) { number(zigzag(token)); }
+    void put(const Place& place) {
+        if (place.node()) {
+            number((nodes_.size() - nodes_.at(place.node())) << 1);
+        } else {
+            number((place.next_free() == kNoSlot ? 0 : uint64_t{place.next_free()} + 1) << 1 | 1);
+        }
+    }
+
+    // ---- arrays
+    using Numbers = std::unordered_map<const void*, uint64_t>;
+    template <class Array>
+    Numbers& numbers() {
+        return blocks_[type_of<Array>()];
+    }
+
+    // How far back the array's root lies, or 0 for an empty one. `like` was written before.
+    template <class Array>
+    uint64_t array(const Array& array, const Array* like) {
+        if (array.empty()) return 0;
+        auto* model = like ? like->root() : nullptr;
+        unsigned height = model ? like->height() : 0;
+        for (; model && height > array.height(); --height) model = model->children()[0];
+        const uint64_t root = block<Array>(array.root(), array.height(), 0, model, height);
+        return numbers<Array>().size() - root;
+    }
+
+    // `model` stands at the same place of a like array, whole or (if it is of less height) below the first child.
+    template <class Array>
+    uint64_t block(typename Array::Block* block, unsigned height, uint64_t position, typename Array::Block* model,
+                   unsigned model_height) {
+        Numbers& known = numbers<Array>();
+        const auto found = known.find(block);
+        if (found != known.end()) return found->second;
+        const uint8_t op = kBlock + 4 * type_of<Array>();
+        const auto* like = model && model_height == height ? model : nullptr;
+        if (height == 0) {
+            const auto* items = block->items();
+            if constexpr (type_of<Array>() == OfPlaces) {
+                for (size_t i = 0; i < block->used; ++i) {
+                    if (items[i].node()) node(items[i].node());
+                }
+            }
+            if (like) {
+                const auto* old = model->items();
+                items_like(
+                    op + LeavesLike, known.size() - known.at(like), block->used, like->used,
+                    [&](size_t i) { return same_item(items[i], old[i]); }, [&](size_t i) { put(items[i]); });
+            } else {
+                byte(op + Leaves);
+                number(position);
+                number(block->used);
+                for (size_t i = 0; i < block->used; ++i) put(items[i]);
+            }
+        } else {
+            uint64_t children[32];
+            for (size_t i = 0; i < block->used; ++i) {
+                auto* below = like ? (i < like->used ? model->children()[i] : nullptr) : i == 0 ? model : nullptr;
+                children[i] = this->block<Array>(block->children()[i], height - 1, position * 32 + i, below,
+                                                 like ? height - 1 : model_height);
+            }
+            const auto put_child = [&](size_t i) { number(known.size() - children[i]); };
+            if (like) {
+                items_like(
+                    op + InnerLike, known.size() - known.at(like), block->used, like->used,
+                    [&](size_t i) { return block->children()[i] == model->children()[i]; }, put_child);
+            } else {
+                byte(op + Inner);
+                number(height);
+                number(position);
+                number(block->used);
+                for (size_t i = 0; i < block->used; ++i) put_child(i);
+            }
+        }
+        return known.emplace(block, known.size()).first->second;
+    }
+
+    // The places that differ from the model's, then those that it doesn't have.
+    template <class Same, class Put>
+    void items_like(unsigned op, uint64_t back, size_t count, size_t old_count, Same&& same, Put&& put_item) {
+        const size_t common = std::min(count, old_count);
+        std::vector<size_t> changed;
+        for (size_t i = 0; i < common; ++i) {
+            if (!same(i)) changed.push_back(i);
+        }
+        byte(op);
+        number(back);
+        number(count);
+        number(changed.size());
+        size_t next = 0;
+        for (size_t i : changed) {
+            number(i - next);
+            put_item(i);
+            next = i + 1;
+        }
+        for (size_t i = common; i < count; ++i) put_item(i);
+    }
+
+    // ---- nodes
+    void node(const Node* node) {
+        if (nodes_.count(node)) return;
+        const Node*& last = last_of_[node->birth];
+        const auto like = [&](auto* self) { return static_cast<decltype(self)>(last); };
+        uint64_t content = 0;
+        if (node->kind == Kind::Dict) {
+            const auto* dict = static_cast<const DictNode*>(node);
+            content = array(dict->entries, last ? &like(dict)->entries : nullptr);
+        } else if (node->kind == Kind::List) {
+            const auto* list = static_cast<const ListNode*>(node);
+            content = array(list->items, last ? &like(list)->items : nullptr);
+        } else if (node->kind == Kind::Tuple) {
+            const auto* tuple = static_cast<const TupleNode*>(node);
+            content = array(tuple->items, last ? &like(tuple)->items : nullptr);
+        } else if (node->kind == Kind::Tokens) {
+            const auto* tokens = static_cast<const TokensNode*>(node);
+            content = array(tokens->tokens, last ? &like(tokens)->tokens : nullptr);
+        }
+        byte((last ? kNodeLike : kNode) + static_cast<unsigned>(node->kind));
+        if (last) number(nodes_.size() - nodes_.at(last));
+        if (node->kind == Kind::Opaque) {
+            put_leaf(static_cast<const OpaqueNode*>(node)->object);
+        } else {
+            number(content);
+        }
+        if (node->kind == Kind::Tuple && !last) {
+            Leaf* type = static_cast<const TupleNode*>(node)->type;
+            type ? put_leaf(type) : number(IsEmpty);
+        }
+        last = node;
+        nodes_.emplace(node, nodes_.size());
+    }
+
+    LeafWriter& leaves_;
+    std::string out_;
+    uint64_t leaf_count_ = 0;
+    Numbers blocks_[4];
+    Numbers nodes_;
+    std::unordered_map<Epoch, const Node*> last_of_;
+    const Heap::Table* last_table_ = nullptr;
+};
+
+}  // namespace
+
+std::string write_archive(const std::vector<const Heap*>& heaps, LeafWriter& leaves) {
+    Writer writer(leaves);
+    for (const Heap* heap : heaps) writer.add(*heap);
+    return writer.take();
+}
+
+}  // namespace turnwise::state

@@ -1,0 +1,292 @@
+"""Files of States, and their pickles: what versions share in memory is written once, and shared again after reading.
+
+A file is a head and four sections::
+
+    magic, format, number of sections
+    for each section: offset, length, blake2b digest      (little-endian)
+    digest of all that
+    header      JSON: names, commits, the lengths of the buffers
+    structure   blocks, containers and versions, see csrc/state/archive.h
+    leaves      one pickle of everything else, see leaves.py
+    buffers     the memory of arrays, each aligned to 64 bytes
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import struct
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from turnwise import _C
+from turnwise._C import CheckpointError, OpaqueError, State
+from turnwise.state.leaves import dump_leaves, first_unpicklable, freeze_leaves, load_leaves
+
+if TYPE_CHECKING:
+    from turnwise.state.store import Store
+
+MAGIC = b"\x89TWSTATE"
+FORMAT = 1
+SECTIONS = 4
+ALIGNMENT = 64
+_HEAD = struct.Struct("<8sII")
+_SECTION = struct.Struct("<QQ16s")
+_DIGEST = 16
+_HEAD_BYTES = _HEAD.size + SECTIONS * _SECTION.size + _DIGEST
+
+Version = tuple[bool, int]
+"""``(frozen, commit)``: where in the list of versions the commit stands that a rollback goes to, or -1."""
+
+
+# ---- saving ---------------------------------------------------------------------------------------------------------
+def save(store: _C.StoreBase, path: str | os.PathLike[str], states: Mapping[str, State]) -> None:
+    """What :meth:`Store.save` does."""
+    if not isinstance(states, Mapping):
+        raise TypeError(f"states={states!r}: expected a mapping of names to States")
+    for name, state in states.items():
+        if not isinstance(name, str):
+            raise TypeError(f"states: the name {name!r}: expected a str")
+        if type(state) is not State:
+            raise TypeError(f"states[{name!r}]={state!r}: expected a State")
+        if state.store is not store:
+            raise ValueError(f"states[{name!r}]: it belongs to another Store")
+    unique = {id(state): state for state in states.values()}
+    places = {key: place for place, key in enumerate(unique)}
+    structure, leaves, versions = store._archive(list(unique.values()))
+    try:
+        pickled, buffers = dump_leaves(leaves)
+    except Exception as error:
+        raise _unpicklable(leaves, states) or error from error
+    header = {
+        "names": list(states),
+        "places": _unless_counting([places[id(state)] for state in states.values()]),
+        "versions": len(versions),
+        "frozen": [place for place, (frozen, _) in enumerate(versions) if frozen],
+        "commits": [[place, commit] for place, (_, commit) in enumerate(versions) if commit >= 0],
+        "arrays": getattr(store, "arrays", "frozen"),
+        "buffers": [view.nbytes for view in buffers],
+    }
+    sections: list[list[bytes | memoryview]] = [
+        [json.dumps(header, separators=(",", ":")).encode()],
+        [structure],
+        [pickled],
+        [part for view in buffers for part in (view, bytes(-view.nbytes % ALIGNMENT))],
+    ]
+    with _replacing(Path(path)) as stream:
+        _write(stream, sections)
+
+
+def _unless_counting(places: list[int]) -> list[int] | None:
+    return None if places == list(range(len(places))) else places
+
+
+def _unpicklable(leaves: Sequence[Any], states: Mapping[str, State]) -> TypeError | None:
+    """The error that says which object of which State can't be written, and where it lies."""
+    found = first_unpicklable(leaves)
+    if found is None:
+        return None
+    leaf, why = found
+    for name, state in states.items():
+        path = state._path_of(leaf)
+        if path is not None:
+            where = "".join(f"[{key!r}]" for key in path)
+            return TypeError(f"states[{name!r}].data{where}: a {type(leaf).__name__}, which can't be pickled: {why}")
+    return TypeError(f"an object of type {type(leaf).__name__} can't be pickled: {why}")
+
+
+def _write(stream: IO[bytes], sections: list[list[bytes | memoryview]]) -> None:
+    head = _HEAD.pack(MAGIC, FORMAT, SECTIONS)
+    offset = _HEAD_BYTES
+    padding = 0
+    for place, parts in enumerate(sections):
+        if place == SECTIONS - 1:
+            padding = -offset % ALIGNMENT
+            offset += padding
+        digest = hashlib.blake2b(digest_size=_DIGEST)
+        length = 0
+        for part in parts:
+            digest.update(part)
+            length += memoryview(part).nbytes
+        head += _SECTION.pack(offset, length, digest.digest())
+        offset += length
+    stream.write(head + _digest_of(head))
+    for place, parts in enumerate(sections):
+        if place == SECTIONS - 1:
+            stream.write(bytes(padding))
+        for part in parts:
+            stream.write(part)
+
+
+def _digest_of(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST).digest()
+
+
+class _replacing:
+    """A stream whose bytes take ``path``'s place at the end, or, after an error, never were there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> IO[bytes]:
+        descriptor, self.temporary = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)
+        self.stream = os.fdopen(descriptor, "wb")
+        return self.stream
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.stream.flush()
+                mask = os.umask(0)
+                os.umask(mask)
+                os.chmod(self.temporary, 0o666 & ~mask)  # mkstemp gives the owner alone access
+                os.fsync(self.stream.fileno())
+                self.stream.close()
+                os.replace(self.temporary, self.path)
+                _sync_folder(self.path.parent)
+        finally:
+            self.stream.close()
+            if os.path.exists(self.temporary):
+                os.unlink(self.temporary)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---- loading --------------------------------------------------------------------------------------------------------
+def load(path: str | os.PathLike[str], *, store: Store | None = None, allow_pickle: bool = False) -> dict[str, State]:
+    """The States of a file that :meth:`Store.save` wrote, by name; what they shared they share again.
+
+    They belong to ``store``, or to a new :class:`Store`; it has to know the types of the objects that forks copy
+    (:meth:`Store.register`). Arrays are read-only views of one block of memory. Types other than Python's own and
+    numpy's are only read with ``allow_pickle=True``, which can run any code that the file's author wanted.
+
+    Raises :class:`CheckpointError`, which names the path, for files that are damaged, cut off, of another format, or
+    not States at all; :class:`OpaqueError` for a type that the store has no policy for.
+    """
+    from turnwise.state.store import Store  # which imports this file
+
+    try:
+        with open(path, "rb") as stream:
+            header, structure, pickled, buffers = _read(stream)
+        leaves = load_leaves(pickled, header.views(buffers), allow_pickle=allow_pickle)
+        if store is None:
+            store = Store(arrays=header.arrays)
+        states = restore(store, structure, leaves, header.versions)
+        return {name: states[place] for name, place in zip(header.names, header.places, strict=True)}
+    except CheckpointError as error:
+        raise CheckpointError(f"{os.fspath(path)}: {error}") from error
+    except OpaqueError as error:
+        raise OpaqueError(f"{os.fspath(path)}: {error}") from error
+
+
+def restore(store: Store, structure: Any, leaves: list[Any], versions: list[Version]) -> list[State]:
+    """States of ``store`` from what ``store._archive`` gave."""
+    return store._restore(structure, freeze_leaves(leaves) if store.arrays == "frozen" else leaves, versions)
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    names: list[str]
+    places: list[int]
+    versions: list[Version]
+    arrays: str
+    buffers: list[int]
+
+    @classmethod
+    def of(cls, data: bytes) -> _Header:
+        try:
+            fields = json.loads(data)
+            names, count = fields["names"], fields["versions"]
+            places = fields["places"]
+            if places is None:
+                places = list(range(len(names)))
+            frozen = set(fields["frozen"])
+            commits = dict(fields["commits"])
+            versions = [(place in frozen, commits.get(place, -1)) for place in _range_of(count, len(data))]
+            good = (
+                all(isinstance(name, str) for name in names)
+                and len(set(names)) == len(names) == len(places)
+                and all(isinstance(place, int) and 0 <= place < count for place in places)
+                and all(isinstance(commit, int) for commit in commits.values())
+                and fields["arrays"] in ("frozen", "copy")
+                and all(isinstance(length, int) and length >= 0 for length in fields["buffers"])
+            )
+            header = cls(names, places, versions, fields["arrays"], fields["buffers"])
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise CheckpointError(f"its header can't be read: {error!r}") from error
+        if not good:
+            raise CheckpointError("its header makes no sense")
+        return header
+
+    def views(self, buffers: bytes) -> Iterator[memoryview]:
+        whole = memoryview(buffers)
+        offset = 0
+        for length in self.buffers:
+            if offset + length > len(buffers):
+                raise CheckpointError("its arrays are cut off")
+            yield whole[offset : offset + length]
+            offset += length + -length % ALIGNMENT
+
+
+def _range_of(count: Any, most: int) -> range:
+    if not isinstance(count, int) or not 0 <= count <= 2 * most:
+        raise ValueError(f"versions={count!r}")
+    return range(count)
+
+
+def _read(stream: IO[bytes]) -> tuple[_Header, bytes, bytes, bytes]:
+    size = os.fstat(stream.fileno()).st_size
+    head = stream.read(_HEAD_BYTES)
+    if head[: len(MAGIC)] != MAGIC[: len(head)] or not head:
+        raise CheckpointError("not a file of States")
+    if len(head) < _HEAD_BYTES:
+        raise CheckpointError(f"it is cut off: {size} bytes")
+    _, version, count = _HEAD.unpack_from(head)
+    if version != FORMAT:
+        raise CheckpointError(f"it has format {version}; this turnwise reads format {FORMAT}")
+    if count != SECTIONS or _digest_of(head[:-_DIGEST]) != head[-_DIGEST:]:
+        raise CheckpointError("its head is damaged: the checksum does not fit")
+    places = [_SECTION.unpack_from(head, _HEAD.size + place * _SECTION.size) for place in range(SECTIONS)]
+    end = max(offset + length for offset, length, _ in places)
+    if size != end:
+        raise CheckpointError(f"it has {size} bytes and should have {end}: it is cut off, or something was added")
+    sections = []
+    for name, (offset, length, digest) in zip(("header", "structure", "leaves", "buffers"), places, strict=True):
+        stream.seek(offset)
+        data = stream.read(length)
+        if _digest_of(data) != digest:
+            raise CheckpointError(f"its section '{name}' is damaged: the checksum does not fit")
+        sections.append(data)
+    header, structure, pickled, buffers = sections
+    return _Header.of(header), structure, pickled, buffers
+
+
+# ---- pickling -------------------------------------------------------------------------------------------------------
+def _save_state(self: State, path: str | os.PathLike[str]) -> None:
+    """Write this version to a file, under the name "state": see :meth:`Store.save`."""
+    save(self.store, path, {"state": self})
+
+
+def _reduce(self: State, protocol: Any) -> tuple[Any, ...]:
+    """With protocol 5 the structure and the arrays go out of band. The Store, with its policies, comes along."""
+    structure, leaves, versions = self.store._archive([self])
+    return _unpickle, (self.store, pickle.PickleBuffer(structure) if protocol >= 5 else structure, leaves, versions)
+
+
+def _unpickle(store: Store, structure: Any, leaves: list[Any], versions: list[Version]) -> State:
+    return restore(store, structure, leaves, versions)[0]
+
+
+for _name, _method in (("save", _save_state), ("__reduce_ex__", _reduce), ("__copy__", State.fork)):
+    setattr(State, _name, _method)

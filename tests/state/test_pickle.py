@@ -1,0 +1,181 @@
+"""Pickles of States: contents, buffers out of band, stores and their policies, Ray."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+import pickle
+import random
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import turnwise
+from turnwise.state import CheckpointError, OpaqueError, Policy, PrunedError, State, Store
+
+# The helper beside this file; --import-mode=importlib puts no test folder on the path.
+sys.path.insert(0, str(Path(__file__).parent))
+saving = importlib.import_module("saving")
+sys.path.pop(0)
+
+
+@settings(max_examples=40, derandomize=True)
+@given(seed=st.integers(0, 2**32), protocol=st.integers(2, 5))
+def test_random_states_come_back(seed: int, protocol: int) -> None:
+    for state in saving.tree(random.Random(seed), Store()).values():
+        expected = saving.shape(state)
+        loaded = pickle.loads(pickle.dumps(state, protocol))
+        assert saving.shape(state) == saving.shape(loaded) == expected
+        assert loaded.frozen == state.frozen and loaded.store is not state.store
+        ours, theirs = loaded.fork(), state.fork()
+        for fork in (ours, theirs):
+            saving.write(fork, random.Random(seed), 20)
+        assert saving.shape(ours) == saving.shape(theirs) and saving.shape(loaded) == expected
+
+
+def test_large_parts_go_out_of_band() -> None:
+    array = np.arange(10_000.0)
+    state = Store().state({"array": array, "ids": list(range(500))})
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(state, protocol=5, buffer_callback=buffers.append)
+    assert len(pickled) < 1000 and len(buffers) == 2
+    assert sum(buffer.raw().nbytes for buffer in buffers) > array.nbytes
+    loaded = pickle.loads(pickled, buffers=buffers)
+    assert np.shares_memory(loaded.data["array"], state.data["array"]), "no copy was made"
+    assert saving.shape(loaded) == saving.shape(state)
+
+
+def test_buffers_that_somebody_could_write_to_are_copied() -> None:
+    state = Store().state({"array": np.arange(5.0)})
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(state, protocol=5, buffer_callback=buffers.append)
+    writable = [bytearray(buffer.raw()) for buffer in buffers]
+    loaded = pickle.loads(pickled, buffers=writable)
+    for buffer in writable:
+        buffer[:] = bytes(len(buffer))
+    assert loaded.data["array"].tolist() == [0, 1, 2, 3, 4] and not loaded.data["array"].flags.writeable
+
+
+def test_states_pickled_together_belong_to_one_store() -> None:
+    store = Store(arrays="copy")
+    one = store.state([1])
+    first, second, owner = pickle.loads(pickle.dumps((one, one.fork(), store)))
+    assert first.store is second.store is owner and owner.arrays == "copy"
+    first.rollback(second)
+    again = pickle.loads(pickle.dumps([one, one]))
+    assert again[0] is again[1]
+
+
+def test_commits_come_along() -> None:
+    state = Store().state([1])
+    state.commit()
+    state.data.append(2)
+    loaded = pickle.loads(pickle.dumps(state))
+    loaded.rollback()
+    assert loaded.data == [1] and state.data == [1, 2]
+
+
+class Board:
+    def __init__(self) -> None:
+        self.cells = [0]
+
+
+def copy_board(board: Board) -> Board:
+    fresh = Board()
+    fresh.cells = [*board.cells, "copied"]
+    return fresh
+
+
+def test_policies_come_along() -> None:
+    store = Store()
+    store.register(Board, Policy(copy_board))
+    loaded = pickle.loads(pickle.dumps(store.state({"board": Board()})))
+    board = loaded.data["board"]
+    assert loaded.fork().data["board"].cells == [*board.cells, "copied", "copied"]
+    with pytest.raises(OpaqueError):
+        Store().state(board)
+
+
+def test_copies() -> None:
+    state = Store().state({"a": [1], "rng": random.Random(1)})
+    for other in (copy.copy(state), copy.deepcopy(state)):
+        assert type(other) is State and other.store is state.store
+        other.data["a"].append(2)
+        other.data["rng"].random()
+    assert state.data["a"] == [1] and state.data["rng"].random() == random.Random(1).random()
+
+
+def test_what_cannot_be_pickled() -> None:
+    store = Store()
+    state = store.state([1])
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        pickle.dumps(store.state([lambda: 1]))
+    state.prune()
+    with pytest.raises(PrunedError):
+        pickle.dumps(state)
+
+
+def test_what_is_no_pickle_of_a_state() -> None:
+    function, (store, structure, leaves, versions) = Store().state({"a": [1]}).__reduce_ex__(2)
+    assert function(store, structure, leaves, versions).data == {"a": [1]}
+    bad: list[tuple[Any, Any, Any]] = [
+        (structure[:-1], leaves, versions),
+        (structure + b"\0", leaves, versions),
+        (structure, leaves[:-1], versions),
+        (structure, [*leaves, 1], versions),
+        (structure, leaves, []),
+        (structure, leaves, [(False, 0)]),
+        (structure, leaves, [(False, -2)]),
+        (structure, leaves, [5]),
+        (structure, [[]], versions),
+    ]
+    for case in bad:
+        with pytest.raises(CheckpointError):
+            function(store, *case)
+    with pytest.raises(TypeError):
+        function(store, 5, leaves, versions)
+    assert not store.states()
+
+
+def test_through_ray(tmp_path: Path) -> None:
+    """In a process of its own: Ray starts others, and stops them with it."""
+    pytest.importorskip("ray")
+    program = """
+        import os
+        import ray, numpy as np
+        from turnwise.state import Store
+
+        def main():
+            ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR", object_store_memory=100 * 2**20)
+            state = Store().state({"board": [[0, 0]], "map": np.arange(100_000.0)})
+
+            @ray.remote
+            def play(state):
+                branch = state.fork()
+                branch.data["board"][0][1] = int(branch.data["map"][5])
+                return branch, branch.data["map"].flags.owndata
+
+            here = ray.get(ray.put(state))
+            assert here.data["board"] == [[0, 0]] and not here.data["map"].flags.writeable
+            branch, copied = ray.get(play.remote(state))
+            assert branch.data["board"] == [[0, 5]] and state.data["board"] == [[0, 0]], branch.data["board"]
+            assert not copied
+            assert np.array_equal(branch.data["map"], state.data["map"])
+            branch.fork().data["board"].append([1])
+            ray.shutdown()
+            print("done")
+
+        main()
+    """
+    environment = {**os.environ, "PYTHONPATH": str(Path(turnwise.__file__).parents[1])}  # for Ray's own processes
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=tmp_path, env=environment)
+    assert "done" in result.stdout, result.stdout + result.stderr[-3000:]
