@@ -3,6 +3,7 @@
 from turnwise.arena.arena import Arena
 from turnwise.arena.episode import Episode, SingleTurnEpisode
 from turnwise.arena.multi_turn import MultiTurnEpisode
+from turnwise.arena.progress import EpisodeProgress
 from turnwise.arena.rubric import DropRolloutError, Rubric, Score
 from turnwise.arena.samples import pack
 from turnwise.arena.scheduler import BatchFailedError
@@ -15,6 +16,7 @@ __all__ = [
     "BatchFailedError",
     "DropRolloutError",
     "Episode",
+    "EpisodeProgress",
     "MultiTurnEpisode",
     "Rubric",
     "Score",

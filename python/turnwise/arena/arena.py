@@ -24,6 +24,7 @@ from turnwise.arena.context import (
 )
 from turnwise.arena.episode import Episode, check_episode
 from turnwise.arena.model_call import PromptCache, fit_to_context, generate_one, to_messages, to_step
+from turnwise.arena.progress import EpisodeProgress
 from turnwise.arena.scheduler import CallBudget, FailureCount, run_all
 from turnwise.arena.store import ArtifactStore, rng_state, set_rng_state
 from turnwise.types import (
@@ -51,7 +52,9 @@ class Arena:
     ``retries`` times, then becomes a result with ``error``; when more than ``failure_threshold`` (a share) of the
     episodes of one call failed, ``BatchFailedError`` stops it, and a nested call's error fails the parent.
     ``drop_zero_advantage`` and ``drop_truncated`` are filters, counted in ``TrainingBatch.dropped``. Without ``credit``
-    the advantage is the reward and no zero is dropped. Same ``seed``, same requests, same weights: same batch.
+    the advantage is the reward and no zero is dropped. ``progress``, an ``EpisodeProgress`` or ``None``, keeps episodes
+    under way on disk: a killed run resumes in the middle of a tree. Same ``seed``, same requests, same weights: same
+    batch.
 
     Example::
 
@@ -101,6 +104,7 @@ class Arena:
         self.source: Callable[[], Sequence[EpisodeRequest] | Awaitable[Sequence[EpisodeRequest]]] | None = None
         self.rng = random.Random(derive_seed(seed, "arena"))
         self.last_results: list[GenerateResult] = []
+        self.progress: EpisodeProgress | None = None
         self._budget = CallBudget(max_concurrency)
         self._prompts = PromptCache()
         self._started = 0
@@ -166,6 +170,8 @@ class Arena:
         parent = current_context()
         seen: Counter[Any] = Counter()
         contexts = [self._open(request, parent, seen) for request in requests]
+        if parent is None and self.progress is not None and not self.is_evaluation:
+            self.progress.keep_only({context.rollout.id for context in contexts})
         failures = FailureCount(len(contexts), self.failure_threshold)
         results = await run_all(
             self._run(request, context, failures) for request, context in zip(requests, contexts, strict=True)

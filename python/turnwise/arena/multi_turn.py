@@ -132,8 +132,14 @@ class MultiTurnEpisode(Episode, ABC):
 
     async def rollout(self, arena: Arena, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
         state = EpisodeState() if state is None else state
-        running().state = state
-        await resolve(self.setup(state, arena, artifact))
+        context = running()
+        context.state = state
+        progress = None if arena.is_evaluation else arena.progress
+        left = progress.load(context) if progress is not None else None
+        if left is None:
+            await resolve(self.setup(state, arena, artifact))
+        else:
+            state = left
         make_forkable(state)
         state.current_actor = state.current_actor or await resolve(self.get_initial_actor())
         while not state.done:
@@ -141,6 +147,8 @@ class MultiTurnEpisode(Episode, ABC):
             if messages is not None:
                 state = await self._act(state, messages, arena, artifact)
             await self._pass_on(state, arena, artifact, skipped=messages is None)
+            if progress is not None:
+                progress.save(context, state)
         return state
 
     async def _act(self, state: EpisodeState, messages: str | Messages, arena: Arena, artifact: Any) -> EpisodeState:

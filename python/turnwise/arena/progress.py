@@ -1,0 +1,91 @@
+"""Episodes under way, on disk: a run that was killed in the middle of a tree goes on from its last node."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from turnwise.arena.context import EpisodeContext
+from turnwise.types import EpisodeState
+
+FORMAT = 1
+_KEPT = ("calls", "spawned", "nodes", "steps", "children", "pruned", "rng")
+
+
+class EpisodeProgress:
+    """Keeps how far each multi-turn episode of the present batch has come, one small file each in ``folder``.
+
+    Written after every turn, whole or not at all. Set ``arena.progress`` to it before the run, and again in the process
+    that resumes: with the arena's ``state_dict`` loaded and the same weights, episodes with the same id and seed go on
+    after their last finished turn, and end as if nothing had happened. Files hold pickles: load only your own.
+
+    Example: ``arena.progress = EpisodeProgress(run_folder / "episodes")``
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def save(self, context: EpisodeContext, state: EpisodeState) -> None:
+        """Keep ``state`` and what ``context`` has recorded. Raises ``TypeError`` for data that can't be pickled."""
+        saved = {name: getattr(context, name) for name in _KEPT}
+        rollout = context.rollout
+        saved |= {"state": state, "metrics": rollout.metrics, "meta": rollout.meta, "key": _key_of(context)}
+        path = self._path(rollout.id)
+        temporary = path.with_suffix(".tmp")
+        try:
+            with temporary.open("wb") as file:
+                pickle.dump((FORMAT, saved), file, protocol=5)
+                file.flush()
+                os.fsync(file.fileno())
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            temporary.unlink(missing_ok=True)
+            raise TypeError(f"the data of episode {rollout.id!r} can't be saved on the way: {error}") from error
+        temporary.replace(path)
+
+    def load(self, context: EpisodeContext) -> EpisodeState | None:
+        """Where this very episode was left, and ``context`` as it was then; ``None`` if it is a new one.
+
+        Raises ``ValueError`` for a file that can't be read.
+        """
+        path = self._path(context.rollout.id)
+        if not path.is_file():
+            return None
+        try:
+            version, saved = pickle.loads(path.read_bytes())
+            key = saved["key"]
+        except Exception as error:
+            raise ValueError(f"{path}: no progress of an episode can be read from it ({error}); delete it") from error
+        if version != FORMAT or key != _key_of(context):
+            return None
+        for name in _KEPT:
+            setattr(context, name, saved[name])
+        context.rollout.metrics, context.rollout.meta = saved["metrics"], saved["meta"]
+        context.state = saved["state"]
+        return context.state
+
+    def keep_only(self, ids: Collection[str]) -> None:
+        """Delete the files of all episodes but these and those that they spawned: an earlier batch is done with."""
+        roots = {_root_of(id) for id in ids}
+        for path in self.folder.glob("*.episode"):
+            if path.name.partition("-")[0] not in roots:
+                path.unlink(missing_ok=True)
+
+    def _path(self, id: str) -> Path:
+        name = hashlib.blake2b(id.encode(), digest_size=12).hexdigest()
+        return self.folder / f"{_root_of(id)}-{name}.episode"
+
+
+def _root_of(id: str) -> str:
+    """The id of the top episode: what was spawned is called after who spawned it."""
+    return id.partition(".")[0].partition("/")[0]
+
+
+def _key_of(context: EpisodeContext) -> Any:
+    """What must be the same for an episode to go on: question, luck and weights."""
+    rollout = context.rollout
+    return (rollout.id, rollout.episode_type, rollout.seed, repr(context.uid), rollout.meta["policy_versions"])

@@ -1,0 +1,159 @@
+"""A run that was killed in the middle of a tree goes on there, and ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+
+import pytest
+
+from turnwise.arena import EpisodeProgress, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
+from turnwise.state import ForkableMixin, to_python
+from turnwise.types import EpisodeRequest
+
+
+class KilledError(BaseException):
+    """Nothing in the arena catches it, as nothing catches a kill."""
+
+
+class World(ForkableMixin):
+    def __init__(self):
+        self.cells, self.rng = [[0] * 4 for _ in range(4)], random.Random(4)
+
+
+class Ask(SingleTurnEpisode):
+    episode_type = "ask"
+    rubric = Rubric([lambda completion: float(completion)])
+
+    def get_prompt(self, artifact):
+        return f"Ask {artifact}"
+
+
+class Game(MultiTurnEpisode):
+    """Keeps containers that share, an object and luck in its data, and spawns an episode in each branch."""
+
+    episode_type = "game"
+    actors = ("a", "b")
+    max_turns = 4
+    rubric = Rubric([lambda extras: float(len(extras["log"]))])
+
+    def setup(self, state, arena, artifact):
+        state.data = {"log": [], "world": World()}
+        state.data["same"] = state.data["log"]
+
+    def get_prompt(self, artifact):
+        return "Go."
+
+    async def env_response(self, state, arena, artifact):
+        data = state.data
+        data["same"].append([state.last_completion_text, self.rng.random()])
+        data["world"].cells[int(state.last_completion_text) % 4][data["world"].rng.randrange(4)] += 1
+        if state.turn % 2:
+            [child] = await arena.generate_rollouts([EpisodeRequest("ask", state.last_completion_text)])
+            data["log"].append(child.rollout.rewards["solver"])
+        return str(len(data["log"]))
+
+    def step_reward(self, state, arena, artifact):
+        return float(state.trajectory[-1].completion)
+
+    def get_extras(self, state):
+        return {"log": state.data["log"], "cells": to_python(state.data["world"].cells)}
+
+
+def game(make_arena, reply=None, **options):
+    arena = make_arena(reply, actors=("a", "b", "solver"), seed=5, **options)
+    arena.add_episode(Game(sampler=TreeSampler(branches=3)))
+    arena.add_episode(Ask())
+    return arena
+
+
+def play(arena, count=2):
+    requests = [EpisodeRequest("game", f"q{number}") for number in range(count)]
+    return asyncio.run(arena.generate_rollouts(requests))
+
+
+def killed_after(calls):
+    made = iter(range(10**6))
+
+    def reply(prompt, request):
+        if next(made) >= calls:
+            raise KilledError
+        return str((request.sampling.seed or 0) % 10)
+
+    return reply
+
+
+@pytest.mark.parametrize("calls", [1, 7, 20, 33, 50, 61])
+def test_a_killed_run_resumes_in_the_middle_of_a_tree(make_arena, tmp_path, calls):
+    whole = game(make_arena)
+    expected = play(whole)
+    total = len(whole.client.requests)
+    first = game(make_arena, killed_after(calls))
+    first.progress = EpisodeProgress(tmp_path)
+    with pytest.raises(KilledError):
+        play(first)
+    second = game(make_arena)
+    second.progress = EpisodeProgress(tmp_path)
+    results = play(second)
+    assert [result.rollout for result in results] == [result.rollout for result in expected]
+    assert [len(result.children) for result in results] == [len(result.children) for result in expected]
+    asked = len(second.client.requests)
+    assert asked < total if calls >= 20 else asked <= total
+    if calls >= 50:
+        assert asked <= total - calls + 24, "at most one node of each episode is asked for again"
+
+
+def test_a_finished_batch_is_not_played_again_and_an_earlier_one_is_forgotten(make_arena, tmp_path):
+    arena = game(make_arena)
+    arena.progress = EpisodeProgress(tmp_path)
+    expected = play(arena)
+    again = game(make_arena)
+    again.progress = EpisodeProgress(tmp_path)
+    assert [result.rollout for result in play(again)] == [result.rollout for result in expected]
+    assert len(again.client.requests) == 0
+    assert {path.name[:3] for path in tmp_path.iterdir()} == {"e0-", "e1-"}
+    play(again, 1)
+    assert {path.name[:3] for path in tmp_path.iterdir()} == {"e2-"}
+
+
+def test_other_weights_or_another_seed_start_anew(make_arena, tmp_path):
+    arena = game(make_arena)
+    arena.progress = EpisodeProgress(tmp_path)
+    play(arena)
+    newer = game(make_arena)
+    newer.client.served = 8
+    newer.progress = EpisodeProgress(tmp_path)
+    play(newer)
+    assert len(newer.client.requests) == len(arena.client.requests)
+
+
+def test_evaluation_leaves_no_progress(make_arena, tmp_path):
+    arena = game(make_arena)
+    arena.progress = EpisodeProgress(tmp_path)
+    play(arena.evaluation())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_saved_or_read_is_named(make_arena, tmp_path):
+    class Locked(Game):
+        def setup(self, state, arena, artifact):
+            super().setup(state, arena, artifact)
+            state.data = {**state.data, "lock": threading.Lock()}
+
+    arena = make_arena(actors=("a", "b", "solver"), failure_threshold=1.0)
+    arena.add_episode(Locked())
+    arena.add_episode(Ask())
+    arena.progress = EpisodeProgress(tmp_path)
+    [result] = play(arena, 1)
+    assert "the data of episode 'e0' can't be saved on the way" in result.rollout.error
+    assert list(tmp_path.iterdir()) == []
+    arena = game(make_arena, failure_threshold=1.0)
+    arena.progress = EpisodeProgress(tmp_path)
+    play(arena, 1)
+    [path] = tmp_path.glob("e0-*")
+    path.write_bytes(path.read_bytes()[:50])
+    arena = game(make_arena, failure_threshold=1.0)
+    arena.progress = EpisodeProgress(tmp_path)
+    [result] = play(arena, 1)
+    assert f"{path}: no progress of an episode can be read from it" in result.rollout.error
