@@ -8,6 +8,21 @@ Proxy* proxy_of(PyObject* self) noexcept {
     return reinterpret_cast<Proxy*>(self);
 }
 
+// The value of a small non-negative int, without a call.
+bool small_index(PyObject* key, Py_ssize_t& index) noexcept {
+    if (!PyLong_CheckExact(key)) return false;
+    auto* number = reinterpret_cast<PyLongObject*>(key);
+#if PY_VERSION_HEX >= 0x030C0000
+    if (!PyUnstable_Long_IsCompact(number)) return false;
+    index = PyUnstable_Long_CompactValue(number);
+    return index >= 0;
+#else
+    const Py_ssize_t digits = Py_SIZE(key);
+    index = digits == 1 ? Py_ssize_t(number->ob_digit[0]) : 0;
+    return digits == 0 || digits == 1;
+#endif
+}
+
 Py_ssize_t list_length(PyObject* self) {
     const auto* node = read<ListNode>(proxy_of(self));
     return node ? Py_ssize_t(node->items.size()) : -1;
@@ -56,11 +71,8 @@ PyObject* list_sequence_item(PyObject* self, Py_ssize_t index) {
 }
 
 PyObject* list_subscript(PyObject* self, PyObject* key) {
-    if (PyLong_CheckExact(key)) {
-        const Py_ssize_t index = PyLong_AsSsize_t(key);
-        if (index != -1 || !PyErr_Occurred()) return list_item(self, index);
-        PyErr_Clear();
-    }
+    Py_ssize_t small;
+    if (small_index(key, small)) return list_item(self, small);
     if (PyIndex_Check(key)) {
         const Py_ssize_t index = PyNumber_AsSsize_t(key, PyExc_IndexError);
         return index == -1 && PyErr_Occurred() ? nullptr : list_item(self, index);
@@ -186,10 +198,12 @@ int list_set_slice(Proxy* self, PyObject* slice, PyObject* objects) {
 int list_set_subscript(PyObject* self, PyObject* key, PyObject* value) {
     Proxy* proxy = proxy_of(self);
     // Most writes: a leaf, into a chunk that is this version's own.
-    if (value && is_atom(value) && PyLong_CheckExact(key) && !proxy->state->frozen && !proxy->state->locked) {
-        const Py_ssize_t index = PyLong_AsSsize_t(key);
-        auto* node = read<ListNode>(proxy);
-        if (node && index >= 0 && size_t(index) < node->items.size() && proxy->state->heap.owns(node)) {
+    StateObject* state = proxy->state;
+    Py_ssize_t index;
+    if (value && small_index(key, index) && is_atom(value) && proxy->stamp == state->heap.stamp() && !state->frozen &&
+        !state->locked) {
+        auto* node = static_cast<ListNode*>(proxy->node);
+        if (size_t(index) < node->items.size() && state->heap.owns(node)) {
             if (Value* place = node->items.owned(size_t(index), node->epoch)) {
                 Operation operation;
                 Py_INCREF(value);
@@ -197,7 +211,6 @@ int list_set_subscript(PyObject* self, PyObject* key, PyObject* value) {
                 return 0;
             }
         }
-        PyErr_Clear();
     }
     return guarded(-1, [&]() -> int {
         if (PyIndex_Check(key)) {
