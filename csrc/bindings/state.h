@@ -125,8 +125,16 @@ struct Operation {
     static inline bool waiting = false;
 };
 
+// While a State's objects are copied, Python code runs that must not change it.
+struct Lock {
+    explicit Lock(StateObject* state) : state(state) { state->locked = true; }
+    ~Lock() { state->locked = false; }
+    StateObject* state;
+};
+
 // ---- state_object.cpp
 StateObject* new_state(StoreObject* store);
+// ---- state_proxy.cpp
 Proxy* new_proxy(PyTypeObject* type, StateObject* state, SlotIndex slot, Node* node);
 PyObject* wrap_new(StateObject* state, SlotIndex slot);
 PyObject* wake(Proxy* proxy);
