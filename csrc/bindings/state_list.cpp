@@ -176,13 +176,27 @@ int list_set_slice(Proxy* self, PyObject* slice, PyObject* objects) {
     if (size < 0 || !range_of(slice, size, range)) return -1;
     if (range.step == 1) return incoming.splice(self, range.start, range.count) ? 0 : -1;
     if (!objects) {
-        // From the end, so that places before stay what they are.
-        const bool down = range.step < 0;
-        for (Py_ssize_t i = 0; i < range.count; ++i) {
-            const Py_ssize_t nth = down ? i : range.count - 1 - i;
-            if (!Incoming().splice(self, range.start + nth * range.step, 1)) return -1;
+        auto* node = write<ListNode>(self);
+        if (!node) return -1;
+        if (range.step < 0) {
+            range.start += (range.count - 1) * range.step;
+            range.step = -range.step;
         }
-        return write<ListNode>(self) ? 0 : -1;
+        // Those that stay move up, in one pass; what is left at the end was moved, so it holds no references.
+        Released gone;
+        gone.reserve(size_t(range.count));
+        Py_ssize_t to = range.start;
+        for (Py_ssize_t from = range.start; range.count && from < size; ++from) {
+            const Value item = node->items.own(size_t(from), node->epoch);
+            const bool goes = (from - range.start) % range.step == 0 && Py_ssize_t(gone.size()) < range.count;
+            if (goes)
+                gone.push_back(item);
+            else
+                node->items.own(size_t(to++), node->epoch) = item;
+        }
+        for (Py_ssize_t i = 0; i < range.count; ++i) node->items.pop_back(node->epoch);
+        for (Value item : gone) item.drop();
+        return 0;
     }
     if (Py_ssize_t(incoming.size()) != range.count) {
         PyErr_Format(PyExc_ValueError, "attempt to assign sequence of size %zu to extended slice of size %zd",

@@ -162,6 +162,7 @@ LIST_CALLS: list[Callable[[Any], Any]] = [
     ),
     *(lambda s, p=p: (s.__delitem__(p), s) for p in (slice(None), slice(2, 5), slice(5, 2), slice(None, None, 2))),
     *(lambda s, p=p: (s.__delitem__(p), s) for p in (slice(None, None, -1), slice(8, 1, -3), slice(1, 2, 0))),
+    *(lambda s, p=p: (s.__delitem__(p), s) for p in (slice(1, 8, 3), slice(5, 2, 2), slice(2, 3, 5), slice(9, 0, -9))),
     lambda s: (s.append(4), s),
     lambda s: s.append(),
     *(lambda s, o=o: (s.extend(o), s) for o in ([1], "ab", (), range(3), {1: 2}, {5}, 5, None)),

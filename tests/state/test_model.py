@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -483,6 +484,27 @@ class Histories(RuleBasedStateMachine):
     def end_commit(self, v: int) -> None:
         commits = [each for each in self.versions if each.state.frozen]
         self.versions.remove(commits[v % len(commits)])
+
+    @rule(v=st.integers(0, 9))
+    def round_trip(self, v: int) -> None:
+        """Pickled and back: the same, in a store of its own, and it can be written."""
+        version = self.version(v, writable=False)
+        copied = pickle.loads(pickle.dumps(version.state))
+        version.settled()
+        assert copied.frozen == version.state.frozen and copied.store is not self.store
+        branch, model = copied.fork(), copy.deepcopy(version.model)
+        for ours, theirs in list(zip(containers(branch.data), containers(model), strict=True)):
+            if isinstance(theirs, dict):
+                assert all(key in ours for key in theirs)
+                for side in (ours, theirs):
+                    for key in list(side)[::2]:
+                        del side[key]
+                    side.update({"new": 1, 5: 2})
+            else:
+                for side in (ours, theirs):
+                    side[1:] = [0, *side[:-1]]
+        check_same(branch.data, model)
+        check_same(copied.data, version.model, sets_are_one=not copied.frozen)
 
     @rule(v=st.integers(0, 9))
     def collect(self, v: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import collections
+import contextlib
 import copy
 import datetime
 import decimal
@@ -15,6 +16,7 @@ import re
 import sys
 import threading
 import uuid
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -450,7 +452,8 @@ def test_token_arrays_reach_numpy_and_torch_without_a_copy() -> None:
     array_ = tokens.numpy()
     assert array_.dtype == np.int32 and not array_.flags.writeable
     assert tokens.numpy().__array_interface__["data"] == array_.__array_interface__["data"]
-    with pytest.warns(UserWarning, match="not writable") if not _warned() else _nothing():
+    with warnings.catch_warnings():  # torch warns, once in a process, that one may not write to it
+        warnings.simplefilter("ignore")
         tensor = torch.from_numpy(array_)
     assert tensor.data_ptr() == array_.__array_interface__["data"][0] and tensor[5] == 5
     assert np.asarray(tokens).base is not None and np.array(tokens, np.int64).sum() == 499500
@@ -458,22 +461,6 @@ def test_token_arrays_reach_numpy_and_torch_without_a_copy() -> None:
     assert len(tokens.numpy()) == 1001 and len(array_) == 1000
     with pytest.raises(ValueError, match="int32"):
         np.asarray(tokens, np.int64, copy=False)
-
-
-def _warned() -> bool:
-    """torch warns once in a process: here, so that nobody waits for it."""
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.from_numpy(np.frombuffer(b"abcd", np.int32))
-    return True
-
-
-def _nothing() -> Any:
-    import contextlib
-
-    return contextlib.nullcontext()
 
 
 def test_token_arrays_in_states() -> None:
@@ -795,6 +782,64 @@ def test_objects_die_when_their_last_version_goes() -> None:
     assert gone() is not None
     del grandchild.data["m"]
     assert gone() is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_finalizers_may_use_the_state_at_any_time(seed: int) -> None:
+    """Python's collector runs in the middle of anything that makes an object, and finalizers may do what they like."""
+    rng = random.Random(seed)
+    state = Store().state({"l": [[i] for i in range(20)], "d": {str(i): {"x": [i]} for i in range(30)}, "t": ([1],)})
+    root = state.data
+    errors = (StateError, KeyError, IndexError, RuntimeError)
+    finalized = []
+
+    class Last:
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            finalized.append(1)
+            act(last_acts)
+
+    def act(acts: list[Callable[[], Any]]) -> None:
+        with contextlib.suppress(*errors):
+            rng.choice(acts)()
+
+    last_acts: list[Callable[[], Any]] = [
+        lambda: root["l"].pop(0),
+        lambda: root["l"].clear(),
+        lambda: root["l"].insert(0, [1]),
+        lambda: root["d"].popitem(),
+        lambda: root["d"].clear(),
+        lambda: root["d"].update({str(rng.random()): {"n": 1}}),
+        lambda: (state.collect(), state.fork()),
+        lambda: state.rollback(),
+    ]
+    acts: list[Callable[[], Any]] = [
+        lambda: list(root["l"]),
+        lambda: list(root["d"].items()),
+        lambda: root["d"].pop(next(iter(root["d"]), ""), None),
+        lambda: root["d"].popitem(),
+        lambda: root["l"].pop(0),
+        lambda: root["l"].__setitem__(slice(2, 5), [[7], {"a": []}]),
+        lambda: root["l"].extend([[i] for i in range(5)]),
+        lambda: root["l"].sort(key=len),
+        lambda: root["d"].update({str(i): {"y": [i]} for i in range(10)}),
+        lambda: (state.commit(), state.fork(2)),
+        lambda: (root["t"], root["l"][:]),
+    ]
+    threshold = gc.get_threshold()
+    gc.set_threshold(2)
+    try:
+        for _ in range(150):
+            for _ in range(3):
+                Last()
+            act(acts)
+    finally:
+        gc.set_threshold(*threshold)
+    assert len(finalized) > 100
+    plain = state.to_python()
+    assert state.data == plain and state.fork().data == plain
 
 
 # ---- depth ----------------------------------------------------------------------------------------------------------
