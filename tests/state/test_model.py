@@ -387,8 +387,11 @@ class Histories(RuleBasedStateMachine):
         ]
         assert len(both[0]) == len(both[1])
         if both[0]:
-            for side in both:
-                side[n % len(side)].add(k)
+            found = self.target(version, k, dict)
+            for side, sets in enumerate(both):
+                sets[n % len(sets)].add(k)
+                if found:  # and one that was in the state before gets a second place
+                    found[side][f"set{k}"] = sets[n % len(sets)]
 
     # ---- many items
     @rule(
