@@ -217,6 +217,10 @@ bool fork_states(StateObject* state, StateObject** children, size_t count);
 PyObject* open_opaque(StateObject* state, SlotIndex slot);
 PyObject* policy_of(StateObject* state, PyObject* object);  // borrowed; None where there is none; null on error
 
+// ---- state_compare.cpp: tp_richcompare
+PyObject* compare_lists(PyObject* self, PyObject* other, int op);
+PyObject* compare_dicts(PyObject* self, PyObject* other, int op);
+
 // ---- the types, each in its file
 bool make_dict_types(PyObject* module);
 bool make_list_types(PyObject* module);

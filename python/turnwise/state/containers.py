@@ -65,19 +65,6 @@ class _DictMethods:
     def fromkeys(keys: Iterable[Any], value: Any = None, /) -> dict[Any, Any]:
         return dict.fromkeys(keys, value)
 
-    def __eq__(self: Any, other: object) -> Any:
-        if self is other:
-            return True
-        if not isinstance(other, dict):
-            return NotImplemented
-        if len(self) != len(other):
-            return False
-        for key, value in self.items():
-            theirs = other.get(key, _MISSING)
-            if theirs is _MISSING or not (value is theirs or value == theirs):
-                return False
-        return True
-
     def __or__(self: Any, other: Any) -> Any:
         if not isinstance(other, dict):
             return NotImplemented
@@ -99,18 +86,6 @@ class _DictMethods:
         return dict, (), None, None, iter(self.items())
 
     __deepcopy__ = copy_facade
-
-
-def _compare_lists(compare: Any) -> Any:
-    def method(self: Any, other: object) -> Any:
-        if not isinstance(other, list):
-            return NotImplemented
-        for ours, theirs in zip(self, other, strict=False):
-            if not (ours is theirs or ours == theirs):
-                return compare(ours, theirs)
-        return compare(len(self), len(other))
-
-    return method
 
 
 def _bound(place: Any, size: int) -> int:
@@ -159,20 +134,6 @@ class _ListMethods:
         return self[:]
 
     __copy__ = copy
-
-    def __eq__(self: Any, other: object) -> Any:
-        if self is other:
-            return True
-        if not isinstance(other, list):
-            return NotImplemented
-        if len(self) != len(other):
-            return False
-        return all(ours is theirs or ours == theirs for ours, theirs in zip(self, other, strict=False))
-
-    __lt__ = _compare_lists(operator.lt)
-    __le__ = _compare_lists(operator.le)
-    __gt__ = _compare_lists(operator.gt)
-    __ge__ = _compare_lists(operator.ge)
 
     def __add__(self: Any, other: Any) -> Any:
         return [*self, *other] if isinstance(other, list) else NotImplemented
