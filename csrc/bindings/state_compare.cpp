@@ -5,12 +5,24 @@
 namespace turnwise::state {
 namespace {
 
+// Of a list or a StateList.
 Py_ssize_t length_of(PyObject* list) {
-    return PyList_Check(list) ? PyList_GET_SIZE(list) : PyObject_Size(list);
+    if (PyList_Check(list)) return PyList_GET_SIZE(list);
+    const auto* node = read<ListNode>(reinterpret_cast<Proxy*>(list));
+    return node ? Py_ssize_t(node->items.size()) : -1;
 }
 
+// The item at an index that `length_of` has just allowed.
 PyObject* item_of(PyObject* list, Py_ssize_t index) {
-    if (!PyList_Check(list)) return PySequence_GetItem(list, index);
+    if (!PyList_Check(list)) {
+        auto* proxy = reinterpret_cast<Proxy*>(list);
+        const auto* node = read<ListNode>(proxy);
+        if (!node) return nullptr;
+        if (size_t(index) < node->items.size()) return wrap(proxy->state, node->items[size_t(index)]);
+        return PyErr_Format(PyExc_IndexError, "list index out of range");
+    }
+    // Showing the other side's item may have run code that shortened this list.
+    if (index >= PyList_GET_SIZE(list)) return PyErr_Format(PyExc_IndexError, "list index out of range");
     PyObject* item = PyList_GET_ITEM(list, index);
     Py_INCREF(item);
     return item;
