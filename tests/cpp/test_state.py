@@ -1,4 +1,4 @@
-"""Compiles and runs ``test_state.cpp``: the state store without Python, plainly and under sanitizers."""
+"""Compiles and runs ``test_state.cpp`` and ``test_archive.cpp``: the state store without Python, under sanitizers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ BUILDS = {
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.skipif(not CSRC.exists(), reason="the C++ sources are not here")
-@pytest.mark.parametrize("build", BUILDS)
-def test_state(build: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "build"), [*(("test_state", build) for build in BUILDS), ("test_archive", "address")])
+def test_state(name: str, build: str, tmp_path: Path) -> None:
     flags = [str(COMPILER), "-std=c++17", "-pthread", f"-I{CSRC}", *BUILDS[build]]
     if build != "plain":
         empty = tmp_path / "empty.cpp"
@@ -32,8 +32,8 @@ def test_state(build: str, tmp_path: Path) -> None:
         known = subprocess.run([*flags, str(empty), "-o", str(program)], capture_output=True, timeout=60)
         if known.returncode or subprocess.run([str(program)], capture_output=True, timeout=60).returncode:
             pytest.skip(f"{COMPILER} has no {build} sanitizer here")
-    program = tmp_path / "test_state"
-    sources = [str(HERE / "test_state.cpp"), *map(str, sorted(CSRC.glob("state/*.cpp")))]
+    program = tmp_path / name
+    sources = [str(HERE / f"{name}.cpp"), *map(str, sorted(CSRC.glob("state/*.cpp")))]
     subprocess.run([*flags, *sources, "-o", str(program)], check=True, timeout=300)
     environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_leaks=1"}
     result = subprocess.run([str(program)], capture_output=True, text=True, timeout=120, env=environment)

@@ -1,0 +1,373 @@
+// Versions as bytes and back, without Python: what comes back, what it shares, and bytes that are damaged.
+#include <map>
+#include <string>
+#include <vector>
+
+#include "state/archive.h"
+#include "state_leaves.h"
+
+static constexpr size_t kLeaves = 120;  // every third stands for a whole number
+
+static int64_t hash_of(const Leaf* leaf) {
+    return leaf->id * 1103515245 % 1009;
+}
+
+class Numbered final : public LeafWriter {
+  public:
+    uint64_t number_of(Leaf* leaf) override {
+        const auto [known, fresh] = numbers_.emplace(leaf, order.size());
+        if (fresh) order.push_back(leaf);
+        return known->second;
+    }
+    bool as_integer(Leaf* leaf, int64_t& integer) override {
+        integer = leaf->id;
+        return leaf->id % 3 == 0;
+    }
+    std::vector<Leaf*> order;
+
+  private:
+    std::map<Leaf*, uint64_t> numbers_;
+};
+
+class Table final : public LeafReader {
+  public:
+    Table(const std::vector<Leaf*>& order, Leaves& leaves) : order_(order), leaves_(leaves) {}
+    Leaf* leaf(uint64_t number, Use) override { return number < order_.size() ? order_[number] : nullptr; }
+    Leaf* integer(int64_t value) override {
+        if (value < 0 || value >= int64_t(kLeaves)) throw Damaged("a number that the tests don't write");
+        return leaves_.taken(size_t(value));
+    }
+    int64_t hash(Leaf* key) override { return hash_of(key); }
+    Leaf* policy(Leaf*) override { return leaves_[1]; }
+
+  private:
+    const std::vector<Leaf*>& order_;
+    Leaves& leaves_;
+};
+
+using Heaps = std::vector<std::unique_ptr<Heap>>;
+
+static size_t place_of(const DictNode* dict, Leaf* key) {
+    return dict->find(hash_of(key), key, [&](Leaf* other) { return other->id == key->id; });
+}
+
+static Node* fresh_node(Random& random, Heap& heap, Leaves& leaves) {
+    const Epoch epoch = heap.epoch();
+    switch (random() % 8) {
+        case 0:
+        case 1:
+            return new ListNode(epoch);
+        case 2: {
+            auto* tokens = new TokensNode(epoch);
+            for (size_t i = below(random, 1200); i-- > 0;) tokens->tokens.push_back(int32_t(random()), epoch);
+            return tokens;
+        }
+        case 3: {
+            auto* tuple = new TupleNode(epoch, random() % 2 ? leaves[5] : nullptr);
+            for (size_t i = below(random, 40); i-- > 0;) {
+                tuple->items.push_back(Value::of(leaves.taken(random() % kLeaves)), epoch);
+            }
+            return tuple;
+        }
+        case 4:
+            return new OpaqueNode(random() % 2 ? epoch : 0, leaves[random() % kLeaves], leaves[1]);
+        default:
+            return new DictNode(epoch);
+    }
+}
+
+// Some writes to random containers; new ones go into old ones.
+static void write(Random& random, Heap& heap, Leaves& leaves) {
+    for (size_t step = 1 + below(random, 12); step-- > 0;) {
+        const auto slot = static_cast<SlotIndex>(below(random, heap.table().size()));
+        const Node* node = heap.at(slot);
+        if (!node || (node->kind != Kind::Dict && node->kind != Kind::List)) continue;
+        for (size_t times = random() % 4 ? 3 : 90; times-- > 0;) {
+            const bool inner = random() % 6 == 0;
+            const auto value = [&] {
+                return inner ? Value::of(heap.add(fresh_node(random, heap, leaves)))
+                             : Value::of(leaves.taken(random() % kLeaves));
+            }();
+            if (node->kind == Kind::List) {
+                auto& items = heap.own<ListNode>(slot)->items;
+                if (!items.empty() && random() % 3 == 0)
+                    std::exchange(items.own(below(random, items.size()), heap.epoch()), value).drop();
+                else
+                    items.push_back(value, heap.epoch());
+                if (items.size() > 1 && random() % 4 == 0) items.pop_back(heap.epoch()).drop();
+                continue;
+            }
+            auto* dict = heap.own<DictNode>(slot);
+            Leaf* key = leaves[random() % kLeaves];
+            const size_t place = place_of(dict, key);
+            if (place == DictNode::kMissing) {
+                retain(key);
+                dict->insert(hash_of(key), key, value);
+            } else if (random() % 2) {
+                std::exchange(dict->entries.own(place, dict->epoch).value, value).drop();
+            } else {
+                value.drop();
+                ItemPolicy<Entry>::drop(dict->erase(place));
+            }
+        }
+    }
+    if (random() % 5 == 0) heap.collect({});
+}
+
+static Heaps make(Random& random, Leaves& leaves, size_t count) {
+    Heaps heaps;
+    heaps.push_back(std::make_unique<Heap>());
+    heaps[0]->exchange_root(Value::of(heaps[0]->add(new DictNode(heaps[0]->epoch())))).drop();
+    heaps[0]->add(new ListNode(heaps[0]->epoch()));
+    write(random, *heaps[0], leaves);
+    while (heaps.size() < count) {
+        auto child = std::make_unique<Heap>();
+        heaps[below(random, heaps.size())]->fork_into(*child);
+        write(random, *child, leaves);
+        heaps.push_back(std::move(child));
+    }
+    return heaps;
+}
+
+template <class Array>
+static bool same_items(const Array& a, const Array& b) {
+    if (a.size() != b.size()) return false;
+    for (size_t i = 0; i < a.size(); ++i) {
+        if (!(a[i] == b[i])) return false;
+    }
+    return true;
+}
+
+static bool same_node(const Node* a, const Node* b, Leaves& leaves) {
+    if (!a || !b) return a == b;
+    if (a->kind != b->kind) return false;
+    switch (a->kind) {
+        case Kind::List:
+            return same_items(static_cast<const ListNode*>(a)->items, static_cast<const ListNode*>(b)->items);
+        case Kind::Tuple:
+            return static_cast<const TupleNode*>(a)->type == static_cast<const TupleNode*>(b)->type &&
+                   same_items(static_cast<const TupleNode*>(a)->items, static_cast<const TupleNode*>(b)->items);
+        case Kind::Tokens:
+            return same_items(static_cast<const TokensNode*>(a)->tokens, static_cast<const TokensNode*>(b)->tokens);
+        case Kind::Opaque:
+            return static_cast<const OpaqueNode*>(a)->object == static_cast<const OpaqueNode*>(b)->object;
+        case Kind::Dict:
+            break;
+    }
+    const auto* ours = static_cast<const DictNode*>(a);
+    const auto* theirs = static_cast<const DictNode*>(b);
+    // In order, without the erased ones: when they are swept out depends on the index, which is made anew.
+    bool same = ours->size() == theirs->size();
+    size_t at = 0;
+    for (size_t i = ours->next(0); same && i < ours->entries.size(); i = ours->next(i + 1), ++at) {
+        at = theirs->next(at);
+        const Entry &x = ours->entries[i], &y = theirs->entries[at];
+        same = x.key == y.key && x.value == y.value && x.hash == y.hash && place_of(ours, x.key) == i &&
+               place_of(theirs, y.key) == at;
+    }
+    for (size_t key = 0; same && key < kLeaves; ++key) {
+        const bool missing = place_of(ours, leaves[key]) == DictNode::kMissing;
+        same = missing == (place_of(theirs, leaves[key]) == DictNode::kMissing);
+    }
+    return same;
+}
+
+static std::string written(const Heaps& heaps, Numbered& numbers) {
+    std::vector<const Heap*> all;
+    for (const auto& heap : heaps) all.push_back(heap.get());
+    return write_archive(all, numbers);
+}
+static Restored read(const std::string& bytes, Table& table) {
+    return read_archive(reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size(), table);
+}
+
+static void test_round_trip() {
+    Random random(seed);
+    Leaves leaves(kLeaves);
+    const Heaps before = make(random, leaves, 8);
+    Numbered numbers;
+    const std::string bytes = written(before, numbers);
+    Table table(numbers.order, leaves);
+    const Restored after = read(bytes, table);
+    EXPECT(after.leaves == numbers.order.size());
+    EXPECT(after.heaps.size() == before.size());
+    for (size_t v = 0; v < before.size(); ++v) {
+        const Heap &ours = *before[v], &theirs = *after.heaps[v];
+        EXPECT(ours.root() == theirs.root() && ours.first_free() == theirs.first_free());
+        EXPECT(ours.table().size() == theirs.table().size());
+        for (SlotIndex slot = 0; slot < ours.table().size(); ++slot) {
+            EXPECT(same_node(ours.at(slot), theirs.at(slot), leaves));
+            for (size_t w = 0; w < v; ++w) {  // what two versions share they share again, and no more
+                const Node *our_other = before[w]->at(slot), *their_other = after.heaps[w]->at(slot);
+                EXPECT((ours.at(slot) == our_other) == (theirs.at(slot) == their_other));
+                if (!our_other || !ours.at(slot) || !their_other) continue;
+                EXPECT((ours.at(slot)->birth == our_other->birth) == (theirs.at(slot)->birth == their_other->birth));
+            }
+        }
+    }
+    // Equal writes have equal effects, and none on other versions.
+    for (size_t v = 0; v < before.size(); ++v) {
+        Heap ours, theirs;
+        before[v]->fork_into(ours);
+        after.heaps[v]->fork_into(theirs);
+        Random one(seed + 7), two(seed + 7);
+        for (int round = 0; round < 4; ++round) {
+            write(one, ours, leaves);
+            write(two, theirs, leaves);
+        }
+        for (SlotIndex slot = 0; slot < ours.table().size(); ++slot) {
+            EXPECT(same_node(ours.at(slot), theirs.at(slot), leaves));
+        }
+    }
+    for (size_t v = 0; v < before.size(); ++v) {
+        for (SlotIndex slot = 0; slot < before[v]->table().size(); ++slot) {
+            EXPECT(same_node(before[v]->at(slot), after.heaps[v]->at(slot), leaves));
+        }
+    }
+    Numbered again;
+    EXPECT(written(after.heaps, again) == bytes);
+}
+
+static std::string damaged(Random& random, std::string bytes) {
+    for (size_t times = 1 + (random() % 3 == 0) * 3; times-- > 0 && !bytes.empty();) {
+        const size_t place = below(random, bytes.size()), length = 1 + random() % 12;
+        switch (random() % 6) {
+            case 0:
+                bytes[place] = char(bytes[place] ^ (1 << random() % 8));
+                break;
+            case 1:
+                bytes[place] = char(random());
+                break;
+            case 2:
+                bytes.erase(place, length);
+                break;
+            case 3:
+                bytes.insert(place, bytes.substr(below(random, bytes.size()), length));
+                break;
+            case 4:
+                bytes.replace(place, length, bytes.substr(below(random, bytes.size()), length));
+                break;
+            default:
+                bytes.resize(place);
+        }
+    }
+    return bytes;
+}
+
+// Every slot that something refers to holds a container.
+static bool is_whole(const Heap& heap) {
+    bool whole = true;
+    for (SlotIndex slot = 0; slot < heap.table().size(); ++slot) {
+        if (!heap.at(slot)) continue;
+        heap.at(slot)->for_each_value(
+            [&](Value value) { whole = whole && (!value.is_slot() || heap.at(value.slot())); });
+    }
+    return whole && (!heap.root().is_slot() || heap.at(heap.root().slot()));
+}
+
+// Damaged bytes are refused, or are other versions that can be used; never more, and no reference is lost.
+static void test_damage(int rounds) {
+    Random random(seed);
+    Leaves leaves(kLeaves);
+    int refused = 0;
+    for (int round = 0; round < rounds; ++round) {
+        const Heaps heaps = make(random, leaves, 3);
+        Numbered numbers;
+        const std::string bytes = written(heaps, numbers);
+        const int held = leaves.held();
+        for (int time = 0; time < 60; ++time) {
+            Table table(numbers.order, leaves);
+            const std::string bad = damaged(random, bytes);
+            try {
+                const Restored restored = read(bad, table);
+                for (const auto& heap : restored.heaps) {
+                    EXPECT(is_whole(*heap));
+                    Heap fork;
+                    heap->fork_into(fork);
+                    write(random, fork, leaves);
+                    fork.collect({});
+                    fork.differing(*heap);
+                }
+            } catch (const Damaged&) {
+                ++refused;
+            }
+            EXPECT(leaves.held() == held);
+        }
+    }
+    EXPECT(refused > rounds * 25);
+}
+
+// Records that can be read one by one and make no sense together; numbers as they stand in the bytes.
+static void test_nonsense() {
+    Leaves leaves(kLeaves);
+    const std::vector<Leaf*> order{leaves[1]};
+    const auto accepts = [&](std::vector<uint8_t> records) {
+        std::vector<uint8_t> bytes{1, 16, 32, 0x80, 4, 8};  // the head
+        bytes.insert(bytes.end(), records.begin(), records.end());
+        Table table(order, leaves);
+        try {
+            return read_archive(bytes.data(), bytes.size(), table).heaps.size() == 1;
+        } catch (const Damaged&) {
+            return false;
+        }
+    };
+    constexpr uint8_t kOne = 10, kSlot0 = 1, kSlot1 = 5, kSlot5 = 21, kEmpty = 3, kLeaf = 0;
+    constexpr uint8_t kList = 17, kDict = 16, kTuple = 18, kTokens = 19, kLike = 8, kTable = 12, kVersion = 32;
+    EXPECT(accepts({kList, 0, kTable, 0, 1, 2, kVersion, 1, kSlot0, 0}));
+    EXPECT(accepts({0, 0, 1, kLeaf, kList, 1, kTable, 0, 1, 2, kVersion, 1, kSlot0, 0}));
+    const std::vector<uint8_t> sixteen(16, kOne);
+    const auto with_sixteen = [&](std::vector<uint8_t> rest) {
+        std::vector<uint8_t> records{0, 0, 16};
+        records.insert(records.end(), sixteen.begin(), sixteen.end());
+        records.insert(records.end(), rest.begin(), rest.end());
+        const std::vector<uint8_t> end{kList, 1, kTable, 0, 1, 2, kVersion, 1, kSlot0, 0};
+        records.insert(records.end(), end.begin(), end.end());
+        return records;
+    };
+    EXPECT(accepts(with_sixteen({0, 1, 1, kOne, 2, 1, 0, 2, 2, 1})));
+    EXPECT(!accepts(with_sixteen({2, 1, 0, 2, 1, 1})));                 // one block at two places
+    EXPECT(!accepts(with_sixteen({0, 1, 1, kOne, 2, 1, 0, 2, 1, 2})));  // two blocks, exchanged
+    EXPECT(!accepts(with_sixteen({0, 1, 1, kOne, 2, 2, 0, 2, 2, 1})));  // of the wrong height
+    EXPECT(!accepts(with_sixteen({0, 1, 1, kOne, 2, 7, 0, 2, 2, 1})));  // too high
+    EXPECT(!accepts(with_sixteen({0, 1, 1, kOne})));                    // an array without its beginning
+    EXPECT(!accepts(with_sixteen({1, 1, 16, 1, 16, kOne})));            // a change beyond the block
+    EXPECT(!accepts(with_sixteen({1, 1, 16, 17})));                     // more changes than places
+    EXPECT(!accepts({0, 0, 1, kOne, 0, 1, 1, kOne, 2, 1, 0, 2, 2, 1, kList, 1, kTable, 0, 1, 2, kVersion, 1, 1, 0}));
+    for (const uint8_t value : {kSlot5, kSlot1, kEmpty}) {  // nothing there; no hole in a list
+        EXPECT(!accepts({0, 0, 1, value, kList, 1, kTable, 0, 1, 2, kVersion, 1, kSlot0, 0}));
+        EXPECT(!accepts({kList, 0, kTable, 0, 1, 2, kVersion, 1, value, 0}));
+    }
+    EXPECT(!accepts({0, 0, 1, kSlot1, kList, 1, kTable, 0, 2, 2, 1, kVersion, 1, kSlot0, 2}));  // a free slot
+    EXPECT(accepts({kList, 0, kTable, 0, 3, 2, 7, 1, kVersion, 1, kSlot0, 2}));
+    EXPECT(!accepts({kList, 0, kTable, 0, 3, 2, 7, 5, kVersion, 1, kSlot0, 2}));  // a chain in a circle
+    EXPECT(!accepts({kList, 0, kTable, 0, 3, 2, 7, 1, kVersion, 1, kSlot0, 1}));  // one through a list
+    EXPECT(!accepts({kList, 0, kTable, 0, 3, 2, 7, 1, kVersion, 1, kSlot0, 9}));  // one from outside
+    EXPECT(accepts({0, 0, 1, kOne, kTuple, 1, kEmpty, kTable, 0, 1, 2, kVersion, 1, kSlot0, 0}));
+    EXPECT(!accepts({0, 0, 1, kSlot0, kTuple, 1, kEmpty, kTable, 0, 1, 2, kVersion, 1, kSlot0, 0}));  // holds itself
+    EXPECT(!accepts({0, 0,      1,      kSlot1, 0, 0, 1, kSlot0,   kTuple, 2,      kEmpty, kTuple,
+                     1, kEmpty, kTable, 0,      2, 4, 2, kVersion, 1,      kSlot0, 0}));  // two that hold each other
+    EXPECT(!accepts({kList, 0, kDict + kLike, 1, 0, kTable, 0, 1, 2, kVersion, 1, kSlot0, 0}));    // like another kind
+    EXPECT(!accepts({kList + kLike, 1, 0, kTable, 0, 1, 2, kVersion, 1, kSlot0, 0}));              // like itself
+    EXPECT(!accepts({4, 0, 1, kEmpty, kDict, 1, kTable, 0, 1, 2, kVersion, 1, kSlot0, 0}));        // ends erased
+    EXPECT(!accepts({4, 0, 1, kSlot0, kOne, kDict, 1, kTable, 0, 1, 2, kVersion, 1, kSlot0, 0}));  // a slot as key
+    EXPECT(!accepts({0, 0, 1, 8, kList, 1, kTable, 0, 1, 2, kVersion, 1, kSlot0, 0}));             // an unknown leaf
+    EXPECT(!accepts({0, 0, 2, kLeaf, kLeaf, kList, 1, kTable, 0, 1, 2, kVersion, 1, kSlot0, 0}));  // one too many
+    EXPECT(!accepts({8, 0, 1, 0x80, 0x80, 0x80, 0x80, 0x20, kTokens, 1, kTable, 0, 1, 2, kVersion, 1, kSlot0, 0}));
+    EXPECT(!accepts({0, 0, 0, kList, 1, kTable, 0, 1, 2, kVersion, 1, kSlot0, 0}));   // a block of nothing
+    EXPECT(!accepts({0, 0, 17, kList, 1, kTable, 0, 1, 2, kVersion, 1, kSlot0, 0}));  // and of too much
+    EXPECT(!accepts({kList, 0, kTable, 0, 1, 4, kVersion, 1, kSlot0, 0}));            // an unknown node
+    EXPECT(!accepts({kList, 0, kTable, 0, 1, 0, kVersion, 1, kSlot0, 0}));            // and none
+    EXPECT(!accepts({kList, 0, kTable, 0, 1, 2, kVersion, 2, kSlot0, 0}));            // an unknown table
+    EXPECT(!accepts({kList, 0, kTable, 0, 1, 2, kVersion, 0, kSlot0, 0}));            // and none
+    for (const uint8_t unknown : {21, 22, 23, 29, 31, 33, 255}) EXPECT(!accepts({unknown, 0, 0}));
+    EXPECT(!accepts({kList, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 1}));
+    EXPECT(!accepts({kList, 0, kTable, 0, 1, 2, kVersion, 1, kSlot0}));  // cut off
+}
+
+int main() {
+    test_nonsense();
+    for (seed = 1; seed <= 25; ++seed) test_round_trip();
+    for (seed = 1; seed <= 10; ++seed) test_damage(12);
+    if (failures) std::printf("%d failures\n", failures.load());
+    return failures != 0;
+}
