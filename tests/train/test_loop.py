@@ -82,6 +82,37 @@ async def test_resume_after_kill_drops_later_lines(make_trainer):
     assert metrics_of(second) == metrics_of(whole)
 
 
+async def test_a_run_killed_within_its_trees_goes_on_there(make_trainer):
+    class Killed(BaseException):
+        pass
+
+    def trainer_of(run, die_at):
+        trainer = make_trainer(run, steps=2, checkpoint={"episodes": True})
+        trainer.arena.episodes["letters"].max_turns = 4
+        generate, calls = trainer.arena.client.generate, []
+
+        async def counted(*args, **kwargs):
+            calls.append(1)
+            if len(calls) == die_at:
+                raise Killed
+            return await generate(*args, **kwargs)
+
+        trainer.arena.client.generate = counted
+        return trainer, calls
+
+    whole, all_calls = trainer_of("whole", die_at=0)
+    await whole.run()
+    first, until_death = trainer_of("killed", die_at=len(all_calls) * 3 // 4)
+    with pytest.raises(BaseException) as death:  # noqa: PT011 - as the task group wraps it
+        await first.run()
+    assert death.group_contains(Killed) if isinstance(death.value, BaseExceptionGroup) else death.type is Killed
+    second, after = trainer_of("killed", die_at=0)
+    await second.run()
+    assert metrics_of(second) == metrics_of(whole)
+    # Not all of the second step is played again.
+    assert len(after) < len(all_calls) // 2, (len(until_death), len(after), len(all_calls))
+
+
 async def test_actor_without_policy_is_refused(make_trainer):
     trainer = make_trainer()
     trainer.arena.add_actor(Actor("third", policy="other"))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from turnwise.arena import Arena
+from turnwise.arena import Arena, EpisodeProgress
 from turnwise.train.checkpoint import CheckpointError, list_checkpoints, load_checkpoint, save_checkpoint
 from turnwise.train.config import TrainConfig
 from turnwise.train.evaluate import Evaluation, evaluate
@@ -69,6 +69,8 @@ class Trainer:
         self.log = log or RunLog(config.run_dir, config.steps)
         self.rng = np.random.default_rng(config.seed)
         self.progress = Progress()
+        if config.checkpoint.episodes:
+            arena.progress = EpisodeProgress(config.run_dir / "episodes")
         self._stop = StopRequest()
         self._published: dict[str, int] = {}
 
