@@ -103,7 +103,7 @@ async def test_a_run_killed_within_its_trees_goes_on_there(make_trainer):
     whole, all_calls = trainer_of("whole", die_at=0)
     await whole.run()
     first, until_death = trainer_of("killed", die_at=len(all_calls) * 3 // 4)
-    with pytest.raises(BaseException) as death:  # noqa: PT011 - as the task group wraps it
+    with pytest.raises(BaseException) as death:
         await first.run()
     assert death.group_contains(Killed) if isinstance(death.value, BaseExceptionGroup) else death.type is Killed
     second, after = trainer_of("killed", die_at=0)

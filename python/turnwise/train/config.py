@@ -116,8 +116,8 @@ class EvalConfig(_Section):
 class CheckpointConfig(_Section):
     """A checkpoint every ``every`` steps (0: only at the end and on Ctrl-C); the newest ``keep`` stay.
 
-    With ``episodes`` every multi-turn episode is kept after each turn, under ``episodes/`` of the run folder: a run that
-    ends in the middle of a batch goes on in the middle of its trees. For long episodes; it writes a file per turn.
+    With ``episodes`` every multi-turn episode is kept after each turn, under ``episodes/`` of the run folder: a run
+    that ends in the middle of a batch goes on in the middle of its trees. For long episodes; it writes a file per turn.
     """
 
     every: int = Field(default=0, ge=0)
