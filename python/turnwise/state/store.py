@@ -79,8 +79,8 @@ NAMED: dict[str, Policy] = {
     "pickle": Policy(_through_pickle),
     "hooks": Policy(_through_hooks),
 }
-"""The policies by name. ``hooks``: a shallow copy of the object takes its ``snapshot()`` by ``restore(snapshot)``, which
-must put new members in the place of those that it would change, since the two share them until then."""
+"""The policies by name. ``hooks``: a shallow copy of the object takes its ``snapshot()`` by ``restore(snapshot)``,
+which must put new members in the place of those that it would change, since the two share them until then."""
 
 SHARED_TYPES: tuple[type, ...] = (
     *(complex, type(None), type(Ellipsis), type(NotImplemented), range, frozenset, type, property, slice),
