@@ -148,14 +148,15 @@ class _replacing:
                 os.fsync(self.stream.fileno())
                 self.stream.close()
                 os.replace(self.temporary, self.path)
-                _sync_folder(self.path.parent)
+                sync_folder(self.path.parent)
         finally:
             self.stream.close()
             if os.path.exists(self.temporary):
                 os.unlink(self.temporary)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Make what was renamed in ``folder`` last through a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

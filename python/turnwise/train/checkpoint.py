@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from turnwise.state.files import sync_folder
 from turnwise.train.policy import Policy, named_weights
 
 FORMAT = 1
@@ -63,7 +64,7 @@ def save_checkpoint(
         raise
     shutil.rmtree(final, ignore_errors=True)  # a damaged one, without a manifest
     temporary.rename(final)
-    _sync_folder(root)
+    sync_folder(root)
     for old in list_checkpoints(root)[:-keep]:
         shutil.rmtree(old)
     return final
@@ -185,12 +186,4 @@ def _sync(folder: Path) -> None:
     for file in folder.iterdir():
         with file.open("rb") as stream:
             os.fsync(stream.fileno())
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(folder)
