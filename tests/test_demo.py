@@ -8,7 +8,7 @@ import pytest
 
 from turnwise import demo
 from turnwise.tasks.base import split_of
-from turnwise.train.config import config_from_dict
+from turnwise.train.config_files import config_from_dict
 from turnwise.train.run_log import read_metrics
 
 TINY = {

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from turnwise.run import build_run, describe, evaluate_from_config, load_models, train_from_config
 from turnwise.tasks import build_task
 from turnwise.train.checkpoint import CheckpointError, list_checkpoints
-from turnwise.train.config import ConfigError, config_from_dict, to_toml
+from turnwise.train.config_files import ConfigError, config_from_dict, to_toml
 from turnwise.train.evaluate import Evaluation
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
@@ -69,7 +69,7 @@ def test_sudoku_run_leaves_a_folder_that_stands_alone(tmp_path):
 
 def test_resumed_run_equals_an_uninterrupted_one(tmp_path):
     """Warm start, tree, credit, two epochs, a learning-rate schedule and a reference model, all of them."""
-    changes = {"update": {"lr": 1e-3, "ppo_epochs": 2, "minibatches": 2}, "loss": {"kl_coef": 0.1}}
+    changes = {"update": {"lr": 1e-3, "ppo_epochs": 2, "minibatches": 2}, "loss": {"kl": {"coef": 0.1}}}
     whole = train_from_config(config_of(tmp_path / "whole", steps=3, **changes))
     train_from_config(config_of(tmp_path / "parts", steps=1, **changes))
     parts = train_from_config(config_of(tmp_path / "parts", steps=3, **changes))
@@ -139,7 +139,7 @@ def test_what_a_policys_section_asks_for_holds_for_the_tiny_model_too(tmp_path):
 
 
 def test_a_frozen_policy_keeps_no_reference(tmp_path):
-    changes = {"loss": {"kl_coef": 0.1}, "warm_start": {"steps": 0}}
+    changes = {"loss": {"kl": {"coef": 0.1}}, "warm_start": {"steps": 0}}
     for trainable in (True, False):
         policies = {"default": {"trainable": trainable}}
         run = build_run(config_of(tmp_path / str(trainable), policies=policies, **changes))

@@ -142,7 +142,7 @@ def run_demo(options: argparse.Namespace) -> int:
 
 
 def run_train(options: argparse.Namespace) -> int:
-    from turnwise.train.config import load_config, to_toml
+    from turnwise.train.config_files import load_config, to_toml
 
     config = load_config(options.config, options.overrides)
     if options.dry_run:
@@ -156,7 +156,7 @@ def run_train(options: argparse.Namespace) -> int:
 
 def run_eval(options: argparse.Namespace) -> int:
     from turnwise.run import evaluate_from_config
-    from turnwise.train.config import load_config
+    from turnwise.train.config_files import load_config
 
     evaluate_from_config(load_config(options.config, options.overrides), checkpoint=options.checkpoint)
     return EXIT_OK

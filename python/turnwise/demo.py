@@ -21,7 +21,8 @@ from rich.table import Table
 from turnwise import __version__
 from turnwise.run import Run, build_run, describe, load_models, run_warm_start
 from turnwise.tasks import build_task
-from turnwise.train.config import TrainConfig, config_from_dict, load_config
+from turnwise.train.config import TrainConfig
+from turnwise.train.config_files import config_from_dict, load_config
 from turnwise.train.evaluate import Evaluation
 from turnwise.train.run_log import read_metrics
 

@@ -18,7 +18,8 @@ from turnwise.inference import TransformersClient
 from turnwise.naming import nearest
 from turnwise.tasks import Task, build_task
 from turnwise.train.checkpoint import list_checkpoints, load_weights
-from turnwise.train.config import ConfigError, ModelConfig, RolloutConfig, TrainConfig, to_toml
+from turnwise.train.config import PolicyConfig, RolloutConfig, TrainConfig
+from turnwise.train.config_files import ConfigError, to_toml
 from turnwise.train.evaluate import Evaluation
 from turnwise.train.loop import EvalSet, Progress, Trainer
 from turnwise.train.policy import Policy
@@ -164,7 +165,7 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
             config.update,
             total_steps=updates,
             trainable=config.policies[name].trainable,
-            with_reference=config.loss.kl_coef > 0 and config.policies[name].trainable,
+            with_reference=config.loss.kl.coef > 0 and config.policies[name].trainable,
         )
         for name, model in models.items()
     }
@@ -243,7 +244,7 @@ def load_models(config: TrainConfig, task: Task) -> tuple[Any, dict[str, Any]]:
     return tokenizer, {name: load_model(settings) for name, settings in config.policies.items()}
 
 
-def load_model(settings: ModelConfig) -> Any:
+def load_model(settings: PolicyConfig) -> Any:
     """A causal LM from a folder or the hub. Raises ``OSError`` naming what was not found."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -251,7 +252,7 @@ def load_model(settings: ModelConfig) -> Any:
     return prepare(AutoModelForCausalLM.from_pretrained(settings.path, dtype=getattr(torch, settings.dtype)), settings)
 
 
-def prepare(model: Any, settings: ModelConfig) -> Any:
+def prepare(model: Any, settings: PolicyConfig) -> Any:
     """``model`` with the dtype and the memory saving that its section asks for."""
     import torch
 

@@ -12,7 +12,7 @@ from turnwise.credit import ATGRPOCredit
 from turnwise.inference import TransformersClient
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train import EvalSet, Policy, TrainConfig, Trainer
-from turnwise.train.config import config_from_dict
+from turnwise.train.config_files import config_from_dict
 from turnwise.types import Actor, EpisodeRequest, Sampling, TrainingBatch
 
 WIDTH = 6

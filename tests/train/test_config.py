@@ -4,7 +4,8 @@ import tomllib
 
 import pytest
 
-from turnwise.train.config import ConfigError, TrainConfig, load_config, to_toml
+from turnwise.train.config import TrainConfig
+from turnwise.train.config_files import ConfigError, load_config, to_toml
 
 
 def written(tmp_path, text):
@@ -37,7 +38,7 @@ def test_toml_round_trip():
         ("update.lrr", "unknown config key 'update.lrr'; did you mean 'lr'?"),
         ("stepz", "unknown config key 'stepz'; did you mean 'steps'?"),
         ("policies.default.dtyp", "unknown config key 'policies.default.dtyp'; did you mean 'dtype'?"),
-        ("zzz", "unknown config key 'zzz'; known: checkpoint, credit"),
+        ("zzz", "unknown config key 'zzz'; known: actors, checkpoint, credit"),
     ],
 )
 def test_unknown_keys_name_the_nearest(key, message):
@@ -79,6 +80,7 @@ def test_missing_and_malformed_files(tmp_path):
 def test_the_flags_are_these():
     """A new flag is a decision: add it here too."""
     assert sorted(TrainConfig.model_fields) == [
-        "checkpoint", "credit", "eval", "loss", "max_sampled_tokens", "max_seconds", "policies", "resume", "rollout",
-        "run_dir", "seed", "steps", "task", "task_options", "threads", "update", "warm_start",
+        "actors", "checkpoint", "credit", "eval", "filter", "log", "loop", "loss", "max_sampled_tokens", "max_seconds",
+        "phases", "policies", "resume", "reward", "rollout", "run_dir", "seed", "specialization", "steps", "task",
+        "task_options", "threads", "update", "warm_start",
     ]  # fmt: skip

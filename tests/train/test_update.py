@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from turnwise.train.batch import pad
-from turnwise.train.config import LossConfig, UpdateConfig
+from turnwise.train.config import KLConfig, LossConfig, UpdateConfig
 from turnwise.train.policy import Policy
 from turnwise.train.update import old_logprobs, update_policy
 
@@ -111,7 +111,7 @@ def test_kl_term_pulls_back_to_the_reference(random_batch, small_model):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
-    loss = LossConfig(kl_coef=1.0)
+    loss = LossConfig(kl=KLConfig(coef=1.0))
     kl = [update_policy(policy, batch, update, loss, np.random.default_rng(0))["kl"] for _ in range(8)]
     assert kl[-1] < 0.5 * kl[0], kl
 

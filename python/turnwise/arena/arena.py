@@ -155,12 +155,19 @@ class Arena:
 
     async def step(self) -> TrainingBatch:
         """One batch. Its results stay at hand in ``last_results``."""
+        return self.finish(await self.sample())
+
+    async def sample(self) -> list[GenerateResult]:
+        """Play the episodes of the next batch. Several may be under way at once."""
         if self.is_evaluation:
             raise RuntimeError("an evaluation makes no training batch: call generate_rollouts(requests) on it")
-        requests = await resolve(self.get_batch())
-        self.last_results = await self.generate_rollouts(requests)
-        self.assign_credit(self.last_results)
-        return self.build_training_batch(self.last_results)
+        return await self.generate_rollouts(await resolve(self.get_batch()))
+
+    def finish(self, results: list[GenerateResult]) -> TrainingBatch:
+        """What :meth:`sample` gave, with credit, as a training batch; call it in the order of the batches."""
+        self.last_results = results
+        self.assign_credit(results)
+        return self.build_training_batch(results)
 
     async def generate_rollouts(self, requests: Sequence[EpisodeRequest]) -> list[GenerateResult]:
         """Run episodes side by side; one result each, in order. Inside an episode they become its children.

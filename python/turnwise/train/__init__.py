@@ -1,6 +1,7 @@
 """The trainer: batches, policies, losses, checkpoints, and the loop that ties them to an arena."""
 
-from turnwise.train.config import ConfigError, TrainConfig, load_config
+from turnwise.train.config import TrainConfig
+from turnwise.train.config_files import ConfigError, load_config
 from turnwise.train.evaluate import Evaluation, evaluate
 from turnwise.train.loop import EvalSet, Trainer
 from turnwise.train.policy import Policy

@@ -1,49 +1,90 @@
-"""What a training run can be told: nested pydantic models, one per room, read from TOML with dotted overrides.
+"""What a training run can be told: nested pydantic models, one per room.
 
 The defaults are the settings that were vetted; unknown keys are refused with the nearest known name.
+:mod:`turnwise.train.config_files` reads them from TOML.
 """
 
 from __future__ import annotations
 
-import ast
-import tomllib
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import tomli_w
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-
-from turnwise.naming import nearest
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
-class ConfigError(ValueError):
-    """A configuration that can't be used: the message names the key, its value and what was expected."""
+class Section(BaseModel):
+    """A table of the config file."""
 
-
-class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
 
-class ModelConfig(_Section):
-    """Weights and tokenizer. ``path`` is a folder or a hub name; ``"tiny"`` builds a model of about 1M parameters."""
+# ---------------------------------------------------------------------------------------------------------------------
+# Who trains
+# ---------------------------------------------------------------------------------------------------------------------
+class LoraConfig(Section):
+    """Low-rank adapters (https://arxiv.org/abs/2106.09685) in place of the weights: ``W + alpha / rank * B A``."""
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32.0, gt=0)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+
+
+class OptimizerConfig(Section):
+    """AdamW and its schedule: ``warmup`` updates up to ``lr``, then down to ``min_lr_ratio`` of it at the run's end."""
+
+    lr: float = Field(default=1e-6, gt=0)
+    schedule: Literal["cosine", "linear"] = "cosine"
+    min_lr_ratio: float = Field(default=1.0, ge=0, le=1)
+    warmup: int = Field(default=0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+
+
+class PolicyConfig(Section):
+    """Weights and tokenizer. ``path`` is a folder or a hub name; ``"tiny"`` builds a model of about 1M parameters.
+
+    With ``lora`` the policy is an adapter; the adapters of one ``path`` share one copy of the base. ``optimizer``
+    overrides single keys of ``[update]`` for this policy. ``reference`` is what a KL term holds it to: a folder or a
+    hub name, by default the weights that it starts from, which for an adapter are the base with adapters off.
+    """
 
     path: str = "tiny"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     trainable: bool = True
     gradient_checkpointing: bool = False
+    lora: LoraConfig | None = None
+    reference: str | None = None
+    optimizer: dict[str, Any] = Field(default_factory=dict)
 
 
-class WarmStartConfig(_Section):
-    """Supervised start on a task's demonstrations; ``steps = 0`` skips it."""
+class PhaseConfig(Section):
+    """For ``steps`` steps only the policies in ``train`` are updated; phases follow one another, then begin anew."""
+
+    train: list[str] = Field(min_length=1)
+    steps: int = Field(ge=1)
+
+
+class WarmStartConfig(Section):
+    """Supervised start; ``steps = 0`` skips it.
+
+    Rows are the task's demonstrations, or those of ``data``: a JSONL of ``{"messages": [...], "completion": "..."}``,
+    or the ``rollouts.jsonl`` of another run, of which steps rewarded with at least ``min_reward`` are taken.
+    """
 
     steps: int = Field(default=0, ge=0)
     batch_size: int = Field(default=128, ge=1)
     lr: float = Field(default=2e-3, gt=0)
     warmup: int = Field(default=20, ge=0)
+    data: str | None = None
+    min_reward: float | None = None
 
 
-class RolloutConfig(_Section):
+# ---------------------------------------------------------------------------------------------------------------------
+# What a step samples, and what becomes of it
+# ---------------------------------------------------------------------------------------------------------------------
+class RolloutConfig(Section):
     """What one step samples: ``questions`` × ``copies`` episodes, each a tree of ``branches`` where branches > 1."""
 
     questions: int = Field(default=32, ge=1)
@@ -57,25 +98,100 @@ class RolloutConfig(_Section):
     failure_threshold: float = Field(default=0.5, ge=0, le=1)
 
 
-class CreditConfig(_Section):
-    """The rule's name in ``turnwise.credit.registry`` and the arguments of its class."""
+class LoopConfig(Section):
+    """How far sampling may run ahead of training.
+
+    ``max_staleness`` 0 is synchronous: sample, train, sample. With k > 0 both go on at once, and what trains was
+    sampled by weights at most k versions old: the sampler waits rather than fall behind. ``in_flight`` hands new
+    weights to the sampler in the middle of its completions. ``deterministic`` makes the order of events that of the
+    steps and not of the clock (each batch sampled by weights exactly k versions old), so that a resumed run repeats bit
+    for bit.
+    """
+
+    max_staleness: int = Field(default=0, ge=0)
+    in_flight: bool = False
+    deterministic: bool = False
+
+    @model_validator(mode="after")
+    def _one_or_the_other(self) -> Self:
+        if self.in_flight and self.deterministic:
+            raise ValueError("in_flight changes weights by the clock, so it can't be deterministic: drop one of them")
+        if self.in_flight and not self.max_staleness:
+            raise ValueError("in_flight needs max_staleness > 0: nothing is sampled while weights change otherwise")
+        return self
+
+
+class CreditConfig(Section):
+    """The rule's name in ``turnwise.credit.registry``, or ``"module:Class"``, and the arguments of its class."""
 
     rule: str = "at_grpo"
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-class LossConfig(_Section):
-    """Arguments of ``turnwise.ops.policy_loss``; ``kl_coef`` 0 builds no reference model."""
+class RewardConfig(Section):
+    """What is added to rewards before credit.
 
-    clip_low: float = Field(default=0.2, ge=0)
-    clip_high: float = Field(default=0.28, ge=0)
-    dual_clip: float | None = Field(default=None, gt=1)
-    kl_coef: float = Field(default=0.0, ge=0)
-    kl_kind: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
+    A completion that comes within ``overlong_buffer`` tokens of its limit loses up to ``overlong_penalty``, linearly
+    (soft overlong punishment, https://arxiv.org/abs/2503.14476, eq. 13).
+    """
+
+    overlong_buffer: int = Field(default=0, ge=0)
+    overlong_penalty: float = Field(default=1.0, ge=0)
+
+
+class FilterConfig(Section):
+    """Which samples train. ``zero_advantage`` drops those of tied groups, ``truncated`` those cut off by the token
+    limit, ``max_length`` those with more tokens in prompt and completion.
+
+    ``resample`` draws up to so many more batches of questions in a step until as many questions have an advantage as
+    the step asked for (dynamic sampling, https://arxiv.org/abs/2503.14476, section 3.2).
+    """
+
+    zero_advantage: bool = True
+    truncated: bool = False
+    max_length: int | None = Field(default=None, ge=2)
+    resample: int = Field(default=0, ge=0)
+
+
+class KLConfig(Section):
+    """A KL term to the reference; ``coef`` 0 builds no reference model.
+
+    ``place`` is the loss, or the reward: then ``coef`` times the k1 estimate of each token is taken from the row's
+    reward before credit. With ``target`` the coefficient adapts: it follows ``clip(kl / target - 1, ±0.2)`` per
+    ``horizon`` samples (https://arxiv.org/abs/1909.08593, section 2.2).
+    """
+
+    coef: float = Field(default=0.0, ge=0)
+    kind: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
+    place: Literal["loss", "reward"] = "loss"
+    target: float | None = Field(default=None, gt=0)
+    horizon: int = Field(default=10_000, ge=1)
+
+
+class CorrectionConfig(Section):
+    """Truncated importance weights for what other weights sampled: see ``turnwise.ops.ImportanceCorrection``."""
+
+    level: Literal["token", "sequence"] = "token"
+    cap: float = Field(default=2.0, gt=0)
+    bounds: tuple[float, float] | None = None
+
+
+class LossConfig(Section):
+    """The policy loss: its name in ``turnwise.train.losses``, or ``"module:Class"``, and what goes with it.
+
+    ``options`` are the arguments of its class, such as ``{low = 0.2, high = 0.28}``. ``entropy_coef`` times the mean
+    entropy is taken from the loss.
+    """
+
+    kind: str = "clip-higher"
+    options: dict[str, Any] = Field(default_factory=dict)
     aggregation: Literal[
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "agent-mean"
     ] = "token-mean"
     max_length: int | None = Field(default=None, ge=1, description="the constant of seq-mean-token-sum-norm")
+    kl: KLConfig = KLConfig()
+    entropy_coef: float = 0.0
+    correction: CorrectionConfig | None = None
 
     @model_validator(mode="after")
     def _needs_its_constant(self) -> Self:
@@ -84,49 +200,75 @@ class LossConfig(_Section):
         return self
 
 
-class UpdateConfig(_Section):
-    """How a batch becomes optimizer steps. ``micro_batch_tokens`` bounds the padded tokens of one forward pass."""
+class UpdateConfig(OptimizerConfig):
+    """How a batch becomes optimizer steps. ``micro_batch_tokens`` bounds the tokens of one forward pass.
+
+    ``old_logprobs`` are what the ratio is taken to: the sampler's own, or the trainer's before its first update of the
+    batch, which ``loss.correction`` needs. An update whose loss or gradient is not finite is skipped and counted; after
+    ``max_skipped`` in a row the run stops.
+    """
 
     ppo_epochs: int = Field(default=1, ge=1)
     minibatches: int = Field(default=1, ge=1)
     micro_batch_tokens: int = Field(default=16384, ge=1)
-    lr: float = Field(default=1e-6, gt=0)
-    min_lr_ratio: float = Field(default=1.0, ge=0, le=1)
-    warmup: int = Field(default=0, ge=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    max_grad_norm: float = Field(default=1.0, gt=0)
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
+    max_skipped: int = Field(default=3, ge=0)
 
 
-class EvalConfig(_Section):
-    """Validation every ``every`` steps (0: never); held-out questions are for the end of the run."""
+# ---------------------------------------------------------------------------------------------------------------------
+# Around training
+# ---------------------------------------------------------------------------------------------------------------------
+class EvalConfig(Section):
+    """Validation every ``every`` steps (0: never); held-out questions are for the end of the run.
+
+    Training ends early at a validation success of ``stop_at``, or after ``patience`` validations without a new best.
+    """
 
     every: int = Field(default=0, ge=0)
     questions: int = Field(default=200, ge=1)
     stop_at: float | None = Field(default=None, gt=0, le=1, description="end training at this validation success")
+    patience: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _stops_at_what_it_measures(self) -> Self:
-        if self.stop_at is not None and not self.every:
-            raise ValueError("stop_at needs every > 0: without validation nothing is ever reached")
+        for name in ("stop_at", "patience"):
+            if getattr(self, name) is not None and not self.every:
+                raise ValueError(f"{name} needs every > 0: without validation nothing is ever reached")
         return self
 
 
-class CheckpointConfig(_Section):
+class CheckpointConfig(Section):
     """A checkpoint every ``every`` steps (0: only at the end and on Ctrl-C); the newest ``keep`` stay.
 
-    With ``episodes`` every multi-turn episode is kept after each turn, under ``episodes/`` of the run folder: a run
-    that ends in the middle of a batch goes on in the middle of its trees. For long episodes; it writes a file per turn.
+    With ``best`` that of the best validation stays as well. With ``episodes`` every multi-turn episode is kept after
+    each turn, under ``episodes/`` of the run folder: a run that ends in the middle of a batch goes on in the middle of
+    its trees. For long episodes; it writes a file per turn.
     """
 
     every: int = Field(default=0, ge=0)
     keep: int = Field(default=2, ge=1)
+    best: bool = False
     episodes: bool = False
 
 
-class TrainConfig(_Section):
-    """One run. ``TrainConfig(task="sudoku", steps=10)``, or :func:`load_config` from TOML."""
+class LogConfig(Section):
+    """Where metrics go besides ``metrics.jsonl``; ``wandb`` is the name of a project at Weights & Biases."""
+
+    tensorboard: bool = False
+    wandb: str | None = None
+    wandb_mode: Literal["online", "offline"] = "online"
+    rollouts_per_step: int = Field(default=1, ge=0)
+    progress: bool = True
+
+
+class TrainConfig(Section):
+    """One run. ``TrainConfig(task="sudoku", steps=10)``, or :func:`~turnwise.train.config_files.load_config` from TOML.
+
+    ``specialization`` says whose weights the actors of the task play with: ``"prompt"`` as the task has it (all of them
+    ``policies.default``, unless it says otherwise); ``"lora"`` each with an adapter of its own over
+    ``policies.default``; ``"full"`` each with a copy of its own. ``actors`` names the policy of single actors, and goes
+    before both.
+    """
 
     task: str = "sudoku"
     task_options: dict[str, Any] = Field(default_factory=dict)
@@ -137,87 +279,24 @@ class TrainConfig(_Section):
     max_sampled_tokens: int | None = Field(default=None, gt=0, description="stop after the step that crosses it")
     threads: int | None = Field(default=None, ge=1, description="torch threads; default: torch's own choice")
     resume: bool = True
-    policies: dict[str, ModelConfig] = Field(default_factory=lambda: {"default": ModelConfig()}, min_length=1)
+    specialization: Literal["prompt", "lora", "full"] = "prompt"
+    actors: dict[str, str] = Field(default_factory=dict)
+    policies: dict[str, PolicyConfig] = Field(default_factory=lambda: {"default": PolicyConfig()}, min_length=1)
+    phases: list[PhaseConfig] = Field(default_factory=list)
     warm_start: WarmStartConfig = WarmStartConfig()
     rollout: RolloutConfig = RolloutConfig()
+    loop: LoopConfig = LoopConfig()
     credit: CreditConfig = CreditConfig()
+    reward: RewardConfig = RewardConfig()
+    filter: FilterConfig = FilterConfig()
     loss: LossConfig = LossConfig()
     update: UpdateConfig = UpdateConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
 
-
-def load_config(path: str | Path | None, overrides: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> TrainConfig:
-    """Read a TOML file (``None``: defaults only) and apply dotted overrides such as ``("update.lr", "1e-4")``.
-
-    Override values given as text are read as Python literals where they can be, else kept as text.
-    Raises :class:`ConfigError` naming the file or key.
-    """
-    data: dict[str, Any] = {}
-    if path is not None:
-        file = Path(path)
-        try:
-            data = tomllib.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigError(f"config file {str(file)!r} does not exist") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"config file {str(file)!r} can't be read: {error}") from None
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"config file {str(file)!r} is not valid TOML: {error}") from None
-    items = overrides.items() if isinstance(overrides, Mapping) else overrides
-    for key, value in items:
-        _put(data, key, _literal(value))
-    return config_from_dict(data)
-
-
-def config_from_dict(data: Mapping[str, Any]) -> TrainConfig:
-    """Validate plain data; every problem becomes one line of a :class:`ConfigError`."""
-    try:
-        return TrainConfig.model_validate(dict(data))
-    except ValidationError as error:
-        raise ConfigError("\n".join(_explain(problem) for problem in error.errors())) from None
-
-
-def _literal(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    special = {"true": True, "false": False, "none": None, "null": None}
-    if value.lower() in special:
-        return special[value.lower()]
-    try:
-        return ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return value
-
-
-def _put(data: dict[str, Any], dotted: str, value: Any) -> None:
-    """Set ``data[...][leaf]``. ``warm-start.steps`` is ``warm_start.steps``, but a policy's name is the user's own."""
-    *parents, leaf = dotted.split(".") if dotted.startswith("policies.") else dotted.replace("-", "_").split(".")
-    for name in parents:
-        data = data.setdefault(name, {})
-        if not isinstance(data, dict):
-            raise ConfigError(f"override {dotted!r}: {name!r} is not a section")
-    data[leaf] = value
-
-
-def _explain(problem: Mapping[str, Any]) -> str:
-    path = [str(part) for part in problem["loc"]]
-    if problem["type"] == "extra_forbidden":
-        return f"unknown config key {'.'.join(path)!r}; {nearest(path[-1], _known_keys(path[:-1]))}"
-    return f"config key {'.'.join(path)!r} = {problem['input']!r}: {problem['msg']}"
-
-
-def _known_keys(parents: list[str]) -> list[str]:
-    if parents[:1] == ["policies"]:  # a table with names of the user's choice
-        return list(ModelConfig.model_fields)
-    section: type[BaseModel] = TrainConfig
-    for name in parents:
-        annotation = section.model_fields[name].annotation
-        assert isinstance(annotation, type) and issubclass(annotation, BaseModel), f"{name} is no section"
-        section = annotation
-    return list(section.model_fields)
-
-
-def to_toml(config: TrainConfig) -> str:
-    """The resolved configuration as TOML, which :func:`load_config` reads back to an equal one."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+    def optimizer_of(self, policy: str) -> OptimizerConfig:
+        """``[update]`` with the overrides of ``policies.<policy>.optimizer``."""
+        names = OptimizerConfig.model_fields
+        shared = {name: getattr(self.update, name) for name in names}
+        return OptimizerConfig.model_validate({**shared, **self.policies[policy].optimizer})

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from turnwise.ops import KL, Clip, PolicyLoss, loss_normalizer, policy_loss
+from turnwise.ops import KL, PolicyLoss, loss_normalizer, policy_loss
 from turnwise.train.batch import MicroBatch
 from turnwise.train.config import LossConfig
+from turnwise.train.losses import registry
 
 
 class Loss:
@@ -16,8 +17,8 @@ class Loss:
     def __init__(self, config: LossConfig, num_actors: int) -> None:
         self.config = config
         self.num_actors = num_actors
-        self.clip = Clip(low=config.clip_low, high=config.clip_high, dual=config.dual_clip)
-        self.kl = KL(config.kl_kind, coef=config.kl_coef) if config.kl_coef else None
+        self.variant = registry[config.kind](**config.options)
+        self.kl = KL(config.kl.kind, coef=config.kl.coef) if config.kl.coef else None
 
     def normalizer(self, micros: list[MicroBatch]) -> Tensor:
         """What the whole minibatch divides by, so that any cut into micro-batches gives the same gradient."""
@@ -45,7 +46,7 @@ class Loss:
             micro.advantages_B,
             mask=micro.mask_N,
             cu_seqlens=micro.cu_seqlens,
-            clip=self.clip,
+            variant=self.variant,
             kl=self.kl,
             ref_logprobs=ref_logprobs_N,
             aggregation=self.config.aggregation,

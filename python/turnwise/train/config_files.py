@@ -1,0 +1,153 @@
+"""A training configuration from TOML and dotted overrides, and back; every problem of it becomes one line."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+
+from turnwise.naming import nearest
+from turnwise.train.config import OptimizerConfig, PolicyConfig, TrainConfig
+
+EXTENDS = "extends"
+"""The key of a config file that names another one, relative to it, whose settings it takes and overrides."""
+
+
+class ConfigError(ValueError):
+    """A configuration that can't be used: the message names the key, its value and what was expected."""
+
+
+def load_config(path: str | Path | None, overrides: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> TrainConfig:
+    """Read a TOML file (``None``: defaults only) and apply dotted overrides such as ``("update.lr", "1e-4")``.
+
+    A file with ``extends = "other.toml"`` starts from that one. Override values given as text are read as Python
+    literals where they can be, else kept as text. Raises :class:`ConfigError` naming the file, or every key that is
+    wrong.
+    """
+    data = {} if path is None else _read(Path(path), ())
+    items = overrides.items() if isinstance(overrides, Mapping) else overrides
+    for key, value in items:
+        _put(data, key, _literal(value))
+    return config_from_dict(data)
+
+
+def config_from_dict(data: Mapping[str, Any]) -> TrainConfig:
+    """Validate plain data; every problem becomes one line of a :class:`ConfigError`."""
+    try:
+        config = TrainConfig.model_validate(dict(data))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(problem) for problem in error.errors())) from None
+    if problems := contradictions(config):
+        raise ConfigError("\n".join(problems))
+    return config
+
+
+def contradictions(config: TrainConfig) -> list[str]:
+    """What can't hold together of a configuration whose keys are fine one by one; a line each."""
+    problems = []
+    for name in config.policies:
+        try:
+            config.optimizer_of(name)
+        except ValidationError as error:
+            at = ("policies", name, "optimizer")
+            problems += [_explain({**problem, "loc": (*at, *problem["loc"])}) for problem in error.errors()]
+    correction, update = config.loss.correction, config.update
+    if correction is not None and update.old_logprobs != "recompute":
+        problems.append(
+            "config key 'loss.correction': the weights compare the trainer's log-probs with the sampler's, so it needs "
+            "update.old_logprobs = 'recompute'"
+        )
+    if config.checkpoint.best and not config.eval.every:
+        problems.append("config key 'checkpoint.best' = True: needs eval.every > 0, as validation tells the best")
+    if config.checkpoint.episodes and config.loop.max_staleness:
+        problems.append("config key 'checkpoint.episodes' = True: needs loop.max_staleness = 0")
+    return problems
+
+
+def _read(file: Path, before: tuple[Path, ...]) -> dict[str, Any]:
+    """The settings of ``file`` over those of the one that it extends; ``before`` are the files that led here."""
+    if file.resolve() in before:
+        raise ConfigError(f"config file {str(file)!r} extends itself: {' -> '.join(map(str, before))}")
+    try:
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"config file {str(file)!r} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {str(file)!r} can't be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"config file {str(file)!r} is not valid TOML: {error}") from None
+    parent = data.pop(EXTENDS, None)
+    if parent is None:
+        return data
+    if not isinstance(parent, str):
+        raise ConfigError(f"config file {str(file)!r}: {EXTENDS} = {parent!r}: expected the name of a file")
+    return _merged(_read(file.parent / parent, (*before, file.resolve())), data)
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """``above`` over ``below``, table by table."""
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged
+
+
+def _literal(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    special = {"true": True, "false": False, "none": None, "null": None}
+    if value.lower() in special:
+        return special[value.lower()]
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return value
+
+
+def _put(data: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set ``data[...][leaf]``. ``warm-start.steps`` is ``warm_start.steps``, but a policy's name is the user's own."""
+    *parents, leaf = dotted.split(".") if dotted.startswith("policies.") else dotted.replace("-", "_").split(".")
+    for name in parents:
+        data = data.setdefault(name, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"override {dotted!r}: {name!r} is not a section")
+    data[leaf] = value
+
+
+def _explain(problem: Mapping[str, Any]) -> str:
+    path = [str(part) for part in problem["loc"]]
+    if problem["type"] == "extra_forbidden":
+        return f"unknown config key {'.'.join(path)!r}; {nearest(path[-1], _known_keys(path[:-1]))}"
+    return f"config key {'.'.join(path)!r} = {problem['input']!r}: {problem['msg']}"
+
+
+def _known_keys(parents: list[str]) -> list[str]:
+    """The keys of the table at ``parents``: policies and phases have names or numbers of the user's choice between."""
+    section: type[BaseModel] = TrainConfig
+    for name in parents:
+        if name not in section.model_fields:
+            continue
+        if (section, name) == (PolicyConfig, "optimizer"):
+            return list(OptimizerConfig.model_fields)
+        if (below := _section_in(section.model_fields[name].annotation)) is not None:
+            section = below
+    return list(section.model_fields)
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """The section class in an annotation such as ``dict[str, PolicyConfig]`` or ``LoraConfig | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = (_section_in(argument) for argument in get_args(annotation))
+    return next((section for section in found if section is not None), None)
+
+
+def to_toml(config: TrainConfig) -> str:
+    """The resolved configuration as TOML, which :func:`load_config` reads back to an equal one."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
