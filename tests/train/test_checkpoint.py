@@ -67,6 +67,13 @@ def test_keeps_the_newest(tmp_path, fresh_policy):
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000002", "step_00000010"]
 
 
+def test_pruning_spares_what_is_protected(tmp_path, fresh_policy):
+    policy = fresh_policy()
+    for step in (1, 2, 3, 4):
+        save_checkpoint(tmp_path, step, {"default": policy}, {}, keep=1, protect=[2])
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000002", "step_00000004"]
+
+
 def test_failure_while_writing_leaves_the_last_whole_one(tmp_path, monkeypatch, fresh_policy):
     policy = fresh_policy()
     save_checkpoint(tmp_path, 1, {"default": policy}, {})

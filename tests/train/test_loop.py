@@ -159,6 +159,32 @@ async def test_stops_at_success_and_at_time(make_trainer):
     assert (await late.run()).step == 1
 
 
+def scored(trainer, successes):
+    """``trainer`` whose validation after step ``k`` has success ``successes[k]``."""
+
+    async def evaluation():
+        return Evaluation(successes[trainer.progress.step], 0, 1, 1, 0, 0, {})
+
+    trainer.evaluate = evaluation
+    return trainer
+
+
+async def test_stops_when_no_validation_is_better_also_after_a_resume(make_trainer):
+    curve, patient = [0.1, 0.4, 0.2, 0.4, 0.9, 1.0], {"eval": {"every": 1, "patience": 2}}
+    assert (await scored(make_trainer("whole", steps=5, **patient), curve).run()).step == 3
+    assert (await scored(make_trainer("parts", steps=2, **patient), curve).run()).step == 2
+    parts = scored(make_trainer("parts", steps=5, **patient), curve)
+    assert (await parts.run()).step == 3, "what was validated before counts"
+
+
+@pytest.mark.parametrize(("curve", "kept"), [([0.1, 0.4, 0.2, 0.3, 0.4], [1, 4]), ([0.5, 0.4, 0.2, 0.3, 0.4], [0, 4])])
+async def test_the_best_checkpoint_stays(make_trainer, curve, kept):
+    settings = {"eval": {"every": 1}, "checkpoint": {"best": True, "keep": 1}}
+    trainer = scored(make_trainer(steps=4, **settings), curve)
+    await trainer.run()
+    assert [int(path.name.removeprefix("step_")) for path in list_checkpoints(trainer.checkpoints)] == kept
+
+
 async def test_validation_stands_once_in_the_log_of_a_resumed_run(make_trainer):
     for steps in (1, 2):
         trainer = make_trainer("run", steps=steps, eval={"every": 1})

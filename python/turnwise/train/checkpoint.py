@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +36,20 @@ class CheckpointError(RuntimeError):
 
 
 def save_checkpoint(
-    root: Path, step: int, policies: Mapping[str, Policy], state: Mapping[str, Any], keep: int = 2
+    root: Path,
+    step: int,
+    policies: Mapping[str, Policy],
+    state: Mapping[str, Any],
+    keep: int = 2,
+    protect: Collection[int] = (),
 ) -> Path:
-    """Write ``root/step_<step>`` whole or not at all, then delete all but the newest ``keep``.
+    """Write ``root/step_<step>`` whole or not at all, then delete all but the newest ``keep`` and those of ``protect``.
 
     A whole checkpoint of that step stays as it is: equal runs reach equal states. ``state`` must be JSON-serialisable.
     Raises ``OSError`` when the disk is full; older checkpoints are then untouched.
     """
     root.mkdir(parents=True, exist_ok=True)
-    final = root / f"{_PREFIX}{step:08d}"
+    final = checkpoint_at(root, step)
     if final in list_checkpoints(root):
         return final
     temporary = root / f".{final.name}.tmp"
@@ -65,9 +70,16 @@ def save_checkpoint(
     shutil.rmtree(final, ignore_errors=True)  # a damaged one, without a manifest
     temporary.rename(final)
     sync_folder(root)
+    protected = {checkpoint_at(root, step) for step in protect}
     for old in list_checkpoints(root)[:-keep]:
-        shutil.rmtree(old)
+        if old not in protected:
+            shutil.rmtree(old)
     return final
+
+
+def checkpoint_at(root: Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` stands under ``root``, or would."""
+    return root / f"{_PREFIX}{step:08d}"
 
 
 def list_checkpoints(root: Path) -> list[Path]:

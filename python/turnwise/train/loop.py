@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from turnwise.train.config import TrainConfig
 from turnwise.train.evaluate import Evaluation, evaluate
 from turnwise.train.interrupt import StopRequest
 from turnwise.train.policy import Policy
+from turnwise.train.progress import Progress
 from turnwise.train.random_state import random_state, set_random_state
 from turnwise.train.run_log import RunLog
 from turnwise.train.summary import summarize
@@ -32,17 +33,6 @@ class EvalSet:
 
     requests: Sequence[EpisodeRequest]
     metric: str
-
-
-@dataclass(slots=True)
-class Progress:
-    """Where a run stands; saved with every checkpoint."""
-
-    step: int = 0
-    episodes: int = 0
-    sampled_tokens: int = 0
-    seconds: float = 0.0
-    evaluations: dict[str, float] = field(default_factory=dict)
 
 
 class Trainer:
@@ -163,7 +153,7 @@ class Trainer:
             self.progress.seconds += time.perf_counter() - self._started
             metrics["total_sampled_tokens"] = self.progress.sampled_tokens
             self.log.step(self.progress.step, metrics, results)
-            if failed or (self.config.checkpoint.every and self.progress.step % self.config.checkpoint.every == 0):
+            if failed or self.progress.checkpoint_due(self.config):
                 self.save()
 
     async def validate(self) -> dict[str, float]:
@@ -179,6 +169,8 @@ class Trainer:
         wanted = self.config.eval.every and self.progress.step == 0 and not self.progress.evaluations
         if wanted and (measured := await self.validate()):
             self.log.step(0, {**measured, "total_sampled_tokens": 0})
+            if self.config.checkpoint.best:
+                self.save()
 
     async def evaluate(self, eval_set: EvalSet | None = None) -> Evaluation:
         """Clean greedy evaluation, on the validation questions unless told otherwise."""
@@ -189,15 +181,7 @@ class Trainer:
 
     def finished(self) -> bool:
         """Whether a limit of the run has been reached, or Ctrl-C was pressed."""
-        config, progress = self.config, self.progress
-        best = max(progress.evaluations.values(), default=float("-inf"))
-        return (
-            self._stop.requested
-            or progress.step >= config.steps
-            or (config.max_seconds is not None and progress.seconds >= config.max_seconds)
-            or (config.max_sampled_tokens is not None and progress.sampled_tokens >= config.max_sampled_tokens)
-            or (config.eval.stop_at is not None and best >= config.eval.stop_at)
-        )
+        return self._stop.requested or self.progress.finished(self.config) is not None
 
     @property
     def interrupted(self) -> bool:
@@ -216,8 +200,14 @@ class Trainer:
             "arena": self.arena.state_dict(),
             "random": random_state(self.rng),
         }
+        best = self.progress.best_kept(self.config)
         return save_checkpoint(
-            self.checkpoints, self.progress.step, self.policies, state, keep=self.config.checkpoint.keep
+            self.checkpoints,
+            self.progress.step,
+            self.policies,
+            state,
+            keep=self.config.checkpoint.keep,
+            protect=() if best is None else (best,),
         )
 
     def resume(self) -> None:

@@ -1,0 +1,56 @@
+"""Where a run stands: its counters and validations, and what they say: whether to stop, and which step was best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from turnwise.train.config import TrainConfig
+
+
+@dataclass(slots=True)
+class Progress:
+    """Saved with every checkpoint. ``evaluations`` is ``{"10": 0.42}``: validation success by step, as JSON has it.
+
+    ``seconds`` are those of finished steps, validation included.
+    """
+
+    step: int = 0
+    episodes: int = 0
+    sampled_tokens: int = 0
+    seconds: float = 0.0
+    evaluations: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best validation, the first of equal ones; ``None`` before any."""
+        if not self.evaluations:
+            return None
+        return min(map(int, self.evaluations), key=lambda step: (-self.evaluations[str(step)], step))
+
+    def finished(self, config: TrainConfig) -> str | None:
+        """Why the run ends here, in words; ``None`` while no limit of ``config`` is reached."""
+        best = self.best_step
+        success = float("-inf") if best is None else self.evaluations[str(best)]
+        stop_at, patience = config.eval.stop_at, config.eval.patience
+        since = sum(int(step) > best for step in self.evaluations) if best is not None else 0
+        limits = {
+            f"steps = {config.steps}": self.step >= config.steps,
+            f"max_seconds = {config.max_seconds}": config.max_seconds is not None
+            and self.seconds >= config.max_seconds,
+            f"max_sampled_tokens = {config.max_sampled_tokens}": config.max_sampled_tokens is not None
+            and self.sampled_tokens >= config.max_sampled_tokens,
+            f"eval.stop_at = {stop_at}: validation success is {success:.1%}": stop_at is not None
+            and success >= stop_at,
+            f"eval.patience = {patience}: no validation since step {best} was better": patience is not None
+            and since >= patience,
+        }
+        return next((reason for reason, reached in limits.items() if reached), None)
+
+    def checkpoint_due(self, config: TrainConfig) -> bool:
+        """Whether this step is to be kept: by ``checkpoint.every``, or as the best so far by ``checkpoint.best``."""
+        every = config.checkpoint.every
+        return bool(every and self.step % every == 0) or self.best_kept(config) == self.step
+
+    def best_kept(self, config: TrainConfig) -> int | None:
+        """The step whose checkpoint ``checkpoint.best`` keeps; ``None`` where it is off, or nothing is validated."""
+        return self.best_step if config.checkpoint.best else None
