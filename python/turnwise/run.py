@@ -151,7 +151,7 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
     except ValueError as error:
         raise ConfigError(f"config key 'eval.questions' = {config.eval.questions}: {error}") from None
     validation = EvalSet(checked, task.success_metric)
-    log = log or RunLog(config.run_dir, config.steps)
+    log = log or RunLog.from_config(config)
     tokenizer, models = load_models(config, task)
     resumes = config.resume and bool(list_checkpoints(config.run_dir / "checkpoints"))
     if config.warm_start.steps and warm and not resumes:

@@ -1,10 +1,31 @@
 from __future__ import annotations
 
+import io
 import json
 import threading
 
+from rich.console import Console
+
+from turnwise.tasks.tiny import build_tokenizer
+from turnwise.train.config import TrainConfig
 from turnwise.train.run_log import RunLog, read_metrics
-from turnwise.types import Actor, GenerateResult, Rollout
+from turnwise.types import Actor, GenerateResult, Rollout, Step
+
+
+class Recorder:
+    """A sink that keeps what it is told."""
+
+    def __init__(self):
+        self.told = []
+
+    def log(self, step, metrics):
+        self.told.append((step, dict(metrics)))
+
+    def rewind(self, step):
+        self.told.append(("rewind", step))
+
+    def close(self):
+        self.told.append(("close",))
 
 
 def test_a_line_a_step_and_a_few_rollouts(tmp_path):
@@ -36,3 +57,53 @@ def test_rewind_drops_later_and_broken_lines(tmp_path):
     log.rewind(2)
     log.step(3, {"reward": 9})
     assert [line["reward"] for line in read_metrics(tmp_path)] == [1, 2, 9]
+
+
+def test_every_sink_hears_everything(tmp_path):
+    sinks = [Recorder(), Recorder()]
+    log = RunLog(tmp_path, 3, sinks=sinks)
+    log.rewind(1)
+    with log:
+        log.step(2, {"reward": 0.5})
+    for sink in sinks:
+        assert sink.told == [("rewind", 1), (2, {"reward": 0.5}), ("close",)]
+
+
+def test_sinks_are_closed_when_a_run_fails(tmp_path):
+    sink = Recorder()
+    try:
+        with RunLog(tmp_path, 3, sinks=[sink]):
+            raise RuntimeError("a dead server")
+    except RuntimeError:
+        pass
+    assert sink.told == [("close",)]
+
+
+def test_the_log_that_a_config_describes(tmp_path):
+    log = RunLog.from_config(TrainConfig(run_dir=tmp_path, log={"rollouts_per_step": 2}))
+    log.step(1, {}, [GenerateResult(Rollout(f"r{i}", "x", None)) for i in range(3)])
+    assert len((tmp_path / "rollouts.jsonl").read_text().splitlines()) == 2
+    assert read_metrics(tmp_path) == [{"step": 1}]
+
+
+def test_tokens_are_written_as_text_in_nested_episodes_too(tmp_path):
+    tokenizer = build_tokenizer(["0123456789"], vocab_size=300)
+    ids = tokenizer.encode("4 2", add_special_tokens=False)
+    step = Step("solver", 0, [], "4 2", [1], ids, [-0.1] * len(ids), [(len(ids), 0)], "stop")
+    nested = GenerateResult(Rollout("r0.0", "y", None, steps=[step]), is_trainable=False)
+    log = RunLog(tmp_path, 1, tokenizer=tokenizer)
+    log.step(1, {}, [GenerateResult(Rollout("r0", "x", None, steps=[step]), children=[nested])])
+    line = json.loads((tmp_path / "rollouts.jsonl").read_text())
+    assert line["steps"][0]["completion_tokens"] == ["4", " ", "2"]
+    assert line["children"][0]["steps"][0]["completion_tokens"] == ["4", " ", "2"]
+    assert (line["is_trainable"], line["children"][0]["is_trainable"]) == (True, False)
+
+
+def test_bars_of_rollouts_and_updates(tmp_path):
+    out = io.StringIO()
+    log = RunLog(tmp_path, 80, console=Console(file=out, force_terminal=True, width=120, color_system=None))
+    with log:
+        log.rollouts(5, 24)
+        log.updates(2, 6)
+        log.step(7, {"reward": 0.5})
+    assert all(text in out.getvalue() for text in ("5/24", "2/6", "7/80", "reward 0.5"))

@@ -56,7 +56,8 @@ class Trainer:
             actor = next(actor for actor in arena.actors.values() if actor.policy in unknown)
             raise ValueError(f"actor {actor.id!r} plays with policy {actor.policy!r}; policies: {', '.join(policies)}")
         self.arena, self.policies, self.config, self.validation = arena, dict(policies), config, validation
-        self.log = log or RunLog(config.run_dir, config.steps)
+        self.log = log or RunLog.from_config(config)
+        self.log.tokenizer = self.log.tokenizer or arena.tokenizer
         self.rng = np.random.default_rng(config.seed)
         self.progress = Progress()
         if config.checkpoint.episodes:

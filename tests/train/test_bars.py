@@ -1,0 +1,56 @@
+"""Bars on a terminal, silence elsewhere."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from turnwise.train.bars import ProgressBars
+
+METRICS = {"success": 0.25, "reward": 1.5, "tokens_per_second": 812.3, "staleness": 0.5, "loss": 9.0}
+
+
+def drawn(*, terminal: bool, shown: bool = True) -> str:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=120, color_system=None)
+    bars = ProgressBars(80, console, shown=shown)
+    bars.start()
+    bars.rewind(2)
+    bars.stage("rollouts", 3, 24)
+    bars.stage("updates", 1, 6)
+    bars.step(3, METRICS)
+    bars.note("a note")
+    bars.stop()
+    return plain(out)
+
+
+def plain(out: io.StringIO) -> str:
+    """What was written, without the sequences that move the cursor."""
+    return re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", out.getvalue())
+
+
+def test_three_bars_on_a_terminal():
+    last = drawn(terminal=True).split("a note")[-1]
+    run, rollouts, updates = [line for line in last.splitlines() if "/" in line][-3:]
+    assert run.split()[0] == "train" and "3/80" in run
+    assert "success 0.25  reward 1.5  tok/s 812  stale 0.5" in run and "loss" not in run
+    assert rollouts.split()[0] == "rollouts" and "3/24" in rollouts
+    assert updates.split()[0] == "updates" and "1/6" in updates
+
+
+@pytest.mark.parametrize("settings", [{"terminal": False}, {"terminal": True, "shown": False}])
+def test_notes_alone_where_no_bar_is_wanted(settings):
+    assert drawn(**settings).strip() == "a note"
+
+
+def test_a_new_round_of_a_stage_starts_again():
+    out = io.StringIO()
+    bars = ProgressBars(2, Console(file=out, force_terminal=True, width=120, color_system=None))
+    bars.start()
+    bars.stage("rollouts", 24, 24)
+    bars.stage("rollouts", 1, 30)
+    bars.stop()
+    assert "1/30" in plain(out).splitlines()[-1]

@@ -1,0 +1,149 @@
+"""Metrics in JSON lines, TensorBoard and Weights & Biases: each step once, also when a run goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from turnwise.train.config import TrainConfig
+from turnwise.train.sinks import JsonLines, TensorBoard, WandB, open_sinks
+
+
+def test_only_the_sinks_that_are_asked_for(tmp_path):
+    assert [type(sink) for sink in open_sinks(TrainConfig(run_dir=tmp_path))] == [JsonLines]
+    log = {"tensorboard": True, "wandb": "sudoku", "wandb_mode": "offline"}
+    sinks = open_sinks(TrainConfig(run_dir=tmp_path, log=log))
+    assert [type(sink) for sink in sinks] == [JsonLines, TensorBoard, WandB]
+    assert list(tmp_path.iterdir()) == [], "nothing is opened before a step is logged"
+
+
+@pytest.mark.parametrize(
+    ("module", "log", "extra"),
+    [
+        ("torch.utils.tensorboard", {"tensorboard": True}, r"turnwise\[tensorboard\]"),
+        ("wandb", {"wandb": "sudoku"}, r"turnwise\[wandb\]"),
+    ],
+)
+def test_a_missing_package_is_one_sentence(tmp_path, monkeypatch, module, log, extra):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=extra) as raised:
+        open_sinks(TrainConfig(run_dir=tmp_path, log=log))
+    assert "\n" not in str(raised.value)
+
+
+def test_json_lines_hold_numbers_of_numpy_as_numbers(tmp_path):
+    sink = JsonLines(tmp_path / "metrics.jsonl")
+    sink.log(1, {"a": np.float32(0.5), "b": np.int64(3), "c": math.nan})
+    (line,) = [json.loads(line) for line in sink.path.read_text().splitlines()]
+    assert (line["step"], line["a"], line["b"]) == (1, 0.5, 3) and math.isnan(line["c"])
+
+
+def test_json_lines_rewind_to_a_step(tmp_path):
+    sink = JsonLines(tmp_path / "metrics.jsonl")
+    for step in (1, 2, 3):
+        sink.log(step, {"a": step})
+    with sink.path.open("a") as stream:
+        stream.write('{"step": 1, "a')
+    sink.rewind(1)
+    sink.log(2, {"a": 20})
+    assert sink.path.read_text() == '{"step": 1, "a": 1}\n{"step": 2, "a": 20}\n'
+
+
+# ---- TensorBoard ----------------------------------------------------------------------------------------------------
+def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def test_tensorboard_shows_each_step_once(tmp_path):
+    sink = TensorBoard(tmp_path)
+    sink.rewind(-1)
+    for step in (1, 2, 3):
+        sink.log(step, {"reward/solver": step / 2, "loss": 1})
+    assert scalars(tmp_path, "reward/solver") == [(1, 0.5), (2, 1.0), (3, 1.5)], "readable while the run goes on"
+    sink.close()
+
+    again = TensorBoard(tmp_path)
+    again.rewind(1)
+    for step in (2, 3, 4):
+        again.log(step, {"reward/solver": step * 10, "loss": 2})
+    again.close()
+    assert scalars(tmp_path, "reward/solver") == [(1, 0.5), (2, 20.0), (3, 30.0), (4, 40.0)]
+    assert scalars(tmp_path, "loss") == [(1, 1.0), (2, 2.0), (3, 2.0), (4, 2.0)]
+
+
+# ---- Weights & Biases -----------------------------------------------------------------------------------------------
+SESSION = """
+import sys
+from pathlib import Path
+from turnwise.train.sinks import WandB
+
+folder, resumed_at, first, last = Path(sys.argv[1]), *map(int, sys.argv[2:])
+sink = WandB(folder, "sudoku", mode="offline", config={"seed": 7})
+sink.rewind(resumed_at)
+for step in range(first, last + 1):
+    sink.log(step, {"reward/solver": step / 2, "resumed_at": resumed_at})
+sink.close()
+"""
+
+
+def wandb_session(folder: Path, resumed_at: int, first: int, last: int) -> None:
+    """One process of a run, as it is after a kill. W&B writes its file whole when the process ends."""
+    import turnwise
+
+    # No crash reports, no settings of the machine's user: the test must ask nothing outside its folder.
+    quiet = {"WANDB_ERROR_REPORTING": "false", "WANDB_CONFIG_DIR": str(folder), "WANDB_CACHE_DIR": str(folder)}
+    package = str(Path(turnwise.__file__).parents[1])
+    subprocess.run(
+        [sys.executable, "-P", "-c", SESSION, str(folder), str(resumed_at), str(first), str(last)],
+        check=True,
+        timeout=120,
+        env={**os.environ, **quiet, "PYTHONPATH": package},
+    )
+
+
+def wandb_rows(folder: Path) -> list[tuple[str, dict[str, float]]]:
+    """``(run id, row)`` of every logged step in the offline files, in order.
+
+    A file is 7 bytes of magic, then records of LevelDB's log format: checksum, length, kind, a protobuf message.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = []
+    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        data, at = path.read_bytes(), 7
+        while at + 7 <= len(data):
+            _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+            assert kind == 1, "a record longer than a block of 32 KiB: this reader knows whole ones alone"
+            record = Record.FromString(data[at + 7 : at + 7 + length])
+            at += 7 + length
+            if record.WhichOneof("record_type") == "history":
+                items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+                found.append((path.stem.removeprefix("run-"), items))
+    return found
+
+
+def test_wandb_offline_is_one_run_with_each_step_once(tmp_path):
+    wandb_session(tmp_path, -1, 1, 3)
+    wandb_session(tmp_path, 1, 2, 4)
+    rows = wandb_rows(tmp_path)
+    assert len({run for run, _ in rows}) == 1
+    assert [(row["_step"], row["reward/solver"], row["resumed_at"]) for _, row in rows] == [
+        (1, 0.5, -1),
+        (2, 1.0, -1),
+        (3, 1.5, -1),
+        (4, 2.0, 1),
+    ]
+    wandb_session(tmp_path, -1, 1, 1)
+    assert len({run for run, _ in wandb_rows(tmp_path)}) == 2, "a run that starts afresh is another run"
