@@ -1,8 +1,65 @@
 from __future__ import annotations
 
-from turnwise.naming import nearest
+import pytest
+
+from turnwise.naming import construct, find, nearest
+
+KNOWN = {"grpo": int, "rloo": float}
 
 
 def test_a_close_name_is_offered_and_else_all_of_them():
     assert nearest("stepz", ["seed", "steps"]) == "did you mean 'steps'?"
     assert nearest("zzz", ["b", "a"]) == "known: a, b"
+
+
+def test_registered_names_and_import_paths_are_found(tmp_path, monkeypatch):
+    (tmp_path / "my_rules_of_naming.py").write_text("class Outer:\n    class Mine:\n        pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["/nowhere"])
+    assert find(KNOWN, "rloo", "credit.rule") is float
+    assert find(KNOWN, "my_rules_of_naming:Outer.Mine", "credit.rule").__name__ == "Mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gropo", r"'credit.rule' = 'gropo': unknown; did you mean 'grpo'\?"),
+        ("no_such_module_here:X", r"'credit.rule' = 'no_such_module_here:X': ModuleNotFoundError"),
+        ("math:sqroot", r"'credit.rule' = 'math:sqroot': no 'sqroot' in it; did you mean 'sqrt'\?"),
+        ("math:", r"expected 'module:Name'"),
+        (":Mine", r"expected 'module:Name'"),
+        ("./rules.py:Mine", r"expected 'module:Name'"),
+    ],
+)
+def test_what_is_not_there_is_answered_with_the_key(name, message):
+    with pytest.raises(ValueError, match=message):
+        find(KNOWN, name, "credit.rule")
+
+
+def test_a_module_that_fails_says_how(tmp_path, monkeypatch):
+    (tmp_path / "broken_rules_of_naming.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="ZeroDivisionError: division by zero"):
+        find(KNOWN, "broken_rules_of_naming:Mine", "credit.rule")
+
+
+def test_options_are_held_against_the_signature():
+    def make(rate=1.0, _hidden=0):
+        if rate < 0:
+            raise ValueError(f"rate={rate!r}: expected a number >= 0")
+        return rate
+
+    assert construct(make, {"rate": 2}, "x.options") == 2
+    assert construct(lambda **fields: fields, {"anything": 1}, "x.options") == {"anything": 1}
+    for options, message in (
+        ({"rates": 1}, r"unknown config key 'x.options.rates'; did you mean 'rate'\?"),
+        ({"_hidden": 1}, r"unknown config key 'x.options._hidden'"),
+        ({"rate": -1}, r"config key 'x.options' = \{'rate': -1\}: rate=-1: expected"),
+        ({"rate": "a"}, r"config key 'x.options' = \{'rate': 'a'\}: '<' not supported"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            construct(make, options, "x.options")
+    with pytest.raises(ValueError, match=r"'x.options' = .*missing"):
+        construct(lambda needed: needed, {}, "x.options")
+    with pytest.raises(ValueError, match="neither a class nor a function"):
+        construct(3.14, {}, "x.options")

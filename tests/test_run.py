@@ -115,7 +115,9 @@ def test_math_orchestra_on_gsm8k(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"credit": {"rule": "gropo"}}, r"'credit.rule' = 'gropo': unknown rule; did you mean 'grpo'\?"),
+        ({"credit": {"rule": "gropo"}}, r"'credit.rule' = 'gropo': unknown; did you mean 'grpo'\?"),
+        ({"credit": {"rule": "json:JSONDecoder"}}, r"expected a class with compute, .*'compute' is missing"),
+        ({"credit": {"options": {"ddof": 7}}}, r"'credit.options' = \{'ddof': 7\}: ddof=7"),
         ({"credit": {"options": {"ddoff": 1}}}, r"unknown config key 'credit.options.ddoff'; did you mean 'ddof'\?"),
         ({"task": "sudok"}, r"task='sudok': unknown; did you mean 'sudoku'\?"),
         ({"task_options": {"blank": [1, 2]}}, r"unknown option 'blank'; did you mean 'blanks'\?"),

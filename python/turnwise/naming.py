@@ -1,9 +1,14 @@
-"""How a mistyped name is answered, the same everywhere."""
+"""How a name in a configuration finds what it names, and how a mistyped one is answered, the same everywhere."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -11,3 +16,53 @@ def nearest(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
+
+
+def find(registry: Mapping[str, Any], name: str, key: str) -> Any:
+    """What ``name`` stands for: an entry of ``registry``, or ``"module:Name"``, imported.
+
+    Modules are looked for where Python looks, and last in the working folder. Raises ``ValueError`` that names
+    ``key``, the configuration key that ``name`` stood in.
+
+    Example: ``find({"grpo": GRPOCredit}, "my_rules:Mine", "credit.rule")`` is the ``Mine`` of ``my_rules.py``.
+    """
+    if ":" not in name:
+        if name not in registry:
+            raise ValueError(
+                f"config key {key!r} = {name!r}: unknown; {nearest(name, registry)} (or 'module:Name' for your own)"
+            )
+        return registry[name]
+    module_name, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
+        raise ValueError(f"config key {key!r} = {name!r}: expected 'module:Name', for example 'my_rules:MyRule'")
+    # An installed script starts without the working folder on its path; last, so that nothing of it hides a package.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        raise ValueError(f"config key {key!r} = {name!r}: {type(error).__name__}: {error}") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            names = [known for known in dir(found) if not known.startswith("_")]
+            raise ValueError(f"config key {key!r} = {name!r}: no {part!r} in it; {nearest(part, names)}")
+        found = getattr(found, part)
+    return found
+
+
+def construct(factory: Any, options: Mapping[str, Any], key: str) -> Any:
+    """``factory(**options)``, with option names checked against its signature; private ones (``_x``) are not offered.
+
+    ``key`` is the configuration key of ``options``. Raises ``ValueError`` that names it.
+    """
+    if not callable(factory):
+        raise ValueError(f"config key {key!r}: they are for {factory!r}, which is neither a class nor a function")
+    parameters = inspect.signature(factory).parameters.values()
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name[0] != "_"]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if not takes_any and (unknown := [name for name in options if name not in known]):
+        raise ValueError(f"unknown config key '{key}.{unknown[0]}'; {nearest(unknown[0], known)}")
+    try:
+        return factory(**options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"config key {key!r} = {dict(options)!r}: {error}") from error

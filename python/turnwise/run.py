@@ -6,7 +6,6 @@ This is the place to read how the rooms fit; a script of your own can do the sam
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from turnwise.arena import Arena, TreeSampler
 from turnwise.credit import registry as credit_rules
 from turnwise.inference import TransformersClient
-from turnwise.naming import nearest
+from turnwise.naming import construct, find
 from turnwise.tasks import Task, build_task
 from turnwise.train.checkpoint import list_checkpoints, load_weights
 from turnwise.train.config import PolicyConfig, RolloutConfig, TrainConfig
@@ -29,6 +28,8 @@ from turnwise.types import CreditAssigner, EpisodeRequest, Sampling
 
 TINY_CONTEXT = 2048
 """Context of the tiny model, in tokens: a verifier's prompt holds a question and its whole solution."""
+
+CREDIT_METHODS = ("compute", "compute_columns", "state_dict", "load_state_dict")
 
 
 class TaskArena(Arena):
@@ -144,7 +145,8 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
         raise ConfigError(
             f"config key 'policies.{min(unused)}': no actor of task {task.name!r} plays with it: {played}"
         )
-    # Too few questions must show now, not after the training.
+    build_credit(config)
+    # A wrong rule and too few questions must show now, not after the training.
     try:
         held_out = EvalSet(task.eval_requests("eval", config.eval.questions), task.success_metric)
         checked = task.eval_requests("validation", config.eval.questions) if config.eval.every else []
@@ -198,16 +200,17 @@ def build_arena(config: TrainConfig, task: Task, tokenizer: Any, models: dict[st
 
 def build_credit(config: TrainConfig) -> CreditAssigner:
     """The rule that ``credit.rule`` names, with ``credit.options``."""
-    rule, options = config.credit.rule, config.credit.options
-    if rule not in credit_rules:
-        raise ConfigError(f"config key 'credit.rule' = {rule!r}: unknown rule; {nearest(rule, list(credit_rules))}")
-    known = [name for name in inspect.signature(credit_rules[rule]).parameters if not name.startswith("_")]
-    if unknown := [name for name in options if name not in known]:
-        raise ConfigError(f"unknown config key 'credit.options.{unknown[0]}'; {nearest(unknown[0], known)}")
     try:
-        return credit_rules[rule](**options)
-    except TypeError as error:
-        raise ConfigError(f"config key 'credit.options' = {options!r}: {error}") from None
+        rule = find(credit_rules, config.credit.rule, "credit.rule")
+        credit = construct(rule, config.credit.options, "credit.options")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if missing := [name for name in CREDIT_METHODS if not callable(getattr(credit, name, None))]:
+        raise ConfigError(
+            f"config key 'credit.rule' = {config.credit.rule!r}: expected a class with {', '.join(CREDIT_METHODS)}, "
+            f"such as a subclass of turnwise.credit.Credit; {missing[0]!r} is missing"
+        )
+    return credit
 
 
 def load_models(config: TrainConfig, task: Task) -> tuple[Any, dict[str, Any]]:
