@@ -97,6 +97,24 @@ def test_math_orchestra_trains_on_a_jsonl(tmp_path, branches):
     assert all(line["sampled_tokens"] > 0 and line["episodes/failed"] == 0 for line in lines)
 
 
+@pytest.mark.parametrize("branches", [1, 2])
+def test_plan_path_trains_with_and_without_a_tree(tmp_path, branches):
+    config = config_of(
+        tmp_path,
+        task="plan_path",
+        task_options={"side": 5, "min_route": 3, "max_turns": 2, "max_tokens": 12},
+        rollout={"questions": 2, "copies": 2, "branches": branches, "max_tokens": 12},
+        credit={"rule": "at_grpo", "options": {"include_truncated": True}},
+        warm_start={"steps": 40, "batch_size": 16},
+    )
+    run = train_from_config(config)
+    lines = lines_of(tmp_path)
+    assert [line["episodes"] for line in lines] == [4, 4]
+    assert all(line["sampled_tokens"] > 0 and line["episodes/failed"] == 0 for line in lines)
+    assert any(line["metric/valid_format/planner"] > 0 for line in lines), "the warm start teaches the format"
+    assert run.evaluate().failed == 0
+
+
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K's files are not beside the repository")
 def test_math_orchestra_on_gsm8k(tmp_path):
     config = config_of(

@@ -18,6 +18,7 @@ __all__ = ["TASKS", "Demonstration", "Player", "Split", "Task", "TaskOptions", "
 
 TASKS = {
     "math_orchestra": "turnwise.tasks.math_orchestra:MathOrchestraTask",
+    "plan_path": "turnwise.tasks.plan_path.team:PlanPathTask",
     "sudoku": "turnwise.tasks.sudoku.team:SudokuTask",
 }
 """Name of each shipped task, and where its class is found when it is first asked for."""

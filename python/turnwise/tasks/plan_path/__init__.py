@@ -1,0 +1,40 @@
+"""Plan-Path: routes through a walled grid, for a tool agent and a planner, or for one solver."""
+
+from __future__ import annotations
+
+from .demonstrations import demonstrations
+from .env import Outcome, PlanPathEnv, Scoring, StepResult
+from .maze import (
+    Difficulty,
+    Maze,
+    draw_mazes,
+    format_maze,
+    parse_maze,
+    parse_route,
+    shortest_route,
+    split_of_maze,
+    walk,
+)
+from .prompts import plan_path_messages
+from .team import PlanPathEpisode, PlanPathOptions, PlanPathTask
+
+__all__ = [
+    "Difficulty",
+    "Maze",
+    "Outcome",
+    "PlanPathEnv",
+    "PlanPathEpisode",
+    "PlanPathOptions",
+    "PlanPathTask",
+    "Scoring",
+    "StepResult",
+    "demonstrations",
+    "draw_mazes",
+    "format_maze",
+    "parse_maze",
+    "parse_route",
+    "plan_path_messages",
+    "shortest_route",
+    "split_of_maze",
+    "walk",
+]

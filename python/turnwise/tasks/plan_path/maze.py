@@ -1,0 +1,244 @@
+"""Plan-Path without models: square mazes, the mazes of each split, walks, shortest routes and the text form.
+
+A cell is a number, row by row from 0; a route is a string of the moves ``U``, ``D``, ``L`` and ``R``.
+
+Example: in the maze ``A#G / ... / ..#`` the start is cell 0, the goal cell 2, and ``"DRRU"`` the shortest route.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from functools import lru_cache
+from math import isqrt
+from random import Random
+from typing import NamedTuple
+
+from turnwise.tasks.base import Split, check_split, split_of
+
+WALL, FREE, AGENT, GOAL = "#", ".", "A", "G"
+MOVES = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
+SIDES = (3, 30)  # smallest and largest maze
+MAX_WALLS = 0.6  # of all cells; denser mazes fall into pieces
+
+_PATIENCE = 20_000  # draws in a row without a new maze, after which there is taken to be none
+
+
+class Maze(NamedTuple):
+    """A square maze: ``cells`` are side * side characters, ``#`` for a wall and ``.`` elsewhere; start and goal differ.
+
+    Example: ``Maze(".#......#", start=0, goal=2)``
+    """
+
+    cells: str
+    start: int
+    goal: int
+
+    @property
+    def side(self) -> int:
+        return isqrt(len(self.cells))
+
+
+class Difficulty(NamedTuple):
+    """Cells per side, the share of them that are walls, and the fewest moves from start to goal."""
+
+    side: int = 10
+    walls: float = 0.25
+    min_route: int = 6
+
+
+class Walk(NamedTuple):
+    """The cells that a route entered, in order, and how many moves it names: more, if a wall or the goal ended it."""
+
+    cells: tuple[int, ...]
+    named: int
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rules
+# ---------------------------------------------------------------------------------------------------------------------
+def neighbour(maze: Maze, cell: int, move: str) -> int | None:
+    """The cell that ``move`` leads to, or ``None`` for a wall and the edge."""
+    side = maze.side
+    row, column = cell // side + MOVES[move][0], cell % side + MOVES[move][1]
+    if not (0 <= row < side and 0 <= column < side):
+        return None
+    return None if maze.cells[row * side + column] == WALL else row * side + column
+
+
+def walk(maze: Maze, start: int, route: str) -> Walk:
+    """``route`` from ``start``, up to the goal or the first move into a wall or over the edge.
+
+    Raises ``ValueError`` for letters that are no moves.
+
+    Example: in ``A#G / ... / ..#`` the route ``"DUR"`` ends at the wall: ``Walk(cells=(3, 0), named=3)``.
+    """
+    if set(route) - set(MOVES):
+        raise ValueError(f"route={route!r}: expected moves out of {''.join(MOVES)!r}")
+    cells: list[int] = []
+    here = start
+    for move in route:
+        following = neighbour(maze, here, move)
+        if following is None or here == maze.goal:
+            break
+        cells.append(here := following)
+    return Walk(tuple(cells), len(route))
+
+
+@lru_cache(maxsize=4096)
+def distances(maze: Maze) -> tuple[int | None, ...]:
+    """Moves from each cell to the goal, by breadth-first search; ``None`` where no route leads there."""
+    found: list[int | None] = [None] * len(maze.cells)
+    found[maze.goal] = 0
+    queue = deque([(maze.goal, 0)])
+    while queue:
+        cell, distance = queue.popleft()
+        for move in MOVES:
+            following = neighbour(maze, cell, move)
+            if following is not None and found[following] is None:
+                found[following] = distance + 1
+                queue.append((following, distance + 1))
+    return tuple(found)
+
+
+def distance(maze: Maze, cell: int) -> int:
+    """Moves from ``cell`` to the goal. Raises ``ValueError`` where no route leads there."""
+    found = distances(maze)[cell]
+    if found is None:
+        raise ValueError(
+            f"cell={cell!r}: expected a cell with a route to the goal {maze.goal!r} of\n{format_maze(maze)}"
+        )
+    return found
+
+
+def shortest_route(maze: Maze, start: int | None = None) -> str:
+    """The shortest route to the goal, by default from the maze's start; of several the first in ``UDLR``'s order.
+
+    Raises ``ValueError`` where there is none.
+    """
+    here = maze.start if start is None else start
+    route = ""
+    for left in range(distance(maze, here), 0, -1):
+        steps = {move: neighbour(maze, here, move) for move in MOVES}
+        move, here = next(
+            (move, cell) for move, cell in steps.items() if cell is not None and distances(maze)[cell] == left - 1
+        )
+        route += move
+    return route
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mazes
+# ---------------------------------------------------------------------------------------------------------------------
+def draw_mazes(split: Split, n: int, seed: int | str, difficulty: Difficulty = Difficulty()) -> list[Maze]:  # noqa: B008
+    """``n`` different mazes of ``split``, each with a route to the goal of at least ``difficulty.min_route`` moves.
+
+    The same arguments give the same mazes, and a longer list begins with the shorter one. Walls and goal alone decide
+    the split: so no cell that a walk reaches in training makes a maze of another split. Raises ``ValueError`` where
+    the split holds too few such mazes.
+    """
+    check_split(split)
+    if n < 0:
+        raise ValueError(f"n={n!r}: expected a count >= 0")
+    check_difficulty(difficulty)
+    rng = Random(f"plan-path/{split}/{seed}/{'/'.join(map(str, difficulty))}")
+    found: dict[Maze, None] = {}
+    misses = 0
+    while len(found) < n:
+        maze = _draw(difficulty, rng)
+        if maze is not None and maze not in found and split_of_maze(maze) == split:
+            found[maze] = None
+            misses = 0
+        elif (misses := misses + 1) == _PATIENCE:
+            raise ValueError(f"n={n!r}: the {split} split holds about {len(found)} mazes with {difficulty}")
+    return list(found)
+
+
+def _draw(difficulty: Difficulty, rng: Random) -> Maze | None:
+    """A random maze, or ``None`` where no cell is far enough from the goal that was drawn."""
+    count = difficulty.side**2
+    walls = set(rng.sample(range(count), round(difficulty.walls * count)))
+    cells = "".join(WALL if cell in walls else FREE for cell in range(count))
+    goal = rng.choice([cell for cell in range(count) if cell not in walls])
+    far = [
+        cell
+        for cell, moves in enumerate(distances(Maze(cells, goal, goal)))
+        if moves is not None and moves >= difficulty.min_route
+    ]
+    return Maze(cells, rng.choice(far), goal) if far else None
+
+
+def split_of_maze(maze: Maze) -> Split:
+    """The one split that a maze belongs to, whatever its start."""
+    return split_of(format_maze(maze, maze.goal))
+
+
+def check_difficulty(difficulty: Difficulty) -> None:
+    """Raise ``ValueError`` for a side, a share of walls or a route that no maze can have."""
+    side, walls, min_route = difficulty
+    if not SIDES[0] <= side <= SIDES[1]:
+        raise ValueError(f"side={side!r}: expected {SIDES[0]} to {SIDES[1]} cells")
+    if not 0 <= walls <= MAX_WALLS:
+        raise ValueError(f"walls={walls!r}: expected a share of the cells from 0 to {MAX_WALLS}")
+    if not 1 <= min_route < side**2:
+        raise ValueError(f"min_route={min_route!r}: expected 1 to {side**2 - 1} moves on a side of {side}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text
+# ---------------------------------------------------------------------------------------------------------------------
+_SEPARATORS = re.compile(r"[\s,;|>\-\u2192\[\]()'\"`*.]+")
+_LABEL = re.compile(r"\s*[*_]*[A-Za-z][A-Za-z ]*[*_]*:")
+_WORDS = {"UP": "U", "DOWN": "D", "LEFT": "L", "RIGHT": "R"}
+_LETTERS = re.compile(rf"[{''.join(MOVES)}]+")
+
+
+def format_maze(maze: Maze, position: int | None = None) -> str:
+    """A line per row, ``A`` at ``position`` (the start by default) and ``G`` at the goal; no newline at the end.
+
+    Where the position is the goal, ``G`` alone is shown.
+    """
+    cells = list(maze.cells)
+    cells[maze.start if position is None else position] = AGENT
+    cells[maze.goal] = GOAL
+    side = maze.side
+    return "\n".join("".join(cells[row * side : (row + 1) * side]) for row in range(side))
+
+
+@lru_cache(maxsize=4096)
+def parse_maze(text: str) -> Maze:
+    """The maze that :func:`format_maze` wrote. Raises ``ValueError`` for text that is none, saying what is amiss."""
+    rows = text.split("\n")
+    cells = "".join(rows)
+    where = f"maze={text!r}: expected"
+    if not SIDES[0] <= len(rows) <= SIDES[1] or any(len(row) != len(rows) for row in rows):
+        raise ValueError(f"{where} as many rows as columns, {SIDES[0]} to {SIDES[1]}")
+    if set(cells) - {WALL, FREE, AGENT, GOAL} or cells.count(AGENT) != 1 or cells.count(GOAL) != 1:
+        raise ValueError(f"{where} one {AGENT!r}, one {GOAL!r}, and {WALL!r} or {FREE!r} elsewhere")
+    start, goal = cells.index(AGENT), cells.index(GOAL)
+    return Maze(cells.replace(AGENT, FREE).replace(GOAL, FREE), start, goal)
+
+
+def format_route(route: str) -> str:
+    """The moves with blanks between them: ``"RRD"`` is written ``"R R D"``, a token each."""
+    return " ".join(route)
+
+
+def parse_route(text: str) -> str | None:
+    """The route on the last line of ``text`` that holds moves and nothing else, or ``None``.
+
+    Moves are the capitals ``UDLR`` or the words up, down, left and right; blanks, commas, arrows, brackets and a label
+    before a colon do not matter.
+
+    Example: ``parse_route("I go round the wall.\\nMoves: [up, up, RIGHT]") == parse_route("U U R") == "UUR"``
+    """
+    for line in reversed(text.splitlines()):
+        parts = [part for part in _SEPARATORS.split(_LABEL.sub("", line, count=1)) if part]
+        moves = [_read_moves(part) for part in parts]
+        if moves and None not in moves:
+            return "".join(move for move in moves if move is not None)
+    return None
+
+
+def _read_moves(part: str) -> str | None:
+    return part if _LETTERS.fullmatch(part) else _WORDS.get(part.upper())

@@ -1,0 +1,255 @@
+"""The Plan-Path task: a tool agent suggests a route, a planner decides what is walked; or one solver plays alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler
+from turnwise.arena.context import derive_seed
+from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, check_counts
+from turnwise.tasks.rewards import MixMode, mix_rewards
+from turnwise.types import Actor, EpisodeRequest, EpisodeState, Messages
+
+from .demonstrations import demonstrations
+from .env import Outcome, PlanPathEnv, Scoring
+from .maze import (
+    MAX_WALLS,
+    MOVES,
+    SIDES,
+    Difficulty,
+    Maze,
+    check_difficulty,
+    draw_mazes,
+    format_maze,
+    format_route,
+    parse_maze,
+    parse_route,
+    shortest_route,
+)
+from .prompts import SYSTEM_PROMPTS, board_message, read_messages
+
+Role = Literal["tool", "planner", "solver"]
+TEAM: tuple[Role, ...] = ("tool", "planner")
+
+
+class PlanPathEpisode(MultiTurnEpisode):
+    """One maze, played by ``actors`` in order for up to ``max_turns`` rounds, until the goal is reached (AT-GRPO).
+
+    The artifact is ``{"maze": "A#G\\n...\\n..#"}``. Each action is a route. The last actor's is walked, up to the first
+    move into a wall; what the others reply is the suggestion that the next one sees, and AT-GRPO's tool agent, which
+    there runs a program, here names its route itself. One that can't be read leaves suggestion and walker as they were.
+    A step earns what ``scoring`` gives for its route, a suggestion what it would earn if it were walked. ``rubric``
+    mixes the same two parts for the whole episode: the team's efficiency for every actor, and how close to the goal its
+    last action led.
+
+    Example: ``PlanPathEpisode(sampler=TreeSampler(branches=8))`` for the team,
+    ``PlanPathEpisode(actors=("solver",), max_turns=1)`` for one agent.
+    """
+
+    episode_type = "plan_path"
+
+    def __init__(
+        self,
+        *,
+        actors: Sequence[str] = TEAM,
+        max_turns: int = 3,
+        scoring: Scoring | None = None,
+        sampler: TreeSampler | None = None,
+    ) -> None:
+        super().__init__(sampler=sampler, max_turns=max_turns)
+        self.actors = tuple(actors)
+        self.scoring = scoring or Scoring()
+        # What the outcome alone and the own part alone are worth, so the rubric's sum is the steps' mix.
+        alpha, mode = self.scoring.alpha, self.scoring.mode
+        weights = [mix_rewards(1.0, 0.0, alpha, mode), mix_rewards(0.0, 1.0, alpha, mode), 0.0, 0.0, 0.0]
+        self.rubric = Rubric([efficiency, closeness, solved, valid_format, legal_moves], weights)
+
+    def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
+        # "path" is the environment's own list: a fork of the data is a fork of the environment.
+        path = PlanPathEnv(parse_maze(artifact["maze"])).path
+        state.data = {"maze": artifact["maze"], "path": path, "route": None, "outcomes": {}}
+
+    def environment(self, state: EpisodeState) -> PlanPathEnv:
+        """The environment of ``state``: what it walks is written to ``state.data``."""
+        return PlanPathEnv(parse_maze(state.data["maze"]), self.scoring, state.data["path"])
+
+    def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
+        """The board and the suggestion alone; the arena puts the actor's system prompt in front."""
+        return [board_message(self.environment(state).observe(), state.data["route"])]
+
+    def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
+        data, actor = state.data, state.current_actor
+        env, route = self.environment(state), parse_route(state.last_completion_text)
+        if actor == self.actors[-1]:
+            outcome, data["route"] = env.step(route).outcome, None
+        else:
+            outcome, data["route"] = env.preview(route), route or data["route"]
+        data["outcomes"].setdefault(actor, []).append(outcome._asdict())
+
+    def step_reward(self, state: EpisodeState, arena: Any, artifact: Any) -> float:
+        return self.scoring.reward(Outcome(**state.data["outcomes"][state.current_actor][-1]))
+
+    def is_done(self, state: EpisodeState, arena: Any, artifact: Any) -> bool:
+        return self.environment(state).solved
+
+    def get_extras(self, state: EpisodeState) -> dict[str, Any]:
+        """``solved`` and ``efficiency`` of the team; ``closeness``, ``valid`` and ``legal`` by actor; ``path``.
+
+        The last two are shares of all completions and of the moves in them, ``path`` the cells walked, the start first.
+        """
+        env, outcomes = self.environment(state), state.data["outcomes"]
+        return {
+            "solved": dict.fromkeys(self.actors, float(env.solved)),
+            "efficiency": dict.fromkeys(self.actors, env.efficiency),
+            "closeness": {actor: acted[-1]["closeness"] for actor, acted in outcomes.items()},
+            "valid": {actor: _mean(acted, "valid") for actor, acted in outcomes.items()},
+            "legal": {actor: _mean(acted, "legal") for actor, acted in outcomes.items()},
+            "path": list(env.path),
+            "rounds": 1 + max((step.turn for step in state.trajectory), default=0),
+        }
+
+
+def _mean(outcomes: Sequence[dict[str, Any]], name: str) -> float:
+    return sum(outcome[name] for outcome in outcomes) / len(outcomes)
+
+
+def efficiency(extras: dict[str, Any]) -> dict[str, float]:
+    """Fewest moves over moves walked where the goal was reached, else 0: for every actor of the team, acted or not."""
+    return extras["efficiency"]
+
+
+def closeness(extras: dict[str, Any]) -> dict[str, float]:
+    """How close to the goal each actor's last action led: 1 at the goal, 0 no closer than the start."""
+    return extras["closeness"]
+
+
+def solved(extras: dict[str, Any]) -> dict[str, float]:
+    """1.0 for every actor of the team where the goal was reached."""
+    return extras["solved"]
+
+
+def valid_format(extras: dict[str, Any]) -> dict[str, float]:
+    """The share of each actor's completions that held a route."""
+    return extras["valid"]
+
+
+def legal_moves(extras: dict[str, Any]) -> dict[str, float]:
+    """The share of the moves of each actor's routes that could be walked, averaged over its completions."""
+    return extras["legal"]
+
+
+class PlanPathOptions(TaskOptions):
+    """Options of the task ``plan_path``. ``actors = ["solver"]`` with ``max_turns = 1`` is the single agent.
+
+    ``side``, ``walls`` and ``min_route`` make a maze hard: its cells per side, the share of them that are walls, and
+    the fewest moves from start to goal. ``quality`` is the chance that a demonstrated route is the shortest,
+    ``max_tokens`` the limit of one completion (with the tiny model a token per move, and the end of turn).
+    """
+
+    actors: tuple[Role, ...] = Field(default=TEAM, min_length=1)
+    max_turns: int = Field(default=3, ge=1)
+    side: int = Field(default=Difficulty().side, ge=SIDES[0], le=SIDES[1])
+    walls: float = Field(default=Difficulty().walls, ge=0, le=MAX_WALLS)
+    min_route: int = Field(default=Difficulty().min_route, ge=1)
+    alpha: float = Field(default=1.0, ge=0)
+    mode: MixMode = "weighted_sum"
+    invalid_cost: float = Field(default=0.25, ge=0)
+    illegal_cost: float = Field(default=0.1, ge=0)
+    quality: float = Field(default=0.4, ge=0, le=1)
+    max_tokens: int = Field(default=64, ge=1)
+
+    @field_validator("actors")
+    @classmethod
+    def _once_each_and_a_walker_last(cls, actors: tuple[Role, ...]) -> tuple[Role, ...]:
+        if len(set(actors)) != len(actors):
+            raise ValueError("expected each actor once")
+        if actors[-1] == "tool":
+            raise ValueError("expected the planner or the solver last, whose routes are walked")
+        return actors
+
+    @model_validator(mode="after")
+    def _can_be_drawn(self) -> PlanPathOptions:
+        check_difficulty(self.difficulty)
+        return self
+
+    @property
+    def difficulty(self) -> Difficulty:
+        return Difficulty(self.side, self.walls, self.min_route)
+
+
+class PlanPathTask:
+    """Routes through mazes; see :class:`turnwise.tasks.base.Task` for what each method promises.
+
+    Example: ``PlanPathTask(PlanPathOptions(side=6, min_route=3))``
+    """
+
+    name = "plan_path"
+    options_type = PlanPathOptions
+
+    def __init__(self, options: PlanPathOptions | None = None) -> None:
+        self.options = options or PlanPathOptions()
+        self.success_metric = f"solved/{self.options.actors[0]}"
+
+    @property
+    def actors(self) -> list[Actor]:
+        limit = self.options.max_tokens
+        return [Actor(actor, SYSTEM_PROMPTS[actor], max_tokens=limit) for actor in self.options.actors]
+
+    def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
+        options = self.options
+        scoring = Scoring(options.alpha, options.mode, options.invalid_cost, options.illegal_cost)
+        episode = PlanPathEpisode(actors=options.actors, max_turns=options.max_turns, scoring=scoring, sampler=tree)
+        return {self.name: episode}
+
+    def requests(self, step: int, questions: int, copies: int) -> list[EpisodeRequest]:
+        """Fresh mazes at every step, drawn from the 8 in 10 that belong to training."""
+        check_counts(questions=questions, copies=copies)
+        return [
+            self._request(maze, f"{step}", derive_seed(self.name, self.options.seed, step, *maze, copy), True)
+            for maze in self._draw("train", questions, f"{self.options.seed}/step-{step}")
+            for copy in range(copies)
+        ]
+
+    def eval_requests(self, split: Split, n: int) -> list[EpisodeRequest]:
+        """The same mazes whatever the task's seed, so that runs compare."""
+        return [
+            self._request(maze, split, derive_seed(self.name, split, *maze), False) for maze in self._draw(split, n, 0)
+        ]
+
+    def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
+        mazes = self._draw("train", n, f"demonstrations/{seed}")
+        return demonstrations(mazes, self.options.actors, seed, self.options.quality)
+
+    def texts(self) -> list[str]:
+        """The words of every role's prompts, the same for each choice of actors: one tokenizer serves them all."""
+        shown = demonstrations(self._draw("train", 60, "texts"), tuple(SYSTEM_PROMPTS), "texts")
+        # Replies stand as often as prompts, so that a move with its blank becomes one token.
+        return [text for _, messages, reply in shown for text in (*(m["content"] for m in messages), reply)]
+
+    def oracle(self) -> Player:
+        def play(actor_id: str, messages: Messages) -> str:
+            return format_route(shortest_route(read_messages(messages)[0]))
+
+        return play
+
+    def random_player(self, seed: int) -> Player:
+        """Names up to two sides' worth of any moves."""
+        rng = Random(f"plan-path-random/{seed}")
+
+        def play(actor_id: str, messages: Messages) -> str:
+            side = read_messages(messages)[0].side
+            return format_route("".join(rng.choice(list(MOVES)) for _ in range(rng.randint(1, 2 * side))))
+
+        return play
+
+    def _draw(self, split: Split, n: int, seed: int | str) -> list[Maze]:
+        return draw_mazes(split, n, seed, self.options.difficulty)
+
+    def _request(self, maze: Maze, group: str, seed: int, is_trainable: bool) -> EpisodeRequest:
+        board = format_maze(maze)
+        group_id = f"{group}/{board}"
+        return EpisodeRequest(self.name, {"maze": board}, group_id=group_id, seed=seed, is_trainable=is_trainable)

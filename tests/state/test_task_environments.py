@@ -1,0 +1,152 @@
+"""The games of the shipped tasks on the state store: forks of them are what deep copies of them would be."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import weakref
+
+import pytest
+
+from turnwise.arena.episode import make_forkable
+from turnwise.state import ForkableMixin, PrunedError, StateList, fork_many, prune, to_python
+from turnwise.tasks.plan_path import Difficulty, PlanPathEnv, PlanPathEpisode, draw_mazes, format_maze
+from turnwise.tasks.sudoku import SudokuEpisode, sudoku_puzzles
+from turnwise.types import EpisodeState
+
+FORKS = 8
+
+
+class ForkablePath(ForkableMixin, PlanPathEnv): ...
+
+
+class PathLast(PlanPathEnv, ForkableMixin): ...
+
+
+class SharesItsMaze(ForkableMixin, PlanPathEnv, share=("maze", "scoring")): ...
+
+
+KINDS = [ForkablePath, PathLast, SharesItsMaze]
+
+
+def any_route(luck):
+    return luck.choice([None, "".join(luck.choices("UDLR", k=luck.randint(1, 9)))])
+
+
+def play(env, route):
+    """Everything that a step and the reset after it say."""
+    result = env.step(route)
+    return (*result, env.render(), env.efficiency, env.reset() if result.done else None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_plan_path_runs_unchanged_on_forks(kind, seed):
+    luck = random.Random(seed)
+    (maze,) = draw_mazes("train", 1, seed, Difficulty(6, 0.25, 3))
+    pairs = [(kind(maze), PlanPathEnv(maze))]
+    forks = finished = 0
+    for number in range(1500):
+        ours, plain = pairs[luck.randrange(len(pairs))]
+        if luck.random() < 0.1:
+            copies = copy.deepcopy(ours), copy.deepcopy(plain)
+            forks += 1
+            if len(pairs) < 12:
+                pairs.append(copies)
+            else:
+                pairs[luck.randrange(12)] = copies
+            continue
+        route = any_route(luck)
+        said = play(ours, route)
+        assert said == play(plain, route), f"seed {seed}, step {number}"
+        finished += said[2]
+    assert forks > 100 and finished > 3
+    for ours, plain in pairs:
+        assert type(ours) is kind and ours.path == plain.path and ours.observe() == plain.observe()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_turn_of_a_tree_on_plan_path(kind):
+    """Fork N, step each its own way, keep the best: equal to deep-copied twins, and the losers are gone."""
+    luck = random.Random(3)
+    (maze,) = draw_mazes("train", 1, 3)
+    ours, plain = kind(maze), PlanPathEnv(maze)
+    for _ in range(6):
+        before = list(plain.path)
+        branches = [env for (env,) in fork_many([ours], FORKS)]
+        twins = [copy.deepcopy(plain) for _ in range(FORKS)]
+        assert all(type(env.path) is StateList for env in branches)
+        routes = [any_route(luck) for _ in range(FORKS)]
+        results = [env.step(route) for env, route in zip(branches, routes, strict=True)]
+        assert results == [twin.step(route) for twin, route in zip(twins, routes, strict=True)]
+        assert [env.path for env in branches] == [twin.path for twin in twins]
+        assert ours.path == plain.path == before, "no branch has walked for its parent"
+        best = max(range(FORKS), key=lambda index: results[index].reward)
+        watched = [weakref.ref(env) for env in branches]
+        store, versions = ours.path._state.store, weakref.WeakSet(env.path._state for env in branches)
+        ours, plain = branches[best], twins[best]
+        del branches
+        gc.collect()
+        assert [ref() is not None for ref in watched] == [index == best for index in range(FORKS)]
+        assert list(versions) == [ours.path._state] and ours.path._state in store.states()
+        if results[best].done:
+            ours.reset(), plain.reset()
+    assert ours.path == plain.path
+
+
+# --- the episodes, whose whole game is their data -------------------------------------------------------------------
+def any_grid(luck):
+    return "\n".join("".join(luck.choice("1234") for _ in range(4)) for _ in range(luck.choice([3, 4, 4, 4])))
+
+
+def sudoku(seed):
+    (puzzle,) = sudoku_puzzles("train", 1, seed)
+    return SudokuEpisode(), {"puzzle": puzzle.givens}, any_grid
+
+
+def plan_path(seed):
+    (maze,) = draw_mazes("train", 1, seed)
+    return PlanPathEpisode(), {"maze": format_maze(maze)}, lambda luck: any_route(luck) or "no idea"
+
+
+def act(episode, state, actor, text, artifact):
+    """One action as the arena plays it; what it was worth."""
+    state.current_actor, state.last_completion_text = actor, text
+    episode.env_response(state, None, artifact)
+    return episode.step_reward(state, None, artifact), episode.is_done(state, None, artifact)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("game", [sudoku, plan_path])
+def test_a_tree_of_a_tasks_episode_equals_a_tree_of_deep_copies(game, seed):
+    luck = random.Random(seed)
+    episode, artifact, any_text = game(seed)
+    ours, plain = EpisodeState(), EpisodeState()
+    for state in (ours, plain):
+        episode.setup(state, None, artifact)
+    make_forkable(ours)
+    for turn in range(8):
+        actor = episode.actors[turn % 2]
+        before = copy.deepcopy(plain.data)
+        branches, twins = ours.fork(FORKS), [copy.deepcopy(plain) for _ in range(FORKS)]
+        texts = [any_text(luck) for _ in range(FORKS)]
+        played = [act(episode, state, actor, text, artifact) for state, text in zip(branches, texts, strict=True)]
+        again = [act(episode, state, actor, text, artifact) for state, text in zip(twins, texts, strict=True)]
+        assert played == again, f"seed {seed}, turn {turn}"
+        assert [to_python(state.data) for state in branches] == [state.data for state in twins]
+        assert ours.data == before, "no branch has written into its parent"
+        best = max(range(FORKS), key=lambda index: played[index][0])
+        losers = [state.data for index, state in enumerate(branches) if index != best]
+        store, parent = ours.data._state.store, ours.data
+        ours, plain = branches[best], twins[best]
+        held = len(store.states())
+        for data in (*losers, parent):
+            prune(data)
+            with pytest.raises(PrunedError):
+                data["outcomes" if game is plan_path else "draft"]
+        assert len(store.states()) == held - FORKS and to_python(ours.data) == plain.data
+        assert episode.build_messages(ours, None, artifact) == episode.build_messages(plain, None, artifact)
+        if played[best][1]:
+            break
+    assert episode.get_extras(ours) == episode.get_extras(plain)

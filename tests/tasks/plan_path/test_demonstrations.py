@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from turnwise.tasks.plan_path.demonstrations import decide, demonstrations, straight_route, suggest
+from turnwise.tasks.plan_path.maze import Difficulty, draw_mazes, parse_maze, parse_route, shortest_route, walk
+from turnwise.tasks.plan_path.prompts import read_messages
+
+MAZES = draw_mazes("train", 600, 0, Difficulty(7, 0.3, 4))
+MAZE = parse_maze("A#G\n...\n..#")
+TEAM = ("tool", "planner")
+
+
+def reaches(maze, route):
+    return walk(maze, maze.start, route).cells[-1:] == (maze.goal,)
+
+
+def by_hand(draws: list[float]) -> Random:
+    """A generator whose uniform draws are the given ones, in order."""
+    rng = Random(0)
+    left = iter(draws)
+    rng.random = lambda: next(left)  # type: ignore[method-assign]
+    return rng
+
+
+@pytest.mark.parametrize(
+    ("board", "route"),
+    [("A#G\n...\n..#", "RR"), ("...\n.#.\nG.A", "LL"), ("G..\n.#.\n..A", "UULL"), ("A..\n.#.\n..G", "DDRR")],
+)
+def test_straight_routes_by_hand(board, route):
+    assert straight_route(parse_maze(board)) == route
+
+
+def test_suggestions_and_decisions_by_hand():
+    # Draws: below quality 0.5 -> right; else below 0.8 -> the habit.
+    assert suggest(MAZE, 0.5, by_hand([0.4])) == "DRRU"
+    assert suggest(MAZE, 0.5, by_hand([0.9, 0.0])) == "RR"
+    shuffled = parse_maze("A..\n.#.\n..G")
+    assert {suggest(shuffled, 0.0, Random(seed)) for seed in range(200)} > {"DDRR", "RRDD", "RDRD"}
+    assert decide(MAZE, "DRRU", 0.5, by_hand([])) == "DRRU"  # it arrives: nothing is drawn
+    assert decide(MAZE, "DRLRRU", 0.5, by_hand([])) == "DRLRRU"
+    assert decide(MAZE, "RR", 0.5, by_hand([0.9])) == "RR"
+    assert decide(MAZE, "RR", 0.5, by_hand([0.4])) == "DRRU"
+
+
+@pytest.mark.parametrize("quality", [0.0, 0.4, 1.0])
+def test_every_demonstration_is_well_formed(quality):
+    later = 0
+    for drawn, (actor, messages, text) in zip(MAZES, demonstrations(MAZES, TEAM, 1, quality), strict=True):
+        maze, suggestion = read_messages(messages)
+        assert (maze.cells, maze.goal) == (drawn.cells, drawn.goal) and maze.start != maze.goal
+        assert parse_route(text) is not None and "\n" not in text
+        assert suggestion is None or actor == "planner"
+        later += maze.start != drawn.start
+    assert 0.15 < later / len(MAZES) < 0.35
+
+
+def test_quality_is_the_chance_of_a_right_route():
+    share = {}
+    for quality in (0.0, 0.4, 0.7, 1.0):
+        arrived = Counter()
+        for actor, messages, text in demonstrations(MAZES, TEAM, 1, quality):
+            maze, _ = read_messages(messages)
+            arrived[actor] += len(parse_route(text)) == len(shortest_route(maze)) and reaches(maze, parse_route(text))
+        share[quality] = {actor: arrived[actor] / (len(MAZES) / 2) for actor in TEAM}
+    assert share[1.0] == {"tool": 1.0, "planner": 1.0}
+    for actor in TEAM:
+        assert share[0.0][actor] < share[0.4][actor] < share[0.7][actor] < 1.0
+    assert share[0.0]["tool"] < 0.3 and share[0.4]["tool"] < 0.65
+
+
+def test_below_one_half_the_likeliest_route_is_the_habit():
+    answers = Counter(suggest(MAZE, 0.4, Random(seed)) for seed in range(2000))
+    assert answers.most_common() == [("RR", answers["RR"]), ("DRRU", answers["DRRU"])]
+    assert answers["DRRU"] / 2000 == pytest.approx(0.4, abs=0.04)
+
+
+def test_roles_take_turns_and_the_seed_decides():
+    made = demonstrations(MAZES[:40], TEAM, 3)
+    assert Counter(actor for actor, *_ in made) == {"tool": 20, "planner": 20}
+    assert demonstrations(MAZES[:40], TEAM, 3) == made
+    assert demonstrations(MAZES[:40], TEAM, 4) != made
+    assert {actor for actor, *_ in demonstrations(MAZES[:4], ("solver",), 3)} == {"solver"}
+    suggested = [
+        read_messages(m)[1] is not None for actor, m, _ in demonstrations(MAZES, TEAM, 3) if actor == "planner"
+    ]
+    assert 0.8 < sum(suggested) / len(suggested) < 0.97
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match=r"quality=1\.5"):
+        demonstrations(MAZES[:1], TEAM, 0, 1.5)
+    with pytest.raises(ValueError, match="actors"):
+        demonstrations(MAZES[:1], (), 0)

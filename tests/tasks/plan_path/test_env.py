@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import copy
+from random import Random
+
+import pytest
+
+from turnwise.tasks.plan_path.env import Outcome, PlanPathEnv, Scoring
+from turnwise.tasks.plan_path.maze import Difficulty, Maze, distance, draw_mazes, parse_maze, shortest_route
+
+MAZE = parse_maze("A#G\n...\n..#")  # 4 moves: D R R U
+
+
+# --- by hand ---------------------------------------------------------------------------------------------------------
+def test_the_shortest_walk_earns_everything():
+    env = PlanPathEnv(MAZE)
+    result = env.step("DRRU")
+    assert result == (".#G\n...\n..#", 2.0, True, Outcome(valid=True, legal=1.0, closeness=1.0, efficiency=1.0))
+    assert env.path == [0, 3, 4, 5, 2] and env.solved and env.efficiency == 1.0
+
+
+def test_a_walk_of_several_steps_by_hand():
+    env = PlanPathEnv(MAZE)
+    assert env.observe() == "A#G\n...\n..#"
+    # Cell 4 is half-way; then the wall below 5 ends a route of which one move in three was walked.
+    assert env.step("DR")[:3] == (".#G\n.A.\n..#", pytest.approx(0.5), False)
+    result = env.step("RDD")
+    assert result.outcome == Outcome(valid=True, legal=pytest.approx(1 / 3), closeness=0.75, efficiency=0.0)
+    assert result.reward == pytest.approx(0.75 - 0.1 * 2 / 3)
+    # Unreadable: nobody moves.
+    assert env.step(None) == (".#G\n..A\n..#", pytest.approx(0.75 - 0.25), False, Outcome(False, 1.0, 0.75, 0.0))
+    # There and back: 3 + 3 moves walked where 4 are enough; the last one named comes after the goal.
+    result = env.step("LRUU")
+    assert env.path == [0, 3, 4, 5, 4, 5, 2] and result.done
+    assert result.outcome == Outcome(True, 0.75, 1.0, pytest.approx(4 / 6))
+    assert result.reward == pytest.approx(4 / 6 + 1 - 0.1 * 0.25)
+
+
+def test_moving_away_is_not_close():
+    maze = parse_maze("...\n.AG\n...")
+    env = PlanPathEnv(maze)
+    assert env.step("LL").outcome == Outcome(True, 0.5, 0.0, 0.0)
+    assert distance(maze, env.position) == 2
+
+
+def test_preview_says_what_step_does_and_moves_nothing():
+    luck = Random(5)
+    for maze in draw_mazes("train", 20, 0, Difficulty(6, 0.25, 3)):
+        env = PlanPathEnv(maze)
+        for _ in range(6):
+            route = luck.choice([None, "", "".join(luck.choices("UDLR", k=luck.randint(1, 8)))])
+            before = copy.deepcopy(env)
+            outcome = env.preview(route)
+            assert env == before
+            assert env.step(route).outcome == outcome
+            assert env.efficiency == outcome.efficiency
+            if env.solved:
+                break
+
+
+def test_reset_and_render():
+    env = PlanPathEnv(MAZE)
+    env.step("DR")
+    assert env.render() == "+#G\n+A.\n..#\nwalked 2, at least 2 to go"
+    assert env.reset() == "A#G\n...\n..#" and env == PlanPathEnv(MAZE)
+    env.step("DRRU")
+    assert env.render() == "+#G\n+++\n..#\nwalked 4, at least 0 to go"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rewards_stay_in_their_bounds(seed):
+    luck = Random(seed)
+    for maze in draw_mazes("train", 20, seed):
+        env = PlanPathEnv(maze)
+        while not env.solved:
+            away = distance(maze, env.position)
+            route = "".join(luck.choices("UDLR", k=luck.randint(0, 30)))
+            result = env.step(route or None)
+            assert -0.35 <= result.reward <= 2.0 and result.done == env.solved, f"seed {seed}"
+            assert result.done or result.outcome.efficiency == 0.0
+            if luck.random() < 0.1:
+                assert env.solved or env.step(shortest_route(maze, env.position)).done
+            assert env.solved or distance(maze, env.position) <= away + len(route)
+        assert 0 < env.efficiency <= 1.0
+
+
+# --- scoring ---------------------------------------------------------------------------------------------------------
+def test_scoring_by_hand():
+    outcome = Outcome(valid=True, legal=0.5, closeness=0.75, efficiency=0.5)
+    assert Scoring(alpha=3.0, illegal_cost=0.0).reward(outcome) == 3 * 0.5 + 0.75
+    assert Scoring(alpha=0.25, mode="convex", illegal_cost=0.2).reward(outcome) == pytest.approx(
+        0.25 * 0.5 + 0.75 * 0.75 - 0.1
+    )
+    assert Scoring(invalid_cost=1.0).reward(Outcome(False, 1.0, 0.0, 0.0)) == -1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"alpha": 2.0, "mode": "convex"}, r"alpha=2\.0"),
+        ({"mode": "sum"}, "mode='sum'"),
+        ({"invalid_cost": -1.0}, r"invalid_cost=-1\.0"),
+        ({"illegal_cost": float("nan")}, "illegal_cost=nan"),
+    ],
+)
+def test_bad_scoring_is_named(options, named):
+    with pytest.raises(ValueError, match=named):
+        Scoring(**options)
+
+
+def test_bad_use_is_named():
+    with pytest.raises(ValueError, match=r"cell=0: expected a cell with a route"):
+        PlanPathEnv(Maze(".#.##....", start=0, goal=2))
+    env = PlanPathEnv(MAZE)
+    with pytest.raises(ValueError, match="route='north'"):
+        env.step("north")
+    assert env == PlanPathEnv(MAZE)
+    env.step("DRRU")
+    with pytest.raises(ValueError, match=r"route='L'.*reset\(\)"):
+        env.step("L")

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from turnwise.tasks.base import SPLIT_OF_RESIDUE
+from turnwise.tasks.plan_path.maze import (
+    MOVES,
+    WALL,
+    Difficulty,
+    Maze,
+    Walk,
+    distance,
+    distances,
+    draw_mazes,
+    format_maze,
+    format_route,
+    parse_maze,
+    parse_route,
+    shortest_route,
+    split_of_maze,
+    walk,
+)
+
+TEXT = "A#G\n...\n..#"
+MAZE = Maze(".#......#", start=0, goal=2)
+SMALL = Difficulty(side=5, walls=0.3, min_route=4)
+FIRST = ".##..#\n.###..\n....#.\n.A....\n...G..\n.#.#.."
+
+
+# --- rules -----------------------------------------------------------------------------------------------------------
+def test_distances_by_hand():
+    assert distances(MAZE) == (4, None, 0, 3, 2, 1, 4, 3, None)
+    assert distance(MAZE, 7) == 3
+    with pytest.raises(ValueError, match=r"cell=8: expected a cell with a route"):
+        distance(MAZE, 8)
+
+
+def test_shortest_routes_by_hand():
+    assert shortest_route(MAZE) == "DRRU"
+    assert shortest_route(MAZE, 6) == "URRU"  # and not "RURU", which is as short
+    assert shortest_route(MAZE, 2) == ""
+
+
+@pytest.mark.parametrize(
+    ("start", "route", "cells"),
+    [
+        (0, "DRRU", (3, 4, 5, 2)),
+        (0, "DRRUDL", (3, 4, 5, 2)),  # the goal ends it
+        (0, "DUR", (3, 0)),  # a wall
+        (0, "U", ()),  # an edge, as are the other three
+        (3, "L", ()),
+        (7, "D", ()),
+        (5, "R", ()),
+        (0, "", ()),
+    ],
+)
+def test_walks_by_hand(start, route, cells):
+    assert walk(MAZE, start, route) == Walk(cells, len(route))
+
+
+def test_what_is_no_move_is_refused():
+    with pytest.raises(ValueError, match=r"route='DRX'.*'UDLR'"):
+        walk(MAZE, 0, "DRX")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_shorter_route_exists(seed):
+    """Against every route there is, on mazes small enough to try them all."""
+    for maze in draw_mazes("train", 5, seed, Difficulty(side=4, walls=0.3, min_route=2)):
+        best = shortest_route(maze)
+        assert walk(maze, maze.start, best).cells[-1] == maze.goal and len(best) == distance(maze, maze.start)
+        for length in range(min(len(best), 7)):
+            for route in itertools.product(MOVES, repeat=length):
+                assert maze.goal not in walk(maze, maze.start, "".join(route)).cells, f"seed {seed}"
+
+
+# --- mazes -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("split", ["train", "validation", "eval"])
+@pytest.mark.parametrize("difficulty", [Difficulty(), SMALL, Difficulty(12, 0.4, 10), Difficulty(9, 0.0, 1)])
+def test_mazes_are_as_asked_and_solvable(split, difficulty):
+    mazes = draw_mazes(split, 30, 3, difficulty)
+    assert len(set(mazes)) == 30
+    for maze in mazes:
+        assert maze.side == difficulty.side
+        assert maze.cells.count(WALL) == round(difficulty.walls * difficulty.side**2)
+        assert WALL not in (maze.cells[maze.start], maze.cells[maze.goal])
+        assert distance(maze, maze.start) >= difficulty.min_route
+        assert split_of_maze(maze) == split
+
+
+def test_splits_share_no_maze_whatever_seed_and_start():
+    held = {split: set() for split in ("train", "validation", "eval")}
+    for seed, (split, seen) in itertools.product(range(3), held.items()):
+        seen |= {(maze.cells, maze.goal) for maze in draw_mazes(split, 200, seed, Difficulty(4, 0.2, 2))}
+    for one, other in itertools.combinations(held.values(), 2):
+        assert not one & other
+    for maze in draw_mazes("eval", 20, 0, SMALL):
+        free = [cell for cell, moves in enumerate(distances(maze)) if moves]
+        assert {split_of_maze(maze._replace(start=cell)) for cell in free} == {"eval"}
+
+
+def test_mazes_depend_on_the_seed_alone():
+    difficulty = Difficulty(6, 0.25, 3)
+    first = draw_mazes("train", 40, 7, difficulty)
+    assert draw_mazes("train", 40, 7, difficulty) == first
+    assert draw_mazes("train", 15, 7, difficulty) == first[:15]
+    assert draw_mazes("train", 40, 8, difficulty) != first
+    # Frozen: another first maze would silently change every published number.
+    assert format_maze(first[0]) == FIRST
+
+
+def test_an_exhausted_split_says_so():
+    assert len(SPLIT_OF_RESIDUE) == 10
+    with pytest.raises(ValueError, match=r"the eval split holds about \d mazes with Difficulty\(side=3, walls=0\.0"):
+        draw_mazes("eval", 73, 0, Difficulty(3, 0.0, 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"split": "test"}, "split='test'"),
+        ({"n": -1}, "n=-1"),
+        ({"difficulty": Difficulty(side=2)}, "side=2: expected 3 to 30"),
+        ({"difficulty": Difficulty(side=31)}, "side=31"),
+        ({"difficulty": Difficulty(walls=0.7)}, r"walls=0\.7"),
+        ({"difficulty": Difficulty(walls=-0.1)}, r"walls=-0\.1"),
+        ({"difficulty": Difficulty(side=4, min_route=16)}, "min_route=16: expected 1 to 15"),
+        ({"difficulty": Difficulty(min_route=0)}, "min_route=0"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, named):
+    with pytest.raises(ValueError, match=named):
+        draw_mazes(**{"split": "train", "n": 1, "seed": 0, **arguments})
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+def test_boards_read_back():
+    assert parse_maze(TEXT) == MAZE and format_maze(MAZE) == TEXT
+    assert format_maze(MAZE, 4) == ".#G\n.A.\n..#"
+    assert parse_maze(format_maze(MAZE, 4)) == MAZE._replace(start=4)
+    assert format_maze(MAZE, MAZE.goal) == ".#G\n...\n..#"
+    for maze in draw_mazes("train", 20, 0, SMALL):
+        assert parse_maze(format_maze(maze)) == maze
+
+
+@pytest.mark.parametrize(
+    "text", ["", "AG", "A#G\n...", "A#G\n...\n..", ".#G\n...\n..#", "A#G\n..A\n..#", "A#G\n..x\n..#"]
+)
+def test_what_is_no_maze_is_refused(text):
+    with pytest.raises(ValueError, match="maze="):
+        parse_maze(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "D R R U",
+        "DRRU",
+        "  D, R, R, U\n",
+        "down right Right UP",
+        "[D, R, R, U]",
+        "['down', 'right', 'right', 'up']",
+        "D -> R → R > U.",
+        "Moves: D R R U",
+        "**Answer:** `DRRU`",
+        "First I thought\nU U U\nbut there is a wall.\nD R R U\n\nThat is all.",
+        "D R R U\nI am sure: it works.",
+    ],
+)
+def test_the_last_route_is_read(text):
+    assert parse_route(text) == "DRRU"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "I cannot.", "d r r u", "Go down and right", "D R X U", "->", "Moves:", "1. D 2. R"]
+)
+def test_what_is_no_route_reads_as_none(text):
+    assert parse_route(text) is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(alphabet="UDLR", min_size=1, max_size=30), st.text(alphabet="ab.: \n", max_size=20))
+def test_writing_and_reading_agree(route, talk):
+    assert parse_route(f"{talk}\n{format_route(route)}\n{talk}") == parse_route(route) == route
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(max_size=60))
+def test_reading_never_fails(text):
+    assert set(parse_route(text) or "") <= set(MOVES)

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import pytest
+
+from turnwise.tasks.plan_path.maze import parse_maze
+from turnwise.tasks.plan_path.prompts import SYSTEM_PROMPTS, plan_path_messages, read_messages
+
+MAZE = parse_maze("A#G\n...\n..#")
+
+
+@pytest.mark.parametrize("actor", SYSTEM_PROMPTS)
+def test_prompts_read_back(actor):
+    assert read_messages(plan_path_messages(actor, MAZE)) == (MAZE, None)
+    assert read_messages(plan_path_messages(actor, MAZE, 4, "RU")) == (MAZE._replace(start=4), "RU")
+
+
+def test_each_actor_has_its_own_instruction():
+    first = [plan_path_messages(actor, MAZE)[0]["content"] for actor in SYSTEM_PROMPTS]
+    assert len(set(first)) == len(first) == 3
+    assert plan_path_messages("planner", MAZE, 4, "RU")[1] == {
+        "role": "user",
+        "content": ".#G\n.A.\n..#\nRoute: R U",
+    }
+
+
+def test_a_foreign_prompt_is_refused():
+    with pytest.raises(ValueError, match="maze='hello'"):
+        read_messages([{"role": "user", "content": "hello"}])
