@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -91,6 +92,32 @@ def pack(samples: Sequence[Sample], dropped: dict[str, int], metrics: dict[str, 
         dropped=dropped,
         metrics=metrics,
     )
+
+
+def select(batch: TrainingBatch, rows: np.ndarray) -> TrainingBatch:
+    """The batch of ``rows`` (indices ``[b]``) alone; what it says of the whole step stays."""
+    starts, ends = batch.cu_seqlens[:-1][rows], batch.cu_seqlens[1:][rows]
+    tokens = np.concatenate([np.arange(s, e) for s, e in zip(starts, ends, strict=True)] or [np.empty(0, np.int64)])
+    return replace(
+        batch,
+        cu_seqlens=np.concatenate([[0], np.cumsum(ends - starts)]),
+        **{name: getattr(batch, name)[tokens] for name in ("token_ids", "loss_mask", "rollout_logprobs")},
+        **{
+            name: getattr(batch, name)[rows]
+            for name in ("advantages", "rewards", "temperatures", "actor_index", "policy_index", "min_version")
+        },
+    )
+
+
+def drop_stale(batch: TrainingBatch, oldest: Mapping[str, int]) -> TrainingBatch:
+    """Leave out the rows with a token from before version ``oldest[policy]``, counted as ``dropped["stale"]``."""
+    bounds = np.array([oldest[name] for name in batch.policies], dtype=np.int64)
+    fresh = batch.min_version >= bounds[batch.policy_index] if len(batch) else np.empty(0, dtype=bool)
+    if fresh.all():
+        return batch
+    kept = select(batch, np.flatnonzero(fresh))
+    kept.dropped = {**batch.dropped, "stale": int((~fresh).sum())}
+    return kept
 
 
 def describe(results: Sequence[GenerateResult]) -> dict[str, float]:

@@ -42,10 +42,12 @@ def save_checkpoint(
     state: Mapping[str, Any],
     keep: int = 2,
     protect: Collection[int] = (),
+    attachments: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Write ``root/step_<step>`` whole or not at all, then delete all but the newest ``keep`` and those of ``protect``.
 
-    A whole checkpoint of that step stays as it is: equal runs reach equal states. ``state`` must be JSON-serialisable.
+    A whole checkpoint of that step stays as it is: equal runs reach equal states. ``state`` must be JSON-serialisable;
+    ``attachments`` are files of other kinds, by their names.
     Raises ``OSError`` when the disk is full; older checkpoints are then untouched.
     """
     root.mkdir(parents=True, exist_ok=True)
@@ -60,6 +62,8 @@ def save_checkpoint(
         described: dict[str, Any] = {}
         for name, policy in policies.items():
             described[name] = _save_policy(temporary, name, policy)
+        for name, content in (attachments or {}).items():
+            (temporary / name).write_bytes(content)
         files = {file.name: _fingerprint(file) for file in sorted(temporary.iterdir())}
         manifest = {"format": FORMAT, "step": step, "policies": described, "state": state, "files": files}
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")

@@ -1,30 +1,39 @@
 """The training loop: generate → score → credit → pack → update → publish.
 
-The arena makes the batch (``turnwise/arena``), :func:`~turnwise.train.update.update_policy` trains on it, the client
-takes the new weights. This loop is synchronous and runs all policies one after another.
+The arena samples (``turnwise/arena``), as far ahead as :class:`~turnwise.train.producer.Producer` allows;
+:func:`~turnwise.train.update.update_policy` trains, one policy after another; the client takes the new weights.
+Synchronous and asynchronous are the same loop: without staleness the producer may not run ahead.
 """
 
 from __future__ import annotations
 
+import asyncio
+import pickle
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from turnwise.arena import Arena, EpisodeProgress
+from turnwise.arena.samples import drop_stale
 from turnwise.train.checkpoint import CheckpointError, list_checkpoints, load_checkpoint, save_checkpoint
 from turnwise.train.config import TrainConfig
 from turnwise.train.evaluate import Evaluation, evaluate
 from turnwise.train.interrupt import StopRequest
 from turnwise.train.policy import Policy
+from turnwise.train.producer import Producer
 from turnwise.train.progress import Progress
 from turnwise.train.random_state import random_state, set_random_state
 from turnwise.train.run_log import RunLog
-from turnwise.train.summary import summarize
+from turnwise.train.summary import staleness, summarize
 from turnwise.train.update import update_policy
-from turnwise.types import EpisodeRequest, TrainingBatch
+from turnwise.types import EpisodeRequest, GenerateResult, TrainingBatch
+
+QUEUE = "queue.pickle"
+"""The file of a checkpoint that holds batches which were sampled and not yet trained; absent where none waited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +72,12 @@ class Trainer:
         if config.checkpoint.episodes:
             arena.progress = EpisodeProgress(config.run_dir / "episodes")
         self._stop = StopRequest()
+        self.producer = self._new_producer()
         self._published: dict[str, int] = {}
+
+    def _new_producer(self) -> Producer:
+        ahead = self.config.loop.max_staleness
+        return Producer(lambda: self.arena.sample(), self._sampler_state, ahead=ahead, first=self.progress.step)
 
     async def run(self) -> Progress:
         """Train until a limit of the config is reached: steps, seconds, sampled tokens, or validation success."""
@@ -72,36 +86,51 @@ class Trainer:
         await self.arena.on_train_start()
         try:
             with self.log, self._stop.listening():
-                await self.validate_start()
-                while not self.finished():
-                    batch = await self.rollout()
-                    if batch is None:
-                        break
-                    metrics = self.update(batch)
-                    await self.publish()
-                    await self.record(batch, metrics)
-                self.save()
+                async with self.producer:
+                    await self.validate_start()
+                    while not self.finished():
+                        batch = await self.next_batch()
+                        if batch is None:
+                            break
+                        metrics = await self.train(batch)
+                        await self.publish()
+                        await self.record(batch, metrics)
+                    await self.leave(settle=self.config.loop.deterministic)
         finally:
             await self.arena.on_train_end()
         return self.progress
 
-    async def rollout(self) -> TrainingBatch | None:
-        """One batch from the arena; ``None`` when Ctrl-C stopped it, with the arena and the generators as before.
+    async def next_batch(self) -> TrainingBatch | None:
+        """The next batch to train on, sampling what may be sampled; ``None`` when Ctrl-C stopped it.
 
-        A batch that fails leaves a checkpoint of the step before it.
+        A batch that fails leaves a checkpoint of the step before it, with the whole batches that waited behind it.
         """
-        before, drawn = self.arena.state_dict(), random_state(self.rng)
         self._started = time.perf_counter()
-        batch = None
+        self.allow()
         try:
-            batch = await self._stop.unless_requested(self.arena.step())
-        finally:
-            if batch is None:
-                self.arena.load_state_dict(before)
-                set_random_state(self.rng, drawn)
-                self.save()
-        self._sampled = time.perf_counter()
-        return batch
+            results = await self._stop.unless_requested(self.producer.oldest())
+            if results is None:
+                return None
+            self._sampled = time.perf_counter()
+            batch = self.arena.finish(results)
+        except BaseException:
+            await self.leave(settle=False)
+            raise
+        self.producer.taken()
+        versions = {name: policy.version for name, policy in self.policies.items()}
+        batch.metrics |= staleness(results, versions)
+        allowed = self.config.loop.max_staleness
+        return drop_stale(batch, {name: version - allowed for name, version in versions.items()})
+
+    def allow(self) -> None:
+        """Let the producer run as far ahead as the published weights allow."""
+        self.producer.allow(self.progress.step, until=self.config.steps)
+
+    async def train(self, batch: TrainingBatch) -> dict[str, float]:
+        """Update the policies; in a thread of its own where sampling goes on meanwhile."""
+        if self.producer.ahead:
+            return await asyncio.to_thread(self.update, batch)
+        return self.update(batch)
 
     def update(self, batch: TrainingBatch) -> dict[str, float]:
         """Each policy on its own rows. With several policies, metric names start with the policy's."""
@@ -126,10 +155,20 @@ class Trainer:
             self.log.note(f"policy {name!r}: an update changed no weight; is update.lr too small for its dtype?")
 
     async def publish(self) -> None:
-        """Hand every policy's weights to the client that samples with them, where they changed."""
+        """Hand every policy's weights to the client that samples with them, where they changed.
+
+        A deterministic run waits until nothing is being sampled, so that no batch begins with one version and ends with
+        another; the others go on sampling at once.
+        """
+        if self.config.loop.deterministic:
+            await self.producer.settle()
         for name, policy in self.policies.items():
             if self._published.get(name) != policy.version:
-                self.arena.client.load_weights(name, policy.weights(), policy.version)
+                load = self.arena.client.load_weights
+                if self.producer.ahead:  # it may have to wait for a running batch, which needs this thread to end
+                    await asyncio.to_thread(load, name, policy.weights(), policy.version)
+                else:
+                    load(name, policy.weights(), policy.version)
                 self._published[name] = policy.version
 
     async def record(self, batch: TrainingBatch, metrics: dict[str, float]) -> None:
@@ -138,11 +177,13 @@ class Trainer:
         self.progress.step += 1
         self.progress.episodes += int(batch.metrics["episodes"])
         self.progress.sampled_tokens += int(batch.metrics["sampled_tokens"])
+        if self.producer.ahead and not self.config.loop.deterministic:
+            self.allow()
         metrics |= summarize(batch, results, self.validation.metric if self.validation else None)
         metrics |= {
             "seconds_rollout": self._sampled - self._started,
             "seconds_update": updated - self._sampled,
-            "tokens_per_second": batch.metrics["sampled_tokens"] / (self._sampled - self._started),
+            "tokens_per_second": batch.metrics["sampled_tokens"] / (updated - self._started),
         }
         every = self.config.eval.every
         failed = True
@@ -194,13 +235,26 @@ class Trainer:
     def checkpoints(self) -> Path:
         return self.config.run_dir / "checkpoints"
 
+    async def leave(self, *, settle: bool) -> None:
+        """Stop sampling and save. What is under way is given up, to be drawn again by who resumes, unless it may
+        ``settle`` first: drawn again, newer weights would sample it."""
+        if settle:
+            await self.producer.settle()
+        before = await self.producer.cancel()
+        if before is not None:
+            arena, generators = self._rewound(before)
+            self.arena.load_state_dict(arena)
+            set_random_state(self.rng, generators)
+        self.save()
+
     def save(self) -> Path:
-        """Write a checkpoint of everything that learns or draws, unless this step has one."""
-        state = {
-            "progress": asdict(self.progress),
-            "arena": self.arena.state_dict(),
-            "random": random_state(self.rng),
-        }
+        """Write a checkpoint of everything that learns or draws, unless this step has one.
+
+        Whole batches that wait for their training go with it; what is still under way will be drawn again.
+        """
+        pending = self.producer.pending()
+        arena, generators = self._sampler_state() if pending.before is None else self._rewound(pending.before)
+        state = {"progress": asdict(self.progress), "arena": arena, "random": generators}
         best = self.progress.best_kept(self.config)
         return save_checkpoint(
             self.checkpoints,
@@ -209,13 +263,31 @@ class Trainer:
             state,
             keep=self.config.checkpoint.keep,
             protect=() if best is None else (best,),
+            attachments={QUEUE: _pickled(pending.batches)} if pending.batches else {},
         )
+
+    def _sampler_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """All that a batch draws from, at this moment."""
+        return self.arena.state_dict(), random_state(self.rng)
+
+    def _rewound(self, before: tuple[dict[str, Any], dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The state to draw a given-up batch from again: as it was ``before``, but for what others did since then.
+
+        Batches beside it have taught the credit rule, filled stores, and moved the trainer's own generator.
+        """
+        arena, generators = before
+        if self.producer.ahead:
+            now, generators_now = self._sampler_state()
+            arena = {**arena, "credit": now["credit"], "stores": now["stores"]}
+            generators = {**generators, "trainer": generators_now["trainer"]}
+        return arena, generators
 
     def resume(self) -> None:
         """Go on from the newest checkpoint, where there is one. An unreadable one raises, naming the one before."""
         found = list_checkpoints(self.checkpoints)
         if found and not self.config.resume:
             raise ValueError(f"resume=False, but {self.checkpoints} holds checkpoints: choose another run_dir")
+        self.producer = self._new_producer()
         if not found:
             self.log.rewind(-1)
             return
@@ -227,5 +299,18 @@ class Trainer:
         self.progress = Progress(**state["progress"])
         self.arena.load_state_dict(state["arena"])
         set_random_state(self.rng, state["random"])
+        self.producer = self._new_producer()
+        if (queue := found[-1] / QUEUE).exists():
+            self.producer.put(pickle.loads(queue.read_bytes()))
         self.log.rewind(self.progress.step)
         self.log.note(f"resumed from {found[-1]} (step {self.progress.step})")
+
+
+def _pickled(batches: list[list[GenerateResult]]) -> bytes:
+    try:
+        return pickle.dumps(batches, protocol=5)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise TypeError(
+            f"batches that wait for training can't be saved: {error}; with loop.max_staleness > 0 what episodes record "
+            "must be picklable"
+        ) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -24,3 +24,20 @@ def summarize(batch: TrainingBatch, results: Sequence[GenerateResult], metric: s
         summary["success"] = batch.metrics[f"metric/{metric}"]
     summary |= {f"dropped/{reason}": count for reason, count in batch.dropped.items()}
     return {**batch.metrics, **summary, "samples": len(batch)}
+
+
+def staleness(results: Sequence[GenerateResult], versions: Mapping[str, int]) -> dict[str, float]:
+    """How many versions behind ``versions[policy]`` the sampled tokens are: their mean and their maximum."""
+    runs = [
+        (count, versions[step.policy] - version)
+        for top in results
+        for result in top.walk()
+        for step in result.rollout.steps
+        if step.policy in versions
+        for count, version in step.policy_versions
+    ]
+    tokens = sum(count for count, _ in runs)
+    if not tokens:
+        return {}
+    mean = sum(count * behind for count, behind in runs) / tokens
+    return {"staleness": mean, "staleness_max": max(behind for _, behind in runs)}

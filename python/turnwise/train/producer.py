@@ -1,0 +1,133 @@
+"""Sampling beside training: batches are drawn in order, played side by side, and handed over in order.
+
+Batch ``b`` trains as step ``b``. It may start once the weights of step ``b - ahead`` are published, so what it holds is
+at most ``ahead`` versions old when it trains: staleness is bounded by waiting, nothing has to be thrown away.
+``ahead`` 0 is the synchronous loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from turnwise.types import GenerateResult
+
+Results = list[GenerateResult]
+
+
+@dataclass(slots=True, eq=False)
+class _Drawn:
+    """One batch on its way. ``before`` is what the sampler's state was when it had not been drawn."""
+
+    before: Any
+    task: asyncio.Future[Results]
+
+    @property
+    def whole(self) -> bool:
+        return self.task.done() and not self.task.cancelled() and self.task.exception() is None
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What a checkpoint keeps of a producer: whole batches that wait to be trained, and where drawing goes on.
+
+    ``before`` is the sampler's state before the first batch that was under way, ``None`` where none was.
+    """
+
+    batches: list[Results]
+    before: Any | None
+
+
+class Producer:
+    """Draws batches with ``sample`` ahead of training; ``snapshot`` gives the sampler's state before each of them.
+
+    ``async with producer:`` cancels whatever is under way on every way out, and waits until it has ended.
+
+    Example::
+
+        async with Producer(arena.sample, arena.state_dict, ahead=1) as producer:
+            producer.allow(0, until=10)
+            results = await producer.oldest()
+            producer.taken()
+    """
+
+    def __init__(
+        self, sample: Callable[[], Awaitable[Results]], snapshot: Callable[[], Any], *, ahead: int, first: int = 0
+    ) -> None:
+        if ahead < 0:
+            raise ValueError(f"ahead={ahead!r}: expected a count >= 0")
+        self.ahead = ahead
+        self._sample, self._snapshot = sample, snapshot
+        self._next = first
+        self._drawn: list[_Drawn] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.cancel()
+
+    def put(self, batches: Sequence[Results]) -> None:
+        """Take up whole batches that a checkpoint kept; they come before all that is drawn."""
+        for results in batches:
+            whole = asyncio.get_running_loop().create_future()
+            whole.set_result(results)
+            self._drawn.append(_Drawn(None, whole))
+            self._next += 1
+
+    def allow(self, step: int, *, until: int) -> None:
+        """The weights of ``step`` are published: start each batch up to ``step + ahead`` that is below ``until``."""
+        while self._next < min(step + self.ahead + 1, until):
+            before = self._snapshot()
+            self._drawn.append(_Drawn(before, asyncio.ensure_future(self._sample())))
+            self._next += 1
+
+    async def oldest(self) -> Results:
+        """The oldest batch, once it is whole; it stays until :meth:`taken`. Cancelling the wait changes nothing.
+
+        Raises what failed in it, or in a younger one before it is whole.
+        """
+        if not self._drawn:
+            raise RuntimeError("no batch was started: call allow(step, until=...) first")
+        oldest = self._drawn[0].task
+        running = {drawn.task for drawn in self._drawn if not drawn.task.done()}
+        while not oldest.done():
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {oldest}:
+                task.result()
+        return oldest.result()
+
+    def taken(self) -> None:
+        """The oldest batch is the trainer's now."""
+        assert self._drawn and self._drawn[0].whole, "there is no whole batch to take"
+        del self._drawn[0]
+
+    async def settle(self) -> None:
+        """Wait until nothing is under way. What failed is raised by :meth:`oldest`."""
+        if self._drawn:
+            await asyncio.wait([drawn.task for drawn in self._drawn])
+
+    async def cancel(self) -> Any | None:
+        """Give up what is under way, wait for its end, and return the sampler's state before it (or ``None``).
+
+        Whole batches in front of it stay and can still be taken.
+        """
+        place = next((i for i, drawn in enumerate(self._drawn) if not drawn.whole), len(self._drawn))
+        given_up = self._drawn[place:]
+        for drawn in given_up:
+            drawn.task.cancel()
+        await asyncio.gather(*(drawn.task for drawn in given_up), return_exceptions=True)
+        del self._drawn[place:]
+        self._next -= len(given_up)
+        return given_up[0].before if given_up else None
+
+    def pending(self) -> Pending:
+        """What a checkpoint taken now has to keep: no batch is lost, and none that was trained is in it."""
+        place = next((i for i, drawn in enumerate(self._drawn) if not drawn.whole), len(self._drawn))
+        whole = [drawn.task.result() for drawn in self._drawn[:place]]
+        return Pending(whole, self._drawn[place].before if place < len(self._drawn) else None)
