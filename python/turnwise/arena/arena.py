@@ -157,11 +157,17 @@ class Arena:
         """One batch. Its results stay at hand in ``last_results``."""
         return self.finish(await self.sample())
 
-    async def sample(self) -> list[GenerateResult]:
-        """Play the episodes of the next batch. Several may be under way at once."""
+    async def sample(self, drawn: Callable[[], None] = lambda: None) -> list[GenerateResult]:
+        """Play the episodes of the next batch.
+
+        Several may be under way at once, if each begins after the one before called ``drawn()``: it then has its
+        requests and their numbers.
+        """
         if self.is_evaluation:
             raise RuntimeError("an evaluation makes no training batch: call generate_rollouts(requests) on it")
-        return await self.generate_rollouts(await resolve(self.get_batch()))
+        requests = await resolve(self.get_batch())
+        drawn()  # whoever waits for it runs when this one waits for its first model call
+        return await self.generate_rollouts(requests)
 
     def finish(self, results: list[GenerateResult]) -> TrainingBatch:
         """What :meth:`sample` gave, with credit, as a training batch; call it in the order of the batches."""

@@ -77,7 +77,9 @@ class Trainer:
 
     def _new_producer(self) -> Producer:
         ahead = self.config.loop.max_staleness
-        return Producer(lambda: self.arena.sample(), self._sampler_state, ahead=ahead, first=self.progress.step)
+        return Producer(
+            lambda drawn: self.arena.sample(drawn), self._sampler_state, ahead=ahead, first=self.progress.step
+        )
 
     async def run(self) -> Progress:
         """Train until a limit of the config is reached: steps, seconds, sampled tokens, or validation success."""

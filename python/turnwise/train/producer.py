@@ -18,16 +18,17 @@ from turnwise.types import GenerateResult
 Results = list[GenerateResult]
 
 
-@dataclass(slots=True, eq=False)
-class _Drawn:
-    """One batch on its way. ``before`` is what the sampler's state was when it had not been drawn."""
+class _Batch:
+    """One batch on its way. ``before`` is the sampler's state before it was drawn, ``None`` until then."""
 
-    before: Any
-    task: asyncio.Future[Results]
+    def __init__(self) -> None:
+        self.before: Any | None = None
+        self.drawn = asyncio.Event()
+        self.results: asyncio.Future[Results]
 
     @property
     def whole(self) -> bool:
-        return self.task.done() and not self.task.cancelled() and self.task.exception() is None
+        return self.results.done() and not self.results.cancelled() and self.results.exception() is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ class Pending:
 
 
 class Producer:
-    """Draws batches with ``sample`` ahead of training; ``snapshot`` gives the sampler's state before each of them.
+    """Samples batches ahead of training with ``sample(drawn)``, which calls ``drawn()`` when it has what it will play;
+    then the next one draws. ``snapshot`` gives the sampler's state before each of them.
 
     ``async with producer:`` cancels whatever is under way on every way out, and waits until it has ended.
 
@@ -55,14 +57,19 @@ class Producer:
     """
 
     def __init__(
-        self, sample: Callable[[], Awaitable[Results]], snapshot: Callable[[], Any], *, ahead: int, first: int = 0
+        self,
+        sample: Callable[[Callable[[], None]], Awaitable[Results]],
+        snapshot: Callable[[], Any],
+        *,
+        ahead: int,
+        first: int = 0,
     ) -> None:
         if ahead < 0:
             raise ValueError(f"ahead={ahead!r}: expected a count >= 0")
         self.ahead = ahead
         self._sample, self._snapshot = sample, snapshot
         self._next = first
-        self._drawn: list[_Drawn] = []
+        self._batches: list[_Batch] = []
 
     async def __aenter__(self) -> Self:
         return self
@@ -75,27 +82,39 @@ class Producer:
     def put(self, batches: Sequence[Results]) -> None:
         """Take up whole batches that a checkpoint kept; they come before all that is drawn."""
         for results in batches:
-            whole = asyncio.get_running_loop().create_future()
-            whole.set_result(results)
-            self._drawn.append(_Drawn(None, whole))
+            whole = _Batch()
+            whole.results = asyncio.get_running_loop().create_future()
+            whole.results.set_result(results)
+            whole.drawn.set()
+            self._batches.append(whole)
             self._next += 1
 
     def allow(self, step: int, *, until: int) -> None:
         """The weights of ``step`` are published: start each batch up to ``step + ahead`` that is below ``until``."""
         while self._next < min(step + self.ahead + 1, until):
-            before = self._snapshot()
-            self._drawn.append(_Drawn(before, asyncio.ensure_future(self._sample())))
+            batch, previous = _Batch(), self._batches[-1] if self._batches else None
+            batch.results = asyncio.ensure_future(self._play(batch, previous))
+            self._batches.append(batch)
             self._next += 1
+
+    async def _play(self, batch: _Batch, previous: _Batch | None) -> Results:
+        if previous is not None:
+            await previous.drawn.wait()
+        batch.before = self._snapshot()
+        try:
+            return await self._sample(batch.drawn.set)
+        finally:
+            batch.drawn.set()
 
     async def oldest(self) -> Results:
         """The oldest batch, once it is whole; it stays until :meth:`taken`. Cancelling the wait changes nothing.
 
         Raises what failed in it, or in a younger one before it is whole.
         """
-        if not self._drawn:
+        if not self._batches:
             raise RuntimeError("no batch was started: call allow(step, until=...) first")
-        oldest = self._drawn[0].task
-        running = {drawn.task for drawn in self._drawn if not drawn.task.done()}
+        oldest = self._batches[0].results
+        running = {batch.results for batch in self._batches if not batch.results.done()}
         while not oldest.done():
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for task in done - {oldest}:
@@ -104,30 +123,30 @@ class Producer:
 
     def taken(self) -> None:
         """The oldest batch is the trainer's now."""
-        assert self._drawn and self._drawn[0].whole, "there is no whole batch to take"
-        del self._drawn[0]
+        assert self._batches and self._batches[0].whole, "there is no whole batch to take"
+        del self._batches[0]
 
     async def settle(self) -> None:
         """Wait until nothing is under way. What failed is raised by :meth:`oldest`."""
-        if self._drawn:
-            await asyncio.wait([drawn.task for drawn in self._drawn])
+        if self._batches:
+            await asyncio.wait([batch.results for batch in self._batches])
 
     async def cancel(self) -> Any | None:
         """Give up what is under way, wait for its end, and return the sampler's state before it (or ``None``).
 
         Whole batches in front of it stay and can still be taken.
         """
-        place = next((i for i, drawn in enumerate(self._drawn) if not drawn.whole), len(self._drawn))
-        given_up = self._drawn[place:]
-        for drawn in given_up:
-            drawn.task.cancel()
-        await asyncio.gather(*(drawn.task for drawn in given_up), return_exceptions=True)
-        del self._drawn[place:]
+        place = next((i for i, batch in enumerate(self._batches) if not batch.whole), len(self._batches))
+        given_up = self._batches[place:]
+        for batch in given_up:
+            batch.results.cancel()
+        await asyncio.gather(*(batch.results for batch in given_up), return_exceptions=True)
+        del self._batches[place:]
         self._next -= len(given_up)
         return given_up[0].before if given_up else None
 
     def pending(self) -> Pending:
         """What a checkpoint taken now has to keep: no batch is lost, and none that was trained is in it."""
-        place = next((i for i, drawn in enumerate(self._drawn) if not drawn.whole), len(self._drawn))
-        whole = [drawn.task.result() for drawn in self._drawn[:place]]
-        return Pending(whole, self._drawn[place].before if place < len(self._drawn) else None)
+        place = next((i for i, batch in enumerate(self._batches) if not batch.whole), len(self._batches))
+        whole = [batch.results.result() for batch in self._batches[:place]]
+        return Pending(whole, self._batches[place].before if place < len(self._batches) else None)
