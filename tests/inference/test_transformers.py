@@ -271,3 +271,56 @@ async def test_bad_arguments(helpers: Any) -> None:
     async with client_of(helpers.build()) as client:
         with pytest.raises(ValueError, match=r"expected 0..299"):
             await client.generate([ModelRequest([1, 300])])
+
+
+async def test_in_flight_weights_land_between_two_tokens(helpers: Any) -> None:
+    """Each token's log-prob is that of the weights that sampled it, over the keys and values that stood then."""
+    model, other = helpers.build(seed=0), helpers.build(seed=1)
+    async with client_of(model, in_flight=True) as client:
+        passes = 0
+
+        def count() -> None:
+            nonlocal passes
+            passes += 1
+            time.sleep(0.01)
+
+        with before_forward(client, count):
+            running = asyncio.ensure_future(client.generate(requests_of(1, 3, max_tokens=12, stop_token_ids=())))
+            while passes < 5:
+                await asyncio.sleep(0.001)
+            client.load_weights("default", other.state_dict().items(), 7)
+            seen = passes
+            responses = await running
+        assert seen < 12 and client.version("default") == 7
+        for response in responses:
+            [(first, old), (rest, new)] = response.policy_versions
+            assert (old, new, first + rest) == (0, 7, 12) and first >= 4
+            expected = replayed(model, other, response, first)
+            assert response.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def replayed(model: Any, other: Any, response: ModelResponse, switch: int) -> list[float]:
+    """Log-probs of a completion whose first ``switch`` tokens ``model`` sampled, the rest ``other``, over one cache."""
+    from transformers import DynamicCache
+
+    cache, ids = DynamicCache(), torch.tensor([response.prompt_token_ids])
+    logprobs = []
+    for nth, token in enumerate(response.completion_token_ids):
+        with torch.no_grad():
+            logits = (model if nth < switch else other)(ids, past_key_values=cache, use_cache=True).logits[0, -1]
+        logprobs.append(float(logits.double().log_softmax(-1)[token]))
+        ids = torch.tensor([[token]])
+    return logprobs
+
+
+async def test_weights_are_let_in_by_a_worker_that_never_rests(helpers: Any) -> None:
+    """The worker takes its lock again at once; who waits for it must come first all the same."""
+    async with client_of(helpers.build(), in_flight=True) as client:
+        running = asyncio.ensure_future(client.generate(requests_of(1, 1, max_tokens=50, stop_token_ids=())))
+        while not client._busy.locked():
+            await asyncio.sleep(0)
+        for version in range(1, 6):
+            client.load_weights("default", helpers.build(seed=version).state_dict().items(), version)
+        [response] = await running
+        assert sum(count for count, _ in response.policy_versions) == 50
+        assert len(response.policy_versions) > 1, response.policy_versions

@@ -10,6 +10,7 @@ Legend: ``R`` rows, ``U`` distinct prompts, ``P`` prompt columns, ``T`` new toke
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,28 +39,49 @@ class Row:
 
 @dataclass(slots=True)
 class Completion:
-    """The tokens of one row (the stop token included) and their log-probabilities."""
+    """The tokens of one row (the stop token included), their log-probabilities, and what weights sampled each."""
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
+    versions: list[int]
+
+
+class Fixed:
+    """The turn of a batch whose weights stay as they are: no waiting, one version."""
+
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
+
+    def __enter__(self) -> int:
+        return self.version
+
+    def __exit__(self, *error: object) -> None:
+        return None
 
 
 def complete(
-    model: Any, rows: Sequence[Row], device: torch.device, abandoned: Callable[[], Sequence[int]] = tuple
+    model: Any,
+    rows: Sequence[Row],
+    device: torch.device,
+    abandoned: Callable[[], Sequence[int]] = tuple,
+    turn: AbstractContextManager[int] | None = None,
 ) -> tuple[list[Completion], int]:
     """Complete ``rows`` with ``model``, which is in evaluation mode; returns them in order.
 
     ``abandoned()`` is asked after each token for rows that nobody waits for any more: they stop with ``"abort"``.
+    ``turn`` is entered for each forward pass and gives the version of the weights; between two passes they may change.
     The second value counts the prompt tokens that were prefilled (siblings share one prefill).
     """
+    turn = turn or Fixed()
     prompts = list(dict.fromkeys(row.prompt for row in rows))
     place = {prompt: index for index, prompt in enumerate(prompts)}
     index = torch.tensor([place[row.prompt] for row in rows], device=device)
-    logits, cache, mask = _prefill(model, prompts, device)
+    with turn as version:
+        logits, cache, mask = _prefill(model, prompts, device)
     decoder = make_decoder(model, cache, mask, index)
-    tokens, logprobs, aborted = _decode(decoder, rows, logits[index], abandoned)
-    return _completions(rows, tokens, logprobs, aborted), sum(map(len, prompts))
+    drawn = _decode(decoder, rows, logits[index], version, abandoned, turn)
+    return _completions(rows, drawn), sum(map(len, prompts))
 
 
 def _prefill(model: Any, prompts: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Any, Tensor | None]:
@@ -80,10 +102,26 @@ def _prefill(model: Any, prompts: Sequence[tuple[int, ...]], device: torch.devic
     return output.logits[:, -1], output.past_key_values, mask
 
 
+@dataclass(slots=True)
+class _Drawn:
+    """Tokens ``[R, T]`` int64 and log-probabilities ``[R, T]`` float32 on the CPU, the version of the weights behind
+    each column that was drawn, and the rows that were aborted."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    versions: list[int]
+    aborted: set[int]
+
+
 def _decode(
-    decoder: Decoder, rows: Sequence[Row], logits: Tensor, abandoned: Callable[[], Sequence[int]]
-) -> tuple[Tensor, Tensor, set[int]]:
-    """Tokens ``[R, T]`` int64 and log-probabilities ``[R, T]`` float32 on the CPU, and the rows that were aborted.
+    decoder: Decoder,
+    rows: Sequence[Row],
+    logits: Tensor,
+    version: int,
+    abandoned: Callable[[], Sequence[int]],
+    turn: AbstractContextManager[int],
+) -> _Drawn:
+    """Draw and decode until every row has ended; ``version`` is that of the weights that gave ``logits [R, V]``.
 
     ``alive`` lists the rows in the decoder, ``going`` those of them that have not ended.
     """
@@ -96,9 +134,11 @@ def _decode(
     logprobs = torch.zeros((len(rows), width), device=device)
     alive, going = torch.arange(len(rows), device=device), torch.ones(len(rows), dtype=torch.bool, device=device)
     aborted: set[int] = set()
+    versions: list[int] = []
     for step in range(width):
         drawn, drawn_logprobs = sampler.draw(logits, alive, step)
         tokens[alive, step], logprobs[alive, step] = drawn, drawn_logprobs
+        versions.append(version)
         going &= (drawn[:, None] != stops[alive]).all(dim=1) & (step + 1 < limits[alive])
         if left := set(abandoned()) - aborted:
             leaving = torch.isin(alive, torch.tensor(sorted(left), device=device)) & going
@@ -111,8 +151,9 @@ def _decode(
             kept = going.nonzero()[:, 0]
             decoder.keep(kept)
             alive, drawn, going = alive[kept], drawn[kept], going[kept]
-        logits = decoder.step(drawn, lengths[alive] + step)
-    return tokens.cpu(), logprobs.cpu(), aborted
+        with turn as version:
+            logits = decoder.step(drawn, lengths[alive] + step)
+    return _Drawn(tokens.cpu(), logprobs.cpu(), versions, aborted)
 
 
 def _stop_table(rows: Sequence[Row], device: torch.device) -> Tensor:
@@ -121,15 +162,16 @@ def _stop_table(rows: Sequence[Row], device: torch.device) -> Tensor:
     return torch.tensor([[*row.stop_ids, *([-1] * (width - len(row.stop_ids)))] for row in rows], device=device)
 
 
-def _completions(rows: Sequence[Row], tokens: Tensor, logprobs: Tensor, aborted: set[int]) -> list[Completion]:
+def _completions(rows: Sequence[Row], drawn: _Drawn) -> list[Completion]:
     """Cut each row after its first stop token or at its limit."""
     completions = []
-    for index, (row, ids, values) in enumerate(zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)):
-        if index in aborted:
-            completions.append(Completion([], [], "abort"))
+    tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
+    for index, (row, ids, values) in enumerate(zip(rows, tokens, logprobs, strict=True)):
+        if index in drawn.aborted:
+            completions.append(Completion([], [], "abort", []))
             continue
         end = next((place for place, token in enumerate(ids[: row.limit]) if token in row.stop_ids), None)
         reason: FinishReason = "length" if end is None else "stop"
         count = row.limit if end is None else end + 1
-        completions.append(Completion(ids[:count], values[:count], reason))
+        completions.append(Completion(ids[:count], values[:count], reason, drawn.versions[:count]))
     return completions

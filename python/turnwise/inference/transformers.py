@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from turnwise.inference.decode import Completion, Row, complete
+from turnwise.inference.adapters import AdaptedModel
+from turnwise.inference.decode import Completion, Fixed, Row, complete
+from turnwise.inference.fair_lock import FairLock
 from turnwise.inference.weights import copy_weights
 from turnwise.types import ContextLengthError, ModelError, ModelRequest, ModelResponse, Tokenizer
 
@@ -68,7 +70,11 @@ class TransformersClient:
 
     ``policies`` is one model, then called ``"default"``, or a mapping of policy names to models. The client works on
     its own copies and takes new weights through :meth:`load_weights`; with ``share=True`` it uses the given modules
-    themselves, and the caller must not train them while a batch runs (``await pause()`` waits for that).
+    themselves, and the caller must not train them while a batch runs (``await pause()`` waits for that). Adapters
+    over one shared base share its one copy.
+
+    New weights wait for the running batch, unless ``in_flight``: then they land between two tokens of it, the
+    key-value cache stays, and a response's ``policy_versions`` tells which tokens came from which weights.
 
     Calls of :meth:`generate` from many coroutines are collected until the event loop falls idle, then run in one
     worker thread, policy by policy, in batches of at most ``max_batch_rows`` sequences and ``max_batch_tokens``
@@ -92,6 +98,7 @@ class TransformersClient:
         max_batch_rows: int = 512,
         max_batch_tokens: int = 131072,
         share: bool = False,
+        in_flight: bool = False,
         device: torch.device | str | None = None,
         seed: int = 0,
     ) -> None:
@@ -105,15 +112,17 @@ class TransformersClient:
         self.max_batch_rows = max_batch_rows
         self.max_batch_tokens = max_batch_tokens
         self._share = share
-        self._policies = {name: _hold(model, share, device) for name, model in models.items()}
+        self._in_flight = in_flight
+        held = models if share else _copies(models)
+        self._policies = {name: _hold(model, share, device) for name, model in held.items()}
         self._seeds = np.random.default_rng(seed)
         self._stats = Stats()
         self._waiting: list[_Job] = []
         self._drain: asyncio.Task[None] | None = None
         self._paused = False
         self._closed = False
-        # held while a batch computes and while weights move
-        self._busy = threading.Lock()
+        # held while a batch computes (in_flight: while one token of it does) and while weights move
+        self._busy = FairLock()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="turnwise-inference")
 
     # -- the client protocol ------------------------------------------------------------------------------------------
@@ -143,7 +152,9 @@ class TransformersClient:
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """Copy ``weights`` (pairs of name and tensor) into ``policy``; later tokens are sampled by ``version``.
 
-        Waits for a running batch. Names and shapes are checked before a byte moves; see :func:`copy_weights`.
+        Waits for a running batch, or with ``in_flight`` for the token that it is at. An adapter's policy takes its
+        adapter alone, or with it the whole shared base. Names and shapes are checked before a byte moves; see
+        :func:`copy_weights`.
         """
         held = self._policy(policy)
         with self._busy:
@@ -272,26 +283,28 @@ class TransformersClient:
     # -- computing, in the worker thread ------------------------------------------------------------------------------
     def _compute(self, policy: str, jobs: list[_Job]) -> list[ModelResponse]:
         held = self._policies[policy]
-        with self._busy, _sampling_mode(held.model, self._share):
+        whole, each = (nullcontext(), _Turn(held, self._busy)) if self._in_flight else (self._busy, None)
+        with whole, _sampling_mode(held.model, self._share):
             began = time.perf_counter()
             completions, prefilled = complete(
                 held.model,
                 [job.row for job in jobs],
                 device=held.model.get_input_embeddings().weight.device,
                 abandoned=lambda: [place for place, job in enumerate(jobs) if job.abandoned],
+                turn=each or Fixed(held.version),
             )
-            responses = [self._response(*pair, held.version) for pair in zip(jobs, completions, strict=True)]
+            responses = [self._response(*pair) for pair in zip(jobs, completions, strict=True)]
             self._count(jobs, completions, prefilled, time.perf_counter() - began)
         return responses
 
-    def _response(self, job: _Job, completion: Completion, version: int) -> ModelResponse:
+    def _response(self, job: _Job, completion: Completion) -> ModelResponse:
         ids = completion.token_ids
         return ModelResponse(
             text=self.tokenizer.decode(ids, skip_special_tokens=True),
             completion_token_ids=ids,
             logprobs=completion.logprobs,
             finish_reason=completion.finish_reason,
-            policy_versions=[(len(ids), version)] if ids else [],
+            policy_versions=[(len(list(run)), version) for version, run in groupby(completion.versions)],
             prompt_token_ids=list(job.row.prompt),
         )
 
@@ -311,8 +324,30 @@ def _failure(policy: str, rows: int, error: Exception) -> ModelError:
     return failure
 
 
+class _Turn:
+    """One forward pass of a policy whose weights may change between two of them; gives their version."""
+
+    def __init__(self, held: _Policy, lock: FairLock) -> None:
+        self._held, self._lock = held, lock
+
+    def __enter__(self) -> int:
+        self._lock.__enter__()
+        return self._held.version
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.__exit__(*error)
+
+
+def _copies(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """A copy of each model; adapters find their shared base in one memo, so it is copied once."""
+    memo: dict[int, Any] = {}
+    return {
+        name: copy.deepcopy(model, memo if isinstance(model, AdaptedModel) else {}) for name, model in models.items()
+    }
+
+
 def _hold(model: nn.Module, share: bool, device: torch.device | str | None) -> _Policy:
-    held = model if share else copy.deepcopy(model).requires_grad_(False).eval()
+    held = model if share else model.requires_grad_(False).eval()
     if device is not None:
         held = held.to(device)
     config = held.config.get_text_config()  # type: ignore[operator, union-attr]

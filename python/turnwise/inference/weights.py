@@ -9,16 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from turnwise.inference.adapters import AdaptedModel
+
 
 def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Any]], policy: str) -> None:
     """Copy ``weights``, pairs of name and tensor as ``state_dict().items()`` gives them, into ``module``.
 
     Of tied tensors (an ``lm_head`` that is the embedding) one name is enough. Tensors are cast to the module's
-    dtype and device. Raises ``ValueError`` for names that are missing, unknown or given twice and for wrong shapes,
-    and ``TypeError`` for what is no tensor; then nothing was changed.
+    dtype and device. An :class:`~turnwise.inference.adapters.AdaptedModel` takes its adapter alone, or its adapter and
+    the whole shared base. Raises ``ValueError`` for names that are missing, unknown or given twice and for wrong
+    shapes, and ``TypeError`` for what is no tensor; then nothing was changed.
     """
     targets = module.state_dict(keep_vars=True)
     sources = _collect(weights, policy)
+    if isinstance(module, AdaptedModel) and any(name in (base := module.shared.weights()) for name in sources):
+        targets |= base
     _check(sources, targets, policy)
     with torch.no_grad():
         for name, source in sources.items():
@@ -41,9 +46,8 @@ def _collect(weights: Iterable[tuple[str, Any]], policy: str) -> dict[str, Tenso
 def _check(sources: dict[str, Tensor], targets: dict[str, Tensor], policy: str) -> None:
     if unknown := [name for name in sources if name not in targets]:
         close = difflib.get_close_matches(unknown[0], targets, n=1, cutoff=0.0)
-        raise ValueError(
-            f"weights for policy {policy!r}: {_some(unknown)} unknown; nearest to {unknown[0]!r} is {close[0]!r}"
-        )
+        nearest = f"; nearest to {unknown[0]!r} is {close[0]!r}" if close else ": it has no weights of its own"
+        raise ValueError(f"weights for policy {policy!r}: {_some(unknown)} unknown{nearest}")
     # tied tensors share their storage: one of their names brings the values for all
     given = {targets[name].data_ptr() for name in sources}
     if missing := [name for name, target in targets.items() if target.data_ptr() not in given]:
