@@ -99,7 +99,8 @@ class PlanPathEpisode(MultiTurnEpisode):
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
         """``solved`` and ``efficiency`` of the team; ``closeness``, ``valid`` and ``legal`` by actor; ``path``.
 
-        The last two are shares of all completions and of the moves in them, ``path`` the cells walked, the start first.
+        ``valid`` is the share of completions that could be read, ``legal`` the share of their moves that could be
+        walked, ``path`` the cells walked, the start first.
         """
         env, outcomes = self.environment(state), state.data["outcomes"]
         return {
