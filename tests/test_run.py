@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from turnwise.arena import Filters, OverlongPenalty
 from turnwise.run import build_run, describe, evaluate_from_config, load_models, train_from_config
 from turnwise.tasks import build_task
 from turnwise.train.checkpoint import CheckpointError, list_checkpoints
@@ -80,6 +81,36 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path):
         assert torch.equal(a, b), name
 
 
+def test_questions_are_drawn_again_until_enough_say_something_and_so_after_a_resume(tmp_path):
+    """An untrained model is mostly wrong, but not always cut off: the overlong penalty tells its answers apart."""
+    changes = {
+        "rollout": {"questions": 3, "branches": 2},
+        "filter": {"resample": 3},
+        "reward": {"overlong_buffer": 1, "overlong_penalty": 0.5},
+        "credit": {"options": {"include_truncated": True}},
+        "warm_start": {"steps": 0},
+    }
+    train_from_config(config_of(tmp_path / "whole", steps=3, **changes))
+    lines = lines_of(tmp_path / "whole")
+    assert [line["kept_questions"] for line in lines] == [3, 3, 3]
+    drawn = [line["resampled_questions"] for line in lines]
+    assert any(drawn) and [line["episodes"] for line in lines] == [3 + more for more in drawn]
+    for line in lines:
+        truncated = line["truncated/proposer"]
+        assert line["overlong_penalty/proposer"] == pytest.approx(0.5 * truncated), "a buffer of 1 is the limit itself"
+    train_from_config(config_of(tmp_path / "parts", steps=1, **changes))
+    train_from_config(config_of(tmp_path / "parts", steps=3, **changes))
+    assert lines_of(tmp_path / "parts") == lines
+
+
+def test_filters_and_the_overlong_penalty_reach_the_arena(tmp_path):
+    filters = {"truncated": True, "max_length": 90, "zero_advantage": False, "resample": 1}
+    reward = {"overlong_buffer": 5, "overlong_penalty": 0.25}
+    run = build_run(config_of(tmp_path, filter=filters, reward=reward, warm_start={"steps": 0}))
+    assert run.arena.filters == Filters(**filters) and run.arena.overlong == OverlongPenalty(5, 0.25)
+    assert build_run(config_of(tmp_path / "plain", warm_start={"steps": 0})).arena.overlong is None
+
+
 @pytest.mark.parametrize("branches", [1, 2])
 def test_math_orchestra_trains_on_a_jsonl(tmp_path, branches):
     path = questions_file(tmp_path / "questions.jsonl")
@@ -135,6 +166,10 @@ def test_math_orchestra_on_gsm8k(tmp_path):
     [
         ({"credit": {"rule": "gropo"}}, r"'credit.rule' = 'gropo': unknown; did you mean 'grpo'\?"),
         ({"credit": {"rule": "json:JSONDecoder"}}, r"expected a class with compute, .*'compute' is missing"),
+        (
+            {"credit": {"rule": "rae"}, "filter": {"resample": 1}},
+            r"'filter.resample' = 1: .*RAECredit learns from each",
+        ),
         ({"credit": {"options": {"ddof": 7}}}, r"'credit.options' = \{'ddof': 7\}: ddof=7"),
         ({"credit": {"options": {"ddoff": 1}}}, r"unknown config key 'credit.options.ddoff'; did you mean 'ddof'\?"),
         ({"task": "sudok"}, r"task='sudok': unknown; did you mean 'sudoku'\?"),

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from turnwise.arena import Arena, TreeSampler
+from turnwise.arena import Arena, Filters, OverlongPenalty, TreeSampler
+from turnwise.arena.resampling import check_stateless
 from turnwise.credit import registry as credit_rules
 from turnwise.inference import TransformersClient
 from turnwise.naming import construct, find
@@ -177,7 +178,7 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
 
 def build_arena(config: TrainConfig, task: Task, tokenizer: Any, models: dict[str, Any]) -> Arena:
     """The task's actors and episodes over an embedded client; trees where ``rollout.branches`` > 1."""
-    rollout = config.rollout
+    rollout, overlong = config.rollout, (config.reward.overlong_buffer, config.reward.overlong_penalty)
     arena = TaskArena(
         TransformersClient(models, tokenizer, max_batch_rows=rollout.max_batch_rows),
         tokenizer,
@@ -187,6 +188,8 @@ def build_arena(config: TrainConfig, task: Task, tokenizer: Any, models: dict[st
         max_context=min(model.config.max_position_embeddings for model in models.values()),
         seed=config.seed,
         failure_threshold=rollout.failure_threshold,
+        filters=Filters(**config.filter.model_dump()),
+        overlong=OverlongPenalty(*overlong) if overlong[0] else None,
         task=task,
         rollout=rollout,
     )
@@ -210,6 +213,11 @@ def build_credit(config: TrainConfig) -> CreditAssigner:
             f"config key 'credit.rule' = {config.credit.rule!r}: expected a class with {', '.join(CREDIT_METHODS)}, "
             f"such as a subclass of turnwise.credit.Credit; {missing[0]!r} is missing"
         )
+    if config.filter.resample:
+        try:
+            check_stateless(credit)
+        except ValueError as error:
+            raise ConfigError(f"config key 'filter.resample' = {config.filter.resample}: {error}") from error
     return credit
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from turnwise.arena import Arena, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
+from turnwise.arena import Arena, Filters, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
 from turnwise.types import Actor, EpisodeRequest
 
 from .helpers import Baseline, Guess, guess, run
@@ -54,7 +54,7 @@ def test_zero_advantages_are_dropped_counted_and_switchable(make_arena):
 
     for drop, rows in ((True, 2), (False, 3)):
         arena = make_arena(partial(lambda replies, *call: next(replies), iter("567")), credit=Centred())
-        arena.drop_zero_advantage = drop
+        arena.filters = Filters(zero_advantage=drop)
         arena.add_episode(Guess())
         arena.source = lambda: [guess(), guess(), guess()]
         batch = asyncio.run(arena.step())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from turnwise.arena.samples import describe, gather, pack
+from turnwise.arena import Filters, drop_stale, pack, select
+from turnwise.arena.samples import describe, gather
 from turnwise.types import GenerateResult, Rollout, Sample, Step
 
 
@@ -26,8 +27,8 @@ def result(*steps, id="r", rewards=None, error=None, **options):
     return GenerateResult(rollout, uid="q", **options)
 
 
-def packed(*results, **options):
-    samples, dropped = gather(results, drop_truncated=options.pop("drop_truncated", False))
+def packed(*results, **filters):
+    samples, dropped = gather(results, Filters(**filters))
     for number, sample in enumerate(samples):
         sample.advantage = float(number)
     return pack(samples, dropped, {})
@@ -87,14 +88,66 @@ def test_each_call_that_is_no_row_is_counted_once_by_its_reason():
 def test_truncated_rows_are_dropped_only_if_asked():
     results = [result(step(finish_reason="length"), step(), id="r")]
     assert len(packed(*results)) == 2 and packed(*results).dropped == {}
-    batch = packed(*results, drop_truncated=True)
+    batch = packed(*results, truncated=True)
     assert len(batch) == 1 and batch.dropped == {"truncated": 1}
 
 
+def test_long_and_tied_rows_are_dropped_after_credit_and_counted_once():
+    results = [result(step(completion=range(length + 1)), id=f"r{length}") for length in range(4)]
+    samples, _ = gather(results, Filters(max_length=5))
+    assert len(samples) == 4, "they still enter the statistics"
+    for sample in samples:
+        sample.advantage = float(sample.trajectory != "r3")
+    kept, dropped = Filters(max_length=4).after_credit(samples)
+    assert [sample.trajectory for sample in kept] == ["r0", "r1"], "a prompt of 2 and completions of 1 to 4"
+    assert dropped == {"zero_advantage": 1, "max_length": 1}
+    with pytest.raises(ValueError, match="max_length=1"):
+        Filters(max_length=1)
+    with pytest.raises(ValueError, match="resample=-1"):
+        Filters(resample=-1)
+
+
+def mixed_batch():
+    """Rows of 5, 4 and 3 tokens by ``default``, ``small`` and ``default``, whose oldest weights are 3, 5 and 4."""
+    return packed(
+        result(step(), id="r1"),
+        result(step("b", (7, 0), policy="small", policy_versions=[(2, 5)]), id="r2"),
+        result(step(completion=(9,), policy_versions=[(1, 4)]), id="r3"),
+    )
+
+
+def test_selected_rows_are_what_packing_them_alone_gives():
+    batch = mixed_batch()
+    for rows, order in (([2, 0], [2, 0]), (np.array([True, False, True]), [0, 2]), ([], []), ([0, 1, 2], [0, 1, 2])):
+        chosen = select(batch, rows)
+        assert len(chosen) == len(order) and chosen.actors == ["a", "b"] and chosen.policies == ["default", "small"]
+        assert chosen.advantages.tolist() == [float(row) for row in order]
+        assert [chosen.policy_index.tolist(), chosen.min_version.tolist()] == [
+            [batch.policy_index[row] for row in order],
+            [batch.min_version[row] for row in order],
+        ]
+        for new, row in enumerate(order):
+            own, before = (slice(*b.cu_seqlens[r : r + 2]) for b, r in ((chosen, new), (batch, row)))
+            for name in ("token_ids", "loss_mask", "rollout_logprobs"):
+                assert getattr(chosen, name)[own].tolist() == getattr(batch, name)[before].tolist()
+        for name in batch.__dataclass_fields__:
+            column = getattr(batch, name)
+            assert not isinstance(column, np.ndarray) or getattr(chosen, name).dtype == column.dtype, name
+
+
+def test_stale_rows_leave_by_the_bound_of_their_own_policy():
+    batch = mixed_batch()
+    batch.dropped["stale"] = 1
+    kept = drop_stale(batch, {"default": 4, "small": 5})
+    assert kept.min_version.tolist() == [5, 4] and kept.dropped == {"stale": 2} and batch.dropped == {"stale": 1}
+    assert drop_stale(batch, {"default": 3}) is batch, "small has no bound"
+    assert len(drop_stale(batch, {"default": 5, "small": 6})) == 0
+
+
 def test_rewards_of_the_step_and_of_the_trajectory():
-    samples, _ = gather([result(step(reward=0.25), step(reward=None), rewards={"a": 2.0})], drop_truncated=False)
+    samples, _ = gather([result(step(reward=0.25), step(reward=None), rewards={"a": 2.0})], Filters())
     assert [(sample.reward, sample.trajectory_reward) for sample in samples] == [(0.25, 2.0), (2.0, 2.0)]
-    samples, _ = gather([result(step(reward=0.25))], drop_truncated=False)
+    samples, _ = gather([result(step(reward=0.25))], Filters())
     assert samples[0].trajectory_reward == 0.25
 
 

@@ -2,10 +2,12 @@
 
 from turnwise.arena.arena import Arena
 from turnwise.arena.episode import Episode, SingleTurnEpisode
+from turnwise.arena.filters import Filters
 from turnwise.arena.multi_turn import MultiTurnEpisode
+from turnwise.arena.overlong import OverlongPenalty
 from turnwise.arena.progress import EpisodeProgress
 from turnwise.arena.rubric import DropRolloutError, Rubric, Score
-from turnwise.arena.samples import pack
+from turnwise.arena.samples import drop_stale, pack, select
 from turnwise.arena.scheduler import BatchFailedError
 from turnwise.arena.store import ArtifactStore
 from turnwise.arena.tree import TreeSampler
@@ -17,10 +19,14 @@ __all__ = [
     "DropRolloutError",
     "Episode",
     "EpisodeProgress",
+    "Filters",
     "MultiTurnEpisode",
+    "OverlongPenalty",
     "Rubric",
     "Score",
     "SingleTurnEpisode",
     "TreeSampler",
+    "drop_stale",
     "pack",
+    "select",
 ]

@@ -8,9 +8,8 @@ import copy
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
-
-import numpy as np
 
 from turnwise.arena import samples as rows
 from turnwise.arena.context import (
@@ -23,8 +22,11 @@ from turnwise.arena.context import (
     resolve,
 )
 from turnwise.arena.episode import Episode, check_episode
+from turnwise.arena.filters import Filters
 from turnwise.arena.model_call import PromptCache, fit_to_context, generate_one, to_messages, to_step
+from turnwise.arena.overlong import OverlongPenalty
 from turnwise.arena.progress import EpisodeProgress
+from turnwise.arena.resampling import check_stateless, describe_draws, resample
 from turnwise.arena.scheduler import CallBudget, FailureCount, run_all
 from turnwise.arena.store import ArtifactStore, rng_state, set_rng_state
 from turnwise.types import (
@@ -51,10 +53,11 @@ class Arena:
     context in tokens; a prompt that leaves no room raises ``ContextLengthError``. A failed episode is run again up to
     ``retries`` times, then becomes a result with ``error``; when more than ``failure_threshold`` (a share) of the
     episodes of one call failed, ``BatchFailedError`` stops it, and a nested call's error fails the parent.
-    ``drop_zero_advantage`` and ``drop_truncated`` are filters, counted in ``TrainingBatch.dropped``. Without ``credit``
-    the advantage is the reward and no zero is dropped. ``progress``, an ``EpisodeProgress`` or ``None``, keeps episodes
-    under way on disk: a killed run resumes in the middle of a tree. Same ``seed``, same requests, same weights: same
-    batch.
+    ``filters`` say which samples train, and whether questions are drawn again; what they drop is counted in
+    ``TrainingBatch.dropped``. Without ``credit`` the advantage is the reward and no zero is dropped. ``overlong``
+    lowers the rewards of completions that come close to their limit. ``progress``, an ``EpisodeProgress`` or ``None``,
+    keeps episodes under way on disk: a killed run resumes in the middle of a tree. Same ``seed``, same requests, same
+    weights: same batch.
 
     Example::
 
@@ -79,8 +82,8 @@ class Arena:
         seed: int = 0,
         failure_threshold: float = 0.5,
         retries: int = 0,
-        drop_zero_advantage: bool = True,
-        drop_truncated: bool = False,
+        filters: Filters | None = None,
+        overlong: OverlongPenalty | None = None,
     ) -> None:
         if not 0 <= failure_threshold <= 1:
             raise ValueError(f"failure_threshold={failure_threshold!r}: expected a share from 0 to 1")
@@ -88,6 +91,9 @@ class Arena:
             raise ValueError(f"retries={retries!r}: expected a count >= 0")
         if max_context is not None and max_context < 2:
             raise ValueError(f"max_context={max_context!r}: expected at least 2 tokens, or None")
+        self.filters = Filters() if filters is None else filters
+        if self.filters.resample:
+            check_stateless(credit)
         self.client = client
         self.tokenizer = tokenizer
         self.credit = credit
@@ -96,8 +102,7 @@ class Arena:
         self.seed = seed
         self.failure_threshold = failure_threshold
         self.retries = retries
-        self.drop_zero_advantage = drop_zero_advantage
-        self.drop_truncated = drop_truncated
+        self.overlong = overlong
         self.actors: dict[str, Actor] = {}
         self.episodes: dict[str, Episode] = {}
         self.stores: dict[str, ArtifactStore] = {}
@@ -158,7 +163,7 @@ class Arena:
         return self.finish(await self.sample())
 
     async def sample(self, drawn: Callable[[], None] = lambda: None) -> list[GenerateResult]:
-        """Play the episodes of the next batch.
+        """Play the episodes of the next batch, and of more where ``filters.resample`` asks for them.
 
         Several may be under way at once, if each begins after the one before called ``drawn()``: it then has its
         requests and their numbers.
@@ -166,6 +171,8 @@ class Arena:
         if self.is_evaluation:
             raise RuntimeError("an evaluation makes no training batch: call generate_rollouts(requests) on it")
         requests = await resolve(self.get_batch())
+        if self.filters.resample:
+            return await resample(self, requests, drawn)
         drawn()  # whoever waits for it runs when this one waits for its first model call
         return await self.generate_rollouts(requests)
 
@@ -193,39 +200,29 @@ class Arena:
             parent.children.extend(results)
         return results
 
+    def shape_rewards(self, results: Sequence[GenerateResult]) -> None:
+        """What is added to rewards before credit, once per step however often it is called."""
+        if self.overlong is not None:
+            self.overlong.apply(results)
+
     def assign_credit(self, results: Sequence[GenerateResult]) -> None:
         """Set ``Step.advantage`` of every trainable step. Called once per batch: a rule may learn from it."""
-        samples, _ = rows.gather(results, drop_truncated=self.drop_truncated)
-        if not samples:
-            return
-        if self.credit is None:
-            advantages = np.array([sample.reward for sample in samples], dtype=np.float32)
-        else:
-            advantages = np.asarray(self.credit.compute_columns(samples))
-        if advantages.shape != (len(samples),) or not np.isfinite(advantages).all():
-            raise ValueError(
-                f"{type(self.credit).__name__}.compute_columns gave shape {advantages.shape}, all finite: "
-                f"{bool(np.isfinite(advantages).all())}; expected {len(samples)} finite advantages"
-            )
+        self.shape_rewards(results)
+        samples, _ = rows.gather(results, self.filters)
         steps = rows.steps_by_place(results)
-        for sample, advantage in zip(samples, advantages, strict=True):
+        for sample, advantage in zip(samples, rows.advantages_of(samples, self.credit), strict=True):
             steps[sample.trajectory, sample.step_index].advantage = float(advantage)
 
     def build_training_batch(self, results: Sequence[GenerateResult]) -> TrainingBatch:
         """Pack the steps that train. Raises ``ValueError`` if :meth:`assign_credit` did not run on ``results``."""
-        samples, dropped = rows.gather(results, drop_truncated=self.drop_truncated)
-        for sample in samples:
-            if sample.advantage is None:
-                raise ValueError(
-                    f"step {sample.step_index} of rollout {sample.trajectory!r} has no advantage: "
-                    "call assign_credit(results) before build_training_batch(results)"
-                )
-        if self.credit is not None and self.drop_zero_advantage:
-            kept = [sample for sample in samples if sample.advantage != 0]
-            if len(kept) < len(samples):
-                dropped["zero_advantage"] = len(samples) - len(kept)
-            samples = kept
-        return rows.pack(samples, dropped, rows.describe(results))
+        samples, dropped = rows.gather(results, self.filters)
+        rows.check_credited(samples)
+        filters = self.filters if self.credit is not None else replace(self.filters, zero_advantage=False)
+        samples, filtered = filters.after_credit(samples)
+        metrics = rows.describe(results)
+        if self.filters.resample:
+            metrics |= describe_draws(results, samples)
+        return rows.pack(samples, dict(Counter(dropped) + Counter(filtered)), metrics)
 
     # -- model calls ---------------------------------------------------------------------------------------------------
     async def call_model(

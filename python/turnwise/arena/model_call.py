@@ -134,7 +134,11 @@ def to_step(
         finish_reason=response.finish_reason,
         policy=request.policy,
         trainable=actor_id is not None,
-        info={"temperature": request.sampling.temperature, "seed": request.sampling.seed},
+        info={
+            "temperature": request.sampling.temperature,
+            "seed": request.sampling.seed,
+            "max_tokens": request.sampling.max_tokens,
+        },
     )
 
 

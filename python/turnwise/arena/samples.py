@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
+from turnwise.arena.filters import Filters
 from turnwise.samples import collect_samples
-from turnwise.types import GenerateResult, Sample, Step, TrainingBatch
+from turnwise.types import CreditAssigner, GenerateResult, Sample, Step, TrainingBatch
 
 Reason = Callable[[GenerateResult, Step], bool]
 
 REASONS: dict[str, Reason] = {
     "failed": lambda result, step: result.rollout.error is not None or "error" in step.info,
+    "zero_advantage": lambda result, step: result.rollout.meta.get("left_out") == "zero_advantage",
+    "surplus": lambda result, step: result.rollout.meta.get("left_out") == "surplus",
     "reward_error": lambda result, step: "dropped" in result.rollout.meta,
     "untrainable": lambda result, step: not (result.is_trainable and step.trainable),
     "aborted": lambda result, step: step.finish_reason == "abort",
@@ -22,7 +26,7 @@ REASONS: dict[str, Reason] = {
 """Why :func:`turnwise.samples.collect_samples` leaves a model call out; the first that holds is counted."""
 
 
-def gather(results: Sequence[GenerateResult], *, drop_truncated: bool) -> tuple[list[Sample], dict[str, int]]:
+def gather(results: Sequence[GenerateResult], filters: Filters) -> tuple[list[Sample], dict[str, int]]:
     """The rows that credit rules see, and how many model calls were left out, by reason.
 
     Failed and (if asked) truncated ones are gone before credit, so they enter no statistics. Judges count nowhere.
@@ -35,11 +39,31 @@ def gather(results: Sequence[GenerateResult], *, drop_truncated: bool) -> tuple[
             for index, step in enumerate(result.rollout.steps):
                 if step.actor_id is not None and (result.rollout.id, index) not in places:
                     dropped[next((name for name, holds in REASONS.items() if holds(result, step)), "no_tokens")] += 1
-    if drop_truncated:
-        whole = [sample for sample in samples if sample.finish_reason != "length"]
-        dropped["truncated"] = len(samples) - len(whole)
-        samples = whole
-    return samples, {name: count for name, count in dropped.items() if count}
+    samples, filtered = filters.before_credit(samples)
+    return samples, dict(dropped + Counter(filtered))
+
+
+def advantages_of(samples: Sequence[Sample], credit: CreditAssigner | None) -> np.ndarray:
+    """What the rule says, ``[B]``, checked; without a rule the rewards. Raises ``ValueError`` for a wrong answer."""
+    if credit is None or not samples:
+        return np.array([sample.reward for sample in samples], dtype=np.float32)
+    advantages = np.asarray(credit.compute_columns(samples))
+    if advantages.shape != (len(samples),) or not np.isfinite(advantages).all():
+        raise ValueError(
+            f"{type(credit).__name__}.compute_columns gave shape {advantages.shape}, all finite: "
+            f"{bool(np.isfinite(advantages).all())}; expected {len(samples)} finite advantages"
+        )
+    return advantages
+
+
+def check_credited(samples: Sequence[Sample]) -> None:
+    """Raise ``ValueError`` for a sample without an advantage."""
+    for sample in samples:
+        if sample.advantage is None:
+            raise ValueError(
+                f"step {sample.step_index} of rollout {sample.trajectory!r} has no advantage: "
+                "call assign_credit(results) before build_training_batch(results)"
+            )
 
 
 def steps_by_place(results: Sequence[GenerateResult]) -> dict[tuple[str, int], Step]:
@@ -94,29 +118,39 @@ def pack(samples: Sequence[Sample], dropped: dict[str, int], metrics: dict[str, 
     )
 
 
-def select(batch: TrainingBatch, rows: np.ndarray) -> TrainingBatch:
-    """The batch of ``rows`` (indices ``[b]``) alone; what it says of the whole step stays."""
-    starts, ends = batch.cu_seqlens[:-1][rows], batch.cu_seqlens[1:][rows]
-    tokens = np.concatenate([np.arange(s, e) for s, e in zip(starts, ends, strict=True)] or [np.empty(0, np.int64)])
-    return replace(
-        batch,
-        cu_seqlens=np.concatenate([[0], np.cumsum(ends - starts)]),
-        **{name: getattr(batch, name)[tokens] for name in ("token_ids", "loss_mask", "rollout_logprobs")},
-        **{
-            name: getattr(batch, name)[rows]
-            for name in ("advantages", "rewards", "temperatures", "actor_index", "policy_index", "min_version")
-        },
-    )
+def select(batch: TrainingBatch, rows: Sequence[int] | np.ndarray) -> TrainingBatch:
+    """The rows of ``batch`` with these indices, or where this mask ``[B]`` is true, in the order given.
+
+    ``actors`` and ``policies`` stay whole, so indices into them keep their meaning; ``dropped`` and ``metrics`` stay.
+    """
+    chosen = np.arange(len(batch))[np.asarray(rows, dtype=None if len(rows) else np.int64)]
+    spans = [slice(batch.cu_seqlens[row], batch.cu_seqlens[row + 1]) for row in chosen]
+    lengths = np.diff(batch.cu_seqlens)[chosen]
+    by_token: dict[str, Any] = {
+        name: np.concatenate([column[:0], *(column[span] for span in spans)])
+        for name in ("token_ids", "loss_mask", "rollout_logprobs")
+        for column in (getattr(batch, name),)
+    }
+    names = ("advantages", "rewards", "temperatures", "actor_index", "policy_index", "min_version")
+    by_row: dict[str, Any] = {name: getattr(batch, name)[chosen] for name in names}
+    cu_seqlens = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
+    return replace(batch, **by_token, **by_row, cu_seqlens=cu_seqlens, dropped=dict(batch.dropped))
 
 
 def drop_stale(batch: TrainingBatch, oldest: Mapping[str, int]) -> TrainingBatch:
-    """Leave out the rows with a token from before version ``oldest[policy]``, counted as ``dropped["stale"]``."""
-    bounds = np.array([oldest[name] for name in batch.policies], dtype=np.int64)
-    fresh = batch.min_version >= bounds[batch.policy_index] if len(batch) else np.empty(0, dtype=bool)
+    """Without the rows of which a token was sampled by weights older than ``oldest[policy]``, counted as ``stale``.
+
+    Policies that are not in ``oldest`` have no bound. A batch with no such row comes back as it is.
+
+    Example: ``drop_stale(batch, {"default": trainer_version - max_staleness})``
+    """
+    unbounded = np.iinfo(np.int64).min
+    bounds = np.array([oldest.get(policy, unbounded) for policy in batch.policies], dtype=np.int64)
+    fresh = batch.min_version >= bounds[batch.policy_index]
     if fresh.all():
         return batch
-    kept = select(batch, np.flatnonzero(fresh))
-    kept.dropped = {**batch.dropped, "stale": int((~fresh).sum())}
+    kept = select(batch, fresh)
+    kept.dropped["stale"] = kept.dropped.get("stale", 0) + int((~fresh).sum())
     return kept
 
 
@@ -124,7 +158,8 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     """Numbers of a whole step, nested episodes included; means leave failed episodes out.
 
     ``episodes``, ``episodes/failed``, ``episodes/retried``, ``sampled_tokens`` (all of them, trained on or not),
-    ``reward/<actor>``, ``metric/<name>``, ``completion_tokens/<actor>``, ``truncated/<actor>``.
+    ``reward/<actor>``, ``metric/<name>``, ``completion_tokens/<actor>``, ``truncated/<actor>``; where an overlong
+    penalty is set, ``overlong_penalty/<actor>`` and ``raw_reward/<actor>``, the reward without it.
     """
     everything = [result for top in results for result in top.walk()]
     rollouts = [result.rollout for result in everything]
@@ -135,12 +170,16 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
             continue
         for actor, reward in rollout.rewards.items():
             means[f"reward/{actor}"].append(reward)
+        for actor, reward in rollout.meta.get("raw_rewards", {}).items():
+            means[f"raw_reward/{actor}"].append(reward)
         for name, value in rollout.metrics.items():
             means[f"metric/{name}"].append(value)
     for step in steps:
         if step.actor_id is not None:
             means[f"completion_tokens/{step.actor_id}"].append(len(step.completion_token_ids))
             means[f"truncated/{step.actor_id}"].append(step.finish_reason == "length")
+            if "overlong_penalty" in step.info:
+                means[f"overlong_penalty/{step.actor_id}"].append(step.info["overlong_penalty"])
     counts: dict[str, float] = {
         "episodes": len(rollouts),
         "episodes/failed": sum(rollout.error is not None for rollout in rollouts),

@@ -1,0 +1,89 @@
+"""Soft overlong punishment: its numbers, what it touches, and that it is taken once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from turnwise.arena import OverlongPenalty, Rubric, SingleTurnEpisode
+from turnwise.types import GenerateResult, Rollout, Sampling, Step
+
+from .helpers import Baseline, guess
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lost"), [(0, 0.0), (400, 0.0), (401, 0.005), (450, 0.25), (499, 0.495), (500, 0.5), (600, 0.5)]
+)
+def test_worked_values(tokens, lost):
+    assert OverlongPenalty(100, 0.5).of(tokens, limit=500) == pytest.approx(lost)
+
+
+def test_a_buffer_of_the_whole_limit_grows_from_the_first_token():
+    assert OverlongPenalty(8).of(4, limit=8) == 0.5
+    assert OverlongPenalty(16).of(4, limit=8) == 0.75
+
+
+@pytest.mark.parametrize(("options", "name"), [((0,), "buffer=0"), ((4, -1.0), "penalty=-1.0")])
+def test_options_are_checked(options, name):
+    with pytest.raises(ValueError, match=name):
+        OverlongPenalty(*options)
+
+
+def step(tokens, reward=None, actor="a", **changes):
+    return Step(
+        actor,
+        0,
+        [],
+        "",
+        [1],
+        [5] * tokens,
+        [-1.0] * tokens,
+        [(tokens, 0)],
+        "stop",
+        reward=reward,
+        info={"max_tokens": 10},
+        **changes,
+    )
+
+
+def test_own_rewards_and_the_actors_reward_are_lowered_once():
+    steps = [step(8, 1.0), step(9), step(10, 1.0, selected=False), step(10, 1.0, "b"), step(10, None, None)]
+    child = GenerateResult(Rollout("c", "e", "q", [step(10)], {"a": 3.0}))
+    failed = GenerateResult(Rollout("f", "e", "q", [step(10, 1.0)], error="Traceback"))
+    top = GenerateResult(Rollout("r", "e", "q", steps, {"a": 2.0}), children=[child, failed])
+    for _ in range(2):
+        OverlongPenalty(4).apply([top])
+    assert [s.reward for s in steps] == [0.5, None, 0.0, 0.0, None]
+    assert top.rollout.rewards == {"a": 0.75}, "less 0.5 and 0.75; what lost in the tree takes nothing"
+    assert child.rollout.rewards == {"a": 2.0} and failed.rollout.steps[0].reward == 1.0
+    assert steps[0].info["raw_reward"] == 1.0 and top.rollout.meta["raw_rewards"] == {"a": 2.0}
+
+
+class Talk(SingleTurnEpisode):
+    episode_type = "guess"
+    rubric = Rubric([lambda completion: 1.0])
+
+    def get_prompt(self, artifact):
+        return "Talk"
+
+
+def test_the_arena_takes_it_before_credit_and_says_so(make_arena):
+    """Completions of 2 and 6 tokens with the stop token, under a limit of 6 with a buffer of 2."""
+    replies = iter(["1", "12345"])
+    arena = make_arena(
+        lambda *call: next(replies),
+        credit=Baseline(),
+        sampling=Sampling(max_tokens=6),
+        overlong=OverlongPenalty(2, 0.5),
+    )
+    arena.add_episode(Talk())
+    arena.source = lambda: [guess(), guess()]
+    batch = asyncio.run(arena.step())
+    assert sorted(batch.advantages.tolist()) == [0.5, 1.0] == sorted(batch.rewards.tolist())
+    metrics = batch.metrics
+    assert (metrics["reward/solver"], metrics["raw_reward/solver"], metrics["overlong_penalty/solver"]) == (
+        0.75,
+        1,
+        0.25,
+    )
