@@ -4,36 +4,70 @@ import numpy as np
 import pytest
 import torch
 
-from turnwise.train.batch import micro_batches, minibatches, pad
+from turnwise.train.batch import micro_batches, minibatches, pack, pad
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_pad_finds_every_completion_token_again(seed, random_batch):
+def test_pack_finds_every_completion_token_again(seed, random_batch):
     batch = random_batch(seed, rows=7)
-    micro = pad(batch, np.arange(7))
-    assert torch.equal(micro.input_ids[micro.row_N, micro.column_N], micro.targets_N)
-    trained = np.flatnonzero(batch.loss_mask)
-    assert np.array_equal(micro.token_N[micro.mask_N.bool()].numpy(), trained)
+    rows = np.random.default_rng(seed).permutation(7)
+    micro = pack(batch, rows)
+    assert torch.equal(micro.token_ids_T[micro.source_N + 1], micro.targets_N)
+    assert np.array_equal(batch.token_ids[micro.token_N], micro.targets_N.numpy())
+    trained = micro.token_N[micro.mask_N.bool()].sort().values
+    assert np.array_equal(trained.numpy(), np.flatnonzero(batch.loss_mask))
     assert np.array_equal(micro.rollout_logprobs_N.numpy(), batch.rollout_logprobs[micro.token_N])
-    lengths = np.diff(batch.cu_seqlens)
-    assert micro.attention_mask.sum(1).tolist() == lengths.tolist()
-    assert micro.input_ids.shape[1] == lengths.max()
+    assert micro.lengths == tuple(np.diff(batch.cu_seqlens)[rows])
+    starts = np.repeat(np.cumsum([0, *micro.lengths])[:-1], micro.lengths)
+    assert np.array_equal(micro.position_ids_T.numpy(), np.arange(micro.num_tokens) - starts)
+    assert np.array_equal(starts[micro.source_N], np.cumsum([0, *micro.lengths])[micro.row_N])
 
 
-@pytest.mark.parametrize("budget", [1, 40, 100_000])
+@pytest.mark.parametrize("seed", range(3))
+def test_padded_rows_are_those_of_the_stream(seed, random_batch):
+    batch = random_batch(seed, rows=7)
+    micro = pack(batch, np.arange(7))
+    rows = [5, 0, 3]
+    block = pad(micro, rows)
+    for place, row in enumerate(rows):
+        ids = batch.token_ids[batch.cu_seqlens[row] : batch.cu_seqlens[row + 1]]
+        assert np.array_equal(block.input_ids[place][block.attention_mask[place].bool()].numpy(), ids)
+        assert block.attention_mask[place].tolist() == sorted(block.attention_mask[place].tolist(), reverse=True)
+    assert torch.equal(block.input_ids[block.row, block.column + 1], micro.targets_N[block.token])
+    assert sorted(micro.row_N[block.token].unique().tolist()) == sorted(rows)
+    assert len(block.token) == sum(int((micro.row_N == row).sum()) for row in rows)
+
+
+@pytest.mark.parametrize("budget", [1, 14, 40, 100_000])
 def test_micro_batches_keep_every_row_once_within_the_budget(budget, random_batch):
     batch = random_batch(0, rows=23)
-    micros = list(micro_batches(batch, np.arange(23), budget))
-    assert sorted(torch.cat([micro.token_N for micro in micros]).tolist()) == sorted(
-        pad(batch, np.arange(23)).token_N.tolist()
-    )
-    assert all(micro.num_padded_tokens <= budget or len(micro.input_ids) == 1 for micro in micros)
+    micros = micro_batches(batch, np.arange(23), budget)
+    tokens = torch.cat([micro.token_N for micro in micros]).tolist()
+    assert sorted(tokens) == sorted(pack(batch, np.arange(23)).token_N.tolist())
+    assert all(micro.num_tokens <= budget or len(micro.lengths) == 1 for micro in micros)
+
+
+def test_the_cut_is_balanced_and_no_finer_than_it_must_be(random_batch):
+    batch = random_batch(0, rows=60)
+    total, longest = int(batch.cu_seqlens[-1]), int(np.diff(batch.cu_seqlens).max())
+    for parts in (2, 3, 7):
+        sizes = [micro.num_tokens for micro in micro_batches(batch, np.arange(60), total // parts + longest)]
+        assert len(sizes) <= parts and max(sizes) - min(sizes) <= longest, sizes
+
+
+def test_a_row_over_the_budget_goes_alone(random_batch):
+    batch = random_batch(0, rows=9)
+    lengths = np.diff(batch.cu_seqlens)
+    budget = int(np.median(lengths))
+    micros = micro_batches(batch, np.arange(9), budget)
+    over = [micro.lengths for micro in micros if micro.num_tokens > budget]
+    assert sorted(over) == sorted((length,) for length in lengths[lengths > budget]) != []
 
 
 def test_a_first_token_never_trains_for_want_of_a_prediction(random_batch):
     batch = random_batch(1, rows=1)
     batch.loss_mask[:] = 1
-    assert pad(batch, [0]).column_N.min() == 1
+    assert pack(batch, [0]).source_N.tolist() == list(range(int(batch.cu_seqlens[1]) - 1))
 
 
 @pytest.mark.parametrize(("rows", "count", "sizes"), [(10, 3, [4, 3, 3]), (2, 5, [1, 1]), (0, 2, [])])

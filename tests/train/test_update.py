@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from turnwise.train.batch import pad
+from turnwise.train.batch import pack, pad
 from turnwise.train.config import KLConfig, LossConfig, UpdateConfig
 from turnwise.train.policy import Policy
 from turnwise.train.update import old_logprobs, update_policy
@@ -52,12 +52,13 @@ def test_the_gradient_is_that_of_the_formula(monkeypatch, random_batch, small_mo
     model, _ = small_model()
     batch = random_batch(3, rows=6)
     policy = Policy("default", model, UpdateConfig(), total_steps=1)
-    micro = pad(batch, np.arange(6))
+    micro = pack(batch, np.arange(6))
     with torch.no_grad():
         batch.rollout_logprobs[micro.token_N] = policy.logprobs(micro).numpy()
     expected = copy.deepcopy(model).double()
-    logits = expected(input_ids=micro.input_ids, attention_mask=micro.attention_mask).logits
-    logprobs = torch.log_softmax(logits, -1)[micro.row_N, micro.column_N - 1, micro.targets_N]
+    block = pad(micro, range(6))
+    logits = expected(input_ids=block.input_ids, attention_mask=block.attention_mask).logits
+    logprobs = torch.log_softmax(logits, -1)[block.row, block.column, micro.targets_N]
     mask, advantages = micro.mask_N.double(), micro.advantages_B.double()[micro.row_N]
     (-(logprobs * advantages * mask).sum() / mask.sum()).backward()
     norm = torch.sqrt(sum((p.grad**2).sum() for p in expected.parameters())).item()

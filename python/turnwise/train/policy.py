@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from turnwise.train.batch import MicroBatch
 from turnwise.train.config import UpdateConfig
+from turnwise.train.forward import Forward
 
 
 class Policy:
@@ -38,6 +40,8 @@ class Policy:
         self.max_grad_norm = config.max_grad_norm
         self.reference = copy.deepcopy(model).requires_grad_(False).eval() if with_reference else None
         self.model.requires_grad_(trainable)
+        self.forward = Forward(model)
+        self.reference_forward = None if self.reference is None else Forward(self.reference)
         self.optimizer: torch.optim.AdamW | None = None
         self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
         if trainable:
@@ -48,28 +52,18 @@ class Policy:
                 self.optimizer, lambda step: _warmup_cosine(step, total_steps, config.warmup, config.min_lr_ratio)
             )
 
-    def logprobs(self, micro: MicroBatch, model: nn.Module | None = None) -> Tensor:
+    def logprobs(self, micro: MicroBatch, entropy: bool = False) -> Any:
         """Log-probs ``[N]`` float32 of the packed completion tokens, of ``log_softmax(logits / temperature)``.
 
-        Only the logits from the first completion token on are made: the prompt's are never read.
+        With ``entropy`` the pair of them and the entropies ``[N]`` of the distributions, both with gradients.
         """
-        first = int(micro.column_N.min()) - 1 if len(micro.column_N) else 0
-        keep = micro.input_ids.shape[1] - first
-        logits = (model or self.model)(
-            input_ids=micro.input_ids,
-            attention_mask=micro.attention_mask,
-            use_cache=False,
-            logits_to_keep=keep,
-        ).logits
-        logits_NV = logits[micro.row_N, micro.column_N - 1 - first].float()
-        temperature_N = micro.temperatures_B[micro.row_N]
-        logits_NV = logits_NV / torch.where(temperature_N > 0, temperature_N, 1.0)[:, None]
-        return torch.log_softmax(logits_NV, dim=-1).gather(1, micro.targets_N[:, None])[:, 0]
+        logprobs_N, entropies_N = self.forward(micro, entropy=entropy)
+        return (logprobs_N, entropies_N) if entropy else logprobs_N
 
     @torch.no_grad()
     def reference_logprobs(self, micro: MicroBatch) -> Tensor | None:
         """Log-probs ``[N]`` under the frozen starting weights; ``None`` where the policy keeps none."""
-        return None if self.reference is None else self.logprobs(micro, self.reference)
+        return None if self.reference_forward is None else self.reference_forward(micro)[0]
 
     def step(self) -> float:
         """Clip the gradient, take one optimizer step, and return the norm before clipping.

@@ -31,7 +31,7 @@ def update_policy(
     policy.model.train()
     for _ in range(update.ppo_epochs):
         for part in minibatches(rows, update.minibatches, rng):
-            micros = list(micro_batches(batch, part, update.micro_batch_tokens))
+            micros = micro_batches(batch, part, update.micro_batch_tokens)
             normalizer = loss.normalizer(micros)
             for micro in micros:
                 logprobs_N = policy.logprobs(micro)

@@ -1,0 +1,137 @@
+"""Log-probabilities of completion tokens: no padding, and no logits beyond a tile.
+
+The rows of a micro-batch pass through the model as one stream (:mod:`turnwise.train.packed_attention`), and
+:func:`turnwise.ops.linear_logprob` reads the completions' log-probabilities off the last hidden states. A model that
+does not allow one of the two takes the plain way for it: rows padded on the right, or logits.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from turnwise.ops import linear_logprob, logprob
+from turnwise.train.batch import MicroBatch, pad
+from turnwise.train.forward_probe import causal_lm, obstacle_to_fusing, obstacle_to_packing, stream_inputs
+
+_PADDING = 1.25  # padded tokens per real one, at most, where rows have to be padded
+
+Result = tuple[Tensor, Tensor | None]  # log-probs [n] and, where asked for, entropies [n]
+
+
+class Rows(NamedTuple):
+    """What the model reads: ``input_ids [b, T]`` and what goes with them; ``at [n]`` picks places of ``b * T``."""
+
+    input_ids: Tensor
+    inputs: dict[str, Any]
+    at: Tensor
+
+
+class Forward:
+    """The log-probabilities that a causal LM gives the completion tokens of a micro-batch.
+
+    ``model`` is a Hugging Face causal LM, or a ``peft`` model over one, with adapters as they are set at each call. A
+    few tokens show, once, what it allows; ``packed`` and ``fused`` keep the finding, and what can't be is told in one
+    warning each. Where the model runs SDPA, the library's default, its attention is set to ``"turnwise_packed"``, which
+    without a packed stream is SDPA; another attention was chosen by someone and stays.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._lm: Any = causal_lm(model)
+        why_logits, why_padded = obstacle_to_fusing(self._lm), obstacle_to_packing(self._lm)
+        self.fused, self.packed = not why_logits, not why_padded
+        for way, why in (("log-probs are read from logits", why_logits), ("rows are padded", why_padded)):
+            if why:
+                warnings.warn(f"{type(self._lm).__name__}: {way}, as {why}", RuntimeWarning, stacklevel=2)
+
+    def __call__(self, micro: MicroBatch, *, entropy: bool = False) -> Result:
+        """Log-probs ``[N]`` of ``log_softmax(logits / temperature)``, and with ``entropy`` that of each distribution.
+
+        Both float32 (float64 from a float64 model), with gradients. A temperature of 0 counts as 1.
+        """
+        if self.packed:
+            inputs = stream_inputs(self._lm, micro.position_ids_T, micro.lengths)
+            rows = Rows(micro.token_ids_T[None], inputs, micro.source_N)
+            return self._read(rows, micro.targets_N, micro.temperatures_B[micro.row_N], entropy)
+        where, results = [], []
+        for group in like_lengths(micro.lengths):
+            block = pad(micro, group)
+            at = block.row * block.input_ids.shape[1] + block.column
+            rows = Rows(block.input_ids, {"attention_mask": block.attention_mask}, at)
+            temperature_N = micro.temperatures_B[micro.row_N[block.token]]
+            where.append(block.token)
+            results.append(self._read(rows, micro.targets_N[block.token], temperature_N, entropy))
+        return _in_order(where, results)
+
+    def _read(self, rows: Rows, targets_N: Tensor, temperature_N: Tensor, entropy: bool) -> Result:
+        """One pass through the model, then the head: once where all rows have one temperature, as nearly always."""
+        head = self._from_hidden(rows) if self.fused else self._from_logits(rows)
+        temperature_N = torch.where(temperature_N > 0, temperature_N, 1.0)
+        distinct = temperature_N.unique().tolist() or [1.0]
+        if len(distinct) == 1:
+            return head(slice(None), targets_N, distinct[0], entropy)
+        where = [torch.nonzero(temperature_N == value)[:, 0] for value in distinct]
+        results = [head(index, targets_N[index], value, entropy) for index, value in zip(where, distinct, strict=True)]
+        return _in_order(where, results)
+
+    def _from_hidden(self, rows: Rows) -> Any:
+        decoder, output = self._lm.get_decoder(), self._lm.get_output_embeddings()
+        hidden = decoder(input_ids=rows.input_ids, use_cache=False, **rows.inputs).last_hidden_state.flatten(0, 1)
+
+        def head(which: Any, targets: Tensor, temperature: float, entropy: bool) -> Result:
+            return _pair(
+                linear_logprob(
+                    hidden,
+                    output.weight,
+                    targets,
+                    bias=output.bias,
+                    positions=rows.at[which],
+                    temperature=temperature,
+                    entropy=entropy,
+                )
+            )
+
+        return head
+
+    def _from_logits(self, rows: Rows) -> Any:
+        """Logits of the places that are read alone, where the model can leave out others."""
+        inputs, at, size = dict(rows.inputs), rows.at, rows.input_ids.shape
+        if size[0] == 1 and "logits_to_keep" in inspect.signature(type(self._lm).forward).parameters:
+            inputs["logits_to_keep"], at = at, torch.arange(len(at))
+        logits_NV = self._lm(input_ids=rows.input_ids, use_cache=False, **inputs).logits.flatten(0, 1)
+
+        def head(which: Any, targets: Tensor, temperature: float, entropy: bool) -> Result:
+            return _pair(logprob(logits_NV[at[which]], targets, temperature=temperature, entropy=entropy))
+
+        return head
+
+
+def like_lengths(lengths: tuple[int, ...]) -> list[list[int]]:
+    """Rows of like length together: a padded block of them holds at most 1.25 places per token."""
+    groups: list[list[int]] = []
+    total = 0
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        longest = lengths[groups[-1][0]] if groups else 0
+        if groups and longest * (len(groups[-1]) + 1) <= _PADDING * (total + lengths[row]):
+            groups[-1].append(row)
+            total += lengths[row]
+        else:
+            groups.append([row])
+            total = lengths[row]
+    return groups
+
+
+def _pair(result: Tensor | tuple[Tensor, Tensor]) -> Result:
+    return result if isinstance(result, tuple) else (result, None)
+
+
+def _in_order(where: list[Tensor], results: list[Result]) -> Result:
+    """Parts of a result put back where they belong."""
+    order = torch.cat(where).argsort()
+    logprobs, entropies = zip(*results, strict=True)
+    return torch.cat(logprobs)[order], None if entropies[0] is None else torch.cat(entropies)[order]

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import copy
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from turnwise.train.batch import pack
+from turnwise.train.forward import Forward, like_lengths
+
+SIZES = {
+    "vocab_size": 200,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+# Family, what its config has beside SIZES, and whether its rows are packed and its log-probs read off hidden states.
+FAMILIES = {
+    "llama": ("llama", {}, True, True),
+    "mistral, window": ("mistral", {"sliding_window": 4}, True, True),
+    "qwen2, one layer with a window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+        True,
+        True,
+    ),
+    "qwen3, tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}, True, True),
+    "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 4}, True, True),
+    "gpt2, learned positions": (
+        "gpt2",
+        {"n_embd": 32, "n_layer": 2, "n_head": 2, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+        True,
+        True,
+    ),
+    "phi, bias in the head": ("phi", {}, True, True),
+    "granite, scaled logits": ("granite", {"logits_scaling": 4.0}, True, False),
+    "gemma2, caps": ("gemma2", {"head_dim": 16, "sliding_window": 4}, False, False),
+    "lfm2, convolutions": ("lfm2", {"layer_types": ["conv", "full_attention"]}, False, True),
+    "bloom, no registry": ("bloom", {"n_layer": 2, "n_head": 2}, False, True),
+}
+
+
+def build(family: str, **options) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES | options))
+
+
+def forward_of(model) -> Forward:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return Forward(model)
+
+
+def row_by_row(model, micro, temperatures=None):
+    """Log-probs and entropies ``[N]`` by the model's own forward, each row alone, from all of its logits."""
+    temperatures = micro.temperatures_B if temperatures is None else temperatures
+    sources = micro.source_N.split(torch.diff(micro.cu_seqlens).tolist())
+    start, distributions = 0, []
+    for row, length in enumerate(micro.lengths):
+        ids = micro.token_ids_T[None, start : start + length]
+        logits = model(input_ids=ids, use_cache=False).logits[0]
+        distributions.append(torch.log_softmax(logits[sources[row] - start] / temperatures[row], -1))
+        start += length
+    all_NV = torch.cat(distributions)
+    return all_NV.gather(1, micro.targets_N[:, None])[:, 0], -(all_NV.exp() * all_NV).sum(-1)
+
+
+def gradient(model, value) -> torch.Tensor:
+    grads = torch.autograd.grad(value, list(model.parameters()), allow_unused=True)
+    return torch.cat([grad.flatten() for grad in grads if grad is not None])
+
+
+def relative(got, expected) -> float:
+    return float((got - expected).detach().norm() / expected.detach().norm())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_equals_the_models_own_forward_row_by_row(name, random_batch):
+    family, options, packed, fused = FAMILIES[name]
+    model = build(family, **options).double().train()
+    own = copy.deepcopy(model)
+    batch = random_batch(0, rows=9)
+    batch.temperatures[:] = 0.7
+    micro = pack(batch, np.arange(9)[::-1].copy())
+    forward = forward_of(model)
+    assert (forward.packed, forward.fused) == (packed, fused)
+    assert all(module.training for module in model.modules())
+    logprobs, entropies = forward(micro, entropy=True)
+    expected, expected_entropies = row_by_row(own, micro)
+    assert relative(logprobs, expected) < 1e-10 and relative(entropies, expected_entropies) < 1e-10
+    weights = torch.randn(len(expected), dtype=torch.float64)
+    got = gradient(model, (logprobs * weights + entropies).sum())
+    assert relative(got, gradient(own, (expected * weights + expected_entropies).sum())) < 1e-7
+
+
+@pytest.mark.parametrize(("packed", "fused"), [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_float32_is_exact_to_rounding(packed, fused, tied, random_batch):
+    model = build("qwen3", head_dim=16, tie_word_embeddings=tied)
+    own = copy.deepcopy(model).double()
+    micro = pack(random_batch(1, rows=20), np.arange(20))
+    forward = Forward(model)
+    forward.packed, forward.fused = packed, fused
+    logprobs, _ = forward(micro)
+    expected, _ = row_by_row(own, micro)
+    assert logprobs.dtype == torch.float32 and relative(logprobs, expected) < 1e-6
+    weights = torch.randn(len(expected))
+    got = gradient(model, (logprobs * weights).sum())
+    assert relative(got, gradient(own, (expected * weights).sum())) < 1e-5
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_each_row_has_its_own_temperature(packed, random_batch):
+    model = build("llama").double()
+    batch = random_batch(2, rows=8)
+    batch.temperatures[:] = [1.0, 0.5, 0.0, 1.3, 0.5, 1.0, 2.0, 0.5]
+    micro = pack(batch, np.arange(8))
+    forward = Forward(model)
+    forward.packed = packed
+    greedy_as_one = torch.where(micro.temperatures_B > 0, micro.temperatures_B, 1.0).double()
+    for got, expected in zip(forward(micro, entropy=True), row_by_row(model, micro, greedy_as_one), strict=True):
+        assert relative(got, expected) < 1e-7  # the temperatures are float32
+    assert forward(micro)[1] is None
+
+
+def test_rows_without_completion_tokens_are_empty(random_batch):
+    model = build("llama")
+    batch = random_batch(0, rows=1)
+    batch.loss_mask[:] = 0
+    for packed in (True, False):
+        forward = Forward(model)
+        forward.packed = packed
+        assert forward(pack(batch, [0]))[0].shape == (0,)
+
+
+def test_no_logits_are_made(random_batch):
+    model = build("qwen3", head_dim=16)
+    forward = Forward(model)
+    model.lm_head.forward = None  # the head itself is never called: calling None would raise
+    forward(pack(random_batch(0, rows=5), np.arange(5)))[0].sum().backward()
+    assert model.lm_head.weight.grad is not None
+
+
+def test_gradient_checkpointing_changes_nothing(random_batch):
+    grads = []
+    for checkpointing in (False, True):
+        model = build("qwen3", head_dim=16).double().train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        counted = []
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, counted=counted: counted.append(1))
+        forward = Forward(model)
+        counted.clear()
+        micro = pack(random_batch(0, rows=9), np.arange(9))
+        grads.append(gradient(model, forward(micro)[0].sum()))
+        assert len(counted) == 1 + checkpointing
+    assert relative(grads[1], grads[0]) < 1e-12
+
+
+def test_bfloat16_stays_near_float32(random_batch):
+    model = build("qwen3", head_dim=16)
+    micro = pack(random_batch(0, rows=9), np.arange(9))
+    narrow = Forward(copy.deepcopy(model).bfloat16())
+    assert narrow.packed and narrow.fused
+    logprobs, _ = narrow(micro)
+    expected, _ = row_by_row(model, micro)
+    assert logprobs.dtype == torch.float32 and relative(logprobs, expected) < 5e-3
+    got = gradient(narrow.model, logprobs.mean()).float()
+    assert relative(got, gradient(model, expected.mean())) < 0.05
+
+
+@pytest.mark.parametrize(("targets", "fused"), [("all-linear", True), (["q_proj", "lm_head"], False)])
+def test_adapters_take_part_and_get_the_gradient(targets, fused, random_batch):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    model = peft.get_peft_model(build("qwen3", head_dim=16).double(), config)
+    forward = forward_of(model)
+    assert forward.packed and forward.fused == fused
+    micro = pack(random_batch(0, rows=9), np.arange(9))
+    logprobs, _ = forward(micro)
+    expected, _ = row_by_row(model, micro)
+    assert relative(logprobs, expected) < 1e-10
+    adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    got, wanted = (torch.autograd.grad(values.sum(), adapters) for values in (logprobs, expected))
+    assert all(relative(*pair) < 1e-9 for pair in zip(got, wanted, strict=True))
+    with model.disable_adapter():
+        assert relative(forward(micro)[0], expected) > 1e-4
+
+
+def test_a_saved_model_does_not_know_of_the_packing(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = build("llama")
+    Forward(model)
+    model.save_pretrained(tmp_path)
+    assert "turnwise" not in (tmp_path / "config.json").read_text()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.randint(200, (2, 12))
+    torch.testing.assert_close(model(ids).logits, again(ids).logits)
+    assert torch.equal(
+        model.generate(ids, max_new_tokens=5, do_sample=False), again.generate(ids, max_new_tokens=5, do_sample=False)
+    )
+
+
+def test_padding_is_bounded():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        lengths = tuple(int(x) for x in rng.integers(1, 1000, rng.integers(1, 40)))
+        groups = like_lengths(lengths)
+        assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
+        for group in groups:
+            assert max(lengths[i] for i in group) * len(group) <= 1.25 * sum(lengths[i] for i in group)
+    assert like_lengths((100, 99, 98)) == [[0, 1, 2]]

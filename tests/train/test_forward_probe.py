@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from turnwise.train.forward import Forward
+from turnwise.train.forward_probe import causal_lm, obstacle_to_fusing, obstacle_to_packing
+from turnwise.train.packed_attention import ATTENTION, packed_attention
+
+SIZES = {
+    "vocab_size": 200,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+
+
+def build(family: str, attention: str | None = None, **options):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SIZES | options)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+
+@pytest.fixture
+def attention():
+    """Puts another function in the place of the packed attention."""
+    yield lambda function: AttentionInterface.register(ATTENTION, function)
+    AttentionInterface.register(ATTENTION, packed_attention)
+
+
+def test_a_stream_whose_rows_see_each_other_is_found_out(attention):
+    def leaking(module, query, key, value, mask, *, packing=None, **kwargs):
+        if packing is not None:
+            packing.windows.append(kwargs.get("sliding_window"))
+        return sdpa_attention_forward(module, query, key, value, None, **kwargs)
+
+    model = build("llama")
+    attention(leaking)
+    assert "packed rows come out otherwise than each alone" in obstacle_to_packing(model)
+    assert model.config._attn_implementation == "sdpa"
+    attention(packed_attention)
+    assert obstacle_to_packing(model) == ""
+    assert model.config._attn_implementation == ATTENTION
+
+
+def test_a_window_that_the_attention_is_not_told_is_found_out(attention):
+    def untold(module, query, key, value, mask, *, sliding_window=None, **kwargs):
+        return packed_attention(module, query, key, value, mask, **kwargs)
+
+    attention(untold)
+    found = obstacle_to_packing(build("mistral", sliding_window=40))
+    assert found == "a layer of kind 'sliding_attention' has the window None"
+    assert obstacle_to_packing(build("mistral", sliding_window=None)) == ""
+
+
+def test_a_chosen_attention_stays_and_is_not_packed():
+    model = build("llama", "eager")
+    assert obstacle_to_packing(model) == "its attention 'eager' would score all pairs of a stream"
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "obstacle"),
+    [
+        ("llama", {}, ""),
+        ("llama", {"tie_word_embeddings": True}, ""),
+        ("granite", {"logits_scaling": 1.0}, ""),
+        ("granite", {"logits_scaling": 4.0}, "its logits are changed after its head"),
+        ("gemma2", {"head_dim": 16}, "its logits are changed after its head"),
+    ],
+)
+def test_the_head_reads_the_last_hidden_states_alone(family, options, obstacle):
+    assert obstacle_to_fusing(build(family, **options)) == obstacle
+
+
+def test_a_head_that_is_more_than_a_matrix_is_found_out():
+    model = build("llama")
+    model.lm_head = nn.Sequential(model.lm_head)
+    assert obstacle_to_fusing(model) == "its head is a Sequential, not a plain Linear"
+    model = build("llama")
+    model.model.norm.register_forward_hook(lambda *_: None)
+    model.lm_head.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+    assert obstacle_to_fusing(model) == "something stands between its last hidden states and its head"
+
+
+def test_the_trial_leaves_no_trace():
+    model = build("llama").train()
+    model.model.layers[0].eval()
+    before = [module.training for module in model.modules()]
+    state = torch.random.get_rng_state()
+    Forward(model)
+    assert [module.training for module in model.modules()] == before
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert not model.model._forward_hooks and not model.lm_head._forward_hooks
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_can_not_be_is_told_once_each():
+    with pytest.warns(RuntimeWarning) as told:
+        Forward(build("gemma2", head_dim=16))
+    assert [str(warning.message).split(",")[0] for warning in told if warning.category is RuntimeWarning] == [
+        "Gemma2ForCausalLM: log-probs are read from logits",
+        "Gemma2ForCausalLM: rows are padded",
+    ]
+
+
+def test_prompt_learning_and_other_modules_are_refused():
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(TypeError, match="PROMPT_TUNING adds tokens to a prompt"):
+        causal_lm(peft.get_peft_model(build("llama"), config))
+    with pytest.raises(TypeError, match="model is a Linear: expected a Hugging Face causal LM"):
+        causal_lm(nn.Linear(2, 2))
