@@ -196,6 +196,26 @@ def test_adapters_take_part_and_get_the_gradient(targets, fused, random_batch):
         assert relative(forward(micro)[0], expected) > 1e-4
 
 
+def test_each_adapter_of_a_shared_base_gets_its_own(random_batch):
+    peft = pytest.importorskip("peft")
+    from turnwise.inference.adapters import SharedBase
+
+    shared = SharedBase(build("qwen3", head_dim=16).double())
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    adapted = [shared.add_adapter(name, config, seed) for seed, name in enumerate("ab")] + [shared.plain()]
+    for model in adapted:
+        model.double().train().requires_grad_()
+    forwards = [Forward(model) for model in adapted]
+    micro = pack(random_batch(0, rows=9), np.arange(9))
+    expected = [row_by_row(model, micro)[0].detach() for model in adapted]
+    got = [forward(micro)[0] for forward in forwards]
+    assert all(relative(*pair) < 1e-10 for pair in zip(got, expected, strict=True))
+    assert relative(got[0], got[1]) > 1e-4 and relative(got[0], got[2]) > 1e-4
+    got[0].sum().backward()
+    assert all(parameter.grad is not None for parameter in adapted[0].parameters())
+    assert all(parameter.grad is None for parameter in adapted[1].parameters())
+
+
 def test_a_saved_model_does_not_know_of_the_packing(tmp_path):
     from transformers import AutoModelForCausalLM
 

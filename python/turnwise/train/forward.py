@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from turnwise.inference.adapters import activated
 from turnwise.ops import linear_logprob, logprob
 from turnwise.train.batch import MicroBatch, pad
 from turnwise.train.forward_probe import causal_lm, obstacle_to_fusing, obstacle_to_packing, stream_inputs
@@ -34,20 +35,26 @@ class Rows(NamedTuple):
 class Forward:
     """The log-probabilities that a causal LM gives the completion tokens of a micro-batch.
 
-    ``model`` is a Hugging Face causal LM, or a ``peft`` model over one, with adapters as they are set at each call. A
-    few tokens show, once, what it allows; ``packed`` and ``fused`` keep the finding, and what can't be is told in one
-    warning each. Where the model runs SDPA, the library's default, its attention is set to ``"turnwise_packed"``, which
-    without a packed stream is SDPA; another attention was chosen by someone and stays.
+    ``model`` is a Hugging Face causal LM, an :class:`~turnwise.inference.adapters.AdaptedModel`, whose adapter each
+    call makes the active one, or a ``peft`` model, with adapters as they are set at each call. A few tokens show, once,
+    what it allows; ``packed`` and ``fused`` keep the finding, and what can't be is told in one warning each. Where the
+    model runs SDPA, the library's default, its attention is set to ``"turnwise_packed"``, which without a packed stream
+    is SDPA; another attention was chosen by someone and stays.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._lm: Any = causal_lm(model)
-        why_logits, why_padded = obstacle_to_fusing(self._lm), obstacle_to_packing(self._lm)
+        lm = self.lm
+        why_logits, why_padded = obstacle_to_fusing(lm), obstacle_to_packing(lm)
         self.fused, self.packed = not why_logits, not why_padded
         for way, why in (("log-probs are read from logits", why_logits), ("rows are padded", why_padded)):
             if why:
-                warnings.warn(f"{type(self._lm).__name__}: {way}, as {why}", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"{type(lm).__name__}: {way}, as {why}", RuntimeWarning, stacklevel=2)
+
+    @property
+    def lm(self) -> Any:
+        """The causal LM that runs, with this model's adapter active."""
+        return causal_lm(activated(self.model))
 
     def __call__(self, micro: MicroBatch, *, entropy: bool = False) -> Result:
         """Log-probs ``[N]`` of ``log_softmax(logits / temperature)``, and with ``entropy`` that of each distribution.
@@ -55,7 +62,7 @@ class Forward:
         Both float32 (float64 from a float64 model), with gradients. A temperature of 0 counts as 1.
         """
         if self.packed:
-            inputs = stream_inputs(self._lm, micro.position_ids_T, micro.lengths)
+            inputs = stream_inputs(self.lm, micro.position_ids_T, micro.lengths)
             rows = Rows(micro.token_ids_T[None], inputs, micro.source_N)
             return self._read(rows, micro.targets_N, micro.temperatures_B[micro.row_N], entropy)
         where, results = [], []
@@ -80,7 +87,8 @@ class Forward:
         return _in_order(where, results)
 
     def _from_hidden(self, rows: Rows) -> Any:
-        decoder, output = self._lm.get_decoder(), self._lm.get_output_embeddings()
+        lm = self.lm
+        decoder, output = lm.get_decoder(), lm.get_output_embeddings()
         hidden = decoder(input_ids=rows.input_ids, use_cache=False, **rows.inputs).last_hidden_state.flatten(0, 1)
 
         def head(which: Any, targets: Tensor, temperature: float, entropy: bool) -> Result:
@@ -100,10 +108,10 @@ class Forward:
 
     def _from_logits(self, rows: Rows) -> Any:
         """Logits of the places that are read alone, where the model can leave out others."""
-        inputs, at, size = dict(rows.inputs), rows.at, rows.input_ids.shape
-        if size[0] == 1 and "logits_to_keep" in inspect.signature(type(self._lm).forward).parameters:
+        lm, inputs, at = self.lm, dict(rows.inputs), rows.at
+        if len(rows.input_ids) == 1 and "logits_to_keep" in inspect.signature(type(lm).forward).parameters:
             inputs["logits_to_keep"], at = at, torch.arange(len(at))
-        logits_NV = self._lm(input_ids=rows.input_ids, use_cache=False, **inputs).logits.flatten(0, 1)
+        logits_NV = lm(input_ids=rows.input_ids, use_cache=False, **inputs).logits.flatten(0, 1)
 
         def head(which: Any, targets: Tensor, temperature: float, entropy: bool) -> Result:
             return _pair(logprob(logits_NV[at[which]], targets, temperature=temperature, entropy=entropy))
