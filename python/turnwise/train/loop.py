@@ -166,12 +166,16 @@ class Trainer:
             await self.producer.settle()
         for name, policy in self.policies.items():
             if self._published.get(name) != policy.version:
-                load = self.arena.client.load_weights
-                if self.producer.ahead:  # it may have to wait for a running batch, which needs this thread to end
-                    await asyncio.to_thread(load, name, policy.weights(), policy.version)
-                else:
-                    load(name, policy.weights(), policy.version)
+                await self.hand_over(policy)
                 self._published[name] = policy.version
+
+    async def hand_over(self, policy: Policy) -> None:
+        """Give the client the weights of ``policy``."""
+        load = self.arena.client.load_weights
+        if self.producer.ahead:  # it may have to wait for a running batch, which needs this thread to end
+            await asyncio.to_thread(load, policy.name, policy.weights(), policy.version)
+        else:
+            load(policy.name, policy.weights(), policy.version)
 
     async def record(self, batch: TrainingBatch, metrics: dict[str, float]) -> None:
         """Count, validate, log and save what this step calls for. A validation that fails loses no training."""

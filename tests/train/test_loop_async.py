@@ -1,0 +1,236 @@
+"""The loop with sampling beside training: real models, a real client, threads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+
+import pytest
+import torch
+
+from turnwise.arena import Arena
+from turnwise.credit import RAECredit
+from turnwise.train.checkpoint import list_checkpoints
+from turnwise.train.loop import QUEUE
+
+TIMINGS = ("seconds_rollout", "seconds_update", "tokens_per_second")
+
+
+def weights_of(trainer):
+    return [tensor.clone() for policy in trainer.policies.values() for _, tensor in policy.weights()]
+
+
+def metrics_of(trainer):
+    lines = [json.loads(line) for line in (trainer.config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in TIMINGS} for line in lines]
+
+
+def assert_equal_runs(left, right):
+    assert metrics_of(left) == metrics_of(right)
+    for a, b in zip(weights_of(left), weights_of(right), strict=True):
+        assert torch.equal(a, b)
+
+
+def watch(trainer):
+    """The ids of the rollouts of each batch that trains, and how stale the batch was."""
+    trained, update = [], trainer.update
+
+    def watched(batch):
+        trained.append([result.rollout.id for result in trainer.arena.last_results])
+        assert batch.metrics["staleness_max"] <= trainer.config.loop.max_staleness
+        assert not batch.dropped.get("stale")
+        return update(batch)
+
+    trainer.update = watched
+    return trained
+
+
+def ids(first, last):
+    """Three episodes a step."""
+    return [[f"e{3 * step + i}" for i in range(3)] for step in range(first, last)]
+
+
+@pytest.mark.parametrize("loop", [{"max_staleness": 2}, {"max_staleness": 1, "in_flight": True}])
+async def test_training_pays_beside_sampling(make_trainer, loop):
+    trainer = make_trainer(steps=25, update={"lr": 1e-2, "minibatches": 2}, loop=loop)
+    trained = watch(trainer)
+    await trainer.run()
+    assert trained == ids(0, 25)
+    reward = [line["reward"] for line in metrics_of(trainer)]
+    assert sum(reward[-3:]) > 1.5 * sum(reward[:3]), reward
+    assert trainer.arena.client.version("default") == trainer.policies["default"].version == 25
+
+
+async def test_updates_and_sampling_overlap(make_trainer):
+    """While the first update runs the second batch is sampled, in another thread."""
+    trainer = make_trainer(steps=3, loop={"max_staleness": 1})
+    update, play, whole = trainer.update, trainer.arena.sample, []
+    played = threading.Event()
+
+    async def counted(drawn):
+        results = await play(drawn)
+        whole.append(results)
+        if len(whole) == 2:
+            played.set()
+        return results
+
+    def waiting(batch):
+        assert threading.current_thread() is not threading.main_thread()
+        assert played.wait(timeout=60), "the second batch must not wait for the first update"
+        return update(batch)
+
+    trainer.arena.sample, trainer.update = counted, waiting
+    await trainer.run()
+    assert len(whole) == 3
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+async def test_a_deterministic_run_repeats_and_resumes_bit_for_bit(make_trainer, ahead):
+    settings = {"loop": {"max_staleness": ahead, "deterministic": True}, "checkpoint": {"every": 1}}
+    whole = make_trainer("whole", steps=6, **settings)
+    trained = watch(whole)
+    await whole.run()
+    assert trained == ids(0, 6)
+    assert [line["staleness_max"] for line in metrics_of(whole)] == [min(step, ahead) for step in range(6)]
+    again = make_trainer("again", steps=6, **settings)
+    await again.run()
+    assert_equal_runs(whole, again)
+    killed = make_trainer("killed", steps=6, **settings)
+
+    class Killed(BaseException):
+        pass
+
+    update = killed.update
+
+    def dies_in_fourth(batch):
+        if killed.progress.step == 3:
+            raise Killed
+        return update(batch)
+
+    killed.update = dies_in_fourth
+    with pytest.raises(Killed):
+        await killed.run()
+    newest = list_checkpoints(killed.checkpoints)[-1]
+    assert newest.name == "step_00000003" and (newest / QUEUE).exists()
+    resumed = make_trainer("killed", steps=6, **settings)
+    trained = watch(resumed)
+    await resumed.run()
+    assert trained == ids(3, 6)
+    assert_equal_runs(whole, resumed)
+
+
+async def test_ctrl_c_leaves_a_deterministic_run_that_goes_on_bit_for_bit(make_trainer):
+    """RAE's baselines depend on the order of the batches: they are in the checkpoint too."""
+
+    def trainer_of(name):
+        loop = {"max_staleness": 2, "deterministic": True}
+        trainer = make_trainer(name, steps=6, loop=loop)
+        trainer.arena.credit = RAECredit(include_truncated=True)
+        return trainer
+
+    whole = trainer_of("whole")
+    await whole.run()
+    stopped = trainer_of("stopped")
+    play = stopped.arena.sample
+    drawn = []
+
+    async def stopping(note):
+        drawn.append(1)
+        if len(drawn) == 5:
+            stopped._stop.request()
+        return await play(note)
+
+    stopped.arena.sample = stopping
+    await stopped.run()
+    assert 0 < stopped.progress.step < 6 and stopped.interrupted
+    resumed = trainer_of("stopped")
+    await resumed.run()
+    assert_equal_runs(whole, resumed)
+    assert resumed.arena.credit.state_dict() == whole.arena.credit.state_dict()
+
+
+async def test_ctrl_c_loses_no_question_and_trains_none_twice(make_trainer):
+    for stop_at in (2, 4, 5):
+        first = make_trainer(f"run{stop_at}", steps=6, loop={"max_staleness": 2})
+        trained = watch(first)
+        play, drawn = first.arena.sample, []
+
+        async def stopping(note, *, first=first, play=play, drawn=drawn, stop_at=stop_at):
+            drawn.append(1)
+            if len(drawn) == stop_at:
+                asyncio.get_running_loop().call_soon(first._stop.request)
+            return await play(note)
+
+        first.arena.sample = stopping
+        await first.run()
+        second = make_trainer(f"run{stop_at}", steps=6, loop={"max_staleness": 2})
+        more = watch(second)
+        await second.run()
+        assert trained + more == ids(0, 6)
+
+
+async def test_a_failing_update_ends_the_run_cleanly(make_trainer):
+    trainer = make_trainer(steps=5, loop={"max_staleness": 2}, checkpoint={"every": 1})
+    update = trainer.update
+
+    def failing(batch):
+        if trainer.progress.step == 2:
+            raise FloatingPointError("no number")
+        return update(batch)
+
+    trainer.update = failing
+    with pytest.raises(FloatingPointError, match="no number"):
+        await trainer.run()
+    assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
+    assert list_checkpoints(trainer.checkpoints)[-1].name == "step_00000002"
+    second = make_trainer(steps=5, loop={"max_staleness": 2})
+    trained = watch(second)
+    await second.run()
+    assert trained == ids(2, 5)
+
+
+async def test_a_failing_rollout_is_told_and_what_was_sampled_before_it_is_kept(make_trainer):
+    trainer = make_trainer(steps=6, loop={"max_staleness": 2})
+    source, calls = trainer.arena.source, []
+
+    def fail_in_fifth():
+        calls.append(1)
+        return source() if len(calls) < 5 else 1 / 0
+
+    trainer.arena.source = fail_in_fifth
+    with pytest.raises(ZeroDivisionError):
+        await trainer.run()
+    assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
+    done = trainer.progress.step
+    assert list_checkpoints(trainer.checkpoints)[-1].name == f"step_{done:08d}"
+    second = make_trainer(steps=6, loop={"max_staleness": 2})
+    trained = watch(second)
+    await second.run()
+    assert trained == ids(done, 6)
+
+
+async def test_validation_runs_beside_sampling(make_trainer):
+    trainer = make_trainer(steps=4, loop={"max_staleness": 2}, eval={"every": 2})
+    await trainer.run()
+    assert [line["step"] for line in metrics_of(trainer) if "validation" in line] == [0, 2, 4]
+
+
+async def test_batches_that_can_not_be_pickled_are_named(make_trainer):
+    trainer = make_trainer(steps=4, loop={"max_staleness": 1, "deterministic": True}, checkpoint={"every": 1})
+    episode = trainer.arena.episodes["letters"]
+    extras = episode.get_extras
+    episode.get_extras = lambda state: {**extras(state), "open": threading.Lock()}
+    with pytest.raises(TypeError, match="batches that wait for training can't be saved: .*must be picklable"):
+        await trainer.run()
+
+
+async def test_a_client_that_samples_with_the_trainers_own_weights_is_refused(make_trainer):
+    from turnwise.inference import TransformersClient
+    from turnwise.train import Trainer
+
+    trainer = make_trainer(steps=1, loop={"max_staleness": 1})
+    model = trainer.policies["default"].model
+    shared = Arena(TransformersClient(model, trainer.arena.tokenizer, share=True), trainer.arena.tokenizer)
+    with pytest.raises(ValueError, match=r"loop.max_staleness=1: .*share=True"):
+        Trainer(shared, trainer.policies, trainer.config)

@@ -1,0 +1,114 @@
+"""The true loop on a virtual clock: staleness, order and throughput for many settings, in moments."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from turnwise.train.config import LogConfig, LoopConfig, TrainConfig
+from turnwise.train.simulate import LatencyModel, SimulatedTrainer, simulate
+from turnwise.train.virtual_clock import run_virtually
+
+MODES = ({}, {"in_flight": True}, {"deterministic": True})
+
+
+def names(steps, episodes):
+    return [[f"e{step * episodes + i}" for i in range(episodes)] for step in range(steps)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    ahead=st.integers(0, 4),
+    mode=st.sampled_from(MODES),
+    sigma=st.sampled_from([0.0, 0.5, 2.0]),
+    update=st.sampled_from([0.0, 0.3, 5.0]),
+    publish=st.sampled_from([0.0, 0.7]),
+    slots=st.sampled_from([1, 3, 100]),
+    turns=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+)
+def test_no_sample_is_lost_doubled_or_too_old(ahead, mode, sigma, update, publish, slots, turns, seed):
+    mode = mode if ahead or "in_flight" not in mode else {}
+    latency = LatencyModel(tokens=6, sigma=sigma, max_tokens=60, update=update, publish=publish, slots=slots)
+    loop = LoopConfig(max_staleness=ahead, **mode)
+    result = simulate(latency, loop, steps=5, episodes=3, turns=turns, seed=seed)
+    assert result.trained == names(5, 3), "each rollout trains once, in the order in which it was drawn"
+    assert result.staleness_max <= ahead and result.dropped_stale == 0, "pacing alone bounds staleness"
+    if mode.get("deterministic"):
+        # batch b was sampled by version b - ahead, or by 0 while there was none yet
+        assert result.staleness_max == min(ahead, 4)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 5])
+@pytest.mark.parametrize("update", [0.5, 4.0, 40.0])
+def test_throughput_is_what_the_latencies_say(ahead, update):
+    """Version ``b + 1`` is out once batch ``b`` is trained, which began when version ``b - ahead`` was out."""
+    latency = LatencyModel(tokens=100, prefill=1.0, per_token=0.05, update=update, publish=0.25)
+    sampling, steps, turns = 2 * (1.0 + 100 * 0.05), 12, 2
+    result = simulate(
+        latency, LoopConfig(max_staleness=ahead, in_flight=ahead > 0), steps=steps, episodes=4, turns=turns
+    )
+    out = [0.25]  # the starting weights are handed over too
+    for batch in range(steps):
+        sampled = out[max(0, batch - ahead)] + sampling
+        out.append(max(out[batch], sampled) + update + 0.25)
+    assert result.seconds == pytest.approx(out[-1], rel=1e-6)
+    assert result.tokens == steps * 4 * turns * 100
+    assert result.trainer_busy == pytest.approx(steps * update / out[-1], rel=1e-6)
+
+
+def test_slots_bound_the_throughput():
+    latency = LatencyModel(tokens=100, prefill=0.0, per_token=0.01, slots=4, update=0.01)
+    result = simulate(latency, LoopConfig(max_staleness=3, in_flight=True), steps=10, episodes=16)
+    assert 0.95 * 400 < result.tokens_per_second <= 400
+    assert result.slots_busy > 0.95
+
+
+def test_the_same_arguments_give_the_same_result():
+    latency = LatencyModel(tokens=20, sigma=1.0, slots=5)
+    loop = LoopConfig(max_staleness=2, in_flight=True)
+    first, again = (simulate(latency, loop, steps=6, episodes=8, turns=2, seed=3) for _ in range(2))
+    assert first == again
+    assert first != simulate(latency, loop, steps=6, episodes=8, turns=2, seed=4)
+
+
+def test_tokens_of_one_call_name_the_version_of_their_moment(tmp_path):
+    """A long call under way while two versions come out carries three of them."""
+    latency = LatencyModel(tokens=50, sigma=1.5, max_tokens=2000, prefill=0.0, per_token=0.1, update=1.0)
+    seen = []
+
+    class Watching(SimulatedTrainer):
+        async def train(self, batch):
+            seen.extend(step.policy_versions for result in self.arena.last_results for step in result.rollout.steps)
+            return await super().train(batch)
+
+    def runs_of(folder, **mode):
+        seen.clear()
+        loop = LoopConfig(max_staleness=3, **mode)
+        config = TrainConfig(run_dir=folder, steps=8, loop=loop, log=LogConfig(progress=False))
+        run_virtually(Watching(latency, config, episodes=8, turns=1, max_concurrency=99).simulate())
+        return list(seen)
+
+    mixed = [runs for runs in runs_of(tmp_path / "in_flight", in_flight=True) if len(runs) > 1]
+    assert mixed and all([v for _, v in runs] == sorted({v for _, v in runs}) for runs in mixed)
+    assert all(len(runs) == 1 for runs in runs_of(tmp_path / "plain")), "a call ends with the weights it began with"
+
+
+def test_a_producer_that_runs_ahead_of_its_bound_would_be_seen(monkeypatch):
+    """The bound is the producer's: take its pacing away, and old samples are dropped and counted."""
+    unpaced = lambda self: self.producer.allow(self.progress.step + 4, until=8)  # noqa: E731
+    monkeypatch.setattr(SimulatedTrainer, "allow", unpaced)
+    result = simulate(LatencyModel(tokens=5), LoopConfig(max_staleness=1), steps=8, episodes=2)
+    assert result.staleness_max > 1 and result.dropped_stale > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"slots": 0}, "slots=0: expected at least 1"), ({"update": -1.0}, "update=-1.0: expected a number >= 0")],
+)
+def test_impossible_latencies_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        LatencyModel(**changes)
+    with pytest.raises(ValueError, match="steps=0: expected at least 1"):
+        simulate(LatencyModel(), LoopConfig(), steps=0)
