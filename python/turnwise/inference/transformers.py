@@ -111,7 +111,7 @@ class TransformersClient:
         self.tokenizer = tokenizer
         self.max_batch_rows = max_batch_rows
         self.max_batch_tokens = max_batch_tokens
-        self._share = share
+        self.shares_weights = share
         self._in_flight = in_flight
         held = models if share else _copies(models)
         self._policies = {name: _hold(model, share, device) for name, model in held.items()}
@@ -284,7 +284,7 @@ class TransformersClient:
     def _compute(self, policy: str, jobs: list[_Job]) -> list[ModelResponse]:
         held = self._policies[policy]
         whole, each = (nullcontext(), _Turn(held, self._busy)) if self._in_flight else (self._busy, None)
-        with whole, _sampling_mode(held.model, self._share):
+        with whole, _sampling_mode(held.model, self.shares_weights):
             began = time.perf_counter()
             completions, prefilled = complete(
                 held.model,

@@ -64,6 +64,11 @@ class Trainer:
         if unknown:
             actor = next(actor for actor in arena.actors.values() if actor.policy in unknown)
             raise ValueError(f"actor {actor.id!r} plays with policy {actor.policy!r}; policies: {', '.join(policies)}")
+        if config.loop.max_staleness and getattr(arena.client, "shares_weights", False):
+            raise ValueError(
+                f"loop.max_staleness={config.loop.max_staleness}: the client samples with the trainer's own modules "
+                "(share=True), which change while it does; give it copies of its own"
+            )
         self.arena, self.policies, self.config, self.validation = arena, dict(policies), config, validation
         self.log = log or RunLog.from_config(config)
         self.log.tokenizer = self.log.tokenizer or arena.tokenizer
