@@ -1,4 +1,4 @@
-"""The command line: ``turnwise demo | train | eval | bench | doctor``.
+"""The command line: ``turnwise demo | train | eval | view | bench | doctor``.
 
 Commands stand in one table at the end; what a command does is in the room that it calls, imported when it runs.
 A user's mistake is one line on stderr and exit code 2, a run that fails (no memory, no backend, a dead server) one line
@@ -148,9 +148,12 @@ def run_train(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(to_toml(config), end="")
         return EXIT_OK
+    from turnwise.report import write_report
     from turnwise.run import train_from_config
 
     run = train_from_config(config)
+    if config.steps:
+        print(f"report: {write_report(config.run_dir)}")
     return EXIT_INTERRUPTED if run.trainer.interrupted else EXIT_OK
 
 
@@ -159,6 +162,18 @@ def run_eval(options: argparse.Namespace) -> int:
     from turnwise.train.config_files import load_config
 
     evaluate_from_config(load_config(options.config, options.overrides), checkpoint=options.checkpoint)
+    return EXIT_OK
+
+
+def run_view(options: argparse.Namespace) -> int:
+    from turnwise.report import write_report
+
+    path = write_report(options.run_dir, options.out)
+    print(path)
+    if options.open:
+        import webbrowser
+
+        webbrowser.open(path.resolve().as_uri())
     return EXIT_OK
 
 
@@ -218,6 +233,15 @@ COMMANDS: dict[str, Command] = {
         run_eval,
         (CONFIG, ("--checkpoint", {"type": Path, "help": "to measure (default: the run's newest)"})),
         overrides=True,
+    ),
+    "view": Command(
+        "Write the report of a run, finished or not: its curves and its episodes, as one HTML file.",
+        run_view,
+        (
+            ("run_dir", {"type": Path, "metavar": "RUN_DIR", "help": "folder of the run"}),
+            ("--out", {"type": Path, "metavar": "FILE", "help": "to write (default: RUN_DIR/report.html)"}),
+            ("--open", {"action": "store_true", "help": "and open it in the browser"}),
+        ),
     ),
     "bench": Command(
         "Time the ops beside PyTorch and other trainers; for a source checkout.",

@@ -1,0 +1,41 @@
+// The head and the tabs.
+
+function lastOf(series) {
+  return series ? series.filter((value) => value !== null).pop() : undefined;
+}
+
+function headView(run) {
+  const { step, series } = run.curves;
+  const last = step.length ? step[step.length - 1] : 0;
+  const figures = [
+    ["step", run.planned ? `${number(last)} of ${number(run.planned)}` : number(last)],
+    ["validation", lastOf(series.validation)], ["success", lastOf(series.success)], ["reward", lastOf(series.reward)],
+    ["sampled tokens", lastOf(series.total_sampled_tokens)], ["tokens/s", lastOf(series.tokens_per_second)],
+  ].filter(([, value]) => value !== undefined);
+  return [el("div", { class: "name" }, el("h1", {}, run.name),
+    el("p", {}, `turnwise ${run.version} · written ${run.written}`)),
+  el("dl", { class: "figures" }, figures.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, number(value)))))];
+}
+
+function configTab(run) {
+  return run.config ? el("pre", { class: "config" }, run.config) : el("p", { class: "empty" }, "This run folder has no config.toml.");
+}
+
+function start() {
+  const run = JSON.parse(document.getElementById("data").textContent);
+  const tabs = { curves: () => curvesTab(run), episodes: (first) => episodesTab(run, first), config: () => configTab(run) };
+  const main = document.getElementById("main");
+  const nav = document.getElementById("tabs");
+  const show = (name, detail) => {
+    for (const button of nav.children) button.setAttribute("aria-selected", String(button.dataset.tab === name));
+    history.replaceState(null, "", "#" + name);
+    main.replaceChildren(tabs[name](detail));
+  };
+  nav.replaceChildren(...Object.keys(tabs).map((name) =>
+    el("button", { type: "button", role: "tab", "data-tab": name, onclick: () => show(name) }, name)));
+  document.getElementById("head").replaceChildren(...headView(run));
+  const [name, detail] = location.hash.slice(1).split("/");
+  show(name in tabs ? name : "curves", Number(detail));
+}
+
+start();

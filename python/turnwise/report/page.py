@@ -1,0 +1,56 @@
+"""The page itself: one HTML file that asks nothing of the network, its style, script and data inside."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from turnwise import __version__
+from turnwise.report.read import Limits, read_run
+from turnwise.train.sinks import replace_text
+
+SCRIPTS = ("dom.js", "chart.js", "curves.js", "tokens.js", "episodes.js", "main.js")
+"""In the order in which they stand in the page: each uses those before it."""
+
+
+def write_report(run_dir: str | Path, out: str | Path | None = None, limits: Limits | None = None) -> Path:
+    """Write the report of ``run_dir`` to ``out`` (default: ``run_dir/report.html``) and return its path.
+
+    Works while the run goes on, and shows it as far as it is. Raises ``ValueError`` for a folder without a run.
+    """
+    folder = Path(run_dir)
+    data = read_run(folder, limits)
+    path = Path(out) if out is not None else folder / "report.html"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, render(data))
+    return path
+
+
+def render(data: Mapping[str, Any]) -> str:
+    """The page of ``data``, as :func:`~turnwise.report.read.read_run` gives it."""
+    written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    parts = {
+        "title": html.escape(f"{data['name']} · turnwise"),
+        "style": asset("style.css"),
+        "script": "\n".join(asset(name) for name in SCRIPTS),
+        "data": embed({**data, "written": written, "version": __version__}),
+    }
+    # One pass: what a run wrote may itself hold the name of a part.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], asset("page.html"))
+
+
+def embed(data: Mapping[str, Any]) -> str:
+    """JSON that can stand in a ``<script>`` element: no ``<``, so nothing in it ends the element or opens a comment."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # A lone half of a surrogate pair has no UTF-8; a completion that was cut in the middle of a character may hold one.
+    return text.replace("<", "\\u003c").encode("utf-8", "replace").decode("utf-8")
+
+
+def asset(name: str) -> str:
+    return (resources.files("turnwise.report") / "assets" / name).read_text(encoding="utf-8")

@@ -1,0 +1,216 @@
+"""From a run folder to what its report shows: plain data, small enough to stand in one page.
+
+Reading changes nothing and needs no finished run: lines that are still being written are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from turnwise.train.run_log import read_metrics
+
+_EXACT = 2**53  # beyond it a browser rounds whole numbers, and a seed must not be rounded
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a page holds at most: points per curve, episodes, and their lines' bytes in ``rollouts.jsonl``.
+
+    Of more episodes it takes the newest third, and the rest evenly over the run.
+    """
+
+    points: int = 2000
+    episodes: int = 60
+    episode_bytes: int = 24_000_000
+
+    def __post_init__(self) -> None:
+        for name in ("points", "episodes", "episode_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected a count >= 1")
+
+
+def read_run(folder: Path, limits: Limits | None = None) -> dict[str, Any]:
+    """What ``folder`` holds, as JSON can hold it: ``name``, ``config``, ``curves``, ``actors``, ``policies``,
+    ``episodes`` with their shared ``prompts``, and how much was left out.
+
+    Raises ``ValueError`` for a folder that no run wrote to.
+    """
+    limits = limits or Limits()
+    files = [folder / name for name in ("metrics.jsonl", "rollouts.jsonl", "config.toml")]
+    if not any(path.is_file() for path in files):
+        raise ValueError(
+            f"run_dir={str(folder)!r}: no run folder, expected one with metrics.jsonl, rollouts.jsonl or config.toml"
+        )
+    config = files[2].read_text(encoding="utf-8") if files[2].is_file() else None
+    settings = parse_config(config)
+    rows = read_metrics(folder)
+    prompts: dict[str, int] = {}
+    recorded, lines = read_episodes(files[1], limits)
+    episodes = [episode(line, prompts) for line in lines]
+    calls = [step for top in episodes for part in walk(top) for step in part["steps"]]
+    return {
+        "name": folder.resolve().name,
+        "config": config,
+        "planned": settings.get("steps"),
+        "curves": curves(rows, limits.points),
+        "actors": names([actor_of(name) for row in rows for name in row], [step["actor"] for step in calls]),
+        "policies": names(settings.get("policies", {}), [step["policy"] for step in calls]),
+        "recorded": recorded,
+        "episodes": episodes,
+        "prompts": [json.loads(text) for text in prompts],
+    }
+
+
+def parse_config(text: str | None) -> dict[str, Any]:
+    """The config's keys; none for a file that is being written."""
+    try:
+        return tomllib.loads(text or "")
+    except tomllib.TOMLDecodeError:
+        return {}
+
+
+def names(*sources: Any) -> list[str]:
+    """Each name once, in order of appearance."""
+    return list(dict.fromkeys(name for source in sources for name in source if name))
+
+
+def actor_of(metric: str) -> str:
+    """The actor in ``completion_tokens/<actor>``, which every step measures; empty for other metrics."""
+    return metric.partition("completion_tokens/")[2]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Curves
+# ---------------------------------------------------------------------------------------------------------------------
+def curves(rows: Sequence[Mapping[str, Any]], points: int) -> dict[str, Any]:
+    """``{"rows": n, "step": [...], "series": {metric: [value or None]}}``, thinned evenly to about ``points`` rows.
+
+    Rows with a metric that few rows have, such as validation, stay.
+    """
+    kept = [rows[index] for index in thin(rows, points)] if len(rows) > points else list(rows)
+    series: dict[str, list[float | None]] = {}
+    for index, row in enumerate(kept):
+        for name, value in row.items():
+            if name != "step" and isinstance(value, (int, float)):
+                series.setdefault(name, [None] * len(kept))[index] = float(value) if math.isfinite(value) else None
+    return {"rows": len(rows), "step": [row["step"] for row in kept], "series": series}
+
+
+def thin(rows: Sequence[Mapping[str, Any]], points: int) -> list[int]:
+    """Indices of ``points`` rows spread evenly, and of those that hold a rare metric."""
+    counts: dict[str, int] = {}
+    for row in rows:
+        for name in row:
+            counts[name] = counts.get(name, 0) + 1
+    rare = {name for name, count in counts.items() if count <= points / 4}
+    chosen = set(spread(len(rows), points))
+    return [index for index, row in enumerate(rows) if index in chosen or not rare.isdisjoint(row)]
+
+
+def spread(count: int, wanted: int) -> list[int]:
+    """``wanted`` indices below ``count``, evenly, the first and the last among them; all of them where they are few."""
+    if wanted >= count:
+        return list(range(count))
+    if wanted == 1:
+        return [count - 1]
+    return sorted({round(index * (count - 1) / (wanted - 1)) for index in range(wanted)})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Episodes
+# ---------------------------------------------------------------------------------------------------------------------
+def read_episodes(path: Path, limits: Limits) -> tuple[int, list[dict[str, Any]]]:
+    """How many episodes ``rollouts.jsonl`` holds, and the chosen ones. Lines that were not chosen are never parsed."""
+    if not path.is_file():
+        return 0, []
+    places: list[tuple[int, int]] = []
+    with path.open("rb") as stream:
+        at = 0
+        for line in stream:
+            if line.endswith(b"}\n"):
+                places.append((at, len(line)))
+            at += len(line)
+        chosen = choose([length for _, length in places], limits)
+        lines = []
+        for index in chosen:
+            stream.seek(places[index][0])
+            lines.append(json.loads(stream.read(places[index][1])))
+    return len(places), lines
+
+
+def choose(lengths: Sequence[int], limits: Limits) -> list[int]:
+    """Indices of at most ``limits.episodes`` lines, fewer where they are long; at least the newest one."""
+    wanted = limits.episodes
+    while True:
+        newest = min(len(lengths), max(1, wanted // 3))
+        older = len(lengths) - newest
+        chosen = [*(spread(older, wanted - newest) if wanted > newest else []), *range(older, len(lengths))]
+        if wanted == 1 or sum(lengths[index] for index in chosen) <= limits.episode_bytes:
+            return chosen
+        wanted //= 2
+
+
+def episode(line: Mapping[str, Any], prompts: dict[str, int]) -> dict[str, Any]:
+    """One line of ``rollouts.jsonl`` and its children. Prompts go into ``prompts``: siblings of a tree share theirs."""
+    kept = ("step", "id", "episode_type", "rewards", "metrics", "error", "seed", "artifact", "extras", "meta")
+    return {
+        **{name: plain(line.get(name)) for name in kept},
+        "trainable": line.get("is_trainable", True),
+        "steps": [call(step, prompts) for step in line.get("steps", [])],
+        "children": [episode(child, prompts) for child in line.get("children", [])],
+    }
+
+
+def call(step: Mapping[str, Any], prompts: dict[str, int]) -> dict[str, Any]:
+    """One model call. Token texts that were not recorded are shown by their ids."""
+    prompt = json.dumps([message(one) for one in step["prompt"]])
+    ids = step["completion_token_ids"]
+    texts = step.get("completion_tokens")
+    kept = ("turn", "branch", "selected", "trainable", "reward", "advantage", "finish_reason", "policy")
+    return {
+        **{name: plain(step.get(name)) for name in kept},
+        "actor": step["actor_id"],
+        "node": None if step.get("parent") is None else str(step["parent"]),
+        "prompt": prompts.setdefault(prompt, len(prompts)),
+        "prompt_tokens": len(step["prompt_token_ids"]),
+        "text": step["completion"],
+        "ids": ids,
+        "tokens": texts if texts is not None and len(texts) == len(ids) else [f"⟨{token}⟩" for token in ids],
+        "logprobs": plain([round(float(value), 4) for value in step["completion_logprobs"]]),
+        "versions": step["policy_versions"],
+        "info": plain(step.get("info", {})),
+    }
+
+
+def message(one: Mapping[str, Any]) -> dict[str, Any]:
+    """Role, text, and what of it is private: ``True`` for all, or the parts of the text."""
+    content = one.get("content", "")
+    private = one.get("private") or one.get("private_to")
+    parts = private if isinstance(private, list) else [private] if isinstance(private, str) else bool(private)
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    inside = isinstance(parts, list) and all(part in text for part in parts)
+    return {"role": one.get("role", ""), "content": text, "private": parts if inside else bool(private)}
+
+
+def walk(top: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """An episode and all below it."""
+    return [top, *(part for child in top["children"] for part in walk(child))]
+
+
+def plain(value: Any) -> Any:
+    """``value`` as a browser reads it: no number that is not finite, no whole number that it would round."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, int) and abs(value) > _EXACT:
+        return str(value)
+    return value

@@ -1,0 +1,37 @@
+"""A real short run to report on, and one that holds a hand-made episode alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from turnwise.run import train_from_config
+from turnwise.train.config_files import config_from_dict
+
+from .hand_made import hand_made
+
+
+@pytest.fixture
+def made_run(tmp_path) -> Path:
+    """A run folder that holds one hand-made episode, and no config."""
+    hand_made(tmp_path / "made", 1)
+    return tmp_path / "made"
+
+
+@pytest.fixture(scope="session")
+def real_run(tmp_path_factory) -> Path:
+    """The folder of a real run: the tiny model on sudoku trees, three steps, and the hand-made episode behind them."""
+    folder = tmp_path_factory.mktemp("runs") / "sudoku"
+    settings = {
+        "run_dir": str(folder),
+        "steps": 3,
+        "threads": 1,
+        "warm_start": {"steps": 40, "batch_size": 16, "lr": 4e-3},
+        "rollout": {"questions": 3, "branches": 4, "max_tokens": 24},
+        "update": {"lr": 1e-4},
+        "eval": {"every": 1, "questions": 3},
+    }
+    train_from_config(config_from_dict(settings))
+    hand_made(folder, 4)
+    return folder

@@ -1,0 +1,74 @@
+"""An episode written by hand, for what a short run does not show: text that looks like markup, secrets, failures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from turnwise.train.run_log import RunLog
+from turnwise.types import GenerateResult, Rollout, Step
+
+HOSTILE = "</script><b id=injected>bold</b><!-- {{data}} & \u2028"
+"""What would break out of the page if any text entered it as HTML."""
+
+
+class Words:
+    """A tokenizer for hand-made steps: token ``k`` is the ``k``-th of ``words``."""
+
+    eos_token_id = None
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens that are words with the space before them."""
+        first, *others = text.split(" ")
+        start = len(self.words)
+        self.words += [first, *(f" {word}" for word in others)]
+        return list(range(start, len(self.words)))
+
+    def apply_chat_template(self, conversation, **kwargs):
+        raise NotImplementedError("hand-made steps have their token ids")
+
+    def decode(self, token_ids, **kwargs):
+        return "".join(self.words[token] for token in token_ids)
+
+
+def call(words: Words, actor: str | None, turn: int, text: str, **changes) -> Step:
+    """A call whose first half version 3 sampled, and its other half version 4."""
+    ids = words.encode(text)
+    half = len(ids) // 2
+    step = Step(
+        actor,
+        turn=turn,
+        prompt=[{"role": "system", "content": "Play."}, {"role": "user", "content": "the board"}],
+        completion=text,
+        prompt_token_ids=[1, 2, 3],
+        completion_token_ids=ids,
+        completion_logprobs=[-0.25 * (1 + index) for index in range(len(ids))],
+        policy_versions=[(half, 3), (len(ids) - half, 4)],
+        finish_reason="stop",
+    )
+    for name, value in changes.items():
+        setattr(step, name, value)
+    return step
+
+
+def hand_made(folder: Path, step: int) -> None:
+    """Log an episode with hostile and private text, a failed branch, a judge, and a nested episode that failed."""
+    words = Words()
+    prompt = [{"role": "user", "content": "the board. Your card: ace", "private": "Your card: ace"}]
+    node = {"prompt": prompt, "parent": 2**47}
+    steps = [
+        call(words, "alice", 0, HOSTILE, reward=1.0, advantage=0.5, **node),
+        call(words, "alice", 0, "a worse move", reward=-1.0, advantage=-0.5, branch=1, selected=False, **node),
+        call(words, "alice", 0, "never mind", branch=2, selected=False, trainable=False,
+             info={"error": "ModelError: the server is gone"}, **node),
+        call(words, "bob", 0, "my reply", reward=0.0, info={"env_response": "bob moved to B2"}),
+        call(words, None, 1, "verdict fair", trainable=False, finish_reason="length"),
+    ]  # fmt: skip
+    half_done = [call(words, "alice", 0, "half done")]
+    failed = Rollout("r9.0", "check", {"of": "r9"}, half_done, error="Boom: <i>line 3</i>")
+    rewards = {"alice": 1.0, "bob": float("nan")}
+    rollout = Rollout("r9", "duel", {"deal": HOSTILE}, steps, rewards, seed=2**62 + 1)
+    result = GenerateResult(rollout, children=[GenerateResult(failed, parent_id="r9")])
+    RunLog(folder, step, tokenizer=words).step(step, {"reward": float("nan"), "loss": 0.5}, [result])

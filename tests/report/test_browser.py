@@ -1,0 +1,184 @@
+"""The report of a real run in a real browser: Chromium or Chrome, headless, whatever this machine has."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from turnwise.report import write_report
+
+from .hand_made import HOSTILE
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+
+
+def find_browser() -> str | None:
+    """A browser on the PATH, or else in the place where macOS keeps it."""
+    mac = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
+    return next(filter(None, map(shutil.which, NAMES)), mac if Path(mac).exists() else None)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    from playwright.sync_api import sync_playwright
+
+    executable = find_browser()
+    if executable is None:
+        pytest.skip(f"no browser here: none of {', '.join(NAMES)} on the PATH (on Debian: apt install chromium)")
+    with sync_playwright() as playwright:
+        # A container's root user can't have Chromium's sandbox; the page is our own file, which loads nothing.
+        started = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def page(browser: Browser, real_run: Path, tmp_path: Path) -> Iterator[Page]:
+    """The report of the real run, open; the test fails if the browser complained, or asked anybody for anything."""
+    report = write_report(real_run, tmp_path / "report.html")
+    page = browser.new_page(viewport={"width": 1280, "height": 800})
+    complaints: list[str] = []
+    requests: list[str] = []
+    page.on("console", lambda message: complaints.append(message.text) if message.type != "log" else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto(report.as_uri())
+    yield page
+    assert complaints == []
+    assert [url for url in requests if not url.startswith("data:")] == [report.as_uri()]
+    page.close()
+
+
+def open_episode(page: Page, name: str) -> None:
+    page.click("[data-tab=episodes]")
+    page.locator(".entry", has_text=name).first.click()
+
+
+def test_curves_are_drawn(page):
+    families = page.locator(".chart").evaluate_all("charts => charts.map(chart => chart.dataset.family)")
+    assert families[0] == "validation" and {"reward", "step_reward", "loss", "grad_norm"} <= set(families)
+    reward = page.locator(".chart[data-family=reward]")
+    assert [entry.split()[0] for entry in reward.locator(".legend > span").all_inner_texts()] == [
+        "all",
+        "proposer",
+        "reviser",
+    ]
+    drawn = reward.locator("path.line").evaluate_all("lines => lines.map(line => line.getAttribute('d'))")
+    assert len(drawn) == 3
+    for line in drawn:
+        points = [tuple(map(float, point.split(","))) for point in re.split("[ML]", line) if point]
+        assert len(points) == 3, "three steps were trained"
+        assert points[0][0] < points[1][0] < points[2][0]
+    box = reward.locator("path.line").first.bounding_box()
+    assert box["width"] > 100
+
+
+def test_metrics_can_be_chosen_and_read_off(page):
+    page.click(".chip:text-is('seconds_update')")
+    chart = page.locator(".chart[data-family=seconds_update]")
+    chart.locator("svg").hover()
+    assert "step" in page.locator("#tip").inner_text()
+    page.click(".chip:text-is('seconds_update')")
+    assert chart.count() == 0
+    page.fill("[aria-label='Filter metrics']", "grad")
+    assert page.locator(".chart").count() == 1
+    page.fill("[aria-label='Filter metrics']", "")
+    before = page.locator(".chart[data-family=loss] path.line").first.get_attribute("d")
+    page.locator("input[type=range]").fill("0.9")
+    smooth = page.locator(".chart[data-family=loss] path.line:not(.faint)").first.get_attribute("d")
+    assert smooth != before
+    page.select_option("select", "total_sampled_tokens")
+    assert page.locator(".chart[data-family=loss] text").last.text_content() != "3"
+
+
+def test_both_seats_stand_side_by_side(page):
+    open_episode(page, "step 3")
+    assert page.locator(".board thead th").all_inner_texts()[1:] == ["proposer", "reviser"]
+    first = page.locator(".board tbody tr").first.locator("td")
+    left, right = first.nth(0).bounding_box(), first.nth(1).bounding_box()
+    assert left["y"] == right["y"] and left["x"] + left["width"] <= right["x"] + 1 and right["width"] > 200
+
+
+def test_a_branch_shows_its_text_and_tokens(page):
+    open_episode(page, "step 3")
+    group = page.locator(".board td .group").first
+    assert group.locator(".branch").count() == 4
+    assert group.locator(".branch.selected").count() == 1
+    other = group.locator(".branch:not(.selected)").first
+    wanted = other.get_attribute("data-branch")
+    run = page.evaluate("JSON.parse(document.getElementById('data').textContent)")
+    shown = page.locator(".episode").get_attribute("data-id")
+    episode = next(top for top in run["episodes"] if top["id"] == shown)
+    node = episode["steps"][0]["node"]
+    step = next(s for s in episode["steps"] if s["node"] == node and s["branch"] == int(wanted))
+    other.click()
+    assert group.locator(".branch-view").get_attribute("data-branch") == wanted
+    tokens = group.locator(".token")
+    assert tokens.count() == len(step["ids"]) > 1
+    assert group.locator(".completion").evaluate("node => node.textContent") == "".join(step["tokens"])
+    tokens.nth(1).hover()
+    tip = page.locator("#tip").inner_text()
+    assert all(name in tip for name in ("advantage", "log-prob", "policy version"))
+    assert f"{step['logprobs'][1]:.3g}"[:5] in tip and str(step["ids"][1]) in tip
+
+
+def test_tokens_can_be_tinted_by_log_probability(page):
+    open_episode(page, "step 3")
+    colour = "nodes => nodes.map(node => node.style.background)"
+    before = page.locator(".token").evaluate_all(colour)
+    page.select_option("#tint", "log-probability")
+    after = page.locator(".token").evaluate_all(colour)
+    assert before != after and len(set(after)) > 2
+
+
+def test_text_that_looks_like_markup_shows_as_text(page):
+    open_episode(page, "r9")
+    assert page.locator(".completion").first.evaluate("node => node.textContent") == HOSTILE
+    assert page.locator("#injected").count() == 0
+    assert page.locator(".error").first.inner_text() == "Boom: <i>line 3</i>"
+
+
+def test_failures_nested_episodes_and_private_text(page):
+    open_episode(page, "r9")
+    assert page.locator(".board thead").first.locator("th").all_inner_texts()[1:3] == ["alice", "bob"]
+    assert page.locator(".branch[data-branch='2'] .badge").inner_text() == "failed"
+    nested = page.locator(".children .episode")
+    assert nested.get_attribute("data-id") == "r9.0" and "failed" in nested.locator("h3").inner_text()
+    page.locator(".prompt summary").first.click()
+    assert page.locator("mark.private:visible").all_inner_texts() == ["Your card: ace"]
+    page.fill("[aria-label='Filter episodes']", "no such episode")
+    assert page.locator(".entry").count() == 0
+
+
+def test_the_config_is_shown(page, real_run):
+    page.click("[data-tab=config]")
+    assert page.locator(".config").inner_text().strip() == (real_run / "config.toml").read_text().strip()
+
+
+@pytest.mark.parametrize("width", [390, 1024, 1600])
+@pytest.mark.parametrize("tab", ["curves", "episodes", "config"])
+def test_the_page_fits_its_window(page, width, tab):
+    page.set_viewport_size({"width": width, "height": 800})
+    page.click(f"[data-tab={tab}]")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_a_run_that_has_only_begun_opens(browser, tmp_path):
+    (tmp_path / "config.toml").write_text("steps = 7\n")
+    page = browser.new_page()
+    complaints = []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto(write_report(tmp_path).as_uri())
+    assert "No step has been logged yet" in page.inner_text("main")
+    page.click("[data-tab=episodes]")
+    assert "No episode has been recorded yet" in page.inner_text("main")
+    page.close()
+    assert complaints == []

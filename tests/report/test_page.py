@@ -1,0 +1,104 @@
+"""The page: one file that asks nothing of the network, in which no text of a run is ever markup."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from turnwise import cli
+from turnwise.report import read_run, write_report
+from turnwise.report.page import embed, render
+
+from .hand_made import HOSTILE
+
+
+class Elements(HTMLParser):
+    """The elements of a page, and the text of its scripts."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, data):
+        if self.found and self.found[-1][0] == "script" and self.scripts:
+            self.scripts[-1] += data
+
+
+def test_hostile_text_stays_data(made_run):
+    page = render(read_run(made_run))
+    elements = Elements(page)
+    assert [tag for tag, _ in elements.found].count("script") == 2
+    assert not any(attributes.get("id") == "injected" for _, attributes in elements.found)
+    data = json.loads(elements.scripts[0])
+    assert data["episodes"][0]["steps"][0]["text"] == HOSTILE
+    assert "{{data}}" in data["episodes"][0]["artifact"]["deal"]
+
+
+def test_a_hostile_folder_name_stays_a_title(tmp_path, made_run):
+    folder = made_run.rename(tmp_path / "<b>&run")
+    elements = Elements(render(read_run(folder)))
+    assert "<title>&lt;b&gt;&amp;run · turnwise</title>" in render(read_run(folder))
+    assert not any(tag == "b" for tag, _ in elements.found)
+
+
+def test_nothing_is_loaded_from_anywhere(made_run):
+    page = render(read_run(made_run))
+    assert "default-src 'none'" in page
+    for tag, attributes in Elements(page).found:
+        loaded = [attributes.get(name) for name in ("src", "href", "srcset", "action") if attributes.get(name)]
+        assert loaded in ([], ["data:,"]), (tag, attributes)
+    assert re.findall(r"https?://[^\s\"']+", page.replace("http://www.w3.org/2000/svg", "")) == []
+    assert "innerHTML" not in page and "insertAdjacentHTML" not in page
+
+
+def test_half_a_character_can_be_written(tmp_path):
+    assert embed({"text": "\ud83d <!--"}) == '{"text":"? \\u003c!--"}'
+
+
+def test_written_whole_beside_the_run_or_where_asked(made_run, tmp_path):
+    assert write_report(made_run) == made_run / "report.html"
+    elsewhere = write_report(made_run, tmp_path / "new" / "page.html")
+    assert elsewhere.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert not list(made_run.glob("*.tmp"))
+
+
+def test_the_view_command(made_run, tmp_path, capsys, monkeypatch):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    assert cli.main(["view", str(made_run)]) == cli.EXIT_OK
+    assert capsys.readouterr().out.strip() == str(made_run / "report.html")
+    assert opened == []
+    out = tmp_path / "x.html"
+    assert cli.main(["view", str(made_run), "--out", str(out), "--open"]) == cli.EXIT_OK
+    assert opened == [out.as_uri()] and out.is_file()
+
+
+def test_the_view_command_refuses_other_folders(tmp_path, capsys):
+    assert cli.main(["view", str(tmp_path / "nowhere")]) == cli.EXIT_USAGE
+    assert "no run folder" in capsys.readouterr().err
+
+
+def test_train_leaves_a_report(tmp_path):
+    config = tmp_path / "run.toml"
+    config.write_text("steps = 1\n[rollout]\nquestions = 1\nbranches = 2\n[eval]\nquestions = 1\n")
+    assert cli.main(["train", str(config), "--run_dir", str(tmp_path / "run")]) == cli.EXIT_OK
+    elements = Elements((tmp_path / "run" / "report.html").read_text(encoding="utf-8"))
+    data = json.loads(elements.scripts[0])
+    assert data["curves"]["step"] == [1] and len(data["episodes"]) == 1
+
+
+@pytest.mark.parametrize("name", ["page.html", "style.css", "dom.js"])
+def test_assets_are_installed(name):
+    from turnwise.report.page import asset
+
+    assert asset(name)

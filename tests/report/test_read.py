@@ -1,0 +1,132 @@
+"""From a run folder to the report's data: everything that was logged, within limits, whatever is half written."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from turnwise.report import Limits, read_run
+from turnwise.report.read import choose, spread
+from turnwise.train.run_log import RunLog
+from turnwise.types import GenerateResult, Rollout
+
+from .hand_made import HOSTILE
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"run_dir=.*no run folder"):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["points", "episodes", "episode_bytes"])
+def test_limits_are_counts(name):
+    with pytest.raises(ValueError, match=f"{name}=0: expected a count"):
+        Limits(**{name: 0})
+
+
+def test_a_run_that_has_only_begun(tmp_path):
+    (tmp_path / "config.toml").write_text("steps = 7\n")
+    run = read_run(tmp_path)
+    assert (run["planned"], run["curves"]["step"], run["episodes"], run["recorded"]) == (7, [], [], 0)
+
+
+def test_lines_under_way_are_left_out(made_run):
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        with (made_run / name).open("a") as stream:
+            stream.write('{"step": 2, "rew')
+    run = read_run(made_run)
+    assert (run["curves"]["step"], run["recorded"], len(run["episodes"])) == ([1], 1, 1)
+
+
+def test_the_whole_episode_is_there(made_run):
+    run = read_run(made_run)
+    (top,) = run["episodes"]
+    assert [(step["actor"], step["turn"], step["branch"], step["selected"]) for step in top["steps"]] == [
+        ("alice", 0, 0, True),
+        ("alice", 0, 1, False),
+        ("alice", 0, 2, False),
+        ("bob", 0, 0, True),
+        (None, 1, 0, True),
+    ]
+    first = top["steps"][0]
+    assert (first["text"], "".join(first["tokens"])) == (HOSTILE, HOSTILE)
+    assert len(first["tokens"]) == len(first["ids"]) == len(first["logprobs"]) == sum(n for n, _ in first["versions"])
+    assert (first["reward"], first["advantage"], first["node"]) == (1.0, 0.5, str(2**47))
+    assert (top["children"][0]["error"], top["children"][0]["steps"][0]["text"]) == ("Boom: <i>line 3</i>", "half done")
+    assert run["actors"] == ["alice", "bob"]
+
+
+def test_siblings_share_one_prompt_and_its_private_part_is_marked(made_run):
+    run = read_run(made_run)
+    alice = run["episodes"][0]["steps"][:3]
+    assert len({step["prompt"] for step in alice}) == 1
+    assert run["prompts"][alice[0]["prompt"]] == [
+        {"role": "user", "content": "the board. Your card: ace", "private": ["Your card: ace"]}
+    ]
+    bob = run["prompts"][run["episodes"][0]["steps"][3]["prompt"]]
+    assert [message["private"] for message in bob] == [False, False]
+
+
+def test_numbers_that_a_browser_cannot_read(made_run):
+    run = read_run(made_run)
+    assert run["curves"]["series"] == {"reward": [None], "loss": [0.5]}
+    assert run["episodes"][0]["rewards"] == {"alice": 1.0, "bob": "nan"}
+    assert run["episodes"][0]["seed"] == str(2**62 + 1)
+    json.dumps(run, allow_nan=False)
+
+
+def test_token_ids_stand_for_texts_that_were_not_recorded(tmp_path, made_run):
+    line = json.loads((made_run / "rollouts.jsonl").read_text())
+    del line["steps"][3]["completion_tokens"]
+    (made_run / "rollouts.jsonl").write_text(json.dumps(line) + "\n")
+    step = read_run(made_run)["episodes"][0]["steps"][3]
+    assert step["tokens"] == [f"⟨{token}⟩" for token in step["ids"]]
+
+
+def test_a_real_run(real_run):
+    run = read_run(real_run)
+    assert (run["actors"][:2], run["policies"], run["planned"]) == (["proposer", "reviser"], ["default"], 3)
+    assert run["curves"]["step"] == [0, 1, 2, 3, 4]
+    series = run["curves"]["series"]
+    assert all(math.isfinite(value) for value in series["validation"][:4])
+    assert {"loss", "grad_norm", "reward/proposer", "step_reward/reviser"} <= series.keys()
+    step = run["episodes"][0]["steps"][0]
+    assert "".join(step["tokens"]).removesuffix("<|end|>") == step["text"]
+
+
+# ---- limits ---------------------------------------------------------------------------------------------------------
+def test_long_curves_are_thinned_but_for_rare_metrics(tmp_path):
+    log = RunLog(tmp_path, 1000)
+    for step in range(1000):
+        log.step(step, {"reward": step, **({"validation": 0.5} if step % 97 == 0 else {})})
+    curves = read_run(tmp_path, Limits(points=100))["curves"]
+    assert curves["rows"] == 1000
+    assert 100 <= len(curves["step"]) <= 111
+    assert curves["step"] == curves["series"]["reward"]
+    assert sum(value is not None for value in curves["series"]["validation"]) == 11
+    assert (curves["step"][0], curves["step"][-1]) == (0, 999)
+
+
+@pytest.mark.parametrize(
+    ("count", "wanted", "expected"), [(0, 3, []), (3, 5, [0, 1, 2]), (9, 1, [8]), (11, 3, [0, 5, 10]), (1, 1, [0])]
+)
+def test_spread(count, wanted, expected):
+    assert spread(count, wanted) == expected
+
+
+def test_of_many_episodes_the_newest_and_some_from_everywhere(tmp_path):
+    log = RunLog(tmp_path, 90)
+    for step in range(90):
+        log.step(step, {}, [GenerateResult(Rollout(f"r{step}", "x", None))])
+    run = read_run(tmp_path, Limits(episodes=9))
+    assert [top["step"] for top in run["episodes"]] == [0, 17, 34, 52, 69, 86, 87, 88, 89]
+    assert run["recorded"] == 90
+
+
+def test_long_episodes_leave_room_for_fewer():
+    assert len(choose([10] * 90, Limits(episodes=60))) == 60
+    assert sum([10] * len(choose([10] * 90, Limits(episodes=60, episode_bytes=200)))) <= 200
+    assert choose([10] * 90, Limits(episodes=60, episode_bytes=5)) == [89], "the newest one is always there"
+    assert choose([], Limits()) == []
