@@ -59,6 +59,7 @@ def test_bad_values_name_key_and_value(key, value):
     [
         ({"eval.stop_at": 0.9}, "stop_at needs every > 0"),
         ({"loss.aggregation": "seq-mean-token-sum-norm"}, "needs max_length"),
+        ({"warm_start.min_reward": 1}, "'warm_start.min_reward': needs warm_start.data"),
     ],
 )
 def test_settings_that_make_no_sense_together(overrides, message):

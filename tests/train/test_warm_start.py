@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import importlib
+
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from turnwise.train.config import WarmStartConfig
-from turnwise.train.warm_start import Demonstration, warm_start
+from turnwise.train.warm_start import Demonstration, constant_credit, warm_start
 
 ROWS = [Demonstration([1, 10 + i], [20 + i, 40 + i, 2]) for i in range(8)]
 
@@ -28,6 +32,54 @@ def test_rows_of_unlike_length_give_the_loss_of_each_alone(small_model):
     both = warm_start(small_model()[0], rows, config, seed=0)
     one, two = (warm_start(small_model()[0], [row], WarmStartConfig(steps=1, batch_size=1), seed=0) for row in rows)
     assert both == pytest.approx((one * 2 + two * 4) / 6, abs=1e-5)
+
+
+def test_constant_credit_is_the_cross_entropy(small_model):
+    """One step equals one of plain cross-entropy with AdamW, and the loss is torch's, in float64."""
+    rng = np.random.default_rng(0)
+    rows = [Demonstration(rng.integers(0, 200, 1 + i).tolist(), rng.integers(0, 200, 4).tolist()) for i in range(6)]
+    trained, plain = (small_model()[0].double() for _ in range(2))
+    config = WarmStartConfig(steps=1, batch_size=6, warmup=0, lr=1e-3)
+    loss = warm_start(trained, rows, config, seed=0, micro_batch_tokens=16)
+    summed = torch.zeros(())
+    for row in rows:
+        tokens = torch.tensor([[*row.prompt_token_ids, *row.completion_token_ids]])
+        logits = plain(tokens).logits[0, len(row.prompt_token_ids) - 1 : -1]
+        summed = summed + nn.functional.cross_entropy(logits, torch.tensor(row.completion_token_ids), reduction="sum")
+    expected = summed / 24
+    expected.backward()
+    nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    torch.optim.AdamW(plain.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01).step()
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    for (name, got), (_, want) in zip(trained.named_parameters(), plain.named_parameters(), strict=True):
+        # AdamW's first step is the sign of the gradient, whatever its size: where that is almost 0, either may come.
+        assert ((got - want).abs() < 1e-5).double().mean() > 0.98, name
+
+
+def test_constant_credit_masks_the_prompts():
+    batch = constant_credit([Demonstration([1, 2], [3]), Demonstration([4], [5, 6])])
+    assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert batch.loss_mask.tolist() == [0, 0, 1, 0, 1, 1]
+    assert batch.cu_seqlens.tolist() == [0, 3, 6] and batch.advantages.tolist() == [1, 1]
+
+
+def test_every_row_is_drawn_before_any_is_drawn_again(small_model, monkeypatch):
+    drawn = []
+
+    def record(policy, batch, *rest):
+        drawn.extend(batch.token_ids.reshape(-1, 5)[:, 1].tolist())
+        return {"loss": 0.0}
+
+    monkeypatch.setattr(importlib.import_module("turnwise.train.warm_start"), "update_policy", record)
+    warm_start(small_model()[0], ROWS, WarmStartConfig(steps=4, batch_size=6), seed=0)
+    every = sorted(row.prompt_token_ids[1] for row in ROWS)
+    assert sorted(drawn[:8]) == sorted(drawn[8:16]) == sorted(drawn[16:]) == every
+
+
+def test_a_loss_that_is_no_number_stops_and_names_the_rate(small_model):
+    config = WarmStartConfig(steps=4, batch_size=4, warmup=0, lr=1e30)
+    with pytest.raises(FloatingPointError, match=r"warm start.*step 1.*lower warm_start.lr = 1e\+30"):
+        warm_start(small_model()[0], ROWS, config, seed=0)
 
 
 def test_equal_seeds_give_equal_weights(small_model):

@@ -62,6 +62,8 @@ def contradictions(config: TrainConfig) -> list[str]:
             "config key 'loss.correction': the weights compare the trainer's log-probs with the sampler's, so it needs "
             "update.old_logprobs = 'recompute'"
         )
+    if config.warm_start.min_reward is not None and config.warm_start.data is None:
+        problems.append("config key 'warm_start.min_reward': needs warm_start.data, recorded episodes to choose from")
     if config.checkpoint.best and not config.eval.every:
         problems.append("config key 'checkpoint.best' = True: needs eval.every > 0, as validation tells the best")
     if config.checkpoint.episodes and config.loop.max_staleness:

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from turnwise.train.config_files import ConfigError
+from turnwise.train.demonstrations import Row, RowReader, fitting, tokenize
+from turnwise.train.run_log import RunLog
+from turnwise.types import GenerateResult, Rollout, Step
+
+CHAT = [{"role": "user", "content": "2 + 2 = ?"}]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def to_file(*lines):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+        return path
+
+    return to_file
+
+
+def step(actor, completion, *, reward=None, finish="stop", trainable=True):
+    return Step(actor, 0, CHAT, completion, [1, 2], [3], [-0.1], [(0, 1)], finish, reward=reward, trainable=trainable)
+
+
+def test_rows_of_one_actor_and_of_all(write):
+    path = write(
+        {"messages": CHAT, "completion": "4"},
+        "",
+        {"messages": CHAT, "completion": "5", "actor": "solver"},
+        {"prompt": "2 + 2 =", "completion": " 4"},
+    )
+    assert RowReader(["solver", "judge"]).read(path) == [
+        Row(CHAT, "4", None, f"{path}:1"),
+        Row(CHAT, "5", "solver", f"{path}:3"),
+        Row("2 + 2 =", " 4", None, f"{path}:4"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"rows.jsonl:2: not JSON"),
+        ("[1]", r"rows.jsonl:2: expected a JSON object, got '\[1\]'"),
+        ({"messages": CHAT}, r"rows.jsonl:2: expected 'completion' to be a text that is not empty, got None"),
+        ({"messages": CHAT, "completion": ""}, r"rows.jsonl:2: expected 'completion' .* got ''"),
+        ({"messages": [], "completion": "4"}, r"rows.jsonl:2: expected 'messages' to be a list such as"),
+        ({"messages": [{"role": "user"}], "completion": "4"}, r"rows.jsonl:2: expected 'messages' to be a list"),
+        ({"completion": "4"}, r"rows.jsonl:2: expected either 'messages' or 'prompt', got keys \['completion'\]"),
+        ({"messages": CHAT, "prompt": "2", "completion": "4"}, r"rows.jsonl:2: expected either 'messages' or"),
+        ({"messages": CHAT, "completion": "4", "actr": "a"}, r"rows.jsonl:2: unknown key 'actr'; expected actor,"),
+        ({"messages": CHAT, "completion": "4", "actor": "x"}, r"'actor' is 'x'; the task's actors are solver, judge"),
+        ({"episode_type": "math", "steps": [{}]}, r"rows.jsonl:2: not an episode as rollouts.jsonl has it: KeyError"),
+    ],
+)
+def test_bad_rows_name_file_and_line(write, line, message):
+    with pytest.raises(ConfigError, match=message):
+        RowReader(["solver", "judge"]).read(write({"messages": CHAT, "completion": "4"}, line))
+
+
+def test_files_that_give_nothing(write, tmp_path):
+    with pytest.raises(ConfigError, match=r"warm_start.data' = .*rows.jsonl': no row to learn from, the file is empty"):
+        RowReader(["solver"]).read(write(""))
+    with pytest.raises(ConfigError, match=r"warm_start.data' = '.*none.jsonl' can't be read: .*No such file"):
+        RowReader(["solver"]).read(tmp_path / "none.jsonl")
+
+
+def recorded(tmp_path):
+    """What a run writes: a tree's turn with a nested episode below, one that failed, and one that isn't trained on."""
+    child = Rollout("r-2", "solve", 1, [step("judge", "child")], rewards={"judge": 0.9})
+    top = Rollout(
+        "r-1",
+        "propose",
+        None,
+        [
+            step("solver", "own reward", reward=1.0),
+            step("solver", "lower", reward=0.2),
+            step("solver", "of its actor"),
+            step("solver", "cut", reward=1.0, finish="length"),
+            step("solver", "pruned", reward=1.0, trainable=False),
+            step(None, "judge's own"),
+            step("stranger", "unknown", reward=1.0),
+        ],
+        rewards={"solver": 0.7},
+    )
+    failed = Rollout("r-3", "propose", None, [step("solver", "failed", reward=1.0)], error="Traceback")
+    shown = Rollout("r-4", "propose", None, [step("solver", "shown", reward=1.0)])
+    log = RunLog(tmp_path, total_steps=1, rollouts_per_step=9)
+    with log:
+        results = [GenerateResult(top, [GenerateResult(child)]), GenerateResult(failed)]
+        log.step(1, {}, [*results, GenerateResult(shown, is_trainable=False)])
+    return tmp_path / "rollouts.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("least", "taken", "left_out"),
+    [
+        (None, ["own reward", "lower", "of its actor", "child"], {}),
+        (0.5, ["own reward", "of its actor", "child"], {"rewarded below 0.5": 1}),
+        (0.7, ["own reward", "of its actor", "child"], {"rewarded below 0.7": 1}),
+        (0.8, ["own reward", "child"], {"rewarded below 0.8": 2}),
+    ],
+)
+def test_a_runs_own_record(tmp_path, least, taken, left_out):
+    reader = RowReader(["solver", "judge"], least)
+    rows = reader.read(recorded(tmp_path))
+    assert [row.completion for row in rows] == taken
+    assert {row.completion: row.actor for row in rows}["child"] == "judge" and rows[0].prompt == CHAT
+    always = {"cut off": 1, "not trainable": 3, "of actors that the task doesn't have": 1, "of failed episodes": 1}
+    assert reader.left_out == always | left_out
+    assert "1 cut off" in reader.describe()
+
+
+def test_a_reward_that_none_reaches(tmp_path):
+    with pytest.raises(ConfigError, match=r"no row to learn from, left out: .*4 rewarded below 2"):
+        RowReader(["solver", "judge"], 2).read(recorded(tmp_path))
+
+
+def test_tokenized_as_a_call_sends_it(small_model):
+    _, tokenizer = small_model()
+    chat = tokenize(tokenizer, CHAT, "4")
+    assert tokenizer.decode(chat.prompt_token_ids) == "<|user|>2 + 2 = ?<|end|><|assistant|>"
+    assert tokenizer.decode(chat.completion_token_ids) == "4<|end|>"
+    text = tokenize(tokenizer, "2 + 2 =", " 4")
+    assert tokenizer.decode([*text.prompt_token_ids, *text.completion_token_ids]) == "2 + 2 = 4<|end|>"
+
+
+def test_rows_that_do_not_fit_are_counted_and_the_longest_named(small_model):
+    _, tokenizer = small_model()
+    rows = [Row("1" * n, "2", None, f"rows.jsonl:{n}") for n in (3, 8, 9, 7)]
+    notes = []
+    assert [len(row) for row in fitting(tokenizer, rows, 9, notes.append)] == [5, 9]
+    (told,) = notes
+    assert "2 of 4 rows left out" in told and "9 tokens; the longest, rows.jsonl:9, has 11" in told
+    with pytest.raises(ConfigError, match=r"4 of 4 rows left out.*nothing is left"):
+        fitting(tokenizer, rows, 4)
