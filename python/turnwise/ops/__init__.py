@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .aggregation import AGGREGATIONS, loss_normalizer
+from .aggregation import AGGREGATIONS, aggregate, loss_normalizer
 from .backends import BackendUnavailable, available_backends, backend
 from .factorize import factorize
 from .gae import gae
@@ -11,8 +11,23 @@ from .grouped_policy_loss import GroupedPolicyLoss, grouped_policy_loss
 from .linear_logprob import linear_logprob
 from .linear_policy_loss import linear_policy_loss
 from .logprob import logprob
-from .options import CISPO, GMPO, GPG, GSPO, KL, SAPO, Clip, ClipCov, ImportanceCorrection, KLCov, Reinforce, Variant
+from .options import (
+    CISPO,
+    GMPO,
+    GPG,
+    GSPO,
+    KL,
+    SAPO,
+    Clip,
+    ClipCov,
+    Custom,
+    ImportanceCorrection,
+    KLCov,
+    Reinforce,
+    Variant,
+)
 from .policy_loss import PolicyLoss, policy_loss
+from .policy_loss_variants import select_tokens
 from .token_rewards import token_returns, token_reward_sum
 
 __all__ = [
@@ -26,12 +41,14 @@ __all__ = [
     "BackendUnavailable",
     "Clip",
     "ClipCov",
+    "Custom",
     "GroupedPolicyLoss",
     "ImportanceCorrection",
     "KLCov",
     "PolicyLoss",
     "Reinforce",
     "Variant",
+    "aggregate",
     "available_backends",
     "backend",
     "factorize",
@@ -43,6 +60,7 @@ __all__ = [
     "logprob",
     "loss_normalizer",
     "policy_loss",
+    "select_tokens",
     "token_returns",
     "token_reward_sum",
 ]

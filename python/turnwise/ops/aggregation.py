@@ -127,6 +127,51 @@ def check_normalizer_values(normalizer: Tensor) -> None:
         raise ValueError(f"normalizer={normalizer.tolist()!r}: expected counts >= 0")
 
 
+def aggregate(
+    values: Tensor,
+    aggregation: str = "token-mean",
+    *,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    normalizer: Tensor | None = None,
+    actor_ids: Tensor | None = None,
+    num_actors: int | None = None,
+    max_length: float | None = None,
+) -> Tensor:
+    """Values per token as one number, the way :func:`policy_loss` adds up its own: for an entropy bonus or a term of
+    your own beside it.
+
+    ``values [B, T]`` with ``mask [B, T]``, or ``[N]`` with ``cu_seqlens``, any float; masked ones may hold anything.
+    The other arguments are those of :func:`policy_loss`. Returns a 0-dim tensor in the dtype of ``values`` (at least
+    float32), with a gradient to them. Raises ``ValueError`` or ``TypeError`` naming the argument.
+
+    Example: ``loss - 0.01 * aggregate(entropies, mask=mask, normalizer=loss_normalizer("token-mean", mask=whole))``
+    """
+    found = find_aggregation(aggregation, actor_ids, max_length)
+    if not isinstance(values, Tensor) or not values.is_floating_point():
+        raise TypeError(f"values: expected a tensor of floats, got {getattr(values, 'dtype', type(values).__name__)}")
+    if mask is not None and mask.shape != values.shape:
+        raise ValueError(f"mask has shape {tuple(mask.shape)}: expected {tuple(values.shape)}, as values")
+    if values.dim() != (2 if cu_seqlens is None else 1):
+        expected = "[B, T]" if cu_seqlens is None else "[N], as cu_seqlens is given"
+        raise ValueError(f"values has shape {tuple(values.shape)}: expected {expected}")
+    trained = torch.ones_like(values, dtype=torch.bool) if mask is None else mask != 0
+    own = loss_normalizer(
+        aggregation,
+        mask=trained,
+        cu_seqlens=cu_seqlens,
+        actor_ids=actor_ids,
+        num_actors=num_actors,
+        max_length=max_length,
+    )
+    chosen = own if normalizer is None else normalizer
+    check_normalizer(found, chosen, num_actors)
+    rows = Rows(values, cu_seqlens)
+    weights = found.weights(rows.sum(trained.double()), chosen.double(), actor_ids)
+    kept = torch.where(trained, values.to(torch.promote_types(values.dtype, torch.float32)), 0.0)
+    return (rows.sum(kept.double()) * weights).sum().to(kept.dtype)
+
+
 def loss_normalizer(
     aggregation: str,
     *,

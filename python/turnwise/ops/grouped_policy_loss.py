@@ -11,8 +11,9 @@ from torch import Tensor
 from .backends import native_core, resolve, stream_of
 from .group_advantage import group_advantage, kernel_columns
 from .options import KL, Clip, ImportanceCorrection, Variant
-from .policy_loss import attach, make_normalizer, make_objective, named_metrics, obstacle, outputs, pack, policy_loss
+from .policy_loss import attach, obstacle, outputs, pack, policy_loss
 from .policy_loss_reference import Objective
+from .policy_loss_setup import make_normalizer, make_objective, named_metrics
 from .streams import Streams, check_tensors, row_count
 from .token_rewards import as_floats, float64_obstacle, is_plain, token_reward_sum
 
@@ -123,7 +124,7 @@ def grouped_policy_loss(
         raise ValueError(
             f"token_rewards has shape {tuple(rewards.shape)}: expected {tuple(logprobs.shape)}, as logprobs"
         )
-    reason = obstacle(given) or float64_obstacle(token_rewards=rewards)
+    reason = obstacle(given, objective.variant) or float64_obstacle(token_rewards=rewards)
     chosen = resolve(backend, logprobs, native=reason)
     plain = is_plain(logprobs) or type(logprobs) is torch.nn.Parameter
     # The GPU's kernel has no table of trajectories.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 KL_KINDS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
 LEVELS = ("token", "sequence")
@@ -31,6 +32,7 @@ class Variant:
     kind: ClassVar[int]
     selects: ClassVar[bool] = False  # some tokens are singled out before the loss
     by_row: ClassVar[bool] = False  # the ratio is that of a whole sequence
+    compiled: ClassVar[bool] = True  # the kernels know it
 
     @property
     def bounds(self) -> tuple[float, float, float]:
@@ -199,6 +201,25 @@ class KLCov(Variant):
     @property
     def bounds(self) -> tuple[float, float, float]:
         return 0.0, 0.0, self.coef
+
+
+@dataclass(frozen=True, slots=True)
+class Custom(Variant):
+    """A loss of your own: ``function(logprobs [n], old_logprobs [n], advantages [n])`` gives the loss ``[n]`` of the
+    ``n`` tokens that train, in PyTorch; its gradient is autograd's. What it says of a token may depend on others only
+    where all of an optimizer step come in one call. Correction, KL term, aggregation and metrics are as for the others.
+    Served by the ``"torch"`` backend alone.
+
+    Example: ``Custom(lambda logprobs, old_logprobs, advantages: -advantages * (logprobs - old_logprobs).exp())``
+    """
+
+    by_row: ClassVar[bool] = True  # it may look at all tokens
+    compiled: ClassVar[bool] = False
+    function: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise TypeError(f"Custom.function={self.function!r}: expected a function")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .aggregation import check_normalizer, check_normalizer_values, find_aggregation
+from .aggregation import check_normalizer_values
 from .backends import native_core, resolve, stream_of
-from .metrics import Metrics
-from .options import GMPO, KL, KL_KINDS, LEVELS, Clip, ImportanceCorrection, Variant
+from .options import KL, KL_KINDS, LEVELS, Clip, ImportanceCorrection, Variant
 from .policy_loss_reference import Objective, metric_names, reference
-from .policy_loss_variants import select_tokens
+from .policy_loss_setup import make_normalizer, make_objective, make_selected, named_metrics
 from .streams import Streams, check_stream_values, check_streams, check_tensors, row_count
 
 
@@ -31,8 +30,10 @@ class PolicyLoss(NamedTuple):
 # ---------------------------------------------------------------------------------------------------------------------
 # Native and Triton: one pass gives loss, gradient and metrics
 # ---------------------------------------------------------------------------------------------------------------------
-def obstacle(s: Streams) -> str:
+def obstacle(s: Streams, variant: Variant) -> str:
     """Why the compiled kernels can't serve; empty where they can."""
+    if not variant.compiled:
+        return f"variant is a {type(variant).__name__}, and the kernels know only their own"
     for stream in s:
         if stream is not None and stream.dtype is torch.float64:
             name = next(name for name, value in s._asdict().items() if value is stream)
@@ -187,8 +188,9 @@ class _AttachOnDevice(torch.autograd.Function):
         return grad, *none
 
 
-def _fused_loss(s: Streams, objective: Objective, normalizer: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
-    selected = select_tokens(s, objective.variant) if objective.variant.selects else None
+def _fused_loss(
+    s: Streams, objective: Objective, selected: Tensor | None, normalizer: Tensor | None, backend: str
+) -> tuple[Tensor, Tensor]:
     # The dispatcher costs more than a small batch does, so plain tensors pass it by.
     if type(s.logprobs) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
         op = torch.ops.turnwise.policy_loss_triton if backend == "triton" else torch.ops.turnwise.policy_loss
@@ -254,70 +256,6 @@ _scale_op.register_autograd(_refuse)
 # ---------------------------------------------------------------------------------------------------------------------
 # Public function
 # ---------------------------------------------------------------------------------------------------------------------
-def _choose(clip: Clip | None, variant: Variant | None, correction: ImportanceCorrection | None) -> Variant:
-    if variant is None:
-        return _DEFAULT if clip is None else clip
-    if clip is not None:
-        raise ValueError(f"clip={clip!r} and variant={variant!r}: expected one of them, as either says what to clip")
-    if not isinstance(variant, Variant):
-        raise TypeError(f"variant={variant!r}: expected one of the option objects, such as GSPO()")
-    if isinstance(variant, GMPO) and correction is not None and correction.level == "token":
-        raise ValueError(f"correction={correction!r}: expected level='sequence', as GMPO has one ratio per sequence")
-    return variant
-
-
-_DEFAULT = Clip()
-
-
-def make_objective(
-    s: Streams,
-    clip: Clip | None,
-    variant: Variant | None,
-    kl: KL | None,
-    correction: ImportanceCorrection | None,
-    aggregation: str,
-    num_actors: int | None,
-    max_length: float | None,
-) -> Objective:
-    """The options as one object, with the streams at hand that they need."""
-    found = find_aggregation(aggregation, s.actor_ids, max_length)
-    chosen = _choose(clip, variant, correction)
-    if kl is not None and s.ref_logprobs is None:
-        raise ValueError("ref_logprobs=None: expected log-probabilities, as kl is given")
-    if correction is not None and s.rollout_logprobs is None:
-        raise ValueError("rollout_logprobs=None: expected log-probabilities, as correction is given")
-    if s.actor_ids is not None and (num_actors is None or num_actors < 1):
-        raise ValueError(f"num_actors={num_actors!r}: expected a count >= 1, as actor_ids is given")
-    actors = num_actors if s.actor_ids is not None and num_actors is not None else 0
-    return Objective(chosen, kl, correction, found, actors, max_length)
-
-
-def make_normalizer(
-    normalizer: Tensor | float | None, objective: Objective, logprobs: Tensor, num_actors: int | None
-) -> Tensor | None:
-    if normalizer is None:
-        return None
-    if isinstance(normalizer, int | float):  # filled in where it is: to copy a number to a GPU would wait for it
-        normalizer = torch.full((), normalizer, dtype=torch.float32, device=logprobs.device)
-    normalizer = torch.as_tensor(normalizer, dtype=torch.float32, device=logprobs.device)
-    check_normalizer(objective.aggregation, normalizer, num_actors)
-    return normalizer
-
-
-def named_metrics(s: Streams, table: Tensor) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-    """``metrics`` and ``actor_metrics`` from ``[1 + num_actors, K]``."""
-    names = metric_names(s.ref_logprobs is not None, s.rollout_logprobs is not None, s.entropy is not None)
-    make = _as_dict if torch.compiler.is_compiling() else Metrics
-    return make(names, table, 0), make(names, table, _ACTORS) if s.actor_ids is not None else {}
-
-
-_ACTORS = slice(1, None)
-
-
-def _as_dict(names: tuple[str, ...], table: Tensor, rows: int | slice) -> dict[str, Tensor]:
-    return dict(Metrics(names, table, rows))
-
-
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -332,6 +270,7 @@ def policy_loss(
     correction: ImportanceCorrection | None = None,
     rollout_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
+    selected: Tensor | None = None,
     aggregation: str = "token-mean",
     normalizer: Tensor | float | None = None,
     actor_ids: Tensor | None = None,
@@ -353,8 +292,9 @@ def policy_loss(
     Per token, with ``ratio = exp(clamp(logprobs - old_logprobs, -20, 20))``:
     ``max(-A * ratio, -A * clamp(ratio, 1 - clip.low, 1 + clip.high))``, for ``A < 0`` at most ``-A * clip.dual``;
     ``variant`` in place of ``clip`` puts another loss there: :class:`GSPO`, :class:`CISPO`, :class:`GPG`,
-    :class:`Reinforce`, :class:`SAPO`, :class:`GMPO`, :class:`ClipCov` or :class:`KLCov`. That is multiplied by the
-    weight of ``correction``, and ``kl.coef`` times the KL estimate comes on top.
+    :class:`Reinforce`, :class:`SAPO`, :class:`GMPO`, :class:`ClipCov`, :class:`KLCov` or a :class:`Custom` one. That is
+    multiplied by the weight of ``correction``, and ``kl.coef`` times the KL estimate comes on top. ``selected``, from
+    :func:`select_tokens` over a whole optimizer step, replaces the choice that the last two make in this batch.
 
     ``aggregation``: ``"token-mean"``, ``sum(l) / tokens``; ``"seq-mean-token-sum"``, row sums over the number of
     non-empty rows; ``"seq-mean-token-mean"``, row means over the same; ``"seq-mean-token-sum-norm"``,
@@ -385,7 +325,7 @@ def policy_loss(
         check_stream_values(s, num_actors)
         if normalizer is not None:
             check_normalizer_values(normalizer)
-    gap = obstacle(s)
+    gap = obstacle(s, objective.variant)
     served = resolve(backend, logprobs, native=gap, triton=gap)
     if served != "native":  # which looks for itself
         check_streams(s, num_actors)
@@ -393,8 +333,9 @@ def policy_loss(
             check_stream_values(s, num_actors)
             if normalizer is not None:
                 check_normalizer_values(normalizer)
+    selected = make_selected(s, objective.variant, selected)
     if served == "torch":
-        loss, table = reference(s, objective, normalizer)
+        loss, table = reference(s, objective, selected, normalizer)
     else:
-        loss, table = _fused_loss(s, objective, normalizer, served)
+        loss, table = _fused_loss(s, objective, selected, normalizer, served)
     return PolicyLoss(loss, *named_metrics(s, table))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .aggregation import Aggregation
 from .options import KL, ImportanceCorrection, Variant
-from .policy_loss_variants import LOG_RATIO_BOUND, Tokens, select_tokens, token_loss
+from .policy_loss_variants import LOG_RATIO_BOUND, Tokens, token_loss
 from .streams import Rows, Streams
 
 METRICS = (
@@ -85,7 +85,9 @@ def correction_weights(mismatch: Tensor, rows: Rows, correction: ImportanceCorre
     return torch.where(rejected, 0.0, weight.clamp(max=correction.cap)), rejected
 
 
-def reference(s: Streams, objective: Objective, normalizer: Tensor | None) -> tuple[Tensor, Tensor]:
+def reference(
+    s: Streams, objective: Objective, selected: Tensor | None, normalizer: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """The loss, and its metrics ``[1 + num_actors, K]`` in the order of :func:`metric_names`: all, then by actor."""
     dtype = torch.float64 if s.logprobs.dtype == torch.float64 else torch.float32
     rows = Rows(s.logprobs, s.cu_seqlens)
@@ -99,7 +101,6 @@ def reference(s: Streams, objective: Objective, normalizer: Tensor | None) -> tu
     advantages = stream(rows.spread(s.advantages.detach()))
     log_ratio = (logprobs - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = log_ratio.exp()
-    selected = select_tokens(s, objective.variant) if objective.variant.selects else None
     tokens = Tokens(logprobs, old, log_ratio, ratio, advantages, mask, selected, rows)
     token = token_loss(tokens, objective.variant)
     loss = token.loss

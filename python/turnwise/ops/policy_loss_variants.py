@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .options import CISPO, GMPO, GPG, GSPO, SAPO, Clip, ClipCov, KLCov, Reinforce, Variant
-from .streams import Rows, Streams
+from .options import CISPO, GMPO, GPG, GSPO, SAPO, Clip, ClipCov, Custom, KLCov, Reinforce, Variant
+from .streams import Rows, Streams, check_streams, check_tensors
 
 LOG_RATIO_BOUND = 20.0
 
@@ -104,6 +104,16 @@ def _kl_cov(t: Tokens, v: KLCov) -> TokenLoss:
     return TokenLoss(loss, none, none, t.selected)
 
 
+def _custom(t: Tokens, v: Custom) -> TokenLoss:
+    trained = t.mask.nonzero(as_tuple=True)
+    loss = v.function(t.logprobs[trained], t.old[trained], t.advantages[trained])
+    if not isinstance(loss, Tensor) or loss.shape != trained[0].shape or not loss.is_floating_point():
+        got = f"{loss.dtype} {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"variant={v!r} gave {got}: expected the loss of each token, floats {tuple(trained[0].shape)}")
+    none = torch.zeros_like(t.mask)
+    return TokenLoss(torch.zeros_like(t.logprobs).index_put(trained, loss.to(t.logprobs.dtype)), none, none, none)
+
+
 _LOSS: dict[type[Variant], Callable[[Tokens, Any], TokenLoss]] = {
     Clip: _clip,
     GSPO: _gspo,
@@ -114,6 +124,7 @@ _LOSS: dict[type[Variant], Callable[[Tokens, Any], TokenLoss]] = {
     GMPO: _gmpo,
     ClipCov: _clip_cov,
     KLCov: _kl_cov,
+    Custom: _custom,
 }
 
 
@@ -132,7 +143,7 @@ def _first(keys: Tensor, count: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def select_tokens(s: Streams, variant: Variant) -> Tensor:
+def select(s: Streams, variant: Variant) -> Tensor:
     """Which tokens (bool, the shape of ``logprobs``) :class:`ClipCov` or :class:`KLCov` singles out."""
     rows = Rows(s.logprobs, s.cu_seqlens)
     mask = torch.ones_like(s.logprobs, dtype=torch.bool) if s.mask is None else s.mask != 0
@@ -154,3 +165,27 @@ def select_tokens(s: Streams, variant: Variant) -> Tensor:
     spared = mask & ~(clipped > plain) & (covariance > variant.lower) & (covariance < variant.upper)
     draw = torch.rand(mask.shape, device=mask.device)
     return _first(torch.where(spared, draw, -1.0), number) & spared
+
+
+def select_tokens(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    variant: Variant,
+    *,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Which tokens ``variant`` singles out, bool in the shape of ``logprobs``: the argument ``selected`` of
+    :func:`policy_loss`.
+
+    :class:`ClipCov` and :class:`KLCov` compare a token with all others, so where an optimizer step is cut into
+    micro-batches the choice must be made over the whole of it, and each micro-batch given its part. All arguments are
+    those of :func:`policy_loss`. Raises ``TypeError`` for a variant that singles out none.
+    """
+    if not variant.selects:
+        raise TypeError(f"variant={variant!r}: expected one that singles out tokens, ClipCov or KLCov")
+    s = Streams(logprobs, old_logprobs, advantages, mask, cu_seqlens, None, None, None)
+    check_tensors(s)
+    check_streams(s, None)
+    return select(s, variant)
