@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from turnwise.arena import Filters, drop_stale, pack, select
-from turnwise.arena.samples import describe, gather
+from turnwise.arena.samples import describe, gather, penalize
 from turnwise.types import GenerateResult, Rollout, Sample, Step
 
 
@@ -169,3 +169,13 @@ def test_describe_leaves_failed_episodes_out_of_means_and_in_the_token_count():
     assert numbers["episodes"] == 3 and numbers["episodes/failed"] == 1
     assert numbers["reward/a"] == 0.5 and numbers["sampled_tokens"] == 10
     assert numbers["completion_tokens/a"] == pytest.approx(10 / 3)
+
+
+def test_a_penalty_is_taken_from_rows_and_from_their_trajectories():
+    samples, _ = gather([result(step(), step("b"), step(), id="r1", rewards={"a": 4.0, "b": 2.0})], Filters())
+    penalize(samples, [0.5, 1.0, -0.25])
+    assert [sample.reward for sample in samples] == [0.5, 0.0, 1.25]
+    assert [sample.trajectory_reward for sample in samples] == [3.75, 1.0, 3.75]
+    for wrong in ([1.0], [1.0, 2.0, float("nan")]):
+        with pytest.raises(ValueError, match="expected 3 finite numbers, one per sample"):
+            penalize(samples, wrong)

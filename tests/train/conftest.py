@@ -45,7 +45,9 @@ class Letters(MultiTurnEpisode):
         return {"share": state.data["share"]}
 
 
-def letters_trainer(run_dir: Path, steps: int = 3, *, policies: dict[str, str] | None = None, **changes) -> Trainer:
+def letters_trainer(
+    run_dir: Path, steps: int = 3, *, policies: dict[str, str] | None = None, with_reference: bool = False, **changes
+) -> Trainer:
     """A fresh trainer with equal weights each time it is called; ``changes`` are config sections.
 
     ``policies`` names the policy of each player; all but the first player's are frozen.
@@ -76,7 +78,9 @@ def letters_trainer(run_dir: Path, steps: int = 3, *, policies: dict[str, str] |
     arena.source = lambda: [EpisodeRequest("letters", question) for question in range(3)]
     first = policies[Letters.actors[0]]
     trained = {
-        name: Policy(name, model, config.update, total_steps=100, trainable=name == first)
+        name: Policy(
+            name, model, config.update, total_steps=100, trainable=name == first, with_reference=with_reference
+        )
         for name, model in models.items()
     }
     validation = EvalSet([EpisodeRequest("letters", question) for question in range(2)], "success/first")

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from turnwise.train.batch import pack, pad
-from turnwise.train.config import KLConfig, LossConfig, UpdateConfig
+from turnwise.train.config import CorrectionConfig, KLConfig, LossConfig, UpdateConfig
+from turnwise.train.losses import registry
 from turnwise.train.policy import Policy
 from turnwise.train.update import old_logprobs, update_policy
 
@@ -31,20 +32,65 @@ def near_sgd(policy_init):
     return init
 
 
+def moves_of(model, batch, loss, **update):
+    """How far one update moves the weights, proportional to the gradient, for three cuts into micro-batches."""
+    start = torch.cat([tensor.flatten() for _, tensor in Policy("p", model, UpdateConfig(), total_steps=1).weights()])
+    moves = []
+    for budget in (1, 50, 100_000):
+        torch.manual_seed(0)  # the draw of clip-cov
+        settings = UpdateConfig(lr=1e3, max_grad_norm=1e9, micro_batch_tokens=budget, **update)
+        moves.append(updated_weights(model, batch, settings, loss)[0] - start)
+    return moves
+
+
+def assert_same_moves(moves):
+    assert moves[0].abs().max() > 1e-4
+    for move in moves[1:]:
+        torch.testing.assert_close(move, moves[0], rtol=1e-3, atol=1e-6)
+
+
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_any_cut_into_micro_batches_gives_the_same_update(monkeypatch, aggregation, random_batch, small_model):
     monkeypatch.setattr(Policy, "__init__", near_sgd(Policy.__init__))
     model, _ = small_model()
-    batch, loss = random_batch(0, rows=11), LossConfig(aggregation=aggregation, max_length=16)
-    start = torch.cat([tensor.flatten() for _, tensor in Policy("p", model, UpdateConfig(), total_steps=1).weights()])
-    moves = [
-        updated_weights(model, batch, UpdateConfig(lr=1e3, max_grad_norm=1e9, micro_batch_tokens=budget), loss)[0]
-        - start
-        for budget in (1, 50, 100_000)
-    ]
-    assert moves[0].abs().max() > 1e-4
-    for move in moves[1:]:
-        torch.testing.assert_close(move, moves[0], rtol=1e-3, atol=1e-6)
+    loss = LossConfig(aggregation=aggregation, max_length=16, entropy_coef=0.1)
+    assert_same_moves(moves_of(model, random_batch(0, rows=11), loss))
+
+
+@pytest.mark.parametrize("kind", sorted(registry))
+def test_any_cut_gives_the_same_update_with_every_loss(monkeypatch, kind, random_batch, small_model):
+    monkeypatch.setattr(Policy, "__init__", near_sgd(Policy.__init__))
+    model, _ = small_model()
+    batch = random_batch(5, rows=11)
+    options = {"clip-cov": {"share": 0.2, "lower": 0.0}, "kl-cov": {"share": 0.2}}.get(kind, {})
+    assert_same_moves(moves_of(model, batch, LossConfig(kind=kind, options=options)))
+
+
+def test_tokens_are_singled_out_anew_for_each_minibatch(random_batch, small_model):
+    model, _ = small_model()
+    batch, loss = random_batch(5, rows=12), LossConfig(kind="kl-cov", options={"share": 0.25})
+    _, metrics = updated_weights(model, batch, UpdateConfig(minibatches=3, micro_batch_tokens=20), loss)
+    parts = np.array_split(np.random.default_rng(0).permutation(12), 3)
+    tokens = [int(pack(batch, part).mask_N.sum()) for part in parts]
+    want = sum(int(count * 0.25) for count in tokens) / sum(tokens)
+    assert metrics["dual_clip_fraction"] == pytest.approx(want, rel=1e-5)
+
+
+def test_each_actor_counts_alike_within_its_policy(monkeypatch, random_batch, small_model):
+    """Agent mean over the actors of one policy: the gradient is the mean of those that each actor's rows give alone."""
+    monkeypatch.setattr(Policy, "__init__", near_sgd(Policy.__init__))
+    model, _ = small_model()
+    batch = random_batch(7, rows=16, policies=("default", "other"))
+    assert {0, 1} == set(batch.actor_index[batch.policy_index == 0]) == set(batch.actor_index[batch.policy_index == 1])
+    whole = moves_of(model, batch, LossConfig(kind="reinforce", aggregation="agent-mean"))
+    assert_same_moves(whole)
+    alone = []
+    for actor in (0, 1):
+        only = copy.deepcopy(batch)
+        only.policy_index[batch.actor_index != actor] = 1
+        alone.append(moves_of(model, only, LossConfig(kind="reinforce", aggregation="token-mean"))[0])
+    torch.testing.assert_close(whole[0], (alone[0] + alone[1]) / 2, rtol=1e-3, atol=1e-6)
+    assert (alone[0] - alone[1]).abs().max() > 1e-3
 
 
 def test_the_gradient_is_that_of_the_formula(monkeypatch, random_batch, small_model):
@@ -126,3 +172,93 @@ def test_a_gradient_that_is_not_finite_changes_nothing(small_model):
     with pytest.raises(FloatingPointError, match="policy 'default': gradient norm is nan"):
         policy.step()
     assert all(torch.equal(old, new) for old, (_, new) in zip(before, policy.weights(), strict=True))
+
+
+def test_entropy_is_measured_and_raised(random_batch, small_model):
+    model, _ = small_model()
+    batch = random_batch(0, rows=6)
+    batch.advantages[:] = 0
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20)  # far from uniform, so that there is entropy to win
+    entropies = []
+    policy = Policy("default", model, UpdateConfig(lr=1e-2), total_steps=9)
+    for _ in range(5):
+        metrics = update_policy(
+            policy, batch, UpdateConfig(lr=1e-2), LossConfig(entropy_coef=1.0), np.random.default_rng(0)
+        )
+        entropies.append(metrics["entropy"])
+        assert metrics["loss"] == pytest.approx(-metrics["entropy"], rel=1e-4)
+    assert entropies[-1] > 1.2 * entropies[0], entropies
+
+
+def test_a_stale_batch_weighs_less_where_the_sampler_was_surer(random_batch, small_model):
+    """All tokens were twice as likely for the sampler: every weight is 1/2, and so is the gradient."""
+    model, _ = small_model()
+    batch, update = random_batch(3, rows=6), UpdateConfig(old_logprobs="recompute")
+    policy = Policy("default", model, update, total_steps=1)
+    micro = pack(batch, np.arange(6))
+    with torch.no_grad():
+        batch.rollout_logprobs[micro.token_N] = policy.logprobs(micro).numpy() + np.log(2)
+    plain = updated_weights(model, batch, update)[1]
+    weighed = updated_weights(model, batch, update, LossConfig(correction=CorrectionConfig()))[1]
+    assert weighed["grad_norm"] == pytest.approx(0.5 * plain["grad_norm"], rel=1e-3)
+    assert plain["mismatch_kl"] == weighed["mismatch_kl"] == pytest.approx(np.log(2), rel=1e-3)
+    assert weighed["ess"] == pytest.approx(1, rel=1e-4)
+    bounded = LossConfig(correction=CorrectionConfig(bounds=(0.6, 2.0)))
+    rejected = updated_weights(model, batch, update, bounded)[1]
+    assert rejected["grad_norm"] == 0 and rejected["rejected"] == 1
+
+
+def poisoned(batch, row):
+    batch = copy.deepcopy(batch)
+    batch.rollout_logprobs[batch.cu_seqlens[row + 1] - 1] = np.nan
+    batch.loss_mask[batch.cu_seqlens[row + 1] - 1] = 1
+    return batch
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_the_others_count(random_batch, small_model):
+    model, _ = small_model()
+    update = UpdateConfig(minibatches=3, max_skipped=1)
+    policy = Policy("default", model, update, total_steps=9)
+    rng = np.random.default_rng(0)
+    metrics = update_policy(policy, poisoned(random_batch(0, rows=12), 5), update, LossConfig(), rng)
+    assert (metrics["updates"], metrics["skipped_updates"], policy.updates, policy.schedule.last_epoch) == (2, 1, 2, 2)
+    assert all(np.isfinite(value) for value in metrics.values()), metrics
+    assert all(tensor.isfinite().all() for _, tensor in policy.weights())
+    assert all(parameter.grad is None for parameter in policy.model.parameters())
+
+
+@pytest.mark.parametrize("max_skipped", [0, 2])
+def test_after_too_many_in_a_row_the_run_stops(random_batch, small_model, max_skipped):
+    model, _ = small_model()
+    update = UpdateConfig(max_skipped=max_skipped)
+    policy = Policy("default", model, update, total_steps=9)
+    before = [tensor.clone() for _, tensor in policy.weights()]
+    sound = random_batch(0, rows=4)
+    batch = poisoned(sound, 2)
+    for skipped in range(max_skipped):
+        assert policy.skipped == skipped
+        metrics = update_policy(policy, batch, update, LossConfig(), np.random.default_rng(0))
+        assert metrics == {"updates": 0, "skipped_updates": 1}
+    actor = batch.actors[batch.actor_index[2]]
+    message = (
+        rf"policy 'default': loss is nan at update 0; {max_skipped + 1} in a row, update.max_skipped = {max_skipped}; "
+        rf"1 rows are not finite: row 2 \(actor '{actor}', reward {batch.rewards[2]:g}, "
+    )
+    with pytest.raises(FloatingPointError, match=message):
+        update_policy(policy, batch, update, LossConfig(), np.random.default_rng(0))
+    assert all(torch.equal(old, new) for old, (_, new) in zip(before, policy.weights(), strict=True))
+    update_policy(policy, sound, update, LossConfig(), np.random.default_rng(0))
+    assert policy.skipped == 0
+
+
+def test_a_gradient_that_overflows_is_skipped_too(random_batch, small_model):
+    model, _ = small_model()
+    update = UpdateConfig(max_skipped=1)
+    policy = Policy("default", model, update, total_steps=9)
+    handle = next(policy.model.parameters()).register_hook(lambda grad: grad * float("inf"))
+    metrics = update_policy(policy, random_batch(0, rows=4), update, LossConfig(), np.random.default_rng(0))
+    assert metrics["skipped_updates"] == 1 and policy.updates == 0
+    with pytest.raises(FloatingPointError, match="the log-probs and advantages of all rows are finite"):
+        update_policy(policy, random_batch(0, rows=4), update, LossConfig(), np.random.default_rng(0))
+    handle.remove()

@@ -40,6 +40,7 @@ from turnwise.types import (
     ModelRequest,
     ModelResponse,
     Rollout,
+    Sample,
     Sampling,
     Tokenizer,
     TrainingBatch,
@@ -58,6 +59,8 @@ class Arena:
     lowers the rewards of completions that come close to their limit. ``progress``, an ``EpisodeProgress`` or ``None``,
     keeps episodes under way on disk: a killed run resumes in the middle of a tree. Same ``seed``, same requests, same
     weights: same batch.
+
+    ``reward_penalty(samples)`` gives what each sample's reward loses before credit; steps and metrics keep it whole.
 
     Example::
 
@@ -110,6 +113,7 @@ class Arena:
         self.rng = random.Random(derive_seed(seed, "arena"))
         self.last_results: list[GenerateResult] = []
         self.progress: EpisodeProgress | None = None
+        self.reward_penalty: Callable[[Sequence[Sample]], Sequence[float]] | None = None
         self._budget = CallBudget(max_concurrency)
         self._prompts = PromptCache()
         self._started = 0
@@ -209,6 +213,8 @@ class Arena:
         """Set ``Step.advantage`` of every trainable step. Called once per batch: a rule may learn from it."""
         self.shape_rewards(results)
         samples, _ = rows.gather(results, self.filters)
+        if samples and self.reward_penalty is not None:
+            rows.penalize(samples, self.reward_penalty(samples))
         steps = rows.steps_by_place(results)
         for sample, advantage in zip(samples, rows.advantages_of(samples, self.credit), strict=True):
             steps[sample.trajectory, sample.step_index].advantage = float(advantage)

@@ -66,6 +66,18 @@ def check_credited(samples: Sequence[Sample]) -> None:
             )
 
 
+def penalize(samples: Sequence[Sample], penalties: Sequence[float]) -> None:
+    """Take each sample's penalty from its reward, and their sum over its actor's samples from the trajectory's."""
+    if len(penalties) != len(samples) or not np.isfinite(penalties).all():
+        raise ValueError(f"penalties={penalties!r}: expected {len(samples)} finite numbers, one per sample")
+    totals: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for sample, penalty in zip(samples, penalties, strict=True):
+        totals[sample.trajectory, sample.actor] += float(penalty)
+        sample.reward -= float(penalty)
+    for sample in samples:
+        sample.trajectory_reward -= totals[sample.trajectory, sample.actor]
+
+
 def steps_by_place(results: Sequence[GenerateResult]) -> dict[tuple[str, int], Step]:
     """``(rollout id, step index) -> step``, nested episodes included."""
     return {

@@ -130,7 +130,7 @@ def _save_policy(folder: Path, name: str, policy: Policy) -> dict[str, Any]:
     save_file({key: tensor.contiguous() for key, tensor in policy.weights()}, folder / f"policy-{name}.safetensors")
     if policy.reference is not None:
         save_file(dict(named_weights(policy.reference)), folder / f"reference-{name}.safetensors")
-    described: dict[str, Any] = {"version": policy.version, "updates": policy.updates}
+    described: dict[str, Any] = {"version": policy.version, "updates": policy.updates, "extra": policy.extra_state()}
     if policy.optimizer is not None and policy.schedule is not None:
         saved = policy.optimizer.state_dict()
         moments = {f"{i}.{key}": value for i, slots in saved["state"].items() for key, value in slots.items()}
@@ -148,6 +148,7 @@ def _copy_into(own: Iterable[tuple[str, Tensor]], saved: Mapping[str, Tensor]) -
 
 def _restore_optimizer(policy: Policy, moments: dict[str, Tensor] | None, described: dict[str, Any]) -> None:
     policy.version, policy.updates = described["version"], described["updates"]
+    policy.load_extra_state(described["extra"])
     if moments is None or policy.optimizer is None or policy.schedule is None:
         return
     state: dict[int, dict[str, Tensor]] = {}

@@ -157,8 +157,8 @@ class KLConfig(Section):
     """A KL term to the reference; ``coef`` 0 builds no reference model.
 
     ``place`` is the loss, or the reward: then ``coef`` times the k1 estimate of each token is taken from the row's
-    reward before credit. With ``target`` the coefficient adapts: it follows ``clip(kl / target - 1, ±0.2)`` per
-    ``horizon`` samples (https://arxiv.org/abs/1909.08593, section 2.2).
+    reward before credit. With ``target``, in nats per token, the coefficient adapts: it grows by
+    ``clip(kl / target - 1, ±0.2)`` per ``horizon`` samples (https://arxiv.org/abs/1909.08593, section 2.2).
     """
 
     coef: float = Field(default=0.0, ge=0)
@@ -204,8 +204,8 @@ class UpdateConfig(OptimizerConfig):
     """How a batch becomes optimizer steps. ``micro_batch_tokens`` bounds the tokens of one forward pass.
 
     ``old_logprobs`` are what the ratio is taken to: the sampler's own, or the trainer's before its first update of the
-    batch, which ``loss.correction`` needs. An update whose loss or gradient is not finite is skipped and counted; after
-    ``max_skipped`` in a row the run stops.
+    batch, which ``loss.correction`` needs. An update whose loss or gradient is not finite is skipped and counted; the
+    run stops at the next after ``max_skipped`` in a row, with 0 at the first.
     """
 
     ppo_epochs: int = Field(default=1, ge=1)

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from turnwise.naming import nearest
 from turnwise.train.config import OptimizerConfig, PolicyConfig, TrainConfig
+from turnwise.train.loss import check_loss
 
 EXTENDS = "extends"
 """The key of a config file that names another one, relative to it, whose settings it takes and overrides."""
@@ -64,6 +65,9 @@ def contradictions(config: TrainConfig) -> list[str]:
         )
     if config.warm_start.min_reward is not None and config.warm_start.data is None:
         problems.append("config key 'warm_start.min_reward': needs warm_start.data, recorded episodes to choose from")
+    if config.loss.kl.target is not None and not config.loss.kl.coef:
+        problems.append("config key 'loss.kl.target': needs loss.kl.coef > 0, the coefficient that it starts from")
+    problems += check_loss(config.loss)
     if config.checkpoint.best and not config.eval.every:
         problems.append("config key 'checkpoint.best' = True: needs eval.every > 0, as validation tells the best")
     if config.checkpoint.episodes and config.loop.max_staleness:

@@ -23,6 +23,7 @@ from turnwise.train.checkpoint import CheckpointError, list_checkpoints, load_ch
 from turnwise.train.config import TrainConfig
 from turnwise.train.evaluate import Evaluation, evaluate
 from turnwise.train.interrupt import StopRequest
+from turnwise.train.kl import KLPenalty
 from turnwise.train.policy import Policy
 from turnwise.train.producer import Producer
 from turnwise.train.progress import Progress
@@ -76,6 +77,10 @@ class Trainer:
         self.progress = Progress()
         if config.checkpoint.episodes:
             arena.progress = EpisodeProgress(config.run_dir / "episodes")
+        kl = config.loss.kl
+        in_reward = kl.coef > 0 and kl.place == "reward"
+        self.kl_penalty = KLPenalty(policies, kl, config.update.micro_batch_tokens) if in_reward else None
+        arena.reward_penalty = self.kl_penalty or arena.reward_penalty
         self._stop = StopRequest()
         self.producer = self._new_producer()
         self._published: dict[str, int] = {}
@@ -148,10 +153,12 @@ class Trainer:
             prefix = f"{name}/" if len(self.policies) > 1 else ""
             measured = update_policy(policy, batch, self.config.update, self.config.loss, self.rng)
             metrics |= {prefix + key: value for key, value in measured.items()}
-            if measured:
+            if measured.get("updates"):
                 policy.version += 1
                 trained.add(name)
         self._check_moved(before, trained)
+        if self.kl_penalty is not None:
+            metrics |= self.kl_penalty.adapt()
         return metrics
 
     def _check_moved(self, before: Mapping[str, object], trained: set[str]) -> None:

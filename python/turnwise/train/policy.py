@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ class Policy:
         self.trainable = trainable
         self.version = 0
         self.updates = 0
+        self.skipped = 0  # updates in a row that were not finite
+        self.kl_coef: float | None = None  # the adaptive coefficient, once it has moved
         self.max_grad_norm = config.max_grad_norm
         self.reference = copy.deepcopy(model).requires_grad_(False).eval() if with_reference else None
         self.model.requires_grad_(trainable)
@@ -80,6 +82,19 @@ class Policy:
         self.schedule.step()
         self.updates += 1
         return norm
+
+    def discard_gradient(self) -> None:
+        """Leave an update out: weights, optimizer and schedule stay as they are."""
+        assert self.optimizer is not None, f"policy {self.name!r} is frozen"
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def extra_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside weights and optimizer, fit for JSON."""
+        return {"skipped": self.skipped, "kl_coef": self.kl_coef}
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`extra_state` gave."""
+        self.skipped, self.kl_coef = state["skipped"], state["kl_coef"]
 
     def fingerprint(self) -> tuple[float, ...]:
         """A number per tensor that tells whether it changed."""

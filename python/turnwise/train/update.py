@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from turnwise.ops import PolicyLoss
 from turnwise.train.batch import MicroBatch, micro_batches, minibatches
 from turnwise.train.config import LossConfig, UpdateConfig
+from turnwise.train.kl import adapted, coefficient
 from turnwise.train.loss import Loss
 from turnwise.train.policy import Policy
 from turnwise.types import TrainingBatch
@@ -21,26 +24,92 @@ def update_policy(
     loss_config: LossConfig,
     rng: np.random.Generator,
 ) -> dict[str, float]:
-    """Train ``policy`` on its rows of ``batch``; returns the metrics of all updates. No rows: no update, no metrics."""
+    """Train ``policy`` on its rows of ``batch``; returns the metrics of all updates. No rows: no update, no metrics.
+
+    An update whose loss or gradient is not finite is skipped and counted. Raises ``FloatingPointError`` after more than
+    ``update.max_skipped`` of them in a row.
+    """
     rows = rows_of(policy, batch)
     if not policy.trainable or len(rows) == 0:
         return {}
-    loss = Loss(loss_config, len(batch.actors))
+    loss = Loss(loss_config, len(batch.actors), coefficient(policy, loss_config.kl))
     log = UpdateLog(batch.actors)
     recomputed = old_logprobs(policy, batch, rows, update) if update.old_logprobs == "recompute" else None
     policy.model.train()
     for _ in range(update.ppo_epochs):
         for part in minibatches(rows, update.minibatches, rng):
             micros = micro_batches(batch, part, update.micro_batch_tokens)
-            normalizer = loss.normalizer(micros)
-            for micro in micros:
-                logprobs_N = policy.logprobs(micro)
-                old_N = micro.rollout_logprobs_N if recomputed is None else recomputed[micro.token_N]
-                out = loss(logprobs_N, micro, old_N, policy.reference_logprobs(micro), normalizer)
-                out.loss.backward()
-                log.add_micro(out, micro, logprobs_N.detach())
-            log.add_step(policy.step())
-    return log.result()
+            olds = [m.rollout_logprobs_N if recomputed is None else recomputed[m.token_N] for m in micros]
+            accumulate(policy, micros, olds, loss, log)
+            if (norm := step_or_skip(policy, batch, micros, log, update.max_skipped)) is None:
+                log.skip_step()
+            else:
+                log.add_step(norm)
+    metrics = log.result()
+    if loss.kl is not None and "kl" in metrics:
+        metrics["kl_coef"] = loss.kl_coef
+        policy.kl_coef = adapted(loss.kl_coef, metrics["kl"], len(rows), loss_config.kl)
+    return metrics
+
+
+def accumulate(policy: Policy, micros: list[MicroBatch], olds: list[Tensor], loss: Loss, log: UpdateLog) -> None:
+    """The gradient of one minibatch, micro-batch by micro-batch."""
+    normalizer = loss.normalizer(micros)
+    selected = select(policy, micros, olds, loss)
+    for micro, old_N, selected_N in zip(micros, olds, selected, strict=True):
+        logprobs_N, entropies_N = policy.logprobs(micro, entropy=True)
+        ref_N = policy.reference_logprobs(micro) if loss.reads_reference else None
+        out = loss(logprobs_N, micro, old_N, ref_N, normalizer, entropies_N=entropies_N, selected_N=selected_N)
+        out.loss.backward()
+        log.add_micro(out, micro, logprobs_N.detach())
+
+
+@torch.no_grad()
+def select(policy: Policy, micros: list[MicroBatch], olds: list[Tensor], loss: Loss) -> list[Tensor | None]:
+    """The tokens that the loss singles out of the minibatch, ``None`` each for a loss that singles out none.
+
+    They are chosen among all tokens of the minibatch, so with several micro-batches it takes a forward pass more.
+    """
+    if not loss.variant.selects:
+        return [None] * len(micros)
+    return [*loss.select(micros, [policy.logprobs(micro) for micro in micros], olds)]
+
+
+def step_or_skip(
+    policy: Policy, batch: TrainingBatch, micros: list[MicroBatch], log: UpdateLog, max_skipped: int
+) -> float | None:
+    """The optimizer's step and its gradient norm; ``None`` where loss or gradient is not finite: nothing moves then.
+
+    Raises ``FloatingPointError`` after more than ``max_skipped`` of those in a row, over the whole run.
+    """
+    try:
+        if not math.isfinite(log.current_loss):
+            policy.discard_gradient()
+            raise FloatingPointError(f"policy {policy.name!r}: loss is {log.current_loss} at update {policy.updates}")
+        norm = policy.step()
+    except FloatingPointError as error:
+        policy.skipped += 1
+        if policy.skipped > max_skipped:
+            raise FloatingPointError(
+                f"{error}; {policy.skipped} in a row, update.max_skipped = {max_skipped}; "
+                f"{describe_bad_rows(batch, log.bad_tokens())}"
+            ) from None
+        return None
+    policy.skipped = 0
+    return norm
+
+
+def describe_bad_rows(batch: TrainingBatch, tokens: np.ndarray) -> str:
+    """The first rows with log-probs or advantages that are not finite; ``tokens`` are places in the batch's stream."""
+    rows = np.unique(np.searchsorted(batch.cu_seqlens, tokens, side="right") - 1)
+    if not len(rows):
+        return "the log-probs and advantages of all rows are finite"
+    described = [
+        f"row {row} (actor {batch.actors[batch.actor_index[row]]!r}, reward {batch.rewards[row]:g}, "
+        f"advantage {batch.advantages[row]:g})"
+        for row in rows[:3].tolist()
+    ]
+    return f"{len(rows)} rows are not finite: {', '.join(described)}{', ...' if len(rows) > 3 else ''}"
 
 
 def rows_of(policy: Policy, batch: TrainingBatch) -> np.ndarray:
@@ -61,15 +130,19 @@ def old_logprobs(policy: Policy, batch: TrainingBatch, rows: np.ndarray, update:
 
 
 class UpdateLog:
-    """Token-weighted means (and maxima) of what the micro-batches of one update stage measured."""
+    """Token-weighted means (and maxima) of what the micro-batches of one update stage measured; those of a skipped
+    update don't count."""
 
     def __init__(self, actors: list[str]) -> None:
         self.actors = actors
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
+        self.skipped = 0
         self.micros: list[tuple[int, np.ndarray, PolicyLoss]] = []
+        self.current: list[tuple[int, np.ndarray, PolicyLoss]] = []
         self.current_loss = 0.0
         self.mismatch: float | None = None
+        self._bad_tokens: list[np.ndarray] = []
 
     def add_micro(self, out: PolicyLoss, micro: MicroBatch, logprobs_N: Tensor) -> None:
         self.current_loss += float(out.loss.detach())
@@ -77,21 +150,39 @@ class UpdateLog:
         tokens_by_actor = torch.zeros(len(self.actors), dtype=torch.int64).index_add_(
             0, micro.actor_ids_B[micro.row_N], trained.long()
         )
-        self.micros.append((int(trained.sum()), tokens_by_actor.numpy(), out))
+        self.current.append((int(trained.sum()), tokens_by_actor.numpy(), out))
+        difference_N = (logprobs_N - micro.rollout_logprobs_N).abs()
+        bad_N = trained & ~(difference_N + micro.advantages_B[micro.row_N]).isfinite()
+        self._bad_tokens.append(micro.token_N[bad_N].numpy())
         if not self.grad_norms:  # before the first step, sampler and trainer hold the same weights
-            difference = (logprobs_N - micro.rollout_logprobs_N).abs()[trained]
+            difference = difference_N[trained & ~bad_N]
             self.mismatch = max(self.mismatch or 0.0, float(difference.max()) if len(difference) else 0.0)
+
+    def bad_tokens(self) -> np.ndarray:
+        """Where in the batch's stream the current update's log-probs or advantages are not finite."""
+        return np.concatenate(self._bad_tokens)
 
     def add_step(self, grad_norm: float) -> None:
         self.grad_norms.append(grad_norm)
         self.losses.append(self.current_loss)
-        self.current_loss = 0.0
+        self.micros += self.current
+        self._begin()
+
+    def skip_step(self) -> None:
+        self.skipped += 1
+        self._begin()
+
+    def _begin(self) -> None:
+        self.current, self.current_loss, self._bad_tokens = [], 0.0, []
 
     def result(self) -> dict[str, float]:
+        counts = {"updates": len(self.grad_norms), "skipped_updates": self.skipped}
+        if not self.grad_norms:
+            return {**counts}
         metrics = {
             "loss": float(np.mean(self.losses)),
             "grad_norm": float(np.mean(self.grad_norms)),
-            "updates": len(self.grad_norms),
+            **counts,
             "sampler_trainer_logprob_max_diff": self.mismatch or 0.0,
         }
         tokens = np.array([count for count, _, _ in self.micros])

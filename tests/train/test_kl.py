@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from turnwise.train.checkpoint import load_checkpoint, save_checkpoint
+from turnwise.train.config import KLConfig, LossConfig, UpdateConfig
+from turnwise.train.kl import KLPenalty, adapted
+from turnwise.train.policy import Policy
+from turnwise.train.update import update_policy
+from turnwise.types import Sample
+
+TARGET = KLConfig(coef=0.1, target=0.05, horizon=100)
+
+
+def moved_policy(model, name="default", **options):
+    """A policy that has left its reference."""
+    policy = Policy(name, model, UpdateConfig(), total_steps=9, with_reference=True, **options)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return policy
+
+
+def sample_of(place, prompt, completion, logprobs, **changes):
+    settings = {"uid": 0, "episode_type": "e", "actor": "solver", "turn": 0, "branch": 0, "parent": None}
+    settings |= {"trajectory": f"r{place}", "step_index": 0, "policy": "default", "policy_versions": [(0, 9)]}
+    settings |= {"reward": 1.0, "trajectory_reward": 1.0}
+    return Sample(
+        **settings | changes, prompt_token_ids=prompt, completion_token_ids=completion, rollout_logprobs=logprobs
+    )
+
+
+@pytest.mark.parametrize(
+    ("kl", "samples", "want"),
+    [
+        (0.05, 50, 0.1),  # on target
+        (0.0525, 100, 0.1 * 1.05),  # 5 % off, a whole horizon
+        (0.5, 50, 0.1 * 1.1),  # far off: 20 %, half a horizon
+        (0.0, 50, 0.1 * 0.9),
+        (0.0, 10**9, 0.1 * 0.8),  # never negative
+        (float("nan"), 50, 0.1),
+    ],
+)
+def test_the_coefficient_follows_the_target(kl, samples, want):
+    assert adapted(0.1, kl, samples, TARGET) == pytest.approx(want)
+    assert adapted(0.1, kl, samples, KLConfig(coef=0.1)) == 0.1
+
+
+def test_an_update_adapts_the_coefficient_and_a_checkpoint_keeps_it(tmp_path, random_batch, small_model):
+    model, _ = small_model()
+    policy = moved_policy(model)
+    batch, loss = random_batch(0, rows=10), LossConfig(kl=TARGET)
+    first = update_policy(policy, batch, UpdateConfig(), loss, np.random.default_rng(0))
+    assert first["kl"] > 0.06 and first["kl_coef"] == 0.1
+    assert policy.kl_coef == pytest.approx(0.1 * (1 + 0.2 * 10 / 100))
+    policy.skipped = 2
+    path = save_checkpoint(tmp_path, 1, {"default": policy}, {})
+    other = Policy("default", small_model(seed=1)[0], UpdateConfig(), total_steps=9, with_reference=True)
+    load_checkpoint(path, {"default": other})
+    assert (other.kl_coef, other.skipped) == (policy.kl_coef, 2)
+    second = update_policy(other, batch, UpdateConfig(), loss, np.random.default_rng(0))
+    assert second["kl_coef"] == policy.kl_coef
+
+
+def test_the_penalty_is_the_sum_over_the_rows_tokens(small_model):
+    model, _ = small_model()
+    policy = moved_policy(model)
+    frozen = Policy("frozen", small_model(seed=1)[0], UpdateConfig(), total_steps=1, trainable=False)
+    rng = np.random.default_rng(3)
+    samples = []
+    for place in range(7):
+        prompt, completion = rng.integers(0, 200, 3 + place % 3).tolist(), rng.integers(0, 200, 1 + place % 4).tolist()
+        changes = {"actor": ("solver", "judge")[place % 2], "temperature": (1.0, 0.5)[place % 2]}
+        changes |= {"policy": "frozen"} if place == 5 else {}
+        changes |= {"loss_mask": [0, 1, 1]} if place == 2 else {}
+        samples.append(sample_of(place, prompt, completion, (-rng.random(len(completion))).tolist(), **changes))
+    penalty = KLPenalty({"default": policy, "frozen": frozen}, KLConfig(coef=0.25, place="reward"), 12)
+    got = penalty(samples)
+    reference = copy.deepcopy(policy.reference).double()
+    want, counts = [], []
+    for sample in samples:
+        tokens = torch.tensor([[*sample.prompt_token_ids, *sample.completion_token_ids]])
+        logs = torch.log_softmax(reference(tokens).logits[0].double() / sample.temperature, -1)
+        start = len(sample.prompt_token_ids)
+        ref = [float(logs[start + i - 1, token]) for i, token in enumerate(sample.completion_token_ids)]
+        mask = sample.loss_mask or [1] * len(ref)
+        want.append(sum(m * (old - r) for m, old, r in zip(mask, sample.rollout_logprobs, ref, strict=True)))
+        counts.append(sum(mask))
+    want[5] = 0.0
+    assert got == pytest.approx([0.25 * value for value in want], rel=1e-4, abs=1e-5)
+    metrics = penalty.adapt()
+    own = [place for place in range(7) if place != 5]
+    tokens = sum(counts[place] for place in own)
+    assert metrics["default/kl"] == pytest.approx(sum(want) / tokens, rel=1e-4)
+    assert metrics["default/kl_penalty"] == pytest.approx(0.25 * sum(want) / 6, rel=1e-4)
+    solver = [place for place in own if place % 2 == 0]
+    per_token = sum(want[place] for place in solver) / sum(counts[place] for place in solver)
+    assert metrics["default/solver/kl"] == pytest.approx(per_token, rel=1e-4)
+    assert not any(name.startswith("frozen") for name in metrics)
+    assert penalty.adapt() == {}
+
+
+def test_in_the_reward_it_reaches_credit_and_leaves_the_record_whole(make_trainer, monkeypatch):
+    """A run whose sampler left the reference: credit sees the reward less the penalty, metrics the reward itself."""
+    kl = {"coef": 0.5, "place": "reward", "target": 1e-4, "horizon": 30}
+    trainer = make_trainer("kl", steps=3, loss={"kl": kl}, with_reference=True)
+    seen = []
+    inner = trainer.arena.credit.compute_columns
+    monkeypatch.setattr(
+        trainer.arena.credit,
+        "compute_columns",
+        lambda samples: [seen.append([s.reward for s in samples]), inner(samples)][1],
+    )
+    asyncio.run(trainer.run())
+    lines = [json.loads(line) for line in (trainer.config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["kl"] == pytest.approx(0, abs=1e-5) and lines[0]["kl_coef"] == 0.5
+    assert abs(lines[2]["kl"]) > 1e-4 and {"first/kl", "second/kl", "kl_penalty"} <= set(lines[2])
+    assert lines[2]["kl_coef"] != 0.5 and trainer.policies["default"].kl_coef != lines[2]["kl_coef"]
+    for line, rewards in zip(lines, seen, strict=True):
+        assert np.mean(rewards) == pytest.approx(line["reward"] - line["kl_penalty"], abs=1e-6)
+
+
+def test_a_resumed_run_repeats_the_coefficients(make_trainer):
+    kl = {"coef": 0.5, "place": "reward", "target": 1e-4, "horizon": 30}
+    whole, half = (make_trainer(name, steps=4, loss={"kl": kl}, with_reference=True) for name in ("whole", "half"))
+    asyncio.run(whole.run())
+    half.config.steps = 2
+    asyncio.run(half.run())
+    resumed = make_trainer("half", steps=4, loss={"kl": kl}, with_reference=True)
+    asyncio.run(resumed.run())
+    assert resumed.policies["default"].kl_coef == whole.policies["default"].kl_coef != 0.5
+    assert resumed.policies["default"].fingerprint() == whole.policies["default"].fingerprint()

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from turnwise.ops import KLCov
+from turnwise.train.batch import micro_batches
+from turnwise.train.config import CorrectionConfig, KLConfig, LossConfig
+from turnwise.train.config_files import ConfigError, load_config
+from turnwise.train.loss import Loss, check_loss
+
+OWN = """
+def mean(logprobs, old_logprobs, advantages):
+    return (advantages * logprobs).mean()
+
+def broken(logprobs, old_logprobs, advantages):
+    return logprobs + no_such_name
+"""
+
+
+def one_micro(batch):
+    (micro,) = micro_batches(batch, np.arange(len(batch)), 10**6)
+    return micro
+
+
+def call(config, micro, logprobs_N, old_N, entropies_N=None):
+    loss = Loss(config, num_actors=2)
+    return loss(logprobs_N, micro, old_N, None, loss.normalizer([micro]), entropies_N=entropies_N)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_stale_batch_gets_the_truncated_weights(random_batch, level):
+    """Rows sampled by weights that gave each token 1.5 times, or half, the trainer's probability."""
+    batch = random_batch(1, rows=8)
+    micro = one_micro(batch)
+    mask, row = micro.mask_N.bool(), micro.row_N
+    old = micro.rollout_logprobs_N + torch.where(row % 2 == 0, math.log(1.5), math.log(0.5))
+    config = LossConfig(kind="ppo", correction=CorrectionConfig(level=level, cap=2.0, bounds=(0.3, 8.0)))
+    logprobs = old.clone().requires_grad_()
+    out = call(config, micro, logprobs, old)
+    out.loss.backward()
+    tokens_B = torch.zeros(8).index_add(0, row, mask.float())
+    raw_B = torch.where(torch.arange(8) % 2 == 0, 1.5, 0.5)
+    raw_B = raw_B if level == "token" else raw_B**tokens_B
+    weight_B = torch.where((raw_B < 0.3) | (raw_B > 8.0), 0.0, raw_B.clamp(max=2.0))
+    assert level == "token" or {0.0, 2.0} <= set(weight_B.tolist()), weight_B
+    want = -(weight_B * micro.advantages_B)[row] * mask / mask.sum()
+    torch.testing.assert_close(logprobs.grad, want, rtol=1e-4, atol=1e-6)
+    token_weights = torch.where(row % 2 == 0, 1.5, 0.5)[mask]
+    assert float(out.metrics["mismatch_kl"]) == pytest.approx(float(-token_weights.log().mean()), rel=1e-4)
+    ess = float(token_weights.sum() ** 2 / (len(token_weights) * token_weights.square().sum()))
+    assert float(out.metrics["ess"]) == pytest.approx(ess, rel=1e-4)
+    assert float(out.metrics["rejected"]) == pytest.approx(float((weight_B[row][mask] == 0).float().mean()), abs=1e-6)
+
+
+def test_the_samplers_own_logprobs_are_not_compared_with_themselves(random_batch):
+    micro = one_micro(random_batch(1, rows=4))
+    assert "ess" not in call(LossConfig(), micro, micro.rollout_logprobs_N, micro.rollout_logprobs_N).metrics
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "agent-mean", "seq-mean-token-mean"])
+def test_entropy_is_taken_from_the_loss_the_way_it_is_aggregated(random_batch, aggregation):
+    micro = one_micro(random_batch(2, rows=9))
+    old = micro.rollout_logprobs_N
+    entropies = (torch.rand(len(old), generator=torch.Generator().manual_seed(0)) * 3).requires_grad_()
+    plain = call(LossConfig(aggregation=aggregation), micro, old, old, entropies)
+    bonus = call(LossConfig(aggregation=aggregation, entropy_coef=0.25), micro, old, old, entropies)
+    bonus.loss.backward()
+    mask, row = micro.mask_N.double(), micro.row_N
+    lengths_B = torch.zeros(9).double().index_add(0, row, mask)
+    actor = micro.actor_ids_B[row]
+    tokens_A = torch.zeros(2).double().index_add(0, actor, mask)
+    weight = {
+        "token-mean": torch.ones_like(mask) / mask.sum(),
+        "agent-mean": 1 / tokens_A[actor] / 2,
+        "seq-mean-token-mean": 1 / lengths_B[row] / 9,
+    }[aggregation]
+    mean = float((entropies.detach().double() * mask * weight).sum())
+    assert float(bonus.loss.detach()) == pytest.approx(float(plain.loss.detach()) - 0.25 * mean, abs=1e-5)
+    torch.testing.assert_close(entropies.grad.double(), -0.25 * mask * weight, rtol=1e-5, atol=1e-8)
+    assert float(plain.metrics["entropy"]) == pytest.approx(
+        float((entropies.detach() * mask).sum() / mask.sum()), rel=1e-5
+    )
+
+
+def test_tokens_are_singled_out_among_the_whole_minibatch(random_batch):
+    batch = random_batch(4, rows=20)
+    loss = Loss(LossConfig(kind="kl-cov", options={"share": 0.1}), num_actors=2)
+    assert isinstance(loss.variant, KLCov)
+    logprobs = torch.randn(len(batch.token_ids), generator=torch.Generator().manual_seed(1))
+    chosen = []
+    for budget in (1, 40, 10**6):
+        micros = list(micro_batches(batch, np.arange(20), budget))
+        got = loss.select(micros, [logprobs[m.token_N] for m in micros], [logprobs[m.token_N] for m in micros])
+        assert [len(part) for part in got] == [len(micro.mask_N) for micro in micros]
+        chosen.append({int(t) for part, micro in zip(got, micros, strict=True) for t in micro.token_N[part]})
+    assert len(chosen[0]) == int(0.1 * int(one_micro(batch).mask_N.sum())) > 1
+    assert chosen[0] == chosen[1] == chosen[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "gmpo", "correction": {}}, "level='sequence', as GMPO has one ratio per sequence"),
+        ({"correction": {"bounds": [2.0, 1.0]}}, r"ImportanceCorrection.bounds=\(2.0, 1.0\)"),
+        ({"kind": "pppo"}, r"'loss.kind' = 'pppo'"),
+        ({"kind": "own_loss_of_test:mean"}, r"kind 'own_loss_of_test:mean'.*expected the loss of each token"),
+        ({"kind": "own_loss_of_test:broken"}, r"tried on four tokens: NameError: .*no_such_name"),
+        ({"kl": {"target": 0.1}}, r"'loss.kl.target': needs loss.kl.coef > 0"),
+    ],
+)
+def test_what_can_not_be_is_found_before_anything_starts(tmp_path, monkeypatch, options, message):
+    (tmp_path / "own_loss_of_test.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(None, {"loss": options, "update.old_logprobs": "recompute", "checkpoint.best": True})
+    assert "checkpoint.best" in str(caught.value), "all problems are told at once"
+
+
+def test_every_kind_with_every_correction_that_goes_with_it_is_fine():
+    for correction in (None, CorrectionConfig(level="sequence")):
+        for kind in ("ppo", "gspo", "gmpo", "clip-cov", "kl-cov", "sapo"):
+            assert check_loss(LossConfig(kind=kind, correction=correction, kl=KLConfig(coef=0.1))) == []

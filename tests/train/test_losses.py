@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from turnwise.ops import GSPO, Clip, Custom
+from turnwise.train.config import LossConfig
+from turnwise.train.losses import make_variant, registry
+
+OWN = """
+import torch
+from turnwise.ops import Clip
+
+def ppo(logprobs, old_logprobs, advantages, low=0.2, high=0.2):
+    ratio = (logprobs - old_logprobs).exp()
+    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
+
+def strict(logprobs, old_logprobs, advantages, *, power):
+    return -advantages * logprobs ** power
+
+class Scaled:
+    def __init__(self, by=1.0):
+        if by <= 0:
+            raise ValueError(f"by={by!r}: expected a number > 0")
+        self.by = by
+
+    def __call__(self, logprobs, old_logprobs, advantages):
+        return -self.by * advantages * logprobs
+
+class Silent:
+    pass
+
+class WideClip(Clip):
+    pass
+
+answer = 42
+"""
+
+
+@pytest.fixture
+def own_losses(tmp_path, monkeypatch):
+    """The name of a module of losses in PYTHONPATH, as a user's own is."""
+    (tmp_path / "own_losses_of_test.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "own_losses_of_test"
+
+
+@pytest.mark.parametrize("kind", sorted(registry))
+def test_every_name_makes_a_loss(kind):
+    assert make_variant(LossConfig(kind=kind)).compiled
+
+
+def test_options_go_to_the_loss():
+    assert make_variant(LossConfig(kind="clip-higher")) == Clip(0.2, 0.28)
+    assert make_variant(LossConfig(kind="clip-higher", options={"high": 0.4, "dual": 3.0})) == Clip(0.2, 0.4, 3.0)
+    assert make_variant(LossConfig(kind="turnwise.ops:GSPO", options={"low": 0.1})) == GSPO(low=0.1)
+
+
+def test_functions_and_classes_of_ones_own(own_losses):
+    streams = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -2.0]), torch.tensor([1.0, -3.0])
+    loss = make_variant(LossConfig(kind=f"{own_losses}:ppo", options={"high": 0.5}))
+    assert isinstance(loss, Custom)
+    assert loss.function(*streams).tolist() == pytest.approx([-1.5, 3.0])
+    scaled = make_variant(LossConfig(kind=f"{own_losses}:Scaled", options={"by": 2.0}))
+    assert scaled.function(*streams).tolist() == [2.0, -12.0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("pppo", {}, r"'loss.kind' = 'pppo': unknown; did you mean 'ppo'\?"),
+        ("ppo", {"hihg": 0.3}, r"unknown config key 'loss.options.hihg'; did you mean 'high'\?"),
+        ("ppo", {"low": -1}, r"config key 'loss.options' = \{'low': -1\}: Clip.low=-1"),
+        ("own_losses_of_test:ppo", {"hihg": 0.3}, r"unknown config key 'loss.options.hihg'; did you mean 'high'\?"),
+        ("own_losses_of_test:ppo", {"advantages": 0.3}, r"unknown config key 'loss.options.advantages'"),
+        ("own_losses_of_test:strict", {}, r"config key 'loss.options' = \{\}: missing a required .*'power'"),
+        ("own_losses_of_test:Scaled", {"by": 0}, r"config key 'loss.options' = \{'by': 0\}: by=0: expected"),
+        ("own_losses_of_test:Silent", {}, r"'own_losses_of_test:Silent' gave .*: expected a function or an object to"),
+        ("own_losses_of_test:answer", {}, r"'own_losses_of_test:answer' gave 42: expected a function"),
+    ],
+)
+@pytest.mark.usefixtures("own_losses")
+def test_what_makes_no_loss_is_named(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_variant(LossConfig(kind=kind, options=options))
