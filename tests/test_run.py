@@ -103,6 +103,25 @@ def test_questions_are_drawn_again_until_enough_say_something_and_so_after_a_res
     assert lines_of(tmp_path / "parts") == lines
 
 
+def test_a_credit_rule_of_ones_own_goes_by_import_path(tmp_path, monkeypatch):
+    (tmp_path / "my_credit_rules.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from turnwise.credit import GroupCredit\n\n\n"
+        "@dataclass(kw_only=True)\n"
+        "class ByLength(GroupCredit):\n"
+        "    longest: int = 9\n\n"
+        "    def group_key(self, sample):\n"
+        "        return (min(len(sample.completion_token_ids), self.longest),)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    credit = {"rule": "my_credit_rules:ByLength", "options": {"longest": 3, "ddof": 0}}
+    rule = build_run(config_of(tmp_path / "run", credit=credit, warm_start={"steps": 0})).arena.credit
+    assert (type(rule).__name__, rule.longest, rule.ddof) == ("ByLength", 3, 0)
+    credit["options"] = {"longer": 3}
+    with pytest.raises(ConfigError, match=r"unknown config key 'credit.options.longer'; did you mean 'longest'\?"):
+        build_run(config_of(tmp_path / "other", credit=credit))
+
+
 def test_filters_and_the_overlong_penalty_reach_the_arena(tmp_path):
     filters = {"truncated": True, "max_length": 90, "zero_advantage": False, "resample": 1}
     reward = {"overlong_buffer": 5, "overlong_penalty": 0.25}
@@ -165,6 +184,7 @@ def test_math_orchestra_on_gsm8k(tmp_path):
     ("changes", "message"),
     [
         ({"credit": {"rule": "gropo"}}, r"'credit.rule' = 'gropo': unknown; did you mean 'grpo'\?"),
+        ({"credit": {"rule": "gigpo"}}, r"'credit.rule' = 'gigpo': .*expected rollout.branches = 1, not 2"),
         ({"credit": {"rule": "json:JSONDecoder"}}, r"expected a class with compute, .*'compute' is missing"),
         (
             {"credit": {"rule": "rae"}, "filter": {"resample": 1}},

@@ -46,11 +46,13 @@ def test_every_field_comes_across() -> None:
     assert (sample.rollout_logprobs, sample.policy_versions) == ([-0.1, -0.2], [(2, 7)])
     assert (sample.reward, sample.trajectory_reward) == (0.25, 1.0)
     assert (sample.temperature, sample.loss_mask) == (0.7, [1, 0])
+    assert sample.info is given.info
 
 
 def test_the_rollouts_reward_stands_in_for_the_steps() -> None:
     first, second = collect_samples([result("r", [step(), step(reward=0.5)], {"solver": 1.0})])
     assert (first.reward, second.reward, second.trajectory_reward) == (1.0, 0.5, 1.0)
+    assert (first.scored, second.scored) == (False, True)
     [only_step] = collect_samples([result("r", [step(reward=0.5)], {})])
     assert (only_step.reward, only_step.trajectory_reward) == (0.5, 0.5)
 

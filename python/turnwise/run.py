@@ -213,6 +213,11 @@ def build_credit(config: TrainConfig) -> CreditAssigner:
             f"config key 'credit.rule' = {config.credit.rule!r}: expected a class with {', '.join(CREDIT_METHODS)}, "
             f"such as a subclass of turnwise.credit.Credit; {missing[0]!r} is missing"
         )
+    if config.rollout.branches > 1 and not getattr(credit, "trees", True):
+        raise ConfigError(
+            f"config key 'credit.rule' = {config.credit.rule!r}: the rule needs plain trajectories: expected "
+            f"rollout.branches = 1, not {config.rollout.branches}"
+        )
     if config.filter.resample:
         try:
             check_stateless(credit)

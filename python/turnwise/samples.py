@@ -55,6 +55,8 @@ def _samples_of(result: GenerateResult) -> Iterable[Sample]:
             temperature=float(step.info.get("temperature", 1.0)),
             parent_node=result.parent_id,
             group=step.group,
+            scored=step.reward is not None,
+            info=step.info,
         )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from turnwise.arena import Arena, Filters, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
+from turnwise.credit import GiGPOCredit, TurnReturnsCredit
 from turnwise.types import Actor, EpisodeRequest
 
 from .helpers import Baseline, Guess, guess, run
@@ -208,3 +209,50 @@ def test_a_users_episode_in_forty_lines(make_arena):
     assert result.rollout.error is None
     assert sorted(result.rollout.rewards.values()) == [0.0, 1.0]
     assert result.rollout.rewards["left"] == 1.0, "best of sixteen finds the winning strategy"
+
+
+# -- credit over the turns of an episode ------------------------------------------------------------------------------
+class Corridor(MultiTurnEpisode):
+    """Walk from 0 to 2: the digit is odd for a step ahead, even to stay; each step is named by where it began."""
+
+    episode_type = "corridor"
+    actors = ("solver",)
+    max_turns = 4
+    rubric = Rubric([lambda extras: float(extras["at"] == 2)])
+
+    def setup(self, state, arena, artifact):
+        state.data["at"] = 0
+
+    def build_messages(self, state, arena, artifact):
+        return [{"role": "user", "content": f"{artifact} turn {state.turn}"}]
+
+    def env_response(self, state, arena, artifact):
+        state.trajectory[-1].info["state"] = state.data["at"]
+        state.data["at"] += int(state.last_completion_text) % 2
+
+    def is_done(self, state, arena, artifact):
+        return state.data["at"] == 2
+
+    def get_extras(self, state):
+        return {"at": state.data["at"]}
+
+
+@pytest.mark.parametrize("rule", [GiGPOCredit, TurnReturnsCredit])
+def test_rules_over_turns_follow_real_episodes(make_arena, rule):
+    """The win is earned once, at the end, though all calls of the episode share it as their reward."""
+    moves = {"a": "11", "b": "0011", "c": "0000"}
+    arena = make_arena(
+        lambda prompt, request: moves[prompt.partition(">")[2][0]][int(prompt.partition("turn ")[2][0])],
+        credit=rule(gamma=0.5, scale="none"),
+    )
+    arena.add_episode(Corridor())
+    arena.source = lambda: [EpisodeRequest("corridor", name, group_id="q") for name in moves]
+    asyncio.run(arena.step())
+    steps = {result.rollout.artifact: result.rollout.steps for result in arena.last_results}
+    assert [step.info["state"] for step in steps["b"]] == [0, 0, 0, 1]
+    if rule is GiGPOCredit:
+        at_start = [0.5, *(0.5**3, 0.5**2, 0.5), *(0.0,) * 4]  # the returns of all calls that began at 0
+        expected = (1 - 2 / 3) + 0.5 - np.mean(at_start)
+    else:
+        expected = 0.5 - np.mean([0.5, 0.5**3, 0.0])  # the first turns of the three
+    assert steps["a"][0].advantage == pytest.approx(expected, abs=1e-6)

@@ -1,7 +1,7 @@
 """Credit rules: rewards in, advantages out. One rule is one file; ``registry`` finds it by name.
 
-All grouped rules are a key per sample and a call of ``ops.group_advantage``; a new one is a subclass of
-:class:`GroupCredit` with its ``group_key``.
+Most rules are a key per sample and a call of ``ops.group_advantage``; a new one is a subclass of :class:`GroupCredit`
+with its ``group_key``. None of them has a critic: for one of your own there is ``ops.gae``.
 """
 
 from __future__ import annotations
@@ -9,16 +9,30 @@ from __future__ import annotations
 from turnwise.credit.at_grpo import ATGRPOCredit
 from turnwise.credit.base import Credit, GroupCredit
 from turnwise.credit.constant import ConstantCredit
+from turnwise.credit.dr_grpo import DrGRPOCredit
 from turnwise.credit.dr_mas import DrMASCredit
 from turnwise.credit.episodic import EpisodicCredit
+from turnwise.credit.gigpo import GiGPOCredit
 from turnwise.credit.grpo import GRPOCredit, HierarchyCredit
+from turnwise.credit.opo import OPOCredit
+from turnwise.credit.pass_at_k import PassAtKCredit
 from turnwise.credit.rae import RAECredit
+from turnwise.credit.reinforce_pp import ReinforcePPCredit
+from turnwise.credit.rloo import RLOOCredit
+from turnwise.credit.turn_returns import TurnReturnsCredit
 
 registry: dict[str, type[Credit]] = {
     "grpo": GRPOCredit,
+    "dr_grpo": DrGRPOCredit,
+    "rloo": RLOOCredit,
+    "opo": OPOCredit,
+    "pass_at_k": PassAtKCredit,
+    "reinforce_pp": ReinforcePPCredit,
     "hierarchy": HierarchyCredit,
     "dr_mas": DrMASCredit,
     "at_grpo": ATGRPOCredit,
+    "turn_returns": TurnReturnsCredit,
+    "gigpo": GiGPOCredit,
     "rae": RAECredit,
     "constant": ConstantCredit,
     "episodic": EpisodicCredit,
@@ -28,11 +42,18 @@ __all__ = [
     "ATGRPOCredit",
     "ConstantCredit",
     "Credit",
+    "DrGRPOCredit",
     "DrMASCredit",
     "EpisodicCredit",
     "GRPOCredit",
+    "GiGPOCredit",
     "GroupCredit",
     "HierarchyCredit",
+    "OPOCredit",
+    "PassAtKCredit",
     "RAECredit",
+    "RLOOCredit",
+    "ReinforcePPCredit",
+    "TurnReturnsCredit",
     "registry",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ Key = tuple[Hashable, ...]
 
 class Credit(ABC):
     """Base of the credit rules; see ``turnwise.types.CreditAssigner``. A rule writes ``compute_columns``."""
+
+    trees: ClassVar[bool] = True
+    """Whether the rule can judge the siblings of a tree."""
 
     def compute(self, results: Sequence[GenerateResult]) -> dict[tuple[str, int], float]:
         """``(rollout id, step index) -> advantage`` for every trainable step of ``results`` and their children.
@@ -83,26 +86,43 @@ class GroupCredit(Credit):
         """The reward that counts."""
         return sample.reward
 
+    def values(self, samples: Sequence[Sample]) -> np.ndarray:
+        """The rewards that count, ``[B]`` float64, for a rule to which a sample alone does not tell its own."""
+        return np.array([self.value(sample) for sample in samples], dtype=np.float64)
+
+    def key_of(self, sample: Sample) -> Key:
+        """The sample's own group where it brings one, else what ``key`` says, else the rule's."""
+        return sample.group if sample.group is not None else (self.key or self.group_key)(sample)
+
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
         """Advantages ``[B]`` float32 of ``samples``, in their order."""
-        if not samples:
-            return np.zeros(0, dtype=np.float32)
-        own_key = self.key or self.group_key
-        group_ids, num_groups = factorize([s.group if s.group is not None else own_key(s) for s in samples])
+        return self.grouped_by_key(samples).astype(np.float32)
+
+    def grouped_by_key(self, samples: Sequence[Sample]) -> np.ndarray:
+        """Advantages ``[B]`` float64 within the rule's own groups."""
         units = [self.unit_key(sample) for sample in samples]
-        pooled = units[0] is not None
+        pooled = bool(units) and units[0] is not None
+        return self.grouped(samples, [self.key_of(s) for s in samples], self.values(samples), units if pooled else None)
+
+    def grouped(
+        self, samples: Sequence[Sample], keys: Sequence[Key], values: np.ndarray, units: Sequence[Any] | None = None
+    ) -> np.ndarray:
+        """Advantages ``[B]`` float64 of ``values`` within ``keys``; rows of one unit count as one, their mean."""
+        if not samples:
+            return np.zeros(0)
+        group_ids, num_groups = factorize(keys)
         weighted = self.center == "length_weighted"
         advantages = group_advantage(
-            torch.tensor([self.value(sample) for sample in samples], dtype=torch.float64),
+            torch.from_numpy(values),
             group_ids,
             num_groups=num_groups,
-            trajectory_ids=factorize(units)[0] if pooled else None,
+            trajectory_ids=None if units is None else factorize(units)[0],
             lengths=torch.tensor([float(len(s.completion_token_ids)) for s in samples]) if weighted else None,
-            pool="trajectory" if pooled else "rows",
+            pool="rows" if units is None else "trajectory",
             **self._options(),
             valid=torch.from_numpy(counted(samples, self.include_truncated)),
         )
-        return advantages.float().numpy()
+        return advantages.numpy()
 
 
 def counted(samples: Sequence[Sample], include_truncated: bool) -> np.ndarray:

@@ -1,0 +1,64 @@
+"""REINFORCE++: rewards whitened over the whole batch, with no groups.
+
+    A_i = (d_i - mean(d)) / (std(d) + eps)        d_i = R_i,  with ``baseline``  d_i = R_i - mean(R of the question)
+
+The mean and the standard deviation are over the tokens that a policy trains on in this batch, so a completion counts
+with its length. A batch is many more samples than a group is, so its statistics are steadier, and a question with one
+answer still teaches. With ``baseline`` the questions' means go first, as their difficulties differ
+(REINFORCE++-baseline). (Hu et al., https://arxiv.org/abs/2501.03262; the KL penalty that the paper takes from the
+reward is ``loss.kl.place = "reward"``.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from turnwise.credit.base import Credit, counted
+from turnwise.credit.grpo import GRPOCredit
+from turnwise.types import Sample
+
+
+@dataclass(kw_only=True)
+class ReinforcePPCredit(Credit):
+    """``R`` is the mean of a trajectory's rewards, as in GRPO. Policies are whitened apart.
+
+    Truncated calls (``finish_reason == "length"``) get 0 and do not count, unless ``include_truncated``.
+    """
+
+    baseline: bool = False
+    eps: float = 1e-8
+    include_truncated: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.eps >= 0:
+            raise ValueError(f"eps={self.eps!r}: expected a number >= 0")
+
+    def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
+        """Advantages ``[B]`` float32 of ``samples``, in their order."""
+        center = "mean" if self.baseline else "none"
+        by_question = GRPOCredit(normalize=False, center=center, include_truncated=self.include_truncated)
+        deviations = by_question.grouped_by_key(samples)
+        tokens = np.array([trained_tokens(sample) for sample in samples], dtype=np.float64)
+        tokens *= counted(samples, self.include_truncated)
+        policies = np.array([sample.policy for sample in samples], dtype=object)
+        advantages = np.zeros(len(samples), dtype=np.float32)
+        for policy in dict.fromkeys(policies.tolist()):
+            rows = (policies == policy) & (tokens > 0)
+            if rows.any():
+                advantages[rows] = self._whiten(deviations[rows], tokens[rows])
+        return advantages
+
+    def _whiten(self, values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """``values [b]`` with mean 0 and standard deviation 1 under ``weights [b]``; all equal: exactly 0."""
+        offsets = values - values.min()
+        deviations = offsets - np.average(offsets, weights=weights)
+        std = np.sqrt(np.average(deviations**2, weights=weights))
+        return deviations / (std + self.eps) if offsets.any() else offsets
+
+
+def trained_tokens(sample: Sample) -> int:
+    """Completion tokens that the loss counts."""
+    return len(sample.completion_token_ids) if sample.loss_mask is None else sum(sample.loss_mask)

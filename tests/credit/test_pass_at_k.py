@@ -1,0 +1,64 @@
+"""Pass@k advantages against all subsets written out, and against the published closed form."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from math import comb
+from typing import Any
+
+import numpy as np
+import pytest
+
+from turnwise.credit import GRPOCredit, PassAtKCredit
+
+
+def all_subsets(rewards: np.ndarray, k: int) -> np.ndarray:
+    subsets = list(combinations(range(len(rewards)), k))
+    best = np.array([max(rewards[list(subset)]) for subset in subsets])
+    with_member = [best[[i in subset for subset in subsets]].mean() for i in range(len(rewards))]
+    return (np.array(with_member) - best.mean()) / (best.std() + 1e-6)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_equals_all_subsets(make: Any, k: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rewards = rng.choice([0.0, 0.25, 1.0, -2.0], size=7) if seed % 2 else 1000 + rng.random(7)
+    samples = [make(f"t{index}", reward=reward) for index, reward in enumerate(rewards)]
+    advantages = PassAtKCredit(k=k).compute_columns(samples)
+    np.testing.assert_allclose(advantages, all_subsets(rewards, k), rtol=1e-5, atol=1e-6, err_msg=f"seed {seed}")
+
+
+@pytest.mark.parametrize(("right", "wrong"), [(1, 7), (3, 5), (6, 2)])
+def test_the_closed_form_of_right_and_wrong(make: Any, right: int, wrong: int) -> None:
+    k, n = 3, right + wrong
+    mean = 1 - comb(wrong, k) / comb(n, k)
+    std = (mean * (1 - mean)) ** 0.5 + 1e-6
+    samples = [make(f"t{index}", reward=float(index < right)) for index in range(n)]
+    advantages = PassAtKCredit(k=k).compute_columns(samples)
+    if wrong < k:
+        assert not advantages.any(), "every subset has a right answer: there is nothing to learn"
+        return
+    of_wrong = 1 - comb(wrong - 1, k - 1) / comb(n - 1, k - 1)
+    expected = [(1 - mean) / std] * right + [(of_wrong - mean) / std] * wrong
+    np.testing.assert_allclose(advantages, expected, rtol=1e-5)
+
+
+def test_k_of_one_is_grpo(make: Any) -> None:
+    samples = [make(f"t{index}", reward=reward) for index, reward in enumerate([0.3, 1.0, 0.0, 0.3, 2.0])]
+    expected = GRPOCredit(ddof=0).compute_columns(samples)
+    np.testing.assert_allclose(PassAtKCredit(k=1).compute_columns(samples), expected, rtol=1e-5)
+
+
+def test_trajectories_questions_and_truncation(make: Any) -> None:
+    rows = [make("a", reward=1.0), make("a", reward=1.0, step_index=1), make("b"), make("c")]
+    alone = PassAtKCredit(k=2).compute_columns(rows)
+    assert alone[0] == alone[1] > 0 > alone[2] == alone[3], "a trajectory counts once, and its calls share its value"
+    others = [make("x", uid="other"), make("y", uid="other", reward=1.0), make("d", reward=5.0, finish_reason="length")]
+    assert PassAtKCredit(k=2).compute_columns(rows + others).tolist() == [*alone, 0, 0, 0], "two answers are one subset"
+
+
+@pytest.mark.parametrize(("options", "name"), [({"k": 0}, "k=0"), ({"eps": -1.0}, "eps=-1.0")])
+def test_options_are_checked(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        PassAtKCredit(**options)
