@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from turnwise import cli
+from turnwise.credit import registry
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -58,3 +59,9 @@ def test_turnwise_commands_parse(words: list[str]) -> None:
 def test_links_lead_somewhere(path: Path) -> None:
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
     assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+def test_every_credit_rule_is_in_the_table() -> None:
+    text = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    first_cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("|")]
+    assert set(registry) <= {name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)}
