@@ -153,6 +153,9 @@ inline PyObject* wrap(StateObject* state, Value value) {
     Py_INCREF(object);
     return object;
 }
+// As `wrap`, but what `wrap` makes anew each time, tuples and a commit's copies of objects, is made once and stays one
+// object: what was met stands in `shown`, a dict by the birth of the nodes, which is made at need where it is null.
+PyObject* wrap_once(StateObject* state, Value value, PyObject*& shown);
 Node* refresh(Proxy* proxy);
 // The node that a proxy shows, or null with an error set.
 inline Node* node_of(Proxy* proxy) {
@@ -216,6 +219,11 @@ size_t collect(StateObject* state);
 bool fork_states(StateObject* state, StateObject** children, size_t count);
 PyObject* open_opaque(StateObject* state, SlotIndex slot);
 PyObject* policy_of(StateObject* state, PyObject* object);  // borrowed; None where there is none; null on error
+
+// ---- state_dict.cpp, state_list.cpp
+// Where the item of a key or index lies, for writing, until the next write; null with an error set if there is none.
+Value* place_in_dict(Proxy* dict, PyObject* key);
+Value* place_in_list(Proxy* list, PyObject* index);
 
 // ---- state_compare.cpp: tp_richcompare
 PyObject* compare_lists(PyObject* self, PyObject* other, int op);

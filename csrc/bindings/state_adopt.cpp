@@ -42,7 +42,7 @@ class Adoption {
             Py_DECREF(made.object);
         }
         for (auto& [object, value] : memo_) value.drop();
-        for (PyObject* object : frozen_) Py_DECREF(object);
+        for (PyObject* object : kept_) Py_DECREF(object);
     }
 
     // Where what is converted next will lie: `key` (null for a list) of the container `slot`. For messages.
@@ -70,7 +70,7 @@ class Adoption {
         if (PyDict_CheckExact(object)) return container<DictNode>(object, value, parent, key, index);
         if (Py_IS_TYPE(object, types.tokens)) return tokens(object, value, parent, key, index);
         if (PyTuple_Check(object) && (PyTuple_CheckExact(object) || PyObject_HasAttrString(object, "_fields"))) {
-            const int pure = is_pure(object, parent, key, index);
+            const int pure = is_pure(object);
             if (pure < 0) return false;
             if (pure) return leaf(object, value);
             PyObject* type = PyTuple_CheckExact(object) ? nullptr : reinterpret_cast<PyObject*>(Py_TYPE(object));
@@ -175,15 +175,22 @@ class Adoption {
         return add(object, copy, value, parent, key, index);
     }
 
-    // 1 if nothing in the tuple can change, 0 if something can, -1 on error. Tuples in tuples can't form a cycle.
-    int is_pure(PyObject* tuple, int parent, PyObject* key, size_t index) {
+    // 1 if nothing in the tuple can change, 0 if something can, -1 on error. Tuples in tuples can't form a cycle, but
+    // one may lie in many others: what was found of those that hold tuples is remembered.
+    int is_pure(PyObject* tuple) {
+        if (!pure_.empty()) {
+            const auto known = pure_.find(tuple);
+            if (known != pure_.end()) return known->second;
+        }
         if (Py_EnterRecursiveCall(" while a tuple is taken into a State")) return -1;
         int pure = 1;
+        bool nested = false;
         for (Py_ssize_t i = 0; pure == 1 && i < PyTuple_GET_SIZE(tuple); ++i) {
             PyObject* item = PyTuple_GET_ITEM(tuple, i);
             if (is_atom(item)) continue;
             if (PyTuple_CheckExact(item)) {
-                pure = is_pure(item, parent, key, index);
+                nested = true;
+                pure = is_pure(item);
             } else if (PyList_CheckExact(item) || PyDict_CheckExact(item) || is_proxy(item) || PyTuple_Check(item)) {
                 pure = 0;
             } else {
@@ -193,6 +200,11 @@ class Adoption {
             }
         }
         Py_LeaveRecursiveCall();
+        if (nested && pure >= 0) {
+            pure_.emplace(tuple, pure);
+            Py_INCREF(tuple);
+            kept_.push_back(tuple);
+        }
         return pure;
     }
 
@@ -230,7 +242,7 @@ class Adoption {
             value.take();
             memo_.emplace(object, value);
             Py_INCREF(object);
-            frozen_.push_back(object);
+            kept_.push_back(object);
             done = leaf(copy, value);
         } else {
             // Of no epoch: a snapshot, copied when a version asks for the object.
@@ -349,10 +361,11 @@ class Adoption {
     SlotIndex slot_ = kNoSlot;
     PyObject* key_ = nullptr;
     size_t index_ = 0;
-    std::vector<PyObject*> frozen_;  // keeps alive what memo_ knows
+    std::vector<PyObject*> kept_;  // keeps alive what memo_ and pure_ know
     Heap::Cursor cursor_;
     std::vector<Made> made_;
     std::unordered_map<PyObject*, Value> memo_;
+    std::unordered_map<PyObject*, int> pure_;
 };
 
 struct Patch {

@@ -1,5 +1,6 @@
 // Versions to bytes and a list of leaves, and back: what files and pickles of States are made of.
 #include <unordered_map>
+#include <unordered_set>
 
 #include "bindings/state.h"
 #include "state/archive.h"
@@ -137,12 +138,14 @@ class LeafTuple final : public LeafReader {
             return true;
         }
         if (PyTuple_Check(object) && (PyTuple_CheckExact(object) || PyObject_HasAttrString(object, "_fields"))) {
+            if (shareable_.count(object)) return true;
             if (Py_EnterRecursiveCall(" while a tuple is read")) throw PythonError();
             bool good = true;
             for (Py_ssize_t i = 0; good && i < PyTuple_GET_SIZE(object); ++i) {
                 good = shareable(PyTuple_GET_ITEM(object, i));
             }
             Py_LeaveRecursiveCall();
+            if (good) shareable_.insert(object);  // one tuple may lie in many
             return good;
         }
         const Reference policy(policy_or_error(object));
@@ -161,6 +164,7 @@ class LeafTuple final : public LeafReader {
     StateObject* state_;
     Reference leaves_;
     std::vector<bool> good_as_value_;
+    std::unordered_set<PyObject*> shareable_;  // tuples, which `leaves_` keeps alive
     std::vector<Kept> policies_;
 };
 

@@ -377,6 +377,15 @@ PyType_Spec iterator_spec = {"turnwise.state.StateDictIterator", sizeof(Iterator
 
 }  // namespace
 
+Value* place_in_dict(Proxy* dict, PyObject* key) {
+    Py_hash_t hash;
+    const size_t place = find(dict, key, &hash);
+    if (place == DictNode::kMissing) missing(key);
+    if (place == DictNode::kMissing || place == DictNode::kFailed) return nullptr;
+    auto* node = write<DictNode>(dict);
+    return node ? &node->entries.own(place, node->epoch).value : nullptr;
+}
+
 bool make_dict_types(PyObject* module) {
     types.dict = make_type(module, dict_spec, "StateDict");
     types.keys = make_type(module, keys_spec, "StateDictKeys");

@@ -82,14 +82,35 @@ PyObject* list_subscript(PyObject* self, PyObject* key) {
     return nullptr;
 }
 
+// A list or tuple of an iterable's objects. Where it can't be assigned to `slice` (if not null), the error is a real
+// list's: Python versions word it differently.
+PyObject* objects_of(PyObject* iterable, PyObject* slice) {
+    if (PyList_CheckExact(iterable) || PyTuple_CheckExact(iterable)) return Py_NewRef(iterable);
+    PyObject* iterator = PyObject_GetIter(iterable);
+    if (iterator) {
+        PyObject* objects = PySequence_List(iterator);
+        Py_DECREF(iterator);
+        return objects;
+    }
+    if (!slice || !PyErr_ExceptionMatches(PyExc_TypeError)) return nullptr;
+    PyErr_Clear();
+    PyObject* list = PyList_New(0);
+    if (list && PyObject_SetItem(list, slice, iterable) == 0) {
+        PyErr_Format(PyExc_TypeError, "%R became an iterable while it was assigned", iterable);
+    }
+    Py_XDECREF(list);
+    return nullptr;
+}
+
 // The objects of an iterable as values with references of their own.
 class Incoming {
   public:
     ~Incoming() {
         for (Value value : values_) value.drop();
     }
-    bool take(Proxy* self, PyObject* iterable, const char* message) {
-        PyObject* objects = PySequence_Fast(iterable, message);
+    // `slice` is what they are assigned to, or null.
+    bool take(Proxy* self, PyObject* iterable, PyObject* slice) {
+        PyObject* objects = objects_of(iterable, slice);
         if (!objects) return false;
         bool good = true;
         for (Py_ssize_t i = 0; good && i < PySequence_Fast_GET_SIZE(objects); ++i) {
@@ -132,24 +153,30 @@ class Incoming {
     bool later_ = false;
 };
 
+// For writing, until the next write.
+Value* place_of(Proxy* self, Py_ssize_t index) {
+    auto* node = write<ListNode>(self);
+    if (!node) return nullptr;
+    const Py_ssize_t size = Py_ssize_t(node->items.size());
+    if (index < 0) index += size;
+    if (index >= 0 && index < size) return &node->items.own(size_t(index), node->epoch);
+    PyErr_SetString(PyExc_IndexError, "list assignment index out of range");
+    return nullptr;
+}
+
 int list_set(Proxy* self, Py_ssize_t index, PyObject* object) {
     Operation operation;
     Value value;
     bool later;
     if (!take_in(self->state, object, value, later, self->slot)) return -1;
-    auto* node = write<ListNode>(self);
-    if (node) {
-        const Py_ssize_t size = Py_ssize_t(node->items.size());
-        if (index < 0) index += size;
-        if (index >= 0 && index < size) {
-            std::exchange(node->items.own(size_t(index), node->epoch), value).drop();
-            if (later) note_pending(self->state, self->slot, node);
-            return 0;
-        }
-        PyErr_SetString(PyExc_IndexError, "list assignment index out of range");
+    Value* place = place_of(self, index);
+    if (!place) {
+        value.drop();
+        return -1;
     }
-    value.drop();
-    return -1;
+    std::exchange(*place, value).drop();
+    if (later) note_pending(self->state, self->slot, self->node);
+    return 0;
 }
 
 int list_delete(Proxy* self, Py_ssize_t index) {
@@ -170,8 +197,7 @@ int list_set_slice(Proxy* self, PyObject* slice, PyObject* objects) {
     Incoming incoming;
     Range range;
     if (!range_of(slice, 0, range)) return -1;
-    const char* message = range.step == 1 ? "can only assign an iterable" : "must assign iterable to extended slice";
-    if (objects && !incoming.take(self, objects, message)) return -1;
+    if (objects && !incoming.take(self, objects, slice)) return -1;
     const Py_ssize_t size = list_length(reinterpret_cast<PyObject*>(self));
     if (size < 0 || !range_of(slice, size, range)) return -1;
     if (range.step == 1) return incoming.splice(self, range.start, range.count) ? 0 : -1;
@@ -265,10 +291,7 @@ PyObject* list_extend(PyObject* self, PyObject* objects) {
     Operation operation;
     return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
         Incoming incoming;
-        PyObject* iterator = PyObject_GetIter(objects);  // for its own message
-        if (!iterator) return nullptr;
-        Py_DECREF(iterator);
-        if (!incoming.take(proxy_of(self), objects, "expected an iterable")) return nullptr;
+        if (!incoming.take(proxy_of(self), objects, nullptr)) return nullptr;
         const Py_ssize_t size = list_length(self);
         if (size < 0 || !incoming.splice(proxy_of(self), size, 0)) return nullptr;
         Py_RETURN_NONE;
@@ -456,6 +479,11 @@ PyType_Slot iterator_slots[] = {{Py_tp_iter, reinterpret_cast<void*>(PyObject_Se
 PyType_Spec iterator_spec = {"turnwise.state.StateListIterator", sizeof(Iterator), 0, kFlags, iterator_slots};
 
 }  // namespace
+
+Value* place_in_list(Proxy* list, PyObject* index) {
+    const Py_ssize_t place = PyNumber_AsSsize_t(index, PyExc_IndexError);
+    return place == -1 && PyErr_Occurred() ? nullptr : place_of(list, place);
+}
 
 bool make_list_types(PyObject* module) {
     types.list = make_type(module, list_spec, "StateList");

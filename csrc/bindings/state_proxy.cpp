@@ -236,6 +236,45 @@ bool refuse_writing(StateObject* state) {
     return true;
 }
 
+namespace {
+// A tuple is immutable: a fresh one, with proxies of the containers in it, is as good as the same one.
+PyObject* build_tuple(StateObject* state, const TupleNode* tuple, PyObject*& shown) {
+    const Values items = tuple->items;  // code that runs below may free the node
+    PyObject* type = tuple->type ? object_of(tuple->type) : nullptr;
+    if (Py_EnterRecursiveCall(" while a tuple is read")) return nullptr;
+    PyObject* result = PyTuple_New(Py_ssize_t(items.size()));
+    for (size_t i = 0; result && i < items.size(); ++i) {
+        PyObject* item = wrap_once(state, items[i], shown);
+        if (!item)
+            Py_CLEAR(result);
+        else
+            PyTuple_SET_ITEM(result, Py_ssize_t(i), item);
+    }
+    Py_LeaveRecursiveCall();
+    if (!result || !type) return result;
+    PyObject* named = PyObject_CallMethod(reinterpret_cast<PyObject*>(&PyTuple_Type), "__new__", "OO", type, result);
+    Py_DECREF(result);
+    return named;
+}
+}  // namespace
+
+PyObject* wrap_once(StateObject* state, Value value, PyObject*& shown) {
+    const Node* node = value.is_slot() ? state->heap.at(value.slot()) : nullptr;
+    if (!node || (node->kind != Kind::Tuple && node->kind != Kind::Opaque)) return wrap(state, value);
+    if (!shown && !(shown = PyDict_New())) return nullptr;
+    PyObject* birth = PyLong_FromUnsignedLongLong(node->birth);
+    if (!birth) return nullptr;
+    PyObject* object = PyDict_GetItemWithError(shown, birth);
+    Py_XINCREF(object);
+    if (!object && !PyErr_Occurred()) {
+        const bool is_tuple = node->kind == Kind::Tuple;
+        object = is_tuple ? build_tuple(state, static_cast<const TupleNode*>(node), shown) : wrap(state, value);
+        if (object && PyDict_SetItem(shown, birth, object) < 0) Py_CLEAR(object);
+    }
+    Py_DECREF(birth);
+    return object;
+}
+
 PyObject* wrap_new(StateObject* state, SlotIndex slot) {
     Node* node = state->heap.at(slot);
     switch (node->kind) {
@@ -250,24 +289,10 @@ PyObject* wrap_new(StateObject* state, SlotIndex slot) {
         case Kind::Tuple:
             break;
     }
-    // A tuple is immutable: a fresh one, with proxies of the containers in it, is as good as the same one.
-    const auto* tuple = static_cast<const TupleNode*>(node);
-    const Values items = tuple->items;
-    PyObject* type = tuple->type ? object_of(tuple->type) : nullptr;
-    if (Py_EnterRecursiveCall(" while a tuple is read")) return nullptr;
-    PyObject* result = PyTuple_New(Py_ssize_t(items.size()));
-    for (size_t i = 0; result && i < items.size(); ++i) {
-        PyObject* item = wrap(state, items[i]);
-        if (!item)
-            Py_CLEAR(result);
-        else
-            PyTuple_SET_ITEM(result, Py_ssize_t(i), item);
-    }
-    Py_LeaveRecursiveCall();
-    if (!result || !type) return result;
-    PyObject* named = PyObject_CallMethod(reinterpret_cast<PyObject*>(&PyTuple_Type), "__new__", "OO", type, result);
-    Py_DECREF(result);
-    return named;
+    PyObject* shown = nullptr;
+    PyObject* tuple = build_tuple(state, static_cast<const TupleNode*>(node), shown);
+    Py_XDECREF(shown);
+    return tuple;
 }
 
 }  // namespace turnwise::state

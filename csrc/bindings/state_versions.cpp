@@ -72,46 +72,67 @@ PyObject* differing(PyObject* object, PyObject* other) {
     });
 }
 
-// _put_live(container, key, object, policy): container[key] becomes an object that this State owns, and forks by
-// `policy`.
+// _put_live(container, key, object, policy): container[key], which is there, becomes an object that this State owns,
+// and forks by `policy`.
 PyObject* put_live(PyObject* object, PyObject* args) {
     Operation operation;
     StateObject* self = state_of(object);
     PyObject *container, *key, *live, *policy;
     if (!PyArg_ParseTuple(args, "OOOO!", &container, &key, &live, &PyTuple_Type, &policy)) return nullptr;
+    const bool is_dict = Py_IS_TYPE(container, types.dict);
     auto* proxy = reinterpret_cast<Proxy*>(container);
-    if (!is_proxy(container) || proxy->state != self || !write<Node>(proxy)) {
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "container: expected a facade of this State");
-        return nullptr;
+    if ((!is_dict && !Py_IS_TYPE(container, types.list)) || proxy->state != self) {
+        return PyErr_Format(PyExc_TypeError, "container=%R: expected a dict or list of this State", container);
     }
     return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
-        // A marker goes in first, through the facade, so that its key is checked and found as ever.
-        PyObject* marker = PyFloat_FromDouble(0);
-        const int put = marker ? PyObject_SetItem(container, key, marker) : -1;
-        if (put < 0) {
-            Py_XDECREF(marker);
-            return nullptr;
-        }
+        Value* place = is_dict ? place_in_dict(proxy, key) : place_in_list(proxy, key);
+        if (!place) return nullptr;
         auto* node = new OpaqueNode(self->heap.epoch(), leaf_of(live), leaf_of(policy));
         const SlotIndex slot = self->heap.add(node);
         note_pending(self, slot, node);
-        const auto replace = [&](Value& value) {
-            if (value.is_leaf() && object_of(value.leaf()) == marker) std::exchange(value, Value::of(slot)).drop();
-        };
-        Node* holder = write<Node>(proxy);
-        if (holder->kind == Kind::Dict) {
-            auto& entries = static_cast<DictNode*>(holder)->entries;
-            entries.for_each_owned_chunk(holder->epoch, [&](Entry* chunk, size_t count) {
-                for (size_t i = 0; i < count; ++i) replace(chunk[i].value);
-            });
-        } else {
-            static_cast<ListNode*>(holder)->items.for_each_owned_chunk(holder->epoch, [&](Value* values, size_t count) {
-                for (size_t i = 0; i < count; ++i) replace(values[i]);
-            });
-        }
-        Py_DECREF(marker);
+        std::exchange(*place, Value::of(slot)).drop();
         Py_RETURN_NONE;
     });
+}
+
+// _values(shown): the values of a dict, the items of a list, as a list. Two reads of one State with one dict `shown`
+// give the same tuples, see wrap_once.
+PyObject* facade_values(PyObject* self, PyObject* shown) {
+    if (!PyDict_CheckExact(shown)) return PyErr_Format(PyExc_TypeError, "shown=%R: expected a dict", shown);
+    auto* proxy = reinterpret_cast<Proxy*>(self);
+    PyObject* values = PyList_New(0);
+    for (size_t place = 0; values; ++place) {
+        // Anew each time: an object that is copied for this version runs code.
+        Node* node = node_of(proxy);
+        Value value;
+        if (!node) {
+            Py_CLEAR(values);
+            break;
+        }
+        if (node->kind == Kind::Dict) {
+            const auto* dict = static_cast<DictNode*>(node);
+            place = dict->next(place);
+            if (place >= dict->entries.size()) break;
+            value = dict->entries[place].value;
+        } else {
+            const Values& items = static_cast<ListNode*>(node)->items;
+            if (place >= items.size()) break;
+            value = items[place];
+        }
+        PyObject* item = guarded<PyObject*>(nullptr, [&] { return wrap_once(proxy->state, value, shown); });
+        if (!item || PyList_Append(values, item) < 0) Py_CLEAR(values);
+        Py_XDECREF(item);
+    }
+    return values;
+}
+
+// _values(shown) of a State: its root, in a list.
+PyObject* state_values(PyObject* self, PyObject* shown) {
+    if (!PyDict_CheckExact(shown)) return PyErr_Format(PyExc_TypeError, "shown=%R: expected a dict", shown);
+    StateObject* state = state_of(self);
+    if (!alive(state)) return nullptr;
+    PyObject* root = guarded<PyObject*>(nullptr, [&] { return wrap_once(state, state->heap.root(), shown); });
+    return root ? Py_BuildValue("[N]", root) : nullptr;
 }
 
 PyObject* facade_slot(PyObject* self, void*) {
@@ -133,11 +154,15 @@ PyObject* account(PyObject* object, PyObject*) {
     });
 }
 
-PyMethodDef state_methods[] = {
-    {"_facade", facade_here, METH_O, nullptr},      {"_take_over", take_over_objects, METH_O, nullptr},
-    {"_rooted_at", rooted_at, METH_O, nullptr},     {"_differing", differing, METH_O, nullptr},
-    {"_put_live", put_live, METH_VARARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyMethodDef state_methods[] = {{"_facade", facade_here, METH_O, nullptr},
+                               {"_take_over", take_over_objects, METH_O, nullptr},
+                               {"_rooted_at", rooted_at, METH_O, nullptr},
+                               {"_differing", differing, METH_O, nullptr},
+                               {"_put_live", put_live, METH_VARARGS, nullptr},
+                               {"_values", state_values, METH_O, nullptr},
+                               {nullptr, nullptr, 0, nullptr}};
 PyMethodDef store_methods[] = {{"_account", account, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyMethodDef values_method = {"_values", facade_values, METH_O, nullptr};
 PyGetSetDef slot_getter = {"_slot", facade_slot, nullptr, nullptr, nullptr};
 
 bool put(PyTypeObject* type, const char* name, PyObject* member) {
@@ -154,6 +179,9 @@ bool add_version_methods() {
     }
     for (PyMethodDef* method = store_methods; method->ml_name; ++method) {
         if (!put(types.store, method->ml_name, PyDescr_NewMethod(types.store, method))) return false;
+    }
+    for (PyTypeObject* type : {types.dict, types.list}) {
+        if (!put(type, values_method.ml_name, PyDescr_NewMethod(type, &values_method))) return false;
     }
     for (PyTypeObject* type : {types.dict, types.list, types.tokens}) {
         if (!put(type, slot_getter.name, PyDescr_NewGetSet(type, &slot_getter))) return false;

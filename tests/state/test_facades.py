@@ -74,6 +74,22 @@ def broken() -> Any:
     raise KeyError("in the generator")
 
 
+class NoIterator:
+    def __iter__(self) -> Any:
+        raise TypeError("not today")
+
+
+class OnceOnly:
+    """Iterable once: a second ``iter()`` finds it empty."""
+
+    def __init__(self) -> None:
+        self.items = [1, 2]
+
+    def __iter__(self) -> Any:
+        found, self.items = self.items, []
+        return iter(found)
+
+
 DICT_CALLS: list[Callable[[Any], Any]] = [
     *(lambda d, k=k: d[k] for k in (*DICT, "no", 1, 1.0, (1, 2.0), (9,), ((),), [], {}, float("nan"))),
     *(lambda d, k=k: d.get(k) for k in (*DICT, "no", [])),
@@ -156,7 +172,7 @@ LIST_CALLS: list[Callable[[Any], Any]] = [
     *(
         lambda s, p=p, o=o: (s.__setitem__(p, o), s)
         for p in (slice(None), slice(2, 5), slice(5, 2), slice(None, None, 2), slice(None, None, -1), slice(8, 1, -3))
-        for o in ([], [7], "abc", (4, 5, 6, 7, 8, 9), range(11), 5, None)
+        for o in ([], [7], "abc", (4, 5, 6, 7, 8, 9), range(11), 5, None, NoIterator())
     ),
     *(lambda s, p=p: (s.__delitem__(p), s) for p in (slice(None), slice(2, 5), slice(5, 2), slice(None, None, 2))),
     *(lambda s, p=p: (s.__delitem__(p), s) for p in (slice(None, None, -1), slice(8, 1, -3), slice(1, 2, 0))),
@@ -165,6 +181,10 @@ LIST_CALLS: list[Callable[[Any], Any]] = [
     lambda s: s.append(),
     *(lambda s, o=o: (s.extend(o), s) for o in ([1], "ab", (), range(3), {1: 2}, {5}, 5, None)),
     lambda s: (s.extend(s), s),
+    lambda s: s.extend(NoIterator()),
+    lambda s: s.__setitem__(slice(1, 3), broken()),
+    lambda s: (s.extend(OnceOnly()), s.__setitem__(slice(0, 1), OnceOnly()), s),
+    lambda s: (s.__setitem__(slice(0, 4, 2), OnceOnly()), s),
     lambda s: (s.__setitem__(slice(1, 3), s), s),
     *(lambda s, i=i: (s.insert(i, "new"), s) for i in (0, -1, 5, 99, -99, True, "a", 1.0)),
     lambda s: s.insert(1),

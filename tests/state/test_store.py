@@ -396,6 +396,38 @@ def test_writable_arrays_are_private() -> None:
         state.writable("n")
 
 
+def test_a_writable_array_takes_the_place_of_one_alone() -> None:
+    ones = np.ones(2)
+    many = {f"k{n}": 0.0 for n in range(40)}  # zeros, as a marker might be
+    state = Store().state({"rows": [0.0, ones, ones, *[0.0] * 600], "by": {**many, (1, 2): ones, 5: ones}})
+    state.data["rows"][0] = 0.0
+    for path in (("rows", -602), ("rows", True), ("by", (1.0, 2)), ("by", 5.0)):
+        state.writable(*path)[0] += 3
+    child = state.fork()
+    for version in (state, child):
+        rows, by = version.data["rows"], version.data["by"]
+        assert [rows[1][0], rows[2][0], by[1, 2][0], by[5][0]] == [7, 1, 4, 4] and ones[0] == 1
+        assert len(rows) == 603 and set(rows[3:]) == {0.0} and list(by) == [*many, (1, 2), 5]
+    child.writable("rows", 1)[1] = 9
+    assert state.data["rows"][1].tolist() == [7, 1]
+
+
+def test_putting_a_live_object_refuses_what_is_no_place() -> None:
+    state, other = Store().state({"l": [1], "t": TokenArray([1])}), Store().state([1])
+    policy = (1, copy.copy, True)
+    for container, key, kind in (
+        (state.data, "no", KeyError),
+        (state.data["l"], 1, IndexError),
+        (state.data["l"], "a", TypeError),
+        (state.data["t"], 0, TypeError),
+        (other.data, 0, TypeError),
+        ([1], 0, TypeError),
+    ):
+        with pytest.raises(kind):
+            state._put_live(container, key, object(), policy)
+    assert state.fork().to_python() == {"l": [1], "t": [1]} and state.collect() == 0
+
+
 # ---- versions -------------------------------------------------------------------------------------------------------
 def test_frozen_versions_refuse_every_write() -> None:
     state = Store().state({"l": [1, 2], "d": {}, "t": TokenArray([1])})

@@ -32,14 +32,25 @@ def held_once(values: list[Any]) -> list[bool]:
 
 def is_constant(value: Any) -> bool:
     """Whether the value is an atom, or a tuple or frozenset of such."""
-    kind = type(value)
-    if kind in ATOMS:
-        return True
-    return (kind is tuple or kind is frozenset) and _all_constant(value)
+    return _all_constant((value,))
 
 
 def _all_constant(values: Iterable[Any]) -> bool:
-    return ATOMS.issuperset(map(type, values)) or all(map(is_constant, values))
+    open_, seen = [values], set()
+    while open_:
+        group = open_.pop()
+        if ATOMS.issuperset(map(type, group)):
+            continue
+        for item in group:
+            kind = type(item)
+            if kind in ATOMS:
+                continue
+            if kind is not tuple and kind is not frozenset:
+                return False
+            if id(item) not in seen:  # one tuple may lie in many
+                seen.add(id(item))
+                open_.append(item)
+    return True
 
 
 def exclusive_graphs(values: list[Any], home: State | None, is_shared: Callable[[type], bool]) -> list[bool]:

@@ -15,26 +15,32 @@ def to_python(value: Any) -> Any:
 
     Example: ``json.dumps(state.data, default=to_python)``
     """
-    if type(value) is State:
-        value = value.data
     memo: dict[int, Any] = {}
+    kept: list[Any] = []  # what `memo` and `shown` know stays alive, so that the ids stay theirs
+    shown: dict[int, dict[int, Any]] = {}  # by the id of a State: the tuples that were read in it
     open_: list[tuple[Any, Any]] = []
+
+    def read(source: Any, state: State) -> list[Any]:
+        if id(state) not in shown:
+            shown[id(state)] = {}
+            kept.append(state)
+        values: list[Any] = source._values(shown[id(state)])
+        return values
 
     def plain(item: Any) -> Any:
         kind = type(item)
-        if kind is TokenArray:
-            known = memo.get(id(item))
-            if known is None:
-                known = memo[id(item)] = item.tolist()
-                kept.append(item)
-            return known
-        if kind not in (StateDict, StateList, dict, list):
-            return rebuilt(item) if isinstance(item, tuple) else item
+        is_container = kind in (StateDict, StateList, dict, list)
+        if not is_container and kind is not TokenArray and not isinstance(item, tuple):
+            return item
         known = memo.get(id(item))
         if known is None:
-            known = memo[id(item)] = {} if kind in (StateDict, dict) else []
-            open_.append((item, known))
             kept.append(item)
+            if not is_container:
+                known = item.tolist() if kind is TokenArray else rebuilt(item)
+            else:
+                known = {} if kind in (StateDict, dict) else []
+                open_.append((item, known))
+            memo[id(item)] = known
         return known
 
     def rebuilt(item: tuple[Any, ...]) -> Any:
@@ -43,13 +49,15 @@ def to_python(value: Any) -> Any:
             return item
         return tuple.__new__(type(item), parts)
 
-    kept: list[Any] = []  # facades stay alive, so that their ids stay theirs
-    result = plain(value)
+    result = plain(read(value, value)[0] if type(value) is State else value)
     while open_:
         source, target = open_.pop()
-        if type(target) is dict:
-            for key, item in source.items():
-                target[key] = plain(item)
+        if type(source) in (StateDict, StateList):
+            values = read(source, source._state)
         else:
-            target.extend(map(plain, source))
+            values = list(source.values()) if type(source) is dict else source
+        if type(target) is dict:
+            target.update(zip(source, map(plain, values), strict=True))
+        else:
+            target.extend(map(plain, values))
     return result

@@ -62,7 +62,8 @@ def stats(store: _C.StoreBase) -> Stats:
 def diff(self: State, other: State) -> list[Change]:
     """Where ``other`` differs from this version, in the order of a walk from the root.
 
-    Containers that both share are not walked; lists are compared place by place.
+    Containers that both share are not walked; lists are compared place by place. Where several paths lead to a pair of
+    containers, or from a tuple to a pair of tuples in it, what differs stands at the first.
     """
     if type(other) is not State:
         raise TypeError(f"other={other!r}: expected a State")
@@ -70,11 +71,12 @@ def diff(self: State, other: State) -> list[Change]:
     other._settle()
     marks = self._differing(other) if self.store is other.store else None
     seen: set[tuple[int, int]] = set()
-    alive: list[Any] = []  # facades, so that the ids in `seen` stay theirs
+    alive: list[Any] = []  # facades and tuples, so that the ids in `seen` and `nested` stay theirs
     changes: list[Change] = []
-    open_: list[tuple[tuple[Hashable, ...], Any, Any]] = [((), self.data, other.data)]
+    # The last are the pairs of tuples that were met in the outermost one.
+    open_: list[tuple[tuple[Hashable, ...], Any, Any, set[tuple[int, int]]]] = [((), self.data, other.data, set())]
     while open_:
-        path, old, new = open_.pop()
+        path, old, new, nested = open_.pop()
         if old is new:
             continue
         kind = type(old)
@@ -82,15 +84,15 @@ def diff(self: State, other: State) -> list[Change]:
             if not _equal(old, new):
                 changes.append(Change(path, to_python(old), to_python(new)))
             continue
-        if kind is not tuple:
-            if (id(old), id(new)) in seen:
-                continue
-            seen.add((id(old), id(new)))
-            alive += (old, new)
-            if marks is not None and old._slot == new._slot and not marks[old._slot]:
-                continue
+        met = nested if kind is tuple else seen
+        if (id(old), id(new)) in met:
+            continue
+        met.add((id(old), id(new)))
+        alive += (old, new)
+        if kind is not tuple and marks is not None and old._slot == new._slot and not marks[old._slot]:
+            continue
         pairs = _pairs_of_dicts(old, new) if kind is StateDict else _pairs_of_lists(old, new)
-        open_.extend(reversed([((*path, key), ours, theirs) for key, ours, theirs in pairs]))
+        open_.extend(reversed([((*path, key), a, b, nested if kind is tuple else set()) for key, a, b in pairs]))
     return changes
 
 
