@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from turnwise._C import State, StateDict, StateList, TokenArray
+from turnwise.state.exclusive import ATOMS
+
+_CONTAINERS = frozenset({StateDict, StateList, dict, list})
 
 
 def to_python(value: Any) -> Any:
@@ -29,7 +32,9 @@ def to_python(value: Any) -> Any:
 
     def plain(item: Any) -> Any:
         kind = type(item)
-        is_container = kind in (StateDict, StateList, dict, list)
+        if kind in ATOMS or (kind is tuple and ATOMS.issuperset(map(type, item))):
+            return item
+        is_container = kind in _CONTAINERS
         if not is_container and kind is not TokenArray and not isinstance(item, tuple):
             return item
         known = memo.get(id(item))

@@ -73,8 +73,9 @@ def diff(self: State, other: State) -> list[Change]:
     seen: set[tuple[int, int]] = set()
     alive: list[Any] = []  # facades and tuples, so that the ids in `seen` and `nested` stay theirs
     changes: list[Change] = []
-    # The last are the pairs of tuples that were met in the outermost one.
-    open_: list[tuple[tuple[Hashable, ...], Any, Any, set[tuple[int, int]]]] = [((), self.data, other.data, set())]
+    # The last, in a tuple, are the pairs of tuples that were met in the outermost one.
+    open_: list[tuple[tuple[Hashable, ...], Any, Any, set[tuple[int, int]] | None]] = []
+    open_.append(((), self.data, other.data, None))
     while open_:
         path, old, new, nested = open_.pop()
         if old is new:
@@ -84,7 +85,11 @@ def diff(self: State, other: State) -> list[Change]:
             if not _equal(old, new):
                 changes.append(Change(path, to_python(old), to_python(new)))
             continue
-        met = nested if kind is tuple else seen
+        if kind is not tuple:
+            nested = None
+        elif nested is None:
+            nested = set()
+        met = seen if nested is None else nested
         if (id(old), id(new)) in met:
             continue
         met.add((id(old), id(new)))
@@ -92,7 +97,7 @@ def diff(self: State, other: State) -> list[Change]:
         if kind is not tuple and marks is not None and old._slot == new._slot and not marks[old._slot]:
             continue
         pairs = _pairs_of_dicts(old, new) if kind is StateDict else _pairs_of_lists(old, new)
-        open_.extend(reversed([((*path, key), a, b, nested if kind is tuple else set()) for key, a, b in pairs]))
+        open_.extend(reversed([((*path, key), ours, theirs, nested) for key, ours, theirs in pairs]))
     return changes
 
 
