@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from turnwise.arena import Filters, OverlongPenalty
-from turnwise.run import build_run, describe, evaluate_from_config, load_models, train_from_config
-from turnwise.tasks import build_task
+from turnwise.inference.adapters import shared_bases
+from turnwise.run import build_run, describe, evaluate_from_config, train_from_config
 from turnwise.train.checkpoint import CheckpointError, list_checkpoints
 from turnwise.train.config_files import ConfigError, config_from_dict, to_toml
 from turnwise.train.evaluate import Evaluation
@@ -240,18 +240,6 @@ def test_too_few_held_out_questions_show_before_the_training(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_policies_with_unlike_tokenizers_are_refused(tmp_path):
-    from turnwise.tasks.tiny import build_model, build_tokenizer
-
-    for name, text in (("one", "add the digits"), ("two", "quite other words")):
-        tokenizer = build_tokenizer([text] * 3, vocab_size=270)
-        tokenizer.save_pretrained(tmp_path / name)
-        build_model(tokenizer, hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path / name)
-    policies = {"default": {"path": str(tmp_path / "one")}, "rival": {"path": str(tmp_path / "two")}}
-    with pytest.raises(ConfigError, match=r"policy 'rival': the tokenizer of .*two' differs from that of .*one'"):
-        load_models(config_of(tmp_path / "run", policies=policies), build_task("sudoku"))
-
-
 def test_a_used_folder_is_not_overwritten(tmp_path):
     train_from_config(config_of(tmp_path, steps=1))
     with pytest.raises(ValueError, match="choose another run_dir"):
@@ -267,6 +255,131 @@ def test_describe():
     assert describe(Evaluation(0.91, 0.86, 0.943, 200, 1, 9, {})) == (
         "success 91.0% (95% interval 86.0%–94.3%, 200 questions, 1 failed)"
     )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whose weights: the levels and their mixes
+# ---------------------------------------------------------------------------------------------------------------------
+def weights_of(run):
+    return {name: {key: t.clone() for key, t in policy.all_weights()} for name, policy in run.trainer.policies.items()}
+
+
+def moved(run, before):
+    """The names of the policies whose own weights differ from ``before``."""
+    return {
+        name
+        for name, policy in run.trainer.policies.items()
+        if any(not torch.equal(tensor, before[name][key]) for key, tensor in policy.weights())
+    }
+
+
+def save_tiny(folder, texts="0123456789 grid", **sizes):
+    """A small model on disk with a tokenizer that is the same for equal ``texts``."""
+    from turnwise.tasks.tiny import build_model, build_tokenizer
+
+    tokenizer = build_tokenizer([texts] * 3, vocab_size=270)
+    tokenizer.save_pretrained(folder)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 1024, **sizes}
+    build_model(tokenizer, **sizes).save_pretrained(folder)
+    return str(folder)
+
+
+EVERYTHING_TRAINS = {"rule": "constant"}
+LEVELS = {"prompt": {"default"}, "lora": {"proposer", "reviser"}, "full": {"proposer", "reviser"}}
+
+
+@pytest.mark.parametrize("level", list(LEVELS))
+def test_one_line_of_the_config_chooses_the_level(tmp_path, level):
+    run = build_run(config_of(tmp_path, specialization=level, credit=EVERYTHING_TRAINS))
+    before = weights_of(run)
+    run.train()
+    assert run.trainer.policies.keys() == LEVELS[level] == moved(run, before)
+    assert {actor.policy for actor in run.arena.actors.values()} == LEVELS[level]
+    assert len(shared_bases(policy.model for policy in run.trainer.policies.values())) == (level == "lora")
+    for name, policy in run.trainer.policies.items():
+        assert run.arena.client.version(name) == policy.version == 2
+        held = run.arena.client._policies[name].model.state_dict()
+        assert all(torch.equal(tensor, held[key]) for key, tensor in policy.weights())
+
+
+def test_the_base_of_adapters_is_warm_started_and_then_stays(tmp_path):
+    cold = build_run(config_of(tmp_path / "cold", specialization="lora", warm_start={"steps": 0}))
+    run = build_run(config_of(tmp_path / "warm", specialization="lora"))
+    (cold_base,) = shared_bases(policy.model for policy in cold.trainer.policies.values())
+    (base,) = shared_bases(policy.model for policy in run.trainer.policies.values())
+    before = {name: tensor.clone() for name, tensor in base.weights().items()}
+    assert not any(torch.equal(tensor, before[name]) for name, tensor in cold_base.weights().items())
+    run.train()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in base.weights().items())
+    (served,) = shared_bases(run.arena.client._policies[name].model for name in run.trainer.policies)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in served.weights().items())
+
+
+def test_a_mix_of_bases_adapters_and_frozen_weights(tmp_path):
+    """Per-policy rates, phases and KL references too; what doesn't train stays, bit for bit."""
+    one, two = save_tiny(tmp_path / "one"), save_tiny(tmp_path / "two", hidden_size=48)
+    config = config_of(
+        tmp_path / "run",
+        steps=4,
+        warm_start={"steps": 0},
+        task_options={"actors": ["proposer", "reviser", "solver"]},
+        credit=EVERYTHING_TRAINS,
+        policies={
+            "solver": {"path": one, "lora": {"rank": 2}, "optimizer": {"lr": 5e-3, "schedule": "linear"}},
+            "proposer": {"path": one, "trainable": False},
+            "rival": {"path": two, "reference": one},
+        },
+        actors={"proposer": "proposer", "solver": "solver", "reviser": "rival"},
+        loss={"kl": {"coef": 0.1}},
+        phases=[{"train": ["solver"], "steps": 1}, {"train": ["solver", "rival"], "steps": 1}],
+    )
+    run = build_run(config)
+    policies = run.trainer.policies
+    assert policies["solver"].base is policies["proposer"].base is not policies["rival"].base
+    assert policies["solver"].optimizer.param_groups[0]["lr"] == 5e-3
+    assert policies["rival"].optimizer.param_groups[0]["lr"] == 1e-3
+    assert policies["solver"].reference.shared is policies["solver"].base and policies["proposer"].reference is None
+    assert policies["rival"].reference.config.hidden_size == 32
+    before = weights_of(run)
+    run.train()
+    assert moved(run, before) == {"solver", "rival"}
+    assert {name: policy.version for name, policy in policies.items()} == {"solver": 4, "proposer": 0, "rival": 2}
+
+
+@pytest.mark.parametrize("level", ["full"])
+def test_a_resumed_team_equals_an_uninterrupted_one(tmp_path, level):
+    """Warm-started base, adapters with dropout, two optimizers and schedules, references: all of it comes back."""
+    changes = {
+        "specialization": level,
+        "credit": EVERYTHING_TRAINS,
+        "policies": {"default": {"lora": {"rank": 2, "dropout": 0.2}}, "proposer": {"optimizer": {"lr": 3e-3}}},
+        "loss": {"kl": {"coef": 0.1}},
+        "phases": [{"train": ["reviser"], "steps": 1}, {"train": ["proposer", "reviser"], "steps": 1}],
+    }
+    whole = train_from_config(config_of(tmp_path / "whole", steps=4, **changes))
+    train_from_config(config_of(tmp_path / "parts", steps=2, **changes))
+    parts = train_from_config(config_of(tmp_path / "parts", steps=4, **changes))
+    assert lines_of(tmp_path / "whole") == lines_of(tmp_path / "parts")
+    expected, got = weights_of(whole), weights_of(parts)
+    for name in expected:
+        assert all(torch.equal(tensor, got[name][key]) for key, tensor in expected[name].items()), name
+    assert evaluate_from_config(parts.config) == whole.evaluate()
+
+
+def test_everything_wrong_is_told_at_once(tmp_path):
+    policies = {"default": {"path": "no/such/folder"}, "coder": {}}
+    wrong = config_of(
+        tmp_path / "run",
+        policies=policies,
+        actors={"revizer": "default"},
+        credit={"rule": "gropo"},
+        phases=[{"train": ["critic"], "steps": 1}],
+    )
+    with pytest.raises(ConfigError) as error:
+        build_run(wrong)
+    for told in ("'credit.rule'", "'actors.revizer'", "'policies.coder'", "'phases.0.train'", "no/such/folder"):
+        assert told in str(error.value)
+    assert not (tmp_path / "run").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from turnwise import __version__
-from turnwise.run import Run, build_run, describe, load_models, run_warm_start
+from turnwise.run import Run, build_run, describe, run_warm_start, tiny
 from turnwise.tasks import build_task
 from turnwise.train.config import TrainConfig
 from turnwise.train.config_files import config_from_dict, load_config
@@ -127,9 +127,9 @@ def warm_started(config: TrainConfig, folder: Path) -> tuple[TrainConfig, float]
     if not done.exists():
         started = time.perf_counter()
         task = build_task(config.task, {"seed": config.seed, **config.task_options})
-        tokenizer, models = load_models(config, task)
-        run_warm_start(config, task, tokenizer, models, lambda line: None)
-        models["default"].save_pretrained(folder)
+        tokenizer, model = tiny(config, task)
+        run_warm_start(config, task, task.actors, tokenizer, {"default": model}, lambda line: None)
+        model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         done.write_text(json.dumps(time.perf_counter() - started))
     policies = {"default": {**config.policies["default"].model_dump(), "path": str(folder)}}

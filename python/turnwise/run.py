@@ -6,8 +6,9 @@ This is the place to read how the rooms fit; a script of your own can do the sam
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,18 @@ from turnwise.inference import TransformersClient
 from turnwise.naming import construct, find
 from turnwise.tasks import Task, build_task
 from turnwise.train.checkpoint import list_checkpoints, load_weights
-from turnwise.train.config import PolicyConfig, RolloutConfig, TrainConfig
-from turnwise.train.config_files import ConfigError, to_toml
+from turnwise.train.config import RolloutConfig, TrainConfig
+from turnwise.train.config_files import ConfigError, Problems, to_toml
 from turnwise.train.evaluate import Evaluation
+from turnwise.train.export import export_policies
 from turnwise.train.loop import EvalSet, Progress, Trainer
+from turnwise.train.models import TINY, attach_adapters, check_models, load_models, load_references, sharing
+from turnwise.train.phases import steps_in_training
 from turnwise.train.policy import Policy
 from turnwise.train.run_log import RunLog
+from turnwise.train.specialization import resolve_policies
 from turnwise.train.warm_start import Demonstration, warm_start
-from turnwise.types import CreditAssigner, EpisodeRequest, Sampling
+from turnwise.types import Actor, CreditAssigner, EpisodeRequest, Sampling
 
 TINY_CONTEXT = 2048
 """Context of the tiny model, in tokens: a verifier's prompt holds a question and its whole solution."""
@@ -66,14 +71,12 @@ class Run:
     held_out: EvalSet
 
     def train(self) -> Progress:
-        """Train, and leave each policy as a folder that ``transformers`` loads, under ``run_dir/policies``."""
+        """Train, and leave each policy as a folder under ``run_dir/policies``: see :mod:`turnwise.train.export`."""
         (self.config.run_dir / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
         progress = asyncio.run(self.trainer.run())
-        for name, policy in self.trainer.policies.items():
-            folder = self.config.run_dir / "policies" / name
-            model: Any = policy.model
-            model.save_pretrained(folder)
-            self.tokenizer.save_pretrained(folder)
+        adapted = [settings.path for settings in self.config.policies.values() if settings.lora]
+        changed = self.config.warm_start.steps > 0 or TINY in adapted
+        export_policies(self.trainer.policies, self.tokenizer, self.config.run_dir, own_bases=changed)
         return progress
 
     def evaluate(self) -> Evaluation:
@@ -134,53 +137,73 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     task = build_task(config.task, {"seed": config.seed, **config.task_options})
-    missing = [actor for actor in task.actors if actor.policy not in config.policies]
-    if missing:
-        raise ConfigError(
-            f"actor {missing[0].id!r} plays with policy {missing[0].policy!r}, which has no section "
-            f"[policies.{missing[0].policy}]; policies: {', '.join(config.policies)}"
-        )
-    unused = set(config.policies) - {actor.policy for actor in task.actors}
-    if unused:
-        played = ", ".join(f"{actor.id!r} with {actor.policy!r}" for actor in task.actors)
-        raise ConfigError(
-            f"config key 'policies.{min(unused)}': no actor of task {task.name!r} plays with it: {played}"
-        )
-    build_credit(config)
-    # A wrong rule and too few questions must show now, not after the training.
-    try:
-        held_out = EvalSet(task.eval_requests("eval", config.eval.questions), task.success_metric)
-        checked = task.eval_requests("validation", config.eval.questions) if config.eval.every else []
-    except ValueError as error:
-        raise ConfigError(f"config key 'eval.questions' = {config.eval.questions}: {error}") from None
-    validation = EvalSet(checked, task.success_metric)
+    config, actors, tokenizer = checked(config, task)
+    held_out, validation = eval_sets(config, task)
     log = log or RunLog.from_config(config)
-    tokenizer, models = load_models(config, task)
+    models = load_models(config.policies, partial(tiny, config, task), share_frozen=config.warm_start.steps == 0)
     resumes = config.resume and bool(list_checkpoints(config.run_dir / "checkpoints"))
     if config.warm_start.steps and warm and not resumes:
-        run_warm_start(config, task, tokenizer, models, log.note)
-    arena = build_arena(config, task, tokenizer, models)
-    updates = config.steps * config.update.ppo_epochs * config.update.minibatches
-    policies = {
-        name: Policy(
-            name,
-            model,
-            config.update,
-            total_steps=updates,
-            trainable=config.policies[name].trainable,
-            with_reference=config.loss.kl.coef > 0 and config.policies[name].trainable,
-        )
-        for name, model in models.items()
-    }
+        run_warm_start(config, task, actors, tokenizer, models, log.note)
+    models = attach_adapters(models, config.policies, config.seed)
+    arena = build_arena(config, task, actors, tokenizer, models)
+    policies = build_policies(config, models, load_references(config.policies, partial(tiny, config, task)))
     trainer = Trainer(arena, policies, config, validation=validation, log=log)
     return Run(config, task, tokenizer, arena, trainer, held_out)
 
 
-def build_arena(config: TrainConfig, task: Task, tokenizer: Any, models: dict[str, Any]) -> Arena:
+def checked(config: TrainConfig, task: Task) -> tuple[TrainConfig, list[Actor], Any]:
+    """The config with a policy for every actor, the actors, and the tokenizer.
+
+    Nothing is written and no weights are read before everything that can be known to be wrong is told at once.
+    """
+    problems = Problems()
+    resolved, actors, tokenizer = config, list(task.actors), None
+    with problems.gathered():
+        build_credit(config)
+    with problems.gathered():
+        eval_sets(config, task)
+    with problems.gathered():
+        actors, resolved = resolve_policies(config, task.actors, task.name)
+    with problems.gathered():
+        tokenizer = check_models(resolved.policies, partial(tiny, config, task))
+    problems.raise_any()
+    return resolved, actors, tokenizer
+
+
+def eval_sets(config: TrainConfig, task: Task) -> tuple[EvalSet, EvalSet]:
+    """The held-out questions and those for validation, none where there is no validation."""
+    try:
+        held_out = task.eval_requests("eval", config.eval.questions)
+        checked = task.eval_requests("validation", config.eval.questions) if config.eval.every else []
+    except ValueError as error:
+        raise ConfigError(f"config key 'eval.questions' = {config.eval.questions}: {error}") from None
+    return EvalSet(held_out, task.success_metric), EvalSet(checked, task.success_metric)
+
+
+def build_policies(config: TrainConfig, models: dict[str, Any], references: dict[str, Any]) -> dict[str, Policy]:
+    """A policy over each model, with its own optimizer, schedule and reference."""
+    updates_per_step = config.update.ppo_epochs * config.update.minibatches
+    return {
+        name: Policy(
+            name,
+            model,
+            config.optimizer_of(name),
+            total_steps=steps_in_training(name, config.steps, config.phases) * updates_per_step,
+            trainable=config.policies[name].trainable,
+            with_reference=config.loss.kl.coef > 0 and config.policies[name].trainable,
+            reference=references.get(name),
+        )
+        for name, model in models.items()
+    }
+
+
+def build_arena(
+    config: TrainConfig, task: Task, actors: Sequence[Actor], tokenizer: Any, models: dict[str, Any]
+) -> Arena:
     """The task's actors and episodes over an embedded client; trees where ``rollout.branches`` > 1."""
     rollout, overlong = config.rollout, (config.reward.overlong_buffer, config.reward.overlong_penalty)
     arena = TaskArena(
-        TransformersClient(models, tokenizer, max_batch_rows=rollout.max_batch_rows),
+        TransformersClient(models, tokenizer, max_batch_rows=rollout.max_batch_rows, in_flight=config.loop.in_flight),
         tokenizer,
         credit=build_credit(config),
         sampling=Sampling(temperature=rollout.temperature, max_tokens=rollout.max_tokens),
@@ -193,7 +216,7 @@ def build_arena(config: TrainConfig, task: Task, tokenizer: Any, models: dict[st
         task=task,
         rollout=rollout,
     )
-    for actor in task.actors:
+    for actor in actors:
         arena.add_actor(actor)
     tree = TreeSampler(branches=rollout.branches) if rollout.branches > 1 else None
     for name, episode in task.episodes(tree).items():
@@ -226,71 +249,33 @@ def build_credit(config: TrainConfig) -> CreditAssigner:
     return credit
 
 
-def load_models(config: TrainConfig, task: Task) -> tuple[Any, dict[str, Any]]:
-    """One tokenizer for all policies, and a model each. ``"tiny"`` is made from scratch for the task's own texts."""
-    from transformers import AutoTokenizer
+def tiny(config: TrainConfig, task: Task) -> tuple[Any, Any]:
+    """Tokenizer and model of ``path = "tiny"``: made from scratch for the task's own texts, equal at each call."""
+    from turnwise.tasks.tiny import build_model, build_tokenizer
 
-    paths = {settings.path for settings in config.policies.values()}
-    if paths == {"tiny"}:
-        from turnwise.tasks.tiny import build_model, build_tokenizer
-
-        tokenizer: Any = build_tokenizer(task.texts())
-        return tokenizer, {
-            name: prepare(
-                build_model(tokenizer, max_position_embeddings=TINY_CONTEXT, seed=config.seed + index), settings
-            )
-            for index, (name, settings) in enumerate(config.policies.items())
-        }
-    if "tiny" in paths:
-        raise ConfigError(
-            "config key 'policies': \"tiny\" has a tokenizer of its own and can't stand beside other models"
-        )
-    first = next(iter(config.policies.values()))
-    tokenizer = AutoTokenizer.from_pretrained(first.path)
-    if tokenizer.chat_template is None:
-        raise ConfigError(f"model {first.path!r}: its tokenizer has no chat template; use an instruction-tuned model")
-    for name, settings in config.policies.items():
-        if settings.path != first.path:
-            other = AutoTokenizer.from_pretrained(settings.path)
-            if other.get_vocab() != tokenizer.get_vocab():
-                raise ConfigError(
-                    f"policy {name!r}: the tokenizer of {settings.path!r} differs from that of {first.path!r}; "
-                    "the policies of one run must share theirs"
-                )
-    return tokenizer, {name: load_model(settings) for name, settings in config.policies.items()}
-
-
-def load_model(settings: PolicyConfig) -> Any:
-    """A causal LM from a folder or the hub. Raises ``OSError`` naming what was not found."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    return prepare(AutoModelForCausalLM.from_pretrained(settings.path, dtype=getattr(torch, settings.dtype)), settings)
-
-
-def prepare(model: Any, settings: PolicyConfig) -> Any:
-    """``model`` with the dtype and the memory saving that its section asks for."""
-    import torch
-
-    model = model.to(getattr(torch, settings.dtype))
-    if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    return model
+    tokenizer: Any = build_tokenizer(task.texts())
+    return tokenizer, build_model(tokenizer, max_position_embeddings=TINY_CONTEXT, seed=config.seed)
 
 
 def run_warm_start(
-    config: TrainConfig, task: Task, tokenizer: Any, models: dict[str, Any], note: Callable[[str], None]
+    config: TrainConfig,
+    task: Task,
+    actors: Sequence[Actor],
+    tokenizer: Any,
+    models: dict[str, Any],
+    note: Callable[[str], None],
 ) -> None:
-    """Train each model on the demonstrations of the actors that it plays."""
+    """Train each model on the demonstrations of the actors that it plays; a shared base on those of all above it."""
     count = config.warm_start.steps * config.warm_start.batch_size
     rows = task.demonstrations(count, config.seed)
-    policy_of = {actor.id: actor.policy for actor in task.actors}
-    for name, model in models.items():
-        if not config.policies[name].trainable:
+    policy_of = {actor.id: actor.policy for actor in actors}
+    for names in sharing(config.policies, share_frozen=False):
+        if not any(config.policies[name].trainable for name in names):
             continue
-        own = [tokenize(tokenizer, messages, text) for actor, messages, text in rows if policy_of[actor] == name]
-        loss = warm_start(model, own, config.warm_start, seed=config.seed)
-        note(f"warm start of policy {name!r}: {config.warm_start.steps} steps, last loss {loss:.3f}")
+        own = [tokenize(tokenizer, messages, text) for actor, messages, text in rows if policy_of[actor] in names]
+        loss = warm_start(models[names[0]], own, config.warm_start, seed=config.seed)
+        warmed = f"policy {names[0]!r}" if len(names) == 1 else f"the base of policies {', '.join(map(repr, names))}"
+        note(f"warm start of {warmed}: {config.warm_start.steps} steps, last loss {loss:.3f}")
 
 
 def tokenize(tokenizer: Any, messages: Any, completion: str) -> Demonstration:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,6 +22,26 @@ EXTENDS = "extends"
 
 class ConfigError(ValueError):
     """A configuration that can't be used: the message names the key, its value and what was expected."""
+
+
+class Problems:
+    """Gathers what is wrong in several places, so that a user hears all of it at once."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Keep the lines of a :class:`ConfigError` that is raised within, and go on after the block."""
+        try:
+            yield
+        except ConfigError as error:
+            self.lines += str(error).splitlines()
+
+    def raise_any(self) -> None:
+        """Raise one :class:`ConfigError` with all lines, if there are any."""
+        if self.lines:
+            raise ConfigError("\n".join(self.lines))
 
 
 def load_config(path: str | Path | None, overrides: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> TrainConfig:

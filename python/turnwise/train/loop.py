@@ -24,7 +24,8 @@ from turnwise.train.config import TrainConfig
 from turnwise.train.evaluate import Evaluation, evaluate
 from turnwise.train.interrupt import StopRequest
 from turnwise.train.kl import KLPenalty
-from turnwise.train.policy import Policy
+from turnwise.train.phases import policies_at
+from turnwise.train.policy import Policy, fingerprints
 from turnwise.train.producer import Producer
 from turnwise.train.progress import Progress
 from turnwise.train.random_state import random_state, set_random_state
@@ -145,11 +146,14 @@ class Trainer:
         return self.update(batch)
 
     def update(self, batch: TrainingBatch) -> dict[str, float]:
-        """Each policy on its own rows. With several policies, metric names start with the policy's."""
+        """Each policy whose phase it is, on its own rows. With several, metric names start with the policy's."""
         metrics: dict[str, float] = {}
-        before = {name: policy.fingerprint() for name, policy in self.policies.items()}
+        before = fingerprints(self.policies)
         trained: set[str] = set()
+        in_phase = policies_at(self.progress.step, self.config.phases, self.policies)
         for name, policy in self.policies.items():
+            if name not in in_phase:
+                continue
             prefix = f"{name}/" if len(self.policies) > 1 else ""
             measured = update_policy(policy, batch, self.config.update, self.config.loss, self.rng)
             metrics |= {prefix + key: value for key, value in measured.items()}
@@ -162,8 +166,8 @@ class Trainer:
         return metrics
 
     def _check_moved(self, before: Mapping[str, object], trained: set[str]) -> None:
-        """Every trained policy's weights must have moved, and no other's."""
-        moved = {name for name, policy in self.policies.items() if policy.fingerprint() != before[name]}
+        """Every trained policy's weights must have moved; no bit of another's, or of a shared base."""
+        moved = {name for name, bits in fingerprints(self.policies).items() if bits != before[name]}
         assert moved <= trained, f"an update changed the weights of {sorted(moved - trained)}, which didn't train"
         for name in sorted(trained - moved):
             self.log.note(f"policy {name!r}: an update changed no weight; is update.lr too small for its dtype?")
@@ -182,12 +186,13 @@ class Trainer:
                 self._published[name] = policy.version
 
     async def hand_over(self, policy: Policy) -> None:
-        """Give the client the weights of ``policy``."""
+        """Give the client the weights of ``policy``; the first time with the base below an adapter."""
         load = self.arena.client.load_weights
+        weights = policy.weights() if policy.name in self._published else policy.all_weights()
         if self.producer.ahead:  # it may have to wait for a running batch, which needs this thread to end
-            await asyncio.to_thread(load, policy.name, policy.weights(), policy.version)
+            await asyncio.to_thread(load, policy.name, weights, policy.version)
         else:
-            load(policy.name, policy.weights(), policy.version)
+            load(policy.name, weights, policy.version)
 
     async def record(self, batch: TrainingBatch, metrics: dict[str, float]) -> None:
         """Count, validate, log and save what this step calls for. A validation that fails loses no training."""

@@ -4,33 +4,41 @@ from __future__ import annotations
 
 import copy
 import math
+<<<<<<< HEAD
 from collections.abc import Iterator, Mapping
+=======
+from collections.abc import Callable, Iterator, Mapping
+>>>>>>> ca27cd8 (Policies of every level: adapters over shared bases, several models, phases, export; config problems gathered)
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from turnwise.inference.adapters import AdaptedModel, SharedBase
 from turnwise.train.batch import MicroBatch
-from turnwise.train.config import UpdateConfig
+from turnwise.train.config import OptimizerConfig
 from turnwise.train.forward import Forward
 
 
 class Policy:
     """Weights behind one or more actors.
 
-    ``model`` is a Hugging Face causal LM. ``trainable=False`` builds no optimizer. ``with_reference`` keeps a frozen
-    copy of the starting weights for a KL term. ``total_steps`` is the length of the learning-rate schedule in updates.
+    ``model`` is a Hugging Face causal LM, or an :class:`~turnwise.inference.adapters.AdaptedModel`: then the policy is
+    the adapter, and what it shares with others is no part of it. ``trainable=False`` builds no optimizer.
+    ``reference`` is the frozen model of a KL term; ``with_reference`` makes one of the starting weights, which for an
+    adapter is its base with adapters off. ``total_steps`` is the length of the learning-rate schedule in updates.
     """
 
     def __init__(
         self,
         name: str,
         model: nn.Module,
-        config: UpdateConfig,
+        config: OptimizerConfig,
         *,
         total_steps: int,
         trainable: bool = True,
         with_reference: bool = False,
+        reference: nn.Module | None = None,
     ) -> None:
         self.name = name
         self.model = model
@@ -40,7 +48,9 @@ class Policy:
         self.skipped = 0  # updates in a row that were not finite
         self.kl_coef: float | None = None  # the adaptive coefficient, once it has moved
         self.max_grad_norm = config.max_grad_norm
-        self.reference = copy.deepcopy(model).requires_grad_(False).eval() if with_reference else None
+        if with_reference and reference is None:
+            reference = _starting_weights(model)
+        self.reference = None if reference is None else reference.requires_grad_(False).eval()
         self.model.requires_grad_(trainable)
         self.forward = Forward(model)
         self.reference_forward = None if self.reference is None else Forward(self.reference)
@@ -48,10 +58,11 @@ class Policy:
         self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
         if trainable:
             self.optimizer = torch.optim.AdamW(
-                model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+                self.trained_parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
             )
+            falling = SCHEDULES[config.schedule]
             self.schedule = torch.optim.lr_scheduler.LambdaLR(
-                self.optimizer, lambda step: _warmup_cosine(step, total_steps, config.warmup, config.min_lr_ratio)
+                self.optimizer, lambda step: _rate(step, total_steps, config.warmup, config.min_lr_ratio, falling)
             )
 
     def logprobs(self, micro: MicroBatch, entropy: bool = False) -> Any:
@@ -73,7 +84,7 @@ class Policy:
         Raises ``FloatingPointError`` for a gradient that is not finite; the weights are then as before.
         """
         assert self.optimizer is not None and self.schedule is not None, f"policy {self.name!r} is frozen"
-        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm))
+        norm = float(nn.utils.clip_grad_norm_(self.trained_parameters(), self.max_grad_norm))
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(f"policy {self.name!r}: gradient norm is {norm} at update {self.updates}")
@@ -83,6 +94,7 @@ class Policy:
         self.updates += 1
         return norm
 
+<<<<<<< HEAD
     def discard_gradient(self) -> None:
         """Leave an update out: weights, optimizer and schedule stay as they are."""
         assert self.optimizer is not None, f"policy {self.name!r} is frozen"
@@ -100,26 +112,77 @@ class Policy:
         """A number per tensor that tells whether it changed."""
         with torch.no_grad():
             return tuple(float(tensor.double().square().sum() + tensor.double().sum()) for _, tensor in self.weights())
+=======
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """The parameters that this policy's optimizer moves: an adapter's alone, or all."""
+        return list(self.model.parameters())
+
+    @property
+    def base(self) -> SharedBase | None:
+        """The frozen base that this policy shares with others; ``None`` for a model of its own."""
+        return self.model.shared if isinstance(self.model, AdaptedModel) else None
+
+    def fingerprint(self) -> tuple[int, ...]:
+        """A number per tensor that tells whether a bit of it changed."""
+        return tuple(_bit_sum(tensor) for _, tensor in self.weights())
+>>>>>>> ca27cd8 (Policies of every level: adapters over shared bases, several models, phases, export; config problems gathered)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """``(name, tensor)`` of all weights, as the publish stage sends them."""
+        """``(name, tensor)`` of this policy's own weights, as the publish stage sends them: an adapter's alone."""
         return named_weights(self.model)
 
+    def all_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """``(name, tensor)`` of its own weights and those of its shared base, for a client that may not have them."""
+        yield from self.weights()
+        if self.base is not None:
+            yield from named_weights(self.base)
 
-def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+
+def fingerprints(policies: Mapping[str, Policy]) -> dict[str, tuple[int, ...]]:
+    """The fingerprint of each policy by its name, and of each shared base as ``"the base of <a policy>"``."""
+    found = {name: policy.fingerprint() for name, policy in policies.items()}
+    bases = {id(policy.base): (name, policy.base) for name, policy in policies.items() if policy.base is not None}
+    for name, base in bases.values():
+        found[f"the base of {name}"] = tuple(_bit_sum(tensor) for _, tensor in named_weights(base))
+    return found
+
+
+def named_weights(model: nn.Module | SharedBase) -> Iterator[tuple[str, Tensor]]:
     """``(name, tensor)`` of each parameter and persistent buffer of ``model``, detached, tied ones once."""
     seen: set[int] = set()
-    for name, tensor in model.state_dict().items():
+    for name, tensor in (model.weights() if isinstance(model, SharedBase) else model.state_dict()).items():
         if tensor.data_ptr() not in seen or tensor.numel() == 0:
             seen.add(tensor.data_ptr())
             yield name, tensor.detach()
 
 
-def _warmup_cosine(step: int, total: int, warmup: int, floor: float) -> float:
-    """Linear warm-up over ``warmup`` updates, then a cosine from 1 to ``floor`` at ``total``."""
+def _starting_weights(model: nn.Module) -> nn.Module:
+    """What ``model`` is now, to stay so: a copy, or for a new adapter the shared base with adapters off."""
+    return model.shared.plain() if isinstance(model, AdaptedModel) else copy.deepcopy(model)
+
+
+def _bit_sum(tensor: Tensor) -> int:
+    """The sum of the elements' bit patterns: exact, so any update shows, and read at the speed of memory."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return int(tensor.detach().contiguous().view(bits).sum(dtype=torch.int64))
+
+
+def _cosine(progress: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def _linear(progress: float) -> float:
+    return 1 - progress
+
+
+SCHEDULES: dict[str, Callable[[float], float]] = {"cosine": _cosine, "linear": _linear}
+"""How the rate falls from 1 to 0 while the progress goes from 0 to 1."""
+
+
+def _rate(step: int, total: int, warmup: int, floor: float, falling: Callable[[float], float]) -> float:
+    """Linear warm-up over ``warmup`` updates, then from 1 down to ``floor`` at ``total``."""
     if step < warmup:
         return (step + 1) / warmup
     if floor >= 1 or total <= warmup:
         return 1.0
-    progress = min(1.0, (step - warmup) / (total - warmup))
-    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+    return floor + (1 - floor) * falling(min(1.0, (step - warmup) / (total - warmup)))

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from turnwise.inference.adapters import AdaptedModel, shared_bases
+from turnwise.tasks.tiny import build_model, build_tokenizer
+from turnwise.train.config import LoraConfig, PolicyConfig
+from turnwise.train.config_files import ConfigError
+from turnwise.train.models import attach_adapters, check_models, load_models, load_references, sharing
+
+LORA = LoraConfig(rank=2)
+
+
+def never():
+    raise AssertionError("no policy is tiny")
+
+
+def save(folder, text="add the digits", **sizes):
+    tokenizer = build_tokenizer([text] * 3, vocab_size=270)
+    tokenizer.save_pretrained(folder)
+    build_model(tokenizer, **{"hidden_size": 32, "num_hidden_layers": 1, **sizes}).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("models") / "one")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("models") / "two", num_hidden_layers=2)
+
+
+def storages(model):
+    return {parameter.data_ptr() for parameter in model.parameters()}
+
+
+def test_who_shares_a_base():
+    policies = {
+        "a": PolicyConfig(path="m", lora=LORA),
+        "b": PolicyConfig(path="m", lora=LORA, trainable=False),
+        "half": PolicyConfig(path="m", dtype="bfloat16", lora=LORA),
+        "still": PolicyConfig(path="m", trainable=False),
+        "full": PolicyConfig(path="m"),
+        "twin": PolicyConfig(path="m"),
+        "other": PolicyConfig(path="n", lora=LORA),
+    }
+    alone = [["half"], ["full"], ["twin"], ["other"]]
+    assert sorted(sharing(policies)) == sorted([["a", "b", "still"], *alone])
+    assert sorted(sharing(policies, share_frozen=False)) == sorted([["a", "b"], ["still"], *alone])
+
+
+def test_one_copy_of_a_shared_base(one, two):
+    policies = {
+        "a": PolicyConfig(path=one, lora=LORA),
+        "b": PolicyConfig(path=one, lora=LoraConfig(rank=4, target_modules=["q_proj"])),
+        "still": PolicyConfig(path=one, trainable=False),
+        "full": PolicyConfig(path=one),
+        "other": PolicyConfig(path=two, lora=LORA),
+    }
+    models = attach_adapters(load_models(policies, never), policies, seed=0)
+    assert list(models) == list(policies)
+    base, other = shared_bases(models.values())
+    for name in ("a", "b", "still"):
+        assert storages(models[name].activate()) == storages(base.model), name
+    assert models["other"].shared is other and not isinstance(models["full"], AdaptedModel)
+    for name in ("full", "other"):
+        assert storages(models[name].activate() if name == "other" else models[name]).isdisjoint(storages(base.model))
+    ids = torch.tensor([[1, 2, 3]])
+    expected = models["full"](ids).logits
+    for name in ("a", "b", "still"):
+        assert torch.equal(models[name](ids).logits, expected), "adapters begin without effect"
+    first_a, first_b = next(models["a"].parameters()), next(models["b"].parameters())
+    assert not torch.equal(first_a[:2], first_b[:2]), "each is drawn anew"
+
+
+def test_gradient_checkpointing_of_a_base_and_of_a_model(one):
+    policies = {
+        "a": PolicyConfig(path=one, lora=LORA),
+        "b": PolicyConfig(path=one, lora=LORA, gradient_checkpointing=True),
+        "c": PolicyConfig(path=one),
+        "d": PolicyConfig(path=one, gradient_checkpointing=True),
+    }
+    models = attach_adapters(load_models(policies, never), policies, seed=0)
+    assert {name: model.is_gradient_checkpointing for name, model in models.items()} == {
+        "a": True,
+        "b": True,
+        "c": False,
+        "d": True,
+    }
+
+
+def test_references_are_loaded_once_each(one, two):
+    policies = {
+        "a": PolicyConfig(path=one, reference=two),
+        "b": PolicyConfig(path=one, reference=two, lora=LORA),
+        "c": PolicyConfig(path=two, reference=one),
+        "still": PolicyConfig(path=two, reference=one, trainable=False),
+        "plain": PolicyConfig(path=one),
+    }
+    references = load_references(policies, never)
+    assert references.keys() == {"a", "b", "c"}
+    assert references["a"] is references["b"] is not references["c"]
+    assert (references["a"].config.num_hidden_layers, references["c"].config.num_hidden_layers) == (2, 1)
+
+
+def test_the_tiny_model_is_equal_for_all():
+    tokenizer = build_tokenizer(["abc"], vocab_size=270)
+
+    def tiny():
+        return tokenizer, build_model(tokenizer, hidden_size=32, num_hidden_layers=1, seed=3)
+
+    policies = {"a": PolicyConfig(), "b": PolicyConfig(dtype="bfloat16")}
+    assert check_models(policies, tiny) is tokenizer
+    models = load_models(policies, tiny)
+    assert {parameter.dtype for parameter in models["b"].parameters()} == {torch.bfloat16}
+    for a, b in zip(models["a"].parameters(), models["b"].parameters(), strict=True):
+        assert torch.equal(a.bfloat16(), b) and a.data_ptr() != b.data_ptr()
+
+
+def test_all_that_is_wrong_with_paths_is_told_at_once(tmp_path, one):
+    unlike = save(tmp_path / "unlike", text="quite other words")
+    short = tmp_path / "short"
+    save(short)
+    build_model(build_tokenizer(["a"], vocab_size=261), hidden_size=32, num_hidden_layers=1).save_pretrained(short)
+    policies = {
+        "a": PolicyConfig(path=one),
+        "b": PolicyConfig(path=unlike),
+        "c": PolicyConfig(path="no/such/folder"),
+        "d": PolicyConfig(path=one, reference=str(short)),
+    }
+    with pytest.raises(ConfigError) as error:
+        check_models(policies, never)
+    first, second, third = str(error.value).splitlines()
+    assert f"'policies.b.path': the tokenizer of {unlike!r} differs from that of {one!r}" in first
+    assert "'policies.c.path' = 'no/such/folder'" in second
+    assert f"'policies.d.reference' = {str(short)!r}: the model embeds 261 tokens, its tokenizer has 2" in third
+
+
+def test_tiny_stands_alone(one):
+    policies = {"a": PolicyConfig(), "b": PolicyConfig(path=one)}
+    with pytest.raises(ConfigError, match=r"'policies.b.path' = .*can't stand beside \"tiny\""):
+        check_models(policies, never)
+
+
+def test_target_modules_that_the_model_lacks(one):
+    policies = {"a": PolicyConfig(path=one, lora=LoraConfig(target_modules=["w_pack"]))}
+    with pytest.raises(ConfigError, match=r"'policies.a.lora.target_modules' = \['w_pack'\]: .*not found"):
+        attach_adapters(load_models(policies, never), policies, seed=0)
+
+
+def test_an_instruction_model_is_asked_for(tmp_path):
+    tokenizer = build_tokenizer(["abc"], vocab_size=270)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    build_model(tokenizer, hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="no chat template"):
+        check_models({"a": PolicyConfig(path=str(tmp_path))}, never)

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+
+from turnwise.train.config_files import ConfigError, config_from_dict, to_toml
+from turnwise.train.specialization import resolve_policies
+from turnwise.types import Actor
+
+TEAM = [Actor("solver"), Actor("critic")]
+
+
+def resolve(**config):
+    return resolve_policies(config_from_dict(config), TEAM, "sums")
+
+
+def played(actors):
+    return {actor.id: actor.policy for actor in actors}
+
+
+def test_prompts_share_one_policy_and_the_config_stays():
+    config = config_from_dict({})
+    actors, resolved = resolve_policies(config, TEAM, "sums")
+    assert actors == TEAM and resolved == config
+
+
+@pytest.mark.parametrize("level", ["lora", "full"])
+def test_each_actor_gets_a_policy_that_bears_its_id(level):
+    default = {"path": "some/model", "dtype": "bfloat16", "lora": {"rank": 3}}
+    own = {"optimizer": {"lr": 1e-4}, "trainable": False}
+    actors, resolved = resolve(specialization=level, policies={"default": default, "critic": own})
+    assert played(actors) == {"solver": "solver", "critic": "critic"}
+    assert list(resolved.policies) == ["solver", "critic"]
+    for settings in resolved.policies.values():
+        assert (settings.path, settings.dtype) == ("some/model", "bfloat16")
+        assert (settings.lora.rank if settings.lora else None) == (3 if level == "lora" else None)
+    assert resolved.policies["solver"].trainable and not resolved.policies["critic"].trainable
+    assert resolved.optimizer_of("critic").lr == 1e-4 != resolved.optimizer_of("solver").lr
+
+
+def test_lora_without_settings_takes_the_default_ones():
+    _, resolved = resolve(specialization="lora")
+    assert {settings.lora.rank for settings in resolved.policies.values()} == {16}
+
+
+def test_the_word_of_actors_goes_first():
+    actors, resolved = resolve(specialization="lora", actors={"critic": "judge"}, policies={"judge": {"path": "big"}})
+    assert played(actors) == {"solver": "solver", "critic": "judge"}
+    assert resolved.policies["judge"].lora is None and resolved.policies["solver"].lora is not None
+    shared, resolved = resolve(specialization="full", actors={"critic": "solver"})
+    assert played(shared) == {"solver": "solver", "critic": "solver"} and list(resolved.policies) == ["solver"]
+
+
+def test_the_resolved_config_says_the_same_again(tmp_path):
+    from turnwise.train.config_files import load_config
+
+    policies = {"default": {"path": "m"}, "critic": {"optimizer": {"lr": 1e-4}}}
+    actors, resolved = resolve(specialization="lora", policies=policies)
+    (tmp_path / "config.toml").write_text(to_toml(resolved))
+    again, twice = resolve_policies(load_config(tmp_path / "config.toml"), TEAM, "sums")
+    assert again == actors and twice == resolved
+
+
+def test_everything_that_does_not_fit_is_told_at_once():
+    phases = [{"train": ["solvr", "still"], "steps": 1}]
+    with pytest.raises(ConfigError) as error:
+        resolve(
+            actors={"critic": "judge", "solvr": "default", "solver": "still"},
+            policies={"default": {}, "still": {"trainable": False}},
+            phases=phases,
+        )
+    assert str(error.value).splitlines() == [
+        "config key 'actors.solvr': task 'sums' has no such actor; did you mean 'solver'?",
+        "actor 'critic' plays with policy 'judge', which has no section [policies.judge]; policies: default, still",
+        "config key 'policies.default': no actor of task 'sums' plays with it: 'solver' with 'still', "
+        "'critic' with 'judge'",
+        "config key 'phases.0.train' = ['solvr', 'still']: no actor plays with a policy 'solvr'; known: judge, still",
+        "config key 'phases.0.train' = ['solvr', 'still']: policies.still.trainable is false",
+    ]
