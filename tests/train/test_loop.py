@@ -257,7 +257,7 @@ async def test_an_update_that_touches_a_frozen_policy_is_a_broken_invariant(make
 
 
 async def test_an_update_too_small_for_the_dtype_is_told(make_trainer, capsys):
-    trainer = make_trainer(steps=1, update={"lr": 1e-30})
+    trainer = make_trainer(steps=1, update={"lr": 1e-60})
     await trainer.run()
     assert "policy 'default': an update changed no weight" in capsys.readouterr().out
 
