@@ -146,7 +146,8 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
         run_warm_start(config, task, actors, tokenizer, models, log.note)
     models = attach_adapters(models, config.policies, config.seed)
     arena = build_arena(config, task, actors, tokenizer, models)
-    policies = build_policies(config, models, load_references(config.policies, partial(tiny, config, task)))
+    references = load_references(config.policies, partial(tiny, config, task)) if config.loss.kl.coef else {}
+    policies = build_policies(config, models, references)
     trainer = Trainer(arena, policies, config, validation=validation, log=log)
     return Run(config, task, tokenizer, arena, trainer, held_out)
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-<<<<<<< HEAD
-from collections.abc import Iterator, Mapping
-=======
 from collections.abc import Callable, Iterator, Mapping
->>>>>>> ca27cd8 (Policies of every level: adapters over shared bases, several models, phases, export; config problems gathered)
 from typing import Any
 
 import torch
@@ -94,7 +90,6 @@ class Policy:
         self.updates += 1
         return norm
 
-<<<<<<< HEAD
     def discard_gradient(self) -> None:
         """Leave an update out: weights, optimizer and schedule stay as they are."""
         assert self.optimizer is not None, f"policy {self.name!r} is frozen"
@@ -108,11 +103,6 @@ class Policy:
         """Take back what :meth:`extra_state` gave."""
         self.skipped, self.kl_coef = state["skipped"], state["kl_coef"]
 
-    def fingerprint(self) -> tuple[float, ...]:
-        """A number per tensor that tells whether it changed."""
-        with torch.no_grad():
-            return tuple(float(tensor.double().square().sum() + tensor.double().sum()) for _, tensor in self.weights())
-=======
     def trained_parameters(self) -> list[nn.Parameter]:
         """The parameters that this policy's optimizer moves: an adapter's alone, or all."""
         return list(self.model.parameters())
@@ -125,7 +115,6 @@ class Policy:
     def fingerprint(self) -> tuple[int, ...]:
         """A number per tensor that tells whether a bit of it changed."""
         return tuple(_bit_sum(tensor) for _, tensor in self.weights())
->>>>>>> ca27cd8 (Policies of every level: adapters over shared bases, several models, phases, export; config problems gathered)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """``(name, tensor)`` of this policy's own weights, as the publish stage sends them: an adapter's alone."""
