@@ -140,6 +140,8 @@ def test_options_reach_the_statistics(make: Any) -> None:
         ({"min_std": 0.6}, [0, 0, 0, 0]),
     ]:
         np.testing.assert_allclose(DrMASCredit(**options).compute_columns(samples), expected, atol=1e-6)
+    with pytest.raises(TypeError, match="key='uid': expected a callable"):
+        DrMASCredit(key="uid")
     with pytest.raises(ValueError, match="center='median'"):
         DrMASCredit(center="median").compute_columns(samples)
 

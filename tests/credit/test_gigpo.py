@@ -71,6 +71,8 @@ def test_questions_and_actors_do_not_share_anchors(make: Any) -> None:
 def test_options_are_checked(options: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=name):
         GiGPOCredit(**options)
+    with pytest.raises(TypeError, match="anchor='state': expected a callable"):
+        GiGPOCredit(anchor="state")
 
 
 def test_a_state_that_cannot_be_compared_is_named(make: Any) -> None:

@@ -58,7 +58,7 @@ def test_trajectories_questions_and_truncation(make: Any) -> None:
     assert PassAtKCredit(k=2).compute_columns(rows + others).tolist() == [*alone, 0, 0, 0], "two answers are one subset"
 
 
-@pytest.mark.parametrize(("options", "name"), [({"k": 0}, "k=0"), ({"eps": -1.0}, "eps=-1.0")])
+@pytest.mark.parametrize(("options", "name"), [({"k": 0}, "k=0"), ({"k": 2.5}, "k=2.5"), ({"eps": -1.0}, "eps=-1.0")])
 def test_options_are_checked(options: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=name):
         PassAtKCredit(**options)

@@ -66,6 +66,8 @@ class GroupCredit(Credit):
     include_truncated: bool = False
 
     def __post_init__(self) -> None:
+        if self.key is not None and not callable(self.key):
+            raise TypeError(f"key={self.key!r}: expected a callable, sample -> tuple, or None")
         # A wrong option must show now, not when the first batch has been sampled.
         two = torch.ones(2)
         group_advantage(two, two.long() - 1, num_groups=1, lengths=two, **self._options())

@@ -42,6 +42,8 @@ class GiGPOCredit(GroupCredit):
 
     def __post_init__(self) -> None:
         check_gamma(self.gamma)
+        if not callable(self.anchor):
+            raise TypeError(f"anchor={self.anchor!r}: expected a callable, sample -> state")
         if not self.omega >= 0:
             raise ValueError(f"omega={self.omega!r}: expected a number >= 0")
         super().__post_init__()

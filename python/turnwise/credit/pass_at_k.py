@@ -37,8 +37,8 @@ class PassAtKCredit(Credit):
     include_truncated: bool = False
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ValueError(f"k={self.k!r}: expected at least 1")
+        if not isinstance(self.k, int) or self.k < 1:
+            raise ValueError(f"k={self.k!r}: expected a whole number >= 1")
         if not self.eps >= 0:
             raise ValueError(f"eps={self.eps!r}: expected a number >= 0")
 
