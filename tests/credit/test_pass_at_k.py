@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import combinations
 from math import comb
 from typing import Any
@@ -56,6 +57,15 @@ def test_trajectories_questions_and_truncation(make: Any) -> None:
     assert alone[0] == alone[1] > 0 > alone[2] == alone[3], "a trajectory counts once, and its calls share its value"
     others = [make("x", uid="other"), make("y", uid="other", reward=1.0), make("d", reward=5.0, finish_reason="length")]
     assert PassAtKCredit(k=2).compute_columns(rows + others).tolist() == [*alone, 0, 0, 0], "two answers are one subset"
+
+
+def test_a_batch_of_too_few_answers_warns(make: Any) -> None:
+    samples = [make(f"t{index}", reward=float(index)) for index in range(4)]
+    with pytest.warns(UserWarning, match="k=4: no question of the batch has more than 4 answers"):
+        assert not PassAtKCredit(k=4).compute_columns(samples).any()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert PassAtKCredit(k=3).compute_columns(samples).any() and PassAtKCredit().compute_columns([]).shape == (0,)
 
 
 @pytest.mark.parametrize(("options", "name"), [({"k": 0}, "k=0"), ({"k": 2.5}, "k=2.5"), ({"eps": -1.0}, "eps=-1.0")])

@@ -15,6 +15,7 @@ are right, there is little left to learn. ``k = 1`` is GRPO with the population'
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,8 +29,8 @@ from turnwise.types import Sample
 class PassAtKCredit(Credit):
     """Group ``(uid,)`` or the sample's own ``group``; ``R`` is the mean of a trajectory's rewards.
 
-    A question with ``k`` answers or fewer has one subset and says nothing: 0. Truncated calls
-    (``finish_reason == "length"``) get 0 and do not count, unless ``include_truncated``.
+    A question with ``k`` answers or fewer has one subset and says nothing: 0, with a warning if all have. Truncated
+    calls (``finish_reason == "length"``) get 0 and do not count, unless ``include_truncated``.
     """
 
     k: int = 4
@@ -50,6 +51,12 @@ class PassAtKCredit(Credit):
             key = sample.group if sample.group is not None else (sample.uid,)
             trajectories = groups.setdefault(key, {})
             trajectories.setdefault(sample.trajectory, []).append(place)
+        if groups and max(map(len, groups.values())) <= self.k:
+            warnings.warn(
+                f"k={self.k}: no question of the batch has more than {self.k} answers, so every advantage is 0; "
+                "ask for more copies or a smaller k",
+                stacklevel=2,
+            )
         advantages = np.zeros(len(samples), dtype=np.float32)
         for trajectories in groups.values():
             rewards = [float(np.mean([samples[place].reward for place in rows])) for rows in trajectories.values()]
