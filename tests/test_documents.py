@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from turnwise import cli
 from turnwise.credit import registry
+from turnwise.train.config_files import config_from_dict
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -34,6 +36,12 @@ def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.Monke
     namespace: dict[str, object] = {"__name__": "__main__"}
     for number, block in enumerate(blocks(path, "python"), start=1):
         exec(compile(block, f"{path.name}, python block {number}", "exec"), namespace)
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if blocks(path, "toml")], ids=lambda path: path.name)
+def test_toml_blocks_are_settings(path: Path) -> None:
+    for block in blocks(path, "toml"):
+        config_from_dict(tomllib.loads(block))
 
 
 def test_readme_opens_with_the_two_commands() -> None:
