@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from turnwise import __version__
+from turnwise.report import write_report
 from turnwise.run import Run, build_run, describe, run_warm_start, tiny
 from turnwise.tasks import build_task
 from turnwise.train.config import TrainConfig
@@ -97,6 +98,7 @@ def run_demo(out: Path = Path("runs/demo"), seed: int = 0, compare: bool = False
     say(f"curve: {plot(curves, out / 'curve.png')}")
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     say(f"summary: {out / 'summary.json'}")
+    say(f"report: {write_report(warm.run_dir)}")
     return summary
 
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from turnwise.arena import BatchFailedError
-from turnwise.arena.scheduler import CallBudget, FailureCount, run_all
+from turnwise.arena.scheduler import CallBudget, EpisodesUnderWay, FailureCount, run_all
 
 
 @pytest.mark.parametrize("limit", [1, 3, 50])
@@ -124,3 +124,33 @@ def test_the_failure_after_the_last_allowed_one_raises(total, threshold, allowed
 def test_a_budget_needs_a_slot():
     with pytest.raises(ValueError, match="max_concurrency=0"):
         CallBudget(0)
+
+
+def test_episodes_under_way_are_counted_over_all_batches():
+    shown: list[tuple[int, int]] = []
+    count = EpisodesUnderWay()
+    with count.batch(2) as ended:
+        ended()  # nobody is watching yet
+        count.show = lambda ended, asked: shown.append((ended, asked))
+        with count.batch(3) as other:
+            other()
+        ended()
+    with count.batch(1) as ended:
+        ended()
+    assert shown == [(2, 5), (2, 2), (1, 1)]
+    assert (count.ended, count.asked) == (0, 0)
+
+
+async def test_run_all_tells_of_every_end():
+    ends: list[int] = []
+
+    async def work(fails: bool) -> None:
+        await asyncio.sleep(0)
+        if fails:
+            raise RuntimeError("boom")
+
+    await run_all([work(False), work(False)], lambda: ends.append(1))
+    assert len(ends) == 2
+    with pytest.raises(RuntimeError, match="boom"):
+        await run_all([work(True), work(False), work(False)], lambda: ends.append(1))
+    assert len(ends) == 5

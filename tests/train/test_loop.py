@@ -42,6 +42,15 @@ async def test_weights_move_and_reach_the_client(make_trainer):
     assert 0 < metrics["sampler_trainer_logprob_max_diff"] < 1e-4
 
 
+async def test_the_bars_follow_rollouts_and_updates(make_trainer, monkeypatch):
+    trainer = make_trainer(steps=2, eval={"every": 1})
+    seen = []
+    monkeypatch.setattr(trainer.log.bars, "stage", lambda *told: seen.append(told))
+    await trainer.run()
+    step = [*(("rollouts", ended, 3) for ended in (1, 2, 3)), ("updates", 1, 2), ("updates", 2, 2)]
+    assert seen == step * 2, "three episodes and two minibatches a step; evaluation is not counted"
+
+
 async def test_frozen_policy_stays(make_trainer):
     trainer = make_trainer(steps=2)
     policy = trainer.policies["default"]

@@ -27,7 +27,7 @@ from turnwise.arena.model_call import PromptCache, fit_to_context, generate_one,
 from turnwise.arena.overlong import OverlongPenalty
 from turnwise.arena.progress import EpisodeProgress
 from turnwise.arena.resampling import check_stateless, describe_draws, resample
-from turnwise.arena.scheduler import CallBudget, FailureCount, run_all
+from turnwise.arena.scheduler import CallBudget, EpisodesUnderWay, FailureCount, run_all
 from turnwise.arena.store import ArtifactStore, rng_state, set_rng_state
 from turnwise.types import (
     Actor,
@@ -114,6 +114,7 @@ class Arena:
         self.last_results: list[GenerateResult] = []
         self.progress: EpisodeProgress | None = None
         self.reward_penalty: Callable[[Sequence[Sample]], Sequence[float]] | None = None
+        self.under_way = EpisodesUnderWay()
         self._budget = CallBudget(max_concurrency)
         self._prompts = PromptCache()
         self._started = 0
@@ -197,12 +198,13 @@ class Arena:
         if parent is None and self.progress is not None and not self.is_evaluation:
             self.progress.keep_only({context.rollout.id for context in contexts})
         failures = FailureCount(len(contexts), self.failure_threshold)
-        results = await run_all(
-            self._run(request, context, failures) for request, context in zip(requests, contexts, strict=True)
-        )
+        running = [self._run(request, context, failures) for request, context in zip(requests, contexts, strict=True)]
         if parent is not None:
+            results = await run_all(running)
             parent.children.extend(results)
-        return results
+            return results
+        with self.under_way.batch(len(running)) as ended:
+            return await run_all(running, ended)
 
     def shape_rewards(self, results: Sequence[GenerateResult]) -> None:
         """What is added to rewards before credit, once per step however often it is called."""
@@ -302,6 +304,7 @@ class Arena:
         view.stores = {name: store.frozen() for name, store in self.stores.items()}
         view.rng = random.Random(derive_seed(self.seed, "evaluation"))
         view.last_results = []
+        view.under_way = EpisodesUnderWay()
         view._started = view._loose_calls = 0
         view._evaluation_sampling = sampling
         return view

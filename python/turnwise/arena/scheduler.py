@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import heapq
 import itertools
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -79,9 +79,15 @@ class CallBudget:
                 granted.set_result(None)
 
 
-async def run_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run side by side; the first exception (or a cancellation from outside) cancels the rest, waits, and is raised."""
+async def run_all(coroutines: Iterable[Coroutine[Any, Any, T]], ended: Callable[[], None] | None = None) -> list[T]:
+    """Run side by side; the first exception (or a cancellation from outside) cancels the rest, waits, and is raised.
+
+    ``ended`` is called whenever one of them has ended, in whatever way.
+    """
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    if ended is not None:
+        for task in tasks:
+            task.add_done_callback(lambda task: ended())
     try:
         return await asyncio.gather(*tasks)
     except BaseException:
@@ -89,6 +95,33 @@ async def run_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+class EpisodesUnderWay:
+    """Counts the episodes of all batches under way; ``show(ended, asked)``, if set, is told whenever one has ended."""
+
+    def __init__(self) -> None:
+        self.show: Callable[[int, int], None] | None = None
+        self.ended = self.asked = 0
+
+    @contextlib.contextmanager
+    def batch(self, asked: int) -> Iterator[Callable[[], None]]:
+        """A batch of ``asked`` more, under way inside the block; call what it gives when one of them has ended."""
+        own = 0
+        self.asked += asked
+
+        def one_ended() -> None:
+            nonlocal own
+            own += 1
+            self.ended += 1
+            if self.show is not None:
+                self.show(self.ended, self.asked)
+
+        try:
+            yield one_ended
+        finally:
+            self.asked -= asked
+            self.ended -= own
 
 
 class FailureCount:

@@ -74,6 +74,7 @@ class Trainer:
         self.arena, self.policies, self.config, self.validation = arena, dict(policies), config, validation
         self.log = log or RunLog.from_config(config)
         self.log.tokenizer = self.log.tokenizer or arena.tokenizer
+        arena.under_way.show = self.log.rollouts
         self.rng = np.random.default_rng(config.seed)
         self.progress = Progress()
         if config.checkpoint.episodes:
@@ -155,7 +156,7 @@ class Trainer:
             if name not in in_phase:
                 continue
             prefix = f"{name}/" if len(self.policies) > 1 else ""
-            measured = update_policy(policy, batch, self.config.update, self.config.loss, self.rng)
+            measured = update_policy(policy, batch, self.config.update, self.config.loss, self.rng, self.log.updates)
             metrics |= {prefix + key: value for key, value in measured.items()}
             if measured.get("updates"):
                 policy.version += 1

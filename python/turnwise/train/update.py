@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -23,11 +24,12 @@ def update_policy(
     update: UpdateConfig,
     loss_config: LossConfig,
     rng: np.random.Generator,
+    show: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, float]:
     """Train ``policy`` on its rows of ``batch``; returns the metrics of all updates. No rows: no update, no metrics.
 
     An update whose loss or gradient is not finite is skipped and counted. Raises ``FloatingPointError`` after more than
-    ``update.max_skipped`` of them in a row.
+    ``update.max_skipped`` of them in a row. ``show(done, total)`` is told of each.
     """
     rows = rows_of(policy, batch)
     if not policy.trainable or len(rows) == 0:
@@ -36,15 +38,16 @@ def update_policy(
     log = UpdateLog(batch.actors)
     recomputed = old_logprobs(policy, batch, rows, update) if update.old_logprobs == "recompute" else None
     policy.model.train()
-    for _ in range(update.ppo_epochs):
-        for part in minibatches(rows, update.minibatches, rng):
-            micros = micro_batches(batch, part, update.micro_batch_tokens)
-            olds = [m.rollout_logprobs_N if recomputed is None else recomputed[m.token_N] for m in micros]
-            accumulate(policy, micros, olds, loss, log)
-            if (norm := step_or_skip(policy, batch, micros, log, update.max_skipped)) is None:
-                log.skip_step()
-            else:
-                log.add_step(norm)
+    parts = [part for _ in range(update.ppo_epochs) for part in minibatches(rows, update.minibatches, rng)]
+    for done, part in enumerate(parts, start=1):
+        micros = micro_batches(batch, part, update.micro_batch_tokens)
+        olds = [m.rollout_logprobs_N if recomputed is None else recomputed[m.token_N] for m in micros]
+        accumulate(policy, micros, olds, loss, log)
+        if (norm := step_or_skip(policy, batch, micros, log, update.max_skipped)) is None:
+            log.skip_step()
+        else:
+            log.add_step(norm)
+        show(done, len(parts))
     metrics = log.result()
     if loss.kl is not None and "kl" in metrics:
         metrics["kl_coef"] = loss.kl_coef
