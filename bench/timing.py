@@ -145,6 +145,11 @@ def peak_memory(call: Call, device: str = "cpu") -> int | None:
     On a CPU the process's resident memory, which Linux alone lets reset; ``None`` elsewhere.
     """
     call()
+    return first_peak(call, device)
+
+
+def first_peak(call: Call, device: str = "cpu") -> int | None:
+    """The same of the very first call, with all that it sets up."""
     gc.collect()
     if device == "cuda":
         torch.cuda.synchronize()

@@ -1,0 +1,137 @@
+"""The training step: ours beside TRL's GRPOTrainer, on the same rows of ragged lengths and equal weights, on a CPU.
+
+Verifies first: the gradients of all methods are one. Then times whole steps (forward, loss, backward, clipping, AdamW)
+in turns; tokens are those of the rows, without padding. "TRL" is its own `training_step` over its own padded batch,
+with its defaults but for autocast, which is off, as ours has none; "eager" is our step with a plain forward pass: rows
+of like length padded, logits of the completions. A forward pass has 8 rows with TRL and about as many tokens as 8 rows
+have on average with ours. "peak MB" is what a process of its own takes above the loaded model in its first two steps:
+activations, gradients and optimizer state. Liger's kernels, which TRL can use, are Triton and do not run here.
+
+    python bench/bench_train.py
+    python bench/bench_train.py --model small --dtype float32 --checkpointing no
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import time
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import torch
+from common import arguments, finish
+from timing import first_peak
+from train_cases import METHODS, Case, Trained, make_batch, make_trained
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}  # of the gradient's norm
+QUICK = Case("quick", 16, "float32", False)
+CASES = [
+    *(Case("tiny", 32, "float32", checkpointing) for checkpointing in (False, True)),
+    *(Case("small", 8, dtype, False) for dtype in ("float32", "bfloat16")),
+    Case("small", 8, "float32", True),
+]
+LEAST_SPEED, MOST_MEMORY = 1.5, 0.7  # × TRL's
+
+
+def verify(case: Case, trained: dict[str, Trained]) -> None:
+    """All have the gradient of TRL's step, or the bench stops here."""
+    expected = trained["TRL"].gradient()
+    for name, one in trained.items():
+        off = float((one.gradient() - expected).norm() / expected.norm())
+        assert off < TOLERANCE[case.dtype], f"{name}, {case}: the gradient is off by {off:.3g} of its norm"
+
+
+def seconds_per_step(trained: dict[str, Trained], rounds: int) -> dict[str, float]:
+    """Medians in turns, after a round that makes the optimizers' states and doesn't count."""
+    samples: dict[str, list[float]] = {name: [] for name in trained}
+    for _ in range(1 + rounds):
+        for name, one in trained.items():
+            start = time.perf_counter()
+            one.step()
+            samples[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times[1:]) for name, times in samples.items()}
+
+
+def peak_of(method: str, case: Case, threads: int) -> int | None:
+    """Bytes above what the process holds with the model loaded, at the highest point of its first two steps."""
+    torch.set_num_threads(threads)
+    step = make_trained(method, case).step
+    return first_peak(lambda: (step(), step()))
+
+
+def peak_memory(method: str, case: Case, threads: int) -> int | None:
+    """In a process of its own, which holds nothing of the other methods."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(peak_of, method, case, threads).result()
+
+
+def measure(case: Case, rounds: int, threads: int) -> list[dict[str, Any]]:
+    trained = {name: make_trained(name, case) for name in METHODS}
+    verify(case, trained)
+    seconds = seconds_per_step(trained, rounds)
+    del trained
+    peaks = {name: peak_memory(name, case, threads) for name in METHODS}
+    batch = make_batch(case)
+    rows = []
+    for name in METHODS:
+        peak, theirs = peaks[name], peaks["TRL"]
+        rows.append(
+            {
+                "model": case.model,
+                "dtype": case.dtype,
+                "checkpointing": "yes" if case.checkpointing else "no",
+                "rows": case.rows,
+                "tokens": len(batch.token_ids),
+                "method": name,
+                "s per step": seconds[name],
+                "tokens/s": len(batch.token_ids) / seconds[name],
+                "× TRL's speed": seconds["TRL"] / seconds[name],
+                "peak MB": peak / 1e6 if peak else None,
+                "× TRL's memory": peak / theirs if peak and theirs else None,
+            }
+        )
+    return rows
+
+
+def goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row per goal and case."""
+    figures = [
+        (row, *goal)
+        for row in rows
+        if row["method"] == "turnwise"
+        for goal in (("× TRL's speed", f"≥ {LEAST_SPEED}"), ("× TRL's memory", f"≤ {MOST_MEMORY}"))
+        if row[goal[0]] is not None
+    ]
+    return [
+        {
+            **{key: row[key] for key in ("model", "dtype", "checkpointing", "method")},
+            "goal": goal,
+            "figure": row[goal],
+            "wanted": wanted,
+            "met": "yes" if (row[goal] >= LEAST_SPEED if "speed" in goal else row[goal] <= MOST_MEMORY) else "NO",
+        }
+        for row, goal, wanted in figures
+    ]
+
+
+def main() -> None:
+    options = arguments(__doc__, model=("tiny", "small"), dtype=tuple(TOLERANCE), checkpointing=("no", "yes"))
+    options.device = "cpu"  # where the trainer runs: it moves nothing to a GPU yet
+    chosen = [
+        case
+        for case in CASES
+        if case.model in options.model
+        and case.dtype in options.dtype
+        and ("yes" if case.checkpointing else "no") in options.checkpointing
+    ]
+    every = []
+    for case in [QUICK] if options.quick else chosen:
+        rows = measure(case, min(options.rounds, 3), options.threads)
+        finish("train", f"The training step, {case.model}, {case.dtype}", rows, options)  # what is done stays
+        every += rows
+    finish("train", "The training step: goals", goals(every), options)
+
+
+if __name__ == "__main__":
+    main()

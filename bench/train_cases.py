@@ -1,0 +1,278 @@
+"""What ``bench_train.py`` trains on: two models, rows of ragged lengths, and a step of each trainer over them."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from turnwise.tasks.tiny import build_model, build_tokenizer
+from turnwise.train import Policy
+from turnwise.train.batch import MicroBatch, pack, pad
+from turnwise.train.config import LossConfig, UpdateConfig
+from turnwise.train.forward import Forward, like_lengths
+from turnwise.train.update import update_policy
+from turnwise.types import TrainingBatch
+
+GROUP = 8  # completions of a prompt; also TRL's default rows per forward pass
+SHORTEST, LONGEST = 64, 1024
+TEMPERATURE = 1.0
+LR = 1e-6
+LOSS = LossConfig(
+    kind="ppo", aggregation="token-mean"
+)  # TRL's default, "dapo": clip at 0.2 both ways, mean over tokens
+
+
+class Case(NamedTuple):
+    """One model, so many rows of 64–1024 tokens, and whether activations are recomputed in the backward pass."""
+
+    model: str
+    rows: int
+    dtype: str
+    checkpointing: bool
+
+
+# Beyond the demo's sizes: the width, depth and vocabulary.
+MODELS: dict[str, dict[str, int]] = {
+    "quick": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16},
+    "tiny": {},
+    "small": {
+        "hidden_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 1536,
+    },
+}
+VOCABULARY = {"small": 50_304}
+
+
+class Models(NamedTuple):
+    model: nn.Module
+    tokenizer: Any
+
+
+def make_model(case: Case) -> Models:
+    """Equal weights at each call. "tiny" is the demo's; "small" has 51M parameters, half of them in the embedding."""
+    tokenizer = build_tokenizer(["0123456789 abcdefghijklmnopqrstuvwxyz"])
+    model: Any = build_model(tokenizer, max_position_embeddings=2 * LONGEST, **MODELS[case.model])
+    if case.model in VOCABULARY:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model.resize_token_embeddings(VOCABULARY[case.model], mean_resizing=False)
+    return Models(model.to(getattr(torch, case.dtype)), tokenizer)
+
+
+def make_batch(case: Case, seed: int = 0) -> TrainingBatch:
+    """Groups of 8 rows that share a prompt, with lengths in all from 64 to 1024, log-normal around 300."""
+    rng = np.random.default_rng(seed)
+    tokens, masks, lengths = [], [], []
+    for _ in range(case.rows // GROUP):
+        question = rng.integers(10, 250, int(np.clip(rng.lognormal(4.3, 0.5), 32, 256)))
+        for _ in range(GROUP):
+            total = int(np.clip(rng.lognormal(5.7, 0.7), max(SHORTEST, len(question) + 16), LONGEST))
+            answer = rng.integers(10, 250, total - len(question))
+            tokens += [question, answer]
+            masks += [np.zeros(len(question), np.uint8), np.ones(len(answer), np.uint8)]
+            lengths.append(total)
+    count = len(lengths)
+    return TrainingBatch(
+        token_ids=np.concatenate(tokens),
+        cu_seqlens=np.cumsum([0, *lengths]),
+        loss_mask=np.concatenate(masks),
+        rollout_logprobs=np.zeros(sum(lengths), np.float32),
+        advantages=rng.normal(size=count).astype(np.float32),
+        rewards=np.zeros(count, np.float32),
+        temperatures=np.full(count, TEMPERATURE, np.float32),
+        actor_index=np.zeros(count, np.int64),
+        policy_index=np.zeros(count, np.int64),
+        min_version=np.zeros(count, np.int64),
+        actors=["player"],
+        policies=["default"],
+    )
+
+
+class Trained(NamedTuple):
+    """A trainer's whole step over the batch, and the gradient of such a step, after which nothing has changed."""
+
+    step: Callable[[], Any]
+    gradient: Callable[[], Tensor]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ours
+# ---------------------------------------------------------------------------------------------------------------------
+def turnwise(case: Case, batch: TrainingBatch, forward: Callable[[nn.Module], Any] = Forward) -> Trained:
+    """``update_policy`` as the loop calls it. A forward pass takes about as many tokens as 8 rows have on average."""
+    model: Any = make_model(case).model
+    if case.checkpointing:
+        model.gradient_checkpointing_enable()
+    budget = -(-len(batch.token_ids) * GROUP // case.rows) + LONGEST // 8
+    update = UpdateConfig(lr=LR, micro_batch_tokens=budget)
+    policy = Policy("default", model, update, total_steps=1000)
+    policy.forward = forward(model)
+    with torch.no_grad():  # the sampler's log-probs: those of the weights that train
+        whole = pack(batch, np.arange(len(batch)))
+        batch.rollout_logprobs[whole.token_N] = policy.logprobs(whole).numpy()
+
+    def step() -> Any:
+        return update_policy(policy, batch, update, LOSS, np.random.default_rng(0))
+
+    def gradient() -> Tensor:
+        kept: list[Tensor] = []
+
+        def keep() -> float:
+            kept.append(flat_gradient(model))
+            model.zero_grad(set_to_none=True)
+            return float(kept[0].norm())
+
+        policy.step, taken = keep, policy.step  # type: ignore[method-assign]
+        step()
+        policy.step = taken  # type: ignore[method-assign]
+        return kept[0]
+
+    return Trained(step, gradient)
+
+
+class EagerForward:
+    """Plain PyTorch: rows of like length padded, logits of the completions' columns, and their log-softmax."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model: Any = model
+
+    def __call__(self, micro: MicroBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        order, logprobs, entropies = [], [], []
+        for rows in like_lengths(micro.lengths):
+            block = pad(micro, rows)
+            first = int(block.column.min())
+            logits = self.model(
+                input_ids=block.input_ids,
+                attention_mask=block.attention_mask,
+                use_cache=False,
+                logits_to_keep=block.input_ids.shape[1] - first,
+            ).logits
+            all_NV = torch.log_softmax(logits[block.row, block.column - first].float() / TEMPERATURE, dim=-1)
+            order.append(block.token)
+            logprobs.append(all_NV.gather(1, micro.targets_N[block.token][:, None])[:, 0])
+            with torch.no_grad():  # a metric
+                entropies.append(-(all_NV.exp() * all_NV).sum(-1))
+        back = torch.cat(order).argsort()
+        return torch.cat(logprobs)[back], torch.cat(entropies)[back] if entropy else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# TRL's
+# ---------------------------------------------------------------------------------------------------------------------
+def trl(case: Case, batch: TrainingBatch) -> Trained:
+    """``GRPOTrainer``: its own batch of padded rows, ``training_step`` for each 8 of them, and its optimizer.
+
+    Only sampling is left out: in the place of what it generates stand the rows of ``batch``, padded as it pads them,
+    prompts on the left and completions on the right over the whole batch.
+    """
+    trainer = make_trl(case)
+    model = trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model)
+    trainer.create_optimizer()
+    passes = case.rows // GROUP
+    trainer.current_gradient_accumulation_steps = passes
+    rows = trl_rows(batch)
+    trainer._generate_and_score_completions = lambda _: dict(rows)
+    model.train()
+
+    def accumulate() -> None:
+        for _ in range(passes):
+            trainer.training_step(model, [], rows["num_items_in_batch"])
+
+    def step() -> None:
+        accumulate()
+        trainer.accelerator.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm)
+        trainer.optimizer.step()
+        model.zero_grad()
+
+    def gradient() -> Tensor:
+        accumulate()
+        kept = flat_gradient(model)
+        model.zero_grad()
+        return kept
+
+    return Trained(step, gradient)
+
+
+def make_trl(case: Case) -> Any:
+    """Its defaults but for: no autocast, as ours has none, the checkpointing of the case, and the CPU."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    model, tokenizer = make_model(case)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = GRPOConfig(
+            output_dir=folder,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=case.checkpointing,
+            per_device_train_batch_size=GROUP,
+            gradient_accumulation_steps=case.rows // GROUP,
+            num_generations=GROUP,
+            max_completion_length=LONGEST,
+            learning_rate=LR,
+            temperature=TEMPERATURE,
+            report_to=[],
+            disable_tqdm=True,
+        )
+        return GRPOTrainer(
+            model=model,
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            args=config,
+            train_dataset=Dataset.from_dict({"prompt": ["1"] * case.rows}),
+            processing_class=tokenizer,
+        )
+
+
+def trl_rows(batch: TrainingBatch) -> dict[str, Tensor]:
+    from trl.trainer.utils import pad as trl_pad
+
+    prompts, completions = [], []
+    for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
+        first = start + int(np.flatnonzero(batch.loss_mask[start:end])[0])
+        prompts.append(torch.from_numpy(batch.token_ids[start:first]))
+        completions.append(torch.from_numpy(batch.token_ids[first:end]))
+
+    def padded(rows: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
+        ones = [torch.ones_like(row) for row in rows]
+        return trl_pad(rows, padding_side=side), trl_pad(ones, padding_side=side)
+
+    (prompt_ids, prompt_mask), (ids, mask) = padded(prompts, "left"), padded(completions, "right")
+    return {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": prompt_mask,
+        "completion_ids": ids,
+        "completion_mask": mask,
+        "advantages": torch.from_numpy(batch.advantages),
+        "num_items_in_batch": mask.sum(),
+    }
+
+
+def flat_gradient(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
+
+
+def eager(case: Case, batch: TrainingBatch) -> Trained:
+    """Our step with a plain forward pass in it."""
+    return turnwise(case, batch, EagerForward)
+
+
+METHODS: dict[str, Callable[[Case, TrainingBatch], Trained]] = {"TRL": trl, "eager": eager, "turnwise": turnwise}
+
+
+def make_trained(method: str, case: Case) -> Trained:
+    gc.collect()
+    return METHODS[method](case, make_batch(case))
