@@ -7,8 +7,9 @@ import random
 import pytest
 import torch
 
-from turnwise.train import Evaluation, Policy, Trainer
+from turnwise.train import ConfigError, Evaluation, Policy, Trainer
 from turnwise.train.checkpoint import CheckpointError, list_checkpoints
+from turnwise.train.config import CorrectionConfig, LossConfig
 from turnwise.types import Actor
 
 
@@ -263,6 +264,25 @@ async def test_an_update_that_touches_a_frozen_policy_is_a_broken_invariant(make
     trainer.policies["rival"].model = trainer.policies["learner"].model
     with pytest.raises(AssertionError, match=r"changed the weights of \['rival'\]"):
         trainer.update(await trainer.arena.step())
+
+
+async def test_a_step_whose_updates_were_all_skipped_makes_no_new_version(make_trainer, capsys):
+    trainer = make_trainer(update={"max_skipped": 9})
+    await trainer.publish()
+    batch = await trainer.arena.step()
+    batch.rollout_logprobs[:] = float("nan")
+    metrics = trainer.update(batch)
+    assert (metrics["updates"], metrics["skipped_updates"]) == (0, 1)
+    policy = trainer.policies["default"]
+    assert (policy.version, policy.skipped) == (0, 1)
+    assert "changed no weight" not in capsys.readouterr().out
+
+
+def test_a_loss_that_can_not_be_is_refused_before_anything_runs(make_trainer):
+    trainer = make_trainer()
+    loss = LossConfig(kind="gmpo", correction=CorrectionConfig())
+    with pytest.raises(ConfigError, match=r"update.old_logprobs = 'recompute'\n.*GMPO has one ratio per sequence"):
+        Trainer(trainer.arena, trainer.policies, trainer.config.model_copy(update={"loss": loss}))
 
 
 async def test_an_update_too_small_for_the_dtype_is_told(make_trainer, capsys):

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
-from turnwise.ops import GSPO, Clip, Custom
+from turnwise.ops import GSPO, Clip, Custom, policy_loss
 from turnwise.train.config import LossConfig
+from turnwise.train.config_files import load_config
 from turnwise.train.losses import make_variant, registry
 
 OWN = """
@@ -83,3 +87,19 @@ def test_functions_and_classes_of_ones_own(own_losses):
 def test_what_makes_no_loss_is_named(kind, options, message):
     with pytest.raises(ValueError, match=message):
         make_variant(LossConfig(kind=kind, options=options))
+
+
+def test_the_loss_of_the_documentation_is_that_of_its_formula(tmp_path, monkeypatch):
+    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    module = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "# my_losses.py" in block)
+    section = next(block for block in re.findall(r"```toml\n(.*?)```", text, re.DOTALL) if "my_losses:" in block)
+    (tmp_path / "my_losses.py").write_text(module)
+    (tmp_path / "run.toml").write_text(section)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = make_variant(load_config(tmp_path / "run.toml").loss)
+    generator = torch.Generator().manual_seed(0)
+    logprobs, old, advantages = torch.randn(3, 50, generator=generator).unbind()
+    cut = {"cu_seqlens": torch.tensor([0, 20, 50])}
+    got = policy_loss(logprobs, old, advantages, variant=own, **cut)
+    want = policy_loss(logprobs, old, advantages, variant=Clip(0.2, 0.3), **cut)
+    torch.testing.assert_close(got.loss, want.loss, rtol=1e-5, atol=0)

@@ -21,6 +21,7 @@ from turnwise.arena import Arena, EpisodeProgress
 from turnwise.arena.samples import drop_stale
 from turnwise.train.checkpoint import CheckpointError, list_checkpoints, load_checkpoint, save_checkpoint
 from turnwise.train.config import TrainConfig
+from turnwise.train.config_files import ConfigError, contradictions
 from turnwise.train.evaluate import Evaluation, evaluate
 from turnwise.train.interrupt import StopRequest
 from turnwise.train.kl import KLPenalty
@@ -62,6 +63,8 @@ class Trainer:
         validation: EvalSet | None = None,
         log: RunLog | None = None,
     ) -> None:
+        if problems := contradictions(config):
+            raise ConfigError("\n".join(problems))
         unknown = {actor.policy for actor in arena.actors.values()} - set(policies)
         if unknown:
             actor = next(actor for actor in arena.actors.values() if actor.policy in unknown)
