@@ -101,6 +101,20 @@ def test_tokens_are_singled_out_among_the_whole_minibatch(random_batch):
     assert chosen[0] == chosen[1] == chosen[2]
 
 
+def test_a_draw_does_not_depend_on_the_order_of_the_micro_batches(random_batch):
+    batch = random_batch(4, rows=20)
+    loss = Loss(LossConfig(kind="clip-cov", options={"share": 0.1, "lower": -9.0, "upper": 9.0}), num_actors=2)
+    logprobs = torch.randn(len(batch.token_ids), generator=torch.Generator().manual_seed(1))
+    chosen = []
+    for direction in (1, -1):
+        micros = list(micro_batches(batch, np.arange(20), 30))[::direction]
+        streams = [logprobs[micro.token_N] for micro in micros]
+        torch.manual_seed(0)
+        got = loss.select(micros, streams, streams)
+        chosen.append({int(t) for part, micro in zip(got, micros, strict=True) for t in micro.token_N[part]})
+    assert len(micros) > 2 and chosen[0] == chosen[1] != set()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
