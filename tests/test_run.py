@@ -346,7 +346,7 @@ def test_a_mix_of_bases_adapters_and_frozen_weights(tmp_path):
     assert {name: policy.version for name, policy in policies.items()} == {"solver": 4, "proposer": 0, "rival": 2}
 
 
-@pytest.mark.parametrize("level", ["full"])
+@pytest.mark.parametrize("level", ["lora", "full"])
 def test_a_resumed_team_equals_an_uninterrupted_one(tmp_path, level):
     """Warm-started base, adapters with dropout, two optimizers and schedules, references: all of it comes back."""
     changes = {

@@ -2,14 +2,19 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
-from turnwise.train import checkpoint
+from turnwise.inference.adapters import SharedBase
+from turnwise.train import checkpoint_files
 from turnwise.train.checkpoint import CheckpointError, list_checkpoints, load_checkpoint, load_weights, save_checkpoint
-from turnwise.train.config import LossConfig, UpdateConfig
+from turnwise.train.config import KLConfig, LoraConfig, LossConfig, UpdateConfig
+from turnwise.train.models import peft_config
 from turnwise.train.policy import Policy
 from turnwise.train.update import update_policy
 
@@ -74,14 +79,24 @@ def test_pruning_spares_what_is_protected(tmp_path, fresh_policy):
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000002", "step_00000004"]
 
 
-def test_failure_while_writing_leaves_the_last_whole_one(tmp_path, monkeypatch, fresh_policy):
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left on device (os error 28)")],
+    ids=["os", "safetensors"],
+)
+def test_failure_while_writing_leaves_the_last_whole_one(tmp_path, monkeypatch, fresh_policy, error):
     policy = fresh_policy()
     save_checkpoint(tmp_path, 1, {"default": policy}, {})
 
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
+    write, written = checkpoint_files.save_file, []
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    def full(tensors, file):
+        write(tensors, file)
+        written.append(file)
+        if len(written) == 2:
+            raise error
+
+    monkeypatch.setattr(checkpoint_files, "save_file", full)
     with pytest.raises(OSError, match="No space left"):
         save_checkpoint(tmp_path, 2, {"default": policy}, {})
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
@@ -130,3 +145,158 @@ def test_a_folder_half_written_never_counts(tmp_path, fresh_policy):
     shutil.copytree(path, tmp_path / ".step_00000002.tmp")
     (tmp_path / "step_00000003").mkdir()
     assert list_checkpoints(tmp_path) == [path]
+
+
+def test_a_full_disk_leaves_the_last_whole_one(tmp_path, fresh_policy):
+    """A real one, of a few hundred kilobytes, where this process may mount it."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a small file system can't be mounted here")
+    try:
+        policy = fresh_policy()
+        size = sum(tensor.nbytes for _, tensor in policy.weights())
+        assert 2 * size > 200_000, "two checkpoints must not fit"
+        path = save_checkpoint(disk, 1, {"default": policy}, {}, attachments={"filler": bytes(400_000 - size)})
+        with pytest.raises(OSError, match=r"No space left|os error 28"):
+            save_checkpoint(disk, 2, {"default": policy}, {}, attachments={"filler": bytes(200_000)})
+        assert list(disk.iterdir()) == [path]
+        load_checkpoint(path, {"default": policy})
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Adapters, and what stands on the disk once
+# ---------------------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def fresh_team(small_model):
+    """An adapter that trains, one that doesn't, their plain base, and a frozen model with a path of its own."""
+
+    def build(seed=0, rank=2):
+        models = {name: small_model(seed)[0] for name in ("base", "rival")}
+        shared = SharedBase(models["base"])
+        lora = {name: shared.add_adapter(name, peft_config(LoraConfig(rank=rank)), seed) for name in ("a", "b")}
+        trained = {
+            name: Policy(name, model, UPDATE, total_steps=8, with_reference=True) for name, model in lora.items()
+        }
+        frozen = {
+            name: Policy(name, model, UPDATE, total_steps=8, trainable=False)
+            for name, model in {"plain": shared.plain(), "rival": models["rival"]}.items()
+        }
+        return {**trained, **frozen}
+
+    return build
+
+
+def train_team(team, batch, seed):
+    loss = LossConfig(kl=KLConfig(coef=0.1))
+    for policy in team.values():
+        rows = batch(seed, rows=24, policies=tuple(team))
+        update_policy(policy, rows, UPDATE, loss, np.random.default_rng(0))
+
+
+def all_weights(team):
+    return {(name, key): tensor.clone() for name, policy in team.items() for key, tensor in policy.all_weights()}
+
+
+def test_a_team_of_adapters_goes_on_bit_for_bit(tmp_path, fresh_team, random_batch):
+    whole, first = fresh_team(), fresh_team()
+    for seed in range(2):
+        train_team(whole, random_batch, seed)
+        train_team(first, random_batch, seed)
+    save_checkpoint(tmp_path, 2, first, {})
+    second = fresh_team(seed=1)
+    load_checkpoint(list_checkpoints(tmp_path)[-1], second)
+    for team in (whole, second):
+        train_team(team, random_batch, 2)
+    expected = all_weights(whole)
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in all_weights(second).items())
+    fresh = all_weights(fresh_team())
+    moved = {name for (name, key), tensor in fresh.items() if not torch.equal(tensor, expected[name, key])}
+    assert moved == {"a", "b"}
+    fresh = fresh_team(seed=1)
+    load_weights(list_checkpoints(tmp_path)[-1], fresh)
+    assert all(torch.equal(t, all_weights(first)[key]) for key, t in all_weights(fresh).items())
+
+
+def test_what_is_frozen_is_linked_and_all_else_written(tmp_path, fresh_team, random_batch):
+    team = fresh_team()
+    paths = []
+    for step in (1, 2, 3):
+        paths.append(save_checkpoint(tmp_path, step, team, {}, keep=2))
+        train_team(team, random_batch, step)
+    assert not paths[0].exists()
+    names = {file.name for file in paths[2].iterdir()}
+    assert names == {
+        "manifest.json", "rng.safetensors", "base-a.safetensors", "optimizer-a.safetensors", "optimizer-b.safetensors",
+        "policy-a.safetensors", "policy-b.safetensors", "policy-plain.safetensors", "policy-rival.safetensors",
+    }  # fmt: skip
+    shared = {name for name in names if (paths[1] / name).samefile(paths[2] / name)}
+    assert shared == {"base-a.safetensors", "policy-plain.safetensors", "policy-rival.safetensors"}
+    assert load_file(paths[2] / "policy-a.safetensors").keys() == dict(team["a"].weights()).keys()
+    load_checkpoint(paths[2], fresh_team(seed=1))
+    # one that is not what it was is written anew
+    with torch.no_grad():
+        team["rival"].model.model.norm.weight[0] += 1e-6
+    last = save_checkpoint(tmp_path, 4, team, {})
+    assert not (last / "policy-rival.safetensors").samefile(paths[2] / "policy-rival.safetensors")
+    assert (last / "base-a.safetensors").samefile(paths[2] / "base-a.safetensors")
+    load_checkpoint(last, team)
+
+
+def test_without_links_what_is_frozen_is_copied(tmp_path, fresh_team, monkeypatch):
+    def refuse(*args):
+        raise PermissionError("no links here")
+
+    team = fresh_team()
+    first = save_checkpoint(tmp_path, 1, team, {})
+    monkeypatch.setattr(checkpoint_files.os, "link", refuse)
+    second = save_checkpoint(tmp_path, 2, team, {})
+    assert not (first / "base-a.safetensors").samefile(second / "base-a.safetensors")
+    load_checkpoint(second, fresh_team(seed=1))
+
+
+def test_a_damaged_checkpoint_is_no_obstacle_to_the_next(tmp_path, fresh_team):
+    team = fresh_team()
+    (save_checkpoint(tmp_path, 1, team, {}) / "manifest.json").write_text("[")
+    load_checkpoint(save_checkpoint(tmp_path, 2, team, {}), team)
+
+
+def test_another_run_is_refused_by_name_and_nothing_changes(tmp_path, fresh_team, small_model):
+    path = save_checkpoint(tmp_path, 1, fresh_team(), {})
+    content = {file.name: file.read_bytes() for file in path.iterdir()}
+    full, thawed, wider, unheld = fresh_team(seed=1), fresh_team(seed=1), fresh_team(seed=1, rank=3), fresh_team(seed=1)
+    full["a"] = Policy("a", small_model(1)[0], UPDATE, total_steps=8)
+    thawed["rival"] = Policy("rival", small_model(1)[0], UPDATE, total_steps=8)
+    unheld["rival"].reference = small_model(1)[0]
+    for team, message in (
+        (full, "policy 'a' was saved as 'lora', the run has it as 'full'"),
+        (thawed, "policy 'rival' was frozen when it was saved, in this run it is trainable"),
+        (wider, r"policy 'a' doesn't fit the model: .*lora_A"),
+        (unheld, "the reference of 'rival' was not saved"),
+    ):
+        before = all_weights(team)
+        with pytest.raises(CheckpointError, match=message):
+            load_checkpoint(path, team)
+        assert all(torch.equal(tensor, before[key]) for key, tensor in all_weights(team).items())
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, "world_size": 4}))
+    with pytest.raises(CheckpointError, match="written by 4 processes, this run has 1"):
+        load_checkpoint(path, fresh_team())
+    del content["manifest.json"]
+    assert all((path / name).read_bytes() == bytes_ for name, bytes_ in content.items())
+
+
+@pytest.mark.parametrize("file", ["base-a", "policy-a", "optimizer-b", "policy-rival", "rng"])
+def test_a_flipped_byte_anywhere_is_found(tmp_path, fresh_team, file):
+    path = save_checkpoint(tmp_path, 1, fresh_team(), {}) / f"{file}.safetensors"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    team = fresh_team(seed=1)
+    before = all_weights(team)
+    with pytest.raises(CheckpointError, match=rf"{file}.safetensors is damaged"):
+        load_checkpoint(path.parent, team)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in all_weights(team).items())

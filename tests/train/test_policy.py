@@ -2,11 +2,16 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from turnwise.train.config import UpdateConfig
-from turnwise.train.policy import Policy, named_weights
+from turnwise.inference.adapters import SharedBase
+from turnwise.train.batch import micro_batches
+from turnwise.train.config import KLConfig, LoraConfig, LossConfig, UpdateConfig
+from turnwise.train.models import peft_config
+from turnwise.train.policy import Policy, fingerprints, named_weights
+from turnwise.train.update import update_policy
 
 
 def test_the_rate_warms_up_and_falls_to_its_floor(small_model):
@@ -41,3 +46,98 @@ def test_tied_weights_are_named_once_and_the_fingerprint_sees_a_change(small_mod
     with torch.no_grad():
         model.model.norm.weight[3] += 1e-3
     assert policy.fingerprint() != before
+
+
+def test_the_linear_schedule(small_model):
+    config = UpdateConfig(lr=1e-3, warmup=1, min_lr_ratio=0.2, schedule="linear")
+    policy = Policy("default", small_model()[0], config, total_steps=5)
+    rates = []
+    for _ in range(6):
+        rates.append(policy.optimizer.param_groups[0]["lr"] / 1e-3)
+        move(policy)
+    assert rates == pytest.approx([1.0, 1.0, 0.8, 0.6, 0.4, 0.2])
+
+
+def move(policy):
+    for parameter in policy.trained_parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return policy.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_the_fingerprint_sees_the_last_bit(small_model, dtype):
+    model = small_model()[0].to(dtype)
+    policy = Policy("default", model, UpdateConfig(), total_steps=1)
+    before = policy.fingerprint()
+    weight = model.model.layers[1].mlp.up_proj.weight
+    with torch.no_grad():
+        weight[2, 3] = torch.nextafter(weight[2, 3], torch.tensor(10.0, dtype=dtype))
+    assert sum(one != other for one, other in zip(before, policy.fingerprint(), strict=True)) == 1
+
+
+@pytest.fixture
+def adapters(small_model):
+    def build(**options):
+        shared = SharedBase(small_model()[0])
+        models = {name: shared.add_adapter(name, peft_config(LoraConfig(rank=2)), seed=7) for name in ("a", "b")}
+        config = UpdateConfig(lr=1e-2)
+        return {name: Policy(name, model, config, total_steps=4, **options) for name, model in models.items()}
+
+    return build
+
+
+def test_an_adapters_optimizer_holds_the_adapter_alone(adapters):
+    policies = adapters()
+    before = fingerprints(policies)
+    assert list(before) == ["a", "b", "the base of a"]
+    for name in policies:
+        held = {id(p) for group in policies[name].optimizer.param_groups for p in group["params"]}
+        assert held == {id(parameter) for parameter in policies[name].model.parameters()}
+    move(policies["a"])
+    after = fingerprints(policies)
+    assert {name for name in before if before[name] != after[name]} == {"a"}
+    with torch.no_grad():
+        policies["b"].base.model.model.norm.weight[0] += 1e-6
+    assert fingerprints(policies)["the base of a"] != after["the base of a"]
+
+
+def test_adapters_trained_in_turns_equal_adapters_trained_alone(adapters, random_batch):
+    """Two over one base and one optimizer each: what one does leaves no trace in the other's gradient or moments."""
+    loss, update = LossConfig(kl=KLConfig(coef=0.1)), UpdateConfig(lr=1e-2, micro_batch_tokens=64, minibatches=2)
+
+    def train(policy, seed):
+        batch = random_batch(seed, rows=12, policies=("a", "b"))
+        update_policy(policy, batch, update, loss, np.random.default_rng(seed))
+
+    together = adapters(with_reference=True)
+    for seed in range(3):
+        for policy in together.values():
+            train(policy, seed)
+    for name, policy in together.items():
+        alone = adapters(with_reference=True)[name]
+        for seed in range(3):
+            train(alone, seed)
+        assert alone.updates == policy.updates > 3
+        assert all(
+            torch.equal(one, other) for (_, one), (_, other) in zip(alone.weights(), policy.weights(), strict=True)
+        )
+
+
+def test_an_adapters_reference_is_the_base_with_adapters_off(adapters, small_model, random_batch):
+    policies = adapters(with_reference=True)
+    policy = policies["a"]
+    plain = Policy("plain", small_model()[0], UpdateConfig(), total_steps=1)
+    (micro,) = micro_batches(random_batch(0, rows=4), np.arange(4), 10_000)
+    for _ in range(2):
+        move(policy)
+    with torch.no_grad():
+        expected = plain.logprobs(micro)
+        assert torch.allclose(policy.reference_logprobs(micro), expected, atol=1e-6)
+        assert not torch.allclose(policy.logprobs(micro), expected, atol=1e-3)
+
+
+def test_the_first_weights_bring_the_base(adapters, small_model):
+    policy = adapters()["a"]
+    own, every = dict(policy.weights()), dict(policy.all_weights())
+    assert all("lora_" in name for name in own) and own.keys() <= every.keys()
+    assert every.keys() - own.keys() == {name for name, _ in named_weights(small_model()[0])}

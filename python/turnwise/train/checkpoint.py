@@ -1,38 +1,56 @@
 """Checkpoints: safetensors and one JSON manifest, written to a temporary folder and renamed.
 
-A kill at any moment leaves the last whole checkpoint. Layout of ``checkpoints/step_000010/``::
+A kill at any moment leaves the last whole checkpoint. Layout of ``checkpoints/step_00000010/``::
 
     manifest.json                 step, trainer state, and the size and SHA-256 of every other file
-    policy-default.safetensors    weights, tied ones once
-    reference-default.safetensors the frozen starting weights, where a KL term needs them
+    policy-default.safetensors    a policy's own weights, tied ones once: of an adapter the adapter alone
+    base-default.safetensors      the base that adapters share, named after the first of them
+    reference-default.safetensors the frozen model of a KL term
     optimizer-default.safetensors first and second moments and step counts, keyed "<parameter index>.<name>"
     rng.safetensors               torch's generator state
+
+Each checkpoint is whole, but what is frozen (bases, references, policies that don't train) stands on the disk once: it
+is hard-linked from the checkpoint before (see :mod:`turnwise.train.checkpoint_files`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from turnwise.inference.adapters import AdaptedModel, SharedBase
 from turnwise.state.files import sync_folder
+from turnwise.train.checkpoint_files import (
+    CheckpointError,
+    FrozenFiles,
+    fingerprint,
+    read_manifest,
+    read_tensors,
+    sync_files,
+    write_tensors,
+)
 from turnwise.train.policy import Policy, named_weights
 
-FORMAT = 1
+FORMAT = 2
+WORLD_SIZE = 1
+"""Processes that train; a checkpoint belongs to as many as wrote it."""
 _PREFIX = "step_"
 
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that can't be read or doesn't fit the run: the message names the file and the reason."""
+__all__ = [
+    "CheckpointError",
+    "checkpoint_at",
+    "list_checkpoints",
+    "load_checkpoint",
+    "load_weights",
+    "save_checkpoint",
+]
 
 
 def save_checkpoint(
@@ -52,22 +70,17 @@ def save_checkpoint(
     """
     root.mkdir(parents=True, exist_ok=True)
     final = checkpoint_at(root, step)
-    if final in list_checkpoints(root):
+    found = list_checkpoints(root)
+    if final in found:
         return final
     temporary = root / f".{final.name}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
-        save_file({"torch": torch.get_rng_state()}, temporary / "rng.safetensors")
-        described: dict[str, Any] = {}
-        for name, policy in policies.items():
-            described[name] = _save_policy(temporary, name, policy)
-        for name, content in (attachments or {}).items():
-            (temporary / name).write_bytes(content)
-        files = {file.name: _fingerprint(file) for file in sorted(temporary.iterdir())}
-        manifest = {"format": FORMAT, "step": step, "policies": described, "state": state, "files": files}
+        manifest = _write_all(temporary, policies, attachments or {}, FrozenFiles(found[-1] if found else None))
+        manifest |= {"step": step, "state": state}
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        _sync(temporary)
+        sync_files(temporary)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -96,45 +109,99 @@ def load_checkpoint(path: Path, policies: Mapping[str, Policy]) -> tuple[int, di
 
     Everything is read and checked before anything changes. Raises :class:`CheckpointError`.
     """
-    manifest, weights = _read_weights(path, policies)
-    moments = {name: _read(path / f"optimizer-{name}.safetensors") for name, p in policies.items() if p.optimizer}
-    references = {name: _read(path / f"reference-{name}.safetensors") for name, p in policies.items() if p.reference}
+    manifest = _checked_manifest(path, policies)
+    _check_learners(path, policies, manifest)
+    contents = _read_parts(path, _parts(policies, references=True), manifest)
+    moments = {
+        name: read_tensors(path / f"optimizer-{name}.safetensors") for name, p in policies.items() if p.optimizer
+    }
+    rng = read_tensors(path / "rng.safetensors")["torch"]
+    for part, saved in contents:
+        _copy_into(part.weights(), saved)
     for name, policy in policies.items():
-        _copy_into(policy.weights(), weights[name])
-        if policy.reference is not None:
-            _copy_into(named_weights(policy.reference), references[name])
         _restore_optimizer(policy, moments.get(name), manifest["policies"][name])
-    torch.set_rng_state(_read(path / "rng.safetensors")["torch"])
+    torch.set_rng_state(rng)
     return manifest["step"], manifest["state"]
 
 
 def load_weights(path: Path, policies: Mapping[str, Policy]) -> None:
     """Only the weights of a checkpoint, for evaluation. Raises :class:`CheckpointError` and changes nothing then."""
-    _, weights = _read_weights(path, policies)
-    for name, policy in policies.items():
-        _copy_into(policy.weights(), weights[name])
+    manifest = _checked_manifest(path, policies)
+    for part, saved in _read_parts(path, _parts(policies, references=False), manifest):
+        _copy_into(part.weights(), saved)
 
 
-def _read_weights(path: Path, policies: Mapping[str, Policy]) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-    """The manifest and the weights of each policy, checked against the models."""
-    manifest = _read_manifest(path)
-    if set(manifest["policies"]) != set(policies):
-        raise CheckpointError(f"{path}: holds policies {sorted(manifest['policies'])}, the run has {sorted(policies)}")
-    weights = {name: _read(path / f"policy-{name}.safetensors") for name in policies}
-    for name, policy in policies.items():
-        _check_fit(path, policy, weights[name])
-    return manifest, weights
+# ---------------------------------------------------------------------------------------------------------------------
+# What a checkpoint is made of
+# ---------------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One file of weights. ``label`` names it in messages; a ``frozen`` one never changes in a run."""
+
+    file: str
+    label: str
+    model: nn.Module | SharedBase
+    frozen: bool
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        return named_weights(self.model)
 
 
-def _save_policy(folder: Path, name: str, policy: Policy) -> dict[str, Any]:
-    save_file({key: tensor.contiguous() for key, tensor in policy.weights()}, folder / f"policy-{name}.safetensors")
-    if policy.reference is not None:
-        save_file(dict(named_weights(policy.reference)), folder / f"reference-{name}.safetensors")
-    described: dict[str, Any] = {"version": policy.version, "updates": policy.updates, "extra": policy.extra_state()}
+def _parts(policies: Mapping[str, Policy], *, references: bool) -> list[Part]:
+    """Each policy's own weights, and once each what policies share: bases and references."""
+    named = sorted(policies.items())  # the order of a config file must not matter
+    own = [Part(f"policy-{name}.safetensors", f"policy {name!r}", p.model, not p.trainable) for name, p in named]
+    shared: dict[int, Part] = {}
+    for name, policy in named:
+        base, reference = policy.base, policy.reference
+        if base is not None:
+            shared.setdefault(id(base), Part(f"base-{name}.safetensors", f"the base of {name!r}", base, True))
+        # an adapter's reference is its base with adapters off
+        if references and reference is not None and not isinstance(reference, AdaptedModel):
+            file = f"reference-{name}.safetensors"
+            shared.setdefault(id(reference), Part(file, f"the reference of {name!r}", reference, True))
+    return [*own, *shared.values()]
+
+
+def _write_all(
+    folder: Path, policies: Mapping[str, Policy], attachments: Mapping[str, bytes], frozen: FrozenFiles
+) -> dict[str, Any]:
+    """Every file but the manifest, and what the manifest says of them."""
+    write_tensors({"torch": torch.get_rng_state()}, folder / "rng.safetensors")
+    for part in _parts(policies, references=True):
+        weights = {key: tensor.contiguous() for key, tensor in part.weights()}
+        if not (part.frozen and frozen.link(folder / part.file, weights)):
+            write_tensors(weights, folder / part.file)
+    for name, content in attachments.items():
+        (folder / name).write_bytes(content)
+    described = {name: _describe(policy, folder / f"optimizer-{name}.safetensors") for name, policy in policies.items()}
+    files = {file.name: frozen.known.get(file.name) or fingerprint(file) for file in sorted(folder.iterdir())}
+    return {
+        "format": FORMAT,
+        "world_size": WORLD_SIZE,
+        "policies": described,
+        "files": files,
+        "frozen": frozen.digests,
+    }
+
+
+def _kind(policy: Policy) -> str:
+    return "full" if policy.base is None else "lora" if policy.trained_parameters() else "base of adapters"
+
+
+def _describe(policy: Policy, optimizer_file: Path) -> dict[str, Any]:
+    """What the manifest keeps of ``policy``; its optimizer's moments go to ``optimizer_file``."""
+    described: dict[str, Any] = {
+        "kind": _kind(policy),
+        "trainable": policy.trainable,
+        "version": policy.version,
+        "updates": policy.updates,
+        "extra": policy.extra_state(),
+    }
     if policy.optimizer is not None and policy.schedule is not None:
         saved = policy.optimizer.state_dict()
         moments = {f"{i}.{key}": value for i, slots in saved["state"].items() for key, value in slots.items()}
-        save_file(moments, folder / f"optimizer-{name}.safetensors")
+        write_tensors(moments, optimizer_file)
         described["param_groups"] = saved["param_groups"]
         described["schedule"] = {k: v for k, v in policy.schedule.state_dict().items() if k != "lr_lambdas"}
     return described
@@ -159,48 +226,53 @@ def _restore_optimizer(policy: Policy, moments: dict[str, Tensor] | None, descri
     policy.schedule.load_state_dict({**policy.schedule.state_dict(), **described["schedule"]})
 
 
-def _check_fit(path: Path, policy: Policy, weights: dict[str, Tensor]) -> None:
-    own = {name: tuple(tensor.shape) for name, tensor in policy.weights()}
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused
+# ---------------------------------------------------------------------------------------------------------------------
+def _checked_manifest(path: Path, policies: Mapping[str, Policy]) -> dict[str, Any]:
+    """The manifest, once its files are whole and it was written by such a run with such policies."""
+    manifest = read_manifest(path, FORMAT)
+    if manifest["world_size"] != WORLD_SIZE:
+        raise CheckpointError(f"{path}: written by {manifest['world_size']} processes, this run has {WORLD_SIZE}")
+    if set(manifest["policies"]) != set(policies):
+        raise CheckpointError(f"{path}: holds policies {sorted(manifest['policies'])}, the run has {sorted(policies)}")
+    for name, policy in policies.items():
+        if (kind := manifest["policies"][name]["kind"]) != _kind(policy):
+            raise CheckpointError(f"{path}: policy {name!r} was saved as {kind!r}, the run has it as {_kind(policy)!r}")
+    return manifest
+
+
+def _check_learners(path: Path, policies: Mapping[str, Policy], manifest: dict[str, Any]) -> None:
+    """Who trained must train on: a policy that was frozen has no optimizer to go on with."""
+    words = {True: "trainable", False: "frozen"}
+    for name, policy in policies.items():
+        was = manifest["policies"][name]["trainable"]
+        if was != policy.trainable:
+            raise CheckpointError(
+                f"{path}: policy {name!r} was {words[was]} when it was saved, in this run it is "
+                f"{words[policy.trainable]}"
+            )
+
+
+def _read_parts(path: Path, parts: Iterable[Part], manifest: dict[str, Any]) -> list[tuple[Part, dict[str, Tensor]]]:
+    """The saved tensors of each part, checked against its model by name and shape."""
+    contents = []
+    for part in parts:
+        if part.file not in manifest["files"]:
+            raise CheckpointError(f"{path}: {part.label} was not saved: there is no {part.file}")
+        saved = read_tensors(path / part.file)
+        _check_fit(path, part, saved)
+        contents.append((part, saved))
+    return contents
+
+
+def _check_fit(path: Path, part: Part, weights: dict[str, Tensor]) -> None:
+    own = {name: tuple(tensor.shape) for name, tensor in part.weights()}
     saved = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     if own != saved:
         odd = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
         first = odd[0]
         raise CheckpointError(
-            f"{path}: policy {policy.name!r} doesn't fit the model: {len(odd)} tensors differ, first {first!r}: "
+            f"{path}: {part.label} doesn't fit the model: {len(odd)} tensors differ, first {first!r}: "
             f"checkpoint {saved.get(first, 'missing')}, model {own.get(first, 'missing')}"
         )
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path / 'manifest.json'} can't be read: {error}") from error
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: format {manifest.get('format')!r}; this version reads format {FORMAT}")
-    for name, expected in manifest["files"].items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing")
-        if _fingerprint(file) != expected:
-            raise CheckpointError(f"{file} is damaged: its size or SHA-256 differs from the manifest's")
-    return manifest
-
-
-def _read(file: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} can't be read: {error}") from error
-
-
-def _fingerprint(file: Path) -> list[Any]:
-    with file.open("rb") as stream:
-        return [file.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest()]
-
-
-def _sync(folder: Path) -> None:
-    for file in folder.iterdir():
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
-    sync_folder(folder)

@@ -114,7 +114,7 @@ class Policy:
 
     def fingerprint(self) -> tuple[int, ...]:
         """A number per tensor that tells whether a bit of it changed."""
-        return tuple(_bit_sum(tensor) for _, tensor in self.weights())
+        return tuple(bit_sum(tensor) for _, tensor in self.weights())
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """``(name, tensor)`` of this policy's own weights, as the publish stage sends them: an adapter's alone."""
@@ -130,9 +130,12 @@ class Policy:
 def fingerprints(policies: Mapping[str, Policy]) -> dict[str, tuple[int, ...]]:
     """The fingerprint of each policy by its name, and of each shared base as ``"the base of <a policy>"``."""
     found = {name: policy.fingerprint() for name, policy in policies.items()}
-    bases = {id(policy.base): (name, policy.base) for name, policy in policies.items() if policy.base is not None}
+    bases: dict[int, tuple[str, SharedBase]] = {}
+    for name, policy in policies.items():
+        if policy.base is not None:
+            bases.setdefault(id(policy.base), (name, policy.base))
     for name, base in bases.values():
-        found[f"the base of {name}"] = tuple(_bit_sum(tensor) for _, tensor in named_weights(base))
+        found[f"the base of {name}"] = tuple(bit_sum(tensor) for _, tensor in named_weights(base))
     return found
 
 
@@ -150,7 +153,7 @@ def _starting_weights(model: nn.Module) -> nn.Module:
     return model.shared.plain() if isinstance(model, AdaptedModel) else copy.deepcopy(model)
 
 
-def _bit_sum(tensor: Tensor) -> int:
+def bit_sum(tensor: Tensor) -> int:
     """The sum of the elements' bit patterns: exact, so any update shows, and read at the speed of memory."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return int(tensor.detach().contiguous().view(bits).sum(dtype=torch.int64))

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from turnwise.inference.adapters import SharedBase
+from turnwise.train.config import LoraConfig, UpdateConfig
+from turnwise.train.export import export_policies, export_policy
+from turnwise.train.models import peft_config
+from turnwise.train.policy import Policy
+
+peft = pytest.importorskip("peft")
+IDS = torch.tensor([[5, 3, 9, 250, 7, 1]])
+
+
+@pytest.fixture
+def team(small_model):
+    """Two adapters with an effect, their plain base and a model of its own; and the tokenizer."""
+    model, tokenizer = small_model()
+    shared = SharedBase(model, path="where/it/came/from")
+    models = {name: shared.add_adapter(name, peft_config(LoraConfig(rank=2)), seed=1) for name in ("a", "b")}
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in [*models["a"].parameters(), *models["b"].parameters()]:
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    models |= {"plain": shared.plain(), "full": small_model(seed=1)[0]}
+    policies = {
+        name: Policy(name, model, UpdateConfig(), total_steps=1, trainable=name != "plain")
+        for name, model in models.items()
+    }
+    return policies, tokenizer
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+def same(model, policy):
+    return torch.testing.assert_close(logits(model), logits(policy.model), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["plain", "full"])
+def test_a_whole_model_loads_with_transformers(team, tmp_path, name):
+    policies, tokenizer = team
+    export_policy(policies[name], tokenizer, tmp_path)
+    same(AutoModelForCausalLM.from_pretrained(tmp_path), policies[name])
+    assert AutoTokenizer.from_pretrained(tmp_path).get_vocab() == tokenizer.get_vocab()
+
+
+def test_an_adapter_loads_with_peft_and_merged_with_transformers(team, tmp_path):
+    policies, tokenizer = team
+    export_policies(policies, tokenizer, tmp_path, own_bases=True)
+    (base,) = (tmp_path / "bases").iterdir()
+    for name in ("a", "b"):
+        folder = tmp_path / "policies" / name
+        assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+        same(peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder), policies[name])
+        same(peft.AutoPeftModelForCausalLM.from_pretrained(folder), policies[name])
+        merged = AutoModelForCausalLM.from_pretrained(folder / "merged")
+        same(merged, policies[name])
+        assert type(merged) is type(policies["full"].model)
+        assert AutoTokenizer.from_pretrained(folder / "merged").chat_template == tokenizer.chat_template
+        assert AutoTokenizer.from_pretrained(folder).chat_template == tokenizer.chat_template
+    assert not torch.allclose(logits(policies["a"].model), logits(policies["b"].model), atol=1e-2)
+
+
+def test_a_base_that_stands_elsewhere_is_named_and_not_copied(team, tmp_path):
+    policies, tokenizer = team
+    export_policies(policies, tokenizer, tmp_path, own_bases=False)
+    assert not (tmp_path / "bases").exists()
+    config = json.loads((tmp_path / "policies" / "a" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "where/it/came/from"
+    assert (config["r"], config["peft_type"], config["inference_mode"]) == (2, "LORA", True)
+
+
+def test_merging_is_a_choice_and_leaves_the_live_policy_alone(team, tmp_path):
+    policies, tokenizer = team
+    before = logits(policies["a"].model)
+    weights = {name: tensor.clone() for name, tensor in policies["a"].all_weights()}
+    export_policy(policies["a"], tokenizer, tmp_path / "alone", merge=False)
+    assert not (tmp_path / "alone" / "merged").exists()
+    export_policy(policies["a"], tokenizer, tmp_path / "both")
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in policies["a"].all_weights())
+    assert torch.equal(logits(policies["a"].model), before)
+
+
+def test_an_export_is_written_over(team, tmp_path):
+    policies, tokenizer = team
+    export_policy(policies["a"], tokenizer, tmp_path)
+    with torch.no_grad():
+        next(policies["a"].model.parameters()).mul_(2)
+    export_policy(policies["a"], tokenizer, tmp_path)
+    same(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), policies["a"])
