@@ -192,6 +192,7 @@ def test_math_orchestra_on_gsm8k(tmp_path):
         ),
         ({"credit": {"options": {"ddof": 7}}}, r"'credit.options' = \{'ddof': 7\}: ddof=7"),
         ({"credit": {"options": {"ddoff": 1}}}, r"unknown config key 'credit.options.ddoff'; did you mean 'ddof'\?"),
+        ({"device": "gpu9"}, r"config key 'device' = 'gpu9': .*expected auto, cpu or cuda"),
         ({"task": "sudok"}, r"task='sudok': unknown; did you mean 'sudoku'\?"),
         ({"task_options": {"blank": [1, 2]}}, r"unknown option 'blank'; did you mean 'blanks'\?"),
         ({"policies": {"coder": {}}}, r"actor 'proposer' plays with policy 'default', .*policies: coder"),

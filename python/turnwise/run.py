@@ -24,7 +24,15 @@ from turnwise.train.config_files import ConfigError, Problems, to_toml
 from turnwise.train.evaluate import Evaluation
 from turnwise.train.export import export_policies
 from turnwise.train.loop import EvalSet, Progress, Trainer
-from turnwise.train.models import TINY, attach_adapters, check_models, load_models, load_references, sharing
+from turnwise.train.models import (
+    TINY,
+    attach_adapters,
+    check_models,
+    find_device,
+    load_models,
+    load_references,
+    sharing,
+)
 from turnwise.train.phases import steps_in_training
 from turnwise.train.policy import Policy
 from turnwise.train.run_log import RunLog
@@ -140,13 +148,16 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
     config, actors, tokenizer = checked(config, task)
     held_out, validation = eval_sets(config, task)
     log = log or RunLog.from_config(config)
+    device = find_device(config.device)
     models = load_models(config.policies, partial(tiny, config, task), share_frozen=config.warm_start.steps == 0)
+    models = {name: model.to(device) for name, model in models.items()}
     resumes = config.resume and bool(list_checkpoints(config.run_dir / "checkpoints"))
     if config.warm_start.steps and warm and not resumes:
         run_warm_start(config, task, actors, tokenizer, models, log.note)
     models = attach_adapters(models, config.policies, config.seed)
     arena = build_arena(config, task, actors, tokenizer, models)
     references = load_references(config.policies, partial(tiny, config, task)) if config.loss.kl.coef else {}
+    references = {name: model.to(device) for name, model in references.items()}
     policies = build_policies(config, models, references)
     trainer = Trainer(arena, policies, config, validation=validation, log=log)
     return Run(config, task, tokenizer, arena, trainer, held_out)
@@ -161,6 +172,8 @@ def checked(config: TrainConfig, task: Task) -> tuple[TrainConfig, list[Actor], 
     resolved, actors, tokenizer = config, list(task.actors), None
     with problems.gathered():
         build_credit(config)
+    with problems.gathered():
+        find_device(config.device)
     with problems.gathered():
         eval_sets(config, task)
     with problems.gathered():

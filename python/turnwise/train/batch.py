@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -41,6 +41,13 @@ class MicroBatch:
     @property
     def num_tokens(self) -> int:
         return self.token_ids_T.numel()
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on ``device``; itself where it is there."""
+        if self.token_ids_T.device == device:
+            return self
+        tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "lengths"}
+        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
 
 
 class PaddedRows(NamedTuple):

@@ -7,7 +7,7 @@ A kill at any moment leaves the last whole checkpoint. Layout of ``checkpoints/s
     base-default.safetensors      the base that adapters share, named after the first of them
     reference-default.safetensors the frozen model of a KL term
     optimizer-default.safetensors first and second moments and step counts, keyed "<parameter index>.<name>"
-    rng.safetensors               torch's generator state
+    rng.safetensors               the states of torch's generators
 
 Each checkpoint is whole, but what is frozen (bases, references, policies that don't train) stands on the disk once: it
 is hard-linked from the checkpoint before (see :mod:`turnwise.train.checkpoint_files`).
@@ -37,6 +37,7 @@ from turnwise.train.checkpoint_files import (
     write_tensors,
 )
 from turnwise.train.policy import Policy, named_weights
+from turnwise.train.random_state import generator_states, set_generator_states
 
 FORMAT = 2
 WORLD_SIZE = 1
@@ -115,12 +116,12 @@ def load_checkpoint(path: Path, policies: Mapping[str, Policy]) -> tuple[int, di
     moments = {
         name: read_tensors(path / f"optimizer-{name}.safetensors") for name, p in policies.items() if p.optimizer
     }
-    rng = read_tensors(path / "rng.safetensors")["torch"]
+    rng = read_tensors(path / "rng.safetensors")
     for part, saved in contents:
         _copy_into(part.weights(), saved)
     for name, policy in policies.items():
         _restore_optimizer(policy, moments.get(name), manifest["policies"][name])
-    torch.set_rng_state(rng)
+    set_generator_states(rng)
     return manifest["step"], manifest["state"]
 
 
@@ -167,7 +168,7 @@ def _write_all(
     folder: Path, policies: Mapping[str, Policy], attachments: Mapping[str, bytes], frozen: FrozenFiles
 ) -> dict[str, Any]:
     """Every file but the manifest, and what the manifest says of them."""
-    write_tensors({"torch": torch.get_rng_state()}, folder / "rng.safetensors")
+    write_tensors(generator_states(), folder / "rng.safetensors")
     for part in _parts(policies, references=True):
         weights = {key: tensor.contiguous() for key, tensor in part.weights()}
         if not (part.frozen and frozen.link(folder / part.file, weights)):

@@ -277,6 +277,7 @@ class TrainConfig(Section):
     steps: int = Field(default=100, ge=0)
     max_seconds: float | None = Field(default=None, gt=0, description="stop after the step that crosses it")
     max_sampled_tokens: int | None = Field(default=None, gt=0, description="stop after the step that crosses it")
+    device: str = Field(default="auto", description="cpu, cuda, cuda:1; auto: cuda where there is a GPU")
     threads: int | None = Field(default=None, ge=1, description="torch threads; default: torch's own choice")
     resume: bool = True
     specialization: Literal["prompt", "lora", "full"] = "prompt"

@@ -74,8 +74,9 @@ class KLPenalty:
         trained = torch.zeros(len(batch.token_ids), dtype=torch.float64)
         policy.model.eval()  # an adapter's reference is its own model, with the adapter off
         for micro in micro_batches(batch, np.arange(len(batch)), self.micro_batch_tokens):
-            reference_N = policy.reference_logprobs(micro)
+            reference_N = policy.reference_logprobs(micro.to(policy.device))
             assert reference_N is not None
+            reference_N = reference_N.cpu()
             gap_N = micro.rollout_logprobs_N.double() - reference_N.double()
             trained[micro.token_N] = micro.mask_N.double()
             difference[micro.token_N] = torch.where(micro.mask_N.bool(), gap_N, 0.0)

@@ -54,14 +54,14 @@ class Loss:
         """
         order = torch.cat([micro.token_N for micro in micros]).argsort()
         advantages = torch.cat([micro.advantages_B[micro.row_N] for micro in micros])[order]
-        chosen = torch.zeros(len(order), dtype=torch.bool)
+        chosen = torch.zeros(len(order), dtype=torch.bool, device=order.device)
         chosen[order] = select_tokens(
             torch.cat(list(logprobs))[order],
             torch.cat(list(old_logprobs))[order],
             advantages,
             self.variant,
             mask=torch.cat([micro.mask_N for micro in micros])[order],
-            cu_seqlens=torch.tensor([0, len(order)]),
+            cu_seqlens=torch.tensor([0, len(order)], device=order.device),
         )
         return list(chosen.split([len(micro.mask_N) for micro in micros]))
 

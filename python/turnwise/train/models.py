@@ -139,6 +139,22 @@ def load_references(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> dict[st
     return references
 
 
+def find_device(name: str) -> torch.device:
+    """The device that ``device`` of a configuration names; ``"auto"``: the GPU, where torch has one.
+
+    Raises :class:`ConfigError` for a name that is none, and for a device that is not there.
+    """
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"config key 'device' = {name!r}: {reason}; expected auto, cpu or cuda") from error
+    return device
+
+
 def load_model(path: str, dtype: str, tiny: Tiny) -> Any:
     """A causal LM from a folder, the hub, or scratch. Raises ``OSError`` naming what was not found."""
     from transformers import AutoModelForCausalLM

@@ -103,6 +103,11 @@ class Policy:
         """Take back what :meth:`extra_state` gave."""
         self.skipped, self.kl_coef = state["skipped"], state["kl_coef"]
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are, and micro-batches have to be."""
+        return self.model.get_input_embeddings().weight.device  # type: ignore[operator]
+
     def trained_parameters(self) -> list[nn.Parameter]:
         """The parameters that this policy's optimizer moves: an adapter's alone, or all."""
         return list(self.model.parameters())

@@ -1,11 +1,14 @@
-"""Every generator that a run may draw from, as JSON: the trainer's own, Python's, numpy's (torch's is a tensor)."""
+"""Every generator that a run may draw from: the trainer's own, Python's and numpy's as JSON, torch's as tensors."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 
 def random_state(rng: np.random.Generator) -> dict[str, Any]:
@@ -26,3 +29,19 @@ def set_random_state(rng: np.random.Generator, state: dict[str, Any]) -> None:
     random.setstate((version, tuple(internal), gauss))
     key = np.array(state["numpy"]["state"]["key"], dtype=np.uint32)
     np.random.set_state({**state["numpy"], "state": {**state["numpy"]["state"], "key": key}})
+
+
+def generator_states() -> dict[str, Tensor]:
+    """torch's generators, of the CPU and of each GPU that this process has used."""
+    states = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states |= {f"cuda:{i}": torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())}
+    return states
+
+
+def set_generator_states(states: Mapping[str, Tensor]) -> None:
+    """Undo :func:`generator_states`; GPUs that are not there are left out."""
+    torch.set_rng_state(states["torch"])
+    for name in set(states) - {"torch"}:
+        if torch.cuda.is_available() and torch.device(name).index < torch.cuda.device_count():
+            torch.cuda.set_rng_state(states[name], name)

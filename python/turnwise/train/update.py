@@ -40,7 +40,7 @@ def update_policy(
     policy.model.train()
     parts = [part for _ in range(update.ppo_epochs) for part in minibatches(rows, update.minibatches, rng)]
     for done, part in enumerate(parts, start=1):
-        micros = micro_batches(batch, part, update.micro_batch_tokens)
+        micros = [m.to(policy.device) for m in micro_batches(batch, part, update.micro_batch_tokens)]
         olds = [m.rollout_logprobs_N if recomputed is None else recomputed[m.token_N] for m in micros]
         accumulate(policy, micros, olds, loss, log)
         if (norm := step_or_skip(policy, batch, micros, log, update.max_skipped)) is None:
@@ -126,9 +126,9 @@ def rows_of(policy: Policy, batch: TrainingBatch) -> np.ndarray:
 def old_logprobs(policy: Policy, batch: TrainingBatch, rows: np.ndarray, update: UpdateConfig) -> Tensor:
     """The trainer's own log-probs before the first update, one per token of the batch's stream (0 where none is)."""
     policy.model.eval()  # as the sampler was: dropout must not stand in the ratio's denominator
-    old = torch.zeros(len(batch.token_ids))
+    old = torch.zeros(len(batch.token_ids), device=policy.device)
     for micro in micro_batches(batch, rows, update.micro_batch_tokens):
-        old[micro.token_N] = policy.logprobs(micro)
+        old[micro.token_N] = policy.logprobs(micro.to(policy.device))
     return old
 
 
@@ -150,13 +150,13 @@ class UpdateLog:
     def add_micro(self, out: PolicyLoss, micro: MicroBatch, logprobs_N: Tensor) -> None:
         self.current_loss += float(out.loss.detach())
         trained = micro.mask_N.bool()
-        tokens_by_actor = torch.zeros(len(self.actors), dtype=torch.int64).index_add_(
+        tokens_by_actor = torch.zeros(len(self.actors), dtype=torch.int64, device=trained.device).index_add_(
             0, micro.actor_ids_B[micro.row_N], trained.long()
         )
-        self.current.append((int(trained.sum()), tokens_by_actor.numpy(), out))
+        self.current.append((int(trained.sum()), tokens_by_actor.cpu().numpy(), out))
         difference_N = (logprobs_N - micro.rollout_logprobs_N).abs()
         bad_N = trained & ~(difference_N + micro.advantages_B[micro.row_N]).isfinite()
-        self._bad_tokens.append(micro.token_N[bad_N].numpy())
+        self._bad_tokens.append(micro.token_N[bad_N].cpu().numpy())
         if not self.grad_norms:  # before the first step, sampler and trainer hold the same weights
             difference = difference_N[trained & ~bad_N]
             self.mismatch = max(self.mismatch or 0.0, float(difference.max()) if len(difference) else 0.0)
@@ -193,7 +193,7 @@ class UpdateLog:
             metrics[name] = _reduce(name, np.array([float(out.metrics[name]) for *_, out in self.micros]), tokens)
         actor_tokens = np.array([by_actor for _, by_actor, _ in self.micros])
         for name in self.micros[0][2].actor_metrics:
-            values = np.array([out.actor_metrics[name].numpy() for *_, out in self.micros])
+            values = np.array([out.actor_metrics[name].cpu().numpy() for *_, out in self.micros])
             for i, actor in enumerate(self.actors):
                 if actor_tokens[:, i].any():
                     metrics[f"{actor}/{name}"] = _reduce(name, values[:, i], actor_tokens[:, i])

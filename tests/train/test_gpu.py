@@ -1,0 +1,50 @@
+"""Training on a GPU: the same loop with weights and micro-batches there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from turnwise.run import train_from_config
+from turnwise.train.batch import pack
+from turnwise.train.config_files import config_from_dict
+
+SMALL = {
+    "steps": 2,
+    "device": "cuda",
+    "warm_start": {"steps": 3, "batch_size": 8},
+    "rollout": {"questions": 2, "branches": 2},
+    "credit": {"rule": "episodic"},
+    "update": {"lr": 1e-3, "ppo_epochs": 2, "minibatches": 2, "old_logprobs": "recompute"},
+    "loss": {"kl": {"coef": 0.1}, "entropy_coef": 0.01, "correction": {"level": "token"}},
+    "eval": {"questions": 3},
+    "checkpoint": {"every": 1},
+}
+
+
+def test_a_micro_batch_moves_whole(random_batch):
+    micro = pack(random_batch(0, rows=4), [0, 2])
+    moved = micro.to(torch.device("meta"))
+    tensors = [getattr(moved, name) for name in moved.__dataclass_fields__ if name != "lengths"]
+    assert all(tensor.device.type == "meta" for tensor in tensors) and moved.lengths == micro.lengths
+    assert micro.to(torch.device("cpu")) is micro
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["prompt", "lora", "full"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_trains_and_resumes_on_a_gpu(tmp_path, level, dtype):
+    config = {**SMALL, "run_dir": str(tmp_path), "specialization": level, "policies": {"default": {"dtype": dtype}}}
+    run = train_from_config(config_from_dict(config))
+    for policy in run.trainer.policies.values():
+        assert policy.device.type == "cuda" and policy.version == 2
+        assert all(torch.isfinite(tensor).all() for _, tensor in policy.weights())
+    resumed = train_from_config(config_from_dict({**config, "steps": 3}))
+    assert all(policy.version == 3 for policy in resumed.trainer.policies.values())
+
+
+@pytest.mark.gpu
+def test_sampling_beside_training_on_a_gpu(tmp_path):
+    loop = {"max_staleness": 1, "in_flight": True}
+    run = train_from_config(config_from_dict({**SMALL, "run_dir": str(tmp_path), "steps": 4, "loop": loop}))
+    assert run.trainer.policies["default"].version == 4
