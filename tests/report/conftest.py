@@ -30,6 +30,8 @@ def real_run(tmp_path_factory) -> Path:
         "warm_start": {"steps": 40, "batch_size": 16, "lr": 4e-3},
         "rollout": {"questions": 3, "branches": 4, "max_tokens": 24},
         "update": {"lr": 1e-4},
+        # So few demonstrations may leave all branches equally bad: the steps must have an update to show all the same.
+        "filter": {"zero_advantage": False},
         "eval": {"every": 1, "questions": 3},
     }
     train_from_config(config_from_dict(settings))
