@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -34,6 +34,8 @@ from turnwise.train.run_log import RunLog
 from turnwise.train.summary import staleness, summarize
 from turnwise.train.update import update_policy
 from turnwise.types import EpisodeRequest, GenerateResult, TrainingBatch
+
+T = TypeVar("T")
 
 QUEUE = "queue.pickle"
 """The file of a checkpoint that holds batches which were sampled and not yet trained; absent where none waited."""
@@ -129,7 +131,7 @@ class Trainer:
             if results is None:
                 return None
             self._sampled = time.perf_counter()
-            batch = self.arena.finish(results)
+            batch = await self.beside_sampling(self.arena.finish, results)
         except BaseException:
             await self.leave(settle=False)
             raise
@@ -144,10 +146,12 @@ class Trainer:
         self.producer.allow(self.progress.step, until=self.config.steps)
 
     async def train(self, batch: TrainingBatch) -> dict[str, float]:
-        """Update the policies; in a thread of its own where sampling goes on meanwhile."""
-        if self.producer.ahead:
-            return await asyncio.to_thread(self.update, batch)
-        return self.update(batch)
+        """Update the policies."""
+        return await self.beside_sampling(self.update, batch)
+
+    async def beside_sampling(self, work: Callable[..., T], *arguments: Any) -> T:
+        """``work(*arguments)``, in a thread of its own where sampling goes on meanwhile and needs this one."""
+        return await asyncio.to_thread(work, *arguments) if self.producer.ahead else work(*arguments)
 
     def update(self, batch: TrainingBatch) -> dict[str, float]:
         """Each policy whose phase it is, on its own rows. With several, metric names start with the policy's."""
@@ -191,12 +195,8 @@ class Trainer:
 
     async def hand_over(self, policy: Policy) -> None:
         """Give the client the weights of ``policy``; the first time with the base below an adapter."""
-        load = self.arena.client.load_weights
         weights = policy.weights() if policy.name in self._published else policy.all_weights()
-        if self.producer.ahead:  # it may have to wait for a running batch, which needs this thread to end
-            await asyncio.to_thread(load, policy.name, weights, policy.version)
-        else:
-            load(policy.name, weights, policy.version)
+        await self.beside_sampling(self.arena.client.load_weights, policy.name, weights, policy.version)
 
     async def record(self, batch: TrainingBatch, metrics: dict[str, float]) -> None:
         """Count, validate, log and save what this step calls for. A validation that fails loses no training."""

@@ -10,10 +10,10 @@ import asyncio
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from turnwise.arena import Arena, Episode, Rubric
 from turnwise.inference.scripted import ByteTokenizer
@@ -31,6 +31,8 @@ from turnwise.types import (
     Tokenizer,
     TrainingBatch,
 )
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +253,9 @@ class SimulatedTrainer(Trainer):
         self.busy_seconds += seconds
         self.policy.version += 1
         return {}
+
+    async def beside_sampling(self, work: Callable[..., T], *arguments: Any) -> T:
+        return work(*arguments)  # in a thread it would take real time
 
     async def hand_over(self, policy: Policy) -> None:
         if not self.config.loop.in_flight:
