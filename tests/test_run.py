@@ -352,6 +352,7 @@ def test_a_resumed_team_equals_an_uninterrupted_one(tmp_path, level):
     """Warm-started base, adapters with dropout, two optimizers and schedules, references: all of it comes back."""
     changes = {
         "specialization": level,
+        "task_options": {"max_turns": 1, "max_tokens": 8},
         "credit": EVERYTHING_TRAINS,
         "policies": {"default": {"lora": {"rank": 2, "dropout": 0.2}}, "proposer": {"optimizer": {"lr": 3e-3}}},
         "loss": {"kl": {"coef": 0.1}},

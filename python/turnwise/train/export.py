@@ -55,7 +55,11 @@ def export_policies(policies: Mapping[str, Policy], tokenizer: Any, run_dir: Pat
 def _save_adapter(model: AdaptedModel, folder: Path, base: str) -> None:
     assert model.name is not None
     config = model.shared.configs[model.name]
-    replace(config, base_model_name_or_path=base, inference_mode=True).save_pretrained(str(folder))
+    # peft keeps the names of the layers as a set, whose order is another one in each process
+    modules = sorted(config.target_modules) if isinstance(config.target_modules, set) else config.target_modules
+    exported = replace(config, base_model_name_or_path=base, inference_mode=True, target_modules=modules)
+    exported.target_modules = modules  # it was made a set again
+    exported.save_pretrained(str(folder))
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
