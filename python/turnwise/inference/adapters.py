@@ -58,7 +58,8 @@ class SharedBase:
         peft = peft_or_raise()
         # peft's names are parts of parameter names, where a policy's name may not fit ("a.b")
         key = f"adapter{len(self.configs)}"
-        with torch.random.fork_rng(devices=[]):
+        device = self.model.get_input_embeddings().weight.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             peft.inject_adapter_in_model(config, self.model, key)
         del self.model.peft_config  # peft's record of what it put in: it would warn of the next adapter
