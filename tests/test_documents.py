@@ -39,7 +39,12 @@ def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if blocks(path, "toml")], ids=lambda path: path.name)
-def test_toml_blocks_are_settings(path: Path) -> None:
+def test_toml_blocks_are_settings(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules that the document shows, by a first line such as ``# my_losses.py``, may be named in them."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for block in blocks(path, "python"):
+        if named := re.match(r"# (\w+\.py)$", block, flags=re.MULTILINE):
+            (tmp_path / named[1]).write_text(block, encoding="utf-8")
     for block in blocks(path, "toml"):
         config_from_dict(tomllib.loads(block))
 
