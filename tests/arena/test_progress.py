@@ -8,7 +8,8 @@ import threading
 
 import pytest
 
-from turnwise.arena import EpisodeProgress, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
+from turnwise.arena import EpisodeProgress, Filters, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
+from turnwise.credit import GRPOCredit
 from turnwise.state import ForkableMixin, to_python
 from turnwise.types import EpisodeRequest
 
@@ -70,7 +71,10 @@ def game(make_arena, reply=None, **options):
 
 def play(arena, count=2):
     requests = [EpisodeRequest("game", f"q{number}") for number in range(count)]
-    return asyncio.run(arena.generate_rollouts(requests))
+    if arena.is_evaluation:
+        return asyncio.run(arena.generate_rollouts(requests))
+    arena.source = lambda: requests
+    return asyncio.run(arena.sample())
 
 
 def killed_after(calls):
@@ -115,6 +119,29 @@ def test_a_finished_batch_is_not_played_again_and_an_earlier_one_is_forgotten(ma
     assert {path.name[:3] for path in tmp_path.iterdir()} == {"e0-", "e1-"}
     play(again, 1)
     assert {path.name[:3] for path in tmp_path.iterdir()} == {"e2-"}
+
+
+def test_a_batch_killed_in_its_second_draw_keeps_the_first(make_arena, tmp_path):
+    """Every answer is right, so no question says anything, and the batch draws again."""
+
+    def all_right(kill_at):
+        made = iter(range(10**6))
+
+        def reply(prompt, request):
+            if next(made) == kill_at:
+                raise KilledError
+            return "1"
+
+        arena = game(make_arena, reply, credit=GRPOCredit(), filters=Filters(resample=1))
+        arena.progress = EpisodeProgress(tmp_path)
+        return arena
+
+    with pytest.raises(KilledError):
+        play(all_right(kill_at=100))  # of 72 in each draw
+    resumed = all_right(kill_at=None)
+    results = play(resumed)
+    assert [result.rollout.id for result in results] == ["e0", "e1", "e2", "e3"]
+    assert len(resumed.client.requests) <= 144 - 100 + 24
 
 
 def test_other_weights_or_another_seed_start_anew(make_arena, tmp_path):

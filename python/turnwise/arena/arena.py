@@ -175,6 +175,8 @@ class Arena:
         """
         if self.is_evaluation:
             raise RuntimeError("an evaluation makes no training batch: call generate_rollouts(requests) on it")
+        if self.progress is not None:
+            self.progress.drop_before(self._started)
         requests = await resolve(self.get_batch())
         if self.filters.resample:
             return await resample(self, requests, drawn)
@@ -195,8 +197,6 @@ class Arena:
         parent = current_context()
         seen: Counter[Any] = Counter()
         contexts = [self._open(request, parent, seen) for request in requests]
-        if parent is None and self.progress is not None and not self.is_evaluation:
-            self.progress.keep_only({context.rollout.id for context in contexts})
         failures = FailureCount(len(contexts), self.failure_threshold)
         running = [self._run(request, context, failures) for request, context in zip(requests, contexts, strict=True)]
         if parent is not None:

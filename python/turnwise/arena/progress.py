@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +67,13 @@ class EpisodeProgress:
         context.state = saved["state"]
         return context.state
 
-    def keep_only(self, ids: Collection[str]) -> None:
-        """Delete the files of all episodes but these and those that they spawned: an earlier batch is done with."""
-        roots = {_root_of(id) for id in ids}
-        for path in self.folder.glob("*.episode"):
-            if path.name.partition("-")[0] not in roots:
+    def drop_before(self, number: int) -> None:
+        """Delete the files of the episodes before ``number`` and of those that they spawned: their batch is done with.
+
+        Later ones stay: a batch that was killed may have drawn more than once.
+        """
+        for path in self.folder.glob("e*.episode"):
+            if int(path.name.partition("-")[0].removeprefix("e")) < number:
                 path.unlink(missing_ok=True)
 
     def _path(self, id: str) -> Path:
