@@ -35,6 +35,7 @@ from turnwise.train.models import (
 )
 from turnwise.train.phases import steps_in_training
 from turnwise.train.policy import Policy
+from turnwise.train.random_state import seed_generators
 from turnwise.train.run_log import RunLog
 from turnwise.train.specialization import resolve_policies
 from turnwise.train.warm_start import Demonstration, warm_start
@@ -143,7 +144,7 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
 
     if config.threads:
         torch.set_num_threads(config.threads)
-    torch.manual_seed(config.seed)
+    seed_generators(config.seed)
     task = build_task(config.task, {"seed": config.seed, **config.task_options})
     config, actors, tokenizer = checked(config, task)
     held_out, validation = eval_sets(config, task)

@@ -11,6 +11,13 @@ import torch
 from torch import Tensor
 
 
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of Python, numpy and torch, so that equal runs draw equal numbers from them."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def random_state(rng: np.random.Generator) -> dict[str, Any]:
     """The states of ``rng`` and of the global Python and numpy generators, which a user's episodes may draw from."""
     legacy = np.random.get_state(legacy=False)

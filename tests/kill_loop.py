@@ -1,0 +1,231 @@
+"""Kills a training run -9 at random moments, resumes it each time, and compares it with one that was left alone.
+
+    python tests/kill_loop.py --kills 50                    # a synchronous run, some minutes
+    python tests/kill_loop.py --kills 50 --mode lora        # two adapters over one base
+    python tests/kill_loop.py --kills 50 --mode async       # sampling ahead of training, deterministic
+
+A run is ``turnwise train`` in a process of its own. It is forked from this one, which has imported turnwise and run
+none of it, as importing torch would take most of the time; ``--fresh`` starts an interpreter each time instead.
+A kill comes before the run's first new step, between two steps, or while a checkpoint is written: the first two a random
+time after a random number of new lines in ``metrics.jsonl``, the last when the temporary folder shows.
+Equal must be, bit for bit: the exported weights, the newest checkpoint (optimizers, generators, credit), and every line
+of ``metrics.jsonl`` and ``rollouts.jsonl``, each step once. Only timings may differ. Exit code 1 where they do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from turnwise import cli
+from turnwise.train.config import TrainConfig
+from turnwise.train.config_files import config_from_dict, to_toml
+
+COMMON = {
+    "threads": 1,
+    "warm_start": {"steps": 3, "batch_size": 8},
+    "rollout": {"questions": 2, "branches": 2},
+    "update": {"lr": 1e-3, "warmup": 5, "min_lr_ratio": 0.1},
+    "eval": {"questions": 2, "every": 7},
+    "checkpoint": {"every": 1, "keep": 2, "best": True},
+}
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "lora": {"specialization": "lora"},
+    "full": {"specialization": "full"},
+    "async": {"loop": {"max_staleness": 2, "deterministic": True}},
+}
+TIMEOUT = 300.0
+"""Seconds in which a run must write its next step, or end."""
+
+
+@dataclass(slots=True)
+class Process:
+    """One start of the run; ``log`` holds what it printed."""
+
+    pid: int
+    log: Path
+
+    def returned(self) -> int | None:
+        """The exit code, negative for a signal; ``None`` while it runs."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if pid else None
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+def forked(config: Path, log: Path) -> Process:
+    """The run in a copy of this process."""
+    pid = os.fork()
+    if pid:
+        return Process(pid, log)
+    code = 1
+    try:
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        code = cli.main(["train", str(config), "--traceback"])
+        sys.stdout.flush()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(code)
+
+
+def fresh(config: Path, log: Path) -> Process:
+    """The run in a new interpreter."""
+    command = [sys.executable, "-P", "-m", "turnwise.cli", "train", str(config), "--traceback"]
+    with log.open("w") as stream:
+        return Process(subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT).pid, log)
+
+
+def steps_logged(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    return path.read_text(encoding="utf-8").count("\n") if path.exists() else 0
+
+
+def writes_checkpoint(run_dir: Path) -> bool:
+    return any((run_dir / "checkpoints").glob(".step_*"))
+
+
+def wait(process: Process, reached: Callable[[], bool]) -> None:
+    """Until ``reached``; a run that ends before, or hangs, is an error."""
+    deadline = time.monotonic() + TIMEOUT
+    while not reached():
+        code = process.returned()
+        if code is not None or time.monotonic() > deadline:
+            state = "hangs" if code is None else f"ended with exit code {code}"
+            raise SystemExit(f"the run {state} before it was killed:\n{process.log.read_text()}")
+        time.sleep(0.001)
+
+
+def kill_once(process: Process, run_dir: Path, rng: random.Random, step_seconds: float) -> str:
+    """Kill ``process`` at a moment drawn from ``rng``; returns where it was: what the disk shows after the kill."""
+    before = steps_logged(run_dir)
+    kind = rng.choice(["start", "between", "saving"])
+    if kind != "start":
+        new = rng.randint(1, 2)
+        wait(process, lambda: steps_logged(run_dir) >= before + new)
+    if kind == "saving":
+        wait(process, lambda: writes_checkpoint(run_dir))
+        time.sleep(rng.uniform(0, 0.02))
+    else:
+        time.sleep(rng.uniform(0, 2 * step_seconds))
+    process.kill()
+    if writes_checkpoint(run_dir):
+        return "while saving"
+    return "before a new step" if steps_logged(run_dir) <= before else "between two steps"
+
+
+def run_to_end(process: Process) -> None:
+    deadline = time.monotonic() + 4 * TIMEOUT
+    while (code := process.returned()) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if code != 0:
+        raise SystemExit(f"the run ended with {code}:\n{process.log.read_text()}")
+
+
+def differences(whole: Path, killed: Path) -> Iterator[str]:
+    """What differs between two run folders, timings and their own names aside; nothing where they are equal."""
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        a, b = ([untimed(json.loads(line)) for line in (run / name).read_text().splitlines()] for run in (whole, killed))
+        steps = [[row["step"] for row in rows] for rows in (a, b)]
+        if steps[0] != steps[1]:
+            yield f"{name}: steps {steps[1]}, expected {steps[0]}"
+        else:
+            yield from (f"{name}, step {x['step']}:\n  {x}\n  {y}" for x, y in zip(a, b, strict=True) if x != y)
+    for pattern in ("policies/**/*.safetensors", "checkpoints/step_*/*"):
+        a, b = ({file.relative_to(run): digest(file) for file in run.glob(pattern)} for run in (whole, killed))
+        assert a, f"{whole} holds no {pattern}"
+        yield from (f"{file} differs" for file in sorted(a.keys() | b.keys()) if a.get(file) != b.get(file))
+
+
+def untimed(value: Any) -> Any:
+    """``value`` without what the clock wrote."""
+    if isinstance(value, list):
+        return [untimed(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: untimed(item) for key, item in value.items() if "second" not in key}
+
+
+def digest(file: Path) -> str:
+    """Of a manifest, what it says without timings; of all else, the bytes."""
+    if file.suffix == ".json":
+        return json.dumps(untimed(json.loads(file.read_text())), sort_keys=True)
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def config_in(folder: Path, name: str, mode: str, steps: int) -> Path:
+    settings = {**COMMON, **MODES[mode], "steps": steps, "run_dir": str(folder / name)}
+    config: TrainConfig = config_from_dict(settings)
+    path = folder / f"{name}.toml"
+    path.write_text(to_toml(config))
+    return path
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--mode", choices=MODES, default="sync")
+    parser.add_argument("--seed", type=int, help="of the moments (default: drawn, and printed)")
+    parser.add_argument("--folder", type=Path, help="empty or new, to look into afterwards (default: a temporary one)")
+    parser.add_argument("--fresh", action="store_true", help="a new interpreter for each start")
+    return parser.parse_args(arguments)
+
+
+def kill_loop(options: argparse.Namespace, folder: Path) -> list[str]:
+    """Both runs under ``folder``; returns what differs between them."""
+    seed = random.randrange(2**32) if options.seed is None else options.seed
+    print(f"{options.mode}: {options.kills} kills, seed {seed}", flush=True)
+    rng = random.Random(seed)
+    start = fresh if options.fresh else forked
+    # A kill takes at most four steps with it: two that it waits for, and two in the time that it waits then.
+    steps = 4 * options.kills + 2
+    began = time.monotonic()
+    run_to_end(start(config_in(folder, "whole", options.mode, steps), folder / "whole.log"))
+    seconds = time.monotonic() - began
+    print(f"left alone: {steps} steps in {seconds:.0f} s", flush=True)
+    config, run_dir = config_in(folder, "killed", options.mode, steps), folder / "killed"
+    moments: Counter[str] = Counter()
+    began = time.monotonic()
+    for kill in range(options.kills):
+        process = start(config, folder / f"killed_{kill}.log")
+        moments[kill_once(process, run_dir, rng, seconds / steps)] += 1
+    run_to_end(start(config, folder / "killed_last.log"))
+    places = ", ".join(f"{count} {moment}" for moment, count in sorted(moments.items()))
+    print(f"killed: {places}; {time.monotonic() - began:.0f} s", flush=True)
+    return list(differences(folder / "whole", run_dir))
+
+
+def main() -> int:
+    options = parse()
+    import transformers  # noqa: F401  forked runs find it imported
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise SystemExit(f"--folder {folder}: expected an empty folder")
+        found = kill_loop(options, folder)
+    print("\n".join(found) or "equal: weights, checkpoint, metrics and rollouts, each step once")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
