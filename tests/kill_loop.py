@@ -6,8 +6,8 @@
 
 A run is ``turnwise train`` in a process of its own. It is forked from this one, which has imported turnwise and run
 none of it, as importing torch would take most of the time; ``--fresh`` starts an interpreter each time instead.
-A kill comes before the run's first new step, between two steps, or while a checkpoint is written: the first two a random
-time after a random number of new lines in ``metrics.jsonl``, the last when the temporary folder shows.
+A kill comes a random time after the start, or after the first new line in ``metrics.jsonl`` (while it samples, updates,
+validates or saves), or after the next temporary folder of a checkpoint shows.
 Equal must be, bit for bit: the exported weights, the newest checkpoint (optimizers, generators, credit), and every line
 of ``metrics.jsonl`` and ``rollouts.jsonl``, each step once. Only timings may differ. Exit code 1 where they do.
 """
@@ -117,10 +117,9 @@ def wait(process: Process, reached: Callable[[], bool]) -> None:
 def kill_once(process: Process, run_dir: Path, rng: random.Random, step_seconds: float) -> str:
     """Kill ``process`` at a moment drawn from ``rng``; returns where it was: what the disk shows after the kill."""
     before = steps_logged(run_dir)
-    kind = rng.choice(["start", "between", "saving"])
+    kind = rng.choice(["start", "between", "saving", "saving"])
     if kind != "start":
-        new = rng.randint(1, 2)
-        wait(process, lambda: steps_logged(run_dir) >= before + new)
+        wait(process, lambda: steps_logged(run_dir) > before)
     if kind == "saving":
         wait(process, lambda: writes_checkpoint(run_dir))
         time.sleep(rng.uniform(0, 0.02))
@@ -143,7 +142,9 @@ def run_to_end(process: Process) -> None:
 def differences(whole: Path, killed: Path) -> Iterator[str]:
     """What differs between two run folders, timings and their own names aside; nothing where they are equal."""
     for name in ("metrics.jsonl", "rollouts.jsonl"):
-        a, b = ([untimed(json.loads(line)) for line in (run / name).read_text().splitlines()] for run in (whole, killed))
+        a, b = (
+            [untimed(json.loads(line)) for line in (run / name).read_text().splitlines()] for run in (whole, killed)
+        )
         steps = [[row["step"] for row in rows] for rows in (a, b)]
         if steps[0] != steps[1]:
             yield f"{name}: steps {steps[1]}, expected {steps[0]}"
@@ -195,8 +196,8 @@ def kill_loop(options: argparse.Namespace, folder: Path) -> list[str]:
     print(f"{options.mode}: {options.kills} kills, seed {seed}", flush=True)
     rng = random.Random(seed)
     start = fresh if options.fresh else forked
-    # A kill takes at most four steps with it: two that it waits for, and two in the time that it waits then.
-    steps = 4 * options.kills + 2
+    # A start may finish the step that it waits for, the one whose checkpoint it waits for, and two while it sleeps.
+    steps = 3 * options.kills + 4
     began = time.monotonic()
     run_to_end(start(config_in(folder, "whole", options.mode, steps), folder / "whole.log"))
     seconds = time.monotonic() - began

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from turnwise.arena import Filters, OverlongPenalty
 from turnwise.inference.adapters import shared_bases
@@ -420,22 +418,3 @@ def test_ctrl_c_saves_and_exits_and_the_run_goes_on(tmp_path):
     train_from_config(config_of(tmp_path / "run", steps=reached + 1))
     train_from_config(config_of(tmp_path / "whole", steps=reached + 1))
     assert lines_of(tmp_path / "run") == lines_of(tmp_path / "whole")
-
-
-def test_kill_at_any_moment_leaves_the_last_whole_checkpoint(tmp_path):
-    seed = random.randrange(2**32)
-    print("seed", seed)
-    rng = random.Random(seed)
-    steps = 12
-    config = config_of(tmp_path / "killed", steps=steps)
-    for kill in range(3):
-        process = start(config, tmp_path / "run.toml")
-        wait_for_step(process, config.run_dir, 3 * kill + 1)
-        time.sleep(rng.uniform(0, 0.3))
-        process.kill()
-        process.communicate()
-        newest = list_checkpoints(config.run_dir / "checkpoints")[-1]
-        load_file(newest / "policy-default.safetensors")
-    train_from_config(config)
-    train_from_config(config_of(tmp_path / "whole", steps=steps))
-    assert lines_of(tmp_path / "killed") == lines_of(tmp_path / "whole")
