@@ -231,7 +231,10 @@ COMMANDS: dict[str, Command] = {
     "eval": Command(
         "Measure held-out success of the policies that a config file describes.",
         run_eval,
-        (CONFIG, ("--checkpoint", {"type": Path, "help": "to measure (default: the run's newest)"})),
+        (
+            CONFIG,
+            ("--checkpoint", {"help": "newest (the default), best, step_00000010, or a folder"}),
+        ),
         overrides=True,
     ),
     "view": Command(

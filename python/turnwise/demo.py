@@ -20,7 +20,7 @@ from rich.table import Table
 
 from turnwise import __version__
 from turnwise.report import write_report
-from turnwise.run import Run, build_run, describe, run_warm_start, tiny
+from turnwise.run import Run, build_run, describe, run_warm_start, tiny, warm_start_rows
 from turnwise.tasks import build_task
 from turnwise.train.config import TrainConfig
 from turnwise.train.config_files import config_from_dict, load_config
@@ -130,7 +130,9 @@ def warm_started(config: TrainConfig, folder: Path) -> tuple[TrainConfig, float]
         started = time.perf_counter()
         task = build_task(config.task, {"seed": config.seed, **config.task_options})
         tokenizer, model = tiny(config, task)
-        run_warm_start(config, task, task.actors, tokenizer, {"default": model}, lambda line: None)
+        run_warm_start(
+            config, warm_start_rows(config, task), task.actors, tokenizer, {"default": model}, lambda line: None
+        )
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         done.write_text(json.dumps(time.perf_counter() - started))

@@ -21,6 +21,7 @@ from turnwise.tasks import Task, build_task
 from turnwise.train.checkpoint import list_checkpoints, load_weights
 from turnwise.train.config import RolloutConfig, TrainConfig
 from turnwise.train.config_files import ConfigError, Problems, to_toml
+from turnwise.train.demonstrations import Row, RowReader, Rows, fitting
 from turnwise.train.evaluate import Evaluation
 from turnwise.train.export import export_policies
 from turnwise.train.loop import EvalSet, Progress, Trainer
@@ -35,10 +36,11 @@ from turnwise.train.models import (
 )
 from turnwise.train.phases import steps_in_training
 from turnwise.train.policy import Policy
+from turnwise.train.progress import find_checkpoint
 from turnwise.train.random_state import seed_generators
 from turnwise.train.run_log import RunLog
 from turnwise.train.specialization import resolve_policies
-from turnwise.train.warm_start import Demonstration, warm_start
+from turnwise.train.warm_start import warm_start
 from turnwise.types import Actor, CreditAssigner, EpisodeRequest, Sampling
 
 TINY_CONTEXT = 2048
@@ -101,14 +103,14 @@ def train_from_config(config: TrainConfig) -> Run:
     """Build and train; prints held-out success at the end. Goes on from the run folder's newest checkpoint."""
     run = build_run(config)
     log = run.trainer.log
-    if config.steps == 0:
-        log.note("steps = 0: nothing to train")
+    if config.steps == 0 and config.warm_start.steps == 0:
+        log.note("steps = 0 and warm_start.steps = 0: nothing to train")
         return run
     log.note(f"{run.task.name}: training for {config.steps} steps in {config.run_dir}")
     progress = run.train()
     log.note(
         f"step {progress.step}: {progress.episodes} episodes, {progress.sampled_tokens} sampled tokens, "
-        f"{progress.seconds:.0f} s"
+        f"{progress.seconds:.0f} s; {progress.finished(config) or 'stopped'}"
     )
     if run.trainer.interrupted:
         log.note(f"stopped; run the same command again to go on from {run.trainer.checkpoints}")
@@ -117,10 +119,15 @@ def train_from_config(config: TrainConfig) -> Run:
     return run
 
 
-def evaluate_from_config(config: TrainConfig, checkpoint: Path | None = None) -> Evaluation:
-    """Held-out success of a checkpoint: the given one, else the run folder's newest, else the starting weights."""
-    newest = list_checkpoints(config.run_dir / "checkpoints")
-    chosen = checkpoint or (newest[-1] if newest else None)
+def evaluate_from_config(config: TrainConfig, checkpoint: str | Path | None = None) -> Evaluation:
+    """Held-out success of a checkpoint: the given one, else the run folder's newest, else the starting weights.
+
+    ``checkpoint`` is ``"newest"``, ``"best"`` (of the validations so far), the name of one of the run's, or a folder.
+    """
+    root = config.run_dir / "checkpoints"
+    if checkpoint is None and list_checkpoints(root):
+        checkpoint = "newest"
+    chosen = None if checkpoint is None else find_checkpoint(root, checkpoint)
     run = build_run(config.model_copy(update={"resume": False}), warm=chosen is None)
     if chosen is not None:
         load_weights(chosen, run.trainer.policies)
@@ -146,15 +153,15 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
         torch.set_num_threads(config.threads)
     seed_generators(config.seed)
     task = build_task(config.task, {"seed": config.seed, **config.task_options})
-    config, actors, tokenizer = checked(config, task)
+    resumes = config.resume and bool(list_checkpoints(config.run_dir / "checkpoints"))
+    config, actors, tokenizer, rows = checked(config, task, warm=bool(config.warm_start.steps) and warm and not resumes)
     held_out, validation = eval_sets(config, task)
     log = log or RunLog.from_config(config)
     device = find_device(config.device)
     models = load_models(config.policies, partial(tiny, config, task), share_frozen=config.warm_start.steps == 0)
     models = {name: model.to(device) for name, model in models.items()}
-    resumes = config.resume and bool(list_checkpoints(config.run_dir / "checkpoints"))
-    if config.warm_start.steps and warm and not resumes:
-        run_warm_start(config, task, actors, tokenizer, models, log.note)
+    if rows is not None:
+        run_warm_start(config, rows, actors, tokenizer, models, log.note)
     models = attach_adapters(models, config.policies, config.seed)
     arena = build_arena(config, task, actors, tokenizer, models)
     references = load_references(config.policies, partial(tiny, config, task)) if config.loss.kl.coef else {}
@@ -164,13 +171,13 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
     return Run(config, task, tokenizer, arena, trainer, held_out)
 
 
-def checked(config: TrainConfig, task: Task) -> tuple[TrainConfig, list[Actor], Any]:
-    """The config with a policy for every actor, the actors, and the tokenizer.
+def checked(config: TrainConfig, task: Task, *, warm: bool) -> tuple[TrainConfig, list[Actor], Any, Rows | None]:
+    """The config with a policy for every actor, the actors, the tokenizer, and what a ``warm`` start learns from.
 
     Nothing is written and no weights are read before everything that can be known to be wrong is told at once.
     """
     problems = Problems()
-    resolved, actors, tokenizer = config, list(task.actors), None
+    resolved, actors, tokenizer, rows = config, list(task.actors), None, None
     with problems.gathered():
         build_credit(config)
     with problems.gathered():
@@ -181,8 +188,10 @@ def checked(config: TrainConfig, task: Task) -> tuple[TrainConfig, list[Actor], 
         actors, resolved = resolve_policies(config, task.actors, task.name)
     with problems.gathered():
         tokenizer = check_models(resolved.policies, partial(tiny, config, task))
+    with problems.gathered():
+        rows = warm_start_rows(config, task) if warm else None
     problems.raise_any()
-    return resolved, actors, tokenizer
+    return resolved, actors, tokenizer, rows
 
 
 def eval_sets(config: TrainConfig, task: Task) -> tuple[EvalSet, EvalSet]:
@@ -272,28 +281,38 @@ def tiny(config: TrainConfig, task: Task) -> tuple[Any, Any]:
     return tokenizer, build_model(tokenizer, max_position_embeddings=TINY_CONTEXT, seed=config.seed)
 
 
+def warm_start_rows(config: TrainConfig, task: Task) -> Rows:
+    """The rows of ``warm_start.data``, or as many of the task's own demonstrations as are drawn."""
+    settings = config.warm_start
+    if settings.data is not None:
+        reader = RowReader([actor.id for actor in task.actors], settings.min_reward)
+        recorded = reader.read(Path(settings.data))
+        return Rows(recorded, f"{len(recorded)} rows of {settings.data}{reader.describe()}")
+    shown = task.demonstrations(settings.steps * settings.batch_size, config.seed)
+    rows = [Row(messages, text, actor, f"demonstration {i}") for i, (actor, messages, text) in enumerate(shown)]
+    return Rows(rows, f"{len(rows)} demonstrations of task {task.name!r}")
+
+
 def run_warm_start(
     config: TrainConfig,
-    task: Task,
+    rows: Rows,
     actors: Sequence[Actor],
     tokenizer: Any,
     models: dict[str, Any],
     note: Callable[[str], None],
 ) -> None:
-    """Train each model on the demonstrations of the actors that it plays; a shared base on those of all above it."""
-    count = config.warm_start.steps * config.warm_start.batch_size
-    rows = task.demonstrations(count, config.seed)
+    """Train each model on the rows of the actors that it plays; a shared base on those of all above it."""
+    note(f"warm start on {rows.source}")
     policy_of = {actor.id: actor.policy for actor in actors}
     for names in sharing(config.policies, share_frozen=False):
         if not any(config.policies[name].trainable for name in names):
             continue
-        own = [tokenize(tokenizer, messages, text) for actor, messages, text in rows if policy_of[actor] in names]
-        loss = warm_start(models[names[0]], own, config.warm_start, seed=config.seed)
         warmed = f"policy {names[0]!r}" if len(names) == 1 else f"the base of policies {', '.join(map(repr, names))}"
+        own = [row for row in rows.rows if row.actor is None or policy_of[row.actor] in names]
+        if not own:
+            note(f"warm start of {warmed}: no row is of its actors, so it starts as it is")
+            continue
+        model = models[names[0]]
+        fit = fitting(tokenizer, own, model.config.max_position_embeddings, note)
+        loss = warm_start(model, fit, config.warm_start, seed=config.seed)
         note(f"warm start of {warmed}: {config.warm_start.steps} steps, last loss {loss:.3f}")
-
-
-def tokenize(tokenizer: Any, messages: Any, completion: str) -> Demonstration:
-    """The prompt as a model call would send it, and the completion as a model would sample it, stop token included."""
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-    return Demonstration(prompt, [*tokenizer.encode(completion, add_special_tokens=False), tokenizer.eos_token_id])

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import asdict
 
 import pytest
 
+from turnwise.train.checkpoint import CheckpointError
 from turnwise.train.config_files import config_from_dict
-from turnwise.train.progress import Progress
+from turnwise.train.progress import Progress, find_checkpoint
 
 
 def config_of(**changes):
@@ -63,3 +65,23 @@ def test_which_steps_are_kept():
 def test_survives_json():
     progress = validated(0.1, 0.5, sampled_tokens=7)
     assert Progress(**json.loads(json.dumps(asdict(progress)))) == progress
+
+
+def test_checkpoints_by_name(tmp_path):
+    with pytest.raises(CheckpointError, match=r"checkpoint 'best': .* holds none"):
+        find_checkpoint(tmp_path, "best")
+    for step, evaluations in ((10, {}), (20, {"10": 0.5, "20": 0.4})):
+        folder = tmp_path / f"step_{step:08d}"
+        folder.mkdir()
+        state = {"progress": {"step": step, "evaluations": evaluations}}
+        (folder / "manifest.json").write_text(json.dumps({"state": state}))
+        if step == 10:
+            with pytest.raises(CheckpointError, match=r"nothing was validated up to .*step_00000010"):
+                find_checkpoint(tmp_path, "best")
+    assert find_checkpoint(tmp_path, "best") == tmp_path / "step_00000010"
+    assert find_checkpoint(tmp_path, "newest") == tmp_path / "step_00000020"
+    assert find_checkpoint(tmp_path, "step_00000010") == tmp_path / "step_00000010"
+    assert find_checkpoint(tmp_path, tmp_path / "elsewhere") == tmp_path / "elsewhere"
+    shutil.rmtree(tmp_path / "step_00000010")
+    with pytest.raises(CheckpointError, match=r"that of step 10 is gone; checkpoint.best = true keeps it"):
+        find_checkpoint(tmp_path, "best")

@@ -31,6 +31,14 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """What a warm start learns from, and in words where it comes from and what was left out."""
+
+    rows: list[Row]
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class Demonstration:
     """Token ids of one prompt and its completion, the stop token included."""
 

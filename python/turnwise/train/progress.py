@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from turnwise.train.checkpoint import CheckpointError, checkpoint_at, list_checkpoints
 from turnwise.train.config import TrainConfig
 
 
@@ -54,3 +58,36 @@ class Progress:
     def best_kept(self, config: TrainConfig) -> int | None:
         """The step whose checkpoint ``checkpoint.best`` keeps; ``None`` where it is off, or nothing is validated."""
         return self.best_step if config.checkpoint.best else None
+
+
+def find_checkpoint(root: Path, which: str | Path) -> Path:
+    """The checkpoint under ``root`` that ``which`` names, by a key of :data:`NAMED` or its own; else a folder.
+
+    Raises :class:`~turnwise.train.checkpoint.CheckpointError` naming what is missing.
+    """
+    if str(which) in NAMED:
+        found = list_checkpoints(root)
+        if not found:
+            raise CheckpointError(f"checkpoint {str(which)!r}: {root} holds none")
+        return NAMED[str(which)](found)
+    inside = root / which
+    return inside if inside.is_dir() else Path(which)
+
+
+def _best(found: list[Path]) -> Path:
+    """The one of the best validation that the newest checkpoint knows of."""
+    try:
+        state = json.loads((found[-1] / "manifest.json").read_text(encoding="utf-8"))["state"]
+        step = Progress(**state["progress"]).best_step
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{found[-1] / 'manifest.json'} can't be read: {error!r}") from error
+    if step is None:
+        raise CheckpointError(f"checkpoint 'best': nothing was validated up to {found[-1]}; set eval.every")
+    best = checkpoint_at(found[-1].parent, step)
+    if best not in found:
+        raise CheckpointError(f"checkpoint 'best': that of step {step} is gone; checkpoint.best = true keeps it")
+    return best
+
+
+NAMED: dict[str, Callable[[list[Path]], Path]] = {"newest": lambda found: found[-1], "best": _best}
+"""Checkpoints by what they are: from all of a run, oldest first, to one."""

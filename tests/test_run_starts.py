@@ -1,0 +1,151 @@
+"""Whole runs from a config: supervised starts, checkpoints by name, and configs that are refused as a whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from turnwise import cli
+from turnwise.run import build_run, evaluate_from_config, train_from_config
+from turnwise.train.checkpoint import list_checkpoints
+from turnwise.train.config_files import config_from_dict, to_toml
+
+SMALL = {
+    "steps": 2,
+    "threads": 1,
+    "warm_start": {"steps": 3, "batch_size": 8},
+    "rollout": {"questions": 2, "branches": 2},
+    "update": {"lr": 1e-3},
+    "eval": {"questions": 3},
+    "checkpoint": {"every": 1},
+}
+
+
+def config_of(run_dir, **changes):
+    return config_from_dict({**SMALL, "run_dir": str(run_dir), **changes})
+
+
+def lines_of(run_dir):
+    lines = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if "second" not in key} for line in lines]
+
+
+def weights_of(run):
+    return dict(run.trainer.policies["default"].weights())
+
+
+def test_a_supervised_start_alone_is_exported_and_rl_goes_on_from_it(tmp_path, capsys):
+    """`steps = 0` is SFT; the same folder with more steps continues it, and does not warm-start again."""
+    supervised = train_from_config(config_of(tmp_path / "sft", steps=0))
+    assert "warm start of policy 'default': 3 steps" in capsys.readouterr().out
+    assert (tmp_path / "sft/policies/default/model.safetensors").is_file()
+    assert [path.name for path in list_checkpoints(tmp_path / "sft/checkpoints")] == ["step_00000000"]
+    untrained = build_run(config_of(tmp_path / "untrained", warm_start={"steps": 0}))
+    assert any(
+        (a != b).any() for a, b in zip(weights_of(supervised).values(), weights_of(untrained).values(), strict=True)
+    )
+    train_from_config(config_of(tmp_path / "sft", steps=2))
+    assert "warm start of" not in capsys.readouterr().out
+    train_from_config(config_of(tmp_path / "whole", steps=2))
+    assert lines_of(tmp_path / "sft") == lines_of(tmp_path / "whole")
+
+
+def test_nothing_to_train_is_told(tmp_path, capsys):
+    train_from_config(config_of(tmp_path, steps=0, warm_start={"steps": 0}))
+    assert "steps = 0 and warm_start.steps = 0: nothing to train" in capsys.readouterr().out
+    assert not (tmp_path / "policies").exists()
+
+
+def test_a_start_from_another_runs_episodes(tmp_path, capsys):
+    # So many supervised steps that the model ends some of what it samples.
+    train_from_config(config_of(tmp_path / "first", steps=1, warm_start={"steps": 40, "batch_size": 32}))
+    record = tmp_path / "first" / "rollouts.jsonl"
+    steps = [step for line in record.read_text().splitlines() for step in json.loads(line)["steps"]]
+    finished = sum(step["finish_reason"] == "stop" and step["trainable"] for step in steps)
+    assert finished
+    capsys.readouterr()
+    warm_start = {**SMALL["warm_start"], "data": str(record), "min_reward": -9}
+    train_from_config(config_of(tmp_path / "second", steps=0, warm_start=warm_start))
+    said = capsys.readouterr().out.replace("\n", "")
+    assert f"warm start on {finished} rows of {record}" in said and "warm start of policy 'default': 3 steps" in said
+
+
+def test_a_start_from_rows_of_one_actor(tmp_path, capsys):
+    chat = [{"role": "user", "content": "1234"}]
+    path = tmp_path / "rows.jsonl"
+    rows = [{"messages": chat, "completion": "4321", "actor": "reviser"}]
+    rows.append({"messages": chat, "completion": "1 " * 3000, "actor": "reviser"})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    warm_start = {**SMALL["warm_start"], "data": str(path)}
+    run = train_from_config(config_of(tmp_path / "run", steps=0, specialization="full", warm_start=warm_start))
+    said = "".join(capsys.readouterr().out.split())  # the console breaks lines anywhere in a long path
+    told = f"1 of 2 rows left out, longer than the model's context of 2048 tokens; the longest, {path}:2"
+    for sentence in (told, "warm start of policy 'proposer': no row is of its actors"):
+        assert "".join(sentence.split()) in said
+    fresh = build_run(config_of(tmp_path / "fresh", steps=0, specialization="full", warm_start={"steps": 0}))
+    for name, moves in (("proposer", False), ("reviser", True)):
+        pairs = zip(run.trainer.policies[name].weights(), fresh.trainer.policies[name].weights(), strict=True)
+        assert any((a != b).any() for (_, a), (_, b) in pairs) is moves, name
+
+
+def test_checkpoints_are_evaluated_by_name(tmp_path, capsys):
+    config = config_of(tmp_path / "run", steps=3, eval={"questions": 3, "every": 1}, checkpoint={"best": True})
+    run = train_from_config(config)
+    best = run.trainer.progress.best_step
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    capsys.readouterr()
+    for name, step in (("best", best), ("newest", 3), (f"step_{best:08d}", best)):
+        assert cli.main(["eval", str(tmp_path / "run.toml"), "--checkpoint", name]) == cli.EXIT_OK
+        assert f"step_{step:08d}: success" in capsys.readouterr().out.replace("\n", "")
+    assert cli.main(["eval", str(tmp_path / "run.toml"), "--checkpoint", "step_9"]) == cli.EXIT_FAILED
+    assert "step_9/manifest.json can't be read" in capsys.readouterr().err
+    assert evaluate_from_config(config, "newest") == run.evaluate()
+
+
+MISTAKES = """
+stepz = 5
+run_dir = "{run_dir}"
+[policies.default]
+dtype = "float23"
+[rollout]
+branches = 0
+[update]
+lr = "fast"
+[loss.kl]
+kind = "k9"
+[eval]
+stop_at = 0.5
+"""
+SECOND_LOOK = """
+run_dir = "{run_dir}"
+[policies.default]
+[policies.extra]
+[credit]
+rule = "gropo"
+[actors]
+nobody = "default"
+[warm_start]
+steps = 1
+data = "nowhere.jsonl"
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        (MISTAKES, ["stepz", "policies.default.dtype", "rollout.branches", "update.lr", "loss.kl.kind", "eval"]),
+        (SECOND_LOOK, ["policies.extra", "credit.rule", "actors.nobody", "warm_start.data"]),
+    ],
+)
+def test_all_mistakes_at_once_and_nothing_on_disk(tmp_path, monkeypatch, capsys, text, keys):
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "run.toml"
+    config.write_text(text.format(run_dir=tmp_path / "run"))
+    assert cli.main(["train", str(config)]) == cli.EXIT_USAGE
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == len(keys), lines
+    for key in keys:
+        assert sum(f"config key '{key}" in line for line in lines) == 1, (key, lines)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
