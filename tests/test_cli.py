@@ -137,6 +137,20 @@ def test_dry_run_prints_the_resolved_config(capsys: pytest.CaptureFixture[str], 
     assert "lr = 0.5" in output
 
 
+def test_dry_run_says_who_plays_with_what_and_all_that_is_wrong(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text('specialization = "full"\n')
+    assert cli.main(["train", str(config), "--dry-run"]) == cli.EXIT_OK
+    output = capsys.readouterr().out
+    assert "# actor 'proposer' plays with policy 'proposer'" in output and "[policies.reviser]" in output
+    wrong = ["--loss.kind", "pppo", "--credit.rule", "grp", "--actors.proposr", "default", "--checkpoint.best", "true"]
+    assert cli.main(["train", str(config), "--dry-run", *wrong]) == cli.EXIT_USAGE
+    told = capsys.readouterr().err
+    assert all(key in told for key in ("'loss.kind'", "'credit.rule'", "'actors.proposr'", "'checkpoint.best'"))
+
+
 def test_closed_pipe_is_quiet() -> None:
     """`turnwise --help | true`-like: the reader is gone before anything is written."""
     read_end, write_end = os.pipe()

@@ -16,7 +16,7 @@ import torch
 from turnwise.arena import Filters, OverlongPenalty
 from turnwise.inference.adapters import shared_bases
 from turnwise.run import build_run, describe, evaluate_from_config, train_from_config
-from turnwise.train.checkpoint import CheckpointError, list_checkpoints
+from turnwise.train.checkpoint import CheckpointError, CheckpointMismatch, list_checkpoints
 from turnwise.train.config_files import ConfigError, config_from_dict, to_toml
 from turnwise.train.evaluate import Evaluation
 
@@ -239,10 +239,35 @@ def test_too_few_held_out_questions_show_before_the_training(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_used_folder_is_not_overwritten(tmp_path):
+def test_a_used_folder_is_not_overwritten(tmp_path, monkeypatch):
     train_from_config(config_of(tmp_path, steps=1))
-    with pytest.raises(ValueError, match="choose another run_dir"):
+    written = (tmp_path / "config.toml").read_text()
+    monkeypatch.setattr("turnwise.run.load_models", None)  # nothing is loaded, nor trained, before the refusal
+    with pytest.raises(ConfigError, match="choose another run_dir"):
         train_from_config(config_of(tmp_path, steps=2, resume=False))
+    assert (tmp_path / "config.toml").read_text() == written
+
+
+def test_a_folder_of_other_policies_is_refused_and_stays_as_it_was(tmp_path):
+    train_from_config(config_of(tmp_path, steps=1))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointMismatch, match=r"holds policies \['default'\].*choose another run_dir") as refused:
+        train_from_config(config_of(tmp_path, steps=2, specialization="full"))
+    assert "delete" not in str(refused.value), "the checkpoint is fine: nobody should be told to throw it away"
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_resumed_run_takes_its_new_settings_and_tells_them(tmp_path, capsys):
+    schedule = {"lr": 1e-3, "schedule": "linear", "min_lr_ratio": 0.0}
+    train_from_config(config_of(tmp_path, steps=2, update=schedule, credit={"rule": "constant"}))
+    capsys.readouterr()
+    changed = {**schedule, "lr": 1e-2}
+    run = train_from_config(config_of(tmp_path, steps=4, update=changed, credit={"rule": "constant"}))
+    policy = run.trainer.policies["default"]
+    assert policy.updates == policy.schedule.last_epoch == 4
+    assert policy.schedule.base_lrs == [1e-2] and policy.optimizer.param_groups[0]["lr"] == 0.0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "settings changed since then: steps 2 -> 4, update.lr 0.001 -> 0.01" in told
 
 
 def test_evaluating_a_folder_that_is_no_checkpoint(tmp_path):

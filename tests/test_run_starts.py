@@ -124,6 +124,8 @@ run_dir = "{run_dir}"
 [policies.extra]
 [credit]
 rule = "gropo"
+[loss]
+kind = "pppo"
 [actors]
 nobody = "default"
 [warm_start]
@@ -136,7 +138,7 @@ data = "nowhere.jsonl"
     ("text", "keys"),
     [
         (MISTAKES, ["stepz", "policies.default.dtype", "rollout.branches", "update.lr", "loss.kl.kind", "eval"]),
-        (SECOND_LOOK, ["policies.extra", "credit.rule", "actors.nobody", "warm_start.data"]),
+        (SECOND_LOOK, ["policies.extra", "credit.rule", "loss.kind", "actors.nobody", "warm_start.data"]),
     ],
 )
 def test_all_mistakes_at_once_and_nothing_on_disk(tmp_path, monkeypatch, capsys, text, keys):

@@ -142,14 +142,14 @@ def run_demo(options: argparse.Namespace) -> int:
 
 
 def run_train(options: argparse.Namespace) -> int:
-    from turnwise.train.config_files import load_config, to_toml
-
-    config = load_config(options.config, options.overrides)
-    if options.dry_run:
-        print(to_toml(config), end="")
-        return EXIT_OK
     from turnwise.report import write_report
-    from turnwise.run import train_from_config
+    from turnwise.run import dry_run, train_from_config
+    from turnwise.train.config_files import read_config
+
+    config = read_config(options.config, options.overrides)
+    if options.dry_run:
+        print(dry_run(config), end="")
+        return EXIT_OK
 
     run = train_from_config(config)
     if config.steps:
@@ -159,9 +159,9 @@ def run_train(options: argparse.Namespace) -> int:
 
 def run_eval(options: argparse.Namespace) -> int:
     from turnwise.run import evaluate_from_config
-    from turnwise.train.config_files import load_config
+    from turnwise.train.config_files import read_config
 
-    evaluate_from_config(load_config(options.config, options.overrides), checkpoint=options.checkpoint)
+    evaluate_from_config(read_config(options.config, options.overrides), checkpoint=options.checkpoint)
     return EXIT_OK
 
 

@@ -20,15 +20,16 @@ from turnwise.naming import construct, find
 from turnwise.tasks import Task, build_task
 from turnwise.train.checkpoint import list_checkpoints, load_weights
 from turnwise.train.config import RolloutConfig, TrainConfig
-from turnwise.train.config_files import ConfigError, Problems, to_toml
+from turnwise.train.config_files import ConfigError, Problems, contradictions, to_toml
 from turnwise.train.demonstrations import Row, RowReader, Rows, fitting
 from turnwise.train.evaluate import Evaluation
 from turnwise.train.export import export_policies
-from turnwise.train.loop import EvalSet, Progress, Trainer
+from turnwise.train.loop import EvalSet, Progress, Trainer, refuse_checkpoints
 from turnwise.train.models import (
     TINY,
     attach_adapters,
     check_models,
+    check_targets,
     find_device,
     load_models,
     load_references,
@@ -83,7 +84,6 @@ class Run:
 
     def train(self) -> Progress:
         """Train, and leave each policy as a folder under ``run_dir/policies``: see :mod:`turnwise.train.export`."""
-        (self.config.run_dir / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
         progress = asyncio.run(self.trainer.run())
         adapted = [settings.path for settings in self.config.policies.values() if settings.lora]
         changed = self.config.warm_start.steps > 0 or TINY in adapted
@@ -101,6 +101,8 @@ class Run:
 
 def train_from_config(config: TrainConfig) -> Run:
     """Build and train; prints held-out success at the end. Goes on from the run folder's newest checkpoint."""
+    if not config.resume:
+        refuse_checkpoints(config)
     run = build_run(config)
     log = run.trainer.log
     if config.steps == 0 and config.warm_start.steps == 0:
@@ -152,7 +154,7 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
     if config.threads:
         torch.set_num_threads(config.threads)
     seed_generators(config.seed)
-    task = build_task(config.task, {"seed": config.seed, **config.task_options})
+    task = task_of(config)
     resumes = config.resume and bool(list_checkpoints(config.run_dir / "checkpoints"))
     config, actors, tokenizer, rows = checked(config, task, warm=bool(config.warm_start.steps) and warm and not resumes)
     held_out, validation = eval_sets(config, task)
@@ -160,6 +162,7 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
     device = find_device(config.device)
     models = load_models(config.policies, partial(tiny, config, task), share_frozen=config.warm_start.steps == 0)
     models = {name: model.to(device) for name, model in models.items()}
+    check_targets(models, config.policies)
     if rows is not None:
         run_warm_start(config, rows, actors, tokenizer, models, log.note)
     models = attach_adapters(models, config.policies, config.seed)
@@ -177,21 +180,46 @@ def checked(config: TrainConfig, task: Task, *, warm: bool) -> tuple[TrainConfig
     Nothing is written and no weights are read before everything that can be known to be wrong is told at once.
     """
     problems = Problems()
-    resolved, actors, tokenizer, rows = config, list(task.actors), None, None
-    with problems.gathered():
-        build_credit(config)
+    tokenizer, rows = None, None
+    resolved, actors = resolved_config(config, task, problems)
     with problems.gathered():
         find_device(config.device)
-    with problems.gathered():
-        eval_sets(config, task)
-    with problems.gathered():
-        actors, resolved = resolve_policies(config, task.actors, task.name)
     with problems.gathered():
         tokenizer = check_models(resolved.policies, partial(tiny, config, task))
     with problems.gathered():
         rows = warm_start_rows(config, task) if warm else None
     problems.raise_any()
     return resolved, actors, tokenizer, rows
+
+
+def resolved_config(config: TrainConfig, task: Task, problems: Problems) -> tuple[TrainConfig, list[Actor]]:
+    """The config with a policy for every actor, and the actors; ``problems`` hears what can't be on any machine."""
+    resolved, actors = config, list(task.actors)
+    problems.lines += contradictions(config)
+    with problems.gathered():
+        build_credit(config)
+    with problems.gathered():
+        eval_sets(config, task)
+    with problems.gathered():
+        actors, resolved = resolve_policies(config, task.actors, task.name)
+    return resolved, actors
+
+
+def dry_run(config: TrainConfig) -> str:
+    """What a run of ``config`` would be, as TOML, who plays with which policy among it; no model is looked for.
+
+    Raises :class:`ConfigError` with a line for each problem.
+    """
+    problems = Problems()
+    resolved, actors = resolved_config(config, task_of(config), problems)
+    problems.raise_any()
+    players = [f"# actor {actor.id!r} plays with policy {actor.policy!r}\n" for actor in actors]
+    return "".join(players) + to_toml(resolved)
+
+
+def task_of(config: TrainConfig) -> Task:
+    """The task that ``config`` names, with its options."""
+    return build_task(config.task, {"seed": config.seed, **config.task_options})
 
 
 def eval_sets(config: TrainConfig, task: Task) -> tuple[EvalSet, EvalSet]:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from turnwise.inference.adapters import SharedBase
 from turnwise.train import checkpoint_files
 from turnwise.train.checkpoint import CheckpointError, list_checkpoints, load_checkpoint, load_weights, save_checkpoint
+from turnwise.train.checkpoint_files import write_manifest
 from turnwise.train.config import KLConfig, LoraConfig, LossConfig, UpdateConfig
 from turnwise.train.models import peft_config
 from turnwise.train.policy import Policy
@@ -282,7 +283,8 @@ def test_another_run_is_refused_by_name_and_nothing_changes(tmp_path, fresh_team
             load_checkpoint(path, team)
         assert all(torch.equal(tensor, before[key]) for key, tensor in all_weights(team).items())
     manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps({**manifest, "world_size": 4}))
+    del manifest["sha256"]
+    write_manifest({**manifest, "world_size": 4}, path)
     with pytest.raises(CheckpointError, match="written by 4 processes, this run has 1"):
         load_checkpoint(path, fresh_team())
     del content["manifest.json"]
@@ -300,3 +302,20 @@ def test_a_flipped_byte_anywhere_is_found(tmp_path, fresh_team, file):
     with pytest.raises(CheckpointError, match=rf"{file}.safetensors is damaged"):
         load_checkpoint(path.parent, team)
     assert all(torch.equal(tensor, before[key]) for key, tensor in all_weights(team).items())
+
+
+def test_a_changed_digit_of_the_manifest_is_found(tmp_path, fresh_policy):
+    path = save_checkpoint(tmp_path, 1, {"default": fresh_policy()}, {"seconds": {"1": 17, "10": 2.5}})
+    assert load_checkpoint(path, {"default": fresh_policy()})[1] == {"seconds": {"1": 17, "10": 2.5}}
+    file = path / "manifest.json"
+    file.write_text(file.read_text().replace("17", "18"))
+    policy = fresh_policy(seed=1)
+    before = [tensor.clone() for _, tensor in policy.weights()]
+    with pytest.raises(CheckpointError, match=r"manifest.json is damaged"):
+        load_checkpoint(path, {"default": policy})
+    assert all(torch.equal(old, new) for old, (_, new) in zip(before, policy.weights(), strict=True))
+
+
+def test_a_manifest_with_numbered_keys_is_read_back(tmp_path, fresh_policy):
+    path = save_checkpoint(tmp_path, 1, {"default": fresh_policy()}, {"by_step": {2: "b", 10: "a"}})
+    assert load_checkpoint(path, {"default": fresh_policy()})[1] == {"by_step": {"2": "b", "10": "a"}}

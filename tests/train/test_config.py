@@ -5,7 +5,7 @@ import tomllib
 import pytest
 
 from turnwise.train.config import TrainConfig
-from turnwise.train.config_files import ConfigError, load_config, to_toml
+from turnwise.train.config_files import ConfigError, config_from_dict, differences, load_config, to_toml
 
 
 def written(tmp_path, text):
@@ -47,7 +47,17 @@ def test_unknown_keys_name_the_nearest(key, message):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("update.lr", "-1"), ("steps", "many"), ("loss.aggregation", "sum"), ("rollout.branches", "0")]
+    ("key", "value"),
+    [
+        ("update.lr", "-1"),
+        ("update.lr", "inf"),
+        ("loss.entropy_coef", "nan"),
+        ("steps", "many"),
+        ("steps", "True"),
+        ("eval.stop_at", "True"),
+        ("loss.aggregation", "sum"),
+        ("rollout.branches", "0"),
+    ],
 )
 def test_bad_values_name_key_and_value(key, value):
     with pytest.raises(ConfigError, match=rf"config key '{key}' = .*{value}"):
@@ -65,6 +75,28 @@ def test_bad_values_name_key_and_value(key, value):
 def test_settings_that_make_no_sense_together(overrides, message):
     with pytest.raises(ConfigError, match=message):
         load_config(None, overrides)
+
+
+def test_betas_that_adamw_refuses():
+    with pytest.raises(ConfigError, match=r"'update.betas.0' = 2.0: .*less than 1"):
+        load_config(None, {"update.betas": "[2.0, 0.9]"})
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "", "two words"])
+def test_a_policys_name_is_fit_for_a_file(name):
+    with pytest.raises(ConfigError, match="the name becomes that of files"):
+        config_from_dict({"policies": {name: {}}})
+
+
+def test_what_changed_since_a_run_began(tmp_path):
+    first = load_config(None, {"policies.p.path": "x", "max_seconds": 3})
+    path = written(tmp_path, to_toml(first))
+    assert differences(path, first) == []
+    later = load_config(None, {"policies.p.path": "x", "update.lr": 0.5, "policies.p.dtype": "bfloat16"})
+    assert differences(path, later) == [
+        "max_seconds 3.0 -> unset", "policies.p.dtype float32 -> bfloat16", "update.lr 1e-06 -> 0.5",
+    ]  # fmt: skip
+    assert differences(tmp_path / "none.toml", later) == []
 
 
 def test_a_folder_named_by_a_number_is_a_folder():

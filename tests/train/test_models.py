@@ -7,7 +7,7 @@ from turnwise.inference.adapters import AdaptedModel, shared_bases
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train.config import LoraConfig, PolicyConfig
 from turnwise.train.config_files import ConfigError
-from turnwise.train.models import attach_adapters, check_models, load_models, load_references, sharing
+from turnwise.train.models import attach_adapters, check_models, check_targets, load_models, load_references, sharing
 
 LORA = LoraConfig(rank=2)
 
@@ -149,6 +149,16 @@ def test_target_modules_that_the_model_lacks(one):
     policies = {"a": PolicyConfig(path=one, lora=LoraConfig(target_modules=["w_pack"]))}
     with pytest.raises(ConfigError, match=r"'policies.a.lora.target_modules' = \['w_pack'\]: .*not found"):
         attach_adapters(load_models(policies, never), policies, seed=0)
+    with pytest.raises(ConfigError, match=r"'policies.a.lora.target_modules': the model has no module 'q_prj'.*q_proj"):
+        targets = {"a": PolicyConfig(path=one, lora=LoraConfig(target_modules=["k_proj", "q_prj"]))}
+        check_targets(load_models(targets, never), targets)
+    fine = {"a": PolicyConfig(path=one, lora=LoraConfig(target_modules=["self_attn.k_proj", "q_proj"]))}
+    check_targets(load_models(fine, never), fine)
+
+
+def test_a_folder_that_is_not_there_is_told_so(tmp_path):
+    with pytest.raises(ConfigError, match=r"'policies.a.path' = '.*/none': there is no such folder"):
+        check_models({"a": PolicyConfig(path=str(tmp_path / "none"))}, never)
 
 
 def test_an_instruction_model_is_asked_for(tmp_path):

@@ -2,7 +2,7 @@
 
 A kill at any moment leaves the last whole checkpoint. Layout of ``checkpoints/step_00000010/``::
 
-    manifest.json                 step, trainer state, and the size and SHA-256 of every other file
+    manifest.json                 step, trainer state, the size and SHA-256 of every other file, and its own
     policy-default.safetensors    a policy's own weights, tied ones once: of an adapter the adapter alone
     base-default.safetensors      the base that adapters share, named after the first of them
     reference-default.safetensors the frozen model of a KL term
@@ -15,7 +15,6 @@ is hard-linked from the checkpoint before (see :mod:`turnwise.train.checkpoint_f
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -29,23 +28,26 @@ from turnwise.inference.adapters import AdaptedModel, SharedBase
 from turnwise.state.files import sync_folder
 from turnwise.train.checkpoint_files import (
     CheckpointError,
+    CheckpointMismatch,
     FrozenFiles,
     fingerprint,
     read_manifest,
     read_tensors,
     sync_files,
+    write_manifest,
     write_tensors,
 )
 from turnwise.train.policy import Policy, named_weights
 from turnwise.train.random_state import generator_states, set_generator_states
 
-FORMAT = 2
+FORMAT = 3
 WORLD_SIZE = 1
 """Processes that train; a checkpoint belongs to as many as wrote it."""
 _PREFIX = "step_"
 
 __all__ = [
     "CheckpointError",
+    "CheckpointMismatch",
     "checkpoint_at",
     "list_checkpoints",
     "load_checkpoint",
@@ -80,7 +82,7 @@ def save_checkpoint(
     try:
         manifest = _write_all(temporary, policies, attachments or {}, FrozenFiles(found[-1] if found else None))
         manifest |= {"step": step, "state": state}
-        (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        write_manifest(manifest, temporary)
         sync_files(temporary)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -203,8 +205,7 @@ def _describe(policy: Policy, optimizer_file: Path) -> dict[str, Any]:
         saved = policy.optimizer.state_dict()
         moments = {f"{i}.{key}": value for i, slots in saved["state"].items() for key, value in slots.items()}
         write_tensors(moments, optimizer_file)
-        described["param_groups"] = saved["param_groups"]
-        described["schedule"] = {k: v for k, v in policy.schedule.state_dict().items() if k != "lr_lambdas"}
+        described["schedule"] = {"last_epoch": policy.schedule.last_epoch}
     return described
 
 
@@ -223,8 +224,8 @@ def _restore_optimizer(policy: Policy, moments: dict[str, Tensor] | None, descri
     for key, tensor in moments.items():
         index, slot = key.split(".", 1)
         state.setdefault(int(index), {})[slot] = tensor
-    policy.optimizer.load_state_dict({"state": state, "param_groups": described["param_groups"]})
-    policy.schedule.load_state_dict({**policy.schedule.state_dict(), **described["schedule"]})
+    policy.optimizer.load_state_dict({"state": state, "param_groups": policy.optimizer.state_dict()["param_groups"]})
+    policy.seek_schedule(described["schedule"]["last_epoch"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -234,12 +235,16 @@ def _checked_manifest(path: Path, policies: Mapping[str, Policy]) -> dict[str, A
     """The manifest, once its files are whole and it was written by such a run with such policies."""
     manifest = read_manifest(path, FORMAT)
     if manifest["world_size"] != WORLD_SIZE:
-        raise CheckpointError(f"{path}: written by {manifest['world_size']} processes, this run has {WORLD_SIZE}")
+        raise CheckpointMismatch(f"{path}: written by {manifest['world_size']} processes, this run has {WORLD_SIZE}")
     if set(manifest["policies"]) != set(policies):
-        raise CheckpointError(f"{path}: holds policies {sorted(manifest['policies'])}, the run has {sorted(policies)}")
+        raise CheckpointMismatch(
+            f"{path}: holds policies {sorted(manifest['policies'])}, the run has {sorted(policies)}"
+        )
     for name, policy in policies.items():
         if (kind := manifest["policies"][name]["kind"]) != _kind(policy):
-            raise CheckpointError(f"{path}: policy {name!r} was saved as {kind!r}, the run has it as {_kind(policy)!r}")
+            raise CheckpointMismatch(
+                f"{path}: policy {name!r} was saved as {kind!r}, the run has it as {_kind(policy)!r}"
+            )
     return manifest
 
 
@@ -249,7 +254,7 @@ def _check_learners(path: Path, policies: Mapping[str, Policy], manifest: dict[s
     for name, policy in policies.items():
         was = manifest["policies"][name]["trainable"]
         if was != policy.trainable:
-            raise CheckpointError(
+            raise CheckpointMismatch(
                 f"{path}: policy {name!r} was {words[was]} when it was saved, in this run it is "
                 f"{words[policy.trainable]}"
             )
@@ -260,7 +265,7 @@ def _read_parts(path: Path, parts: Iterable[Part], manifest: dict[str, Any]) -> 
     contents = []
     for part in parts:
         if part.file not in manifest["files"]:
-            raise CheckpointError(f"{path}: {part.label} was not saved: there is no {part.file}")
+            raise CheckpointMismatch(f"{path}: {part.label} was not saved: there is no {part.file}")
         saved = read_tensors(path / part.file)
         _check_fit(path, part, saved)
         contents.append((part, saved))
@@ -273,7 +278,7 @@ def _check_fit(path: Path, part: Part, weights: dict[str, Tensor]) -> None:
     if own != saved:
         odd = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
         first = odd[0]
-        raise CheckpointError(
+        raise CheckpointMismatch(
             f"{path}: {part.label} doesn't fit the model: {len(odd)} tensors differ, first {first!r}: "
             f"checkpoint {saved.get(first, 'missing')}, model {own.get(first, 'missing')}"
         )

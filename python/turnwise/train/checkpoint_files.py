@@ -19,9 +19,16 @@ from torch import Tensor
 from turnwise.state.files import sync_folder
 from turnwise.train.policy import bit_sum
 
+_OWN = "sha256"
+"""Where a manifest keeps the digest of all else that it says."""
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint that can't be read or doesn't fit the run: the message names the file and the reason."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """A whole checkpoint, of another run than this: other policies, processes, or another format."""
 
 
 class FrozenFiles:
@@ -74,11 +81,20 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{file} can't be read: {error}") from error
 
 
+def write_manifest(manifest: Mapping[str, Any], path: Path) -> None:
+    """Write ``manifest``, fit for JSON, into checkpoint ``path``, with a SHA-256 of itself."""
+    plain = json.loads(json.dumps(manifest))  # as it will be read: keys that were numbers are text
+    signed = {**plain, _OWN: _own_digest(plain)}
+    (path / "manifest.json").write_text(json.dumps(signed, indent=1), encoding="utf-8")
+
+
 def read_manifest(path: Path, version: int) -> dict[str, Any]:
-    """The manifest of checkpoint ``path`` in format ``version``, once every file that it lists is as it says."""
+    """The manifest of checkpoint ``path`` in format ``version``, once it and all files of it are as it says."""
     manifest = _parsed(path / "manifest.json")
     if manifest.get("format") != version:
-        raise CheckpointError(f"{path}: format {manifest.get('format')!r}; this version reads format {version}")
+        raise CheckpointMismatch(f"{path}: format {manifest.get('format')!r}; this version reads format {version}")
+    if manifest.pop(_OWN, None) != _own_digest(manifest):
+        raise CheckpointError(f"{path / 'manifest.json'} is damaged: its SHA-256 differs from what it says")
     for name, expected in manifest["files"].items():
         file = path / name
         if not file.is_file():
@@ -110,6 +126,10 @@ def _parsed(file: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict):
         raise CheckpointError(f"{file} can't be read: it holds no table")
     return manifest
+
+
+def _own_digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _digest(weights: Mapping[str, Tensor]) -> str:

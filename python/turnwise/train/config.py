@@ -7,15 +7,26 @@ The defaults are the settings that were vetted; unknown keys are refused with th
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
     """A table of the config file."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """``eval.every = true`` must not mean 1."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and {int, float} & {annotation, *get_args(annotation)}:
+            raise ValueError("expected a number")
+        return value
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -38,7 +49,7 @@ class OptimizerConfig(Section):
     min_lr_ratio: float = Field(default=1.0, ge=0, le=1)
     warmup: int = Field(default=0, ge=0)
     weight_decay: float = Field(default=0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Share, Share] = (0.9, 0.95)
     max_grad_norm: float = Field(default=1.0, gt=0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,10 @@ from turnwise.train.loss import check_loss
 
 EXTENDS = "extends"
 """The key of a config file that names another one, relative to it, whose settings it takes and overrides."""
+
+
+CONFIG_FILE = "config.toml"
+"""What a run folder keeps of its configuration, resolved."""
 
 
 class ConfigError(ValueError):
@@ -51,19 +56,31 @@ def load_config(path: str | Path | None, overrides: Mapping[str, Any] | Iterable
     literals where they can be, else kept as text. Raises :class:`ConfigError` naming the file, or every key that is
     wrong.
     """
+    return _consistent(read_config(path, overrides))
+
+
+def read_config(path: str | Path | None, overrides: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> TrainConfig:
+    """:func:`load_config` without :func:`contradictions`, for a caller that asks for them with all else."""
     data = {} if path is None else _read(Path(path), ())
     items = overrides.items() if isinstance(overrides, Mapping) else overrides
     for key, value in items:
         _put(data, key, _literal(value))
-    return config_from_dict(data)
+    return _valid(data)
 
 
 def config_from_dict(data: Mapping[str, Any]) -> TrainConfig:
     """Validate plain data; every problem becomes one line of a :class:`ConfigError`."""
+    return _consistent(_valid(data))
+
+
+def _valid(data: Mapping[str, Any]) -> TrainConfig:
     try:
-        config = TrainConfig.model_validate(dict(data))
+        return TrainConfig.model_validate(dict(data))
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(problem) for problem in error.errors())) from None
+
+
+def _consistent(config: TrainConfig) -> TrainConfig:
     if problems := contradictions(config):
         raise ConfigError("\n".join(problems))
     return config
@@ -78,6 +95,11 @@ def contradictions(config: TrainConfig) -> list[str]:
         except ValidationError as error:
             at = ("policies", name, "optimizer")
             problems += [_explain({**problem, "loc": (*at, *problem["loc"])}) for problem in error.errors()]
+    problems += [
+        f"config key 'policies.{name}': the name becomes that of files: expected letters, digits, '_', '-' and '.'"
+        for name in config.policies
+        if not re.fullmatch(r"\w[\w.-]*", name)
+    ]
     correction, update = config.loss.correction, config.update
     if correction is not None and update.old_logprobs != "recompute":
         problems.append(
@@ -178,3 +200,24 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
 def to_toml(config: TrainConfig) -> str:
     """The resolved configuration as TOML, which :func:`load_config` reads back to an equal one."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def differences(file: Path, config: TrainConfig) -> list[str]:
+    """Where ``config`` is not what :func:`to_toml` once wrote to ``file``, as ``"update.lr 0.001 -> 0.01"``.
+
+    Nothing where the file is not there, or not TOML: then it tells nothing.
+    """
+    try:
+        before = _leaves(tomllib.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return []
+    now = _leaves(tomllib.loads(to_toml(config)))
+    keys = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
+    return [f"{key} {before.get(key, 'unset')} -> {now.get(key, 'unset')}" for key in keys]
+
+
+def _leaves(data: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for key, value in data.items():
+        leaves |= _leaves(value, f"{above}{key}.") if isinstance(value, dict) else {above + key: value}
+    return leaves

@@ -19,9 +19,15 @@ import numpy as np
 
 from turnwise.arena import Arena, EpisodeProgress
 from turnwise.arena.samples import drop_stale
-from turnwise.train.checkpoint import CheckpointError, list_checkpoints, load_checkpoint, save_checkpoint
+from turnwise.train.checkpoint import (
+    CheckpointError,
+    CheckpointMismatch,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
 from turnwise.train.config import TrainConfig
-from turnwise.train.config_files import ConfigError, contradictions
+from turnwise.train.config_files import CONFIG_FILE, ConfigError, contradictions, differences, to_toml
 from turnwise.train.evaluate import Evaluation, evaluate
 from turnwise.train.interrupt import StopRequest
 from turnwise.train.kl import KLPenalty
@@ -101,6 +107,7 @@ class Trainer:
     async def run(self) -> Progress:
         """Train until a limit of the config is reached: steps, seconds, sampled tokens, or validation success."""
         self.resume()
+        (self.config.run_dir / CONFIG_FILE).write_text(to_toml(self.config), encoding="utf-8")
         await self.publish()
         await self.arena.on_train_start()
         try:
@@ -312,14 +319,18 @@ class Trainer:
     def resume(self) -> None:
         """Go on from the newest checkpoint, where there is one. An unreadable one raises, naming the one before."""
         found = list_checkpoints(self.checkpoints)
-        if found and not self.config.resume:
-            raise ValueError(f"resume=False, but {self.checkpoints} holds checkpoints: choose another run_dir")
+        if not self.config.resume:
+            refuse_checkpoints(self.config)
         self.producer = self._new_producer()
         if not found:
             self.log.rewind(-1)
             return
         try:
             _, state = load_checkpoint(found[-1], self.policies)
+        except CheckpointMismatch as error:
+            raise CheckpointMismatch(
+                f"{error}; choose another run_dir, or the settings that it was saved with"
+            ) from error
         except CheckpointError as error:
             before = f"go on from {found[-2]}" if len(found) > 1 else "start afresh"
             raise CheckpointError(f"{error}; delete {found[-1]} to {before}") from error
@@ -331,6 +342,16 @@ class Trainer:
             self.producer.put(pickle.loads(queue.read_bytes()))
         self.log.rewind(self.progress.step)
         self.log.note(f"resumed from {found[-1]} (step {self.progress.step})")
+        if changed := differences(self.config.run_dir / CONFIG_FILE, self.config):
+            self.log.note(f"settings changed since then: {', '.join(changed)}")
+
+
+def refuse_checkpoints(config: TrainConfig) -> None:
+    """Raise :class:`ConfigError` where the run folder holds checkpoints that a run without ``resume`` would bury."""
+    if list_checkpoints(config.run_dir / "checkpoints"):
+        raise ConfigError(
+            f"config key 'resume' = {config.resume!r}: {config.run_dir} holds checkpoints: choose another run_dir"
+        )
 
 
 def _pickled(batches: list[list[GenerateResult]]) -> bytes:

@@ -8,12 +8,14 @@ the same. Then, after a warm start of these modules if there is one, :func:`atta
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from turnwise.inference.adapters import SharedBase, peft_or_raise
+from turnwise.naming import nearest
 from turnwise.train.config import LoraConfig, PolicyConfig
 from turnwise.train.config_files import ConfigError
 
@@ -50,7 +52,8 @@ def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> Any:
         try:
             loaded, rows = _tokenizer_and_rows(path)
         except (OSError, ValueError) as error:
-            problems.append(f"config key {key!r} = {path!r}: {str(error).strip().splitlines()[0]}")
+            folder = "there is no such folder" if path.startswith((".", "/", "~")) and not Path(path).exists() else ""
+            problems.append(f"config key {key!r} = {path!r}: {folder or str(error).strip().splitlines()[0]}")
             continue
         if tokenizer is None:
             tokenizer, first = loaded, path
@@ -96,6 +99,28 @@ def sharing(policies: Mapping[str, PolicyConfig], share_frozen: bool = True) -> 
         key = (settings.path, settings.dtype, name) if alone else (settings.path, settings.dtype)
         groups.setdefault(key, []).append(name)
     return list(groups.values())
+
+
+def check_targets(models: Mapping[str, nn.Module], policies: Mapping[str, PolicyConfig]) -> None:
+    """Raise :class:`ConfigError` with a line for each of ``lora.target_modules`` that names no module of its model."""
+    problems = []
+    for name, settings in policies.items():
+        if settings.lora is None or isinstance(settings.lora.target_modules, str):
+            continue
+        known = [module for module, _ in models[name].named_modules()]
+        for target in settings.lora.target_modules:
+            if not any(module == target or module.endswith(f".{target}") for module in known):
+                kinds = {
+                    module.rpartition(".")[2]
+                    for module, part in models[name].named_modules()
+                    if isinstance(part, nn.Linear)
+                }
+                problems.append(
+                    f"config key 'policies.{name}.lora.target_modules': the model has no module {target!r}; "
+                    f"{nearest(target, kinds)}"
+                )
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def attach_adapters(

@@ -90,6 +90,17 @@ class Policy:
         self.updates += 1
         return norm
 
+    def seek_schedule(self, updates: int) -> None:
+        """Go to the learning rate after ``updates`` updates, as this policy's own settings have it."""
+        assert self.optimizer is not None and self.schedule is not None, f"policy {self.name!r} is frozen"
+        self.schedule.last_epoch = updates
+        rates = [
+            base * rate(updates) for base, rate in zip(self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True)
+        ]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.schedule._last_lr = rates
+
     def discard_gradient(self) -> None:
         """Leave an update out: weights, optimizer and schedule stay as they are."""
         assert self.optimizer is not None, f"policy {self.name!r} is frozen"
