@@ -38,7 +38,7 @@ COMMON = {
     "threads": 1,
     "warm_start": {"steps": 3, "batch_size": 8},
     "rollout": {"questions": 2, "branches": 2},
-    "update": {"lr": 1e-3, "warmup": 5, "min_lr_ratio": 0.1},
+    "update": {"lr": 1e-3, "warmup": 5, "min_lr_ratio": 0.1, "minibatches": 2},
     "eval": {"questions": 2, "every": 7},
     "checkpoint": {"every": 1, "keep": 2, "best": True},
 }
