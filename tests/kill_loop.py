@@ -1,6 +1,7 @@
 """Kills a training run -9 at random moments, resumes it each time, and compares it with one that was left alone.
 
     python tests/kill_loop.py --kills 50                    # a synchronous run, some minutes
+    python tests/kill_loop.py --kills 50 --mode tree        # AT-GRPO over branches
     python tests/kill_loop.py --kills 50 --mode lora        # two adapters over one base
     python tests/kill_loop.py --kills 50 --mode async       # sampling ahead of training, deterministic
 
@@ -34,16 +35,24 @@ from turnwise import cli
 from turnwise.train.config import TrainConfig
 from turnwise.train.config_files import config_from_dict, to_toml
 
-COMMON = {
+COMMON: dict[str, Any] = {
     "threads": 1,
+    "task_options": {"blanks": [4, 6]},
     "warm_start": {"steps": 3, "batch_size": 8},
-    "rollout": {"questions": 2, "branches": 2},
-    "update": {"lr": 1e-3, "warmup": 5, "min_lr_ratio": 0.1, "minibatches": 2},
+    "rollout": {"questions": 4, "max_tokens": 16},
+    # Its running baselines give every row an advantage, however little the model knows.
+    "credit": {"rule": "rae", "options": {"include_truncated": True}},
+    "update": {"lr": 1e-4, "warmup": 5, "min_lr_ratio": 0.1, "minibatches": 2},
     "eval": {"questions": 2, "every": 7},
     "checkpoint": {"every": 1, "keep": 2, "best": True},
 }
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
+    "tree": {
+        "warm_start": {"steps": 60, "batch_size": 32},  # until branches earn unlike rewards
+        "rollout": {"questions": 4, "branches": 3, "max_tokens": 20},
+        "credit": {"rule": "at_grpo"},
+    },
     "lora": {"specialization": "lora"},
     "full": {"specialization": "full"},
     "async": {"loop": {"max_staleness": 2, "deterministic": True}},
@@ -211,7 +220,16 @@ def kill_loop(options: argparse.Namespace, folder: Path) -> list[str]:
     run_to_end(start(config, folder / "killed_last.log"))
     places = ", ".join(f"{count} {moment}" for moment, count in sorted(moments.items()))
     print(f"killed: {places}; {time.monotonic() - began:.0f} s", flush=True)
+    check_trained(folder / "whole", steps)
     return list(differences(folder / "whole", run_dir))
+
+
+def check_trained(run_dir: Path, steps: int) -> None:
+    """Runs that train nothing are equal whatever is lost: most steps must have updated a policy."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    trained = sum(any(key.endswith("updates") and value for key, value in row.items()) for row in rows)
+    if trained < steps / 2:
+        raise SystemExit(f"only {trained} of {steps} steps updated a policy: this shows nothing")
 
 
 def main() -> int:
