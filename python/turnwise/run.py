@@ -28,6 +28,7 @@ from turnwise.train.loop import EvalSet, Progress, Trainer, refuse_checkpoints
 from turnwise.train.models import (
     TINY,
     attach_adapters,
+    build_policies,
     check_models,
     check_targets,
     find_device,
@@ -35,8 +36,6 @@ from turnwise.train.models import (
     load_references,
     sharing,
 )
-from turnwise.train.phases import steps_in_training
-from turnwise.train.policy import Policy
 from turnwise.train.progress import find_checkpoint
 from turnwise.train.random_state import seed_generators
 from turnwise.train.run_log import RunLog
@@ -230,23 +229,6 @@ def eval_sets(config: TrainConfig, task: Task) -> tuple[EvalSet, EvalSet]:
     except ValueError as error:
         raise ConfigError(f"config key 'eval.questions' = {config.eval.questions}: {error}") from None
     return EvalSet(held_out, task.success_metric), EvalSet(checked, task.success_metric)
-
-
-def build_policies(config: TrainConfig, models: dict[str, Any], references: dict[str, Any]) -> dict[str, Policy]:
-    """A policy over each model, with its own optimizer, schedule and reference."""
-    updates_per_step = config.update.ppo_epochs * config.update.minibatches
-    return {
-        name: Policy(
-            name,
-            model,
-            config.optimizer_of(name),
-            total_steps=steps_in_training(name, config.steps, config.phases) * updates_per_step,
-            trainable=config.policies[name].trainable,
-            with_reference=config.loss.kl.coef > 0 and config.policies[name].trainable,
-            reference=references.get(name),
-        )
-        for name, model in models.items()
-    }
 
 
 def build_arena(

@@ -240,3 +240,30 @@ async def test_a_client_that_samples_with_the_trainers_own_weights_is_refused(ma
     shared = Arena(TransformersClient(model, trainer.arena.tokenizer, share=True), trainer.arena.tokenizer)
     with pytest.raises(ValueError, match=r"loop.max_staleness=1: .*share=True"):
         Trainer(shared, trainer.policies, trainer.config)
+
+
+@pytest.mark.parametrize(("allowed", "trains"), [(1, False), (2, True)])
+async def test_rows_older_than_allowed_are_left_out_and_no_others(make_trainer, allowed, trains):
+    trainer = make_trainer("stale", steps=1, loop={"max_staleness": allowed})
+    trainer.producer.put([await trainer.arena.sample(lambda: None)])
+    trainer.policies["default"].version = 2
+    batch = await trainer.next_batch()
+    assert batch is not None and bool(len(batch)) == trains
+    assert batch.dropped.get("stale", 0) > 0 or trains
+
+
+async def test_a_batch_drawn_again_leaves_what_others_have_taught(make_trainer, monkeypatch):
+    trainer = make_trainer("again", loop={"max_staleness": 1})
+    taught = {"baseline": 0.0}
+    monkeypatch.setattr(trainer.arena.credit, "state_dict", lambda: dict(taught), raising=False)
+    before = trainer._sampler_state()
+    await trainer.arena.sample(lambda: None)  # draws, so that there is something to take back
+    taught["baseline"] = 1.0
+    trainer.rng.random()
+    arena, generators = trainer._rewound(before)
+    now, generators_now = trainer._sampler_state()
+    assert arena["credit"] == {"baseline": 1.0} and generators["trainer"] == generators_now["trainer"]
+    assert generators["trainer"] != before[1]["trainer"], "the trainer's own draws since then stand"
+    drawn_from = set(before[0]) - {"credit", "stores"}
+    assert {key: arena[key] for key in drawn_from} == {key: before[0][key] for key in drawn_from}
+    assert any(now[key] != before[0][key] for key in drawn_from), "sampling draws from what is taken back"

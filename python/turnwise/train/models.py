@@ -1,8 +1,9 @@
 """The models behind the policies: checked against one tokenizer, loaded once where they are shared, and adapted.
 
-A run's models go through three stages. :func:`check_models` reads tokenizers and configurations alone.
+A run's models go through stages. :func:`check_models` reads tokenizers and configurations alone.
 :func:`load_models` gives each policy a module; adapters of one ``path`` and ``dtype``, and frozen policies of one, get
-the same. Then, after a warm start of these modules if there is one, :func:`attach_adapters` puts the adapters in.
+the same. Then, after a warm start of these modules if there is one, :func:`attach_adapters` puts the adapters in, and
+:func:`build_policies` makes policies of them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from torch import nn
 
 from turnwise.inference.adapters import SharedBase, peft_or_raise
 from turnwise.naming import nearest
-from turnwise.train.config import LoraConfig, PolicyConfig
+from turnwise.train.config import LoraConfig, PolicyConfig, TrainConfig
 from turnwise.train.config_files import ConfigError
+from turnwise.train.phases import steps_in_training
+from turnwise.train.policy import Policy
 
 TINY = "tiny"
 """The ``path`` of a model that is made from scratch."""
@@ -162,6 +165,31 @@ def load_references(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> dict[st
                 loaded[key] = load_model(*key, tiny)
             references[name] = loaded[key]
     return references
+
+
+def build_policies(
+    config: TrainConfig, models: Mapping[str, nn.Module], references: Mapping[str, nn.Module] | None = None
+) -> dict[str, Policy]:
+    """A policy over each of ``models``, by its section of ``config``: optimizer, schedule, reference.
+
+    ``references`` are what KL terms hold policies to, by default the weights that they start from.
+    Raises ``ValueError`` for a model without its section.
+    """
+    if unknown := sorted(set(models) - set(config.policies)):
+        raise ValueError(f"models has {unknown[0]!r}: expected names of config.policies, {', '.join(config.policies)}")
+    updates_per_step = config.update.ppo_epochs * config.update.minibatches
+    return {
+        name: Policy(
+            name,
+            model,
+            config.optimizer_of(name),
+            total_steps=steps_in_training(name, config.steps, config.phases) * updates_per_step,
+            trainable=config.policies[name].trainable,
+            with_reference=config.loss.kl.coef > 0 and config.policies[name].trainable,
+            reference=(references or {}).get(name),
+        )
+        for name, model in models.items()
+    }
 
 
 def find_device(name: str) -> torch.device:
