@@ -175,9 +175,10 @@ def untimed(value: Any) -> Any:
 
 
 def digest(file: Path) -> str:
-    """Of a manifest, what it says without timings; of all else, the bytes."""
+    """Of a manifest, what it says without timings and its own digest, which covers them; of all else, the bytes."""
     if file.suffix == ".json":
-        return json.dumps(untimed(json.loads(file.read_text())), sort_keys=True)
+        said = untimed(json.loads(file.read_text()))
+        return json.dumps({key: value for key, value in said.items() if key != "sha256"}, sort_keys=True)
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
