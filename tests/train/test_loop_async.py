@@ -267,3 +267,31 @@ async def test_a_batch_drawn_again_leaves_what_others_have_taught(make_trainer, 
     drawn_from = set(before[0]) - {"credit", "stores"}
     assert {key: arena[key] for key in drawn_from} == {key: before[0][key] for key in drawn_from}
     assert any(now[key] != before[0][key] for key in drawn_from), "sampling draws from what is taken back"
+
+
+async def test_a_deterministic_run_hands_over_while_nothing_is_sampled(make_trainer):
+    trainer = make_trainer("settled", steps=3, loop={"max_staleness": 1, "deterministic": True})
+    sample, update, hand_over = trainer.arena.sample, trainer.update, trainer.hand_over
+    drawn, updated, under_way = [], [], []
+
+    async def slow_sample(tell):
+        number = len(drawn)
+        drawn.append(number)
+        results = await sample(tell)
+        while len(updated) < number:  # every batch outlasts the update beside it
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.005)
+        return results
+
+    def counted_update(batch):
+        measured = update(batch)
+        updated.append(measured)
+        return measured
+
+    async def watched(policy):
+        under_way.append(sum(not batch.results.done() for batch in trainer.producer._batches))
+        await hand_over(policy)
+
+    trainer.arena.sample, trainer.update, trainer.hand_over = slow_sample, counted_update, watched
+    await trainer.run()
+    assert len(under_way) > 1 and set(under_way) == {0}

@@ -128,3 +128,14 @@ async def test_mistakes_are_told():
         Sampler().producer(ahead=-1)
     with pytest.raises(RuntimeError, match=r"call allow\(step"):
         await Sampler().producer(ahead=1).oldest()
+
+
+async def test_what_was_given_up_is_drawn_again():
+    sampler = Sampler()
+    async with sampler.producer(ahead=1) as producer:
+        producer.allow(0, until=9)
+        await ticks()
+        sampler.drawn = await producer.cancel()
+        producer.allow(0, until=9)
+        await ticks()
+        assert sampler.drawn == 2 and sampler.running == {0, 1}
