@@ -68,11 +68,17 @@ def test_sudoku_run_leaves_a_folder_that_stands_alone(tmp_path):
 
 def test_resumed_run_equals_an_uninterrupted_one(tmp_path):
     """Warm start, tree, credit, two epochs, a learning-rate schedule and a reference model, all of them."""
-    changes = {"update": {"lr": 1e-3, "ppo_epochs": 2, "minibatches": 2}, "loss": {"kl": {"coef": 0.1}}}
+    changes = {
+        "update": {"lr": 1e-3, "ppo_epochs": 2, "minibatches": 2},
+        "loss": {"kl": {"coef": 0.1}},
+        # A rule with a state, which gives every row an advantage.
+        "credit": {"rule": "rae", "options": {"include_truncated": True}},
+    }
     whole = train_from_config(config_of(tmp_path / "whole", steps=3, **changes))
     train_from_config(config_of(tmp_path / "parts", steps=1, **changes))
     parts = train_from_config(config_of(tmp_path / "parts", steps=3, **changes))
     assert lines_of(tmp_path / "whole") == lines_of(tmp_path / "parts")
+    assert all(line["updates"] == 4 for line in lines_of(tmp_path / "whole"))
     for (name, a), (_, b) in zip(
         whole.trainer.policies["default"].weights(), parts.trainer.policies["default"].weights(), strict=True
     ):
