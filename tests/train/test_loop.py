@@ -334,3 +334,19 @@ async def test_damaged_checkpoint_names_the_one_before(make_trainer):
         CheckpointError, match=f"rng.safetensors is damaged.*delete .*{newest.name} to go on .*{older.name}"
     ):
         await make_trainer("damaged", steps=3).run()
+
+
+async def test_a_policy_trains_in_the_steps_of_its_phases(make_two_policies):
+    phases = [{"train": ["learner"], "steps": 1}, {"train": ["rival"], "steps": 2}]
+    trainer = make_two_policies("phases", steps=4, phases=phases)
+    versions = []
+    update = trainer.update
+
+    def watched(batch):
+        measured = update(batch)
+        versions.append(trainer.policies["learner"].version)
+        return measured
+
+    trainer.update = watched
+    await trainer.run()
+    assert versions == [1, 1, 1, 2]

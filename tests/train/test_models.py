@@ -76,6 +76,13 @@ def test_one_copy_of_a_shared_base(one, two):
     assert not torch.equal(first_a[:2], first_b[:2]), "each is drawn anew"
 
 
+def test_adapters_of_one_kind_start_from_weights_of_their_own(one):
+    policies = {name: PolicyConfig(path=one, lora=LORA) for name in ("a", "b")}
+    models = attach_adapters(load_models(policies, never), policies, seed=0)
+    first_a, first_b = next(models["a"].parameters()), next(models["b"].parameters())
+    assert first_a.shape == first_b.shape and not torch.equal(first_a, first_b)
+
+
 def test_gradient_checkpointing_of_a_base_and_of_a_model(one):
     policies = {
         "a": PolicyConfig(path=one, lora=LORA),
