@@ -31,11 +31,16 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=None),
     "mistral-window": lambda: MistralConfig(**SIZES, sliding_window=6),
 }
+# What vLLM serves on a CPU too: heads of 32, the narrowest that it has there.
+SERVED: dict[str, Callable[[], Any]] = {
+    "served": lambda: Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
+    "served-untied": lambda: Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False),
+}
 
 
 def build(family: str = "qwen3", seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(CONFIGS[family]()).float().eval()
+    return AutoModelForCausalLM.from_config((CONFIGS | SERVED)[family]()).float().eval()
 
 
 def teacher_forced(model: PreTrainedModel, response: ModelResponse, temperature: float) -> torch.Tensor:
@@ -52,7 +57,7 @@ def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def helpers() -> Any:
     class Helpers:
         vocabulary, context = VOCABULARY, CONTEXT

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from turnwise.inference import ScriptedClient, TransformersClient
+from turnwise.inference import ScriptedClient, TransformersClient, VLLMClient
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.types import ContextLengthError, InferenceClient, ModelError, ModelRequest, ModelResponse, Sampling
 
@@ -22,14 +23,24 @@ CLIENTS: dict[str, Callable[[Any], InferenceClient]] = {
         context_length=CONTEXT,
     ),
     "transformers": lambda helpers: TransformersClient(
-        {"default": helpers.build(seed=0), "other": helpers.build(seed=1)}, ByteTokenizer()
+        {"default": helpers.build("served", seed=0), "other": helpers.build("served", seed=1)}, ByteTokenizer()
+    ),
+    "vllm": lambda helpers: VLLMClient(
+        {"default": helpers.build("served", seed=0), "other": helpers.build("served", seed=1)},
+        ByteTokenizer(),
+        kv_cache_bytes=2**25,
     ),
 }
+NEEDS = {"vllm": "vllm"}
+"""The package without which a client's tests skip."""
 
 
 @pytest.fixture(params=list(CLIENTS))
 async def client(request: pytest.FixtureRequest, helpers: Any) -> Any:
     assert helpers.context == CONTEXT
+    needed = NEEDS.get(request.param)
+    if needed is not None and importlib.util.find_spec(needed) is None:
+        pytest.skip(f"needs {needed}: make test-{needed}")
     async with CLIENTS[request.param](helpers) as client:
         yield client
 
@@ -146,7 +157,7 @@ async def test_versions(client: Any, helpers: Any) -> None:
         client.version("nobody")
     with pytest.raises(ValueError, match=r"'nobody'.*'default', 'other'"):
         client.load_weights("nobody", [], 1)
-    client.load_weights("other", helpers.build(seed=2).state_dict().items(), 7)
+    client.load_weights("other", helpers.build("served", seed=2).state_dict().items(), 7)
     assert (client.version("default"), client.version("other")) == (0, 7)
     other = ModelRequest(ask().prompt_token_ids, ask().sampling, policy="other")
     first, second = await client.generate([ask(), other])

@@ -1,11 +1,12 @@
 """Inference clients: token ids in, token ids and log-probabilities out.
 
-``ScriptedClient`` plays a script (tests, docs); ``TransformersClient`` is the embedded default and needs torch and
-transformers, which are imported when its name is first used.
+``ScriptedClient`` plays a script (tests, docs); ``TransformersClient`` is the embedded default; ``VLLMClient`` runs
+vLLM in this process. What the last two need is imported when their names are first used.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from turnwise.inference.scripted import Reply, ScriptedClient
@@ -13,6 +14,7 @@ from turnwise.types import ContextLengthError, InferenceClient, ModelError, Mode
 
 if TYPE_CHECKING:
     from turnwise.inference.transformers import TransformersClient
+    from turnwise.inference.vllm import VLLMClient
 
 __all__ = [
     "ContextLengthError",
@@ -23,12 +25,13 @@ __all__ = [
     "Reply",
     "ScriptedClient",
     "TransformersClient",
+    "VLLMClient",
 ]
+
+_LAZY = {"TransformersClient": "turnwise.inference.transformers", "VLLMClient": "turnwise.inference.vllm"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "TransformersClient":
-        from turnwise.inference.transformers import TransformersClient
-
-        return TransformersClient
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

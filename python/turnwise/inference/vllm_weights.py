@@ -1,0 +1,111 @@
+"""Put a policy's weights into a running vLLM engine: names and shapes are checked before a byte moves.
+
+What vLLM itself leaves to its callers, and what happens otherwise (vLLM 0.32):
+
+- Weights reach a live engine through its layerwise reload; the model's own ``load_weights`` fails on CPU, where the
+  loaded weights were packed into other layouts.
+- On CPU a head that is tied to the embedding keeps its old packed weights after a reload: it is packed again here.
+- A reload that fails leaves layers half taken apart, and every later one fails on them: they are put together here.
+- Part of a fused weight (``q_proj`` without ``k_proj``) corrupts it silently: only whole models pass the check.
+- Keys and values that old weights computed stay in the prefix cache: :class:`~turnwise.inference.vllm_engine.Engine`
+  clears it after each change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from turnwise.inference.adapters import AdaptedModel
+
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM accepts as the largest rank of an engine's adapters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter as an engine knows it: ``number`` counts from 1, ``folder`` holds it in peft's format."""
+
+    name: str
+    number: int
+    folder: Path
+    config: Any
+
+    def request(self, in_place: bool = False) -> Any:
+        """vLLM's ``LoRARequest``; ``in_place`` reads the folder again for an adapter that the engine has."""
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(self.name, self.number, str(self.folder), load_inplace=in_place)
+
+    def write(self, weights: Mapping[str, Tensor]) -> None:
+        """The adapter's config and ``weights``, by peft's names, into its folder."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        config = replace(self.config, inference_mode=True)
+        config.save_pretrained(str(self.folder))
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+        save_file(tensors, self.folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def shapes_of(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``weights`` without their storage, for :func:`~turnwise.inference.weights.check_weights`; tied ones stay tied."""
+    meta: dict[int, Tensor] = {}
+    for tensor in weights.values():
+        if tensor.data_ptr() not in meta:
+            meta[tensor.data_ptr()] = torch.empty_like(tensor, device="meta")
+    return {name: meta[tensor.data_ptr()] for name, tensor in weights.items()}
+
+
+def full_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The weights of a plain model, or of the base below an adapter, by the names that a checkpoint of it has."""
+    weights = model.shared.weights() if isinstance(model, AdaptedModel) else model.state_dict(keep_vars=True)
+    return {name: tensor.detach() for name, tensor in weights.items()}
+
+
+def largest_rank(ranks: Iterable[int]) -> int:
+    """The smallest rank that vLLM accepts and that holds all of ``ranks``."""
+    largest = max(ranks)
+    if largest > ADAPTER_RANKS[-1]:
+        raise ValueError(f"lora.rank={largest}: expected at most {ADAPTER_RANKS[-1]}, which is what vLLM serves")
+    return next(rank for rank in ADAPTER_RANKS if rank >= largest)
+
+
+def reload(llm: Any, weights: Mapping[str, Tensor]) -> None:
+    """Replace all weights of ``llm``, a vLLM ``LLMEngine`` of this process, in one call between two of its steps.
+
+    Its adapters are dropped. After a failure the engine computes nothing sensible until a reload succeeds.
+    """
+
+    def in_worker(worker: Any) -> None:
+        runner = worker.model_runner
+        try:
+            runner.reload_weights(weights_iterator=iter(list(weights.items())))
+        except Exception:
+            end_reload(runner.get_model())
+            raise
+        repack_embeddings(runner.get_model())
+
+    llm.collective_rpc(in_worker)
+
+
+def end_reload(model: nn.Module) -> None:
+    """After a reload that failed in its midst: put every layer's tensors back in place, so that the next can begin."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for layer in model.modules():
+        state = layerwise.get_layerwise_info(layer)
+        if state.can_load():
+            layerwise._place_kernel_tensors(layer, state)
+            state.reset()
+
+
+def repack_embeddings(model: nn.Module) -> None:
+    """On CPU, pack embeddings and heads anew: a tied one shares the tensor that changed but not what was packed."""
+    for module in model.modules():
+        if hasattr(module, "cpu_linear") and hasattr(module, "num_embeddings_padded"):
+            module.quant_method.process_weights_after_loading(module)  # type: ignore[operator, union-attr]

@@ -1,0 +1,421 @@
+"""The vLLM client beyond the contract: exact log-probabilities after every sync, and what breaks without remedies."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import random
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs vLLM: make test-vllm", allow_module_level=True)
+
+from turnwise.inference import VLLMClient, vllm_weights
+from turnwise.inference.adapters import SharedBase
+from turnwise.inference.scripted import ByteTokenizer
+from turnwise.types import ContextLengthError, ModelError, ModelRequest, ModelResponse, Sampling
+
+EXACT = 1e-5  # of float32 log-probabilities between two programs that add up in other orders
+PROMPT = [5, 6, 7, 8] * 10
+
+
+def client_of(policies: Any, **settings: Any) -> VLLMClient:
+    return VLLMClient(policies, ByteTokenizer(), **{"kv_cache_bytes": 2**25, **settings})
+
+
+@pytest.fixture(scope="module")
+def served(helpers: Any) -> Any:
+    """One client for many tests: an engine takes seconds to start."""
+    client = client_of(helpers.build("served"))
+    yield client
+    asyncio.run(client.close())
+
+
+def holding(client: VLLMClient, model: Any) -> VLLMClient:
+    """``client`` with the weights of ``model`` at version 0."""
+    client.load_weights("default", sent(model), 0)
+    return client
+
+
+def steps_after(client: VLLMClient, count: int) -> Callable[[], bool]:
+    """Whether ``client`` has done ``count`` more steps than now."""
+    before = client.stats()["steps"]
+    return lambda: client.stats()["steps"] >= before + count
+
+
+def requests_of(count: int = 4, tokens: int = 8, policy: str = "default", **sampling: Any) -> list[ModelRequest]:
+    return [
+        ModelRequest(PROMPT[: 40 - 3 * i], Sampling(max_tokens=tokens, seed=i, **sampling), policy=policy)
+        for i in range(count)
+    ]
+
+
+def error_of(helpers: Any, model: Any, responses: list[ModelResponse], temperature: float = 1.0) -> float:
+    """The largest difference between what the sampler told and a plain forward pass of ``model``."""
+    return max(
+        float((helpers.teacher_forced(model, r, temperature) - torch.tensor(r.logprobs)).abs().max()) for r in responses
+    )
+
+
+def sent(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """As the trainer sends weights: tied ones once."""
+    once = {tensor.data_ptr(): (name, tensor) for name, tensor in reversed(model.state_dict().items())}
+    return list(once.values())
+
+
+@contextmanager
+def between_steps(client: VLLMClient, act: Callable[[], None]) -> Any:
+    """``act`` runs in the engine's thread before each of its steps."""
+    [engine] = client._thread.engines
+    plain = engine.llm.step
+
+    def step() -> Any:
+        act()
+        return plain()
+
+    engine.llm.step = step
+    try:
+        yield
+    finally:
+        del engine.llm.step
+
+
+async def fails_until_sent_again(client: VLLMClient, model: Any, helpers: Any) -> None:
+    with pytest.raises(ModelError, match="send them again"):
+        await client.generate(requests_of())
+    client.load_weights("default", sent(model), 3)
+    responses = await client.generate(requests_of())
+    assert error_of(helpers, model, responses) < EXACT
+    assert {version for response in responses for _, version in response.policy_versions} == {3}
+
+
+# -- log-probabilities and weights -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("family", ["served", "served-untied"])
+async def test_exact_after_each_of_twenty_updates(helpers: Any, family: str) -> None:
+    model = helpers.build(family)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    async with client_of(model) as client:
+        for version in range(21):
+            if version:
+                model(torch.tensor([PROMPT]), labels=torch.tensor([PROMPT])).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                client.load_weights("default", sent(model), version)
+            responses = await client.generate(requests_of())
+            assert error_of(helpers, model, responses) < EXACT, f"after update {version}"
+            assert all(response.policy_versions[0][1] == version for response in responses)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
+async def test_logprobs_are_those_of_the_temperature(helpers: Any, served: VLLMClient, temperature: float) -> None:
+    model = helpers.build("served")
+    client = holding(served, model)
+    responses = await client.generate(requests_of(temperature=temperature))
+    assert error_of(helpers, model, responses, temperature) < EXACT
+    if temperature == 0:
+        again = await client.generate(requests_of(temperature=0.0))
+        assert [r.completion_token_ids for r in responses] == [r.completion_token_ids for r in again]
+
+
+async def test_a_tied_head_is_stale_unless_it_is_packed_again(
+    helpers: Any, served: VLLMClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What :func:`repack_embeddings` is for; the day that vLLM does it, this test says so."""
+    client = holding(served, helpers.build("served"))
+    model = helpers.build("served", seed=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm_weights, "repack_embeddings", lambda model: None)
+        client.load_weights("default", sent(model), 1)
+    assert error_of(helpers, model, await client.generate(requests_of())) > 0.05
+    client.load_weights("default", sent(model), 2)
+    assert error_of(helpers, model, await client.generate(requests_of())) < EXACT
+
+
+async def test_what_old_weights_cached_is_forgotten(helpers: Any, served: VLLMClient) -> None:
+    client = holding(served, helpers.build("served"))
+    await client.generate(requests_of())
+    [engine] = client._thread.engines
+    model = helpers.build("served", seed=1)
+    engine._clear_cache, kept = lambda: None, engine._clear_cache
+    client.load_weights("default", sent(model), 1)
+    assert error_of(helpers, model, await client.generate(requests_of())) > 0.05, "the cache is the reason"
+    engine._clear_cache = kept
+    client.load_weights("default", sent(model), 2)
+    assert error_of(helpers, model, await client.generate(requests_of())) < EXACT
+
+
+async def test_weights_are_checked_before_a_byte_moves(helpers: Any, served: VLLMClient) -> None:
+    model, other = helpers.build("served"), helpers.build("served", seed=1)
+    client = holding(served, model)
+    weights = dict(sent(other))
+    one = "model.layers.0.self_attn.q_proj.weight"
+    with pytest.raises(ValueError, match=r"'model.layers.0.self_attn.k_proj.weight'.*missing"):
+        client.load_weights("default", {one: weights[one]}.items(), 1)  # part of a fused weight
+    with pytest.raises(ValueError, match="'nothing' is unknown"):
+        client.load_weights("default", [*weights.items(), ("nothing", weights[one])], 1)
+    with pytest.raises(ValueError, match=r"q_proj.*shape \(3, 3\)"):
+        client.load_weights("default", (weights | {one: torch.zeros(3, 3)}).items(), 1)
+    with pytest.raises(TypeError, match="expected a tensor"):
+        client.load_weights("default", [(one, [1.0])], 1)
+    assert client.version("default") == 0
+    assert error_of(helpers, model, await client.generate(requests_of())) < EXACT
+
+
+async def test_after_a_failed_update_nothing_is_served_until_a_whole_one(
+    helpers: Any, served: VLLMClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(llm: Any, weights: Any) -> None:
+        some = dict(list(weights.items())[:5])
+        original(llm, some | {"model.layers.0.self_attn.q_proj.weight": torch.zeros(1)})
+
+    model = helpers.build("served", seed=1)
+    client = holding(served, helpers.build("served"))
+    original = vllm_weights.reload
+    with monkeypatch.context() as patch:
+        patch.setattr("turnwise.inference.vllm.reload", broken)
+        with pytest.raises(Exception):  # noqa: B017 - whatever vLLM raises in the midst
+            client.load_weights("default", sent(model), 1)
+    assert client.version("default") == 0
+    await fails_until_sent_again(client, model, helpers)
+
+
+async def test_load_weights_waits_for_what_runs(helpers: Any, served: VLLMClient) -> None:
+    old, new = helpers.build("served"), helpers.build("served", seed=1)
+    client = holding(served, old)
+    with between_steps(client, lambda: time.sleep(0.01)):
+        started = steps_after(client, 1)
+        running = asyncio.ensure_future(client.generate(requests_of(tokens=20)))
+        while not started():
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(client.load_weights, "default", sent(new), 1)
+        responses = await running
+    assert {version for r in responses for _, version in r.policy_versions} == {0}
+    assert error_of(helpers, old, responses) < EXACT
+    assert error_of(helpers, new, await client.generate(requests_of())) < EXACT
+
+
+async def test_in_flight_each_token_is_that_of_its_own_weights(helpers: Any) -> None:
+    models = [helpers.build("served"), helpers.build("served", seed=1)]
+    async with client_of(models[0], in_flight=True) as client:
+        with between_steps(client, lambda: time.sleep(0.02)):
+            started = steps_after(client, 4)
+            running = asyncio.ensure_future(client.generate(requests_of(tokens=20)))
+            while not started():
+                await asyncio.sleep(0.001)
+            await asyncio.to_thread(client.load_weights, "default", sent(models[1]), 1)
+            responses = await running
+    split = [response for response in responses if len(response.policy_versions) == 2]
+    assert split, "no response was under way when the weights changed"
+    for response in split:
+        (before, first), (after, second) = response.policy_versions
+        assert (first, second) == (0, 1)
+        assert before + after == len(response.completion_token_ids)
+        expected = torch.cat(
+            [
+                helpers.teacher_forced(models[0], response, 1.0)[:before],
+                helpers.teacher_forced(models[1], response, 1.0)[before:],
+            ]
+        )
+        assert response.logprobs == pytest.approx(expected.tolist(), abs=EXACT)
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+def adapted(helpers: Any, seed: int = 0) -> tuple[SharedBase, list[Any]]:
+    peft = pytest.importorskip("peft")
+    shared = SharedBase(helpers.build("served", seed=seed))
+    config = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+    models = [shared.add_adapter(name, peft.LoraConfig(**config), i) for i, name in enumerate(("solver", "critic"))]
+    for model in models:
+        move(model, 0.1)
+    return shared, models
+
+
+def move(model: Any, scale: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=scale)
+
+
+async def test_adapters_over_one_engine_stay_exact(helpers: Any) -> None:
+    torch.manual_seed(0)
+    shared, (solver, critic) = adapted(helpers)
+    policies = {"solver": solver, "critic": critic, "base": shared.plain()}
+    async with client_of(policies) as client:
+        assert len(client._thread.engines) == 1
+        for version in range(20):
+            if version:
+                move(solver, 0.02)
+                client.load_weights("solver", solver.state_dict().items(), version)
+            batch = [request for name in policies for request in requests_of(2, policy=name)]
+            responses = await client.generate(batch)
+            for number, (name, model) in enumerate(policies.items()):
+                mine = responses[2 * number : 2 * number + 2]
+                merged = helpers.build("served")
+                merged.load_state_dict(shared.merged_weights(model) if model.key else shared.weights())
+                assert error_of(helpers, merged, mine) < EXACT, f"{name} at version {version}"
+                expected = version if name == "solver" else 0
+                assert {v for r in mine for _, v in r.policy_versions} == {expected}
+
+
+async def test_an_adapter_brings_its_base(helpers: Any) -> None:
+    torch.manual_seed(0)
+    _, policies = adapted(helpers)
+    second, others = adapted(helpers, seed=1)
+    async with client_of({"solver": policies[0], "critic": policies[1]}) as client:
+        weights = [*others[0].state_dict().items(), *second.weights().items()]
+        client.load_weights("solver", weights, 1)
+        responses = await client.generate(requests_of(policy="solver"))
+        assert error_of(helpers, others[0].activate(), responses) < EXACT
+        with pytest.raises(ValueError, match="missing"):
+            client.load_weights("solver", list(others[0].state_dict().items())[:2], 2)
+
+
+# -- prompts, settings, faults -----------------------------------------------------------------------------------------
+async def test_siblings_share_their_prompt(helpers: Any) -> None:
+    async with client_of(helpers.build("served")) as client:
+        await client.generate([ModelRequest(PROMPT, Sampling(max_tokens=2, seed=i)) for i in range(8)])
+        stats = client.stats()
+        assert stats["prompt_tokens"] == 8 * 40
+        assert stats["cached_tokens"] == 7 * 32  # whole blocks of 32, for all but the first
+        assert (stats["requests"], stats["generated_tokens"]) == (8, 16)
+    async with client_of(helpers.build("served"), engine_args={"enable_prefix_caching": False}) as client:
+        await client.generate([ModelRequest(PROMPT, Sampling(max_tokens=2, seed=i)) for i in range(8)])
+        assert client.stats()["cached_tokens"] == 0
+
+
+async def test_a_cancelled_request_leaves_the_engine(helpers: Any, served: VLLMClient) -> None:
+    client = holding(served, helpers.build("served"))
+    [engine] = client._thread.engines
+    with between_steps(client, lambda: time.sleep(0.02)):
+        started, finished = steps_after(client, 2), steps_after(client, 19)
+        waiting = asyncio.ensure_future(client.generate(requests_of(tokens=20)))
+        while not started():
+            await asyncio.sleep(0.001)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await asyncio.to_thread(client._thread.call(lambda: None).result)
+        assert not engine.llm.has_unfinished_requests()
+    assert not finished()
+    assert len(await client.generate(requests_of())) == 4
+
+
+async def test_a_folder_is_served(helpers: Any, tmp_path: Any) -> None:
+    model = helpers.build("served")
+    model.save_pretrained(tmp_path)
+    async with client_of(tmp_path) as client:
+        assert error_of(helpers, model, await client.generate(requests_of())) < EXACT
+        model = helpers.build("served", seed=1)
+        client.load_weights("default", sent(model), 1)
+        assert error_of(helpers, model, await client.generate(requests_of())) < EXACT
+        with pytest.raises(ValueError, match="missing"):
+            client.load_weights("default", sent(model)[1:], 2)
+
+
+async def test_a_failed_batch_is_an_error_and_the_engine_serves_on(helpers: Any, served: VLLMClient) -> None:
+    def fail() -> None:
+        raise RuntimeError("out of luck")
+
+    model = helpers.build("served")
+    client = holding(served, model)
+    runner = client._thread.engines[0].llm.model_executor.driver_worker.worker.model_runner
+    handle = runner.get_model().model.layers[1].register_forward_pre_hook(lambda *_: fail())
+    answers = await asyncio.gather(*(client.generate([r]) for r in requests_of()), return_exceptions=True)
+    assert all(isinstance(answer, ModelError) and "out of luck" in str(answer) for answer in answers)
+    handle.remove()
+    assert error_of(helpers, model, await client.generate(requests_of())) < EXACT
+
+
+async def test_an_engine_that_cannot_be_emptied_is_dead(helpers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with client_of(helpers.build("served")) as client:
+        llm = client._thread.engines[0].llm
+        for name in ("step", "reset_prefix_cache"):
+            monkeypatch.setattr(llm, name, lambda *_: 1 / 0)
+        with pytest.raises(ModelError, match="failed on a batch of 4"):
+            await client.generate(requests_of())
+        with pytest.raises(ModelError, match="the engine of 'default' is dead"):
+            await client.generate(requests_of())
+
+
+async def test_a_cache_too_small_for_one_sequence(helpers: Any) -> None:
+    with pytest.raises(ValueError, match=r"kv_cache_bytes=1000: .*memory"):
+        client_of(helpers.build("served"), kv_cache_bytes=1000)
+
+
+async def test_more_requests_than_the_cache_holds_take_turns(helpers: Any) -> None:
+    model = helpers.build("served")
+    async with client_of(model, kv_cache_bytes=2**18) as client:  # room for a few sequences of 64 tokens
+        requests = [ModelRequest([i + 1] * 40, Sampling(max_tokens=20, seed=i)) for i in range(24)]
+        assert error_of(helpers, model, await client.generate(requests)) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"top_p": 0.9}, "top_p=0.9"),
+        ({"top_k": 5}, "top_k=5"),
+        ({"temperature": 0.001}, "temperature=0.001"),
+    ],
+)
+async def test_sampling_that_vllm_cannot_report_on(
+    helpers: Any, served: VLLMClient, sampling: dict[str, Any], message: str
+) -> None:
+    client = holding(served, helpers.build("served"))
+    with pytest.raises(ValueError, match=message):
+        await client.generate(requests_of(**sampling))
+
+
+async def test_settings(helpers: Any) -> None:
+    for settings, message in (
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"engine_args": {"model": "x"}}, "'model'"),
+        ({"engine_args": {"nonsense": 1}}, "'nonsense'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            client_of(helpers.build("served"), **settings)
+    with pytest.raises(ValueError, match="policies is empty"):
+        client_of({})
+
+
+async def test_the_process_stays_as_it_was(helpers: Any) -> None:
+    import os
+
+    model = helpers.build("served")
+
+    def state() -> Any:
+        return (
+            random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist(), dict(os.environ),
+            torch.set_num_threads, torch.get_num_threads(), torch.get_default_dtype(),
+        )  # fmt: skip
+
+    before = state()
+    one, two = client_of(model), client_of(model)
+    await one.close()
+    assert state() == before
+    assert error_of(helpers, model, await two.generate(requests_of())) < EXACT, "one client's end is not another's"
+    await two.close()
+
+
+def test_a_client_outlives_its_event_loop(helpers: Any) -> None:
+    client = client_of(helpers.build("served"))
+    for _ in range(2):
+        assert len(asyncio.run(client.generate(requests_of()))) == 4
+
+    async def leave() -> None:
+        asyncio.ensure_future(client.generate(requests_of(tokens=20)))  # noqa: RUF006 - left behind on purpose
+        await asyncio.sleep(0)
+
+    asyncio.run(leave())
+    assert len(asyncio.run(client.generate(requests_of()))) == 4
+    with pytest.raises(ContextLengthError):
+        asyncio.run(client.generate([ModelRequest([1] * 64)]))
+    asyncio.run(client.close())
+    with pytest.raises(ModelError, match="closed"):
+        client.load_weights("default", [], 1)
