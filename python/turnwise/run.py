@@ -15,10 +15,10 @@ from typing import Any
 from turnwise.arena import Arena, Filters, OverlongPenalty, TreeSampler
 from turnwise.arena.resampling import check_stateless
 from turnwise.credit import registry as credit_rules
-from turnwise.inference import TransformersClient
 from turnwise.naming import construct, find
 from turnwise.tasks import Task, build_task
 from turnwise.train.checkpoint import list_checkpoints, load_weights
+from turnwise.train.clients import build_client, check_client
 from turnwise.train.config import RolloutConfig, TrainConfig
 from turnwise.train.config_files import ConfigError, Problems, contradictions, to_toml
 from turnwise.train.demonstrations import Row, RowReader, Rows, fitting
@@ -184,6 +184,8 @@ def checked(config: TrainConfig, task: Task, *, warm: bool) -> tuple[TrainConfig
     with problems.gathered():
         find_device(config.device)
     with problems.gathered():
+        check_client(config)
+    with problems.gathered():
         tokenizer = check_models(resolved.policies, partial(tiny, config, task))
     with problems.gathered():
         rows = warm_start_rows(config, task) if warm else None
@@ -234,10 +236,10 @@ def eval_sets(config: TrainConfig, task: Task) -> tuple[EvalSet, EvalSet]:
 def build_arena(
     config: TrainConfig, task: Task, actors: Sequence[Actor], tokenizer: Any, models: dict[str, Any]
 ) -> Arena:
-    """The task's actors and episodes over an embedded client; trees where ``rollout.branches`` > 1."""
+    """The task's actors and episodes over the run's client; trees where ``rollout.branches`` > 1."""
     rollout, overlong = config.rollout, (config.reward.overlong_buffer, config.reward.overlong_penalty)
     arena = TaskArena(
-        TransformersClient(models, tokenizer, max_batch_rows=rollout.max_batch_rows, in_flight=config.loop.in_flight),
+        build_client(config, tokenizer, models),
         tokenizer,
         credit=build_credit(config),
         sampling=Sampling(temperature=rollout.temperature, max_tokens=rollout.max_tokens),

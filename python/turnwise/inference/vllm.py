@@ -52,8 +52,9 @@ class VLLMClient:
 
     Requests join what runs at any time (continuous batching), ``max_num_seqs`` at most per engine, and prompts share
     the keys and values of their equal beginnings. ``kv_cache_bytes`` is the memory for them, per engine.
-    ``engine_args`` are further fields of vLLM's ``EngineArgs``. A request's draws depend on its own seed alone; its logits differ in
-    their last bits with what else is in the batch. Requests without a seed get one each, drawn by ``seed``.
+    ``engine_args`` are further fields of vLLM's ``EngineArgs``. A request's draws depend on its own seed alone; its
+    logits differ in their last bits with what else is in the batch. Requests without a seed get one each, drawn by
+    ``seed``.
 
     New weights come through :meth:`load_weights` and wait until nothing runs, unless ``in_flight``: then they land
     between two tokens, what runs goes on with its keys and values computed anew, and ``policy_versions`` tells which
@@ -226,8 +227,8 @@ class VLLMClient:
 
         if sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0):
             raise ValueError(
-                f"top_p={sampling.top_p}, top_k={sampling.top_k}: expected 1 and 0, as vLLM tells the log-probabilities "
-                "that are left after such a cut"
+                f"top_p={sampling.top_p}, top_k={sampling.top_k}: expected 1 and 0, as vLLM tells the "
+                "log-probabilities that are left after such a cut"
             )
         if 0 < sampling.temperature < LEAST_TEMPERATURE:
             raise ValueError(f"temperature={sampling.temperature}: vLLM takes 0 or at least {LEAST_TEMPERATURE}")

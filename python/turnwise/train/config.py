@@ -95,8 +95,20 @@ class WarmStartConfig(Section):
 # ---------------------------------------------------------------------------------------------------------------------
 # What a step samples, and what becomes of it
 # ---------------------------------------------------------------------------------------------------------------------
+class VLLMConfig(Section):
+    """For ``rollout.client = "vllm"``: the memory for keys and values, in GiB, of each engine, and further fields of
+    vLLM's ``EngineArgs``."""
+
+    kv_cache_gb: float = Field(default=1.0, gt=0)
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+
+
 class RolloutConfig(Section):
-    """What one step samples: ``questions`` × ``copies`` episodes, each a tree of ``branches`` where branches > 1."""
+    """What one step samples: ``questions`` × ``copies`` episodes, each a tree of ``branches`` where branches > 1.
+
+    ``client`` computes at most ``max_batch_rows`` completions at a time: ``transformers`` runs the models as they are,
+    ``vllm`` needs vLLM and is the fast one on a GPU.
+    """
 
     questions: int = Field(default=32, ge=1)
     copies: int = Field(default=1, ge=1)
@@ -104,6 +116,8 @@ class RolloutConfig(Section):
     temperature: float = Field(default=1.0, gt=0)
     max_tokens: int = Field(default=256, ge=1)
     max_concurrency: int = Field(default=1024, ge=1)
+    client: Literal["transformers", "vllm"] = "transformers"
+    vllm: VLLMConfig = VLLMConfig()
     max_batch_rows: int = Field(default=512, ge=1)
     timeout: float | None = Field(default=None, gt=0)
     failure_threshold: float = Field(default=0.5, ge=0, le=1)

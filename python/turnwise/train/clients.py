@@ -1,0 +1,72 @@
+"""The client that a run samples with, as ``rollout.client`` names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from turnwise.inference import TransformersClient, VLLMClient
+from turnwise.inference.vllm_build import check_engine_args, vllm_or_raise
+from turnwise.train.config import TrainConfig
+from turnwise.train.config_files import ConfigError
+from turnwise.types import InferenceClient
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """``check`` looks whether the client can be had; ``build`` makes it for models and their tokenizer."""
+
+    check: Callable[[TrainConfig], None]
+    build: Callable[[TrainConfig, Any, Mapping[str, nn.Module]], InferenceClient]
+
+
+def check_client(config: TrainConfig) -> None:
+    """Raise ``ImportError`` where the client's package is missing, ``ConfigError`` for settings it doesn't have."""
+    KINDS[config.rollout.client].check(config)
+
+
+def build_client(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
+    """The client for ``models``, policy by policy. It has weights of its own, which the trainer keeps up to date.
+
+    Raises ``ConfigError`` where it can't serve them.
+    """
+    return KINDS[config.rollout.client].build(config, tokenizer, models)
+
+
+def _transformers(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
+    return TransformersClient(
+        models, tokenizer, max_batch_rows=config.rollout.max_batch_rows, in_flight=config.loop.in_flight
+    )
+
+
+def _check_vllm(config: TrainConfig) -> None:
+    vllm_or_raise()
+    try:
+        check_engine_args(config.rollout.vllm.engine_args)
+    except ValueError as error:
+        raise ConfigError(f"config key 'rollout.vllm.engine_args': {error}") from error
+
+
+def _vllm(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
+    rollout = config.rollout
+    try:
+        return VLLMClient(
+            models,
+            tokenizer,
+            max_num_seqs=rollout.max_batch_rows,
+            kv_cache_bytes=int(rollout.vllm.kv_cache_gb * 2**30),
+            in_flight=config.loop.in_flight,
+            engine_args=rollout.vllm.engine_args,
+        )
+    except ValueError as error:
+        raise ConfigError(f"config key 'rollout.client' = 'vllm': {error}") from error
+
+
+KINDS: dict[str, Kind] = {
+    "transformers": Kind(lambda config: None, _transformers),
+    "vllm": Kind(_check_vllm, _vllm),
+}
+"""By the values of ``rollout.client``."""

@@ -1,0 +1,79 @@
+"""Whole runs that sample with vLLM: what the trainer computes is what the sampler told, step after step."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+from turnwise.run import build_run, evaluate_from_config, train_from_config
+from turnwise.train.config_files import ConfigError, config_from_dict
+
+HERE = importlib.util.find_spec("vllm") is not None
+needs_vllm = pytest.mark.skipif(not HERE, reason="needs vLLM: make test-vllm")
+SMALL = {
+    "steps": 4,
+    "threads": 1,
+    "warm_start": {"steps": 10, "batch_size": 16},
+    "rollout": {"questions": 4, "branches": 2, "client": "vllm", "vllm": {"kv_cache_gb": 0.0625}},
+    "credit": {"rule": "constant"},  # every sample trains, whatever it was worth
+    "update": {"lr": 1e-3},
+    "eval": {"questions": 3},
+}
+
+
+def config_of(run_dir, **changes):
+    return config_from_dict({**SMALL, "run_dir": str(run_dir), **changes})
+
+
+def lines_of(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def errors_of(line):
+    return [value for key, value in line.items() if key.endswith("sampler_trainer_logprob_max_diff")]
+
+
+@needs_vllm
+def test_the_trainer_computes_what_vllm_sampled(tmp_path):
+    run = train_from_config(config_of(tmp_path))
+    lines = lines_of(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    for line in lines:
+        assert line["updates"] >= 1
+        assert 0 < errors_of(line)[0] < 1e-5
+    assert run.arena.client.version("default") == 4
+    assert evaluate_from_config(run.config).episodes == 3
+
+
+@needs_vllm
+@pytest.mark.parametrize("loop", [{"max_staleness": 1}, {"max_staleness": 1, "in_flight": True}])
+def test_adapters_train_beside_sampling(tmp_path, loop):
+    lora = {"path": "tiny", "lora": {"rank": 4, "alpha": 8}}
+    config = config_of(tmp_path, loop=loop, policies={"proposer": lora, "verifier": lora}, warm_start={"steps": 0})
+    run = train_from_config(config)
+    assert run.trainer.progress.step == 4
+    assert {policy.version for policy in run.trainer.policies.values()} == {4}
+    assert len({id(policy.engine) for policy in run.arena.client._policies.values()}) == 1
+    assert max(errors_of(lines_of(tmp_path)[0])) < 1e-5, "the first batch is of the first weights"
+
+
+@needs_vllm
+def test_settings_that_vllm_refuses(tmp_path):
+    rollout = SMALL["rollout"]
+    with pytest.raises(ConfigError, match=r"'rollout.vllm.engine_args'.*'blocks'"):
+        build_run(config_of(tmp_path, rollout={**rollout, "vllm": {"engine_args": {"blocks": 1}}}))
+    with pytest.raises(ConfigError, match=r"'rollout.client' = 'vllm'.*kv_cache_bytes"):
+        build_run(config_of(tmp_path, rollout={**rollout, "vllm": {"kv_cache_gb": 1e-5}}), warm=False)
+
+
+@pytest.mark.skipif(HERE, reason="vLLM is here")
+def test_without_vllm_the_extra_is_named(tmp_path):
+    with pytest.raises(ImportError, match=r"pip install 'turnwise\[vllm\]'"):
+        build_run(config_of(tmp_path))
+
+
+def test_no_bit_for_bit_runs(tmp_path):
+    with pytest.raises(ConfigError, match=r"'loop.deterministic'.*rollout.client"):
+        config_of(tmp_path, loop={"max_staleness": 1, "deterministic": True})
