@@ -403,6 +403,15 @@ async def test_the_process_stays_as_it_was(helpers: Any) -> None:
     await two.close()
 
 
+async def test_one_may_end_while_another_starts(helpers: Any) -> None:
+    model = helpers.build("served")
+    for _ in range(2):
+        one = client_of(model)
+        _, two = await asyncio.gather(one.close(), asyncio.to_thread(client_of, model))
+        assert error_of(helpers, model, await two.generate(requests_of())) < EXACT
+        await two.close()
+
+
 def test_a_client_outlives_its_event_loop(helpers: Any) -> None:
     client = client_of(helpers.build("served"))
     for _ in range(2):

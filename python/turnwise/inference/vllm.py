@@ -101,7 +101,8 @@ class VLLMClient:
         self._policies: dict[str, _Policy] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="turnwise-vllm-")
         self._thread = EngineThread()
-        self._stop = weakref.finalize(self, self._thread.stop)
+        self._stop = weakref.finalize(self, self._thread.stop, wait=False)
+        self._stop.atexit = False  # then vLLM ends its engines itself
         start = partial(
             start_engine, max_num_seqs=max_num_seqs, kv_cache_bytes=kv_cache_bytes, engine_args=engine_args or {}
         )

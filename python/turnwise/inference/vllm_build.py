@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import sys
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -35,6 +36,9 @@ _RESERVED = {
 
 _running: weakref.WeakSet[Any] = weakref.WeakSet()
 """The engines of this process; they share vLLM's process groups."""
+
+_groups = threading.Lock()
+"""Held while engines start and end: the end of the last one must not take the groups from one that is starting."""
 
 
 def vllm_or_raise() -> Any:
@@ -101,28 +105,29 @@ def start_engine(
     if current_platform.is_cpu():
         # short blocks let short prompts share; compiling costs a minute that small models never earn back
         settings |= {"block_size": 32, "enforce_eager": True}
-    with _undisturbed():
+    with _groups, _undisturbed():
         if current_platform.is_cpu():
             torch._dynamo.config.disable = True  # else vLLM's sampler compiles for 10 seconds
         try:
             llm = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**(settings | dict(engine_args))))
         except ValueError as error:
             raise ValueError(f"vLLM can't serve {folder} with kv_cache_bytes={kv_cache_bytes}: {error}") from error
-    _running.add(llm)
+        _running.add(llm)
     return llm
 
 
 def end_engine(llm: Any) -> None:
     """Free what ``llm`` holds. The process groups that it shares with others go with the last engine."""
-    _running.discard(llm)
-    if not _running:
-        llm.engine_core.shutdown()
-        return
-    llm.engine_core._finalizer.detach()
-    core = llm.engine_core.engine_core
-    core.structured_output_manager.clear_backend()
-    core.model_executor.shutdown()
-    core.scheduler.shutdown()
+    with _groups:
+        _running.discard(llm)
+        if not _running:
+            llm.engine_core.shutdown()
+            return
+        llm.engine_core._finalizer.detach()
+        core = llm.engine_core.engine_core
+        core.structured_output_manager.clear_backend()
+        core.model_executor.shutdown()
+        core.scheduler.shutdown()
 
 
 @contextmanager

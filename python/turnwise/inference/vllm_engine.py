@@ -257,10 +257,10 @@ class EngineThread:
                 self._calls.put((function, done))
         return done
 
-    def stop(self) -> None:
-        """Close the engines and end the thread."""
+    def stop(self, wait: bool = True) -> None:
+        """Close the engines and end the thread. Who collects garbage may hold what that needs, so must not ``wait``."""
         self._calls.put(None)
-        if threading.current_thread() is not self._thread:  # which it can be when it collects the client as garbage
+        if wait:
             self._thread.join()
 
     def _run(self) -> None:
