@@ -73,6 +73,20 @@ def test_keeps_the_newest(tmp_path, fresh_policy):
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000002", "step_00000010"]
 
 
+def test_a_kill_while_pruning_leaves_nothing_that_looks_whole(tmp_path, fresh_policy, monkeypatch):
+    policy = fresh_policy()
+    save_checkpoint(tmp_path, 1, {"default": policy}, {}, keep=1)
+
+    def killed(folder, **options):
+        if folder.name == "step_00000001":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path, 2, {"default": policy}, {}, keep=1)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000002"]
+
+
 def test_pruning_spares_what_is_protected(tmp_path, fresh_policy):
     policy = fresh_policy()
     for step in (1, 2, 3, 4):

@@ -93,6 +93,7 @@ def save_checkpoint(
     protected = {checkpoint_at(root, step) for step in protect}
     for old in list_checkpoints(root)[:-keep]:
         if old not in protected:
+            (old / "manifest.json").unlink()  # first, so that a kill in between leaves nothing that looks whole
             shutil.rmtree(old)
     return final
 
