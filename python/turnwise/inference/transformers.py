@@ -20,8 +20,9 @@ from torch import nn
 from turnwise.inference.adapters import AdaptedModel
 from turnwise.inference.decode import Completion, Fixed, Row, complete
 from turnwise.inference.fair_lock import FairLock
+from turnwise.inference.requests import completion_limit, stop_token_ids
 from turnwise.inference.weights import copy_weights
-from turnwise.types import ContextLengthError, ModelError, ModelRequest, ModelResponse, Tokenizer
+from turnwise.types import ModelError, ModelRequest, ModelResponse, Tokenizer
 
 _QUIET_TICKS = 16
 """Rounds of the event loop without a new request after which a batch is complete. No clock is involved, so the
@@ -208,24 +209,9 @@ class TransformersClient:
 
     def _row(self, request: ModelRequest) -> Row:
         held, sampling = self._policy(request.policy), request.sampling
-        prompt = tuple(request.prompt_token_ids)
-        if not prompt:
-            raise ValueError("prompt_token_ids is empty: expected at least one token")
-        vocabulary = held.model.get_input_embeddings().num_embeddings
-        if min(prompt) < 0 or max(prompt) >= vocabulary:
-            raise ValueError(f"prompt_token_ids has {min(prompt)}..{max(prompt)}: expected 0..{vocabulary - 1}")
-        limit = sampling.max_tokens
-        if held.context_length is not None:
-            room = held.context_length - len(prompt)
-            if room < 1:
-                raise ContextLengthError(
-                    f"prompt of {len(prompt)} tokens leaves no room in the {held.context_length}-token context "
-                    f"of policy {request.policy!r}"
-                )
-            limit = min(limit, room)
-        end = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
+        limit = completion_limit(request, held.model.get_input_embeddings().num_embeddings, held.context_length)
         seed = int(self._seeds.integers(2**63)) if sampling.seed is None else sampling.seed
-        return Row(prompt, sampling, seed, limit, tuple(dict.fromkeys((*end, *sampling.stop_token_ids))))
+        return Row(tuple(request.prompt_token_ids), sampling, seed, limit, stop_token_ids(request, self.tokenizer))
 
     # -- collecting ---------------------------------------------------------------------------------------------------
     def _start(self) -> None:

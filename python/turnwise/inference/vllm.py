@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.inference.adapters import AdaptedModel
+from turnwise.inference.requests import completion_limit, stop_token_ids
 from turnwise.inference.vllm_build import check_engine_args, start_engine, vllm_or_raise
 from turnwise.inference.vllm_engine import Change, Engine, EngineThread, Job
 from turnwise.inference.vllm_weights import Adapter, full_weights, largest_rank, reload, shapes_of
 from turnwise.inference.weights import check_weights, collect_weights
-from turnwise.types import ContextLengthError, ModelError, ModelRequest, ModelResponse, Sampling, Tokenizer
+from turnwise.types import ModelError, ModelRequest, ModelResponse, Tokenizer
 
 LEAST_TEMPERATURE = 0.01
 """vLLM raises temperatures between 0 and this one up to it, so its log-probabilities would be of another one."""
@@ -207,25 +208,15 @@ class VLLMClient:
         return self._policies[name]
 
     def _job(self, request: ModelRequest) -> Job:
-        held, sampling = self._policy(request.policy), request.sampling
-        prompt = request.prompt_token_ids
-        if not len(prompt):
-            raise ValueError("prompt_token_ids is empty: expected at least one token")
-        if min(prompt) < 0 or max(prompt) >= held.vocabulary:
-            raise ValueError(f"prompt_token_ids has {min(prompt)}..{max(prompt)}: expected 0..{held.vocabulary - 1}")
-        room = held.context_length - len(prompt)
-        if room < 1:
-            raise ContextLengthError(
-                f"prompt of {len(prompt)} tokens leaves no room in the {held.context_length}-token context "
-                f"of policy {request.policy!r}"
-            )
-        params = self._params(sampling, min(sampling.max_tokens, room))
+        held = self._policy(request.policy)
+        params = self._params(request, completion_limit(request, held.vocabulary, held.context_length))
         return Job(request, params, held.adapter, asyncio.get_running_loop().create_future())
 
-    def _params(self, sampling: Sampling, limit: int) -> Any:
+    def _params(self, request: ModelRequest, limit: int) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        sampling = request.sampling
         if sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0):
             raise ValueError(
                 f"top_p={sampling.top_p}, top_k={sampling.top_k}: expected 1 and 0, as vLLM tells the "
@@ -233,12 +224,11 @@ class VLLMClient:
             )
         if 0 < sampling.temperature < LEAST_TEMPERATURE:
             raise ValueError(f"temperature={sampling.temperature}: vLLM takes 0 or at least {LEAST_TEMPERATURE}")
-        end = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
         seed = int(self._seeds.integers(2**63)) if sampling.seed is None else sampling.seed
         return SamplingParams(
             temperature=sampling.temperature,
             max_tokens=limit,
-            stop_token_ids=list(dict.fromkeys((*end, *sampling.stop_token_ids))),
+            stop_token_ids=list(stop_token_ids(request, self.tokenizer)),
             seed=seed & (2**63 - 1),  # torch's generators take 63 bits; -1 would mean none to vLLM
             logprobs=0,  # the sampled token's alone
             detokenize=False,

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from turnwise.naming import nearest
+from turnwise.tasks.rewards import MixMode
 from turnwise.types import Actor, EpisodeRequest, Messages
 
 if TYPE_CHECKING:
@@ -85,6 +86,25 @@ class TaskOptions(BaseModel):
             if name not in cls.model_fields:
                 raise ValueError(f"unknown option {name!r}; {nearest(str(name), list(cls.model_fields))}")
         return values
+
+
+class TeamOptions(TaskOptions):
+    """What the options of games for a team have in common; ``actors`` is each game's own.
+
+    A step earns ``mix_rewards(outcome, own part, alpha, mode)``, less ``invalid_cost`` for what can't be read.
+    """
+
+    alpha: float = Field(default=1.0, ge=0)
+    mode: MixMode = "weighted_sum"
+    invalid_cost: float = Field(default=0.25, ge=0)
+    quality: float = Field(default=0.4, ge=0, le=1)
+
+    @field_validator("actors", check_fields=False)
+    @classmethod
+    def _once_each(cls, actors: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(actors)) != len(actors):
+            raise ValueError("expected each actor once")
+        return actors
 
 
 def split_of(question: str) -> Split:

@@ -10,8 +10,8 @@ from pydantic import Field, field_validator, model_validator
 
 from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler
 from turnwise.arena.context import derive_seed
-from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, check_counts
-from turnwise.tasks.rewards import MixMode, mix_rewards
+from turnwise.tasks.base import Demonstration, Player, Split, TeamOptions, check_counts
+from turnwise.tasks.rewards import mix_rewards
 from turnwise.types import Actor, EpisodeRequest, EpisodeState, Messages
 
 from .demonstrations import demonstrations
@@ -143,7 +143,7 @@ def legal_moves(extras: dict[str, Any]) -> dict[str, float]:
     return extras["legal"]
 
 
-class PlanPathOptions(TaskOptions):
+class PlanPathOptions(TeamOptions):
     """Options of the task ``plan_path``. ``actors = ["solver"]`` with ``max_turns = 1`` is the single agent.
 
     ``side``, ``walls`` and ``min_route`` make a maze hard: its cells per side, the share of them that are walls, and
@@ -156,18 +156,12 @@ class PlanPathOptions(TaskOptions):
     side: int = Field(default=Difficulty().side, ge=SIDES[0], le=SIDES[1])
     walls: float = Field(default=Difficulty().walls, ge=0, le=MAX_WALLS)
     min_route: int = Field(default=Difficulty().min_route, ge=1)
-    alpha: float = Field(default=1.0, ge=0)
-    mode: MixMode = "weighted_sum"
-    invalid_cost: float = Field(default=0.25, ge=0)
     illegal_cost: float = Field(default=0.1, ge=0)
-    quality: float = Field(default=0.4, ge=0, le=1)
     max_tokens: int = Field(default=64, ge=1)
 
     @field_validator("actors")
     @classmethod
-    def _once_each_and_a_walker_last(cls, actors: tuple[Role, ...]) -> tuple[Role, ...]:
-        if len(set(actors)) != len(actors):
-            raise ValueError("expected each actor once")
+    def _a_walker_last(cls, actors: tuple[Role, ...]) -> tuple[Role, ...]:
         if actors[-1] == "tool":
             raise ValueError("expected the planner or the solver last, whose routes are walked")
         return actors

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 
 from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler
 from turnwise.arena.context import derive_seed
-from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, check_counts
+from turnwise.tasks.base import Demonstration, Player, Split, TeamOptions, check_counts
 from turnwise.tasks.rewards import MixMode, invalid_penalty, mix_rewards
 from turnwise.types import Actor, EpisodeRequest, EpisodeState, Messages
 
@@ -108,7 +108,7 @@ def valid_format(extras: dict[str, Any]) -> dict[str, float]:
     return extras["valid"]
 
 
-class SudokuOptions(TaskOptions):
+class SudokuOptions(TeamOptions):
     """Options of the task ``sudoku``. ``actors = ["solver"]`` with ``max_turns = 1`` is the single agent.
 
     ``blanks`` are the fewest and most blank cells of a puzzle, ``quality`` the chance that a demonstrated row is right,
@@ -118,18 +118,7 @@ class SudokuOptions(TaskOptions):
     actors: tuple[Role, ...] = Field(default=TEAM, min_length=1)
     max_turns: int = Field(default=2, ge=1)
     blanks: tuple[int, int] = (6, 8)
-    alpha: float = Field(default=1.0, ge=0)
-    mode: MixMode = "weighted_sum"
-    invalid_cost: float = Field(default=0.25, ge=0)
-    quality: float = Field(default=0.4, ge=0, le=1)
     max_tokens: int = Field(default=24, ge=1)
-
-    @field_validator("actors")
-    @classmethod
-    def _once_each(cls, actors: tuple[Role, ...]) -> tuple[Role, ...]:
-        if len(set(actors)) != len(actors):
-            raise ValueError("expected each actor once")
-        return actors
 
     @field_validator("blanks")
     @classmethod
