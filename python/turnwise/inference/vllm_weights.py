@@ -82,15 +82,20 @@ def reload(llm: Any, weights: Mapping[str, Tensor]) -> None:
     """
 
     def in_worker(worker: Any) -> None:
-        runner = worker.model_runner
-        try:
-            runner.reload_weights(weights_iterator=iter(list(weights.items())))
-        except Exception:
-            end_reload(runner.get_model())
-            raise
-        repack_embeddings(runner.get_model())
+        reload_worker(worker, weights)
 
     llm.collective_rpc(in_worker)
+
+
+def reload_worker(worker: Any, weights: Mapping[str, Tensor]) -> None:
+    """Replace all weights of one vLLM worker, in the process that it runs in."""
+    runner = worker.model_runner
+    try:
+        runner.reload_weights(weights_iterator=iter(list(weights.items())))
+    except Exception:
+        end_reload(runner.get_model())
+        raise
+    repack_embeddings(runner.get_model())
 
 
 def end_reload(model: nn.Module) -> None:

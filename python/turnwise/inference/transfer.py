@@ -1,0 +1,330 @@
+"""Hand weights to another process: the trainer lays them out once, and sends a *parcel* that says where they lie.
+
+A parcel is a small mapping that fits into JSON. Who gets one opens it with :func:`opened_parcel`, which hands out the
+tensors where they lie and looks at the end whether they stayed what they were, or with :func:`open_parcel`, which
+copies. A parcel can be opened any number of times, until its sender's next ``send`` or ``close``.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+import stat
+import struct
+import sys
+import tempfile
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64
+"""Bytes: where each tensor begins in shared memory."""
+
+_MAGIC = b"turnwise"
+_HEADER = struct.Struct("<8s32sQQQ")
+"""Magic, the sender's mark, sequence number (0 while weights are written), bytes of the index, bytes in all."""
+
+_HAS_MEMORY = hasattr(os, "memfd_create")
+
+Index = dict[str, tuple[str, tuple[int, ...], int]]
+"""Dtype, shape and offset by name; tied tensors have one offset."""
+
+
+class TransferError(RuntimeError):
+    """Weights could not be laid out, or a parcel doesn't hold what its sender laid out."""
+
+
+class WeightTransfer(Protocol):
+    """The trainer's side. One sender holds one set of weights: ``send`` replaces those before."""
+
+    def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Lay ``weights`` out (any dtype, device and strides; tied ones once) and return their parcel.
+
+        Raises :class:`TransferError` where there is no room; the parcel before may be lost then as well.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what the weights take. May be called again."""
+        ...
+
+
+# -- shared memory -----------------------------------------------------------------------------------------------------
+class SharedMemoryTransfer:
+    """Weights in shared memory, for processes of the same user that see this one under ``/proc``. Linux only.
+
+    The memory is a file without a name (``memfd_create``): the system frees it with the last process that has it open,
+    so that nothing stays behind a trainer that is killed, and the small ``/dev/shm`` of a container sets no limit. One
+    block is used again and again while the weights fit.
+    """
+
+    def __init__(self) -> None:
+        if not _HAS_MEMORY:
+            raise ValueError(f"transfer='shared_memory' needs Linux, this is {sys.platform}: take 'safetensors'")
+        self._mark = secrets.token_hex(16)
+        self._sequence = 0
+        self._block: _Block | None = None
+
+    def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+        index, names, data_bytes = _layout(weights)
+        text = json.dumps(index).encode()
+        start = _aligned(_HEADER.size + len(text))
+        size = start + data_bytes
+        if self._block is None or self._block.size < size:
+            self.close()  # before the next one: there may be no room for both
+            self._block = _Block(size)
+        block = self._block
+        self._sequence += 1
+        block.memory[: _HEADER.size] = self._header(0, len(text), size)
+        block.memory[_HEADER.size : _HEADER.size + len(text)] = text
+        for name in names:
+            _tensor_at(block.memory, index[name], start).copy_(weights[name].detach())
+        block.memory[: _HEADER.size] = self._header(self._sequence, len(text), size)
+        place = {"pid": os.getpid(), "descriptor": block.descriptor}
+        return {
+            "kind": "shared_memory", **place, "mark": self._mark, "sequence": self._sequence, "bytes": size
+        }  # fmt: skip
+
+    def close(self) -> None:
+        if self._block is not None:
+            self._block.close()
+            self._block = None
+
+    def _header(self, sequence: int, index_bytes: int, size: int) -> bytes:
+        return _HEADER.pack(_MAGIC, self._mark.encode(), sequence, index_bytes, size)
+
+
+class _Block:
+    """``size`` bytes of memory behind a ``descriptor``, all of them reserved: what is missing would kill who writes."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.descriptor = os.memfd_create("turnwise-weights", os.MFD_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, self.descriptor)
+        try:
+            os.posix_fallocate(self.descriptor, 0, size)
+            self.memory = mmap.mmap(self.descriptor, size)
+        except (OSError, ValueError) as error:
+            self._close()
+            raise TransferError(f"no room for {size / 2**20:.1f} MiB of shared memory: {error}") from error
+
+    def close(self) -> None:
+        self._close()
+        del self.memory  # unmapped with the last tensor on it
+
+
+@contextmanager
+def _opened_memory(parcel: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
+    memory = _map(f"/proc/{parcel['pid']}/fd/{parcel['descriptor']}", parcel["bytes"])
+    _check_header(memory, parcel)
+    index_bytes = _HEADER.unpack_from(memory)[3]
+    index: Index = json.loads(memory[_HEADER.size : _HEADER.size + index_bytes])
+    start = _aligned(_HEADER.size + index_bytes)
+    yield {name: _tensor_at(memory, entry, start) for name, entry in index.items()}
+    _check_header(memory, parcel)
+
+
+def _map(path: str, size: int) -> mmap.mmap:
+    """The first ``size`` bytes at ``path``; writes to them are this process's own."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise TransferError(f"the weights in shared memory at {path} are gone, or another user's: {error}") from error
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_size < size:
+            raise TransferError(f"the shared memory at {path} has {found.st_size} bytes: expected {size} of weights")
+        return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(descriptor)
+
+
+def _check_header(memory: mmap.mmap, parcel: Mapping[str, Any]) -> None:
+    magic, mark, sequence, _, _ = _HEADER.unpack_from(memory)
+    if (magic, mark) != (_MAGIC, parcel["mark"].encode()):
+        raise TransferError("the shared memory that the parcel names holds something else: its sender is gone")
+    if sequence != parcel["sequence"]:
+        state = f"its sender's weights number {sequence}" if sequence else "half-written weights"
+        raise TransferError(f"the shared memory of weights number {parcel['sequence']} holds {state} by now")
+
+
+def _layout(weights: Mapping[str, Tensor]) -> tuple[Index, list[str], int]:
+    """Where each tensor goes, the names that have to be copied there (one of tied ones), and the bytes in all."""
+    index: Index = {}
+    places: dict[Any, int] = {}
+    names, end = [], 0
+    for name, tensor in weights.items():
+        key = _place(tensor)
+        if key not in places:
+            places[key] = end
+            end = _aligned(end + tensor.numel() * tensor.element_size())
+            names.append(name)
+        index[name] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), places[key])
+    return index, names, end
+
+
+def _place(tensor: Tensor) -> Any:
+    """Equal for tied tensors alone."""
+    if not tensor.numel():
+        return id(tensor)
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device
+
+
+def _tensor_at(memory: mmap.mmap, entry: Any, start: int) -> Tensor:
+    dtype_name, shape, offset = entry
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    count = torch.Size(shape).numel()
+    if not count:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=start + offset).view(tuple(shape))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+class SafetensorsTransfer:
+    """Weights in a file of ``folder``, for processes that see it under the same path, on whatever host.
+
+    Without a folder it makes a temporary one. A file appears under its name when it is whole, and the one before is
+    removed then. A trainer that is killed leaves its last one.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self._temporary = tempfile.TemporaryDirectory(prefix="turnwise-weights-") if folder is None else None
+        self._folder = Path(folder if self._temporary is None else self._temporary.name).absolute()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._mark = secrets.token_hex(16)
+        self._sequence = 0
+        self._remove: Callable[[], Any] = lambda: None
+
+    def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        _, names, _ = _layout(weights)
+        first = {_place(weights[name]): name for name in names}
+        aliases = {name: first[_place(tensor)] for name, tensor in weights.items() if name not in set(names)}
+        self._sequence += 1
+        path = self._folder / f"weights-{self._mark}-{self._sequence}.safetensors"
+        metadata = {"turnwise": json.dumps({"mark": self._mark, "sequence": self._sequence, "aliases": aliases})}
+        partial = path.with_suffix(".partial")
+        try:
+            # a copy of its own for each: views of one storage may overlap, which the format refuses
+            save_file(
+                {name: weights[name].detach().cpu().clone(memory_format=torch.contiguous_format) for name in names},
+                partial,
+                metadata,
+            )
+            size = _flush(partial)
+            partial.rename(path)
+        except (OSError, SafetensorError) as error:
+            partial.unlink(missing_ok=True)
+            raise TransferError(f"weights could not be written to {path}: {error}") from error
+        self._remove()
+        self._remove = weakref.finalize(self, path.unlink, missing_ok=True)
+        return {
+            "kind": "safetensors", "path": str(path), "mark": self._mark, "sequence": self._sequence, "bytes": size
+        }  # fmt: skip
+
+    def close(self) -> None:
+        self._remove()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+
+def _flush(path: Path) -> int:
+    """Force the file to the disk; its size."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_size
+
+
+@contextmanager
+def _opened_file(parcel: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    path = parcel["path"]
+    try:
+        size = os.path.getsize(path)
+        if size != parcel["bytes"]:
+            raise TransferError(f"{path} has {size} bytes: expected {parcel['bytes']}; it was cut short or replaced")
+        with safe_open(path, framework="pt") as file:
+            stamp = json.loads((file.metadata() or {}).get("turnwise", "{}"))
+            if (stamp.get("mark"), stamp.get("sequence")) != (parcel["mark"], parcel["sequence"]):
+                raise TransferError(f"{path} holds other weights than the parcel names")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    except (OSError, SafetensorError) as error:
+        raise TransferError(f"the weights in {path} can't be read: {error}") from error
+    yield tensors | {name: tensors[other] for name, other in stamp["aliases"].items()}
+
+
+# -- one of both -------------------------------------------------------------------------------------------------------
+class AutomaticTransfer:
+    """Shared memory where the weights fit into it, else files in a temporary folder, which it says once."""
+
+    def __init__(self) -> None:
+        self._transfer: WeightTransfer = SharedMemoryTransfer() if _HAS_MEMORY else SafetensorsTransfer()
+
+    def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+        try:
+            return self._transfer.send(weights)
+        except TransferError as error:
+            if isinstance(self._transfer, SafetensorsTransfer):
+                raise
+            self._transfer.close()
+            self._transfer = SafetensorsTransfer()
+            warnings.warn(f"weights go over temporary files from here on: {error}", stacklevel=2)
+            return self._transfer.send(weights)
+
+    def close(self) -> None:
+        self._transfer.close()
+
+
+TRANSFERS: dict[str, Callable[[], WeightTransfer]] = {
+    "auto": AutomaticTransfer,
+    "shared_memory": SharedMemoryTransfer,
+    "safetensors": SafetensorsTransfer,
+}
+"""By the names that clients take for ``transfer``."""
+
+_OPENERS: dict[str, Callable[[Mapping[str, Any]], AbstractContextManager[dict[str, Tensor]]]] = {
+    "shared_memory": _opened_memory,
+    "safetensors": _opened_file,
+}
+
+
+# -- the receiver's side -----------------------------------------------------------------------------------------------
+@contextmanager
+def opened_parcel(parcel: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
+    """The weights of ``parcel`` on the CPU by name, where they lie; tied ones share memory. For use inside of ``with``.
+
+    Raises :class:`TransferError` where they are gone, cut short or others by now, also at the end of ``with``: then
+    what was read inside may be of two sets of weights, and must not be used.
+    """
+    kind = parcel.get("kind")
+    if kind not in _OPENERS:
+        raise TransferError(f"parcel of kind {kind!r}: expected one of {sorted(_OPENERS)}")
+    if missing := {"mark", "sequence", "bytes"} - parcel.keys():
+        raise TransferError(f"the parcel has no {sorted(missing)[0]!r}: it was not made by `send`")
+    with _OPENERS[kind](parcel) as weights:
+        yield weights
+
+
+def open_parcel(parcel: Mapping[str, Any]) -> dict[str, Tensor]:
+    """A copy of the weights of ``parcel`` on the CPU by name, tied ones as one tensor.
+
+    Raises :class:`TransferError` where they are gone, cut short or others by now.
+    """
+    with opened_parcel(parcel) as weights:
+        once = {_place(tensor): tensor.clone() for tensor in weights.values()}
+        return {name: once[_place(tensor)] for name, tensor in weights.items()}
