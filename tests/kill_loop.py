@@ -171,7 +171,8 @@ def untimed(value: Any) -> Any:
         return [untimed(item) for item in value]
     if not isinstance(value, dict):
         return value
-    return {key: untimed(item) for key, item in value.items() if "second" not in key}
+    timed = ("second", "inference/")
+    return {key: untimed(item) for key, item in value.items() if not any(part in key for part in timed)}
 
 
 def digest(file: Path) -> str:

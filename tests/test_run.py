@@ -41,7 +41,7 @@ def config_of(run_dir, **changes):
 def lines_of(run_dir):
     timings = {"seconds_rollout", "seconds_update", "tokens_per_second"}
     lines = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in timings} for line in lines]
+    return [{k: v for k, v in line.items() if k not in timings and "inference/" not in k} for line in lines]
 
 
 def questions_file(path, count=60):

@@ -350,10 +350,64 @@ async def test_a_cache_too_small_for_one_sequence(helpers: Any) -> None:
 
 
 async def test_more_requests_than_the_cache_holds_take_turns(helpers: Any) -> None:
+    """Seven blocks of 32 tokens: seven prompts begin, and only some of them have room for a second block."""
     model = helpers.build("served")
-    async with client_of(model, kv_cache_bytes=2**18) as client:  # room for a few sequences of 64 tokens
-        requests = [ModelRequest([i + 1] * 40, Sampling(max_tokens=20, seed=i)) for i in range(24)]
+    async with client_of(model, kv_cache_bytes=2**18) as client:
+        requests = [ModelRequest([i + 1] * 20, Sampling(max_tokens=30, seed=i)) for i in range(12)]
         assert error_of(helpers, model, await client.generate(requests)) < EXACT
+        assert client.stats()["preemptions"] > 0
+        assert client.peaks()["kv_cache_use"] == 1.0
+
+
+async def test_peaks_of_a_known_load(helpers: Any) -> None:
+    async with client_of(helpers.build("served"), max_num_seqs=2) as client:
+        client.peaks()
+        requests = [ModelRequest([i + 1] * 40, Sampling(max_tokens=9, seed=i, stop_token_ids=())) for i in range(6)]
+        await client.generate(requests)
+        blocks = client._thread.engines[0].llm.vllm_config.cache_config.num_gpu_blocks - 1
+        assert blocks > 100
+        # two at a time, each with 40 to 48 tokens in two blocks of 32
+        assert client.peaks() == {"running": 2, "waiting": 4, "kv_cache_use": pytest.approx(4 / blocks)}
+        assert client.peaks() == {"running": 0, "waiting": 0, "kv_cache_use": 0.0}
+        assert client.stats()["preemptions"] == 0
+
+
+async def test_a_context_shorter_than_the_model_has(helpers: Any) -> None:
+    async with client_of(helpers.build("served"), engine_args={"max_model_len": 32}) as client:
+        with pytest.raises(ContextLengthError, match="prompt of 40 tokens leaves no room in the 32-token context"):
+            await client.generate([ModelRequest(PROMPT)])
+        [response] = await client.generate([ModelRequest(PROMPT[:30], Sampling(max_tokens=9, seed=0))])
+        assert len(response.completion_token_ids) <= 2
+
+
+async def test_what_takes_too_long_is_given_up(helpers: Any) -> None:
+    model = helpers.build("served")
+    long, short = ModelRequest(PROMPT, Sampling(max_tokens=20)), ModelRequest(PROMPT, Sampling(max_tokens=1))
+    async with client_of(model, timeout=0.5) as client:
+        [engine] = client._thread.engines
+        with between_steps(client, lambda: time.sleep(0.05)):
+            late, [fine] = await asyncio.gather(
+                client.generate([long]), client.generate([short]), return_exceptions=True
+            )
+        assert isinstance(late, ModelError) and "policy 'default' took longer than timeout=0.5 s" in str(late)
+        assert len(fine.completion_token_ids) == 1
+        await asyncio.to_thread(client._thread.call(lambda: None).result)
+        assert not engine.llm.has_unfinished_requests()
+        assert client.stats()["timeouts"] == 1
+        assert error_of(helpers, model, await client.generate([long])) < EXACT
+
+
+async def test_waiting_for_resume_takes_no_time(helpers: Any, served: VLLMClient) -> None:
+    client = holding(served, helpers.build("served"))
+    client._timeout = 0.5
+    try:
+        await client.pause()
+        held = asyncio.ensure_future(client.generate(requests_of(1)))
+        await asyncio.sleep(0.7)
+        await client.resume()
+        assert len(await held) == 1
+    finally:
+        client._timeout = None
 
 
 @pytest.mark.parametrize(
@@ -375,6 +429,7 @@ async def test_sampling_that_vllm_cannot_report_on(
 async def test_settings(helpers: Any) -> None:
     for settings, message in (
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"timeout": 0}, "timeout=0"),
         ({"engine_args": {"model": "x"}}, "'model'"),
         ({"engine_args": {"nonsense": 1}}, "'nonsense'"),
     ):

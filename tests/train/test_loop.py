@@ -20,7 +20,7 @@ def weights_of(trainer):
 def metrics_of(trainer):
     lines = [json.loads(line) for line in (trainer.config.run_dir / "metrics.jsonl").read_text().splitlines()]
     timings = ("seconds_rollout", "seconds_update", "tokens_per_second")
-    return [{k: v for k, v in line.items() if k not in timings} for line in lines]
+    return [{k: v for k, v in line.items() if k not in timings and "inference/" not in k} for line in lines]
 
 
 async def test_training_pays(make_trainer):

@@ -198,8 +198,12 @@ class TransformersClient:
         await self.close()
 
     def stats(self) -> dict[str, float]:
-        """Totals so far: ``requests, batches, prompt_tokens, prefilled_tokens, generated_tokens, seconds``."""
-        return asdict(self._stats)
+        """Totals: ``requests, batches, prompt_tokens, prefilled_tokens, cached_tokens, generated_tokens, seconds``.
+
+        ``cached_tokens`` are those prompt tokens that another row of the batch was prefilled with.
+        """
+        totals = asdict(self._stats)
+        return {**totals, "cached_tokens": totals["prompt_tokens"] - totals["prefilled_tokens"]}
 
     # -- requests -----------------------------------------------------------------------------------------------------
     def _policy(self, name: str) -> _Policy:

@@ -6,9 +6,8 @@ import asyncio
 import copy
 import tempfile
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +21,7 @@ from turnwise.inference.adapters import AdaptedModel
 from turnwise.inference.requests import completion_limit, stop_token_ids
 from turnwise.inference.vllm_build import check_engine_args, start_engine, vllm_or_raise
 from turnwise.inference.vllm_engine import Change, Engine, EngineThread, Job
+from turnwise.inference.vllm_stats import largest, total
 from turnwise.inference.vllm_weights import Adapter, full_weights, largest_rank, reload, shapes_of
 from turnwise.inference.weights import check_weights, collect_weights
 from turnwise.types import ModelError, ModelRequest, ModelResponse, Tokenizer
@@ -53,9 +53,10 @@ class VLLMClient:
 
     Requests join what runs at any time (continuous batching), ``max_num_seqs`` at most per engine, and prompts share
     the keys and values of their equal beginnings. ``kv_cache_bytes`` is the memory for them, per engine.
-    ``engine_args`` are further fields of vLLM's ``EngineArgs``. A request's draws depend on its own seed alone; its
-    logits differ in their last bits with what else is in the batch. Requests without a seed get one each, drawn by
-    ``seed``.
+    ``engine_args`` are further fields of vLLM's ``EngineArgs``. A request that takes longer than ``timeout`` seconds,
+    its wait for others among them, is given up and raises ``ModelError``. A request's draws depend on its own seed
+    alone; its logits differ in their last bits with what else is in the batch. Requests without a seed get one each,
+    drawn by ``seed``.
 
     New weights come through :meth:`load_weights` and wait until nothing runs, unless ``in_flight``: then they land
     between two tokens, what runs goes on with its keys and values computed anew, and ``policy_versions`` tells which
@@ -83,12 +84,15 @@ class VLLMClient:
         max_num_seqs: int = 256,
         kv_cache_bytes: int = 2**30,
         in_flight: bool = False,
+        timeout: float | None = None,
         engine_args: Mapping[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
         for name, value in (("max_num_seqs", max_num_seqs), ("kv_cache_bytes", kv_cache_bytes)):
             if value < 1:
                 raise ValueError(f"{name}={value!r}: expected at least 1")
+        if timeout is not None and timeout <= 0:
+            raise ValueError(f"timeout={timeout!r}: expected seconds > 0, or None")
         models = dict(policies) if isinstance(policies, Mapping) else {"default": policies}
         if not models:
             raise ValueError("policies is empty: expected at least one model")
@@ -96,6 +100,7 @@ class VLLMClient:
         check_engine_args(engine_args or {})
         self.tokenizer = tokenizer
         self._seeds = np.random.default_rng(seed)
+        self._timeout = timeout
         self._paused = self._closed = False
         self._held: list[Job] = []
         self._running: set[Job] = set()
@@ -121,8 +126,8 @@ class VLLMClient:
         """One response per request, in order.
 
         Raises ``ValueError`` for an unknown policy, an empty prompt or sampling that vLLM can't report on,
-        ``ContextLengthError`` for a prompt that leaves no room for a token, and ``ModelError`` if the engine fails or
-        the client is closed. After a failed batch the engine serves on.
+        ``ContextLengthError`` for a prompt that leaves no room for a token, and ``ModelError`` if the engine fails, a
+        request takes longer than the timeout, or the client is closed. After a failed batch the engine serves on.
         """
         if self._closed:
             raise ModelError("the client is closed")
@@ -133,6 +138,9 @@ class VLLMClient:
         finally:
             self._give_up([job for job in jobs if not job.future.done() or job.future.cancelled()])
             self._running.difference_update(jobs)
+            for job in jobs:
+                if job.timer is not None:
+                    job.timer.cancel()
         for result in results:
             if isinstance(result, BaseException):
                 raise result
@@ -192,14 +200,15 @@ class VLLMClient:
         await self.close()
 
     def stats(self) -> dict[str, float]:
-        """Totals over all engines: ``requests, steps, prompt_tokens, cached_tokens, generated_tokens, seconds``.
+        """Totals over all engines, by the names of :class:`~turnwise.inference.vllm_stats.Stats`."""
+        return total(engine.stats for engine in self._engines())
 
-        ``cached_tokens`` are those prompt tokens whose keys and values the prefix cache had.
-        """
-        totals: Counter[str] = Counter()
-        for engine in {id(policy.engine): policy.engine for policy in self._policies.values()}.values():
-            totals.update(asdict(engine.stats))
-        return dict(totals)
+    def peaks(self) -> dict[str, float]:
+        """The most in any engine since the call before: :class:`~turnwise.inference.vllm_stats.Peaks` by name."""
+        return largest(engine.watch.take() for engine in self._engines())
+
+    def _engines(self) -> list[Engine]:
+        return list({id(policy.engine): policy.engine for policy in self._policies.values()}.values())
 
     # -- requests ------------------------------------------------------------------------------------------------------
     def _policy(self, name: str) -> _Policy:
@@ -244,12 +253,21 @@ class VLLMClient:
         self._running.update(jobs)
         for engine, mine in self._by_engine(jobs):
             self._thread.call(partial(engine.add, mine))
+        if self._timeout is not None:
+            for job in jobs:
+                job.timer = job.future.get_loop().call_later(self._timeout, self._expire, job)
 
-    def _give_up(self, jobs: list[Job]) -> None:
+    def _expire(self, job: Job) -> None:
+        if not job.future.done():
+            message = f"a request of policy {job.request.policy!r} took longer than timeout={self._timeout} s"
+            job.resolve(ModelError(message))
+            self._give_up([job], timeouts=1)
+
+    def _give_up(self, jobs: list[Job], timeouts: int = 0) -> None:
         for job in jobs:
             job.abandoned = True
         for engine, mine in self._by_engine(jobs):
-            self._thread.call(partial(engine.abandon, mine))
+            self._thread.call(partial(engine.abandon, mine, timeouts))
 
     def _by_engine(self, jobs: list[Job]) -> list[tuple[Engine, list[Job]]]:
         grouped: dict[int, tuple[Engine, list[Job]]] = {}

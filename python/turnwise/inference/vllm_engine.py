@@ -18,31 +18,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.inference.vllm_build import end_engine
+from turnwise.inference.vllm_stats import SchedulerWatch, Stats
 from turnwise.inference.vllm_weights import Adapter
 from turnwise.types import ModelError, ModelRequest, ModelResponse, PolicyVersions, Tokenizer
 
 
-@dataclass(slots=True)
-class Stats:
-    """Totals since the engine was made. ``cached_tokens`` are those of prompts that the prefix cache held already."""
-
-    requests: int = 0
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    seconds: float = 0.0
-
-
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request on its way. ``abandoned`` is set on the event loop, where ``future`` belongs, and read elsewhere."""
+    """One request on its way. ``abandoned`` is set on the event loop, where ``future`` belongs, and read elsewhere;
+    ``timer`` gives it up."""
 
     request: ModelRequest
     params: Any
     adapter: Adapter | None
     future: asyncio.Future[ModelResponse]
     abandoned: bool = False
+    timer: asyncio.TimerHandle | None = None
 
     def resolve(self, result: ModelResponse | Exception) -> None:
         """Answer from any thread. Nobody is left to answer in an event loop that has ended."""
@@ -82,6 +73,7 @@ class Engine:
     def __init__(self, llm: Any, policies: Sequence[str], tokenizer: Tokenizer, in_flight: bool) -> None:
         self.llm = llm
         self.stats = Stats()
+        self.watch = SchedulerWatch(llm.engine_core.engine_core.scheduler, self.stats)
         self._tokenizer, self._in_flight = tokenizer, in_flight
         self._name = ", ".join(map(repr, policies))
         self._jobs: dict[str, Job] = {}
@@ -99,8 +91,9 @@ class Engine:
     def add(self, jobs: Sequence[Job]) -> None:
         self._waiting.extend(jobs)
 
-    def abandon(self, jobs: Sequence[Job]) -> None:
-        """Stop computing ``jobs``; nobody waits for them."""
+    def abandon(self, jobs: Sequence[Job], timeouts: int = 0) -> None:
+        """Stop computing ``jobs``; nobody waits for them. So many of them are ``timeouts``."""
+        self.stats.timeouts += timeouts
         gone = {id(job) for job in jobs}
         numbers = [number for number, job in self._jobs.items() if id(job) in gone]
         for number in numbers:
@@ -126,13 +119,13 @@ class Engine:
 
     def step(self) -> None:
         """Let weights land, take in what waits, and compute one token of everything that runs."""
-        began = time.perf_counter()
         while self._changes and (self._in_flight or not self._jobs):
             self._apply(self._changes.popleft())
         if not self._changes:
             self._admit()
         if not self._jobs:
             return
+        began = time.perf_counter()
         try:
             for output in self.llm.step():
                 if output.finished and (job := self._jobs.get(output.request_id)) is not None:
@@ -215,6 +208,7 @@ class Engine:
 
     # -- weights -------------------------------------------------------------------------------------------------------
     def _apply(self, change: Change) -> None:
+        began = time.perf_counter()
         try:
             change.apply()
             self._clear_cache()
@@ -229,6 +223,8 @@ class Engine:
         if not self._jobs:
             self._versions = {policy: known[-1:] for policy, known in self._versions.items()}
         self._versions[change.policy].append((self._label, change.version))
+        self.stats.syncs += 1
+        self.stats.sync_seconds += time.perf_counter() - began
         change.done.set_result(None)
 
 

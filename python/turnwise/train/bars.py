@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-SHOWN = {"success": "success", "reward": "reward", "tokens_per_second": "tok/s", "staleness": "stale"}
+SHOWN = {
+    "success": "success",
+    "reward": "reward",
+    "tokens_per_second": "tok/s",
+    "inference/kv_cache_use": "kv",
+    "staleness": "stale",
+}
 """The metrics beside the run's bar, where a step has them, and what they are called there."""
 
 

@@ -59,6 +59,7 @@ def _vllm(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) 
             max_num_seqs=rollout.max_batch_rows,
             kv_cache_bytes=int(rollout.vllm.kv_cache_gb * 2**30),
             in_flight=config.loop.in_flight,
+            timeout=rollout.vllm.request_timeout,
             engine_args=rollout.vllm.engine_args,
         )
     except ValueError as error:

@@ -96,10 +96,11 @@ class WarmStartConfig(Section):
 # What a step samples, and what becomes of it
 # ---------------------------------------------------------------------------------------------------------------------
 class VLLMConfig(Section):
-    """For ``rollout.client = "vllm"``: the memory for keys and values, in GiB, of each engine, and further fields of
-    vLLM's ``EngineArgs``."""
+    """For ``rollout.client = "vllm"``: the memory for keys and values, in GiB, of each engine, the seconds that one
+    completion may take before it is given up, and further fields of vLLM's ``EngineArgs``."""
 
     kv_cache_gb: float = Field(default=1.0, gt=0)
+    request_timeout: float | None = Field(default=None, gt=0)
     engine_args: dict[str, Any] = Field(default_factory=dict)
 
 

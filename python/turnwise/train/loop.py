@@ -26,6 +26,7 @@ from turnwise.train.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from turnwise.train.client_metrics import ClientMetrics
 from turnwise.train.config import TrainConfig
 from turnwise.train.config_files import CONFIG_FILE, ConfigError, contradictions, differences, to_toml
 from turnwise.train.evaluate import Evaluation, evaluate
@@ -86,6 +87,7 @@ class Trainer:
         self.log = log or RunLog.from_config(config)
         self.log.tokenizer = self.log.tokenizer or arena.tokenizer
         arena.under_way.show = self.log.rollouts
+        self.client_metrics = ClientMetrics(arena.client)
         self.rng = np.random.default_rng(config.seed)
         self.progress = Progress()
         if config.checkpoint.episodes:
@@ -218,6 +220,7 @@ class Trainer:
             "seconds_rollout": self._sampled - self._started,
             "seconds_update": updated - self._sampled,
             "tokens_per_second": batch.metrics["sampled_tokens"] / (updated - self._started),
+            **self.client_metrics.take(),
         }
         every = self.config.eval.every
         failed = True
@@ -237,6 +240,7 @@ class Trainer:
         if self.validation is None or not self.validation.requests:
             return {}
         score = await self.evaluate()
+        self.client_metrics.take()  # no part of what a step sampled
         self.progress.evaluations[str(self.progress.step)] = score.success
         return {"validation": score.success}
 
