@@ -84,7 +84,7 @@ test: $(VENV)/.peers  ## all tests, against the installed package
 	@$(BIN)/python -P -m pytest
 
 test-vllm: $(VLLM)/.installed  ## the tests of the vLLM client, with vLLM's CPU build in an environment of its own
-	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -P -m pytest -k vllm tests/inference/test_contract.py tests/inference/test_vllm.py tests/test_run_vllm.py
+	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -P -m pytest -k vllm tests/inference/test_contract.py tests/inference/test_vllm*.py tests/test_*_vllm.py
 
 test-sanitize: $(VENV)/.installed  ## the state store's C++ tests under ASan, UBSan and TSan
 	@$(BIN)/python -P -m pytest tests/cpp/test_state.py -v

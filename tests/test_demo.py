@@ -7,6 +7,7 @@ import json
 import pytest
 
 from turnwise import demo
+from turnwise.run import Run
 from turnwise.tasks.base import split_of
 from turnwise.train.config_files import config_from_dict
 from turnwise.train.run_log import read_metrics
@@ -22,8 +23,10 @@ TINY = {
 
 @pytest.fixture
 def tiny_demo(monkeypatch):
-    def config(run_dir, seed):
-        return config_from_dict({**TINY, "run_dir": str(run_dir), "seed": seed})
+    def config(run_dir, seed, client):
+        return config_from_dict(
+            {**TINY, "run_dir": str(run_dir), "seed": seed, "rollout": {**TINY["rollout"], "client": client}}
+        )
 
     monkeypatch.setattr(demo, "demo_config", config)
 
@@ -43,8 +46,10 @@ def test_demo_leaves_summary_curve_and_table(tmp_path, tiny_demo, capsys):
     ]
     assert set(wanted) <= set(summary)
     assert (summary["seed"], summary["episodes"], summary["questions"]) == (3, 4, 4)
+    assert summary["client"] == "transformers"
     assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
+    assert "the client 'transformers' samples" in printed
     assert list(summary["held_out"]) == [
         "warm start, one agent alone",
         "one agent + GRPO",
@@ -72,16 +77,16 @@ def test_a_finished_demo_is_replaced_and_equal_seeds_give_equal_demos(tmp_path, 
 def test_an_interrupted_demo_goes_on(tmp_path, tiny_demo, monkeypatch):
     whole = demo.run_demo(tmp_path / "whole", seed=0)
     out = tmp_path / "demo"
-    train = demo.Run.train
+    train = Run.train
 
     def stop_at_once(run):
         run.trainer._stop.request()
         return train(run)
 
-    monkeypatch.setattr(demo.Run, "train", stop_at_once)
+    monkeypatch.setattr(Run, "train", stop_at_once)
     assert demo.run_demo(out, seed=0) is None
     assert not (out / "summary.json").exists()
-    monkeypatch.setattr(demo.Run, "train", train)
+    monkeypatch.setattr(Run, "train", train)
     seconds = (out / "warm_start" / "seconds.json").read_text()
     parts = demo.run_demo(out, seed=0)
     assert (out / "warm_start" / "seconds.json").read_text() == seconds

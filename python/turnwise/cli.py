@@ -134,7 +134,7 @@ def _version() -> str:
 def run_demo(options: argparse.Namespace) -> int:
     from turnwise.demo import run_demo as run
 
-    summary = run(out=options.out, seed=options.seed, compare=options.compare)
+    summary = run(out=options.out, seed=options.seed, compare=options.compare, client=options.client)
     if summary is None:
         print("turnwise: interrupted; the same command goes on from here", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -152,6 +152,7 @@ def run_train(options: argparse.Namespace) -> int:
         return EXIT_OK
 
     run = train_from_config(config)
+    run.close()
     if config.steps:
         print(f"report: {write_report(config.run_dir)}")
     return EXIT_INTERRUPTED if run.trainer.interrupted else EXIT_OK
@@ -217,6 +218,7 @@ COMMANDS: dict[str, Command] = {
             ),
             ("--seed", {"type": int, "default": 0, "help": "of puzzles, weights and sampling (default 0)"}),
             ("--out", {"type": Path, "default": Path("runs/demo"), "help": "folder of the run (default runs/demo)"}),
+            ("--client", {"default": "transformers", "help": "what samples, as rollout.client names it: vllm, ..."}),
         ),
     ),
     "train": Command(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -20,11 +21,13 @@ from rich.table import Table
 
 from turnwise import __version__
 from turnwise.report import write_report
-from turnwise.run import Run, build_run, describe, run_warm_start, tiny, warm_start_rows
+from turnwise.run import build_run, describe, run_warm_start, tiny, warm_start_rows
 from turnwise.tasks import build_task
+from turnwise.train.clients import check_client
 from turnwise.train.config import TrainConfig
 from turnwise.train.config_files import config_from_dict, load_config
 from turnwise.train.evaluate import Evaluation
+from turnwise.train.progress import Progress
 from turnwise.train.run_log import read_metrics
 
 ALONE = {"actors": ["proposer"], "max_turns": 1}
@@ -40,60 +43,46 @@ class Contender:
     result: Evaluation
 
 
-def run_demo(out: Path = Path("runs/demo"), seed: int = 0, compare: bool = False) -> dict[str, Any] | None:
+def run_demo(
+    out: Path = Path("runs/demo"), seed: int = 0, compare: bool = False, client: str = "transformers"
+) -> dict[str, Any] | None:
     """Run the demo in the folder ``out`` and return its summary, also written to ``out/summary.json``.
 
-    ``compare`` also trains a single agent with GRPO on as many sampled tokens as the team took. A finished demo in
-    ``out`` is replaced, one that was interrupted or killed goes on. ``None`` after Ctrl-C.
+    ``compare`` also trains a single agent with GRPO on as many sampled tokens as the team took. ``client`` samples, by
+    the names of ``rollout.client``. A finished demo in ``out`` is replaced, one that was interrupted or killed goes on.
+    ``None`` after Ctrl-C.
     """
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # the demo's own lines tell what happens
     say = Console(soft_wrap=True, highlight=False).print
-    prepare(out, seed)
-    config = demo_config(out / "team", seed)
+    config = demo_config(out / "team", seed, client)
+    check_client(config)
+    prepare(out, {"seed": seed, "client": client, "version": __version__})
     say(f"[bold]1[/] warm start: {config.warm_start.steps} steps on imperfect demonstrations")
     warm, seconds_warm_start = warm_started(config, out / "warm_start")
-    before = build_run(variant(warm, out / "before", resume=False)).evaluate()
+    before = held_out(variant(warm, out / "before", resume=False))
     say(f"  the untrained team, {describe(before)}, after {seconds_warm_start:.0f} s")
-    say("[bold]2[/] AT-GRPO: each agent's branches are compared at each turn")
-    team = build_run(warm)
-    progress = team.train()
-    if team.trainer.interrupted:
+    say(f"[bold]2[/] AT-GRPO: each agent's branches are compared at each turn; the client {client!r} samples")
+    if (team := trained(warm)) is None:
         return None
-    after = team.evaluate()
+    progress, after = team
     say(f"  the trained team, {describe(after)}, after {progress.seconds:.0f} s")
-    alone = build_run(variant(warm, out / "before", task_options={**warm.task_options, **ALONE}))
+    alone = held_out(variant(warm, out / "before", task_options={**warm.task_options, **ALONE}))
     rows = [
-        Contender("warm start, one agent alone", 0, alone.evaluate()),
+        Contender("warm start, one agent alone", 0, alone),
         Contender("team, not trained", 0, before),
         Contender("team + AT-GRPO", progress.sampled_tokens, after),
     ]
     curves = {"team + AT-GRPO": warm.run_dir}
     if compare:
         say("[bold]3[/] one agent with GRPO, on as many sampled tokens")
-        single = single_agent(warm, out / "single", progress.sampled_tokens)
-        spent = single.train().sampled_tokens
-        if single.trainer.interrupted:
+        if (single := trained(single_agent(warm, out / "single", progress.sampled_tokens))) is None:
             return None
-        rows.insert(1, Contender("one agent + GRPO", spent, single.evaluate()))
-        curves["one agent + GRPO"] = single.config.run_dir
-    summary = {
-        "success_before": before.success,
-        "success_after": after.success,
-        "questions": after.episodes,
-        "episodes": progress.episodes,
-        "sampled_tokens": progress.sampled_tokens,
-        "steps": progress.step,
-        "seconds_warm_start": round(seconds_warm_start, 1),
-        "seconds_training": round(progress.seconds, 1),
-        "seed": seed,
-        "held_out": {
-            row.name: {"success": row.result.success, "low": row.result.low, "high": row.result.high,
-                       "sampled_tokens": row.sampled_tokens}
-            for row in rows
-        },
-    }  # fmt: skip
+        rows.insert(1, Contender("one agent + GRPO", single[0].sampled_tokens, single[1]))
+        curves["one agent + GRPO"] = out / "single"
+    summary = summarized(rows, progress, before, after)
+    summary |= {"seconds_warm_start": round(seconds_warm_start, 1), "seed": seed, "client": client}
     say(comparison(rows))
     say(f"curve: {plot(curves, out / 'curve.png')}")
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
@@ -102,22 +91,53 @@ def run_demo(out: Path = Path("runs/demo"), seed: int = 0, compare: bool = False
     return summary
 
 
-def prepare(out: Path, seed: int) -> None:
+def held_out(config: TrainConfig) -> Evaluation:
+    """Success of the weights that ``config`` starts from."""
+    with closing(build_run(config)) as run:
+        return run.evaluate()
+
+
+def trained(config: TrainConfig) -> tuple[Progress, Evaluation] | None:
+    """How training ended, and held-out success after it. ``None`` after Ctrl-C."""
+    with closing(build_run(config)) as run:
+        progress = run.train()
+        return None if run.trainer.interrupted else (progress, run.evaluate())
+
+
+def summarized(rows: Sequence[Contender], progress: Progress, before: Evaluation, after: Evaluation) -> dict[str, Any]:
+    """What ``summary.json`` says of the team and of all contenders."""
+    return {
+        "success_before": before.success,
+        "success_after": after.success,
+        "questions": after.episodes,
+        "episodes": progress.episodes,
+        "sampled_tokens": progress.sampled_tokens,
+        "steps": progress.step,
+        "seconds_training": round(progress.seconds, 1),
+        "held_out": {
+            row.name: {"success": row.result.success, "low": row.result.low, "high": row.result.high,
+                       "sampled_tokens": row.sampled_tokens}
+            for row in rows
+        },
+    }  # fmt: skip
+
+
+def prepare(out: Path, demo: Mapping[str, Any]) -> None:
     """Make ``out`` ready: what another demo left is deleted, unless it is this one, unfinished. Nothing else is."""
     marker = out / "demo.json"
     if out.is_dir() and any(out.iterdir()) and not marker.exists():
         raise ValueError(f"out={str(out)!r}: this folder holds other things; name a new one")
-    wanted = json.dumps({"seed": seed, "version": __version__})
+    wanted = json.dumps(demo)
     if marker.exists() and (marker.read_text() != wanted or (out / "summary.json").exists()):
         shutil.rmtree(out)
     out.mkdir(parents=True, exist_ok=True)
     marker.write_text(wanted)
 
 
-def demo_config(run_dir: Path, seed: int) -> TrainConfig:
-    """``demo.toml`` with a folder and a seed."""
+def demo_config(run_dir: Path, seed: int, client: str = "transformers") -> TrainConfig:
+    """``demo.toml`` with a folder, a seed and what samples."""
     with resources.as_file(resources.files("turnwise") / "demo.toml") as path:
-        return load_config(path, {"run_dir": str(run_dir), "seed": seed})
+        return load_config(path, {"run_dir": str(run_dir), "seed": seed, "rollout.client": client})
 
 
 def warm_started(config: TrainConfig, folder: Path) -> tuple[TrainConfig, float]:
@@ -141,9 +161,9 @@ def warm_started(config: TrainConfig, folder: Path) -> tuple[TrainConfig, float]
     return changed, json.loads(done.read_text())
 
 
-def single_agent(warm: TrainConfig, run_dir: Path, sampled_tokens: int) -> Run:
+def single_agent(warm: TrainConfig, run_dir: Path, sampled_tokens: int) -> TrainConfig:
     """One agent under GRPO: groups are whole episodes of one puzzle, as many as the team's tree has branches."""
-    config = variant(
+    return variant(
         warm,
         run_dir,
         task_options={**warm.task_options, **ALONE},
@@ -152,7 +172,6 @@ def single_agent(warm: TrainConfig, run_dir: Path, sampled_tokens: int) -> Run:
         max_sampled_tokens=sampled_tokens,
         steps=100_000,
     )
-    return build_run(config)
 
 
 def variant(config: TrainConfig, run_dir: Path, **changes: Any) -> TrainConfig:

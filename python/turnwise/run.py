@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -97,6 +98,10 @@ class Run:
         await self.trainer.publish()
         return await self.trainer.evaluate(self.held_out)
 
+    def close(self) -> None:
+        """Free what the client holds, its engines among it. Nothing can be sampled afterwards."""
+        asyncio.run(self.arena.client.close())
+
 
 def train_from_config(config: TrainConfig) -> Run:
     """Build and train; prints held-out success at the end. Goes on from the run folder's newest checkpoint."""
@@ -132,7 +137,8 @@ def evaluate_from_config(config: TrainConfig, checkpoint: str | Path | None = No
     run = build_run(config.model_copy(update={"resume": False}), warm=chosen is None)
     if chosen is not None:
         load_weights(chosen, run.trainer.policies)
-    result = run.evaluate()
+    with closing(run):
+        result = run.evaluate()
     run.trainer.log.note(f"{chosen or 'starting weights'}: {describe(result)}")
     return result
 
