@@ -63,7 +63,7 @@ def hand_made(folder: Path, step: int) -> None:
         call(words, "alice", 0, "a worse move", reward=-1.0, advantage=-0.5, branch=1, selected=False, **node),
         call(words, "alice", 0, "never mind", branch=2, selected=False, trainable=False,
              info={"error": "ModelError: the server is gone"}, **node),
-        call(words, "bob", 0, "my reply", reward=0.0, info={"env_response": "bob moved to B2"}),
+        call(words, "bob", 0, "my reply", reward=0.0, info={"env_response": "bob moved to B2", "private": ["board"]}),
         call(words, None, 1, "verdict fair", trainable=False, finish_reason="length"),
     ]  # fmt: skip
     half_done = [call(words, "alice", 0, "half done")]

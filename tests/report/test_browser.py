@@ -154,6 +154,9 @@ def test_failures_nested_episodes_and_private_text(page):
     assert nested.get_attribute("data-id") == "r9.0" and "failed" in nested.locator("h3").inner_text()
     page.locator(".prompt summary").first.click()
     assert page.locator("mark.private:visible").all_inner_texts() == ["Your card: ace"]
+    bob = page.locator(".prompt", has=page.locator(".role", has_text="system")).first
+    bob.locator("summary").click()
+    assert bob.locator("mark.private").all_inner_texts() == ["board"], "what the arena marked while the episode ran"
     page.fill("[aria-label='Filter episodes']", "no such episode")
     assert page.locator(".entry").count() == 0
 

@@ -5,6 +5,7 @@ from turnwise.arena.episode import Episode, SingleTurnEpisode
 from turnwise.arena.filters import Filters
 from turnwise.arena.multi_turn import MultiTurnEpisode
 from turnwise.arena.overlong import OverlongPenalty
+from turnwise.arena.privacy import LeakError, private, reveal
 from turnwise.arena.progress import EpisodeProgress
 from turnwise.arena.rubric import DropRolloutError, Rubric, Score
 from turnwise.arena.samples import drop_stale, pack, select
@@ -20,6 +21,7 @@ __all__ = [
     "Episode",
     "EpisodeProgress",
     "Filters",
+    "LeakError",
     "MultiTurnEpisode",
     "OverlongPenalty",
     "Rubric",
@@ -28,5 +30,7 @@ __all__ = [
     "TreeSampler",
     "drop_stale",
     "pack",
+    "private",
+    "reveal",
     "select",
 ]

@@ -25,6 +25,7 @@ from turnwise.arena.episode import Episode, check_episode
 from turnwise.arena.filters import Filters
 from turnwise.arena.model_call import PromptCache, fit_to_context, generate_one, to_messages, to_step
 from turnwise.arena.overlong import OverlongPenalty
+from turnwise.arena.privacy import LeakError, PrivateTexts, check_batch, check_episode_end, check_prompt, sampled_key
 from turnwise.arena.progress import EpisodeProgress
 from turnwise.arena.resampling import check_stateless, describe_draws, resample
 from turnwise.arena.scheduler import CallBudget, EpisodesUnderWay, FailureCount, run_all
@@ -58,7 +59,8 @@ class Arena:
     ``TrainingBatch.dropped``. Without ``credit`` the advantage is the reward and no zero is dropped. ``overlong``
     lowers the rewards of completions that come close to their limit. ``progress``, an ``EpisodeProgress`` or ``None``,
     keeps episodes under way on disk: a killed run resumes in the middle of a tree. Same ``seed``, same requests, same
-    weights: same batch.
+    weights: same batch. ``check_private`` proves of every episode that no actor saw or trains on what is another's, see
+    :mod:`turnwise.arena.privacy`; ``LeakError`` then stops the batch.
 
     ``reward_penalty(samples)`` gives what each sample's reward loses before credit; steps and metrics keep it whole.
 
@@ -87,6 +89,7 @@ class Arena:
         retries: int = 0,
         filters: Filters | None = None,
         overlong: OverlongPenalty | None = None,
+        check_private: bool = False,
     ) -> None:
         if not 0 <= failure_threshold <= 1:
             raise ValueError(f"failure_threshold={failure_threshold!r}: expected a share from 0 to 1")
@@ -106,6 +109,7 @@ class Arena:
         self.failure_threshold = failure_threshold
         self.retries = retries
         self.overlong = overlong
+        self.check_private = check_private
         self.actors: dict[str, Actor] = {}
         self.episodes: dict[str, Episode] = {}
         self.stores: dict[str, ArtifactStore] = {}
@@ -230,7 +234,10 @@ class Arena:
         metrics = rows.describe(results)
         if self.filters.resample:
             metrics |= describe_draws(results, samples)
-        return rows.pack(samples, dict(Counter(dropped) + Counter(filtered)), metrics)
+        batch = rows.pack(samples, dict(Counter(dropped) + Counter(filtered)), metrics)
+        if self.check_private:
+            check_batch(batch, results)
+        return batch
 
     # -- model calls ---------------------------------------------------------------------------------------------------
     async def call_model(
@@ -258,6 +265,8 @@ class Arena:
         request = ModelRequest(
             prompt_ids, settings.with_(max_tokens=max_tokens), policy or (actor.policy if actor else "default")
         )
+        if self.check_private and context is not None:
+            check_prompt(context, actor_id, messages)
         # The place in the record is taken before waiting, so steps stand in the order in which they were asked for.
         place = None
         if context is not None and record:
@@ -270,6 +279,10 @@ class Arena:
         response.text = response.text or self.tokenizer.decode(response.completion_token_ids, skip_special_tokens=True)
         if context is not None and place is not None:
             step = to_step(actor_id, context.state.turn, messages, request, response)
+            if texts := context.private.shown(actor_id, messages):
+                step.info["private"] = texts
+            if self.check_private:
+                context.sampled.add(sampled_key(actor_id, response.completion_token_ids))
             context.steps[place] = step
             context.state.trajectory.append(step)
             if actor is not None:
@@ -374,6 +387,8 @@ class Arena:
             depth=parent.depth + 1 if parent else 0,
             root=parent.root if parent else number,
             deadline=deadline,
+            private=parent.private.copy() if parent else PrivateTexts(),
+            outer=parent.private if parent else None,
         )
 
     async def _run(self, request: EpisodeRequest, context: EpisodeContext, failures: FailureCount) -> GenerateResult:
@@ -383,7 +398,14 @@ class Arena:
             try:
                 with inside(context):
                     async with asyncio.timeout_at(context.deadline):
-                        return await self.episodes[request.episode_type].generate(self)
+                        result = await self.episodes[request.episode_type].generate(self)
+                if self.check_private:
+                    check_episode_end(context)
+                if context.outer is not None:
+                    context.outer.take(context.private)
+                return result
+            except LeakError:
+                raise
             except Exception as error:
                 text = context.explain(error)
             if attempt == self.retries or context.out_of_time():

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from turnwise.arena.privacy import PrivateTexts
 from turnwise.state import StateDict, StateList, to_python
 from turnwise.types import Artifact, EpisodeState, GenerateResult, Rollout, Step
 
@@ -57,6 +58,9 @@ class EpisodeContext:
     steps: list[Step | None] = field(default_factory=list)
     children: list[GenerateResult] = field(default_factory=list)
     pruned: list[GenerateResult] = field(default_factory=list)
+    private: PrivateTexts = field(default_factory=PrivateTexts)
+    outer: PrivateTexts | None = None
+    sampled: set[Hashable] = field(default_factory=set)
 
     def next_call_seed(self) -> int:
         self.calls += 1
@@ -88,17 +92,20 @@ class EpisodeContext:
             root=self.root,
             deadline=self.deadline,
             scope=f"{self.scope}/{name}",
+            private=self.private.copy(),
+            outer=self.outer,
         )
 
     def adopt(self, part: EpisodeContext, *, selected: bool) -> None:
         """Take over what a finished branch recorded; the selected one also hands on its state and its generator."""
         self.steps.extend(part.steps)
         self.pruned.extend(part.pruned)
+        self.sampled |= part.sampled
         if not selected:
             self.pruned.extend(part.children)
             return
         self.children.extend(part.children)
-        self.state, self.rng = part.state, part.rng
+        self.state, self.rng, self.private = part.state, part.rng, part.private
 
     def again(self, attempt: int) -> EpisodeContext:
         """A fresh context for one more attempt at the same request, with luck of its own."""
@@ -108,6 +115,7 @@ class EpisodeContext:
         meta |= {"attempt": attempt, "lost_tokens": meta.get("lost_tokens", 0) + lost}
         fresh = self.branch("", EpisodeState())
         fresh.scope = ""
+        fresh.private = PrivateTexts() if self.outer is None else self.outer.copy()
         fresh.rollout = Rollout(old.id, old.episode_type, old.artifact, seed=derive_seed(old.seed, "retry"), meta=meta)
         fresh.rng = random.Random(derive_seed(fresh.rollout.seed, "environment"))
         return fresh

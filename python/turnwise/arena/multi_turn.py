@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.arena.context import resolve
 from turnwise.arena.episode import Episode, make_forkable, running
+from turnwise.arena.privacy import hidden_parts
 from turnwise.arena.rubric import check_reward
 from turnwise.types import EpisodeState, Messages, Step
 
@@ -73,7 +74,7 @@ class MultiTurnEpisode(Episode, ABC):
         raise NotImplementedError(f"{type(self).__name__}: override get_prompt(artifact) or build_messages(...)")
 
     def get_observation(self, state: EpisodeState, arena: Arena, artifact: Any) -> Any:
-        """What only the acting actor sees, now. It never enters the transcript."""
+        """What only the acting actor sees, now. It never enters the transcript, and counts as private to that actor."""
         return None
 
     def env_response(self, state: EpisodeState, arena: Arena, artifact: Any) -> Any:
@@ -102,6 +103,10 @@ class MultiTurnEpisode(Episode, ABC):
         """What the others see of a completion; strip private reasoning here."""
         return text
 
+    def public_to(self, text: str, actor: str, to: str) -> Any:
+        """What ``to`` sees of ``actor``'s completion: ``public(text)`` for all; ``None`` leaves it out of the chat."""
+        return self.public(text)
+
     def build_messages(self, state: EpisodeState, arena: Arena, artifact: Any) -> Any:
         """The chat for ``state.current_actor``, or ``None`` if it skips this turn.
 
@@ -125,9 +130,13 @@ class MultiTurnEpisode(Episode, ABC):
             if step.actor_id == state.current_actor:
                 messages.append({"role": "assistant", "content": step.completion})
             else:
-                _say(messages, "user", f"{step.actor_id}: {self.public(step.completion)}")
+                shown = await resolve(self.public_to(step.completion, str(step.actor_id), state.current_actor))
+                _say(messages, "user", None if shown is None else f"{step.actor_id}: {shown}")
             _say(messages, "user", step.info["env_response"])
-        _say(messages, "user", await resolve(self.get_observation(state, arena, artifact)))
+        observation = await resolve(self.get_observation(state, arena, artifact))
+        if observation and observation.strip():
+            running().private.add(observation, [state.current_actor], observation=True)
+        _say(messages, "user", observation)
         return messages
 
     async def rollout(self, arena: Arena, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
@@ -166,6 +175,8 @@ class MultiTurnEpisode(Episode, ABC):
         """One model call, the environment's answer, and the reward of this action, all on ``state``."""
         await self.call_model(state.current_actor, messages, arena)
         step = state.trajectory[-1]
+        if arena.check_private:
+            await self._mark_hidden(step)
         # The key marks an action of this loop, so that a tool call made inside a hook is no part of the transcript.
         step.info["env_response"] = await resolve(self.env_response(state, arena, artifact)) or ""
         state.last_completion_text = step.completion
@@ -173,6 +184,18 @@ class MultiTurnEpisode(Episode, ABC):
         if reward is not None:
             step.reward = check_reward(reward, f"{type(self).__name__}.step_reward for actor {state.current_actor!r}")
         return step
+
+    async def _mark_hidden(self, step: Step) -> None:
+        """What ``public_to`` hides of a completion is private to those who see it; what it shows is so no more."""
+        actor = str(step.actor_id)
+        heard = {
+            to: await resolve(self.public_to(step.completion, actor, to)) or "" for to in self.actors if to != actor
+        }
+        texts = running().private
+        for shown in heard.values():
+            for part in hidden_parts(step.completion, shown):
+                texts.add(part, [actor, *(to for to, words in heard.items() if part in " ".join(words.split()))])
+        texts.spoken(actor, heard)
 
     async def _pass_on(self, state: EpisodeState, arena: Arena, artifact: Any, *, skipped: bool) -> None:
         state.acted = (*state.acted, state.current_actor)

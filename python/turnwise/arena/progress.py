@@ -11,8 +11,8 @@ from typing import Any
 from turnwise.arena.context import EpisodeContext
 from turnwise.types import EpisodeState
 
-FORMAT = 1
-_KEPT = ("calls", "spawned", "nodes", "steps", "children", "pruned", "rng")
+FORMAT = 2
+_KEPT = ("calls", "spawned", "nodes", "steps", "children", "pruned", "rng", "private", "sampled")
 
 
 class EpisodeProgress:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from turnwise.arena.context import current_context, inside, resolve
+from turnwise.arena.privacy import LeakError
 from turnwise.arena.scheduler import run_all
 from turnwise.types import EpisodeState, RewardFunction, Rollout
 
@@ -162,7 +163,7 @@ class Rubric:
 
         try:
             return await call()
-        except DropRolloutError:
+        except (DropRolloutError, LeakError):
             raise
         except Exception as error:
             return await self._handle(call, error)

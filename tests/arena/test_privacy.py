@@ -1,0 +1,526 @@
+"""Private text: what is marked, what the check finds in random games that leak on purpose, and what it lets through."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+
+import pytest
+
+from turnwise.arena import (
+    EpisodeProgress,
+    LeakError,
+    MultiTurnEpisode,
+    Rubric,
+    SingleTurnEpisode,
+    TreeSampler,
+    private,
+    reveal,
+)
+from turnwise.arena.privacy import PrivateTexts, check_batch, comparable, hidden_parts, holds
+from turnwise.types import EpisodeRequest, Rollout
+
+SEED = random.SystemRandom().randrange(2**32)
+NAMES = ("ann", "bob", "cat", "dan")
+
+
+class Secrets(MultiTurnEpisode):
+    """Everybody holds a number that only it may see, thinks about it in hiding, and says one word."""
+
+    episode_type = "secrets"
+    rubric = Rubric([lambda extras: 1.0])
+
+    def __init__(self, actors=NAMES[:2], rounds=2, **options):
+        super().__init__(max_turns=rounds, **options)
+        self.actors = tuple(actors)
+
+    def setup(self, state, arena, artifact):
+        numbers = self.rng.sample(range(100, 1000), len(self.actors))
+        state.data = {"numbers": dict(zip(self.actors, numbers, strict=True)), "said": 0}
+
+    def get_prompt(self, artifact):
+        return "Everybody holds a number."
+
+    def secret(self, state, actor):
+        return f"Your number is {state.data['numbers'][actor]}."
+
+    def get_observation(self, state, arena, artifact):
+        return f"Round {state.turn}.\n" + private(self.secret(state, state.current_actor), to=state.current_actor)
+
+    def public(self, text):
+        return text.rpartition("</think>")[2].strip()
+
+    def env_response(self, state, arena, artifact):
+        state.data["said"] += 1
+        return f"{state.data['said']} words were said."
+
+    def step_reward(self, state, arena, artifact):
+        return float(len(state.last_completion_text) % 7)
+
+
+def thoughts(prompt, request):
+    rng = random.Random(request.sampling.seed)
+    words = " ".join(rng.choice(["high", "low", "bluff", "wait", "trust"]) for _ in range(6))
+    return f"<think>{words} {rng.random()}</think> {rng.choice(['yes', 'no'])}"
+
+
+def play(make_arena, episode, actors=NAMES, reply=thoughts, copies=2, **options):
+    arena = make_arena(reply, actors=actors, check_private=True, **options)
+    arena.add_episode(episode)
+    requests = [EpisodeRequest(episode.episode_type, "q", group_id="q") for _ in range(copies)]
+    results = asyncio.run(arena.generate_rollouts(requests))
+    assert [result.rollout.error for result in results] == [None] * copies
+    return arena, results
+
+
+# --- random games -----------------------------------------------------------------------------------------------------
+def other_of(episode, state):
+    return next(actor for actor in episode.actors if actor != state.current_actor)
+
+
+class Observed(Secrets):
+    def get_observation(self, state, arena, artifact):
+        mine = super().get_observation(state, arena, artifact)
+        for actor in self.actors:
+            private(self.secret(state, actor), to=actor)
+        return f"{mine} {self.secret(state, other_of(self, state))}"
+
+
+class Announced(Secrets):
+    """The environment says aloud what the actor was told, in other letters and other white space."""
+
+    def env_response(self, state, arena, artifact):
+        return self.secret(state, state.current_actor).upper().replace(" ", "\n  ")
+
+
+class Opened(Secrets):
+    """The secret of the last to act stands in what was said before it acted: it is marked only later."""
+
+    async def transcript(self, state, arena, artifact):
+        messages = await super().transcript(state, arena, artifact)
+        messages[0]["content"] += self.secret(state, self.actors[-1])
+        return messages
+
+    build_messages = transcript
+
+
+class Overheard(Secrets):
+    """The whole completion is shown to the others, the hidden part with it."""
+
+    async def build_messages(self, state, arena, artifact):
+        messages = await self.transcript(state, arena, artifact)
+        return messages + [
+            {"role": "user", "content": step.completion}
+            for step in state.trajectory
+            if step.actor_id != state.current_actor
+        ]
+
+
+class Posed(Secrets):
+    """As above, but as if the reader had said it itself."""
+
+    async def build_messages(self, state, arena, artifact):
+        messages = await self.transcript(state, arena, artifact)
+        others = [step.completion for step in state.trajectory if step.actor_id != state.current_actor]
+        return messages + [{"role": "assistant", "content": text} for text in others]
+
+
+class InParts(Secrets):
+    async def build_messages(self, state, arena, artifact):
+        for actor in self.actors:
+            private(self.secret(state, actor), to=actor)
+        parts = [{"type": "text", "text": self.secret(state, other_of(self, state))}]
+        return [{"role": "user", "content": parts}]
+
+
+LEAKS = [Observed, Announced, Opened, Overheard, Posed, InParts]
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_random_games_that_keep_their_secrets_pass(make_arena, number, tmp_path):
+    rng = random.Random(SEED + number)
+    print("seed", SEED, number)
+    actors = rng.sample(NAMES, rng.randint(2, 4))
+    tree = TreeSampler(branches=rng.randint(2, 3), select="sample") if rng.random() < 0.5 else None
+    episode = Secrets(actors, rounds=rng.randint(1, 3), sampler=tree)
+    arena = make_arena(thoughts, actors=NAMES, check_private=True, seed=rng.randrange(1000), max_concurrency=3)
+    if rng.random() < 0.5:
+        arena.progress = EpisodeProgress(tmp_path)
+    arena.add_episode(episode)
+    arena.source = lambda: [EpisodeRequest("secrets", "q", group_id="q") for _ in range(3)]
+    batch = asyncio.run(arena.step())
+    assert len(batch) == sum(len(result.rollout.steps) for result in arena.last_results) > 0
+    for result in arena.last_results:
+        for step in result.rollout.steps:
+            assert any(text.startswith("Your number is") for text in step.info["private"])
+            assert all(text in "".join(m["content"] for m in step.prompt) for text in step.info["private"])
+
+
+@pytest.mark.parametrize("kind", LEAKS)
+def test_random_games_that_leak_are_found(make_arena, kind):
+    rng = random.Random(SEED)
+    print("seed", SEED)
+    for _ in range(5):
+        actors = rng.sample(NAMES, rng.randint(2, 4))
+        tree = TreeSampler(branches=2, select="sample") if rng.random() < 0.5 else None
+        arena = make_arena(thoughts, actors=NAMES, check_private=True, seed=rng.randrange(1000), failure_threshold=1.0)
+        arena.add_episode(kind(actors, rounds=2, sampler=tree))
+        with pytest.raises(
+            LeakError, match=r"step \d+ of rollout 'e0'.*: the prompt of actor '\w+' holds what is"
+        ) as raised:
+            asyncio.run(arena.generate_rollouts([EpisodeRequest("secrets", "q")]))
+        readers = str(raised.value).partition("private to ")[2].partition(": ")[0]
+        assert set(readers.replace("'", "").split(", ")) < set(actors)
+        # Without the option the same game runs to its end.
+        arena.check_private = False
+        [result] = asyncio.run(arena.generate_rollouts([EpisodeRequest("secrets", "q")]))
+        assert result.rollout.error is None
+
+
+def test_the_message_names_rollout_step_actor_and_text(make_arena):
+    with pytest.raises(LeakError) as raised:
+        play(make_arena, Announced(("ann", "bob")), copies=1)
+    assert (
+        "step 1 of rollout 'e0' (secrets): the prompt of actor 'bob' holds what is private to 'ann': 'Your number is"
+        in (str(raised.value))
+    )
+
+
+def test_a_leak_in_a_nested_episode_stops_the_whole_call(make_arena):
+    class Tells(SingleTurnEpisode):
+        episode_type, actor, rubric = "tells", "bob", Rubric([lambda extras: 1.0])
+
+        def get_prompt(self, artifact):
+            return artifact
+
+    class Outer(Secrets):
+        async def env_response(self, state, arena, artifact):
+            words = self.secret(state, "ann") if state.current_actor == "ann" else "Nothing."
+            await arena.generate_rollouts([EpisodeRequest("tells", words)])
+
+    arena = make_arena(thoughts, actors=NAMES, check_private=True, failure_threshold=1.0)
+    arena.add_episode(Outer())
+    arena.add_episode(Tells())
+    with pytest.raises(LeakError, match=r"step 0 of rollout 'e0.0' \(tells\): the prompt of actor 'bob'"):
+        asyncio.run(arena.generate_rollouts([EpisodeRequest("secrets", "q")]))
+
+
+def test_what_a_nested_episode_marks_is_private_in_its_parent_too(make_arena):
+    class Deals(SingleTurnEpisode):
+        episode_type, actor, rubric = "deals", "ann", Rubric([lambda extras: 1.0])
+
+        def get_prompt(self, artifact):
+            return private("The code is 4711.", to="ann")
+
+    class Outer(Secrets):
+        async def env_response(self, state, arena, artifact):
+            await arena.generate_rollouts([EpisodeRequest("deals", "q")])
+            return "The code is 4711."
+
+    arena = make_arena(thoughts, actors=NAMES, check_private=True)
+    arena.add_episode(Outer())
+    arena.add_episode(Deals())
+    with pytest.raises(
+        LeakError, match=r"rollout 'e0' .*actor 'bob' holds what is private to 'ann': 'The code is 4711"
+    ):
+        asyncio.run(arena.generate_rollouts([EpisodeRequest("secrets", "q")]))
+
+
+def test_a_reward_function_cannot_swallow_a_leak(make_arena):
+    async def peek(arena, rollout):
+        await arena.call_model("bob", rollout.steps[0].prompt[-1]["content"])
+        return 1.0
+
+    class Peeking(Secrets):
+        rubric = Rubric([peek], on_error="zero")
+
+    with pytest.raises(LeakError, match="'bob'"):
+        play(make_arena, Peeking(rounds=1), copies=1)
+
+
+def test_a_retried_episode_starts_with_no_marks(make_arena):
+    class Flaky(Secrets):
+        """Fails once; what was ann's in the first attempt is bob's in the second."""
+
+        failed = False
+
+        def setup(self, state, arena, artifact):
+            state.data = {"numbers": {"ann": 8, "bob": 7} if self.failed else {"ann": 7, "bob": 8}, "said": 0}
+
+        def get_observation(self, state, arena, artifact):
+            return private(self.secret(state, state.current_actor), to=state.current_actor)
+
+        def is_done(self, state, arena, artifact):
+            if not self.failed and state.current_actor == "ann":
+                self.failed = True
+                raise RuntimeError("once")
+            return False
+
+        def env_response(self, state, arena, artifact):
+            return "Your number is 7." if self.failed and state.current_actor == "ann" else None
+
+    _, [result] = play(make_arena, Flaky(("bob", "ann"), rounds=1), copies=1, retries=1)
+    assert result.rollout.meta["attempt"] == 1
+    assert [step.info["private"] for step in result.rollout.steps] == [["Your number is 7."], ["Your number is 8."]]
+    with pytest.raises(LeakError, match="private to 'bob'"):
+        play(make_arena, Flaky(("bob", "ann")), copies=1, retries=1)
+
+
+def test_a_leak_is_found_before_the_call_is_made(make_arena):
+    class Early(Announced):
+        """Tells bob what is ann's; later it is for everybody, so in the end nothing is wrong."""
+
+        def get_observation(self, state, arena, artifact):
+            if state.current_actor == "bob":
+                reveal(self.secret(state, "ann"))
+            return super().get_observation(state, arena, artifact)
+
+        async def build_messages(self, state, arena, artifact):
+            if state.current_actor == "bob":
+                await self.call_model("bob", self.secret(state, "ann"), arena)
+            return await self.transcript(state, arena, artifact)
+
+    arena = make_arena(thoughts, actors=NAMES, check_private=True)
+    arena.add_episode(Early(rounds=1))
+    with pytest.raises(LeakError, match=r"step 1 .*'bob'"):
+        asyncio.run(arena.generate_rollouts([EpisodeRequest("secrets", "q")]))
+    assert len(arena.client.prompts) == 1
+
+
+def test_a_prompt_that_held_what_is_marked_later_is_found_at_the_end(make_arena):
+    class Late(Secrets):
+        async def build_messages(self, state, arena, artifact):
+            messages = await self.transcript(state, arena, artifact)
+            if state.current_actor == "ann":
+                messages[0]["content"] += self.secret(state, "bob")
+            return messages
+
+    with pytest.raises(LeakError, match=r"step 0 .*: the prompt of actor 'ann' holds what is private to 'bob'"):
+        play(make_arena, Late(("ann", "bob"), rounds=1), copies=1)
+
+
+def test_marks_survive_a_kill(make_arena, tmp_path):
+    class Told(Secrets):
+        """In the second round everybody hears what ann's number was in the first; only then was it marked."""
+
+        def get_observation(self, state, arena, artifact):
+            return super().get_observation(state, arena, artifact) if state.turn == 0 else None
+
+        def env_response(self, state, arena, artifact):
+            return self.secret(state, "ann") if self.tells and state.turn == 1 else None
+
+    class KilledError(BaseException):
+        pass
+
+    def resumed(tells):
+        for reply in (killed, thoughts):
+            episode = Told(rounds=2)
+            episode.tells = tells
+            arena = make_arena(reply, actors=NAMES, check_private=True)
+            arena.progress = EpisodeProgress(tmp_path / str(tells))
+            arena.add_episode(episode)
+            made[0] = 0
+            try:
+                [result] = asyncio.run(arena.generate_rollouts([EpisodeRequest("secrets", "q")]))
+            except KilledError:
+                continue
+            assert made == [0], "resumed, not begun again"
+            return result
+
+    def killed(prompt, request):
+        made[0] += 1
+        if made[0] > 2:
+            raise KilledError
+        return thoughts(prompt, request)
+
+    made = [0]
+    assert len(resumed(tells=False).rollout.steps) == 4
+    with pytest.raises(LeakError, match="'bob' holds what is private to 'ann'"):
+        resumed(tells=True)
+
+
+# --- what is no leak --------------------------------------------------------------------------------------------------
+def test_what_the_owner_says_aloud_is_no_leak(make_arena):
+    class Talker(Secrets):
+        def public(self, text):
+            return text
+
+        def setup(self, state, arena, artifact):
+            state.data = {"numbers": {"ann": 1, "bob": 12}, "said": 0}
+
+    _, [result] = play(make_arena, Talker(), reply=lambda prompt, request: "Well: your number is 1. Mine.", copies=1)
+    assert "your number is 1." in str(result.rollout.steps[1].prompt)
+
+
+def test_a_revealed_text_is_for_everybody(make_arena):
+    class Showdown(Secrets):
+        def env_response(self, state, arena, artifact):
+            return reveal(self.secret(state, state.current_actor))
+
+    play(make_arena, Showdown())
+
+
+def test_a_part_of_ones_own_text_is_no_leak(make_arena):
+    class Alike(Secrets):
+        def get_observation(self, state, arena, artifact):
+            return {"ann": "You hold wood", "bob": "You hold wood and stone"}[state.current_actor]
+
+    play(make_arena, Alike(("bob", "ann")))
+
+
+def test_the_same_text_may_be_private_to_several(make_arena):
+    class Alike(Secrets):
+        def get_observation(self, state, arena, artifact):
+            return "It is your move."
+
+    _, results = play(make_arena, Alike(rounds=1))
+    assert [step.info["private"] for step in results[0].rollout.steps] == [["It is your move."]] * 2
+
+
+def test_a_judge_may_see_everything(make_arena):
+    async def judged(arena, rollout):
+        await arena.call_model(None, str([step.prompt for step in rollout.steps]))
+        return 1.0
+
+    class Judged(Secrets):
+        rubric = Rubric([judged])
+
+    play(make_arena, Judged())
+
+
+def test_each_reader_may_hear_something_else(make_arena):
+    class Whisper(Secrets):
+        async def public_to(self, text, actor, to):
+            return None if (actor, to) == ("ann", "cat") else text if actor == "ann" else self.public(text)
+
+    _, [result] = play(make_arena, Whisper(("ann", "bob", "cat"), rounds=1), copies=1)
+    ann, bob, cat = result.rollout.steps
+    assert ann.completion in str(bob.prompt) and "ann" not in str(cat.prompt)
+    assert f"bob: {bob.completion.rpartition(' ')[2]}" in str(cat.prompt) and "<think>" not in str(cat.prompt)
+
+
+def test_and_what_one_may_not_hear_is_private(make_arena):
+    class Whisper(Secrets):
+        def public_to(self, text, actor, to):
+            return None if (actor, to) == ("ann", "cat") else text
+
+        def env_response(self, state, arena, artifact):
+            return state.last_completion_text
+
+    with pytest.raises(LeakError, match=r"actor 'cat' holds what is private to 'ann', 'bob'"):
+        play(make_arena, Whisper(("ann", "bob", "cat"), rounds=1), copies=1)
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+def test_a_completion_of_somebody_else_may_not_train(make_arena):
+    class Thief(Secrets):
+        get_observation = public = lambda self, *_: ""
+
+        def get_extras(self, state):
+            state.trajectory[1].actor_id = "ann"
+            return {}
+
+    with pytest.raises(
+        LeakError, match=r"step 1 of rollout 'e0'.*: the completion of actor 'ann' was not sampled for it"
+    ):
+        play(make_arena, Thief(rounds=1), copies=1)
+
+
+def made_batch(make_arena, **changes):
+    arena, results = play(make_arena, Secrets(rounds=1))
+    arena.assign_credit(results)
+    return replace(arena.build_training_batch(results), **changes), results
+
+
+def test_nothing_but_own_completions_trains(make_arena):
+    batch, results = made_batch(make_arena)
+    check_batch(batch, results)
+    everything = batch.loss_mask.copy()
+    everything[batch.cu_seqlens[2]] = 1
+    with pytest.raises(LeakError, match=r"row 2 of the batch: actor 'ann' would train on token 0"):
+        check_batch(replace(batch, loss_mask=everything), results)
+    swapped = replace(batch, actor_index=1 - batch.actor_index)
+    with pytest.raises(LeakError, match=r"row 0 of the batch: no recorded call of actor 'bob' has its tokens"):
+        check_batch(swapped, results)
+
+
+def test_the_arena_checks_the_batch_that_it_builds(make_arena, monkeypatch):
+    from turnwise.arena import arena as module
+
+    def everything_trains(*arguments):
+        batch = pack(*arguments)
+        batch.loss_mask[:] = 1
+        return batch
+
+    pack = module.rows.pack
+    monkeypatch.setattr(module.rows, "pack", everything_trains)
+    with pytest.raises(LeakError, match="row 0 of the batch"):
+        made_batch(make_arena)
+
+
+# --- the parts --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("text", "part", "expected"),
+    [
+        ("you hold 12 coins", "you hold 1", False),
+        ("you hold 1 coin", "you hold 1", True),
+        ("worth 1.5", "worth 1", False),
+        ("worth 1.", "worth 1", True),
+        ("2.1 and 11 1", "1", True),
+        ("2.1 and 11", "1", False),
+        ("i hold 8.your card", "your card", True),
+        ("a (k) b", "(k)", True),
+        ("[bet]]", "[bet]", True),
+        ("your card: k.", "your card: k.", True),
+        ("xyour card", "your card", False),
+    ],
+)
+def test_texts_are_compared_as_whole_words(text, part, expected):
+    assert holds(text, part) is expected
+
+
+def test_case_and_white_space_do_not_count():
+    assert comparable("  Your\n CARD:\tK ") == "your card: k"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "parts"),
+    [
+        ("He may hold the king. [fold]", "[fold]", ["He may hold the king."]),
+        ("a b c d [x] e f g h i", "[x]", ["a b c d", "e f g h i"]),
+        ("a b c [x]", "[x]", []),
+        ("say one think a b c d e say two", "say one say two", ["think a b c d e"]),
+        ("all of this is gone", "", ["all of this is gone"]),
+        ("nothing is hidden here", "nothing is hidden here", []),
+    ],
+)
+def test_hidden_parts(text, shown, parts):
+    assert hidden_parts(text, shown) == parts
+
+
+def test_a_text_that_was_observed_and_then_marked_is_marked():
+    texts = PrivateTexts()
+    texts.add("The code is 4711.", ["ann"], observation=True)
+    texts.add("the code is  4711.", ["ann"])
+    texts.add("Hear: the code is 4711.", ["bob"], observation=True)
+    assert texts.leak("bob", [{"role": "user", "content": "Hear: the code is 4711."}], []).readers == {"ann"}
+
+
+def test_outside_of_an_episode_texts_are_only_returned():
+    assert private("Your card: K.", to="ann") == "Your card: K." == reveal("Your card: K.")
+
+
+@pytest.mark.parametrize(
+    ("text", "to", "named"), [(" \n", "ann", "text="), ("K.", "", "to=''"), ("K.", [], r"to=\[\]")]
+)
+def test_mistakes_are_named(text, to, named):
+    with pytest.raises(ValueError, match=named):
+        private(text, to=to)
+
+
+def test_marks_are_not_kept_without_a_use(make_arena):
+    arena = make_arena(thoughts, actors=("ann",))
+    arena.add_episode(type("Plain", (Secrets,), {"get_observation": lambda *_: None})(("ann",), rounds=1))
+    [result] = asyncio.run(arena.generate_rollouts([EpisodeRequest("secrets", "q")]))
+    assert isinstance(result.rollout, Rollout) and "private" not in result.rollout.steps[0].info
