@@ -1,4 +1,4 @@
-"""The command line: ``turnwise demo | train | eval | view | bench | doctor``.
+"""The command line: ``turnwise demo | train | eval | view | serve | bench | doctor``.
 
 Commands stand in one table at the end; what a command does is in the room that it calls, imported when it runs.
 A user's mistake is one line on stderr and exit code 2, a run that fails (no memory, no backend, a dead server) one line
@@ -178,6 +178,40 @@ def run_view(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def run_serve(options: argparse.Namespace) -> int:
+    from turnwise.serve import ServeSettings, parse_pairs, serve_until_stopped
+
+    serve_until_stopped(
+        ServeSettings(
+            options.model,
+            options.host,
+            options.port,
+            api_key_env=options.api_key_env,
+            adapters=parse_pairs("--adapters", options.adapters, str),
+            adapter_slots=options.adapter_slots,
+            adapter_rank=options.adapter_rank,
+            kv_cache_gb=options.kv_cache_gb,
+            max_num_seqs=options.max_num_seqs,
+            engine_args=parse_pairs("--engine-arg", options.engine_arg, literal),
+            restarts=options.restarts,
+        )
+    )
+    return EXIT_OK
+
+
+def literal(text: str) -> Any:
+    """``text`` as the Python literal that it is, else as it stands; ``true`` and ``false`` are switches."""
+    import ast
+
+    switches = {"true": True, "false": False}
+    if text.lower() in switches:
+        return switches[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
 def run_bench(options: argparse.Namespace) -> int:
     import turnwise
 
@@ -246,6 +280,32 @@ COMMANDS: dict[str, Command] = {
             ("run_dir", {"type": Path, "metavar": "RUN_DIR", "help": "folder of the run"}),
             ("--out", {"type": Path, "metavar": "FILE", "help": "to write (default: RUN_DIR/report.html)"}),
             ("--open", {"action": "store_true", "help": "and open it in the browser"}),
+        ),
+    ),
+    "serve": Command(
+        "Serve a model with vLLM, for runs that sample from it over HTTP; needs vLLM.",
+        run_serve,
+        (
+            ("model", {"metavar": "MODEL", "help": "folder or hub name"}),
+            ("--host", {"default": "127.0.0.1", "help": "address to bind (default 127.0.0.1: this machine alone)"}),
+            ("--port", {"type": int, "default": 8000, "help": "port to bind, 0 for a free one (default 8000)"}),
+            (
+                "--api-key-env",
+                {"metavar": "NAME", "help": "environment variable with the key that all clients must have"},
+            ),
+            (
+                "--adapters",
+                {"nargs": "+", "default": [], "metavar": "NAME=FOLDER", "help": "LoRA adapters to serve beside it"},
+            ),
+            ("--adapter-slots", {"type": int, "default": 0, "help": "how many adapters a run may bring (default 0)"}),
+            ("--adapter-rank", {"type": int, "default": 16, "help": "the largest rank of those (default 16)"}),
+            ("--kv-cache-gb", {"type": float, "default": 1.0, "help": "memory for keys and values (default 1)"}),
+            ("--max-num-seqs", {"type": int, "default": 256, "help": "requests in one batch (default 256)"}),
+            (
+                "--engine-arg",
+                {"action": "append", "default": [], "metavar": "NAME=VALUE", "help": "any other option of vLLM's"},
+            ),
+            ("--restarts", {"type": int, "default": 5, "help": "after crashes in a row (default 5)"}),
         ),
     ),
     "bench": Command(

@@ -94,12 +94,15 @@ class Actor:
 class ModelRequest:
     """One completion asked of an inference client. Siblings of a tree are requests with equal prompts, own seeds.
 
+    ``messages`` is the chat behind the prompt, for clients that send text.
+
     Example: ``ModelRequest([1, 17, 9], Sampling(max_tokens=8, seed=3), policy="default")``
     """
 
     prompt_token_ids: Sequence[int]
     sampling: Sampling = Sampling()
     policy: str = "default"
+    messages: Messages | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(slots=True)
@@ -107,7 +110,8 @@ class ModelResponse:
     """What one model call gave. Lists run over the ``C`` completion tokens, the stop token included.
 
     ``logprobs`` are those of the distribution sampled from: ``log_softmax(logits / temperature)``, and for greedy
-    decoding ``log_softmax(logits)``. ``text`` is the completion without special tokens.
+    decoding ``log_softmax(logits)``. ``text`` is the completion without special tokens. What is not ``trainable`` came
+    as text: its token ids are a tokenizer's reading of it, and its log-probabilities are unknown.
 
     Example: ``ModelResponse(text="4", completion_token_ids=[20, 2], logprobs=[-0.1, -0.01], finish_reason="stop",
     policy_versions=[(2, 7)], prompt_token_ids=[1, 17, 9])``
@@ -119,6 +123,7 @@ class ModelResponse:
     finish_reason: FinishReason
     policy_versions: PolicyVersions
     prompt_token_ids: list[int] = field(default_factory=list)
+    trainable: bool = True
 
 
 class ModelError(RuntimeError):

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from turnwise.inference import RoutingClient, ScriptedClient
 from turnwise.train import ConfigError, Evaluation, Policy, Trainer
 from turnwise.train.checkpoint import CheckpointError, list_checkpoints
 from turnwise.train.config import CorrectionConfig, LossConfig
@@ -350,3 +351,18 @@ async def test_a_policy_trains_in_the_steps_of_its_phases(make_two_policies):
     trainer.update = watched
     await trainer.run()
     assert versions == [1, 1, 1, 2]
+
+
+async def test_an_opponent_that_nobody_trains_needs_no_policy(make_trainer):
+    made = make_trainer(steps=1)
+    fixed = ScriptedClient(lambda request: "1", versions={"api": 0})
+    client = RoutingClient({"default": made.arena.client, "api": fixed})
+    made.arena.client = client
+    made.arena.add_actor(Actor("opponent", policy="api"))
+    with pytest.raises(ValueError, match="'opponent' plays with policy 'api'"):
+        Trainer(made.arena, made.policies, made.config, validation=made.validation)
+    fixed.fixed_policies = {"api"}
+    trainer = Trainer(made.arena, made.policies, made.config, validation=made.validation)
+    await trainer.run()
+    assert (trainer.progress.step, client.version("default")) == (1, 1)
+    assert fixed.loads == []

@@ -262,9 +262,8 @@ class Arena:
         max_tokens = fit_to_context(len(prompt_ids), settings.max_tokens, self.max_context, f"actor {actor_id!r}")
         if settings.seed is None:
             settings = settings.with_(seed=self._call_seed(context))
-        request = ModelRequest(
-            prompt_ids, settings.with_(max_tokens=max_tokens), policy or (actor.policy if actor else "default")
-        )
+        policy = policy or (actor.policy if actor else "default")
+        request = ModelRequest(prompt_ids, settings.with_(max_tokens=max_tokens), policy, messages)
         if self.check_private and context is not None:
             check_prompt(context, actor_id, messages)
         # The place in the record is taken before waiting, so steps stand in the order in which they were asked for.

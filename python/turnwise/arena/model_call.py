@@ -121,7 +121,7 @@ def check_response(request: ModelRequest, response: ModelResponse) -> None:
 def to_step(
     actor_id: str | None, turn: int, messages: Messages, request: ModelRequest, response: ModelResponse
 ) -> Step:
-    """The record of one call. A judge (``actor_id=None``) never trains."""
+    """The record of one call. A judge (``actor_id=None``) never trains, and neither does what came as text."""
     return Step(
         actor_id,
         turn=turn,
@@ -133,7 +133,7 @@ def to_step(
         policy_versions=list(response.policy_versions),
         finish_reason=response.finish_reason,
         policy=request.policy,
-        trainable=actor_id is not None,
+        trainable=actor_id is not None and response.trainable,
         info={
             "temperature": request.sampling.temperature,
             "seed": request.sampling.seed,

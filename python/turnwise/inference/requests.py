@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from turnwise.types import ContextLengthError, ModelRequest, Tokenizer
+from turnwise.types import ContextLengthError, ModelRequest, Sampling, Tokenizer
+
+LEAST_TEMPERATURE = 0.01
+"""vLLM raises temperatures between 0 and this one up to it, so its log-probabilities would be of another one."""
 
 
 def completion_limit(request: ModelRequest, vocabulary: int, context_length: int | None) -> int:
@@ -31,3 +34,14 @@ def stop_token_ids(request: ModelRequest, tokenizer: Tokenizer) -> tuple[int, ..
     """The tokenizer's end of sequence and the request's own stop tokens, each once."""
     end = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     return tuple(dict.fromkeys((*end, *request.sampling.stop_token_ids)))
+
+
+def check_sampling_by_vllm(sampling: Sampling) -> None:
+    """Raise ``ValueError`` for what vLLM samples, but doesn't tell the log-probabilities of."""
+    if sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0):
+        raise ValueError(
+            f"top_p={sampling.top_p}, top_k={sampling.top_k}: expected 1 and 0, as vLLM tells the "
+            "log-probabilities that are left after such a cut"
+        )
+    if 0 < sampling.temperature < LEAST_TEMPERATURE:
+        raise ValueError(f"temperature={sampling.temperature}: vLLM takes 0 or at least {LEAST_TEMPERATURE}")

@@ -18,16 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.inference.adapters import AdaptedModel
-from turnwise.inference.requests import completion_limit, stop_token_ids
+from turnwise.inference.requests import check_sampling_by_vllm, completion_limit, stop_token_ids
 from turnwise.inference.vllm_build import check_engine_args, start_engine, vllm_or_raise
 from turnwise.inference.vllm_engine import Change, Engine, EngineThread, Job
 from turnwise.inference.vllm_stats import largest, total
 from turnwise.inference.vllm_weights import Adapter, full_weights, largest_rank, reload, shapes_of
 from turnwise.inference.weights import check_weights, collect_weights
 from turnwise.types import ModelError, ModelRequest, ModelResponse, Tokenizer
-
-LEAST_TEMPERATURE = 0.01
-"""vLLM raises temperatures between 0 and this one up to it, so its log-probabilities would be of another one."""
 
 
 @dataclass(slots=True)
@@ -226,13 +223,7 @@ class VLLMClient:
         from vllm.sampling_params import RequestOutputKind
 
         sampling = request.sampling
-        if sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0):
-            raise ValueError(
-                f"top_p={sampling.top_p}, top_k={sampling.top_k}: expected 1 and 0, as vLLM tells the "
-                "log-probabilities that are left after such a cut"
-            )
-        if 0 < sampling.temperature < LEAST_TEMPERATURE:
-            raise ValueError(f"temperature={sampling.temperature}: vLLM takes 0 or at least {LEAST_TEMPERATURE}")
+        check_sampling_by_vllm(sampling)
         seed = int(self._seeds.integers(2**63)) if sampling.seed is None else sampling.seed
         return SamplingParams(
             temperature=sampling.temperature,

@@ -12,6 +12,12 @@ from typing import Any
 from turnwise.inference.transfer import opened_parcel
 from turnwise.inference.vllm_weights import reload_worker
 
+COMPARED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "tie_word_embeddings",
+)  # fmt: skip
+"""Fields of a model's configuration that must agree between who sends weights and who takes them."""
+
 EXTENSION = "turnwise.inference.vllm_worker.WorkerExtension"
 
 
@@ -27,3 +33,20 @@ class WorkerExtension:
         """
         with opened_parcel(parcel) as weights:
             reload_worker(self, weights)
+
+    def turnwise_describe(self) -> dict[str, Any]:
+        """The model's ``vocabulary``, its sizes (``model``: those of :data:`COMPARED` that it has), and the numbers of
+        its ``adapters``."""
+        config = self.model_config.hf_text_config  # type: ignore[attr-defined]
+        return {
+            "vocabulary": config.vocab_size,
+            "model": {name: getattr(config, name) for name in COMPARED if hasattr(config, name)},
+            "adapters": sorted(self.list_loras()) if self.model_runner.lora_config else [],  # type: ignore[attr-defined]
+        }
+
+    def turnwise_adapter(self, number: int, name: str, folder: str) -> None:
+        """Read adapter ``number`` from ``folder`` again, in the place of what it was."""
+        from vllm.lora.request import LoRARequest
+
+        request = LoRARequest(name, number, folder, load_inplace=True)
+        self.add_lora(request)  # type: ignore[attr-defined]

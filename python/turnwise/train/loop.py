@@ -74,7 +74,8 @@ class Trainer:
     ) -> None:
         if problems := contradictions(config):
             raise ConfigError("\n".join(problems))
-        unknown = {actor.policy for actor in arena.actors.values()} - set(policies)
+        fixed: frozenset[str] = getattr(arena.client, "fixed_policies", frozenset())
+        unknown = {actor.policy for actor in arena.actors.values()} - set(policies) - fixed
         if unknown:
             actor = next(actor for actor in arena.actors.values() if actor.policy in unknown)
             raise ValueError(f"actor {actor.id!r} plays with policy {actor.policy!r}; policies: {', '.join(policies)}")

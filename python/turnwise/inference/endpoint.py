@@ -1,0 +1,271 @@
+"""An HTTP server that answers in JSON: asked from any thread, again where that may help, and never believed blindly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from email.utils import parsedate_to_datetime
+from time import time
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from turnwise.types import ModelError
+
+T = TypeVar("T")
+
+RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""Statuses after which the same request may succeed later."""
+
+LONGEST_WAIT = 15.0
+"""Seconds between two attempts, where the server doesn't ask for more."""
+
+CONNECT_SECONDS = 10.0
+
+
+class EndpointError(ModelError):
+    """A server that can't be reached, refuses, or answers what it must not. ``status`` is that of its answer."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class LoopThread:
+    """An event loop in a thread of its own: what runs there goes on while others block, and outlives their loops.
+
+    ``at_end`` are coroutine functions to run when all else there has ended.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.at_end: list[Callable[[], Awaitable[None]]] = []
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run ``work`` there. Once the loop has ended, the future holds a ``ModelError``."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self.loop)
+        except RuntimeError:
+            work.close()
+            ended: Future[T] = Future()
+            ended.set_exception(ModelError("the client is closed"))
+            return ended
+
+    def call(self, function: Callable[[], Any]) -> None:
+        """Run ``function`` there soon, unless the loop has ended."""
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(function)
+
+    def stop(self) -> None:
+        """End the loop and all that runs in it. May be called again, and by who collects garbage."""
+        self.call(self.loop.stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            left = asyncio.all_tasks(self.loop)
+            for task in left:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            for close in self.at_end:
+                self.loop.run_until_complete(close())
+            self.loop.run_until_complete(self.loop.shutdown_default_executor())
+            self.loop.close()
+
+
+class Endpoint:
+    """The server at ``url``, with ``api_key_env`` naming the environment variable that holds its key, if it has one.
+
+    One attempt may take ``timeout`` seconds. One that can't connect, is cut off, or meets a status of
+    :data:`RETRIED` is followed by up to ``retries`` more, after pauses that double up to :data:`LONGEST_WAIT` seconds,
+    each shortened at random; a ``Retry-After`` of the server is kept to. An attempt that takes too long is the last.
+
+    ``api`` is the path of OpenAI's API below ``url``. All coroutines run in ``thread``'s loop.
+    """
+
+    def __init__(self, url: str, *, api_key_env: str | None = None, timeout: float = 600.0, retries: int = 10) -> None:
+        self.url, self.api = checked_url(url)
+        if not timeout > 0:
+            raise ValueError(f"timeout={timeout!r}: expected seconds > 0")
+        if retries < 0:
+            raise ValueError(f"retries={retries!r}: expected a count >= 0")
+        self.timeout, self.retries, self.api_key_env = timeout, retries, api_key_env
+        self.retried = 0
+        self._headers = _authorization(api_key_env)
+        self._random = random.Random()  # not the global generator, whose state belongs to the run
+        self._session: Any = None
+        self._aiohttp = aiohttp_or_raise()
+        self.thread = LoopThread("turnwise-http")
+        self._stop = weakref.finalize(self, self.thread.stop)
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Mapping[str, Any] | None = None,
+        query: Mapping[str, str] | None = None,
+        retries: int | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """The decoded JSON of the answer, ``None`` where it is empty. Raises :class:`EndpointError`."""
+        left = self.retries if retries is None else retries
+        wait = 0.5
+        while True:
+            try:
+                return await self._attempt(method, path, body, query, timeout or self.timeout)
+            except _Again as again:
+                if left <= 0:
+                    tries = "" if retries == 0 or not self.retries else f", also after {self.retries} more attempts"
+                    raise EndpointError(f"{again.message}{tries}", again.status) from again.__cause__
+                left -= 1
+                self.retried += 1
+                pause = max(wait * self._random.uniform(0.5, 1.0), min(again.seconds, self.timeout))
+            await asyncio.sleep(pause)
+            wait = min(2 * wait, LONGEST_WAIT)
+
+    async def _attempt(
+        self, method: str, path: str, body: Mapping[str, Any] | None, query: Mapping[str, str] | None, timeout: float
+    ) -> Any:
+        aiohttp = self._aiohttp
+        where = f"{method} {self.url}{path}"
+        limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout, CONNECT_SECONDS))
+        try:
+            async with self._open_session().request(
+                method, self.url + path, json=body, params=query, timeout=limits
+            ) as answer:
+                content = await answer.read()
+                if answer.status >= 400:
+                    self._refuse(where, answer.status, answer.headers, content)
+        except aiohttp.ConnectionTimeoutError as error:
+            raise _Again(f"{where} can't be reached: {_said(error)}") from error
+        except TimeoutError as error:
+            raise EndpointError(f"{where} gave no answer within timeout={timeout:g} seconds") from error
+        except aiohttp.ClientConnectorError as error:
+            raise _Again(f"{where} can't be reached: {_said(error)}") from error
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            raise _Again(f"{where} was cut off in the midst of its answer: {_said(error)}") from error
+        except aiohttp.ClientError as error:
+            raise EndpointError(f"{where} does not speak HTTP: {_said(error)}") from error
+        return _decoded(where, content)
+
+    def _refuse(self, where: str, status: int, headers: Mapping[str, str], content: bytes) -> None:
+        said = error_message(content)
+        if status in RETRIED:
+            raise _Again(f"{where} answered {status}: {said}", status, _retry_after(headers))
+        if status in (401, 403):
+            key = "the key in" if self.api_key_env else "api_key_env, which names the variable with its key, not"
+            said = f"{said}; look at {key} {self.api_key_env}"
+        raise EndpointError(f"{where} answered {status}: {said}", status)
+
+    def _open_session(self) -> Any:
+        if self._session is None:
+            connector = self._aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=4
+            )  # servers end idle ones after 5 seconds
+            self._session = self._aiohttp.ClientSession(connector=connector, headers=self._headers)
+            self.thread.at_end.append(self._session.close)
+        return self._session
+
+    async def until_healthy(self) -> None:
+        """Wait, as long as ``retries`` reach, until the server says that it is well."""
+        await self.ask("GET", "/health", timeout=min(self.timeout, 30.0))
+
+    def close(self) -> None:
+        """Cut off what is under way. May be called again."""
+        self._stop()
+
+
+class _Again(Exception):
+    """An attempt that failed in a way that may pass, in ``seconds`` at the earliest if the server said so."""
+
+    def __init__(self, message: str, status: int | None = None, seconds: float = 0.0) -> None:
+        super().__init__(message)
+        self.message, self.status, self.seconds = message, status, seconds
+
+
+def aiohttp_or_raise() -> Any:
+    """The ``aiohttp`` package. Raises ``ImportError`` naming the extra where it is missing."""
+    try:
+        import aiohttp
+    except ImportError as error:
+        raise ImportError(
+            f"clients of servers need aiohttp, which doesn't import here ({error}): pip install 'turnwise[server]'"
+        ) from error
+    return aiohttp
+
+
+def checked_url(url: str) -> tuple[str, str]:
+    """The server's address and, below it, the path of OpenAI's API: ``/v1`` unless ``url`` has another path.
+
+    Raises ``ValueError`` for what is no address of a server.
+    """
+    parts = urlsplit(str(url))
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ValueError(f"url={url!r}: expected the address of a server, such as 'http://127.0.0.1:8000'")
+    plain = str(url).rstrip("/")
+    below = parts.path.rstrip("/").endswith("/v1") or not parts.path.strip("/")
+    return plain.removesuffix("/v1"), "/v1" if below else ""
+
+
+def error_message(content: bytes) -> str:
+    """What an answer says went wrong, as OpenAI's API and FastAPI put it, else its first 300 characters."""
+    text = content.decode(errors="replace").strip()
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text[:300] or "(no text)"
+    code = None
+    for key in ("error", "message", "detail"):
+        if isinstance(found, dict) and key in found:
+            code, found = found.get("code"), found[key]
+    said = found if isinstance(found, str) else str(found)[:300]
+    return f"{said} ({code})" if isinstance(code, str) else said
+
+
+def _decoded(where: str, content: bytes) -> Any:
+    if not content:
+        return None
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        start = content[:80].decode(errors="replace")
+        raise EndpointError(f"{where} answered what is no JSON ({error}): {start!r}") from None
+
+
+def _authorization(variable: str | None) -> dict[str, str]:
+    if variable is None:
+        return {}
+    key = os.environ.get(variable)
+    if not key:
+        raise ValueError(f"api_key_env={variable!r}: the environment has no such variable, or an empty one")
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _retry_after(headers: Mapping[str, str]) -> float:
+    """Seconds, whether the server gave them or a date; 0 where it gave neither."""
+    given = headers.get("Retry-After", "").strip()
+    try:
+        return max(0.0, float(given))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(given).timestamp() - time())
+    except ValueError:
+        return 0.0
+
+
+def _said(error: BaseException) -> str:
+    return str(error) or type(error).__name__

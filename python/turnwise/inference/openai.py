@@ -1,0 +1,195 @@
+"""Judges and fixed opponents behind any endpoint that speaks OpenAI's API: text, which never trains."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from turnwise.inference.endpoint import Endpoint, EndpointError
+from turnwise.types import ContextLengthError, FinishReason, ModelError, ModelRequest, ModelResponse
+
+FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+
+TOO_LONG = ("context_length_exceeded", "maximum context length", "maximum model length", "context length is only")
+"""How servers say that a prompt is too long."""
+
+
+class OpenAIClient:
+    """Completes chats with a server of OpenAI's API: OpenAI's own, a vLLM or Ollama server, a proxy.
+
+    ``server`` is the address that such clients call the base URL, or an
+    :class:`~turnwise.inference.endpoint.Endpoint` with key, timeout and retries. ``models`` is a model's name, whose
+    policy is then called ``"default"``, or names of models by policy. With ``chat`` the request's messages are sent,
+    which an arena puts into it; without, the prompt as ``tokenizer`` (a Hugging Face one) decodes it, to the older
+    completions endpoint. ``options`` are further fields of every request; ``None`` leaves one out, as
+    ``{"max_tokens": None, "max_completion_tokens": 2000}`` does for models that want it so.
+
+    What comes back is text. Its responses are marked as not trainable: their token ids are the tokenizer's reading of
+    the text, and their log-probabilities, which nobody told, are 0. Arenas record such calls as steps that never train.
+
+    Raises ``ImportError`` where aiohttp is missing.
+
+    Example::
+
+        judge = OpenAIClient(Endpoint("https://api.openai.com/v1", api_key_env="OPENAI_API_KEY"), "gpt-5", tokenizer)
+    """
+
+    shares_weights = False
+
+    def __init__(
+        self,
+        server: str | Endpoint,
+        models: str | Mapping[str, str],
+        tokenizer: Any,
+        *,
+        chat: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.models = {"default": models} if isinstance(models, str) else dict(models)
+        if not self.models:
+            raise ValueError("models is empty: expected at least one policy with its model's name")
+        self.tokenizer = tokenizer
+        self._chat, self._options = chat, dict(options or {})
+        self._endpoint = server if isinstance(server, Endpoint) else Endpoint(server)
+        self._path = f"{self._endpoint.api}/{'chat/completions' if chat else 'completions'}"
+        self._where = f"POST {self._endpoint.url}{self._path}"
+        self._open = asyncio.Event()
+        self._open.set()
+        self._running: set[asyncio.Task[ModelResponse]] = set()
+        self._closed = False
+
+    @property
+    def fixed_policies(self) -> frozenset[str]:
+        """All of them: nothing here takes weights."""
+        return frozenset(self.models)
+
+    async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+        """One response per request, in order.
+
+        Raises ``ValueError`` for an unknown policy and for a request that can't be sent, ``ContextLengthError`` for a
+        prompt that the server finds too long, and ``ModelError`` for a server that can't be reached, refuses, takes too
+        long or answers nonsense.
+        """
+        if self._closed:
+            raise ModelError("the client is closed")
+        bodies = [self._body(request) for request in requests]
+        work = self._endpoint.thread.submit(self._generate(requests, bodies))
+        try:
+            return await asyncio.wrap_future(work)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closed and task is not None and not task.cancelling():
+                raise ModelError("the client was closed before this request was done") from None
+            raise
+
+    def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
+        """Raises ``ValueError``: the server's models are as they are."""
+        self.version(policy)
+        raise ValueError(f"policy={policy!r} is served at {self._endpoint.url}, which takes no weights")
+
+    def version(self, policy: str) -> int:
+        """0, for each of the policies."""
+        if policy not in self.models:
+            raise ValueError(f"policy={policy!r}: expected one of {sorted(self.models)}")
+        return 0
+
+    async def pause(self) -> None:
+        """Hold back new requests; returns once none runs. Requests wait until :meth:`resume`."""
+        await asyncio.wrap_future(self._endpoint.thread.submit(self._close_gate()))
+
+    async def resume(self) -> None:
+        """Let waiting requests go on."""
+        self._endpoint.thread.call(self._open.set)
+
+    async def close(self) -> None:
+        """Fail what waits and what runs, and end the connections. May be called again."""
+        self._closed = True
+        await asyncio.to_thread(self._endpoint.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _body(self, request: ModelRequest) -> dict[str, Any]:
+        self.version(request.policy)
+        sampling, tokenizer = request.sampling, self.tokenizer
+        if not len(request.prompt_token_ids):
+            raise ValueError("prompt_token_ids is empty: expected at least one token")
+        if self._chat and request.messages is None:
+            raise ValueError("the request has no messages: ask through an arena, or make the client with chat=False")
+        prompt = (
+            {"messages": request.messages}
+            if self._chat
+            else {"prompt": tokenizer.decode(list(request.prompt_token_ids), skip_special_tokens=False)}
+        )
+        body = {
+            "model": self.models[request.policy],
+            **prompt,
+            "temperature": sampling.temperature,
+            "max_tokens": sampling.max_tokens,
+            "top_p": sampling.top_p if sampling.top_p < 1 else None,
+            "top_k": sampling.top_k or None,
+            "seed": None if sampling.seed is None else sampling.seed & (2**63 - 1),
+            "stop": [tokenizer.decode([token], skip_special_tokens=False) for token in sampling.stop_token_ids] or None,
+            **self._options,
+        }
+        return {name: value for name, value in body.items() if value is not None}
+
+    # -- in the endpoint's thread --------------------------------------------------------------------------------------
+    async def _close_gate(self) -> None:
+        self._open.clear()
+        if self._running:
+            await asyncio.wait(self._running)
+
+    async def _generate(
+        self, requests: Sequence[ModelRequest], bodies: Sequence[Mapping[str, Any]]
+    ) -> list[ModelResponse]:
+        await self._open.wait()
+        tasks = [asyncio.ensure_future(self._one(*pair)) for pair in zip(requests, bodies, strict=True)]
+        self._running.update(tasks)
+        try:
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            self._running.difference_update(tasks)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results  # type: ignore[return-value]  # exceptions were raised above
+
+    async def _one(self, request: ModelRequest, body: Mapping[str, Any]) -> ModelResponse:
+        try:
+            found = await self._endpoint.ask("POST", self._path, body=body)
+        except EndpointError as error:
+            if error.status in (400, 413) and any(words in str(error) for words in TOO_LONG):
+                raise ContextLengthError(str(error)) from error
+            raise
+        text, reason = self._read(found)
+        ids = list(self.tokenizer.encode(text, add_special_tokens=False))
+        if reason == "stop" and self.tokenizer.eos_token_id is not None:
+            ids.append(self.tokenizer.eos_token_id)
+        return ModelResponse(
+            text, ids, [0.0] * len(ids), reason, [(len(ids), 0)], list(request.prompt_token_ids), trainable=False
+        )
+
+    def _read(self, found: Any) -> tuple[str, FinishReason]:
+        """Text and finish reason of an answer; whatever is wrong is named with the server and the field."""
+        field = "choices[0].message.content" if self._chat else "choices[0].text"
+        try:
+            [choice] = found["choices"]
+            text = choice["message"]["content"] if self._chat else choice["text"]
+            reason = choice["finish_reason"]
+        except (KeyError, TypeError, ValueError):
+            raise EndpointError(
+                f"{self._where} answered {str(found)[:80]}: expected one choice, with {field} and finish_reason"
+            ) from None
+        if not isinstance(text, str):
+            raise EndpointError(f"{self._where} answered {field}={text!r} ({reason}): expected text")
+        if reason not in FINISHED:
+            raise EndpointError(f"{self._where} ended a completion by {reason!r}: expected one of {sorted(FINISHED)}")
+        return text, FINISHED[reason]

@@ -1,0 +1,390 @@
+"""Start a vLLM server that turnwise's clients can sample from and send weights to, and keep it up.
+
+:class:`Server` looks after one server: it starts it, waits until it is well, starts it again when it dies or hangs, and
+stops what it started and nothing else. ``turnwise serve`` and :func:`serving` are its two faces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from turnwise.processes import end_group, has_ended, how_it_ended
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+RESERVED = {
+    "api_key", "async_scheduling", "enable_lora", "enable_prompt_tokens_details", "enable_scale_out",
+    "generation_config", "host", "kv_cache_memory_bytes", "logprobs_mode", "lora_modules", "max_lora_rank",
+    "max_loras", "max_num_seqs", "middleware", "model", "port", "worker_extension_cls",
+}  # fmt: skip
+"""Options of vLLM's server that :class:`ServeSettings` decides."""
+
+SERVER_ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",  # the endpoints that pause, take weights and resume
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+SETTLED = 60.0
+"""Seconds of service after which a crash counts as the first again."""
+
+HUNG = 120.0
+"""Seconds without an answer to ``/health`` after which a server is taken to hang."""
+
+LOG_LINES = 40
+"""How much of its log is told when a server fails."""
+
+
+class ServerFailed(RuntimeError):
+    """The server did not start, or died too often; the message ends with the last lines of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """What to serve and where.
+
+    ``port`` 0 takes a free one. ``api_key_env`` names the environment variable with the key that every endpoint then
+    asks for; without it only this machine may be served. ``adapters`` are names and folders of LoRA adapters to serve
+    from the start; ``adapter_slots`` more, of up to ``adapter_rank``, can come with a client. ``engine_args`` are
+    further options of vLLM's server. A server that dies is started again ``restarts`` times in a row.
+
+    Raises ``ValueError`` for what can't be, and for a server that others reach without a key.
+    """
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key_env: str | None = None
+    adapters: Mapping[str, str | Path] = field(default_factory=dict)
+    adapter_slots: int = 0
+    adapter_rank: int = 16
+    kv_cache_gb: float = 1.0
+    max_num_seqs: int = 256
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    restarts: int = 5
+    start_timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port={self.port!r}: expected 0 to 65535")
+        for name in ("kv_cache_gb", "max_num_seqs", "start_timeout", "adapter_rank"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected more than 0")
+        for name in ("restarts", "adapter_slots"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected a count >= 0")
+        if taken := sorted(RESERVED & {name.replace("-", "_") for name in self.engine_args}):
+            raise ValueError(f"engine_args[{taken[0]!r}]: the server sets this one itself")
+        for name, folder in self.adapters.items():
+            if not (Path(folder) / "adapter_config.json").is_file():
+                raise ValueError(f"adapters[{name!r}]={str(folder)!r}: expected a folder with adapter_config.json")
+        if self.api_key_env is not None and not os.environ.get(self.api_key_env):
+            raise ValueError(f"api_key_env={self.api_key_env!r}: the environment has no such variable, or an empty one")
+        if self.api_key_env is None and self.host not in LOOPBACK:
+            raise ValueError(
+                f"host={self.host!r}: others could put weights into the server; set api_key_env to the name of an "
+                f"environment variable with a key, or bind to {LOOPBACK[0]}"
+            )
+
+
+def server_command(settings: ServeSettings, port: int) -> list[str]:
+    """The command that starts vLLM's server with what turnwise's clients need of it."""
+    from turnwise.inference.vllm_worker import EXTENSION
+
+    options: dict[str, Any] = {
+        "model": settings.model,
+        "host": settings.host,
+        "port": port,
+        "enable_scale_out": True,  # tokens in, tokens out
+        "enable_prompt_tokens_details": True,  # hits of the prefix cache
+        "generation_config": "vllm",  # the file of the model's folder would change sampling behind the request's back
+        "logprobs_mode": "processed_logprobs",  # those of log_softmax(logits / temperature)
+        "async_scheduling": False,  # a token under way while weights change would belong to neither version
+        "worker_extension_cls": EXTENSION,
+        "kv_cache_memory_bytes": int(settings.kv_cache_gb * 2**30),
+        "max_num_seqs": settings.max_num_seqs,
+        "disable_uvicorn_access_log": True,
+        **_lora_options(settings),
+        **{name.replace("-", "_"): value for name, value in settings.engine_args.items()},
+    }
+    if settings.api_key_env is not None:
+        options["middleware"] = "turnwise.inference.vllm_launch.RequireKey"
+    words = [word for name, value in options.items() for word in _as_option(name, value)]
+    adapters = [f"{name}={folder}" for name, folder in settings.adapters.items()]
+    words += ["--lora-modules", *adapters] if adapters else []
+    return [sys.executable, "-P", "-m", "turnwise.inference.vllm_launch", *words]
+
+
+def _lora_options(settings: ServeSettings) -> dict[str, Any]:
+    slots = len(settings.adapters) + settings.adapter_slots
+    if not slots:
+        return {}
+    from turnwise.inference.vllm_weights import largest_rank
+
+    configs = [json.loads((Path(at) / "adapter_config.json").read_text()) for at in settings.adapters.values()]
+    ranks = [config["r"] for config in configs] + ([settings.adapter_rank] if settings.adapter_slots else [])
+    # vLLM's CPU kernels give rows without an adapter the one in the last place, so that one is left empty
+    return {"enable_lora": True, "max_loras": slots + 1, "max_lora_rank": largest_rank(ranks)}
+
+
+def _as_option(name: str, value: Any) -> list[str]:
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    return [f"--{flag}={json.dumps(value) if isinstance(value, dict | list) else value}"]
+
+
+def parse_pairs(option: str, words: Iterable[str], convert: Callable[[str], Any]) -> dict[str, Any]:
+    """``["a=1"]`` as ``{"a": convert("1")}``. Raises ``ValueError`` naming ``option`` for what is no such pair."""
+    pairs: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not name or not equals or name in pairs:
+            raise ValueError(f"{option} {word!r}: expected NAME=VALUE, each name once")
+        pairs[name] = convert(value)
+    return pairs
+
+
+class Server:
+    """One server, looked after by a thread; ``say`` hears in a line each what becomes of it, ``log`` its own log.
+
+    ``with Server(settings) as server`` serves at ``server.url`` until the end of the block. A server that dies or hangs
+    is started again at the same address, with its start weights: clients notice, and send theirs again.
+    """
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        say: Callable[[str], None] = lambda line: None,
+        log: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.settings, self._say, self._log = settings, say, log
+        self.port = _free_port(settings)
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}.get(settings.host, settings.host)
+        self.url = f"http://{host}:{self.port}"
+        self.restarts = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lines: deque[str] = deque(maxlen=LOG_LINES)
+        self._stopping = threading.Event()
+        self._ready, self._over = threading.Event(), threading.Event()
+        self._failure = ""
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the server; returns when it is well. Raises :class:`ServerFailed` if it never is."""
+        if self._thread is not None:
+            raise RuntimeError("the server was started before: make a new Server")
+        self._thread = threading.Thread(target=self._look_after, name="turnwise-serve", daemon=True)
+        self._thread.start()
+        try:
+            while not self._ready.wait(0.1) and not self._over.is_set():
+                pass
+        except BaseException:
+            self.stop()
+            raise
+        if not self._ready.is_set():
+            raise ServerFailed(self._failure)
+
+    def stop(self) -> None:
+        """End the server and all its processes. May be called again."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def wait(self) -> None:
+        """Return when the server is stopped. Raises :class:`ServerFailed` when it has died too often."""
+        while not self._over.wait(0.5):
+            pass
+        if self._failure:
+            raise ServerFailed(self._failure)
+
+    @property
+    def pid(self) -> int | None:
+        """The process that serves now, the leader of a group of its own; ``None`` while there is none."""
+        return None if self._process is None else self._process.pid
+
+    def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+    def _look_after(self) -> None:
+        try:
+            failures = 0
+            while True:
+                began = time.monotonic()
+                problem = self._serve_once()
+                if self._stopping.is_set():
+                    return
+                if not self._ready.is_set():
+                    self._failure = self._told(f"the server of {self.settings.model} {problem} before it was well")
+                    return
+                failures = 1 if time.monotonic() - began > SETTLED else failures + 1
+                if failures > self.settings.restarts:
+                    self._failure = self._told(f"the server {problem}, {failures} times in a row")
+                    return
+                pause = min(2.0 ** (failures - 1), 30.0)
+                self._say(f"the server {problem}; starting it again in {pause:g} s ({failures}. time in a row)")
+                self._stopping.wait(pause)
+                self.restarts += 1
+        except Exception as error:
+            self._failure = f"the server could not be looked after: {error!r}"
+            raise
+        finally:
+            self._over.set()
+
+    def _serve_once(self) -> str:
+        """Start one process and stay until it ends; what was wrong with it, for a sentence."""
+        process = self._process = subprocess.Popen(
+            server_command(self.settings, self.port),
+            stdin=subprocess.PIPE,  # held open: the server ends when it closes, however this process ends
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=_environment(self.settings),
+            start_new_session=True,  # a group of its own, to be stopped with all its processes
+        )
+        reader = threading.Thread(target=self._read_log, args=(process,), daemon=True)
+        reader.start()
+        try:
+            problem = self._until_well(process)
+            if problem is None:
+                self._say(f"serving {self.settings.model} at {self.url}")
+                self._ready.set()
+                problem = self._until_ill(process)
+        finally:
+            end_group(process, patience=15.0 if self._stopping.is_set() else 0.0)
+            reader.join(timeout=5)
+            self._process = None
+        return problem
+
+    def _until_well(self, process: subprocess.Popen[bytes]) -> str | None:
+        self._say(f"waiting for {self.settings.model} at {self.url}: loading takes seconds to minutes")
+        deadline = time.monotonic() + self.settings.start_timeout
+        while not self._stopping.wait(0.2):
+            if has_ended(process):
+                return how_it_ended(process)
+            if _is_well(self.url, 2.0):
+                return None
+            if time.monotonic() > deadline:
+                return f"took longer than start_timeout={self.settings.start_timeout:g} s"
+        return "was stopped"
+
+    def _until_ill(self, process: subprocess.Popen[bytes]) -> str:
+        seen = asked = time.monotonic()
+        while not self._stopping.wait(0.2):
+            if has_ended(process):
+                return how_it_ended(process)
+            if time.monotonic() - asked < 5.0:
+                continue
+            if _is_well(self.url, 10.0):
+                seen = time.monotonic()
+            elif time.monotonic() - seen > HUNG:
+                return f"did not answer for {HUNG:g} s"
+            asked = time.monotonic()
+        return "was stopped"
+
+    def _read_log(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                text = line.decode(errors="replace").rstrip()
+                self._lines.append(text)
+                self._log(text)
+
+    def _told(self, what: str) -> str:
+        return "\n".join([f"{what}; the last lines of its log:", *self._lines])
+
+
+@asynccontextmanager
+async def serving(model: str | Path, **settings: Any) -> AsyncIterator[Server]:
+    """Serve ``model``, a folder or hub name, until the end of the block; ``settings`` as :class:`ServeSettings` has
+    them, but for ``port``, which is a free one unless given.
+
+    Example: ``async with serving("Qwen/Qwen3-0.6B", kv_cache_gb=4) as server: print(server.url)``
+    """
+    server = Server(ServeSettings(**{"port": 0, **settings, "model": str(model)}))
+    starting = asyncio.create_task(asyncio.to_thread(server.start))
+    try:
+        await asyncio.shield(starting)
+        yield server
+    finally:
+        await asyncio.to_thread(server.stop)
+        with suppress(ServerFailed):
+            await starting
+
+
+def serve_until_stopped(settings: ServeSettings) -> None:
+    """What ``turnwise serve`` does: serve in the foreground until Ctrl-C, which raises, or SIGTERM or SIGHUP.
+
+    The server's log and what is said of it go to stderr. Raises :class:`ServerFailed` when it dies too often.
+    """
+
+    def say(line: str) -> None:
+        print(f"turnwise: {line}", file=sys.stderr, flush=True)
+
+    def stop(number: int, frame: object) -> None:
+        say(f"stopping: {signal.Signals(number).name}")
+        raise SystemExit(0)
+
+    server = Server(settings, say, log=lambda line: print(line, file=sys.stderr, flush=True))
+    if settings.host not in LOOPBACK:
+        say(f"{settings.host} is open to others: the key is asked for, but it and all else travels in the clear")
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with server:
+            server.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _environment(settings: ServeSettings) -> dict[str, str]:
+    from turnwise.inference.vllm_launch import KEY
+
+    environment = {name: value for name, value in os.environ.items() if name != KEY} | SERVER_ENVIRONMENT
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    if settings.api_key_env is not None:
+        environment[KEY] = os.environ[
+            settings.api_key_env
+        ]  # not an argument, which everybody on the machine could read
+    return environment
+
+
+def _free_port(settings: ServeSettings) -> int:
+    """The port to bind. Raises ``OSError`` where it is taken or the host is not this machine's."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((settings.host, settings.port))
+        except OSError as error:
+            raise OSError(f"host={settings.host!r}, port={settings.port}: can't serve there: {error}") from error
+        return probe.getsockname()[1]
+
+
+def _is_well(url: str, timeout: float) -> bool:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{url}/health", timeout=timeout) as answer:
+            return answer.status == 200
+    except (OSError, urllib.error.URLError):
+        return False

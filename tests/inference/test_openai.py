@@ -1,0 +1,229 @@
+"""Judges and opponents over OpenAI's API: what is sent, what is made of answers, and that none of it trains."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from typing import Any
+
+import pytest
+
+from turnwise.arena import Arena, MultiTurnEpisode, Rubric, SingleTurnEpisode
+from turnwise.inference import Endpoint, OpenAIClient, RoutingClient, ScriptedClient
+from turnwise.inference.scripted import ByteTokenizer
+from turnwise.serve import serving
+from turnwise.types import (
+    Actor,
+    ContextLengthError,
+    EpisodeRequest,
+    InferenceClient,
+    ModelError,
+    ModelRequest,
+    Sampling,
+)
+
+from .fake_server import Act, FakeServer, Hang, Reset, Say, faking
+
+CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "2 + 2 = ?"}]
+
+
+def said(content: Any = "4", reason: str = "stop") -> dict[str, Any]:
+    return {"choices": [{"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": reason}]}
+
+
+def client_of(server: FakeServer, models: Any = "judge-1", endpoint: Any = None, **settings: Any) -> OpenAIClient:
+    return OpenAIClient(
+        Endpoint(server.url, **{"retries": 2, "timeout": 5.0, **(endpoint or {})}), models, ByteTokenizer(), **settings
+    )
+
+
+def request_of(**sampling: Any) -> ModelRequest:
+    return ModelRequest(list(b"2 + 2 = ?"), Sampling(**{"max_tokens": 9, **sampling}), messages=MESSAGES)
+
+
+async def test_a_chat() -> None:
+    with faking({CHAT: Say(said())}) as server:
+        async with client_of(server) as client:
+            assert isinstance(client, InferenceClient)
+            [response] = await client.generate([request_of(temperature=0.5, seed=-1, stop_token_ids=(35,), top_p=0.9)])
+    assert server.asked == [
+        (
+            CHAT,
+            {
+                "model": "judge-1",
+                "messages": MESSAGES,
+                "temperature": 0.5,
+                "max_tokens": 9,
+                "top_p": 0.9,
+                "seed": 2**63 - 1,
+                "stop": ["#"],
+            },
+        )
+    ]
+    assert (response.text, response.completion_token_ids, response.finish_reason) == ("4", [52, 256], "stop")
+    assert (response.logprobs, response.policy_versions, response.trainable) == ([0.0, 0.0], [(2, 0)], False)
+
+
+async def test_completions_send_the_prompt_as_text() -> None:
+    answer = {"choices": [{"text": " 4", "finish_reason": "length"}]}
+    with faking({COMPLETE: Say(answer)}) as server:
+        async with client_of(server, chat=False, options={"max_tokens": None, "echo": False}) as client:
+            [response] = await client.generate([request_of()])
+    assert server.asked[0][1] == {"model": "judge-1", "prompt": "2 + 2 = ?", "temperature": 1.0, "echo": False}
+    assert (response.completion_token_ids, response.finish_reason) == ([32, 52], "length")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [],
+        {},
+        {"choices": []},
+        {"choices": [{"finish_reason": "stop"}]},
+        {"choices": said()["choices"] * 2},
+        said(None, "content_filter"),
+        said(None),
+        said("4", "content_filter"),
+        "no JSON",
+    ],
+)
+async def test_a_malformed_answer_is_an_error_that_names_the_server(wrong: Any) -> None:
+    with faking({CHAT: Say(wrong)}) as server:
+        async with client_of(server) as client:
+            with pytest.raises(ModelError, match=f"{server.url}{CHAT} "):
+                await client.generate([request_of()])
+        assert server.count(CHAT) == 1
+
+
+@pytest.mark.parametrize("trouble", [Reset(), Say("", 429, {"Retry-After": "0"}), Say("", 500)])
+async def test_trouble_that_passes(trouble: Act) -> None:
+    with faking({CHAT: [trouble, Say(said())]}) as server:
+        async with client_of(server) as client:
+            assert (await client.generate([request_of()]))[0].text == "4"
+
+
+async def test_trouble_that_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "wrong")
+    long = {"error": {"message": "too many tokens", "code": "context_length_exceeded"}}
+    for act, error, match in (
+        (Hang(), ModelError, "timeout=0.3"),
+        (Say({"error": {"message": "bad key"}}, 401), ModelError, "JUDGE_KEY"),
+        (Say({"error": {"message": "This model's maximum context length is 8"}}, 400), ContextLengthError, "is 8"),
+        (Say(long, 400), ContextLengthError, "too many tokens"),
+    ):
+        with faking({CHAT: act}) as server:
+            async with client_of(server, endpoint={"timeout": 0.3, "api_key_env": "JUDGE_KEY"}) as client:
+                with pytest.raises(error, match=match):
+                    await client.generate([request_of()])
+            assert server.count(CHAT) == 1
+
+
+async def test_what_can_not_be_asked() -> None:
+    with faking({CHAT: Say(said())}) as server:
+        async with client_of(server, {"judge": "judge-1"}) as client:
+            with pytest.raises(ValueError, match=r"policy='default'.*'judge'"):
+                await client.generate([request_of()])
+            with pytest.raises(ValueError, match="no messages"):
+                await client.generate([ModelRequest([1], policy="judge")])
+            with pytest.raises(ValueError, match="empty"):
+                await client.generate([ModelRequest([], policy="judge", messages=MESSAGES)])
+            with pytest.raises(ValueError, match="takes no weights"):
+                client.load_weights("judge", [], 1)
+        with pytest.raises(ModelError, match="closed"):
+            await client.generate([])
+        assert server.asked == []
+    with pytest.raises(ValueError, match="models is empty"):
+        client_of(server, {})
+
+
+async def test_pause_waits_and_close_fails_what_runs() -> None:
+    with faking({CHAT: [Say(said()), Hang()]}) as server:
+        client = client_of(server)
+        await client.pause()
+        waiting = asyncio.ensure_future(client.generate([request_of()]))
+        await asyncio.sleep(0.1)
+        assert not server.asked
+        await client.resume()
+        assert len(await waiting) == 1
+        running = asyncio.ensure_future(client.generate([request_of()]))
+        while len(server.asked) < 2:
+            await asyncio.sleep(0.01)
+        await client.close()
+        with pytest.raises(ModelError, match="closed before"):
+            await running
+
+
+# -- in an arena -------------------------------------------------------------------------------------------------------
+class Duel(MultiTurnEpisode):
+    """The learner speaks, then the opponent; the judge behind the reward says who was better."""
+
+    episode_type = "duel"
+    max_turns = 1
+
+    actors = ("learner", "opponent")
+
+    def __init__(self) -> None:
+        self.rubric = Rubric([self.judged])
+
+    def get_prompt(self, artifact: Any) -> str:
+        return "Say a number."
+
+    async def judged(self, arena: Arena) -> float:
+        verdict = await arena.call_model(None, "Who was better?", policy="opponent")
+        return float(verdict.text)
+
+
+async def test_opponents_and_judges_never_train() -> None:
+    with faking({CHAT: Say(said("7"))}) as server:
+        judge = client_of(server, {"opponent": "judge-1"})
+        learner = ScriptedClient(lambda request: "5")
+        async with RoutingClient({"default": learner, "opponent": judge}) as client:
+            assert client.fixed_policies == {"opponent"}
+            arena = Arena(client, ByteTokenizer(), sampling=Sampling(max_tokens=9))
+            arena.add_actor(Actor("learner"))
+            arena.add_actor(Actor("opponent", policy="opponent"))
+            arena.add_episode(Duel())
+            arena.source = lambda: [EpisodeRequest("duel", n) for n in range(3)]
+            batch = await arena.step()
+    steps = [step for result in arena.last_results for step in result.rollout.steps]
+    assert [(step.actor_id, step.policy, step.trainable) for step in steps[:2]] == [
+        ("learner", "default", True),
+        ("opponent", "opponent", False),
+    ]
+    assert not any(step.trainable for step in steps if step.policy == "opponent")
+    assert (len(batch), batch.policies, batch.dropped) == (3, ["default"], {"untrainable": 3})
+    roles = [[message["role"] for message in body["messages"]] for _, body in server.asked]
+    assert all(found[-1] == "user" for found in roles)
+
+
+class Question(SingleTurnEpisode):
+    episode_type = "question"
+    rubric = Rubric([lambda completion: float(len(completion) > 0)])
+
+    def get_prompt(self, artifact: Any) -> str:
+        return str(artifact)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
+async def test_vllms_own_server(tmp_path: Any) -> None:
+    from turnwise.tasks.tiny import build_model, build_tokenizer
+
+    tokenizer = build_tokenizer(["2 + 2 = 4", "What is the sum?"])
+    build_model(tokenizer, max_position_embeddings=128, seed=0).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    async with serving(tmp_path, kv_cache_gb=0.0625) as server:
+        models = {"opponent": str(tmp_path)}
+        async with OpenAIClient(server.url, models, tokenizer) as client:
+            arena = Arena(client, tokenizer, sampling=Sampling(max_tokens=5))
+            arena.add_actor(Actor("opponent", policy="opponent"))
+            arena.add_episode(Question())
+            [result] = await arena.generate_rollouts([EpisodeRequest("question", "2 + 2 =")])
+            [step] = result.rollout.steps
+            assert (result.rollout.error, step.trainable) == (None, False)
+            assert step.finish_reason in ("stop", "length")
+            with pytest.raises(ContextLengthError):
+                await arena.call_model("opponent", "2 + 2 " * 200)
+        async with OpenAIClient(server.url, {"opponent": "other"}, tokenizer, chat=False) as client:
+            with pytest.raises(ModelError, match=r"404.*other"):
+                await client.generate([ModelRequest([5, 6], policy="opponent")])
