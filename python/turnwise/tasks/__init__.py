@@ -17,6 +17,7 @@ from turnwise.tasks.base import Demonstration, Player, Split, Task, TaskOptions
 __all__ = ["TASKS", "Demonstration", "Player", "Split", "Task", "TaskOptions", "build_task"]
 
 TASKS = {
+    "code_duel": "turnwise.tasks.code_duel.team:CodeDuelTask",
     "math_orchestra": "turnwise.tasks.math_orchestra:MathOrchestraTask",
     "plan_path": "turnwise.tasks.plan_path.team:PlanPathTask",
     "sudoku": "turnwise.tasks.sudoku.team:SudokuTask",

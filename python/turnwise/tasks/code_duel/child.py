@@ -1,0 +1,132 @@
+"""Runs one program inside the sandbox. Started by ``sandbox.py`` as a script, alone: it imports nothing of turnwise.
+
+Reads a job from standard input (``marshal``, from a parent that it trusts), gives up what it may do, and only then
+looks at the program. Each line that it writes to standard output is JSON: ``{"value": ...}`` or ``{"error": ...}`` for
+each input in order; a line ``{"refused": ...}`` before all says that it could not be locked in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import marshal
+import os
+import resource
+import signal
+import struct
+import sys
+
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
+SECCOMP_MODE_FILTER = 2
+
+# Opening files is forbidden later, so what a program may import is imported before, if its text names it.
+MODULES = (
+    "abc", "array", "bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions",
+    "functools", "heapq", "itertools", "json", "math", "operator", "random", "re", "statistics", "string", "time",
+    "typing", "unicodedata",
+)  # fmt: skip
+
+ERROR_CHARS = 200
+
+
+def main() -> None:
+    job = marshal.loads(sys.stdin.buffer.read())
+    results = os.dup(1)
+    os.dup2(2, 1)  # what the program prints goes where its errors go, never among the results
+    try:
+        for name in MODULES:
+            if name in job["program"]:
+                __import__(name)
+        if "random" in sys.modules:
+            sys.modules["random"].seed(0)  # equal runs of a program give equal results
+        lock_in(job)
+    except OSError as error:
+        write(results, f'{{"refused": {quoted(str(error))}}}\n')
+        os._exit(1)
+    run(job, results)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def lock_in(job: dict) -> None:
+    """Give up files, processes, memory and time beyond the limits, and every system call but a few. For good."""
+    for name, limit in job["limits"].items():
+        number = getattr(resource, name, None)
+        if number is not None:
+            resource.setrlimit(number, limit)
+    if job["filter"] is None:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    prctl(libc, PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != job["parent"]:
+        os._exit(1)  # the parent was gone before it could be asked for
+    prctl(libc, PR_SET_NO_NEW_PRIVS, 1)
+    lines = ctypes.create_string_buffer(job["filter"], len(job["filter"]))
+    program = struct.pack("@HP", len(job["filter"]) // 8, ctypes.addressof(lines))  # struct sock_fprog
+    held = ctypes.create_string_buffer(program, len(program))
+    prctl(libc, PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(held))
+
+
+def prctl(libc: ctypes.CDLL, option: int, *values: int) -> None:
+    given = [ctypes.c_ulong(value) for value in (*values, 0, 0, 0, 0)[:4]]
+    if libc.prctl(ctypes.c_int(option), *given):
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}): {os.strerror(number)}")
+
+
+def run(job: dict, results: int) -> None:
+    """Define the program, call its function on each input, and write what came of it."""
+    module = sys.modules["program"] = type(sys)("program")  # where dataclasses and the like look for it
+    try:
+        exec(compile(job["program"], "program", "exec"), module.__dict__)
+        function = module.__dict__[job["function"]]
+    except BaseException as error:
+        line = f'{{"error": {quoted(told(error))}}}\n'
+        write(results, line * len(job["inputs"]))
+        return
+    for arguments in job["inputs"]:
+        try:
+            line = f'{{"value": {encoded(function(*arguments))}}}\n'
+        except BaseException as error:
+            line = f'{{"error": {quoted(told(error))}}}\n'
+        write(results, line)
+
+
+def told(error: BaseException) -> str:
+    """``"ValueError: what it says"``. The program may have written its exceptions itself, so none is trusted."""
+    name = type.__getattribute__(type(error), "__name__")
+    try:
+        said = str(error)
+    except BaseException:
+        said = "(its text can't be had)"
+    return f"{name}: {said}"[:ERROR_CHARS]
+
+
+def encoded(value: object) -> str:
+    """JSON of a plain value; ``TypeError`` for another. By hand: importing ``json`` would double the start-up time."""
+    kind = type(value)
+    if value is None or kind is bool:
+        return {None: "null", True: "true", False: "false"}[value]  # type: ignore[index]
+    if kind is int or (kind is float and value - value == 0):  # type: ignore[operator]
+        return repr(value)
+    if kind is str:
+        return quoted(value)  # type: ignore[arg-type]
+    if kind is list or kind is tuple:
+        return "[" + ", ".join([encoded(item) for item in value]) + "]"  # type: ignore[attr-defined]
+    if kind is dict and all(type(key) is str for key in value):  # type: ignore[attr-defined]
+        return "{" + ", ".join([f"{quoted(key)}: {encoded(item)}" for key, item in value.items()]) + "}"  # type: ignore[attr-defined]
+    raise TypeError(f"returned a {kind.__name__}, expected plain numbers, strings, lists or dicts")
+
+
+def quoted(text: str) -> str:
+    inner = text.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join([char if " " <= char != "\x7f" else f"\\u{ord(char):04x}" for char in inner]) + '"'
+
+
+def write(results: int, line: str) -> None:
+    data = line.encode("utf-8", "replace")
+    while data:
+        data = data[os.write(results, data) :]
+
+
+if __name__ == "__main__":
+    main()

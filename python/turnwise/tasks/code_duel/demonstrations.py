@@ -1,0 +1,64 @@
+"""Imperfect programs and test cases for a supervised warm start: the format is always right, the content often not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from turnwise.types import Messages
+
+from .problems import Problem, find_family, find_problem, run_trusted
+from .prompts import View, code_duel_messages
+from .sandbox import Returned
+from .scoring import Case, describe_failures, format_case
+
+LATER = 0.25  # share of a coder's demonstrations that begin with a program that failed, as in a second round
+
+
+def demonstrations(
+    statements: Sequence[str], actors: Sequence[str], seed: int | str, *, quality: float = 0.4, cases: int = 4
+) -> list[tuple[str, Messages, str]]:
+    """One ``(actor id, messages, completion)`` per problem, the actors taking turns.
+
+    ``quality`` in [0, 1] is the chance that a program is right, and that a test case expects what is right; otherwise
+    it is a wrong program's, which differs in one part. So a model that has learnt them well writes programs that run,
+    and half of them do something else: there reinforcement learning starts.
+    """
+    if not 0 <= quality <= 1:
+        raise ValueError(f"quality={quality!r}: expected a number in [0, 1]")
+    if not actors:
+        raise ValueError("actors=(): expected at least one actor id")
+    rng = Random(f"code-duel-demonstrations/{seed}")
+    made = []
+    for index, statement in enumerate(statements):
+        actor, problem = actors[index % len(actors)], find_problem(statement)
+        view, answer = (_code if actor == "coder" else _test)(problem, quality, cases, rng, "tester" in actors)
+        made.append((actor, code_duel_messages(actor, view), answer))
+    return made
+
+
+def write_cases(problem: Problem, count: int, quality: float, rng: Random) -> list[Case]:
+    """``count`` cases of different arguments; each expects what the program returns with chance ``quality``."""
+    draw = find_family(problem.statement).draw
+    written: dict[str, Case] = {}
+    while len(written) < count:
+        arguments = draw(rng)
+        program = problem.program if rng.random() < quality else rng.choice(problem.wrong)
+        written.setdefault(repr(arguments), Case(arguments, run_trusted(program, arguments)))
+    return list(written.values())
+
+
+def _code(problem: Problem, quality: float, cases: int, rng: Random, team: bool) -> tuple[View, str]:
+    answer = problem.program if rng.random() < quality else problem.wrong[0]
+    if not team or rng.random() >= LATER:
+        return View(problem.statement), answer
+    standing = rng.choice(problem.wrong)
+    tests = write_cases(problem, cases, 1.0, rng)
+    ran = [Returned(run_trusted(standing, test.arguments)) for test in tests]
+    return View(problem.statement, standing, describe_failures(tests, ran)), answer
+
+
+def _test(problem: Problem, quality: float, cases: int, rng: Random, team: bool) -> tuple[View, str]:
+    standing = problem.program if rng.random() < quality else rng.choice(problem.wrong)
+    written = write_cases(problem, cases, quality, rng)
+    return View(problem.statement, standing), "\n".join(map(format_case, written))

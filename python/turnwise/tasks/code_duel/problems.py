@@ -1,0 +1,317 @@
+"""Small programming problems, put together from parts: a statement, a reference program, wrong ones, hidden inputs.
+
+A problem is a family and one part for each of its places. Its program is a function ``f`` of ``xs`` (a list of whole
+numbers), ``s`` (a string) or ``a, b`` (whole numbers).
+
+Example: the problem ``"Return the sum of the squares of the even numbers in the list xs."`` has the program
+``def f(xs):\\n    return sum(x * x for x in xs if x % 2 == 0)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import product
+from random import Random
+from typing import Any, NamedTuple
+
+from turnwise.tasks.base import Split, check_split, split_of
+
+Arguments = tuple[Any, ...]
+
+NUMBERS = (-9, 9)  # smallest and largest number of an input
+MAX_ITEMS = 6  # of a list
+MAX_LETTERS = 8  # of a string, small letters
+LETTERS = "abcdeiostz"
+
+HIDDEN = 12  # hidden inputs of a problem
+MUTANTS = 6  # wrong programs of a problem
+
+
+class Part(NamedTuple):
+    """One choice at one place: how the statement says it, and how a program does."""
+
+    words: str
+    code: str
+
+
+class Problem(NamedTuple):
+    """A problem, its program, and ``wrong`` ones, each of which differs from it on some hidden input.
+
+    ``hidden`` holds tuples of arguments, ``expected`` what the program returns for each.
+    """
+
+    family: str
+    statement: str
+    program: str
+    wrong: tuple[str, ...]
+    hidden: tuple[Arguments, ...]
+    expected: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Problems of one kind: the parts of each place, how they make a statement and a program, and the inputs."""
+
+    name: str
+    places: tuple[tuple[Part, ...], ...]
+    state: Callable[[Sequence[Part]], str]
+    write: Callable[[Sequence[Part]], str]
+    draw: Callable[[Random], Arguments]
+    edges: tuple[Arguments, ...]
+    accepts: Callable[[Arguments], bool]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The families
+# ---------------------------------------------------------------------------------------------------------------------
+def _with(words: str, code: str, numbers: Sequence[int]) -> list[Part]:
+    return [Part(words.format(k=k), code.format(k=k)) for k in numbers]
+
+
+_WHICH = (
+    Part("numbers", ""),
+    Part("even numbers", " if x % 2 == 0"),
+    Part("odd numbers", " if x % 2 == 1"),
+    *_with("numbers above {k}", " if x > {k}", range(-4, 5)),
+    *_with("numbers below {k}", " if x < {k}", range(-4, 5)),
+    *_with("multiples of {k}", " if x % {k} == 0", range(3, 6)),
+)
+_WHAT = (
+    Part("", "x"),
+    Part("squares of the ", "x * x"),
+    Part("absolute values of the ", "abs(x)"),
+    *_with("{k}-fold of the ", "{k} * x", range(2, 6)),
+)
+_HOW = (
+    Part("sum", "sum({what} for x in xs{which})"),
+    Part("largest, or 0,", "max(({what} for x in xs{which}), default=0)"),
+    Part("smallest, or 0,", "min(({what} for x in xs{which}), default=0)"),
+    Part("count of different values", "len({{{what} for x in xs{which}}})"),
+    Part("sorted list", "sorted({what} for x in xs{which})"),
+    Part("reversed list", "[{what} for x in xs{which}][::-1]"),
+)
+
+
+def _state_list(parts: Sequence[Part]) -> str:
+    how, what, which = parts
+    return f"Return the {how.words} of the {what.words}{which.words} in the list xs."
+
+
+def _write_list(parts: Sequence[Part]) -> str:
+    how, what, which = parts
+    return "def f(xs):\n    return " + how.code.format(what=what.code, which=which.code)
+
+
+def _draw_list(rng: Random) -> Arguments:
+    return ([rng.randint(*NUMBERS) for _ in range(rng.randint(0, MAX_ITEMS))],)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and NUMBERS[0] <= value <= NUMBERS[1]
+
+
+def _accepts_list(arguments: Arguments) -> bool:
+    return (
+        len(arguments) == 1
+        and type(arguments[0]) is list
+        and len(arguments[0]) <= MAX_ITEMS
+        and all(map(_is_number, arguments[0]))
+    )
+
+
+_EDITS = (
+    Part("reverse it", "s[::-1]"),
+    Part("double each letter", "''.join(c + c for c in s)"),
+    Part("remove the vowels", "''.join(c for c in s if c not in 'aeiou')"),
+    Part("sort its letters", "''.join(sorted(s))"),
+    Part("make it upper-case", "s.upper()"),
+    Part("append its reverse", "s + s[::-1]"),
+    Part("keep every second letter", "s[::2]"),
+    *_with("keep the first {k} letters", "s[:{k}]", range(1, 5)),
+    *_with("drop the first {k} letters", "s[{k}:]", range(1, 5)),
+    *_with("keep the last {k} letters", "s[-{k}:]", range(1, 5)),
+)
+
+
+def _state_string(parts: Sequence[Part]) -> str:
+    return f"Take the string s, {parts[0].words}, then {parts[1].words}, and return it."
+
+
+def _write_string(parts: Sequence[Part]) -> str:
+    return f"def f(s):\n    s = {parts[0].code}\n    return {parts[1].code}"
+
+
+def _draw_string(rng: Random) -> Arguments:
+    return ("".join(rng.choice(LETTERS) for _ in range(rng.randint(0, MAX_LETTERS))),)
+
+
+def _accepts_string(arguments: Arguments) -> bool:
+    if len(arguments) != 1 or type(arguments[0]) is not str:
+        return False
+    return len(arguments[0]) <= MAX_LETTERS and all("a" <= letter <= "z" for letter in arguments[0])
+
+
+_STARTS = (
+    Part("a plus b", "a + b"),
+    Part("a minus b", "a - b"),
+    Part("a times b", "a * b"),
+    Part("the larger of a and b", "max(a, b)"),
+    Part("the smaller of a and b", "min(a, b)"),
+)
+_STEPS = (
+    Part("square it", "n * n"),
+    Part("take the absolute value", "abs(n)"),
+    *_with("add {k}", "n + {k}", range(1, 6)),
+    *_with("multiply by {k}", "n * {k}", range(2, 6)),
+    *_with("take it modulo {k}", "n % {k}", range(3, 8)),
+)
+
+
+def _state_sum(parts: Sequence[Part]) -> str:
+    start, first, second = parts
+    return f"Start with {start.words}, {first.words}, then {second.words}, and return it."
+
+
+def _write_sum(parts: Sequence[Part]) -> str:
+    start, first, second = parts
+    return f"def f(a, b):\n    n = {start.code}\n    n = {first.code}\n    return {second.code}"
+
+
+def _draw_sum(rng: Random) -> Arguments:
+    return (rng.randint(*NUMBERS), rng.randint(*NUMBERS))
+
+
+def _accepts_sum(arguments: Arguments) -> bool:
+    return len(arguments) == 2 and all(map(_is_number, arguments))
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family(
+            "lists",
+            (_HOW, _WHAT, _WHICH),
+            _state_list,
+            _write_list,
+            _draw_list,
+            edges=(([],), ([3, -2, 3, 0, 8, -5],)),
+            accepts=_accepts_list,
+        ),
+        Family(
+            "strings",
+            (_EDITS, _EDITS),
+            _state_string,
+            _write_string,
+            _draw_string,
+            edges=(("",), ("abide",)),
+            accepts=_accepts_string,
+        ),
+        Family(
+            "sums",
+            (_STARTS, _STEPS, _STEPS),
+            _state_sum,
+            _write_sum,
+            _draw_sum,
+            edges=((0, 0), (-7, 4)),
+            accepts=_accepts_sum,
+        ),
+    )
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Problems
+# ---------------------------------------------------------------------------------------------------------------------
+@cache
+def catalogue(family: str) -> dict[str, tuple[Part, ...]]:
+    """Statement -> parts of every problem of ``family``."""
+    if family not in FAMILIES:
+        raise ValueError(f"family={family!r}: expected one of {sorted(FAMILIES)}")
+    kind = FAMILIES[family]
+    return {kind.state(parts): parts for parts in product(*kind.places)}
+
+
+def find_family(statement: str) -> Family:
+    """The family of ``statement``. Raises ``ValueError`` for a text that is no statement."""
+    for family in FAMILIES:
+        if statement in catalogue(family):
+            return FAMILIES[family]
+    raise ValueError(f"statement={statement!r}: expected a statement of one of the families {', '.join(FAMILIES)}")
+
+
+@lru_cache(maxsize=4096)
+def find_problem(statement: str) -> Problem:
+    """The problem that ``statement`` states: a function of the statement alone. ``ValueError`` for another text."""
+    kind = find_family(statement)
+    parts = catalogue(kind.name)[statement]
+    rng = Random(f"code-duel/{statement}")
+    program = kind.write(parts)
+    hidden = (*kind.edges, *(kind.draw(rng) for _ in range(HIDDEN - len(kind.edges))))
+    expected = tuple(run_trusted(program, arguments) for arguments in hidden)
+    wrong: dict[tuple[str, ...], str] = {}
+    neighbours = [
+        (*parts[:place], other, *parts[place + 1 :])
+        for place, choices in enumerate(kind.places)
+        for other in choices
+        if other != parts[place]
+    ]
+    rng.shuffle(neighbours)
+    for neighbour in neighbours:
+        code = kind.write(neighbour)
+        behaviour = tuple(repr(run_trusted(code, arguments)) for arguments in hidden)
+        if behaviour != tuple(map(repr, expected)) and behaviour not in wrong:
+            wrong[behaviour] = code
+        if len(wrong) == MUTANTS:
+            break
+    return Problem(kind.name, statement, program, tuple(wrong.values()), hidden, expected)
+
+
+def draw_problems(split: Split, n: int, seed: int | str, families: Sequence[str] = tuple(FAMILIES)) -> list[str]:
+    """``n`` different statements of ``split``, the families taking turns as far as they last.
+
+    The same arguments give the same statements, and a longer list begins with the shorter one. A statement's own hash
+    puts it in a split. Raises ``ValueError`` where the split holds fewer.
+    """
+    check_split(split)
+    if n < 0:
+        raise ValueError(f"n={n!r}: expected a count >= 0")
+    found = in_turns(split, seed, tuple(families))
+    if len(found) < n:
+        raise ValueError(f"n={n!r}: the {split} split holds {len(found)} problems of {', '.join(families)}")
+    return list(found[:n])
+
+
+@lru_cache(maxsize=16)
+def in_turns(split: Split, seed: int | str, families: tuple[str, ...]) -> Sequence[str]:
+    """Every statement of ``split``, each family's shuffled by ``seed``, one of each in turn."""
+    queues = [_shuffled(family, split, seed) for family in families]
+    longest = max(map(len, queues), default=0)
+    return [queue[place] for place in range(longest) for queue in queues if place < len(queue)]
+
+
+def _shuffled(family: str, split: Split, seed: int | str) -> Sequence[str]:
+    statements = _statements(family)[split]
+    return Random(f"code-duel/{family}/{split}/{seed}").sample(statements, len(statements))
+
+
+@cache
+def _statements(family: str) -> dict[Split, list[str]]:
+    splits: dict[Split, list[str]] = {"train": [], "validation": [], "eval": []}
+    for statement in catalogue(family):
+        splits[split_of(statement)].append(statement)
+    return splits
+
+
+@lru_cache(maxsize=65_536)
+def _compiled(program: str) -> Callable[..., Any]:
+    namespace: dict[str, Any] = {}
+    exec(compile(program, "problem", "exec"), namespace)
+    function: Callable[..., Any] = namespace["f"]
+    return function
+
+
+def run_trusted(program: str, arguments: Arguments) -> Any:
+    """What a program *of this module* returns, in this process: never one that a model wrote."""
+    return _compiled(program)(*arguments)

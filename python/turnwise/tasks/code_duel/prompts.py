@@ -1,0 +1,49 @@
+"""What coder and tester are told: short, so that a tiny model trains fast, and clear to a large one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from turnwise.types import Message, Messages
+
+from .problems import MAX_ITEMS, MAX_LETTERS, NUMBERS
+
+_PROGRAM, _FAILED = "\nProgram:\n", "\nFailed:\n"
+
+SYSTEM_PROMPTS = {
+    "coder": "Write the Python function f. Reply with the program.",
+    "tester": (
+        f"Write test cases that a wrong program fails, one a line, such as f([2, 1]) == 3. Numbers are {NUMBERS[0]} to "
+        f"{NUMBERS[1]}, lists have up to {MAX_ITEMS}, strings up to {MAX_LETTERS} small letters."
+    ),
+}
+
+
+class View(NamedTuple):
+    """What a prompt shows: the statement, the standing program, and which test cases it failed."""
+
+    statement: str
+    program: str | None = None
+    failed: str | None = None
+
+
+def view_message(view: View) -> Message:
+    """The user message that shows ``view``."""
+    parts = [view.statement]
+    if view.program is not None:
+        parts += [_PROGRAM, view.program]
+    if view.failed is not None:
+        parts += [_FAILED, view.failed]
+    return {"role": "user", "content": "".join(parts)}
+
+
+def code_duel_messages(actor_id: str, view: View) -> Messages:
+    """The whole prompt of one call: the actor's instruction and the view."""
+    return [{"role": "system", "content": SYSTEM_PROMPTS[actor_id]}, view_message(view)]
+
+
+def read_view(messages: Messages) -> View:
+    """The view back from a prompt."""
+    shown, failed, report = messages[-1]["content"].partition(_FAILED)
+    statement, written, program = shown.partition(_PROGRAM)
+    return View(statement, program if written else None, report if failed else None)

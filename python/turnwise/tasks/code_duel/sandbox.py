@@ -1,0 +1,282 @@
+"""Runs programs that nobody has read, such as a model writes, each in a process of its own that may only compute.
+
+On Linux (x86-64 and aarch64, kernel 4.14 or newer, no privilege needed, root bound as well, in containers too):
+
+============== =====================================================================================================
+processes      one, with one thread: starting another is forbidden, so every limit below is of the whole program
+time           CPU seconds by the kernel; wall seconds by the parent, which kills; it dies when its parent dies
+memory         address space (``MemoryError``)
+files          none can be opened, listed, looked at or made, the parent's and ``/proc`` among them
+network        none: no socket can be made
+signals        to nobody, itself included
+environment    wiped; no open files but three pipes; a working directory of its own, empty, gone afterwards
+output         read up to a limit, then the program is killed
+system calls   an allow-list, see ``seccomp.py``; the kernel enforces it
+============== =====================================================================================================
+
+Elsewhere (macOS) only the POSIX limits are there: CPU time, file size 0, and no new process unless it is root. Memory,
+network and reading files are free. ``Sandbox`` refuses that unless it is told ``strict=False``, and then warns. On
+Windows it always refuses.
+
+What a program returns is data for the parent and nothing else: compare it there. A program shares its process with the
+code that calls it, and so may claim to have returned anything; it is never told what would be right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import marshal
+import os
+import platform
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from turnwise.arena.scheduler import CallBudget
+
+from .seccomp import MACHINES, build_filter
+
+Reason = Literal["ok", "error", "memory", "cpu", "wall", "output", "forbidden", "crash"]
+
+OPEN_FILES = 16
+ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONCOERCECLOCALE": "0"}  # sets of strings are walked in one order, always
+_CHUNK = 16_384
+
+
+class SandboxError(RuntimeError):
+    """This machine can't lock a program in as asked."""
+
+
+class Returned(NamedTuple):
+    """What one call came to: ``error`` is ``None`` where it returned, else for example ``"KeyError: 3"``."""
+
+    value: Any = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxRun:
+    """What came of a program. ``results`` has one entry per input; those that it did not get to have ``reason`` there.
+
+    ``reason``: ``"ok"`` all calls returned; ``"error"`` one raised; ``"memory"`` one ran out of memory; ``"cpu"``,
+    ``"wall"``, ``"output"``: killed at that limit; ``"forbidden"``: killed for asking for a process, a socket, a signal
+    or the like; ``"crash"``: the interpreter died or stopped early. ``printed`` is what the program wrote, cut off.
+
+    Example: ``SandboxRun([Returned(3)], "ok", "", seconds=0.03)``
+    """
+
+    results: list[Returned]
+    reason: Reason
+    printed: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one run. ``cpu_seconds`` is whole, start-up (some hundredths) included; ``memory_mb`` is address space.
+
+    ``output_bytes`` bounds what a program prints, and what it returns, each.
+    """
+
+    cpu_seconds: int = 1
+    wall_seconds: float = 10.0
+    memory_mb: int = 256
+    output_bytes: int = 65_536
+
+    def __post_init__(self) -> None:
+        for name in ("cpu_seconds", "wall_seconds", "memory_mb", "output_bytes"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected a number > 0")
+        if not isinstance(self.cpu_seconds, int):
+            raise ValueError(f"cpu_seconds={self.cpu_seconds!r}: expected whole seconds")
+
+    def rlimits(self) -> dict[str, tuple[int, int]]:
+        """``(soft, hard)`` by the name in :mod:`resource`. A second after the signal that ends it comes the kill."""
+        memory = self.memory_mb * 2**20
+        return {
+            "RLIMIT_CPU": (self.cpu_seconds, self.cpu_seconds + 1),
+            "RLIMIT_AS": (memory, memory),
+            "RLIMIT_FSIZE": (0, 0),
+            "RLIMIT_NOFILE": (OPEN_FILES, OPEN_FILES),
+            "RLIMIT_NPROC": (0, 0),
+            "RLIMIT_CORE": (0, 0),
+        }
+
+
+class Sandbox:
+    """Runs programs, at most ``parallel`` at once (by default the number of cores): see the module for what holds.
+
+    Raises :class:`SandboxError` where a program can't be locked in, unless ``strict=False``.
+
+    Example::
+
+        run = await Sandbox().call("def f(a, b):\\n    return a + b", "f", [(1, 2), ("x", 1)])
+        assert run.results[0].value == 3 and run.results[1].error.startswith("TypeError")
+    """
+
+    def __init__(self, limits: Limits | None = None, *, parallel: int | None = None, strict: bool = True) -> None:
+        self.limits = Limits() if limits is None else limits
+        self._filter = find_filter(strict=strict)
+        self._budget = CallBudget((os.cpu_count() or 1) if parallel is None else parallel)
+
+    async def call(self, program: str, function: str, inputs: Sequence[Sequence[Any]]) -> SandboxRun:
+        """Define ``program`` and call its ``function`` on each of ``inputs``, tuples of plain arguments, in order.
+
+        All calls are of one process: what an earlier one changed in a global, a later one sees. Returned values are
+        plain (``None``, bool, int, float, str, lists, dicts with string keys; a tuple arrives as a list); others count
+        as an error of that call.
+        """
+        job = self._job(program, function, inputs)
+        async with self._budget.slot((0,)):
+            with tempfile.TemporaryDirectory(prefix="turnwise-sandbox-", ignore_cleanup_errors=True) as folder:
+                return await self._run(job, len(inputs), folder)
+
+    def _job(self, program: str, function: str, inputs: Sequence[Sequence[Any]]) -> bytes:
+        job = {
+            "program": program,
+            "function": function,
+            "inputs": [tuple(arguments) for arguments in inputs],
+            "limits": self.limits.rlimits(),
+            "filter": self._filter,
+            "parent": os.getpid(),
+        }
+        try:
+            return marshal.dumps(job)
+        except ValueError:
+            raise TypeError(f"inputs={inputs!r}: expected plain numbers, strings, lists and dicts") from None
+
+    async def _run(self, job: bytes, calls: int, folder: str) -> SandboxRun:
+        started = time.perf_counter()
+        child = _Child(job, folder, self.limits)
+        watching = asyncio.get_running_loop().run_in_executor(None, child.watch)
+        try:
+            stopped = await asyncio.shield(watching)
+        except asyncio.CancelledError:
+            child.kill()
+            await asyncio.wait([watching])
+            raise
+        results = _read_results(bytes(child.lines), calls)
+        reason = stopped or _reason(child.process.returncode, results, calls)
+        missing = Returned(error=reason)
+        return SandboxRun(
+            results + [missing] * (calls - len(results)),
+            reason,
+            child.printed.decode("utf-8", "replace"),
+            time.perf_counter() - started,
+        )
+
+
+class _Child:
+    """A program's process: ``lines`` and ``printed`` are what it has written so far."""
+
+    def __init__(self, job: bytes, folder: str, limits: Limits) -> None:
+        self.limits = limits
+        self.lines, self.printed = bytearray(), bytearray()
+        with tempfile.TemporaryFile() as given:
+            given.write(job)
+            given.seek(0)
+            self.process = subprocess.Popen(
+                [sys.executable, "-s", "-S", "-P", "-B", "-X", "utf8", str(Path(__file__).with_name("child.py"))],
+                stdin=given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=ENVIRONMENT,
+                cwd=folder,
+                start_new_session=True,
+            )
+
+    def watch(self) -> Reason | None:
+        """Read until the process has ended, by itself or because it must; blocks. Why it was killed, if it was."""
+        try:
+            return self._read(time.monotonic() + self.limits.wall_seconds)
+        except subprocess.TimeoutExpired:
+            return "wall"
+        finally:
+            self.kill()
+            self.process.wait()
+            for stream in (self.process.stdout, self.process.stderr):
+                assert stream is not None
+                stream.close()
+
+    def kill(self) -> None:
+        """Nothing can have left the process's group: the filter lets no process start."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def _read(self, deadline: float) -> Reason | None:
+        with selectors.DefaultSelector() as selector:
+            for stream, into in ((self.process.stdout, self.lines), (self.process.stderr, self.printed)):
+                assert stream is not None
+                selector.register(stream, selectors.EVENT_READ, into)
+            while selector.get_map():
+                left = deadline - time.monotonic()
+                ready = selector.select(left) if left > 0 else []
+                if not ready:
+                    return "wall"
+                for key, _ in ready:
+                    room = self.limits.output_bytes - len(key.data)
+                    if not (chunk := os.read(key.fd, _CHUNK)):
+                        selector.unregister(key.fileobj)
+                    elif len(chunk) > room:
+                        return "output"
+                    key.data.extend(chunk)
+        # A program may close its pipes and go on.
+        self.process.wait(max(0.0, deadline - time.monotonic()))
+        return None
+
+
+def find_filter(*, strict: bool) -> bytes | None:
+    """The filter for this machine; ``None``, with a warning, where there is none and ``strict`` does not ask for it.
+
+    Raises :class:`SandboxError` where it does, and where not even resource limits exist.
+    """
+    machine = platform.machine()
+    if sys.platform == "linux" and machine in MACHINES:
+        return build_filter(machine)
+    where = f"{sys.platform} on {machine or 'an unknown machine'}"
+    if sys.platform == "win32":
+        raise SandboxError(f"{where}: programs can't be limited here; use Linux or a Linux container")
+    lost = "a program can read files, use memory and reach the network"
+    if strict:
+        raise SandboxError(f"{where}: {lost} here; use Linux (x86_64 or aarch64), or accept that with strict=False")
+    warnings.warn(f"sandbox on {where}: {lost}; only CPU time, wall time and output are bounded", stacklevel=3)
+    return None
+
+
+def _read_results(lines: bytes, calls: int) -> list[Returned]:
+    """The whole lines up to the first that is no result: the program may have written there itself."""
+    results: list[Returned] = []
+    for line in lines.decode("utf-8", "replace").split("\n")[:-1][:calls]:
+        try:
+            said = json.loads(line)
+        except (ValueError, RecursionError):
+            break
+        if not isinstance(said, dict) or not {"value", "error", "refused"} & said.keys():
+            break
+        if "refused" in said:
+            raise SandboxError(f"the kernel refused to lock the program in: {said['refused']}")
+        results.append(Returned(said.get("value"), None if "value" in said else str(said["error"])))
+    return results
+
+
+def _reason(status: int, results: Sequence[Returned], calls: int) -> Reason:
+    if len(results) == calls:
+        errors = [result.error for result in results if result.error is not None]
+        if any(error.startswith("MemoryError") for error in errors):
+            return "memory"
+        return "error" if errors else "ok"
+    return _SIGNALS.get(-status, "crash")
+
+
+_ENDS: dict[str, Reason] = {"SIGXCPU": "cpu", "SIGKILL": "cpu", "SIGSYS": "forbidden"}
+_SIGNALS = {getattr(signal, name): reason for name, reason in _ENDS.items() if hasattr(signal, name)}

@@ -1,0 +1,146 @@
+"""What programs and test cases are worth: programs by hidden inputs, cases by the wrong programs that they find out."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Sequence
+from random import Random
+from typing import Any, NamedTuple
+
+from .problems import Arguments, Problem, find_family, run_trusted
+from .sandbox import Returned
+
+LINE_CHARS = 200  # of a test case; a longer line is none
+GOT_CHARS = 80  # of what a failed call gave, in the report
+_FENCED = re.compile(r"```[a-zA-Z]*\n(.*?)```", re.DOTALL)
+_STARTS = re.compile(r"^(?:def |import |from |class |@)", re.MULTILINE)
+
+
+class Case(NamedTuple):
+    """A test case: ``Case(([2, 1],), 3)`` is ``f([2, 1]) == 3``."""
+
+    arguments: Arguments
+    expected: Any
+
+
+class Judgement(NamedTuple):
+    """Of the cases that a tester wrote: how many of them are right, and how many wrong programs those find out."""
+
+    right: float
+    found: float
+
+    @property
+    def score(self) -> float:
+        return self.right * self.found
+
+
+def parse_program(text: str) -> str | None:
+    """The program in ``text``: its last fenced block, else all from the first line of code on; ``None`` without one.
+
+    Example: ``parse_program("So:\\n```python\\ndef f(s):\\n    return s\\n```") == "def f(s):\\n    return s"``
+    """
+    said = text.rpartition("</think>")[2]
+    if blocks := _FENCED.findall(said):
+        return blocks[-1].rstrip() or None
+    begins = _STARTS.search(said)
+    return said[begins.start() :].rstrip() if begins else None
+
+
+def parse_cases(text: str, limit: int) -> list[Case]:
+    """The first ``limit`` test cases in ``text``, one a line; other lines, and repeated arguments, are left out.
+
+    Example: ``parse_cases("Edge:\\nassert f([]) == 0", 4) == [Case(([],), 0)]``
+    """
+    found: dict[str, Case] = {}
+    for line in text.rpartition("</think>")[2].splitlines():
+        case = _parse_case(line.strip("`-* \t\r").removeprefix("assert "))
+        if case is not None:
+            found.setdefault(repr(case.arguments), case)
+    return list(found.values())[:limit]
+
+
+def _parse_case(line: str) -> Case | None:
+    if len(line) > LINE_CHARS:
+        return None
+    try:
+        compared = ast.parse(line, mode="eval").body
+        if not isinstance(compared, ast.Compare) or not isinstance(compared.left, ast.Call):
+            return None
+        call, (operator,), (expected,) = compared.left, compared.ops, compared.comparators
+        if not isinstance(operator, ast.Eq) or call.keywords or getattr(call.func, "id", None) != "f":
+            return None
+        return Case(tuple(map(ast.literal_eval, call.args)), ast.literal_eval(expected))
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return None  # a line of prose, or a value that is no literal
+
+
+def format_case(case: Case) -> str:
+    """``f([2, 1]) == 3``"""
+    return f"f({', '.join(map(repr, case.arguments))}) == {case.expected!r}"
+
+
+def describe_failures(cases: Sequence[Case], results: Sequence[Returned]) -> str | None:
+    """A line for each of ``cases`` that did not come out as expected, or ``None``.
+
+    Example: ``f([2, 1]) == 3, not 2`` or ``f([]) == 0, not IndexError: list index out of range``
+    """
+    lines = []
+    for case, result in zip(cases, results, strict=True):
+        if result.error is not None or not same(result.value, case.expected):
+            got = result.error if result.error is not None else repr(result.value)
+            lines.append(f"{format_case(case)}, not {got[:GOT_CHARS]}")
+    return "\n".join(lines) or None
+
+
+def same(value: Any, expected: Any) -> bool:
+    """Whether two plain values are equal and of one type: ``1`` is neither ``1.0`` nor ``True``."""
+    return type(value) is type(expected) and json.dumps(value) == json.dumps(expected)
+
+
+def passed_share(results: Sequence[Returned], expected: Sequence[Any]) -> float:
+    """The share of ``results`` that are what was expected."""
+    return sum(r.error is None and same(r.value, e) for r, e in zip(results, expected, strict=True)) / len(expected)
+
+
+def judge_cases(problem: Problem, cases: Sequence[Case]) -> Judgement:
+    """How well ``cases`` tell right programs from wrong ones.
+
+    A case is right where its arguments are such as the problem speaks of, and the problem's program returns what it
+    expects. A wrong program is found out where a right case fails on it: ``found`` is the mutation score (DeMillo,
+    Lipton and Sayward, 1978) of the right cases. ``Judgement.score`` is the product of both shares, so that neither
+    guesses nor cases that every program passes earn anything.
+
+    Example: 4 cases, of which 3 are right and fail on 2 of 4 wrong programs, score 3/4 * 2/4 = 0.375.
+    """
+    if not cases:
+        return Judgement(0.0, 0.0)
+    accepts = find_family(problem.statement).accepts
+    right = [c for c in cases if accepts(c.arguments) and same(run_trusted(problem.program, c.arguments), c.expected)]
+    found = {program for case in right for program in _found(problem.wrong, case)}
+    return Judgement(len(right) / len(cases), len(found) / len(problem.wrong))
+
+
+def best_cases(problem: Problem, count: int, tried: int = 200) -> list[Case]:
+    """Up to ``count`` right cases: of the hidden inputs and ``tried`` others, each next one finds out most of the rest.
+
+    The hidden inputs find out every wrong program, so one case for each of these is always enough.
+    """
+    rng = Random(f"code-duel-cases/{problem.statement}")
+    draw = find_family(problem.statement).draw
+    drawn = [*problem.hidden, *(draw(rng) for _ in range(tried))]
+    inputs = {repr(arguments): arguments for arguments in drawn}.values()
+    cases = [Case(arguments, run_trusted(problem.program, arguments)) for arguments in inputs]
+    left = list(problem.wrong)
+    chosen: list[Case] = []
+    while left and len(chosen) < count:
+        case = max(cases, key=lambda case: len(_found(left, case)))
+        found = _found(left, case)
+        left = [program for program in left if program not in found]
+        chosen.append(case)
+    return chosen
+
+
+def _found(programs: Sequence[str], case: Case) -> list[str]:
+    return [program for program in programs if not same(run_trusted(program, case.arguments), case.expected)]

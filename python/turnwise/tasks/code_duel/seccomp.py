@@ -1,0 +1,74 @@
+"""The system calls that a sandboxed program may make, as a filter that the Linux kernel enforces (seccomp-bpf).
+
+A process that holds the filter can't give it back, whoever it runs as: no privilege is needed to install it, and root
+is bound by it too. See https://docs.kernel.org/userspace-api/seccomp_filter.html; a filter is a list of
+``struct sock_filter`` over ``struct seccomp_data``.
+"""
+
+from __future__ import annotations
+
+import errno
+import struct
+
+# numbers on (x86_64, aarch64); None where the machine has no such call
+_Numbers = tuple[int | None, int | None]
+
+ALLOWED: dict[str, _Numbers] = {
+    "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "lseek": (8, 62),
+    "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "mremap": (25, 216),
+    "madvise": (28, 233), "futex": (202, 98), "sched_yield": (24, 124),
+    "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "sigaltstack": (131, 132),
+    "getpid": (39, 172), "gettid": (186, 178), "getrusage": (98, 165), "times": (100, 153),
+    "clock_gettime": (228, 113), "clock_getres": (229, 114), "gettimeofday": (96, 169), "time": (201, None),
+    "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "restart_syscall": (219, 128),
+    "getrandom": (318, 278), "exit": (60, 93), "exit_group": (231, 94),
+}  # fmt: skip
+"""What a computation needs once everything is imported. No call opens, lists or looks at a file."""
+
+FATAL: dict[str, _Numbers] = {
+    "clone": (56, 220), "clone3": (435, 435), "fork": (57, None), "vfork": (58, None),
+    "execve": (59, 221), "execveat": (322, 281),
+    "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
+    "pidfd_send_signal": (424, 424), "ptrace": (101, 117), "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271), "socket": (41, 198), "socketpair": (53, 199), "connect": (42, 203),
+    "bind": (49, 200), "io_uring_setup": (425, 425), "bpf": (321, 280), "unshare": (272, 97), "setns": (308, 268),
+    "mount": (165, 40), "setrlimit": (160, 164),
+}  # fmt: skip
+"""What no computation asks for by accident: the process is killed at once, so that the attempt can't go unseen."""
+
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+"""Machine name -> column of the tables above, and the kernel's name of its calling convention (AUDIT_ARCH)."""
+
+_X32 = 0x40000000  # numbers from here on are a second set of calls on x86_64
+
+_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+_ARCH, _NUMBER = 4, 0  # offsets in struct seccomp_data
+_ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
+
+
+def build_filter(machine: str) -> bytes:
+    """The filter for ``machine`` (``platform.machine()``): :data:`ALLOWED` pass, :data:`FATAL` kill, the rest fail.
+
+    A call that fails raises ``PermissionError`` in Python. Raises ``ValueError`` for a machine whose numbers are not
+    known here.
+    """
+    if machine not in MACHINES:
+        raise ValueError(f"machine={machine!r}: expected one of {sorted(MACHINES)}")
+    column, convention = MACHINES[machine]
+    lines = [
+        _line(_LOAD, _ARCH),
+        _line(_EQUAL, convention, skip_if=1),
+        _line(_RETURN, _KILL),
+        _line(_LOAD, _NUMBER),
+        _line(_AT_LEAST, _X32, skip_unless=1),
+        _line(_RETURN, _KILL),
+    ]
+    for calls, action in ((ALLOWED, _ALLOW), (FATAL, _KILL)):
+        for numbers in calls.values():
+            if (number := numbers[column]) is not None:
+                lines += [_line(_EQUAL, number, skip_unless=1), _line(_RETURN, action)]
+    return b"".join([*lines, _line(_RETURN, _REFUSE)])
+
+
+def _line(code: int, value: int, *, skip_if: int = 0, skip_unless: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, skip_if, skip_unless, value)

@@ -1,0 +1,271 @@
+"""The code duel (AT-GRPO's coder and tester): one writes a program, the other writes tests that would find it out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler
+from turnwise.tasks.base import Demonstration, Player, Split, TeamOptions
+from turnwise.tasks.generated import GeneratedTask
+from turnwise.tasks.rewards import MixMode, invalid_penalty, mix_rewards
+from turnwise.types import EpisodeState, Messages
+
+from .demonstrations import demonstrations, write_cases
+from .problems import FAMILIES, catalogue, draw_problems, find_family, find_problem, in_turns
+from .prompts import SYSTEM_PROMPTS, View, read_view, view_message
+from .sandbox import Limits, Sandbox
+from .scoring import best_cases, describe_failures, format_case, judge_cases, parse_cases, parse_program, passed_share
+
+Role = Literal["coder", "tester"]
+TEAM: tuple[Role, ...] = ("coder", "tester")
+
+
+class CodeDuelEpisode(MultiTurnEpisode):
+    """One problem, played by ``actors`` in order for up to ``max_turns`` rounds, until program and test cases agree.
+
+    The artifact is ``{"problem": "Return the sum of ..."}``. The coder's program runs in ``sandbox``; the tester sees
+    it, and the first ``max_cases`` of its test cases run on it; what failed is what the coder sees next. What can't be
+    read leaves program and report as they were and costs ``invalid_cost``. A step earns ``mix_rewards(solved, own part,
+    alpha, mode)``: ``solved`` is 1 where the standing program passes all hidden tests; the coder's own part is the
+    share that it passes, the tester's how well its cases tell right programs from wrong ones
+    (:func:`~turnwise.tasks.code_duel.scoring.judge_cases`). ``rubric`` mixes the same for the whole episode: the
+    outcome for every actor, and the own part of its last action. Nobody else sees an actor's ``<think>`` text.
+
+    Example: ``CodeDuelEpisode(Sandbox(), sampler=TreeSampler(branches=8))`` for the team,
+    ``CodeDuelEpisode(Sandbox(), actors=("coder",), max_turns=1)`` for one agent.
+    """
+
+    episode_type = "code_duel"
+
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        *,
+        actors: Sequence[str] = TEAM,
+        max_turns: int = 2,
+        max_cases: int = 4,
+        alpha: float = 1.0,
+        mode: MixMode = "weighted_sum",
+        invalid_cost: float = 0.25,
+        sampler: TreeSampler | None = None,
+    ) -> None:
+        super().__init__(sampler=sampler, max_turns=max_turns)
+        self.sandbox, self.actors, self.max_cases = sandbox, tuple(actors), max_cases
+        self.alpha, self.mode, self.invalid_cost = alpha, mode, invalid_cost
+        outcome, own = mix_rewards(1.0, 0.0, alpha, mode), mix_rewards(0.0, 1.0, alpha, mode)
+        metrics = [valid_format, right_cases, contained]
+        self.rubric = Rubric([solved, hidden_tests, discernment, *metrics], [outcome, own, own, 0.0, 0.0, 0.0])
+
+    def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
+        find_problem(artifact["problem"])  # an artifact that states no problem fails here, by name
+        state.data = {
+            "problem": artifact["problem"],
+            "program": None,
+            "failed": None,
+            "agreed": False,
+            "passed": 0.0,
+            "acts": {},
+            "stopped": [],
+        }
+
+    def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
+        """Statement, standing program and, for the coder, what it failed; nothing else piles up."""
+        data = state.data
+        failed = data["failed"] if state.current_actor == "coder" else None
+        return [view_message(View(data["problem"], data["program"], failed))]
+
+    async def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
+        act = await (self._code if state.current_actor == "coder" else self._test)(state)
+        state.data["acts"].setdefault(state.current_actor, []).append(act)
+
+    async def _code(self, state: EpisodeState) -> dict[str, Any]:
+        data, problem = state.data, find_problem(state.data["problem"])
+        program = parse_program(state.last_completion_text)
+        if program is not None:
+            run = await self.sandbox.call(program, "f", problem.hidden)
+            data["program"], data["failed"], data["agreed"] = program, None, False
+            data["passed"] = passed_share(run.results, problem.expected)
+            if run.reason not in ("ok", "error"):
+                data["stopped"].append(run.reason)
+        return {"valid": program is not None, "own": data["passed"], "right": 0.0}
+
+    async def _test(self, state: EpisodeState) -> dict[str, Any]:
+        data, problem = state.data, find_problem(state.data["problem"])
+        cases = parse_cases(state.last_completion_text, self.max_cases)
+        judged = judge_cases(problem, cases)
+        if cases and data["program"] is not None:
+            run = await self.sandbox.call(data["program"], "f", [case.arguments for case in cases])
+            data["failed"] = describe_failures(cases, run.results)
+            data["agreed"] = data["failed"] is None
+        return {"valid": bool(cases), "own": judged.score, "right": judged.right}
+
+    def step_reward(self, state: EpisodeState, arena: Any, artifact: Any) -> float:
+        act = state.data["acts"][state.current_actor][-1]
+        reward = mix_rewards(float(_is_solved(state)), act["own"], self.alpha, self.mode)
+        return reward + invalid_penalty(act["valid"], self.invalid_cost)
+
+    def is_done(self, state: EpisodeState, arena: Any, artifact: Any) -> bool:
+        return state.data["agreed"]
+
+    def get_extras(self, state: EpisodeState) -> dict[str, Any]:
+        """``solved`` by actor; ``own``, ``valid``, ``right`` by actor that acted; ``program``, ``stopped``, ``rounds``.
+
+        ``stopped`` says why the sandbox ended a program, for each that it had to: ``["cpu", "forbidden"]``.
+        """
+        acts = state.data["acts"]
+        return {
+            "solved": dict.fromkeys(self.actors, float(_is_solved(state))),
+            "own": {actor: done[-1]["own"] for actor, done in acts.items()},
+            "valid": {actor: sum(act["valid"] for act in done) / len(done) for actor, done in acts.items()},
+            "right": {actor: done[-1]["right"] for actor, done in acts.items()},
+            "program": state.data["program"],
+            "stopped": list(state.data["stopped"]),
+            "agreed": state.data["agreed"],
+            "rounds": 1 + max((step.turn for step in state.trajectory), default=0),
+        }
+
+
+def _is_solved(state: EpisodeState) -> bool:
+    return state.data["passed"] == 1.0
+
+
+def _of(actor: str, values: dict[str, float]) -> dict[str, float]:
+    return {actor: values[actor]} if actor in values else {}
+
+
+def solved(extras: dict[str, Any]) -> dict[str, float]:
+    """1.0 for every actor of the team where the last program passes all hidden tests, acted or not."""
+    return extras["solved"]
+
+
+def hidden_tests(extras: dict[str, Any]) -> dict[str, float]:
+    """The share of the hidden tests that the coder's last program passes."""
+    return _of("coder", extras["own"])
+
+
+def discernment(extras: dict[str, Any]) -> dict[str, float]:
+    """Share of right test cases times share of wrong programs found out, of the tester's last action."""
+    return _of("tester", extras["own"])
+
+
+def right_cases(extras: dict[str, Any]) -> dict[str, float]:
+    """The share of the tester's last test cases that are right."""
+    return _of("tester", extras["right"])
+
+
+def valid_format(extras: dict[str, Any]) -> dict[str, float]:
+    """The share of each actor's completions that held a program, or a test case."""
+    return extras["valid"]
+
+
+def contained(extras: dict[str, Any]) -> dict[str, float]:
+    """How many of the coder's programs the sandbox had to stop."""
+    return {"coder": float(len(extras["stopped"]))}
+
+
+class CodeDuelOptions(TeamOptions):
+    """Options of the task ``code_duel``. ``actors = ["coder"]`` with ``max_turns = 1`` is the single agent.
+
+    ``families`` are the kinds of problems, ``max_cases`` how many test cases count, ``quality`` the chance that a
+    demonstrated program or case is right, ``cpu_seconds`` what a program may take for all inputs together.
+    ``strict = false`` runs programs also where they can't be locked in: see :mod:`turnwise.tasks.code_duel.sandbox`.
+    """
+
+    actors: tuple[Role, ...] = Field(default=TEAM, min_length=1)
+    max_turns: int = Field(default=2, ge=1)
+    families: tuple[str, ...] = Field(default=tuple(FAMILIES), min_length=1)
+    max_cases: int = Field(default=4, ge=1)
+    cpu_seconds: int = Field(default=1, ge=1)
+    strict: bool = True
+    max_tokens: int = Field(default=160, ge=1)
+
+    @field_validator("actors")
+    @classmethod
+    def _a_coder(cls, actors: tuple[Role, ...]) -> tuple[Role, ...]:
+        if actors[:1] != ("coder",):
+            raise ValueError("expected the coder first, whose program is tested")
+        return actors
+
+    @field_validator("families")
+    @classmethod
+    def _known(cls, families: tuple[str, ...]) -> tuple[str, ...]:
+        if unknown := set(families) - set(FAMILIES):
+            raise ValueError(f"{sorted(unknown)} unknown, expected some of {', '.join(FAMILIES)}")
+        return families
+
+
+class CodeDuelTask(GeneratedTask):
+    """Programs and the tests that find them out; see :class:`turnwise.tasks.base.Task` for what each method promises.
+
+    Example: ``CodeDuelTask(CodeDuelOptions(families=("lists",)))``
+    """
+
+    name = "code_duel"
+    key = "problem"
+    system_prompts = SYSTEM_PROMPTS
+    success_metric = "solved/coder"
+    options_type = CodeDuelOptions
+    options: CodeDuelOptions
+
+    def __init__(self, options: CodeDuelOptions | None = None) -> None:
+        self.options = options or CodeDuelOptions()
+
+    def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
+        options = self.options
+        episode = CodeDuelEpisode(
+            Sandbox(Limits(cpu_seconds=options.cpu_seconds), strict=options.strict),
+            actors=options.actors,
+            max_turns=options.max_turns,
+            max_cases=options.max_cases,
+            alpha=options.alpha,
+            mode=options.mode,
+            invalid_cost=options.invalid_cost,
+            sampler=tree,
+        )
+        return {self.name: episode}
+
+    def draw(self, split: Split, n: int, seed: int | str) -> list[str]:
+        return draw_problems(split, n, seed, self.options.families)
+
+    def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
+        """On training problems, which come again, shuffled anew, where ``n`` is more than there are."""
+        return self._demonstrate(n, self.options.actors, f"{seed}", self.options.quality)
+
+    def texts(self) -> list[str]:
+        """The words of every role's prompts and replies, the same for each choice of actors."""
+        shown = self._demonstrate(120, tuple(SYSTEM_PROMPTS), "texts", 0.4)
+        return [text for _, messages, reply in shown for text in (*(m["content"] for m in messages), reply)]
+
+    def oracle(self) -> Player:
+        """Writes the problem's own program, and right cases, each the one of many that finds out most."""
+
+        def play(actor_id: str, messages: Messages) -> str:
+            problem = find_problem(read_view(messages).statement)
+            if actor_id == "coder":
+                return problem.program
+            return "\n".join(map(format_case, best_cases(problem, self.options.max_cases)))
+
+        return play
+
+    def random_player(self, seed: int) -> Player:
+        """Writes any program of the problem's family, and cases that expect what such a one returns."""
+        rng = Random(f"code-duel-random/{seed}")
+
+        def play(actor_id: str, messages: Messages) -> str:
+            statement = read_view(messages).statement
+            other = find_problem(rng.choice(list(catalogue(find_family(statement).name))))
+            if actor_id == "coder":
+                return other.program
+            return "\n".join(map(format_case, write_cases(other, self.options.max_cases, 1.0, rng)))
+
+        return play
+
+    def _demonstrate(self, n: int, actors: Sequence[str], seed: str, quality: float) -> list[Demonstration]:
+        statements: list[str] = []
+        while len(statements) < n:
+            statements += in_turns("train", f"demonstrations/{seed}/{len(statements)}", self.options.families)
+        return demonstrations(statements[:n], actors, seed, quality=quality, cases=self.options.max_cases)

@@ -1,0 +1,68 @@
+"""What tasks with generated questions have in common: a question is a text, and each split has its own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+from turnwise.arena.context import derive_seed
+from turnwise.tasks.base import Split, check_counts
+from turnwise.types import Actor, EpisodeRequest
+
+
+class PlayedOptions(Protocol):
+    """The options that every such task has."""
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def actors(self) -> Sequence[str]: ...
+
+    @property
+    def max_tokens(self) -> int: ...
+
+
+class GeneratedTask(ABC):
+    """Requests, held-out questions and actors of a task that draws its questions; see ``turnwise.tasks.base.Task``.
+
+    A task names itself, its ``system_prompts`` by actor and the ``key`` under which an artifact holds the question, and
+    writes :meth:`draw`.
+    """
+
+    name: ClassVar[str]
+    key: ClassVar[str]
+    system_prompts: ClassVar[Mapping[str, str]]
+    options: PlayedOptions
+
+    @abstractmethod
+    def draw(self, split: Split, n: int, seed: int | str) -> Sequence[str]:
+        """``n`` different questions of ``split``: the same for equal arguments, a longer list begins with a shorter."""
+
+    @property
+    def actors(self) -> list[Actor]:
+        limit = self.options.max_tokens
+        return [Actor(actor, self.system_prompts[actor], max_tokens=limit) for actor in self.options.actors]
+
+    def requests(self, step: int, questions: int, copies: int) -> list[EpisodeRequest]:
+        """Questions drawn anew at every step, from the 8 in 10 that belong to training."""
+        check_counts(questions=questions, copies=copies)
+        seed = self.options.seed
+        return [
+            self._request(question, f"{step}", derive_seed(self.name, seed, step, question, copy), is_trainable=True)
+            for question in self.draw("train", questions, f"{seed}/step-{step}")
+            for copy in range(copies)
+        ]
+
+    def eval_requests(self, split: Split, n: int) -> list[EpisodeRequest]:
+        """The same questions whatever the task's seed, so that runs compare."""
+        return [
+            self._request(question, split, derive_seed(self.name, split, question), is_trainable=False)
+            for question in self.draw(split, n, 0)
+        ]
+
+    def _request(self, question: str, group: str, seed: int, *, is_trainable: bool) -> EpisodeRequest:
+        artifact: dict[str, Any] = {self.key: question}
+        group_id = f"{group}/{question}"
+        return EpisodeRequest(self.name, artifact, group_id=group_id, seed=seed, is_trainable=is_trainable)

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+
+from turnwise.tasks.code_duel.demonstrations import demonstrations, write_cases
+from turnwise.tasks.code_duel.problems import draw_problems, find_family, find_problem, run_trusted
+from turnwise.tasks.code_duel.prompts import read_view
+from turnwise.tasks.code_duel.scoring import judge_cases, parse_cases, parse_program
+
+TEAM = ("coder", "tester")
+STATEMENTS = draw_problems("train", 400, 1)
+
+
+@pytest.mark.parametrize("quality", [0.0, 0.4, 1.0])
+def test_every_demonstration_is_well_formed_and_quality_is_the_share_that_is_right(quality):
+    right = {"coder": [], "tester": []}
+    for statement, (actor, messages, text) in zip(
+        STATEMENTS, demonstrations(STATEMENTS, TEAM, 0, quality=quality), strict=True
+    ):
+        view, problem = read_view(messages), find_problem(statement)
+        assert view.statement == statement
+        if actor == "coder":
+            assert parse_program(text) == text and text in (problem.program, *problem.wrong)
+            right[actor].append(text == problem.program)
+            assert view.failed is None or view.program in problem.wrong
+        else:
+            cases = parse_cases(text, 9)
+            assert len(cases) == 4 and view.program in (problem.program, *problem.wrong)
+            assert all(find_family(statement).accepts(case.arguments) for case in cases)
+            right[actor].append(judge_cases(problem, cases).right)
+    assert {len(shares) for shares in right.values()} == {200}
+    assert sum(right["coder"]) / 200 == pytest.approx(quality, abs=0.1)
+    # A wrong program is right on some inputs as well.
+    assert quality <= sum(right["tester"]) / 200 + 1e-9 and (quality == 1.0 or sum(right["tester"]) / 200 < 0.9)
+
+
+def test_some_coders_meet_a_program_that_failed():
+    made = [read_view(m) for actor, m, _ in demonstrations(STATEMENTS, TEAM, 0) if actor == "coder"]
+    assert 0.1 < sum(view.program is not None for view in made) / len(made) < 0.4
+    view = next(view for view in made if view.failed)
+    case, _, got = view.failed.splitlines()[0].partition(", not ")
+    (read,) = parse_cases(case, 1)
+    assert repr(run_trusted(view.program, read.arguments)) == got != repr(read.expected)
+    alone = demonstrations(STATEMENTS[:40], ("coder",), 0)
+    assert all(read_view(messages).program is None for _, messages, _ in alone)
+
+
+def test_the_seed_decides():
+    made = demonstrations(STATEMENTS[:40], TEAM, 3)
+    assert demonstrations(STATEMENTS[:40], TEAM, 3) == made != demonstrations(STATEMENTS[:40], TEAM, 4)
+
+
+def test_cases_have_different_arguments():
+    from random import Random
+
+    written = write_cases(find_problem(STATEMENTS[0]), 8, 1.0, Random(0))
+    assert len({repr(case.arguments) for case in written}) == 8
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match=r"quality=1\.5"):
+        demonstrations(STATEMENTS[:1], TEAM, 0, quality=1.5)
+    with pytest.raises(ValueError, match="actors"):
+        demonstrations(STATEMENTS[:1], (), 0)

@@ -1,0 +1,410 @@
+"""Programs that try to get out. Each test says what it tries, and holds that it came to nothing and was reported."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from turnwise.tasks.code_duel import sandbox as module
+from turnwise.tasks.code_duel.sandbox import Limits, Returned, Sandbox, SandboxError, find_filter
+
+LOCKED = sys.platform == "linux"
+pytestmark = pytest.mark.skipif(not LOCKED, reason="programs can be locked in on Linux only")
+
+SECRET = "a secret of the parent"
+
+
+def sandbox(**limits):
+    return Sandbox(Limits(**{"wall_seconds": 20.0, **limits}))
+
+
+async def run(body: str, *arguments, **limits):
+    """``body`` as the body of ``f(x)``, which is called on each of ``arguments`` (on 0 if there are none)."""
+    lines = "\n    ".join(body.splitlines())
+    return await sandbox(**limits).call(
+        f"import os, sys\ndef f(x):\n    {lines}", "f", [(a,) for a in arguments or [0]]
+    )
+
+
+async def refused(body: str):
+    """What the kernel refuses with an error, so that the program goes on and can't have got anywhere."""
+    result = await run(body)
+    (returned,) = result.results
+    assert result.reason == "error" and returned.error.startswith("PermissionError"), result
+    return result
+
+
+def processes() -> set[int]:
+    """Every process on the machine that runs the sandbox's script."""
+    found = set()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+                dead = (folder / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            except OSError:
+                continue
+            if any(word.endswith(b"code_duel/child.py") for word in words) and not dead:
+                found.add(int(folder.name))
+    return found
+
+
+# --- what a program may do -------------------------------------------------------------------------------------------
+async def test_plain_values_come_back_in_order():
+    values = [None, True, 0, -7, 10**30, 1.5, "", 'a"\\\n\t\x00é\u2028\U0001f600', [1, [2]], {"a": {"b": []}}]
+    result = await run("return x", *values)
+    assert result.reason == "ok" and [r.value for r in result.results] == values
+    assert [type(r.value) for r in result.results] == list(map(type, values))
+    assert result.seconds > 0 and result.printed == ""
+
+
+async def test_standard_modules_and_prints_work():
+    program = (
+        "from collections import Counter\nimport math, re, heapq\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass P:\n    x: int\n"
+        "def f(xs):\n    print('seen', xs)\n"
+        "    return [math.gcd(*xs), heapq.nlargest(1, xs), P(3).x, re.sub('a', 'b', 'aa')]"
+    )
+    result = await sandbox().call(program, "f", [([4, 6],)])
+    assert result.results == [Returned([2, [6], 3, "bb"])]
+    assert result.printed == "seen [4, 6]\n"
+
+
+async def test_an_error_costs_its_own_call_alone():
+    result = await run("return 10 // x", 2, 0, 5)
+    assert [r.value for r in result.results] == [5, None, 2] and result.reason == "error"
+    assert result.results[1].error == "ZeroDivisionError: integer division or modulo by zero"
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("def f(x:\n", "SyntaxError"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("def g(x): return x", "KeyError: 'f'"),
+        ("import sys; sys.exit(3)", "SystemExit: 3"),
+        ("\0", "SyntaxError"),
+        ("f = 3", "TypeError: 'int' object is not callable"),
+        ("def f(x): return object()", "TypeError: returned a object"),
+        ("def f(x): return float('nan')", "TypeError: returned a float"),
+        ("class I(int): pass\ndef f(x): return I(3)", "TypeError: returned a I"),
+        ("def f(x): return f(x)", "RecursionError"),
+        ("def f(x):\n    a = []\n    a.append(a)\n    return a", "RecursionError"),
+        ("class E(Exception):\n    def __str__(self): raise self\ndef f(x): raise E", "E: (its text can't be had)"),
+    ],
+)
+async def test_mistakes_are_told(program, said):
+    result = await sandbox().call(program, "f", [(1,), (2,)])
+    assert result.reason == "error" and all(said in r.error for r in result.results), result
+
+
+async def test_equal_runs_give_equal_results():
+    body = "import random\nreturn [list({'a', 'b', 'c', 'd', x}), random.random()]"
+    first, second = await run(body, "e"), await run(body, "e")
+    assert first.results == second.results
+
+
+# --- time, memory, output ---------------------------------------------------------------------------------------------
+async def test_an_endless_loop_ends_at_its_cpu_limit_and_earlier_calls_count():
+    started = time.perf_counter()
+    result = await run("while x: pass\nreturn x", 0, 1, 0)
+    assert result.reason == "cpu"
+    assert result.results == [Returned(0), Returned(error="cpu"), Returned(error="cpu")]
+    assert time.perf_counter() - started < 15
+
+
+async def test_ignoring_the_signal_gains_a_second_at_most():
+    result = await run("import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass")
+    assert result.reason == "cpu"
+
+
+async def test_sleeping_past_the_limit_ends_at_the_wall_limit():
+    result = await run("import time\ntime.sleep(60)", wall_seconds=1.0)
+    assert result.reason == "wall" and 1.0 <= result.seconds < 10
+
+
+async def test_closing_the_pipes_hides_nothing():
+    result = await run("os.closerange(0, 50)\nwhile True: pass")
+    assert result.reason == "cpu"
+
+
+@pytest.mark.parametrize("body", ["return len('a' * 10**9)", "a = []\nwhile True: a.append('b' * 10**6)"])
+async def test_a_memory_bomb_meets_its_limit(body):
+    result = await run(body, memory_mb=128)
+    assert result.reason == "memory" and result.results[0].error.startswith("MemoryError")
+
+
+async def test_deep_recursion_takes_the_program_alone_down():
+    result = await run("sys.setrecursionlimit(10**9)\ng = lambda n: [*map(g, [n])]\nreturn g(0)")
+    assert result.reason in ("crash", "memory", "cpu"), result
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+async def test_an_output_flood_is_cut_off(stream):
+    result = await run(f"while True: sys.{stream}.write('x' * 10**5)", output_bytes=5000)
+    assert result.reason == "output" and len(result.printed) <= 5000
+
+
+async def test_huge_results_are_cut_off():
+    result = await run("return 'x' * 10**6", memory_mb=512)
+    assert result.reason == "output" and result.results[0].error == "output"
+    nested = await run("a = []\nfor _ in range(900): a = [a]\nreturn a")
+    assert nested.reason in ("ok", "error", "crash")
+
+
+# --- processes, signals -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return os.fork()",
+        "os.execv('/bin/true', ['/bin/true'])",
+        "os.posix_spawn('/bin/true', ['/bin/true'], {})",
+        "import _thread\n_thread.start_new_thread(print, ())",
+        "return os.kill(os.getppid(), 0)",
+        "import signal\nos.kill(os.getppid(), signal.SIGKILL)",
+        "os.kill(-1, 9)",
+        "os.abort()",
+    ],
+)
+async def test_another_process_and_any_signal_is_the_end(body):
+    """One call each, so that a hole would cost one process and not a machine."""
+    result = await run(body)
+    assert result.reason == "forbidden" and result.results[0].error == "forbidden", result
+    assert not processes()
+
+
+async def test_a_fork_bomb_has_nothing_to_bomb_with():
+    one = await run("return os.fork()")
+    assert one.reason == "forbidden"  # proven for one before it is tried with many
+    result = await run("while True:\n    try: os.fork()\n    except BaseException: pass")
+    assert result.reason == "forbidden" and not processes()
+
+
+async def test_a_double_fork_into_a_session_of_its_own_does_not_get_away():
+    body = "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        import time\n        time.sleep(60)"
+    result = await run(body)
+    assert result.reason == "forbidden" and not processes()
+
+
+async def test_leaving_the_session_is_refused():
+    await refused("return os.setsid()")
+    await refused("return os.setpgid(0, 0)")
+
+
+async def test_limits_can_not_be_taken_back():
+    body = "r = sys.modules['resource']\nr.setrlimit(r.RLIMIT_AS, (-1, -1))"
+    result = await run(body)
+    # Python's own call is prlimit, which is refused; the older one is the end.
+    assert result.reason in ("error", "forbidden") and result.results[0].error, result
+    freed = "r = sys.modules['resource']\ntry: r.setrlimit(r.RLIMIT_AS, (-1, -1))\nexcept BaseException: pass"
+    bomb = await run(f"{freed}\nreturn len('a' * 10**9)")
+    assert bomb.reason in ("memory", "forbidden"), bomb
+
+
+async def test_modules_beyond_those_of_a_computation_are_not_there():
+    for name in ("subprocess", "socket", "turnwise", "numpy"):
+        result = await run(f"import {name}")
+        assert result.results[0].error == f"ModuleNotFoundError: No module named '{name}'"
+
+
+# --- the parent's things ----------------------------------------------------------------------------------------------
+async def test_no_file_can_be_read_listed_or_seen(tmp_path):
+    secret = tmp_path / "secret.txt"
+    secret.write_text(SECRET)
+    for path in (str(secret), __file__, "/etc/passwd", "/proc/self/maps", sys.executable, module.__file__, "child.py"):
+        for attempt in ("open({!r}).read()", "os.stat({!r})", "os.listdir({!r})", "os.readlink({!r})"):
+            await refused("return " + attempt.format(path))
+
+
+async def test_the_parents_environment_is_out_of_reach(monkeypatch):
+    monkeypatch.setenv("TURNWISE_TEST_SECRET", SECRET)
+    for number in ("os.getppid()", str(os.getpid()), "'self'"):
+        await refused(f"return open('/proc/' + str({number}) + '/environ').read()")
+    assert (await run("return dict(os.environ)")).results[0].value == module.ENVIRONMENT
+    assert all(name.startswith("PYTHON") for name in module.ENVIRONMENT)
+
+
+async def test_no_open_file_of_the_parent_is_inherited(tmp_path):
+    path = tmp_path / "held.txt"
+    path.write_text(SECRET)
+    with path.open() as held:
+        os.set_inheritable(held.fileno(), True)
+        attempt = "try: found.append([n, os.read(n, 100).decode()])\n    except OSError: pass"
+        body = f"found = []\nfor n in range(64):\n    {attempt}\nreturn found"
+        # 0 is the job's pipe, at its end; reading where it writes is refused.
+        assert (await run(body)).results[0].value == [[0, ""]]
+    job = await run("return sys.stdin.read()")
+    assert job.results[0].value == ""
+
+
+async def test_what_is_right_is_never_told():
+    """A program may read its own memory: it finds its inputs there, and nothing of what they are compared with."""
+    body = (
+        "frame, names = sys._getframe(), set()\nwhile frame:\n"
+        "    names |= {k for v in frame.f_locals.values() if type(v) is dict for k in v}\n    frame = frame.f_back\n"
+        "return sorted(names)"
+    )
+    (returned,) = (await run(body)).results
+    job = {"program", "function", "inputs", "limits", "filter", "parent"}
+    assert job <= set(returned.value) and "expected" not in returned.value
+
+
+async def test_the_parents_memory_is_out_of_reach():
+    for call in ("process_vm_readv", "ptrace"):
+        result = await run(
+            f"import ctypes\nlibc = sys.modules['ctypes'].CDLL(None)\nreturn libc.{call}(0, os.getppid(), 0, 0, 0, 0)"
+        )
+        assert result.reason == "forbidden", result
+
+
+@pytest.mark.parametrize("body", ["open('big', 'w').write('x' * 10**9)", "os.mkdir('d')", "os.symlink('/', 'l')"])
+async def test_nothing_can_be_written(body):
+    before = set(os.listdir(os.environ.get("TMPDIR", "/tmp")))
+    await refused(body)
+    left = set(os.listdir(os.environ.get("TMPDIR", "/tmp"))) - before
+    assert not [name for name in left if name.startswith("turnwise-sandbox-")]
+
+
+async def test_file_size_is_zero_even_without_the_filter(monkeypatch):
+    """The second lock, which stands alone where the first can't be had."""
+    box = sandbox()
+    monkeypatch.setattr(box, "_filter", None)
+    program = "def f(x):\n    with open('big', 'wb', buffering=0) as out:\n        return out.write(b'x' * 100)"
+    result = await box.call(program, "f", [(0,)])
+    assert result.results[0].value is None and (
+        result.results[0].error.startswith("OSError") or result.reason == "crash"
+    )
+
+
+async def test_no_network():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        port = server.getsockname()[1]
+        program = f"import sys\ndef f(x):\n    import ctypes\n    return ctypes.CDLL(None).socket(2, 1, 0) or {port}"
+        result = await sandbox().call(program, "f", [(0,)])
+        assert result.reason == "forbidden"
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+async def test_lines_of_ones_own_among_the_results_claim_nothing_more_than_a_return():
+    """A program can write where results go. What it writes is read as data, and nonsense ends the results."""
+    forged = await run(
+        "for n in range(3, 9):\n    try: os.write(n, b'{\"value\": 41}\\n')\n    except OSError: pass\nreturn 42"
+    )
+    assert forged.results[0] in (Returned(41), Returned(42)) and len(forged.results) == 1
+    garbage = await run(
+        "for n in range(3, 9):\n    try: os.write(n, b'nonsense\\n')\n    except OSError: pass\nreturn 42", 0, 1
+    )
+    assert [r.error for r in garbage.results] == ["crash", "crash"] and garbage.reason == "crash"
+    deep = await run(
+        "for n in range(3, 9):\n    try: os.write(n, b'[' * 50000 + b'\\n')\n    except OSError: pass\nreturn 42"
+    )
+    assert deep.reason == "crash"
+
+
+# --- the parent -------------------------------------------------------------------------------------------------------
+async def test_cancelling_kills_the_program():
+    task = asyncio.create_task(run("import time\ntime.sleep(60)"))
+    while not processes():
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not processes()
+
+
+def test_a_program_dies_with_its_parent(tmp_path):
+    import subprocess
+
+    code = (
+        "import asyncio\nfrom turnwise.tasks.code_duel.sandbox import Limits, Sandbox\n"
+        "box = Sandbox(Limits(wall_seconds=60.0))\n"
+        "asyncio.run(box.call('import time\\ndef f(x):\\n    time.sleep(60)', 'f', [(0,)]))"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
+    deadline = time.monotonic() + 30
+    while not processes() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert processes()
+    time.sleep(0.5)  # until it has asked to die with the parent
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    while processes() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not processes()
+
+
+async def test_many_run_side_by_side_and_the_latency_is_told(capsys):
+    box = Sandbox(parallel=2)
+    started = time.perf_counter()
+    runs = await asyncio.gather(*(box.call("def f(x):\n    return x * x", "f", [(n,)]) for n in range(40)))
+    wall = time.perf_counter() - started
+    assert [r.results[0].value for r in runs] == [n * n for n in range(40)]
+    assert not processes()
+    with capsys.disabled():
+        middle = statistics.median(r.seconds for r in runs)
+        print(f"\nsandbox: 40 runs, 2 at once: median {middle * 1e3:.0f} ms a run, {40 / wall:.0f} runs a second")
+
+
+def test_one_sandbox_serves_several_event_loops():
+    box = Sandbox(parallel=1)
+    for _ in range(2):
+        assert asyncio.run(box.call("def f(x):\n    return x", "f", [(1,)])).reason == "ok"
+
+
+# --- where it can't be had -------------------------------------------------------------------------------------------
+def test_other_systems_are_refused_unless_that_is_accepted(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(SandboxError, match=r"darwin on .*: a program can read files, .*strict=False"):
+        Sandbox()
+    with pytest.warns(UserWarning, match="only CPU time, wall time and output are bounded"):
+        assert find_filter(strict=False) is None
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(SandboxError, match="win32"):
+        Sandbox(strict=False)
+
+
+def test_an_unknown_machine_is_refused(monkeypatch):
+    monkeypatch.setattr(module.platform, "machine", lambda: "vax")
+    with pytest.raises(SandboxError, match="linux on vax"):
+        Sandbox()
+
+
+async def test_a_kernel_that_refuses_the_filter_is_told(monkeypatch):
+    box = sandbox()
+    monkeypatch.setattr(box, "_filter", b"\0" * 8)  # no filter ends like that
+    with pytest.raises(SandboxError, match=r"refused to lock the program in: .*prctl\(22\)"):
+        await box.call("def f(x): return x", "f", [(1,)])
+
+
+@pytest.mark.parametrize(
+    ("limits", "named"),
+    [
+        ({"cpu_seconds": 0}, "cpu_seconds=0"),
+        ({"cpu_seconds": 0.5}, "whole seconds"),
+        ({"memory_mb": -1}, "memory_mb=-1"),
+    ],
+)
+def test_bad_limits_are_named(limits, named):
+    with pytest.raises(ValueError, match=named):
+        Limits(**limits)
+
+
+async def test_inputs_that_are_not_plain_are_named():
+    with pytest.raises(TypeError, match="inputs="):
+        await sandbox().call("def f(x): return x", "f", [(object(),)])
+
+
+def test_results_are_json_that_python_reads():
+    assert module._read_results(b'{"value": 1}\n{"error": "E"}\nx', 5) == [Returned(1), Returned(error="E")]
+    assert json.loads('"\\u007f"') == "\x7f"

@@ -1,0 +1,38 @@
+"""Tasks with generated questions train: whole runs of the tiny model, few steps each."""
+
+from __future__ import annotations
+
+import json
+
+from turnwise.run import train_from_config
+from turnwise.train.config_files import config_from_dict
+
+SMALL = {
+    "steps": 2,
+    "threads": 1,
+    "warm_start": {"steps": 20, "batch_size": 8},
+    "credit": {"rule": "at_grpo", "options": {"include_truncated": True}},
+    "update": {"lr": 1e-3},
+    "eval": {"questions": 3},
+    "log": {},
+}
+
+
+def train(tmp_path, task, options, **rollout):
+    """Train; the run, and a line of metrics per step. Every line must have sampled, and lost nothing."""
+    rollout = {"questions": 2, "copies": 2, "branches": 1, **rollout}
+    config = config_from_dict(
+        {**SMALL, "task": task, "task_options": options, "rollout": rollout, "run_dir": str(tmp_path)}
+    )
+    run = train_from_config(config)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line["sampled_tokens"] > 0 and line["episodes/failed"] == 0 for line in lines)
+    assert run.evaluate().failed == 0
+    return run, lines
+
+
+def test_code_duel_trains_in_a_tree(tmp_path):
+    options = {"families": ["sums"], "max_cases": 2, "max_tokens": 48}
+    _, lines = train(tmp_path, "code_duel", options, branches=2, copies=1)
+    assert all("reward/tester" in line for line in lines)
