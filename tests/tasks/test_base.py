@@ -25,7 +25,7 @@ def test_every_task_keeps_the_promises_of_the_protocol(task):
     actors = {actor.id for actor in task.actors}
     assert set(task.episodes()) == {request.episode_type for request in task.requests(0, 2, 2)} == {task.name}
     metric, _, actor = task.success_metric.partition("/")
-    assert actor in actors and metric in task.episodes()[task.name].rubric.names
+    assert actor in {*actors, "model"} and metric in task.episodes()[task.name].rubric.names
     prompts = {actor.id: actor.system_prompt for actor in task.actors}
     for who, messages, completion in task.demonstrations(8, 0):
         assert messages[0] == {"role": "system", "content": prompts[who]}

@@ -18,6 +18,7 @@ __all__ = ["TASKS", "Demonstration", "Player", "Split", "Task", "TaskOptions", "
 
 TASKS = {
     "code_duel": "turnwise.tasks.code_duel.team:CodeDuelTask",
+    "kuhn_poker": "turnwise.tasks.kuhn_poker.task:KuhnPokerTask",
     "math_orchestra": "turnwise.tasks.math_orchestra:MathOrchestraTask",
     "plan_path": "turnwise.tasks.plan_path.team:PlanPathTask",
     "sudoku": "turnwise.tasks.sudoku.team:SudokuTask",

@@ -1,0 +1,143 @@
+"""Kuhn poker (H. W. Kuhn, "A simplified two-person poker", 1950): three cards, one chip each, one bet.
+
+Cards J < Q < K, one to each seat; both pay an ante of 1. Seat 0 checks or bets 1 more; after a check, seat 1 checks or
+bets; a bet is called or folded. The higher card takes the pot. A history is a string over ``p`` (check or fold) and
+``b`` (bet or call). The value of the game for seat 0 is -1/18.
+
+Example: cards ``"KQ"``, history ``"pbb"``: check, bet, call; the king wins 2 chips.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from itertools import permutations
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from turnwise.arena import private
+from turnwise.tasks.base import Player
+from turnwise.tasks.two_player import Rules
+from turnwise.types import Messages
+
+CARDS = "JQK"
+DEALS = tuple("".join(pair) for pair in permutations(CARDS, 2))
+"""What seat 0 and seat 1 hold, each as likely."""
+
+ENDS = ("pp", "pbp", "pbb", "bp", "bb")
+PASS, BET = "p", "b"
+WORDS = {"": ("check", "bet"), "p": ("check", "bet"), "b": ("fold", "call"), "pb": ("fold", "call")}
+"""How ``p`` and ``b`` are called after each history."""
+
+INFORMATION_SETS = tuple(
+    (card, history) for histories in (("", "pb"), ("p", "b")) for history in histories for card in CARDS
+)
+"""``(own card, history)``: the first six are seat 0's, the others seat 1's. The rows of every policy."""
+
+VALUE = -1 / 18
+"""What seat 0 gets at an equilibrium."""
+
+_CARD, _BETS = "Your card: {}.", "Bets so far: {}."
+
+
+class KuhnRules(Rules):
+    """The game as a :class:`Rules`. Payoffs are chips won or lost, the ante among them: 1 or 2 either way.
+
+    Question: ``{"cards": "KQ"}``, seat 0's card first.
+    """
+
+    name = "kuhn_poker"
+
+    def __init__(self, invalid_cost: float = 3.0) -> None:
+        self.invalid_cost = invalid_cost
+
+    def start(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        if question.get("cards") not in DEALS:
+            raise ValueError(f"artifact['cards']={question.get('cards')!r}: expected one of {DEALS}")
+        return {"cards": question["cards"], "history": ""}
+
+    def to_move(self, game: Mapping[str, Any]) -> int | None:
+        return None if game["history"] in ENDS else len(game["history"]) % 2
+
+    def observe(self, game: Mapping[str, Any], seat: int) -> str:
+        card = private(_CARD.format(game["cards"][seat]), to=f"player{seat}")
+        return board(card, game["history"])
+
+    def parse(self, text: str) -> str | None:
+        """The last of ``[check]``, ``[bet]``, ``[fold]`` and ``[call]`` in the text."""
+        found = re.findall(r"\[(check|bet|fold|call)\]", text.casefold())
+        return found[-1] if found else None
+
+    def is_legal(self, game: Mapping[str, Any], action: str) -> bool:
+        return action in WORDS[game["history"]]
+
+    def apply(self, game: dict[str, Any], action: str) -> None:
+        game["history"] += (PASS, BET)[WORDS[game["history"]].index(action)]
+
+    def payoffs(self, game: Mapping[str, Any]) -> tuple[float, float]:
+        won = payoff(game["cards"], game["history"])
+        return won, -won
+
+    def score(self, payoffs: tuple[float, float], seat: int) -> float:
+        """Chips on a scale from 0 (2 lost) to 1 (2 won). Pots don't tell: who folds well takes fewer of them."""
+        return min(max((payoffs[seat] + 2) / 4, 0.0), 1.0)
+
+    def describe(self, game: Mapping[str, Any]) -> dict[str, Any]:
+        return {"cards": game["cards"], "history": game["history"]}
+
+
+def payoff(cards: str, history: str) -> float:
+    """Chips that seat 0 wins: ``payoff("KQ", "pbb") == 2.0``."""
+    if history not in ENDS:
+        raise ValueError(f"history={history!r}: expected one of {ENDS}")
+    higher = 1.0 if CARDS.index(cards[0]) > CARDS.index(cards[1]) else -1.0
+    return {"pp": higher, "pbp": -1.0, "bp": 1.0}.get(history, 2.0 * higher)
+
+
+def board(card: str, history: str) -> str:
+    """What a seat is shown; ``card`` is the sentence that names its own."""
+    bets = ", ".join(WORDS[history[:place]][(PASS, BET).index(one)] for place, one in enumerate(history)) or "none"
+    first, second = WORDS[history]
+    return f"{card}\n{_BETS.format(bets)}\nReply with [{first}] or [{second}]."
+
+
+def read_board(messages: Messages) -> tuple[str, str]:
+    """``(card, history)`` back from a prompt."""
+    shown = messages[-1]["content"]
+    for card, history in INFORMATION_SETS:
+        if shown == board(_CARD.format(card), history):
+            return card, history
+    raise ValueError(f"messages={messages!r}: expected a prompt of Kuhn poker")
+
+
+def equilibrium(alpha: float = 1 / 3) -> np.ndarray:
+    """One of Kuhn's equilibria ``[12, 2]``, ``alpha`` in [0, 1/3] being how often seat 0 bets on a jack.
+
+    Seat 0 bets a king ``3 alpha`` of the time, never a queen, and calls with a queen ``alpha + 1/3`` of the time.
+    Seat 1 has one strategy: it bets kings, bluffs with a jack 1/3 of the time, calls with a queen 1/3 of the time.
+    """
+    if not 0 <= alpha <= 1 / 3:
+        raise ValueError(f"alpha={alpha!r}: expected a number in [0, 1/3]")
+    bets = {
+        "": {"J": alpha, "Q": 0.0, "K": 3 * alpha},
+        "pb": {"J": 0.0, "Q": alpha + 1 / 3, "K": 1.0},
+        "p": {"J": 1 / 3, "Q": 0.0, "K": 1.0},
+        "b": {"J": 0.0, "Q": 1 / 3, "K": 1.0},
+    }
+    chance = np.array([bets[history][card] for card, history in INFORMATION_SETS])
+    return np.stack([1 - chance, chance], axis=1)
+
+
+def table_player(policy: np.ndarray, rng: Random) -> Player:
+    """Plays a policy ``[12, 2]`` (or ``[12, 3]``, whose last column says something that is no action)."""
+    rows = {place: policy[index] for index, place in enumerate(INFORMATION_SETS)}
+
+    def play(actor_id: str, messages: Messages) -> str:
+        card, history = read_board(messages)
+        words = (*WORDS[history], "pass")
+        chosen = rng.choices(range(len(rows[card, history])), weights=rows[card, history].tolist())[0]
+        return f"[{words[chosen]}]"
+
+    return play

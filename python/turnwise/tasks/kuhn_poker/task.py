@@ -1,0 +1,63 @@
+"""The Kuhn poker task: two seats, zero sum, and a game small enough to know how good a policy really is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from random import Random
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from turnwise.tasks.base import Split
+from turnwise.tasks.two_player import SEATS, PlayerFactory, TwoPlayerOptions, TwoPlayerTask
+
+from .game import DEALS, INFORMATION_SETS, KuhnRules, equilibrium, table_player
+
+_RULES = "Kuhn poker. Cards J, Q, K; the higher wins. Ante 1, a bet is 1."
+
+
+class KuhnOptions(TwoPlayerOptions):
+    """Options of the task ``kuhn_poker``.
+
+    ``alpha`` is how often the oracle, an equilibrium player, bets on a jack in seat 0. ``invalid_cost`` is in chips;
+    below 2, the most that a legal action loses, an invalid one could be the better choice.
+    """
+
+    alpha: float = Field(default=1 / 3, ge=0, le=1 / 3)
+    invalid_cost: float = Field(default=3.0, ge=2)
+
+
+class KuhnPokerTask(TwoPlayerTask):
+    """Kuhn poker in self-play. Its six deals are all there is to it: evaluations hold out luck, not deals.
+
+    Example: ``KuhnPokerTask(KuhnOptions(opponent="oracle"))``
+    """
+
+    name = "kuhn_poker"
+    options_type = KuhnOptions
+    max_turns = 2
+
+    @property
+    def rules(self) -> KuhnRules:
+        return KuhnRules(self.options.invalid_cost)
+
+    @property
+    def players(self) -> dict[str, PlayerFactory]:
+        uniform = np.full((len(INFORMATION_SETS), 2), 0.5)
+        return {
+            "random": lambda rng: table_player(uniform, rng),
+            "oracle": lambda rng: table_player(equilibrium(self.options.alpha), rng),
+        }
+
+    @property
+    def system_prompts(self) -> dict[str, str]:
+        return dict(zip(SEATS, (f"{_RULES} You act first.", f"{_RULES} You act second."), strict=True))
+
+    def questions(self, split: Split, n: int, seed: int | str) -> Iterator[Mapping[str, Any]]:
+        """Each round of six games holds every deal once, in a random order, so that few games are fair too."""
+        rng = Random(f"kuhn-poker/{split}/{seed}")
+        order: list[str] = []
+        for _ in range(n):
+            order = order or rng.sample(DEALS, len(DEALS))
+            yield {"cards": order.pop()}

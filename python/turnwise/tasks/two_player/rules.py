@@ -1,0 +1,87 @@
+"""What a game for two seats is: its rules on plain data, and nothing of models."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import Any
+
+from turnwise.tasks.base import Player
+from turnwise.types import Messages
+
+SEATS = ("player0", "player1")
+"""The actors of every game for two, in acting order."""
+
+Verdict = str
+"""What became of an action: ``"legal"``, ``"illegal"`` or ``"unreadable"``."""
+
+PlayerFactory = Callable[[Random], Player]
+"""Makes a player that draws from the given generator."""
+
+
+class Rules(ABC):
+    """A game for two seats, numbered 0 and 1. ``game`` is whatever ``start`` made: dicts and lists, changed in place.
+
+    An action that can't be read or is not allowed ends the game: who gave it pays ``invalid_cost`` to the other seat.
+    SPIRAL (https://arxiv.org/abs/2506.24119) gives -1.5 and +0.5 there, which is no longer zero sum; here every ending
+    of a zero-sum game is, so that its value and its exploitability stay defined for players that err.
+    """
+
+    name: str
+    invalid_cost: float
+
+    @abstractmethod
+    def start(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """The game before anybody acted. Raises ``ValueError`` for a question that is none."""
+
+    @abstractmethod
+    def to_move(self, game: Mapping[str, Any]) -> int | None:
+        """Whose turn it is; ``None`` where the game is over."""
+
+    @abstractmethod
+    def observe(self, game: Mapping[str, Any], seat: int) -> str:
+        """What ``seat`` is shown when it is its turn; what only it may know is marked ``private``."""
+
+    @abstractmethod
+    def parse(self, text: str) -> str | None:
+        """The action that a completion names, in one form however it was written; ``None`` if it names none."""
+
+    @abstractmethod
+    def is_legal(self, game: Mapping[str, Any], action: str) -> bool:
+        """Whether the seat to move may do this now."""
+
+    @abstractmethod
+    def apply(self, game: dict[str, Any], action: str) -> None:
+        """Do a legal action of the seat to move."""
+
+    @abstractmethod
+    def payoffs(self, game: Mapping[str, Any]) -> tuple[float, float]:
+        """What each seat gets at the end of a game whose actions were all legal."""
+
+    def describe(self, game: Mapping[str, Any]) -> dict[str, Any]:
+        """What a reader of the rollout wants to know of the finished game; goes into its extras."""
+        return {}
+
+    def score(self, payoffs: tuple[float, float], seat: int) -> float:
+        """How ``seat`` did, from 0 to 1: 1 for a win, 0.5 for a draw, 0 for a loss, as in chess."""
+        mine, theirs = payoffs[seat], payoffs[other(seat)]
+        return 0.5 if mine == theirs else float(mine > theirs)
+
+    def play(self, game: dict[str, Any], text: str) -> Verdict:
+        """Let the seat to move answer with ``text``; only a legal action changes the game."""
+        action = self.parse(text)
+        if action is None:
+            return "unreadable"
+        if not self.is_legal(game, action):
+            return "illegal"
+        self.apply(game, action)
+        return "legal"
+
+    def messages(self, game: Mapping[str, Any], seat: int) -> Messages:
+        """The chat of ``seat``, without its system prompt. It depends on what the seat knows, and on nothing else."""
+        return [{"role": "user", "content": self.observe(game, seat)}]
+
+
+def other(seat: int) -> int:
+    return 1 - seat
