@@ -36,3 +36,9 @@ def test_code_duel_trains_in_a_tree(tmp_path):
     options = {"families": ["sums"], "max_cases": 2, "max_tokens": 48}
     _, lines = train(tmp_path, "code_duel", options, branches=2, copies=1)
     assert all("reward/tester" in line for line in lines)
+
+
+def test_search_orchestra_trains(tmp_path):
+    options = {"hops": 1, "max_searches": 1, "max_tokens": 16}
+    _, lines = train(tmp_path, "search_orchestra", options)
+    assert all("reward/answerer" in line for line in lines)

@@ -21,6 +21,7 @@ TASKS = {
     "kuhn_poker": "turnwise.tasks.kuhn_poker.task:KuhnPokerTask",
     "math_orchestra": "turnwise.tasks.math_orchestra:MathOrchestraTask",
     "plan_path": "turnwise.tasks.plan_path.team:PlanPathTask",
+    "search_orchestra": "turnwise.tasks.search_orchestra.team:SearchOrchestraTask",
     "sudoku": "turnwise.tasks.sudoku.team:SudokuTask",
 }
 """Name of each shipped task, and where its class is found when it is first asked for."""

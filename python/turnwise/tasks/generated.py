@@ -18,9 +18,6 @@ class PlayedOptions(Protocol):
     def seed(self) -> int: ...
 
     @property
-    def actors(self) -> Sequence[str]: ...
-
-    @property
     def max_tokens(self) -> int: ...
 
 
@@ -32,7 +29,7 @@ class GeneratedTask(ABC):
     """
 
     name: ClassVar[str]
-    key: ClassVar[str]
+    key: ClassVar[str] = "question"
     system_prompts: ClassVar[Mapping[str, str]]
     options: PlayedOptions
 
@@ -41,9 +38,18 @@ class GeneratedTask(ABC):
         """``n`` different questions of ``split``: the same for equal arguments, a longer list begins with a shorter."""
 
     @property
+    def roles(self) -> Sequence[str]:
+        """The ids of the actors, in acting order."""
+        return tuple(self.system_prompts)
+
+    def artifact(self, question: str) -> dict[str, Any]:
+        """What the episode gets to know of ``question``."""
+        return {self.key: question}
+
+    @property
     def actors(self) -> list[Actor]:
         limit = self.options.max_tokens
-        return [Actor(actor, self.system_prompts[actor], max_tokens=limit) for actor in self.options.actors]
+        return [Actor(actor, self.system_prompts[actor], max_tokens=limit) for actor in self.roles]
 
     def requests(self, step: int, questions: int, copies: int) -> list[EpisodeRequest]:
         """Questions drawn anew at every step, from the 8 in 10 that belong to training."""
@@ -63,6 +69,7 @@ class GeneratedTask(ABC):
         ]
 
     def _request(self, question: str, group: str, seed: int, *, is_trainable: bool) -> EpisodeRequest:
-        artifact: dict[str, Any] = {self.key: question}
         group_id = f"{group}/{question}"
-        return EpisodeRequest(self.name, artifact, group_id=group_id, seed=seed, is_trainable=is_trainable)
+        return EpisodeRequest(
+            self.name, self.artifact(question), group_id=group_id, seed=seed, is_trainable=is_trainable
+        )

@@ -214,6 +214,10 @@ class CodeDuelTask(GeneratedTask):
     def __init__(self, options: CodeDuelOptions | None = None) -> None:
         self.options = options or CodeDuelOptions()
 
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        return self.options.actors
+
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
         options = self.options
         episode = CodeDuelEpisode(

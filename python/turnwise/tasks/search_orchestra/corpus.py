@@ -1,0 +1,172 @@
+"""What is searched and what is asked: a user's folder and questions, or a small made-up world with multi-hop questions.
+
+In the made-up world people are born in towns, towns lie in provinces; each person, town and province has a page. The
+answer to ``"Which river runs through the town where Mira Tolen was born?"`` takes two pages.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+PEOPLE, TOWNS, PROVINCES = 480, 48, 12
+MAX_HOPS = 3
+
+_ONSETS = ("b", "d", "f", "g", "h", "k", "l", "m", "n", "p", "r", "s", "t", "v", "z")
+_VOWELS = ("a", "e", "i", "o", "u")
+_ENDS = ("l", "n", "r", "s", "th", "m", "x")
+_TRADES = ("potter", "baker", "smith", "weaver", "sailor", "miller", "painter", "mason")
+_GOODS = ("salt", "wool", "copper", "honey", "timber", "glass", "barley", "amber", "silk", "tin", "paper", "wine")
+
+
+class Passage(NamedTuple):
+    """A piece of text that a search may find; ``title`` is its page's, for a file its name without the ending."""
+
+    title: str
+    text: str
+
+
+class Question(NamedTuple):
+    """A question, its answer, and the titles of the pages that the answer takes, in order; none where not known."""
+
+    text: str
+    answer: str
+    supports: tuple[str, ...] = ()
+
+
+class World(NamedTuple):
+    """Passages, and questions about them by text."""
+
+    passages: tuple[Passage, ...]
+    questions: dict[str, Question]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A user's own
+# ---------------------------------------------------------------------------------------------------------------------
+def read_world(corpus: str | Path, questions: str | Path) -> World:
+    """The ``*.txt`` files under the folder ``corpus``, a passage per paragraph, and the lines of ``questions``, a file.
+
+    A line is JSON: ``{"question": "Where ...?", "answer": "Velmar", "supports": ["velmar"]}``; ``supports``, the names
+    of the files that the answer takes, may be left out. Raises ``FileNotFoundError`` and ``ValueError`` by name.
+    """
+    folder = Path(corpus)
+    files = sorted(folder.rglob("*.txt"))
+    if not files:
+        raise FileNotFoundError(f"corpus={str(corpus)!r}: expected a folder with .txt files")
+    passages = [
+        Passage(path.stem, " ".join(paragraph.split()))
+        for path in files
+        for paragraph in re.split(r"\n\s*\n", path.read_text(encoding="utf-8"))
+        if paragraph.strip()
+    ]
+    titles = {passage.title for passage in passages}
+    asked: dict[str, Question] = {}
+    for number, line in enumerate(Path(questions).read_text(encoding="utf-8").splitlines(), start=1):
+        if line.strip():
+            question = _read_question(line, f"{questions}, line {number}")
+            if missing := set(question.supports) - titles:
+                raise ValueError(
+                    f"{questions}, line {number}: supports names {sorted(missing)}, of which no file is there"
+                )
+            asked[question.text] = question
+    if not asked:
+        raise ValueError(f"questions={str(questions)!r}: expected at least one question")
+    return World(tuple(passages), asked)
+
+
+def _read_question(line: str, where: str) -> Question:
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: expected JSON: {error}") from None
+    if not isinstance(row, dict) or not all(
+        isinstance(row.get(key), str) and row[key] for key in ("question", "answer")
+    ):
+        raise ValueError(f"{where}: expected an object with the texts 'question' and 'answer', got {line[:80]!r}")
+    supports = row.get("supports", [])
+    if not isinstance(supports, list) or not all(isinstance(title, str) for title in supports):
+        raise ValueError(f"{where}: supports={supports!r}: expected a list of file names without .txt")
+    return Question(row["question"], row["answer"], tuple(supports))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The made-up world
+# ---------------------------------------------------------------------------------------------------------------------
+@cache
+def made_up_world(hops: int = MAX_HOPS) -> World:
+    """The made-up world, always the same, with the questions that take up to ``hops`` pages."""
+    if not 1 <= hops <= MAX_HOPS:
+        raise ValueError(f"hops={hops!r}: expected 1 to {MAX_HOPS}")
+    rng = Random("search-orchestra/world")
+    names = _names(rng, 2 * PEOPLE + 2 * TOWNS + 2 * PROVINCES)
+    provinces, capitals = names[:PROVINCES], names[PROVINCES : 2 * PROVINCES]
+    towns, rivers = (names[2 * PROVINCES + i * TOWNS :][:TOWNS] for i in (0, 1))
+    people = [f"{first} {last}" for first, last in zip(*[iter(names[2 * PROVINCES + 2 * TOWNS :])] * 2, strict=True)]
+    passages: list[Passage] = []
+    questions: list[Question] = []
+    for name, capital, goods in zip(provinces, capitals, _GOODS, strict=True):
+        passages.append(Passage(name, f"{name} is a province. Its capital is {capital}. {name} sells {goods}."))
+    for place, (town, river) in enumerate(zip(towns, rivers, strict=True)):
+        province = provinces[place % PROVINCES]
+        passages.append(
+            Passage(town, f"{town} is a town in the province of {province}. The river {river} runs by {town}.")
+        )
+    for name in people:
+        place, trade = rng.randrange(TOWNS), rng.choice(_TRADES)
+        town, number = towns[place], place % PROVINCES
+        passages.append(Passage(name, f"{name} is a {trade}. {name} was born in {town}."))
+        questions += [
+            Question(f"Where was {name} born?", town, (name,)),
+            Question(f"In which province was {name} born?", provinces[number], (name, town)),
+            Question(f"Which river runs by the town where {name} was born?", rivers[place], (name, town)),
+            Question(
+                f"What is the capital of the province where {name} was born?",
+                capitals[number],
+                (name, town, provinces[number]),
+            ),
+            Question(
+                f"What does the province where {name} was born sell?", _GOODS[number], (name, town, provinces[number])
+            ),
+        ]
+    asked = {question.text: question for question in questions if len(question.supports) <= hops}
+    return World(tuple(passages), asked)
+
+
+def _names(rng: Random, count: int) -> Sequence[str]:
+    found: dict[str, None] = {}
+    while len(found) < count:
+        syllables = [rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(2)]
+        found[("".join(syllables) + rng.choice(_ENDS)).capitalize()] = None
+    return list(found)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Answers
+# ---------------------------------------------------------------------------------------------------------------------
+def normalize(text: str) -> str:
+    """Lower case, without punctuation, articles and further blanks, as SQuAD compares answers (arXiv:1606.05250).
+
+    Example: ``normalize("The  river Dun.") == "river dun"``
+    """
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", re.sub(r"[^\w\s]", "", text.lower())).split())
+
+
+def sufficient(question: Question, found: Sequence[Passage]) -> bool:
+    """Whether ``found`` has what the answer takes: every supporting page; where none is known, the answer's text."""
+    if question.supports:
+        return support_share(question, found) == 1.0
+    return any(f" {normalize(question.answer)} " in f" {normalize(passage.text)} " for passage in found)
+
+
+def support_share(question: Question, found: Sequence[Passage]) -> float:
+    """The share of the supporting pages that are among ``found``; where none is known, 1 or 0 by the answer's text."""
+    if not question.supports:
+        return float(sufficient(question, found))
+    titles = {passage.title for passage in found}
+    return sum(title in titles for title in question.supports) / len(question.supports)

@@ -1,0 +1,64 @@
+"""Demonstrations of search in every situation: nothing found yet, some of it, or all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from turnwise.types import Messages
+
+from .corpus import Passage, Question, World
+from .prompts import ANSWERER, SEARCHER, SYSTEM_PROMPTS, VERIFIER, View, search_messages
+
+
+def demonstrations(
+    world: World, questions: Sequence[str], seed: int | str, quality: float = 0.4
+) -> list[tuple[str, Messages, str]]:
+    """One ``(actor id, messages, completion)`` per question, the three roles taking turns.
+
+    ``quality`` in [0, 1] is the chance that a reply is right. Otherwise a verifier takes any route, a searcher asks the
+    question itself, and an answerer names a word of what was found. Questions need their supports.
+    """
+    if not 0 <= quality <= 1:
+        raise ValueError(f"quality={quality!r}: expected a number in [0, 1]")
+    rng = Random(f"search-demonstrations/{seed}")
+    pages = {passage.title: passage for passage in reversed(world.passages)}
+    roles = tuple(SYSTEM_PROMPTS)
+    made = []
+    for index, text in enumerate(questions):
+        actor, question = roles[index % len(roles)], world.questions[text]
+        # Who answers has found everything; who searches, not yet.
+        have = len(question.supports)
+        if actor != ANSWERER:
+            have = rng.randrange(have + (actor == VERIFIER))
+        found = [pages[title] for title in question.supports[:have]]
+        if rng.random() < 0.5:
+            found.insert(rng.randint(0, len(found)), rng.choice(world.passages))
+        right = rng.random() < quality
+        reply = _right(actor, question, have) if right else _any(actor, question, found, rng)
+        made.append((actor, search_messages(actor, View(text, tuple(found))), reply))
+    return made
+
+
+def next_query(question: Question, have: int) -> str:
+    """The title of the page that the answer takes next."""
+    return question.supports[have]
+
+
+def _right(actor: str, question: Question, have: int) -> str:
+    if actor == VERIFIER:
+        return "answer" if have == len(question.supports) else "search"
+    return next_query(question, have) if actor == SEARCHER else question.answer
+
+
+def _any(actor: str, question: Question, found: Sequence[Passage], rng: Random) -> str:
+    if actor == VERIFIER:
+        return rng.choice(("answer", "search"))
+    return question.text if actor == SEARCHER else random_answer(question.text, found, rng)
+
+
+def random_answer(question: str, found: Sequence[Passage], rng: Random) -> str:
+    """A word of what was found, of the question where nothing was: a name if there is one."""
+    words = [word.strip(".,?") for text in ([p.text for p in found] or [question]) for word in text.split()[1:]]
+    names = [word for word in words if word[:1].isupper()]
+    return rng.choice(names or words or ["nothing"])

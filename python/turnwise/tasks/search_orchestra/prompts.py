@@ -1,0 +1,65 @@
+"""What verifier, searcher and answerer are told, and how what they reply is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from turnwise.types import Message, Messages
+
+from .corpus import Passage
+
+VERIFIER, SEARCHER, ANSWERER = "verifier", "searcher", "answerer"
+SYSTEM_PROMPTS = {
+    VERIFIER: "Does what was found answer the question? Reply answer, or search for more.",
+    SEARCHER: "Write a search query for what is missing.",
+    ANSWERER: "Answer the question from what was found. Reply with the answer alone.",
+}
+PASSAGE_CHARS = 400  # of a passage in a prompt
+QUERY_CHARS = 200
+
+_FOUND = "\nFound:\n"
+_ROUTE = re.compile(r"\b(search|answer)\b", re.IGNORECASE)
+_LABEL = re.compile(r"^\W*(?:search query|query|answer)\s*:\s*", re.IGNORECASE)
+
+
+class View(NamedTuple):
+    """What a prompt shows: the question, and all that was found so far."""
+
+    question: str
+    found: tuple[Passage, ...] = ()
+
+
+def view_message(question: str, found: Sequence[Passage]) -> Message:
+    """The user message: the question, and a line for each passage."""
+    lines = [f"{title}: {text[:PASSAGE_CHARS]}" for title, text in found]
+    return {"role": "user", "content": question + (_FOUND + "\n".join(lines) if lines else "")}
+
+
+def search_messages(actor_id: str, view: View) -> Messages:
+    """The whole prompt of one call: the actor's instruction and the view."""
+    return [{"role": "system", "content": SYSTEM_PROMPTS[actor_id]}, view_message(*view)]
+
+
+def read_view(messages: Messages) -> View:
+    """The view back from a prompt."""
+    question, _, found = messages[-1]["content"].partition(_FOUND)
+    lines = [line.partition(": ") for line in found.splitlines()]
+    return View(question, tuple(Passage(title, text) for title, _, text in lines))
+
+
+def parse_route(text: str) -> str | None:
+    """``"search"`` or ``"answer"``, whichever word stands last in ``text``; ``None`` without one."""
+    words = _ROUTE.findall(_spoken(text))
+    return words[-1].lower() if words else None
+
+
+def parse_line(text: str) -> str | None:
+    """The last line of ``text`` that is not blank, without a label such as ``Query:``; ``None`` without one."""
+    lines = [line.strip() for line in _spoken(text).splitlines() if line.strip()]
+    return (_LABEL.sub("", lines[-1]).strip("\"'` ")[:QUERY_CHARS] or None) if lines else None
+
+
+def _spoken(text: str) -> str:
+    return text.rpartition("</think>")[2]

@@ -1,0 +1,257 @@
+"""The search orchestra (Dr. MAS): a verifier routes to a searcher, who finds more, or to an answerer, who ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from random import Random
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler
+from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, check_split, split_of
+from turnwise.tasks.generated import GeneratedTask
+from turnwise.types import EpisodeState, Messages
+
+from .corpus import MAX_HOPS, Passage, Question, made_up_world, normalize, read_world, sufficient, support_share
+from .demonstrations import demonstrations, next_query, random_answer
+from .index import SearchIndex
+from .prompts import ANSWERER, SEARCHER, SYSTEM_PROMPTS, VERIFIER, parse_line, parse_route, read_view, view_message
+
+
+class SearchOrchestraEpisode(MultiTurnEpisode):
+    """One question: verifier, then searcher and verifier again, …, then answerer.
+
+    The artifact is ``{"question": ..., "answer": ..., "supports": [titles]}``. After a query the best ``passages`` of
+    ``index`` join what was found; after ``max_searches`` of them the answerer's turn comes by itself. A route that
+    can't be read goes to the answerer, so a verifier that babbles can't keep a question in the loop; a query that can't
+    be read finds nothing. All three earn the outcome: 1 where the answer is right, compared as SQuAD does. A tree
+    sampler must score each action before the end is known: then a verifier's earns whether the route was right (to the
+    answerer once everything needed is found), a searcher's the share of the needed pages found so far, an answerer's
+    the outcome. Nobody else sees an actor's ``<think>`` text.
+
+    Example: ``SearchOrchestraEpisode(SearchIndex(passages), max_searches=3)``
+    """
+
+    episode_type = "search_orchestra"
+    actors = (VERIFIER, SEARCHER, ANSWERER)
+
+    def __init__(
+        self, index: SearchIndex, *, max_searches: int = 3, passages: int = 2, sampler: TreeSampler | None = None
+    ) -> None:
+        for name, count in (("max_searches", max_searches), ("passages", passages)):
+            if count < 1:
+                raise ValueError(f"{name}={count!r}: expected at least 1")
+        super().__init__(sampler=sampler, max_turns=max_searches + 1)
+        self.index, self.max_searches, self.passages = index, max_searches, passages
+        self.rubric = Rubric([correct, found_share, searches, readable], [1.0, 0.0, 0.0, 0.0])
+
+    def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
+        state.data = {"found": [], "queries": [], "route": None, "answer": None, "worth": 0.0, "read": {}}
+
+    def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
+        return [view_message(artifact["question"], _found(state))]
+
+    def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
+        act = {VERIFIER: self._route, SEARCHER: self._search, ANSWERER: self._answer}[state.current_actor]
+        read = act(state, _question(artifact))
+        state.data["read"].setdefault(state.current_actor, []).append(read)
+
+    def _route(self, state: EpisodeState, question: Question) -> bool:
+        route = parse_route(state.last_completion_text)
+        state.data["route"] = route or "answer"
+        wanted = "answer" if sufficient(question, _found(state)) else "search"
+        state.data["worth"] = float(state.data["route"] == wanted)
+        return route is not None
+
+    def _search(self, state: EpisodeState, question: Question) -> bool:
+        data, query = state.data, parse_line(state.last_completion_text)
+        data["queries"].append(query)
+        for passage in self.index.search(query, self.passages) if query else ():
+            if list(passage) not in data["found"]:
+                data["found"].append(list(passage))
+        data["worth"] = support_share(question, _found(state))
+        return query is not None
+
+    def _answer(self, state: EpisodeState, question: Question) -> bool:
+        answer = parse_line(state.last_completion_text)
+        state.data["answer"] = answer
+        state.data["worth"] = float(answer is not None and normalize(answer) == normalize(question.answer))
+        return answer is not None
+
+    def next_actor(self, state: EpisodeState, arena: Any, artifact: Any) -> str:
+        if state.current_actor == VERIFIER:
+            return SEARCHER if state.data["route"] == "search" else ANSWERER
+        return VERIFIER if len(state.data["queries"]) < self.max_searches else ANSWERER
+
+    def is_done(self, state: EpisodeState, arena: Any, artifact: Any) -> bool:
+        return state.current_actor == ANSWERER
+
+    def step_reward(self, state: EpisodeState, arena: Any, artifact: Any) -> float | None:
+        return None if self.sampler is None else state.data["worth"]
+
+    def get_extras(self, state: EpisodeState) -> dict[str, Any]:
+        """``correct``, ``answer``, ``queries``, ``found`` (titles, in order), and ``read`` by actor that acted."""
+        data = state.data
+        return {
+            "correct": data["worth"],  # the last to act is always the answerer
+            "answer": data["answer"],
+            "queries": list(data["queries"]),
+            "found": [title for title, _ in data["found"]],
+            "passages": [list(passage) for passage in data["found"]],
+            "read": {actor: sum(read) / len(read) for actor, read in data["read"].items()},
+        }
+
+
+def _found(state: EpisodeState) -> list[Passage]:
+    return [Passage(*passage) for passage in state.data["found"]]
+
+
+def _question(artifact: Any) -> Question:
+    return Question(artifact["question"], artifact["answer"], tuple(artifact.get("supports", ())))
+
+
+def correct(extras: dict[str, Any]) -> dict[str, float]:
+    """The outcome, for all three, acted or not."""
+    return dict.fromkeys(SYSTEM_PROMPTS, extras["correct"])
+
+
+def found_share(extras: dict[str, Any], artifact: Any) -> dict[str, float]:
+    """The share of the pages that the answer takes which were found."""
+    passages = [Passage(*passage) for passage in extras["passages"]]
+    return {SEARCHER: support_share(_question(artifact), passages)}
+
+
+def searches(extras: dict[str, Any]) -> dict[str, float]:
+    """How many queries were asked."""
+    return {SEARCHER: float(len(extras["queries"]))}
+
+
+def readable(extras: dict[str, Any]) -> dict[str, float]:
+    """The share of each actor's completions that could be read."""
+    return extras["read"]
+
+
+class SearchOrchestraOptions(TaskOptions):
+    """Options of the task ``search_orchestra``.
+
+    ``corpus`` is a folder of text files, ``questions`` a JSONL file (see :func:`~.corpus.read_world`): both, or neither
+    for the made-up world, whose questions take up to ``hops`` pages. ``passages`` are found per search, at most
+    ``max_searches`` times. ``quality`` is the chance that a demonstrated reply is right.
+    """
+
+    corpus: str | None = None
+    questions: str | None = None
+    hops: int = Field(default=2, ge=1, le=MAX_HOPS)
+    max_searches: int = Field(default=3, ge=1)
+    passages: int = Field(default=2, ge=1)
+    quality: float = Field(default=0.4, ge=0, le=1)
+    max_tokens: int = Field(default=48, ge=1)
+
+    @model_validator(mode="after")
+    def _both_or_neither(self) -> SearchOrchestraOptions:
+        if (self.corpus is None) != (self.questions is None):
+            raise ValueError("expected 'corpus' and 'questions' together, or neither")
+        return self
+
+
+class SearchOrchestraTask(GeneratedTask):
+    """Questions over a folder of text; see :class:`turnwise.tasks.base.Task` for what each method promises.
+
+    Example: ``SearchOrchestraTask(SearchOrchestraOptions(corpus="docs", questions="questions.jsonl"))``
+    """
+
+    name = "search_orchestra"
+    system_prompts = SYSTEM_PROMPTS
+    success_metric = f"correct/{ANSWERER}"
+    options_type = SearchOrchestraOptions
+    options: SearchOrchestraOptions
+
+    def __init__(self, options: SearchOrchestraOptions | None = None) -> None:
+        self.options = options or SearchOrchestraOptions()
+        if self.options.corpus is not None and self.options.questions is not None:
+            self.world = read_world(self.options.corpus, self.options.questions)
+        else:
+            self.world = made_up_world(self.options.hops)
+
+    @cached_property
+    def splits(self) -> dict[Split, list[str]]:
+        """The questions of each split, by the hash of their texts."""
+        splits: dict[Split, list[str]] = {"train": [], "validation": [], "eval": []}
+        for text in self.world.questions:
+            splits[split_of(text)].append(text)
+        return splits
+
+    def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
+        index, options = SearchIndex(self.world.passages), self.options
+        episode = SearchOrchestraEpisode(
+            index, max_searches=options.max_searches, passages=options.passages, sampler=tree
+        )
+        return {self.name: episode}
+
+    def artifact(self, question: str) -> dict[str, Any]:
+        asked = self.world.questions[question]
+        return {"question": question, "answer": asked.answer, "supports": list(asked.supports)}
+
+    def draw(self, split: Split, n: int, seed: int | str) -> list[str]:
+        texts = self.splits[check_split(split)]
+        if len(texts) < n:
+            raise ValueError(f"n={n!r}: the {split} split holds {len(texts)} questions")
+        return [texts[place] for place in _shuffled(len(texts), f"{split}/{seed}")[:n]]
+
+    def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
+        """On training questions with known supports, which come again where ``n`` is more than there are."""
+        return self._demonstrate(n, f"{seed}", self.options.quality)
+
+    def texts(self) -> list[str]:
+        shown = self._demonstrate(240, "texts", 0.4)
+        made = [text for _, messages, reply in shown for text in (*(m["content"] for m in messages), reply)]
+        return [*made, *(passage.text for passage in self.world.passages[:240]), *SYSTEM_PROMPTS.values()]
+
+    def oracle(self) -> Player:
+        """Finds page after page and knows every answer."""
+
+        def play(actor_id: str, messages: Messages) -> str:
+            text, found = read_view(messages)
+            question = self.world.questions[text]
+            if actor_id == ANSWERER:
+                return question.answer
+            if actor_id == VERIFIER:
+                return "answer" if sufficient(question, found) else "search"
+            if not question.supports:
+                return f"{text} {question.answer}".replace("\n", " ")
+            titles = {passage.title for passage in found}
+            return next_query(question, [title in titles for title in question.supports].index(False))
+
+        return play
+
+    def random_player(self, seed: int) -> Player:
+        """Takes any route, searches for half the words of the question, and answers with any name that was found."""
+        rng = Random(f"search-random/{seed}")
+
+        def play(actor_id: str, messages: Messages) -> str:
+            text, found = read_view(messages)
+            if actor_id == VERIFIER:
+                return rng.choice(("answer", "search"))
+            words = text.split()
+            return (
+                " ".join(rng.sample(words, -(-len(words) // 2)))
+                if actor_id == SEARCHER
+                else random_answer(text, found, rng)
+            )
+
+        return play
+
+    def _demonstrate(self, n: int, seed: str, quality: float) -> list[Demonstration]:
+        known = [text for text in self.splits["train"] if self.world.questions[text].supports]
+        if not known:
+            return []
+        laps = range(-(-n // len(known)))
+        texts = [known[place] for lap in laps for place in _shuffled(len(known), f"demonstrations/{seed}/{lap}")]
+        return demonstrations(self.world, texts[:n], seed, quality)
+
+
+@lru_cache(maxsize=16)
+def _shuffled(n: int, seed: str) -> Sequence[int]:
+    return Random(f"search-order/{seed}").sample(range(n), n)
