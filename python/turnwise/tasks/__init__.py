@@ -23,6 +23,7 @@ TASKS = {
     "plan_path": "turnwise.tasks.plan_path.team:PlanPathTask",
     "search_orchestra": "turnwise.tasks.search_orchestra.team:SearchOrchestraTask",
     "sudoku": "turnwise.tasks.sudoku.team:SudokuTask",
+    "tic_tac_toe": "turnwise.tasks.tic_tac_toe.task:TicTacToeTask",
 }
 """Name of each shipped task, and where its class is found when it is first asked for."""
 

@@ -9,7 +9,7 @@ import pytest
 from turnwise.arena import TreeSampler
 from turnwise.tasks import build_task
 
-GAMES = ("kuhn_poker",)
+GAMES = ("kuhn_poker", "tic_tac_toe")
 
 
 @pytest.fixture(params=GAMES)
@@ -51,7 +51,7 @@ async def test_demonstrations_are_legal_and_of_both_seats(table, task):
 
 
 async def test_the_oracle_scores_more_than_the_random_player(table, task):
-    requests = task.eval_requests("eval", 600)
+    requests = task.eval_requests("eval", 600 if task.name == "kuhn_poker" else 60)
     score = {}
     for name, player in (("oracle", task.oracle()), ("random", task.random_player(0))):
         results = await table(task, player).play(requests)

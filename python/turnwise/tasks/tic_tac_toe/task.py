@@ -1,0 +1,67 @@
+"""The tic-tac-toe task: two seats, zero sum, everything in view, and small enough to solve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from random import Random
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from turnwise.tasks.base import Player, Split
+from turnwise.tasks.two_player import SEATS, PlayerFactory, TwoPlayerOptions, TwoPlayerTask
+from turnwise.types import Messages
+
+from .board import CELLS, MARKS, TicTacToeRules, read_board
+from .exact import optimal_policy, positions, uniform_policy
+
+
+class TicTacToeOptions(TwoPlayerOptions):
+    """Options of the task ``tic_tac_toe``.
+
+    ``invalid_cost`` is below 1, what a loss costs, for no value: an invalid action would be the better choice.
+    """
+
+    invalid_cost: float = Field(default=1.5, ge=1)
+
+
+class TicTacToeTask(TwoPlayerTask):
+    """Tic-tac-toe in self-play, always from the empty board: evaluations hold out the opponent's luck.
+
+    Example: ``TicTacToeTask(TicTacToeOptions(opponent="oracle"))``, against which a draw is the best there is
+    """
+
+    name = "tic_tac_toe"
+    options_type = TicTacToeOptions
+    max_turns = CELLS
+
+    @property
+    def rules(self) -> TicTacToeRules:
+        return TicTacToeRules(self.options.invalid_cost)
+
+    @property
+    def players(self) -> dict[str, PlayerFactory]:
+        return {
+            "random": lambda rng: table_player(uniform_policy(), rng),
+            "oracle": lambda rng: table_player(optimal_policy(), rng),
+        }
+
+    @property
+    def system_prompts(self) -> dict[str, str]:
+        prompts = (f"Tic-tac-toe. You are {mark}. Reply with a free cell, as [4]." for mark in MARKS)
+        return dict(zip(SEATS, prompts, strict=True))
+
+    def questions(self, split: Split, n: int, seed: int | str) -> Iterator[Mapping[str, Any]]:
+        yield from ({} for _ in range(n))
+
+
+def table_player(policy: np.ndarray, rng: Random) -> Player:
+    """Plays a policy ``[4520, 9]``, or ``[4520, 10]``, whose last column names a cell that is not there."""
+    rows = {board: index for index, board in enumerate(positions().open_boards)}
+
+    def play(actor_id: str, messages: Messages) -> str:
+        row = policy[rows[read_board(messages)]]
+        return f"[{rng.choices(range(len(row)), weights=row.tolist())[0]}]"
+
+    return play

@@ -1,0 +1,74 @@
+"""The task: games between scripted players, against the exact chances."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from turnwise.tasks import build_task
+from turnwise.tasks.tic_tac_toe import (
+    TicTacToeOptions,
+    TicTacToeTask,
+    optimal_policy,
+    outcomes,
+    positions,
+    solve,
+    table_player,
+    uniform_policy,
+)
+
+
+def task(**options):
+    return TicTacToeTask(TicTacToeOptions(**options))
+
+
+async def test_a_game_worked_by_hand(table):
+    seat = table(task(), ["[4]", "[0]", "[1]", "[3]", "[7]"])
+    result = await seat.one({})
+    assert result.rollout.rewards == {"player0": 1.0, "player1": -1.0}
+    assert result.rollout.extras["board"] == "OX.OX..X."
+    assert [messages[-1]["content"] for _, messages in seat.seen][1:3] == ["0 1 2\n3 X 5\n6 7 8", "O 1 2\n3 X 5\n6 7 8"]
+    assert [step.turn for step in result.rollout.steps] == [0, 0, 1, 1, 2]
+
+
+async def test_a_taken_cell_loses(table):
+    result = await table(task(), ["[4]", "[4]"]).one({})
+    assert result.rollout.rewards == {"player0": 1.5, "player1": -1.5}
+    assert result.rollout.metrics["legal/player1"] == 0.0 and result.rollout.metrics["readable/player1"] == 1.0
+
+
+async def test_random_games_end_as_often_as_they_should(table):
+    results = await table(task(), task().random_player(1)).play(task().requests(0, 500, 1))
+    won = np.array([result.rollout.rewards["player0"] for result in results])
+    chances = outcomes(uniform_policy())
+    for value, chance in zip((1, 0, -1), chances, strict=False):
+        assert (won == value).mean() == pytest.approx(chance, abs=4 * np.sqrt(chance * (1 - chance) / 500))
+
+
+async def test_the_oracle_never_loses(table):
+    hard = await table(task(opponent="oracle"), task().oracle()).play(task(opponent="oracle").eval_requests("eval", 40))
+    assert {result.rollout.metrics["score/model"] for result in hard} == {0.5}
+    easy = await table(task(), task().oracle()).play(task().eval_requests("eval", 60))
+    assert min(result.rollout.metrics["score/model"] for result in easy) >= 0.5
+
+
+async def test_episodes_pay_what_the_positions_say(table):
+    policy = np.concatenate([0.9 * uniform_policy(), np.full((len(positions().open), 1), 0.1)], axis=1)
+    results = await table(task(invalid_cost=1.25), table_player(policy, Random(0))).play(task().requests(0, 500, 1))
+    won = np.array([result.rollout.rewards["player0"] for result in results])
+    assert won.mean() == pytest.approx(solve(policy, 1.25).value, abs=4 * won.std() / np.sqrt(500))
+
+
+def test_a_table_player_plays_its_table():
+    policy = np.zeros((4520, 9))
+    policy[:, 8] = 1.0
+    player = table_player(policy, Random(0))
+    assert player("player0", [{"role": "user", "content": "0 1 2\n3 4 5\n6 7 8"}]) == "[8]"
+    assert optimal_policy().shape == (4520, 9)
+
+
+def test_an_invalid_action_is_never_cheaper_than_a_loss():
+    with pytest.raises(ValueError, match=r"invalid_cost=0.5"):
+        build_task("tic_tac_toe", {"invalid_cost": 0.5})
