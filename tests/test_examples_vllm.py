@@ -1,0 +1,96 @@
+"""The demo and every example sample with vLLM as they do without: what the trainer computes is what it told."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs vLLM: make test-vllm", allow_module_level=True)
+
+from turnwise import demo
+from turnwise.run import train_from_config
+from turnwise.train.config_files import config_from_dict, load_config
+
+EXACT = 1e-5  # nats, in float32
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SUDOKU = sorted(path.stem for path in (EXAMPLES / "sudoku").glob("*.toml"))
+VLLM: dict[str, object] = {"rollout.client": "vllm", "rollout.vllm.kv_cache_gb": 0.03125}
+SHORT: dict[str, object] = {
+    **VLLM,
+    "threads": 1,
+    "warm_start.steps": 2,
+    "warm_start.batch_size": 8,
+    "rollout.questions": 2,
+    "eval.every": 0,
+    "eval.questions": 2,
+    # A model that can't write a grid yet ties every group; here every sample trains, whatever it was worth.
+    "credit.rule": "constant",
+}
+
+
+def errors_by_step(run_dir: Path) -> list[list[float]]:
+    """Of each step and policy, the largest difference between the log-probs of the sampler and of the trainer."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["step"] > 0]
+    assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
+    name = "sampler_trainer_logprob_max_diff"
+    return [[value for key, value in line.items() if key.endswith(name)] for line in steps]
+
+
+def short_run(example: str, run_dir: Path, **changes: Any) -> list[list[float]]:
+    config = load_config(EXAMPLES / example, {**SHORT, "run_dir": str(run_dir), **changes})
+    run = train_from_config(config)
+    try:
+        assert run.trainer.progress.step == config.steps
+        versions = [run.arena.client.version(name) for name in run.trainer.policies]
+        assert versions == [config.steps] * len(run.trainer.policies)
+    finally:
+        run.close()
+    return errors_by_step(run_dir)
+
+
+@pytest.mark.parametrize("name", SUDOKU)
+def test_sudoku_at_every_level(name: str, tmp_path: Path) -> None:
+    """Exact at each step; over 20 of them at the level whose weights all move. Beside training, the first batch is."""
+    steps = 20 if name == "prompt" else 3
+    errors = short_run(f"sudoku/{name}.toml", tmp_path / "run", steps=steps, **{"rollout.branches": 2})
+    assert len(errors) == steps and all(len(of_step) == len(errors[0]) > 0 for of_step in errors)
+    exact = errors[:1] if name.endswith("_async") else errors
+    assert all(0 < error < EXACT for of_step in exact for error in of_step), errors
+    if name.endswith("_async"):
+        assert max(errors[-1]) > EXACT, "the batch of the weights before is not that of these"
+
+
+def test_math_orchestra(tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl"
+    rows = [{"question": f"What is {n} + 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"} for n in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"task_options.path": str(path), "steps": 2, "rollout.copies": 2, "rollout.max_tokens": 16}
+    errors = short_run("math_orchestra.toml", tmp_path / "run", **changes, **{"warm_start.steps": 0})
+    assert len(errors) == 2 and all(0 < error < EXACT for of_step in errors for error in of_step), errors
+
+
+def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    shipped = demo.demo_config
+
+    def shortened(run_dir: Path, seed: int, client: str) -> Any:
+        config = shipped(run_dir, seed, client).model_dump(mode="json")
+        for key, value in {**SHORT, "steps": 2, "rollout.branches": 2, "warm_start.steps": 2}.items():
+            *sections, name = key.split(".")
+            table = config
+            for section in sections:
+                table = table[section]
+            table[name] = value
+        return config_from_dict({**config, "run_dir": str(run_dir)})
+
+    monkeypatch.setattr(demo, "demo_config", shortened)
+    summary = demo.run_demo(tmp_path / "demo", client="vllm")
+    assert summary is not None and (summary["client"], summary["steps"]) == ("vllm", 2)
+    assert "the client 'vllm' samples" in capsys.readouterr().out
+    errors = errors_by_step(tmp_path / "demo" / "team")
+    assert len(errors) == 2 and all(0 < error < EXACT for of_step in errors for error in of_step), errors
