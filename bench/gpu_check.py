@@ -30,7 +30,7 @@ BUILD = ROOT / "build" / "gpu-check"
 SITE = BUILD / "site"
 MODULES = ("torch", "triton", "numpy", "pybind11", "scikit_build_core", "pytest", "hypothesis")
 PROGRAMS = ("nvcc", "cmake", "ninja")
-NO_GPU = {"state", "train"}  # benches that use none
+NO_GPU = {"state", "train", "inference"}  # benches that use none, or take longer than a stage may
 PYTEST_INI = (
     "[pytest]\naddopts = --import-mode=importlib -p no:cacheprovider\nmarkers =\n    gpu: needs a GPU\n    slow: slow\n"
 )
