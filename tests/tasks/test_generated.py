@@ -18,11 +18,18 @@ SMALL = {
 }
 
 
-def train(tmp_path, task, options, **rollout):
+def train(tmp_path, task, options, settings=None, **rollout):
     """Train; the run, and a line of metrics per step. Every line must have sampled, and lost nothing."""
     rollout = {"questions": 2, "copies": 2, "branches": 1, **rollout}
     config = config_from_dict(
-        {**SMALL, "task": task, "task_options": options, "rollout": rollout, "run_dir": str(tmp_path)}
+        {
+            **SMALL,
+            "task": task,
+            "task_options": options,
+            "rollout": rollout,
+            "run_dir": str(tmp_path),
+            **(settings or {}),
+        }
     )
     run = train_from_config(config)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -42,3 +49,10 @@ def test_search_orchestra_trains(tmp_path):
     options = {"hops": 1, "max_searches": 1, "max_tokens": 16}
     _, lines = train(tmp_path, "search_orchestra", options)
     assert all("reward/answerer" in line for line in lines)
+
+
+def test_proposer_solver_trains(tmp_path):
+    options = {"numbers": 2, "largest": 3, "attempts": 2, "max_tokens": 8}
+    settings = {"credit": {"rule": "hierarchy", "options": {"include_truncated": True}}}
+    _, lines = train(tmp_path, "proposer_solver", options, settings)
+    assert all(line["episodes"] >= 4 and "reward/proposer" in line for line in lines)

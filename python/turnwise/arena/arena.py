@@ -145,6 +145,9 @@ class Arena:
         if name in self.episodes:
             raise ValueError(f"episode {name!r} is already there: episode names are unique")
         self.episodes[name] = target
+        for store in target.stores():
+            if store.name not in self.stores:
+                self.add_store(store)
         return target
 
     def add_store(self, store: ArtifactStore | str) -> ArtifactStore:

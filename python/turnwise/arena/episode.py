@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from turnwise.arena.context import EpisodeContext, current_context, resolve
 from turnwise.arena.rubric import Rubric
+from turnwise.arena.store import ArtifactStore
 from turnwise.state import forkable, to_python
 from turnwise.types import EpisodeState, GenerateResult, Messages, ModelResponse, Rollout
 
@@ -58,6 +60,10 @@ class Episode(ABC):
     def get_extras(self, state: EpisodeState) -> Any:
         """What the reward functions may see of the final state, as a dict. Sync or async."""
         return {}
+
+    def stores(self) -> Sequence[ArtifactStore]:
+        """The stores that the episode feeds or draws from, empty; the arena that gets it adds those that it lacks."""
+        return ()
 
     async def call_model(
         self, actor_id: str | None, prompt: str | Messages, arena: Arena, **options: Any

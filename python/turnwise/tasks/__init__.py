@@ -21,6 +21,7 @@ TASKS = {
     "kuhn_poker": "turnwise.tasks.kuhn_poker.task:KuhnPokerTask",
     "math_orchestra": "turnwise.tasks.math_orchestra:MathOrchestraTask",
     "plan_path": "turnwise.tasks.plan_path.team:PlanPathTask",
+    "proposer_solver": "turnwise.tasks.proposer_solver.team:ProposerSolverTask",
     "search_orchestra": "turnwise.tasks.search_orchestra.team:SearchOrchestraTask",
     "sudoku": "turnwise.tasks.sudoku.team:SudokuTask",
     "tic_tac_toe": "turnwise.tasks.tic_tac_toe.task:TicTacToeTask",

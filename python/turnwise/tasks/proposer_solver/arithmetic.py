@@ -1,0 +1,124 @@
+"""Arithmetic problems: whole numbers, ``+``, ``-``, ``*`` and brackets, checked here and nowhere else.
+
+Example: ``read_problem("Try (3 + 4)*2", Size(3, 20)) == "(3 + 4) * 2"``, whose value is 14.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from random import Random
+from typing import NamedTuple
+
+from turnwise.tasks.base import Split, check_split, split_of
+
+LINE_CHARS = 100
+_PATIENCE = 20_000  # draws in a row without a new problem, after which there is taken to be none
+
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
+_EXPRESSION = re.compile(r"[\d(][\d\s+*()\u00d7\u2212-]*[\d)]")
+_NUMBER = re.compile(r"-?\d+")
+
+
+class Size(NamedTuple):
+    """Of a problem: at most so many numbers (at least 2), each from 0 to ``largest``."""
+
+    numbers: int = 3
+    largest: int = 20
+
+
+def value_of(problem: str) -> int:
+    """The value of a problem as :func:`read_problem` gives it."""
+    return _value(ast.parse(problem, mode="eval").body)
+
+
+def read_problem(text: str, size: Size) -> str | None:
+    """The last problem in ``text``, on one line, in one spelling; ``None`` without one.
+
+    Blanks, needless brackets, ``=``, ``?`` and a label before it do not matter; ``×`` is ``*``. A problem that is
+    larger than ``size`` is none.
+
+    Example: ``read_problem("Here: ((12+3))×4 = ?", Size()) == "(12 + 3) * 4"``
+    """
+    for line in reversed(text.rpartition("</think>")[2].splitlines()):
+        for expression in reversed(_EXPRESSION.findall(line[:LINE_CHARS])):
+            if problem := _checked(expression.replace("\u00d7", "*").replace("\u2212", "-"), size):
+                return problem
+    return None
+
+
+def read_answer(text: str) -> int | None:
+    """The last whole number in ``text``, of 15 digits at most; ``None`` without one."""
+    numbers = _NUMBER.findall(text.rpartition("</think>")[2].replace(",", "").replace("\u2212", "-"))
+    return int(numbers[-1]) if numbers and len(numbers[-1]) <= 15 else None
+
+
+def _checked(expression: str, size: Size) -> str | None:
+    try:
+        tree = ast.parse(expression.strip(), mode="eval").body
+        numbers = _numbers(tree)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    fits = 2 <= len(numbers) <= size.numbers and max(numbers) <= size.largest
+    return ast.unparse(tree) if fits else None
+
+
+def _numbers(node: ast.expr) -> list[int]:
+    """The numbers of an expression; ``ValueError`` where it has anything but numbers and the three operators."""
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _numbers(node.left) + _numbers(node.right)
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return [node.value]
+    raise ValueError(ast.dump(node))
+
+
+def _value(node: ast.expr) -> int:
+    if isinstance(node, ast.BinOp):
+        return _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+    assert isinstance(node, ast.Constant) and type(node.value) is int
+    return node.value
+
+
+def draw_problem(size: Size, rng: Random) -> str:
+    """A problem of 2 to ``size.numbers`` numbers, any operators, brackets at random."""
+    parts = [str(rng.randint(0, size.largest)) for _ in range(rng.randint(2, size.numbers))]
+    while len(parts) > 1:
+        place = rng.randrange(len(parts) - 1)
+        parts[place : place + 2] = [f"({parts[place]} {rng.choice('+-*')} {parts[place + 1]})"]
+    return ast.unparse(ast.parse(parts[0], mode="eval").body)
+
+
+def draw_training(size: Size, rng: Random) -> str:
+    """A problem that belongs to training."""
+    while split_of(problem := draw_problem(size, rng)) != "train":
+        pass
+    return problem
+
+
+@lru_cache(maxsize=64)
+def draw_problems(split: Split, n: int, seed: int | str, size: Size = Size()) -> tuple[str, ...]:  # noqa: B008
+    """``n`` different problems of ``split``: the same for equal arguments, a longer list begins with the shorter one.
+
+    A problem's own text puts it in a split. Raises ``ValueError`` where the split holds too few.
+    """
+    check_split(split)
+    if n < 0:
+        raise ValueError(f"n={n!r}: expected a count >= 0")
+    rng = Random(f"proposer-solver/{split}/{seed}/{size.numbers}/{size.largest}")
+    found: dict[str, None] = {}
+    misses = 0
+    while len(found) < n:
+        problem = draw_problem(size, rng)
+        if problem not in found and split_of(problem) == split:
+            found[problem] = None
+            misses = 0
+        elif (misses := misses + 1) == _PATIENCE:
+            raise ValueError(f"n={n!r}: the {split} split holds about {len(found)} problems of {size}")
+    return tuple(found)

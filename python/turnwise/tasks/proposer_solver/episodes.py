@@ -1,0 +1,163 @@
+"""The two episodes: a proposer's, which spawns attempts to learn what its problem is worth, and a solver's attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from turnwise.arena import ArtifactStore, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
+from turnwise.tasks.base import split_of
+from turnwise.types import EpisodeRequest, EpisodeState, Message, Messages
+
+from .arithmetic import Size, read_answer, read_problem, value_of
+from .curves import CURVES, Curve
+
+PROPOSER, SOLVER = "proposer", "solver"
+PROPOSE, SOLVE = "proposer_solver", "solve"
+STORE = "solved"
+SYSTEM_PROMPTS = {
+    PROPOSER: "Write a problem with + - * that a student solves half of the time, another one than the example.",
+    SOLVER: "Compute. Reply with the number.",
+}
+LEAST_WEIGHT = 0.05  # of a stored problem: what everybody solves still comes up now and then
+
+
+def propose_message(example: str, size: Size) -> Message:
+    """What the proposer sees: how large a problem may be, and an example of one."""
+    return {"role": "user", "content": f"2 to {size.numbers} numbers up to {size.largest}, such as: {example}"}
+
+
+def read_example(messages: Messages) -> str:
+    """The example back from a prompt."""
+    return str(messages[-1]["content"]).partition(": ")[2]
+
+
+class ProposeEpisode(MultiTurnEpisode):
+    """The proposer writes a problem; ``attempts`` nested episodes try to solve it; the pass rate says what it is worth.
+
+    The artifact is ``{"example": "3 + 4", "step": 7}``. Half of the time the example shown is one that was solved
+    before step 7, out of the store ``solved``, the more informative the likelier; copies of one artifact see the same.
+    A problem earns ``curve`` of its pass rate; the example itself and one that can't be read earn ``-invalid_cost``,
+    and nobody attempts them. Problems that any attempt solved go to the store. A problem whose text belongs to a
+    held-out split is worth the same, but its attempts never train and the store does not get it. With
+    ``train_solver=False`` no attempt trains: they only measure.
+
+    Attempts are an episode's children, so under ``credit.rule = "hierarchy"`` they are compared with the attempts at
+    the same problem, and proposers with proposers that saw the same example. In a tree each branch has its own.
+
+    Example: ``arena.add_episode(ProposeEpisode(attempts=4)); arena.add_episode(SolveEpisode())``
+    """
+
+    episode_type = PROPOSE
+    actors = (PROPOSER,)
+
+    def __init__(
+        self,
+        *,
+        attempts: int = 4,
+        curve: Curve = "variance",
+        size: Size | None = None,
+        train_solver: bool = True,
+        invalid_cost: float = 0.25,
+        sampler: TreeSampler | None = None,
+    ) -> None:
+        if attempts < 1:
+            raise ValueError(f"attempts={attempts!r}: expected at least 1")
+        if curve not in CURVES:
+            raise ValueError(f"curve={curve!r}: expected one of {sorted(CURVES)}")
+        super().__init__(sampler=sampler, max_turns=1)
+        self.attempts, self.curve, self.size = attempts, CURVES[curve], size or Size()
+        self.train_solver, self.invalid_cost = train_solver, invalid_cost
+        self.rubric = Rubric([worth, valid_problem, pass_rate], [1.0, 0.0, 0.0])
+
+    def stores(self) -> Sequence[ArtifactStore]:
+        return [ArtifactStore(STORE, dedup=True, weighted=True)]
+
+    def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
+        example = choose_example(arena.stores[STORE], artifact)
+        state.data = {"example": example, "problem": None, "pass_rate": None, "worth": 0.0}
+
+    def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
+        return [propose_message(state.data["example"], self.size)]
+
+    async def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
+        data, problem = state.data, read_problem(state.last_completion_text, self.size)
+        if problem is None or problem == data["example"]:
+            data["worth"] = -self.invalid_cost
+            return
+        data["problem"] = problem
+        is_ours = split_of(problem) == "train"
+        request = EpisodeRequest(
+            SOLVE, {"question": problem, "answer": value_of(problem)}, is_trainable=self.train_solver and is_ours
+        )
+        results = await arena.generate_rollouts([request] * self.attempts)
+        done = [result.rollout for result in results if result.rollout.error is None]
+        if not done:
+            raise RuntimeError(
+                f"all {self.attempts} attempts failed, the first of them so:\n{results[0].rollout.error}"
+            )
+        data["pass_rate"] = sum(rollout.rewards[SOLVER] > 0 for rollout in done) / len(done)
+        data["worth"] = self.curve(data["pass_rate"])
+        if data["pass_rate"] > 0 and is_ours:
+            meta = {"step": artifact["step"], "pass_rate": data["pass_rate"]}
+            arena.stores[STORE].add(problem, weight=max(LEAST_WEIGHT, data["worth"]), meta=meta)
+
+    def step_reward(self, state: EpisodeState, arena: Any, artifact: Any) -> float:
+        return state.data["worth"]
+
+    def get_extras(self, state: EpisodeState) -> dict[str, Any]:
+        """``problem`` and ``pass_rate``, ``None`` where there is none; ``worth``; ``example``."""
+        return dict(state.data)
+
+
+def choose_example(store: ArtifactStore, artifact: Any) -> str:
+    """The artifact's own example, or half of the time a stored one: a function of the artifact and of earlier steps.
+
+    What this step's episodes store meanwhile is left out, so the order in which they end decides nothing.
+    """
+    rng = Random(f"proposer-solver/{artifact['step']}/{artifact['example']}")
+    earlier = sorted(
+        ((item.data, item.weight) for item in store if item.meta["step"] < artifact["step"]), key=lambda item: item[0]
+    )
+    if not earlier or rng.random() < 0.5:
+        return str(artifact["example"])
+    return str(rng.choices([data for data, _ in earlier], weights=[weight for _, weight in earlier])[0])
+
+
+def worth(extras: dict[str, Any]) -> dict[str, float]:
+    """What the problem was worth."""
+    return {PROPOSER: extras["worth"]}
+
+
+def valid_problem(extras: dict[str, Any]) -> dict[str, float]:
+    """1.0 where the proposer wrote a problem, and another one than the example."""
+    return {PROPOSER: float(extras["problem"] is not None)}
+
+
+def pass_rate(extras: dict[str, Any]) -> dict[str, float]:
+    """The share of the attempts that solved the problem, where there was one."""
+    return {} if extras["pass_rate"] is None else {PROPOSER: extras["pass_rate"]}
+
+
+class SolveEpisode(SingleTurnEpisode):
+    """One attempt. The artifact is ``{"question": "(3 + 4) * 2", "answer": 14}``; a right answer earns 1."""
+
+    episode_type = SOLVE
+    actor = SOLVER
+
+    def __init__(self) -> None:
+        self.rubric = Rubric([correct, answered], [1.0, 0.0])
+
+    def get_prompt(self, artifact: Any) -> str:
+        return artifact["question"]
+
+
+def correct(completion: str, artifact: Any) -> dict[str, float]:
+    """1.0 where the last number of the completion is the answer."""
+    return {SOLVER: float(read_answer(completion) == artifact["answer"])}
+
+
+def answered(completion: str) -> dict[str, float]:
+    """1.0 where the completion holds a number."""
+    return {SOLVER: float(read_answer(completion) is not None)}
