@@ -155,6 +155,16 @@ class InferenceClient(Protocol):
     async def close(self) -> None: ...
 
 
+@runtime_checkable
+class ScoringClient(Protocol):
+    """A client that can also tell how likely a given completion is."""
+
+    async def score(self, requests: Sequence[ModelRequest], completions: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probabilities of ``completions[i]``, token by token, after the prompt of ``requests[i]``: those of
+        ``log_softmax(logits / temperature)``, before top-p and top-k, as in a response of :meth:`generate`."""
+        ...
+
+
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that turnwise uses."""
 

@@ -257,16 +257,8 @@ class Arena:
         ``policy`` overrides the actor's; ``sampling`` overrides single fields of :class:`Sampling`, for example
         ``temperature=0.0``. Raises ``ModelError``, and ``ContextLengthError`` for a prompt that is too long.
         """
-        actor = None if actor_id is None else self._actor(actor_id)
-        settings = self._sampling_for(actor).with_(**sampling)
         context = current_context()
-        messages = to_messages(prompt, actor)
-        prompt_ids = self._prompts.token_ids(self.tokenizer, messages)
-        max_tokens = fit_to_context(len(prompt_ids), settings.max_tokens, self.max_context, f"actor {actor_id!r}")
-        if settings.seed is None:
-            settings = settings.with_(seed=self._call_seed(context))
-        policy = policy or (actor.policy if actor else "default")
-        request = ModelRequest(prompt_ids, settings.with_(max_tokens=max_tokens), policy, messages)
+        messages, request = self.prepare(actor_id, prompt, policy=policy, **sampling)
         if self.check_private and context is not None:
             check_prompt(context, actor_id, messages)
         # The place in the record is taken before waiting, so steps stand in the order in which they were asked for.
@@ -277,7 +269,7 @@ class Arena:
         order = (0, 0, 0) if context is None else (-context.priority, -context.depth, context.root)
         async with self._budget.slot(order):
             response = await generate_one(self.client, request)
-        response.prompt_token_ids = prompt_ids
+        response.prompt_token_ids = list(request.prompt_token_ids)
         response.text = response.text or self.tokenizer.decode(response.completion_token_ids, skip_special_tokens=True)
         if context is not None and place is not None:
             step = to_step(actor_id, context.state.turn, messages, request, response)
@@ -287,9 +279,23 @@ class Arena:
                 context.sampled.add(sampled_key(actor_id, response.completion_token_ids))
             context.steps[place] = step
             context.state.trajectory.append(step)
-            if actor is not None:
+            if actor_id is not None:
                 context.state.last_completion_text = step.completion
         return response
+
+    def prepare(
+        self, actor_id: str | None, prompt: str | Messages, *, policy: str | None = None, **sampling: Any
+    ) -> tuple[Messages, ModelRequest]:
+        """The chat and the request that :meth:`call_model` would send, and nothing is sent."""
+        actor = None if actor_id is None else self._actor(actor_id)
+        settings = self._sampling_for(actor).with_(**sampling)
+        messages = to_messages(prompt, actor)
+        prompt_ids = self._prompts.token_ids(self.tokenizer, messages)
+        max_tokens = fit_to_context(len(prompt_ids), settings.max_tokens, self.max_context, f"actor {actor_id!r}")
+        if settings.seed is None:
+            settings = settings.with_(seed=self._call_seed(current_context()))
+        policy = policy or (actor.policy if actor else "default")
+        return messages, ModelRequest(prompt_ids, settings.with_(max_tokens=max_tokens), policy, messages)
 
     # -- around training -----------------------------------------------------------------------------------------------
     async def on_train_start(self) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from types import TracebackType
 from typing import Any, Self
@@ -21,6 +21,7 @@ from turnwise.inference.adapters import AdaptedModel
 from turnwise.inference.decode import Completion, Fixed, Row, complete
 from turnwise.inference.fair_lock import FairLock
 from turnwise.inference.requests import completion_limit, stop_token_ids
+from turnwise.inference.scoring import Scored, chunks, completion_logprobs
 from turnwise.inference.weights import copy_weights
 from turnwise.types import ModelError, ModelRequest, ModelResponse, Tokenizer
 
@@ -150,6 +151,26 @@ class TransformersClient:
                 raise result
         return results  # type: ignore[return-value]  # exceptions were raised above
 
+    async def score(self, requests: Sequence[ModelRequest], completions: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probabilities of ``completions[i]`` after the prompt of ``requests[i]``; see ``ScoringClient``.
+
+        Raises as :meth:`generate` does, ``ValueError`` also for an empty completion, ``ModelError`` also while paused.
+        """
+        if self._closed or self._paused:
+            raise ModelError(f"the client is {'closed' if self._closed else 'paused'}")
+        rows = [self._scored(*pair) for pair in zip(requests, completions, strict=True)]
+        loop = asyncio.get_running_loop()
+        found: dict[int, list[float]] = {}
+        for policy in sorted({request.policy for request in requests}):
+            own = [place for place, request in enumerate(requests) if request.policy == policy]
+            for batch in chunks([rows[place] for place in own], self.max_batch_rows, self.max_batch_tokens):
+                places = [own[index] for index in batch]
+                scores = await loop.run_in_executor(
+                    self._worker, self._score, policy, [rows[place] for place in places]
+                )
+                found |= zip(places, scores, strict=True)
+        return [found[place] for place in range(len(rows))]
+
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """Copy ``weights`` (pairs of name and tensor) into ``policy``; later tokens are sampled by ``version``.
 
@@ -216,6 +237,15 @@ class TransformersClient:
         limit = completion_limit(request, held.model.get_input_embeddings().num_embeddings, held.context_length)
         seed = int(self._seeds.integers(2**63)) if sampling.seed is None else sampling.seed
         return Row(tuple(request.prompt_token_ids), sampling, seed, limit, stop_token_ids(request, self.tokenizer))
+
+    def _scored(self, request: ModelRequest, completion: Sequence[int]) -> Scored:
+        held = self._policy(request.policy)
+        whole = replace(request, prompt_token_ids=[*request.prompt_token_ids, *completion])
+        room = None if held.context_length is None else held.context_length + 1  # all of it is given, nothing drawn
+        completion_limit(whole, held.model.get_input_embeddings().num_embeddings, room)
+        if not completion:
+            raise ValueError("completions: expected at least one token in each, to be scored")
+        return Scored(tuple(request.prompt_token_ids), tuple(completion), request.sampling.temperature)
 
     # -- collecting ---------------------------------------------------------------------------------------------------
     def _start(self) -> None:
@@ -286,6 +316,11 @@ class TransformersClient:
             responses = [self._response(*pair) for pair in zip(jobs, completions, strict=True)]
             self._count(jobs, completions, prefilled, time.perf_counter() - began)
         return responses
+
+    def _score(self, policy: str, rows: Sequence[Scored]) -> list[list[float]]:
+        held = self._policies[policy]
+        with self._busy, _sampling_mode(held.model, self.shares_weights):
+            return completion_logprobs(held.model, rows, held.model.get_input_embeddings().weight.device)
 
     def _response(self, job: _Job, completion: Completion) -> ModelResponse:
         ids = completion.token_ids

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from turnwise.tasks.two_player import SEATS, Decision
 from turnwise.tasks.two_player.tree import Exploitability, GameTree, build_tree, check_policy
 
-from .game import BET, DEALS, ENDS, INFORMATION_SETS, PASS, payoff
+from .game import BET, DEALS, ENDS, INFORMATION_SETS, PASS, WORDS, KuhnRules, payoff
 
 INVALID = "x"
 LEGAL = np.ones((len(INFORMATION_SETS), 2), dtype=bool)
@@ -50,3 +51,13 @@ def solve(policy: Any, invalid_cost: float = 3.0) -> Exploitability:
     is 11/12.
     """
     return kuhn_tree(invalid_cost).solve(check_policy(policy, LEGAL))
+
+
+def decisions() -> list[Decision]:
+    """What is asked of a player at each information set, in their order."""
+    asked = []
+    for card, history in INFORMATION_SETS:
+        seat = len(history) % 2
+        game = {"cards": card * 2, "history": history}  # the other's card, which no prompt holds
+        asked.append(Decision(SEATS[seat], KuhnRules().messages(game, seat), WORDS[history]))
+    return asked

@@ -10,8 +10,9 @@ import numpy as np
 from pydantic import Field
 
 from turnwise.tasks.base import Split
-from turnwise.tasks.two_player import SEATS, PlayerFactory, TwoPlayerOptions, TwoPlayerTask
+from turnwise.tasks.two_player import SEATS, Decision, Exploitability, PlayerFactory, TwoPlayerOptions, TwoPlayerTask
 
+from .exact import decisions, solve
 from .game import DEALS, INFORMATION_SETS, KuhnRules, equilibrium, table_player
 
 _RULES = "Kuhn poker. Cards J, Q, K; the higher wins. Ante 1, a bet is 1."
@@ -61,3 +62,11 @@ class KuhnPokerTask(TwoPlayerTask):
         for _ in range(n):
             order = order or rng.sample(DEALS, len(DEALS))
             yield {"cards": order.pop()}
+
+    def decisions(self) -> list[Decision]:
+        """The twelve information sets, as :mod:`turnwise.tasks.two_player.query` asks a model at them."""
+        return decisions()
+
+    def solve(self, policy: Any) -> Exploitability:
+        """What a policy is worth under the task's ``invalid_cost``; see :func:`turnwise.tasks.kuhn_poker.solve`."""
+        return solve(policy, self.options.invalid_cost)

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from turnwise.tasks.two_player import SEATS, Decision
 from turnwise.tasks.two_player.tree import Exploitability, check_policy
 
-from .board import CELLS, EMPTY, is_over, mover, outcome, place
+from .board import CELLS, EMPTY, TicTacToeRules, is_over, mover, outcome, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,15 @@ def outcomes(policy: Any) -> np.ndarray:
         chances[where.open[rows]] = below.sum(axis=1)
         chances[where.open[rows], 3] += table[rows, CELLS]
     return chances[0]
+
+
+def decisions() -> list[Decision]:
+    """What is asked of a player in each position where somebody is to move, in the order of the policy's rows."""
+    asked = []
+    for board, seat in zip(positions().open_boards, positions().mover.tolist(), strict=True):
+        actions = tuple(str(cell) if mark == "." else None for cell, mark in enumerate(board))
+        asked.append(Decision(SEATS[seat], TicTacToeRules().messages({"board": board}, seat), actions))
+    return asked
 
 
 def _values(table: np.ndarray, invalid_cost: float, responders: tuple[int, ...]) -> np.ndarray:

@@ -10,11 +10,11 @@ import numpy as np
 from pydantic import Field
 
 from turnwise.tasks.base import Player, Split
-from turnwise.tasks.two_player import SEATS, PlayerFactory, TwoPlayerOptions, TwoPlayerTask
+from turnwise.tasks.two_player import SEATS, Decision, Exploitability, PlayerFactory, TwoPlayerOptions, TwoPlayerTask
 from turnwise.types import Messages
 
 from .board import CELLS, MARKS, TicTacToeRules, read_board
-from .exact import optimal_policy, positions, uniform_policy
+from .exact import decisions, optimal_policy, positions, solve, uniform_policy
 
 
 class TicTacToeOptions(TwoPlayerOptions):
@@ -54,6 +54,14 @@ class TicTacToeTask(TwoPlayerTask):
 
     def questions(self, split: Split, n: int, seed: int | str) -> Iterator[Mapping[str, Any]]:
         yield from ({} for _ in range(n))
+
+    def decisions(self) -> list[Decision]:
+        """The 4,520 positions, as :mod:`turnwise.tasks.two_player.query` asks a model in them."""
+        return decisions()
+
+    def solve(self, policy: Any) -> Exploitability:
+        """What a policy is worth under the task's ``invalid_cost``; see :func:`turnwise.tasks.tic_tac_toe.solve`."""
+        return solve(policy, self.options.invalid_cost)
 
 
 def table_player(policy: np.ndarray, rng: Random) -> Player:
