@@ -124,7 +124,8 @@ def interval(
 
     Tables are drawn again from the counts; how far they lie from the counted table is how far that one lies from the
     truth (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, section 13.5). A best response fits the noise
-    of either, and the difference takes that out: the interval may lie below the table's own exploitability.
+    of either, and the difference takes that out: the interval may lie below the table's own exploitability. At an
+    equilibrium, where exploitability has a kink, it holds the truth less often than it says.
     """
     if draws < 2:
         raise ValueError(f"draws={draws!r}: expected at least 2")
