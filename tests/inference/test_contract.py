@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from turnwise.inference import ScriptedClient, TransformersClient, VLLMClient
+from turnwise.inference import ScriptedClient, TransformersClient, VLLMClient, VLLMProcessClient
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.types import ContextLengthError, InferenceClient, ModelError, ModelRequest, ModelResponse, Sampling
 
@@ -30,17 +30,38 @@ CLIENTS: dict[str, Callable[[Any], InferenceClient]] = {
         ByteTokenizer(),
         kv_cache_bytes=2**25,
     ),
+    "vllm-process": lambda helpers: VLLMProcessClient(
+        {"default": helpers.build("served", seed=0), "other": helpers.build("served", seed=1)},
+        ByteTokenizer(),
+        kv_cache_bytes=2**25,
+    ),
 }
-NEEDS = {"vllm": "vllm"}
+NEEDS = {"vllm": "vllm", "vllm-process": "vllm"}
 """The package without which a client's tests skip."""
+
+KEPT = {"vllm-process"}
+"""Clients that take long to start: one serves all tests until one of them closes it."""
+
+
+@pytest.fixture(scope="module")
+def kept() -> Any:
+    clients: dict[str, Any] = {}
+    yield clients
+    for client in clients.values():
+        asyncio.run(client.close())
 
 
 @pytest.fixture(params=list(CLIENTS))
-async def client(request: pytest.FixtureRequest, helpers: Any) -> Any:
+async def client(request: pytest.FixtureRequest, helpers: Any, kept: dict[str, Any]) -> Any:
     assert helpers.context == CONTEXT
     needed = NEEDS.get(request.param)
     if needed is not None and importlib.util.find_spec(needed) is None:
         pytest.skip(f"needs {needed}: make test-{needed}")
+    if request.param in KEPT:
+        if request.param not in kept:
+            kept[request.param] = CLIENTS[request.param](helpers)
+        yield kept[request.param]
+        return
     async with CLIENTS[request.param](helpers) as client:
         yield client
 
@@ -145,13 +166,6 @@ async def test_pause_holds_and_resume_lets_go(client: Any) -> None:
     check((await waiting)[0], ask(), version=0)
 
 
-async def test_close_may_be_called_again(client: Any) -> None:
-    await client.close()
-    await client.close()
-    with pytest.raises(ModelError, match="closed"):
-        await client.generate([ask()])
-
-
 async def test_versions(client: Any, helpers: Any) -> None:
     with pytest.raises(ValueError, match=r"'nobody'.*'default', 'other'"):
         client.version("nobody")
@@ -163,3 +177,10 @@ async def test_versions(client: Any, helpers: Any) -> None:
     first, second = await client.generate([ask(), other])
     check(first, ask(), version=0)
     check(second, other, version=7)
+
+
+async def test_close_may_be_called_again(client: Any) -> None:  # the last one: kept clients are closed here
+    await client.close()
+    await client.close()
+    with pytest.raises(ModelError, match="closed"):
+        await client.generate([ask()])

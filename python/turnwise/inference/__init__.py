@@ -1,8 +1,9 @@
 """Inference clients: token ids in, token ids and log-probabilities out.
 
 ``ScriptedClient`` plays a script (tests, docs); ``TransformersClient`` is the embedded default; ``VLLMClient`` runs
-vLLM in this process, ``VLLMServerClient`` asks a server of it at an ``Endpoint``; ``OpenAIClient`` is for judges and
-fixed opponents. ``RoutingClient`` puts several together. What they need is imported when their names are first used.
+vLLM in this process, ``VLLMProcessClient`` in one of its own, ``VLLMServerClient`` asks a server of it at an
+``Endpoint``; ``OpenAIClient`` is for judges and fixed opponents. ``RoutingClient`` puts several together. What they
+need is imported when their names are first used.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from turnwise.inference.openai import OpenAIClient
     from turnwise.inference.transformers import TransformersClient
     from turnwise.inference.vllm import VLLMClient
+    from turnwise.inference.vllm_process import VLLMProcessClient
     from turnwise.inference.vllm_server import VLLMServerClient
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "ScriptedClient",
     "TransformersClient",
     "VLLMClient",
+    "VLLMProcessClient",
     "VLLMServerClient",
 ]
 
@@ -42,6 +45,7 @@ _LAZY = {
     "OpenAIClient": "turnwise.inference.openai",
     "TransformersClient": "turnwise.inference.transformers",
     "VLLMClient": "turnwise.inference.vllm",
+    "VLLMProcessClient": "turnwise.inference.vllm_process",
     "VLLMServerClient": "turnwise.inference.vllm_server",
 }
 

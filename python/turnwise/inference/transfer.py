@@ -200,8 +200,11 @@ class SafetensorsTransfer:
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        self._temporary = tempfile.TemporaryDirectory(prefix="turnwise-weights-") if folder is None else None
-        self._folder = Path(folder if self._temporary is None else self._temporary.name).absolute()
+        self._temporary = None
+        if folder is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="turnwise-weights-")
+            folder = self._temporary.name
+        self._folder = Path(folder).absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._mark = secrets.token_hex(16)
         self._sequence = 0

@@ -1,4 +1,4 @@
-"""Start and end vLLM engines in this process, and leave the rest of the process as it was.
+"""Start and end vLLM engines, in this process or one of their own, and leave the rest of this process as it was.
 
 vLLM takes the process that it is started in for its own: it seeds the global generators, replaces
 ``torch.set_num_threads``, writes ``LD_PRELOAD`` for children, and one engine's end takes down what all of them share.
@@ -12,13 +12,17 @@ import random
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from turnwise.inference.vllm_child import as_main_module
+from turnwise.inference.vllm_worker import EXTENSION
 
 OLDEST = "0.32"
 """The first vLLM that tells which tokens came from which weights."""
@@ -32,6 +36,7 @@ _IMPORT_SETTINGS = {
 _RESERVED = {
     "async_scheduling", "dtype", "enable_lora", "generation_config", "kv_cache_memory_bytes", "load_format",
     "logprobs_mode", "max_lora_rank", "max_loras", "max_num_seqs", "model", "skip_tokenizer_init",
+    "worker_extension_cls",
 }  # fmt: skip
 
 _running: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -71,49 +76,101 @@ def check_engine_args(engine_args: Mapping[str, Any]) -> None:
             raise ValueError(f"engine_args[{name!r}]: vLLM's EngineArgs has no such field")
 
 
-def start_engine(
-    folder: Path,
-    dtype: torch.dtype,
-    *,
-    max_num_seqs: int,
-    kv_cache_bytes: int,
-    lora: Mapping[str, Any],
-    engine_args: Mapping[str, Any],
-    load_format: str,
-) -> Any:
-    """An ``LLMEngine`` for the model in ``folder``; ``lora`` and ``engine_args`` are fields of vLLM's ``EngineArgs``.
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How a client's engines are started: ``engine_args`` are further fields of vLLM's ``EngineArgs``."""
+
+    max_num_seqs: int
+    kv_cache_bytes: int
+    engine_args: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "kv_cache_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected at least 1")
+        vllm_or_raise()
+        check_engine_args(self.engine_args)
+
+    def settings(self, folder: Path, dtype: torch.dtype, lora: Mapping[str, Any], load_format: str) -> dict[str, Any]:
+        """The fields of ``EngineArgs`` for the model in ``folder``; ``lora`` are those that its adapters need."""
+        from vllm.platforms import current_platform
+
+        settings: dict[str, Any] = {
+            "model": str(folder),
+            "dtype": str(dtype).removeprefix("torch."),
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",  # the file of the model's folder would change sampling behind our back
+            "logprobs_mode": "processed_logprobs",  # those of log_softmax(logits / temperature)
+            "load_format": load_format,
+            "kv_cache_memory_bytes": self.kv_cache_bytes,
+            "max_num_seqs": self.max_num_seqs,
+            "async_scheduling": False,  # a token under way while weights change would belong to neither version
+            "disable_log_stats": True,
+            "enable_prefix_caching": True,
+            **lora,
+        }
+        if current_platform.is_cpu():
+            # short blocks let short prompts share; compiling costs a minute that small models never earn back
+            settings |= {"block_size": 32, "enforce_eager": True}
+        return settings | dict(self.engine_args)
+
+
+def start_engine(settings: Mapping[str, Any]) -> Any:
+    """An ``LLMEngine`` in this process with ``settings``, fields of vLLM's ``EngineArgs``.
 
     Raises ``ValueError`` for a key-value cache that can't hold one sequence, and for what vLLM can't serve.
     """
     vllm = vllm_or_raise()
     from vllm.platforms import current_platform
 
-    settings: dict[str, Any] = {
-        "model": str(folder),
-        "dtype": str(dtype).removeprefix("torch."),
-        "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # the file of the model's folder would change sampling behind the request's back
-        "logprobs_mode": "processed_logprobs",  # those of log_softmax(logits / temperature)
-        "load_format": load_format,
-        "kv_cache_memory_bytes": kv_cache_bytes,
-        "max_num_seqs": max_num_seqs,
-        "async_scheduling": False,  # a token that is under way while weights change would belong to neither version
-        "disable_log_stats": True,
-        "enable_prefix_caching": True,
-        **lora,
-    }
-    if current_platform.is_cpu():
-        # short blocks let short prompts share; compiling costs a minute that small models never earn back
-        settings |= {"block_size": 32, "enforce_eager": True}
     with _groups, _undisturbed():
         if current_platform.is_cpu():
             torch._dynamo.config.disable = True  # else vLLM's sampler compiles for 10 seconds
         try:
-            llm = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**(settings | dict(engine_args))))
+            llm = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**settings))
         except ValueError as error:
-            raise ValueError(f"vLLM can't serve {folder} with kv_cache_bytes={kv_cache_bytes}: {error}") from error
+            memory = settings["kv_cache_memory_bytes"]
+            raise ValueError(f"vLLM can't serve {settings['model']} with kv_cache_bytes={memory}: {error}") from error
         _running.add(llm)
     return llm
+
+
+def start_process(settings: Mapping[str, Any], report: Callable[[Any, Any], None]) -> Any:
+    """An ``AsyncLLM`` for this thread's event loop, whose engine is a process of its own that ends with this thread.
+
+    ``report`` is called with vLLM's ``SchedulerStats`` and ``IterationStats`` of each step.
+
+    Raises ``RuntimeError`` where it doesn't start; the process itself writes to standard error why.
+    """
+    vllm_or_raise()
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    # 0: no third process for the model, and none that reads it needs to know of the one that there is
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    if current_platform.is_cpu():
+        environment["TORCHDYNAMO_DISABLE"] = "1"
+    engine_args = AsyncEngineArgs(**settings, worker_extension_cls=EXTENSION)
+    with _groups, _environment(environment), as_main_module():
+        return AsyncLLM.from_engine_args(engine_args, stat_loggers=[_reporter(report)])
+
+
+def _reporter(report: Callable[[Any, Any], None]) -> Any:
+    """A class that hands vLLM's reports on. It passes for the Prometheus exporter, which vLLM would start otherwise."""
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    class Reporter(PrometheusStatLogger):
+        def __init__(self, vllm_config: Any, engine_indexes: Any = None) -> None: ...
+
+        def log_engine_initialized(self) -> None: ...
+
+        def record(
+            self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+        ) -> None:
+            report(scheduler_stats, iteration_stats)
+
+    return Reporter
 
 
 def end_engine(llm: Any) -> None:
@@ -128,6 +185,21 @@ def end_engine(llm: Any) -> None:
         core.structured_output_manager.clear_backend()
         core.model_executor.shutdown()
         core.scheduler.shutdown()
+
+
+@contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """``changes`` to the environment, and none at the end; other variables that changed are put back one by one."""
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name in [name for name, value in os.environ.items() if before.get(name) != value]:
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                del os.environ[name]
 
 
 @contextmanager

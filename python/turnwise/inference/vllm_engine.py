@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.inference.vllm_build import end_engine
-from turnwise.inference.vllm_stats import SchedulerWatch, Stats
+from turnwise.inference.vllm_stats import Peaks, SchedulerWatch, Stats
 from turnwise.inference.vllm_weights import Adapter
 from turnwise.types import ModelError, ModelRequest, ModelResponse, PolicyVersions, Tokenizer
 
@@ -113,6 +113,10 @@ class Engine:
             change.done.set_exception(_again(closed))
         end_engine(self.llm)
 
+    def peaks(self) -> Peaks:
+        """The most of anything since the call before."""
+        return self.watch.take()
+
     @property
     def busy(self) -> bool:
         return bool(self._jobs or self._waiting or self._changes)
@@ -132,7 +136,7 @@ class Engine:
                     self._answer(job, output)
                     del self._jobs[output.request_id]
         except Exception as error:
-            self._fail(_failure(f"vLLM failed on a batch of {len(self._jobs)}", error))
+            self._fail(failure_of(f"vLLM failed on a batch of {len(self._jobs)}", error))
         self.stats.steps += 1
         self.stats.seconds += time.perf_counter() - began
 
@@ -151,44 +155,13 @@ class Engine:
             try:
                 self.llm.add_request(number, prompt, job.params, lora_request=lora)
             except Exception as error:  # vLLM's own checks: this request fails, the others go on
-                job.resolve(_failure(f"vLLM refused a request of policy {job.request.policy!r}", error))
+                job.resolve(failure_of(f"vLLM refused a request of policy {job.request.policy!r}", error))
                 continue
             self._jobs[number] = job
 
     def _answer(self, job: Job, output: Any) -> None:
-        completion = output.outputs[0]
-        ids = list(completion.token_ids)
-        self.stats.requests += 1
-        self.stats.prompt_tokens += len(output.prompt_token_ids)
-        self.stats.cached_tokens += output.num_cached_tokens or 0
-        self.stats.generated_tokens += len(ids)
-        if completion.finish_reason not in ("stop", "length"):
-            job.resolve(
-                ModelError(f"vLLM ended a request of policy {job.request.policy!r}: {completion.finish_reason}")
-            )
-            return
-        job.resolve(
-            ModelResponse(
-                text=self._tokenizer.decode(ids, skip_special_tokens=True),
-                completion_token_ids=ids,
-                logprobs=[at[token].logprob for at, token in zip(completion.logprobs, ids, strict=True)],
-                finish_reason=completion.finish_reason,
-                policy_versions=self._runs(job.request.policy, completion.weight_versions),
-                prompt_token_ids=list(job.request.prompt_token_ids),
-            )
-        )
-
-    def _runs(self, policy: str, spans: Any) -> PolicyVersions:
-        """vLLM's spans of labels as runs of ``policy``'s versions, which other policies' changes don't split."""
-        runs: PolicyVersions = []
-        for span in spans:
-            label, count = int(span.version), span.end - span.start
-            version = next(version for since, version in reversed(self._versions[policy]) if since <= label)
-            if runs and runs[-1][1] == version:
-                count += runs.pop()[0]
-            if count:
-                runs.append((count, version))
-        return runs
+        self.stats.count(output)
+        job.resolve(answer_of(job.request, output, self._versions[job.request.policy], self._tokenizer))
 
     def _fail(self, error: ModelError) -> None:
         """Everything that runs fails. The engine is emptied and serves on; where even that fails, it is given up."""
@@ -296,7 +269,7 @@ class EngineThread:
             del item, function, done  # they would be kept while the thread sleeps
 
 
-def _failure(what: str, error: Exception) -> ModelError:
+def failure_of(what: str, error: Exception) -> ModelError:
     failure = ModelError(f"{what}: {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure
@@ -307,3 +280,35 @@ def _again(error: ModelError) -> ModelError:
     fresh = ModelError(*error.args)
     fresh.__cause__ = error.__cause__
     return fresh
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+def answer_of(
+    request: ModelRequest, output: Any, versions: Sequence[tuple[int, int]], tokenizer: Tokenizer
+) -> ModelResponse | ModelError:
+    """What vLLM's ``output`` (a ``RequestOutput``) answers; ``versions`` are its policy's, by first label."""
+    completion = output.outputs[0]
+    if completion.finish_reason not in ("stop", "length"):
+        return ModelError(f"vLLM ended a request of policy {request.policy!r}: {completion.finish_reason}")
+    ids = list(completion.token_ids)
+    return ModelResponse(
+        text=tokenizer.decode(ids, skip_special_tokens=True),
+        completion_token_ids=ids,
+        logprobs=[at[token].logprob for at, token in zip(completion.logprobs, ids, strict=True)],
+        finish_reason=completion.finish_reason,
+        policy_versions=_runs(completion.weight_versions, versions),
+        prompt_token_ids=list(request.prompt_token_ids),
+    )
+
+
+def _runs(spans: Any, versions: Sequence[tuple[int, int]]) -> PolicyVersions:
+    """vLLM's spans of labels as runs of a policy's versions, which other policies' changes don't split."""
+    runs: PolicyVersions = []
+    for span in spans:
+        label, count = int(span.version), span.end - span.start
+        version = next(version for since, version in reversed(versions) if since <= label)
+        if runs and runs[-1][1] == version:
+            count += runs.pop()[0]
+        if count:
+            runs.append((count, version))
+    return runs

@@ -14,7 +14,8 @@ class Stats:
 
     ``cached_tokens`` are those of prompts that the prefix cache held already; ``preemptions`` count how often a request
     lost its keys and values, for want of memory or by new weights in flight, to compute them anew later; ``seconds``
-    are those of ``steps``, ``sync_seconds`` those in which ``syncs`` changes of weights went in.
+    are those of ``steps``, ``sync_seconds`` those in which ``syncs`` changes of weights went in. ``restarts`` count
+    engines that took the place of one that died.
     """
 
     requests: int = 0
@@ -27,6 +28,14 @@ class Stats:
     timeouts: int = 0
     syncs: int = 0
     sync_seconds: float = 0.0
+    restarts: int = 0
+
+    def count(self, output: Any) -> None:
+        """A request that ended: vLLM's ``RequestOutput``."""
+        self.requests += 1
+        self.prompt_tokens += len(output.prompt_token_ids)
+        self.cached_tokens += output.num_cached_tokens or 0
+        self.generated_tokens += len(output.outputs[0].token_ids)
 
 
 @dataclass(slots=True)

@@ -8,11 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from turnwise.inference import TransformersClient, VLLMClient
+from turnwise.inference import TransformersClient, VLLMClient, VLLMProcessClient
 from turnwise.inference.vllm_build import check_engine_args, vllm_or_raise
 from turnwise.train.config import TrainConfig
 from turnwise.train.config_files import ConfigError
 from turnwise.types import InferenceClient
+
+PROCESS_TIMEOUT = 600.0
+"""Seconds until an engine in a process of its own may be taken for dead, where ``request_timeout`` says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +54,39 @@ def _check_vllm(config: TrainConfig) -> None:
 
 
 def _vllm(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
+    return _with_engines(VLLMClient, config, tokenizer, models, timeout=config.rollout.vllm.request_timeout)
+
+
+def _vllm_process(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
+    timeout = config.rollout.vllm.request_timeout or PROCESS_TIMEOUT
+    return _with_engines(VLLMProcessClient, config, tokenizer, models, timeout=timeout)
+
+
+def _with_engines(
+    kind: Callable[..., InferenceClient],
+    config: TrainConfig,
+    tokenizer: Any,
+    models: Mapping[str, nn.Module],
+    timeout: float | None,
+) -> InferenceClient:
     rollout = config.rollout
     try:
-        return VLLMClient(
+        return kind(
             models,
             tokenizer,
             max_num_seqs=rollout.max_batch_rows,
             kv_cache_bytes=int(rollout.vllm.kv_cache_gb * 2**30),
             in_flight=config.loop.in_flight,
-            timeout=rollout.vllm.request_timeout,
+            timeout=timeout,
             engine_args=rollout.vllm.engine_args,
         )
     except ValueError as error:
-        raise ConfigError(f"config key 'rollout.client' = 'vllm': {error}") from error
+        raise ConfigError(f"config key 'rollout.client' = {rollout.client!r}: {error}") from error
 
 
 KINDS: dict[str, Kind] = {
     "transformers": Kind(lambda config: None, _transformers),
     "vllm": Kind(_check_vllm, _vllm),
+    "vllm-process": Kind(_check_vllm, _vllm_process),
 }
 """By the values of ``rollout.client``."""

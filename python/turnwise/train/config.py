@@ -96,8 +96,8 @@ class WarmStartConfig(Section):
 # What a step samples, and what becomes of it
 # ---------------------------------------------------------------------------------------------------------------------
 class VLLMConfig(Section):
-    """For ``rollout.client = "vllm"``: the memory for keys and values, in GiB, of each engine, the seconds that one
-    completion may take before it is given up, and further fields of vLLM's ``EngineArgs``."""
+    """For the clients ``vllm`` and ``vllm-process``: the memory for keys and values, in GiB, of each engine, the
+    seconds that one completion may take before it is given up, and further fields of vLLM's ``EngineArgs``."""
 
     kv_cache_gb: float = Field(default=1.0, gt=0)
     request_timeout: float | None = Field(default=None, gt=0)
@@ -108,7 +108,7 @@ class RolloutConfig(Section):
     """What one step samples: ``questions`` × ``copies`` episodes, each a tree of ``branches`` where branches > 1.
 
     ``client`` computes at most ``max_batch_rows`` completions at a time: ``transformers`` runs the models as they are,
-    ``vllm`` needs vLLM and is the fast one on a GPU.
+    ``vllm`` needs vLLM and is the fast one on a GPU, ``vllm-process`` runs it in processes beside the trainer's.
     """
 
     questions: int = Field(default=32, ge=1)
@@ -117,7 +117,7 @@ class RolloutConfig(Section):
     temperature: float = Field(default=1.0, gt=0)
     max_tokens: int = Field(default=256, ge=1)
     max_concurrency: int = Field(default=1024, ge=1)
-    client: Literal["transformers", "vllm"] = "transformers"
+    client: Literal["transformers", "vllm", "vllm-process"] = "transformers"
     vllm: VLLMConfig = VLLMConfig()
     max_batch_rows: int = Field(default=512, ge=1)
     timeout: float | None = Field(default=None, gt=0)

@@ -115,7 +115,7 @@ def contradictions(config: TrainConfig) -> list[str]:
         problems.append("config key 'checkpoint.best' = True: needs eval.every > 0, as validation tells the best")
     if config.checkpoint.episodes and config.loop.max_staleness:
         problems.append("config key 'checkpoint.episodes' = True: needs loop.max_staleness = 0")
-    if config.loop.deterministic and config.rollout.client == "vllm":
+    if config.loop.deterministic and config.rollout.client != "transformers":
         problems.append(
             "config key 'loop.deterministic' = True: vLLM takes requests in by the clock, so log-probs differ in their "
             "last bits; use rollout.client = 'transformers'"
