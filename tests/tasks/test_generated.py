@@ -56,3 +56,9 @@ def test_proposer_solver_trains(tmp_path):
     settings = {"credit": {"rule": "hierarchy", "options": {"include_truncated": True}}}
     _, lines = train(tmp_path, "proposer_solver", options, settings)
     assert all(line["episodes"] >= 4 and "reward/proposer" in line for line in lines)
+
+
+def test_sokoban_trains_in_a_tree(tmp_path):
+    options = {"side": 5, "min_route": 2, "shaping": 0.5, "max_turns": 2, "max_tokens": 12}
+    _, lines = train(tmp_path, "sokoban", options, branches=2)
+    assert all("reward/planner" in line for line in lines)

@@ -23,6 +23,7 @@ TASKS = {
     "plan_path": "turnwise.tasks.plan_path.team:PlanPathTask",
     "proposer_solver": "turnwise.tasks.proposer_solver.team:ProposerSolverTask",
     "search_orchestra": "turnwise.tasks.search_orchestra.team:SearchOrchestraTask",
+    "sokoban": "turnwise.tasks.sokoban.team:SokobanTask",
     "sudoku": "turnwise.tasks.sudoku.team:SudokuTask",
     "tic_tac_toe": "turnwise.tasks.tic_tac_toe.task:TicTacToeTask",
 }

@@ -6,8 +6,9 @@ from random import Random
 import pytest
 
 from turnwise.tasks.plan_path.demonstrations import decide, demonstrations, straight_route, suggest
-from turnwise.tasks.plan_path.maze import Difficulty, draw_mazes, parse_maze, parse_route, shortest_route, walk
+from turnwise.tasks.plan_path.maze import Difficulty, draw_mazes, parse_maze, shortest_route, walk
 from turnwise.tasks.plan_path.prompts import read_messages
+from turnwise.tasks.routes import parse_route
 
 MAZES = draw_mazes("train", 600, 0, Difficulty(7, 0.3, 4))
 MAZE = parse_maze("A#G\n...\n..#")

@@ -3,8 +3,6 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from turnwise.tasks.base import SPLIT_OF_RESIDUE
 from turnwise.tasks.plan_path.maze import (
@@ -17,9 +15,7 @@ from turnwise.tasks.plan_path.maze import (
     distances,
     draw_mazes,
     format_maze,
-    format_route,
     parse_maze,
-    parse_route,
     shortest_route,
     split_of_maze,
     walk,
@@ -153,42 +149,3 @@ def test_boards_read_back():
 def test_what_is_no_maze_is_refused(text):
     with pytest.raises(ValueError, match="maze="):
         parse_maze(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "D R R U",
-        "DRRU",
-        "  D, R, R, U\n",
-        "down right Right UP",
-        "[D, R, R, U]",
-        "['down', 'right', 'right', 'up']",
-        "D -> R → R > U.",
-        "Moves: D R R U",
-        "**Answer:** `DRRU`",
-        "First I thought\nU U U\nbut there is a wall.\nD R R U\n\nThat is all.",
-        "D R R U\nI am sure: it works.",
-    ],
-)
-def test_the_last_route_is_read(text):
-    assert parse_route(text) == "DRRU"
-
-
-@pytest.mark.parametrize(
-    "text", ["", "I cannot.", "d r r u", "Go down and right", "D R X U", "->", "Moves:", "1. D 2. R"]
-)
-def test_what_is_no_route_reads_as_none(text):
-    assert parse_route(text) is None
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.text(alphabet="UDLR", min_size=1, max_size=30), st.text(alphabet="ab.: \n", max_size=20))
-def test_writing_and_reading_agree(route, talk):
-    assert parse_route(f"{talk}\n{format_route(route)}\n{talk}") == parse_route(route) == route
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.text(max_size=60))
-def test_reading_never_fails(text):
-    assert set(parse_route(text) or "") <= set(MOVES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from turnwise.tasks.routes import parse_route
+
 from .demonstrations import demonstrations
 from .env import Outcome, PlanPathEnv, Scoring, StepResult
 from .maze import (
@@ -10,7 +12,6 @@ from .maze import (
     draw_mazes,
     format_maze,
     parse_maze,
-    parse_route,
     shortest_route,
     split_of_maze,
     walk,

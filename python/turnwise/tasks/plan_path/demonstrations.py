@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
+from turnwise.tasks.routes import format_route
 from turnwise.types import Messages
 
-from .maze import Maze, distances, format_route, shortest_route, walk
+from .maze import Maze, distances, shortest_route, walk
 from .prompts import plan_path_messages
 
 HABIT = 0.8  # share of the faulty routes that follow the habit; the others have its moves in a random order

@@ -7,7 +7,6 @@ Example: in the maze ``A#G / ... / ..#`` the start is cell 0, the goal cell 2, a
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from functools import lru_cache
 from math import isqrt
@@ -15,9 +14,9 @@ from random import Random
 from typing import NamedTuple
 
 from turnwise.tasks.base import Split, check_split, split_of
+from turnwise.tasks.routes import MOVES
 
 WALL, FREE, AGENT, GOAL = "#", ".", "A", "G"
-MOVES = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
 SIDES = (3, 30)  # smallest and largest maze
 MAX_WALLS = 0.6  # of all cells; denser mazes fall into pieces
 
@@ -187,12 +186,6 @@ def check_difficulty(difficulty: Difficulty) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Text
 # ---------------------------------------------------------------------------------------------------------------------
-_SEPARATORS = re.compile(r"[\s,;|>\-\u2192\[\]()'\"`*.]+")
-_LABEL = re.compile(r"\s*[*_]*[A-Za-z][A-Za-z ]*[*_]*:")
-_WORDS = {"UP": "U", "DOWN": "D", "LEFT": "L", "RIGHT": "R"}
-_LETTERS = re.compile(rf"[{''.join(MOVES)}]+")
-
-
 def format_maze(maze: Maze, position: int | None = None) -> str:
     """A line per row, ``A`` at ``position`` (the start by default) and ``G`` at the goal; no newline at the end.
 
@@ -217,28 +210,3 @@ def parse_maze(text: str) -> Maze:
         raise ValueError(f"{where} one {AGENT!r}, one {GOAL!r}, and {WALL!r} or {FREE!r} elsewhere")
     start, goal = cells.index(AGENT), cells.index(GOAL)
     return Maze(cells.replace(AGENT, FREE).replace(GOAL, FREE), start, goal)
-
-
-def format_route(route: str) -> str:
-    """The moves with blanks between them: ``"RRD"`` is written ``"R R D"``, a token each."""
-    return " ".join(route)
-
-
-def parse_route(text: str) -> str | None:
-    """The route on the last line of ``text`` that holds moves and nothing else, or ``None``.
-
-    Moves are the capitals ``UDLR`` or the words up, down, left and right; blanks, commas, arrows, brackets and a label
-    before a colon do not matter.
-
-    Example: ``parse_route("I go round the wall.\\nMoves: [up, up, RIGHT]") == parse_route("U U R") == "UUR"``
-    """
-    for line in reversed(text.splitlines()):
-        parts = [part for part in _SEPARATORS.split(_LABEL.sub("", line, count=1)) if part]
-        moves = [_read_moves(part) for part in parts]
-        if moves and None not in moves:
-            return "".join(move for move in moves if move is not None)
-    return None
-
-
-def _read_moves(part: str) -> str | None:
-    return part if _LETTERS.fullmatch(part) else _WORDS.get(part.upper())

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+from turnwise.tasks.routes import board_message, read_board
 from turnwise.types import Message, Messages
 
-from .maze import Maze, format_maze, format_route, parse_maze, parse_route
+from .maze import Maze, format_maze, parse_maze
 
 _REPLY = "Reply with moves, such as U R R D."
-_ROUTE = "\nRoute: "
 
 SYSTEM_PROMPTS = {
     "tool": f"Suggest a route from A to G around the walls #. {_REPLY}",
     "planner": f"Choose the moves from A to G around the walls #; the route is a suggestion. {_REPLY}",
     "solver": f"Walk from A to G around the walls #. {_REPLY}",
 }
-
-
-def board_message(board: str, route: str | None = None) -> Message:
-    """The board as it stands, and the suggested route where there is one. Nothing else of the episode is shown."""
-    return {"role": "user", "content": board + (_ROUTE + format_route(route) if route else "")}
 
 
 def plan_path_messages(actor_id: str, maze: Maze, position: int | None = None, route: str | None = None) -> Messages:
@@ -32,5 +27,5 @@ def read_messages(messages: Messages) -> tuple[Maze, str | None]:
 
     Raises ``ValueError`` for a prompt without a board.
     """
-    board, _, route = messages[-1]["content"].partition(_ROUTE)
-    return parse_maze(board), parse_route(route)
+    board, route = read_board(messages)
+    return parse_maze(board), route

@@ -2,49 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler
+from turnwise.arena import Episode, Rubric, TreeSampler
 from turnwise.arena.context import derive_seed
-from turnwise.tasks.base import Demonstration, Player, Split, TeamOptions, check_counts
+from turnwise.tasks.base import Demonstration, Player, Split, check_counts
 from turnwise.tasks.rewards import mix_rewards
+from turnwise.tasks.routes import (
+    MOVES,
+    TEAM,
+    RouteEpisode,
+    RouteOptions,
+    closeness,
+    format_route,
+    legal_moves,
+    mean_of,
+    solved,
+    valid_format,
+)
 from turnwise.types import Actor, EpisodeRequest, EpisodeState, Messages
 
 from .demonstrations import demonstrations
 from .env import Outcome, PlanPathEnv, Scoring
 from .maze import (
     MAX_WALLS,
-    MOVES,
     SIDES,
     Difficulty,
     Maze,
     check_difficulty,
     draw_mazes,
     format_maze,
-    format_route,
     parse_maze,
-    parse_route,
     shortest_route,
 )
-from .prompts import SYSTEM_PROMPTS, board_message, read_messages
-
-Role = Literal["tool", "planner", "solver"]
-TEAM: tuple[Role, ...] = ("tool", "planner")
+from .prompts import SYSTEM_PROMPTS, read_messages
 
 
-class PlanPathEpisode(MultiTurnEpisode):
+class PlanPathEpisode(RouteEpisode):
     """One maze, played by ``actors`` in order for up to ``max_turns`` rounds, until the goal is reached (AT-GRPO).
 
-    The artifact is ``{"maze": "A#G\\n...\\n..#"}``. Each action is a route. The last actor's is walked, up to the first
-    move into a wall; what the others reply is the suggestion that the next one sees, and AT-GRPO's tool agent, which
-    there runs a program, here names its route itself. One that can't be read leaves suggestion and walker as they were.
-    A step earns what ``scoring`` gives for its route, a suggestion what it would earn if it were walked. ``rubric``
-    mixes the same two parts for the whole episode: the team's efficiency for every actor, and how close to the goal its
-    last action led.
+    The artifact is ``{"maze": "A#G\\n...\\n..#"}``. A route is walked up to the first move into a wall; how suggestions
+    go from one to the next is told at :class:`~turnwise.tasks.routes.RouteEpisode`. A step earns what ``scoring`` gives
+    for its route, a suggestion what it would earn if it were walked. ``rubric`` mixes the same two parts for the whole
+    episode: the team's efficiency for every actor, and how close to the goal its last action led.
 
     Example: ``PlanPathEpisode(sampler=TreeSampler(branches=8))`` for the team,
     ``PlanPathEpisode(actors=("solver",), max_turns=1)`` for one agent.
@@ -60,41 +64,22 @@ class PlanPathEpisode(MultiTurnEpisode):
         scoring: Scoring | None = None,
         sampler: TreeSampler | None = None,
     ) -> None:
-        super().__init__(sampler=sampler, max_turns=max_turns)
-        self.actors = tuple(actors)
+        super().__init__(actors=actors, sampler=sampler, max_turns=max_turns)
         self.scoring = scoring or Scoring()
         # What the outcome alone and the own part alone are worth, so the rubric's sum is the steps' mix.
         alpha, mode = self.scoring.alpha, self.scoring.mode
         weights = [mix_rewards(1.0, 0.0, alpha, mode), mix_rewards(0.0, 1.0, alpha, mode), 0.0, 0.0, 0.0]
         self.rubric = Rubric([efficiency, closeness, solved, valid_format, legal_moves], weights)
 
-    def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
+    def start(self, artifact: Any) -> dict[str, Any]:
         # "path" is the environment's own list: a fork of the data is a fork of the environment.
-        path = PlanPathEnv(parse_maze(artifact["maze"])).path
-        state.data = {"maze": artifact["maze"], "path": path, "route": None, "outcomes": {}}
+        return {"maze": artifact["maze"], "path": PlanPathEnv(parse_maze(artifact["maze"])).path}
 
     def environment(self, state: EpisodeState) -> PlanPathEnv:
-        """The environment of ``state``: what it walks is written to ``state.data``."""
         return PlanPathEnv(parse_maze(state.data["maze"]), self.scoring, state.data["path"])
 
-    def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
-        """The board and the suggestion alone; the arena puts the actor's system prompt in front."""
-        return [board_message(self.environment(state).observe(), state.data["route"])]
-
-    def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
-        data, actor = state.data, state.current_actor
-        env, route = self.environment(state), parse_route(state.last_completion_text)
-        if actor == self.actors[-1]:
-            outcome, data["route"] = env.step(route).outcome, None
-        else:
-            outcome, data["route"] = env.preview(route), route or data["route"]
-        data["outcomes"].setdefault(actor, []).append(outcome._asdict())
-
-    def step_reward(self, state: EpisodeState, arena: Any, artifact: Any) -> float:
-        return self.scoring.reward(Outcome(**state.data["outcomes"][state.current_actor][-1]))
-
-    def is_done(self, state: EpisodeState, arena: Any, artifact: Any) -> bool:
-        return self.environment(state).solved
+    def reward_of(self, outcome: Mapping[str, Any]) -> float:
+        return self.scoring.reward(Outcome(**outcome))
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
         """``solved`` and ``efficiency`` of the team; ``closeness``, ``valid`` and ``legal`` by actor; ``path``.
@@ -107,15 +92,11 @@ class PlanPathEpisode(MultiTurnEpisode):
             "solved": dict.fromkeys(self.actors, float(env.solved)),
             "efficiency": dict.fromkeys(self.actors, env.efficiency),
             "closeness": {actor: acted[-1]["closeness"] for actor, acted in outcomes.items()},
-            "valid": {actor: _mean(acted, "valid") for actor, acted in outcomes.items()},
-            "legal": {actor: _mean(acted, "legal") for actor, acted in outcomes.items()},
+            "valid": {actor: mean_of(acted, "valid") for actor, acted in outcomes.items()},
+            "legal": {actor: mean_of(acted, "legal") for actor, acted in outcomes.items()},
             "path": list(env.path),
             "rounds": 1 + max((step.turn for step in state.trajectory), default=0),
         }
-
-
-def _mean(outcomes: Sequence[dict[str, Any]], name: str) -> float:
-    return sum(outcome[name] for outcome in outcomes) / len(outcomes)
 
 
 def efficiency(extras: dict[str, Any]) -> dict[str, float]:
@@ -123,27 +104,7 @@ def efficiency(extras: dict[str, Any]) -> dict[str, float]:
     return extras["efficiency"]
 
 
-def closeness(extras: dict[str, Any]) -> dict[str, float]:
-    """How close to the goal each actor's last action led: 1 at the goal, 0 no closer than the start."""
-    return extras["closeness"]
-
-
-def solved(extras: dict[str, Any]) -> dict[str, float]:
-    """1.0 for every actor of the team where the goal was reached."""
-    return extras["solved"]
-
-
-def valid_format(extras: dict[str, Any]) -> dict[str, float]:
-    """The share of each actor's completions that held a route."""
-    return extras["valid"]
-
-
-def legal_moves(extras: dict[str, Any]) -> dict[str, float]:
-    """The share of the moves of each actor's routes that could be walked, averaged over its completions."""
-    return extras["legal"]
-
-
-class PlanPathOptions(TeamOptions):
+class PlanPathOptions(RouteOptions):
     """Options of the task ``plan_path``. ``actors = ["solver"]`` with ``max_turns = 1`` is the single agent.
 
     ``side``, ``walls`` and ``min_route`` make a maze hard: its cells per side, the share of them that are walls, and
@@ -151,20 +112,10 @@ class PlanPathOptions(TeamOptions):
     ``max_tokens`` the limit of one completion (with the tiny model a token per move, and the end of turn).
     """
 
-    actors: tuple[Role, ...] = Field(default=TEAM, min_length=1)
-    max_turns: int = Field(default=3, ge=1)
     side: int = Field(default=Difficulty().side, ge=SIDES[0], le=SIDES[1])
     walls: float = Field(default=Difficulty().walls, ge=0, le=MAX_WALLS)
     min_route: int = Field(default=Difficulty().min_route, ge=1)
     illegal_cost: float = Field(default=0.1, ge=0)
-    max_tokens: int = Field(default=64, ge=1)
-
-    @field_validator("actors")
-    @classmethod
-    def _a_walker_last(cls, actors: tuple[Role, ...]) -> tuple[Role, ...]:
-        if actors[-1] == "tool":
-            raise ValueError("expected the planner or the solver last, whose routes are walked")
-        return actors
 
     @model_validator(mode="after")
     def _can_be_drawn(self) -> PlanPathOptions:

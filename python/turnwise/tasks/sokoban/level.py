@@ -1,0 +1,258 @@
+"""Sokoban without models: levels and the split of each, moves and pushes, shortest solutions and the text form.
+
+A cell is a number, row by row from 0; a route is a string of the moves ``U``, ``D``, ``L`` and ``R``. The outermost
+cells of a level are walls.
+
+Example: in ``##### / #A..# / #.BG# / #...# / #####`` the route ``"DR"`` pushes the box onto the goal.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import lru_cache
+from math import comb, isqrt
+from random import Random
+from typing import NamedTuple
+
+from turnwise.tasks.base import Split, check_split, split_of
+from turnwise.tasks.routes import MOVES
+
+WALL, FREE, AGENT, BOX, GOAL, BOX_ON_GOAL, AGENT_ON_GOAL = "#", ".", "A", "B", "G", "*", "+"
+SIDES = (5, 10)  # smallest and largest level, walls around it included
+MAX_STATES = 60_000  # of a level: all of them are looked at to solve it
+_PATIENCE = 2_000  # draws in a row without a new level, after which there is taken to be none
+
+
+class State(NamedTuple):
+    """All that changes: where the player stands, and the boxes, in ascending order."""
+
+    player: int
+    boxes: tuple[int, ...]
+
+
+class Level(NamedTuple):
+    """A square level: ``cells`` are side * side characters, ``#`` or ``.``; as many ``goals`` as boxes; the start.
+
+    Example: ``parse_level("#####\\n#A..#\\n#.BG#\\n#...#\\n#####")`` has ``goals=(13,), start=State(6, (12,))``.
+    """
+
+    cells: str
+    goals: tuple[int, ...]
+    start: State
+
+    @property
+    def side(self) -> int:
+        return isqrt(len(self.cells))
+
+
+class Difficulty(NamedTuple):
+    """Cells per side, boxes, the fewest moves of a solution, and the share of the inner cells that are walls."""
+
+    side: int = 6
+    boxes: int = 1
+    min_route: int = 4
+    walls: float = 0.1
+
+
+class Walk(NamedTuple):
+    """The states that a route led through, in order, and how many moves it names: more, if it was ended early."""
+
+    states: tuple[State, ...]
+    named: int
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rules
+# ---------------------------------------------------------------------------------------------------------------------
+def offset(level: Level, move: str) -> int:
+    """What a move adds to a cell's number; the wall around a level keeps it inside."""
+    down, right = MOVES[move]
+    return down * level.side + right
+
+
+def is_solved(level: Level, state: State) -> bool:
+    return state.boxes == level.goals
+
+
+def moved(level: Level, state: State, move: str) -> State | None:
+    """The state after ``move``, which pushes a box that stands in its way; ``None`` where something is behind it."""
+    step = offset(level, move)
+    cell = state.player + step
+    if level.cells[cell] == WALL:
+        return None
+    if cell not in state.boxes:
+        return State(cell, state.boxes)
+    behind = cell + step
+    if level.cells[behind] == WALL or behind in state.boxes:
+        return None
+    return State(cell, _swapped(state.boxes, cell, behind))
+
+
+def _swapped(boxes: tuple[int, ...], old: int, new: int) -> tuple[int, ...]:
+    return tuple(sorted(new if box == old else box for box in boxes))
+
+
+def walk(level: Level, state: State, route: str) -> Walk:
+    """``route`` from ``state``, up to the solution or the first move that can't be made.
+
+    Raises ``ValueError`` for letters that are no moves.
+    """
+    if set(route) - set(MOVES):
+        raise ValueError(f"route={route!r}: expected moves out of {''.join(MOVES)!r}")
+    states: list[State] = []
+    for move in route:
+        following = moved(level, state, move)
+        if following is None or is_solved(level, state):
+            break
+        states.append(state := following)
+    return Walk(tuple(states), len(route))
+
+
+def distances(level: Level) -> dict[State, int]:
+    """Fewest moves to a solution from every state that has one; its start does not matter. Others are lost for good.
+
+    Found by playing backwards from the solved states, breadth first: stepping back, with or without pulling the box
+    that the step would have pushed. What can be reached so is exactly what can be solved.
+    """
+    return _distances(level.cells, level.goals)
+
+
+@lru_cache(maxsize=256)
+def _distances(cells: str, goals: tuple[int, ...]) -> dict[State, int]:
+    level = Level(cells, goals, State(0, goals))
+    free = [cell for cell, kind in enumerate(cells) if kind != WALL]
+    found = {State(cell, goals): 0 for cell in free if cell not in goals}
+    queue = deque(found)
+    steps = [offset(level, move) for move in MOVES]
+    while queue:
+        state = queue.popleft()
+        for step in steps:
+            came_from, pushed = state.player - step, state.player + step
+            if cells[came_from] == WALL or came_from in state.boxes:
+                continue
+            before = [State(came_from, state.boxes)]
+            if pushed in state.boxes:
+                before.append(State(came_from, _swapped(state.boxes, pushed, state.player)))
+            for earlier in before:
+                if earlier not in found:
+                    found[earlier] = found[state] + 1
+                    queue.append(earlier)
+    return found
+
+
+def shortest_route(level: Level, state: State | None = None) -> str:
+    """The shortest solution, by default from the level's start; of several the first in ``UDLR``'s order.
+
+    Raises ``ValueError`` for a state that has none.
+    """
+    here = level.start if state is None else state
+    known = distances(level)
+    if here not in known:
+        raise ValueError(f"state={here!r}: expected one that can be solved, in\n{format_level(level, here)}")
+    route = ""
+    while known[here]:
+        for move in MOVES:
+            following = moved(level, here, move)
+            if following is not None and known.get(following) == known[here] - 1:
+                route, here = route + move, following
+                break
+    return route
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Levels
+# ---------------------------------------------------------------------------------------------------------------------
+def draw_levels(split: Split, n: int, seed: int | str, difficulty: Difficulty = Difficulty()) -> list[Level]:  # noqa: B008
+    """``n`` different levels of ``split``, each with a shortest solution of at least ``difficulty.min_route`` moves.
+
+    A level is played backwards from its goals, so each has a solution. Equal arguments give equal levels, and a longer
+    list begins with the shorter one. Walls and goals alone decide the split: so no state that is met in training makes
+    a level of another split. Raises ``ValueError`` where the split holds too few.
+    """
+    check_split(split)
+    if n < 0:
+        raise ValueError(f"n={n!r}: expected a count >= 0")
+    check_difficulty(difficulty)
+    rng = Random(f"sokoban/{split}/{seed}/{'/'.join(map(str, difficulty))}")
+    found: dict[Level, None] = {}
+    misses = 0
+    while len(found) < n:
+        level = _draw(difficulty, split, rng)
+        if level is not None and level not in found:
+            found[level] = None
+            misses = 0
+        elif (misses := misses + 1) == _PATIENCE:
+            raise ValueError(f"n={n!r}: the {split} split holds about {len(found)} levels with {difficulty}")
+    return list(found)
+
+
+def _draw(difficulty: Difficulty, split: Split, rng: Random) -> Level | None:
+    """A random level; ``None`` where the layout is another split's, or has no state far enough from its solution."""
+    side = difficulty.side
+    inner = [row * side + column for row in range(1, side - 1) for column in range(1, side - 1)]
+    free = set(inner) - set(rng.sample(inner, round(difficulty.walls * len(inner))))
+    cells = "".join(FREE if cell in free else WALL for cell in range(side * side))
+    goals = tuple(sorted(rng.sample(sorted(free), difficulty.boxes)))
+    if split_of_layout(cells, goals) != split:
+        return None
+    known = _distances(cells, goals)
+    # Only whole tasks: a box that stands on a goal already would make a level look solved in part.
+    far = [s for s, moves in known.items() if moves >= difficulty.min_route and not set(s.boxes) & set(goals)]
+    return Level(cells, goals, rng.choice(far)) if far else None
+
+
+def split_of_layout(cells: str, goals: tuple[int, ...]) -> Split:
+    """The one split that walls and goals belong to, wherever player and boxes stand."""
+    return split_of("".join(GOAL if cell in goals else kind for cell, kind in enumerate(cells)))
+
+
+def check_difficulty(difficulty: Difficulty) -> None:
+    """Raise ``ValueError`` for a difficulty that no level can have, or whose levels are too large to be solved here."""
+    side, boxes, min_route, walls = difficulty
+    if not SIDES[0] <= side <= SIDES[1]:
+        raise ValueError(f"side={side!r}: expected {SIDES[0]} to {SIDES[1]} cells, walls around it included")
+    if not 0 <= walls <= 0.4:
+        raise ValueError(f"walls={walls!r}: expected a share of the inner cells from 0 to 0.4")
+    free = (side - 2) ** 2 - round(walls * (side - 2) ** 2)
+    if boxes < 1 or (states := free * comb(free - 1, boxes)) > MAX_STATES:
+        many = "" if boxes < 1 else f", of which this level has {states}"
+        raise ValueError(f"boxes={boxes!r}: expected at least 1, and at most {MAX_STATES} states{many}")
+    if min_route < 1:
+        raise ValueError(f"min_route={min_route!r}: expected at least 1 move")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text
+# ---------------------------------------------------------------------------------------------------------------------
+def format_level(level: Level, state: State | None = None) -> str:
+    """A line per row: ``A`` the player, ``B`` a box, ``G`` a goal, ``*`` a box on one, ``+`` the player on one."""
+    player, boxes = level.start if state is None else state
+    cells = list(level.cells)
+    for goal in level.goals:
+        cells[goal] = GOAL
+    for box in boxes:
+        cells[box] = BOX_ON_GOAL if box in level.goals else BOX
+    cells[player] = AGENT_ON_GOAL if player in level.goals else AGENT
+    side = level.side
+    return "\n".join("".join(cells[row * side : (row + 1) * side]) for row in range(side))
+
+
+@lru_cache(maxsize=4096)
+def parse_level(text: str) -> Level:
+    """The level that :func:`format_level` wrote. Raises ``ValueError`` for text that is none, saying what is amiss."""
+    rows = text.split("\n")
+    cells = "".join(rows)
+    where = f"level={text!r}: expected"
+    side = len(rows)
+    if not SIDES[0] <= side <= SIDES[1] or any(len(row) != side for row in rows):
+        raise ValueError(f"{where} as many rows as columns, {SIDES[0]} to {SIDES[1]}")
+    border = cells[:side] + cells[-side:] + cells[::side] + cells[side - 1 :: side]
+    players = [cell for cell, kind in enumerate(cells) if kind in (AGENT, AGENT_ON_GOAL)]
+    boxes = tuple(cell for cell, kind in enumerate(cells) if kind in (BOX, BOX_ON_GOAL))
+    goals = tuple(cell for cell, kind in enumerate(cells) if kind in (GOAL, BOX_ON_GOAL, AGENT_ON_GOAL))
+    if set(border) != {WALL} or set(cells) - set("#.ABG*+"):
+        raise ValueError(f"{where} walls # around it, and nothing but # . A B G * + inside")
+    if len(players) != 1 or not boxes or len(boxes) != len(goals):
+        raise ValueError(f"{where} one player, and as many goals as boxes, at least one")
+    walls = "".join(WALL if kind == WALL else FREE for kind in cells)
+    return Level(walls, goals, State(players[0], boxes))

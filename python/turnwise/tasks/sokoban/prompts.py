@@ -1,0 +1,32 @@
+"""What the players of Sokoban are told: short, so that a tiny model trains fast, and clear to a large one."""
+
+from __future__ import annotations
+
+from turnwise.tasks.routes import board_message, read_board
+from turnwise.types import Message, Messages
+
+from .level import Level, State, format_level, parse_level
+
+_RULES = "Sokoban: A pushes each box B onto a goal G, * is done, # a wall."
+_REPLY = "Reply with moves, such as U R R D."
+
+SYSTEM_PROMPTS = {
+    "tool": f"{_RULES} Suggest the moves. {_REPLY}",
+    "planner": f"{_RULES} Choose the moves; the route is a suggestion. {_REPLY}",
+    "solver": f"{_RULES} Make the moves. {_REPLY}",
+}
+
+
+def sokoban_messages(actor_id: str, level: Level, state: State | None = None, route: str | None = None) -> Messages:
+    """The whole prompt of one call: the actor's instruction and the board in ``state``."""
+    system: Message = {"role": "system", "content": SYSTEM_PROMPTS[actor_id]}
+    return [system, board_message(format_level(level, state), route)]
+
+
+def read_messages(messages: Messages) -> tuple[Level, str | None]:
+    """The level, starting as it stands, and the suggestion back from a prompt of :func:`sokoban_messages`.
+
+    Raises ``ValueError`` for a prompt without a board.
+    """
+    board, route = read_board(messages)
+    return parse_level(board), route

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from turnwise.tasks.routes import parse_route
+from turnwise.tasks.sokoban.demonstrations import decide, demonstrations, suggest
+from turnwise.tasks.sokoban.level import draw_levels, is_solved, parse_level, shortest_route, walk
+from turnwise.tasks.sokoban.prompts import read_messages
+
+LEVELS = draw_levels("train", 400, 0)
+TEAM = ("tool", "planner")
+
+
+def solves(level, route):
+    states = walk(level, level.start, route).states
+    return bool(states) and is_solved(level, states[-1])
+
+
+@pytest.mark.parametrize("quality", [0.0, 0.4, 1.0])
+def test_quality_is_the_chance_of_a_solution(quality):
+    right = {"tool": [], "planner": []}
+    for actor, messages, text in demonstrations(LEVELS, TEAM, 1, quality):
+        level, suggestion = read_messages(messages)
+        route = parse_route(text)
+        assert route and (suggestion is None or actor == "planner")
+        right[actor].append(solves(level, route))
+    assert {len(share) for share in right.values()} == {200}
+    assert sum(right["tool"]) / 200 == pytest.approx(quality + (1 - quality) * 0.06, abs=0.1)
+    # A planner mends what did not solve, or starts by itself.
+    assert sum(right["planner"]) >= sum(right["tool"]) - 20
+
+
+def test_some_begin_on_the_way():
+    met = [read_messages(messages)[0] for _, messages, _ in demonstrations(LEVELS, TEAM, 1)]
+    later = sum(level.start != drawn.start for level, drawn in zip(met, LEVELS, strict=True)) / len(met)
+    assert 0.1 < later < 0.3
+    assert all(level.goals == drawn.goals for level, drawn in zip(met, LEVELS, strict=True))
+
+
+def test_faults_and_decisions_by_hand():
+    level = parse_level("#####\n#A..#\n#.BG#\n#...#\n#####")
+    faulty = Counter(suggest(level, 0.0, Random(seed)) for seed in range(300))
+    assert "DR" not in faulty and all(len(route) == 2 for route in faulty)
+    assert suggest(level, 1.0, Random(0)) == "DR" == shortest_route(level)
+    assert decide(level, "DR", 0.0, Random(0)) == "DR" == decide(level, "U", 1.0, Random(0))
+    assert decide(level, "U", 0.0, Random(0)) == "U"
+
+
+def test_both_roles_appear_and_the_seed_decides():
+    made = demonstrations(LEVELS[:40], TEAM, 3)
+    assert Counter(actor for actor, *_ in made) == {"tool": 20, "planner": 20}
+    assert demonstrations(LEVELS[:40], TEAM, 3) == made != demonstrations(LEVELS[:40], TEAM, 4)
+    with pytest.raises(ValueError, match=r"quality=1\.5"):
+        demonstrations(LEVELS[:1], TEAM, 0, 1.5)
+    with pytest.raises(ValueError, match="actors"):
+        demonstrations(LEVELS[:1], (), 0)
