@@ -62,3 +62,8 @@ def test_sokoban_trains_in_a_tree(tmp_path):
     options = {"side": 5, "min_route": 2, "shaping": 0.5, "max_turns": 2, "max_tokens": 12}
     _, lines = train(tmp_path, "sokoban", options, branches=2)
     assert all("reward/planner" in line for line in lines)
+
+
+def test_refine_loop_trains_in_a_tree(tmp_path):
+    _, lines = train(tmp_path, "refine_loop", {"rules": 2, "max_tokens": 12}, branches=2)
+    assert all("reward/critic" in line for line in lines)

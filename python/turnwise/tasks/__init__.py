@@ -22,6 +22,7 @@ TASKS = {
     "math_orchestra": "turnwise.tasks.math_orchestra:MathOrchestraTask",
     "plan_path": "turnwise.tasks.plan_path.team:PlanPathTask",
     "proposer_solver": "turnwise.tasks.proposer_solver.team:ProposerSolverTask",
+    "refine_loop": "turnwise.tasks.refine_loop.team:RefineLoopTask",
     "search_orchestra": "turnwise.tasks.search_orchestra.team:SearchOrchestraTask",
     "sokoban": "turnwise.tasks.sokoban.team:SokobanTask",
     "sudoku": "turnwise.tasks.sudoku.team:SudokuTask",

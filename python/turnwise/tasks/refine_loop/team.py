@@ -1,0 +1,311 @@
+"""The refinement loop: a generator drafts, a critic says what is wrong, round by round; or a generator alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any, Literal, NamedTuple
+
+from pydantic import Field, field_validator
+
+from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler
+from turnwise.tasks.base import Demonstration, Player, Split, TeamOptions
+from turnwise.tasks.generated import GeneratedTask
+from turnwise.tasks.rewards import MixMode, invalid_penalty, mix_rewards
+from turnwise.types import EpisodeState, Message, Messages
+
+from .rules import (
+    COUNTS,
+    HIGHEST,
+    KINDS,
+    LOWEST,
+    Draft,
+    answers,
+    broken_rules,
+    draw_questions,
+    draw_training,
+    format_draft,
+    format_review,
+    parse_draft,
+    parse_question,
+    parse_review,
+)
+
+GENERATOR, CRITIC = "generator", "critic"
+Role = Literal["generator", "critic"]
+TEAM: tuple[Role, ...] = ("generator", "critic")
+SYSTEM_PROMPTS = {
+    GENERATOR: "Write the numbers. Reply with them alone, such as 2 3 4.",
+    CRITIC: "Say which rules the draft breaks, such as wrong: sum, count. If none, say ok.",
+}
+LATER = 0.5  # share of a generator's demonstrations in a team that begin with a draft and its review
+_DRAFT, _REVIEW, _NONE = "\nDraft: ", "\nReview: ", "none"
+
+
+class View(NamedTuple):
+    """What a prompt shows: the question, the standing draft, and the review of it."""
+
+    question: str
+    draft: Draft | None = None
+    review: str | None = None
+
+
+def view_message(actor_id: str, view: View) -> Message:
+    """The user message that shows ``view``; a critic is told where there is no draft."""
+    text = view.question
+    if view.draft is not None or actor_id == CRITIC:
+        text += _DRAFT + (format_draft(view.draft) if view.draft else _NONE)
+    if view.review is not None:
+        text += _REVIEW + view.review
+    return {"role": "user", "content": text}
+
+
+def read_view(messages: Messages) -> View:
+    """The view back from a prompt."""
+    shown, reviewed, review = messages[-1]["content"].partition(_REVIEW)
+    question, _, draft = shown.partition(_DRAFT)
+    return View(question, parse_draft(draft), review if reviewed else None)
+
+
+class RefineLoopEpisode(MultiTurnEpisode):
+    """One question, played by ``actors`` in order for up to ``max_turns`` rounds, until the critic says ok.
+
+    The artifact is ``{"question": "Write 4 numbers from 1 to 9: sum 17, different."}``. A generator's action is a whole
+    list, which becomes the draft; a critic's names the rules that the draft breaks, and is what the generator sees
+    next. What can't be read leaves draft and review as they were and costs ``invalid_cost``. A step earns
+    ``mix_rewards(solved, own part, alpha, mode)``: ``solved`` is 1 where the draft breaks no rule; the generator's own
+    part is the share of the rules that it keeps, the critic's the share that it judges rightly. ``rubric`` mixes the
+    same for the whole episode: the outcome for every actor, and the own part of its last action.
+
+    Example: ``RefineLoopEpisode(sampler=TreeSampler(branches=8))`` for the team,
+    ``RefineLoopEpisode(actors=("generator",), max_turns=1)`` for one agent.
+    """
+
+    episode_type = "refine_loop"
+
+    def __init__(
+        self,
+        *,
+        actors: Sequence[str] = TEAM,
+        max_turns: int = 2,
+        alpha: float = 1.0,
+        mode: MixMode = "weighted_sum",
+        invalid_cost: float = 0.25,
+        sampler: TreeSampler | None = None,
+    ) -> None:
+        super().__init__(sampler=sampler, max_turns=max_turns)
+        self.actors = tuple(actors)
+        self.alpha, self.mode, self.invalid_cost = alpha, mode, invalid_cost
+        weights = [mix_rewards(1.0, 0.0, alpha, mode), mix_rewards(0.0, 1.0, alpha, mode), 0.0, 0.0]
+        self.rubric = Rubric([solved, own_part, valid_format, found_faults], weights)
+
+    def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
+        parse_question(artifact["question"])  # an artifact that is no question fails here, by name
+        state.data = {"question": artifact["question"], "draft": None, "review": None, "approved": False, "acts": {}}
+
+    def public(self, text: str) -> str:
+        # Some chat templates open the thought inside the prompt, so only its end shows.
+        return text.rpartition("</think>")[2]
+
+    def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
+        """Question, draft and, for the generator, its review; nothing else piles up."""
+        data = state.data
+        review = data["review"] if state.current_actor == GENERATOR else None
+        return [view_message(state.current_actor, View(data["question"], _draft(state), review))]
+
+    def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
+        said = self.public(state.last_completion_text)
+        act = (self._generate if state.current_actor == GENERATOR else self._criticize)(state, said)
+        state.data["acts"].setdefault(state.current_actor, []).append(act)
+
+    def _generate(self, state: EpisodeState, said: str) -> dict[str, float]:
+        draft = parse_draft(said)
+        if draft is not None:
+            state.data["draft"], state.data["review"] = list(draft), None
+        names = parse_question(state.data["question"]).names
+        return {"valid": draft is not None, "own": 1.0 - len(_broken(state)) / len(names)}
+
+    def _criticize(self, state: EpisodeState, said: str) -> dict[str, float]:
+        called = parse_review(said)
+        names = set(parse_question(state.data["question"]).names)
+        if called is None:
+            return {"valid": False, "own": 0.0}
+        state.data["review"], state.data["approved"] = format_review(called), not called
+        # A rule that the question does not have counts as one more that was judged wrongly.
+        return {"valid": True, "own": max(0.0, 1.0 - len(called ^ _broken(state)) / len(names))}
+
+    def step_reward(self, state: EpisodeState, arena: Any, artifact: Any) -> float:
+        act = state.data["acts"][state.current_actor][-1]
+        reward = mix_rewards(float(not _broken(state)), act["own"], self.alpha, self.mode)
+        return reward + invalid_penalty(act["valid"], self.invalid_cost)
+
+    def is_done(self, state: EpisodeState, arena: Any, artifact: Any) -> bool:
+        return state.data["approved"]
+
+    def get_extras(self, state: EpisodeState) -> dict[str, Any]:
+        """``solved`` by actor; ``own``, ``valid`` by who acted; ``draft``, ``review``, ``broken``, ``rounds``."""
+        acts, draft = state.data["acts"], _draft(state)
+        return {
+            "solved": dict.fromkeys(self.actors, float(not _broken(state))),
+            "own": {actor: done[-1]["own"] for actor, done in acts.items()},
+            "valid": {actor: sum(act["valid"] for act in done) / len(done) for actor, done in acts.items()},
+            "draft": None if draft is None else list(draft),
+            "review": state.data["review"],
+            "broken": sorted(_broken(state)),
+            "rounds": 1 + max((step.turn for step in state.trajectory), default=0),
+        }
+
+
+def _draft(state: EpisodeState) -> Draft | None:
+    return None if state.data["draft"] is None else tuple(state.data["draft"])
+
+
+def _broken(state: EpisodeState) -> frozenset[str]:
+    return broken_rules(parse_question(state.data["question"]), _draft(state))
+
+
+def solved(extras: dict[str, Any]) -> dict[str, float]:
+    """1.0 for every actor of the team where the last draft breaks no rule, acted or not."""
+    return extras["solved"]
+
+
+def own_part(extras: dict[str, Any]) -> dict[str, float]:
+    """Of each actor's last action: the share of the rules that the draft keeps, or that were judged rightly."""
+    return extras["own"]
+
+
+def valid_format(extras: dict[str, Any]) -> dict[str, float]:
+    """The share of each actor's completions that held a list, or a review."""
+    return extras["valid"]
+
+
+def found_faults(extras: dict[str, Any]) -> dict[str, float]:
+    """1.0 where the last review says of the last draft exactly what is so."""
+    if CRITIC not in extras["own"] or extras["review"] is None:
+        return {}
+    return {CRITIC: float(extras["review"] == format_review(extras["broken"]))}
+
+
+class RefineLoopOptions(TeamOptions):
+    """Options of the task ``refine_loop``. ``actors = ["generator"]`` with ``max_turns = 1`` is the single agent.
+
+    ``rules`` is how many rules a question has beside the count of its numbers; ``quality`` the chance that a
+    demonstrated list, or review, is right.
+    """
+
+    actors: tuple[Role, ...] = Field(default=TEAM, min_length=1)
+    max_turns: int = Field(default=2, ge=1)
+    rules: int = Field(default=3, ge=2, le=len(KINDS))
+    max_tokens: int = Field(default=32, ge=1)
+
+    @field_validator("actors")
+    @classmethod
+    def _a_generator_first(cls, actors: tuple[Role, ...]) -> tuple[Role, ...]:
+        if actors[:1] != (GENERATOR,):
+            raise ValueError("expected the generator first, whose draft is reviewed")
+        return actors
+
+
+class RefineLoopTask(GeneratedTask):
+    """Drafts and reviews; see :class:`turnwise.tasks.base.Task` for what each method promises.
+
+    Example: ``RefineLoopTask(RefineLoopOptions(rules=4, max_turns=3))``
+    """
+
+    name = "refine_loop"
+    system_prompts = SYSTEM_PROMPTS
+    success_metric = f"solved/{GENERATOR}"
+    options_type = RefineLoopOptions
+    options: RefineLoopOptions
+
+    def __init__(self, options: RefineLoopOptions | None = None) -> None:
+        self.options = options or RefineLoopOptions()
+
+    @property
+    def roles(self) -> Sequence[str]:
+        return self.options.actors
+
+    def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
+        options = self.options
+        episode = RefineLoopEpisode(
+            actors=options.actors,
+            max_turns=options.max_turns,
+            alpha=options.alpha,
+            mode=options.mode,
+            invalid_cost=options.invalid_cost,
+            sampler=tree,
+        )
+        return {self.name: episode}
+
+    def draw(self, split: Split, n: int, seed: int | str) -> list[str]:
+        return draw_questions(split, n, seed, self.options.rules)
+
+    def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
+        return self._demonstrate(n, self.options.actors, f"{seed}", self.options.quality)
+
+    def texts(self) -> list[str]:
+        """The words of every role's prompts and replies, the same for each choice of actors."""
+        shown = self._demonstrate(120, TEAM, "texts", 0.4)
+        return [text for _, messages, reply in shown for text in (*(m["content"] for m in messages), reply)]
+
+    def oracle(self) -> Player:
+        """The first list that breaks no rule, and exact reviews."""
+
+        def play(actor_id: str, messages: Messages) -> str:
+            view = read_view(messages)
+            question = parse_question(view.question)
+            if actor_id == GENERATOR:
+                return format_draft(answers(question)[0])
+            return format_review(broken_rules(question, view.draft))
+
+        return play
+
+    def random_player(self, seed: int) -> Player:
+        """Any numbers, as many as asked for, and reviews that call each rule broken half of the time."""
+        rng = Random(f"refine-random/{seed}")
+
+        def play(actor_id: str, messages: Messages) -> str:
+            question = parse_question(read_view(messages).question)
+            if actor_id == GENERATOR:
+                return format_draft(tuple(rng.randint(LOWEST, HIGHEST) for _ in range(question.length)))
+            return format_review([name for name in question.names if rng.random() < 0.5])
+
+        return play
+
+    def _demonstrate(self, n: int, actors: Sequence[str], seed: str, quality: float) -> list[Demonstration]:
+        rng = Random(f"refine-demonstrations/{seed}")
+        team = len(actors) > 1
+        return [
+            _demonstrate(draw_training(self.options.rules, rng), actors[index % len(actors)], team, quality, rng)
+            for index in range(n)
+        ]
+
+
+def _demonstrate(text: str, actor: str, team: bool, quality: float, rng: Random) -> Demonstration:
+    question = parse_question(text)
+    right = rng.random() < quality
+    system: Message = {"role": "system", "content": SYSTEM_PROMPTS[actor]}
+    if actor == CRITIC:
+        view = View(text, _near_miss(answers(question), rng) if rng.random() < 0.7 else rng.choice(answers(question)))
+        broken = broken_rules(question, view.draft)
+        review = broken if right else frozenset(name for name in question.names if rng.random() < 0.5)
+        return actor, [system, view_message(actor, view)], format_review(review)
+    view = View(text)
+    if team and rng.random() < LATER:
+        draft = _near_miss(answers(question), rng)
+        view = View(text, draft, format_review(broken_rules(question, draft)))
+    reply = rng.choice(answers(question)) if right else _near_miss(answers(question), rng)
+    return actor, [system, view_message(actor, view)], format_draft(reply)
+
+
+def _near_miss(solutions: Sequence[Draft], rng: Random) -> Draft:
+    """A list that breaks some rule: an answer with a number changed, added or left out."""
+    right = set(solutions)
+    while True:
+        draft = list(rng.choice(solutions))
+        place = rng.randrange(len(draft))
+        draft[place] = rng.randint(LOWEST, HIGHEST)
+        if rng.random() < 0.2:
+            draft = draft[:-1] if len(draft) > COUNTS[0] else [*draft, draft[place]]
+        if tuple(draft) not in right:
+            return tuple(draft)
