@@ -84,7 +84,6 @@ class PlainGenerate:
 
     def __init__(self, model: Any) -> None:
         self.model = copy.deepcopy(model)
-        self.model.generation_config.eos_token_id = None
 
     async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
         prompts = torch.tensor([list(r.prompt_token_ids) for r in requests], device=self.model.device)
@@ -140,7 +139,9 @@ def _add(made: dict[str, Any], name: str, kind: str, model: nn.Module, vllm: Map
 def make(name: str, device: str) -> Any:
     """The model of that name with random weights: float32 on a CPU, bfloat16 on a GPU."""
     dtype = "float32" if device == "cpu" else "bfloat16"
-    return make_model(Case(name, 0, dtype, False)).model.to(device).eval()
+    model: Any = make_model(Case(name, 0, dtype, False)).model.to(device).eval()
+    model.config.eos_token_id = model.generation_config.eos_token_id = None  # vLLM would end completions there
+    return model
 
 
 def moved(model: nn.Module) -> list[dict[str, Tensor]]:

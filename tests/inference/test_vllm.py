@@ -359,6 +359,17 @@ async def test_more_requests_than_the_cache_holds_take_turns(helpers: Any) -> No
         assert client.peaks()["kv_cache_use"] == 1.0
 
 
+async def test_more_prompts_than_a_step_takes_in(helpers: Any) -> None:
+    """Steps of 64 tokens, and prompts of 40: the second one is not begun with what room is left."""
+    model = helpers.build("served")
+    async with client_of(model, max_num_seqs=16, engine_args={"max_num_batched_tokens": 64}) as client:
+        requests = [ModelRequest([i + 1] * 40, Sampling(max_tokens=8, seed=i)) for i in range(8)]
+        together = await client.generate(requests)
+        assert error_of(helpers, model, together) < EXACT
+        alone = [(await client.generate([request]))[0] for request in requests]
+        assert [r.completion_token_ids for r in together] == [r.completion_token_ids for r in alone]
+
+
 async def test_peaks_of_a_known_load(helpers: Any) -> None:
     async with client_of(helpers.build("served"), max_num_seqs=2) as client:
         client.peaks()

@@ -110,8 +110,9 @@ class Setup:
             **lora,
         }
         if current_platform.is_cpu():
-            # short blocks let short prompts share; compiling costs a minute that small models never earn back
-            settings |= {"block_size": 32, "enforce_eager": True}
+            # Short blocks let short prompts share; compiling costs a minute that small models never earn back; and
+            # where a step can't take in a whole prompt, vLLM sets back the request's generator, which fails on a CPU.
+            settings |= {"block_size": 32, "enforce_eager": True, "enable_chunked_prefill": False}
         return settings | dict(self.engine_args)
 
 

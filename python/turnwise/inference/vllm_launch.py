@@ -22,8 +22,9 @@ API_SERVER = "vllm.entrypoints.openai.api_server"
 KEY = "VLLM_API_KEY"
 """The environment variable in which vLLM looks for the key that it asks of its clients."""
 
-CPU_ARGUMENTS = ["--block-size=32", "--enforce-eager"]
-"""Short blocks let short prompts share; compiling costs a minute that small models never earn back."""
+CPU_ARGUMENTS = ["--block-size=32", "--enforce-eager", "--no-enable-chunked-prefill"]
+"""Short blocks let short prompts share; compiling costs a minute that small models never earn back; and where a step
+can't take in a whole prompt, vLLM sets back the request's generator, which fails on a CPU."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
