@@ -302,6 +302,11 @@ async def test_lines_of_ones_own_among_the_results_claim_nothing_more_than_a_ret
         "for n in range(3, 9):\n    try: os.write(n, b'{\"value\": 41}\\n')\n    except OSError: pass\nreturn 42"
     )
     assert forged.results[0] in (Returned(41), Returned(42)) and len(forged.results) == 1
+    # Nor can it make believe that the machine is to blame, which would spare it a reward.
+    blamed = await run(
+        'for n in range(3, 9):\n    try: os.write(n, b\'{"refused": "x"}\\n\')\n    except OSError: pass'
+    )
+    assert blamed.reason == "crash"
     garbage = await run(
         "for n in range(3, 9):\n    try: os.write(n, b'nonsense\\n')\n    except OSError: pass\nreturn 42", 0, 1
     )
@@ -406,5 +411,7 @@ async def test_inputs_that_are_not_plain_are_named():
 
 
 def test_results_are_json_that_python_reads():
-    assert module._read_results(b'{"value": 1}\n{"error": "E"}\nx', 5) == [Returned(1), Returned(error="E")]
+    lines = b'{"locked": true}\n{"value": 1}\n{"error": "E"}\nx'
+    assert module._read_results(lines, 5) == [Returned(1), Returned(error="E")]
+    assert module._read_results(lines, 1) == [Returned(1)] and module._read_results(b"", 1) == []
     assert json.loads('"\\u007f"') == "\x7f"

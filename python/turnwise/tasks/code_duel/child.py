@@ -2,7 +2,8 @@
 
 Reads a job from standard input (``marshal``, from a parent that it trusts), gives up what it may do, and only then
 looks at the program. Each line that it writes to standard output is JSON: ``{"value": ...}`` or ``{"error": ...}`` for
-each input in order; a line ``{"refused": ...}`` before all says that it could not be locked in.
+each input in order. The first line of all says whether it is locked in, ``{"locked": true}`` or ``{"refused": "why"}``:
+no program has run by then, so none can have written it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def main() -> None:
     except OSError as error:
         write(results, f'{{"refused": {quoted(str(error))}}}\n')
         os._exit(1)
+    write(results, '{"locked": true}\n')
     run(job, results)
     sys.stdout.flush()
     os._exit(0)

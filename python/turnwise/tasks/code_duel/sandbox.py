@@ -254,19 +254,26 @@ def find_filter(*, strict: bool) -> bytes | None:
 
 
 def _read_results(lines: bytes, calls: int) -> list[Returned]:
-    """The whole lines up to the first that is no result: the program may have written there itself."""
+    """The results up to the first line that is none: the program may have written there itself, all but the first."""
+    first, *others = lines.decode("utf-8", "replace").split("\n")
+    if "refused" in (said := _read_line(first)):
+        raise SandboxError(f"the kernel refused to lock the program in: {said['refused']}")
     results: list[Returned] = []
-    for line in lines.decode("utf-8", "replace").split("\n")[:-1][:calls]:
-        try:
-            said = json.loads(line)
-        except (ValueError, RecursionError):
+    for line in others[:-1][:calls]:
+        said = _read_line(line)
+        if not {"value", "error"} & said.keys():
             break
-        if not isinstance(said, dict) or not {"value", "error", "refused"} & said.keys():
-            break
-        if "refused" in said:
-            raise SandboxError(f"the kernel refused to lock the program in: {said['refused']}")
         results.append(Returned(said.get("value"), None if "value" in said else str(said["error"])))
     return results
+
+
+def _read_line(line: str) -> dict[str, Any]:
+    """A line's object; an empty one where it has none."""
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 def _reason(status: int, results: Sequence[Returned], calls: int) -> Reason:

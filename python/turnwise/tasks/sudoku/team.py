@@ -9,14 +9,14 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler
-from turnwise.arena.context import derive_seed
-from turnwise.tasks.base import Demonstration, Player, Split, TeamOptions, check_counts
+from turnwise.tasks.base import Demonstration, Player, Split, TeamOptions
+from turnwise.tasks.generated import GeneratedTask
 from turnwise.tasks.rewards import MixMode, invalid_penalty, mix_rewards
-from turnwise.types import Actor, EpisodeRequest, EpisodeState, Messages
+from turnwise.types import EpisodeState, Messages
 
 from .demonstrations import demonstrations
 from .grid import BLANK, DIGITS, MAX_BLANKS, Puzzle, format_grid, is_solved, parse_grid, satisfied_share, solve
-from .grid import sudoku_puzzles as draw
+from .grid import sudoku_puzzles as draw_puzzles
 from .prompts import SYSTEM_PROMPTS, board_message, read_messages
 
 Role = Literal["proposer", "reviser", "solver"]
@@ -128,23 +128,25 @@ class SudokuOptions(TeamOptions):
         return blanks
 
 
-class SudokuTask:
+class SudokuTask(GeneratedTask):
     """4x4 sudoku; see :class:`turnwise.tasks.base.Task` for what each method promises.
 
     Example: ``SudokuTask(SudokuOptions(actors=("solver",), max_turns=1))``
     """
 
     name = "sudoku"
+    key = "puzzle"
+    system_prompts = SYSTEM_PROMPTS
     options_type = SudokuOptions
+    options: SudokuOptions
 
     def __init__(self, options: SudokuOptions | None = None) -> None:
         self.options = options or SudokuOptions()
         self.success_metric = f"solved/{self.options.actors[0]}"
 
     @property
-    def actors(self) -> list[Actor]:
-        limit = self.options.max_tokens
-        return [Actor(actor, SYSTEM_PROMPTS[actor], max_tokens=limit) for actor in self.options.actors]
+    def roles(self) -> Sequence[str]:
+        return self.options.actors
 
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
         options = self.options
@@ -158,41 +160,16 @@ class SudokuTask:
         )
         return {self.name: episode}
 
-    def requests(self, step: int, questions: int, copies: int) -> list[EpisodeRequest]:
-        """Fresh puzzles at every step, drawn from the 8 in 10 that belong to training."""
-        check_counts(questions=questions, copies=copies)
-        seed = self.options.seed
-        return [
-            EpisodeRequest(
-                self.name,
-                {"puzzle": puzzle.givens},
-                group_id=f"{step}/{puzzle.givens}",
-                seed=derive_seed(self.name, seed, step, puzzle.givens, copy),
-            )
-            for puzzle in draw("train", questions, f"{seed}/step-{step}", self.options.blanks)
-            for copy in range(copies)
-        ]
-
-    def eval_requests(self, split: Split, n: int) -> list[EpisodeRequest]:
-        """The same puzzles whatever the task's seed, so that runs compare."""
-        return [
-            EpisodeRequest(
-                self.name,
-                {"puzzle": puzzle.givens},
-                group_id=f"{split}/{puzzle.givens}",
-                seed=derive_seed(self.name, split, puzzle.givens),
-                is_trainable=False,
-            )
-            for puzzle in draw(split, n, 0, self.options.blanks)
-        ]
+    def draw(self, split: Split, n: int, seed: int | str) -> list[str]:
+        return [puzzle.givens for puzzle in draw_puzzles(split, n, seed, self.options.blanks)]
 
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
-        puzzles: list[Puzzle] = draw("train", n, f"demonstrations/{seed}", self.options.blanks)
+        puzzles: list[Puzzle] = draw_puzzles("train", n, f"demonstrations/{seed}", self.options.blanks)
         return demonstrations(puzzles, self.options.actors, seed, self.options.quality)
 
     def texts(self) -> list[str]:
         """The words of every role's prompts, the same for each choice of actors: one tokenizer serves them all."""
-        shown = demonstrations(draw("train", 60, "texts", self.options.blanks), tuple(SYSTEM_PROMPTS), "texts")
+        shown = demonstrations(draw_puzzles("train", 60, "texts", self.options.blanks), tuple(SYSTEM_PROMPTS), "texts")
         return [message["content"] for _, messages, _ in shown for message in messages]
 
     def oracle(self) -> Player:
