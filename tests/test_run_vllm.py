@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
+import os
+import signal
+import threading
+import time
 
 import pytest
 
@@ -45,6 +50,40 @@ def test_the_trainer_computes_what_vllm_sampled(tmp_path):
         assert 0 < errors_of(line)[0] < 1e-5
     assert run.arena.client.version("default") == 4
     assert evaluate_from_config(run.config).episodes == 3
+
+
+@needs_vllm
+def test_an_engine_that_is_killed_in_the_middle_costs_no_row(tmp_path):
+    """In a process of its own it is started again with the last weights, and what it lost is sampled anew."""
+    rollout = {**SMALL["rollout"], "client": "vllm-process"}
+    run = build_run(config_of(tmp_path, rollout=rollout))
+    [host] = run.arena.client._hosts
+    killed = []
+
+    def kill_once():
+        """While the third step samples."""
+        while not killed:
+            if len(metrics.read_text().splitlines() if metrics.exists() else ()) == 2 and len(host._computing) >= 4:
+                killed.extend(host.processes)
+                os.kill(killed[0], signal.SIGKILL)
+            time.sleep(0.001)
+
+    metrics = tmp_path / "metrics.jsonl"
+    threading.Thread(target=kill_once, daemon=True).start()
+    run.train()
+    lines = lines_of(tmp_path)
+    assert killed
+    assert host.processes != killed
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["inference/restarts"] for line in lines] == [0, 0, 1, 0]
+    for line in lines:
+        assert 0 < errors_of(line)[0] < 1e-5, f"step {line['step']}"
+        assert (line["episodes/failed"], line["episodes/retried"]) == (0, 0)
+        assert (line["episodes"], line["samples"]) == (lines[0]["episodes"], lines[0]["samples"])
+    answered = run.arena.client.stats()["generated_tokens"]
+    assert answered == sum(line["sampled_tokens"] for line in lines), "no answer is lost, and none comes twice"
+    assert run.arena.client.version("default") == 4
+    asyncio.run(run.arena.client.close())
 
 
 @needs_vllm
