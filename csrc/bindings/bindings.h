@@ -13,6 +13,7 @@ void bind_policy_loss(pybind11::module_& module);
 void bind_scale(pybind11::module_& module);
 void bind_state(pybind11::module_& module);
 void bind_token_rewards(pybind11::module_& module);
+void bind_trie(pybind11::module_& module);
 void bind_cuda(pybind11::module_& module);
 
 }  // namespace turnwise

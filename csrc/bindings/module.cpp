@@ -17,5 +17,6 @@ PYBIND11_MODULE(_C, module) {
     turnwise::bind_scale(module);
     turnwise::bind_state(module);
     turnwise::bind_token_rewards(module);
+    turnwise::bind_trie(module);
     turnwise::bind_cuda(module);
 }

@@ -6,6 +6,7 @@ takes the stream as it is, so that nothing is padded anywhere.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -56,10 +57,7 @@ def packed_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    if needs := [name for name in _UNSERVED if kwargs.get(name) is not None]:
-        raise NotPackable(f"its attention has a {needs[0]}")
-    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
-        raise NotPackable("its attention is not causal")
+    refuse_unserved(module, kwargs)
     window = kwargs.get("sliding_window")
     packing.windows.append(window)
     runs = [(length, len(list(same))) for length, same in groupby(packing.lengths)]
@@ -82,6 +80,14 @@ def packed_attention(
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)[None], None
+
+
+def refuse_unserved(module: Any, options: Mapping[str, Any]) -> None:
+    """Raise :class:`NotPackable` for an attention whose scores are more than scaled products of what came before."""
+    if needs := [name for name in _UNSERVED if options.get(name) is not None]:
+        raise NotPackable(f"its attention has a {needs[0]}")
+    if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
+        raise NotPackable("its attention is not causal")
 
 
 def _band(length: int, window: int | None, device: torch.device) -> Tensor:

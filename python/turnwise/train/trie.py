@@ -1,0 +1,88 @@
+"""Rows of tokens as a trie: what they begin with in common passes through the model once.
+
+For a training loop of one's own::
+
+    trie = Trie(token_ids, cu_seqlens)                  # rows [N] packed one after the other, cut by cu_seqlens [B+1]
+    use_trees(model)                                    # any Hugging Face causal LM with plain causal attention
+    hidden = model.get_decoder()(**trie.inputs()).last_hidden_state[0]       # [U, H], U <= N
+    logprobs = linear_logprob(hidden, head.weight, targets, positions=trie.places(firsts - 1, counts))
+
+``positions`` then names, for each completion token, the place of the token before it, whose hidden state predicts it.
+Loss and gradients are those of the rows one by one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from turnwise._C import TokenTrie
+from turnwise.train.tree_attention import Tree
+
+LEAST_SAVED = 16
+"""A branch costs about as much time as so many tokens: rows that share fewer are kept apart there."""
+
+
+class Trie:
+    """The rows ``token_ids[cu_seqlens[i]:cu_seqlens[i + 1]]`` (int64), for ``i`` in ``rows``, or all.
+
+    ``token_ids [U]`` and ``position_ids [U]`` are the unique tokens in depth-first order and their positions in their
+    rows; the layout does not depend on the order of the rows. ``num_tokens`` is the sum of the rows' lengths. Sharing
+    that would save fewer than ``least`` tokens is given up.
+
+    Raises ``ValueError`` for offsets that are none.
+    """
+
+    def __init__(
+        self,
+        token_ids: np.ndarray | Tensor,
+        cu_seqlens: np.ndarray | Tensor,
+        rows: np.ndarray | None = None,
+        *,
+        least: int = LEAST_SAVED,
+    ) -> None:
+        stream, offsets = (np.ascontiguousarray(x, dtype=np.int64) for x in (token_ids, cu_seqlens))
+        starts, ends = offsets[:-1], offsets[1:]
+        if rows is not None:
+            starts, ends = starts[rows], ends[rows]
+        self.rows = len(starts)
+        self.num_tokens = int((ends - starts).sum())
+        self._trie = TokenTrie(stream, np.ascontiguousarray(starts), np.ascontiguousarray(ends), least)
+        self.token_ids = torch.from_numpy(stream[self._trie.source])
+        self.position_ids = torch.from_numpy(self._trie.depth.copy())
+
+    def __len__(self) -> int:
+        """The number of unique tokens, ``U``."""
+        return len(self.token_ids)
+
+    def tree(self) -> Tree:
+        """What :func:`~turnwise.train.tree_attention.tree_attention` needs to know of the layout."""
+        return Tree(self._trie.begin.tolist(), self._trie.subtree_end.tolist())
+
+    def inputs(self) -> dict[str, Any]:
+        """The arguments for a call of the model: the tokens, their positions and the tree."""
+        # A mask of four dimensions is taken as it is: none is made, of U x U. The attention itself reads none.
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+        return {
+            "input_ids": self.token_ids[None],
+            "position_ids": self.position_ids[None],
+            "attention_mask": mask,
+            "tree": self.tree(),
+            "use_cache": False,
+        }
+
+    def places(self, firsts: np.ndarray | Tensor, counts: np.ndarray | Tensor) -> Tensor:
+        """``[sum(counts)]`` int64: where the positions ``firsts[i] .. firsts[i] + counts[i] - 1`` of row ``i`` stand."""
+        first, count = (np.ascontiguousarray(x, dtype=np.int64) for x in (firsts, counts))
+        return torch.from_numpy(self._trie.places(first, count))
+
+    def cut(self, max_tokens: int) -> list[np.ndarray]:
+        """The rows in parts of at most ``max_tokens`` unique tokens, with as little computed twice as can be.
+
+        A row that is longer than that has a part of its own.
+        """
+        order, part, count = self._trie.cut(max_tokens)
+        return np.split(order, np.flatnonzero(np.diff(part)) + 1) if count else []
