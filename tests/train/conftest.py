@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +114,51 @@ def build_random_batch(
         actors=["first", "second"],
         policies=list(policies),
     )
+
+
+def build_tree_batch(seed: int, rows: Sequence[Sequence[int]], prompts: Sequence[int]) -> TrainingBatch:
+    """A batch of the token ``rows``; of each the tokens after its prompt are trained, some of them masked."""
+    rng = np.random.default_rng(seed)
+    cu_seqlens = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
+    mask = np.zeros(cu_seqlens[-1], dtype=np.uint8)
+    for start, end, prompt in zip(cu_seqlens[:-1], cu_seqlens[1:], prompts, strict=True):
+        mask[start + prompt : end] = rng.random(end - start - prompt) < 0.8
+        mask[start + prompt : start + prompt + 1] = end > start + prompt
+    batch = build_random_batch(seed, len(rows))
+    return replace(
+        batch,
+        token_ids=np.array([token for row in rows for token in row], dtype=np.int64),
+        cu_seqlens=cu_seqlens,
+        loss_mask=mask,
+        rollout_logprobs=(-rng.random(cu_seqlens[-1]) * 6).astype(np.float32) * mask,
+    )
+
+
+def random_tree(seed: int, vocab: int = 200) -> tuple[list[list[int]], list[int]]:
+    """Token rows as trees of rollouts have them, and the lengths of their prompts.
+
+    Two questions behind one system prompt, siblings, turns that go on from one of them, completions that begin alike,
+    one within another, twice the same, of one token, and empty ones.
+    """
+    rng = np.random.default_rng(seed)
+    draw = lambda least, most: rng.integers(0, vocab, rng.integers(least, most + 1)).tolist()  # noqa: E731
+    rows: list[list[int]] = []
+    prompts: list[int] = []
+    system = draw(0, 12)
+    for _ in range(2):
+        prompt = system + draw(1, 9)
+        for _turn in range(3):
+            siblings = [draw(0, 7) for _ in range(4)]
+            siblings += [siblings[0], siblings[1][: len(siblings[1]) // 2], siblings[2] + draw(1, 3)]
+            rows += [prompt + sibling for sibling in siblings]
+            prompts += [len(prompt)] * len(siblings)
+            prompt = prompt + siblings[rng.integers(len(siblings))] + draw(1, 4)
+    return rows, prompts
+
+
+@pytest.fixture
+def tree_batch():
+    return lambda seed: build_tree_batch(seed, *random_tree(seed))
 
 
 def build_small_model(seed: int = 0, layers: int = 2):

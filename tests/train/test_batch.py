@@ -70,8 +70,47 @@ def test_a_first_token_never_trains_for_want_of_a_prediction(random_batch):
     assert pack(batch, [0]).source_N.tolist() == list(range(int(batch.cu_seqlens[1]) - 1))
 
 
-@pytest.mark.parametrize(("rows", "count", "sizes"), [(10, 3, [4, 3, 3]), (2, 5, [1, 1]), (0, 2, [])])
-def test_minibatches_are_even_and_never_empty(rows, count, sizes):
-    parts = minibatches(np.arange(rows), count, np.random.default_rng(0))
-    assert [len(part) for part in parts] == sizes
+@pytest.mark.parametrize(("rows", "count", "sizes"), [(10, 3, [3, 4, 3]), (2, 5, [1, 1]), (0, 2, [])])
+def test_minibatches_are_even_and_never_empty(rows, count, sizes, random_batch):
+    parts = minibatches(random_batch(0, rows=max(rows, 1)), np.arange(rows), count, np.random.default_rng(0))
+    assert sorted(len(part) for part in parts) == sorted(sizes)
     assert sorted(np.concatenate([*parts, []]).tolist()) == list(range(rows))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+@pytest.mark.parametrize("seed", range(5))
+def test_minibatches_keep_siblings_together(seed, count, tree_batch):
+    batch = tree_batch(seed)
+    parts = minibatches(batch, np.arange(len(batch)), count, np.random.default_rng(seed))
+    assert len(parts) == count and sorted(np.concatenate(parts).tolist()) == list(range(len(batch)))
+    prompts = [{prompt_of(batch, row) for row in part} for part in parts]
+    assert sum(map(len, prompts)) == len(set().union(*prompts)), "a prompt is in one part alone"
+    again = minibatches(batch, np.arange(len(batch)), count, np.random.default_rng(seed + 1))
+    assert count == 1 or any(set(one) != set(other) for one, other in zip(parts, again, strict=True))
+
+
+def prompt_of(batch, row):
+    start, end = batch.cu_seqlens[row], batch.cu_seqlens[row + 1]
+    trained = np.flatnonzero(batch.loss_mask[start:end])
+    return tuple(batch.token_ids[start : start + trained[0]] if len(trained) else batch.token_ids[start:end])
+
+
+@pytest.mark.parametrize("budget", [1, 30, 60, 10_000])
+@pytest.mark.parametrize("seed", range(3))
+def test_micro_batches_as_tries(seed, budget, tree_batch):
+    batch = tree_batch(seed)
+    rows = np.arange(len(batch))
+    micros = micro_batches(batch, rows, budget, trie_share=1.0)
+    whole = pack(batch, rows)
+    assert sorted(torch.cat([micro.token_N for micro in micros]).tolist()) == sorted(whole.token_N.tolist())
+    assert all(micro.num_tokens <= budget or micro.num_tokens == max(micro.lengths) for micro in micros)
+    for micro in micros:
+        assert micro.tree is not None and len(micro.tree) == micro.num_tokens
+        tokens = torch.from_numpy(batch.token_ids)
+        assert torch.equal(tokens[micro.token_N], micro.targets_N)
+        assert torch.equal(micro.token_ids_T[micro.source_N], tokens[micro.token_N - 1]), (
+            "a token is predicted from the one before it"
+        )
+    # Nothing is shared here, or less than was asked for: rows stand one after the other.
+    assert all(micro.tree is None for micro in micro_batches(batch, rows, budget, trie_share=0.1))
+    assert all(micro.tree is None for micro in micro_batches(batch, rows, budget))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from turnwise.train.batch import pack
-from turnwise.train.forward import Forward, like_lengths
+from turnwise.train.forward import LAYOUTS, Forward, like_lengths
 
 SIZES = {
     "vocab_size": 200,
@@ -100,6 +100,87 @@ def test_equals_the_models_own_forward_row_by_row(name, random_batch):
     weights = torch.randn(len(expected), dtype=torch.float64)
     got = gradient(model, (logprobs * weights + entropies).sum())
     assert relative(got, gradient(own, (expected * weights + expected_entropies).sum())) < 1e-7
+
+
+TREES = [name for name in FAMILIES if FAMILIES[name][2] and not {"sliding_window"} & set(FAMILIES[name][1])]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("family", TREES)
+def test_what_rows_share_is_computed_once_and_nothing_changes(family, seed, tree_batch):
+    """Log-probs, entropies and all gradients: siblings, turns, ends within others, twins, empty completions."""
+    name, options, _, fused = FAMILIES[family]
+    model = build(name, **options).double()
+    own = copy.deepcopy(model)
+    batch = tree_batch(seed)
+    rows = np.random.default_rng(seed).permutation(len(batch))
+    shared, alone = pack(batch, rows, trie=True), pack(batch, rows)
+    assert shared.num_tokens < 0.5 * alone.num_tokens
+    forward = forward_of(model)
+    assert forward.trie_share == 0.9 and forward.fused == fused
+    logprobs, entropies = forward(shared, entropy=True)
+    expected, expected_entropies = row_by_row(own, alone)
+    assert relative(logprobs, expected) < 1e-10 and relative(entropies, expected_entropies) < 1e-10
+    weights = torch.randn(len(expected), dtype=torch.float64)
+    got = gradient(model, (logprobs * weights + entropies).sum())
+    # most models have float32 within, in norms and rotary angles, whatever their dtype
+    tolerance = 1e-10 if family.startswith(("gpt2", "phi")) else 1e-6
+    assert relative(got, gradient(own, (expected * weights + expected_entropies).sum())) < tolerance
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_trie_in_float32_is_exact_to_rounding(seed, tree_batch):
+    model = build("qwen3", head_dim=16, num_key_value_heads=2)
+    own = copy.deepcopy(model).double()
+    batch = tree_batch(seed)
+    rows = np.arange(len(batch))
+    logprobs, _ = Forward(model)(pack(batch, rows, trie=True))
+    expected, _ = row_by_row(own, pack(batch, rows))
+    assert relative(logprobs, expected) < 1e-6
+    weights = torch.randn(len(expected))
+    got = gradient(model, (logprobs * weights).sum())
+    assert relative(got, gradient(own, (expected * weights).sum())) < 1e-5
+
+
+def test_a_trie_in_bfloat16_with_checkpointing_and_adapters(tree_batch):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    batch = tree_batch(0)
+    rows = np.arange(len(batch))
+    shared, alone = pack(batch, rows, trie=True), pack(batch, rows)
+    model = peft.get_peft_model(build("qwen3", head_dim=16).double(), config)
+    expected = _adapter_gradient(model, row_by_row(model, alone)[0])
+    model.train().gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    forward = Forward(model)
+    assert relative(_adapter_gradient(model, forward(shared)[0]), expected) < 1e-6
+    forward = Forward(model.bfloat16())
+    off = [relative(_adapter_gradient(model, forward(micro)[0]), expected) for micro in (shared, alone)]
+    assert off[0] < 1.3 * off[1] < 0.2
+
+
+def _adapter_gradient(model, logprobs):
+    gradients = torch.autograd.grad(logprobs.mean(), [p for p in model.parameters() if p.requires_grad])
+    return torch.cat([gradient.double().flatten() for gradient in gradients])
+
+
+@pytest.mark.parametrize("family", ["mistral, window", "gemma3", "lfm2, convolutions", "bloom, no registry"])
+def test_a_model_that_can_take_no_trie_says_so(family, tree_batch):
+    name, options, packed, _ = FAMILIES[family]
+    forward = forward_of(build(name, **options))
+    assert (forward.packed, forward.trie_share) == (packed, 0.0)
+    with pytest.raises(ValueError, match=r"layout='trie': \w+ can't have it, as .*(window|packed|attention)"):
+        Forward(build(name, **options), "trie")
+
+
+def test_layouts(random_batch):
+    model = build("llama")
+    found = {layout: Forward(model, layout) for layout in LAYOUTS}
+    assert {layout: (f.packed, f.trie_share) for layout, f in found.items()} == {
+        "auto": (True, 0.9), "trie": (True, 1.0), "packed": (True, 0.0), "padded": (False, 0.0)
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="layout='packed': Lfm2ForCausalLM can't have it"):
+        Forward(build("lfm2", layer_types=["conv", "full_attention"]), "packed")
 
 
 @pytest.mark.parametrize(("packed", "fused"), [(True, True), (True, False), (False, True), (False, False)])

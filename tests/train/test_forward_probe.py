@@ -8,7 +8,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from turnwise.train.forward import Forward
 from turnwise.train.forward_probe import causal_lm, obstacle_to_fusing, obstacle_to_packing
-from turnwise.train.packed_attention import ATTENTION, packed_attention
+from turnwise.train.packed_attention import packed_attention
+from turnwise.train.tree_attention import ATTENTION
 
 SIZES = {
     "vocab_size": 200,

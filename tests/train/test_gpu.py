@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from turnwise.run import train_from_config
 from turnwise.train.batch import pack
 from turnwise.train.config_files import config_from_dict
+from turnwise.train.tree_attention import Tree, tree_attention
 
 SMALL = {
     "steps": 2,
@@ -25,7 +28,7 @@ SMALL = {
 def test_a_micro_batch_moves_whole(random_batch):
     micro = pack(random_batch(0, rows=4), [0, 2])
     moved = micro.to(torch.device("meta"))
-    tensors = [getattr(moved, name) for name in moved.__dataclass_fields__ if name != "lengths"]
+    tensors = [getattr(moved, name) for name in moved.__dataclass_fields__ if name not in ("lengths", "tree")]
     assert all(tensor.device.type == "meta" for tensor in tensors) and moved.lengths == micro.lengths
     assert micro.to(torch.device("cpu")) is micro
 
@@ -41,6 +44,22 @@ def test_a_run_trains_and_resumes_on_a_gpu(tmp_path, level, dtype):
         assert all(torch.isfinite(tensor).all() for _, tensor in policy.weights())
     resumed = train_from_config(config_from_dict({**config, "steps": 3}))
     assert all(policy.version == 3 for policy in resumed.trainer.policies.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_attention_over_a_tree_on_a_gpu(kv_heads):
+    """FlexAttention with the tree's mask is what the CPU computes."""
+    tree = Tree([0, 300, 340, 420, 421, 600], [421, 340, 420, 421, 600])
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, heads, 600, 64, requires_grad=True) for heads in (4, kv_heads, kv_heads)]
+    outputs, upstream = [], torch.randn(1, 600, 4, 64)
+    for device in ("cpu", "cuda"):
+        moved = [x.detach().to(device).requires_grad_() for x in inputs]
+        out, _ = tree_attention(SimpleNamespace(is_causal=True), *moved, None, tree=tree)
+        outputs.append([x.cpu() for x in (out, *torch.autograd.grad(out, moved, upstream.to(device)))])
+    for here, there in zip(*outputs, strict=True):
+        torch.testing.assert_close(there, here, rtol=1e-2, atol=1e-2)  # its products may be TF32
 
 
 @pytest.mark.gpu

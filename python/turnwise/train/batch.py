@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from turnwise.train.tree_attention import Tree
+from turnwise.train.trie import Trie, ranges
 from turnwise.types import TrainingBatch
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Some rows of a :class:`TrainingBatch` as torch tensors: one stream of ``T`` tokens without padding, row by row.
+    """Some rows of a :class:`TrainingBatch` as torch tensors: one stream of ``T`` tokens without padding.
 
-    ``token_ids_T`` and ``position_ids_T`` int64 are the stream, ``lengths`` the tokens of each row, in its order.
+    ``token_ids_T`` and ``position_ids_T`` int64 are the stream, ``lengths`` the tokens of each row. They stand in it
+    row by row, or with a ``tree`` as its branches, so that what rows begin with in common stands there once.
     For each of the ``N`` packed completion tokens, ``source_N`` is the place in the stream of the token before it,
     whose hidden state predicts it; ``row_N`` is its row here, ``token_N`` its place in the batch's own stream;
     ``cu_seqlens [b+1]`` cuts the packed columns ``targets_N, rollout_logprobs_N, mask_N`` by row; ``advantages_B,
@@ -27,6 +30,7 @@ class MicroBatch:
     token_ids_T: Tensor
     position_ids_T: Tensor
     lengths: tuple[int, ...]
+    tree: Tree | None
     source_N: Tensor
     row_N: Tensor
     token_N: Tensor
@@ -40,14 +44,16 @@ class MicroBatch:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens that pass through the model, those that rows share once."""
         return self.token_ids_T.numel()
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on ``device``; itself where it is there."""
         if self.token_ids_T.device == device:
             return self
-        tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "lengths"}
-        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {name: x.to(device, non_blocking=True) for name, x in values.items() if isinstance(x, Tensor)}
+        return MicroBatch(**values | moved)
 
 
 class PaddedRows(NamedTuple):
@@ -64,15 +70,58 @@ class PaddedRows(NamedTuple):
     column: Tensor
 
 
-def minibatches(rows: np.ndarray, count: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Shuffle row indices ``[B]`` and cut them into at most ``count`` parts of nearly equal size, none empty."""
-    shuffled = rng.permutation(rows)
-    return [part for part in np.array_split(shuffled, count) if len(part)]
+def minibatches(batch: TrainingBatch, rows: np.ndarray, count: int, rng: np.random.Generator) -> list[np.ndarray]:
+    """Shuffle ``rows [B]`` and cut them into ``count`` parts of nearly equal size, or fewer, none empty.
+
+    Rows with one prompt, the siblings of a tree, stay together, unless there are fewer prompts than parts.
+    """
+    families = _families(batch, rows)
+    shuffled = [families[i] for i in rng.permutation(len(families))]
+    if not shuffled:
+        return []
+    ordered = np.concatenate(shuffled)
+    if len(shuffled) < count:
+        return [part for part in np.array_split(rng.permutation(ordered), count) if len(part)]
+    ends = np.cumsum([len(family) for family in shuffled])
+    cuts: list[int] = []
+    for part in range(1, count):
+        nearest = int(np.abs(ends - len(rows) * part / count).argmin())
+        cuts.append(min(max(nearest, cuts[-1] + 1 if cuts else 0), len(ends) - 1 - count + part))
+    return np.split(ordered, ends[cuts])
 
 
-def micro_batches(batch: TrainingBatch, rows: np.ndarray, max_tokens: int) -> list[MicroBatch]:
-    """Cut ``rows`` into micro-batches of at most ``max_tokens`` tokens, nearly equal ones. A longer row goes alone."""
+def _families(batch: TrainingBatch, rows: np.ndarray) -> list[np.ndarray]:
+    """``rows``, those of one prompt together."""
+    families: dict[bytes, list[int]] = {}
+    for row in rows.tolist():
+        start, end = batch.cu_seqlens[row], batch.cu_seqlens[row + 1]
+        prompt = batch.token_ids[start : start + _first_set(batch.loss_mask[start:end])]
+        families.setdefault(prompt.tobytes(), []).append(row)
+    return [np.array(family) for family in families.values()]
+
+
+def micro_batches(
+    batch: TrainingBatch, rows: np.ndarray, max_tokens: int, *, trie_share: float = 0.0
+) -> list[MicroBatch]:
+    """Cut ``rows`` into micro-batches of at most ``max_tokens`` tokens, nearly equal ones. A longer row goes alone.
+
+    Where a trie of the rows has at most ``trie_share`` of their tokens, micro-batches are tries, of at most
+    ``max_tokens`` unique tokens, and rows that share much stay together.
+    """
+    if trie_share:
+        trie = Trie(batch.token_ids, batch.cu_seqlens, rows)
+        if len(trie) <= trie_share * trie.num_tokens:
+            return [pack(batch, part, trie=True) for part in _parts(batch, rows, trie, max_tokens)]
     return [pack(batch, part) for part in _balanced(np.diff(batch.cu_seqlens)[rows], rows, max_tokens)]
+
+
+def _parts(batch: TrainingBatch, rows: np.ndarray, trie: Trie, max_tokens: int) -> list[np.ndarray]:
+    """``rows`` in parts whose tries fit. A part that gives up sharing which no longer pays in it may be cut again."""
+    cut = [rows[part] for part in trie.cut(max_tokens)]
+    if len(cut) <= 1:
+        return cut
+    tries = [Trie(batch.token_ids, batch.cu_seqlens, part) for part in cut]
+    return [fit for part, its in zip(cut, tries, strict=True) for fit in _parts(batch, part, its, max_tokens)]
 
 
 def _balanced(lengths: np.ndarray, rows: np.ndarray, max_tokens: int) -> list[np.ndarray]:
@@ -95,27 +144,34 @@ def _balanced(lengths: np.ndarray, rows: np.ndarray, max_tokens: int) -> list[np
         count += 1
 
 
-def pack(batch: TrainingBatch, rows: Sequence[int] | np.ndarray) -> MicroBatch:
-    """Lay ``rows`` out one after the other. The first token of a row has no log-prob, so it never trains."""
+def pack(batch: TrainingBatch, rows: np.ndarray, *, trie: bool = False) -> MicroBatch:
+    """Lay ``rows`` out one after the other, or as a ``trie``. The first token of a row has no log-prob, so it never
+    trains."""
     starts, ends = batch.cu_seqlens[:-1][rows], batch.cu_seqlens[1:][rows]
-    offsets = np.concatenate([[0], np.cumsum(ends - starts)])
-    streams, positions, source, row, packed = [], [], [], [], []
-    for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        first = start + max(1, _first_set(batch.loss_mask[start:end]))
-        streams.append(np.arange(start, end))
-        positions.append(np.arange(end - start))
-        packed.append(np.arange(first, end))
-        source.append(packed[-1] - start + offsets[i] - 1)
-        row.append(np.full(len(packed[-1]), i))
-    where = np.concatenate(packed)
+    lengths = ends - starts
+    first = [max(1, _first_set(batch.loss_mask[start:end])) for start, end in zip(starts, ends, strict=True)]
+    firsts = np.minimum(np.array(first, dtype=np.int64), lengths)
+    counts = lengths - firsts
+    where = ranges(starts + firsts, counts)
+    tree = None
+    if trie:
+        shared = Trie(batch.token_ids, batch.cu_seqlens, rows)
+        tree, token_ids, position_ids = shared.tree(), shared.token_ids, shared.position_ids
+        source = shared.places(np.maximum(firsts - 1, 0), counts)
+    else:
+        begins = np.cumsum(lengths) - lengths
+        token_ids = torch.from_numpy(batch.token_ids[ranges(starts, lengths)])
+        position_ids = torch.from_numpy(ranges(np.zeros_like(lengths), lengths))
+        source = torch.from_numpy(ranges(begins + firsts - 1, counts))
     return MicroBatch(
-        token_ids_T=torch.from_numpy(batch.token_ids[np.concatenate(streams)]),
-        position_ids_T=torch.from_numpy(np.concatenate(positions)),
-        lengths=tuple((ends - starts).tolist()),
-        source_N=torch.from_numpy(np.concatenate(source)),
-        row_N=torch.from_numpy(np.concatenate(row)),
+        token_ids_T=token_ids,
+        position_ids_T=position_ids,
+        lengths=tuple(lengths.tolist()),
+        tree=tree,
+        source_N=source,
+        row_N=torch.from_numpy(np.repeat(np.arange(len(lengths)), counts)),
         token_N=torch.from_numpy(where),
-        cu_seqlens=torch.from_numpy(np.cumsum([0, *map(len, packed)])),
+        cu_seqlens=torch.from_numpy(np.concatenate([[0], np.cumsum(counts)])),
         targets_N=torch.from_numpy(batch.token_ids[where]),
         rollout_logprobs_N=torch.from_numpy(batch.rollout_logprobs[where]),
         mask_N=torch.from_numpy(batch.loss_mask[where]),

@@ -1,6 +1,7 @@
-"""Log-probabilities of completion tokens: no padding, and no logits beyond a tile.
+"""Log-probabilities of completion tokens: no padding, no token twice, and no logits beyond a tile.
 
-The rows of a micro-batch pass through the model as one stream (:mod:`turnwise.train.packed_attention`), and
+The rows of a micro-batch pass through the model as one stream, one after the other
+(:mod:`turnwise.train.packed_attention`) or as the branches of a tree (:mod:`turnwise.train.tree_attention`), and
 :func:`turnwise.ops.linear_logprob` reads the completions' log-probabilities off the last hidden states. A model that
 does not allow one of the two takes the plain way for it: rows padded on the right, or logits.
 """
@@ -17,7 +18,13 @@ from torch import Tensor, nn
 from turnwise.inference.adapters import activated
 from turnwise.ops import linear_logprob, logprob
 from turnwise.train.batch import MicroBatch, pad
-from turnwise.train.forward_probe import causal_lm, obstacle_to_fusing, obstacle_to_packing, stream_inputs
+from turnwise.train.forward_probe import (
+    causal_lm,
+    obstacle_to_fusing,
+    obstacle_to_packing,
+    obstacle_to_trees,
+    stream_inputs,
+)
 
 _PADDING = 1.25  # padded tokens per real one, at most, where rows have to be padded
 
@@ -32,21 +39,46 @@ class Rows(NamedTuple):
     at: Tensor
 
 
+class Layout(NamedTuple):
+    """How rows pass through a model: in one ``stream`` or padded, and as a trie where that has at most ``trie_share``
+    of their tokens. What ``must`` be and can't is an error."""
+
+    stream: bool
+    trie_share: float
+    must: bool
+
+
+LAYOUTS = {
+    "auto": Layout(stream=True, trie_share=0.9, must=False),
+    "trie": Layout(stream=True, trie_share=1.0, must=True),
+    "packed": Layout(stream=True, trie_share=0.0, must=True),
+    "padded": Layout(stream=False, trie_share=0.0, must=False),
+}
+"""By the values of ``update.layout``."""
+
+
 class Forward:
     """The log-probabilities that a causal LM gives the completion tokens of a micro-batch.
 
     ``model`` is a Hugging Face causal LM, an :class:`~turnwise.inference.adapters.AdaptedModel`, whose adapter each
     call makes the active one, or a ``peft`` model, with adapters as they are set at each call. A few tokens show, once,
-    what it allows; ``packed`` and ``fused`` keep the finding, and what can't be is told in one warning each. Where the
-    model runs SDPA, the library's default, its attention is set to ``"turnwise_packed"``, which without a packed stream
-    is SDPA; another attention was chosen by someone and stays.
+    what it allows; ``packed``, ``trie_share`` and ``fused`` keep the finding, and what can't be is told in one warning
+    each. Where the model runs SDPA, the library's default, its attention is set to ``"turnwise_tree"``, which without a
+    stream is SDPA; another attention was chosen by someone and stays.
+
+    ``layout`` is one of ``LAYOUTS``. Raises ``ValueError`` where it asks for what the model does not allow.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, layout: str = "auto") -> None:
         self.model = model
-        lm = self.lm
-        why_logits, why_padded = obstacle_to_fusing(lm), obstacle_to_packing(lm)
-        self.fused, self.packed = not why_logits, not why_padded
+        lm, wanted = self.lm, LAYOUTS[layout]
+        why_logits = obstacle_to_fusing(lm)
+        why_padded = obstacle_to_packing(lm) if wanted.stream else ""
+        why_twice = why_padded or (obstacle_to_trees(lm) if wanted.trie_share else "")
+        if wanted.must and (why := why_twice):
+            raise ValueError(f"layout={layout!r}: {type(lm).__name__} can't have it, as {why}")
+        self.fused, self.packed = not why_logits, wanted.stream and not why_padded
+        self.trie_share = 0.0 if why_twice else wanted.trie_share
         for way, why in (("log-probs are read from logits", why_logits), ("rows are padded", why_padded)):
             if why:
                 warnings.warn(f"{type(lm).__name__}: {way}, as {why}", RuntimeWarning, stacklevel=2)
@@ -62,9 +94,10 @@ class Forward:
         Both float32 (float64 from a float64 model), with gradients. A temperature of 0 counts as 1.
         """
         if self.packed:
-            inputs = stream_inputs(self.lm, micro.position_ids_T, micro.lengths)
+            inputs = stream_inputs(self.lm, micro.position_ids_T, micro.lengths, micro.tree)
             rows = Rows(micro.token_ids_T[None], inputs, micro.source_N)
             return self._read(rows, micro.targets_N, micro.temperatures_B[micro.row_N], entropy)
+        assert micro.tree is None, "a model that takes padded rows was given a trie"
         where, results = [], []
         for group in like_lengths(micro.lengths):
             block = pad(micro, group)

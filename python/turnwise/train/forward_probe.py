@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from turnwise.train.packed_attention import ATTENTION, Packing
+from turnwise.train.packed_attention import NotPackable, Packing
+from turnwise.train.tree_attention import ATTENTION, Tree
 
 _LENGTHS = (7, 4)  # of the rows of the trial
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -87,14 +88,41 @@ def obstacle_to_packing(lm: Any) -> str:
     return why
 
 
-def stream_inputs(lm: Any, position_ids_T: Tensor, lengths: tuple[int, ...]) -> dict[str, Any]:
+def stream_inputs(
+    lm: Any, position_ids_T: Tensor, lengths: tuple[int, ...], tree: Tree | None = None
+) -> dict[str, Any]:
     """What the model is told beside the tokens. Flash attention finds the rows by their positions."""
     inputs: dict[str, Any] = {"position_ids": position_ids_T[None]}
     if lm.config._attn_implementation == ATTENTION:
         # A mask of four dimensions is taken as it is: none is made, of T x T. The attention itself reads none.
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=position_ids_T.device)
-        inputs |= {"attention_mask": mask, "packing": Packing(lengths)}
+        how = {"packing": Packing(lengths)} if tree is None else {"tree": tree}
+        inputs |= {"attention_mask": mask, **how}
     return inputs
+
+
+def obstacle_to_trees(lm: Any) -> str:
+    """Why rows of a stream can't share what they begin with; empty where they can."""
+    used = lm.config._attn_implementation
+    if used != ATTENTION:
+        return f"its attention {used!r} knows no trees"
+    decoder, tokens_T = lm.get_decoder(), _tokens(lm)[0]
+    trunk, one, two = tokens_T.split((4, 3, 4))
+    tree = Tree([0, 4, 7, 11], [11, 7, 11])
+    positions = torch.tensor([0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7], device=tokens_T.device)
+    inputs = stream_inputs(lm, positions, (), tree)
+    with _trial(lm):
+        try:
+            shared = decoder(input_ids=tokens_T[None], use_cache=False, **inputs).last_hidden_state[0]
+        except NotPackable as error:
+            return str(error)
+        except Exception as error:  # of any kind, as the models are: the caller tells it
+            return f"a tree fails: {type(error).__name__}: {error}"
+        rows = [torch.cat([trunk, branch])[None] for branch in (one, two)]
+        alone = [decoder(input_ids=row, use_cache=False).last_hidden_state[0] for row in rows]
+    if why := _attended_otherwise(lm, tree.windows):
+        return why
+    return _difference("branches of a tree", shared, torch.cat([alone[0], alone[1][4:]]))
 
 
 def _packing_fails(lm: Any) -> str:
@@ -109,11 +137,14 @@ def _packing_fails(lm: Any) -> str:
             return f"a packed stream fails: {type(error).__name__}: {error}"
     if "packing" in inputs and (why := _attended_otherwise(lm, inputs["packing"].windows)):
         return why
-    expected = torch.cat(alone)
-    off = float((packed - expected).norm() / expected.norm())
-    if not off <= _TOLERANCE.get(expected.dtype, 5e-2):
-        return f"packed rows come out otherwise than each alone, by {off:.2g} of their norm"
-    return ""
+    return _difference("packed rows", packed, torch.cat(alone))
+
+
+def _difference(what: str, got: Tensor, expected: Tensor) -> str:
+    off = float((got - expected).norm() / expected.norm())
+    if off <= _TOLERANCE.get(expected.dtype, 5e-2):
+        return ""
+    return f"{what} come out otherwise than each alone, by {off:.2g} of their norm"
 
 
 def _attended_otherwise(lm: Any, windows: list[int | None]) -> str:

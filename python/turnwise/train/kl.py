@@ -73,7 +73,8 @@ class KLPenalty:
         difference = torch.zeros(len(batch.token_ids), dtype=torch.float64)
         trained = torch.zeros(len(batch.token_ids), dtype=torch.float64)
         policy.model.eval()  # an adapter's reference is its own model, with the adapter off
-        for micro in micro_batches(batch, np.arange(len(batch)), self.micro_batch_tokens):
+        rows = np.arange(len(batch))
+        for micro in micro_batches(batch, rows, self.micro_batch_tokens, trie_share=policy.trie_share):
             reference_N = policy.reference_logprobs(micro.to(policy.device))
             assert reference_N is not None
             reference_N = reference_N.cpu()

@@ -187,6 +187,7 @@ def build_policies(
             trainable=config.policies[name].trainable,
             with_reference=config.loss.kl.coef > 0 and config.policies[name].trainable,
             reference=(references or {}).get(name),
+            layout=config.update.layout,
         )
         for name, model in models.items()
     }

@@ -1,7 +1,7 @@
 """Attention over rows that stand one after the other in a single stream: each row attends to itself alone.
 
-Plugs into Hugging Face models through their attention registry; everything else in a model works token by token and
-takes the stream as it is, so that nothing is padded anywhere.
+Everything else in a Hugging Face model works token by token and takes the stream as it is, so that nothing is padded
+anywhere. :mod:`turnwise.train.tree_attention` puts it into the library's registry.
 """
 
 from __future__ import annotations
@@ -14,11 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
-
-ATTENTION = "turnwise_packed"
 
 
 class NotPackable(Exception):
@@ -94,8 +90,3 @@ def _band(length: int, window: int | None, device: torch.device) -> Tensor:
     """``[length, length]`` bool: each token sees itself and the ``window - 1`` before it."""
     ones = torch.ones(length, length, dtype=torch.bool, device=device)
     return ones.tril() if window is None else ones.tril() & ones.triu(1 - window)
-
-
-# One line each in the library's registries. The mask is that of SDPA, for calls without packing.
-AttentionInterface.register(ATTENTION, packed_attention)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)

@@ -22,7 +22,8 @@ class Policy:
     ``model`` is a Hugging Face causal LM, or an :class:`~turnwise.inference.adapters.AdaptedModel`: then the policy is
     the adapter, and what it shares with others is no part of it. ``trainable=False`` builds no optimizer.
     ``reference`` is the frozen model of a KL term; ``with_reference`` makes one of the starting weights, which for an
-    adapter is its base with adapters off. ``total_steps`` is the length of the learning-rate schedule in updates.
+    adapter is its base with adapters off. ``total_steps`` is the length of the learning-rate schedule in updates,
+    ``layout`` how rows pass through the model (``turnwise.train.forward.LAYOUTS``).
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Policy:
         trainable: bool = True,
         with_reference: bool = False,
         reference: nn.Module | None = None,
+        layout: str = "auto",
     ) -> None:
         self.name = name
         self.model = model
@@ -48,8 +50,8 @@ class Policy:
             reference = _starting_weights(model)
         self.reference = None if reference is None else reference.requires_grad_(False).eval()
         self.model.requires_grad_(trainable)
-        self.forward = Forward(model)
-        self.reference_forward = None if self.reference is None else Forward(self.reference)
+        self.forward = Forward(model, layout)
+        self.reference_forward = None if self.reference is None else Forward(self.reference, layout)
         self.optimizer: torch.optim.AdamW | None = None
         self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
         if trainable:
@@ -113,6 +115,12 @@ class Policy:
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         """Take back what :meth:`extra_state` gave."""
         self.skipped, self.kl_coef = state["skipped"], state["kl_coef"]
+
+    @property
+    def trie_share(self) -> float:
+        """Where a trie of rows has at most this share of their tokens, it is what passes through the models."""
+        forwards = [self.forward] if self.reference_forward is None else [self.forward, self.reference_forward]
+        return min(forward.trie_share for forward in forwards)
 
     @property
     def device(self) -> torch.device:

@@ -1,10 +1,10 @@
 """Attention over a trie of tokens, each of which attends to those above it: what rows share is computed once.
 
-With tokens in depth-first order, a query at place ``q`` attends to a key at ``k`` where ``k <= q < subtree_end[k]``. On
-CPU this takes a causal call per segment, and one more for each segment that has branches: all that hangs below it stands
-in one run of places, and attends to all of it. A query's parts are merged by their log-sum-exps (as in ring attention,
-https://arxiv.org/abs/2310.01889); the flash kernel's backward of each part, given the *merged* output and log-sum-exp, is
-the exact gradient. On a GPU FlexAttention takes the condition as its mask.
+With tokens in depth-first order, a query at place ``q`` attends to a key at ``k`` where ``k <= q < subtree_end[k]``.
+On CPU this takes a causal call per segment, and one more for each segment that has branches: all that hangs below it
+stands in one run of places, and attends to all of it. A query's parts are merged by their log-sum-exps (as in ring
+attention, https://arxiv.org/abs/2310.01889); the flash kernel's backward of each part, given the *merged* output and
+log-sum-exp, is the exact gradient. On a GPU FlexAttention takes the condition as its mask.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 class Own(NamedTuple):
-    """``count`` segments of ``length`` tokens each, one after the other from ``start``; each attends to itself."""
+    """``times`` segments of ``length`` tokens each, one after the other from ``start``; each attends to itself."""
 
     start: int
     length: int
-    count: int
+    times: int
 
 
 class Below(NamedTuple):
@@ -140,9 +140,9 @@ class _TreeAttention(torch.autograd.Function):
         lse_UH = query.new_empty(out_UHD.shape[:2], dtype=exact)
         for own in tree.own:
             out, lse = _flash(*_own(own, query, key, value), 0.0, True, scale=scale)
-            place = slice(own.start, own.start + own.length * own.count)
-            out_UHD[place].unflatten(0, (own.count, own.length)).copy_(out.transpose(1, 2))
-            lse_UH[place].unflatten(0, (own.count, own.length)).copy_(lse.transpose(1, 2))
+            place = slice(own.start, own.start + own.length * own.times)
+            out_UHD[place].unflatten(0, (own.times, own.length)).copy_(out.transpose(1, 2))
+            lse_UH[place].unflatten(0, (own.times, own.length)).copy_(lse.transpose(1, 2))
         for below in tree.below:
             out, lse = _flash(*_below(below, query, key, value), 0.0, False, scale=scale)
             place = slice(below.end, below.last)
@@ -165,7 +165,7 @@ class _TreeAttention(torch.autograd.Function):
         d_query = torch.empty_like(out_UHD)
         d_key, d_value = (out_UHD.new_empty(len(out_UHD), *x.shape[::2]) for x in (key, value))
         for own in tree.own:
-            place, shape = slice(own.start, own.start + own.length * own.count), (own.count, own.length)
+            place, shape = slice(own.start, own.start + own.length * own.times), (own.times, own.length)
             grad, out, lse = (x[place].unflatten(0, shape).transpose(1, 2) for x in (grad_UHD, out_UHD, lse_UH))
             dq, dk, dv = _flash_backward(grad, *_own(own, query, key, value), out, lse, 0.0, True, scale=scale)
             d_query[place].unflatten(0, shape).copy_(dq.transpose(1, 2))
@@ -184,8 +184,8 @@ class _TreeAttention(torch.autograd.Function):
 
 
 def _own(own: Own, query: Tensor, *others: Tensor) -> list[Tensor]:
-    """``[count, H, length, D]`` of each; keys and values once for every query head."""
-    shape, place = (own.count, own.length), slice(own.start, own.start + own.length * own.count)
+    """``[times, H, length, D]`` of each; keys and values once for every query head."""
+    shape, place = (own.times, own.length), slice(own.start, own.start + own.length * own.times)
     parts = [x[:, place].unflatten(1, shape).transpose(0, 1) for x in (query, *others)]
     group = query.shape[0] // others[0].shape[0]
     return parts if group == 1 else [parts[0], *(x.repeat_interleave(group, dim=1) for x in parts[1:])]

@@ -38,9 +38,10 @@ def update_policy(
     log = UpdateLog(batch.actors)
     recomputed = old_logprobs(policy, batch, rows, update) if update.old_logprobs == "recompute" else None
     policy.model.train()
-    parts = [part for _ in range(update.ppo_epochs) for part in minibatches(rows, update.minibatches, rng)]
+    parts = [part for _ in range(update.ppo_epochs) for part in minibatches(batch, rows, update.minibatches, rng)]
     for done, part in enumerate(parts, start=1):
-        micros = [m.to(policy.device) for m in micro_batches(batch, part, update.micro_batch_tokens)]
+        cut = micro_batches(batch, part, update.micro_batch_tokens, trie_share=policy.trie_share)
+        micros = [micro.to(policy.device) for micro in cut]
         olds = [m.rollout_logprobs_N if recomputed is None else recomputed[m.token_N] for m in micros]
         accumulate(policy, micros, olds, loss, log)
         if (norm := step_or_skip(policy, batch, micros, log, update.max_skipped)) is None:
@@ -127,7 +128,7 @@ def old_logprobs(policy: Policy, batch: TrainingBatch, rows: np.ndarray, update:
     """The trainer's own log-probs before the first update, one per token of the batch's stream (0 where none is)."""
     policy.model.eval()  # as the sampler was: dropout must not stand in the ratio's denominator
     old = torch.zeros(len(batch.token_ids), device=policy.device)
-    for micro in micro_batches(batch, rows, update.micro_batch_tokens):
+    for micro in micro_batches(batch, rows, update.micro_batch_tokens, trie_share=policy.trie_share):
         old[micro.token_N] = policy.logprobs(micro.to(policy.device))
     return old
 
@@ -145,10 +146,13 @@ class UpdateLog:
         self.current: list[tuple[int, np.ndarray, PolicyLoss]] = []
         self.current_loss = 0.0
         self.mismatch: float | None = None
+        self.computed = self.tokens = 0
         self._bad_tokens: list[np.ndarray] = []
 
     def add_micro(self, out: PolicyLoss, micro: MicroBatch, logprobs_N: Tensor) -> None:
         self.current_loss += float(out.loss.detach())
+        self.computed += micro.num_tokens
+        self.tokens += sum(micro.lengths)
         trained = micro.mask_N.bool()
         tokens_by_actor = torch.zeros(len(self.actors), dtype=torch.int64, device=trained.device).index_add_(
             0, micro.actor_ids_B[micro.row_N], trained.long()
@@ -187,6 +191,7 @@ class UpdateLog:
             "grad_norm": float(np.mean(self.grad_norms)),
             **counts,
             "sampler_trainer_logprob_max_diff": self.mismatch or 0.0,
+            "unique_token_share": self.computed / self.tokens,
         }
         tokens = np.array([count for count, _, _ in self.micros])
         for name in self.micros[0][2].metrics:
