@@ -20,6 +20,7 @@ TASKS = {
     "code_duel": "turnwise.tasks.code_duel.team:CodeDuelTask",
     "kuhn_poker": "turnwise.tasks.kuhn_poker.task:KuhnPokerTask",
     "math_orchestra": "turnwise.tasks.math_orchestra:MathOrchestraTask",
+    "negotiation": "turnwise.tasks.negotiation.task:NegotiationTask",
     "plan_path": "turnwise.tasks.plan_path.team:PlanPathTask",
     "proposer_solver": "turnwise.tasks.proposer_solver.team:ProposerSolverTask",
     "refine_loop": "turnwise.tasks.refine_loop.team:RefineLoopTask",

@@ -13,7 +13,7 @@ from turnwise.tasks.kuhn_poker import KuhnPokerTask, KuhnRules
 from turnwise.tasks.two_player import SEATS, TwoPlayerEpisode
 from turnwise.types import EpisodeRequest
 
-GAMES = ("kuhn_poker", "tic_tac_toe")
+GAMES = ("kuhn_poker", "negotiation", "tic_tac_toe")
 
 
 @pytest.fixture

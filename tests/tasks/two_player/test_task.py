@@ -9,7 +9,7 @@ import pytest
 from turnwise.arena import TreeSampler
 from turnwise.tasks import build_task
 
-GAMES = ("kuhn_poker", "tic_tac_toe")
+GAMES = ("kuhn_poker", "negotiation", "tic_tac_toe")
 
 
 @pytest.fixture(params=GAMES)

@@ -80,8 +80,7 @@ class TwoPlayerEpisode(MultiTurnEpisode):
     def payoffs(self, data: Mapping[str, Any]) -> tuple[float, float]:
         """What each seat gets, from an episode's ``state.data``."""
         if data["invalid"] is not None:
-            cost = self.rules.invalid_cost
-            return (-cost, cost) if data["invalid"] == 0 else (cost, -cost)
+            return self.rules.invalid_payoffs(data["invalid"])
         return self.rules.payoffs(data["game"])
 
     def _to_move(self, state: EpisodeState) -> int | None:

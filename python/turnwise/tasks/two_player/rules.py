@@ -59,6 +59,10 @@ class Rules(ABC):
     def payoffs(self, game: Mapping[str, Any]) -> tuple[float, float]:
         """What each seat gets at the end of a game whose actions were all legal."""
 
+    def invalid_payoffs(self, seat: int) -> tuple[float, float]:
+        """What each seat gets when an invalid action of ``seat`` ended the game."""
+        return (-self.invalid_cost, self.invalid_cost) if seat == 0 else (self.invalid_cost, -self.invalid_cost)
+
     def describe(self, game: Mapping[str, Any]) -> dict[str, Any]:
         """What a reader of the rollout wants to know of the finished game; goes into its extras."""
         return {}

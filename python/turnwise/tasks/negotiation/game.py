@@ -1,0 +1,180 @@
+"""Negotiation: two seats divide a pool of resources that each values in its own way, which the other does not know.
+
+A seat answers with one of
+
+    [keep 2 0 1]   offer to keep 2 wood, 0 gold and 1 wheat and leave the rest to the other
+    [accept]       take what the other's standing offer leaves
+    [reject]       turn it down, and let the other offer again
+    [walk]         end it without a deal
+
+A new offer takes the place of the one before. After ``turns`` answers without a deal there is none. A seat's utility is
+what its share is worth to it over what the whole pool would be, from 0 to 1; without a deal it is 0 for both. The shape
+is that of Lewis et al., "Deal or No Deal?" (https://arxiv.org/abs/1706.05125), with offers in place of free talk.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import product
+from typing import Any, Literal
+
+from turnwise.arena import private
+from turnwise.tasks.two_player import SEATS, Rules
+from turnwise.types import Messages
+
+RESOURCES = ("wood", "gold", "wheat")
+MOST = 4
+"""How many of a resource there are at most; at least there is one."""
+WORTH = 10
+"""What the whole pool is worth to each seat, in its own values."""
+
+Payoff = Literal["zero_sum", "general_sum"]
+Division = tuple[int, ...]
+
+PAYOFFS: dict[str, Callable[[float, float], tuple[float, float]]] = {
+    "zero_sum": lambda first, second: (first - second, second - first),
+    "general_sum": lambda first, second: (first, second),
+}
+"""From the utilities of both seats to what they earn: who gets the better part of it, or each its own."""
+
+
+class NegotiationRules(Rules):
+    """The game as a :class:`Rules`; ``payoff`` is ``"zero_sum"`` or ``"general_sum"``, see ``PAYOFFS``.
+
+    Question: ``{"pool": [3, 2, 1], "values": [[1, 2, 3], [2, 1, 2]]}``, both seats' values of all that there is being
+    10. With general sums nobody earns by another's mistake: an invalid action costs who gave it, and ends it for both.
+    """
+
+    name = "negotiation"
+
+    def __init__(self, payoff: Payoff = "zero_sum", turns: int = 6, invalid_cost: float = 1.5) -> None:
+        if payoff not in PAYOFFS:
+            raise ValueError(f"payoff={payoff!r}: expected one of {sorted(PAYOFFS)}")
+        self.payoff, self.turns, self.invalid_cost = payoff, turns, invalid_cost
+
+    def start(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        pool, values = list(question.get("pool", ())), [list(row) for row in question.get("values", ())]
+        right = len(pool) == len(RESOURCES) and all(isinstance(n, int) and 1 <= n <= MOST for n in pool)
+        if not right or len(values) != 2 or any(tuple(row) not in value_rows(tuple(pool)) for row in values):
+            raise ValueError(
+                f"artifact={dict(question)!r}: expected 'pool', {len(RESOURCES)} counts from 1 to {MOST}, and "
+                f"'values', two rows of whole numbers >= 0 that make the pool worth {WORTH}"
+            )
+        return {"pool": pool, "values": values, "said": [], "offer": None, "deal": None, "over": False}
+
+    def to_move(self, game: Mapping[str, Any]) -> int | None:
+        done = len(game["said"])
+        return None if game["over"] or done >= self.turns else done % 2
+
+    def observe(self, game: Mapping[str, Any], seat: int) -> str:
+        values = private(f"Your values: {listed(game['values'][seat])}.", to=SEATS[seat])
+        said = "\n".join(f"{SEATS[turn % 2]}: [{action}]" for turn, action in enumerate(game["said"]))
+        left = self.turns - len(game["said"])
+        return f"Pool: {listed(game['pool'])}.\n{values}\n{said or 'Nothing was said.'}\nAnswers left: {left}."
+
+    def parse(self, text: str) -> str | None:
+        """The last ``[accept]``, ``[reject]``, ``[walk]`` or ``[keep ...]`` in the text."""
+        found = re.findall(r"\[\s*(accept|reject|walk|keep(?:\s+\d+)+)\s*\]", text.casefold())
+        return " ".join(found[-1].split()) if found else None
+
+    def is_legal(self, game: Mapping[str, Any], action: str) -> bool:
+        if action in ("accept", "reject"):
+            return game["offer"] is not None
+        kept = kept_by(action)
+        return kept is None or (
+            len(kept) == len(RESOURCES) and all(have <= count for have, count in zip(kept, game["pool"], strict=True))
+        )
+
+    def apply(self, game: dict[str, Any], action: str) -> None:
+        seat, kept = len(game["said"]) % 2, kept_by(action)
+        game["said"].append(action)
+        game["over"] = action in ("accept", "walk")
+        if action == "accept":
+            # The deal is what seat 0 gets; the offer said what the other one, who made it, keeps.
+            game["deal"] = rest(game["pool"], game["offer"]) if seat == 0 else list(game["offer"])
+        game["offer"] = None if kept is None else list(kept)
+
+    def payoffs(self, game: Mapping[str, Any]) -> tuple[float, float]:
+        return PAYOFFS[self.payoff](*utilities(game))
+
+    def invalid_payoffs(self, seat: int) -> tuple[float, float]:
+        if self.payoff == "zero_sum":
+            return super().invalid_payoffs(seat)
+        return (-self.invalid_cost, 0.0) if seat == 0 else (0.0, -self.invalid_cost)
+
+    def score(self, payoffs: tuple[float, float], seat: int) -> float:
+        """With zero sums as in chess; with general sums the seat's own utility, 0 for an invalid end."""
+        return super().score(payoffs, seat) if self.payoff == "zero_sum" else max(payoffs[seat], 0.0)
+
+    def describe(self, game: Mapping[str, Any]) -> dict[str, Any]:
+        """``deal`` what seat 0 gets (``None``: none), both ``utilities``, and their product over the best there is."""
+        first, second = utilities(game)
+        _, best = nash_solution(game)
+        deal = None if game["deal"] is None else list(game["deal"])
+        return {"deal": deal, "utilities": [first, second], "nash_share": first * second / best if best else 0.0}
+
+
+def listed(counts: Sequence[int]) -> str:
+    """``listed([3, 2, 1]) == "wood 3, gold 2, wheat 1"``."""
+    return ", ".join(f"{name} {count}" for name, count in zip(RESOURCES, counts, strict=True))
+
+
+def kept_by(action: str) -> Division | None:
+    """What ``"keep 2 0 1"`` keeps; ``None`` for an action that is no offer."""
+    head, *numbers = action.split()
+    return tuple(map(int, numbers)) if head == "keep" else None
+
+
+def rest(pool: Sequence[int], kept: Sequence[int]) -> list[int]:
+    return [count - have for count, have in zip(pool, kept, strict=True)]
+
+
+def utility(values: Sequence[int], share: Sequence[int]) -> float:
+    """What a share is worth, the whole pool being 1."""
+    return sum(value * count for value, count in zip(values, share, strict=True)) / WORTH
+
+
+def utilities(game: Mapping[str, Any]) -> tuple[float, float]:
+    """Of both seats at the end; ``(0.0, 0.0)`` without a deal."""
+    if game["deal"] is None:
+        return 0.0, 0.0
+    first, second = game["values"]
+    return utility(first, game["deal"]), utility(second, rest(game["pool"], game["deal"]))
+
+
+def divisions(pool: Sequence[int]) -> Iterator[Division]:
+    """All that a seat may get, nothing first."""
+    yield from product(*(range(count + 1) for count in pool))
+
+
+@cache
+def value_rows(pool: Division) -> tuple[tuple[int, ...], ...]:
+    """All rows of whole values >= 0 that make ``pool`` worth 10: what a seat may hold, each as likely."""
+    rows = product(*(range(WORTH // count + 1) for count in pool))
+    return tuple(row for row in rows if sum(map(int.__mul__, row, pool)) == WORTH)
+
+
+def nash_solution(question: Mapping[str, Any]) -> tuple[Division, float]:
+    """What seat 0 gets in the division with the largest product of utilities, and that product (J. F. Nash, "The
+    Bargaining Problem", 1950): the bargain for who knows both seats' values. The first of equals.
+
+    Example: one wood and one gold, each seat valuing another one at 10: each gets what it values, and the product is 1.
+    """
+    first, second = question["values"]
+    pool = question["pool"]
+    best = max(divisions(pool), key=lambda share: utility(first, share) * utility(second, rest(pool, share)))
+    return best, utility(first, best) * utility(second, rest(pool, best))
+
+
+def read_prompt(messages: Messages) -> dict[str, Any]:
+    """``pool``, own ``values``, ``offer`` (what the other one would keep, or ``None``) and the answers ``left``."""
+    shown = messages[-1]["content"]
+    rows = [re.search(rf"{name}: wood (\d+), gold (\d+), wheat (\d+)\.", shown) for name in ("Pool", "Your values")]
+    left = re.search(r"Answers left: (\d+)\.", shown)
+    if not all(rows) or left is None:
+        raise ValueError(f"messages={messages!r}: expected a prompt of the negotiation")
+    pool, values = (tuple(map(int, row.groups())) for row in rows if row)
+    said = re.findall(r"^player\d: \[(.*)\]$", shown, flags=re.MULTILINE)
+    return {"pool": pool, "values": values, "offer": kept_by(said[-1]) if said else None, "left": int(left[1])}

@@ -1,0 +1,79 @@
+"""Players for the negotiation that see what a seat sees: one that picks at random, and one that bargains well."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from turnwise.tasks.base import Player
+from turnwise.types import Messages
+
+from .game import Division, Payoff, divisions, read_prompt, rest, utility, value_rows
+
+LEAST = 0.25
+"""In a zero-sum negotiation the bargainer leaves the other at least so much, on average, or nobody would accept."""
+
+
+def random_player(rng: Random) -> Player:
+    """Accepts, rejects, walks away or offers, each as likely where it is legal; an offer is any division."""
+
+    def play(actor_id: str, messages: Messages) -> str:
+        seen = read_prompt(messages)
+        kind = rng.choice(["keep", "walk"] if seen["offer"] is None else ["keep", "walk", "accept", "reject"])
+        return offer(rng.choice(list(divisions(seen["pool"])))) if kind == "keep" else f"[{kind}]"
+
+    return play
+
+
+def bargainer(payoff: Payoff) -> Player:
+    """Knows its own values and expects any of the other's: offers its best bargain, and accepts what comes near it.
+
+    With general sums its bargain is the division with the largest product of its own utility and the average of the
+    other's (Nash's solution under the prior), and it accepts whatever is worth as much, the less the fewer answers are
+    left, and anything of worth at the last. With zero sums it keeps what puts it furthest ahead on average while
+    leaving the other ``LEAST``, and accepts what puts it ahead at all.
+    """
+
+    def play(actor_id: str, messages: Messages) -> str:
+        seen = read_prompt(messages)
+        bargain = best_bargain(seen["pool"], seen["values"], payoff)
+        if seen["offer"] is not None and _accepts(seen, bargain, payoff):
+            return "[accept]"
+        return offer(bargain)
+
+    return play
+
+
+@cache
+def best_bargain(pool: Division, values: Division, payoff: Payoff) -> Division:
+    """What the bargainer keeps when it offers."""
+
+    def worth(kept: Division) -> tuple[float, float]:
+        mine, theirs = utility(values, kept), expected_utility(pool, rest(pool, kept))
+        return (mine * theirs, mine) if payoff == "general_sum" else (mine - theirs, mine)
+
+    fair = [kept for kept in divisions(pool) if expected_utility(pool, rest(pool, kept)) >= LEAST]
+    return max(fair if payoff == "zero_sum" else list(divisions(pool)), key=worth)
+
+
+def expected_utility(pool: Division, share: Sequence[int]) -> float:
+    """What ``share`` is worth on average to a seat whose values are any that the pool allows."""
+    return float(np.mean([utility(row, share) for row in value_rows(pool)]))
+
+
+def offer(kept: Division) -> str:
+    return f"[keep {' '.join(map(str, kept))}]"
+
+
+def _accepts(seen: dict[str, Any], bargain: Division, payoff: Payoff) -> bool:
+    share = rest(seen["pool"], seen["offer"])
+    mine = utility(seen["values"], share)
+    if payoff == "zero_sum":
+        return mine > expected_utility(seen["pool"], seen["offer"])
+    # Each answer that is left is another chance; with none, half a loaf is better than no bread.
+    wanted = utility(seen["values"], bargain) * (seen["left"] - 1) / seen["left"]
+    return mine > 0 and mine >= wanted

@@ -1,0 +1,73 @@
+"""The negotiation task: two seats, private values, offers until a deal or none; zero sum or general sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from random import Random
+from typing import Any
+
+from pydantic import Field
+
+from turnwise.tasks.base import Split, check_split, split_of
+from turnwise.tasks.two_player import SEATS, PlayerFactory, TwoPlayerOptions, TwoPlayerTask
+
+from .game import MOST, RESOURCES, NegotiationRules, Payoff, nash_solution, value_rows
+from .players import bargainer, random_player
+
+_PROMPT = (
+    f"Divide the pool with the other player. [keep 1 0 2] offers to keep so much {', '.join(RESOURCES)}; "
+    "[accept], [reject] and [walk] answer."
+)
+
+
+class NegotiationOptions(TwoPlayerOptions):
+    """Options of the task ``negotiation``.
+
+    ``payoff = "zero_sum"``, the default, pays a seat its utility less the other's, so it is about who gets the better
+    part; ``"general_sum"`` pays each its own, so that a good deal is good for both. ``turns`` are the answers that both
+    have together; an invalid one costs ``invalid_cost``, in utilities, of which 1 is the whole pool.
+    """
+
+    payoff: Payoff = "zero_sum"
+    turns: int = Field(default=6, ge=2)
+    invalid_cost: float = Field(default=1.5, ge=1)
+
+
+class NegotiationTask(TwoPlayerTask):
+    """Negotiations in self-play. A pool with both seats' values is a question, which belongs to one split by its hash.
+
+    Example: ``NegotiationTask(NegotiationOptions(payoff="general_sum"))``
+    """
+
+    name = "negotiation"
+    options_type = NegotiationOptions
+    max_turns = 1000  # the rules count the answers
+
+    @property
+    def rules(self) -> NegotiationRules:
+        return NegotiationRules(self.options.payoff, self.options.turns, self.options.invalid_cost)
+
+    @property
+    def players(self) -> dict[str, PlayerFactory]:
+        return {"random": random_player, "oracle": lambda rng: bargainer(self.options.payoff)}
+
+    @property
+    def system_prompts(self) -> dict[str, str]:
+        return {seat: f"You are {seat}. {_PROMPT}" for seat in SEATS}
+
+    def questions(self, split: Split, n: int, seed: int | str) -> Iterator[Mapping[str, Any]]:
+        """Pools of which there is a division that both like, each once."""
+        check_split(split)
+        rng = Random(f"negotiation/{split}/{seed}")
+        seen: set[str] = set()
+        while len(seen) < n:
+            pool = tuple(rng.randint(1, MOST) for _ in RESOURCES)
+            rows = value_rows(pool)
+            if not rows:
+                continue
+            question = {"pool": list(pool), "values": [list(rng.choice(rows)), list(rng.choice(rows))]}
+            key = str(question)
+            if key in seen or split_of(key) != split or nash_solution(question)[1] == 0:
+                continue
+            seen.add(key)
+            yield question
