@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from turnwise.arena import Arena, Filters, OverlongPenalty, TreeSampler
+from turnwise.arena import Arena, Episode, Filters, OverlongPenalty, TreeSampler
 from turnwise.arena.resampling import check_stateless
 from turnwise.credit import registry as credit_rules
 from turnwise.naming import construct, find
@@ -46,6 +46,9 @@ from turnwise.types import Actor, CreditAssigner, EpisodeRequest, Sampling
 
 TINY_CONTEXT = 2048
 """Context of the tiny model, in tokens: a verifier's prompt holds a question and its whole solution."""
+
+DEFAULT_CREDIT = "at_grpo"
+"""The rule of a task that names none as its ``credit_rule``."""
 
 CREDIT_METHODS = ("compute", "compute_columns", "state_dict", "load_state_dict")
 
@@ -201,10 +204,13 @@ def checked(config: TrainConfig, task: Task, *, warm: bool) -> tuple[TrainConfig
 
 def resolved_config(config: TrainConfig, task: Task, problems: Problems) -> tuple[TrainConfig, list[Actor]]:
     """The config with a policy for every actor, and the actors; ``problems`` hears what can't be on any machine."""
+    config = with_credit_of(task, config)
     resolved, actors = config, list(task.actors)
     problems.lines += contradictions(config)
     with problems.gathered():
         build_credit(config)
+    with problems.gathered():
+        episodes_of(config, task)
     with problems.gathered():
         eval_sets(config, task)
     with problems.gathered():
@@ -260,10 +266,26 @@ def build_arena(
     )
     for actor in actors:
         arena.add_actor(actor)
-    tree = TreeSampler(branches=rollout.branches) if rollout.branches > 1 else None
-    for name, episode in task.episodes(tree).items():
+    for name, episode in episodes_of(config, task).items():
         arena.add_episode(name, episode)
     return arena
+
+
+def episodes_of(config: TrainConfig, task: Task) -> dict[str, Episode]:
+    """The task's episodes, with a tree where ``rollout.branches`` asks for one."""
+    branches = config.rollout.branches
+    try:
+        return task.episodes(TreeSampler(branches=branches) if branches > 1 else None)
+    except ValueError as error:
+        raise ConfigError(f"config key 'rollout.branches' = {branches}: {error}") from error
+
+
+def with_credit_of(task: Task, config: TrainConfig) -> TrainConfig:
+    """The config with the rule that the task names, where the config leaves it to the task."""
+    if config.credit.rule != "task":
+        return config
+    rule = getattr(task, "credit_rule", DEFAULT_CREDIT)
+    return config.model_copy(update={"credit": config.credit.model_copy(update={"rule": rule})})
 
 
 def build_credit(config: TrainConfig) -> CreditAssigner:

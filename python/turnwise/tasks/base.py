@@ -31,6 +31,8 @@ Player = Callable[[str, Messages], str]
 class Task(Protocol):
     """A task: who plays, what is played, and how success is measured.
 
+    ``credit_rule``, where a task has it, is the rule that ``credit.rule = "task"`` stands for.
+
     Everything is a function of the task's options and the arguments: equal calls give equal answers, in any process.
     """
 

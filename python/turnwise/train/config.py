@@ -148,9 +148,12 @@ class LoopConfig(Section):
 
 
 class CreditConfig(Section):
-    """The rule's name in ``turnwise.credit.registry``, or ``"module:Class"``, and the arguments of its class."""
+    """The rule's name in ``turnwise.credit.registry``, or ``"module:Class"``, and the arguments of its class.
 
-    rule: str = "at_grpo"
+    ``"task"`` is the rule that the task names: ``"rae"`` for games of two in self-play, else ``"at_grpo"``.
+    """
+
+    rule: str = "task"
     options: dict[str, Any] = Field(default_factory=dict)
 
 

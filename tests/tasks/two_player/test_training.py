@@ -10,7 +10,7 @@ import pytest
 from turnwise.credit import RAECredit
 from turnwise.run import build_run
 from turnwise.tasks.two_player import SEATS, sample_policy, score_policy
-from turnwise.train.config_files import config_from_dict
+from turnwise.train.config_files import ConfigError, config_from_dict
 
 GAMES = {"kuhn_poker": 30, "negotiation": 80, "tic_tac_toe": 30}
 """How many steps of a warm start it takes until both seats mostly say something legal."""
@@ -21,7 +21,6 @@ def run_of(game, folder, **changes):
         "task": game, "run_dir": str(folder), "steps": 1, "threads": 1,
         "warm_start": {"steps": GAMES[game], "batch_size": 12, "warmup": 5, "lr": 4e-3},
         "rollout": {"questions": 16, "max_tokens": 16},
-        "credit": {"rule": "rae"},
         "eval": {"questions": 8},
     }  # fmt: skip
     return build_run(config_from_dict({**settings, **changes}))
@@ -83,6 +82,11 @@ def check_evaluation(run):
     assert result.success == pytest.approx((result.metrics["score/player0"] + result.metrics["score/player1"]) / 2)
     assert result == run.evaluate(), "greedy, with the opponent's luck from the requests"
     assert run.arena.credit.state_dict() == baselines
+
+
+def test_a_tree_is_refused_before_anything_runs(tmp_path):
+    with pytest.raises(ConfigError, match=r"'rollout.branches' = 4: task 'kuhn_poker' is played to its end"):
+        run_of("kuhn_poker", tmp_path, rollout={"branches": 4})
 
 
 def test_the_tiny_models_exploitability_is_known_two_ways(tmp_path):

@@ -33,13 +33,14 @@ class TwoPlayerOptions(TaskOptions):
 class TwoPlayerTask(ABC):
     """A game for two; see :class:`turnwise.tasks.base.Task` for what each method promises.
 
-    Training is self-play: the model holds both seats, and ``credit.rule = "rae"`` judges each by its own baseline.
+    Training is self-play: the model holds both seats, and RAE judges each by its own baseline.
     Evaluation is against ``options.opponent``, each question from both seats, so luck and the first move cancel.
     """
 
     name: ClassVar[str]
     options_type: ClassVar[type[TwoPlayerOptions]]
     max_turns: ClassVar[int]
+    credit_rule = "rae"
     success_metric = f"score/{MODEL}"
 
     def __init__(self, options: Any = None) -> None:
