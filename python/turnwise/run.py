@@ -261,6 +261,7 @@ def build_arena(
         failure_threshold=rollout.failure_threshold,
         filters=Filters(**config.filter.model_dump()),
         overlong=OverlongPenalty(*overlong) if overlong[0] else None,
+        check_private=rollout.check_private,
         task=task,
         rollout=rollout,
     )

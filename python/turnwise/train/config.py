@@ -109,6 +109,7 @@ class RolloutConfig(Section):
 
     ``client`` computes at most ``max_batch_rows`` completions at a time: ``transformers`` runs the models as they are,
     ``vllm`` needs vLLM and is the fast one on a GPU, ``vllm-process`` runs it in processes beside the trainer's.
+    ``check_private`` stops the run when an actor is shown another one's private text, or would train on its tokens.
     """
 
     questions: int = Field(default=32, ge=1)
@@ -122,6 +123,7 @@ class RolloutConfig(Section):
     max_batch_rows: int = Field(default=512, ge=1)
     timeout: float | None = Field(default=None, gt=0)
     failure_threshold: float = Field(default=0.5, ge=0, le=1)
+    check_private: bool = False
 
 
 class LoopConfig(Section):

@@ -20,7 +20,7 @@ def run_of(game, folder, **changes):
     settings = {
         "task": game, "run_dir": str(folder), "steps": 1, "threads": 1,
         "warm_start": {"steps": GAMES[game], "batch_size": 12, "warmup": 5, "lr": 4e-3},
-        "rollout": {"questions": 16, "max_tokens": 16},
+        "rollout": {"questions": 16, "max_tokens": 16, "check_private": True},
         "eval": {"questions": 8},
     }  # fmt: skip
     return build_run(config_from_dict({**settings, **changes}))
@@ -43,7 +43,7 @@ def train(run):
 @pytest.mark.parametrize("game", GAMES)
 def test_one_step_of_self_play_and_an_evaluation_from_each_seat(game, tmp_path):
     run = run_of(game, tmp_path)
-    run.arena.check_private = True
+    assert run.arena.check_private
     check_evaluation(run)
     weights = dict(run.trainer.policies["default"].model.named_parameters())
     before = {name: values.detach().clone() for name, values in weights.items()}
