@@ -39,7 +39,7 @@ COMMON: dict[str, Any] = {
     "threads": 1,
     "task_options": {"blanks": [4, 6]},
     "warm_start": {"steps": 3, "batch_size": 8},
-    "rollout": {"questions": 4, "max_tokens": 16},
+    "rollout": {"questions": 4},
     # Its running baselines give every row an advantage, however little the model knows.
     "credit": {"rule": "rae", "options": {"include_truncated": True}},
     "update": {"lr": 1e-4, "warmup": 5, "min_lr_ratio": 0.1, "minibatches": 2},
@@ -50,7 +50,7 @@ MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "tree": {
         "warm_start": {"steps": 60, "batch_size": 32},  # until branches earn unlike rewards
-        "rollout": {"questions": 4, "branches": 3, "max_tokens": 20},
+        "rollout": {"questions": 4, "branches": 3},
         "credit": {"rule": "at_grpo"},
     },
     "lora": {"specialization": "lora"},

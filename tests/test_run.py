@@ -196,6 +196,7 @@ def test_math_orchestra_on_gsm8k(tmp_path):
             {"credit": {"rule": "rae"}, "filter": {"resample": 1}},
             r"'filter.resample' = 1: .*RAECredit learns from each",
         ),
+        ({"rollout": {"max_tokens": 16}}, r"'rollout.max_tokens' = 16: has no effect.* of their own \(24\).*task_options"),
         ({"credit": {"options": {"ddof": 7}}}, r"'credit.options' = \{'ddof': 7\}: ddof=7"),
         ({"credit": {"options": {"ddoff": 1}}}, r"unknown config key 'credit.options.ddoff'; did you mean 'ddof'\?"),
         ({"device": "gpu9"}, r"config key 'device' = 'gpu9': .*expected auto, cpu or cuda"),
@@ -226,6 +227,13 @@ def test_a_frozen_policy_keeps_no_reference(tmp_path):
         policies = {"default": {"trainable": trainable}}
         run = build_run(config_of(tmp_path / str(trainable), policies=policies, **changes))
         assert (run.trainer.policies["default"].reference is not None) is trainable
+
+
+def test_a_run_in_which_nothing_would_train_is_refused(tmp_path):
+    config = config_of(tmp_path, policies={"default": {"trainable": False}}, warm_start={"steps": 0})
+    with pytest.raises(ConfigError, match=r"'policies': none is trainable, so 2 steps would train nothing"):
+        train_from_config(config)
+    assert build_run(config).evaluate().episodes == 3
 
 
 def test_the_timeout_reaches_every_episode(tmp_path):

@@ -112,6 +112,8 @@ def train_from_config(config: TrainConfig) -> Run:
         refuse_checkpoints(config)
     run = build_run(config)
     log = run.trainer.log
+    if config.steps and not any(policy.trainable for policy in run.trainer.policies.values()):
+        raise ConfigError(f"config key 'policies': none is trainable, so {config.steps} steps would train nothing")
     if config.steps == 0 and config.warm_start.steps == 0:
         log.note("steps = 0 and warm_start.steps = 0: nothing to train")
         return run
@@ -215,6 +217,12 @@ def resolved_config(config: TrainConfig, task: Task, problems: Problems) -> tupl
         eval_sets(config, task)
     with problems.gathered():
         actors, resolved = resolve_policies(config, task.actors, task.name)
+    limit, own = config.rollout.max_tokens, {actor.max_tokens for actor in actors}
+    if limit != RolloutConfig.model_fields["max_tokens"].default and not own & {None, limit}:
+        problems.lines.append(
+            f"config key 'rollout.max_tokens' = {limit}: has no effect, as the actors of task {task.name!r} have limits "
+            f"of their own ({', '.join(map(str, sorted(own)))}): see its task_options"
+        )
     return resolved, actors
 
 
