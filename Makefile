@@ -9,8 +9,14 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # torch is pinned in every pip call: a looser requirement could swap it for one with several GB of CUDA.
 INSTALL := $(PIP) install $(if $(shell test -t 2 && echo tty),,-qq) -c constraints.txt
 
+# Tests run side by side, one thread each: torch's threads spin, and would take the cores from one another.
+ONE_THREAD := OMP_NUM_THREADS=1
+
 # What the vLLM tests need beside vLLM and what it brings.
 VLLM_TESTS := accelerate hypothesis iniconfig peft pluggy pytest pytest-asyncio sortedcontainers tomli-w
+
+# Where vLLM's CPU build can be had and is the right one.
+VLLM_HERE := [ "$$(uname -sm)" = "Linux x86_64" ] && ! command -v nvidia-smi >/dev/null
 
 PACKAGE := pyproject.toml CMakeLists.txt $(shell find csrc python -type f ! -name '*.py[co]' ! -name '*.so')
 CPP     := $(shell find csrc tests -type f \( -name '*.h' -o -name '*.hpp' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \))
@@ -80,11 +86,14 @@ demo: $(VENV)/.installed  ## train the sudoku team on this machine and print wha
 demo-compare: $(VENV)/.installed  ## the demo beside a single agent and an untrained team, at equal sampled tokens
 	@$(BIN)/turnwise demo --compare
 
-test: $(VENV)/.peers  ## all tests, against the installed package
-	@$(BIN)/python -P -m pytest
+test: $(VENV)/.peers  ## all tests, against the installed package; those of vLLM too where its CPU build can be had
+	@failed=0; \
+	if $(VLLM_HERE); then $(MAKE) --no-print-directory test-vllm || failed=1; fi; \
+	$(ONE_THREAD) $(BIN)/python -P -m pytest -n auto --maxprocesses 8 --dist worksteal || failed=1; \
+	exit $$failed
 
-test-vllm: $(VLLM)/.installed  ## the tests of the vLLM client, with vLLM's CPU build in an environment of its own
-	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -P -m pytest -k vllm tests/inference/test_contract.py tests/inference/test_vllm*.py tests/test_*_vllm.py
+test-vllm: $(VLLM)/.installed  ## the tests of the vLLM clients, with vLLM's CPU build in an environment of its own
+	@$(ONE_THREAD) $(VLLM)/bin/python -P -m pytest -k vllm tests/inference/test_contract.py tests/inference/test_vllm*.py tests/test_*_vllm.py
 
 test-sanitize: $(VENV)/.installed  ## the state store's C++ tests under ASan, UBSan and TSan
 	@$(BIN)/python -P -m pytest tests/cpp/test_state.py -v

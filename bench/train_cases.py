@@ -154,6 +154,8 @@ def turnwise(case: Case, batch: TrainingBatch, forward: Callable[[nn.Module], An
 class EagerForward:
     """Plain PyTorch: rows of like length padded, logits of the completions' columns, and their log-softmax."""
 
+    trie_share = 0.0
+
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
 

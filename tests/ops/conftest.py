@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from filelock import FileLock
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -69,12 +70,14 @@ def emulator() -> Any:
     environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
     settings = ["-DTURNWISE_CUDA=EMULATED", "-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_CXX_FLAGS_RELEASE=-O1"]
     settings += [f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11}"]
-    for command in (
-        ["cmake", "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", *settings],
-        ["cmake", "--build", str(folder), "--target", "_C"],
-    ):
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert result.returncode == 0, result.stdout + result.stderr
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "lock"):  # the tests' other processes build it too
+        for command in (
+            ["cmake", "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", *settings],
+            ["cmake", "--build", str(folder), "--target", "_C"],
+        ):
+            result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            assert result.returncode == 0, result.stdout + result.stderr
     (module,) = folder.glob("_C*.so")
     loader = ExtensionFileLoader("_C", str(module))
     spec = importlib.util.spec_from_loader("_C", loader)
