@@ -111,7 +111,7 @@ async def test_oracle_and_random_players(table, hops):
 
 def test_splits_share_no_question():
     asked = {split: set(texts) for split, texts in TASK.splits.items()}
-    assert sum(map(len, asked.values())) == len(TASK.world.questions) == 1440
+    assert sum(map(len, asked.values())) == len(TASK.world.questions) == 7200
     assert all(split_of(text) == split for split, texts in asked.items() for text in texts)
     trained = {r.artifact["question"] for step in range(30) for r in TASK.requests(step, 32, 1)}
     trained |= {read_view(messages).question for _, messages, _ in TASK.demonstrations(2000, 0)}

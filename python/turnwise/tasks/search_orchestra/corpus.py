@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-PEOPLE, TOWNS, PROVINCES = 480, 48, 12
+PEOPLE, TOWNS, PROVINCES = 2400, 48, 12
 MAX_HOPS = 3
 
 _ONSETS = ("b", "d", "f", "g", "h", "k", "l", "m", "n", "p", "r", "s", "t", "v", "z")

@@ -33,11 +33,18 @@ def demonstrations(
             have = rng.randrange(have + (actor == VERIFIER))
         found = [pages[title] for title in question.supports[:have]]
         if rng.random() < 0.5:
-            found.insert(rng.randint(0, len(found)), rng.choice(world.passages))
+            found.insert(rng.randint(0, len(found)), _distraction(world, question, rng))
         right = rng.random() < quality
         reply = _right(actor, question, have) if right else _any(actor, question, found, rng)
         made.append((actor, search_messages(actor, View(text, tuple(found))), reply))
     return made
+
+
+def _distraction(world: World, question: Question, rng: Random) -> Passage:
+    """A page that the answer does not take."""
+    while (passage := rng.choice(world.passages)).title in question.supports:
+        pass
+    return passage
 
 
 def next_query(question: Question, have: int) -> str:
