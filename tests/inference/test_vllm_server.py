@@ -215,7 +215,7 @@ async def test_a_server_that_hangs_is_told_and_others_go_on() -> None:
 
 
 async def test_a_server_that_is_not_there() -> None:
-    async with client_of("http://127.0.0.1:9", retries=1) as client:
+    async with client_of("http://127.0.0.1:9", timeout=0.5) as client:
         with pytest.raises(ModelError, match=r"127.0.0.1:9.* can't be reached"):
             await ask(client)
 

@@ -7,12 +7,12 @@ import json
 import os
 import random
 import threading
+import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
-from time import time
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses after which the same request may succeed later."""
 
-LONGEST_WAIT = 15.0
+LONGEST_WAIT = 10.0
 """Seconds between two attempts, where the server doesn't ask for more."""
 
 CONNECT_SECONDS = 10.0
@@ -88,14 +88,15 @@ class LoopThread:
 class Endpoint:
     """The server at ``url``, with ``api_key_env`` naming the environment variable that holds its key, if it has one.
 
-    One attempt may take ``timeout`` seconds. One that can't connect, is cut off, or meets a status of
-    :data:`RETRIED` is followed by up to ``retries`` more, after pauses that double up to :data:`LONGEST_WAIT` seconds,
-    each shortened at random; a ``Retry-After`` of the server is kept to. An attempt that takes too long is the last.
+    One attempt may take ``timeout`` seconds, and is the last if it takes longer. One that is cut off, or meets a status
+    of :data:`RETRIED`, is followed by up to ``retries`` more; a server that can't be reached, as one that starts again,
+    is tried for ``timeout`` seconds. The pauses between double up to :data:`LONGEST_WAIT` seconds, each shortened at
+    random; a ``Retry-After`` of the server is kept to.
 
     ``api`` is the path of OpenAI's API below ``url``. All coroutines run in ``thread``'s loop.
     """
 
-    def __init__(self, url: str, *, api_key_env: str | None = None, timeout: float = 600.0, retries: int = 10) -> None:
+    def __init__(self, url: str, *, api_key_env: str | None = None, timeout: float = 600.0, retries: int = 5) -> None:
         self.url, self.api = checked_url(url)
         if not timeout > 0:
             raise ValueError(f"timeout={timeout!r}: expected seconds > 0")
@@ -117,20 +118,27 @@ class Endpoint:
         *,
         body: Mapping[str, Any] | None = None,
         query: Mapping[str, str] | None = None,
-        retries: int | None = None,
+        once: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """The decoded JSON of the answer, ``None`` where it is empty. Raises :class:`EndpointError`."""
-        left = self.retries if retries is None else retries
-        wait = 0.5
+        """The decoded JSON of the answer, ``None`` where it is empty; with ``once`` after one attempt, whatever comes.
+
+        Raises :class:`EndpointError`.
+        """
+        tries, missing_since, wait = 1, None, 0.5
         while True:
             try:
                 return await self._attempt(method, path, body, query, timeout or self.timeout)
             except _Again as again:
-                if left <= 0:
-                    tries = "" if retries == 0 or not self.retries else f", also after {self.retries} more attempts"
-                    raise EndpointError(f"{again.message}{tries}", again.status) from again.__cause__
-                left -= 1
+                now = time.monotonic()
+                missing_since = (missing_since or now) if again.unreachable else None
+                tries += not again.unreachable
+                if once:
+                    raise EndpointError(again.message, again.status) from again.__cause__
+                if missing_since is not None and now - missing_since > self.timeout:
+                    raise EndpointError(f"{again.message}, for {self.timeout:g} seconds") from again.__cause__
+                if tries > self.retries + 1:
+                    raise EndpointError(f"{again.message}, {tries - 1} times", again.status) from again.__cause__
                 self.retried += 1
                 pause = max(wait * self._random.uniform(0.5, 1.0), min(again.seconds, self.timeout))
             await asyncio.sleep(pause)
@@ -150,11 +158,11 @@ class Endpoint:
                 if answer.status >= 400:
                     self._refuse(where, answer.status, answer.headers, content)
         except aiohttp.ConnectionTimeoutError as error:
-            raise _Again(f"{where} can't be reached: {_said(error)}") from error
+            raise _Again(f"{where} can't be reached: {_said(error)}", unreachable=True) from error
         except TimeoutError as error:
             raise EndpointError(f"{where} gave no answer within timeout={timeout:g} seconds") from error
         except aiohttp.ClientConnectorError as error:
-            raise _Again(f"{where} can't be reached: {_said(error)}") from error
+            raise _Again(f"{where} can't be reached: {_said(error)}", unreachable=True) from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             raise _Again(f"{where} was cut off in the midst of its answer: {_said(error)}") from error
         except aiohttp.ClientError as error:
@@ -180,7 +188,7 @@ class Endpoint:
         return self._session
 
     async def until_healthy(self) -> None:
-        """Wait, as long as ``retries`` reach, until the server says that it is well."""
+        """Wait, as :meth:`ask` does, until the server says that it is well."""
         await self.ask("GET", "/health", timeout=min(self.timeout, 30.0))
 
     def close(self) -> None:
@@ -191,9 +199,11 @@ class Endpoint:
 class _Again(Exception):
     """An attempt that failed in a way that may pass, in ``seconds`` at the earliest if the server said so."""
 
-    def __init__(self, message: str, status: int | None = None, seconds: float = 0.0) -> None:
+    def __init__(
+        self, message: str, status: int | None = None, seconds: float = 0.0, unreachable: bool = False
+    ) -> None:
         super().__init__(message)
-        self.message, self.status, self.seconds = message, status, seconds
+        self.message, self.status, self.seconds, self.unreachable = message, status, seconds, unreachable
 
 
 def aiohttp_or_raise() -> Any:
@@ -262,7 +272,7 @@ def _retry_after(headers: Mapping[str, str]) -> float:
     except ValueError:
         pass
     try:
-        return max(0.0, parsedate_to_datetime(given).timestamp() - time())
+        return max(0.0, parsedate_to_datetime(given).timestamp() - time.time())
     except ValueError:
         return 0.0
 

@@ -178,7 +178,7 @@ class Remote:
     ) -> Any:
         """One attempt: of an update that failed in part, the whole is to be sent again."""
         try:
-            return await self._endpoint.ask("POST", path, body=body or {}, query=query, retries=0)
+            return await self._endpoint.ask("POST", path, body=body or {}, query=query, once=True)
         except EndpointError as error:
             raise _explained(error) from error
 
