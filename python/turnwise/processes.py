@@ -26,9 +26,9 @@ def how_it_ended(process: subprocess.Popen[bytes]) -> str:
 
 
 def end_group(process: subprocess.Popen[bytes], patience: float) -> None:
-    """End ``process`` and what it started: asked first, then after ``patience`` seconds killed."""
+    """End ``process``, which is asked first if it may take ``patience`` seconds, and kill what is left of its group."""
     if not has_ended(process) and patience:
-        os.killpg(process.pid, signal.SIGTERM)
+        os.kill(process.pid, signal.SIGTERM)
         deadline = time.monotonic() + patience
         while not has_ended(process) and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -62,7 +62,8 @@ class ServeSettings:
     ``port`` 0 takes a free one. ``api_key_env`` names the environment variable with the key that every endpoint then
     asks for; without it only this machine may be served. ``adapters`` are names and folders of LoRA adapters to serve
     from the start; ``adapter_slots`` more, of up to ``adapter_rank``, can come with a client. ``engine_args`` are
-    further options of vLLM's server. A server that dies is started again ``restarts`` times in a row.
+    further options of vLLM's server, such as ``dtype`` in place of that of the model's files. A server that dies is
+    started again ``restarts`` times in a row.
 
     Raises ``ValueError`` for what can't be, and for a server that others reach without a key.
     """
@@ -119,6 +120,7 @@ def server_command(settings: ServeSettings, port: int) -> list[str]:
         "worker_extension_cls": EXTENSION,
         "kv_cache_memory_bytes": int(settings.kv_cache_gb * 2**30),
         "max_num_seqs": settings.max_num_seqs,
+        **_dtype_option(settings.model),
         "disable_uvicorn_access_log": True,
         **_lora_options(settings),
         **{name.replace("-", "_"): value for name, value in settings.engine_args.items()},
@@ -129,6 +131,14 @@ def server_command(settings: ServeSettings, port: int) -> list[str]:
     adapters = [f"{name}={folder}" for name, folder in settings.adapters.items()]
     words += ["--lora-modules", *adapters] if adapters else []
     return [sys.executable, "-P", "-m", "turnwise.inference.vllm_launch", *words]
+
+
+def _dtype_option(model: str) -> dict[str, str]:
+    """The dtype of the model's file: left to itself, vLLM computes float32 models in half the bits."""
+    from transformers import AutoConfig
+
+    dtype = getattr(AutoConfig.from_pretrained(model).get_text_config(), "dtype", None)
+    return {} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
 
 
 def _lora_options(settings: ServeSettings) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class Pretend:
 
     def __init__(self, model: dict[str, Any] | None = None) -> None:
         self.label, self.parcels, self.failing, self.events = "default", [], 0, []  # type: ignore[var-annotated]
-        self.model = model or {}
+        self.model, self.dtype = model or {}, "float32"
         self.script: Script = {
             "/health": Say({}),
             "/v1/models": Say({"data": [{"id": "tiny", "max_model_len": 64}]}),
@@ -94,7 +94,7 @@ class Pretend:
 
     def call(self, body: dict[str, Any]) -> Act:
         if body["method"] == "turnwise_describe":
-            return Say({"results": [{"vocabulary": 300, "model": self.model, "adapters": []}]})
+            return Say({"results": [{"vocabulary": 300, "dtype": self.dtype, "model": self.model, "adapters": []}]})
         self.events.append("reload")
         if self.failing:
             self.failing -= 1
@@ -348,6 +348,11 @@ async def test_weights_are_checked_before_anything_is_sent(helpers: Any) -> None
     with faking(Pretend({"hidden_size": 64}).script) as server:
         async with client_of(server, model) as client:
             with pytest.raises(ValueError, match=r"hidden_size=32, the model at .* has 64"):
+                await ask(client)
+    pretend.dtype = "bfloat16"
+    with faking(pretend.script) as server:
+        async with client_of(server, model) as client:
+            with pytest.warns(UserWarning, match="computes in bfloat16, policy 'default' in float32"):
                 await ask(client)
     with pytest.raises(ValueError, match="'a', 'b' have 2 bases"):
         client_of("http://127.0.0.1:9", {"a": model, "b": helpers.build("served", seed=1)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,11 +26,13 @@ TOO_LONG = ("maximum context length", "maximum model length", "context length is
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a server says of its model; ``model`` are the sizes that must agree with a policy's."""
+    """What a server says of its model; ``model`` are the sizes that must agree with a policy's. Without turnwise's
+    worker a server doesn't tell ``vocabulary``, ``dtype`` and ``model``."""
 
     name: str
     context_length: int
     vocabulary: int
+    dtype: str | None
     model: Mapping[str, Any]
 
 
@@ -80,11 +83,14 @@ class Remote:
         except EndpointError:
             if takes_weights:
                 raise
-            described = {"vocabulary": 2**31, "model": {}}
-        self.facts = Facts(name, context_length, int(described["vocabulary"]), described["model"])
+            described = {"vocabulary": 2**31, "dtype": None, "model": {}}
+        self.facts = Facts(name, context_length, int(described["vocabulary"]), described["dtype"], described["model"])
 
-    def check_model(self, policy: str, config: Any) -> None:
-        """Raise ``ValueError`` unless ``config``, a policy's model, is of the sizes that the server's is."""
+    def check_model(self, policy: str, config: Any, dtype: str) -> None:
+        """Raise ``ValueError`` unless ``config``, a policy's model, is of the sizes that the server's is.
+
+        Warns where the server computes in another ``dtype``.
+        """
         assert self.facts is not None
         for key, theirs in self.facts.model.items():
             ours = getattr(config, key, theirs)
@@ -93,6 +99,12 @@ class Remote:
                     f"policy {policy!r} has {key}={ours!r}, the model at {self._endpoint.url} has {theirs!r}: start "
                     "the server with the policy's own model"
                 )
+        if self.facts.dtype not in (None, dtype):
+            warnings.warn(
+                f"{self._endpoint.url} computes in {self.facts.dtype}, policy {policy!r} in {dtype}: log-probabilities "
+                "differ as these do",
+                stacklevel=2,
+            )
 
     async def holds_what_was_sent(self) -> bool:
         """Whether the server's weights are the last that came from here; False where it has lost them.

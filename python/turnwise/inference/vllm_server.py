@@ -35,6 +35,7 @@ class _Policy:
 
     served: str | None = None
     config: Any = None
+    dtype: str = ""
     base: dict[str, Tensor] = field(default_factory=dict)
     own: dict[str, Tensor] = field(default_factory=dict)
     adapter: Adapter | None = None
@@ -291,7 +292,8 @@ class VLLMServerClient:
         if self._remote.facts is None:
             await self._remote.connect(self._sends)
             for name, held in self._policies.items():
-                self._remote.check_model(name, held.config)
+                if held.base:
+                    self._remote.check_model(name, held.config, held.dtype)
 
     async def _recover(self) -> None:
         """Give a server that restarted its weights again, once however many requests have noticed."""
@@ -366,7 +368,9 @@ def _describe(models: Mapping[str, Any], place: Path, mark: str) -> tuple[dict[s
         if id(plain) not in bases:
             bases[id(plain)] = full_weights(model)
             shapes[id(plain)] = shapes_of(bases[id(plain)])
-        held = policies[name] = _Policy(base=shapes[id(plain)], config=plain.config.get_text_config())
+        dtype = next(tensor.dtype for tensor in bases[id(plain)].values() if tensor.is_floating_point())
+        held = policies[name] = _Policy(None, plain.config.get_text_config(), str(dtype).removeprefix("torch."))
+        held.base = shapes[id(plain)]
         if isinstance(model, AdaptedModel) and model.name is not None:
             held.served = f"{name}-{mark}"
             held.own = shapes_of(model.state_dict())

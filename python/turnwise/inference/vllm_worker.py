@@ -35,11 +35,12 @@ class WorkerExtension:
             reload_worker(self, weights)
 
     def turnwise_describe(self) -> dict[str, Any]:
-        """The model's ``vocabulary``, its sizes (``model``: those of :data:`COMPARED` that it has), and the numbers of
-        its ``adapters``."""
+        """The model's ``vocabulary`` and ``dtype``, those of its sizes that are in :data:`COMPARED` (``model``), and the
+        numbers of its ``adapters``."""
         config = self.model_config.hf_text_config  # type: ignore[attr-defined]
         return {
             "vocabulary": config.vocab_size,
+            "dtype": str(self.model_config.dtype).removeprefix("torch."),  # type: ignore[attr-defined]
             "model": {name: getattr(config, name) for name in COMPARED if hasattr(config, name)},
             "adapters": sorted(self.list_loras()) if self.model_runner.lora_config else [],  # type: ignore[attr-defined]
         }
