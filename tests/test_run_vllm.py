@@ -9,10 +9,13 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
-from turnwise.run import build_run, evaluate_from_config, train_from_config
+from turnwise.run import build_run, evaluate_from_config, task_of, tiny, train_from_config
+from turnwise.serve import Server, ServeSettings
 from turnwise.train.config_files import ConfigError, config_from_dict
 
 HERE = importlib.util.find_spec("vllm") is not None
@@ -102,6 +105,62 @@ def test_adapters_train_beside_sampling(tmp_path, loop):
     assert {policy.version for policy in run.trainer.policies.values()} == {4}
     assert len({id(policy.engine) for policy in run.arena.client._policies.values()}) == 1
     assert max(errors_of(lines_of(tmp_path)[0])) < 1e-5, "the first batch is of the first weights"
+
+
+def engines_of(server):
+    """The processes of the server's group but for its leader."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            name, _, rest = stat.read_text().rpartition(")")
+            if int(rest.split()[2]) == server.pid != int(stat.parent.name) and "Engine" in name:
+                found.append(int(stat.parent.name))
+    return found
+
+
+@needs_vllm
+def test_a_run_goes_on_where_its_server_dies_on_the_way(tmp_path):
+    """The engine is killed between two steps or within one: its server ends, another starts and gets the weights."""
+    config = config_of(tmp_path / "run")
+    for part in tiny(config, task_of(config)):
+        part.save_pretrained(tmp_path / "model")
+    killed = []
+
+    def kill():
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
+            time.sleep(0.01)
+        killed.extend(engines_of(server))
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+
+    with Server(ServeSettings(str(tmp_path / "model"), port=0, kv_cache_gb=0.0625), log=print) as server:
+        rollout = {"questions": 4, "branches": 2, "client": "vllm-server", "server": {"url": server.url}}
+        threading.Thread(target=kill, daemon=True).start()
+        policies = {"default": {"path": str(tmp_path / "model")}}
+        run = train_from_config(config_of(tmp_path / "run", rollout=rollout, policies=policies, steps=6))
+        assert server.restarts == 1
+        assert run.arena.client.stats()["restarts"] == 1
+        run.close()
+    assert len(killed) == 1
+    lines = lines_of(tmp_path / "run")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    for line in lines:
+        assert line["updates"] >= 1
+        assert line["episodes/failed"] == 0
+        assert 0 < errors_of(line)[0] < 1e-5
+        assert "inference/sync_seconds" in line
+
+
+def test_servers_that_can_not_be(tmp_path):
+    rollout = {**SMALL["rollout"], "client": "vllm-server"}
+    for server, said in {
+        "url='nowhere'": {"url": "nowhere"},
+        "can't be reached": {"url": "http://127.0.0.1:9", "timeout": 0.5},
+        "NO_SUCH_KEY": {"api_key_env": "NO_SUCH_KEY"},
+    }.items():
+        with pytest.raises(ConfigError, match=rf"'rollout.server'.*{server}"):
+            build_run(config_of(tmp_path, rollout={**rollout, "server": said}))
 
 
 @needs_vllm

@@ -47,6 +47,9 @@ SETTLED = 60.0
 HUNG = 120.0
 """Seconds without an answer to ``/health`` after which a server is taken to hang."""
 
+PROBED = (5.0, 10.0)
+"""Seconds between two looks at ``/health``, and those that it may take to answer."""
+
 LOG_LINES = 40
 """How much of its log is told when a server fails."""
 
@@ -303,9 +306,9 @@ class Server:
         while not self._stopping.wait(0.2):
             if has_ended(process):
                 return how_it_ended(process)
-            if time.monotonic() - asked < 5.0:
+            if time.monotonic() - asked < PROBED[0]:
                 continue
-            if _is_well(self.url, 10.0):
+            if _is_well(self.url, PROBED[1]):
                 seen = time.monotonic()
             elif time.monotonic() - seen > HUNG:
                 return f"did not answer for {HUNG:g} s"

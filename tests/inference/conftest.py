@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,10 +62,47 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def helpers() -> Any:
+def served_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the model "served" and a tokenizer: what a server starts from."""
+    from turnwise.tasks.tiny import build_tokenizer
+
+    folder = tmp_path_factory.mktemp("served")
+    build("served").save_pretrained(folder)
+    build_tokenizer(["2 + 2 = 4"], vocab_size=VOCABULARY).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def vllm_servers(served_folder: Path) -> Iterator[list[Any]]:
+    """Two vLLM servers for all tests of the session, the second with a key: one takes half a minute to start.
+
+    Skips where vLLM is missing.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("needs vLLM: make test-vllm")
+    from turnwise.serve import Server, ServeSettings
+
+    os.environ["TURNWISE_TEST_KEY"] = "sesame"
+    shared = {"port": 0, "adapter_slots": 2, "adapter_rank": 8, "kv_cache_gb": 2**-5}
+    servers = [
+        Server(ServeSettings(str(served_folder), api_key_env=key, **shared), log=print)
+        for key in (None, "TURNWISE_TEST_KEY")
+    ]
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(Server.start, servers))
+        yield servers
+    finally:
+        for server in servers:
+            server.stop()
+
+
+@pytest.fixture(scope="session")
+def helpers(request: pytest.FixtureRequest) -> Any:
     class Helpers:
         vocabulary, context = VOCABULARY, CONTEXT
         build = staticmethod(build)
         teacher_forced = staticmethod(teacher_forced)
+        servers = staticmethod(lambda: request.getfixturevalue("vllm_servers"))
 
     return Helpers

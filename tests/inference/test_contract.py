@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from turnwise.inference import ScriptedClient, TransformersClient, VLLMClient, VLLMProcessClient
+from turnwise.inference import (
+    Endpoint,
+    RoutingClient,
+    ScriptedClient,
+    TransformersClient,
+    VLLMClient,
+    VLLMProcessClient,
+    VLLMServerClient,
+)
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.types import ContextLengthError, InferenceClient, ModelError, ModelRequest, ModelResponse, Sampling
 
@@ -35,8 +43,19 @@ CLIENTS: dict[str, Callable[[Any], InferenceClient]] = {
         ByteTokenizer(),
         kv_cache_bytes=2**25,
     ),
+    # a server has one base, so two full policies take two
+    "vllm-server": lambda helpers: RoutingClient(
+        {
+            name: VLLMServerClient(
+                Endpoint(server.url, api_key_env=server.settings.api_key_env),
+                ByteTokenizer(),
+                {name: helpers.build("served", seed=seed)},
+            )
+            for seed, (name, server) in enumerate(zip(("default", "other"), helpers.servers(), strict=True))
+        }
+    ),
 }
-NEEDS = {"vllm": "vllm", "vllm-process": "vllm"}
+NEEDS = {"vllm": "vllm", "vllm-process": "vllm", "vllm-server": "vllm"}
 """The package without which a client's tests skip."""
 
 KEPT = {"vllm-process"}

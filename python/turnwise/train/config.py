@@ -104,11 +104,28 @@ class VLLMConfig(Section):
     engine_args: dict[str, Any] = Field(default_factory=dict)
 
 
+class ServerConfig(Section):
+    """For ``rollout.client = "vllm-server"``: servers that ``turnwise serve`` started.
+
+    ``url`` is one, or one for each policy, as policies without a common base need. ``api_key_env`` names the
+    environment variable with their key. One answer may take ``timeout`` seconds, and a server that starts again is
+    waited for as long; other failures are tried ``retries`` times more. Weights go through files in ``folder``, which
+    the servers of other hosts see too; without one through memory of this host.
+    """
+
+    url: str | dict[str, str] = "http://127.0.0.1:8000"
+    api_key_env: str | None = None
+    timeout: float = Field(default=600.0, gt=0)
+    retries: int = Field(default=5, ge=0)
+    folder: str | None = None
+
+
 class RolloutConfig(Section):
     """What one step samples: ``questions`` × ``copies`` episodes, each a tree of ``branches`` where branches > 1.
 
     ``client`` computes at most ``max_batch_rows`` completions at a time: ``transformers`` runs the models as they are,
-    ``vllm`` needs vLLM and is the fast one on a GPU, ``vllm-process`` runs it in processes beside the trainer's.
+    ``vllm`` needs vLLM and is the fast one on a GPU, ``vllm-process`` runs it in processes beside the trainer's, and
+    ``vllm-server`` asks servers of it.
     ``check_private`` stops the run when an actor is shown another one's private text, or would train on its tokens.
     """
 
@@ -118,8 +135,9 @@ class RolloutConfig(Section):
     temperature: float = Field(default=1.0, gt=0)
     max_tokens: int = Field(default=256, ge=1)
     max_concurrency: int = Field(default=1024, ge=1)
-    client: Literal["transformers", "vllm", "vllm-process"] = "transformers"
+    client: Literal["transformers", "vllm", "vllm-process", "vllm-server"] = "transformers"
     vllm: VLLMConfig = VLLMConfig()
+    server: ServerConfig = ServerConfig()
     max_batch_rows: int = Field(default=512, ge=1)
     timeout: float | None = Field(default=None, gt=0)
     failure_threshold: float = Field(default=0.5, ge=0, le=1)

@@ -1,0 +1,275 @@
+"""Looking after a server: it starts, dies, hangs and ends, and nothing of it is left.
+
+A small program stands for vLLM's, whose own server the tests of the clients start.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnwise import cli, serve
+from turnwise.serve import Server, ServerFailed, ServeSettings, parse_pairs, server_command, serving
+
+PROGRAM = """
+import http.server, os, pathlib, subprocess, sys, threading, time
+port, folder, mode = int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
+count = len(list(folder.glob("start*")))
+helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+(folder / f"start{count}").write_text(f"{os.getpid()} {helper.pid}")
+print("loading part", count, flush=True)
+if mode == "fails" or mode == "fails later" and count:
+    print("no such model", flush=True)
+    sys.exit(3)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+    def log_message(self, *arguments): pass
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Server]:
+    def make(mode: str = "well", said: list[str] | None = None, **settings: Any) -> Server:
+        command = lambda _, port: [sys.executable, "-c", PROGRAM, str(port), str(tmp_path), mode]  # noqa: E731
+        monkeypatch.setattr(serve, "server_command", command)
+        lines = [] if said is None else said
+        return Server(ServeSettings("some/model", port=0, **settings), lines.append, lines.append)
+
+    return make
+
+
+def started(tmp_path: Path) -> list[list[int]]:
+    """Leader and helper of each process that was started."""
+    files = sorted(tmp_path.glob("start*"), key=lambda file: int(file.name[5:]))
+    return [[int(pid) for pid in file.read_text().split()] for file in files]
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def until(holds: Callable[[], Any], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def all_gone(tmp_path: Path) -> None:
+    """A process that was killed takes a moment to go."""
+    until(lambda: all(gone(pid) for pids in started(tmp_path) for pid in pids))
+
+
+def test_it_serves_until_it_is_stopped_and_leaves_nothing(stand_in: Any, tmp_path: Path) -> None:
+    said: list[str] = []
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as bystander:
+        with stand_in(said=said) as server:
+            assert serve._is_well(server.url, 5.0)
+            [[leader, helper]] = started(tmp_path)
+            assert server.pid == leader
+            assert not gone(helper)
+        all_gone(tmp_path)
+        assert server.pid is None
+        server.stop()
+        assert bystander.poll() is None
+        bystander.kill()
+    assert any("waiting for some/model" in line for line in said)
+    assert f"serving some/model at {server.url}" in said
+    assert "loading part 0" in said
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_server_that_dies_is_started_again_at_its_address(stand_in: Any, tmp_path: Path, victim: int) -> None:
+    """Killed with its helper left behind, or by its own hand."""
+    said: list[str] = []
+    with stand_in(said=said) as server:
+        before = started(tmp_path)[0]
+        os.kill(before[0], (signal.SIGKILL, signal.SIGTERM)[victim])
+        until(lambda: len(started(tmp_path)) == 2 and serve._is_well(server.url, 1.0))
+        assert all(gone(pid) for pid in before)
+        assert server.restarts == 1
+    all_gone(tmp_path)
+    assert any(f"was killed by {('SIGKILL', 'SIGTERM')[victim]}; starting it again in 1 s" in line for line in said)
+
+
+def test_a_server_that_hangs_is_started_again(stand_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "HUNG", 0.5)
+    monkeypatch.setattr(serve, "PROBED", (0.1, 0.5))
+    said: list[str] = []
+    with stand_in(said=said) as server:
+        os.kill(started(tmp_path)[0][0], signal.SIGSTOP)
+        until(lambda: len(started(tmp_path)) == 2 and serve._is_well(server.url, 1.0))
+    assert any("did not answer for 0.5 s" in line for line in said)
+    all_gone(tmp_path)
+
+
+def test_a_server_that_can_not_start_says_why(stand_in: Any, tmp_path: Path) -> None:
+    server = stand_in("fails")
+    with pytest.raises(ServerFailed, match=r"(?s)ended with exit code 3 before.*no such model"):
+        server.start()
+    assert len(started(tmp_path)) == 1
+    all_gone(tmp_path)
+
+
+def test_a_server_that_dies_too_often_is_given_up(stand_in: Any, tmp_path: Path) -> None:
+    server = stand_in("fails later", restarts=1)
+    with server:
+        os.kill(server.pid, signal.SIGKILL)
+        with pytest.raises(ServerFailed, match=r"(?s)ended with exit code 3, 2 times in a row.*no such model"):
+            server.wait()
+    assert len(started(tmp_path)) == 2
+
+
+def test_one_that_takes_too_long_is_ended(stand_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "_is_well", lambda url, timeout: False)
+    with pytest.raises(ServerFailed, match=r"longer than start_timeout=0.5 s"):
+        stand_in(start_timeout=0.5).start()
+    all_gone(tmp_path)
+
+
+async def test_serving_ends_with_the_block(stand_in: Any, tmp_path: Path) -> None:
+    stand_in()
+    with pytest.raises(RuntimeError, match="mine"):
+        async with serving("some/model", restarts=0) as server:
+            assert serve._is_well(server.url, 5.0)
+            raise RuntimeError("mine")
+    all_gone(tmp_path)
+    stand_in("fails")
+    with pytest.raises(ServerFailed):
+        async with serving("some/model"):
+            raise AssertionError("never well")
+
+
+COMMAND = """
+import sys
+from turnwise import cli, serve
+serve.server_command = lambda settings, port: [sys.executable, "-c", {program!r}, str(port), {folder!r}, "well"]
+sys.exit(cli.main(["serve", "some/model", "--port", "0"]))
+"""
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGKILL, -9)])
+def test_turnwise_serve_ends_what_it_started(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    """SIGKILL aside, which only vLLM's own launcher notices (see test_vllm_launch)."""
+    program = COMMAND.format(program=PROGRAM, folder=str(tmp_path))
+    with subprocess.Popen([sys.executable, "-P", "-c", program], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = next(line for line in process.stderr if "turnwise: serving" in line)
+        assert "http://127.0.0.1:" in said
+        os.kill(process.pid, number)
+        process.stderr.read() if number != signal.SIGKILL else None
+        assert process.wait(30) == code
+    if number == signal.SIGKILL:
+        os.killpg(started(tmp_path)[0][0], signal.SIGKILL)
+    all_gone(tmp_path)
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+def test_others_need_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    for host in ("0.0.0.0", "192.168.0.7", "::"):
+        with pytest.raises(ValueError, match=r"host=.*api_key_env"):
+            ServeSettings("m", host)
+    with pytest.raises(ValueError, match="SOME_KEY"):
+        ServeSettings("m", "0.0.0.0", api_key_env="SOME_KEY")
+    monkeypatch.setenv("SOME_KEY", "sesame")
+    monkeypatch.setattr(serve, "_dtype_option", lambda model: {})
+    settings = ServeSettings("m", "0.0.0.0", api_key_env="SOME_KEY")
+    words = server_command(settings, 8000)
+    assert "--middleware=turnwise.inference.vllm_launch.RequireKey" in words
+    assert not any("sesame" in word for word in words), "everybody on the machine can read a command line"
+    assert serve._environment(settings)["VLLM_API_KEY"] == "sesame"
+    monkeypatch.setenv("VLLM_API_KEY", "of another server")
+    assert "VLLM_API_KEY" not in serve._environment(ServeSettings("m"))
+
+
+def test_what_vllm_is_told(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"r": 20}')
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "torch_dtype": "float32"}')
+    settings = ServeSettings(
+        str(tmp_path),
+        adapters={"critic": tmp_path},
+        adapter_slots=2,
+        adapter_rank=8,
+        kv_cache_gb=0.5,
+        engine_args={
+            "max-model-len": 64,
+            "enforce_eager": True,
+            "hf_overrides": {"a": 1},
+            "enable_log_requests": False,
+        },
+    )
+    words = server_command(settings, 8123)
+    assert words[:4] == [sys.executable, "-P", "-m", "turnwise.inference.vllm_launch"]
+    for word in (
+        f"--model={tmp_path}", "--host=127.0.0.1", "--port=8123", "--dtype=float32", "--enable-scale-out",
+        "--logprobs-mode=processed_logprobs", "--generation-config=vllm", "--no-async-scheduling",
+        "--worker-extension-cls=turnwise.inference.vllm_worker.WorkerExtension", "--enable-lora", "--max-loras=4",
+        "--max-lora-rank=32", f"--kv-cache-memory-bytes={2**29}", "--max-model-len=64", "--enforce-eager",
+        '--hf-overrides={"a": 1}', "--no-enable-log-requests",
+    ):  # fmt: skip
+        assert word in words
+    assert words[-2:] == ["--lora-modules", f"critic={tmp_path}"]
+    plain = server_command(ServeSettings(str(tmp_path), engine_args={"dtype": "bfloat16"}), 1)
+    assert "--dtype=bfloat16" in plain and "--enable-lora" not in plain
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"port": 70000}, "port=70000"),
+        ({"kv_cache_gb": 0}, "kv_cache_gb=0"),
+        ({"restarts": -1}, "restarts=-1"),
+        ({"engine_args": {"port": 1}}, r"engine_args\['port'\]"),
+        ({"engine_args": {"logprobs-mode": 1}}, r"engine_args\['logprobs_mode'\]"),
+        ({"adapters": {"critic": "/nowhere"}}, r"adapters\['critic'\]='/nowhere'"),
+    ],
+)
+def test_settings_that_can_not_be(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ServeSettings("m", **settings)
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"port={port}: can't serve there"):
+            Server(ServeSettings("m", port=port))
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[ServeSettings] = []
+    monkeypatch.setattr(serve, "serve_until_stopped", seen.append)
+    words = [
+        "serve",
+        "m",
+        "--engine-arg",
+        "max_model_len=64",
+        "--engine-arg",
+        "enforce_eager=true",
+        "--kv-cache-gb",
+        "2",
+    ]
+    assert cli.main(words) == 0
+    assert seen == [ServeSettings("m", kv_cache_gb=2.0, engine_args={"max_model_len": 64, "enforce_eager": True})]
+    assert cli.main(["serve", "m", "--host", "0.0.0.0"]) == 2
+    assert "api_key_env" in capsys.readouterr().err
+    assert cli.main(["serve", "m", "--adapters", "critic"]) == 2
+    assert "expected NAME=VALUE" in capsys.readouterr().err
+    assert parse_pairs("--x", ["a=b=c"], str) == {"a": "b=c"}
+    with pytest.raises(ValueError, match="each name once"):
+        parse_pairs("--x", ["a=1", "a=2"], int)
