@@ -119,16 +119,18 @@ class Endpoint:
         body: Mapping[str, Any] | None = None,
         query: Mapping[str, str] | None = None,
         once: bool = False,
+        reads: bool = True,
         timeout: float | None = None,
     ) -> Any:
-        """The decoded JSON of the answer, ``None`` where it is empty; with ``once`` after one attempt, whatever comes.
+        """The decoded JSON of the answer; ``None`` where it is empty or not to be read.
 
-        Raises :class:`EndpointError`.
+        With ``once`` there is one attempt, whatever comes. Raises :class:`EndpointError`.
         """
         tries, missing_since, wait = 1, None, 0.5
         while True:
             try:
-                return await self._attempt(method, path, body, query, timeout or self.timeout)
+                content = await self._attempt(method, path, body, query, timeout or self.timeout)
+                return _decoded(f"{method} {self.url}{path}", content) if reads else None
             except _Again as again:
                 now = time.monotonic()
                 missing_since = (missing_since or now) if again.unreachable else None
@@ -146,7 +148,7 @@ class Endpoint:
 
     async def _attempt(
         self, method: str, path: str, body: Mapping[str, Any] | None, query: Mapping[str, str] | None, timeout: float
-    ) -> Any:
+    ) -> bytes:
         aiohttp = self._aiohttp
         where = f"{method} {self.url}{path}"
         limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout, CONNECT_SECONDS))
@@ -167,7 +169,7 @@ class Endpoint:
             raise _Again(f"{where} was cut off in the midst of its answer: {_said(error)}") from error
         except aiohttp.ClientError as error:
             raise EndpointError(f"{where} does not speak HTTP: {_said(error)}") from error
-        return _decoded(where, content)
+        return content
 
     def _refuse(self, where: str, status: int, headers: Mapping[str, str], content: bytes) -> None:
         said = error_message(content)

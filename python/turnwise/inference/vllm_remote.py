@@ -157,12 +157,19 @@ class Remote:
     async def _put_adapter(self, adapter: Adapter) -> None:
         """The server numbers adapters as they come. One that it has is read again from its file by that number: loaded
         in place by the server's own endpoint, it would be read again for every token."""
-        if adapter.name in await self._served():
+        served, known = adapter.name in await self._served(), adapter.name in self._numbers
+        if served and known:
             await self._call("turnwise_adapter", self._numbers[adapter.name], adapter.name, str(adapter.folder))
             return
+        if served:  # it came in, but the answer that said so was lost
+            await self._tell("/v1/unload_lora_adapter", {"lora_name": adapter.name}, reads=False)
         before = set((await self._describe())["adapters"])
-        await self._tell("/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(adapter.folder)})
-        [self._numbers[adapter.name]] = set((await self._describe())["adapters"]) - before
+        asked = {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
+        await self._tell("/v1/load_lora_adapter", asked, reads=False)
+        added = set((await self._describe())["adapters"]) - before
+        if len(added) != 1:
+            raise EndpointError(f"{self._endpoint.url} has {len(added)} new adapters: expected {adapter.name!r} alone")
+        [self._numbers[adapter.name]] = added
 
     async def _served(self) -> set[str]:
         return {model["id"] for model in (await self._endpoint.ask("GET", "/v1/models"))["data"]}
@@ -185,11 +192,15 @@ class Remote:
         return found["results"]
 
     async def _tell(
-        self, path: str, body: Mapping[str, Any] | None = None, query: Mapping[str, str] | None = None
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        query: Mapping[str, str] | None = None,
+        reads: bool = True,
     ) -> Any:
         """One attempt: of an update that failed in part, the whole is to be sent again."""
         try:
-            return await self._endpoint.ask("POST", path, body=body or {}, query=query, once=True)
+            return await self._endpoint.ask("POST", path, body=body or {}, query=query, once=True, reads=reads)
         except EndpointError as error:
             raise _explained(error) from error
 
