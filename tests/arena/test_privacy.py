@@ -288,6 +288,20 @@ def test_a_leak_is_found_before_the_call_is_made(make_arena):
     assert len(arena.client.prompts) == 1
 
 
+@pytest.mark.parametrize("word", ["is", "n", "Your number", "", "."])
+def test_what_an_actor_said_does_not_cover_a_leak(make_arena, word):
+    """Its own words may be shown to it, but they are no excuse for a secret that merely holds them."""
+
+    class Aloud(Secrets):
+        public = lambda self, text: text  # noqa: E731
+
+        def env_response(self, state, arena, artifact):
+            return self.secret(state, "ann") if state.turn == 1 and state.current_actor == "ann" else None
+
+    with pytest.raises(LeakError, match="actor 'bob' holds what is private to 'ann'"):
+        play(make_arena, Aloud(("ann", "bob")), reply=lambda prompt, request: word, copies=1)
+
+
 def test_a_prompt_that_held_what_is_marked_later_is_found_at_the_end(make_arena):
     class Late(Secrets):
         async def build_messages(self, state, arena, artifact):

@@ -113,7 +113,8 @@ class PrivateTexts:
         observed = [key for key, mark in self.marks.items() if key not in hidden and mark.observation]
         for key in found:
             # What may be seen may be seen in part; but an observation can't make another's marked secret its own.
-            if holds(without(prompt, seen + observed if hidden[key].observation else seen), key):
+            excuses = seen + observed if hidden[key].observation else seen
+            if holds(without(prompt, [text for text in excuses if key in text]), key):
                 return hidden[key]
         return None
 
@@ -245,7 +246,7 @@ def holds(text: str, part: str) -> bool:
 
 def without(text: str, parts: Iterable[str]) -> str:
     """``text`` with each of ``parts`` cut out, longest first."""
-    for part in sorted(filter(None, parts), key=len, reverse=True):
+    for part in sorted(parts, key=len, reverse=True):
         text = text.replace(part, "\0")
     return text
 
