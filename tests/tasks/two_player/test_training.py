@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from turnwise.credit import RAECredit
-from turnwise.run import build_run
+from turnwise.run import build_run, dry_run
 from turnwise.tasks.two_player import SEATS, sample_policy, score_policy
-from turnwise.train.config_files import ConfigError, config_from_dict
+from turnwise.train.config_files import ConfigError, config_from_dict, load_config
 
 GAMES = {"kuhn_poker": 30, "negotiation": 80, "tic_tac_toe": 30}
 """How many steps of a warm start it takes until both seats mostly say something legal."""
@@ -20,7 +21,7 @@ def run_of(game, folder, **changes):
     settings = {
         "task": game, "run_dir": str(folder), "steps": 1, "threads": 1,
         "warm_start": {"steps": GAMES[game], "batch_size": 12, "warmup": 5, "lr": 4e-3},
-        "rollout": {"questions": 16, "max_tokens": 16, "check_private": True},
+        "rollout": {"questions": 16, "check_private": True},
         "eval": {"questions": 8},
     }  # fmt: skip
     return build_run(config_from_dict({**settings, **changes}))
@@ -103,3 +104,10 @@ def test_the_tiny_models_exploitability_is_known_two_ways(tmp_path):
     assert np.all(sampled.table[:, :2] - scored.table[:, :2] > -noise)
     assert scored.other.mean() < 0.5, "after the warm start it mostly answers in the plain form"
     assert 0 < run.task.solve(scored.table).exploitability < 3
+
+
+def test_the_example_is_a_run_of_each_game_that_it_names():
+    example = Path(__file__).parents[3] / "examples" / "kuhn_poker.toml"
+    for game in ("kuhn_poker", "tic_tac_toe"):
+        told = dry_run(load_config(example, {"task": game}))
+        assert 'rule = "rae"' in told and "actor 'player1' plays with policy 'default'" in told
