@@ -21,10 +21,19 @@ LOCKED = sys.platform == "linux"
 pytestmark = pytest.mark.skipif(not LOCKED, reason="programs can be locked in on Linux only")
 
 SECRET = "a secret of the parent"
+WAIT = "import _thread\nlock = _thread.allocate_lock()\nlock.acquire()\nlock.acquire()"
 
 
 def sandbox(**limits):
-    return Sandbox(Limits(**{"wall_seconds": 20.0, **limits}))
+    return Sandbox(Limits(**limits))
+
+
+@pytest.fixture(autouse=True)
+def marked(monkeypatch):
+    """Programs of this test alone carry this mark, wherever they fork to: other tests may run beside it."""
+    mark = f"{os.getpid()}-{time.monotonic_ns()}"
+    monkeypatch.setitem(module.ENVIRONMENT, "PYTHONMARK", mark)
+    return mark
 
 
 async def run(body: str, *arguments, **limits):
@@ -44,16 +53,17 @@ async def refused(body: str):
 
 
 def processes() -> set[int]:
-    """Every process on the machine that runs the sandbox's script."""
+    """Every living process on the machine that carries this test's mark."""
+    mark = f"PYTHONMARK={module.ENVIRONMENT['PYTHONMARK']}".encode()
     found = set()
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
-                words = (folder / "cmdline").read_bytes().split(b"\0")
+                words = (folder / "environ").read_bytes().split(b"\0")
                 dead = (folder / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
             except OSError:
                 continue
-            if any(word.endswith(b"code_duel/child.py") for word in words) and not dead:
+            if mark in words and not dead:
                 found.add(int(folder.name))
     return found
 
@@ -115,11 +125,9 @@ async def test_equal_runs_give_equal_results():
 
 # --- time, memory, output ---------------------------------------------------------------------------------------------
 async def test_an_endless_loop_ends_at_its_cpu_limit_and_earlier_calls_count():
-    started = time.perf_counter()
     result = await run("while x: pass\nreturn x", 0, 1, 0)
     assert result.reason == "cpu"
     assert result.results == [Returned(0), Returned(error="cpu"), Returned(error="cpu")]
-    assert time.perf_counter() - started < 15
 
 
 async def test_ignoring_the_signal_gains_a_second_at_most():
@@ -127,9 +135,10 @@ async def test_ignoring_the_signal_gains_a_second_at_most():
     assert result.reason == "cpu"
 
 
-async def test_sleeping_past_the_limit_ends_at_the_wall_limit():
-    result = await run("import time\ntime.sleep(60)", wall_seconds=1.0)
-    assert result.reason == "wall" and 1.0 <= result.seconds < 10
+async def test_sleeping_is_refused_and_waiting_for_ever_ends_at_the_wall_limit():
+    await refused("import time\ntime.sleep(600)")
+    result = await run(WAIT, wall_seconds=2.0)
+    assert result.reason == "wall" and result.seconds >= 2.0 and not processes()
 
 
 async def test_closing_the_pipes_hides_nothing():
@@ -267,11 +276,10 @@ async def test_the_parents_memory_is_out_of_reach():
 
 
 @pytest.mark.parametrize("body", ["open('big', 'w').write('x' * 10**9)", "os.mkdir('d')", "os.symlink('/', 'l')"])
-async def test_nothing_can_be_written(body):
-    before = set(os.listdir(os.environ.get("TMPDIR", "/tmp")))
+async def test_nothing_can_be_written_and_nothing_is_left(body, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     await refused(body)
-    left = set(os.listdir(os.environ.get("TMPDIR", "/tmp"))) - before
-    assert not [name for name in left if name.startswith("turnwise-sandbox-")]
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_file_size_is_zero_even_without_the_filter(monkeypatch):
@@ -319,7 +327,7 @@ async def test_lines_of_ones_own_among_the_results_claim_nothing_more_than_a_ret
 
 # --- the parent -------------------------------------------------------------------------------------------------------
 async def test_cancelling_kills_the_program():
-    task = asyncio.create_task(run("import time\ntime.sleep(60)"))
+    task = asyncio.create_task(run(WAIT))
     while not processes():
         await asyncio.sleep(0.01)
     task.cancel()
@@ -328,25 +336,33 @@ async def test_cancelling_kills_the_program():
     assert not processes()
 
 
-def test_a_program_dies_with_its_parent(tmp_path):
+def test_a_program_dies_with_its_parent(marked):
     import subprocess
 
+    body = WAIT.replace("\n", "\n    ")
     code = (
-        "import asyncio\nfrom turnwise.tasks.code_duel.sandbox import Limits, Sandbox\n"
-        "box = Sandbox(Limits(wall_seconds=60.0))\n"
-        "asyncio.run(box.call('import time\\ndef f(x):\\n    time.sleep(60)', 'f', [(0,)]))"
+        "import asyncio\nfrom turnwise.tasks.code_duel import sandbox\n"
+        f"sandbox.ENVIRONMENT['PYTHONMARK'] = {marked!r}\n"
+        f"asyncio.run(sandbox.Sandbox().call({f'def f(x):{chr(10)}    {body}'!r}, 'f', [(0,)]))"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
-    deadline = time.monotonic() + 30
-    while not processes() and time.monotonic() < deadline:
+    deadline = time.monotonic() + 50
+    # Waiting inside a lock, the program has long asked to die with its parent.
+    while not any(is_locked_in(number) for number in processes()) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert processes()
-    time.sleep(0.5)  # until it has asked to die with the parent
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     while processes() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not processes()
+
+
+def is_locked_in(number):
+    try:
+        return "Seccomp:\t2" in Path(f"/proc/{number}/status").read_text()
+    except OSError:
+        return False
 
 
 async def test_many_run_side_by_side_and_the_latency_is_told(capsys):

@@ -4,7 +4,7 @@ On Linux (x86-64 and aarch64, kernel 4.14 or newer, no privilege needed, root bo
 
 ============== =====================================================================================================
 processes      one, with one thread: starting another is forbidden, so every limit below is of the whole program
-time           CPU seconds by the kernel; wall seconds by the parent, which kills; it dies when its parent dies
+time           CPU seconds by the kernel; wall seconds by the parent, with which it dies as well; sleeping is refused
 memory         address space (``MemoryError``)
 files          none can be opened, listed, looked at or made, the parent's and ``/proc`` among them
 network        none: no socket can be made
@@ -85,11 +85,12 @@ class SandboxRun:
 class Limits:
     """Of one run. ``cpu_seconds`` is whole, start-up (some hundredths) included; ``memory_mb`` is address space.
 
-    ``output_bytes`` bounds what a program prints, and what it returns, each.
+    ``output_bytes`` bounds what a program prints, and what it returns, each. ``wall_seconds`` is for what neither
+    computes nor ends; it is long, since a busy machine must not decide what a program earns.
     """
 
     cpu_seconds: int = 1
-    wall_seconds: float = 10.0
+    wall_seconds: float = 60.0
     memory_mb: int = 256
     output_bytes: int = 65_536
 
