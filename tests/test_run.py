@@ -196,7 +196,7 @@ def test_math_orchestra_on_gsm8k(tmp_path):
             {"credit": {"rule": "rae"}, "filter": {"resample": 1}},
             r"'filter.resample' = 1: .*RAECredit learns from each",
         ),
-        ({"rollout": {"max_tokens": 16}}, r"'rollout.max_tokens' = 16: has no effect.* of their own \(24\).*task_options"),
+        ({"rollout": {"max_tokens": 16}}, r"'rollout.max_tokens' = 16: has no effect.* own \(24\).*task_options"),
         ({"credit": {"options": {"ddof": 7}}}, r"'credit.options' = \{'ddof': 7\}: ddof=7"),
         ({"credit": {"options": {"ddoff": 1}}}, r"unknown config key 'credit.options.ddoff'; did you mean 'ddof'\?"),
         ({"device": "gpu9"}, r"config key 'device' = 'gpu9': .*expected auto, cpu or cuda"),

@@ -220,8 +220,8 @@ def resolved_config(config: TrainConfig, task: Task, problems: Problems) -> tupl
     limit, own = config.rollout.max_tokens, {actor.max_tokens for actor in actors}
     if limit != RolloutConfig.model_fields["max_tokens"].default and not own & {None, limit}:
         problems.lines.append(
-            f"config key 'rollout.max_tokens' = {limit}: has no effect, as the actors of task {task.name!r} have limits "
-            f"of their own ({', '.join(map(str, sorted(own)))}): see its task_options"
+            f"config key 'rollout.max_tokens' = {limit}: has no effect, as the actors of task {task.name!r} have "
+            f"limits of their own ({', '.join(map(str, sorted(own)))}): see its task_options"
         )
     return resolved, actors
 
