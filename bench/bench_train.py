@@ -14,15 +14,13 @@ activations, gradients and optimizer state. Liger's kernels, which TRL can use, 
 from __future__ import annotations
 
 import multiprocessing
-import statistics
-import time
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
 from common import arguments, finish
 from timing import first_peak
-from train_cases import METHODS, Case, Trained, make_batch, make_trained
+from train_cases import METHODS, Case, Trained, make_batch, make_trained, seconds_per_step
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}  # of the gradient's norm
 QUICK = Case("quick", 16, "float32", False)
@@ -40,17 +38,6 @@ def verify(case: Case, trained: dict[str, Trained]) -> None:
     for name, one in trained.items():
         off = float((one.gradient() - expected).norm() / expected.norm())
         assert off < TOLERANCE[case.dtype], f"{name}, {case}: the gradient is off by {off:.3g} of its norm"
-
-
-def seconds_per_step(trained: dict[str, Trained], rounds: int) -> dict[str, float]:
-    """Medians in turns, after a round that makes the optimizers' states and doesn't count."""
-    samples: dict[str, list[float]] = {name: [] for name in trained}
-    for _ in range(1 + rounds):
-        for name, one in trained.items():
-            start = time.perf_counter()
-            one.step()
-            samples[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times[1:]) for name, times in samples.items()}
 
 
 def peak_of(method: str, case: Case, threads: int) -> int | None:

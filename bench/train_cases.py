@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import statistics
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train import Policy
-from turnwise.train.batch import MicroBatch, pack, pad
+from turnwise.train.batch import MicroBatch, micro_batches, pad
 from turnwise.train.config import LossConfig, UpdateConfig
 from turnwise.train.forward import Forward, like_lengths
 from turnwise.train.update import update_policy
@@ -116,21 +118,38 @@ class Trained(NamedTuple):
     gradient: Callable[[], Tensor]
 
 
+def seconds_per_step(trained: dict[str, Trained], rounds: int, warm: int = 1) -> dict[str, float]:
+    """Medians in turns, after ``warm`` rounds that don't count: the first makes the optimizers' states."""
+    samples: dict[str, list[float]] = {name: [] for name in trained}
+    for _ in range(warm + rounds):
+        for name, one in trained.items():
+            start = time.perf_counter()
+            one.step()
+            samples[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times[warm:]) for name, times in samples.items()}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Ours
 # ---------------------------------------------------------------------------------------------------------------------
 def turnwise(case: Case, batch: TrainingBatch, forward: Callable[[nn.Module], Any] = Forward) -> Trained:
-    """``update_policy`` as the loop calls it. A forward pass takes about as many tokens as 8 rows have on average."""
+    """A forward pass takes about as many tokens as 8 rows have on average."""
     model: Any = make_model(case).model
     if case.checkpointing:
         model.gradient_checkpointing_enable()
     budget = -(-len(batch.token_ids) * GROUP // case.rows) + LONGEST // 8
-    update = UpdateConfig(lr=LR, micro_batch_tokens=budget)
+    return updates(model, batch, UpdateConfig(lr=LR, micro_batch_tokens=budget), forward)
+
+
+def updates(
+    model: nn.Module, batch: TrainingBatch, update: UpdateConfig, forward: Callable[[nn.Module], Any]
+) -> Trained:
+    """``update_policy`` as the loop calls it, with ``forward(model)`` as the policy's forward pass."""
     policy = Policy("default", model, update, total_steps=1000)
     policy.forward = forward(model)
     with torch.no_grad():  # the sampler's log-probs: those of the weights that train
-        whole = pack(batch, np.arange(len(batch)))
-        batch.rollout_logprobs[whole.token_N] = policy.logprobs(whole).numpy()
+        for micro in micro_batches(batch, np.arange(len(batch)), update.micro_batch_tokens):
+            batch.rollout_logprobs[micro.token_N] = policy.logprobs(micro).numpy()
 
     def step() -> Any:
         return update_policy(policy, batch, update, LOSS, np.random.default_rng(0))
