@@ -51,6 +51,21 @@ def test_drop_in(tmp_path: Path) -> None:
     assert "losses and gradients alike both ways" in done.stdout
 
 
+def test_trl_trie(tmp_path: Path) -> None:
+    """TRL's trainer has its own loss and gradient with log-probs from the trie of its batch."""
+    pytest.importorskip("trl")
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "trl_trie.py")],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "loss and gradient are TRL's" in done.stdout
+
+
 def test_each_level_has_both_loops() -> None:
     assert [path.stem for path in SUDOKU] == sorted(name + kind for name in WEIGHTS for kind in ("", "_async"))
 
