@@ -72,7 +72,8 @@ py::tuple cut(const TokenTrie& trie, int64_t max_tokens) {
 }  // namespace
 
 void bind_trie(py::module_& module) {
-    py::class_<TokenTrie>(module, "TokenTrie",
+    // Known to this module alone: the tests load a second build of it, in which CUDA is emulated.
+    py::class_<TokenTrie>(module, "TokenTrie", py::module_local(),
                           "Rows of a token stream, their common beginnings once, laid out depth first.")
         .def(py::init(&build), py::arg("tokens"), py::arg("starts"), py::arg("ends"), py::arg("least") = 0)
         .def_property_readonly("source", &view<&TokenTrie::source>, "[U] where in the stream a place's token stands.")
