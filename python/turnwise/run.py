@@ -221,7 +221,7 @@ def resolved_config(config: TrainConfig, task: Task, problems: Problems) -> tupl
     if limit != RolloutConfig.model_fields["max_tokens"].default and not own & {None, limit}:
         problems.lines.append(
             f"config key 'rollout.max_tokens' = {limit}: has no effect, as the actors of task {task.name!r} have "
-            f"limits of their own ({', '.join(map(str, sorted(own)))}): see its task_options"
+            f"limits of their own ({', '.join(map(str, sorted(filter(None, own))))}): see its task_options"
         )
     return resolved, actors
 
