@@ -189,7 +189,8 @@ async def measure(name: str, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    options = arguments(__doc__, {"syncs": 50}, model=MODELS, client=tuple(KINDS))
+    clients = tuple(kind for kind in KINDS if kind != "vllm-server")  # which waits for a server that nobody started
+    options = arguments(__doc__, {"syncs": 50}, model=MODELS, client=clients)
     if options.quick:
         options.model = ["tiny"]
     elif options.device == "cpu" and options.model != ["1b"]:
