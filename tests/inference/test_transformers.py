@@ -322,5 +322,6 @@ async def test_weights_are_let_in_by_a_worker_that_never_rests(helpers: Any) -> 
         for version in range(1, 6):
             client.load_weights("default", helpers.build(seed=version).state_dict().items(), version)
         [response] = await running
-        assert sum(count for count, _ in response.policy_versions) == 50
+        # new weights may say the end of the sequence before the 50 tokens are full
+        assert sum(count for count, _ in response.policy_versions) == len(response.completion_token_ids)
         assert len(response.policy_versions) > 1, response.policy_versions

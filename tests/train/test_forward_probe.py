@@ -9,7 +9,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from turnwise.train.forward import Forward
 from turnwise.train.forward_probe import causal_lm, obstacle_to_fusing, obstacle_to_packing
 from turnwise.train.packed_attention import packed_attention
-from turnwise.train.tree_attention import ATTENTION
+from turnwise.train.tree_attention import ATTENTION, tree_attention
 
 SIZES = {
     "vocab_size": 200,
@@ -33,7 +33,7 @@ def build(family: str, attention: str | None = None, **options):
 def attention():
     """Puts another function in the place of the packed attention."""
     yield lambda function: AttentionInterface.register(ATTENTION, function)
-    AttentionInterface.register(ATTENTION, packed_attention)
+    AttentionInterface.register(ATTENTION, tree_attention)
 
 
 def test_a_stream_whose_rows_see_each_other_is_found_out(attention):
