@@ -71,7 +71,7 @@ def test_math_orchestra(tmp_path: Path) -> None:
     path = tmp_path / "questions.jsonl"
     rows = [{"question": f"What is {n} + 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"} for n in range(60)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    changes = {"task_options.path": str(path), "steps": 2, "rollout.copies": 2, "rollout.max_tokens": 16}
+    changes = {"task_options.path": str(path), "steps": 2, "rollout.copies": 2, "task_options.max_tokens": 16}
     errors = short_run("math_orchestra.toml", tmp_path / "run", **changes, **{"warm_start.steps": 0})
     assert len(errors) == 2 and all(0 < error < EXACT for of_step in errors for error in of_step), errors
 
