@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train.batch import MicroBatch, pack
 from turnwise.train.forward import Forward
+from turnwise.train.trie import Trie
 from turnwise.types import TrainingBatch
 
 WORLD, SIBLINGS, PROMPT, COMPLETION = 2, 4, 40, 6
@@ -115,7 +116,8 @@ def train(case: Case, rank: int) -> dict[str, Tensor]:
     for part in (*lm.model.layers, model):
         fully_shard(part, mesh=mesh)
     rows = np.arange(len(make_batch())).reshape(WORLD, -1)[rank]
-    micro = pack(make_batch(), rows, trie=True)
+    batch = make_batch()
+    micro = pack(batch, rows, trie=Trie(batch.token_ids, batch.cu_seqlens, rows))
     assert micro.tree is not None and micro.num_tokens < 0.5 * sum(micro.lengths)
     (WORLD * loss_of(model, micro)).backward()  # FSDP2 averages
     return gradients(model)

@@ -28,6 +28,11 @@ def mix_rewards(global_reward: float, local_reward: float, alpha: float = 1.0, m
     return _MIXES[mode](global_reward, local_reward, alpha)
 
 
+def mix_weights(alpha: float, mode: MixMode) -> list[float]:
+    """What the outcome alone and the own part alone are worth: a rubric's sum with these weights is the steps' mix."""
+    return [mix_rewards(1.0, 0.0, alpha, mode), mix_rewards(0.0, 1.0, alpha, mode)]
+
+
 def invalid_penalty(valid: bool, cost: float) -> float:
     """``-cost`` for an action that could not be read, else 0; to be added to the reward of the row that made it."""
     if not cost >= 0:

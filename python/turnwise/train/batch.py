@@ -111,17 +111,18 @@ def micro_batches(
     if trie_share:
         trie = Trie(batch.token_ids, batch.cu_seqlens, rows)
         if len(trie) <= trie_share * trie.num_tokens:
-            return [pack(batch, part, trie=True) for part in _parts(batch, rows, trie, max_tokens)]
+            return [pack(batch, part, trie=its) for part, its in _parts(batch, rows, trie, max_tokens)]
     return [pack(batch, part) for part in _balanced(np.diff(batch.cu_seqlens)[rows], rows, max_tokens)]
 
 
-def _parts(batch: TrainingBatch, rows: np.ndarray, trie: Trie, max_tokens: int) -> list[np.ndarray]:
+def _parts(batch: TrainingBatch, rows: np.ndarray, trie: Trie, max_tokens: int) -> list[tuple[np.ndarray, Trie]]:
     """``rows`` in parts whose tries fit. A part that gives up sharing which no longer pays in it may be cut again."""
     cut = [rows[part] for part in trie.cut(max_tokens)]
     if len(cut) <= 1:
-        return cut
-    tries = [Trie(batch.token_ids, batch.cu_seqlens, part) for part in cut]
-    return [fit for part, its in zip(cut, tries, strict=True) for fit in _parts(batch, part, its, max_tokens)]
+        return [(rows, trie)] if cut else []
+    return [
+        fit for part in cut for fit in _parts(batch, part, Trie(batch.token_ids, batch.cu_seqlens, part), max_tokens)
+    ]
 
 
 def _balanced(lengths: np.ndarray, rows: np.ndarray, max_tokens: int) -> list[np.ndarray]:
@@ -144,9 +145,9 @@ def _balanced(lengths: np.ndarray, rows: np.ndarray, max_tokens: int) -> list[np
         count += 1
 
 
-def pack(batch: TrainingBatch, rows: np.ndarray, *, trie: bool = False) -> MicroBatch:
-    """Lay ``rows`` out one after the other, or as a ``trie``. The first token of a row has no log-prob, so it never
-    trains."""
+def pack(batch: TrainingBatch, rows: np.ndarray, *, trie: Trie | None = None) -> MicroBatch:
+    """Lay ``rows`` out one after the other, or as the ``trie`` of them. The first token of a row has no log-prob, so it
+    never trains."""
     starts, ends = batch.cu_seqlens[:-1][rows], batch.cu_seqlens[1:][rows]
     lengths = ends - starts
     first = [max(1, _first_set(batch.loss_mask[start:end])) for start, end in zip(starts, ends, strict=True)]
@@ -154,10 +155,9 @@ def pack(batch: TrainingBatch, rows: np.ndarray, *, trie: bool = False) -> Micro
     counts = lengths - firsts
     where = ranges(starts + firsts, counts)
     tree = None
-    if trie:
-        shared = Trie(batch.token_ids, batch.cu_seqlens, rows)
-        tree, token_ids, position_ids = shared.tree(), shared.token_ids, shared.position_ids
-        source = shared.places(np.maximum(firsts - 1, 0), counts)
+    if trie is not None:
+        tree, token_ids, position_ids = trie.tree(), trie.token_ids, trie.position_ids
+        source = trie.places(np.maximum(firsts - 1, 0), counts)
     else:
         begins = np.cumsum(lengths) - lengths
         token_ids = torch.from_numpy(batch.token_ids[ranges(starts, lengths)])

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler
 from turnwise.tasks.base import Demonstration, Player, Split, TeamOptions
 from turnwise.tasks.generated import GeneratedTask
-from turnwise.tasks.rewards import MixMode, invalid_penalty, mix_rewards
+from turnwise.tasks.rewards import MixMode, invalid_penalty, mix_rewards, mix_weights
 from turnwise.types import EpisodeState, Messages
 
 from .demonstrations import demonstrations, write_cases
@@ -56,7 +56,7 @@ class CodeDuelEpisode(MultiTurnEpisode):
         super().__init__(sampler=sampler, max_turns=max_turns)
         self.sandbox, self.actors, self.max_cases = sandbox, tuple(actors), max_cases
         self.alpha, self.mode, self.invalid_cost = alpha, mode, invalid_cost
-        outcome, own = mix_rewards(1.0, 0.0, alpha, mode), mix_rewards(0.0, 1.0, alpha, mode)
+        outcome, own = mix_weights(alpha, mode)
         metrics = [valid_format, right_cases, contained]
         self.rubric = Rubric([solved, hidden_tests, discernment, *metrics], [outcome, own, own, 0.0, 0.0, 0.0])
 

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from turnwise.arena import Episode, Rubric, TreeSampler
 from turnwise.tasks.base import Demonstration, Player, Split
 from turnwise.tasks.generated import GeneratedTask
-from turnwise.tasks.rewards import mix_rewards
+from turnwise.tasks.rewards import mix_weights
 from turnwise.tasks.routes import (
     MOVES,
     TEAM,
@@ -67,7 +67,7 @@ class SokobanEpisode(RouteEpisode):
         super().__init__(actors=actors, sampler=sampler, max_turns=max_turns)
         self.scoring = scoring or Scoring()
         alpha, mode = self.scoring.alpha, self.scoring.mode
-        weights = [mix_rewards(1.0, 0.0, alpha, mode), mix_rewards(0.0, 1.0, alpha, mode), 0.0, 0.0, 0.0]
+        weights = [*mix_weights(alpha, mode), 0.0, 0.0, 0.0]
         self.rubric = Rubric([solved, own_part, closeness, valid_format, legal_moves], weights)
 
     def start(self, artifact: Any) -> dict[str, Any]:

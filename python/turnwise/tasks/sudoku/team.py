@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler
 from turnwise.tasks.base import Demonstration, Player, Split, TeamOptions
 from turnwise.tasks.generated import GeneratedTask
-from turnwise.tasks.rewards import MixMode, invalid_penalty, mix_rewards
+from turnwise.tasks.rewards import MixMode, invalid_penalty, mix_rewards, mix_weights
 from turnwise.types import EpisodeState, Messages
 
 from .demonstrations import demonstrations
@@ -50,8 +50,7 @@ class SudokuEpisode(MultiTurnEpisode):
         super().__init__(sampler=sampler, max_turns=max_turns)
         self.actors = tuple(actors)
         self.alpha, self.mode, self.invalid_cost = alpha, mode, invalid_cost
-        # What the outcome alone and the own part alone are worth, so the rubric's sum is the steps' mix.
-        weights = [mix_rewards(1.0, 0.0, alpha, mode), mix_rewards(0.0, 1.0, alpha, mode), 0.0]
+        weights = [*mix_weights(alpha, mode), 0.0]
         self.rubric = Rubric([solved, satisfied, valid_format], weights)
 
     def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
