@@ -75,7 +75,7 @@ def test_a_timeout_bounds_the_whole_subtree_and_no_other(make_arena):
     results, tasks = asyncio.run(main())
     assert all("ran past its deadline" in result.rollout.error for result in results)
     assert tasks == 1, "nothing of the subtree runs on"
-    assert arena.client.in_flight == arena._budget.in_use == 0
+    assert arena.client.in_flight == arena.budget.in_use == 0
 
 
 def test_a_child_may_time_out_alone(make_arena):
@@ -109,7 +109,7 @@ def test_cancelling_the_step_ends_everything_and_gives_all_slots_back(make_arena
         return len(asyncio.all_tasks())
 
     assert asyncio.run(main()) == 1
-    assert arena.client.in_flight == arena._budget.in_use == 0
+    assert arena.client.in_flight == arena.budget.in_use == 0
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
 import random
@@ -12,20 +11,13 @@ from dataclasses import replace
 from typing import Any, Self
 
 from turnwise.arena import samples as rows
-from turnwise.arena.context import (
-    EpisodeContext,
-    content_key,
-    current_context,
-    derive_seed,
-    inside,
-    outlasting,
-    resolve,
-)
+from turnwise.arena.context import EpisodeContext, current_context, derive_seed, resolve
 from turnwise.arena.episode import Episode, check_episode
 from turnwise.arena.filters import Filters
-from turnwise.arena.model_call import PromptCache, fit_to_context, generate_one, to_messages, to_step
+from turnwise.arena.model_call import PromptCache, call, fit_to_context, to_messages
 from turnwise.arena.overlong import OverlongPenalty
-from turnwise.arena.privacy import LeakError, PrivateTexts, check_batch, check_episode_end, check_prompt, sampled_key
+from turnwise.arena.play import open_episode, play
+from turnwise.arena.privacy import check_batch
 from turnwise.arena.progress import EpisodeProgress
 from turnwise.arena.resampling import check_stateless, describe_draws, resample
 from turnwise.arena.scheduler import CallBudget, EpisodesUnderWay, FailureCount, run_all
@@ -34,13 +26,11 @@ from turnwise.types import (
     Actor,
     CreditAssigner,
     EpisodeRequest,
-    EpisodeState,
     GenerateResult,
     InferenceClient,
     Messages,
     ModelRequest,
     ModelResponse,
-    Rollout,
     Sample,
     Sampling,
     Tokenizer,
@@ -119,9 +109,9 @@ class Arena:
         self.progress: EpisodeProgress | None = None
         self.reward_penalty: Callable[[Sequence[Sample]], Sequence[float]] | None = None
         self.under_way = EpisodesUnderWay()
-        self._budget = CallBudget(max_concurrency)
+        self.budget = CallBudget(max_concurrency)
         self._prompts = PromptCache()
-        self._started = 0
+        self.started = 0
         self._loose_calls = 0
         self._evaluation_sampling: Sampling | None = None
 
@@ -183,7 +173,7 @@ class Arena:
         if self.is_evaluation:
             raise RuntimeError("an evaluation makes no training batch: call generate_rollouts(requests) on it")
         if self.progress is not None:
-            self.progress.drop_before(self._started)
+            self.progress.drop_before(self.started)
         requests = await resolve(self.get_batch())
         if self.filters.resample:
             return await resample(self, requests, drawn)
@@ -203,9 +193,9 @@ class Arena:
         """
         parent = current_context()
         seen: Counter[Any] = Counter()
-        contexts = [self._open(request, parent, seen) for request in requests]
+        contexts = [open_episode(self, request, parent, seen) for request in requests]
         failures = FailureCount(len(contexts), self.failure_threshold)
-        running = [self._run(request, context, failures) for request, context in zip(requests, contexts, strict=True)]
+        running = [play(self, request, context, failures) for request, context in zip(requests, contexts, strict=True)]
         if parent is not None:
             results = await run_all(running)
             parent.children.extend(results)
@@ -257,31 +247,7 @@ class Arena:
         ``policy`` overrides the actor's; ``sampling`` overrides single fields of :class:`Sampling`, for example
         ``temperature=0.0``. Raises ``ModelError``, and ``ContextLengthError`` for a prompt that is too long.
         """
-        context = current_context()
-        messages, request = self.prepare(actor_id, prompt, policy=policy, **sampling)
-        if self.check_private and context is not None:
-            check_prompt(context, actor_id, messages)
-        # The place in the record is taken before waiting, so steps stand in the order in which they were asked for.
-        place = None
-        if context is not None and record:
-            place = len(context.steps)
-            context.steps.append(None)
-        order = (0, 0, 0) if context is None else (-context.priority, -context.depth, context.root)
-        async with self._budget.slot(order):
-            response = await generate_one(self.client, request)
-        response.prompt_token_ids = list(request.prompt_token_ids)
-        response.text = response.text or self.tokenizer.decode(response.completion_token_ids, skip_special_tokens=True)
-        if context is not None and place is not None:
-            step = to_step(actor_id, context.state.turn, messages, request, response)
-            if texts := context.private.shown(actor_id, messages):
-                step.info["private"] = texts
-            if self.check_private:
-                context.sampled.add(sampled_key(actor_id, response.completion_token_ids))
-            context.steps[place] = step
-            context.state.trajectory.append(step)
-            if actor_id is not None:
-                context.state.last_completion_text = step.completion
-        return response
+        return await call(self, actor_id, prompt, policy=policy, record=record, **sampling)
 
     def prepare(
         self, actor_id: str | None, prompt: str | Messages, *, policy: str | None = None, **sampling: Any
@@ -326,7 +292,7 @@ class Arena:
         view.rng = random.Random(derive_seed(self.seed, "evaluation"))
         view.last_results = []
         view.under_way = EpisodesUnderWay()
-        view._started = view._loose_calls = 0
+        view.started = view._loose_calls = 0
         view._evaluation_sampling = sampling
         return view
 
@@ -334,7 +300,7 @@ class Arena:
         """What a resumed run needs to go on bit for bit, the weights apart: counters, generator, stores, credit."""
         return {
             "seed": self.seed,
-            "started": self._started,
+            "started": self.started,
             "loose_calls": self._loose_calls,
             "rng": rng_state(self.rng),
             "stores": {name: store.state_dict() for name, store in self.stores.items()},
@@ -346,7 +312,7 @@ class Arena:
         if set(state["stores"]) != set(self.stores):
             raise ValueError(f"state has the stores {sorted(state['stores'])}, expected {sorted(self.stores)}")
         self.seed = state["seed"]
-        self._started = state["started"]
+        self.started = state["started"]
         self._loose_calls = state["loose_calls"]
         set_rng_state(self.rng, state["rng"])
         for name, store in self.stores.items():
@@ -355,77 +321,6 @@ class Arena:
             self.credit.load_state_dict(state["credit"])
 
     # -- inside --------------------------------------------------------------------------------------------------------
-    def _open(self, request: EpisodeRequest, parent: EpisodeContext | None, seen: Counter[Any]) -> EpisodeContext:
-        """The context of one requested episode: its id, seed, question and lineage, fixed before anything runs."""
-        if request.episode_type not in self.episodes:
-            raise ValueError(
-                f"episode_type={request.episode_type!r}: no such episode, expected one of {sorted(self.episodes)}"
-            )
-        if request.timeout is not None and not request.timeout > 0:
-            raise ValueError(f"timeout={request.timeout!r}: expected seconds > 0, or None")
-        uid = content_key(request.artifact) if request.group_id is None else request.group_id
-        kind = "evaluation" if self.is_evaluation else "episode"
-        if parent is None:
-            number, self._started = self._started, self._started + 1
-            rollout_id, seed = f"{kind[0]}{number}", derive_seed(self.seed, kind, number)
-        else:
-            rollout_id, seed = parent.next_child()
-        if request.seed is not None:
-            # Copies of one question with one seed still differ, and do so whatever else is in the batch.
-            copy_number = seen[request.episode_type, uid, request.seed]
-            seen[request.episode_type, uid, request.seed] += 1
-            seed = derive_seed(self.seed, "request", request.seed, copy_number)
-        rollout = Rollout(rollout_id, request.episode_type, outlasting(request.artifact), seed=seed)
-        deadline = None if request.timeout is None else asyncio.get_running_loop().time() + request.timeout
-        if parent is not None and parent.deadline is not None:
-            deadline = parent.deadline if deadline is None else min(deadline, parent.deadline)
-        if parent is None:
-            versions = {policy: self.client.version(policy) for policy in self.policies}
-        else:
-            versions = parent.rollout.meta["policy_versions"]
-        rollout.meta = {**request.meta, "policy_versions": versions}
-        return EpisodeContext(
-            rollout,
-            EpisodeState(),
-            random.Random(derive_seed(seed, "environment")),
-            uid=uid,
-            parent_id=parent.rollout.id if parent else None,
-            is_trainable=request.is_trainable,
-            priority=request.priority + (parent.priority if parent else 0),
-            depth=parent.depth + 1 if parent else 0,
-            root=parent.root if parent else number,
-            deadline=deadline,
-            private=parent.private.copy() if parent else PrivateTexts(),
-            outer=parent.private if parent else None,
-        )
-
-    async def _run(self, request: EpisodeRequest, context: EpisodeContext, failures: FailureCount) -> GenerateResult:
-        """One episode, tried again if asked. An exception becomes a result; only cancellation gets through."""
-        attempt = 0
-        while True:
-            try:
-                with inside(context):
-                    async with asyncio.timeout_at(context.deadline):
-                        result = await self.episodes[request.episode_type].generate(self)
-                if self.check_private:
-                    check_episode_end(context)
-                if context.outer is not None:
-                    context.outer.take(context.private)
-                return result
-            except LeakError:
-                raise
-            except Exception as error:
-                text = context.explain(error)
-            if attempt == self.retries or context.out_of_time():
-                break
-            attempt += 1
-            context = context.again(attempt)
-        result = context.result()
-        result.rollout.error = text
-        result.rollout.rewards = {}
-        failures.add(text)
-        return result
-
     def _actor(self, actor_id: str) -> Actor:
         if actor_id not in self.actors:
             raise ValueError(f"actor_id={actor_id!r}: no such actor, expected one of {sorted(self.actors)}")

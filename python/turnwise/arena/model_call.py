@@ -1,12 +1,14 @@
-"""From a chat to token ids, and from a client's response to a recorded step. Nothing is ever made up."""
+"""A model call: from a chat to token ids, and from a client's response to a recorded step. Nothing is ever made up."""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from turnwise.arena.context import current_context
+from turnwise.arena.privacy import check_prompt, sampled_key
 from turnwise.state import to_python
 from turnwise.types import (
     Actor,
@@ -20,7 +22,41 @@ from turnwise.types import (
     Tokenizer,
 )
 
+if TYPE_CHECKING:
+    from turnwise.arena.arena import Arena
+
 FINISH_REASONS = ("stop", "length", "abort")
+
+
+async def call(
+    arena: Arena, actor_id: str | None, prompt: str | Messages, *, policy: str | None, record: bool, **sampling: Any
+) -> ModelResponse:
+    """What :meth:`Arena.call_model` does."""
+    context = current_context()
+    messages, request = arena.prepare(actor_id, prompt, policy=policy, **sampling)
+    if arena.check_private and context is not None:
+        check_prompt(context, actor_id, messages)
+    # The place in the record is taken before waiting, so steps stand in the order in which they were asked for.
+    place = None
+    if context is not None and record:
+        place = len(context.steps)
+        context.steps.append(None)
+    order = (0, 0, 0) if context is None else (-context.priority, -context.depth, context.root)
+    async with arena.budget.slot(order):
+        response = await generate_one(arena.client, request)
+    response.prompt_token_ids = list(request.prompt_token_ids)
+    response.text = response.text or arena.tokenizer.decode(response.completion_token_ids, skip_special_tokens=True)
+    if context is not None and place is not None:
+        step = to_step(actor_id, context.state.turn, messages, request, response)
+        if texts := context.private.shown(actor_id, messages):
+            step.info["private"] = texts
+        if arena.check_private:
+            context.sampled.add(sampled_key(actor_id, response.completion_token_ids))
+        context.steps[place] = step
+        context.state.trajectory.append(step)
+        if actor_id is not None:
+            context.state.last_completion_text = step.completion
+    return response
 
 
 def to_messages(prompt: str | Messages, actor: Actor | None) -> Messages:

@@ -1,0 +1,96 @@
+"""From a request to a result: an episode is opened, played, and tried again where it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from turnwise.arena.context import EpisodeContext, content_key, derive_seed, inside, outlasting
+from turnwise.arena.privacy import LeakError, PrivateTexts, check_episode_end
+from turnwise.arena.scheduler import FailureCount
+from turnwise.types import EpisodeRequest, EpisodeState, GenerateResult, Rollout
+
+if TYPE_CHECKING:
+    from turnwise.arena.arena import Arena
+
+
+def open_episode(
+    arena: Arena, request: EpisodeRequest, parent: EpisodeContext | None, seen: Counter[Any]
+) -> EpisodeContext:
+    """The context of one requested episode: its id, seed, question and lineage, fixed before anything runs.
+
+    ``seen`` counts the copies of one question and seed in this call of ``generate_rollouts``.
+    """
+    if request.episode_type not in arena.episodes:
+        raise ValueError(
+            f"episode_type={request.episode_type!r}: no such episode, expected one of {sorted(arena.episodes)}"
+        )
+    if request.timeout is not None and not request.timeout > 0:
+        raise ValueError(f"timeout={request.timeout!r}: expected seconds > 0, or None")
+    uid = content_key(request.artifact) if request.group_id is None else request.group_id
+    kind = "evaluation" if arena.is_evaluation else "episode"
+    if parent is None:
+        number, arena.started = arena.started, arena.started + 1
+        rollout_id, seed = f"{kind[0]}{number}", derive_seed(arena.seed, kind, number)
+    else:
+        rollout_id, seed = parent.next_child()
+    if request.seed is not None:
+        # Copies of one question with one seed still differ, and do so whatever else is in the batch.
+        copy_number = seen[request.episode_type, uid, request.seed]
+        seen[request.episode_type, uid, request.seed] += 1
+        seed = derive_seed(arena.seed, "request", request.seed, copy_number)
+    rollout = Rollout(rollout_id, request.episode_type, outlasting(request.artifact), seed=seed)
+    deadline = None if request.timeout is None else asyncio.get_running_loop().time() + request.timeout
+    if parent is not None and parent.deadline is not None:
+        deadline = parent.deadline if deadline is None else min(deadline, parent.deadline)
+    if parent is None:
+        versions = {policy: arena.client.version(policy) for policy in arena.policies}
+    else:
+        versions = parent.rollout.meta["policy_versions"]
+    rollout.meta = {**request.meta, "policy_versions": versions}
+    return EpisodeContext(
+        rollout,
+        EpisodeState(),
+        random.Random(derive_seed(seed, "environment")),
+        uid=uid,
+        parent_id=parent.rollout.id if parent else None,
+        is_trainable=request.is_trainable,
+        priority=request.priority + (parent.priority if parent else 0),
+        depth=parent.depth + 1 if parent else 0,
+        root=parent.root if parent else number,
+        deadline=deadline,
+        private=parent.private.copy() if parent else PrivateTexts(),
+        outer=parent.private if parent else None,
+    )
+
+
+async def play(
+    arena: Arena, request: EpisodeRequest, context: EpisodeContext, failures: FailureCount
+) -> GenerateResult:
+    """One episode, tried again if asked. An exception becomes a result; only cancellation and leaks get through."""
+    attempt = 0
+    while True:
+        try:
+            with inside(context):
+                async with asyncio.timeout_at(context.deadline):
+                    result = await arena.episodes[request.episode_type].generate(arena)
+            if arena.check_private:
+                check_episode_end(context)
+            if context.outer is not None:
+                context.outer.take(context.private)
+            return result
+        except LeakError:
+            raise
+        except Exception as error:
+            text = context.explain(error)
+        if attempt == arena.retries or context.out_of_time():
+            break
+        attempt += 1
+        context = context.again(attempt)
+    result = context.result()
+    result.rollout.error = text
+    result.rollout.rewards = {}
+    failures.add(text)
+    return result
