@@ -39,7 +39,8 @@ from inference_cases import (
 from turnwise.train.clients import KINDS
 
 MODELS = ("tiny", "small", "1b")
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.1}  # nats
+# In nats. In float32 and with 50,000 words `generate` itself was 1.05e-5 from one forward pass.
+TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 0.1}
 CACHED, UNCACHED = "turnwise vllm", "turnwise vllm, no prefix cache"
 MOST_SYNC_MS, MOST_GROWTH, LEAST_TREE = 25.0, 2.0, 2.0
 SETTLING_SYNCS = 20  # the first grow buffers once
@@ -189,8 +190,7 @@ async def measure(name: str, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    clients = tuple(kind for kind in KINDS if kind != "vllm-server")  # which waits for a server that nobody started
-    options = arguments(__doc__, {"syncs": 50}, model=MODELS, client=clients)
+    options = arguments(__doc__, {"syncs": 50}, model=MODELS, client=tuple(KINDS))
     if options.quick:
         options.model = ["tiny"]
     elif options.device == "cpu" and options.model != ["1b"]:

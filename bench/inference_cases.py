@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from timing import give_back_freed_memory
 from torch import Tensor, nn
 from train_cases import Case, make_model
 
+from turnwise.inference import VLLMServerClient
 from turnwise.inference.scripted import ByteTokenizer
+from turnwise.inference.vllm_build import vllm_or_raise
+from turnwise.serve import Server, ServeSettings
+from turnwise.tasks.tiny import build_tokenizer
 from turnwise.train.clients import KINDS
 from turnwise.train.config_files import config_from_dict
 from turnwise.types import ModelRequest, ModelResponse, Sampling
@@ -20,6 +26,7 @@ from turnwise.types import ModelRequest, ModelResponse, Sampling
 PLAIN = "Hugging Face generate"
 ALPHABET = 250  # tokens of a prompt are drawn from 0..249, which every vocabulary here has
 TEMPERATURE = 1.0
+ROWS = 256  # completions at a time
 
 
 class Endless(ByteTokenizer):
@@ -127,13 +134,36 @@ def methods(model: nn.Module, kinds: Sequence[str], kv_cache_gb: float) -> dict[
 
 
 def _add(made: dict[str, Any], name: str, kind: str, model: nn.Module, vllm: Mapping[str, Any]) -> None:
-    config = config_from_dict({"rollout": {"client": kind, "max_batch_rows": 256, "vllm": vllm}})
+    config = config_from_dict({"rollout": {"client": kind, "max_batch_rows": ROWS, "vllm": vllm}})
     try:
-        KINDS[kind].check(config)
+        if kind == "vllm-server":
+            vllm_or_raise()
+            made[name] = Served(model, vllm["kv_cache_gb"])
+        else:
+            KINDS[kind].check(config)
+            made[name] = KINDS[kind].build(config, Endless(), {"default": model})
     except (ImportError, ValueError) as error:
         print(f"without {name}: {error}")
-        return
-    made[name] = KINDS[kind].build(config, Endless(), {"default": model})
+
+
+class Served:
+    """The client of a server that starts and ends with it."""
+
+    def __init__(self, model: Any, kv_cache_gb: float) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="turnwise-bench-")
+        model.save_pretrained(self._folder.name)
+        build_tokenizer(["0123456789 abcdefghijklmnopqrstuvwxyz"]).save_pretrained(self._folder.name)
+        self._server = Server(ServeSettings(self._folder.name, port=0, kv_cache_gb=kv_cache_gb, max_num_seqs=ROWS))
+        self._server.start()
+        self.client = VLLMServerClient(self._server.url, Endless(), model)
+        self.generate, self.load_weights, self.stats = (
+            self.client.generate, self.client.load_weights, self.client.stats
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        await self.client.close()
+        self._server.stop()
+        self._folder.cleanup()
 
 
 def make(name: str, device: str) -> Any:
@@ -163,9 +193,11 @@ def teacher_forced(model: Any, response: ModelResponse) -> Tensor:
 
 
 def resident() -> int | None:
-    """Bytes of memory that this process and all below it hold; ``None`` where there is no ``/proc``."""
+    """Bytes of memory that this process and all below it hold; ``None`` where there is no ``/proc``. What this process
+    has freed and kept is handed back before: a leak could fill it unseen."""
     if not Path("/proc/self/status").exists():
         return None
+    give_back_freed_memory()
     sizes, parents = {}, {}
     for status in Path("/proc").glob("[0-9]*/status"):
         try:

@@ -9,6 +9,7 @@ import sys
 import time
 import timeit
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,13 @@ def keep_freed_memory() -> None:
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap never shrinks, however large the logits
     except (OSError, AttributeError):  # another C library: as it comes
         pass
+
+
+def give_back_freed_memory() -> None:
+    """Hands what is freed and kept back to the kernel, so that a process's size tells what it uses."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 # What must not stay in a cache between two calls: a GPU's L2 holds tens of MB, a server CPU's L3 too.
@@ -150,8 +158,8 @@ def peak_memory(call: Call, device: str = "cpu") -> int | None:
 
 def first_peak(call: Call, device: str = "cpu") -> int | None:
     """The same of the very first call, with all that it sets up."""
-    gc.collect()
     if device == "cuda":
+        gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -161,10 +169,10 @@ def first_peak(call: Call, device: str = "cpu") -> int | None:
         return torch.cuda.max_memory_allocated() - before
     if not sys.platform.startswith("linux"):
         return None
+    give_back_freed_memory()  # it would hide what the call needs
     try:
-        ctypes.CDLL(None).malloc_trim(0)  # what free() has kept would hide what the call needs
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
-    except (OSError, AttributeError):  # not allowed in this container; musl has no malloc_trim
+    except OSError:  # not allowed in this container
         return None
     before = _resident("VmRSS")
     call()

@@ -299,7 +299,8 @@ async def test_too_many_restarts_end_it_until_weights_are_sent(helpers: Any, ser
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
-async def test_adapters_stay_exact_also_in_a_new_engine(helpers: Any) -> None:
+@pytest.mark.parametrize("transfer", ["safetensors", "gloo"])
+async def test_adapters_and_base_stay_exact_also_in_a_new_engine(helpers: Any, transfer: str) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     shared = SharedBase(helpers.build("served"))
@@ -324,7 +325,7 @@ async def test_adapters_stay_exact_also_in_a_new_engine(helpers: Any) -> None:
 
     for model in adapters.values():
         move(model)
-    async with client_of(adapters, transfer="safetensors") as client:
+    async with client_of(adapters, transfer=transfer) as client:
         [host] = client._hosts
         await check(client, {"solver": 0, "critic": 0})
         for version in (1, 2, 3):

@@ -41,7 +41,7 @@ def error_of(helpers: Any, model: Any, responses: list[ModelResponse], temperatu
 
 def client_of(server: FakeServer | Server | str, policies: Any = None, **settings: Any) -> VLLMServerClient:
     url = server if isinstance(server, str) else server.url
-    kept = {name: settings.pop(name) for name in ("in_flight", "folder") if name in settings}
+    kept = {name: settings.pop(name) for name in ("in_flight", "folder", "transfer") if name in settings}
     endpoint = Endpoint(url, **{"retries": 3, "timeout": 5.0, **settings})
     return VLLMServerClient(endpoint, ByteTokenizer(), policies, **kept)
 
@@ -391,11 +391,16 @@ async def test_exact_after_each_update(helpers: Any, vllm_servers: list[Server])
         assert client.stats()["cached_tokens"] >= 32, "siblings share the keys and values of their prompt"
 
 
-async def test_weights_in_files_of_a_folder(helpers: Any, vllm_servers: list[Server], tmp_path: Any) -> None:
-    model = helpers.build("served", seed=3)
-    async with patient(vllm_servers[0], helpers.build("served"), folder=tmp_path) as client:
-        client.load_weights("default", sent(model), 1)
-        assert error_of(helpers, model, await client.generate(requests_of())) < EXACT
+@pytest.mark.parametrize("transfer", ["safetensors", "gloo"])
+async def test_weights_by_ways_that_reach_other_hosts(
+    helpers: Any, vllm_servers: list[Server], tmp_path: Any, transfer: str
+) -> None:
+    folder = tmp_path if transfer == "safetensors" else None
+    async with patient(vllm_servers[0], helpers.build("served"), folder=folder, transfer=transfer) as client:
+        for version in (1, 2):
+            model = helpers.build("served", seed=version)
+            client.load_weights("default", sent(model), version)
+            assert error_of(helpers, model, await client.generate(requests_of())) < EXACT
 
 
 async def test_in_flight_each_token_is_that_of_its_own_weights(helpers: Any, vllm_servers: list[Server]) -> None:

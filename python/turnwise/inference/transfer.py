@@ -12,7 +12,6 @@ import mmap
 import os
 import secrets
 import stat
-import struct
 import sys
 import tempfile
 import warnings
@@ -25,21 +24,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-ALIGNMENT = 64
-"""Bytes: where each tensor begins in shared memory."""
-
-_MAGIC = b"turnwise"
-_HEADER = struct.Struct("<8s32sQQQ")
-"""Magic, the sender's mark, sequence number (0 while weights are written), bytes of the index, bytes in all."""
+from turnwise.inference.blocks import TransferError, Writer, check_block, layout, place_of, weights_in
+from turnwise.inference.transfer_gpu import (
+    LOOPBACK,
+    CudaIPCTransfer,
+    ProcessGroupTransfer,
+    opened_group,
+    opened_ipc,
+)
 
 _HAS_MEMORY = hasattr(os, "memfd_create")
-
-Index = dict[str, tuple[str, tuple[int, ...], int]]
-"""Dtype, shape and offset by name; tied tensors have one offset."""
-
-
-class TransferError(RuntimeError):
-    """Weights could not be laid out, or a parcel doesn't hold what its sender laid out."""
 
 
 class WeightTransfer(Protocol):
@@ -69,37 +63,24 @@ class SharedMemoryTransfer:
     def __init__(self) -> None:
         if not _HAS_MEMORY:
             raise ValueError(f"transfer='shared_memory' needs Linux, this is {sys.platform}: take 'safetensors'")
-        self._mark = secrets.token_hex(16)
-        self._sequence = 0
+        self._writer = Writer()
         self._block: _Block | None = None
 
     def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
-        index, names, data_bytes = _layout(weights)
-        text = json.dumps(index).encode()
-        start = _aligned(_HEADER.size + len(text))
-        size = start + data_bytes
-        if self._block is None or self._block.size < size:
-            self.close()  # before the next one: there may be no room for both
-            self._block = _Block(size)
-        block = self._block
-        self._sequence += 1
-        block.memory[: _HEADER.size] = self._header(0, len(text), size)
-        block.memory[_HEADER.size : _HEADER.size + len(text)] = text
-        for name in names:
-            _tensor_at(block.memory, index[name], start).copy_(weights[name].detach())
-        block.memory[: _HEADER.size] = self._header(self._sequence, len(text), size)
-        place = {"pid": os.getpid(), "descriptor": block.descriptor}
-        return {
-            "kind": "shared_memory", **place, "mark": self._mark, "sequence": self._sequence, "bytes": size
-        }  # fmt: skip
+        written = self._writer.write(weights, self._room)
+        assert self._block is not None
+        return {"kind": "shared_memory", "pid": os.getpid(), "descriptor": self._block.descriptor, **written}
 
     def close(self) -> None:
         if self._block is not None:
             self._block.close()
             self._block = None
 
-    def _header(self, sequence: int, index_bytes: int, size: int) -> bytes:
-        return _HEADER.pack(_MAGIC, self._mark.encode(), sequence, index_bytes, size)
+    def _room(self, size: int) -> Tensor:
+        if self._block is None or self._block.size < size:
+            self.close()  # before the next one: there may be no room for both
+            self._block = _Block(size)
+        return self._block.memory
 
 
 class _Block:
@@ -111,7 +92,7 @@ class _Block:
         self._close = weakref.finalize(self, os.close, self.descriptor)
         try:
             os.posix_fallocate(self.descriptor, 0, size)
-            self.memory = mmap.mmap(self.descriptor, size)
+            self.memory = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
         except (OSError, ValueError) as error:
             self._close()
             raise TransferError(f"no room for {size / 2**20:.1f} MiB of shared memory: {error}") from error
@@ -124,15 +105,11 @@ class _Block:
 @contextmanager
 def _opened_memory(parcel: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
     memory = _map(f"/proc/{parcel['pid']}/fd/{parcel['descriptor']}", parcel["bytes"])
-    _check_header(memory, parcel)
-    index_bytes = _HEADER.unpack_from(memory)[3]
-    index: Index = json.loads(memory[_HEADER.size : _HEADER.size + index_bytes])
-    start = _aligned(_HEADER.size + index_bytes)
-    yield {name: _tensor_at(memory, entry, start) for name, entry in index.items()}
-    _check_header(memory, parcel)
+    yield weights_in(memory, parcel)
+    check_block(memory, parcel)
 
 
-def _map(path: str, size: int) -> mmap.mmap:
+def _map(path: str, size: int) -> Tensor:
     """The first ``size`` bytes at ``path``; writes to them are this process's own."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -142,53 +119,9 @@ def _map(path: str, size: int) -> mmap.mmap:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_size < size:
             raise TransferError(f"the shared memory at {path} has {found.st_size} bytes: expected {size} of weights")
-        return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+        return torch.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     finally:
         os.close(descriptor)
-
-
-def _check_header(memory: mmap.mmap, parcel: Mapping[str, Any]) -> None:
-    magic, mark, sequence, _, _ = _HEADER.unpack_from(memory)
-    if (magic, mark) != (_MAGIC, parcel["mark"].encode()):
-        raise TransferError("the shared memory that the parcel names holds something else: its sender is gone")
-    if sequence != parcel["sequence"]:
-        state = f"its sender's weights number {sequence}" if sequence else "half-written weights"
-        raise TransferError(f"the shared memory of weights number {parcel['sequence']} holds {state} by now")
-
-
-def _layout(weights: Mapping[str, Tensor]) -> tuple[Index, list[str], int]:
-    """Where each tensor goes, the names that have to be copied there (one of tied ones), and the bytes in all."""
-    index: Index = {}
-    places: dict[Any, int] = {}
-    names, end = [], 0
-    for name, tensor in weights.items():
-        key = _place(tensor)
-        if key not in places:
-            places[key] = end
-            end = _aligned(end + tensor.numel() * tensor.element_size())
-            names.append(name)
-        index[name] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), places[key])
-    return index, names, end
-
-
-def _place(tensor: Tensor) -> Any:
-    """Equal for tied tensors alone."""
-    if not tensor.numel():
-        return id(tensor)
-    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device
-
-
-def _tensor_at(memory: mmap.mmap, entry: Any, start: int) -> Tensor:
-    dtype_name, shape, offset = entry
-    dtype: torch.dtype = getattr(torch, dtype_name)
-    count = torch.Size(shape).numel()
-    if not count:
-        return torch.empty(tuple(shape), dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=start + offset).view(tuple(shape))
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -214,9 +147,9 @@ class SafetensorsTransfer:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        _, names, _ = _layout(weights)
-        first = {_place(weights[name]): name for name in names}
-        aliases = {name: first[_place(tensor)] for name, tensor in weights.items() if name not in set(names)}
+        _, names, _ = layout(weights)
+        first = {place_of(weights[name]): name for name in names}
+        aliases = {name: first[place_of(tensor)] for name, tensor in weights.items() if name not in set(names)}
         self._sequence += 1
         path = self._folder / f"weights-{self._mark}-{self._sequence}.safetensors"
         metadata = {"turnwise": json.dumps({"mark": self._mark, "sequence": self._sequence, "aliases": aliases})}
@@ -293,23 +226,36 @@ class AutomaticTransfer:
         self._transfer.close()
 
 
-TRANSFERS: dict[str, Callable[[], WeightTransfer]] = {
-    "auto": AutomaticTransfer,
-    "shared_memory": SharedMemoryTransfer,
-    "safetensors": SafetensorsTransfer,
+TRANSFERS: dict[str, Callable[[str], WeightTransfer]] = {
+    "auto": lambda host: AutomaticTransfer(),
+    "shared_memory": lambda host: SharedMemoryTransfer(),
+    "safetensors": lambda host: SafetensorsTransfer(),
+    "ipc": lambda host: CudaIPCTransfer(),
+    "nccl": lambda host: ProcessGroupTransfer("nccl", host),
+    "gloo": lambda host: ProcessGroupTransfer("gloo", host),
 }
-"""By the names that clients take for ``transfer``."""
+"""By the names that clients take for ``transfer``; called with the address at which receivers reach this machine."""
 
 _OPENERS: dict[str, Callable[[Mapping[str, Any]], AbstractContextManager[dict[str, Tensor]]]] = {
     "shared_memory": _opened_memory,
     "safetensors": _opened_file,
+    "ipc": opened_ipc,
+    "nccl": opened_group,
+    "gloo": opened_group,
 }
+
+
+def make_transfer(name: str, host: str = LOOPBACK) -> WeightTransfer:
+    """The transfer of that ``name``. Raises ``ValueError`` for a name that there is none of, or none here."""
+    if name not in TRANSFERS:
+        raise ValueError(f"transfer={name!r}: expected one of {', '.join(TRANSFERS)}")
+    return TRANSFERS[name](host)
 
 
 # -- the receiver's side -----------------------------------------------------------------------------------------------
 @contextmanager
 def opened_parcel(parcel: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
-    """The weights of ``parcel`` on the CPU by name, where they lie; tied ones share memory. For use inside of ``with``.
+    """The weights of ``parcel`` by name, where they lie; tied ones share memory. For use inside of ``with``.
 
     Raises :class:`TransferError` where they are gone, cut short or others by now, also at the end of ``with``: then
     what was read inside may be of two sets of weights, and must not be used.
@@ -324,10 +270,10 @@ def opened_parcel(parcel: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
 
 
 def open_parcel(parcel: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A copy of the weights of ``parcel`` on the CPU by name, tied ones as one tensor.
+    """A copy of the weights of ``parcel`` by name, tied ones as one tensor.
 
     Raises :class:`TransferError` where they are gone, cut short or others by now.
     """
     with opened_parcel(parcel) as weights:
-        once = {_place(tensor): tensor.clone() for tensor in weights.values()}
-        return {name: once[_place(tensor)] for name, tensor in weights.items()}
+        once = {place_of(tensor): tensor.clone() for tensor in weights.values()}
+        return {name: once[place_of(tensor)] for name, tensor in weights.items()}

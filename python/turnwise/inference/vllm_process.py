@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from turnwise.inference.transfer import TRANSFERS
+from turnwise.inference.transfer import make_transfer
 from turnwise.inference.vllm_build import Setup, start_process
 from turnwise.inference.vllm_client import EngineClient, Group, groups_of, named
 from turnwise.inference.vllm_engine import Job
@@ -33,7 +33,7 @@ class VLLMProcessClient(EngineClient):
     what fails of it is sent once more, and if that fails too the client serves nothing until a later call succeeds.
 
     ``transfer`` is the way that weights take: ``"shared_memory"``, ``"safetensors"`` (temporary files), or ``"auto"``,
-    the first where there is room.
+    the first where there is room; on GPUs also ``"ipc"``, where engine and trainer share one, and ``"nccl"``.
 
     The engines end with :meth:`close`, with this process however it ends (on Linux), and not by Ctrl-C, which is the
     trainer's.
@@ -64,8 +64,6 @@ class VLLMProcessClient(EngineClient):
         super().__init__(tokenizer, timeout, seed)
         if restarts < 0:
             raise ValueError(f"restarts={restarts!r}: expected at least 0")
-        if transfer not in TRANSFERS:
-            raise ValueError(f"transfer={transfer!r}: expected one of {sorted(TRANSFERS)}")
         models = named(policies)
         setup = Setup(max_num_seqs, kv_cache_bytes, engine_args or {})
         self._folder = tempfile.TemporaryDirectory(prefix="turnwise-vllm-")
@@ -76,7 +74,12 @@ class VLLMProcessClient(EngineClient):
             for group in groups_of(models, Path(self._folder.name)):
                 settings = setup.settings(group.folder, group.dtype, group.lora, group.load_format)
                 host = EngineHost(
-                    partial(start_process, settings), group.models, tokenizer, TRANSFERS[transfer](), limits, in_flight
+                    partial(start_process, settings),
+                    group.models,
+                    tokenizer,
+                    make_transfer(transfer),
+                    limits,
+                    in_flight,
                 )
                 self._hosts.append(host)
                 self._begin(host, group)

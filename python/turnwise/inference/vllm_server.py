@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import numpy as np
 from torch import Tensor, nn
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from turnwise.inference.adapters import AdaptedModel
 from turnwise.inference.endpoint import Endpoint, EndpointError
 from turnwise.inference.requests import check_sampling_by_vllm, completion_limit, stop_token_ids
-from turnwise.inference.transfer import AutomaticTransfer, SafetensorsTransfer, WeightTransfer
+from turnwise.inference.transfer import SafetensorsTransfer, WeightTransfer, make_transfer
+from turnwise.inference.transfer_gpu import address_towards
 from turnwise.inference.vllm_answer import Answer, read_answer
 from turnwise.inference.vllm_remote import Adapters, Remote
 from turnwise.inference.vllm_weights import Adapter, full_weights, shapes_of
@@ -53,9 +55,10 @@ class VLLMServerClient:
     servers of their own, put together by a :class:`~turnwise.inference.routing.RoutingClient`.
 
     Weights go through memory that the server's process reads, or through files in ``folder``, which a server on another
-    host must see under the same path. They wait until the server has nothing running, unless ``in_flight``: then they
-    land between two tokens, and ``policy_versions`` tells which tokens came from which weights. While they land the
-    server holds requests back.
+    host must see under the same path, or by another ``transfer``: ``"nccl"`` between GPUs and ``"gloo"`` over TCP reach
+    other hosts without a common folder, ``"ipc"`` a server on the same GPU. They wait until the server has nothing
+    running, unless ``in_flight``: then they land between two tokens, and ``policy_versions`` tells which tokens came
+    from which weights. While they land the server holds requests back.
 
     The server stamps every token with a label of the weights that sampled it. Labels that this client did not give
     mean a server that restarted: it gets its weights again and the request is asked again, so that no token of other
@@ -79,8 +82,11 @@ class VLLMServerClient:
         *,
         in_flight: bool = False,
         folder: str | Path | None = None,
+        transfer: str = "auto",
         seed: int = 0,
     ) -> None:
+        if folder is not None and transfer not in ("auto", "safetensors"):
+            raise ValueError(f"transfer={transfer!r} takes no folder, and folder={str(folder)!r}")
         models = dict(policies) if isinstance(policies, Mapping) else {"default": policies}
         if not models:
             raise ValueError("policies is empty: expected at least one")
@@ -89,9 +95,9 @@ class VLLMServerClient:
         self._mark = secrets.token_hex(4)
         self._temporary = tempfile.TemporaryDirectory(prefix="turnwise-adapters-") if folder is None else None
         place = Path(folder or self._temporary.name).absolute()  # type: ignore[union-attr]  # one of them is there
-        self._transfer: WeightTransfer = AutomaticTransfer() if folder is None else SafetensorsTransfer(folder)
-        self._policies, base = _describe(models, place, self._mark)
         self._endpoint = server if isinstance(server, Endpoint) else Endpoint(server)
+        self._transfer = _transfer_to(self._endpoint, transfer, folder)
+        self._policies, base = _describe(models, place, self._mark)
         self._remote = Remote(self._endpoint, self._mark, in_flight)
         self._sends = bool(base)
         self._parcel = self._transfer.send(base) if base else None
@@ -351,6 +357,14 @@ STATS = (
 """What :meth:`VLLMServerClient.stats` counts. ``cached_tokens`` are those of prompts whose keys and values the prefix
 cache of the server had, ``seconds`` those in which a request ran, ``retries`` the attempts that failed and were made
 again, ``restarts`` how often a server that had lost its weights got them again, ``sync_seconds`` what updates took."""
+
+
+def _transfer_to(endpoint: Endpoint, name: str, folder: str | Path | None) -> WeightTransfer:
+    if folder is not None:
+        return SafetensorsTransfer(folder)
+    if name in ("nccl", "gloo"):
+        return make_transfer(name, address_towards(urlsplit(endpoint.url).hostname or ""))
+    return make_transfer(name)
 
 
 def _describe(models: Mapping[str, Any], place: Path, mark: str) -> tuple[dict[str, _Policy], dict[str, Tensor]]:

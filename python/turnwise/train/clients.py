@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -65,8 +66,9 @@ def _vllm(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) 
 
 
 def _vllm_process(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
-    timeout = config.rollout.vllm.request_timeout or PROCESS_TIMEOUT
-    return _with_engines(VLLMProcessClient, config, tokenizer, models, timeout=timeout)
+    vllm = config.rollout.vllm
+    kind = partial(VLLMProcessClient, transfer=vllm.transfer)
+    return _with_engines(kind, config, tokenizer, models, timeout=vllm.request_timeout or PROCESS_TIMEOUT)
 
 
 def _with_engines(
@@ -115,10 +117,16 @@ def _server(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]
         endpoint = Endpoint(url, api_key_env=server.api_key_env, timeout=server.timeout, retries=server.retries)
         try:
             client = VLLMServerClient(
-                endpoint, tokenizer, mine, in_flight=config.loop.in_flight, folder=server.folder, seed=config.seed
+                endpoint,
+                tokenizer,
+                mine,
+                in_flight=config.loop.in_flight,
+                folder=server.folder,
+                transfer=server.transfer,
+                seed=config.seed,
             )
         except ValueError as error:
-            raise ConfigError(f"config key 'rollout.server.url' = {server.url!r}: {error}") from error
+            raise ConfigError(f"config key 'rollout.server' of {url}: {error}") from error
         clients |= dict.fromkeys(mine, client)
     return next(iter(clients.values())) if len(set(urls.values())) == 1 else RoutingClient(clients)
 

@@ -97,11 +97,14 @@ class WarmStartConfig(Section):
 # ---------------------------------------------------------------------------------------------------------------------
 class VLLMConfig(Section):
     """For the clients ``vllm`` and ``vllm-process``: the memory for keys and values, in GiB, of each engine, the
-    seconds that one completion may take before it is given up, and further fields of vLLM's ``EngineArgs``."""
+    seconds that one completion may take before it is given up, and further fields of vLLM's ``EngineArgs``.
+    ``transfer`` is the way that weights take to the processes of ``vllm-process``: ``auto``, ``shared_memory``,
+    ``safetensors``, ``gloo``, and on GPUs ``ipc`` and ``nccl``."""
 
     kv_cache_gb: float = Field(default=1.0, gt=0)
     request_timeout: float | None = Field(default=None, gt=0)
     engine_args: dict[str, Any] = Field(default_factory=dict)
+    transfer: str = "auto"
 
 
 class ServerConfig(Section):
@@ -110,7 +113,8 @@ class ServerConfig(Section):
     ``url`` is one, or one for each policy, as policies without a common base need. ``api_key_env`` names the
     environment variable with their key. One answer may take ``timeout`` seconds, and a server that starts again is
     waited for as long; other failures are tried ``retries`` times more. Weights go through files in ``folder``, which
-    the servers of other hosts see too; without one through memory of this host.
+    the servers of other hosts see too; without one through memory of this host, or by another ``transfer``: ``gloo``
+    and ``nccl`` reach other hosts.
     """
 
     url: str | dict[str, str] = "http://127.0.0.1:8000"
@@ -118,6 +122,7 @@ class ServerConfig(Section):
     timeout: float = Field(default=600.0, gt=0)
     retries: int = Field(default=5, ge=0)
     folder: str | None = None
+    transfer: str = "auto"
 
 
 class RolloutConfig(Section):

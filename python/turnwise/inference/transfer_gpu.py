@@ -1,0 +1,290 @@
+"""Ways for weights that need not pass through a host's memory: CUDA IPC on one host, process groups between hosts.
+
+``ipc`` shares one block of a GPU with processes of the same host that see the same GPU. ``nccl`` sends the block from
+GPU to GPU, over whatever connects them. ``gloo`` does the same for CPUs over TCP, where hosts share no folder.
+"""
+
+from __future__ import annotations
+
+import base64
+import socket
+import threading
+import time
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from turnwise.inference.blocks import TransferError, Writer, check_block, weights_in
+
+LOOPBACK = "127.0.0.1"
+
+Group = Any
+"""torch's ``ProcessGroupNCCL`` or ``ProcessGroupGloo``."""
+
+PATIENCE = timedelta(seconds=300)
+"""How long either side of a process group waits for the other."""
+
+CONNECTS = 30.0
+"""Seconds until a sender's host must have answered at all."""
+
+POLL = 0.01
+"""Seconds between two looks whether somebody has asked for weights."""
+
+MOST_RECEIVERS = 64
+"""How many groups a sender keeps."""
+
+COMING, CLOSED = "coming", "closed"
+
+
+# -- one GPU, several processes ----------------------------------------------------------------------------------------
+class CudaIPCTransfer:
+    """Weights in a block of the GPU that they are on, for processes of this host that see that GPU.
+
+    The block takes as much of the GPU as the weights: they may train on while it is read, and an engine that starts
+    anew gets what the others got. Receivers copy nothing. One block is used again and again while the weights fit.
+    """
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise ValueError("transfer='ipc' needs a CUDA GPU, and PyTorch sees none here")
+        self._writer = Writer()
+        self._block: Tensor | None = None
+        self._handle: dict[str, Any] = {}
+
+    def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+        devices = {tensor.device for tensor in weights.values()}
+        if len(devices) != 1 or next(iter(devices)).type != "cuda":
+            names = sorted(map(str, devices))
+            raise TransferError(f"transfer='ipc' takes weights of one CUDA GPU, these are on {', '.join(names)}")
+        [device] = devices
+        written = self._writer.write(weights, lambda size: self._room(size, device))
+        return {"kind": "ipc", **self._handle, **written}
+
+    def close(self) -> None:
+        self._block, self._handle = None, {}
+
+    def _room(self, size: int, device: torch.device) -> Tensor:
+        if self._block is None or self._block.numel() < size or self._block.device != device:
+            self.close()  # before the next one: there may be no room for both
+            try:
+                self._block = torch.empty(size, dtype=torch.uint8, device=device)
+            except torch.OutOfMemoryError as error:
+                raise TransferError(f"no room for {size / 2**20:.1f} MiB of weights on {device}: {error}") from error
+            # once per block: what counts its users would otherwise have to be told of every receiver
+            shared = self._block.untyped_storage()._share_cuda_()
+            self._handle = {
+                "device": str(torch.cuda.get_device_properties(device).uuid),
+                "handle": [base64.b64encode(x).decode() if isinstance(x, bytes) else x for x in shared[1:]],
+            }
+        return self._block
+
+
+@contextmanager
+def opened_ipc(parcel: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
+    """The weights of a parcel of ``ipc``, on the GPU that they lie on."""
+    device = _device_of(parcel["device"])
+    handle = [base64.b64decode(x) if isinstance(x, str) else x for x in parcel["handle"]]
+    torch.cuda.init()
+    try:
+        storage = torch.UntypedStorage._new_shared_cuda(device, *handle)
+    except RuntimeError as error:
+        raise TransferError(f"the weights on cuda:{device} can't be opened: {error}") from error
+    block = torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}").set_(storage)
+    yield weights_in(block, parcel)
+    torch.cuda.synchronize(device)
+    check_block(block, parcel)
+
+
+def _device_of(uuid: str) -> int:
+    """The number that this process has for the GPU; other processes may see other GPUs."""
+    for number in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(number).uuid) == uuid:
+            return number
+    raise TransferError(f"the weights are on GPU {uuid}, which this process doesn't see: take transfer='nccl'")
+
+
+# -- several hosts or GPUs ---------------------------------------------------------------------------------------------
+class ProcessGroupTransfer:
+    """Weights sent to whoever opens their parcel, one receiver after the other, by ``backend``: ``nccl`` or ``gloo``.
+
+    ``host`` is the address at which receivers reach this process. Whoever reaches it gets the weights, so another than
+    this machine's own belongs into a network that is trusted. The last weights are kept in a block of their own, on
+    their GPU for ``nccl``: they may train on, and an engine that starts anew gets what the others got.
+    """
+
+    def __init__(self, backend: str, host: str = LOOPBACK) -> None:
+        if not getattr(distributed, f"is_{backend}_available")():
+            raise ValueError(f"transfer={backend!r}: this PyTorch ({torch.__version__}) was built without it")
+        self._backend, self._host = backend, host
+        self._writer = Writer()
+        self._block: Tensor | None = None
+        self._held = 0
+        self._lock = threading.Lock()  # held while the block is written, and while it is sent
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._port = listener.getsockname()[1]
+        self._store: distributed.Store | None = distributed.TCPStore(
+            host,
+            self._port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=PATIENCE,
+            master_listen_fd=listener.detach(),
+        )
+        self._groups: OrderedDict[str, Group] = OrderedDict()
+        self._seen, self._open = 0, set[int]()
+        self._closed = threading.Event()
+        threading.Thread(target=_serve, args=(weakref.ref(self), self._closed), daemon=True).start()
+
+    def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+        device = next(iter(weights.values())).device if self._backend == "nccl" else torch.device("cpu")
+        with self._lock:
+            if self._store is None:
+                raise TransferError("the transfer is closed")
+            written = self._writer.write(weights, lambda size: self._room(size, device))
+            self._held = written["bytes"]
+        return {"kind": self._backend, "host": self._host, "port": self._port, **written}
+
+    def close(self) -> None:
+        self._closed.set()
+        with self._lock:
+            if self._store is not None:
+                self._store.set(CLOSED, "")  # some of it lives on with the groups' own references
+            self._block = self._store = None
+            self._groups.clear()
+
+    def _room(self, size: int, device: torch.device) -> Tensor:
+        if self._block is None or self._block.numel() < size or self._block.device != device:
+            self._block = None
+            try:
+                self._block = torch.empty(size, dtype=torch.uint8, device=device)
+            except RuntimeError as error:
+                raise TransferError(f"no room for {size / 2**20:.1f} MiB of weights on {device}: {error}") from error
+        return self._block
+
+    def answer(self) -> None:
+        """Send the weights to all who have asked for them since the call before."""
+        with self._lock:
+            if self._store is None:
+                return
+            asked = self._store.add("tickets", 0)
+            self._open |= set(range(self._seen + 1, asked + 1))  # one whose asker died in between stays open
+            self._seen = asked
+            for ticket in sorted(self._open):
+                if self._store.check([f"ask/{ticket}"]):
+                    self._open.discard(ticket)
+                    receiver, sequence = self._store.get(f"ask/{ticket}").decode().split()
+                    self._serve(self._store, ticket, receiver, int(sequence))
+
+    def _serve(self, store: distributed.Store, ticket: int, receiver: str, sequence: int) -> None:
+        if self._block is None or sequence != self._writer.sequence:
+            store.set(f"answer/{ticket}", f"its sender holds weights number {self._writer.sequence}")
+            return
+        store.set(f"answer/{ticket}", COMING)
+        try:
+            if receiver not in self._groups:
+                self._groups[receiver] = _group(self._backend, store, receiver, 0, self._host)
+            self._groups.move_to_end(receiver)
+            self._groups[receiver].send([self._block[: self._held]], 1, 0).wait()
+            if self._block.is_cuda:
+                torch.cuda.synchronize(self._block.device)
+        except Exception as error:  # the receiver tells its own caller, who sends everything again
+            self._groups.pop(receiver, None)
+            warnings.warn(f"a receiver of weights was lost: {error}", stacklevel=2)
+        while len(self._groups) > MOST_RECEIVERS:  # of engines that are gone
+            self._groups.popitem(last=False)
+
+
+def _serve(sender: weakref.ref[ProcessGroupTransfer], closed: threading.Event) -> None:
+    while not closed.wait(POLL):
+        owner = sender()
+        if owner is None:
+            return
+        owner.answer()
+        del owner
+
+
+class _Connection:
+    """A receiver's line to one sender."""
+
+    def __init__(self, kind: str, host: str, port: int) -> None:
+        self._kind, self._host = kind, host
+        socket.create_connection((host, port), timeout=CONNECTS).close()  # the store would try for as long as it waits
+        self._store = distributed.TCPStore(host, port, is_master=False, timeout=PATIENCE)
+        self._name = f"receiver-{self._store.add('receivers', 1)}"
+        self._group: Group | None = None
+
+    def receive(self, block: Tensor, sequence: int) -> None:
+        """Fill ``block`` with weights number ``sequence``."""
+        ticket = self._store.add("tickets", 1)
+        self._store.set(f"ask/{ticket}", f"{self._name} {sequence}")
+        answer = self._answer(f"answer/{ticket}")
+        if answer != COMING:
+            raise TransferError(f"weights number {sequence} are gone: {answer}")
+        if self._group is None:
+            self._group = _group(self._kind, self._store, self._name, 1, self._host)
+        self._group.recv([block], 0, 0).wait()
+        if block.is_cuda:
+            torch.cuda.synchronize(block.device)
+
+    def _answer(self, key: str) -> str:
+        deadline = time.monotonic() + PATIENCE.total_seconds()
+        while not self._store.check([key]):
+            if self._store.check([CLOSED]):
+                return "its sender has closed"
+            if time.monotonic() > deadline:
+                return f"its sender did not answer within {PATIENCE.total_seconds():g} s"
+            time.sleep(POLL)
+        return self._store.get(key).decode()
+
+
+_connections: dict[tuple[str, str, int, str], _Connection] = {}
+"""The one line that this process keeps open: making a group takes longer than sending small weights."""
+
+
+@contextmanager
+def opened_group(parcel: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
+    """The weights of a parcel of ``nccl``, on this process's GPU, or of ``gloo``, on the CPU."""
+    kind, host, port = parcel["kind"], parcel["host"], parcel["port"]
+    device = torch.device("cuda", torch.cuda.current_device()) if kind == "nccl" else torch.device("cpu")
+    key = (kind, host, port, parcel["mark"])
+    try:
+        if key not in _connections:
+            _connections.clear()
+            _connections[key] = _Connection(kind, host, port)
+        block = torch.empty(parcel["bytes"], dtype=torch.uint8, device=device)
+        _connections[key].receive(block, parcel["sequence"])
+    except (RuntimeError, OSError) as error:
+        _connections.pop(key, None)
+        if isinstance(error, TransferError):
+            raise
+        raise TransferError(f"the weights at {host}:{port} did not arrive: {error}") from error
+    yield weights_in(block, parcel)
+
+
+def _group(kind: str, store: distributed.Store, name: str, rank: int, host: str) -> Group:
+    """A group of two, apart from all that the process has: engines have groups of their own."""
+    apart = distributed.PrefixStore(name, store)
+    if kind == "nccl":
+        options = distributed.ProcessGroupNCCL.Options()
+        options._timeout = PATIENCE
+        return distributed.ProcessGroupNCCL(apart, rank, 2, options)
+    gloo: Any = distributed.ProcessGroupGloo
+    made = gloo._Options()
+    made._timeout = PATIENCE
+    made._devices = [gloo.create_device(hostname=host) if host == LOOPBACK else gloo.create_default_device()]
+    return gloo(apart, rank, 2, made)
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine at which ``host`` reaches it."""
+    family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(place)  # sends nothing
+        return str(probe.getsockname()[0])

@@ -1,0 +1,164 @@
+"""Weights over process groups and CUDA IPC: to several receivers, past one that dies; where there is none, why not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from turnwise.inference import transfer_gpu
+from turnwise.inference.transfer import make_transfer, open_parcel
+from turnwise.inference.transfer_gpu import ProcessGroupTransfer, TransferError, address_towards
+
+READS = """
+    import json, sys, torch
+    from turnwise.inference.transfer import open_parcel
+    for line in sys.stdin:
+        weights = open_parcel(json.loads(line))
+        sums = {name: [t.device.type, t.double().sum().item()] for name, t in weights.items()}
+        print(json.dumps(sums), flush=True)
+"""
+
+
+@pytest.fixture
+def sender() -> Iterator[ProcessGroupTransfer]:
+    sender = ProcessGroupTransfer("gloo")
+    yield sender
+    sender.close()
+
+
+def weights_of(value: float, device: str = "cpu") -> dict[str, torch.Tensor]:
+    return {"layer": torch.full((40, 30), value, device=device), "head": torch.full((7,), -value, device=device)}
+
+
+def python(program: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program), *arguments],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def read_by(reader: subprocess.Popen[str], parcel: dict[str, Any]) -> Any:
+    assert reader.stdin is not None and reader.stdout is not None
+    reader.stdin.write(json.dumps(parcel) + "\n")
+    reader.stdin.flush()
+    return json.loads(reader.stdout.readline())
+
+
+def sums_of(value: float, device: str = "cpu") -> dict[str, Any]:
+    return {"layer": [device, 1200 * value], "head": [device, -7 * value]}
+
+
+def test_two_processes_read_each_set_of_weights(sender: ProcessGroupTransfer) -> None:
+    readers = [python(READS), python(READS)]
+    try:
+        for value in (1.0, 2.0, 3.0):
+            parcel = sender.send(weights_of(value))
+            for reader in (*readers, *reversed(readers)):
+                assert read_by(reader, parcel) == sums_of(value)
+        assert len(sender._groups) == 2, "each has one group, for all of its parcels"
+    finally:
+        for reader in readers:
+            reader.communicate(timeout=60)
+
+
+def test_one_that_dies_while_it_receives_holds_nobody_up(
+    sender: ProcessGroupTransfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One asks and is gone, one has a ticket and is gone before it asks; the next is served all the same."""
+    monkeypatch.setattr(transfer_gpu, "PATIENCE", timedelta(seconds=2))
+    parcel = sender.send(weights_of(1.0))
+    dies = """
+        import json, os, sys
+        from turnwise.inference.transfer_gpu import _Connection
+        parcel = json.loads(sys.argv[1])
+        line = _Connection("gloo", parcel["host"], parcel["port"])
+        line._store.add("tickets", 1)
+        ticket = line._store.add("tickets", 1)
+        line._store.set(f"ask/{ticket}", f"{line._name} {parcel['sequence']}")
+        line._store.get(f"answer/{ticket}")
+        os._exit(9)
+    """
+    with pytest.warns(UserWarning, match="a receiver of weights was lost"):
+        process = python(dies, json.dumps(parcel))
+        process.communicate(timeout=60)
+        assert process.returncode == 9
+        monkeypatch.setattr(transfer_gpu, "PATIENCE", timedelta(seconds=60))
+        assert float(open_parcel(parcel)["layer"].sum()) == 1200
+    parcel = sender.send(weights_of(2.0))
+    assert float(open_parcel(parcel)["layer"].sum()) == 2400
+
+
+def test_a_sender_that_is_killed_is_told() -> None:
+    sends = """
+        import json, time, torch
+        from turnwise.inference.transfer_gpu import ProcessGroupTransfer
+        sender = ProcessGroupTransfer("gloo")
+        print(json.dumps(sender.send({"layer": torch.ones(3)})), flush=True)
+        time.sleep(600)
+    """
+    process = python(sends)
+    assert process.stdout is not None
+    parcel = json.loads(process.stdout.readline())
+    assert open_parcel(parcel)["layer"].tolist() == [1, 1, 1]
+    process.kill()
+    process.communicate(timeout=60)
+    for _ in range(2):  # over the line that was open, and over a new one
+        with pytest.raises(TransferError, match="did not arrive"):
+            open_parcel(parcel)
+
+
+def test_a_sender_that_is_forgotten_ends_its_thread() -> None:
+    sender = ProcessGroupTransfer("gloo")
+    parcel = sender.send(weights_of(1.0))
+    open_parcel(parcel)
+    del sender
+    time.sleep(3 * transfer_gpu.POLL)
+    with pytest.raises(TransferError):
+        open_parcel(parcel)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is there where there is a GPU")
+@pytest.mark.parametrize("name", ["ipc", "nccl"])
+def test_without_a_gpu_its_ways_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"transfer='{name}'"):
+        make_transfer(name)
+
+
+def test_a_way_that_nobody_knows() -> None:
+    with pytest.raises(ValueError, match="transfer='pigeon': expected one of auto, shared_memory, safetensors, ipc"):
+        make_transfer("pigeon")
+
+
+def test_the_address_towards_this_machine_is_its_own() -> None:
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    assert address_towards("localhost") in ("127.0.0.1", "::1")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["ipc", "nccl"])
+def test_weights_go_from_gpu_to_gpu(name: str) -> None:
+    if name == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("nccl needs two GPUs: two of its ranks can't share one")
+    sender = make_transfer(name)
+    reader = python("import os; os.environ['CUDA_VISIBLE_DEVICES'] = '1'\n" * (name == "nccl") + textwrap.dedent(READS))
+    try:
+        for value in (1.0, 2.0, 3.0):
+            parcel = sender.send(weights_of(value, "cuda:0"))
+            assert len(json.dumps(parcel)) < 1500
+            for _ in range(2):
+                assert read_by(reader, parcel) == sums_of(value, "cuda")
+        if name == "ipc":
+            with pytest.raises(TransferError, match="takes weights of one CUDA GPU, these are on cpu"):
+                sender.send(weights_of(1.0))
+    finally:
+        reader.communicate(timeout=60)
+        sender.close()
