@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 from turnwise.types import GenerateResult, Rollout, Sample, Step
 
@@ -20,55 +20,63 @@ def collect_samples(results: Sequence[GenerateResult]) -> list[Sample]:
 
     Example: a result with one rollout of two steps gives two samples, ``step_index`` 0 and 1.
     """
-    return [sample for result in results for node in result.walk() for sample in _samples_of(node)]
+    samples: list[Sample] = []
+    for result in results:
+        for node in result.walk():
+            if node.rollout.error is None and node.is_trainable:
+                samples.extend(_samples_of(node))
+    return samples
 
 
-def _samples_of(result: GenerateResult) -> Iterable[Sample]:
+def _samples_of(result: GenerateResult) -> Iterator[Sample]:
     rollout = result.rollout
-    if rollout.error is not None or not result.is_trainable:
-        return
     for index, step in enumerate(rollout.steps):
         if step.actor_id is None or not step.trainable:
             continue
         if step.finish_reason == "abort" or not step.completion_token_ids:
             continue
-        reward = _reward(rollout, step, step.actor_id, index)
+        reward, trajectory_reward = _rewards(rollout, step, index)
+        # By place, in the order of the fields: with names it takes half as long again.
         yield Sample(
-            uid=result.uid,
-            episode_type=rollout.episode_type,
-            actor=step.actor_id,
-            turn=step.turn,
-            branch=step.branch,
-            parent=step.parent,
-            trajectory=rollout.id,
-            step_index=index,
-            policy=step.policy,
-            prompt_token_ids=step.prompt_token_ids,
-            completion_token_ids=step.completion_token_ids,
-            rollout_logprobs=step.completion_logprobs,
-            policy_versions=step.policy_versions,
-            reward=reward,
-            trajectory_reward=float(rollout.rewards.get(step.actor_id, reward)),
-            advantage=step.advantage,
-            finish_reason=step.finish_reason,
-            loss_mask=step.info.get("loss_mask"),
-            temperature=float(step.info.get("temperature", 1.0)),
-            parent_node=result.parent_id,
-            group=step.group,
-            scored=step.reward is not None,
-            info=step.info,
+            result.uid,
+            rollout.episode_type,
+            step.actor_id,
+            step.turn,
+            step.branch,
+            step.parent,
+            rollout.id,
+            index,
+            step.policy,
+            step.prompt_token_ids,
+            step.completion_token_ids,
+            step.completion_logprobs,
+            step.policy_versions,
+            reward,
+            trajectory_reward,
+            step.advantage,
+            step.finish_reason,
+            step.info.get("loss_mask"),
+            float(step.info.get("temperature", 1.0)),
+            result.parent_id,
+            step.group,
+            step.reward is not None,
+            step.info,
         )
 
 
-def _reward(rollout: Rollout, step: Step, actor: str, index: int) -> float:
-    reward = step.reward if step.reward is not None else rollout.rewards.get(actor)
+def _rewards(rollout: Rollout, step: Step, index: int) -> tuple[float, float]:
+    """What the step is paid, and what the rollout pays its actor."""
+    actor = step.actor_id or ""
+    of_rollout = rollout.rewards.get(actor)
+    own = of_rollout if step.reward is None else step.reward
+    of_rollout = own if of_rollout is None else of_rollout
+    if own is not None and of_rollout is not None and math.isfinite(own) and math.isfinite(of_rollout):
+        return float(own), float(of_rollout)
     where = f"step {index} (actor {actor!r}) of rollout {rollout.id!r}, episode type {rollout.episode_type!r}"
-    if reward is None:
+    if own is None:
         raise ValueError(
             f"{where} has no reward: expected step.reward or rollout.rewards[{actor!r}]; "
             f"rewarded actors are {sorted(rollout.rewards)}"
         )
-    for value in (reward, rollout.rewards.get(actor, reward)):
-        if not math.isfinite(value):
-            raise ValueError(f"{where} has reward {value!r}: expected a finite number")
-    return float(reward)
+    wrong = of_rollout if math.isfinite(own) else own
+    raise ValueError(f"{where} has reward {wrong!r}: expected a finite number")

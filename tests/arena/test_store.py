@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from turnwise.arena import ArtifactStore
-from turnwise.arena.context import EpisodeContext, inside
+from turnwise.arena.context import EpisodeContext, Luck, inside
 from turnwise.types import Artifact, EpisodeState, Rollout
 
 
@@ -90,10 +90,8 @@ def test_sampling_has_its_own_seed_and_survives_saving():
 
 
 def test_inside_an_episode_samples_come_from_that_episodes_generator():
-    import random
-
     def draw(seed, store):
-        context = EpisodeContext(Rollout("r", "e", None), EpisodeState(), random.Random(seed))
+        context = EpisodeContext(Rollout("r", "e", None), EpisodeState(), Luck(seed))
         with inside(context):
             return numbers(store.sample(5))
 

@@ -214,9 +214,7 @@ class Arena:
         samples, _ = rows.gather(results, self.filters)
         if samples and self.reward_penalty is not None:
             rows.penalize(samples, self.reward_penalty(samples))
-        steps = rows.steps_by_place(results)
-        for sample, advantage in zip(samples, rows.advantages_of(samples, self.credit), strict=True):
-            steps[sample.trajectory, sample.step_index].advantage = float(advantage)
+        rows.set_advantages(results, samples, rows.advantages_of(samples, self.credit))
 
     def build_training_batch(self, results: Sequence[GenerateResult]) -> TrainingBatch:
         """Pack the steps that train. Raises ``ValueError`` if :meth:`assign_credit` did not run on ``results``."""
@@ -254,14 +252,17 @@ class Arena:
     ) -> tuple[Messages, ModelRequest]:
         """The chat and the request that :meth:`call_model` would send, and nothing is sent."""
         actor = None if actor_id is None else self._actor(actor_id)
-        settings = self._sampling_for(actor).with_(**sampling)
+        settings = self._sampling_for(actor)
+        if actor is not None and actor.max_tokens is not None:
+            sampling.setdefault("max_tokens", actor.max_tokens)
         messages = to_messages(prompt, actor)
         prompt_ids = self._prompts.token_ids(self.tokenizer, messages)
-        max_tokens = fit_to_context(len(prompt_ids), settings.max_tokens, self.max_context, f"actor {actor_id!r}")
-        if settings.seed is None:
-            settings = settings.with_(seed=self._call_seed(current_context()))
+        max_tokens = sampling.get("max_tokens", settings.max_tokens)
+        sampling["max_tokens"] = fit_to_context(len(prompt_ids), max_tokens, self.max_context, f"actor {actor_id!r}")
+        if sampling.get("seed", settings.seed) is None:
+            sampling["seed"] = self._call_seed(current_context())
         policy = policy or (actor.policy if actor else "default")
-        return messages, ModelRequest(prompt_ids, settings.with_(max_tokens=max_tokens), policy, messages)
+        return messages, ModelRequest(prompt_ids, settings.with_(**sampling), policy, messages)
 
     # -- around training -----------------------------------------------------------------------------------------------
     async def on_train_start(self) -> None:
@@ -327,11 +328,12 @@ class Arena:
         return self.actors[actor_id]
 
     def _sampling_for(self, actor: Actor | None) -> Sampling:
+        """The settings of an actor's calls, but for ``Actor.max_tokens``."""
         own = (actor.sampling if actor else None) or self.sampling
         if self._evaluation_sampling is not None:
             limits = own if actor and actor.sampling else self._evaluation_sampling
-            own = self._evaluation_sampling.with_(max_tokens=limits.max_tokens, stop_token_ids=own.stop_token_ids)
-        return own if actor is None or actor.max_tokens is None else own.with_(max_tokens=actor.max_tokens)
+            return self._evaluation_sampling.with_(max_tokens=limits.max_tokens, stop_token_ids=own.stop_token_ids)
+        return own
 
     def _call_seed(self, context: EpisodeContext | None) -> int:
         if context is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import hashlib
 import inspect
 import random
@@ -32,6 +33,28 @@ def derive_seed(*parts: Any) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+class Luck:
+    """A seeded generator, made when somebody first draws: most episodes never do, and 624 words are slow to make."""
+
+    __slots__ = ("_rng", "_seed")
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._rng: random.Random | None = None
+
+    @property
+    def rng(self) -> random.Random:
+        if self._rng is None:
+            self._rng = random.Random(self._seed)
+        return self._rng
+
+    def copy(self) -> Luck:
+        """One that goes on from where this one is."""
+        fresh = Luck(self._seed)
+        fresh._rng = copy.copy(self._rng)
+        return fresh
+
+
 @dataclass(slots=True)
 class EpisodeContext:
     """One running episode, or one branch of it.
@@ -43,7 +66,7 @@ class EpisodeContext:
 
     rollout: Rollout
     state: EpisodeState
-    rng: random.Random
+    luck: Luck
     uid: Hashable = None
     parent_id: str | None = None
     is_trainable: bool = True
@@ -62,6 +85,11 @@ class EpisodeContext:
     outer: PrivateTexts | None = None
     sampled: set[Hashable] = field(default_factory=set)
 
+    @property
+    def rng(self) -> random.Random:
+        """The generator of the episode, or of the branch."""
+        return self.luck.rng
+
     def next_call_seed(self) -> int:
         self.calls += 1
         return derive_seed(self.rollout.seed, self.scope, "call", self.calls - 1)
@@ -78,12 +106,10 @@ class EpisodeContext:
 
     def branch(self, name: str, state: EpisodeState | None = None) -> EpisodeContext:
         """A context for one concurrent part of this episode: own call seeds, own records, a copy of the generator."""
-        rng = random.Random()
-        rng.setstate(self.rng.getstate())
         return EpisodeContext(
             rollout=self.rollout,
             state=self.state if state is None else state,
-            rng=rng,
+            luck=self.luck.copy(),
             uid=self.uid,
             parent_id=self.parent_id,
             is_trainable=self.is_trainable,
@@ -105,7 +131,7 @@ class EpisodeContext:
             self.pruned.extend(part.children)
             return
         self.children.extend(part.children)
-        self.state, self.rng, self.private = part.state, part.rng, part.private
+        self.state, self.luck, self.private = part.state, part.luck, part.private
 
     def again(self, attempt: int) -> EpisodeContext:
         """A fresh context for one more attempt at the same request, with luck of its own."""
@@ -117,7 +143,7 @@ class EpisodeContext:
         fresh.scope = ""
         fresh.private = PrivateTexts() if self.outer is None else self.outer.copy()
         fresh.rollout = Rollout(old.id, old.episode_type, old.artifact, seed=derive_seed(old.seed, "retry"), meta=meta)
-        fresh.rng = random.Random(derive_seed(fresh.rollout.seed, "environment"))
+        fresh.luck = Luck(derive_seed(fresh.rollout.seed, "environment"))
         return fresh
 
     def out_of_time(self) -> bool:
@@ -161,8 +187,13 @@ def inside(context: EpisodeContext) -> Iterator[EpisodeContext]:
         _current.reset(token)
 
 
+_PLAIN = frozenset({type(None), bool, int, float, str, list, dict})
+
+
 async def resolve(value: Any) -> Any:
     """``value``, awaited if it can be: hooks may be written with ``def`` or ``async def``."""
+    if type(value) in _PLAIN:  # what nearly all hooks return, and ``isawaitable`` is slow
+        return value
     return await value if inspect.isawaitable(value) else value
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from turnwise.arena.context import current_context
@@ -63,16 +63,28 @@ def to_messages(prompt: str | Messages, actor: Actor | None) -> Messages:
     """A chat from a prompt: a string becomes one user message; the actor's system prompt opens it if none is there."""
     if isinstance(prompt, str):
         messages: Messages = [{"role": "user", "content": prompt}]
+    elif type(prompt) is list and all(map(_is_text, prompt)):
+        messages = [message.copy() for message in prompt]
     else:
         messages = list(to_python(prompt))
+        for message in messages:
+            if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+                raise TypeError(f"prompt: got the message {message!r}, expected a dict with 'role' and 'content'")
     if not messages:
         raise ValueError(f"prompt={prompt!r}: expected a string or at least one message")
-    for message in messages:
-        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-            raise TypeError(f"prompt: got the message {message!r}, expected a dict with 'role' and 'content'")
     if actor is not None and actor.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": actor.system_prompt})
     return messages
+
+
+def _is_text(message: Any) -> bool:
+    """Whether this is ``{"role": str, "content": str}`` and no more, as nearly all messages are."""
+    return (
+        type(message) is dict
+        and len(message) == 2
+        and type(message.get("role")) is str
+        and type(message.get("content")) is str
+    )
 
 
 def to_token_ids(tokenizer: Tokenizer, messages: Messages) -> list[int]:
@@ -83,7 +95,7 @@ def to_token_ids(tokenizer: Tokenizer, messages: Messages) -> list[int]:
     ids = list(ids)
     if len(ids) == 1 and isinstance(ids[0], (list, tuple)):
         ids = list(ids[0])
-    return [int(token) for token in ids]
+    return ids if set(map(type, ids)) == {int} else [int(token) for token in ids]
 
 
 class PromptCache:
@@ -93,19 +105,22 @@ class PromptCache:
 
     def __init__(self) -> None:
         self._tokenizer: Tokenizer | None = None
-        self._ids: OrderedDict[str, tuple[int, ...]] = OrderedDict()
+        self._ids: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()
 
     def token_ids(self, tokenizer: Tokenizer, messages: Messages) -> list[int]:
         if tokenizer is not self._tokenizer:
             self._tokenizer = tokenizer
             self._ids.clear()
-        key = repr(messages)
-        if key not in self._ids:
-            self._ids[key] = tuple(to_token_ids(tokenizer, messages))
-        self._ids.move_to_end(key)
-        if len(self._ids) > self.SIZE:
-            self._ids.popitem(last=False)
-        return list(self._ids[key])
+        plain = all(map(_is_text, messages))
+        key = tuple(text for message in messages for text in message.items()) if plain else repr(messages)
+        known = self._ids.get(key)
+        if known is None:
+            known = self._ids[key] = tuple(to_token_ids(tokenizer, messages))
+            if len(self._ids) > self.SIZE:
+                self._ids.popitem(last=False)
+        else:
+            self._ids.move_to_end(key)
+        return list(known)
 
 
 def fit_to_context(prompt_tokens: int, max_tokens: int, max_context: int | None, who: str) -> int:
@@ -142,7 +157,7 @@ def check_response(request: ModelRequest, response: ModelResponse) -> None:
         problem = "no completion token ids"
     elif len(response.logprobs) != tokens:
         problem = f"{tokens} completion token ids but {len(response.logprobs)} log-probabilities"
-    elif not all(isinstance(lp, (int, float)) and math.isfinite(lp) for lp in map(_plain, response.logprobs)):
+    elif not _all_finite(response.logprobs):
         problem = "log-probabilities that are not finite numbers"
     elif sum(count for count, _ in response.policy_versions) != tokens:
         problem = f"{tokens} completion token ids but policy versions {response.policy_versions}"
@@ -178,5 +193,8 @@ def to_step(
     )
 
 
-def _plain(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") else value
+def _all_finite(values: Sequence[Any]) -> bool:
+    try:
+        return all(map(math.isfinite, values))
+    except TypeError:  # no number
+        return False

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from turnwise.arena.context import EpisodeContext, content_key, derive_seed, inside, outlasting
+from turnwise.arena.context import EpisodeContext, Luck, content_key, derive_seed, inside, outlasting
 from turnwise.arena.privacy import LeakError, PrivateTexts, check_episode_end
 from turnwise.arena.scheduler import FailureCount
 from turnwise.types import EpisodeRequest, EpisodeState, GenerateResult, Rollout
@@ -53,7 +52,7 @@ def open_episode(
     return EpisodeContext(
         rollout,
         EpisodeState(),
-        random.Random(derive_seed(seed, "environment")),
+        Luck(derive_seed(seed, "environment")),
         uid=uid,
         parent_id=parent.rollout.id if parent else None,
         is_trainable=request.is_trainable,

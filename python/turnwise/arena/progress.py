@@ -11,8 +11,8 @@ from typing import Any
 from turnwise.arena.context import EpisodeContext
 from turnwise.types import EpisodeState
 
-FORMAT = 2
-_KEPT = ("calls", "spawned", "nodes", "steps", "children", "pruned", "rng", "private", "sampled")
+FORMAT = 3
+_KEPT = ("calls", "spawned", "nodes", "steps", "children", "pruned", "luck", "private", "sampled")
 
 
 class EpisodeProgress:

@@ -144,6 +144,8 @@ class Rubric:
                 return await self._value(index, available)
 
         try:
+            if len(parts) == 1:  # alone, it needs no task
+                return [await in_scope(0)]
             return await run_all(in_scope(index) for index in range(len(self.funcs)))
         finally:
             for part in parts:

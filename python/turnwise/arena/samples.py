@@ -11,7 +11,7 @@ import numpy as np
 
 from turnwise.arena.filters import Filters
 from turnwise.samples import collect_samples
-from turnwise.types import CreditAssigner, GenerateResult, Sample, Step, TrainingBatch
+from turnwise.types import CreditAssigner, GenerateResult, PolicyVersions, Sample, Step, TrainingBatch
 
 Reason = Callable[[GenerateResult, Step], bool]
 
@@ -32,10 +32,12 @@ def gather(results: Sequence[GenerateResult], filters: Filters) -> tuple[list[Sa
     Failed and (if asked) truncated ones are gone before credit, so they enter no statistics. Judges count nowhere.
     """
     samples = collect_samples(results)
-    places = {(sample.trajectory, sample.step_index) for sample in samples}
+    rollouts = {result.rollout.id: result for top in results for result in top.walk()}
     dropped: Counter[str] = Counter()
-    for top in results:
-        for result in top.walk():
+    asked = sum(step.actor_id is not None for result in rollouts.values() for step in result.rollout.steps)
+    if len(samples) < asked:  # else there is nothing to look for
+        places = {(sample.trajectory, sample.step_index) for sample in samples}
+        for result in rollouts.values():
             for index, step in enumerate(result.rollout.steps):
                 if step.actor_id is not None and (result.rollout.id, index) not in places:
                     dropped[next((name for name, holds in REASONS.items() if holds(result, step)), "no_tokens")] += 1
@@ -78,14 +80,11 @@ def penalize(samples: Sequence[Sample], penalties: Sequence[float]) -> None:
         sample.trajectory_reward -= totals[sample.trajectory, sample.actor]
 
 
-def steps_by_place(results: Sequence[GenerateResult]) -> dict[tuple[str, int], Step]:
-    """``(rollout id, step index) -> step``, nested episodes included."""
-    return {
-        (result.rollout.id, index): step
-        for top in results
-        for result in top.walk()
-        for index, step in enumerate(result.rollout.steps)
-    }
+def set_advantages(results: Sequence[GenerateResult], samples: Sequence[Sample], advantages: np.ndarray) -> None:
+    """Write ``advantages [B]`` into the steps that ``samples`` came from, nested episodes included."""
+    steps_of = {result.rollout.id: result.rollout.steps for top in results for result in top.walk()}
+    for sample, advantage in zip(samples, advantages.tolist(), strict=True):
+        steps_of[sample.trajectory][sample.step_index].advantage = float(advantage)
 
 
 def pack(samples: Sequence[Sample], dropped: dict[str, int], metrics: dict[str, float]) -> TrainingBatch:
@@ -96,38 +95,57 @@ def pack(samples: Sequence[Sample], dropped: dict[str, int], metrics: dict[str, 
     actors = list(dict.fromkeys(sample.actor for sample in samples))
     policies = list(dict.fromkeys(sample.policy for sample in samples))
     tokens: list[int] = []
-    mask: list[int] = []
     logprobs: list[float] = []
-    lengths = [0]
     for sample in samples:
-        completion = len(sample.completion_token_ids)
-        row_mask = [1] * completion if sample.loss_mask is None else list(sample.loss_mask)
-        if not len(row_mask) == len(sample.rollout_logprobs) == completion:
-            raise ValueError(
-                f"sample {sample.step_index} of {sample.trajectory!r}: expected equal lengths, got {completion} "
-                f"completion tokens, {len(sample.rollout_logprobs)} log-probabilities, loss_mask of {len(row_mask)}"
-            )
-        prompt = len(sample.prompt_token_ids)
-        tokens += [*sample.prompt_token_ids, *sample.completion_token_ids]
-        mask += [0] * prompt + row_mask
-        logprobs += [0.0] * prompt + list(sample.rollout_logprobs)
-        lengths.append(prompt + completion)
+        _check_lengths(sample)
+        tokens += sample.prompt_token_ids
+        tokens += sample.completion_token_ids
+        logprobs += sample.rollout_logprobs
+    parts = [len(ids) for sample in samples for ids in (sample.prompt_token_ids, sample.completion_token_ids)]
+    cu_parts = np.cumsum([0, *parts], dtype=np.int64)
+    is_completion = np.repeat(np.arange(len(parts)) % 2 == 1, parts)
+    loss_mask = is_completion.astype(np.uint8)
+    for row, sample in enumerate(samples):
+        if sample.loss_mask is not None:
+            loss_mask[cu_parts[2 * row + 1] : cu_parts[2 * row + 2]] = sample.loss_mask
+    rollout_logprobs = np.zeros(len(tokens), dtype=np.float32)
+    rollout_logprobs[is_completion] = logprobs
     return TrainingBatch(
         token_ids=np.array(tokens, dtype=np.int64),
-        cu_seqlens=np.cumsum(np.array(lengths, dtype=np.int64)),
-        loss_mask=np.array(mask, dtype=np.uint8),
-        rollout_logprobs=np.array(logprobs, dtype=np.float32),
+        cu_seqlens=cu_parts[::2].copy(),
+        loss_mask=loss_mask,
+        rollout_logprobs=rollout_logprobs,
         advantages=np.array([sample.advantage for sample in samples], dtype=np.float32),
         rewards=np.array([sample.reward for sample in samples], dtype=np.float32),
         temperatures=np.array([sample.temperature for sample in samples], dtype=np.float32),
-        actor_index=np.array([actors.index(sample.actor) for sample in samples], dtype=np.int64),
-        policy_index=np.array([policies.index(sample.policy) for sample in samples], dtype=np.int64),
-        min_version=np.array([min(v for _, v in sample.policy_versions) for sample in samples], dtype=np.int64),
+        actor_index=_places(actors, [sample.actor for sample in samples]),
+        policy_index=_places(policies, [sample.policy for sample in samples]),
+        min_version=np.array([_oldest(sample.policy_versions) for sample in samples], dtype=np.int64),
         actors=actors,
         policies=policies,
         dropped=dropped,
         metrics=metrics,
     )
+
+
+def _check_lengths(sample: Sample) -> None:
+    completion = len(sample.completion_token_ids)
+    mask = completion if sample.loss_mask is None else len(sample.loss_mask)
+    if not mask == len(sample.rollout_logprobs) == completion:
+        raise ValueError(
+            f"sample {sample.step_index} of {sample.trajectory!r}: expected equal lengths, got {completion} "
+            f"completion tokens, {len(sample.rollout_logprobs)} log-probabilities, loss_mask of {mask}"
+        )
+
+
+def _oldest(versions: PolicyVersions) -> int:
+    return versions[0][1] if len(versions) == 1 else min(version for _, version in versions)
+
+
+def _places(names: Sequence[str], wanted: Sequence[str]) -> np.ndarray:
+    """Where each of ``wanted`` stands in ``names``, int64."""
+    place_of = {name: place for place, name in enumerate(names)}
+    return np.array([place_of[name] for name in wanted], dtype=np.int64)
 
 
 def select(batch: TrainingBatch, rows: Sequence[int] | np.ndarray) -> TrainingBatch:
@@ -173,30 +191,32 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     ``reward/<actor>``, ``metric/<name>``, ``completion_tokens/<actor>``, ``truncated/<actor>``; where an overlong
     penalty is set, ``overlong_penalty/<actor>`` and ``raw_reward/<actor>``, the reward without it.
     """
-    everything = [result for top in results for result in top.walk()]
-    rollouts = [result.rollout for result in everything]
-    steps = [step for rollout in rollouts for step in rollout.steps]
+    rollouts = [result.rollout for top in results for result in top.walk()]
     means: defaultdict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
-        if rollout.error is not None:
-            continue
-        for actor, reward in rollout.rewards.items():
-            means[f"reward/{actor}"].append(reward)
-        for actor, reward in rollout.meta.get("raw_rewards", {}).items():
-            means[f"raw_reward/{actor}"].append(reward)
-        for name, value in rollout.metrics.items():
-            means[f"metric/{name}"].append(value)
-    for step in steps:
-        if step.actor_id is not None:
-            means[f"completion_tokens/{step.actor_id}"].append(len(step.completion_token_ids))
-            means[f"truncated/{step.actor_id}"].append(step.finish_reason == "length")
-            if "overlong_penalty" in step.info:
-                means[f"overlong_penalty/{step.actor_id}"].append(step.info["overlong_penalty"])
+        if rollout.error is None:
+            raw = rollout.meta.get("raw_rewards", {})
+            for prefix, values in (("reward", rollout.rewards), ("raw_reward", raw), ("metric", rollout.metrics)):
+                for name, value in values.items():
+                    means[f"{prefix}/{name}"].append(value)
+    steps_of: defaultdict[str | None, list[Step]] = defaultdict(list)
+    for rollout in rollouts:
+        for step in rollout.steps:
+            steps_of[step.actor_id].append(step)
+    sampled = sum(rollout.meta.get("lost_tokens", 0) for rollout in rollouts)
+    for actor, steps in steps_of.items():
+        lengths: list[float] = [len(step.completion_token_ids) for step in steps]
+        sampled += int(sum(lengths))
+        if actor is not None:
+            means[f"completion_tokens/{actor}"] = lengths
+            means[f"truncated/{actor}"] = [step.finish_reason == "length" for step in steps]
+            penalties = [step.info["overlong_penalty"] for step in steps if "overlong_penalty" in step.info]
+            if penalties:
+                means[f"overlong_penalty/{actor}"] = penalties
     counts: dict[str, float] = {
         "episodes": len(rollouts),
         "episodes/failed": sum(rollout.error is not None for rollout in rollouts),
         "episodes/retried": sum(rollout.meta.get("attempt", 0) for rollout in rollouts),
-        "sampled_tokens": sum(len(step.completion_token_ids) for step in steps)
-        + sum(rollout.meta.get("lost_tokens", 0) for rollout in rollouts),
+        "sampled_tokens": sampled,
     }
     return counts | {name: float(np.mean(values)) for name, values in means.items()}

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import heapq
 import itertools
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -35,16 +35,11 @@ class CallBudget:
         self._waiting: list[tuple[Order, int, asyncio.Future[None]]] = []
         self._ticket = itertools.count()
 
-    @contextlib.asynccontextmanager
-    async def slot(self, order: Order) -> AsyncIterator[None]:
-        """Hold one slot for the block. Cancellation while waiting gives the place up."""
-        await self._acquire(order)
-        try:
-            yield
-        finally:
-            self._release()
+    def slot(self, order: Order) -> Slot:
+        """``async with`` holds one slot for the block. Cancellation while waiting gives the place up."""
+        return Slot(self, order)
 
-    async def _acquire(self, order: Order) -> None:
+    async def acquire(self, order: Order) -> None:
         if self.in_use < self.limit and not self._waiting:
             self.in_use += 1
             return
@@ -57,10 +52,10 @@ class CallBudget:
         except asyncio.CancelledError:
             # The slot may have been granted in the same tick as the cancellation: pass it on.
             if granted.done() and not granted.cancelled():
-                self._release()
+                self.release()
             raise
 
-    def _release(self) -> None:
+    def release(self) -> None:
         self.in_use -= 1
         if self._waiting:
             self._grant_soon()
@@ -77,6 +72,21 @@ class CallBudget:
             if not granted.done():
                 self.in_use += 1
                 granted.set_result(None)
+
+
+class Slot:
+    """What :meth:`CallBudget.slot` gives. No generator: every model call enters one."""
+
+    __slots__ = ("_budget", "_order")
+
+    def __init__(self, budget: CallBudget, order: Order) -> None:
+        self._budget, self._order = budget, order
+
+    async def __aenter__(self) -> None:
+        await self._budget.acquire(self._order)
+
+    async def __aexit__(self, *failure: object) -> None:
+        self._budget.release()
 
 
 async def run_all(coroutines: Iterable[Coroutine[Any, Any, T]], ended: Callable[[], None] | None = None) -> list[T]:
