@@ -320,9 +320,10 @@ class EpisodeState:
 
 @dataclass(slots=True)
 class Artifact:
-    """A thing that episodes work on, as a store keeps it.
+    """A thing that episodes work on, as a store keeps it. ``source`` is the rollout that made it, ``parents`` are the ids
+    of the artifacts that it was made from.
 
-    Example: ``Artifact(id="q-3", data={"question": "2 + 2 = ?", "answer": "4"}, source="r-17")``
+    Example: ``Artifact(id="q-3", data={"question": "2 + 2 = ?", "answer": "4"}, source="r-17", parents=("q-1",))``
     """
 
     id: str
@@ -330,6 +331,7 @@ class Artifact:
     weight: float = 1.0
     source: str | None = None
     meta: dict[str, Any] = field(default_factory=dict)
+    parents: tuple[str, ...] = ()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def test_samples_differ_from_one_another_unless_replaced():
 
 @pytest.mark.parametrize("replacement", [False, True])
 def test_weighted_sampling_follows_the_weights(replacement):
-    store = filled(4, weighted=True, seed=1)
+    store = filled(4, sampling="weighted", seed=1)
     drawn = Counter(numbers(store.sample(1, replacement=replacement))[0] for _ in range(6000))
     assert 0 not in drawn, "weight 0 is never drawn"
     for number in (1, 2, 3):

@@ -1,45 +1,96 @@
-"""Where episodes keep what they make: questions, positions, opponents. In memory."""
+"""Where episodes keep what they make: questions, positions, opponents. In memory, or in a file."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
+import os
 import random
-from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import replace
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
+from turnwise.arena import lineage
 from turnwise.arena.context import content_key, current_context, derive_seed, outlasting
+from turnwise.arena.drawing import Drawable, Outcome, Pool, SamplingRule, find_rule
+from turnwise.arena.split import SplitRule, StoreSide
+from turnwise.arena.store_file import StoreFile
 from turnwise.types import Artifact
 
+_UNKNOWN = Outcome()
+_AT_ONCE = contextlib.nullcontext()
 
-class ArtifactStore:
+
+class ArtifactStore(Drawable):
     """Artifacts by id, in order of arrival, with sampling by its own seeded generator.
 
-    ``max_size`` drops the oldest. ``dedup`` refuses data that is already there. ``weighted`` draws in proportion to
-    ``Artifact.weight`` instead of uniformly. Inside an episode, samples come from that episode's generator, so they do
-    not depend on which episode ran first.
+    ``path`` keeps them in a file (SQLite), where each change is on its own at once; without it they live in memory and
+    in the run's checkpoints. A file's checkpoints hold a revision: a resumed run goes back to it, and what the run did
+    after it is gone from the file too. One process writes to a file, unless all open it with ``shared=True``; then what
+    others did stays where a run goes back. Data that JSON can't hold is pickled: open files of your own alone.
+
+    ``max_size`` drops the oldest. ``dedup`` refuses data that is already there. ``sampling`` is ``"uniform"``,
+    ``"weighted"``, ``"prioritised"``, ``"learnability"`` or a :class:`~turnwise.arena.drawing.SamplingRule`; the last
+    two go by what :meth:`record` was told, averaged over about ``window`` attempts of each artifact (``None``: all).
+    Inside an episode, samples come from that episode's generator, so they do not depend on which episode ran first.
 
     Example::
 
-        store = ArtifactStore("questions", max_size=1000, dedup=True)
-        store.add({"question": "2 + 2 = ?"}, source="r-17")
+        store = ArtifactStore("questions", path="pool/questions.db", max_size=1000, dedup=True)
+        question = store.add({"question": "2 + 2 = ?"}, source="r-17")
+        store.add({"question": "2 + 2 * 2 = ?"}, parents=[question.id])
         store.sample_one().data["question"]
     """
 
     def __init__(
-        self, name: str, *, max_size: int | None = None, dedup: bool = False, weighted: bool = False, seed: int = 0
+        self,
+        name: str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        shared: bool = False,
+        max_size: int | None = None,
+        dedup: bool = False,
+        sampling: str | SamplingRule = "uniform",
+        window: int | None = None,
+        seed: int = 0,
     ) -> None:
-        if max_size is not None and max_size < 1:
-            raise ValueError(f"max_size={max_size!r}: expected at least 1, or None")
+        for option, count in (("max_size", max_size), ("window", window)):
+            if count is not None and count < 1:
+                raise ValueError(f"{option}={count!r}: expected at least 1, or None")
+        if shared and path is None:
+            raise ValueError("shared=True: a store in memory is no other process's; give it a path")
         self.name = name
         self.max_size = max_size
         self.dedup = dedup
-        self.weighted = weighted
+        self.sampling = find_rule(sampling)
+        self.window = window
         self._artifacts: dict[str, Artifact] = {}
+        self._outcomes: dict[str, Outcome] = {}
         self._keys: dict[Hashable, str] = {}
         self._rng = random.Random(derive_seed("store", name, seed))
-        self._added = 0
+        self._added = self._plays = self._version = 0
+        self._drawn: tuple[int, Pool] | None = None
+        self._split: SplitRule | None = None
+        self._file = None if path is None else StoreFile(path, name, shared=shared)
+        self._catch_up()
 
+    @property
+    def store(self) -> ArtifactStore:
+        return self
+
+    @property
+    def path(self) -> str | None:
+        """The file, ``None`` in memory."""
+        return None if self._file is None else str(self._file.path)
+
+    def close(self) -> None:
+        """Let go of the file; in memory nothing happens. Nothing can be done with a closed store."""
+        if self._file is not None:
+            self._file.close()
+
+    # -- artifacts -----------------------------------------------------------------------------------------------------
     def add(
         self,
         data: Any,
@@ -47,98 +98,251 @@ class ArtifactStore:
         id: str | None = None,
         weight: float = 1.0,
         source: str | None = None,
+        parents: Sequence[str] = (),
         meta: Mapping[str, Any] | None = None,
     ) -> Artifact | None:
         """Keep ``data`` (or a whole :class:`Artifact`); returns what is stored, or ``None`` if ``dedup`` refused it.
 
-        Without ``id`` one is made. Raises ``ValueError`` for an id that is taken, and for a weight below 0.
+        Without ``id`` one is made. ``source`` names the rollout that made it, inside an episode that one; ``parents``
+        the artifacts that it was made from. Raises ``ValueError`` for an id that is taken, and for a weight below 0.
         """
-        if isinstance(data, Artifact):
-            artifact = data
-        else:
-            artifact = Artifact(
-                self._free_id() if id is None else id, outlasting(data), weight, source, dict(meta or {})
-            )
-        if artifact.id in self._artifacts:
-            raise ValueError(f"id={artifact.id!r}: the store {self.name!r} already has an artifact of this id")
-        _check_weight(artifact.weight)
-        if self.dedup:
-            key = content_key(artifact.data)
-            if key in self._keys:
+        with self._writing():
+            if isinstance(data, Artifact):
+                artifact = data
+            else:
+                context = current_context() if source is None else None
+                made_by = source if context is None else context.rollout.id
+                new_id = self._free_id() if id is None else id
+                ids = lineage.as_ids(parents) if parents else ()
+                artifact = Artifact(new_id, outlasting(data), weight, made_by, dict(meta or {}), ids)
+            if artifact.id in self._artifacts:
+                raise ValueError(f"id={artifact.id!r}: the store {self.name!r} already has an artifact of this id")
+            _check_weight(artifact.weight)
+            key = self._key_of(artifact)
+            if self.dedup and key in self._keys:
                 return None
-            self._keys[key] = artifact.id
-        self._artifacts[artifact.id] = artifact
-        self._added += 1
-        while self.max_size is not None and len(self._artifacts) > self.max_size:
-            self.remove(next(iter(self._artifacts)))
-        return artifact
+            outcome = Outcome(last=self._plays) if self._plays else _UNKNOWN
+            if self._file is not None:
+                self._file.insert(artifact, outcome, self._added + 1)
+            self._added += 1
+            self._keep(artifact, outcome, key)
+            while self.max_size is not None and len(self._artifacts) > self.max_size:
+                self._remove(next(iter(self._artifacts)))
+            return artifact
 
     def remove(self, id: str) -> None:
         """Forget one artifact; ``KeyError`` names an id that isn't there."""
-        artifact = self.get(id)
-        del self._artifacts[id]
-        if self.dedup:
-            del self._keys[content_key(artifact.data)]
+        with self._writing():
+            self._of(id)
+            self._remove(id)
 
     def set_weight(self, id: str, weight: float) -> None:
-        """Change how often an artifact is drawn by a ``weighted`` store."""
+        """Change how often an artifact is drawn by a store with ``sampling="weighted"``."""
         _check_weight(weight)
-        self.get(id).weight = weight
+        with self._writing():
+            artifact = self._of(id)
+            artifact.weight = weight
+            self._put(artifact, self._outcomes[id])
 
     def get(self, id: str) -> Artifact:
-        if id not in self._artifacts:
-            raise KeyError(f"the store {self.name!r} has no artifact {id!r}")
-        return self._artifacts[id]
+        self._catch_up()
+        return self._of(id)
+
+    def __contains__(self, id: str) -> bool:
+        self._catch_up()
+        return id in self._artifacts
 
     def count(self) -> int:
-        return len(self._artifacts)
-
-    def __len__(self) -> int:
+        self._catch_up()
         return len(self._artifacts)
 
     def __iter__(self) -> Iterator[Artifact]:
+        self._catch_up()
         return iter(list(self._artifacts.values()))
 
-    def sample(self, k: int = 1, *, replacement: bool = False) -> list[Artifact]:
-        """``k`` artifacts, all different unless ``replacement``. Raises ``ValueError`` if there are too few."""
-        pool = [item for item in self._artifacts.values() if item.weight > 0 or not self.weighted]
-        enough = k <= len(pool) or (replacement and pool)
-        if k < 0 or not enough:
-            raise ValueError(f"k={k!r}: the store {self.name!r} has {len(pool)} artifacts to draw from")
-        context = current_context()
-        rng = self._rng if context is None else context.rng
-        if replacement:
-            weights = [item.weight for item in pool] if self.weighted else None
-            return rng.choices(pool, weights=weights, k=k) if k else []
-        if not self.weighted:
-            return rng.sample(pool, k)
-        # Efraimidis and Spirakis (2006): the k largest of u^(1/w) are a weighted sample without replacement.
-        ranked = sorted(pool, key=lambda item: rng.random() ** (1.0 / item.weight), reverse=True)
-        return ranked[:k]
+    def ancestors(self, id: str) -> list[str]:
+        """Ids of what ``id`` was made from, and those from, and so on; the nearest first. Those of artifacts that are
+        gone are named, but not what those were made from."""
+        self.get(id)
+        return lineage.ancestors(self._artifacts, id)
 
-    def sample_one(self) -> Artifact | None:
-        """One artifact, ``None`` from an empty store."""
-        return self.sample(1)[0] if self._artifacts else None
+    def descendants(self, id: str) -> list[str]:
+        """Ids of what was made from ``id``, and from those, and so on; in order of arrival. ``id`` may be gone."""
+        self._catch_up()
+        return lineage.descendants(self._artifacts, id)
+
+    # -- outcomes and drawing ------------------------------------------------------------------------------------------
+    def record(
+        self, id: str, reward: float | None = None, *, success: float | None = None, score: float | None = None
+    ) -> Outcome:
+        """One more attempt at artifact ``id``: what it earned and whether (or how far) it succeeded.
+
+        Without ``success`` a ``reward`` above 0 is one; without ``reward`` the success is the reward. ``score`` is how
+        much there is to learn, at least 0: by default how far the reward is from the mean of those before. An arena
+        records what its training batches play, see ``Arena.record_outcomes``.
+        """
+        if reward is None and success is None:
+            raise ValueError(f"reward=None, success=None: expected one of them for artifact {id!r}")
+        if success is None:
+            success = float(reward > 0)  # type: ignore[operator]
+        reward = float(success) if reward is None else float(reward)
+        if not (math.isfinite(reward) and 0 <= success <= 1 and (score is None or 0 <= score < math.inf)):
+            raise ValueError(
+                f"reward={reward!r}, success={success!r}, score={score!r}: expected a finite reward, a success from 0 "
+                "to 1, and a score >= 0"
+            )
+        with self._writing():
+            artifact = self._of(id)
+            self._plays += 1
+            outcome = self._outcomes[id].after(reward, float(success), score, plays=self._plays, window=self.window)
+            self._put(artifact, outcome)
+            if self._file is not None:
+                self._file.set_plays(self._plays)
+            return outcome
+
+    def outcome(self, id: str) -> Outcome:
+        """How the attempts at artifact ``id`` went."""
+        self.get(id)
+        return self._outcomes[id]
+
+    def split(self, side: str, *, share: float = 0.1, key: Callable[[Any], Any] | None = None) -> StoreSide:
+        """The ``"eval"`` or ``"train"`` side of the store: a live view, which follows what is added and removed.
+
+        The content decides, or what ``key(data)`` makes of it, so data that is added twice lands on one side, today and
+        after a reload. ``share`` is how much goes to ``"eval"``, about; name the same for both sides: a second division
+        of one store would overlap with the first, and raises ``ValueError``.
+        """
+        rule = SplitRule(share, key)
+        if self._split is not None and not rule.agrees(self._split):
+            raise ValueError(
+                f"share={share!r}, key={key!r}: the store {self.name!r} was split by share={self._split.share!r}, "
+                f"key={self._split.key!r} before, and what was held out then would train now"
+            )
+        self._split = rule
+        return StoreSide(self, rule.check_side(side), rule)
 
     def frozen(self) -> ArtifactStore:
         """A view for evaluation: today's artifacts, a generator of its own, and writes that go nowhere."""
         return FrozenStore(self)
 
+    # -- saving --------------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs; JSON-ready as far as the artifacts' data are."""
-        return {
-            "artifacts": [
-                {"id": a.id, "data": a.data, "weight": a.weight, "source": a.source, "meta": dict(a.meta)} for a in self
-            ],
+        """Everything that a resumed run needs; JSON-ready as far as the artifacts' data are. Of a file a revision."""
+        self._catch_up()
+        state = {
             "added": self._added,
+            "plays": self._plays,
             "rng": rng_state(self._rng),
+            "split": None if self._split is None else self._split.share,
         }
+        if self._file is not None:
+            return {**state, **self._file.mark()}
+        outcomes = {id: asdict(outcome) for id, outcome in self._outcomes.items() if outcome != _UNKNOWN}
+        artifacts = [
+            {
+                "id": a.id,
+                "data": a.data,
+                "weight": a.weight,
+                "source": a.source,
+                "meta": dict(a.meta),
+                "parents": list(a.parents),
+            }
+            for a in self
+        ]
+        return {**state, "artifacts": artifacts, "outcomes": outcomes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._artifacts = {item["id"]: Artifact(**item) for item in state["artifacts"]}
-        self._keys = {content_key(a.data): a.id for a in self} if self.dedup else {}
-        self._added = state["added"]
+        """Be what :meth:`state_dict` described. Raises ``ValueError`` where a file can't go back to it."""
+        where, there = ("file", "in a file") if self._file is not None else ("artifacts", "in memory")
+        if where not in state:
+            raise ValueError(f"state of the store {self.name!r}: it was not saved of a store {there}, as this one is")
+        if self._file is not None:
+            if others := self._file.go_back(state, state["added"], state["plays"]):
+                warnings.warn(
+                    f"store {self.name!r}: {others} changes by other runs since the checkpoint stay in {self.path}",
+                    stacklevel=2,
+                )
+            self._catch_up()
+        else:
+            self._clear()
+            for item in state["artifacts"]:
+                artifact = Artifact(**{**item, "parents": tuple(item.get("parents", ()))})
+                outcome = Outcome(**state.get("outcomes", {}).get(artifact.id, {}))
+                self._keep(artifact, outcome, self._key_of(artifact))
+            self._added, self._plays = state["added"], state.get("plays", 0)
+        self._split = None if state.get("split") is None else SplitRule(state["split"], None, any_key=True)
         set_rng_state(self._rng, state["rng"])
+
+    def forget_before(self, state: Mapping[str, Any]) -> None:
+        """Let a file forget what only states older than ``state`` need; they can't be loaded any more."""
+        if self._file is not None:
+            self._file.forget_before(state["revision"])
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+    def _writing(self) -> contextlib.AbstractContextManager[None]:
+        return _AT_ONCE if self._file is None else self._file.writing(self._catch_up)
+
+    def _catch_up(self) -> None:
+        """Take over what other processes changed in the file; at first and after going back everything."""
+        news = None if self._file is None else self._file.news()
+        if news is None:
+            return
+        if news.whole:
+            self._clear()
+        for id in news.removed:
+            self._drop(id)
+        for artifact, outcome in news.present:
+            if artifact.id in self._artifacts:
+                self._artifacts[artifact.id].weight = artifact.weight
+                self._outcomes[artifact.id] = outcome
+            else:
+                self._keep(artifact, outcome, self._key_of(artifact))
+        self._added, self._plays = news.made, news.plays
+        self._version += 1
+
+    def _of(self, id: str) -> Artifact:
+        if id not in self._artifacts:
+            raise KeyError(f"the store {self.name!r} has no artifact {id!r}")
+        return self._artifacts[id]
+
+    def _key_of(self, artifact: Artifact) -> Hashable:
+        return content_key(artifact.data) if self.dedup else None
+
+    def _keep(self, artifact: Artifact, outcome: Outcome, key: Hashable) -> None:
+        self._artifacts[artifact.id] = artifact
+        self._outcomes[artifact.id] = outcome
+        if self.dedup:
+            self._keys.setdefault(key, artifact.id)
+        self._version += 1
+
+    def _drop(self, id: str) -> None:
+        artifact = self._artifacts.pop(id)
+        del self._outcomes[id]
+        if self.dedup and self._keys.get(key := self._key_of(artifact)) == id:
+            del self._keys[key]
+        self._version += 1
+
+    def _remove(self, id: str) -> None:
+        self._drop(id)
+        if self._file is not None:
+            self._file.remove(id)
+
+    def _put(self, artifact: Artifact, outcome: Outcome) -> None:
+        self._outcomes[artifact.id] = outcome
+        self._version += 1
+        if self._file is not None:
+            self._file.put(artifact, outcome)
+
+    def _clear(self) -> None:
+        self._artifacts, self._outcomes, self._keys = {}, {}, {}
+        self._version += 1
+
+    def _pool(self) -> Pool:
+        self._catch_up()
+        if self._drawn is None or self._drawn[0] != self._version:
+            outcomes = list(self._outcomes.values())
+            self._drawn = self._version, Pool(list(self._artifacts.values()), outcomes, self._plays, self.sampling)
+        return self._drawn[1]
 
     def _free_id(self) -> str:
         names = (f"{self.name}-{number}" for number in itertools.count(self._added))
@@ -146,11 +350,13 @@ class ArtifactStore:
 
 
 class FrozenStore(ArtifactStore):
-    """A store as evaluation sees it: ``add``, ``remove`` and ``set_weight`` change nothing and return ``None``."""
+    """A store as evaluation sees it: ``add``, ``remove``, ``set_weight`` and ``record`` change nothing."""
 
     def __init__(self, store: ArtifactStore) -> None:
-        super().__init__(store.name, weighted=store.weighted)
+        super().__init__(store.name, sampling=store.sampling)
         self._artifacts = {a.id: replace(a, meta=dict(a.meta)) for a in store}
+        self._outcomes, self._plays = dict(store._outcomes), store._plays
+        self._split = store._split
 
     def add(
         self,
@@ -159,6 +365,7 @@ class FrozenStore(ArtifactStore):
         id: str | None = None,
         weight: float = 1.0,
         source: str | None = None,
+        parents: Sequence[str] = (),
         meta: Mapping[str, Any] | None = None,
     ) -> Artifact | None:
         return None
@@ -168,6 +375,11 @@ class FrozenStore(ArtifactStore):
 
     def set_weight(self, id: str, weight: float) -> None:
         return None
+
+    def record(
+        self, id: str, reward: float | None = None, *, success: float | None = None, score: float | None = None
+    ) -> Outcome:
+        return self.outcome(id)
 
 
 def rng_state(rng: random.Random) -> list[Any]:

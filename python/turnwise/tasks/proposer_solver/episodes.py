@@ -72,7 +72,7 @@ class ProposeEpisode(MultiTurnEpisode):
         self.rubric = Rubric([worth, valid_problem, pass_rate], [1.0, 0.0, 0.0])
 
     def stores(self) -> Sequence[ArtifactStore]:
-        return [ArtifactStore(STORE, dedup=True, weighted=True)]
+        return [ArtifactStore(STORE, dedup=True, sampling="weighted")]
 
     def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
         example = choose_example(arena.stores[STORE], artifact)

@@ -1,0 +1,341 @@
+"""The file behind a durable store: SQLite, in which every change has a revision that can be gone back to.
+
+Nothing is overwritten: a removed artifact keeps its row with the revision that removed it, and what changes of an
+artifact (weight, outcome) has a row per revision. Going back deletes what is newer. So a checkpoint holds a number, and
+what no checkpoint needs any more is forgotten by :meth:`StoreFile.forget_before`.
+
+Each change is one transaction in a write-ahead log: a kill leaves all of it or nothing. Other processes may read at any
+time; one writes, or several that agreed to (``shared``), and each sees the others' changes before its own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pickle
+import secrets
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from turnwise.arena.drawing import Outcome
+from turnwise.types import Artifact
+
+APPLICATION = 0x74_77_73_74  # "twst"
+FORMAT = 1
+PATIENCE = 30.0
+"""Seconds that a write waits for another process's."""
+
+_TABLES = """
+CREATE TABLE store (name TEXT, file TEXT, revision INTEGER, rewinds INTEGER, oldest INTEGER, made INTEGER,
+    plays INTEGER);
+CREATE TABLE artifacts (place INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, data NOT NULL, source TEXT,
+    parents TEXT NOT NULL, meta NOT NULL, added INTEGER NOT NULL, removed INTEGER);
+CREATE UNIQUE INDEX present ON artifacts (id) WHERE removed IS NULL;
+CREATE INDEX by_added ON artifacts (added);
+CREATE INDEX by_removed ON artifacts (removed) WHERE removed IS NOT NULL;
+CREATE TABLE known (place INTEGER, revision INTEGER, weight REAL, attempts INTEGER, reward REAL, success REAL,
+    score REAL, last INTEGER, PRIMARY KEY (place, revision)) WITHOUT ROWID;
+CREATE INDEX by_revision ON known (revision);
+CREATE TABLE changes (revision INTEGER PRIMARY KEY, writer TEXT NOT NULL);
+CREATE TABLE rewinds (target INTEGER, at INTEGER, writer TEXT);
+"""
+
+_ROWS = """
+SELECT a.id, a.data, a.source, a.parents, a.meta, k.weight, k.attempts, k.reward, k.success, k.score, k.last,
+    MAX(k.revision)
+FROM artifacts a JOIN known k USING (place)
+WHERE a.removed IS NULL AND k.revision > :seen GROUP BY a.place ORDER BY a.place
+"""
+"""What came or changed after ``seen``; what is new has a row in ``known`` as well. MAX picks the newest."""
+
+_SUPERSEDED = """
+DELETE FROM known WHERE place NOT IN (SELECT place FROM artifacts) OR EXISTS (
+    SELECT 1 FROM known later
+    WHERE later.place = known.place AND later.revision > known.revision AND later.revision <= ?)
+"""
+
+
+@dataclass(slots=True)
+class News:
+    """What a file holds beyond what was seen of it: ``whole`` if all that was known must go first."""
+
+    made: int
+    plays: int
+    whole: bool = False
+    removed: list[str] = field(default_factory=list)
+    present: list[tuple[Artifact, Outcome]] = field(default_factory=list)
+
+
+class StoreFile:
+    """One process's hold on the file at ``path``, which is made where there is none.
+
+    The first write makes this process the only one that writes, or one of those with ``shared``. Raises ``ValueError``
+    for a file that is no store, or another store than ``name``, ``OSError`` for one that can't be opened or written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], name: str, *, shared: bool = False) -> None:
+        self.path, self.shared = Path(path), shared
+        self.writer = secrets.token_hex(8)
+        self._seen = self._rewinds = -1
+        self._wrote, self._synced = -1, False
+        self._claim: int | None = None
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self._explained():
+            self._database = sqlite3.connect(self.path, timeout=PATIENCE, isolation_level=None, check_same_thread=False)
+            try:
+                self._prepare(name)
+            except BaseException:
+                self._database.close()
+                raise
+
+    def _prepare(self, name: str) -> None:
+        run = self._database.execute
+        [[application]], [[format]] = run("PRAGMA application_id"), run("PRAGMA user_version")
+        [[tables]] = run("SELECT count(*) FROM sqlite_master")
+        if tables and application != APPLICATION:
+            raise ValueError(f"path={str(self.path)!r}: a database of something else, no artifact store")
+        if tables and format != FORMAT:
+            raise ValueError(f"path={str(self.path)!r}: format {format}; this version reads format {FORMAT}")
+        [[mode]] = run("PRAGMA journal_mode = WAL")
+        # Where shared memory does not work there is no log; then only full syncs keep the file whole.
+        run(f"PRAGMA synchronous = {'NORMAL' if mode == 'wal' else 'FULL'}")
+        run("BEGIN IMMEDIATE")
+        if not run("SELECT count(*) FROM sqlite_master").fetchone()[0]:  # another process may have been faster
+            for statement in _TABLES.split(";"):
+                run(statement)
+            run("INSERT INTO store VALUES (?, ?, 0, 0, 0, 0, 0)", (name, secrets.token_hex(8)))
+            run(f"PRAGMA application_id = {APPLICATION}")
+            run(f"PRAGMA user_version = {FORMAT}")
+        run("COMMIT")
+        found, self.file = run("SELECT name, file FROM store").fetchone()
+        if found != name:
+            raise ValueError(f"path={str(self.path)!r}: holds the store {found!r}, not {name!r}")
+
+    def close(self) -> None:
+        """Let go of the file; a store that is used afterwards raises."""
+        self._database.close()
+        if self._claim is not None:
+            os.close(self._claim)
+            self._claim = None
+
+    def claim(self) -> None:
+        """Become one who writes. Raises ``OSError`` where others do, and did not agree to share."""
+        if self._claim is not None:
+            return
+        claim = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(claim, (fcntl.LOCK_SH if self.shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(claim)
+            raise OSError(
+                f"{self.path}: another run writes to this file; give each its own, or open all of them with shared=True"
+            ) from None
+        self._claim = claim  # the lock ends with the process, however that ends
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+    def news(self) -> News | None:
+        """What others have changed since the last call or write; at first everything. ``None`` if nothing."""
+        with self._lock, self._explained():
+            query = "SELECT revision, rewinds, oldest, made, plays FROM store"
+            revision, rewinds, oldest, made, plays = self._run(query).fetchone()
+            if (revision, rewinds) == (self._seen, self._rewinds):
+                return None
+            # Of what is forgotten the removal can't be seen any more.
+            news = News(made, plays, whole=rewinds != self._rewinds or self._seen < oldest)
+            undone = "SELECT 1 FROM rewinds WHERE writer = ? AND target < ? AND at >= ?"
+            if self._run(undone, (self.writer, self._wrote, self._wrote)).fetchone():
+                raise RuntimeError(f"{self.path}: another process resumed this run, and took back what this one wrote")
+            seen = {"seen": -1 if news.whole else self._seen}
+            gone = "SELECT id FROM artifacts WHERE removed > :seen AND added <= :seen"
+            news.removed = [] if news.whole else [id for (id,) in self._run(gone, seen)]
+            news.present = [_from_row(self.path, row) for row in self._run(_ROWS, seen)]
+            self._seen, self._rewinds = revision, rewinds
+            return news
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+    @contextmanager
+    def writing(self, catch_up: Callable[[], None]) -> Iterator[None]:
+        """One transaction. ``catch_up`` is called at its start, and again where what was written is taken back."""
+        with self._lock, self._explained():
+            self.claim()
+            self._run("BEGIN IMMEDIATE")
+            self._changed = False
+            try:
+                catch_up()
+                yield
+                if self._changed:
+                    self._run("INSERT INTO changes VALUES (?, ?)", (self._seen + 1, self.writer))
+                    self._run("UPDATE store SET revision = ?", (self._seen + 1,))
+                self._run("COMMIT")
+            except BaseException:
+                with suppress(sqlite3.OperationalError):  # a full disk has already rolled back
+                    self._database.execute("ROLLBACK")
+                if self._changed:
+                    self._rewinds = -1
+                    catch_up()
+                raise
+            if self._changed:
+                self._seen += 1
+                self._wrote, self._synced = self._seen, False
+
+    def insert(self, artifact: Artifact, outcome: Outcome, made: int) -> None:
+        row = (
+            artifact.id,
+            _packed(artifact.data),
+            artifact.source,
+            json.dumps(artifact.parents),
+            _packed(artifact.meta),
+            self._seen + 1,
+        )
+        self._write("INSERT INTO artifacts (id, data, source, parents, meta, added) VALUES (?, ?, ?, ?, ?, ?)", row)
+        self.put(artifact, outcome)
+        self._write("UPDATE store SET made = ?", (made,))
+
+    def put(self, artifact: Artifact, outcome: Outcome) -> None:
+        """What changes of an artifact: its weight, and its outcome."""
+        known = (outcome.attempts, outcome.reward, outcome.success, outcome.score, outcome.last)
+        self._write(
+            "INSERT OR REPLACE INTO known SELECT place, ?, ?, ?, ?, ?, ?, ? FROM artifacts "
+            "WHERE id = ? AND removed IS NULL",
+            (self._seen + 1, artifact.weight, *known, artifact.id),
+        )
+
+    def remove(self, id: str) -> None:
+        self._write("UPDATE artifacts SET removed = ? WHERE id = ? AND removed IS NULL", (self._seen + 1, id))
+
+    def set_plays(self, plays: int) -> None:
+        self._write("UPDATE store SET plays = ?", (plays,))
+
+    # -- revisions -----------------------------------------------------------------------------------------------------
+    def mark(self) -> dict[str, Any]:
+        """Where the file stands, for :meth:`go_back`; what was written up to here is on the disk then."""
+        with self._lock, self._explained():
+            self.claim()
+            if not self._synced:
+                self._run("PRAGMA wal_checkpoint(PASSIVE)")
+                self._synced = True
+            return {"file": self.file, "revision": self._seen, "writer": self.writer}
+
+    def go_back(self, mark: Mapping[str, Any], made: int, plays: int) -> int:
+        """Take back what the run of ``mark`` did after it; returns how many changes of others stay, which only
+        ``shared`` allows. Raises ``ValueError``, and changes nothing, where it can't be done."""
+        with self._lock, self._explained():
+            self.claim()
+            self._run("BEGIN IMMEDIATE")
+            try:
+                others = self._check_mark(mark)
+                target, writer = mark["revision"], mark["writer"]
+                own = {"target": target, "writer": writer, "made": made, "plays": plays}
+                after = "IN (SELECT revision FROM changes WHERE revision > :target AND writer = :writer)"
+                if self._run(f"SELECT 1 FROM changes WHERE revision {after}", own).fetchone():
+                    self._run(f"DELETE FROM artifacts WHERE added {after}", own)
+                    self._run(f"DELETE FROM known WHERE revision {after}", own)
+                    self._run(f"UPDATE OR IGNORE artifacts SET removed = NULL WHERE removed {after}", own)
+                    self._run("INSERT INTO rewinds SELECT :target, revision, :writer FROM store", own)
+                    self._run("DELETE FROM changes WHERE revision > :target AND writer = :writer", own)
+                    self._run("UPDATE store SET revision = revision + 1, rewinds = rewinds + 1")
+                    if not others:
+                        self._run("UPDATE store SET made = :made, plays = :plays", own)
+                self._run("COMMIT")
+            except BaseException:
+                self._database.execute("ROLLBACK")
+                raise
+            self.writer, self._rewinds, self._wrote, self._synced = writer, -1, -1, False
+            return others
+
+    def _check_mark(self, mark: Mapping[str, Any]) -> int:
+        """How many changes by others came after ``mark``, which the file can go back to."""
+        revision, oldest = self._run("SELECT revision, oldest FROM store").fetchone()
+        target, writer = mark["revision"], mark["writer"]
+        where = f"{self.path}: can't go back to revision {target}"
+        if mark["file"] != self.file:
+            raise ValueError(f"{where}: it was saved of another file")
+        if target > revision:
+            raise ValueError(f"{where}: the file is older, it ends at {revision}")
+        if target < oldest:
+            raise ValueError(f"{where}: what came before {oldest} was forgotten when newer checkpoints were saved")
+        query = "SELECT 1 FROM rewinds WHERE writer = ? AND target < ? AND at >= ?"
+        if self._run(query, (writer, target, target)).fetchone():
+            raise ValueError(f"{where}: the run went back to an older one since")
+        query = "SELECT count(*) FROM changes WHERE revision > ? AND writer != ?"
+        [[others]] = self._run(query, (target, writer))
+        if others and not self.shared:
+            raise ValueError(
+                f"{where}: {others} changes by other runs came after it and would be lost: "
+                "give each run a file of its own, or open the store with shared=True, which leaves them"
+            )
+        return int(others)
+
+    def forget_before(self, revision: int) -> None:
+        """Delete what only revisions before ``revision`` would need; they can't be gone back to any more."""
+        with self._lock, self._explained():
+            self.claim()
+            self._run("BEGIN IMMEDIATE")
+            try:
+                self._run("DELETE FROM artifacts WHERE removed <= ?", (revision,))
+                self._run(_SUPERSEDED, (revision,))
+                self._run("DELETE FROM changes WHERE revision <= ?", (revision,))
+                self._run("UPDATE store SET oldest = max(oldest, ?)", (revision,))
+                self._run("COMMIT")
+            except BaseException:
+                self._database.execute("ROLLBACK")
+                raise
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+    def _run(self, statement: str, values: Any = ()) -> sqlite3.Cursor:
+        if os.getpid() != self._pid:
+            raise RuntimeError(f"{self.path} was opened in another process: open the store again in this one")
+        return self._database.execute(statement, values)
+
+    def _write(self, statement: str, values: Any) -> None:
+        self._changed = True
+        self._run(statement, values)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """SQLite's errors as ``OSError`` where the file can't be reached or written, ``ValueError`` where it is bad."""
+        try:
+            yield
+        except (sqlite3.OperationalError, sqlite3.ProgrammingError) as error:
+            raise OSError(f"{self.path}: the artifact store can't be read or written: {error}") from error
+        except sqlite3.DatabaseError as error:
+            raise ValueError(f"path={str(self.path)!r}: no artifact store can be read from it: {error}") from error
+
+
+def _from_row(path: Path, row: tuple[Any, ...]) -> tuple[Artifact, Outcome]:
+    id, data, source, parents, meta, weight, *known = row
+    try:
+        artifact = Artifact(id, _unpacked(data), weight, source, _unpacked(meta), tuple(json.loads(parents)))
+    except Exception as error:
+        raise ValueError(f"path={str(path)!r}: artifact {id!r} can't be read: {error}") from error
+    return artifact, Outcome(*known[:5])
+
+
+def _packed(value: Any) -> str | bytes:
+    """JSON where that gives ``value`` back as it is, else a pickle."""
+    if _is_plain(value):
+        return json.dumps(value)
+    try:
+        return pickle.dumps(value, protocol=5)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise TypeError(f"data={value!r}: can't be kept in a file: {error}") from error
+
+
+def _unpacked(value: str | bytes) -> Any:
+    return json.loads(value) if isinstance(value, str) else pickle.loads(value)
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is list:
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(type(key) is str and _is_plain(item) for key, item in value.items())
+    return value is None or type(value) in (str, int, float, bool)

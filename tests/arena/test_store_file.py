@@ -1,0 +1,454 @@
+"""Stores in files: what a kill, a second process, a resumed run and a bad file do to them."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from turnwise.arena import ArtifactStore
+from turnwise.arena.drawing import Prioritised
+
+
+@dataclass(frozen=True)
+class Puzzle:
+    rows: tuple[int, ...]
+
+
+def contents(store):
+    return [(a.id, a.data, a.weight, a.source, a.meta, a.parents, store.outcome(a.id)) for a in store]
+
+
+def reopened(store, **options):
+    store.close()
+    return ArtifactStore(store.name, path=store.path, **options)
+
+
+def through_json(state):
+    return json.loads(json.dumps(state))
+
+
+# -- the same store, kept elsewhere ------------------------------------------------------------------------------------
+def play(store, seed, actions=120):
+    """Random additions, removals, weights, outcomes and draws; what was drawn, and what was refused."""
+    rng, seen = random.Random(seed), []
+    for number in range(actions):
+        known = [artifact.id for artifact in store]
+        action = rng.choice(["add", "add", "add", "remove", "weight", "record", "record", "draw"])
+        if action == "add" or not known:
+            parents = rng.sample(known, min(len(known), rng.randint(0, 2)))
+            added = store.add({"n": rng.randint(0, 30)}, weight=rng.random(), parents=parents, meta={"at": number})
+            seen.append(added and added.id)
+        elif action == "remove":
+            store.remove(rng.choice(known))
+        elif action == "weight":
+            store.set_weight(rng.choice(known), rng.random() + 0.1)
+        elif action == "record":
+            seen.append(store.record(rng.choice(known), rng.random(), score=rng.random()))
+        else:
+            seen.append([a.id for a in store.sample(min(3, len(known)))])
+    return seen
+
+
+@pytest.mark.parametrize("sampling", ["uniform", "weighted", "prioritised", "learnability"])
+def test_a_file_does_what_memory_does(tmp_path, sampling):
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    options = {"max_size": 12, "dedup": True, "sampling": sampling, "seed": 3}
+    memory = ArtifactStore("q", **options)
+    file = ArtifactStore("q", path=tmp_path / "q.db", **options)
+    assert play(memory, seed) == play(file, seed)
+    assert contents(memory) == contents(file)
+    again = reopened(file, **options)
+    assert contents(again) == contents(memory)
+    assert (again._added, again._plays, again._keys) == (memory._added, memory._plays, memory._keys)
+    assert again.add("new").id == memory.add("new").id
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "text",
+        None,
+        7,
+        0.1,
+        True,
+        {"a": [1, {"b": None}], "ü": "\ud800"},
+        (1, (2, 3)),
+        {1: "one"},
+        {"kept": (1, 2)},
+        b"\x00\xff",
+        frozenset({1, 2}),
+        Puzzle((1, 2)),
+    ],
+    ids=repr,
+)
+def test_data_come_back_as_they_were(tmp_path, data):
+    store = ArtifactStore("q", path=tmp_path / "deep" / "folder" / "q.db", dedup=True)
+    store.add(data, meta={"seen": (1, 2)})
+    again = reopened(store, dedup=True)
+    [artifact] = again
+    assert artifact.data == data and type(artifact.data) is type(data) and artifact.meta == {"seen": (1, 2)}
+    assert again.add(data) is None, "dedup knows what was loaded"
+
+
+def test_arrays_come_back_as_they_were(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    store.add(np.arange(6, dtype=np.int8).reshape(2, 3))
+    [artifact] = reopened(store)
+    assert artifact.data.dtype == np.int8 and artifact.data.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_what_can_not_be_kept_is_refused_and_changes_nothing(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    store.add("kept")
+    with pytest.raises(TypeError, match=r"data=.* can't be kept in a file: "):
+        store.add(lambda: None)
+    assert [a.data for a in store] == ["kept"] == [a.data for a in reopened(store)]
+
+
+# -- going back --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kill", [False, True], ids=["same process", "new process"])
+def test_going_back_undoes_all_that_came_after(tmp_path, kill):
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    options = {"max_size": 12, "dedup": True, "sampling": Prioritised(0.5), "seed": 1}
+    store = ArtifactStore("q", path=tmp_path / "q.db", **options)
+    play(store, seed)
+    saved, before = through_json(store.state_dict()), contents(store)
+    onwards = play(store, seed + 1)
+    after = contents(store)
+    assert after != before
+    for _ in range(2):  # a run may be killed more than once after the same checkpoint
+        if kill:
+            store = reopened(store, **options)
+        store.load_state_dict(saved)
+        assert contents(store) == before
+        assert play(store, seed + 1) == onwards and contents(store) == after
+
+
+def test_a_chain_of_checkpoints_can_be_walked_back(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db", max_size=8)
+    states = []
+    for seed in range(6):
+        play(store, seed, actions=30)
+        states.append((through_json(store.state_dict()), contents(store)))
+    for state, expected in reversed(states):
+        store.load_state_dict(state)
+        assert contents(store) == expected
+
+
+def test_a_state_that_was_abandoned_is_refused(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    store.add("a")
+    early = store.state_dict()
+    store.add("b")
+    late = store.state_dict()
+    store.load_state_dict(early)
+    store.add("other b")
+    with pytest.raises(ValueError, match=r"can't go back to revision 2: the run went back to an older one since"):
+        store.load_state_dict(late)
+    assert [a.data for a in store] == ["a", "other b"]
+
+
+def test_states_of_other_files_are_refused(tmp_path):
+    store, other = (ArtifactStore("q", path=tmp_path / name) for name in ("a.db", "b.db"))
+    memory = ArtifactStore("q")
+    store.add("x")
+    state = store.state_dict()
+    with pytest.raises(ValueError, match="saved of another file"):
+        other.load_state_dict(state)
+    with pytest.raises(ValueError, match="'q': it was not saved of a store in a file, as this one is"):
+        store.load_state_dict(memory.state_dict())
+    with pytest.raises(ValueError, match="it was not saved of a store in memory"):
+        memory.load_state_dict(state)
+    shutil.copy(tmp_path / "a.db", tmp_path / "old.db")
+    assert [a.data for a in store] == ["x"]
+
+
+def test_an_older_copy_of_the_file_is_refused(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    store.add("x")
+    store.close()
+    shutil.copy(tmp_path / "q.db", tmp_path / "copy.db")
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    store.add("y")
+    copy = ArtifactStore("q", path=tmp_path / "copy.db")
+    with pytest.raises(ValueError, match=r"revision 2: the file is older, it ends at 1"):
+        copy.load_state_dict(store.state_dict())
+
+
+def test_what_no_checkpoint_needs_is_forgotten(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db", max_size=4)
+    states = []
+    for seed in range(5):
+        play(store, seed, actions=60)
+        states.append((store.state_dict(), contents(store)))
+
+    def rows():
+        with sqlite3.connect(tmp_path / "q.db") as database:
+            return [database.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in ("artifacts", "known")]
+
+    before = rows()
+    store.forget_before(states[3][0])
+    assert all(less < more for less, more in zip(rows(), before, strict=True))
+    with pytest.raises(ValueError, match=r"what came before .* was forgotten when newer checkpoints were saved"):
+        store.load_state_dict(states[2][0])
+    for state, expected in (states[4], states[3]):
+        store.load_state_dict(state)
+        assert contents(store) == expected
+        store = reopened(store, max_size=4)
+        assert contents(store) == expected
+    store.forget_before(states[3][0])
+    assert rows() == [4, 4]
+
+
+# -- kills -------------------------------------------------------------------------------------------------------------
+WRITER = """
+    import sys
+    from turnwise.arena import ArtifactStore
+
+    store = ArtifactStore("q", path=sys.argv[1], max_size=50, dedup=True, shared=len(sys.argv) > 3)
+    who = sys.argv[2]
+    for number in range(100_000):
+        added = store.add({"by": who, "n": number}, weight=number)
+        store.record(added.id, 1.0)
+        print(added.id, flush=True)
+"""
+
+
+def start(*arguments):
+    command = [sys.executable, "-P", "-c", textwrap.dedent(WRITER), *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_sigkill_in_the_middle_of_writes_loses_nothing_that_was_told(tmp_path):
+    path, told = tmp_path / "q.db", []
+    rng = random.Random(7)
+    for life in range(3):
+        process = start(path, life)
+        for _ in range(rng.randint(1, 200)):
+            told.append((life, process.stdout.readline().strip()))
+        process.send_signal(signal.SIGKILL)
+        told += [(life, line.strip()) for line in process.stdout if line.endswith("\n")]
+        assert process.wait() == -signal.SIGKILL
+        process.stdout.close()
+        with sqlite3.connect(path) as database:
+            assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        database.close()
+        store = ArtifactStore("q", path=path, max_size=50, dedup=True)
+        assert store.count() == min(50, store._added)
+        mine = [(a.data["by"], a.data["n"]) for a in store if a.data["by"] == str(life)]
+        assert mine == [(str(life), n) for n in range(mine[0][1], mine[-1][1] + 1)], "no gap, and none twice"
+        last = told[-1][1]
+        # What was being written at the kill is there or not, but not half: an added one has its weight.
+        assert [a.id for a in store][-2:].count(last) == 1 and store.outcome(last).attempts == 1
+        assert all(a.weight == a.data["n"] for a in store)
+        store.close()
+    assert len({id for _, id in told}) == len(told)
+
+
+def test_a_run_that_was_killed_after_its_checkpoint_goes_on_as_if_it_never_was(tmp_path):
+    whole = ArtifactStore("q", path=tmp_path / "whole.db")
+    for number in range(5):
+        whole.add(number)
+    whole.state_dict()
+    for number in range(5, 9):
+        whole.add(number)
+    code = """
+        import json, os, signal, sys
+        from turnwise.arena import ArtifactStore
+
+        store = ArtifactStore("q", path=sys.argv[1])
+        for number in range(5):
+            store.add(number)
+        print(json.dumps(store.state_dict()), flush=True)
+        for number in range(5, 7):
+            store.add(number)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    command = [sys.executable, "-P", "-c", textwrap.dedent(code), str(tmp_path / "killed.db")]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    assert run.returncode == -signal.SIGKILL
+    store = ArtifactStore("q", path=tmp_path / "killed.db")
+    assert store.count() == 7, "what was written is there"
+    store.load_state_dict(json.loads(run.stdout))
+    for number in range(5, 9):
+        store.add(number)
+    assert contents(store) == contents(whole)
+
+
+# -- more than one process ---------------------------------------------------------------------------------------------
+def test_a_second_writer_is_refused_and_readers_are_not(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    store.add("x")
+    other = ArtifactStore("q", path=tmp_path / "q.db")
+    for write in (lambda: other.add("y"), other.state_dict, lambda: other.record("q-0", 1.0)):
+        with pytest.raises(OSError, match=r"another run writes to this file.*shared=True"):
+            write()
+    assert [a.data for a in other] == ["x"]
+    store.add("z")
+    assert [a.data for a in other] == ["x", "z"] and other.get("q-1").data == "z"
+    store.close()
+    assert other.add("y").id == "q-2"
+
+
+def test_processes_that_share_a_file_see_each_other(tmp_path):
+    a, b = (ArtifactStore("q", path=tmp_path / "q.db", shared=True, dedup=True, max_size=3) for _ in range(2))
+    assert a.add("x").id == "q-0" and b.add("y").id == "q-1"
+    assert a.add("y") is None and b.add("x") is None
+    b.set_weight("q-0", 5.0)
+    b.record("q-0", 1.0)
+    assert a.get("q-0").weight == 5.0 and a.outcome("q-0").attempts == 1
+    b.remove("q-0")
+    assert "q-0" not in a and a.add("x").id == "q-2"
+    for word in "uvw":
+        b.add(word)
+    assert [item.data for item in a] == ["u", "v", "w"]
+    assert contents(a) == contents(b)
+
+
+def test_two_processes_write_at_once_and_nothing_is_lost(tmp_path):
+    path = tmp_path / "q.db"
+    processes = [start(path, who, "shared") for who in "ab"]
+    told = {who: [] for who in "ab"}
+
+    def listen(who, process):
+        for _ in range(150):
+            told[who].append(process.stdout.readline().strip())
+
+    listeners = [threading.Thread(target=listen, args=pair) for pair in zip("ab", processes, strict=True)]
+    for listener in listeners:
+        listener.start()
+    for listener in listeners:
+        listener.join()
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    ids = [id for who in "ab" for id in told[who]]
+    assert len(set(ids)) == len(ids) == 300
+    with sqlite3.connect(path) as database:
+        assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        rows = {id: json.loads(data) for id, data in database.execute("SELECT id, data FROM artifacts")}
+    database.close()
+    for who in "ab":
+        assert [rows[id] for id in told[who]] == [{"by": who, "n": n} for n in range(150)]
+
+
+def test_going_back_leaves_what_others_did_and_says_so(tmp_path):
+    mine, theirs = (ArtifactStore("q", path=tmp_path / "q.db", shared=True) for _ in range(2))
+    mine.add("before")
+    state = mine.state_dict()
+    mine.add("mine")
+    theirs.add("theirs")
+    mine.close()
+    resumed = ArtifactStore("q", path=tmp_path / "q.db", shared=True)
+    with pytest.warns(UserWarning, match="1 changes by other runs since the checkpoint stay"):
+        resumed.load_state_dict(state)
+    assert [a.data for a in resumed] == ["before", "theirs"] == [a.data for a in theirs]
+    assert resumed.add("again").id == "q-3", "no id twice"
+
+
+def test_without_sharing_what_others_did_is_never_undone(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    store.add("x")
+    state = store.state_dict()
+    store.close()
+    other = ArtifactStore("q", path=tmp_path / "q.db")
+    other.add("theirs")
+    other.close()
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    with pytest.raises(ValueError, match="1 changes by other runs came after it and would be lost"):
+        store.load_state_dict(state)
+    assert [a.data for a in store] == ["x", "theirs"]
+
+
+def test_a_run_that_is_resumed_twice_at_once_stops_the_first(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db", shared=True)
+    store.add("x")
+    state = store.state_dict()
+    store.add("y")
+    second = ArtifactStore("q", path=tmp_path / "q.db", shared=True)
+    second.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="another process resumed this run, and took back what this one wrote"):
+        store.add("z")
+    assert [a.data for a in second] == ["x"]
+
+
+def test_a_forked_process_must_open_the_store_again(tmp_path, monkeypatch):
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    store.add("x")
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    with pytest.raises(RuntimeError, match="opened in another process: open the store again"):
+        store.add("y")
+
+
+# -- files that are none -----------------------------------------------------------------------------------------------
+def test_files_that_are_no_store_are_refused(tmp_path):
+    text = tmp_path / "notes.txt"
+    text.write_text("no database at all, but a longer text than a header\n" * 10)
+    with pytest.raises(ValueError, match=r"path=.*notes.txt': no artifact store can be read from it"):
+        ArtifactStore("q", path=text)
+    with sqlite3.connect(tmp_path / "other.db") as database:
+        database.execute("CREATE TABLE mine (x)")
+    database.close()
+    with pytest.raises(ValueError, match="a database of something else, no artifact store"):
+        ArtifactStore("q", path=tmp_path / "other.db")
+    with pytest.raises(OSError, match="can't be read or written: unable to open"):
+        ArtifactStore("q", path=tmp_path)
+    ArtifactStore("q", path=tmp_path / "q.db").close()
+    with pytest.raises(ValueError, match="holds the store 'q', not 'solved'"):
+        ArtifactStore("solved", path=tmp_path / "q.db")
+    with sqlite3.connect(tmp_path / "q.db") as database:
+        database.execute("PRAGMA user_version = 9")
+    database.close()
+    with pytest.raises(ValueError, match="format 9; this version reads format 1"):
+        ArtifactStore("q", path=tmp_path / "q.db")
+    with pytest.raises(ValueError, match="shared=True: a store in memory"):
+        ArtifactStore("q", shared=True)
+
+
+def test_a_damaged_file_is_told_apart(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    for number in range(300):
+        store.add({"text": f"{number} " * 50})
+    store.close()
+    damaged = bytearray((tmp_path / "q.db").read_bytes())
+    damaged[8192:-4096] = b"\xab" * len(damaged[8192:-4096])
+    (tmp_path / "q.db").write_bytes(damaged)
+    with pytest.raises(ValueError, match="no artifact store can be read from it"):
+        ArtifactStore("q", path=tmp_path / "q.db")
+
+
+def test_a_write_that_fails_changes_nothing(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    store.add("x", weight=2.0)
+    store._file._database.execute("PRAGMA query_only = ON")
+    for write in (lambda: store.add("y"), lambda: store.set_weight("q-0", 9.0), lambda: store.record("q-0", 1.0)):
+        with pytest.raises(OSError, match="readonly"):
+            write()
+    store._file._database.execute("PRAGMA query_only = OFF")
+    assert [(a.data, a.weight) for a in store] == [("x", 2.0)] and store.outcome("q-0").attempts == 0
+    assert store.add("y").id == "q-1"
+
+
+def test_evaluation_reads_a_file_and_writes_nothing(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    store.add("x")
+    view = store.frozen()
+    view.add("y")
+    view.set_weight("q-0", 3.0)
+    view.record("q-0", 1.0)
+    assert view.path is None and contents(store) == contents(reopened(store))
+    assert [a.data for a in view] == ["x"] and view.get("q-0").weight == 1.0 and view.outcome("q-0").attempts == 0
