@@ -1,6 +1,7 @@
 """The arena: actors, episodes (nested too), rubrics, stores, tree sampling; requests in, a training batch out."""
 
 from turnwise.arena.arena import Arena
+from turnwise.arena.drawing import Learnability, Outcome, Prioritised
 from turnwise.arena.episode import Episode, SingleTurnEpisode
 from turnwise.arena.filters import Filters
 from turnwise.arena.multi_turn import MultiTurnEpisode
@@ -22,8 +23,11 @@ __all__ = [
     "EpisodeProgress",
     "Filters",
     "LeakError",
+    "Learnability",
     "MultiTurnEpisode",
+    "Outcome",
     "OverlongPenalty",
+    "Prioritised",
     "Rubric",
     "Score",
     "SingleTurnEpisode",

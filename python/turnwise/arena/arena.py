@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
 from turnwise.arena import samples as rows
+from turnwise.arena.attempts import Attempt, attempts_of, mean_reward, tell
 from turnwise.arena.context import EpisodeContext, current_context, derive_seed, resolve
 from turnwise.arena.episode import Episode, check_episode
 from turnwise.arena.filters import Filters
@@ -31,6 +32,7 @@ from turnwise.types import (
     Messages,
     ModelRequest,
     ModelResponse,
+    Rollout,
     Sample,
     Sampling,
     Tokenizer,
@@ -103,6 +105,7 @@ class Arena:
         self.actors: dict[str, Actor] = {}
         self.episodes: dict[str, Episode] = {}
         self.stores: dict[str, ArtifactStore] = {}
+        self._attempts: deque[list[Attempt]] = deque()
         self.source: Callable[[], Sequence[EpisodeRequest] | Awaitable[Sequence[EpisodeRequest]]] | None = None
         self.rng = random.Random(derive_seed(seed, "arena"))
         self.last_results: list[GenerateResult] = []
@@ -162,7 +165,9 @@ class Arena:
 
     async def step(self) -> TrainingBatch:
         """One batch. Its results stay at hand in ``last_results``."""
-        return self.finish(await self.sample())
+        batch = self.finish(await self.sample())
+        self.record_outcomes()
+        return batch
 
     async def sample(self, drawn: Callable[[], None] = lambda: None) -> list[GenerateResult]:
         """Play the episodes of the next batch, and of more where ``filters.resample`` asks for them.
@@ -174,6 +179,7 @@ class Arena:
             raise RuntimeError("an evaluation makes no training batch: call generate_rollouts(requests) on it")
         if self.progress is not None:
             self.progress.drop_before(self.started)
+        self.record_outcomes()
         requests = await resolve(self.get_batch())
         if self.filters.resample:
             return await resample(self, requests, drawn)
@@ -184,7 +190,23 @@ class Arena:
         """What :meth:`sample` gave, with credit, as a training batch; call it in the order of the batches."""
         self.last_results = results
         self.assign_credit(results)
+        if self.stores:
+            self._attempts.append(attempts_of(results, self.judge))
         return self.build_training_batch(results)
+
+    def judge(self, rollout: Rollout) -> tuple[float, float]:
+        """Reward and success (0 to 1) of a rollout on a store's artifact: by default the mean of the actors' rewards,
+        and whether it is above 0. Override it where that is no success."""
+        return mean_reward(rollout)
+
+    def record_outcomes(self) -> None:
+        """Tell the stores how the episodes on their artifacts went that :meth:`finish` has seen since the last call.
+
+        An episode is on an artifact that is its request's ``artifact``, or named by ``request.meta["artifact_id"]``.
+        Called before each batch is drawn, never while one is trained on beside it, so draws stay deterministic.
+        """
+        while self._attempts:
+            tell(self.stores, self._attempts.popleft())
 
     async def generate_rollouts(self, requests: Sequence[EpisodeRequest]) -> list[GenerateResult]:
         """Run episodes side by side; one result each, in order. Inside an episode they become its children.
@@ -291,7 +313,7 @@ class Arena:
         view.credit = None
         view.stores = {name: store.frozen() for name, store in self.stores.items()}
         view.rng = random.Random(derive_seed(self.seed, "evaluation"))
-        view.last_results = []
+        view.last_results, view._attempts = [], deque()
         view.under_way = EpisodesUnderWay()
         view.started = view._loose_calls = 0
         view._evaluation_sampling = sampling
@@ -299,6 +321,7 @@ class Arena:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on bit for bit, the weights apart: counters, generator, stores, credit."""
+        self.record_outcomes()
         return {
             "seed": self.seed,
             "started": self.started,
@@ -312,6 +335,7 @@ class Arena:
         """Take up :meth:`state_dict`. Raises ``ValueError`` unless the same stores are there."""
         if set(state["stores"]) != set(self.stores):
             raise ValueError(f"state has the stores {sorted(state['stores'])}, expected {sorted(self.stores)}")
+        self._attempts.clear()
         self.seed = state["seed"]
         self.started = state["started"]
         self._loose_calls = state["loose_calls"]

@@ -90,6 +90,10 @@ class ArtifactStore(Drawable):
         if self._file is not None:
             self._file.close()
 
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """``with store.together():`` many changes become one of the file, whole or not at all, and quicker."""
+        return _AT_ONCE if self._file is None else self._file.writing(self._catch_up)
+
     # -- artifacts -----------------------------------------------------------------------------------------------------
     def add(
         self,
@@ -106,7 +110,7 @@ class ArtifactStore(Drawable):
         Without ``id`` one is made. ``source`` names the rollout that made it, inside an episode that one; ``parents``
         the artifacts that it was made from. Raises ``ValueError`` for an id that is taken, and for a weight below 0.
         """
-        with self._writing():
+        with self.together():
             if isinstance(data, Artifact):
                 artifact = data
             else:
@@ -132,14 +136,14 @@ class ArtifactStore(Drawable):
 
     def remove(self, id: str) -> None:
         """Forget one artifact; ``KeyError`` names an id that isn't there."""
-        with self._writing():
+        with self.together():
             self._of(id)
             self._remove(id)
 
     def set_weight(self, id: str, weight: float) -> None:
         """Change how often an artifact is drawn by a store with ``sampling="weighted"``."""
         _check_weight(weight)
-        with self._writing():
+        with self.together():
             artifact = self._of(id)
             artifact.weight = weight
             self._put(artifact, self._outcomes[id])
@@ -191,7 +195,7 @@ class ArtifactStore(Drawable):
                 f"reward={reward!r}, success={success!r}, score={score!r}: expected a finite reward, a success from 0 "
                 "to 1, and a score >= 0"
             )
-        with self._writing():
+        with self.together():
             artifact = self._of(id)
             self._plays += 1
             outcome = self._outcomes[id].after(reward, float(success), score, plays=self._plays, window=self.window)
@@ -275,13 +279,10 @@ class ArtifactStore(Drawable):
 
     def forget_before(self, state: Mapping[str, Any]) -> None:
         """Let a file forget what only states older than ``state`` need; they can't be loaded any more."""
-        if self._file is not None:
+        if self._file is not None and state.get("file") == self._file.file:
             self._file.forget_before(state["revision"])
 
     # -- inside --------------------------------------------------------------------------------------------------------
-    def _writing(self) -> contextlib.AbstractContextManager[None]:
-        return _AT_ONCE if self._file is None else self._file.writing(self._catch_up)
-
     def _catch_up(self) -> None:
         """Take over what other processes changed in the file; at first and after going back everything."""
         news = None if self._file is None else self._file.news()

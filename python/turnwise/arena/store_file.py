@@ -84,6 +84,7 @@ class StoreFile:
         self.writer = secrets.token_hex(8)
         self._seen = self._rewinds = -1
         self._wrote, self._synced = -1, False
+        self._changed = False
         self._claim: int | None = None
         self._pid = os.getpid()
         self._lock = threading.RLock()
@@ -163,8 +164,12 @@ class StoreFile:
     # -- writing -------------------------------------------------------------------------------------------------------
     @contextmanager
     def writing(self, catch_up: Callable[[], None]) -> Iterator[None]:
-        """One transaction. ``catch_up`` is called at its start, and again where what was written is taken back."""
+        """One transaction, with those inside it. ``catch_up`` is called at its start, and again where what was written
+        is taken back."""
         with self._lock, self._explained():
+            if self._database.in_transaction:
+                yield
+                return
             self.claim()
             self._run("BEGIN IMMEDIATE")
             self._changed = False
@@ -179,11 +184,11 @@ class StoreFile:
                 with suppress(sqlite3.OperationalError):  # a full disk has already rolled back
                     self._database.execute("ROLLBACK")
                 if self._changed:
-                    self._rewinds = -1
+                    self._changed, self._rewinds = False, -1
                     catch_up()
                 raise
             if self._changed:
-                self._seen += 1
+                self._changed, self._seen = False, self._seen + 1
                 self._wrote, self._synced = self._seen, False
 
     def insert(self, artifact: Artifact, outcome: Outcome, made: int) -> None:
@@ -275,7 +280,12 @@ class StoreFile:
         return int(others)
 
     def forget_before(self, revision: int) -> None:
-        """Delete what only revisions before ``revision`` would need; they can't be gone back to any more."""
+        """Delete what only revisions before ``revision`` would need; they can't be gone back to any more.
+
+        Of a ``shared`` file nothing is: others may have older checkpoints.
+        """
+        if self.shared:
+            return
         with self._lock, self._explained():
             self.claim()
             self._run("BEGIN IMMEDIATE")

@@ -38,6 +38,7 @@ from turnwise.train.producer import Producer
 from turnwise.train.progress import Progress
 from turnwise.train.random_state import random_state, set_random_state
 from turnwise.train.run_log import RunLog
+from turnwise.train.store_states import begin_stores, forget_old_states
 from turnwise.train.summary import staleness, summarize
 from turnwise.train.update import update_policy
 from turnwise.types import EpisodeRequest, GenerateResult, TrainingBatch
@@ -295,7 +296,7 @@ class Trainer:
         arena, generators = self._sampler_state() if pending.before is None else self._rewound(pending.before)
         state = {"progress": asdict(self.progress), "arena": arena, "random": generators}
         best = self.progress.best_kept(self.config)
-        return save_checkpoint(
+        saved = save_checkpoint(
             self.checkpoints,
             self.progress.step,
             self.policies,
@@ -304,6 +305,8 @@ class Trainer:
             protect=() if best is None else (best,),
             attachments={QUEUE: _pickled(pending.batches)} if pending.batches else {},
         )
+        forget_old_states(self.arena, list_checkpoints(self.checkpoints)[0])
+        return saved
 
     def _sampler_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """All that a batch draws from, at this moment."""
@@ -328,6 +331,7 @@ class Trainer:
             refuse_checkpoints(self.config)
         self.producer = self._new_producer()
         if not found:
+            begin_stores(self.arena, self.config.run_dir)
             self.log.rewind(-1)
             return
         try:
