@@ -320,8 +320,8 @@ class EpisodeState:
 
 @dataclass(slots=True)
 class Artifact:
-    """A thing that episodes work on, as a store keeps it. ``source`` is the rollout that made it, ``parents`` are the ids
-    of the artifacts that it was made from.
+    """A thing that episodes work on, as a store keeps it. ``source`` is the rollout that made it, ``parents`` holds the
+    ids of the artifacts that it was made from.
 
     Example: ``Artifact(id="q-3", data={"question": "2 + 2 = ?", "answer": "4"}, source="r-17", parents=("q-1",))``
     """
