@@ -50,6 +50,18 @@ def test_dedup_refuses_equal_data_until_it_is_gone():
     assert store.add({"a": [1, 2]}) is not None
 
 
+def test_dedup_of_a_store_that_was_saved_with_duplicates():
+    store = ArtifactStore("q")
+    for _ in range(3):
+        store.add("x")
+    strict = ArtifactStore("q", dedup=True)
+    strict.load_state_dict(store.state_dict())
+    for id in ("q-1", "q-0", "q-2"):
+        assert strict.add("x") is None or id == "q-2"
+        strict.remove(id)
+    assert [item.id for item in strict] == ["q-3"]
+
+
 def test_max_size_drops_the_oldest():
     store = filled(10, max_size=3)
     assert numbers(store) == [7, 8, 9]

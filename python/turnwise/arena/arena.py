@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from turnwise.arena import samples as rows
 from turnwise.arena.attempts import Attempt, attempts_of, mean_reward, tell
-from turnwise.arena.context import EpisodeContext, current_context, derive_seed, resolve
+from turnwise.arena.context import EpisodeContext, current_context, derive_seed, resolve, rng_state, set_rng_state
 from turnwise.arena.episode import Episode, check_episode
 from turnwise.arena.filters import Filters
 from turnwise.arena.model_call import PromptCache, call, fit_to_context, to_messages
@@ -22,7 +22,7 @@ from turnwise.arena.privacy import check_batch
 from turnwise.arena.progress import EpisodeProgress
 from turnwise.arena.resampling import check_stateless, describe_draws, resample
 from turnwise.arena.scheduler import CallBudget, EpisodesUnderWay, FailureCount, run_all
-from turnwise.arena.store import ArtifactStore, rng_state, set_rng_state
+from turnwise.arena.store import ArtifactStore
 from turnwise.types import (
     Actor,
     CreditAssigner,

@@ -55,6 +55,17 @@ class Luck:
         return fresh
 
 
+def rng_state(rng: random.Random) -> list[Any]:
+    """The state of a generator as JSON-ready lists."""
+    version, words, gauss = rng.getstate()
+    return [version, list(words), gauss]
+
+
+def set_rng_state(rng: random.Random, state: Any) -> None:
+    version, words, gauss = state
+    rng.setstate((version, tuple(words), gauss))
+
+
 @dataclass(slots=True)
 class EpisodeContext:
     """One running episode, or one branch of it.

@@ -78,7 +78,7 @@ class StoreSide(Drawable):
         store._catch_up()
         if self._drawn is None or self._drawn[0] != store._version:
             artifacts = list(self)
-            outcomes = [store._outcomes[artifact.id] for artifact in artifacts]
+            outcomes = [store._outcome_of(artifact.id) for artifact in artifacts]
             self._sides = {id: known for id, known in self._sides.items() if id in store._artifacts}
             self._drawn = store._version, Pool(artifacts, outcomes, store._plays, store.sampling)
         return self._drawn[1]

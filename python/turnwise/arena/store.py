@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from turnwise.arena import lineage
-from turnwise.arena.context import content_key, current_context, derive_seed, outlasting
+from turnwise.arena.context import content_key, current_context, derive_seed, outlasting, rng_state, set_rng_state
 from turnwise.arena.drawing import Drawable, Outcome, Pool, SamplingRule, find_rule
 from turnwise.arena.split import SplitRule, StoreSide
 from turnwise.arena.store_file import StoreFile
@@ -69,6 +69,7 @@ class ArtifactStore(Drawable):
         self._artifacts: dict[str, Artifact] = {}
         self._outcomes: dict[str, Outcome] = {}
         self._keys: dict[Hashable, str] = {}
+        self._key_by_id: dict[str, Hashable] = {}
         self._rng = random.Random(derive_seed("store", name, seed))
         self._added = self._plays = self._version = 0
         self._drawn: tuple[int, Pool] | None = None
@@ -146,7 +147,7 @@ class ArtifactStore(Drawable):
         with self.together():
             artifact = self._of(id)
             artifact.weight = weight
-            self._put(artifact, self._outcomes[id])
+            self._put(artifact, self._outcome_of(id))
 
     def get(self, id: str) -> Artifact:
         self._catch_up()
@@ -198,7 +199,7 @@ class ArtifactStore(Drawable):
         with self.together():
             artifact = self._of(id)
             self._plays += 1
-            outcome = self._outcomes[id].after(reward, float(success), score, plays=self._plays, window=self.window)
+            outcome = self._outcome_of(id).after(reward, float(success), score, plays=self._plays, window=self.window)
             self._put(artifact, outcome)
             if self._file is not None:
                 self._file.set_plays(self._plays)
@@ -207,7 +208,7 @@ class ArtifactStore(Drawable):
     def outcome(self, id: str) -> Outcome:
         """How the attempts at artifact ``id`` went."""
         self.get(id)
-        return self._outcomes[id]
+        return self._outcome_of(id)
 
     def split(self, side: str, *, share: float = 0.1, key: Callable[[Any], Any] | None = None) -> StoreSide:
         """The ``"eval"`` or ``"train"`` side of the store: a live view, which follows what is added and removed.
@@ -241,7 +242,7 @@ class ArtifactStore(Drawable):
         }
         if self._file is not None:
             return {**state, **self._file.mark()}
-        outcomes = {id: asdict(outcome) for id, outcome in self._outcomes.items() if outcome != _UNKNOWN}
+        outcomes = {id: asdict(outcome) for id, outcome in self._outcomes.items()}
         artifacts = [
             {
                 "id": a.id,
@@ -271,7 +272,8 @@ class ArtifactStore(Drawable):
             self._clear()
             for item in state["artifacts"]:
                 artifact = Artifact(**{**item, "parents": tuple(item.get("parents", ()))})
-                outcome = Outcome(**state.get("outcomes", {}).get(artifact.id, {}))
+                known = state.get("outcomes", {}).get(artifact.id)
+                outcome = _UNKNOWN if known is None else Outcome(**known)
                 self._keep(artifact, outcome, self._key_of(artifact))
             self._added, self._plays = state["added"], state.get("plays", 0)
         self._split = None if state.get("split") is None else SplitRule(state["split"], None, any_key=True)
@@ -306,20 +308,25 @@ class ArtifactStore(Drawable):
             raise KeyError(f"the store {self.name!r} has no artifact {id!r}")
         return self._artifacts[id]
 
+    def _outcome_of(self, id: str) -> Outcome:
+        return self._outcomes.get(id, _UNKNOWN)
+
     def _key_of(self, artifact: Artifact) -> Hashable:
         return content_key(artifact.data) if self.dedup else None
 
     def _keep(self, artifact: Artifact, outcome: Outcome, key: Hashable) -> None:
         self._artifacts[artifact.id] = artifact
-        self._outcomes[artifact.id] = outcome
+        if outcome is not _UNKNOWN:
+            self._outcomes[artifact.id] = outcome
         if self.dedup:
             self._keys.setdefault(key, artifact.id)
+            self._key_by_id[artifact.id] = key
         self._version += 1
 
     def _drop(self, id: str) -> None:
-        artifact = self._artifacts.pop(id)
-        del self._outcomes[id]
-        if self.dedup and self._keys.get(key := self._key_of(artifact)) == id:
+        del self._artifacts[id]
+        self._outcomes.pop(id, None)
+        if self.dedup and self._keys.get(key := self._key_by_id.pop(id)) == id:
             del self._keys[key]
         self._version += 1
 
@@ -335,13 +342,13 @@ class ArtifactStore(Drawable):
             self._file.put(artifact, outcome)
 
     def _clear(self) -> None:
-        self._artifacts, self._outcomes, self._keys = {}, {}, {}
+        self._artifacts, self._outcomes, self._keys, self._key_by_id = {}, {}, {}, {}
         self._version += 1
 
     def _pool(self) -> Pool:
         self._catch_up()
         if self._drawn is None or self._drawn[0] != self._version:
-            outcomes = list(self._outcomes.values())
+            outcomes = [self._outcome_of(id) for id in self._artifacts]
             self._drawn = self._version, Pool(list(self._artifacts.values()), outcomes, self._plays, self.sampling)
         return self._drawn[1]
 
@@ -381,17 +388,6 @@ class FrozenStore(ArtifactStore):
         self, id: str, reward: float | None = None, *, success: float | None = None, score: float | None = None
     ) -> Outcome:
         return self.outcome(id)
-
-
-def rng_state(rng: random.Random) -> list[Any]:
-    """The state of a generator as JSON-ready lists."""
-    version, words, gauss = rng.getstate()
-    return [version, list(words), gauss]
-
-
-def set_rng_state(rng: random.Random, state: Any) -> None:
-    version, words, gauss = state
-    rng.setstate((version, tuple(words), gauss))
 
 
 def _check_weight(weight: float) -> None:
