@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from turnwise.arena import ArtifactStore
-from turnwise.arena.context import EpisodeContext, inside
+from turnwise.arena.context import EpisodeContext, Luck, inside
 from turnwise.types import EpisodeState, Rollout
 
 
@@ -56,7 +54,7 @@ def test_lineage_survives_saving_and_files(tmp_path):
 
 def test_inside_an_episode_the_source_is_its_rollout():
     store = ArtifactStore("q")
-    with inside(EpisodeContext(Rollout("e7.1", "propose", None), EpisodeState(), random.Random(0))):
+    with inside(EpisodeContext(Rollout("e7.1", "propose", None), EpisodeState(), Luck(0))):
         assert store.add("x").source == "e7.1" and store.add("y", source="mine").source == "mine"
     assert store.add("z").source is None
 
