@@ -13,7 +13,7 @@ INSTALL := $(PIP) install $(if $(shell test -t 2 && echo tty),,-qq) -c constrain
 ONE_THREAD := OMP_NUM_THREADS=1
 
 # What the vLLM tests need beside vLLM and what it brings.
-VLLM_TESTS := accelerate hypothesis iniconfig peft pluggy pytest pytest-asyncio sortedcontainers tomli-w
+VLLM_TESTS := accelerate execnet hypothesis iniconfig peft pluggy pytest pytest-asyncio pytest-xdist sortedcontainers tomli-w
 
 # Where vLLM's CPU build can be had and is the right one.
 VLLM_HERE := [ "$$(uname -sm)" = "Linux x86_64" ] && ! command -v nvidia-smi >/dev/null
@@ -93,7 +93,7 @@ test: $(VENV)/.peers  ## all tests, against the installed package; those of vLLM
 	exit $$failed
 
 test-vllm: $(VLLM)/.installed  ## the tests of the vLLM clients, with vLLM's CPU build in an environment of its own
-	@$(ONE_THREAD) $(VLLM)/bin/python -P -m pytest -k vllm tests/inference/test_contract.py tests/inference/test_vllm*.py tests/test_*_vllm.py
+	@$(ONE_THREAD) $(VLLM)/bin/python -P -m pytest -n auto --maxprocesses 4 --dist loadfile -k vllm tests/inference/test_contract.py tests/inference/test_vllm*.py tests/test_*_vllm.py
 
 test-sanitize: $(VENV)/.installed  ## the state store's C++ tests under ASan, UBSan and TSan
 	@$(BIN)/python -P -m pytest tests/cpp/test_state.py -v
