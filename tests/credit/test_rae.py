@@ -75,3 +75,52 @@ def test_state_survives_a_checkpoint(make: Any) -> None:
 def test_bad_decay() -> None:
     with pytest.raises(ValueError, match=r"decay=1.0"):
         RAECredit(decay=1.0)
+
+
+def test_per_trajectory_each_game_is_judged_by_those_before_it(make: Any) -> None:
+    """By hand, decay 1/2: seat first earns 1 0 1, so b is 0 1/2 1/4 5/8; seat second earns -1 0 2: 0 -1/2 -1/4 7/8."""
+    rule = RAECredit(decay=0.5, per="trajectory")
+    games = [
+        make(game, actor, reward, step_index=index)
+        for game, rewards in (("a", (1.0, -1.0)), ("b", (0.0, 0.0)), ("c", (1.0, 2.0)))
+        for index, (actor, reward) in enumerate(zip(("first", "second"), rewards, strict=True))
+    ]
+    advantages = rule.compute_columns(games)
+    np.testing.assert_allclose(advantages, [1, -1, -0.5, 0.5, 0.75, 2.25], atol=1e-7)
+    assert (rule.baseline("solve", "first"), rule.baseline("solve", "second")) == (0.625, 0.875)
+    per_batch = RAECredit(decay=0.5)
+    np.testing.assert_allclose(per_batch.compute_columns(games), [1, -1, 0, 0, 1, 2])
+    assert per_batch.baseline("solve", "first") == pytest.approx(1 / 3)
+
+
+def test_per_trajectory_all_calls_of_a_game_share_one_baseline(make: Any) -> None:
+    rule = RAECredit(decay=0.5, per="trajectory")
+    interleaved = [
+        make("a", reward=2.0),
+        make("b", reward=4.0),
+        make("a", reward=2.0, turn=1, step_index=1),
+        make("b", reward=4.0, turn=1, step_index=1, finish_reason="length"),
+    ]
+    assert rule.compute_columns(interleaved).tolist() == [2.0, 3.0, 2.0, 0.0]
+    assert rule.baseline("solve", "solver") == 2.5, "two updates, however many calls"
+
+
+def test_per_trajectory_one_batch_or_many_is_the_same(make: Any) -> None:
+    rng = np.random.default_rng(5)
+    games = [make(f"t{n}", ("first", "second")[n % 2], float(rng.normal())) for n in range(40)]
+    for options in ({}, {"bias_correction": True}):
+        whole, parts = (RAECredit(per="trajectory", **options) for _ in range(2))
+        expected = whole.compute_columns(games)
+        got: list[float] = []
+        for start in range(0, 40, 7):
+            again = RAECredit(per="trajectory", **options)
+            again.load_state_dict(json.loads(json.dumps(parts.state_dict())))
+            got += again.compute_columns(games[start : start + 7]).tolist()
+            parts = again
+        np.testing.assert_array_equal(got, expected)
+        assert parts.state_dict() == whole.state_dict()
+
+
+def test_unknown_per() -> None:
+    with pytest.raises(ValueError, match=r"per='game': expected one of \['batch', 'trajectory'\]"):
+        RAECredit(per="game")
