@@ -21,14 +21,14 @@ def collect_samples(results: Sequence[GenerateResult]) -> list[Sample]:
     Example: a result with one rollout of two steps gives two samples, ``step_index`` 0 and 1.
     """
     samples: list[Sample] = []
-    for result in results:
-        for node in result.walk():
+    for top in results:
+        for node in top.walk():
             if node.rollout.error is None and node.is_trainable:
-                samples.extend(_samples_of(node))
+                samples.extend(_samples_of(node, top))
     return samples
 
 
-def _samples_of(result: GenerateResult) -> Iterator[Sample]:
+def _samples_of(result: GenerateResult, top: GenerateResult) -> Iterator[Sample]:
     rollout = result.rollout
     for index, step in enumerate(rollout.steps):
         if step.actor_id is None or not step.trainable:
@@ -61,6 +61,7 @@ def _samples_of(result: GenerateResult) -> Iterator[Sample]:
             step.group,
             step.reward is not None,
             step.info,
+            top,
         )
 
 

@@ -341,7 +341,8 @@ class Artifact:
 class Sample:
     """One trainable model call. ``uid`` names the question, ``trajectory`` the rollout, ``parent_node`` the rollout
     that spawned it (``None`` at the top), ``parent`` the tree node that its siblings grew from. ``reward`` is the
-    step's own where ``scored``, else the rollout's; ``info`` is the step's.
+    step's own where ``scored``, else the rollout's; ``info`` is the step's; ``top`` is the result at the top of its
+    tree of episodes.
 
     Example: ``Sample(uid="puzzle-5", episode_type="sudoku", actor="proposer", turn=0, branch=3, parent=0,
     trajectory="r-17", step_index=3, policy="default", prompt_token_ids=[1, 17, 9], completion_token_ids=[20, 2],
@@ -371,6 +372,7 @@ class Sample:
     group: tuple[Hashable, ...] | None = None
     scored: bool = True
     info: Mapping[str, Any] = field(default_factory=dict)
+    top: GenerateResult | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(slots=True)

@@ -11,9 +11,11 @@ from turnwise.credit.base import Credit, GroupCredit
 from turnwise.credit.constant import ConstantCredit
 from turnwise.credit.dr_grpo import DrGRPOCredit
 from turnwise.credit.dr_mas import DrMASCredit
+from turnwise.credit.edges import Difference, FromChildren
 from turnwise.credit.episodic import EpisodicCredit
 from turnwise.credit.gigpo import GiGPOCredit
 from turnwise.credit.grpo import GRPOCredit, HierarchyCredit
+from turnwise.credit.levels import LevelCredit
 from turnwise.credit.opo import OPOCredit
 from turnwise.credit.pass_at_k import PassAtKCredit
 from turnwise.credit.rae import RAECredit
@@ -29,6 +31,7 @@ registry: dict[str, type[Credit]] = {
     "pass_at_k": PassAtKCredit,
     "reinforce_pp": ReinforcePPCredit,
     "hierarchy": HierarchyCredit,
+    "levels": LevelCredit,
     "dr_mas": DrMASCredit,
     "at_grpo": ATGRPOCredit,
     "turn_returns": TurnReturnsCredit,
@@ -42,13 +45,16 @@ __all__ = [
     "ATGRPOCredit",
     "ConstantCredit",
     "Credit",
+    "Difference",
     "DrGRPOCredit",
     "DrMASCredit",
     "EpisodicCredit",
+    "FromChildren",
     "GRPOCredit",
     "GiGPOCredit",
     "GroupCredit",
     "HierarchyCredit",
+    "LevelCredit",
     "OPOCredit",
     "PassAtKCredit",
     "RAECredit",

@@ -1,0 +1,144 @@
+"""Rules over paid rewards: what reaches the samples, by hand, with any rule behind it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from turnwise.arena import samples as rows
+from turnwise.arena.filters import Filters
+from turnwise.credit import Difference, EpisodicCredit, FromChildren, HierarchyCredit, LevelCredit, RAECredit, registry
+from turnwise.samples import collect_samples
+from turnwise.train.config_files import config_from_dict, to_toml
+from turnwise.types import GenerateResult, Rollout, Step
+
+PROPOSED = FromChildren(parent="propose", actor="proposer", child="solve", child_actor="solver", by="mean")
+SOLVED = Difference(parent="propose", child="solve", child_actor="solver", by="mean")
+
+
+def step(actor: str, **fields: Any) -> Step:
+    return Step(actor, 0, [], "", [1], [2], [-0.1], [(1, 0)], "stop", **fields)
+
+
+def episode(
+    kind: str, name: str, actor: str, reward: float, *children: GenerateResult, **fields: Any
+) -> GenerateResult:
+    steps = fields.pop("steps", None) or [step(actor)]
+    trainable = fields.pop("is_trainable", True)
+    result = GenerateResult(Rollout(name, kind, "q", steps, {actor: reward}, **fields), list(children), uid="q")
+    result.is_trainable = trainable
+    for child in children:
+        child.parent_id = name
+    return result
+
+
+def proposals() -> list[GenerateResult]:
+    """Two problems of one proposer: attempts 1 0 1 (and a failed one), and 0 0, which only measure."""
+    solved = [episode("solve", f"p1.{n}", "solver", reward) for n, reward in enumerate((1.0, 0.0, 1.0))]
+    solved.append(episode("solve", "p1.3", "solver", 5.0, error="traceback"))
+    measured = [episode("solve", f"p2.{n}", "solver", 0.0, is_trainable=False) for n in range(2)]
+    steps = [step("proposer", reward=7.0), step("proposer", reward=3.0)]
+    return [
+        episode("propose", "p1", "proposer", 10.0, *solved, steps=steps),
+        episode("propose", "p2", "proposer", -10.0, *measured),
+    ]
+
+
+def by_place(samples: list[Any], values: Any) -> dict[tuple[str, int], float]:
+    return {(s.trajectory, s.step_index): float(v) for s, v in zip(samples, values, strict=True)}
+
+
+def test_rewards_are_paid_and_then_compared() -> None:
+    """Means 2/3 and 0; attempts are paid 1/6 -1/3 1/6. GRPO by level with ddof 0: +-1, and sqrt(1/2) -sqrt(2)."""
+    samples = collect_samples(proposals())
+    rule = LevelCredit(rule=HierarchyCredit(), edges=[PROPOSED, SOLVED])
+    paid = by_place(samples, [s.reward for s in rule.paid(samples)])
+    assert paid == pytest.approx(
+        {("p1", 0): 2 / 3, ("p1", 1): 2 / 3, ("p1.0", 0): 1 / 6, ("p1.1", 0): -1 / 3, ("p1.2", 0): 1 / 6, ("p2", 0): 0}
+    )
+    advantages = by_place(samples, rule.compute_columns(samples))
+    half = 0.5**0.5
+    expected = {("p1", 0): 1, ("p1", 1): 1, ("p2", 0): -1, ("p1.0", 0): half, ("p1.1", 0): -2 * half, ("p1.2", 0): half}
+    assert advantages == pytest.approx(expected, abs=1e-4)
+    assert rule.compute(proposals()) == pytest.approx(expected, abs=1e-4)
+    assert [s.reward for s in samples][:2] == [7.0, 3.0], "the samples that were given stay as they were"
+
+
+def test_own_step_rewards_no_longer_count_where_an_edge_pays() -> None:
+    samples = LevelCredit(rule="episodic", edges=[PROPOSED]).paid(collect_samples(proposals()))
+    proposer = [s for s in samples if s.actor == "proposer"]
+    assert [s.scored for s in proposer] == [False] * 3
+    assert {s.trajectory_reward for s in proposer} == {2 / 3, 0.0}
+    assert all(s.reward == s.trajectory_reward for s in proposer)
+
+
+def test_three_levels_end_to_end() -> None:
+    """Leaves 1 and 0 pay their plan 1; plans of 1 and 4 pay the root 2.5; each leaf by what the plan's best lacks."""
+    leaves = [episode("solve", f"l{n}", "solver", reward) for n, reward in enumerate((1.0, 0.0, 4.0))]
+    plans = [episode("plan", "a", "planner", -1.0, *leaves[:2]), episode("plan", "b", "planner", -1.0, *leaves[2:])]
+    top = episode("root", "r", "lead", -1.0, *plans)
+    rule = LevelCredit(
+        rule=EpisodicCredit(),
+        edges=[
+            FromChildren(parent="plan", actor="planner", child="solve", child_actor="solver", by="max"),
+            FromChildren(parent="root", actor="lead", child="plan", child_actor="planner"),
+            Difference(parent="plan", child="solve", child_actor="solver", by="max"),
+        ],
+    )
+    expected = {"r": 2.5, "a": 1.0, "b": 4.0, "l0": 1.0, "l1": 0.0, "l2": 4.0}
+    assert {name: value for (name, _), value in rule.compute([top]).items()} == expected
+
+
+def test_penalties_stay_taken() -> None:
+    samples = collect_samples(proposals())
+    rows.penalize(samples, [0.25 if s.trajectory == "p1.0" else 0.0 for s in samples])
+    paid = LevelCredit(rule="episodic", edges=[SOLVED]).paid(samples)
+    assert by_place(paid, [s.reward for s in paid])["p1.0", 0] == pytest.approx(1 / 6 - 0.25)
+
+
+def test_through_the_arenas_own_path() -> None:
+    samples, _ = rows.gather(proposals(), Filters())
+    rule = LevelCredit(rule="episodic", edges=[PROPOSED])
+    np.testing.assert_allclose(rows.advantages_of(samples, rule), [2 / 3, 2 / 3, 1, 0, 1, 0], atol=1e-7)
+
+
+def test_the_rules_state_is_saved() -> None:
+    first, second = (LevelCredit(rule=RAECredit(decay=0.5), edges=[PROPOSED]) for _ in range(2))
+    first.compute(proposals())
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert first.state_dict() and first.compute(proposals()) == second.compute(proposals())
+
+
+def test_branched_siblings_and_samples_without_a_tree_are_refused(make: Any) -> None:
+    rule = LevelCredit(rule="episodic", edges=[PROPOSED])
+    [top, _] = proposals()
+    top.rollout.steps[0].parent = 5
+    with pytest.raises(ValueError, match=r"step 0 of rollout 'p1' grew in a tree"):
+        rule.compute([top])
+    with pytest.raises(ValueError, match=r"step 0 of rollout 'a' tells no tree of episodes"):
+        rule.compute_columns([make("a")])
+    assert LevelCredit.trees is False and rule.compute_columns([]).shape == (0,)
+
+
+def test_from_a_configuration() -> None:
+    table = {"kind": "children", "parent": "propose", "actor": "proposer", "child": "solve", "child_actor": "solver"}
+    options = {"rule": "dr_grpo", "options": {"singleton": "raw"}, "edges": [table, {**table, "by": "max"}]}
+    config = config_from_dict({"credit": {"rule": "levels", "options": options}})
+    import tomllib
+
+    again = config_from_dict(tomllib.loads(to_toml(config)))
+    assert again.credit == config.credit
+    rule = registry["levels"](**again.credit.options)
+    assert rule._rule == registry["dr_grpo"](singleton="raw") and rule._edges[0] == PROPOSED
+    for wrong, message in (
+        ({"rule": "hierachy"}, "'rule' = 'hierachy': unknown; did you mean 'hierarchy'"),
+        ({"options": {"dof": 1}}, "unknown config key 'options.dof'; did you mean 'ddof'"),
+        ({"rule": EpisodicCredit(), "options": {"x": 1}}, "options={'x': 1}: they are for a rule's name"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LevelCredit(**wrong)
+    with pytest.raises(TypeError, match="expected a list of edges"):
+        LevelCredit(edges=table)
