@@ -84,8 +84,8 @@ class Prioritised:
 
         P_S ~ (1 / rank(score))^(1 / temperature)        P_C ~ plays - last
 
-    (Jiang et al., 2021, https://arxiv.org/abs/2010.03934). ``rank=False`` takes the score itself for ``1 / rank``. Equal
-    scores share a rank; what was never attempted counts as the best there is, so it comes first.
+    (Jiang et al., 2021, https://arxiv.org/abs/2010.03934). ``rank=False`` takes the score itself for ``1 / rank``.
+    Equal scores share a rank; what was never attempted counts as the best there is, so it comes first.
 
     Example: ``ArtifactStore("questions", sampling=Prioritised(temperature=0.3))``
     """
