@@ -29,6 +29,7 @@ FLOORS = {
     "integrations": 4,
     "report": 4,
     "demo": 5,
+    "replay": 5,
     "cli": 6,
 }
 """The floor of every file and folder directly under ``turnwise``; the command line stands above all rooms."""

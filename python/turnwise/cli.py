@@ -1,4 +1,4 @@
-"""The command line: ``turnwise demo | train | eval | view | serve | bench | doctor``.
+"""The command line: ``turnwise demo | train | eval | view | replay | serve | bench | doctor``.
 
 Commands stand in one table at the end; what a command does is in the room that it calls, imported when it runs.
 A user's mistake is one line on stderr and exit code 2, a run that fails (no memory, no backend, a dead server) one line
@@ -178,6 +178,14 @@ def run_view(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def run_replay(options: argparse.Namespace) -> int:
+    from turnwise.replay import replay
+
+    played = replay(options.run_dir, options.episode, step=options.step, until=options.until, swap=options.swap)
+    print(played)
+    return EXIT_OK if played.divergence is None else EXIT_FAILED
+
+
 def run_serve(options: argparse.Namespace) -> int:
     from turnwise.serve import ServeSettings, parse_pairs, serve_until_stopped
 
@@ -280,6 +288,25 @@ COMMANDS: dict[str, Command] = {
             ("run_dir", {"type": Path, "metavar": "RUN_DIR", "help": "folder of the run"}),
             ("--out", {"type": Path, "metavar": "FILE", "help": "to write (default: RUN_DIR/report.html)"}),
             ("--open", {"action": "store_true", "help": "and open it in the browser"}),
+        ),
+    ),
+    "replay": Command(
+        "Run a recorded episode again from its record, and tell where the two differ first; then the exit code is 1.",
+        run_replay,
+        (
+            ("run_dir", {"type": Path, "metavar": "RUN_DIR", "help": "folder of the run"}),
+            ("--episode", {"metavar": "ID", "help": "such as e5 or, nested, e5.0 (default: the newest recorded one)"}),
+            ("--step", {"type": int, "metavar": "N", "help": "of this training step"}),
+            ("--until", {"type": int, "metavar": "K", "help": "stop after K model calls and show what comes next"}),
+            (
+                "--swap",
+                {
+                    "action": "append",
+                    "default": [],
+                    "metavar": "ACTOR=POLICY[@CHECKPOINT]",
+                    "help": "from there, or from the start, sample this actor anew; may be repeated",
+                },
+            ),
         ),
     ),
     "serve": Command(

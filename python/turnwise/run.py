@@ -42,7 +42,7 @@ from turnwise.train.random_state import seed_generators
 from turnwise.train.run_log import RunLog
 from turnwise.train.specialization import resolve_policies
 from turnwise.train.warm_start import warm_start
-from turnwise.types import Actor, CreditAssigner, EpisodeRequest, Sampling
+from turnwise.types import Actor, CreditAssigner, EpisodeRequest, InferenceClient, Sampling
 
 TINY_CONTEXT = 2048
 """Context of the tiny model, in tokens: a verifier's prompt holds a question and its whole solution."""
@@ -257,14 +257,27 @@ def build_arena(
     config: TrainConfig, task: Task, actors: Sequence[Actor], tokenizer: Any, models: dict[str, Any]
 ) -> Arena:
     """The task's actors and episodes over the run's client; trees where ``rollout.branches`` > 1."""
+    context = min(model.config.max_position_embeddings for model in models.values())
+    return arena_over(build_client(config, tokenizer, models), config, task, actors, tokenizer, context)
+
+
+def arena_over(
+    client: InferenceClient,
+    config: TrainConfig,
+    task: Task,
+    actors: Sequence[Actor],
+    tokenizer: Any,
+    max_context: int | None,
+) -> Arena:
+    """:func:`build_arena` with another client, for models with ``max_context`` tokens of context."""
     rollout, overlong = config.rollout, (config.reward.overlong_buffer, config.reward.overlong_penalty)
     arena = TaskArena(
-        build_client(config, tokenizer, models),
+        client,
         tokenizer,
         credit=build_credit(config),
         sampling=Sampling(temperature=rollout.temperature, max_tokens=rollout.max_tokens),
         max_concurrency=rollout.max_concurrency,
-        max_context=min(model.config.max_position_embeddings for model in models.values()),
+        max_context=max_context,
         seed=config.seed,
         failure_threshold=rollout.failure_threshold,
         filters=Filters(**config.filter.model_dump()),

@@ -258,7 +258,7 @@ class GenerateResult:
     """A finished episode: its rollout, the results of the episodes that it spawned, and what should run next.
 
     ``uid`` names the question (the request's ``group_id``, else its artifact); ``parent_id`` the rollout that spawned
-    this one.
+    this one. A top episode's ``tape`` has what a replay of it needs (:mod:`turnwise.arena.tape`), where one was kept.
 
     Example: ``GenerateResult(Rollout("r-1", "propose", None), children=[GenerateResult(Rollout("r-2", "solve", 1))])``
     """
@@ -269,6 +269,7 @@ class GenerateResult:
     is_trainable: bool = True
     uid: Hashable = None
     parent_id: str | None = None
+    tape: Any = field(default=None, compare=False, repr=False)
 
     def walk(self) -> Iterable[GenerateResult]:
         """This result and all below it, parents first."""

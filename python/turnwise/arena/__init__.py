@@ -12,6 +12,7 @@ from turnwise.arena.rubric import DropRolloutError, Rubric, Score
 from turnwise.arena.samples import drop_stale, pack, select
 from turnwise.arena.scheduler import BatchFailedError
 from turnwise.arena.store import ArtifactStore
+from turnwise.arena.tape import logged
 from turnwise.arena.tree import TreeSampler
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "SingleTurnEpisode",
     "TreeSampler",
     "drop_stale",
+    "logged",
     "pack",
     "private",
     "reveal",

@@ -54,6 +54,7 @@ class Arena:
     weights: same batch. ``check_private`` proves of every episode that no actor saw or trains on what is another's, see
     :mod:`turnwise.arena.privacy`; ``LeakError`` then stops the batch.
 
+    ``keep_tapes`` keeps with each result what ``turnwise replay`` needs (:mod:`turnwise.arena.tape`).
     ``reward_penalty(samples)`` gives what each sample's reward loses before credit; steps and metrics keep it whole.
 
     Example::
@@ -111,6 +112,7 @@ class Arena:
         self.last_results: list[GenerateResult] = []
         self.progress: EpisodeProgress | None = None
         self.reward_penalty: Callable[[Sequence[Sample]], Sequence[float]] | None = None
+        self.keep_tapes = False
         self.under_way = EpisodesUnderWay()
         self.budget = CallBudget(max_concurrency)
         self._prompts = PromptCache()

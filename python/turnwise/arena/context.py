@@ -14,14 +14,17 @@ import random
 import traceback
 from collections.abc import Hashable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from turnwise.arena.privacy import PrivateTexts
 from turnwise.state import StateDict, StateList, to_python
 from turnwise.types import Artifact, EpisodeState, GenerateResult, Rollout, Step
+
+if TYPE_CHECKING:
+    from turnwise.arena.tape import Taping
 
 
 def derive_seed(*parts: Any) -> int:
@@ -48,6 +51,10 @@ class Luck:
             self._rng = random.Random(self._seed)
         return self._rng
 
+    def ended(self) -> float | None:
+        """The number that would come next, which tells where the generator stands; ``None`` if nobody ever drew."""
+        return None if self._rng is None else self._rng.random()
+
     def copy(self) -> Luck:
         """One that goes on from where this one is."""
         fresh = Luck(self._seed)
@@ -72,7 +79,7 @@ class EpisodeContext:
 
     ``scope`` is "" for the episode itself, and names the branch or reward function below it; together with the counter
     ``calls`` it fixes the seed of each model call. ``pruned`` holds the children that losing branches spawned: they may
-    still train, but the episode's state never saw them.
+    still train, but the episode's state never saw them. ``place`` and ``marks`` name what stands on the ``tape``.
     """
 
     rollout: Rollout
@@ -95,6 +102,9 @@ class EpisodeContext:
     private: PrivateTexts = field(default_factory=PrivateTexts)
     outer: PrivateTexts | None = None
     sampled: set[Hashable] = field(default_factory=set)
+    tape: Taping | None = None
+    place: str = ""
+    marks: int = 0
 
     @property
     def rng(self) -> random.Random:
@@ -115,6 +125,25 @@ class EpisodeContext:
         self.nodes += 1
         return derive_seed(self.rollout.id, "node", self.nodes - 1) >> 15
 
+    def next_key(self) -> str:
+        """The name of the next thing that happens here, for the tape."""
+        self.marks += 1
+        return f"{self.place}#{self.marks - 1}"
+
+    def aside(self) -> EpisodeContext:
+        """A context for work whose answer alone counts: off the tape, with luck of its own and records to nowhere."""
+        return replace(
+            self,
+            luck=Luck(self.rng.getrandbits(64)),
+            scope=f"{self.scope}/aside{self.marks}",
+            calls=0,
+            steps=[],
+            children=[],
+            pruned=[],
+            sampled=set(),
+            tape=None,
+        )
+
     def branch(self, name: str, state: EpisodeState | None = None) -> EpisodeContext:
         """A context for one concurrent part of this episode: own call seeds, own records, a copy of the generator."""
         return EpisodeContext(
@@ -131,6 +160,8 @@ class EpisodeContext:
             scope=f"{self.scope}/{name}",
             private=self.private.copy(),
             outer=self.outer,
+            tape=self.tape,
+            place="" if self.tape is None else self.tape.claim(f"{self.place}/{name}"),
         )
 
     def adopt(self, part: EpisodeContext, *, selected: bool) -> None:
@@ -152,13 +183,21 @@ class EpisodeContext:
         meta |= {"attempt": attempt, "lost_tokens": meta.get("lost_tokens", 0) + lost}
         fresh = self.branch("", EpisodeState())
         fresh.scope = ""
+        fresh.place = "" if self.tape is None else self.tape.claim(f"{self.place}~")
         fresh.private = PrivateTexts() if self.outer is None else self.outer.copy()
         fresh.rollout = Rollout(old.id, old.episode_type, old.artifact, seed=derive_seed(old.seed, "retry"), meta=meta)
         fresh.luck = Luck(derive_seed(fresh.rollout.seed, "environment"))
         return fresh
 
     def out_of_time(self) -> bool:
-        return self.deadline is not None and asyncio.get_running_loop().time() >= self.deadline
+        if self.deadline is None:
+            return False
+        deadline = self.deadline
+
+        def past() -> bool:
+            return asyncio.get_running_loop().time() >= deadline
+
+        return past() if self.tape is None else bool(self.tape.read(self, "deadline", (), past))
 
     def explain(self, error: Exception) -> str:
         """The traceback of what failed this episode."""

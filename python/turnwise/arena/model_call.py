@@ -41,13 +41,23 @@ async def call(
     if context is not None and record:
         place = len(context.steps)
         context.steps.append(None)
-    order = (0, 0, 0) if context is None else (-context.priority, -context.depth, context.root)
-    async with arena.budget.slot(order):
-        response = await generate_one(arena.client, request)
+    tape = None if context is None else context.tape
+    asked = None if context is None or tape is None else tape.ask(context, actor_id, messages, request)
+
+    async def sample() -> ModelResponse:
+        order = (0, 0, 0) if context is None else (-context.priority, -context.depth, context.root)
+        async with arena.budget.slot(order):
+            return await generate_one(arena.client, request)
+
+    response = await (sample() if tape is None or asked is None else tape.answer(asked, sample))
     response.prompt_token_ids = list(request.prompt_token_ids)
     response.text = response.text or arena.tokenizer.decode(response.completion_token_ids, skip_special_tokens=True)
-    if context is not None and place is not None:
-        step = to_step(actor_id, context.state.turn, messages, request, response)
+    if context is None or (place is None and asked is None):
+        return response
+    step = to_step(actor_id, context.state.turn, messages, request, response)
+    if asked is not None:
+        asked.step, asked.request = step, None
+    if place is not None:
         if texts := context.private.shown(actor_id, messages):
             step.info["private"] = texts
         if arena.check_private:

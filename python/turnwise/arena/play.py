@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from turnwise.arena.context import EpisodeContext, Luck, content_key, derive_seed, inside, outlasting
 from turnwise.arena.privacy import LeakError, PrivateTexts, check_episode_end
 from turnwise.arena.scheduler import FailureCount
+from turnwise.arena.tape import Tape, Taping, time_limit
 from turnwise.types import EpisodeRequest, EpisodeState, GenerateResult, Rollout
 
 if TYPE_CHECKING:
@@ -49,6 +50,11 @@ def open_episode(
     else:
         versions = parent.rollout.meta["policy_versions"]
     rollout.meta = {**request.meta, "policy_versions": versions}
+    tape: Taping | None = parent.tape if parent else None
+    if parent is None and arena.keep_tapes and not arena.is_evaluation:
+        told = {"seed": arena.seed, "retries": arena.retries, "max_context": arena.max_context}
+        tape = Tape(request, seed, told)
+    place = f"{parent.place}.{rollout_id.rpartition('.')[2]}" if parent else rollout_id
     return EpisodeContext(
         rollout,
         EpisodeState(),
@@ -62,6 +68,8 @@ def open_episode(
         deadline=deadline,
         private=parent.private.copy() if parent else PrivateTexts(),
         outer=parent.private if parent else None,
+        tape=tape,
+        place="" if tape is None else tape.claim(place),
     )
 
 
@@ -69,27 +77,37 @@ async def play(
     arena: Arena, request: EpisodeRequest, context: EpisodeContext, failures: FailureCount
 ) -> GenerateResult:
     """One episode, tried again if asked. An exception becomes a result; only cancellation and leaks get through."""
-    attempt = 0
+    attempt, result = 0, None
     while True:
         try:
             with inside(context):
-                async with asyncio.timeout_at(context.deadline):
+                async with time_limit(context, context.deadline):
                     result = await arena.episodes[request.episode_type].generate(arena)
             if arena.check_private:
                 check_episode_end(context)
             if context.outer is not None:
                 context.outer.take(context.private)
-            return result
+            break
         except LeakError:
             raise
         except Exception as error:
-            text = context.explain(error)
+            text, result = context.explain(error), None
         if attempt == arena.retries or context.out_of_time():
             break
+        _end_attempt(context)
         attempt += 1
         context = context.again(attempt)
-    result = context.result()
-    result.rollout.error = text
-    result.rollout.rewards = {}
-    failures.add(text)
+    _end_attempt(context)
+    if result is None:
+        result = context.result()
+        result.rollout.error = text
+        result.rollout.rewards = {}
+        failures.add(text)
+    if context.depth == 0:
+        result.tape = context.tape
     return result
+
+
+def _end_attempt(context: EpisodeContext) -> None:
+    if context.tape is not None:
+        context.tape.ended(context)

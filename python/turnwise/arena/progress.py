@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.arena.context import EpisodeContext
+from turnwise.arena.tape import Tape
 from turnwise.types import EpisodeState
 
-FORMAT = 3
-_KEPT = ("calls", "spawned", "nodes", "steps", "children", "pruned", "luck", "private", "sampled")
+FORMAT = 4
+_KEPT = ("calls", "spawned", "nodes", "steps", "children", "pruned", "luck", "private", "sampled", "marks")
 
 
 class EpisodeProgress:
@@ -34,6 +35,8 @@ class EpisodeProgress:
         saved = {name: getattr(context, name) for name in _KEPT}
         rollout = context.rollout
         saved |= {"state": state, "metrics": rollout.metrics, "meta": rollout.meta, "key": _key_of(context)}
+        if isinstance(context.tape, Tape):
+            saved["tape"] = context.tape.below(context.place)
         path = self._path(rollout.id)
         temporary = path.with_suffix(".tmp")
         try:
@@ -65,6 +68,8 @@ class EpisodeProgress:
             setattr(context, name, saved[name])
         context.rollout.metrics, context.rollout.meta = saved["metrics"], saved["meta"]
         context.state = saved["state"]
+        if isinstance(context.tape, Tape) and "tape" in saved:
+            context.tape.restore(*saved["tape"])
         return context.state
 
     def drop_before(self, number: int) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from turnwise.arena.context import current_context, inside, resolve
 from turnwise.arena.privacy import LeakError
 from turnwise.arena.scheduler import run_all
+from turnwise.arena.tape import time_limit
 from turnwise.types import EpisodeState, RewardFunction, Rollout
 
 if TYPE_CHECKING:
@@ -158,7 +159,8 @@ class Rubric:
         async def call() -> Any:
             if self.timeout is None:
                 return await resolve(func(**arguments))
-            async with asyncio.timeout(self.timeout):
+            when = asyncio.get_running_loop().time() + self.timeout
+            async with time_limit(current_context(), when):
                 if inspect.iscoroutinefunction(func):
                     return await func(**arguments)
                 return await resolve(await asyncio.to_thread(func, **arguments))

@@ -310,12 +310,17 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    """Where metrics go besides ``metrics.jsonl``; ``wandb`` is the name of a project at Weights & Biases."""
+    """Where metrics go besides ``metrics.jsonl``; ``wandb`` is the name of a project at Weights & Biases.
+
+    ``rollouts_per_step`` episodes of each step are written to ``rollouts.jsonl``, with ``replay`` so that ``turnwise
+    replay`` can run them again.
+    """
 
     tensorboard: bool = False
     wandb: str | None = None
     wandb_mode: Literal["online", "offline"] = "online"
     rollouts_per_step: int = Field(default=1, ge=0)
+    replay: bool = True
     progress: bool = True
 
 

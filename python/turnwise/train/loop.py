@@ -92,6 +92,7 @@ class Trainer:
         self.client_metrics = ClientMetrics(arena.client)
         self.rng = np.random.default_rng(config.seed)
         self.progress = Progress()
+        arena.keep_tapes = config.log.replay
         if config.checkpoint.episodes:
             arena.progress = EpisodeProgress(config.run_dir / "episodes")
         kl = config.loss.kl

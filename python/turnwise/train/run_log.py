@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from rich.console import Console
 
+from turnwise.arena.plain import plain_result
 from turnwise.train.bars import ProgressBars
 from turnwise.train.config import TrainConfig
 from turnwise.train.sinks import JsonLines, Sink, append_lines, keep_steps, open_sinks, step_of
@@ -24,8 +24,9 @@ _FAILED_PER_STEP = 8
 class RunLog:
     """Hands metrics to ``sinks``, writes episodes under ``folder``, and shows bars where ``console`` is a terminal.
 
-    ``rollouts_per_step`` episodes of each step are written whole; lines are flushed as they are written. Without
-    ``sinks`` metrics go to ``metrics.jsonl`` alone. With a ``tokenizer`` each completion token is written as text too.
+    ``rollouts_per_step`` episodes of each step are written whole, with the tape that ``turnwise replay`` plays; lines
+    are flushed as they are written. Without ``sinks`` metrics go to ``metrics.jsonl`` alone. With a ``tokenizer`` each
+    completion token is written as text too.
     """
 
     def __init__(
@@ -96,12 +97,18 @@ class RunLog:
         self.bars.rewind(step)
 
     def _plain(self, result: GenerateResult) -> dict[str, Any]:
-        row = _jsonable(result.rollout)
+        row = plain_result(result)
         if self.tokenizer is not None:
-            for step in row["steps"]:
-                step["completion_tokens"] = token_texts(self.tokenizer, step["completion_token_ids"])
-        children = [self._plain(child) for child in result.children]
-        return {**row, "parent_id": result.parent_id, "is_trainable": result.is_trainable, "children": children}
+            _write_tokens(row, self.tokenizer)
+        return row
+
+
+def _write_tokens(row: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """Beside the ids of each completion its tokens as text, here and below."""
+    for step in row["steps"]:
+        step["completion_tokens"] = token_texts(tokenizer, step["completion_token_ids"])
+    for child in row["children"]:
+        _write_tokens(child, tokenizer)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -109,14 +116,3 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if step_of(line) < math.inf]
-
-
-def _jsonable(value: Any) -> Any:
-    """What JSON can hold of ``value``. An episode's extras may be anything, and must not end a run by being logged."""
-    if isinstance(value, Mapping):
-        return {str(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(item) for item in value]
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _jsonable(getattr(value, field.name)) for field in fields(value)}
-    return value

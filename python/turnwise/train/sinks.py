@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from turnwise.arena.plain import json_line
+
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
@@ -167,7 +169,7 @@ def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     """Append ``rows`` to ``path``, a line each. What JSON has no word for becomes a number or a text."""
     with path.open("a", encoding="utf-8") as stream:
         for row in rows:
-            stream.write(json.dumps(row, default=_json_default) + "\n")
+            stream.write(json_line(row) + "\n")
 
 
 def keep_steps(path: Path, last: int) -> None:
@@ -192,10 +194,3 @@ def replace_text(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
-
-
-def _json_default(value: Any) -> Any:
-    """A number of numpy or torch as Python's; anything else as its text."""
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        return value.item()
-    return str(value)

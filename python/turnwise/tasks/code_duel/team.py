@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler
+from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler, logged
 from turnwise.tasks.base import Demonstration, Player, Split, TeamOptions
 from turnwise.tasks.generated import GeneratedTask
 from turnwise.tasks.rewards import MixMode, invalid_penalty, mix_rewards, mix_weights
@@ -86,7 +86,7 @@ class CodeDuelEpisode(MultiTurnEpisode):
         data, problem = state.data, find_problem(state.data["problem"])
         program = parse_program(state.last_completion_text)
         if program is not None:
-            run = await self.sandbox.call(program, "f", problem.hidden)
+            run = await logged("sandbox", self.sandbox.call, program, "f", problem.hidden)
             data["program"], data["failed"], data["agreed"] = program, None, False
             data["passed"] = passed_share(run.results, problem.expected)
             if run.reason not in ("ok", "error"):
@@ -98,7 +98,8 @@ class CodeDuelEpisode(MultiTurnEpisode):
         cases = parse_cases(state.last_completion_text, self.max_cases)
         judged = judge_cases(problem, cases)
         if cases and data["program"] is not None:
-            run = await self.sandbox.call(data["program"], "f", [case.arguments for case in cases])
+            inputs = [case.arguments for case in cases]
+            run = await logged("sandbox", self.sandbox.call, data["program"], "f", inputs)
             data["failed"] = describe_failures(cases, run.results)
             data["agreed"] = data["failed"] is None
         return {"valid": bool(cases), "own": judged.score, "right": judged.right}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from turnwise.arena import ArtifactStore, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
+from turnwise.arena import ArtifactStore, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler, logged
 from turnwise.tasks.base import split_of
 from turnwise.types import EpisodeRequest, EpisodeState, Message, Messages
 
@@ -75,7 +75,7 @@ class ProposeEpisode(MultiTurnEpisode):
         return [ArtifactStore(STORE, dedup=True, sampling="weighted")]
 
     def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
-        example = choose_example(arena.stores[STORE], artifact)
+        example = logged("example", lambda: choose_example(arena.stores[STORE], artifact))
         state.data = {"example": example, "problem": None, "pass_rate": None, "worth": 0.0}
 
     def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:

@@ -1,0 +1,358 @@
+"""Plays a recorded episode again: its Python runs, and meets in the same order what it met when it was recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any
+
+from turnwise.arena.context import EpisodeContext, Luck, derive_seed
+from turnwise.arena.divergence import Divergence, different_tokens
+from turnwise.arena.exact import LostValueError, decode
+from turnwise.arena.play import open_episode, play
+from turnwise.arena.record import Record, RecordedCall, ReplayError
+from turnwise.arena.scheduler import FailureCount
+from turnwise.arena.tape import ANSWER, ASK, ENDED, EXPIRED, READ, Call, claim, comparable
+from turnwise.types import (
+    ContextLengthError,
+    GenerateResult,
+    Messages,
+    ModelError,
+    ModelRequest,
+    ModelResponse,
+    Tokenizer,
+)
+
+if TYPE_CHECKING:
+    from turnwise.arena.arena import Arena
+
+Live = Callable[[Call], Awaitable[ModelResponse]]
+"""Samples a completion anew for a call, whose ``request`` says what is asked."""
+
+ERRORS: dict[str, type[ModelError]] = {"ContextLengthError": ContextLengthError}
+"""What failed calls raise; all others ``ModelError``."""
+
+
+class ReplayStopped(RuntimeError):
+    """Ends an episode that went another way than its record; raised where it can't be made to wait."""
+
+
+class Playback:
+    """Stands in the place of a :class:`~turnwise.arena.tape.Tape`, and gives back what stands on it, in its order.
+
+    Nothing is answered before all that came before it has happened again. The first difference is kept in
+    ``divergence``, and whoever met it waits for ever; ``over`` is set then, and after ``until`` model calls, with the
+    calls that wait for an answer in ``left``. With
+    ``live`` there are no divergences: ``swapped`` actors are sampled from the start, or after ``until`` calls, and from
+    the first prompt on that is not the recorded one, all are.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        tokenizer: Tokenizer,
+        *,
+        until: int | None = None,
+        live: Live | None = None,
+        swapped: Sequence[str] = (),
+    ) -> None:
+        self.record, self.tokenizer, self.until, self.live, self.swapped = record, tokenizer, until, live, swapped
+        self.calls: dict[str, tuple[EpisodeContext, Call]] = {}
+        self.divergence: Divergence | None = None
+        self.left: list[tuple[EpisodeContext, Call]] = []
+        self.over = asyncio.Event()
+        self.played = self.sampled = 0
+        self.loose = live is not None and not until
+        self._apart = False
+        self._claimed: dict[str, int] = {}
+        self._at = self._given = 0
+        self._happened: set[tuple[str, str]] = set()
+        self._waiting: dict[str, asyncio.Future[bool]] = {}
+        self._limits: dict[str, _PlayedLimit] = {}
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+
+    # -- in the place of a tape ----------------------------------------------------------------------------------------
+    def claim(self, place: str) -> str:
+        return claim(self._claimed, place)
+
+    def ask(self, context: EpisodeContext, actor_id: str | None, messages: Messages, request: ModelRequest) -> Call:
+        call = Call(context.next_key(), actor_id, context.state.turn, messages, request)
+        self.calls[call.key] = (context, call)
+        return call
+
+    async def answer(self, call: Call, sample: Callable[[], Awaitable[ModelResponse]]) -> ModelResponse:
+        recorded = self.record.calls.get(call.key)
+        divergence = self._compare(recorded, call)
+        if self.live is not None and self.loose and divergence is not None:
+            self._apart = True
+        if self.live is not None and self.loose and (self._apart or call.actor_id in self.swapped):
+            return await self._sample(call)
+        if divergence is not None:
+            await self._stop(self._earlier() or divergence)
+        assert recorded is not None
+        if not await self._turn_of(call.key):
+            return await self._sample(call)
+        self.played += 1
+        return _response(recorded)
+
+    def read(self, context: EpisodeContext, name: str, arguments: Sequence[Any], compute: Callable[[], Any]) -> Any:
+        key, given = context.next_key(), comparable(arguments)
+        recorded = self.record.readings.get(key)
+        same = recorded is not None and _dumped(recorded["read"], recorded["of"]) == _dumped(name, given)
+        if self.live is not None and self.loose and (self._apart or not same):
+            return compute()
+        if recorded is None or not same:
+            old = "none" if recorded is None else f"{recorded['read']} of {json.dumps(recorded['of'])}"
+            where = f"turn {context.state.turn} of {key}"
+            raise self._stopped(Divergence("what was read", where, old, f"{name} of {json.dumps(given)}"))
+        if (ASK, key) in self.record.happened:
+            return self._awaited(key, recorded)
+        self._note(READ, key)
+        return self._value(key, recorded)
+
+    async def _awaited(self, key: str, recorded: Mapping[str, Any]) -> Any:
+        await self._turn_of(key)
+        return self._value(key, recorded)
+
+    def limit(self, context: EpisodeContext, when: float | None) -> AbstractAsyncContextManager[Any]:
+        return asyncio.timeout_at(None) if when is None else _PlayedLimit(self, context.next_key())
+
+    def ended(self, context: EpisodeContext) -> None:
+        drawn, place = context.luck.ended(), context.place
+        recorded = self.record.draws.get(place, drawn)
+        if drawn != recorded and self.live is None:
+            numbers = repr(recorded), repr(drawn)
+            self._diverge(Divergence("the next random number of the episode", f"the end of {place}", *numbers))
+        self._note(ENDED, place)
+
+    # -- the order of the record ---------------------------------------------------------------------------------------
+    async def _turn_of(self, key: str) -> bool:
+        """Wait until the record comes to the answer of ``key``; ``False`` where it is to be sampled after all."""
+        self._waiting[key] = self._loop.create_future()
+        if self.loose:
+            self._waiting[key].set_result(True)
+        self._happened.add((ASK, key))
+        # Not at once: whoever finds its answer there would not wait at all, and overtake those who were answered first.
+        self._loop.call_soon(self._advance)
+        return await self._waiting[key]
+
+    def _note(self, kind: str, key: str) -> None:
+        self._happened.add((kind, key))
+        if threading.get_ident() == self._thread:
+            self._advance()
+        else:
+            self._loop.call_soon_threadsafe(self._advance)
+
+    def _advance(self) -> None:
+        """Go on in the record as far as things have happened, answering on the way."""
+        while self._at < len(self.record.events) and not self.loose:
+            kind, key = self.record.events[self._at]
+            if kind == ANSWER:
+                if self._limit_reached(key):
+                    return
+                self._given += key in self.record.calls
+                if not self._waiting[key].done():
+                    self._waiting[key].set_result(True)
+            elif (kind, key) not in self._happened:
+                if kind == EXPIRED:
+                    self._expire()
+                return
+            self._at += 1
+
+    def _limit_reached(self, key: str) -> bool:
+        if key not in self.record.calls or self.until is None or self._given < self.until:
+            return False
+        if self.live is not None:
+            self.loose = True
+            for waiting, future in self._waiting.items():
+                if not future.done():
+                    future.set_result(waiting not in self.calls or self.calls[waiting][1].actor_id not in self.swapped)
+        return True
+
+    def _expire(self) -> None:
+        """Let the limits run out that ran out together: those up to the next call or its answer."""
+        for kind, key in self.record.events[self._at :]:
+            if kind in (ASK, ANSWER):
+                return
+            if kind == EXPIRED and key in self._limits:
+                self._limits[key].expire()
+
+    def idle(self) -> None:
+        """Nothing can happen any more: the number of calls has been reached, or the record has something else here."""
+        if self.loose:
+            return  # what is sampled anew may come from threads that nobody counts
+        if self._at < len(self.record.events) and self.record.events[self._at][0] == ANSWER:
+            self.left = self.left or self._unanswered()
+            self.over.set()
+            return
+        rest = self.record.events[self._at :]
+        kind, key = rest[0] if rest else ("nothing", "")
+        what = _NEXT.get(kind, "an end")
+        recorded = self.record.calls.get(key)
+        where = f"{key}" if recorded is None else self._where(recorded, key)
+        waits = ", ".join(key for key, future in self._waiting.items() if not future.done())
+        found = f"none; calls that wait for their turn: {waits or 'none'}"
+        self._diverge(self._earlier() or Divergence(f"the order: {what}", where, what, found))
+
+    # -- differences ---------------------------------------------------------------------------------------------------
+    def _compare(self, recorded: RecordedCall | None, call: Call) -> Divergence | None:
+        request = call.request
+        assert request is not None
+        if recorded is None:
+            text = self.tokenizer.decode(list(request.prompt_token_ids[-200:]), skip_special_tokens=False)
+            where = f"turn {call.turn}, actor {call.actor_id!r}, {call.key}"
+            return Divergence("the order of calls", where, "no call", f"one with a prompt that ends with {text!r}")
+        step, where = recorded.step, self._where(recorded, call.key)
+        if step["actor_id"] != call.actor_id:
+            return Divergence("the actor", where, repr(step["actor_id"]), repr(call.actor_id))
+        if pair := different_tokens(step["prompt_token_ids"], request.prompt_token_ids, self.tokenizer):
+            return Divergence("the prompt", where, *pair)
+        info, sampling = step["info"], request.sampling
+        for name, old, new in (
+            ("the turn", step["turn"], call.turn),
+            ("the policy", step["policy"], request.policy),
+            ("the seed", info["seed"], sampling.seed),
+            ("the temperature", info["temperature"], sampling.temperature),
+            ("the token limit", info["max_tokens"], sampling.max_tokens),
+        ):
+            if old != new:
+                return Divergence(name, where, repr(old), repr(new))
+        return None
+
+    def _earlier(self) -> Divergence | None:
+        """A difference in what the environment made of earlier calls, whose consequence a later one may be."""
+        for key, recorded in self.record.calls.items():
+            step = self.calls[key][1].step if key in self.calls else None
+            if step is None or not recorded.seen or "overlong_penalty" in recorded.step["info"]:
+                continue
+            old, new = recorded.step["reward"], step.reward
+            if None not in (old, new) and old != new:
+                return Divergence("the reward", self._where(recorded, key), repr(old), repr(new))
+            old, new = (info.get("env_response") for info in (recorded.step["info"], step.info))
+            if None not in (old, new) and old != new:
+                return Divergence("the environment's answer", self._where(recorded, key), repr(old), repr(new))
+        return None
+
+    def _where(self, recorded: RecordedCall, key: str) -> str:
+        step = recorded.step
+        which = f"call {recorded.number} of {len(self.record.calls)} ({key})"
+        return f"turn {step['turn']}, actor {step['actor_id']!r}, {which}"
+
+    def _diverge(self, divergence: Divergence) -> None:
+        self.divergence = self.divergence or divergence
+        self._loop.call_soon_threadsafe(self.over.set)
+
+    def _stopped(self, divergence: Divergence) -> ReplayStopped:
+        self._diverge(self._earlier() or divergence)
+        return ReplayStopped(f"the re-run differs from the record: {divergence.what}")
+
+    async def _stop(self, divergence: Divergence) -> None:
+        self._diverge(divergence)
+        await self._loop.create_future()
+
+    # -- what is given back --------------------------------------------------------------------------------------------
+    def _value(self, key: str, recorded: Mapping[str, Any]) -> Any:
+        try:
+            error, value = decode(recorded["error"]), decode(recorded["value"])
+        except LostValueError as lost:
+            raise self._stopped(Divergence("what was read", key, str(lost), "nothing to give back")) from lost
+        if error is not None:
+            raise error
+        return value
+
+    async def _sample(self, call: Call) -> ModelResponse:
+        assert self.live is not None
+        self.sampled += 1
+        return await self.live(call)
+
+    def _unanswered(self) -> list[tuple[EpisodeContext, Call]]:
+        """The calls that have no answer, each with the state of its episode or branch."""
+        return [pair for key, pair in self.calls.items() if key in self._waiting and not self._waiting[key].done()]
+
+
+_NEXT = {
+    ASK: "a call that the record has next",
+    READ: "a reading that the record has next",
+    ENDED: "the end of an episode",
+    EXPIRED: "a time limit that ran out",
+}
+
+
+def _response(recorded: RecordedCall) -> ModelResponse:
+    if recorded.error is not None:
+        name, text = recorded.error
+        raise ERRORS.get(name, ModelError)(text)
+    step = recorded.step
+    return ModelResponse(
+        text=step["completion"],
+        completion_token_ids=list(step["completion_token_ids"]),
+        logprobs=list(step["completion_logprobs"]),
+        finish_reason=step["finish_reason"],
+        policy_versions=[(count, version) for count, version in step["policy_versions"]],
+        trainable=not recorded.text_only,
+    )
+
+
+def _dumped(*values: Any) -> str:
+    return json.dumps(values, sort_keys=True)
+
+
+class _PlayedLimit:
+    """A time limit that runs out when the record says so, and never by the clock."""
+
+    def __init__(self, playback: Playback, key: str) -> None:
+        self.playback, self.key = playback, key
+        self.timeout = asyncio.timeout_at(None)
+        self.ran_out = False
+
+    async def __aenter__(self) -> asyncio.Timeout:
+        entered = await self.timeout.__aenter__()
+        self.playback._limits[self.key] = self
+        self.playback._advance()
+        return entered
+
+    def expire(self) -> None:
+        if self.ran_out:
+            return
+        self.ran_out = True
+        self.timeout.reschedule(asyncio.get_running_loop().time())
+
+    async def __aexit__(self, *exception: Any) -> bool | None:
+        try:
+            return await self.timeout.__aexit__(*exception)
+        finally:
+            del self.playback._limits[self.key]
+            if self.timeout.expired():
+                self.playback._note(EXPIRED, self.key)
+
+
+async def play_again(arena: Arena, playback: Playback) -> GenerateResult | None:
+    """Run the recorded episode in ``arena``; ``None`` where ``playback`` was over before it ended."""
+    record = playback.record
+    number = str(record.row["id"])
+    if not number[1:].isdigit():
+        raise ReplayError(f"episode {number!r} is no top episode: expected an id such as 'e5'")
+    arena.started, arena.seed, arena.retries = int(number[1:]), record.arena["seed"], record.arena["retries"]
+    arena.max_context, arena.keep_tapes = record.arena["max_context"], False
+    context = open_episode(arena, record.request, None, Counter())
+    context.rollout.seed = record.seed
+    context.luck = Luck(derive_seed(record.seed, "environment"))
+    context.tape = playback
+    context.place = playback.claim(context.rollout.id)
+    playing = asyncio.ensure_future(play(arena, record.request, context, FailureCount(1, 1.0)))
+    over = asyncio.ensure_future(playback.over.wait())
+    try:
+        await asyncio.wait({playing, over}, return_when=asyncio.FIRST_COMPLETED)
+        if not playing.done():
+            return None
+        result = playing.result()
+        result.tape = None
+        return result
+    finally:
+        for task in (playing, over):
+            task.cancel()
+        await asyncio.gather(playing, over, return_exceptions=True)

@@ -1,0 +1,253 @@
+"""``turnwise replay``: a recorded episode once more, with every model call and reading fed from the record.
+
+The task's Python is the present one. Where it goes another way than the record says, the first difference is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from pprint import pformat
+from typing import Any
+
+from turnwise.arena import Arena
+from turnwise.arena.divergence import Divergence, first_difference
+from turnwise.arena.idle_loop import IdleLoop
+from turnwise.arena.model_call import generate_one
+from turnwise.arena.plain import json_line, plain_result
+from turnwise.arena.playback import Playback, play_again
+from turnwise.arena.record import Record, ReplayError, nodes_of
+from turnwise.arena.tape import Call
+from turnwise.run import Run, arena_over, build_run, resolved_config, task_of, tiny
+from turnwise.state import to_python
+from turnwise.train.checkpoint import list_checkpoints, load_weights
+from turnwise.train.config import TrainConfig
+from turnwise.train.config_files import CONFIG_FILE, Problems, read_config
+from turnwise.train.models import check_models
+from turnwise.train.progress import find_checkpoint
+from turnwise.train.run_log import RunLog
+from turnwise.types import GenerateResult, ModelError, ModelRequest, ModelResponse
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What came of a replay: ``result`` is ``None`` where it stopped early, ``divergence`` where it ran as recorded.
+
+    ``waiting`` says of each model call that had no answer yet where it stood; ``sampled`` lists the calls that were
+    sampled anew.
+    """
+
+    record: Record
+    played: int
+    result: GenerateResult | None = None
+    divergence: Divergence | None = None
+    waiting: list[str] = field(default_factory=list)
+    sampled: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        row, calls = self.record.row, len(self.record.calls)
+        name = f"episode {row['id']} of step {row['step']} ({row['episode_type']})"
+        if self.divergence is not None:
+            return f"{name}: the re-run is not the recorded one\n{self.divergence}"
+        if self.result is None:
+            return "\n".join([f"{name}: stopped after {self.played} of {calls} model calls; next:", *self.waiting])
+        if self.sampled:
+            told = [f"{name}: {self.played} model calls from the record, {len(self.sampled)} sampled anew:"]
+            return "\n".join([*told, *self.sampled, *_rewards(row, self.result)])
+        readings, nested = len(self.record.readings), len(nodes_of(row)) - 1
+        return (
+            f"{name}: the re-run equals the record, bit for bit: {calls} model calls, {readings} readings, "
+            f"{nested} nested episodes"
+        )
+
+
+def replay(
+    run_dir: Path,
+    episode: str | None = None,
+    *,
+    step: int | None = None,
+    until: int | None = None,
+    swap: Sequence[str] = (),
+) -> Replayed:
+    """Play ``episode`` (an id such as ``"e5"``, of a nested one also; by default the newest) of ``run_dir`` again.
+
+    ``until`` stops after so many model calls. ``swap`` has ``"actor=policy"`` or ``"actor=policy@checkpoint"``: from
+    the start, or from ``until`` on, that actor is sampled anew. Raises ``ValueError`` for what the run doesn't have.
+    """
+    if until is not None and until < 0:
+        raise ValueError(f"until={until!r}: expected a number of model calls >= 0")
+    record = Record(find_episode(run_dir / "rollouts.jsonl", episode, step))
+    config = read_config(run_dir / CONFIG_FILE).model_copy(update={"run_dir": run_dir})
+    with asyncio.Runner(loop_factory=IdleLoop) as runner:
+        return runner.run(_replay(config, record, until, parse_swaps(swap)))
+
+
+async def _replay(config: TrainConfig, record: Record, until: int | None, swaps: Mapping[str, Policy]) -> Replayed:
+    arena = recorded_arena(config, record)
+    if unknown := [actor for actor in swaps if actor not in arena.actors]:
+        raise ValueError(f"swap: no actor {unknown[0]!r}, expected one of {sorted(arena.actors)}")
+    async with contextlib.AsyncExitStack() as held:
+        live = await LivePolicies.open(config, swaps, held) if swaps else None
+        playback = Playback(record, arena.tokenizer, until=until, live=live and live.sample, swapped=list(swaps))
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, IdleLoop)
+        loop.on_idle = playback.idle
+        result = await play_again(arena, playback)
+    if result is not None and playback.divergence is None and live is None:
+        arena.shape_rewards([result])
+        found = json.loads(json_line(plain_result(result)))
+        playback.divergence = first_difference(record.row, found, arena.tokenizer)
+    waiting = [_shown(context, call, record) for context, call in playback.left]
+    sampled = [] if live is None else live.said
+    return Replayed(record, playback.played, result, playback.divergence, waiting, sampled)
+
+
+def recorded_arena(config: TrainConfig, record: Record) -> Arena:
+    """The run's arena without its models: nothing can be sampled there."""
+    problems = Problems()
+    task = task_of(config)
+    resolved, actors = resolved_config(config, task, problems)
+    problems.raise_any()
+    tokenizer = check_models(resolved.policies, partial(tiny, resolved, task))
+    client: Any = RecordedClient(record.versions)
+    return arena_over(client, resolved, task, actors, tokenizer, record.arena["max_context"])
+
+
+class RecordedClient:
+    """Tells the versions of the record, and samples nothing."""
+
+    def __init__(self, versions: Mapping[str, int]) -> None:
+        self._versions = dict(versions)
+
+    def version(self, policy: str) -> int:
+        if policy not in self._versions:
+            raise ReplayError(f"policy {policy!r} was not there when the episode was recorded")
+        return self._versions[policy]
+
+    async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+        raise ModelError("a replay samples nothing: model calls outside of the episode have no record")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which episode
+# ---------------------------------------------------------------------------------------------------------------------
+def find_episode(path: Path, episode: str | None, step: int | None) -> Mapping[str, Any]:
+    """The newest line of ``rollouts.jsonl`` with that episode, itself or nested, and of that step."""
+    found, known = None, []
+    for row in _rows(path):
+        ids = [node["id"] for node in nodes_of(row)]
+        if (step is None or row["step"] == step) and (episode is None or episode in ids):
+            found = row
+        known.append(f"{row['id']} (step {row['step']})")
+    if found is None:
+        shown = ", ".join(known[-20:]) or "none"
+        raise ValueError(f"episode={episode!r}, step={step!r}: not in {path}, which has {shown}")
+    return found
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as stream:
+        for line in stream:
+            if line.endswith("}\n"):  # else it is still being written
+                yield json.loads(line)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Policies that play on
+# ---------------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A policy of the run, as a checkpoint of it has it; with ``None`` the newest, or as the run starts."""
+
+    name: str
+    checkpoint: str | None = None
+
+
+def parse_swaps(words: Sequence[str]) -> dict[str, Policy]:
+    """``["player1=default@best"]`` gives ``{"player1": Policy("default", "best")}``."""
+    swaps = {}
+    for word in words:
+        actor, equals, policy = word.partition("=")
+        name, at, checkpoint = policy.partition("@")
+        if not (actor and equals and name) or (at and not checkpoint):
+            raise ValueError(
+                f"swap={word!r}: expected actor=policy or actor=policy@checkpoint, as in solver=default@best"
+            )
+        if actor in swaps:
+            raise ValueError(f"swap={word!r}: actor {actor!r} is swapped twice")
+        swaps[actor] = Policy(name, checkpoint or None)
+    return swaps
+
+
+class LivePolicies:
+    """Samples for swapped actors from theirs, and for the others from their own, as the first of the swaps has it."""
+
+    def __init__(self, swaps: Mapping[str, Policy], runs: Mapping[str | None, Run]) -> None:
+        self.swaps, self.runs = swaps, runs
+        self.said: list[str] = []
+
+    @classmethod
+    async def open(
+        cls, config: TrainConfig, swaps: Mapping[str, Policy], held: contextlib.AsyncExitStack
+    ) -> LivePolicies:
+        """One set of weights for each checkpoint that ``swaps`` name; ``held`` closes their clients."""
+        runs: dict[str | None, Run] = {}
+        for swap in swaps.values():
+            if swap.checkpoint in runs:
+                run = runs[swap.checkpoint]
+            else:
+                run = runs[swap.checkpoint] = load_run(config, swap.checkpoint)
+                held.push_async_callback(run.arena.client.close)
+                await run.trainer.publish()
+            if swap.name not in run.trainer.policies:
+                raise ValueError(f"swap: no policy {swap.name!r}, expected one of {sorted(run.trainer.policies)}")
+        return cls(swaps, runs)
+
+    async def sample(self, call: Call) -> ModelResponse:
+        request = call.request
+        assert request is not None
+        first = next(iter(self.swaps.values()))
+        policy = self.swaps.get(str(call.actor_id), replace(first, name=request.policy))
+        run = self.runs[policy.checkpoint]
+        response = await generate_one(run.arena.client, replace(request, policy=policy.name))
+        text = response.text or run.tokenizer.decode(response.completion_token_ids, skip_special_tokens=True)
+        self.said.append(f"  turn {call.turn}, actor {call.actor_id!r}, policy {policy.name!r} ({call.key}): {text!r}")
+        return response
+
+
+def load_run(config: TrainConfig, checkpoint: str | None) -> Run:
+    """The run with the weights of ``checkpoint``, the newest by default, ready to sample; it writes nothing."""
+    root = config.run_dir / "checkpoints"
+    if checkpoint is None and list_checkpoints(root):
+        checkpoint = "newest"
+    chosen = None if checkpoint is None else find_checkpoint(root, checkpoint)
+    log = RunLog(config.run_dir, 0, sinks=[], progress=False)
+    run = build_run(config.model_copy(update={"resume": False}), warm=chosen is None, log=log)
+    if chosen is not None:
+        load_weights(chosen, run.trainer.policies)
+    return run
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is told
+# ---------------------------------------------------------------------------------------------------------------------
+def _shown(context: Any, call: Call, record: Record) -> str:
+    number = record.calls[call.key].number if call.key in record.calls else "?"
+    data = pformat(to_python(context.state.data), width=100, compact=True)
+    prompt = "\n".join(f"{message['role']}: {message['content']}" for message in call.messages)
+    told = [f"call {number} ({call.key}): turn {call.turn}, actor {call.actor_id!r}", "state:", data, "prompt:", prompt]
+    return "\n".join([told[0], *("  " + line for part in told[1:] for line in part.splitlines())])
+
+
+def _rewards(row: Mapping[str, Any], result: GenerateResult) -> list[str]:
+    now, lines = result.rollout, []
+    for actor in dict.fromkeys([*row["rewards"], *now.rewards]):
+        lines.append(f"reward of {actor!r}: recorded {row['rewards'].get(actor)}, now {now.rewards.get(actor)}")
+    if now.error is not None:
+        lines.append(f"the episode failed: {now.error.strip().splitlines()[-1]}")
+    return lines

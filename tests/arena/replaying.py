@@ -1,0 +1,40 @@
+"""Records episodes as a run's log does, and plays them again, for the tests of tapes and playbacks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from turnwise.arena.divergence import first_difference
+from turnwise.arena.idle_loop import IdleLoop
+from turnwise.arena.plain import json_line, plain_result
+from turnwise.arena.playback import Playback, play_again
+from turnwise.arena.record import Record
+
+
+def row_of(result) -> dict[str, Any]:
+    """The line that a run would write of ``result``, read back."""
+    return json.loads(json_line({"step": 1, **plain_result(result)}))
+
+
+def record(arena, requests) -> list[dict[str, Any]]:
+    arena.keep_tapes = True
+    results = asyncio.run(arena.generate_rollouts(requests))
+    return [row_of(result) for result in results]
+
+
+def play(arena, row, **options):
+    """``(result or None, the first difference or None, the playback)`` of a re-run in ``arena``."""
+
+    async def main():
+        playback = Playback(Record(row), arena.tokenizer, **options)
+        asyncio.get_running_loop().on_idle = playback.idle
+        return await play_again(arena, playback), playback
+
+    with asyncio.Runner(loop_factory=IdleLoop) as runner:
+        result, playback = runner.run(main())
+    divergence = playback.divergence
+    if result is not None and divergence is None and playback.live is None:
+        divergence = first_difference(row, row_of(result), arena.tokenizer)
+    return result, divergence, playback

@@ -1,0 +1,224 @@
+"""Real runs of the tiny model, and their episodes once more: the same to the bit, or where they differ."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from turnwise import cli
+from turnwise.replay import parse_swaps, replay
+from turnwise.run import build_run, train_from_config
+from turnwise.tasks.kuhn_poker.game import KuhnRules
+from turnwise.tasks.sudoku.team import SudokuEpisode
+
+from .test_run import config_of, questions_file
+
+
+def trained(folder, task, **changes):
+    """A run of two steps that records all of its episodes; its folder."""
+    settings = {"task": task, "log": {"rollouts_per_step": 99, "progress": False}, "warm_start": {"steps": 0}} | changes
+    run = train_from_config(config_of(folder, **settings))
+    return run.config.run_dir
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+
+
+def write_rows(folder, rows):
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def check_all(folder, episodes):
+    rows = rows_of(folder)
+    assert len(rows) == episodes
+    for row in rows:
+        played = replay(folder, row["id"])
+        assert played.divergence is None and played.result is not None, str(played)
+        assert "equals the record, bit for bit" in str(played)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def sudoku(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("sudoku"), "sudoku", warm_start={"steps": 3, "batch_size": 8})
+
+
+def test_sudoku_in_a_tree(sudoku):
+    rows = check_all(sudoku, 4)
+    assert all(len(row["steps"]) >= 4 and not all(step["selected"] for step in row["steps"]) for row in rows)
+
+
+def test_kuhn_poker_for_two(tmp_path):
+    rows = check_all(
+        trained(
+            tmp_path,
+            "kuhn_poker",
+            rollout={"questions": 3, "copies": 2},
+            credit={"rule": "task", "options": {"include_truncated": True}},
+            warm_start={"steps": 12, "batch_size": 16},
+        ),
+        12,
+    )
+    assert {step["actor_id"] for row in rows for step in row["steps"]} == {"player0", "player1"}
+
+
+def test_proposer_solver_with_nested_episodes_and_a_store(tmp_path):
+    folder = trained(
+        tmp_path,
+        "proposer_solver",
+        rollout={"questions": 3, "copies": 2, "branches": 2},
+        warm_start={"steps": 30, "batch_size": 24},
+    )
+    rows = check_all(folder, 12)
+    assert any(row["children"] for row in rows)
+    nested = next(row for row in rows if row["children"])
+    child = nested["children"][-1]["id"]
+    assert replay(folder, child).record.row["id"] == nested["id"], "a nested one is played with those above it"
+    assert all(any("read" in event[2] for event in row["replay"]["events"] if len(event) > 2) for row in rows)
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+def test_math_orchestra(tmp_path, branches):
+    path = questions_file(tmp_path / "questions.jsonl")
+    folder = trained(
+        tmp_path / "run",
+        "math_orchestra",
+        task_options={"path": str(path), "max_tokens": 12},
+        rollout={"questions": 2, "copies": 2, "branches": branches},
+        credit={"rule": "dr_mas", "options": {"include_truncated": True}},
+    )
+    check_all(folder, 8)
+
+
+def test_overlong_penalties_and_draws_are_not_the_episodes_own(tmp_path):
+    folder = trained(
+        tmp_path,
+        "sudoku",
+        reward={"overlong_buffer": 12, "overlong_penalty": 0.5},
+        filter={"resample": 1},
+        credit={"rule": "at_grpo", "options": {"include_truncated": True}},
+    )
+    rows = check_all(folder, len(rows_of(folder)))
+    assert any("raw_rewards" in row["meta"] for row in rows) and all("draw" in row["meta"] for row in rows)
+
+
+class KilledError(BaseException):
+    """Nothing catches it, as nothing catches a kill."""
+
+
+def test_a_run_that_was_killed_in_the_middle_of_its_trees(tmp_path, monkeypatch):
+    settings = {
+        "log": {"rollouts_per_step": 99, "progress": False},
+        "warm_start": {"steps": 0},
+        "checkpoint": {"every": 1, "keep": 2, "episodes": True},
+    }
+    run = build_run(config_of(tmp_path, **settings))
+    client, asked = run.arena.client, []
+    generate = client.generate
+
+    async def until_killed(requests):
+        asked.extend(requests)
+        if len(asked) > 21:
+            raise KilledError
+        return await generate(requests)
+
+    monkeypatch.setattr(client, "generate", until_killed)
+    with pytest.raises(KilledError):
+        run.train()
+    assert len(rows_of(tmp_path)) == 2 and len(list((tmp_path / "episodes").iterdir())) > 0
+    train_from_config(config_of(tmp_path, **settings))
+    check_all(tmp_path, 4)
+
+
+def test_the_command_line_says_so_and_exits_with_1_for_a_difference(sudoku, capsys):
+    assert cli.main(["replay", str(sudoku)]) == 0
+    assert "episode e3 of step 2 (sudoku): the re-run equals the record, bit for bit" in capsys.readouterr().out
+    assert cli.main(["replay", str(sudoku), "--episode", "e0", "--until", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "stopped after 2 of" in shown and "'puzzle':" in shown and "actor 'reviser'" in shown
+    assert cli.main(["replay", str(sudoku), "--episode", "e99"]) == 2
+    assert "episode='e99', step=None: not in" in capsys.readouterr().err
+
+
+def test_a_tampered_record(sudoku, tmp_path, capsys):
+    rows = rows_of(sudoku)
+    calls = rows[0]["steps"]
+    place = next(index for index, step in enumerate(calls) if step["actor_id"] == "reviser" and step["branch"] == 1)
+    calls[place]["prompt_token_ids"][7] += 1
+    (tmp_path / "config.toml").write_text((sudoku / "config.toml").read_text())
+    write_rows(tmp_path, rows)
+    assert cli.main(["replay", str(tmp_path), "--episode", "e0", "--step", "1"]) == 1
+    told = capsys.readouterr().out
+    assert "the prompt differs at turn 0, actor 'reviser', call 3 of" in told and "token 7 of" in told
+    assert cli.main(["replay", str(tmp_path), "--episode", "e1"]) == 0
+
+
+def test_changed_task_code(sudoku, monkeypatch):
+    messages = SudokuEpisode.build_messages
+
+    def other(self, state, arena, artifact):
+        [message] = messages(self, state, arena, artifact)
+        return [{**message, "content": message["content"] + ("!" if state.turn else "")}]
+
+    monkeypatch.setattr(SudokuEpisode, "build_messages", other)
+    row = next(row for row in rows_of(sudoku) if any(step["turn"] for step in row["steps"]))
+    divergence = replay(sudoku, row["id"]).divergence
+    assert divergence.what == "the prompt" and divergence.where.startswith("turn 1, actor 'proposer', call 4 of")
+    assert "!" in divergence.found and "!" not in divergence.expected
+
+
+def test_a_changed_environment(sudoku, monkeypatch):
+    monkeypatch.setattr("turnwise.tasks.sudoku.team.invalid_penalty", lambda valid, cost: 0.0 if valid else -cost - 0.5)
+    row = next(row for row in rows_of(sudoku) if row["metrics"]["valid_format/proposer"] < 1)
+    divergence = replay(sudoku, row["id"]).divergence
+    assert divergence.what == "the reward" and "turn 0, actor 'proposer'" in divergence.where
+    assert float(divergence.found) == float(divergence.expected) - 0.5
+
+
+def test_a_changed_game(tmp_path, monkeypatch):
+    folder = trained(
+        tmp_path,
+        "kuhn_poker",
+        rollout={"questions": 2},
+        credit={"rule": "task", "options": {"include_truncated": True}},
+    )
+    start = KuhnRules.start
+    monkeypatch.setattr(KuhnRules, "start", lambda self, question: start(self, {**question, "cards": "KQ"}))
+    row = next(row for row in rows_of(folder) if row["artifact"]["cards"][0] != "K")
+    divergence = replay(folder, row["id"]).divergence
+    assert divergence.what == "the prompt" and "turn 0, actor 'player0', call 0 of" in divergence.where
+
+
+def test_swapped_policies_play_on_and_say_the_same_each_time(sudoku):
+    swap = ["reviser=default@step_00000001"]
+    played, again = (replay(sudoku, "e0", until=2, swap=swap) for _ in range(2))
+    assert played.played >= 2 and played.sampled and str(played) == str(again)
+    assert all("actor 'reviser'" in line for line in played.sampled[:1]) and "reward of 'reviser': recorded" in str(
+        played
+    )
+    start = replay(sudoku, "e0", swap=["proposer=default"])
+    assert "actor 'proposer'" in start.sampled[0] and "turn 0" in start.sampled[0]
+
+
+def test_swaps_that_cannot_be(sudoku):
+    for word in ("solver", "=default", "solver=", "solver=default@"):
+        with pytest.raises(ValueError, match=r"expected actor=policy or actor=policy@checkpoint"):
+            parse_swaps([word])
+    with pytest.raises(ValueError, match="actor 'a' is swapped twice"):
+        parse_swaps(["a=default", "a=other"])
+    with pytest.raises(ValueError, match=r"no actor 'nobody', expected one of \['proposer', 'reviser'\]"):
+        replay(sudoku, swap=["nobody=default"])
+    with pytest.raises(ValueError, match=r"no policy 'other', expected one of \['default'\]"):
+        replay(sudoku, swap=["reviser=other"])
+    with pytest.raises(ValueError, match=r"until=-1: expected"):
+        replay(sudoku, until=-1)
+
+
+def test_without_the_switch_nothing_is_kept(tmp_path):
+    folder = trained(tmp_path, "sudoku", log={"replay": False, "progress": False}, steps=1)
+    [row] = rows_of(folder)
+    assert "replay" not in row
+    with pytest.raises(ValueError, match=r"written without what a replay needs: see log.replay"):
+        replay(folder)
