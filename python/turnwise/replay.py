@@ -15,7 +15,7 @@ from pathlib import Path
 from pprint import pformat
 from typing import Any
 
-from turnwise.arena import Arena
+from turnwise.arena import Arena, ArtifactStore
 from turnwise.arena.divergence import Divergence, first_difference
 from turnwise.arena.idle_loop import IdleLoop
 from turnwise.arena.model_call import generate_one
@@ -91,6 +91,9 @@ async def _replay(config: TrainConfig, record: Record, until: int | None, swaps:
     arena = recorded_arena(config, record)
     if unknown := [actor for actor in swaps if actor not in arena.actors]:
         raise ValueError(f"swap: no actor {unknown[0]!r}, expected one of {sorted(arena.actors)}")
+    if swaps:
+        _fill(arena.stores, config.run_dir / "checkpoints")
+    arena.stores = {name: store.frozen() for name, store in arena.stores.items()}
     async with contextlib.AsyncExitStack() as held:
         live = await LivePolicies.open(config, swaps, held) if swaps else None
         playback = Playback(record, arena.tokenizer, until=until, live=live and live.sample, swapped=list(swaps))
@@ -116,6 +119,16 @@ def recorded_arena(config: TrainConfig, record: Record) -> Arena:
     tokenizer = check_models(resolved.policies, partial(tiny, resolved, task))
     client: Any = RecordedClient(record.versions)
     return arena_over(client, resolved, task, actors, tokenizer, record.arena["max_context"])
+
+
+def _fill(stores: Mapping[str, ArtifactStore], checkpoints: Path) -> None:
+    """What lies in memory is taken from the newest checkpoint, for those who leave the record and draw from it."""
+    found = list_checkpoints(checkpoints)
+    if found:
+        saved = json.loads((found[-1] / "manifest.json").read_text(encoding="utf-8"))["state"]["arena"]["stores"]
+        for name, store in stores.items():
+            if store.path is None and name in saved:
+                store.load_state_dict(saved[name])
 
 
 class RecordedClient:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from turnwise.arena import Episode, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler, logged
+from turnwise.arena import ArtifactStore, Episode, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler, logged
 from turnwise.arena.record import Record, ReplayError
 from turnwise.types import ContextLengthError, EpisodeRequest, ModelError
 
@@ -350,6 +350,59 @@ def test_another_reading_is_told(make_arena):
     arenas[2].episodes["reads"].title = "watch"
     divergence = play(silenced(arenas[2]), row)[1]
     assert divergence.what == "what was read" and divergence.expected == "clock of []"
+
+
+class Library(Episode):
+    """Reads and writes a store that others fill meanwhile."""
+
+    episode_type = "library"
+    rubric = Rubric([lambda completion: float(completion)])
+
+    def stores(self):
+        return [ArtifactStore("books", sampling="weighted")]
+
+    async def rollout(self, arena, artifact, state=None):
+        store = arena.stores["books"]
+        for number in range(3):
+            text = (await arena.call_model("solver", f"book {number}")).text
+            added = store.add((artifact, text), id=f"{artifact}-{number}", weight=1.0 + number)
+            store.set_weight(added.id, 0.5 + number)
+            store.record(added.id, 1.0)
+        await arena.call_model("solver", f"of {len(store)}: {[book.data for book in store]}")
+        data = state.data
+        data["drawn"] = [book.id for book in store.sample(2)], store.sample_one().weight, self.rng.random()
+        data["sides"] = [book.id for book in store.split("train", share=0.5)], f"{artifact}-0" in store
+        data["outcome"] = store.outcome(f"{artifact}-1").attempts
+        try:
+            store.add("taken", id=f"{artifact}-1")
+        except ValueError as error:
+            data["refused"] = str(error)
+        return state
+
+    def get_extras(self, state):
+        return dict(state.data)
+
+
+def test_stores_answer_as_they_did_though_others_filled_them(make_arena):
+    def library():
+        arena = make_arena(moody, seed=8)
+        arena.add_episode(Library())
+        return arena
+
+    first = library()
+    rows = record(first, [EpisodeRequest("library", f"shelf{number}") for number in range(5)])
+    assert len(first.stores["books"]) == 15
+    assert len({len(row["steps"][-1]["prompt"][0]["content"]) for row in rows}) > 1, "each met another store"
+    for row in rows:
+        arena = silenced(library())
+        result, divergence, _ = play(arena, row)
+        assert divergence is None, str(divergence)
+        assert "already has an artifact" in result.rollout.extras["refused"]
+        assert len(arena.stores["books"]) == 0, "nothing is written again"
+    tampered = copy.deepcopy(rows[0])
+    tampered["steps"][1]["completion"] = "99"
+    divergence = play(silenced(library()), tampered)[1]
+    assert divergence.what == "what was read" and "books.add of" in divergence.expected and '"99"' in divergence.found
 
 
 def test_until_stops_after_so_many_calls_with_the_state_of_each_branch(make_arena, tree_row):

@@ -130,11 +130,12 @@ class EpisodeContext:
         self.marks += 1
         return f"{self.place}#{self.marks - 1}"
 
-    def aside(self) -> EpisodeContext:
-        """A context for work whose answer alone counts: off the tape, with luck of its own and records to nowhere."""
+    def aside(self, *, draws: bool) -> EpisodeContext:
+        """A context for work whose answer alone counts: off the tape, with records to nowhere, and with luck of its own
+        where it ``draws``."""
         return replace(
             self,
-            luck=Luck(self.rng.getrandbits(64)),
+            luck=Luck(self.rng.getrandbits(64)) if draws else self.luck,
             scope=f"{self.scope}/aside{self.marks}",
             calls=0,
             steps=[],

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from turnwise.arena.context import current_context
+from turnwise.arena.tape import logged_method
 from turnwise.types import Artifact
 
 if TYPE_CHECKING:
@@ -184,6 +185,11 @@ class Drawable(ABC):
     def store(self) -> ArtifactStore:
         """The store that the artifacts are in."""
 
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """What they are called where an episode's readings are kept."""
+
     @abstractmethod
     def __iter__(self) -> Iterator[Artifact]: ...
 
@@ -191,12 +197,14 @@ class Drawable(ABC):
     def _pool(self) -> Pool:
         """What can be drawn at this moment."""
 
+    @logged_method()
     def count(self) -> int:
         return sum(1 for _ in self)
 
     def __len__(self) -> int:
         return self.count()
 
+    @logged_method(draws=True)
     def sample(self, k: int = 1, *, replacement: bool = False) -> list[Artifact]:
         """``k`` artifacts, all different unless ``replacement``. Raises ``ValueError`` if there are too few."""
         pool = self._pool()
@@ -206,6 +214,7 @@ class Drawable(ABC):
         context = current_context()
         return pool.draw(k, replacement, self.store._rng if context is None else context.rng)
 
+    @logged_method(draws=True)
     def sample_one(self) -> Artifact | None:
         """One artifact, ``None`` where there is none."""
         return self.sample(1)[0] if self._pool().artifacts or self.count() else None

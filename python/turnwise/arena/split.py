@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from turnwise.arena.drawing import Drawable, Pool
+from turnwise.arena.tape import logged_method
 from turnwise.types import Artifact
 
 if TYPE_CHECKING:
@@ -61,9 +62,15 @@ class StoreSide(Drawable):
     def store(self) -> ArtifactStore:
         return self._store
 
+    @property
+    def label(self) -> str:
+        return f"{self._store.name}.{self.side}"
+
+    @logged_method()
     def __contains__(self, id: str) -> bool:
         return id in self._store and self._holds(self._store.get(id))
 
+    @logged_method()
     def __iter__(self) -> Iterator[Artifact]:
         return (artifact for artifact in self._store if self._holds(artifact))
 

@@ -17,6 +17,7 @@ from turnwise.arena.context import content_key, current_context, derive_seed, ou
 from turnwise.arena.drawing import Drawable, Outcome, Pool, SamplingRule, find_rule
 from turnwise.arena.split import SplitRule, StoreSide
 from turnwise.arena.store_file import StoreFile
+from turnwise.arena.tape import logged_method
 from turnwise.types import Artifact
 
 _UNKNOWN = Outcome()
@@ -82,6 +83,10 @@ class ArtifactStore(Drawable):
         return self
 
     @property
+    def label(self) -> str:
+        return self.name
+
+    @property
     def path(self) -> str | None:
         """The file, ``None`` in memory."""
         return None if self._file is None else str(self._file.path)
@@ -96,6 +101,7 @@ class ArtifactStore(Drawable):
         return _AT_ONCE if self._file is None else self._file.writing(self._catch_up)
 
     # -- artifacts -----------------------------------------------------------------------------------------------------
+    @logged_method()
     def add(
         self,
         data: Any,
@@ -135,12 +141,14 @@ class ArtifactStore(Drawable):
                 self._remove(next(iter(self._artifacts)))
             return artifact
 
+    @logged_method()
     def remove(self, id: str) -> None:
         """Forget one artifact; ``KeyError`` names an id that isn't there."""
         with self.together():
             self._of(id)
             self._remove(id)
 
+    @logged_method()
     def set_weight(self, id: str, weight: float) -> None:
         """Change how often an artifact is drawn by a store with ``sampling="weighted"``."""
         _check_weight(weight)
@@ -149,34 +157,41 @@ class ArtifactStore(Drawable):
             artifact.weight = weight
             self._put(artifact, self._outcome_of(id))
 
+    @logged_method()
     def get(self, id: str) -> Artifact:
         self._catch_up()
         return self._of(id)
 
+    @logged_method()
     def __contains__(self, id: str) -> bool:
         self._catch_up()
         return id in self._artifacts
 
+    @logged_method()
     def count(self) -> int:
         self._catch_up()
         return len(self._artifacts)
 
+    @logged_method()
     def __iter__(self) -> Iterator[Artifact]:
         self._catch_up()
         return iter(list(self._artifacts.values()))
 
+    @logged_method()
     def ancestors(self, id: str) -> list[str]:
         """Ids of what ``id`` was made from, and those from, and so on; the nearest first. Those of artifacts that are
         gone are named, but not what those were made from."""
         self.get(id)
         return lineage.ancestors(self._artifacts, id)
 
+    @logged_method()
     def descendants(self, id: str) -> list[str]:
         """Ids of what was made from ``id``, and from those, and so on; in order of arrival. ``id`` may be gone."""
         self._catch_up()
         return lineage.descendants(self._artifacts, id)
 
     # -- outcomes and drawing ------------------------------------------------------------------------------------------
+    @logged_method()
     def record(
         self, id: str, reward: float | None = None, *, success: float | None = None, score: float | None = None
     ) -> Outcome:
@@ -205,6 +220,7 @@ class ArtifactStore(Drawable):
                 self._file.set_plays(self._plays)
             return outcome
 
+    @logged_method()
     def outcome(self, id: str) -> Outcome:
         """How the attempts at artifact ``id`` went."""
         self.get(id)

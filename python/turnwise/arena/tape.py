@@ -212,14 +212,16 @@ def logged(name: str, call: Callable[..., T], *arguments: Any) -> T:
 
     Example: ``found = await logged("search", client.search, query)``, ``now = logged("clock", time.time)``
     """
-    return _remembered(name, arguments, lambda: call(*arguments))
+    return remembered(name, arguments, lambda: call(*arguments))
 
 
-def _remembered(name: str, arguments: Sequence[Any], call: Callable[[], Any]) -> Any:
+def remembered(name: str, arguments: Sequence[Any], call: Callable[[], Any], *, draws: bool = True) -> Any:
+    """What ``call()`` gives; the tape has it under ``name`` and ``arguments``. Only where it ``draws`` from the
+    episode's generator does it get one of its own."""
     context = current_context()
     if context is None:
         return call()
-    aside = context.aside()
+    aside = context.aside(draws=draws)
 
     def compute() -> Any:
         with inside(aside):
@@ -234,17 +236,31 @@ async def _inside(aside: EpisodeContext, value: Awaitable[T]) -> T:
         return await value
 
 
-def logged_method(method: Callable[P, T]) -> Callable[P, T]:
-    """A method of something with a ``name`` whose answers are :func:`logged`, as they depend on other episodes."""
+def logged_method(*, draws: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """For the methods of stores: inside episodes their answers are remembered, as they depend on other episodes.
 
-    @functools.wraps(method)
-    def remembered(self: Any, *arguments: Any, **options: Any) -> Any:
-        if current_context() is None:
-            return method(self, *arguments, **options)
-        said = (*arguments, options) if options else arguments
-        return _remembered(f"{self.name}.{method.__name__}", said, lambda: method(self, *arguments, **options))
+    What they are asked of has a ``label``. An iterator is remembered as a list.
+    """
 
-    return remembered
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
+        iterates = method.__name__ == "__iter__"
+
+        @functools.wraps(method)
+        def asked(self: Any, *arguments: Any, **options: Any) -> Any:
+            if current_context() is None:
+                return method(self, *arguments, **options)
+
+            def call() -> Any:
+                given = method(self, *arguments, **options)
+                return list(given) if iterates else given
+
+            said = (*arguments, options) if options else arguments
+            answer = remembered(f"{self.label}.{method.__name__}", said, call, draws=draws)
+            return iter(answer) if iterates else answer
+
+        return asked
+
+    return decorate
 
 
 def time_limit(context: EpisodeContext | None, when: float | None) -> AbstractAsyncContextManager[Any]:
