@@ -57,7 +57,7 @@ def test_kuhn_poker_for_two(tmp_path):
             "kuhn_poker",
             rollout={"questions": 3, "copies": 2},
             credit={"rule": "task", "options": {"include_truncated": True}},
-            warm_start={"steps": 12, "batch_size": 16},
+            warm_start={"steps": 40, "batch_size": 16},
         ),
         12,
     )
