@@ -4,6 +4,7 @@
     python tests/kill_loop.py --kills 50 --mode tree        # AT-GRPO over branches
     python tests/kill_loop.py --kills 50 --mode lora        # two adapters over one base
     python tests/kill_loop.py --kills 50 --mode async       # sampling ahead of training, deterministic
+    python tests/kill_loop.py --kills 50 --mode league      # games against past policies, some of which leave the pool
 
 A run is ``turnwise train`` in a process of its own. It is forked from this one, which has imported turnwise and run
 none of it, as importing torch would take most of the time; ``--fresh`` starts an interpreter each time instead.
@@ -56,6 +57,13 @@ MODES: dict[str, dict[str, Any]] = {
     "lora": {"specialization": "lora"},
     "full": {"specialization": "full"},
     "async": {"loop": {"max_staleness": 2, "deterministic": True}},
+    "league": {
+        "task": "kuhn_poker",
+        "task_options": {"max_tokens": 4},
+        "rollout": {"questions": 8},
+        "league": {"share": 0.5, "every": 2, "size": 3, "at_once": 2},
+        "loop": {"max_staleness": 1, "deterministic": True},
+    },
 }
 TIMEOUT = 300.0
 """Seconds in which a run must write its next step, or end."""

@@ -30,6 +30,7 @@ FLOORS = {
     "report": 4,
     "demo": 5,
     "replay": 5,
+    "tournament": 5,
     "cli": 6,
 }
 """The floor of every file and folder directly under ``turnwise``; the command line stands above all rooms."""

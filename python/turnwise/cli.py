@@ -1,4 +1,4 @@
-"""The command line: ``turnwise demo | train | eval | view | replay | serve | bench | doctor``.
+"""The command line: ``turnwise demo | train | eval | tournament | view | replay | serve | bench | doctor``.
 
 Commands stand in one table at the end; what a command does is in the room that it calls, imported when it runs.
 A user's mistake is one line on stderr and exit code 2, a run that fails (no memory, no backend, a dead server) one line
@@ -166,6 +166,22 @@ def run_eval(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def run_tournament(options: argparse.Namespace) -> int:
+    import json
+
+    from turnwise.tournament import play_tournament, render, to_json
+
+    result = play_tournament(
+        options.run_dirs,
+        checkpoints=options.checkpoints,
+        games=options.games,
+        task=options.task,
+        baselines=options.baselines,
+    )
+    print(json.dumps(to_json(result), indent=1) if options.json else render(result))
+    return EXIT_OK
+
+
 def run_view(options: argparse.Namespace) -> int:
     from turnwise.report import write_report
 
@@ -280,6 +296,24 @@ COMMANDS: dict[str, Command] = {
             ("--checkpoint", {"help": "newest (the default), best, step_00000010, or a folder"}),
         ),
         overrides=True,
+    ),
+    "tournament": Command(
+        "Let checkpoints of one or several runs play against each other: payoffs and ratings, with intervals.",
+        run_tournament,
+        (
+            ("run_dirs", {"type": Path, "nargs": "+", "metavar": "RUN_DIR", "help": "folders of runs"}),
+            (
+                "--checkpoints",
+                {"nargs": "+", "default": ["all"], "metavar": "NAME", "help": "all (default), newest, best, ..."},
+            ),
+            ("--games", {"type": int, "default": 200, "help": "games of each pair, half from each seat (default 200)"}),
+            ("--task", {"help": "what is played (default: what the runs trained on)"}),
+            (
+                "--baselines",
+                {"nargs": "*", "metavar": "NAME", "help": "scripted players of the task (default: all that it has)"},
+            ),
+            ("--json", {"action": "store_true", "help": "as JSON, for scripts"}),
+        ),
     ),
     "view": Command(
         "Write the report of a run, finished or not: its curves and its episodes, as one HTML file.",

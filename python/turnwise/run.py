@@ -22,9 +22,11 @@ from turnwise.train.checkpoint import list_checkpoints, load_weights
 from turnwise.train.clients import build_client, check_client
 from turnwise.train.config import RolloutConfig, TrainConfig
 from turnwise.train.config_files import ConfigError, Problems, contradictions, to_toml
+from turnwise.train.config_selfplay import HealthConfig, LeagueConfig
 from turnwise.train.demonstrations import Row, RowReader, Rows, fitting
 from turnwise.train.evaluate import Evaluation
 from turnwise.train.export import export_policies
+from turnwise.train.league import past_models
 from turnwise.train.loop import EvalSet, Progress, Trainer, refuse_checkpoints
 from turnwise.train.models import (
     TINY,
@@ -40,6 +42,7 @@ from turnwise.train.models import (
 from turnwise.train.progress import find_checkpoint
 from turnwise.train.random_state import seed_generators
 from turnwise.train.run_log import RunLog
+from turnwise.train.selfplay import Measure, build_callbacks, check_selfplay
 from turnwise.train.specialization import resolve_policies
 from turnwise.train.warm_start import warm_start
 from turnwise.types import Actor, CreditAssigner, EpisodeRequest, InferenceClient, Sampling
@@ -139,13 +142,18 @@ def evaluate_from_config(config: TrainConfig, checkpoint: str | Path | None = No
     if checkpoint is None and list_checkpoints(root):
         checkpoint = "newest"
     chosen = None if checkpoint is None else find_checkpoint(root, checkpoint)
-    run = build_run(config.model_copy(update={"resume": False}), warm=chosen is None)
+    run = build_run(without_league(config).model_copy(update={"resume": False}), warm=chosen is None)
     if chosen is not None:
         load_weights(chosen, run.trainer.policies)
     with closing(run):
         result = run.evaluate()
     run.trainer.log.note(f"{chosen or 'starting weights'}: {describe(result)}")
     return result
+
+
+def without_league(config: TrainConfig) -> TrainConfig:
+    """``config`` for runs that train nothing: no past policies to hold, and nothing to watch."""
+    return config.model_copy(update={"league": LeagueConfig(), "health": HealthConfig()})
 
 
 def describe(result: Evaluation) -> str:
@@ -176,11 +184,12 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
     if rows is not None:
         run_warm_start(config, rows, actors, tokenizer, models, log.note)
     models = attach_adapters(models, config.policies, config.seed)
-    arena = build_arena(config, task, actors, tokenizer, models)
+    arena = build_arena(config, task, actors, tokenizer, {**models, **past_models(config, models)})
     references = load_references(config.policies, partial(tiny, config, task)) if config.loss.kl.coef else {}
     references = {name: model.to(device) for name, model in references.items()}
     policies = build_policies(config, models, references)
-    trainer = Trainer(arena, policies, config, validation=validation, log=log)
+    callbacks = build_callbacks(config, actors, seats_of(task), arena, exploitability_of(task))
+    trainer = Trainer(arena, policies, config, validation=validation, log=log, callbacks=callbacks)
     return Run(config, task, tokenizer, arena, trainer, held_out)
 
 
@@ -217,6 +226,7 @@ def resolved_config(config: TrainConfig, task: Task, problems: Problems) -> tupl
         eval_sets(config, task)
     with problems.gathered():
         actors, resolved = resolve_policies(config, task.actors, task.name)
+    problems.lines += check_selfplay(resolved, actors, seats_of(task), task.name, exploitability_of(task))
     limit, own = config.rollout.max_tokens, {actor.max_tokens for actor in actors}
     if limit != RolloutConfig.model_fields["max_tokens"].default and not own & {None, limit}:
         problems.lines.append(
@@ -291,6 +301,21 @@ def arena_over(
     for name, episode in episodes_of(config, task).items():
         arena.add_episode(name, episode)
     return arena
+
+
+def seats_of(task: Task) -> Sequence[str]:
+    """The actors of ``task`` that play against each other; none where it doesn't say."""
+    return getattr(task, "seats", ())
+
+
+def exploitability_of(task: Task) -> Measure | None:
+    """What measures how exploitable a policy is in ``task``; ``None`` for a task that is not solved exactly."""
+    solved: Any = task
+    if not (hasattr(solved, "solve") and hasattr(solved, "decisions")):
+        return None
+    from turnwise.tasks.two_player import measure_exploitability
+
+    return partial(measure_exploitability, game=solved)
 
 
 def episodes_of(config: TrainConfig, task: Task) -> dict[str, Episode]:

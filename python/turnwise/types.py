@@ -238,7 +238,8 @@ class Rollout:
 class EpisodeRequest:
     """An episode to run. Copies of one question share ``group_id``; ``timeout`` is in seconds.
 
-    Lineage, seed, policy version and deadline reach nested episodes by themselves.
+    Lineage, seed, policy version and deadline reach nested episodes by themselves. ``policies`` names, by actor, whose
+    weights play for it here and in nested episodes in place of its own; what they say never trains.
 
     Example: ``EpisodeRequest("sudoku", {"puzzle": "1_3_..."}, group_id="puzzle-5", seed=11)``
     """
@@ -251,6 +252,7 @@ class EpisodeRequest:
     timeout: float | None = None
     is_trainable: bool = True
     meta: dict[str, Any] = field(default_factory=dict)
+    policies: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from turnwise.arena.progress import EpisodeProgress
 from turnwise.arena.rubric import DropRolloutError, Rubric, Score
 from turnwise.arena.samples import drop_stale, pack, select
 from turnwise.arena.scheduler import BatchFailedError
+from turnwise.arena.seating import Seating
 from turnwise.arena.store import ArtifactStore
 from turnwise.arena.tape import logged
 from turnwise.arena.tree import TreeSampler
@@ -31,6 +32,7 @@ __all__ = [
     "Prioritised",
     "Rubric",
     "Score",
+    "Seating",
     "SingleTurnEpisode",
     "TreeSampler",
     "drop_stale",

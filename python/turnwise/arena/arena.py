@@ -15,13 +15,14 @@ from turnwise.arena.attempts import Attempt, attempts_of, mean_reward, tell
 from turnwise.arena.context import EpisodeContext, current_context, derive_seed, resolve, rng_state, set_rng_state
 from turnwise.arena.episode import Episode, check_episode
 from turnwise.arena.filters import Filters
-from turnwise.arena.model_call import PromptCache, call, fit_to_context, to_messages
+from turnwise.arena.model_call import PromptCache, call, fit_to_context, playing, to_messages
 from turnwise.arena.overlong import OverlongPenalty
 from turnwise.arena.play import open_episode, play
 from turnwise.arena.privacy import check_batch
 from turnwise.arena.progress import EpisodeProgress
 from turnwise.arena.resampling import check_stateless, describe_draws, resample
 from turnwise.arena.scheduler import CallBudget, EpisodesUnderWay, FailureCount, run_all
+from turnwise.arena.seating import Seating
 from turnwise.arena.store import ArtifactStore
 from turnwise.types import (
     Actor,
@@ -56,6 +57,7 @@ class Arena:
 
     ``keep_tapes`` keeps with each result what ``turnwise replay`` needs (:mod:`turnwise.arena.tape`).
     ``reward_penalty(samples)`` gives what each sample's reward loses before credit; steps and metrics keep it whole.
+    ``seating`` may put other policies into the seats of a training batch, see :class:`Seating`.
 
     Example::
 
@@ -113,6 +115,7 @@ class Arena:
         self.progress: EpisodeProgress | None = None
         self.reward_penalty: Callable[[Sequence[Sample]], Sequence[float]] | None = None
         self.keep_tapes = False
+        self.seating: Seating | None = None
         self.under_way = EpisodesUnderWay()
         self.budget = CallBudget(max_concurrency)
         self._prompts = PromptCache()
@@ -185,6 +188,8 @@ class Arena:
         requests = await resolve(self.get_batch())
         if self.filters.resample:
             return await resample(self, requests, drawn)
+        if self.seating is not None:
+            requests = await self.seating.seat(requests)
         drawn()  # whoever waits for it runs when this one waits for its first model call
         return await self.generate_rollouts(requests)
 
@@ -285,7 +290,7 @@ class Arena:
         sampling["max_tokens"] = fit_to_context(len(prompt_ids), max_tokens, self.max_context, f"actor {actor_id!r}")
         if sampling.get("seed", settings.seed) is None:
             sampling["seed"] = self._call_seed(current_context())
-        policy = policy or (actor.policy if actor else "default")
+        policy = policy or playing(actor)
         return messages, ModelRequest(prompt_ids, settings.with_(**sampling), policy, messages)
 
     # -- around training -----------------------------------------------------------------------------------------------
@@ -331,6 +336,7 @@ class Arena:
             "rng": rng_state(self.rng),
             "stores": {name: store.state_dict() for name, store in self.stores.items()},
             "credit": None if self.credit is None else self.credit.state_dict(),
+            "seating": None if self.seating is None else self.seating.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -346,6 +352,8 @@ class Arena:
             store.load_state_dict(state["stores"][name])
         if self.credit is not None and state["credit"] is not None:
             self.credit.load_state_dict(state["credit"])
+        if self.seating is not None and state.get("seating") is not None:
+            self.seating.load_state_dict(state["seating"])
 
     # -- inside --------------------------------------------------------------------------------------------------------
     def _actor(self, actor_id: str) -> Actor:

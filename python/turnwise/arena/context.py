@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import random
 import traceback
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -79,7 +79,8 @@ class EpisodeContext:
 
     ``scope`` is "" for the episode itself, and names the branch or reward function below it; together with the counter
     ``calls`` it fixes the seed of each model call. ``pruned`` holds the children that losing branches spawned: they may
-    still train, but the episode's state never saw them. ``place`` and ``marks`` name what stands on the ``tape``.
+    still train, but the episode's state never saw them. ``place`` and ``marks`` name what stands on the ``tape``;
+    ``policies`` play in place of their actors' own.
     """
 
     rollout: Rollout
@@ -105,6 +106,7 @@ class EpisodeContext:
     tape: Taping | None = None
     place: str = ""
     marks: int = 0
+    policies: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def rng(self) -> random.Random:
@@ -163,6 +165,7 @@ class EpisodeContext:
             outer=self.outer,
             tape=self.tape,
             place="" if self.tape is None else self.tape.claim(f"{self.place}/{name}"),
+            policies=self.policies,
         )
 
     def adopt(self, part: EpisodeContext, *, selected: bool) -> None:

@@ -60,6 +60,7 @@ async def call(
     if place is not None:
         if texts := context.private.shown(actor_id, messages):
             step.info["private"] = texts
+        step.trainable = step.trainable and actor_id not in context.policies
         if arena.check_private:
             context.sampled.add(sampled_key(actor_id, response.completion_token_ids))
         context.steps[place] = step
@@ -67,6 +68,14 @@ async def call(
         if actor_id is not None:
             context.state.last_completion_text = step.completion
     return response
+
+
+def playing(actor: Actor | None) -> str:
+    """Whose weights play for ``actor`` now: those that its episode's request names, else its own."""
+    if actor is None:
+        return "default"
+    context = current_context()
+    return actor.policy if context is None else context.policies.get(actor.id, actor.policy)
 
 
 def to_messages(prompt: str | Messages, actor: Actor | None) -> Messages:

@@ -27,6 +27,10 @@ def open_episode(
         raise ValueError(
             f"episode_type={request.episode_type!r}: no such episode, expected one of {sorted(arena.episodes)}"
         )
+    if unknown := [actor for actor in request.policies if actor not in arena.actors]:
+        raise ValueError(
+            f"policies={dict(request.policies)!r}: no actor {unknown[0]!r}, expected some of {sorted(arena.actors)}"
+        )
     if request.timeout is not None and not request.timeout > 0:
         raise ValueError(f"timeout={request.timeout!r}: expected seconds > 0, or None")
     uid = content_key(request.artifact) if request.group_id is None else request.group_id
@@ -49,7 +53,9 @@ def open_episode(
         versions = {policy: arena.client.version(policy) for policy in arena.policies}
     else:
         versions = parent.rollout.meta["policy_versions"]
-    rollout.meta = {**request.meta, "policy_versions": versions}
+    versions = {**versions, **{policy: arena.client.version(policy) for policy in request.policies.values()}}
+    policies = {**(parent.policies if parent else {}), **request.policies}
+    rollout.meta = {**request.meta, "policy_versions": versions, **({"policies": policies} if policies else {})}
     tape: Taping | None = parent.tape if parent else None
     if parent is None and arena.keep_tapes and not arena.is_evaluation:
         told = {"seed": arena.seed, "retries": arena.retries, "max_context": arena.max_context}
@@ -70,6 +76,7 @@ def open_episode(
         outer=parent.private if parent else None,
         tape=tape,
         place="" if tape is None else tape.claim(place),
+        policies=policies,
     )
 
 

@@ -31,7 +31,8 @@ Player = Callable[[str, Messages], str]
 class Task(Protocol):
     """A task: who plays, what is played, and how success is measured.
 
-    ``credit_rule``, where a task has it, is the rule that ``credit.rule = "task"`` stands for.
+    ``credit_rule``, where a task has it, is the rule that ``credit.rule = "task"`` stands for. ``seats``, where it has
+    them, are the actors that play against each other; the rubric may have a metric ``score/<seat>``, 0 to 1, of each.
 
     Everything is a function of the task's options and the arguments: equal calls give equal answers, in any process.
     """

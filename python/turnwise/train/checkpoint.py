@@ -40,7 +40,7 @@ from turnwise.train.checkpoint_files import (
 from turnwise.train.policy import Policy, named_weights
 from turnwise.train.random_state import generator_states, set_generator_states
 
-FORMAT = 3
+FORMAT = 4
 WORLD_SIZE = 1
 """Processes that train; a checkpoint belongs to as many as wrote it."""
 _PREFIX = "step_"
@@ -51,6 +51,7 @@ __all__ = [
     "checkpoint_at",
     "list_checkpoints",
     "load_checkpoint",
+    "load_learners",
     "load_weights",
     "save_checkpoint",
 ]
@@ -64,11 +65,12 @@ def save_checkpoint(
     keep: int = 2,
     protect: Collection[int] = (),
     attachments: Mapping[str, bytes] | None = None,
+    links: Mapping[str, Path] | None = None,
 ) -> Path:
     """Write ``root/step_<step>`` whole or not at all, then delete all but the newest ``keep`` and those of ``protect``.
 
     A whole checkpoint of that step stays as it is: equal runs reach equal states. ``state`` must be JSON-serialisable;
-    ``attachments`` are files of other kinds, by their names.
+    ``attachments`` are files of other kinds, by their names, ``links`` such as stand on the disk and never change.
     Raises ``OSError`` when the disk is full; older checkpoints are then untouched.
     """
     root.mkdir(parents=True, exist_ok=True)
@@ -80,7 +82,10 @@ def save_checkpoint(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
-        manifest = _write_all(temporary, policies, attachments or {}, FrozenFiles(found[-1] if found else None))
+        frozen = FrozenFiles(found[-1] if found else None)
+        for name, source in (links or {}).items():
+            frozen.take(source, temporary / name)
+        manifest = _write_all(temporary, policies, attachments or {}, frozen)
         manifest |= {"step": step, "state": state}
         write_manifest(manifest, temporary)
         sync_files(temporary)
@@ -113,18 +118,23 @@ def load_checkpoint(path: Path, policies: Mapping[str, Policy]) -> tuple[int, di
 
     Everything is read and checked before anything changes. Raises :class:`CheckpointError`.
     """
+    step, state = load_learners(path, policies)
+    set_generator_states(read_tensors(path / "rng.safetensors"))
+    return step, state
+
+
+def load_learners(path: Path, policies: Mapping[str, Policy]) -> tuple[int, dict[str, Any]]:
+    """:func:`load_checkpoint` without the generators, which stay where they are."""
     manifest = _checked_manifest(path, policies)
     _check_learners(path, policies, manifest)
     contents = _read_parts(path, _parts(policies, references=True), manifest)
     moments = {
         name: read_tensors(path / f"optimizer-{name}.safetensors") for name, p in policies.items() if p.optimizer
     }
-    rng = read_tensors(path / "rng.safetensors")
     for part, saved in contents:
         _copy_into(part.weights(), saved)
     for name, policy in policies.items():
         _restore_optimizer(policy, moments.get(name), manifest["policies"][name])
-    set_generator_states(rng)
     return manifest["step"], manifest["state"]
 
 

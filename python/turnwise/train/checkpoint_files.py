@@ -55,14 +55,28 @@ class FrozenFiles:
         source, entry = self._before / file.name, self._manifest.get("files", {}).get(file.name)
         if entry is None or not source.is_file() or source.stat().st_size != entry[0]:
             return False
-        try:
-            os.link(source, file)
-        except OSError as error:
-            if error.errno == errno.ENOSPC:
-                raise
-            shutil.copyfile(source, file)  # a file system without hard links
+        link_or_copy(source, file)
         self.known[file.name] = entry
         return True
+
+    def take(self, source: Path, file: Path) -> None:
+        """Make ``file`` a link to ``source``, which never changes; what ``before`` links too needs no new SHA-256."""
+        link_or_copy(source, file)
+        entry = self._manifest.get("files", {}).get(file.name)
+        if self._before is not None and entry is not None:
+            with suppress(FileNotFoundError):
+                if file.samefile(self._before / file.name):
+                    self.known[file.name] = entry
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make ``target`` a hard link to ``source``, or a copy where the file system has none."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno == errno.ENOSPC or not source.is_file():
+            raise
+        shutil.copyfile(source, target)
 
 
 def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:

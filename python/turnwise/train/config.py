@@ -7,26 +7,12 @@ The defaults are the settings that were vetted; unknown keys are refused with th
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-Share = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    """A table of the config file."""
-
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """``eval.every = true`` must not mean 1."""
-        annotation = cls.model_fields[info.field_name or ""].annotation
-        if isinstance(value, bool) and {int, float} & {annotation, *get_args(annotation)}:
-            raise ValueError("expected a number")
-        return value
+from turnwise.train.config_base import Section, Share
+from turnwise.train.config_selfplay import HealthConfig, LeagueConfig
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -280,12 +266,14 @@ class EvalConfig(Section):
     """Validation every ``every`` steps (0: never); held-out questions are for the end of the run.
 
     Training ends early at a validation success of ``stop_at``, or after ``patience`` validations without a new best.
+    Every ``exploitability`` steps (0: never) the exact exploitability is measured, in games that are small enough.
     """
 
     every: int = Field(default=0, ge=0)
     questions: int = Field(default=200, ge=1)
     stop_at: float | None = Field(default=None, gt=0, le=1, description="end training at this validation success")
     patience: int | None = Field(default=None, ge=1)
+    exploitability: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")
     def _stops_at_what_it_measures(self) -> Self:
@@ -357,6 +345,8 @@ class TrainConfig(Section):
     update: UpdateConfig = UpdateConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    league: LeagueConfig = LeagueConfig()
+    health: HealthConfig = HealthConfig()
     log: LogConfig = LogConfig()
 
     def optimizer_of(self, policy: str) -> OptimizerConfig:

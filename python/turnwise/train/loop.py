@@ -19,6 +19,7 @@ import numpy as np
 
 from turnwise.arena import Arena, EpisodeProgress
 from turnwise.arena.samples import drop_stale
+from turnwise.train.callbacks import Callback
 from turnwise.train.checkpoint import (
     CheckpointError,
     CheckpointMismatch,
@@ -61,6 +62,7 @@ class Trainer:
     """Trains ``policies`` on what ``arena`` samples, and keeps its client up to date.
 
     ``validation`` is evaluated every ``config.eval.every`` steps and ends the run at ``config.eval.stop_at``.
+    ``callbacks`` are told of each step, in order, and saved with the run.
     ``await trainer.run()`` resumes from the newest checkpoint under ``config.run_dir`` unless ``config.resume`` is off.
     """
 
@@ -72,6 +74,7 @@ class Trainer:
         *,
         validation: EvalSet | None = None,
         log: RunLog | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         if problems := contradictions(config):
             raise ConfigError("\n".join(problems))
@@ -99,6 +102,8 @@ class Trainer:
         in_reward = kl.coef > 0 and kl.place == "reward"
         self.kl_penalty = KLPenalty(policies, kl, config.update.micro_batch_tokens) if in_reward else None
         arena.reward_penalty = self.kl_penalty or arena.reward_penalty
+        self.callbacks = {callback.name: callback for callback in callbacks}
+        assert len(self.callbacks) == len(callbacks), "callbacks have names of their own"
         self._stop = StopRequest()
         self.producer = self._new_producer()
         self._published: dict[str, int] = {}
@@ -114,6 +119,8 @@ class Trainer:
         self.resume()
         (self.config.run_dir / CONFIG_FILE).write_text(to_toml(self.config), encoding="utf-8")
         await self.publish()
+        for callback in self.callbacks.values():
+            await callback.on_start(self)
         await self.arena.on_train_start()
         try:
             with self.log, self._stop.listening():
@@ -225,6 +232,8 @@ class Trainer:
             "tokens_per_second": batch.metrics["sampled_tokens"] / (updated - self._started),
             **self.client_metrics.take(),
         }
+        for callback in self.callbacks.values():
+            metrics |= await callback.after_step(self, results)
         every = self.config.eval.every
         failed = True
         try:
@@ -295,16 +304,19 @@ class Trainer:
         """
         pending = self.producer.pending()
         arena, generators = self._sampler_state() if pending.before is None else self._rewound(pending.before)
-        state = {"progress": asdict(self.progress), "arena": arena, "random": generators}
+        beside = {name: callback.state_dict() for name, callback in self.callbacks.items()}
+        state = {"progress": asdict(self.progress), "arena": arena, "random": generators, "callbacks": beside}
         best = self.progress.best_kept(self.config)
+        protected = [step for callback in self.callbacks.values() for step in callback.protected_steps()]
         saved = save_checkpoint(
             self.checkpoints,
             self.progress.step,
             self.policies,
             state,
             keep=self.config.checkpoint.keep,
-            protect=() if best is None else (best,),
+            protect=protected if best is None else [best, *protected],
             attachments={QUEUE: _pickled(pending.batches)} if pending.batches else {},
+            links={name: file for callback in self.callbacks.values() for name, file in callback.files().items()},
         )
         forget_old_states(self.arena, list_checkpoints(self.checkpoints)[0])
         return saved
@@ -347,6 +359,9 @@ class Trainer:
         self.progress = Progress(**state["progress"])
         self.arena.load_state_dict(state["arena"])
         set_random_state(self.rng, state["random"])
+        for name, saved in state["callbacks"].items():
+            if name in self.callbacks:
+                self.callbacks[name].load_state_dict(saved, found[-1])
         self.producer = self._new_producer()
         if (queue := found[-1] / QUEUE).exists():
             self.producer.put(pickle.loads(queue.read_bytes()))

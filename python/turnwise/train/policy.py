@@ -45,6 +45,7 @@ class Policy:
         self.updates = 0
         self.skipped = 0  # updates in a row that were not finite
         self.kl_coef: float | None = None  # the adaptive coefficient, once it has moved
+        self.rate_scale = 1.0
         self.max_grad_norm = config.max_grad_norm
         if with_reference and reference is None:
             reference = _starting_weights(model)
@@ -103,6 +104,13 @@ class Policy:
             group["lr"] = rate
         self.schedule._last_lr = rates
 
+    def scale_rate(self, factor: float) -> None:
+        """Multiply the learning rate by ``factor``, now and for the rest of the schedule."""
+        assert self.optimizer is not None and self.schedule is not None, f"policy {self.name!r} is frozen"
+        self.rate_scale *= factor
+        self.schedule.base_lrs = [base * factor for base in self.schedule.base_lrs]
+        self.seek_schedule(self.schedule.last_epoch)
+
     def discard_gradient(self) -> None:
         """Leave an update out: weights, optimizer and schedule stay as they are."""
         assert self.optimizer is not None, f"policy {self.name!r} is frozen"
@@ -110,11 +118,13 @@ class Policy:
 
     def extra_state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside weights and optimizer, fit for JSON."""
-        return {"skipped": self.skipped, "kl_coef": self.kl_coef}
+        return {"skipped": self.skipped, "kl_coef": self.kl_coef, "rate_scale": self.rate_scale}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         """Take back what :meth:`extra_state` gave."""
         self.skipped, self.kl_coef = state["skipped"], state["kl_coef"]
+        if self.optimizer is not None:
+            self.scale_rate(state["rate_scale"] / self.rate_scale)
 
     @property
     def trie_share(self) -> float:

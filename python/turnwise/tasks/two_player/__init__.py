@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .episode import TwoPlayerEpisode
-from .query import Decision, QueriedPolicy, SolvedGame, interval, sample_policy, score_policy
+from .query import Decision, QueriedPolicy, SolvedGame, interval, measure_exploitability, sample_policy, score_policy
 from .rules import SEATS, PlayerFactory, Rules
 from .task import TwoPlayerOptions, TwoPlayerTask
 from .tree import Exploitability, GameTree
@@ -21,6 +21,7 @@ __all__ = [
     "TwoPlayerOptions",
     "TwoPlayerTask",
     "interval",
+    "measure_exploitability",
     "sample_policy",
     "score_policy",
 ]

@@ -117,6 +117,15 @@ async def score_policy(arena: Arena, game: SolvedGame, sampling: Sampling | None
     return QueriedPolicy(table, other=table[:, -1].copy())
 
 
+async def measure_exploitability(arena: Arena, game: SolvedGame) -> dict[str, float]:
+    """``exploitability`` of what the arena's actors play, exactly, by :func:`score_policy`, and ``unreadable``, how
+    much of their probability, averaged over the decisions, is on no legal action's plain text.
+    """
+    asked = await score_policy(arena, game)
+    unreadable = float(asked.table[:, -1].mean())
+    return {"exploitability": game.solve(asked.table).exploitability, "unreadable": unreadable}
+
+
 def interval(
     solve: Callable[[np.ndarray], Exploitability], counts: np.ndarray, *, draws: int = 200, seed: int = 0
 ) -> tuple[float, float]:

@@ -40,6 +40,7 @@ class TwoPlayerTask(ABC):
     name: ClassVar[str]
     options_type: ClassVar[type[TwoPlayerOptions]]
     max_turns: ClassVar[int]
+    seats: ClassVar[tuple[str, ...]] = SEATS
     credit_rule = "rae"
     success_metric = f"score/{MODEL}"
 
@@ -112,6 +113,22 @@ class TwoPlayerTask(ABC):
                     )
                 )
         return made[:n]
+
+    def match_requests(self, split: Split, n: int) -> list[EpisodeRequest]:
+        """``n`` questions of a held-out split with all seats open, the same whatever the task's seed; who asks says by
+        ``EpisodeRequest.policies`` who plays."""
+        check_split(split)
+        check_counts(n=n)
+        return [
+            EpisodeRequest(
+                self.name,
+                question,
+                group_id=f"{split}/{match}",
+                seed=derive_seed(self.name, split, match),
+                is_trainable=False,
+            )
+            for match, question in enumerate(self.questions(split, n, 0))
+        ]
 
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
         """Actions of both seats in whole games: the format is always right, the choice is with chance ``quality``."""

@@ -1,0 +1,83 @@
+"""What can be done about an unhealthy run: one class per action, found by name in :data:`ACTIONS`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from turnwise.train.checkpoint import checkpoint_at, list_checkpoints, load_learners
+from turnwise.train.league.league import League
+
+if TYPE_CHECKING:
+    from turnwise.train.loop import Trainer
+
+
+class Action(ABC):
+    """Its fields are the options of the configuration."""
+
+    @abstractmethod
+    async def apply(self, trainer: Trainer, healthy_step: int | None) -> str:
+        """Do it between two steps; what was done, in words. ``healthy_step`` is that of the last healthy checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class MixAnchors(Action):
+    """Play ``by`` more of the games against past policies, ``most`` of all at most."""
+
+    by: float = 0.1
+    most: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 < self.by <= 1 or not 0 < self.most <= 1:
+            raise ValueError(f"by={self.by!r}, most={self.most!r}: expected shares above 0")
+
+    async def apply(self, trainer: Trainer, healthy_step: int | None) -> str:
+        league = trainer.callbacks["league"]
+        assert isinstance(league, League)
+        league.raised = max(league.raised, min(league.raised + self.by, self.most - league.config.share))
+        return f"{league.share:.0%} of the games are against past policies now"
+
+
+@dataclass(frozen=True, slots=True)
+class LowerRate(Action):
+    """Multiply the learning rate of every trained policy by ``factor``, for the rest of the run."""
+
+    factor: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 < self.factor < 1:
+            raise ValueError(f"factor={self.factor!r}: expected a number in (0, 1)")
+
+    async def apply(self, trainer: Trainer, healthy_step: int | None) -> str:
+        for policy in trainer.policies.values():
+            if policy.trainable:
+                policy.scale_rate(self.factor)
+        return f"learning rates are {self.factor:g} of what they were"
+
+
+@dataclass(frozen=True, slots=True)
+class RollBack(Action):
+    """Take weights, optimizers and the credit rule's baselines back to the last healthy checkpoint.
+
+    Steps, questions and all generators go on, else the same would happen again; so do versions and lowered rates.
+    """
+
+    async def apply(self, trainer: Trainer, healthy_step: int | None) -> str:
+        path = None if healthy_step is None else checkpoint_at(trainer.checkpoints, healthy_step)
+        if path is None or path not in list_checkpoints(trainer.checkpoints):
+            return "there is no healthy checkpoint to go back to"
+        now = {name: (policy.version, policy.rate_scale) for name, policy in trainer.policies.items()}
+        _, state = load_learners(path, trainer.policies)
+        for name, policy in trainer.policies.items():
+            version, scale = now[name]
+            policy.scale_rate(scale / policy.rate_scale)
+            policy.version = version + 1 if policy.trainable else version
+        if trainer.arena.credit is not None and state["arena"]["credit"] is not None:
+            trainer.arena.credit.load_state_dict(state["arena"]["credit"])
+        await trainer.publish()
+        return f"weights and optimizers are those of step {healthy_step}"
+
+
+ACTIONS: dict[str, type[Action]] = {"mix_anchors": MixAnchors, "lower_rate": LowerRate, "roll_back": RollBack}
+"""By their names in ``health.signals.<name>.actions``."""

@@ -1,0 +1,55 @@
+"""A health guard from a configuration, and what is wrong with one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from turnwise.naming import construct, find
+from turnwise.train.config import TrainConfig
+from turnwise.train.config_files import ConfigError
+from turnwise.train.health.actions import ACTIONS, Action
+from turnwise.train.health.guard import Guard
+from turnwise.train.health.signals import SIGNALS, Signal
+
+
+def check_health(config: TrainConfig, seats: Sequence[str]) -> list[str]:
+    """What keeps the guard of ``config`` from watching, a line each."""
+    problems = []
+    for name in config.health.signals:
+        try:
+            _signal(config, name, seats)
+            _actions(config, name)
+        except ConfigError as error:
+            problems.append(str(error))
+    if "roll_back" in config.health.actions() and not config.checkpoint.every:
+        problems.append("config key 'health.signals': the action roll_back needs checkpoint.every > 0")
+    return problems
+
+
+def build_guard(config: TrainConfig, seats: Sequence[str]) -> Guard | None:
+    """The guard of ``config``; ``None`` where nothing is to be watched. Raises :class:`ConfigError`."""
+    if not config.health.signals:
+        return None
+    signals = {name: _signal(config, name, seats) for name in config.health.signals}
+    actions = {name: _actions(config, name) for name in config.health.signals}
+    return Guard(signals, actions, window=config.health.window)
+
+
+def _signal(config: TrainConfig, name: str, seats: Sequence[str]) -> Signal:
+    try:
+        kind = find(SIGNALS, name, f"health.signals.{name}")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    signal: Signal = kind(config.health.signals[name].threshold, seats)
+    return signal
+
+
+def _actions(config: TrainConfig, name: str) -> dict[str, Action]:
+    key = f"health.signals.{name}.actions"
+    try:
+        return {
+            kind: construct(find(ACTIONS, kind, key), options, f"{key}.{kind}")
+            for kind, options in config.health.signals[name].actions.items()
+        }
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

@@ -1,0 +1,178 @@
+"""What can go wrong in self-play, as numbers: one class per signal, found by name in :data:`SIGNALS`.
+
+A signal measures each step: for each actor that it speaks of a :class:`Sums`. Over the last window of steps these are
+added up, and :meth:`Signal.judge` says whether they are healthy. Only what live policies did counts, no past ones.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+from turnwise.train.evaluate import wilson
+from turnwise.train.league.payoffs import game_of
+from turnwise.types import GenerateResult, Rollout, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """``total`` over ``count`` observations; their mean is what a signal is about."""
+
+    count: float
+    total: float
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count
+
+    def plus(self, other: Sums) -> Sums:
+        return Sums(self.count + other.count, self.total + other.total)
+
+
+class Signal(ABC):
+    """``threshold`` is where it turns unhealthy; each class says in which units."""
+
+    default: ClassVar[float]
+
+    def __init__(self, threshold: float | None = None, seats: Sequence[str] = ()) -> None:
+        self.threshold = self.default if threshold is None else threshold
+        self.seats = tuple(seats)
+
+    @abstractmethod
+    def measure(self, results: Sequence[GenerateResult]) -> dict[str, Sums]:
+        """One step's observations, by actor; actors of whom there is nothing to say are left out."""
+
+    @abstractmethod
+    def judge(self, window: Sums, first: Sums) -> str | None:
+        """What is wrong with the last ``window``, in words; ``None`` for nothing. ``first`` is the run's first one."""
+
+
+class SeatSkew(Signal):
+    """The first seat's share of its games against the other seats, all played by live policies, is far from a half.
+
+    Unhealthy where the 95% interval leaves 0.5 out and the share is more than ``threshold`` away from it: one seat is
+    being learned and not the other, or the game itself favours it.
+    """
+
+    default = 0.15
+
+    def measure(self, results: Sequence[GenerateResult]) -> dict[str, Sums]:
+        played = [
+            rollout
+            for rollout in _finished(results)
+            if not rollout.meta.get("policies") and set(self.seats) <= rollout.rewards.keys()
+        ]
+        if len(self.seats) != 2 or not played:
+            return {}
+        shares = [game_of(rollout, self.seats[:1], self.seats).share for rollout in played]
+        return {self.seats[0]: Sums(len(shares), sum(shares))}
+
+    def judge(self, window: Sums, first: Sums) -> str | None:
+        low, high = wilson(window.mean, int(window.count))
+        if low <= 0.5 <= high or abs(window.mean - 0.5) <= self.threshold:
+            return None
+        return f"wins {window.mean:.0%} of its games (95% interval {low:.0%}-{high:.0%}), not about a half"
+
+
+class Invalid(Signal):
+    """The share of an actor's actions that were not legal, by the rubric's ``legal/<actor>`` or ``valid/<actor>``.
+
+    Unhealthy where the 95% interval lies above ``threshold``.
+    """
+
+    default = 0.2
+
+    def measure(self, results: Sequence[GenerateResult]) -> dict[str, Sums]:
+        found: dict[str, Sums] = {}
+        for rollout in _finished(results):
+            for actor in _live(rollout):
+                legal = rollout.metrics.get(f"legal/{actor}", rollout.metrics.get(f"valid/{actor}"))
+                if legal is not None:
+                    found[actor] = found.get(actor, Sums(0, 0.0)).plus(Sums(1, 1.0 - legal))
+        return found
+
+    def judge(self, window: Sums, first: Sums) -> str | None:
+        low, _ = wilson(min(max(window.mean, 0.0), 1.0), int(window.count))
+        return None if low <= self.threshold else f"{window.mean:.0%} of its actions are invalid"
+
+
+class _Fallen(Signal):
+    """Unhealthy below ``threshold`` times what it was in the run's first window."""
+
+    what: ClassVar[str]
+
+    def judge(self, window: Sums, first: Sums) -> str | None:
+        if window.mean >= self.threshold * first.mean:
+            return None
+        return f"{self.what} is {window.mean:.3g}, it was {first.mean:.3g}"
+
+
+class Entropy(_Fallen):
+    """The mean of ``-log p`` over an actor's sampled tokens, in nats: an estimate of its policy's entropy per token."""
+
+    default, what = 0.2, "mean -log-prob per token"
+
+    def measure(self, results: Sequence[GenerateResult]) -> dict[str, Sums]:
+        found: dict[str, Sums] = {}
+        for actor, step in _live_steps(results):
+            own = Sums(len(step.completion_logprobs), -sum(step.completion_logprobs))
+            found[actor] = found.get(actor, Sums(0, 0.0)).plus(own)
+        return found
+
+
+class Distinct(_Fallen):
+    """How many different completions an actor gave in a step, as a share of all that it gave."""
+
+    default, what = 0.3, "share of distinct completions"
+
+    def measure(self, results: Sequence[GenerateResult]) -> dict[str, Sums]:
+        said: dict[str, list[tuple[int, ...]]] = {}
+        for actor, step in _live_steps(results):
+            said.setdefault(actor, []).append(tuple(step.completion_token_ids))
+        return {actor: Sums(len(texts), len(set(texts))) for actor, texts in said.items()}
+
+
+class Distinct2(_Fallen):
+    """Distinct-2 of a step: how many different pairs of neighbouring tokens an actor's completions hold, as a share of
+    all such pairs (Li et al., "A diversity-promoting objective function", 2016, https://arxiv.org/abs/1510.03055)."""
+
+    default, what = 0.3, "distinct-2"
+
+    def measure(self, results: Sequence[GenerateResult]) -> dict[str, Sums]:
+        pairs: dict[str, list[tuple[int, int]]] = {}
+        for actor, step in _live_steps(results):
+            ids = step.completion_token_ids
+            pairs.setdefault(actor, []).extend(pairwise(ids))
+        return {actor: Sums(len(seen), len(set(seen))) for actor, seen in pairs.items() if seen}
+
+
+SIGNALS: dict[str, type[Signal]] = {
+    "seat_skew": SeatSkew,
+    "invalid": Invalid,
+    "entropy": Entropy,
+    "distinct": Distinct,
+    "distinct_2": Distinct2,
+}
+"""By their names in ``health.signals``."""
+
+
+def _finished(results: Sequence[GenerateResult]) -> Iterator[Rollout]:
+    for top in results:
+        for result in top.walk():
+            if result.rollout.error is None:
+                yield result.rollout
+
+
+def _live(rollout: Rollout) -> set[str]:
+    """The actors that a live policy played in ``rollout``."""
+    return {step.actor_id for step in rollout.steps if step.trainable and step.actor_id is not None}
+
+
+def _live_steps(results: Sequence[GenerateResult]) -> Iterator[tuple[str, Step]]:
+    for rollout in _finished(results):
+        for step in rollout.steps:
+            if step.trainable and step.actor_id is not None:
+                yield step.actor_id, step

@@ -1,0 +1,134 @@
+"""A league from a configuration: what it needs of the task and of the client, and its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from turnwise.inference.adapters import AdaptedModel
+from turnwise.naming import construct, find
+from turnwise.train.config import TrainConfig
+from turnwise.train.config_files import ConfigError
+from turnwise.train.league.league import League
+from turnwise.train.league.matchmaking import MATCHMAKERS, Matchmaker
+from turnwise.train.league.pool import Slots, slot_names
+from turnwise.train.models import peft_config
+from turnwise.types import Actor, InferenceClient
+
+FOLDER = "league"
+"""Where a run keeps its past policies, inside its folder."""
+
+CLIENTS: dict[str, bool] = {"transformers": True, "vllm": False, "vllm-process": False}
+"""The clients that can hold frozen policies beside the live ones: whether whole models too, or adapters alone.
+A vLLM engine serves one base model, so each whole copy would be an engine more."""
+
+
+def plays_past(config: TrainConfig) -> bool:
+    """Whether ``config`` has games against past policies, or may come to have them."""
+    return config.league.share > 0 or "mix_anchors" in config.health.actions()
+
+
+def check_league(config: TrainConfig, actors: Sequence[Actor], seats: Sequence[str], task: str) -> list[str]:
+    """What keeps the league of ``config`` (its policies resolved) from being played, a line each."""
+    if not plays_past(config):
+        return []
+    problems = []
+    try:
+        build_matchmaker(config)
+    except ConfigError as error:
+        problems.append(str(error))
+    key = f"config key 'league.share' = {config.league.share}"
+    missing = [*_lacks(config, actors, seats, task), *_lacks_of_client(config)]
+    return problems + [f"{key}: {reason}" for reason in missing]
+
+
+def _lacks(config: TrainConfig, actors: Sequence[Actor], seats: Sequence[str], task: str) -> list[str]:
+    """What the task and the settings lack for games against the past."""
+    lacks = []
+    questions, share = config.rollout.questions, config.league.share
+    if len(seats) < 2:
+        lacks.append(f"task {task!r} has no seats that play against each other")
+    elif share and share * questions < len(seats) / 2:
+        lacks.append(f"of rollout.questions = {questions} that is no question from each of {len(seats)} seats")
+    if config.filter.resample:
+        lacks.append("needs filter.resample = 0, as each draw would seat others")
+    if config.rollout.branches > 1:
+        lacks.append("needs rollout.branches = 1, games that are played to their end")
+    return lacks + [
+        f"actor {actor.id!r} plays with policy {actor.policy!r}, which is frozen and has no past"
+        for actor in actors
+        if actor.id in seats and actor.policy in config.policies and not config.policies[actor.policy].trainable
+    ]
+
+
+def _lacks_of_client(config: TrainConfig) -> list[str]:
+    kind = config.rollout.client
+    if kind not in CLIENTS:
+        able = ", ".join(map(repr, CLIENTS))
+        return [f"rollout.client = {kind!r} serves the live policies alone; past ones play with {able}"]
+    return [
+        f"with rollout.client = {kind!r} past policies are adapters, and policies.{name} is a whole model: give it a "
+        "lora section, or set rollout.client = 'transformers'"
+        for name, settings in config.policies.items()
+        if settings.trainable and settings.lora is None and not CLIENTS[kind]
+    ]
+
+
+def build_matchmaker(config: TrainConfig) -> Matchmaker:
+    """The matchmaker that ``league.opponents`` names, with ``league.options``; raises :class:`ConfigError`."""
+    try:
+        kind = find(MATCHMAKERS, config.league.opponents, "league.opponents")
+        maker: Any = construct(kind, config.league.options, "league.options")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if not callable(getattr(maker, "weights", None)):
+        raise ConfigError(
+            f"config key 'league.opponents' = {config.league.opponents!r}: expected a class with weights(p_win), such "
+            f"as {', '.join(MATCHMAKERS)}"
+        )
+    return maker
+
+
+def groups_of(config: TrainConfig) -> int:
+    """How many batches may be under way at once, each with opponents of its own."""
+    return config.loop.max_staleness + 1
+
+
+def past_models(config: TrainConfig, models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The models to build a client with beside the live ``models``: one per slot of each trained policy.
+
+    For an adapter that is one adapter more over its base; a whole model stands for itself, and the client copies it.
+    """
+    if not plays_past(config):
+        return {}
+    trained = [name for name in models if config.policies[name].trainable]
+    held: dict[str, nn.Module] = {}
+    for slot, policy in slot_names(trained, config.league.at_once * groups_of(config)).items():
+        model, lora = models[policy], config.policies[policy].lora
+        if isinstance(model, AdaptedModel) and lora is not None:
+            held[slot] = model.shared.add_adapter(slot, peft_config(lora), config.seed)
+            held[slot].requires_grad_(False)
+        else:
+            held[slot] = model
+    return held
+
+
+def build_league(
+    config: TrainConfig, actors: Sequence[Actor], seats: Sequence[str], client: InferenceClient
+) -> League | None:
+    """The league of ``config``, for a client that was built with :func:`past_models`; ``None`` where there is none."""
+    if not plays_past(config):
+        return None
+    trained = [name for name, settings in config.policies.items() if settings.trainable]
+    groups = groups_of(config)
+    return League(
+        config.league,
+        build_matchmaker(config),
+        {actor.id: actor.policy for actor in actors if actor.id in seats},
+        Slots(client, trained, config.league.at_once * groups),
+        config.run_dir / FOLDER,
+        groups=groups,
+        seed=config.seed,
+    )

@@ -1,0 +1,205 @@
+"""A league: while the live policies train against themselves, some of their games are against their own past.
+
+Each league question is played twice, the live policies in one seat each time and a member of the pool in the others, so
+neither the deal nor the first move favours anybody. The member's tokens never train: its steps are marked so, and its
+name is that of no policy of the trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from turnwise.train.callbacks import Callback
+from turnwise.train.config_selfplay import LeagueConfig
+from turnwise.train.league.matchmaking import Matchmaker, chances
+from turnwise.train.league.payoffs import Game, Payoffs, game_of
+from turnwise.train.league.pool import LIVE, Member, Pool, Slots, slot_name
+from turnwise.train.league.ratings import bradley_terry
+from turnwise.train.policy import Policy
+from turnwise.types import EpisodeRequest, GenerateResult
+
+if TYPE_CHECKING:
+    from turnwise.train.loop import Trainer
+
+MARK = "league"
+"""Where a league game's rollout says, in ``meta``, which member it met and in which seat the live policies sat."""
+
+
+class League(Callback):
+    """Seats past policies in an arena's batches, keeps their pool, and counts who beat whom.
+
+    ``seats`` are the actors that play against each other, ``policy_of`` names their policies. ``slots`` are the
+    client's places for the past, ``at_once`` for each batch that may be under way: ``groups`` of them. A batch's
+    opponents depend on ``seed``, its number, the pool and the matrix alone.
+    """
+
+    name = "league"
+
+    def __init__(
+        self,
+        config: LeagueConfig,
+        matchmaker: Matchmaker,
+        policy_of: Mapping[str, str],
+        slots: Slots,
+        folder: Path,
+        *,
+        groups: int = 1,
+        seed: int = 0,
+    ) -> None:
+        self.config, self.matchmaker, self.slots = config, matchmaker, slots
+        self.policy_of, self.seats = dict(policy_of), tuple(policy_of)
+        self.pool, self.payoffs = Pool(folder, config.size), Payoffs()
+        self.raised = 0.0
+        self.groups, self.seed = groups, seed
+        self.seating = Seats(self)
+
+    @property
+    def share(self) -> float:
+        """The share of the questions that are played against the past: the config's, and what was added since."""
+        return min(1.0, self.config.share + self.raised)
+
+    # -- the pool ------------------------------------------------------------------------------------------------------
+    async def on_start(self, trainer: Trainer) -> None:
+        """The starting weights are the first member."""
+        if not self.pool.members:
+            self.snapshot(trainer.progress.step, trainer.policies)
+
+    async def after_step(self, trainer: Trainer, results: Sequence[GenerateResult]) -> dict[str, float]:
+        metrics = self.record(results)
+        if trainer.progress.step % self.config.every == 0:
+            self.snapshot(trainer.progress.step, trainer.policies)
+        return metrics
+
+    def snapshot(self, step: int, policies: Mapping[str, Policy]) -> None:
+        """Make the present policies a member, with what they played since the one before; not if nothing trained."""
+        trained = {name: policies[name] for name in self.slots.policies}
+        newest = self.pool.members[-1] if self.pool.members else None
+        if newest and newest.versions == {name: policy.version for name, policy in trained.items()}:
+            return
+        for member in self.pool.add(step, trained):
+            self.payoffs.forget(member.name)
+        self.payoffs.rename(LIVE, self.pool.members[-1].name)
+
+    # -- who meets whom ------------------------------------------------------------------------------------------------
+    def p_win(self) -> np.ndarray:
+        """The live policies' estimated share ``[M]`` against each member: what they got since the newest snapshot, and
+        what it got before, one draw added to it."""
+        newest = self.pool.members[-1].name
+        records = [
+            self.payoffs.between(LIVE, m.name).plus(self.payoffs.between(newest, m.name)) for m in self.pool.members
+        ]
+        return np.array([(record.share + 0.5) / (record.matches + 1) for record in records])
+
+    def draw(self, batch: int, count: int) -> list[Member]:
+        """The opponents of ``count`` questions of batch ``batch``, at most ``at_once`` different ones.
+
+        Each question's opponent has the matchmaker's chances; questions that share a draw are not independent.
+        """
+        rng = np.random.default_rng([self.seed, batch])
+        size = min(count, self.config.at_once)
+        drawn = rng.choice(len(self.pool.members), size=size, p=chances(self.matchmaker, self.p_win()))
+        return [self.pool.members[drawn[place % size]] for place in range(count)]
+
+    async def seat(self, batch: int, requests: Sequence[EpisodeRequest]) -> list[EpisodeRequest]:
+        """``requests`` with ``share`` of their questions against the past: as many games as before, those last.
+
+        Half of those questions make room for the second game of the others.
+        """
+        questions = [list(games) for _, games in groupby(requests, key=lambda request: request.group_id)]
+        count = int(self.share * len(questions) / len(self.seats) + 0.5)
+        if not count or not self.pool.members:
+            return list(requests)
+        opponents = self.draw(batch, count)
+        first = batch % self.groups * self.config.at_once
+        slot_of = {step: first + place for place, step in enumerate(sorted({member.step for member in opponents}))}
+        for member in opponents:
+            await self._hold(slot_of[member.step], member)
+        kept = len(questions) - len(self.seats) * count
+        chosen = questions[kept : kept + count]
+        paired = [
+            self.against(request, member, slot_of[member.step], seat, f"{batch}/{place}/{copy}")
+            for place, (games, member) in enumerate(zip(chosen, opponents, strict=True))
+            for copy, request in enumerate(games)
+            for seat in self.seats
+        ]
+        return [request for games in questions[:kept] for request in games] + paired
+
+    def against(self, request: EpisodeRequest, member: Member, slot: int, seat: str, match: str) -> EpisodeRequest:
+        """``request`` with the live policies in ``seat`` alone."""
+        others = {other: slot_name(self.policy_of[other], slot) for other in self.seats if other != seat}
+        mark = {"member": member.step, "seat": seat, "match": match}
+        return replace(request, policies={**request.policies, **others}, meta={**request.meta, MARK: mark})
+
+    async def _hold(self, slot: int, member: Member) -> None:
+        """In a thread where other batches may be under way: a client waits for what it computes."""
+        if self.groups > 1:
+            await asyncio.to_thread(self.slots.hold, slot, member, self.pool)
+        else:
+            self.slots.hold(slot, member, self.pool)
+
+    # -- how it went ---------------------------------------------------------------------------------------------------
+    def record(self, results: Sequence[GenerateResult]) -> dict[str, float]:
+        """Count the league's matches among ``results``; their metrics. Failed games and gone members don't count."""
+        known = {member.step: member.name for member in self.pool.members}
+        matches: dict[tuple[int, str], list[Game]] = {}
+        for result in results:
+            mark = result.rollout.meta.get(MARK)
+            if mark is not None and result.rollout.error is None and mark["member"] in known:
+                game = game_of(result.rollout, [mark["seat"]], self.seats)
+                matches.setdefault((mark["member"], mark["match"]), []).append(game)
+        for (step, _), games in matches.items():
+            self.payoffs.add(LIVE, known[step], games)
+        played = [game for games in matches.values() for game in games]
+        metrics = {"league/games": len(played), "league/members": len(known), "league/share": self.share}
+        if played:
+            metrics["league/score"] = float(np.mean([game.share for game in played]))
+            metrics["league/payoff"] = float(np.mean([game.payoff for game in played]))
+            metrics |= self._rated()
+        return metrics
+
+    def _rated(self) -> dict[str, float]:
+        """The live policies' rating, in Elo over the mean of all, and over the oldest member's."""
+        names = [*(member.name for member in self.pool.members), LIVE]
+        ratings = bradley_terry(*self.payoffs.matrices(names))
+        return {
+            "league/rating": float(ratings.elo[-1]),
+            "league/rating_low": float(ratings.low[-1]),
+            "league/rating_high": float(ratings.high[-1]),
+            "league/rating_gain": float(ratings.elo[-1] - ratings.elo[0]),
+        }
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+    def files(self) -> dict[str, Path]:
+        return self.pool.files()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"raised": self.raised, **self.pool.state_dict(), **self.payoffs.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
+        self.raised = state["raised"]
+        self.pool.load_state_dict(state, folder)
+        self.payoffs.load_state_dict(state)
+
+
+class Seats:
+    """The league's part in an arena: it numbers the batches, and goes back with the arena where one is drawn again."""
+
+    def __init__(self, league: League) -> None:
+        self.league, self.batches = league, 0
+
+    async def seat(self, requests: Sequence[EpisodeRequest]) -> list[EpisodeRequest]:
+        batch, self.batches = self.batches, self.batches + 1
+        return await self.league.seat(batch, requests)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.batches = state["batches"]

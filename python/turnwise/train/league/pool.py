@@ -1,0 +1,127 @@
+"""The pool of past policies: snapshots as files that never change, and the places in the client where some play."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from turnwise.train.checkpoint_files import CheckpointError, link_or_copy, read_tensors, write_tensors
+from turnwise.train.policy import Policy
+from turnwise.types import InferenceClient
+
+LIVE = "live"
+"""In a league's matrix, the policies that train."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A snapshot of all trained policies after ``step`` steps, with the version of each.
+
+    Example: ``Member(20, {"default": 20})``
+    """
+
+    step: int
+    versions: Mapping[str, int]
+
+    @property
+    def name(self) -> str:
+        return f"step {self.step}"
+
+    def file(self, policy: str) -> str:
+        """The name of the file of one of its policies."""
+        return f"league-{self.step:08d}-{policy}.safetensors"
+
+
+class Pool:
+    """The members, oldest first, at most ``size`` of them; their weights stand in ``folder``."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self.folder, self.size = folder, size
+        self.members: list[Member] = []
+        self._leaving: list[Member] = []  # a batch that was drawn before they went may still load them
+
+    def add(self, step: int, policies: Mapping[str, Policy]) -> list[Member]:
+        """Keep what ``policies`` are now; returns the members that had to go for it."""
+        member = Member(step, {name: policy.version for name, policy in policies.items()})
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name, policy in policies.items():
+            target = self.folder / member.file(name)
+            partial = target.with_name(f".{target.name}.tmp")
+            write_tensors({key: tensor.contiguous() for key, tensor in policy.weights()}, partial)
+            partial.replace(target)
+        self.members.append(member)
+        self._leaving, self.members = self.members[: -self.size], self.members[-self.size :]
+        self._delete_others()
+        return self._leaving
+
+    def weights(self, member: Member, policy: str) -> dict[str, Tensor]:
+        """One policy's own weights, of an adapter the adapter's alone."""
+        return read_tensors(self.folder / member.file(policy))
+
+    def files(self) -> dict[str, Path]:
+        """Every file of every member, by its name."""
+        return {name: self.folder / name for name in sorted(_files_of(self.members))}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"members": [{"step": member.step, "versions": dict(member.versions)} for member in self.members]}
+
+    def load_state_dict(self, state: Mapping[str, Any], checkpoint: Path) -> None:
+        """Take the members up from ``checkpoint``; what stands in the folder of later steps is deleted."""
+        self.members = [Member(entry["step"], entry["versions"]) for entry in state["members"]]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name, target in self.files().items():
+            _put_in_place(checkpoint / name, target)
+        self._delete_others()
+
+    def _delete_others(self) -> None:
+        kept = _files_of([*self._leaving, *self.members])
+        for file in self.folder.glob("*league-*"):
+            if file.name not in kept:
+                file.unlink()
+
+
+def _files_of(members: Iterable[Member]) -> set[str]:
+    return {member.file(policy) for member in members for policy in member.versions}
+
+
+class Slots:
+    """Frozen places in the client, ``count`` for each of ``policies``, in which members of a pool play."""
+
+    def __init__(self, client: InferenceClient, policies: Iterable[str], count: int) -> None:
+        self.client, self.policies = client, tuple(policies)
+        self._held: list[Member | None] = [None] * count
+
+    def hold(self, slot: int, member: Member, pool: Pool) -> None:
+        """Put ``member`` into ``slot``, unless it is there."""
+        if self._held[slot] != member:
+            self._held[slot] = None
+            for policy in self.policies:
+                weights = pool.weights(member, policy)
+                self.client.load_weights(slot_name(policy, slot), weights.items(), member.versions[policy])
+            self._held[slot] = member
+
+
+def slot_name(policy: str, slot: int) -> str:
+    """What the client calls a place of ``policy``'s past; no policy of a config can have this name."""
+    return f"{policy}@past{slot}"
+
+
+def slot_names(policies: Sequence[str], count: int) -> dict[str, str]:
+    """Every slot's name, and the policy whose past it holds."""
+    return {slot_name(policy, slot): policy for policy in policies for slot in range(count)}
+
+
+def _put_in_place(source: Path, target: Path) -> None:
+    """Make ``target`` the file that ``source`` is, whole or not at all."""
+    if not source.is_file():
+        raise CheckpointError(f"{source} is missing")
+    if target.exists() and target.samefile(source):
+        return
+    partial = target.with_name(f".{target.name}.tmp")
+    partial.unlink(missing_ok=True)
+    link_or_copy(source, partial)
+    partial.replace(target)

@@ -1,0 +1,178 @@
+"""The guard in short runs: windows, warnings, each action, and what a checkpoint keeps of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from turnwise.run import build_run
+from turnwise.train.checkpoint import checkpoint_at, list_checkpoints
+from turnwise.train.config_files import ConfigError, config_from_dict
+from turnwise.train.health import Sums
+
+ALWAYS = 1e9
+"""A threshold that entropy always falls below."""
+
+
+def settings_of(folder, **changes):
+    return {
+        "task": "kuhn_poker", "run_dir": str(folder), "steps": 4, "threads": 1, "task_options": {"max_tokens": 4},
+        "rollout": {"questions": 4}, "update": {"lr": 1e-3}, "checkpoint": {"every": 1, "keep": 1},
+        "credit": {"rule": "rae", "options": {"include_truncated": True}}, **changes,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    def make(name="run", *, actions=None, threshold=ALWAYS, window=2, signal="entropy", **changes):
+        health = {"window": window, "signals": {signal: {"threshold": threshold, "actions": actions or {}}}}
+        return build_run(config_from_dict(settings_of(tmp_path / name, health=health, **changes)))
+
+    return make
+
+
+def metrics_of(run):
+    return [json.loads(line) for line in (run.config.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(run):
+    timed = ("second", "inference/")
+    return [{key: row[key] for key in row if not any(part in key for part in timed)} for row in metrics_of(run)]
+
+
+def notes_of(run):
+    said = []
+    run.trainer.log.note = said.append
+    return said
+
+
+def weights_of(run):
+    return {name: tensor.clone() for name, tensor in run.trainer.policies["default"].weights()}
+
+
+def test_a_full_window_is_judged_and_the_first_warning_told(make_run):
+    run = make_run(window=2)
+    notes = notes_of(run)
+    run.train()
+    rows = metrics_of(run)
+    assert [row["health/unhealthy"] for row in rows] == [0, 1, 1, 1], "once there are two steps; seat 1 never acts"
+    assert "health/entropy/player0" not in rows[0]
+    entropies = [row["health/entropy/player0"] for row in rows[1:]]
+    assert all(2 < value < 8 for value in entropies), "an untrained model's, of a few hundred tokens"
+    warnings = [note for note in notes if "unhealthy entropy of player0" in note]
+    assert len(warnings) == 1 and warnings[0].startswith("step 2:")
+
+
+def test_the_window_is_a_mean_over_its_steps(make_run):
+    run = make_run(window=3, steps=1)
+    guard = run.trainer.callbacks["health"]
+    guard._recent["entropy"] = {"x": [Sums(1, 1.0), Sums(2, 5.0), Sums(1, 2.0)], "y": [Sums(1, 1.0)]}
+    metrics, ill = guard._judged()
+    assert metrics == {"health/entropy/x": 2.0} and set(ill) == {("entropy", "x")}
+
+
+def test_healthy_runs_are_left_alone(make_run):
+    run = make_run(threshold=0.0, actions={"lower_rate": {}})
+    run.train()
+    assert [row["health/unhealthy"] for row in metrics_of(run)] == [0] * 4
+    assert run.trainer.policies["default"].rate_scale == 1.0
+    assert run.trainer.callbacks["health"].healthy_step == 4
+
+
+def test_lower_rate(make_run):
+    run = make_run(actions={"lower_rate": {"factor": 0.5}}, update={"lr": 1e-3, "warmup": 2, "min_lr_ratio": 0.5})
+    run.train()
+    policy = run.trainer.policies["default"]
+    assert policy.rate_scale == 0.25, "after steps 2 and 4: windows begin anew in between"
+    plain = make_run("plain", threshold=0.0, update={"lr": 1e-3, "warmup": 2, "min_lr_ratio": 0.5})
+    plain.train()
+    rate, usual = (one.trainer.policies["default"].optimizer.param_groups[0]["lr"] for one in (run, plain))
+    assert rate == pytest.approx(usual / 4)
+
+
+def test_mix_anchors(make_run):
+    league = {"share": 0.0, "every": 1}
+    run = make_run(actions={"mix_anchors": {"by": 0.5, "most": 0.75}}, window=1, steps=3, league=league)
+    run.train()
+    rows = metrics_of(run)
+    assert [row["league/share"] for row in rows] == [0.0, 0.5, 0.75]
+    assert [row["league/games"] for row in rows] == [0, 2, 4]
+
+
+def test_roll_back(make_run):
+    """Ill from the window's first judgement on: weights go back to the start, steps and questions go on."""
+    run = make_run(actions={"roll_back": {}}, window=2, steps=2)
+    start, notes = weights_of(run), notes_of(run)
+    run.train()
+    policy = run.trainer.policies["default"]
+    assert all(torch.equal(tensor, start[name]) for name, tensor in weights_of(run).items())
+    assert not policy.optimizer.state_dict()["state"] and run.trainer.progress.step == 2
+    assert policy.version == 3 == run.arena.client.version("default"), "published as a version of its own"
+    assert run.arena.credit.state_dict()["baselines"] == []
+    assert any("roll_back: weights and optimizers are those of step 0" in note for note in notes)
+    steps = [path.name for path in list_checkpoints(run.trainer.checkpoints)]
+    assert steps == [checkpoint_at(run.trainer.checkpoints, step).name for step in (0, 2)], "the healthy one stays"
+
+
+def test_it_goes_back_to_the_last_healthy_checkpoint(make_run):
+    run = make_run(actions={"roll_back": {}}, window=1, steps=4, threshold=0.0)
+    guard, kept = run.trainer.callbacks["health"], {}
+    judge = guard.signals["entropy"].judge
+
+    def ill_at_the_end(window, first):
+        return "ill" if run.trainer.progress.step == 4 else judge(window, first)
+
+    guard.signals["entropy"].judge = ill_at_the_end
+    record = run.trainer.record
+
+    async def recorded(batch, metrics):
+        await record(batch, metrics)
+        kept[run.trainer.progress.step] = weights_of(run)
+
+    run.trainer.record = recorded
+    run.train()
+    assert guard.healthy_step == 3
+    assert all(torch.equal(tensor, kept[3][name]) for name, tensor in kept[4].items())
+    assert any(not torch.equal(tensor, kept[2][name]) for name, tensor in kept[3].items())
+
+
+@pytest.mark.parametrize(
+    "actions", [{"lower_rate": {}}, {"roll_back": {}, "lower_rate": {}}, {"mix_anchors": {"by": 0.5}}]
+)
+def test_a_resumed_run_equals_one_left_alone(make_run, actions):
+    settings = {"actions": actions, "window": 2, "league": {"every": 2}}
+    whole = make_run("whole", steps=5, **settings)
+    whole.train()
+    for steps in (1, 3, 5):
+        parts = make_run("parts", steps=steps, **settings)
+        parts.train()
+    assert untimed(whole) == untimed(parts)
+    assert all(torch.equal(tensor, weights_of(parts)[name]) for name, tensor in weights_of(whole).items())
+    assert whole.trainer.callbacks["health"].state_dict() == parts.trainer.callbacks["health"].state_dict()
+    assert whole.trainer.policies["default"].rate_scale == parts.trainer.policies["default"].rate_scale
+
+
+@pytest.mark.parametrize(
+    ("health", "checkpoint", "told"),
+    [
+        ({"signals": {"entrpy": {}}}, 1, "did you mean 'entropy'"),
+        ({"signals": {"entropy": {"actions": {"pray": {}}}}}, 1, "'pray'"),
+        ({"signals": {"entropy": {"actions": {"lower_rate": {"factor": 2}}}}}, 1, r"expected a number in \(0, 1\)"),
+        ({"signals": {"entropy": {"actions": {"lower_rate": {"by": 2}}}}}, 1, "lower_rate.by"),
+        ({"signals": {"entropy": {"actions": {"roll_back": {}}}}}, 0, "needs checkpoint.every > 0"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(tmp_path, health, checkpoint, told):
+    with pytest.raises(ConfigError, match=told):
+        build_run(config_from_dict(settings_of(tmp_path, health=health, checkpoint={"every": checkpoint})))
+
+
+def test_a_signal_that_measures_nothing_says_so(make_run):
+    run = make_run(signal="seat_skew", threshold=0.1, steps=1, league={"share": 1.0})
+    notes = notes_of(run)
+    run.train()
+    assert "health: signal 'seat_skew' finds nothing to measure in this task" in notes, (
+        "all games were against the past"
+    )

@@ -1,0 +1,42 @@
+"""Short runs of Kuhn poker with a league."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from turnwise.run import build_run
+from turnwise.train.config_files import config_from_dict
+
+
+def settings_of(folder, **changes):
+    return {
+        "task": "kuhn_poker", "run_dir": str(folder), "steps": 3, "threads": 1, "task_options": {"max_tokens": 6},
+        "warm_start": {"steps": 30, "batch_size": 12, "warmup": 5, "lr": 4e-3},
+        "rollout": {"questions": 8, "check_private": True}, "update": {"lr": 1e-4},
+        "checkpoint": {"every": 1}, "log": {"rollouts_per_step": 100},
+        "league": {"share": 0.5, "every": 2, "size": 2, "at_once": 2}, **changes,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def settings(tmp_path):
+    return lambda name="run", **changes: settings_of(tmp_path / name, **changes)
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    return lambda name="run", **changes: build_run(config_from_dict(settings_of(tmp_path / name, **changes)))
+
+
+@pytest.fixture
+def read_lines():
+    """What a run wrote to a file of lines, timings aside."""
+
+    def read(run, name):
+        rows = [json.loads(line) for line in (run.config.run_dir / name).read_text().splitlines()]
+        timed = ("second", "inference/")
+        return [{key: value for key, value in row.items() if not any(part in key for part in timed)} for row in rows]
+
+    return read

@@ -1,0 +1,250 @@
+"""The league in the loop: who plays, who trains, what is counted, and that a resumed run has it all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+import torch
+
+from turnwise.inference import TransformersClient
+from turnwise.run import dry_run
+from turnwise.tasks.two_player import SEATS
+from turnwise.train.config_files import ConfigError, config_from_dict
+from turnwise.train.league import Game, League
+from turnwise.train.league.league import MARK
+from turnwise.types import EpisodeRequest, ModelRequest, Sampling
+
+
+def batches_of(run):
+    """Train; each step's batch with the episodes behind it."""
+    seen = []
+
+    def finish(results):
+        seen.append((type(run.arena).finish(run.arena, results), results))
+        return seen[-1][0]
+
+    run.arena.finish = finish
+    run.train()
+    return seen
+
+
+def league_of(run) -> League:
+    return run.trainer.callbacks["league"]
+
+
+def marked(results):
+    return [result for result in results if MARK in result.rollout.meta]
+
+
+def test_no_token_of_the_past_trains(make_run):
+    run = make_run(steps=2, league={"share": 1.0, "every": 1})
+    for batch, results in batches_of(run):
+        assert len(marked(results)) == 8 == len(results)
+        live, past = [], []
+        for result in results:
+            seat = result.rollout.meta[MARK]["seat"]
+            for step in result.rollout.steps:
+                (live if step.actor_id == seat else past).append(step)
+        assert past and all(step.policy.startswith("default@past") and not step.trainable for step in past)
+        assert live and all(step.policy == "default" and step.trainable for step in live)
+        assert batch.policies == ["default"] and batch.dropped["untrainable"] == len(past)
+        ends = zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)
+        trained = Counter(tuple(batch.token_ids[start:end].tolist()) for start, end in ends)
+        assert trained <= Counter((*step.prompt_token_ids, *step.completion_token_ids) for step in live)
+        assert all(step.advantage is None for step in past), "the credit rule never saw them"
+
+
+def test_the_past_plays_with_the_weights_that_it_had(make_run):
+    """Log-probs of a member's tokens are those of its snapshot, bit by bit the weights of that step."""
+    run = make_run(steps=4, league={"share": 1.0, "every": 1, "size": 8, "at_once": 3, "opponents": "uniform"})
+    history = {0: weights_of(run)}
+    seen = []
+    record = run.trainer.record
+
+    async def recorded(batch, metrics):
+        seen.append(run.arena.last_results)
+        await record(batch, metrics)
+        history[run.trainer.progress.step] = weights_of(run)
+
+    run.trainer.record = recorded
+    run.train()
+    model, checked = run.trainer.policies["default"].model, set()
+    for results in seen:
+        for result in results:
+            member = result.rollout.meta[MARK]["member"]
+            steps = [step for step in result.rollout.steps if not step.trainable]
+            if member in checked or not steps:
+                continue
+            checked.add(member)
+            for name, tensor in run.trainer.policies["default"].weights():
+                tensor.copy_(history[member][name])
+            scored = score(TransformersClient(model, run.tokenizer), steps[0])
+            assert np.allclose(scored, steps[0].completion_logprobs, atol=1e-5), member
+            assert steps[0].policy_versions == [(len(steps[0].completion_token_ids), member)]
+    assert len(checked) >= 2, checked
+    assert any(not torch.equal(history[0][name], history[4][name]) for name in history[0])
+
+
+def weights_of(run):
+    return {name: tensor.clone() for name, tensor in run.trainer.policies["default"].weights()}
+
+
+def score(client, step):
+    request = ModelRequest(step.prompt_token_ids, Sampling(max_tokens=6))
+    return asyncio.run(client.score([request], [step.completion_token_ids]))[0]
+
+
+def test_matches_are_paired_and_seats_swapped(make_run):
+    run = make_run(steps=1, rollout={"questions": 12, "copies": 2, "check_private": True}, league={"share": 0.5})
+    [(_, results)] = batches_of(run)
+    assert len(results) == 24 and len(marked(results)) == 12 and not marked(results[:12])
+    matches = defaultdict(list)
+    for result in marked(results):
+        matches[result.rollout.meta[MARK]["match"]].append(result)
+    assert len(matches) == 6
+    for pair in matches.values():
+        assert [result.rollout.meta[MARK]["seat"] for result in pair] == list(SEATS)
+        assert pair[0].rollout.artifact == pair[1].rollout.artifact and pair[0].uid == pair[1].uid
+        assert pair[0].rollout.meta[MARK]["member"] == pair[1].rollout.meta[MARK]["member"]
+    record = league_of(run).payoffs.between("live", "step 0")
+    assert (record.matches, record.games) == (6, 12)
+    payoffs = [result.rollout.rewards[result.rollout.meta[MARK]["seat"]] for result in marked(results)]
+    assert record.mean_payoff() == pytest.approx(np.mean(payoffs))
+    assert record.wins == sum(payoff > 0 for payoff in payoffs)
+
+
+def test_a_resumed_run_equals_one_left_alone(make_run, read_lines):
+    whole = make_run("whole", steps=6)
+    whole.train()
+    for steps in (2, 3, 6):
+        parts = make_run("parts", steps=steps)
+        parts.train()
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert read_lines(whole, name) == read_lines(parts, name), name
+    assert all(torch.equal(tensor, weights_of(parts)[name]) for name, tensor in weights_of(whole).items())
+    mine, theirs = league_of(whole), league_of(parts)
+    assert mine.state_dict() == theirs.state_dict() and mine.seating.state_dict() == theirs.seating.state_dict()
+    assert [member.step for member in mine.pool.members] == [4, 6], "every 2 steps, and two stay"
+    assert {row["league/members"] for row in read_lines(whole, "metrics.jsonl")} == {1, 2}
+    assert any(MARK in row["meta"] for row in read_lines(whole, "rollouts.jsonl"))
+
+
+def test_a_checkpoint_holds_the_pool_and_a_later_file_goes(make_run):
+    first = make_run(steps=2)
+    first.train()
+    folder = first.config.run_dir
+    stray = folder / "league" / "league-00000009-default.safetensors"
+    stray.write_bytes(b"of a step after the checkpoint")
+    lost = folder / "league" / "league-00000000-default.safetensors"
+    kept = lost.read_bytes()
+    lost.unlink()
+    again = make_run(steps=2)
+    again.trainer.resume()
+    assert lost.read_bytes() == kept and not stray.exists()
+    assert lost.stat().st_nlink > 2, "the checkpoints and the pool share one file"
+
+
+def test_adapters_meet_their_own_past(make_run):
+    """Each seat's adapter over one base: a member brings the other seat's."""
+    pytest.importorskip("peft")
+    run = make_run(steps=3, specialization="lora", league={"share": 1.0, "every": 1, "size": 2, "at_once": 2})
+    for batch, results in batches_of(run):
+        assert set(batch.policies) <= {"player0", "player1"}
+        for result in results:
+            seat = result.rollout.meta[MARK]["seat"]
+            other = SEATS[1 - SEATS.index(seat)]
+            policies = {step.actor_id: step.policy.partition("@past")[0::2] for step in result.rollout.steps}
+            assert all(name == actor for actor, (name, _) in policies.items())
+            assert policies.get(seat, (seat, ""))[1] == "" and policies.get(other, (other, "0"))[1] != ""
+    held = [parameter for name, parameter in run.trainer.policies["player0"].model.named_parameters()]
+    assert held, "the trainer's own adapter is one policy's alone"
+
+
+def test_sampling_ahead_gives_each_batch_under_way_its_own_places(make_run):
+    run = make_run(
+        steps=5, loop={"max_staleness": 1, "deterministic": True}, league={"share": 1.0, "every": 1, "at_once": 2}
+    )
+    used = [
+        {step.policy for result in results for step in result.rollout.steps if not step.trainable}
+        for _, results in batches_of(run)
+    ]
+    assert all(places <= {"default@past0", "default@past1"} for places in used[0::2])
+    assert all(places <= {"default@past2", "default@past3"} for places in used[1::2])
+
+
+def test_opponents_have_the_matchmakers_chances(make_run):
+    league = league_of(make_run(warm_start={}, league={"share": 0.5, "size": 3, "options": {"power": 1.0}}))
+    asyncio.run(league.on_start(league_trainer := Stub()))
+    for step in (1, 2):
+        league_trainer.policies["default"].version = step
+        league.snapshot(step, league_trainer.policies)
+    league.p_win = lambda: np.array([1.0, 0.75, 0.25])
+    drawn = Counter(member.step for batch in range(2000) for member in league.draw(batch, 5))
+    assert drawn[0] == 0 and drawn[2] / drawn[1] == pytest.approx(3.0, rel=0.15)
+    assert [m.step for m in league.draw(7, 9)] == [m.step for m in league.draw(7, 9)]
+    assert len({member.step for member in league.draw(0, 9)}) <= league.config.at_once
+
+
+class Stub:
+    """As much of a trainer as a pool asks for."""
+
+    def __init__(self):
+        self.policies = {"default": type("P", (), {"version": 0, "weights": lambda self: [("w", torch.zeros(2))]})()}
+        self.progress = type("S", (), {"step": 0})()
+
+
+def test_the_live_policies_are_judged_by_their_latest_games(make_run):
+    league = league_of(make_run(warm_start={}))
+    asyncio.run(league.on_start(trainer := Stub()))
+    assert league.p_win() == pytest.approx([0.5])
+    win = league_game(1.0)
+    league.payoffs.add("live", "step 0", [win, win])
+    assert league.p_win() == pytest.approx([1.5 / 2])
+    trainer.policies["default"].version = 1
+    league.snapshot(1, trainer.policies)
+    assert league.p_win() == pytest.approx([1.5 / 2, 0.5]), "what the newest member played still tells"
+    league.payoffs.add("live", "step 0", [league_game(0.0)])
+    assert league.p_win()[0] == pytest.approx(1.5 / 3)
+    league.snapshot(2, trainer.policies)
+    assert [member.step for member in league.pool.members] == [0, 1], "nothing trained since: no new member"
+
+
+def league_game(share):
+    return Game(share, 2 * share - 1, 1 - 2 * share)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"task": "sudoku", "task_options": {}}, "task 'sudoku' has no seats"),
+        ({"league": {"share": 0.1}}, "no question from each of 2 seats"),
+        ({"league": {"share": 0.5, "opponents": "latets"}}, "did you mean 'latest'"),
+        ({"league": {"share": 0.5, "options": {"powr": 1}}}, "league.options.powr"),
+        ({"filter": {"resample": 1}, "credit": {"rule": "grpo"}}, "filter.resample = 0"),
+        ({"rollout": {"client": "vllm", "questions": 8}}, "policies.default is a whole model"),
+        ({"rollout": {"client": "vllm-server", "questions": 8}}, "serves the live policies alone"),
+        (
+            {"actors": {"player1": "rival"}, "policies": {"default": {}, "rival": {"trainable": False}}},
+            "actor 'player1' plays with policy 'rival', which is frozen",
+        ),
+    ],
+)
+def test_what_can_not_be_is_told_before_anything_runs(settings, changes, told):
+    with pytest.raises(ConfigError, match=told):
+        dry_run(config_from_dict(settings(**changes)))
+
+
+def test_without_a_share_there_is_no_league(make_run):
+    run = make_run(steps=1, league={})
+    assert not run.trainer.callbacks and run.arena.seating is None
+    assert all(not marked(results) for _, results in batches_of(run))
+
+
+def test_a_request_of_an_unknown_seat_is_refused(make_run):
+    run = make_run(league={}, warm_start={})
+    request = EpisodeRequest("kuhn_poker", {"cards": "KQ"}, policies={"player2": "default"})
+    with pytest.raises(ValueError, match="no actor 'player2'"):
+        asyncio.run(run.arena.generate_rollouts([request]))

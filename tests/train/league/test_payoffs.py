@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from turnwise.train.evaluate import wilson
+from turnwise.train.league.payoffs import Game, Payoffs, Record, game_of, student_t
+from turnwise.types import Rollout
+
+WIN, DRAW, LOSS = Game(1.0, 2.0, -2.0), Game(0.5, 0.0, 0.0), Game(0.0, -1.0, 1.0)
+
+
+def test_a_match_is_one_observation_of_its_mean():
+    record = Record()
+    for match in ([WIN, LOSS], [WIN, DRAW], [WIN]):
+        record.add(match)
+    assert (record.matches, record.games, record.wins, record.draws, record.losses) == (3, 5, 3, 1, 1)
+    assert record.mean_share() == pytest.approx((0.5 + 0.75 + 1) / 3)
+    payoffs = np.array([0.5, 1.0, 2.0])
+    assert record.mean_payoff() == pytest.approx(payoffs.mean())
+    half = 4.302653 * payoffs.std(ddof=1) / math.sqrt(3)
+    assert record.payoff_interval() == pytest.approx((payoffs.mean() - half, payoffs.mean() + half))
+    assert record.share_interval() == wilson(0.75, 3)
+
+
+def test_nothing_played_leaves_everything_open():
+    record = Record()
+    assert record.mean_share() == 0.5 and record.share_interval() == (0.0, 1.0) and record.payoff_interval() is None
+    record.add([WIN])
+    assert record.payoff_interval() is None, "one match says nothing of the spread"
+
+
+def test_both_directions_are_one_record():
+    payoffs = Payoffs()
+    payoffs.add("a", "b", [WIN, DRAW])
+    payoffs.add("b", "a", [WIN])
+    mine, theirs = payoffs.between("a", "b"), payoffs.between("b", "a")
+    assert (mine.wins, mine.draws, mine.losses) == (1, 1, 1) == (theirs.losses, theirs.draws, theirs.wins)
+    assert mine.share == pytest.approx(0.75) and theirs.share == pytest.approx(1.25)
+    assert mine.payoff == pytest.approx(1.0 - 2.0) and theirs.payoff == pytest.approx(-1.0 + 2.0)
+    matches, shares = payoffs.matrices(["a", "b", "c"])
+    assert matches.tolist() == [[0, 2, 0], [2, 0, 0], [0, 0, 0]]
+    assert np.allclose(shares + shares.T, matches)
+
+
+def test_rename_forget_and_state():
+    payoffs = Payoffs()
+    payoffs.add("live", "old", [WIN])
+    payoffs.rename("live", "step 3")
+    assert payoffs.between("step 3", "old").wins == 1 and payoffs.between("live", "old").matches == 0
+    again = Payoffs()
+    again.load_state_dict(json.loads(json.dumps(payoffs.state_dict())))
+    assert again.between("old", "step 3") == payoffs.between("old", "step 3") and again.between("old", "step 3").losses
+    again.forget("old")
+    assert again.between("old", "step 3").matches == 0
+
+
+def test_mistakes_are_told():
+    with pytest.raises(ValueError, match="player='a'"):
+        Payoffs().add("a", "a", [WIN])
+    with pytest.raises(ValueError, match="at least one game"):
+        Payoffs().add("a", "b", [])
+
+
+def test_the_share_of_a_game():
+    def played(rewards, metrics=()):
+        return Rollout("r", "game", None, rewards=rewards, metrics=dict(metrics))
+
+    seats = ("x", "y")
+    assert game_of(played({"x": 1.0, "y": -1.0}), ["y"], seats) == Game(0.0, -1.0, 1.0)
+    assert game_of(played({"x": 0.0, "y": 0.0}), ["x"], seats) == Game(0.5, 0.0, 0.0)
+    scored = played({"x": 1.0, "y": -1.0}, {"score/x": 0.75, "score/y": 0.25})
+    assert game_of(scored, ["x"], seats).share == 0.75, "a chip of two is not the whole pot"
+    both_gain = played({"x": 0.9, "y": 0.5}, {"score/x": 0.9, "score/y": 0.5})
+    assert game_of(both_gain, ["y"], seats).share == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.7062), (2, 4.30265), (5, 2.57058), (30, 2.04227)])
+def test_quantiles_of_students_t(freedom, quantile):
+    assert student_t(freedom) == pytest.approx(quantile, rel=1e-3)

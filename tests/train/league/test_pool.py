@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from turnwise.train.checkpoint import CheckpointError
+from turnwise.train.league.pool import Member, Pool, Slots, slot_name, slot_names
+
+
+class Weights:
+    """As much of a policy as a pool asks for."""
+
+    def __init__(self, value, version=0):
+        self.value, self.version = value, version
+
+    def weights(self):
+        return [("w", torch.full((3,), float(self.value)))]
+
+
+class Client:
+    def __init__(self):
+        self.loads = []
+
+    def load_weights(self, policy, weights, version):
+        self.loads.append((policy, float(dict(weights)["w"][0]), version))
+
+
+def filled(folder, size, steps):
+    pool = Pool(folder, size)
+    gone = [pool.add(step, {"a": Weights(step, version=step + 1), "b": Weights(-step)}) for step in steps]
+    return pool, gone
+
+
+def test_the_newest_stay_and_files_outlast_their_members_by_one_snapshot(tmp_path):
+    """A batch that was drawn before a member went may still load it."""
+    pool, gone = filled(tmp_path, 2, (0, 5, 10))
+    assert [member.step for member in pool.members] == [5, 10] and [m.step for m in gone[-1]] == [0]
+    assert pool.members[0] == Member(5, {"a": 6, "b": 0})
+    assert (tmp_path / Member(0, {}).file("a")).exists() and Member(0, {}).file("a") not in pool.files()
+    pool.add(15, {"a": Weights(15), "b": Weights(0)})
+    assert not (tmp_path / Member(0, {}).file("a")).exists() and (tmp_path / Member(5, {}).file("b")).exists()
+    assert pool.weights(pool.members[-1], "a")["w"].tolist() == [15.0] * 3
+
+
+def test_a_checkpoint_brings_back_what_is_missing(tmp_path):
+    pool, _ = filled(tmp_path / "pool", 4, (0, 5))
+    saved = tmp_path / "checkpoint"
+    saved.mkdir()
+    for name, file in pool.files().items():
+        (saved / name).write_bytes(file.read_bytes())
+    state = json.loads(json.dumps(pool.state_dict()))
+    pool.add(10, {"a": Weights(10), "b": Weights(10)})
+    lost = next(iter(pool.files().values()))
+    content = lost.read_bytes()
+    lost.write_bytes(b"cut off")
+    again = Pool(tmp_path / "pool", 4)
+    again.load_state_dict(state, saved)
+    assert [member.step for member in again.members] == [0, 5] and lost.read_bytes() == content
+    assert sorted(path.name for path in (tmp_path / "pool").iterdir()) == sorted(again.files())
+    (saved / lost.name).unlink()
+    with pytest.raises(CheckpointError, match=f"{lost.name} is missing"):
+        again.load_state_dict(state, saved)
+
+
+def test_slots_load_what_they_do_not_hold(tmp_path):
+    pool, _ = filled(tmp_path, 4, (1, 2))
+    client = Client()
+    slots = Slots(client, ["a", "b"], 2)
+    first, second = pool.members
+    for slot, member in ((0, first), (0, first), (1, second), (0, second)):
+        slots.hold(slot, member, pool)
+    assert client.loads == [
+        ("a@past0", 1.0, 2), ("b@past0", -1.0, 0), ("a@past1", 2.0, 3), ("b@past1", -2.0, 0),
+        ("a@past0", 2.0, 3), ("b@past0", -2.0, 0),
+    ]  # fmt: skip
+
+
+def test_a_slot_whose_load_failed_is_loaded_again(tmp_path):
+    pool, _ = filled(tmp_path, 4, (1,))
+    client = Client()
+    slots, load = Slots(client, ["a"], 1), client.load_weights
+    client.load_weights = None
+    with pytest.raises(TypeError):
+        slots.hold(0, pool.members[0], pool)
+    client.load_weights = load
+    slots.hold(0, pool.members[0], pool)
+    assert client.loads == [("a@past0", 1.0, 2)]
+
+
+def test_names_of_slots():
+    assert slot_names(["a", "b"], 2) == {"a@past0": "a", "a@past1": "a", "b@past0": "b", "b@past1": "b"}
+    assert slot_name("a", 1) == "a@past1"

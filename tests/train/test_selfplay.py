@@ -1,0 +1,73 @@
+"""Which callbacks a configuration asks for, and the probe that measures exploitability."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from turnwise.run import build_run, dry_run
+from turnwise.tasks.two_player import score_policy
+from turnwise.train.config_files import ConfigError, config_from_dict
+
+
+def settings_of(folder, **changes):
+    return {
+        "task": "kuhn_poker", "run_dir": str(folder), "steps": 3, "threads": 1, "task_options": {"max_tokens": 4},
+        "warm_start": {"steps": 20, "batch_size": 12, "warmup": 5, "lr": 4e-3},
+        "rollout": {"questions": 4}, "update": {"lr": 1e-3}, "eval": {"exploitability": 2}, **changes,
+    }  # fmt: skip
+
+
+def test_the_probe_measures_the_present_policy(tmp_path):
+    run = build_run(config_from_dict(settings_of(tmp_path)))
+    notes, table = [], []
+    run.trainer.log.note = notes.append
+    record = run.trainer.record
+
+    async def recorded(batch, metrics):
+        await record(batch, metrics)
+        if run.trainer.progress.step == 2:
+            table.append((await score_policy(run.arena, run.task)).table)
+
+    run.trainer.record = recorded
+    run.train()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert ["exploitability" in row for row in rows] == [False, True, False]
+    assert rows[1]["exploitability"] == pytest.approx(run.task.solve(table[0]).exploitability)
+    assert rows[1]["unreadable"] == pytest.approx(table[0][:, -1].mean())
+    said = [note for note in notes if "exploitability" in note]
+    assert [note.split(":")[0] for note in said] == ["step 0", "step 2"]
+    assert f"exploitability {rows[1]['exploitability']:.4f}" in said[1]
+
+
+def test_measuring_changes_nothing(tmp_path):
+    async def drawn(run):
+        batch = await run.arena.step()
+        return batch.token_ids.tolist()
+
+    measured, plain = (build_run(config_from_dict(settings_of(tmp_path / n, warm_start={}))) for n in ("a", "b"))
+    asyncio.run(measured.trainer.callbacks["probe"].on_start(measured.trainer))
+    assert asyncio.run(drawn(measured)) == asyncio.run(drawn(plain))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"task": "negotiation", "task_options": {}}, "'negotiation' is not solved exactly"),
+        ({"rollout": {"client": "vllm"}}, "needs rollout.client = 'transformers'"),
+    ],
+)
+def test_where_it_can_not_be_measured(tmp_path, changes, told):
+    with pytest.raises(ConfigError, match=told):
+        dry_run(config_from_dict(settings_of(tmp_path, **changes)))
+
+
+def test_callbacks_come_as_they_are_asked_for(tmp_path):
+    plain = settings_of(tmp_path, warm_start={}, eval={})
+    assert not build_run(config_from_dict(plain)).trainer.callbacks
+    asked = {"league": {"share": 0.5}, "health": {"signals": {"entropy": {}}}, "eval": {"exploitability": 1}}
+    run = build_run(config_from_dict({**plain, **asked}))
+    assert list(run.trainer.callbacks) == ["league", "health", "probe"]
+    assert run.arena.seating is run.trainer.callbacks["league"].seating
