@@ -1,4 +1,4 @@
-"""The command line: ``turnwise demo | train | eval | tournament | view | replay | serve | bench | doctor``.
+"""The command line: ``turnwise demo | train | eval | tournament | view | credit | replay | serve | bench | doctor``.
 
 Commands stand in one table at the end; what a command does is in the room that it calls, imported when it runs.
 A user's mistake is one line on stderr and exit code 2, a run that fails (no memory, no backend, a dead server) one line
@@ -8,6 +8,7 @@ and exit code 1; ``--traceback`` shows where it was raised. Ctrl-C exits 130.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -194,6 +195,22 @@ def run_view(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def run_credit(options: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from turnwise.report.credit import compare_credit, differences, render
+    from turnwise.serve import parse_pairs
+
+    found = compare_credit(
+        options.run_dir, options.rule, options=parse_pairs("--set", options.set, literal), step=options.step
+    )
+    if options.json:
+        print(json.dumps({**asdict(found), "actors": [asdict(row) for row in differences(found)]}))
+    else:
+        print(render(found), end="")
+    return EXIT_OK
+
+
 def run_replay(options: argparse.Namespace) -> int:
     from turnwise.replay import replay
 
@@ -322,6 +339,20 @@ COMMANDS: dict[str, Command] = {
             ("run_dir", {"type": Path, "metavar": "RUN_DIR", "help": "folder of the run"}),
             ("--out", {"type": Path, "metavar": "FILE", "help": "to write (default: RUN_DIR/report.html)"}),
             ("--open", {"action": "store_true", "help": "and open it in the browser"}),
+        ),
+    ),
+    "credit": Command(
+        "Compute the advantages of a run's recorded episodes with another credit rule, and show what differs.",
+        run_credit,
+        (
+            ("run_dir", {"type": Path, "metavar": "RUN_DIR", "help": "folder of the run"}),
+            ("--rule", {"metavar": "NAME", "help": "a rule or module:Class (default: the run's own)"}),
+            ("--step", {"type": int, "metavar": "N", "help": "show this training step alone"}),
+            (
+                "--set",
+                {"action": "append", "default": [], "metavar": "OPTION=VALUE", "help": "an option of the rule's"},
+            ),
+            ("--json", {"action": "store_true", "help": "as JSON, with every call"}),
         ),
     ),
     "replay": Command(

@@ -1,0 +1,237 @@
+"""A run's recorded episodes under another credit rule: what each model call would have been credited with.
+
+Steps are read in order and each is credited as a whole, as the run did it, so rules with a state (RAE) go through the
+same states. The run's own rule is computed too: where it gives the recorded advantages back, the record holds what a
+rule needs. Every number here comes from ``rollouts.jsonl``; no model is loaded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from turnwise.arena.filters import Filters
+from turnwise.arena.samples import advantages_of, gather
+from turnwise.credit import registry
+from turnwise.naming import construct, find
+from turnwise.report.read import parse_config
+from turnwise.train.run_log import read_metrics
+from turnwise.train.sinks import step_of
+from turnwise.types import CreditAssigner, GenerateResult, Rollout, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One model call: where it stands, and its advantage as recorded and by the other rule."""
+
+    step: int
+    rollout: str
+    index: int
+    actor: str
+    before: float
+    after: float
+
+
+@dataclass(slots=True)
+class Comparison:
+    """All compared ``calls``; ``own_exact`` of them are what the run's own rule gives, ``None`` where it is unknown.
+
+    ``incomplete`` holds, for steps of which not all was recorded, how many episodes were, and how many there were.
+    """
+
+    rule: str
+    own_rule: str | None
+    calls: list[Call] = field(default_factory=list)
+    own_exact: int | None = None
+    incomplete: dict[int, tuple[int, int]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ActorDifference:
+    """What the other rule changes for one actor; shares are of its ``calls``, ``correlation`` is Pearson's, ``None``
+    where one side does not vary. A call changes sign if neither advantage is 0."""
+
+    actor: str
+    calls: int
+    mean: tuple[float, float]
+    std: tuple[float, float]
+    zero: tuple[float, float]
+    sign_changes: float
+    correlation: float | None
+    biggest: list[Call]
+
+
+def compare_credit(
+    folder: Path, rule: str | None = None, *, options: Mapping[str, Any] | None = None, step: int | None = None
+) -> Comparison:
+    """The recorded calls of the run in ``folder`` (of one ``step``, or all) under ``rule``, by default the run's own.
+
+    ``rule`` and ``options`` are as in a config's ``credit`` section; of the run's own rule they change its options.
+    Raises ``ValueError`` for a folder without recorded episodes, and for a step that has none.
+    """
+    config_file = folder / "config.toml"
+    config = parse_config(config_file.read_text(encoding="utf-8") if config_file.is_file() else None)
+    own_name, own_options = config.get("credit", {}).get("rule"), config.get("credit", {}).get("options", {})
+    if (rule or own_name) is None:
+        raise ValueError(f"rule=None: {folder} has no config.toml that names the run's own; name one")
+    name = str(rule or own_name)
+    chosen = {**(own_options if name == own_name else {}), **(options or {})}
+    other = construct(find(registry, name, "rule"), chosen, "options")
+    own = (
+        None if own_name is None else construct(find(registry, own_name, "credit.rule"), own_options, "credit.options")
+    )
+    filters = Filters(truncated=config.get("filter", {}).get("truncated", False))
+    found = Comparison(name, own_name, own_exact=None if own is None else 0)
+    episodes = {int(row["step"]): int(row["episodes"]) for row in read_metrics(folder) if "episodes" in row}
+    for number, results in recorded_steps(folder / "rollouts.jsonl"):
+        calls, exact = _compare_step(number, results, filters, other, own)
+        if step is None or step == number:
+            _take_step(found, number, results, calls, exact, episodes.get(number, 0))
+    if not found.calls:
+        where = "no step" if step is None else f"step={step!r}: no step of this number"
+        raise ValueError(f"{where} of {folder / 'rollouts.jsonl'} holds a call with an advantage")
+    kl = config.get("loss", {}).get("kl", {})
+    if kl.get("coef", 0) and kl.get("place") == "reward":
+        found.notes.append("the run took a KL penalty from its rewards, which the record does not hold")
+    return found
+
+
+def differences(found: Comparison, biggest: int = 3) -> list[ActorDifference]:
+    """``found`` by actor, in order of appearance, each with its ``biggest`` changes."""
+    rows = []
+    for actor in dict.fromkeys(call.actor for call in found.calls):
+        calls = [call for call in found.calls if call.actor == actor]
+        before, after = (np.array([getattr(call, side) for call in calls]) for side in ("before", "after"))
+        varies = before.std() > 0 and after.std() > 0
+        changed = sorted(calls, key=lambda call: -abs(call.after - call.before))[:biggest]
+        rows.append(
+            ActorDifference(
+                actor,
+                len(calls),
+                mean=(float(before.mean()), float(after.mean())),
+                std=(float(before.std()), float(after.std())),
+                zero=(float((before == 0).mean()), float((after == 0).mean())),
+                sign_changes=float((before * after < 0).mean()),
+                correlation=float(np.corrcoef(before, after)[0, 1]) if varies else None,
+                biggest=[call for call in changed if call.after != call.before],
+            )
+        )
+    return rows
+
+
+def render(found: Comparison) -> str:
+    """The comparison as text: what it rests on, a line per actor, and each one's biggest changes."""
+    lines = [f"{len(found.calls)} model calls of {len({call.step for call in found.calls})} steps, rule {found.rule!r}"]
+    if found.own_exact is not None:
+        lines.append(f"the run's own rule {found.own_rule!r} gives {found.own_exact} of them back exactly")
+    if found.incomplete:
+        held, whole = (sum(counts) for counts in zip(*found.incomplete.values(), strict=True))
+        lines.append(
+            f"note: {len(found.incomplete)} steps hold {held} of {whole} episodes (log.rollouts_per_step): groups and "
+            "baselines lack the others"
+        )
+    lines += [f"note: {note}" for note in found.notes]
+    lines += [
+        "",
+        f"{'actor':<16}{'calls':>7}{'mean':>18}{'std':>18}{'zero':>16}{'sign changed':>14}{'correlation':>13}",
+    ]
+    rows = differences(found)
+    for row in rows:
+        lines.append(
+            f"{row.actor:<16}{row.calls:>7}{_pair(row.mean, '.3f'):>18}{_pair(row.std, '.3f'):>18}"
+            f"{_pair(row.zero, '.0%'):>16}{row.sign_changes:>14.1%}"
+            f"{'-' if row.correlation is None else format(row.correlation, '.3f'):>13}"
+        )
+    changes = [call for row in rows for call in row.biggest]
+    if changes:
+        lines += ["", "the biggest changes"]
+    for call in changes:
+        where = f"step {call.step}, episode {call.rollout}, call {call.index}"
+        lines.append(f"{call.actor:<16}{_pair((call.before, call.after), '+.3f'):>18}  {where}")
+    return "\n".join(lines) + "\n"
+
+
+def recorded_steps(path: Path) -> Iterator[tuple[int, list[GenerateResult]]]:
+    """``(step, results)`` of ``rollouts.jsonl``, step by step; a line that is being written is left out."""
+    if not path.is_file():
+        raise ValueError(f"{path.parent}: no run folder with recorded episodes, expected {path.name} in it")
+    with path.open(encoding="utf-8") as stream:
+        whole = (line for line in stream if step_of(line) < math.inf)
+        for step, rows in itertools.groupby(map(json.loads, whole), key=lambda row: int(row["step"])):
+            yield step, [result_of(row) for row in rows]
+
+
+def result_of(row: Mapping[str, Any], parent: str | None = None) -> GenerateResult:
+    """A line of ``rollouts.jsonl``, as far as credit rules look at results."""
+    if "uid" not in row:
+        raise ValueError(f"episode {row.get('id')!r} was recorded without its question (uid), by an older version")
+    rollout = Rollout(
+        row["id"],
+        row["episode_type"],
+        row.get("artifact"),
+        [_step_of(step) for step in row["steps"]],
+        row["rewards"],
+        seed=row["seed"],
+        meta=row["meta"],
+        error=row["error"],
+    )
+    children = [result_of(child, rollout.id) for child in row["children"]]
+    return GenerateResult(
+        rollout, children, is_trainable=row["is_trainable"], uid=row["uid"], parent_id=row.get("parent_id", parent)
+    )
+
+
+def _step_of(row: Mapping[str, Any]) -> Step:
+    known = {name: row[name] for name in Step.__dataclass_fields__ if name in row}
+    known["policy_versions"] = [(count, version) for count, version in row["policy_versions"]]
+    known["group"] = _hashable(row["group"])
+    if "state" in row["info"]:  # GiGPO's anchor
+        known["info"] = {**row["info"], "state": _hashable(row["info"]["state"])}
+    return Step(**known)
+
+
+def _hashable(value: Any) -> Any:
+    """What JSON made lists of, as the tuples that it was."""
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+
+
+def _compare_step(
+    number: int,
+    results: Sequence[GenerateResult],
+    filters: Filters,
+    other: CreditAssigner,
+    own: CreditAssigner | None,
+) -> tuple[list[Call], int]:
+    """The calls of one step, and how many of them the run's own rule gives back."""
+    samples, _ = gather(results, filters)
+    after = advantages_of(samples, other).tolist()
+    again = advantages_of(samples, own).tolist() if own is not None else after
+    rows = [
+        (Call(number, s.trajectory, s.step_index, s.actor, s.advantage, new), old == s.advantage)
+        for s, new, old in zip(samples, after, again, strict=True)
+        if s.advantage is not None
+    ]
+    return [call for call, _ in rows], sum(exact for _, exact in rows)
+
+
+def _take_step(
+    found: Comparison, number: int, results: Sequence[GenerateResult], calls: list[Call], exact: int, episodes: int
+) -> None:
+    found.calls += calls
+    if found.own_exact is not None:
+        found.own_exact += exact
+    held = sum(1 for top in results for _ in top.walk())
+    if held < episodes:
+        found.incomplete[number] = (held, episodes)
+
+
+def _pair(values: tuple[float, float], how: str) -> str:
+    return " -> ".join(format(value, how) for value in values)

@@ -1,0 +1,200 @@
+"""Recorded runs under other credit rules: the own rule must give back what was recorded, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from turnwise import cli
+from turnwise.credit import RAECredit
+from turnwise.report.credit import Call, Comparison, compare_credit, differences, recorded_steps, render
+from turnwise.run import train_from_config
+from turnwise.samples import collect_samples
+from turnwise.train.config_files import config_from_dict
+from turnwise.train.run_log import uid_text
+
+RUNS = {
+    "trees": {"task": "sudoku", "rollout": {"questions": 2, "branches": 3}, "credit": {"rule": "at_grpo"}},
+    "games": {"task": "kuhn_poker", "rollout": {"questions": 4}, "credit": {"rule": "rae"}},
+    "nested": {
+        "task": "proposer_solver",
+        "rollout": {"questions": 2, "copies": 3},
+        "credit": {"rule": "hierarchy"},
+        "task_options": {"attempts": 3},
+    },
+}
+
+
+def record(folder: Path, name: str) -> Path:
+    """Three steps of a tiny model that knows next to nothing, all episodes written down."""
+    settings = {k: dict(v) if isinstance(v, dict) else v for k, v in RUNS[name].items()}
+    settings["credit"]["options"] = {"include_truncated": True}
+    shared = {"steps": 3, "threads": 1, "update": {"lr": 1e-4}, "eval": {"every": 0, "questions": 1}}
+    shared |= {
+        "warm_start": {"steps": 80, "batch_size": 16, "lr": 4e-3},
+        "checkpoint": {"every": 1},
+        "log": {"rollouts_per_step": 1000},
+    }
+    train_from_config(config_from_dict({"run_dir": str(folder), **shared, **settings}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory):
+    """``run_of("games")``: the folder of that run, which is made once."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = record(tmp_path_factory.mktemp("runs") / name, name)
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(params=sorted(RUNS))
+def any_run(request, run_of) -> Path:
+    return run_of(request.param)
+
+
+@pytest.fixture
+def games(run_of) -> Path:
+    return run_of("games")
+
+
+def recorded(folder: Path) -> dict[tuple[int, str, int], float]:
+    """Every advantage that stands in the file, read without any of the code that is tested."""
+
+    def walk(row):
+        yield row
+        for child in row["children"]:
+            yield from walk(child)
+
+    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    return {
+        (line["step"], row["id"], index): step["advantage"]
+        for line in lines
+        for row in walk(line)
+        for index, step in enumerate(row["steps"])
+        if step["advantage"] is not None
+    }
+
+
+def test_the_runs_own_rule_gives_back_what_was_recorded(any_run):
+    found = compare_credit(any_run)
+    there = recorded(any_run)
+    assert {(c.step, c.rollout, c.index): c.before for c in found.calls} == there
+    assert all(call.after == call.before for call in found.calls)
+    assert found.own_exact == len(found.calls) == len(there) > 10 and not found.incomplete
+    assert len(set(there.values())) > 2, "a record in which all is 0 would prove nothing"
+    assert all(row.sign_changes == 0 and not row.biggest for row in differences(found))
+
+
+def test_another_rule_is_that_rule(any_run):
+    found = compare_credit(any_run, "episodic")
+    rewards = {
+        (step, s.trajectory, s.step_index): s.trajectory_reward
+        for step, results in recorded_steps(any_run / "rollouts.jsonl")
+        for s in collect_samples(results)
+    }
+    assert {(c.step, c.rollout, c.index): c.after for c in found.calls} == pytest.approx(rewards)
+    assert found.own_exact == len(found.calls), "what the record holds does not depend on the rule that is asked for"
+
+
+def test_a_rule_with_a_state_goes_through_all_steps(games):
+    rule, expected = RAECredit(decay=0.5, include_truncated=True), {}
+    for step, results in recorded_steps(games / "rollouts.jsonl"):
+        for place, value in rule.compute(results).items():
+            expected[(step, *place)] = value
+    options = {"decay": 0.5}
+    found = compare_credit(games, "rae", options=options)
+    assert {(c.step, c.rollout, c.index): c.after for c in found.calls} == expected
+    last = compare_credit(games, options=options, step=3)
+    assert {call.step for call in last.calls} == {3}
+    assert all(call.after == expected[3, call.rollout, call.index] for call in last.calls), "from the start, not from 0"
+    assert any(call.after != call.before for call in last.calls)
+    moving = compare_credit(games, options={"per": "trajectory"})
+    assert any(call.after != call.before for call in moving.calls if call.step == 1)
+
+
+def test_what_was_not_recorded_is_told(games, tmp_path):
+    folder = tmp_path / "few"
+    shutil.copytree(games, folder)
+    lines = (games / "rollouts.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for step in (1, 2, 3) for line in [one for one in lines if json.loads(one)["step"] == step][:2]]
+    (folder / "rollouts.jsonl").write_text("".join(kept) + '{"step": 4, "id": "e9')  # a line under way
+    found = compare_credit(folder)
+    assert set(found.incomplete) == {1, 2, 3} and all(held == 2 < whole for held, whole in found.incomplete.values())
+    assert "note: 3 steps hold 6 of" in render(found)
+    assert found.own_exact < len(found.calls), "the baselines lack the other games"
+
+
+def test_numbers_by_hand():
+    pairs = [(1.0, 2.0), (-1.0, 1.0), (0.0, 0.0), (2.0, -1.0)]
+    calls = [Call(1, f"e{n}", 0, "solver", *pair) for n, pair in enumerate(pairs)]
+    calls.append(Call(2, "e9", 1, "critic", 0.5, 0.5))
+    solver, critic = differences(Comparison("mine", None, calls), biggest=2)
+    assert (solver.actor, solver.calls, solver.mean) == ("solver", 4, (0.5, 0.5))
+    assert solver.std == pytest.approx((1.25**0.5, 1.25**0.5))
+    assert (solver.zero, solver.sign_changes) == ((0.25, 0.25), 0.5)
+    assert solver.correlation == pytest.approx(np.corrcoef([1, -1, 0, 2], [2, 1, 0, -1])[0, 1])
+    assert [call.rollout for call in solver.biggest] == ["e3", "e1"]
+    assert critic.correlation is None and critic.biggest == [] and critic.zero == (0.0, 0.0)
+    text = render(Comparison("mine", None, calls))
+    assert "5 model calls of 2 steps, rule 'mine'" in text and "own rule" not in text
+    assert "solver" in text and "+2.000 -> -1.000  step 1, episode e3, call 0" in text
+
+
+def test_the_command(games, capsys, tmp_path, monkeypatch):
+    assert cli.main(["credit", str(games), "--rule", "dr_grpo", "--set", "include_truncated=true"]) == cli.EXIT_OK
+    text = capsys.readouterr().out
+    assert "rule 'dr_grpo'" in text and "the run's own rule 'rae' gives" in text
+    (tmp_path / "halved.py").write_text(
+        "from turnwise.credit import EpisodicCredit\n\n\nclass Halved(EpisodicCredit):\n"
+        "    def compute_columns(self, samples):\n        return super().compute_columns(samples) / 2\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert cli.main(["credit", str(games), "--rule", "halved:Halved", "--step", "2", "--json"]) == cli.EXIT_OK
+    shown = json.loads(capsys.readouterr().out)
+    whole = {(c.rollout, c.index): c.after for c in compare_credit(games, "episodic", step=2).calls}
+    assert {(c["rollout"], c["index"]): c["after"] * 2 for c in shown["calls"]} == pytest.approx(whole)
+    assert {row["actor"] for row in shown["actors"]} == {call["actor"] for call in shown["calls"]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rule", "grp"], "'grp': unknown; did you mean 'grpo'"),
+        (["--rule", "rae", "--set", "decai=0.5"], "unknown config key 'options.decai'; did you mean 'decay'"),
+        (["--set", "decay"], "--set 'decay': expected NAME=VALUE"),
+        (["--step", "99"], "step=99: no step of this number"),
+    ],
+)
+def test_mistakes_are_one_line(games, capsys, arguments, message):
+    assert cli.main(["credit", str(games), *arguments]) == cli.EXIT_USAGE
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_folders_without_a_record(tmp_path):
+    with pytest.raises(ValueError, match=r"rule=None: .* has no config.toml that names"):
+        compare_credit(tmp_path)
+    with pytest.raises(ValueError, match="no run folder with recorded episodes"):
+        compare_credit(tmp_path, "grpo")
+    (tmp_path / "rollouts.jsonl").write_text(json.dumps({"step": 1, "id": "e0", "steps": [], "children": []}) + "\n")
+    with pytest.raises(ValueError, match="episode 'e0' was recorded without its question"):
+        compare_credit(tmp_path, "grpo")
+
+
+def test_questions_that_are_equal_have_one_text():
+    assert uid_text("puzzle-5") == "puzzle-5"
+    one, other = (
+        ("dict", frozenset({("a", ("int", 1)), ("b", "x")})),
+        ("dict", frozenset({("b", "x"), ("a", ("int", 1))})),
+    )
+    assert uid_text(one) == uid_text(other) != uid_text(("dict", frozenset({("a", ("int", 2)), ("b", "x")})))
+    assert uid_text(None).startswith("#") and uid_text(object).startswith("<class")
