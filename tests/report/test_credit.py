@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from turnwise import cli
+from turnwise.arena.plain import uid_text
 from turnwise.credit import RAECredit
 from turnwise.report.credit import Call, Comparison, compare_credit, differences, recorded_steps, render
 from turnwise.run import train_from_config
 from turnwise.samples import collect_samples
 from turnwise.train.config_files import config_from_dict
-from turnwise.train.run_log import uid_text
 
 RUNS = {
     "trees": {"task": "sudoku", "rollout": {"questions": 2, "branches": 3}, "credit": {"rule": "at_grpo"}},

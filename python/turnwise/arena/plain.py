@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from turnwise.arena.split import content_digest
 from turnwise.types import GenerateResult
 
 
@@ -21,9 +22,21 @@ def _plain(result: GenerateResult) -> dict[str, Any]:
     return {
         **jsonable(result.rollout),
         "parent_id": result.parent_id,
+        "uid": uid_text(result.uid),
         "is_trainable": result.is_trainable,
         "children": children,
     }
+
+
+def uid_text(uid: Hashable) -> str:
+    """The question as a text, the same where questions are: a text as it is, of anything else a digest of its content,
+    or its ``repr`` where the content is unknown."""
+    if isinstance(uid, str):
+        return uid
+    try:
+        return f"#{content_digest(uid).hex()}"
+    except TypeError:
+        return repr(uid)
 
 
 def jsonable(value: Any) -> Any:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from rich.console import Console
 
 from turnwise.arena.plain import plain_result
-from turnwise.arena.split import content_digest
 from turnwise.train.bars import ProgressBars
 from turnwise.train.config import TrainConfig
 from turnwise.train.sinks import JsonLines, Sink, append_lines, keep_steps, open_sinks, step_of
@@ -75,7 +74,7 @@ class RunLog:
         chosen = [result for result in results if result.rollout.error is None][: self.rollouts_per_step]
         failed = [result for result in results if result.rollout.error is not None][:_FAILED_PER_STEP]
         kept = {id(result) for result in chosen + failed}  # in their order, which sums in credit rules depend on
-        rows = [{"step": step, **with_uids(self._plain(result), result)} for result in results if id(result) in kept]
+        rows = [{"step": step, **self._plain(result)} for result in results if id(result) in kept]
         append_lines(self.folder / "rollouts.jsonl", rows)
         self.bars.step(step, metrics)
 
@@ -111,22 +110,6 @@ def _write_tokens(row: dict[str, Any], tokenizer: Tokenizer) -> None:
         step["completion_tokens"] = token_texts(tokenizer, step["completion_token_ids"])
     for child in row["children"]:
         _write_tokens(child, tokenizer)
-
-
-def with_uids(row: dict[str, Any], result: GenerateResult) -> dict[str, Any]:
-    """``row``, and those of its children, with the question as ``uid``: equal texts for equal questions."""
-    children = [with_uids(*pair) for pair in zip(row["children"], result.children, strict=True)]
-    return {**row, "uid": uid_text(result.uid), "children": children}
-
-
-def uid_text(uid: Hashable) -> str:
-    """A text as it is; of anything else a digest of its content, or its ``repr`` where that is unknown."""
-    if isinstance(uid, str):
-        return uid
-    try:
-        return f"#{content_digest(uid).hex()}"
-    except TypeError:
-        return repr(uid)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
