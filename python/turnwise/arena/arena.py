@@ -15,6 +15,8 @@ from turnwise.arena.attempts import Attempt, attempts_of, mean_reward, tell
 from turnwise.arena.context import EpisodeContext, current_context, derive_seed, resolve, rng_state, set_rng_state
 from turnwise.arena.episode import Episode, check_episode
 from turnwise.arena.filters import Filters
+from turnwise.arena.group_rewards import score_groups
+from turnwise.arena.judge import AnswerCache
 from turnwise.arena.model_call import PromptCache, call, fit_to_context, playing, to_messages
 from turnwise.arena.overlong import OverlongPenalty
 from turnwise.arena.play import open_episode, play
@@ -225,12 +227,15 @@ class Arena:
         contexts = [open_episode(self, request, parent, seen) for request in requests]
         failures = FailureCount(len(contexts), self.failure_threshold)
         running = [play(self, request, context, failures) for request, context in zip(requests, contexts, strict=True)]
-        if parent is not None:
+        if parent is None:
+            with self.under_way.batch(len(running)) as ended:
+                results = await run_all(running, ended)
+        else:
             results = await run_all(running)
+        await score_groups(self, results, contexts, parent, failures)
+        if parent is not None:
             parent.children.extend(results)
-            return results
-        with self.under_way.batch(len(running)) as ended:
-            return await run_all(running, ended)
+        return results
 
     def shape_rewards(self, results: Sequence[GenerateResult]) -> None:
         """What is added to rewards before credit, once per step however often it is called."""
@@ -267,14 +272,16 @@ class Arena:
         *,
         policy: str | None = None,
         record: bool = True,
+        cache: AnswerCache | None = None,
         **sampling: Any,
     ) -> ModelResponse:
         """One completion by ``actor_id``; ``None`` is a judge, which never trains. Recorded as a step if ``record``.
 
         ``policy`` overrides the actor's; ``sampling`` overrides single fields of :class:`Sampling`, for example
-        ``temperature=0.0``. Raises ``ModelError``, and ``ContextLengthError`` for a prompt that is too long.
+        ``temperature=0.0``. What ``cache`` knows isn't asked again (a :class:`Judge` brings one). Raises
+        ``ModelError``, and ``ContextLengthError`` for a prompt that is too long.
         """
-        return await call(self, actor_id, prompt, policy=policy, record=record, **sampling)
+        return await call(self, actor_id, prompt, policy=policy, record=record, cache=cache, **sampling)
 
     def prepare(
         self, actor_id: str | None, prompt: str | Messages, *, policy: str | None = None, **sampling: Any

@@ -182,7 +182,7 @@ class EpisodeContext:
     def again(self, attempt: int) -> EpisodeContext:
         """A fresh context for one more attempt at the same request, with luck of its own."""
         old = self.rollout
-        lost = sum(len(step.completion_token_ids) for step in self.steps if step is not None)
+        lost = sum(len(step.completion_token_ids) for step in self.steps if step and "cached" not in step.info)
         meta = {key: value for key, value in old.meta.items() if key not in ("dropped", "ended")}
         meta |= {"attempt": attempt, "lost_tokens": meta.get("lost_tokens", 0) + lost}
         fresh = self.branch("", EpisodeState())

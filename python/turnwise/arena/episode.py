@@ -93,8 +93,8 @@ class Episode(ABC):
         rollout.metrics.update(score.metrics)
         if score.dropped is not None:
             rollout.meta["dropped"] = score.dropped
-        else:
-            _check_rewarded(rollout)
+        elif not self.rubric.is_grouped:  # else what the group says is still to come
+            check_rewarded(rollout)
         return context.result()
 
 
@@ -103,7 +103,7 @@ def make_forkable(state: EpisodeState) -> None:
     state.data = forkable(state.data)
 
 
-def _check_rewarded(rollout: Rollout) -> None:
+def check_rewarded(rollout: Rollout) -> None:
     """A step that trains needs a reward; here the mistake costs one episode, later it would cost the batch."""
     for step in rollout.steps:
         if step.trainable and step.reward is None and step.actor_id not in rollout.rewards:

@@ -24,12 +24,20 @@ from turnwise.types import (
 
 if TYPE_CHECKING:
     from turnwise.arena.arena import Arena
+    from turnwise.arena.judge import AnswerCache
 
 FINISH_REASONS = ("stop", "length", "abort")
 
 
 async def call(
-    arena: Arena, actor_id: str | None, prompt: str | Messages, *, policy: str | None, record: bool, **sampling: Any
+    arena: Arena,
+    actor_id: str | None,
+    prompt: str | Messages,
+    *,
+    policy: str | None,
+    record: bool,
+    cache: AnswerCache | None,
+    **sampling: Any,
 ) -> ModelResponse:
     """What :meth:`Arena.call_model` does."""
     context = current_context()
@@ -44,10 +52,17 @@ async def call(
     tape = None if context is None else context.tape
     asked = None if context is None or tape is None else tape.ask(context, actor_id, messages, request)
 
-    async def sample() -> ModelResponse:
+    async def ask() -> ModelResponse:
         order = (0, 0, 0) if context is None else (-context.priority, -context.depth, context.root)
         async with arena.budget.slot(order):
             return await generate_one(arena.client, request)
+
+    async def sample() -> ModelResponse:
+        if cache is None:
+            return await ask()
+        weights = (request.policy, arena.client.version(request.policy))
+        key = (weights, tuple(request.prompt_token_ids), request.sampling)
+        return await cache.answer(arena.client, key, ask)
 
     response = await (sample() if tape is None or asked is None else tape.answer(asked, sample))
     response.prompt_token_ids = list(request.prompt_token_ids)
@@ -208,6 +223,7 @@ def to_step(
             "temperature": request.sampling.temperature,
             "seed": request.sampling.seed,
             "max_tokens": request.sampling.max_tokens,
+            **({"cached": True} if response.cached else {}),
         },
     )
 

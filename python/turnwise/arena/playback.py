@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from turnwise.arena.context import EpisodeContext, Luck, derive_seed
 from turnwise.arena.divergence import Divergence, different_tokens
 from turnwise.arena.exact import LostValueError, decode
+from turnwise.arena.group_rewards import tell
 from turnwise.arena.play import open_episode, play
 from turnwise.arena.record import Record, RecordedCall, ReplayError
 from turnwise.arena.scheduler import FailureCount
@@ -294,6 +295,7 @@ def _response(recorded: RecordedCall) -> ModelResponse:
         finish_reason=step["finish_reason"],
         policy_versions=[(count, version) for count, version in step["policy_versions"]],
         trainable=not recorded.text_only,
+        cached=step["info"].get("cached", False),
     )
 
 
@@ -351,6 +353,8 @@ async def play_again(arena: Arena, playback: Playback) -> GenerateResult | None:
             return None
         result = playing.result()
         result.tape = None
+        if result.rollout.error is None and "group" in record.row["meta"]:  # which the others of the group went into
+            tell(result, record.row["meta"]["group"])
         return result
     finally:
         for task in (playing, over):

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 ARGUMENTS = ("rollout", "arena", "artifact", "extras", "completion", "state")
 """What a reward function may ask for. ``completion`` is the text of the last selected action, "" if nobody acted."""
 
+GROUP_ARGUMENTS = ("rollouts", "arena")
+"""What a group function may ask for; one that asks for ``rollouts`` is one."""
+
 RETRIES = 2
 """Further attempts of a reward function under ``on_error="retry"``."""
 
@@ -78,12 +81,19 @@ class Rubric:
     ``"drop"`` keeps the rollout out of the batch, ``"retry"`` tries twice more and then fails. A NaN or infinite reward
     always fails the episode. With a ``timeout``, plain functions run in a thread, which is abandoned when time is up.
 
+    A function that names ``rollouts`` is a group function: it gets all rollouts of one question that came to their end,
+    after the last of them, and returns a value for each; a failure of it is one of its whole group.
+
     Example::
 
         def correct(extras, artifact):
             return {"solver": float(extras["answer"] == artifact["answer"])}
 
-        rubric = Rubric([correct, brevity], weights=[1.0, 0.1])
+        def unlike_others(rollouts):
+            answers = [rollout.extras["answer"] for rollout in rollouts]
+            return [1.0 / answers.count(answer) for answer in answers]
+
+        rubric = Rubric([correct, brevity, unlike_others], weights=[1.0, 0.1, 0.1])
     """
 
     def __init__(
@@ -106,6 +116,9 @@ class Rubric:
         self.timeout = timeout
         self.names = _unique_names(self.funcs)
         self._arguments = [_wanted_arguments(func, name) for func, name in zip(self.funcs, self.names, strict=True)]
+        grouped = [index for index, wanted in enumerate(self._arguments) if "rollouts" in wanted]
+        self._grouped = grouped
+        self._single = [index for index in range(len(self.funcs)) if index not in grouped]
         self._handle = ON_ERROR[on_error]
 
     async def score(self, rollout: Rollout, arena: Arena | None = None, state: EpisodeState | None = None) -> Score:
@@ -120,25 +133,52 @@ class Rubric:
         }
         score = Score()
         try:
-            values = await self._run(available)
+            values = await self._run(self._single, available)
         except DropRolloutError as error:
             score.dropped = str(error)
             return score
         actors = _actors_of(rollout)
-        for name, weight, value in zip(self.names, self.weights, values, strict=True):
-            for actor, reward in _by_actor(name, value, actors).items():
-                score.metrics[f"{name}/{actor}"] = reward
-                if weight:
-                    total = score.rewards.get(actor, 0.0) + weight * reward
-                    score.rewards[actor] = check_reward(total, f"weighted rewards up to {name!r}, actor {actor!r}")
+        for index, value in zip(self._single, values, strict=True):
+            self._add(score, index, value, actors)
         return score
 
-    async def _run(self, available: Mapping[str, Any]) -> list[Any]:
+    @property
+    def is_grouped(self) -> bool:
+        """Whether some function sees all rollouts of a group."""
+        return bool(self._grouped)
+
+    async def score_group(self, rollouts: Sequence[Rollout], arena: Arena | None = None) -> list[Score]:
+        """What the group functions give to each of ``rollouts``, on top of :meth:`score`. Raises as that does."""
+        scores = [Score() for _ in rollouts]
+        try:
+            columns = await self._run(self._grouped, {"rollouts": list(rollouts), "arena": arena})
+        except DropRolloutError as error:
+            return [Score(dropped=str(error)) for _ in rollouts]
+        for index, column in zip(self._grouped, columns, strict=True):
+            values = [column] * len(rollouts) if isinstance(column, (int, float)) else list(column)
+            if len(values) != len(rollouts):
+                raise ValueError(
+                    f"group function {self.names[index]!r} gave {len(values)} values: expected one for each of the "
+                    f"{len(rollouts)} rollouts"
+                )
+            for score, rollout, value in zip(scores, rollouts, values, strict=True):
+                self._add(score, index, value, _actors_of(rollout))
+        return scores
+
+    def _add(self, score: Score, index: int, value: Any, actors: Sequence[str]) -> None:
+        name, weight = self.names[index], self.weights[index]
+        for actor, reward in _by_actor(name, value, actors).items():
+            score.metrics[f"{name}/{actor}"] = reward
+            if weight:
+                total = score.rewards.get(actor, 0.0) + weight * reward
+                score.rewards[actor] = check_reward(total, f"weighted rewards up to {name!r}, actor {actor!r}")
+
+    async def _run(self, indices: Sequence[int], available: Mapping[str, Any]) -> list[Any]:
         context = current_context()
         if context is None:
-            return await run_all(self._value(index, available) for index in range(len(self.funcs)))
+            return await run_all(self._value(index, available) for index in indices)
         # Each function gets a scope of its own, so the seeds of judge calls don't depend on who came first.
-        parts = [context.branch(f"reward{index}") for index in range(len(self.funcs))]
+        parts = {index: context.branch(f"reward{index}") for index in indices}
 
         async def in_scope(index: int) -> Any:
             with inside(parts[index]):
@@ -146,10 +186,10 @@ class Rubric:
 
         try:
             if len(parts) == 1:  # alone, it needs no task
-                return [await in_scope(0)]
-            return await run_all(in_scope(index) for index in range(len(self.funcs)))
+                return [await in_scope(indices[0])]
+            return await run_all(in_scope(index) for index in indices)
         finally:
-            for part in parts:
+            for part in parts.values():
                 context.adopt(part, selected=False)
 
     async def _value(self, index: int, available: Mapping[str, Any]) -> Any:
@@ -177,13 +217,15 @@ def _wanted_arguments(func: RewardFunction, name: str) -> list[str]:
     if not callable(func):
         raise TypeError(f"funcs: {func!r} is not callable")
     wanted = []
-    for parameter in inspect.signature(func).parameters.values():
+    parameters = inspect.signature(func).parameters
+    offered = GROUP_ARGUMENTS if "rollouts" in parameters else ARGUMENTS
+    for parameter in parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
-            return list(ARGUMENTS)
-        if parameter.name in ARGUMENTS:
+            return list(offered)
+        if parameter.name in offered:
             wanted.append(parameter.name)
         elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL:
-            raise TypeError(f"reward function {name!r} asks for {parameter.name!r}: expected names of {ARGUMENTS}")
+            raise TypeError(f"reward function {name!r} asks for {parameter.name!r}: expected names of {offered}")
     return wanted
 
 

@@ -204,10 +204,13 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
         for step in rollout.steps:
             steps_of[step.actor_id].append(step)
     sampled = sum(rollout.meta.get("lost_tokens", 0) for rollout in rollouts)
+    sampled += sum(rollout.meta.get("group", {}).get("sampled_tokens", 0) for rollout in rollouts)
     for actor, steps in steps_of.items():
         lengths: list[float] = [len(step.completion_token_ids) for step in steps]
-        sampled += int(sum(lengths))
-        if actor is not None:
+        if actor is None:
+            sampled += sum(len(step.completion_token_ids) for step in steps if "cached" not in step.info)
+        else:
+            sampled += int(sum(lengths))
             means[f"completion_tokens/{actor}"] = lengths
             means[f"truncated/{actor}"] = [step.finish_reason == "length" for step in steps]
             penalties = [step.info["overlong_penalty"] for step in steps if "overlong_penalty" in step.info]

@@ -1,0 +1,189 @@
+"""The plays that ``bench_arena.py`` times, in turnwise and in ``verifiers``, with clients that answer at once.
+
+A chat is four turns: the model says ``REPLY``, the environment ``ANSWER``. A lead asks the model for a topic and then
+plays four chats. Both sides record token ids and log-probabilities, and reward the length of what was said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from turnwise.arena import Arena, Episode, MultiTurnEpisode, Rubric
+from turnwise.credit import GRPOCredit
+from turnwise.inference.scripted import ByteTokenizer
+from turnwise.types import Actor, EpisodeRequest, GenerateResult, ModelRequest, ModelResponse, Sampling
+
+TURNS, CHILDREN, GROUP = 4, 4, 8
+REPLY, ANSWER = "the answer is 4", "No. Once more."
+IDS, LOGPROBS = [*REPLY.encode(), 256], [-0.5] * (len(REPLY) + 1)
+Asked = Counter[tuple[tuple[str, str], ...]]
+
+
+def question(number: Any) -> str:
+    return f"Question {number}: how far is it?"
+
+
+def topic(number: Any) -> str:
+    return f"Topic {number}?"
+
+
+class Instant:
+    """An inference client that answers at once; while ``asked`` is a counter, it counts chats."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.asked: Asked | None = None
+
+    async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+        self.calls += len(requests)
+        if self.asked is not None:
+            self.asked.update(tuple((m["role"], m["content"]) for m in r.messages or ()) for r in requests)
+        return [ModelResponse(REPLY, list(IDS), list(LOGPROBS), "stop", [(len(IDS), 0)]) for _ in requests]
+
+    def version(self, policy: str) -> int:
+        return 0
+
+
+class Chat(MultiTurnEpisode):
+    episode_type = "chat"
+    actors = ("player",)
+    max_turns = TURNS
+    rubric = Rubric([lambda completion: float(len(completion))])
+
+    def get_prompt(self, artifact: Any) -> str:
+        return question(artifact)
+
+    def env_response(self, state: Any, arena: Any, artifact: Any) -> str:
+        return ANSWER
+
+
+class Lead(Episode):
+    episode_type = "lead"
+    rubric = Rubric([lambda extras: extras["mean"]])
+
+    async def rollout(self, arena: Arena, artifact: Any, state: Any = None) -> Any:
+        await self.call_model("player", topic(artifact), arena)
+        await arena.generate_rollouts([EpisodeRequest("chat", f"{artifact}.{child}") for child in range(CHILDREN)])
+        return state
+
+    def get_extras(self, state: Any) -> dict[str, float]:
+        rewards = [result.rollout.rewards["player"] for result in state.child_results]
+        return {"mean": sum(rewards) / len(rewards)}
+
+
+class Ours:
+    """turnwise's arena. ``plain`` plays chats, the other way leads with chats below them."""
+
+    def __init__(self, concurrency: int, tokenizer: Any = None) -> None:
+        self.client = Instant()
+        self.arena = Arena(
+            self.client,
+            ByteTokenizer() if tokenizer is None else tokenizer,
+            credit=GRPOCredit(),
+            sampling=Sampling(max_tokens=16),
+            max_concurrency=concurrency,
+        )
+        self.arena.add_actor(Actor("player"))
+        self.arena.add_episode(Chat())
+        self.arena.add_episode(Lead())
+
+    def play(self, workload: str, episodes: int) -> list[GenerateResult]:
+        requests = [EpisodeRequest(workload, number, group_id=number // GROUP) for number in range(episodes)]
+        return asyncio.run(self.arena.generate_rollouts(requests))
+
+    def rewards(self, results: list[GenerateResult]) -> list[float]:
+        return sorted(node.rollout.rewards["player"] for top in results for node in top.walk())
+
+
+COMPLETION = {
+    "id": "1",
+    "created": 0,
+    "model": "m",
+    "object": "chat.completion",
+    "prompt_token_ids": list(question(0).encode()),
+    "choices": [
+        {
+            "index": 0,
+            "finish_reason": "stop",
+            "token_ids": IDS,
+            "message": {"role": "assistant", "content": REPLY},
+            "logprobs": {"content": [{"token": "t", "logprob": p, "top_logprobs": []} for p in LOGPROBS]},
+        }
+    ],
+}
+"""What vLLM sends for training: token ids and log-probabilities."""
+
+
+class Verifiers:
+    """The same with ``MultiTurnEnv`` of ``verifiers`` 0.3, whose later versions have none.
+
+    Played by ``run_rollout``, as prime-rl calls it; ``generate`` does more besides. Its OpenAI client is given a parsed
+    response: reading JSON is left out, as our client reads none. A lead is an environment which plays chats before it
+    ends, for nothing in the package nests environments.
+    """
+
+    def __init__(self, module: Any) -> None:
+        from openai.types.chat import ChatCompletion
+
+        completion = ChatCompletion.model_validate(COMPLETION)
+        peer = self
+
+        class Client(module.clients.OpenAIChatCompletionsClient):  # type: ignore[misc, name-defined]
+            async def get_native_response(self, prompt: Any, *arguments: Any, **options: Any) -> Any:
+                peer.calls += 1
+                if peer.asked is not None:
+                    peer.asked[tuple((m["role"], m["content"]) for m in prompt)] += 1
+                return completion
+
+        self.calls = 0
+        self.asked: Asked | None = None
+        self.client = Client(None)
+        self.environments = environments(module, self)
+
+    async def run(self, workload: str, number: Any) -> Any:
+        prompt = topic(number) if workload == "lead" else question(number)
+        row = {"prompt": [{"role": "user", "content": prompt}], "example_id": 0, "info": {"number": number}}
+        environment = self.environments[workload]
+        kept = ["trajectory", "children"] if workload == "lead" else ["trajectory"]
+        return await environment.run_rollout(row, self.client, "m", {"max_tokens": 16}, state_columns=kept)
+
+    def play(self, workload: str, episodes: int) -> list[Any]:
+        async def every() -> list[Any]:
+            return list(await asyncio.gather(*(self.run(workload, number) for number in range(episodes))))
+
+        return asyncio.run(every())
+
+    def rewards(self, results: list[Any]) -> list[float]:
+        children = [child for result in results for child in result.get("children", ())]
+        return sorted(result["reward"] for result in (*results, *children))
+
+
+def environments(module: Any, peer: Verifiers) -> dict[str, Any]:
+    """The two environments of ``peer``. Datasets are there because the class wants one."""
+    from datasets import Dataset
+
+    class ChatEnv(module.MultiTurnEnv):  # type: ignore[misc, name-defined]
+        async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
+            return [module.UserMessage(content=ANSWER)]
+
+    class LeadEnv(ChatEnv):
+        async def render_completion(self, state: Any) -> None:
+            number = state["info"]["number"]
+            state["children"] = await asyncio.gather(
+                *(peer.run("chat", f"{number}.{child}") for child in range(CHILDREN))
+            )
+            await super().render_completion(state)
+
+    async def said(completion: Any, **kwargs: Any) -> float:
+        return float(len(completion[-1].content if hasattr(completion[-1], "content") else completion[-1]["content"]))
+
+    async def mean(state: Any, **kwargs: Any) -> float:
+        return sum(child["reward"] for child in state["children"]) / CHILDREN
+
+    rows = Dataset.from_list([{"question": "?", "answer": ""}])
+    chat = ChatEnv(dataset=rows, rubric=module.Rubric(funcs=[said]), max_turns=TURNS)
+    lead = LeadEnv(dataset=rows, rubric=module.Rubric(funcs=[mean]), max_turns=1)
+    return {"chat": chat, "lead": lead}

@@ -1,0 +1,99 @@
+"""Rewards that need all answers to a question: the rubric's functions of ``rollouts``, once all of them are played."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from turnwise.arena.context import EpisodeContext, inside
+from turnwise.arena.episode import check_rewarded
+from turnwise.arena.privacy import LeakError
+from turnwise.arena.rubric import check_reward
+from turnwise.arena.scheduler import FailureCount, run_all
+from turnwise.types import GenerateResult
+
+if TYPE_CHECKING:
+    from turnwise.arena.arena import Arena
+
+
+async def score_groups(
+    arena: Arena,
+    results: Sequence[GenerateResult],
+    contexts: Sequence[EpisodeContext],
+    parent: EpisodeContext | None,
+    failures: FailureCount,
+) -> None:
+    """Add what group functions say to the rewards of ``results``, which are those of one ``generate_rollouts``.
+
+    A group is the rollouts of one episode type and one question (``GenerateResult.uid``) that came to their end. Where
+    a function fails, all of its group do; as with other reward functions, ``on_error`` may say otherwise. What was said
+    stands in ``rollout.meta["group"]``, since a replay of one top episode can't ask the others.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for place, result in enumerate(results):
+        rollout = result.rollout
+        played = rollout.error is None and "dropped" not in rollout.meta
+        if played and arena.episodes[rollout.episode_type].rubric.is_grouped:
+            groups.setdefault((rollout.episode_type, result.uid), []).append(place)
+    running = []
+    for places in groups.values():
+        first = contexts[places[0]]
+        # Judges get seeds of the group's own. Their answers stand with the parent; at the top, on no episode's tape.
+        part = first.branch("group") if parent is None else parent.branch(f"group {first.rollout.id}")
+        if parent is None:
+            part.tape = None
+        running.append(_score(arena, [results[place] for place in places], part, parent, failures))
+    await run_all(running)
+
+
+async def _score(
+    arena: Arena,
+    group: Sequence[GenerateResult],
+    part: EpisodeContext,
+    parent: EpisodeContext | None,
+    failures: FailureCount,
+) -> None:
+    rubric = arena.episodes[group[0].rollout.episode_type].rubric
+    told: list[dict[str, Any]]
+    try:
+        with inside(part):
+            scores = await rubric.score_group([result.rollout for result in group], arena)
+        told = [asdict(score) for score in scores]
+    except LeakError:
+        raise
+    except Exception as error:
+        told = [{"error": "".join(traceback.format_exception(error))} for _ in group]
+    finally:
+        if parent is not None:
+            parent.adopt(part, selected=False)
+    if parent is None:
+        sampled = [len(step.completion_token_ids) for step in part.steps if step and "cached" not in step.info]
+        told[0]["sampled_tokens"] = sum(sampled)
+    for result, said in zip(group, told, strict=True):
+        tell(result, said)
+        if result.rollout.error is not None:
+            failures.add(result.rollout.error)
+
+
+def tell(result: GenerateResult, said: Mapping[str, Any]) -> None:
+    """Add what group functions ``said`` of this rollout, which then stands in its ``meta``."""
+    rollout = result.rollout
+    rollout.meta["group"] = dict(said)
+    rollout.metrics.update(said.get("metrics", {}))
+    try:
+        if "error" not in said and said["dropped"] is None:
+            for actor, reward in said["rewards"].items():
+                total = rollout.rewards.get(actor, 0.0) + reward
+                where = f"the rewards of {rollout.id!r} with its group's, actor {actor!r}"
+                rollout.rewards[actor] = check_reward(total, where)
+            check_rewarded(rollout)
+            return
+    except (TypeError, ValueError) as error:
+        rollout.meta["group"] = said = {"error": "".join(traceback.format_exception(error))}
+    rollout.rewards = {}
+    if "error" in said:
+        rollout.error = said["error"]
+    else:
+        rollout.meta["dropped"], result.is_trainable = said["dropped"], False

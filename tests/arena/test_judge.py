@@ -1,0 +1,169 @@
+"""Judges: equal questions are asked once, answers don't depend on who asks first, and the position cancels out."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from turnwise.arena import Judge, Rubric, read_choice, read_number
+from turnwise.arena.judge import AnswerCache
+from turnwise.types import EpisodeRequest, ModelError, ModelResponse
+
+from .helpers import Guess
+
+
+class Judged(Guess):
+    """``Guess``, with ``reward`` in place of its own."""
+
+    def __init__(self, reward, **options):
+        self.rubric = Rubric([reward], **options)
+
+
+def judged(make_arena, reward, reply=None, **options):
+    """An arena whose actor guesses 1, 2, 3, ... in turn, unless ``reply`` knows better."""
+    arena = make_arena(reply, **options)
+    arena.episodes.clear()
+    arena.add_episode(Judged(reward))
+    return arena
+
+
+def play(arena, *artifacts):
+    return asyncio.run(arena.generate_rollouts([EpisodeRequest("guess", artifact) for artifact in artifacts]))
+
+
+def asks(arena, start="<user>Rate"):
+    return [prompt for prompt in arena.client.prompts if prompt.startswith(start)]
+
+
+def test_equal_questions_are_asked_once_and_stand_in_every_record(make_arena):
+    judge = Judge()
+
+    async def quality(completion, arena):
+        return await judge.score(f"Rate {completion}", arena)
+
+    arena = judged(make_arena, quality, lambda prompt, request: "8" if "Rate" in prompt else "5")
+    results = play(arena, *range(6))
+    assert [result.rollout.rewards for result in results] == [{"solver": 8.0}] * 6
+    assert len(asks(arena)) == len(judge.cache) == 1
+    steps = [[step for step in result.rollout.steps if step.actor_id is None] for result in results]
+    assert [len(own) for own in steps] == [1] * 6 and {own[0].completion for own in steps} == {"8"}
+    assert sum("cached" not in own[0].info for own in steps) == 1
+    assert not any(own[0].trainable for own in steps)
+    # Six guesses and one opinion were sampled, of two tokens each.
+    assert arena.finish(results).metrics["sampled_tokens"] == 14
+
+
+def test_an_answer_does_not_depend_on_who_asks_first(make_arena):
+    """At temperature 1 too: the seed is made of the question."""
+
+    async def quality(completion, arena):
+        return await judge.score(f"Rate {completion}", arena)
+
+    told = []
+    for artifacts in ([1, 2, 3], [3, 2, 1]):
+        judge = Judge(temperature=1.0)
+        arena = judged(make_arena, quality, lambda prompt, request: _sampled(prompt, request))
+        results = play(arena, *artifacts)
+        told.append(sorted((result.rollout.artifact, result.rollout.rewards["solver"]) for result in results))
+    assert told[0] == told[1] and len({reward for _, reward in told[0]}) > 1
+
+
+def _sampled(prompt, request):
+    return str(request.sampling.seed % 1000) if "Rate" in prompt else prompt.split("Guess ")[1][0]
+
+
+def test_new_weights_are_asked_again(make_arena):
+    judge = Judge()
+
+    async def quality(completion, arena):
+        return await judge.score(f"Rate {completion}", arena)
+
+    arena = judged(make_arena, quality, lambda prompt, request: "5")
+    play(arena, 1)
+    play(arena, 2)
+    assert len(asks(arena)) == 1
+    arena.client.served += 1
+    play(arena, 3)
+    assert len(asks(arena)) == 2
+
+
+@pytest.mark.parametrize("bias", [0, 1])
+def test_comparing_asks_both_orders_and_cancels_the_position(make_arena, bias):
+    """A judge that always names the same place prefers nobody; one that reads is believed."""
+    judge = Judge()
+
+    def prompt(a, b):
+        return f"Rate A: {a} B: {b}"
+
+    async def beats(completion, arena):
+        return await judge.compare(prompt, completion, "4", arena)
+
+    def by_place(text, request):
+        return "AB"[bias] if "Rate" in text else "9"
+
+    def by_content(text, request):
+        return ("A" if "A: 9" in text else "B") if "Rate" in text else "9"
+
+    arena = judged(make_arena, beats, by_place)
+    assert play(arena, 1)[0].rollout.rewards == {"solver": 0.5}
+    assert sorted(asks(arena)) == [f"<user>Rate A: {a} B: {b}\n<assistant>" for a, b in (("4", "9"), ("9", "4"))]
+    assert play(judged(make_arena, beats, by_content), 1)[0].rollout.rewards == {"solver": 1.0}
+
+
+async def test_a_failed_or_cancelled_question_is_asked_again_by_who_waits():
+    client: Any = object()
+    cache, tries = AnswerCache(8), []
+
+    def asking(outcome):
+        async def ask():
+            tries.append(outcome)
+            await asyncio.sleep(0.01)
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        return ask
+
+    answer = ModelResponse("yes", [1], [0.0], "stop", [(1, 0)])
+    failing = asyncio.create_task(cache.answer(client, "q", asking(ModelError("down"))))
+    hanging = asyncio.create_task(cache.answer(client, "q", asking(answer)))
+    waiting = asyncio.create_task(cache.answer(client, "q", asking(answer)))
+    with pytest.raises(ModelError):
+        await failing
+    await asyncio.sleep(0.001)
+    hanging.cancel()
+    response = await waiting
+    assert (response.text, response.cached, len(tries)) == ("yes", False, 3)
+    again = await cache.answer(client, "q", asking(answer))
+    assert again.cached and again.completion_token_ids == [1]
+    assert again.completion_token_ids is not response.completion_token_ids
+
+
+async def test_the_cache_keeps_the_latest():
+    async def ask():
+        return ModelResponse("yes", [1], [0.0], "stop", [(1, 0)])
+
+    client: Any = object()
+    cache = AnswerCache(2)
+    known = [(await cache.answer(client, key, ask)).cached for key in "abacab"]
+    assert known == [False, False, True, False, True, False] and len(cache) == 2
+    off = AnswerCache(0)
+    assert [(await off.answer(client, "a", ask)).cached for _ in range(2)] == [False, False]
+
+
+def test_reading_answers():
+    assert read_number("3 of 10, so: -7.5") == -7.5
+    assert [read_choice(text) for text in ("A is long. Verdict: B", "[[A]]", "It is a tie.")] == [0.0, 1.0, 0.5]
+    with pytest.raises(ValueError, match="expected a number"):
+        read_number("no idea")
+    with pytest.raises(ValueError, match="expected A, B or tie"):
+        read_choice("ABBA")
+
+
+def test_options_are_checked_at_once():
+    with pytest.raises(TypeError):
+        Judge(temprature=0.0)
+    with pytest.raises(ValueError, match="cache_size=-1"):
+        Judge(cache_size=-1)
