@@ -51,7 +51,7 @@ $(VENV)/.installed: $(VENV)/.builders constraints.txt $(PACKAGE)
 	@$(INSTALL) --no-build-isolation '.[test,plot]'
 	@touch $@
 
-# Other trainers, and ways to copy state, which the parity tests and the benches call. verl goes in without its dependencies, which
+# Other trainers and arenas, and ways to copy state, which the parity tests and the benches call. verl goes in without its dependencies, which
 # ask for an older transformers; what follows TRL here is what importing verl's algorithms needs.
 $(VENV)/.peers: $(VENV)/.installed
 	@$(INSTALL) trl ray tensordict omegaconf codetiming orjson copium immutables pyrsistent prefix-grouper verifiers

@@ -124,6 +124,7 @@ def memory(ours: Ours, batch_of: int, episodes: int) -> Rows:
     known = before is not None and after is not None
     return [
         {
+            "method": OURS,
             "episodes": played,
             "before MB": before / 1e6 if before else None,
             "after MB": after / 1e6 if after else None,
@@ -143,7 +144,8 @@ def goals(speeds: Rows, batches: Rows, held: Rows) -> Rows:
     if held[0]["growth %"] is not None:
         found += [(f"{held[0]['episodes']} episodes", "growth %", held[0]["growth %"], MOST_GROWTH)]
     return [
-        dict(zip(GOALS, (*goal[:3], f"≤ {goal[3]:g}", "yes" if goal[2] <= goal[3] else "NO"), strict=True))
+        {"method": OURS}
+        | dict(zip(GOALS, (*goal[:3], f"≤ {goal[3]:g}", "yes" if goal[2] <= goal[3] else "NO"), strict=True))
         for goal in found
     ]
 
