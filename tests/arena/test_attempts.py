@@ -117,8 +117,8 @@ def test_evaluation_is_no_attempt(make_arena):
     question = arena.stores["q"].get("a")
     results = asyncio.run(view.generate_rollouts([EpisodeRequest("digit", question)] * 3))
     view.finish(results)
-    view.record_outcomes()
     arena.record_outcomes()
+    view.record_outcomes()
     assert [arena.stores["q"].outcome(id).attempts for id in "abc"] == [0, 0, 0]
 
 
@@ -146,3 +146,7 @@ def test_a_resumed_run_draws_as_one_that_was_never_stopped(make_arena, tmp_path,
     second = drawing(make_arena, path("run.db"))
     second.load_state_dict(json.loads(saved))
     assert [step(second) for _ in range(5)] == expected[3:]
+    for arena in (whole, second):
+        arena.record_outcomes()
+    outcomes = [[arena.stores["q"].outcome(id) for id in "abc"] for arena in (whole, second)]
+    assert outcomes[0] == outcomes[1] and sum(outcome.attempts for outcome in outcomes[0]) == 24

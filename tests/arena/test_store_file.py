@@ -443,6 +443,28 @@ def test_a_write_that_fails_changes_nothing(tmp_path):
     assert store.add("y").id == "q-1"
 
 
+def test_a_write_that_breaks_off_in_the_middle_leaves_the_memory_as_the_file_is(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db", dedup=True)
+    store.add("x", weight=2.0)
+    store._file._database.execute(
+        "CREATE TEMP TRIGGER broken BEFORE INSERT ON known BEGIN SELECT RAISE(ABORT, 'the disk is full'); END"
+    )
+    for write in (lambda: store.add("y"), lambda: store.set_weight("q-0", 9.0), lambda: store.record("q-0", 1.0)):
+        with pytest.raises((OSError, ValueError), match="the disk is full"):
+            write()
+    assert [(a.data, a.weight) for a in store] == [("x", 2.0)] and store.outcome("q-0").attempts == 0
+    store._file._database.execute("DROP TRIGGER broken")
+    with pytest.raises(RuntimeError, match="mine"), store.together():
+        store.add("y")
+        store.record("q-0", 1.0)
+        raise RuntimeError("mine")
+    assert [a.data for a in store] == ["x"] and store._plays == 0
+    with store.together():
+        assert store.add("y").id == "q-1"
+        store.record("q-1", 1.0)
+    assert contents(store) == contents(reopened(store, dedup=True))
+
+
 def test_evaluation_reads_a_file_and_writes_nothing(tmp_path):
     store = ArtifactStore("q", path=tmp_path / "q.db")
     store.add("x")

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from turnwise import cli
-from turnwise.arena.plain import uid_text
+from turnwise.arena.plain import json_line, plain_result, uid_text
 from turnwise.credit import RAECredit
-from turnwise.report.credit import Call, Comparison, compare_credit, differences, recorded_steps, render
+from turnwise.report.credit import Call, Comparison, compare_credit, differences, recorded_steps, render, result_of
 from turnwise.run import train_from_config
 from turnwise.samples import collect_samples
 from turnwise.train.config_files import config_from_dict
+from turnwise.types import GenerateResult, Rollout, Step
 
 RUNS = {
     "trees": {"task": "sudoku", "rollout": {"questions": 2, "branches": 3}, "credit": {"rule": "at_grpo"}},
@@ -188,6 +189,16 @@ def test_folders_without_a_record(tmp_path):
     (tmp_path / "rollouts.jsonl").write_text(json.dumps({"step": 1, "id": "e0", "steps": [], "children": []}) + "\n")
     with pytest.raises(ValueError, match="episode 'e0' was recorded without its question"):
         compare_credit(tmp_path, "grpo")
+
+
+def test_groups_and_states_are_hashable_again():
+    step = Step("solver", 0, [], "", [1], [2], [-0.5], [(1, 7)], "stop", group=("q", (1, 2)), info={"state": (0, (3,))})
+    result = GenerateResult(Rollout("r", "solve", "q", [step], {"solver": 1.0}), uid=("int", 5), parent_id="top")
+    again = result_of(json.loads(json_line(plain_result(result))))
+    [sample], [expected] = collect_samples([again]), collect_samples([result])
+    assert (sample.group, sample.info, sample.policy_versions) == (("q", (1, 2)), {"state": (0, (3,))}, [(1, 7)])
+    sample.uid = expected.uid
+    assert sample == expected
 
 
 def test_questions_that_are_equal_have_one_text():

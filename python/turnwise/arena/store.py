@@ -259,17 +259,8 @@ class ArtifactStore(Drawable):
         if self._file is not None:
             return {**state, **self._file.mark()}
         outcomes = {id: asdict(outcome) for id, outcome in self._outcomes.items()}
-        artifacts = [
-            {
-                "id": a.id,
-                "data": a.data,
-                "weight": a.weight,
-                "source": a.source,
-                "meta": dict(a.meta),
-                "parents": list(a.parents),
-            }
-            for a in self
-        ]
+        names = ("id", "data", "weight", "source", "meta", "parents")
+        artifacts = [{name: getattr(artifact, name) for name in names} for artifact in self]
         return {**state, "artifacts": artifacts, "outcomes": outcomes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
