@@ -13,7 +13,7 @@ from turnwise.types import EpisodeRequest
 
 def with_store(trainer, path):
     """Questions come from the store, which each batch adds to, in the middle of play."""
-    store = trainer.arena.add_store(ArtifactStore("q", path=path, sampling="prioritised", max_size=12, seed=2))
+    store = trainer.arena.add_store(ArtifactStore("q", path=path, sampling="prioritised", max_size=9, seed=2))
     episode = trainer.arena.episodes["letters"]
     setup = type(episode).setup
 
@@ -76,7 +76,7 @@ async def test_a_killed_run_ends_with_the_store_of_one_that_never_was(make_train
     first.arena.stores["q"].close()
     second = with_store(make_trainer("killed", steps=4, checkpoint={"every": every}), tmp_path / "killed.db")
     await second.run()
-    assert contents(second) == contents(whole) and len(contents(whole)) == 12
+    assert contents(second) == contents(whole) and len(contents(whole)) == 9
     assert lines(second) == lines(whole)
     assert sum(outcome.attempts for *_, outcome in contents(whole)) > 0
 
