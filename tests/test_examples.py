@@ -51,6 +51,23 @@ def test_drop_in(tmp_path: Path) -> None:
     assert "losses and gradients alike both ways" in done.stdout
 
 
+def test_vowels(tmp_path: Path) -> None:
+    """A game of one's own, in no more than 40 lines, is learned."""
+    lines = (EXAMPLES / "vowels.py").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 40
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "vowels.py"), "12"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    # The untrained model writes 6%.
+    assert int(done.stdout.rpartition(":")[2].strip(" %\n")) >= 25
+
+
 def test_trl_trie(tmp_path: Path) -> None:
     """TRL's trainer has its own loss and gradient with log-probs from the trie of its batch."""
     pytest.importorskip("trl")

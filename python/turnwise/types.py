@@ -213,6 +213,11 @@ class Step:
     trainable: bool = True
     info: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def completion_text(self) -> str:
+        """``completion``, by the name that a response's text goes by elsewhere."""
+        return self.completion
+
 
 @dataclass(slots=True)
 class Rollout:
@@ -274,6 +279,11 @@ class GenerateResult:
     uid: Hashable = None
     parent_id: str | None = None
     tape: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        """The rollout's rewards by actor; none where it failed."""
+        return self.rollout.rewards
 
     def walk(self) -> Iterable[GenerateResult]:
         """This result and all below it, parents first."""

@@ -214,7 +214,10 @@ def test_a_nan_step_reward_fails_the_episode(make_arena):
     ("changes", "message"),
     [
         ({"actors": ()}, "Mistake.actors is empty"),
-        ({"get_prompt": MultiTurnEpisode.get_prompt}, r"override get_prompt\(artifact\) or build_messages"),
+        (
+            {"get_prompt": MultiTurnEpisode.get_prompt, "get_observation": MultiTurnEpisode.get_observation},
+            r"override get_prompt\(artifact\) or build_messages",
+        ),
         ({"get_initial_actor": lambda self: "c"}, "actor_id='c': no such actor"),
         ({"get_initial_actor": lambda self: "b", "actors": ("a",)}, "lacks 'b': override next_actor"),
         ({"build_messages": lambda self, state, arena, artifact: []}, "expected a string or at least one message"),

@@ -17,13 +17,13 @@ from turnwise.arena.episode import Episode, check_episode
 from turnwise.arena.filters import Filters
 from turnwise.arena.group_rewards import score_groups
 from turnwise.arena.judge import AnswerCache
-from turnwise.arena.model_call import PromptCache, call, fit_to_context, playing, to_messages
+from turnwise.arena.model_call import PromptCache, call, fit_to_context, playing, to_messages, tokenizer_of
 from turnwise.arena.overlong import OverlongPenalty
 from turnwise.arena.play import open_episode, play
 from turnwise.arena.privacy import check_batch
 from turnwise.arena.progress import EpisodeProgress
-from turnwise.arena.resampling import check_stateless, describe_draws, resample
-from turnwise.arena.scheduler import CallBudget, EpisodesUnderWay, FailureCount, run_all
+from turnwise.arena.resampling import check_stateless, describe_draws, resample, state_of
+from turnwise.arena.scheduler import CallBudget, EpisodesUnderWay, FailureCount, in_turns, run_all
 from turnwise.arena.seating import Seating
 from turnwise.arena.store import ArtifactStore
 from turnwise.types import (
@@ -75,9 +75,10 @@ class Arena:
     def __init__(
         self,
         client: InferenceClient,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None = None,
         credit: CreditAssigner | None = None,
         *,
+        credit_assigner: CreditAssigner | None = None,
         sampling: Sampling | None = None,
         max_concurrency: int = 256,
         max_context: int | None = None,
@@ -94,11 +95,14 @@ class Arena:
             raise ValueError(f"retries={retries!r}: expected a count >= 0")
         if max_context is not None and max_context < 2:
             raise ValueError(f"max_context={max_context!r}: expected at least 2 tokens, or None")
+        if credit is not None and credit_assigner is not None:
+            raise ValueError("credit and credit_assigner are one setting: expected one of them")
+        credit = credit_assigner if credit is None else credit
         self.filters = Filters() if filters is None else filters
         if self.filters.resample:
             check_stateless(credit)
         self.client = client
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer_of(client) if tokenizer is None else tokenizer
         self.credit = credit
         self.sampling = Sampling() if sampling is None else sampling
         self.max_context = max_context
@@ -170,9 +174,10 @@ class Arena:
             raise NotImplementedError(f"{type(self).__name__}: override get_batch(), or set arena.source to a callable")
         return self.source()
 
-    async def step(self) -> TrainingBatch:
-        """One batch. Its results stay at hand in ``last_results``."""
-        batch = self.finish(await self.sample())
+    async def step(self, concurrency: int | None = None) -> TrainingBatch:
+        """One batch, with at most ``concurrency`` model calls at once. Its results stay at hand in ``last_results``."""
+        with self.budget.at_most(concurrency):
+            batch = self.finish(await self.sample())
         self.record_outcomes()
         return batch
 
@@ -217,8 +222,11 @@ class Arena:
         while self._attempts:
             tell(self.stores, self._attempts.popleft())
 
-    async def generate_rollouts(self, requests: Sequence[EpisodeRequest]) -> list[GenerateResult]:
-        """Run episodes side by side; one result each, in order. Inside an episode they become its children.
+    async def generate_rollouts(
+        self, requests: Sequence[EpisodeRequest], concurrency: int | None = None
+    ) -> list[GenerateResult]:
+        """Run episodes side by side, or ``concurrency`` at once; one result each, in order. Inside an episode they
+        become its children.
 
         Raises ``BatchFailedError`` when too many fail, ``ValueError`` for requests that can't be run.
         """
@@ -226,7 +234,8 @@ class Arena:
         seen: Counter[Any] = Counter()
         contexts = [open_episode(self, request, parent, seen) for request in requests]
         failures = FailureCount(len(contexts), self.failure_threshold)
-        running = [play(self, request, context, failures) for request, context in zip(requests, contexts, strict=True)]
+        pairs = zip(requests, contexts, strict=True)
+        running = in_turns((play(self, request, context, failures) for request, context in pairs), concurrency)
         if parent is None:
             with self.under_way.batch(len(running)) as ended:
                 results = await run_all(running, ended)
@@ -248,7 +257,7 @@ class Arena:
         samples, _ = rows.gather(results, self.filters)
         if samples and self.reward_penalty is not None:
             rows.penalize(samples, self.reward_penalty(samples))
-        rows.set_advantages(results, samples, rows.advantages_of(samples, self.credit))
+        rows.set_advantages(results, samples, rows.advantages_of(samples, self.credit, results))
 
     def build_training_batch(self, results: Sequence[GenerateResult]) -> TrainingBatch:
         """Pack the steps that train. Raises ``ValueError`` if :meth:`assign_credit` did not run on ``results``."""
@@ -342,7 +351,7 @@ class Arena:
             "loose_calls": self._loose_calls,
             "rng": rng_state(self.rng),
             "stores": {name: store.state_dict() for name, store in self.stores.items()},
-            "credit": None if self.credit is None else self.credit.state_dict(),
+            "credit": state_of(self.credit),
             "seating": None if self.seating is None else self.seating.state_dict(),
         }
 
@@ -357,7 +366,7 @@ class Arena:
         set_rng_state(self.rng, state["rng"])
         for name, store in self.stores.items():
             store.load_state_dict(state["stores"][name])
-        if self.credit is not None and state["credit"] is not None:
+        if self.credit is not None and state["credit"]:
             self.credit.load_state_dict(state["credit"])
         if self.seating is not None and state.get("seating") is not None:
             self.seating.load_state_dict(state["seating"])

@@ -122,7 +122,7 @@ def _settle(state: EpisodeState, rollout: Rollout, context: EpisodeContext) -> N
 
 
 class SingleTurnEpisode(Episode):
-    """One prompt, one completion. Override ``get_prompt``; ``actor`` names who answers.
+    """One prompt, one completion. Override ``get_prompt``; ``actor`` names who answers, if the arena has several.
 
     Example::
 
@@ -135,7 +135,7 @@ class SingleTurnEpisode(Episode):
                 return artifact["question"]
     """
 
-    actor: str = "solver"
+    actor: str = ""
 
     @abstractmethod
     def get_prompt(self, artifact: Any) -> Any:
@@ -143,10 +143,18 @@ class SingleTurnEpisode(Episode):
 
     async def rollout(self, arena: Arena, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
         state = EpisodeState() if state is None else state
-        state.current_actor = self.actor
-        await self.call_model(self.actor, await resolve(self.get_prompt(artifact)), arena)
+        state.current_actor = self.actor or _only_actor(arena)
+        await self.call_model(state.current_actor, await resolve(self.get_prompt(artifact)), arena)
         state.done = True
         return state
+
+
+def _only_actor(arena: Arena) -> str:
+    """Who answers where nobody is named: the arena's one actor, or the one that is called "solver"."""
+    names = list(arena.actors)
+    if len(names) == 1 or "solver" in names:
+        return "solver" if "solver" in names else names[0]
+    raise ValueError(f"the episode names no actor, and the arena has {names}: set `actor` on the episode's class")
 
 
 def check_episode(name: str, episode: Any) -> None:

@@ -93,6 +93,14 @@ def playing(actor: Actor | None) -> str:
     return actor.policy if context is None else context.policies.get(actor.id, actor.policy)
 
 
+def tokenizer_of(client: InferenceClient) -> Tokenizer:
+    """The one that ``client`` brings. Raises ``ValueError`` where there is none."""
+    tokenizer: Tokenizer | None = getattr(client, "tokenizer", None)
+    if tokenizer is None:
+        raise ValueError(f"tokenizer=None: {type(client).__name__} brings none, expected the tokenizer of the model")
+    return tokenizer
+
+
 def to_messages(prompt: str | Messages, actor: Actor | None) -> Messages:
     """A chat from a prompt: a string becomes one user message; the actor's system prompt opens it if none is there."""
     if isinstance(prompt, str):

@@ -70,7 +70,12 @@ class MultiTurnEpisode(Episode, ABC):
         return self.actors[0]
 
     def get_prompt(self, artifact: Any) -> Any:
-        """The opening text. It stands at the start of every actor's prompt, whoever acts first."""
+        """The opening text. It stands at the start of every actor's prompt, whoever acts first.
+
+        None is needed where ``get_observation`` says all.
+        """
+        if type(self).get_observation is not MultiTurnEpisode.get_observation:
+            return ""
         raise NotImplementedError(f"{type(self).__name__}: override get_prompt(artifact) or build_messages(...)")
 
     def get_observation(self, state: EpisodeState, arena: Arena, artifact: Any) -> Any:
@@ -93,8 +98,8 @@ class MultiTurnEpisode(Episode, ABC):
         return state.done
 
     def next_actor(self, state: EpisodeState, arena: Arena, artifact: Any) -> Any:
-        """Who acts after ``state.current_actor``: the next of ``actors``, in a circle."""
-        order = list(self.actors)
+        """Who acts after ``state.current_actor``: the next of ``actors`` (else of the arena's), in a circle."""
+        order = list(self.actors or arena.actors)
         if state.current_actor not in order:
             raise ValueError(f"actors={order!r} lacks {state.current_actor!r}: override next_actor, or add it")
         return order[(order.index(state.current_actor) + 1) % len(order)]

@@ -9,7 +9,7 @@ held; what is over is trimmed, question by question, in the order in which they 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from turnwise.arena import samples as rows
 from turnwise.arena.context import resolve
@@ -55,7 +55,7 @@ def telling_questions(arena: Arena, results: Sequence[GenerateResult]) -> list[H
     """The questions with a sample that would train and whose advantage is not 0, in order of first appearance."""
     arena.shape_rewards(results)
     samples, _ = rows.gather(results, arena.filters)
-    advantages = rows.advantages_of(samples, arena.credit)
+    advantages = rows.advantages_of(samples, arena.credit, results)
     for sample, advantage in zip(samples, advantages, strict=True):
         sample.advantage = float(advantage)
     kept, _ = arena.filters.after_credit([sample for sample in samples if sample.advantage != 0])
@@ -63,11 +63,16 @@ def telling_questions(arena: Arena, results: Sequence[GenerateResult]) -> list[H
     return [uid for uid in dict.fromkeys(top.uid for top in results) if uid in found]
 
 
+def state_of(credit: CreditAssigner | None) -> dict[str, Any] | None:
+    """What a checkpoint keeps of a rule; nothing of one that says nothing of it."""
+    return None if credit is None else getattr(credit, "state_dict", dict)()
+
+
 def check_stateless(credit: CreditAssigner | None) -> None:
     """Raise ``ValueError`` for a rule that can't be asked twice about one batch."""
     if credit is None:
         raise ValueError("resample needs a credit rule: without one, no question can be told to say nothing")
-    if credit.state_dict():
+    if state_of(credit):
         raise ValueError(
             f"resample asks the credit rule about a batch before it is whole, and {type(credit).__name__} learns from "
             "each batch: use a rule without state, or resample=0"

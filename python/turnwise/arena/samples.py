@@ -45,11 +45,23 @@ def gather(results: Sequence[GenerateResult], filters: Filters) -> tuple[list[Sa
     return samples, dict(dropped + Counter(filtered))
 
 
-def advantages_of(samples: Sequence[Sample], credit: CreditAssigner | None) -> np.ndarray:
-    """What the rule says, ``[B]``, checked; without a rule the rewards. Raises ``ValueError`` for a wrong answer."""
+def advantages_of(
+    samples: Sequence[Sample], credit: CreditAssigner | None, results: Sequence[GenerateResult] = ()
+) -> np.ndarray:
+    """What the rule says, ``[B]``, checked; without a rule the rewards. Raises ``ValueError`` for a wrong answer.
+
+    A rule of one's own that has ``compute`` alone is asked for that of ``results``.
+    """
     if credit is None or not samples:
         return np.array([sample.reward for sample in samples], dtype=np.float32)
-    advantages = np.asarray(credit.compute_columns(samples))
+    if getattr(type(credit), "compute_columns", None) in (None, CreditAssigner.compute_columns):
+        table = credit.compute(results)
+        places = [(sample.trajectory, sample.step_index) for sample in samples]
+        if missing := [place for place in places if place not in table]:
+            raise ValueError(f"{type(credit).__name__}.compute gave no advantage for (rollout id, step) {missing[0]!r}")
+        advantages = np.array([table[place] for place in places], dtype=np.float32)
+    else:
+        advantages = np.asarray(credit.compute_columns(samples))
     if advantages.shape != (len(samples),) or not np.isfinite(advantages).all():
         raise ValueError(
             f"{type(credit).__name__}.compute_columns gave shape {advantages.shape}, all finite: "

@@ -35,6 +35,18 @@ class CallBudget:
         self._waiting: list[tuple[Order, int, asyncio.Future[None]]] = []
         self._ticket = itertools.count()
 
+    @contextlib.contextmanager
+    def at_most(self, limit: int | None) -> Iterator[None]:
+        """A lower limit for the block; ``None`` is none."""
+        if limit is not None and limit < 1:
+            raise ValueError(f"concurrency={limit!r}: expected at least 1, or None")
+        before = self.limit
+        self.limit = before if limit is None else min(before, limit)
+        try:
+            yield
+        finally:
+            self.limit = before
+
     def slot(self, order: Order) -> Slot:
         """``async with`` holds one slot for the block. Cancellation while waiting gives the place up."""
         return Slot(self, order)
@@ -105,6 +117,21 @@ async def run_all(coroutines: Iterable[Coroutine[Any, Any, T]], ended: Callable[
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+def in_turns(coroutines: Iterable[Coroutine[Any, Any, T]], limit: int | None) -> list[Coroutine[Any, Any, T]]:
+    """The same, of which no more than ``limit`` run at once; ``None`` is no limit."""
+    if limit is None:
+        return list(coroutines)
+    if limit < 1:
+        raise ValueError(f"concurrency={limit!r}: expected at least 1, or None")
+    gate = asyncio.Semaphore(limit)
+
+    async def gated(coroutine: Coroutine[Any, Any, T]) -> T:
+        async with gate:
+            return await coroutine
+
+    return [gated(coroutine) for coroutine in coroutines]
 
 
 class EpisodesUnderWay:

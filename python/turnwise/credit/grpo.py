@@ -12,7 +12,10 @@ under one parent, one episode type and one actor, and ``R`` is the rollout's rew
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from turnwise.credit.base import GroupCredit, Key
 from turnwise.types import Sample
@@ -22,16 +25,23 @@ from turnwise.types import Sample
 class GRPOCredit(GroupCredit):
     """Group ``(uid,)``, one value per trajectory.
 
-    With ``hierarchy``: group ``(parent node, uid, episode type, actor)``, one value per rollout and actor.
+    With ``hierarchy``: group ``(parent node, uid, episode type, actor)``, one value per rollout and actor. With
+    ``positive_only``, what is below the mean gets 0.
     """
 
     normalize: bool = True
     hierarchy: bool = False
+    positive_only: bool = False
 
     def __post_init__(self) -> None:
         if not self.normalize:
             self.scale = "none"
         super().__post_init__()
+
+    def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
+        """Advantages ``[B]`` float32 of ``samples``, in their order."""
+        advantages = super().compute_columns(samples)
+        return np.maximum(advantages, 0) if self.positive_only else advantages
 
     def group_key(self, sample: Sample) -> Key:
         if self.hierarchy:
