@@ -323,9 +323,9 @@ class _PlayedLimit:
         self.ran_out = True
         self.timeout.reschedule(asyncio.get_running_loop().time())
 
-    async def __aexit__(self, *exception: Any) -> bool | None:
+    async def __aexit__(self, *exception: Any) -> None:
         try:
-            return await self.timeout.__aexit__(*exception)
+            await self.timeout.__aexit__(*exception)
         finally:
             del self.playback._limits[self.key]
             if self.timeout.expired():

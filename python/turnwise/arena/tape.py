@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, fields, replace
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 from turnwise.arena.context import EpisodeContext, current_context, inside
 from turnwise.arena.exact import encode
@@ -191,9 +191,9 @@ class _TapedLimit:
     async def __aenter__(self) -> asyncio.Timeout:
         return await self.timeout.__aenter__()
 
-    async def __aexit__(self, *exception: Any) -> bool | None:
+    async def __aexit__(self, *exception: Any) -> None:
         try:
-            return await self.timeout.__aexit__(*exception)
+            await self.timeout.__aexit__(*exception)
         finally:
             if self.timeout.expired():
                 self.tape.events.append((EXPIRED, self.key))
@@ -258,7 +258,7 @@ def logged_method(*, draws: bool = False) -> Callable[[Callable[P, T]], Callable
             answer = remembered(f"{self.label}.{method.__name__}", said, call, draws=draws)
             return iter(answer) if iterates else answer
 
-        return asked
+        return cast("Callable[P, T]", asked)
 
     return decorate
 

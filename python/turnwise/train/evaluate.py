@@ -1,22 +1,26 @@
-"""Clean evaluation: a view of the arena that trains nothing, greedy by default, with a confidence interval."""
+"""Clean evaluation: a view of the arena that trains nothing, greedy by default, with confidence intervals."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from turnwise.arena import Arena
-from turnwise.types import EpisodeRequest, Sampling
+from turnwise.train.statistics import Estimate, PairedDifference, estimate, paired_difference, pass_at_k
+from turnwise.types import EpisodeRequest, GenerateResult, Rollout, Sampling
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """``success`` is the mean of the success metric over all ``episodes``; ``low`` and ``high`` bound it at 95%.
 
-    ``failed`` episodes count as 0 there. ``metrics`` holds the mean of every rubric metric over those that finished.
+    ``failed`` episodes count as 0 there. ``metrics`` holds the mean of every rubric metric over those that finished,
+    ``estimates`` these and ``reward/<actor>`` with their intervals: in a game for two, the reward of each seat.
+    ``pass_at`` has pass@k by ``k`` for ``samples`` attempts at each question, where success is 0 or 1. ``values`` and
+    ``clusters`` hold success and question of every episode, in the order of the requests.
     """
 
     success: float
@@ -26,17 +30,31 @@ class Evaluation:
     failed: int
     sampled_tokens: int
     metrics: dict[str, float]
+    estimates: dict[str, Estimate] = field(default_factory=dict)
+    pass_at: dict[int, Estimate] = field(default_factory=dict)
+    samples: int = 1
+    values: list[float] = field(default_factory=list, repr=False)
+    clusters: list[Hashable] = field(default_factory=list, repr=False)
 
 
 async def evaluate(
-    arena: Arena, requests: Sequence[EpisodeRequest], metric: str, sampling: Sampling | None = None
+    arena: Arena,
+    requests: Sequence[EpisodeRequest],
+    metric: str,
+    sampling: Sampling | None = None,
+    *,
+    samples: int = 1,
 ) -> Evaluation:
     """Run ``requests`` without trees, filters or updates, and average ``metric`` (a name in ``rollout.metrics``).
 
-    Raises ``ValueError`` where there is nothing to average.
+    Each is played ``samples`` times. Seeds are those of the requests, so two policies meet the same luck. Episodes with
+    one ``group_id`` are no independent trials: intervals are over groups. Raises ``ValueError`` where there is nothing
+    to average.
     """
+    if samples < 1:
+        raise ValueError(f"samples={samples!r}: expected at least 1")
     view = arena.evaluation(sampling=sampling or arena.sampling.with_(temperature=0.0))
-    results = await view.generate_rollouts(list(requests))
+    results = await view.generate_rollouts([request for request in requests for _ in range(samples)])
     done = [result.rollout for result in results if result.rollout.error is None]
     if not done:
         first = next((r.rollout.error for r in results if r.rollout.error), "no requests")
@@ -44,15 +62,57 @@ async def evaluate(
     names = sorted({name for rollout in done for name in rollout.metrics})
     if metric not in names:
         raise ValueError(f"metric={metric!r}: expected one of the rubric's metrics: {', '.join(names)}")
-    means = {name: float(np.mean([r.metrics[name] for r in done if name in r.metrics])) for name in names}
-    success = means[metric] * len(done) / len(results)
-    low, high = wilson(min(max(success, 0.0), 1.0), len(results))
-    tokens = sum(len(s.completion_token_ids) for r in results for w in r.walk() for s in w.rollout.steps)
-    return Evaluation(success, low, high, len(results), len(results) - len(done), tokens, means)
+    values = [_success(result.rollout, metric) for result in results]
+    clusters = [result.uid for result in results]
+    success = estimate(values, clusters)
+    estimates = _estimates(results)
+    return Evaluation(
+        success.mean,
+        success.low,
+        success.high,
+        episodes=len(results),
+        failed=len(results) - len(done),
+        sampled_tokens=sum(len(s.completion_token_ids) for r in results for w in r.walk() for s in w.rollout.steps),
+        metrics={name: estimates[name].mean for name in names},
+        estimates=estimates,
+        pass_at=_pass_at(values, clusters, samples),
+        samples=samples,
+        values=values,
+        clusters=clusters,
+    )
 
 
-def wilson(share: float, n: int, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson's score interval of a share of ``n`` trials (E. B. Wilson, JASA 22, 1927)."""
-    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return max(0.0, centre - half), min(1.0, centre + half)
+def _success(rollout: Rollout, metric: str) -> float:
+    return 0.0 if rollout.error is not None else float(rollout.metrics.get(metric, 0.0))
+
+
+def _estimates(results: Sequence[GenerateResult]) -> dict[str, Estimate]:
+    """Every metric and every actor's reward, over the episodes that finished and have it."""
+    found: defaultdict[str, tuple[list[float], list[Hashable]]] = defaultdict(lambda: ([], []))
+    for result in results:
+        rollout = result.rollout
+        if rollout.error is None:
+            rewards = {f"reward/{actor}": reward for actor, reward in rollout.rewards.items()}
+            for name, value in (rollout.metrics | rewards).items():
+                found[name][0].append(float(value))
+                found[name][1].append(result.uid)
+    return {name: estimate(*found[name]) for name in sorted(found)}
+
+
+def _pass_at(values: Sequence[float], clusters: Sequence[Hashable], samples: int) -> dict[int, Estimate]:
+    """pass@k for the powers of 2 up to ``samples``, and for ``samples`` itself; none where success is no yes or no."""
+    if samples == 1 or not set(values) <= {0.0, 1.0}:
+        return {}
+    counts = np.array(values).reshape(-1, samples).sum(axis=1).astype(int)
+    ks = sorted({2**power for power in range(samples.bit_length()) if 2**power <= samples} | {samples})
+    return {
+        k: estimate([pass_at_k(samples, int(count), k) for count in counts], clusters[::samples]) for k in ks
+    }
+
+
+def compare(first: Evaluation, second: Evaluation) -> PairedDifference:
+    """How much more ``first`` succeeds than ``second``, question by question. Raises ``ValueError`` unless both were
+    asked the same."""
+    if first.clusters != second.clusters or first.samples != second.samples:
+        raise ValueError("first and second were asked different questions: evaluate both with the same requests")
+    return paired_difference(first.values, second.values, first.clusters)
