@@ -65,7 +65,8 @@ def test_make_targets_exist() -> None:
 def test_turnwise_commands_parse(words: list[str]) -> None:
     options = cli.parse(words[1:])
     config = getattr(options, "config", None)
-    assert config is None or (ROOT / config).is_file()
+    # A run folder is what the reader's own run leaves.
+    assert config is None or config.suffix != ".toml" or (ROOT / config).is_file()
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

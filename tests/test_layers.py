@@ -29,6 +29,7 @@ FLOORS = {
     "integrations": 4,
     "report": 4,
     "demo": 5,
+    "evaluation": 5,
     "replay": 5,
     "tournament": 5,
     "cli": 6,

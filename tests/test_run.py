@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from turnwise.arena import Filters, OverlongPenalty
+from turnwise.evaluation import evaluate_from_config
 from turnwise.inference.adapters import shared_bases
-from turnwise.run import build_run, describe, evaluate_from_config, train_from_config
+from turnwise.run import build_run, describe, train_from_config
 from turnwise.train.checkpoint import CheckpointError, CheckpointMismatch, list_checkpoints
 from turnwise.train.config_files import ConfigError, config_from_dict, to_toml
 from turnwise.train.evaluate import Evaluation

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from turnwise import cli
-from turnwise.run import build_run, evaluate_from_config, train_from_config
+from turnwise.evaluation import evaluate_from_config
+from turnwise.run import build_run, train_from_config
 from turnwise.train.checkpoint import list_checkpoints
 from turnwise.train.config_files import config_from_dict, to_toml
 

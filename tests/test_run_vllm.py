@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.run import build_run, evaluate_from_config, task_of, tiny, train_from_config
+from turnwise.evaluation import evaluate_from_config
+from turnwise.run import build_run, task_of, tiny, train_from_config
 from turnwise.serve import Server, ServeSettings
 from turnwise.train.config_files import ConfigError, config_from_dict
 

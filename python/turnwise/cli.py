@@ -160,10 +160,18 @@ def run_train(options: argparse.Namespace) -> int:
 
 
 def run_eval(options: argparse.Namespace) -> int:
-    from turnwise.run import evaluate_from_config
+    import json
+
+    from turnwise.evaluation import config_path, measure, render, to_json
     from turnwise.train.config_files import read_config
 
-    evaluate_from_config(read_config(options.config, options.overrides), checkpoint=options.checkpoint)
+    config = read_config(config_path(options.config), options.overrides)
+    if options.config.is_dir():
+        config = config.model_copy(update={"run_dir": options.config})
+    measured = measure(
+        config, options.checkpoint, options.against, samples=options.samples, temperature=options.temperature
+    )
+    print(json.dumps(to_json(measured), indent=1) if options.json else render(measured))
     return EXIT_OK
 
 
@@ -309,8 +317,12 @@ COMMANDS: dict[str, Command] = {
         "Measure held-out success of the policies that a config file describes.",
         run_eval,
         (
-            CONFIG,
-            ("--checkpoint", {"help": "newest (the default), best, step_00000010, or a folder"}),
+            ("config", {"type": Path, "metavar": "CONFIG.toml|RUN_DIR", "help": "what to measure, or its run folder"}),
+            ("--checkpoint", {"help": "newest (the default), best, start, step_00000010, or a folder"}),
+            ("--against", {"metavar": "CHECKPOINT", "help": "compare with this one, question by question"}),
+            ("--samples", {"type": int, "default": 1, "help": "answers to each question, for pass@k (default 1)"}),
+            ("--temperature", {"type": float, "help": "default: 0, and rollout.temperature for several samples"}),
+            ("--json", {"action": "store_true", "help": "as JSON, for scripts"}),
         ),
         overrides=True,
     ),

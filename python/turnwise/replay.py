@@ -96,7 +96,8 @@ async def _replay(config: TrainConfig, record: Record, until: int | None, swaps:
     arena.stores = {name: store.frozen() for name, store in arena.stores.items()}
     async with contextlib.AsyncExitStack() as held:
         live = await LivePolicies.open(config, swaps, held) if swaps else None
-        playback = Playback(record, arena.tokenizer, until=until, live=None if live is None else live.sample, swapped=list(swaps))
+        sample = None if live is None else live.sample
+        playback = Playback(record, arena.tokenizer, until=until, live=sample, swapped=list(swaps))
         loop = asyncio.get_running_loop()
         assert isinstance(loop, IdleLoop)
         loop.on_idle = playback.idle

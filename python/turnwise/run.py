@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,11 +17,10 @@ from turnwise.arena.resampling import check_stateless
 from turnwise.credit import registry as credit_rules
 from turnwise.naming import construct, find
 from turnwise.tasks import Task, build_task
-from turnwise.train.checkpoint import list_checkpoints, load_weights
+from turnwise.train.checkpoint import list_checkpoints
 from turnwise.train.clients import build_client, check_client
 from turnwise.train.config import RolloutConfig, TrainConfig
 from turnwise.train.config_files import ConfigError, Problems, contradictions, to_toml
-from turnwise.train.config_selfplay import HealthConfig, LeagueConfig
 from turnwise.train.demonstrations import Row, RowReader, Rows, fitting
 from turnwise.train.evaluate import Evaluation
 from turnwise.train.export import export_policies
@@ -39,7 +37,6 @@ from turnwise.train.models import (
     load_references,
     sharing,
 )
-from turnwise.train.progress import find_checkpoint
 from turnwise.train.random_state import seed_generators
 from turnwise.train.run_log import RunLog
 from turnwise.train.selfplay import Measure, build_callbacks, check_selfplay
@@ -96,13 +93,13 @@ class Run:
         export_policies(self.trainer.policies, self.tokenizer, self.config.run_dir, own_bases=changed)
         return progress
 
-    def evaluate(self) -> Evaluation:
-        """Greedy success on the held-out questions, with the trainer's present weights."""
-        return asyncio.run(self._evaluate())
+    def evaluate(self, sampling: Sampling | None = None, *, samples: int = 1) -> Evaluation:
+        """Success on the held-out questions, with the trainer's present weights; greedy unless told otherwise."""
+        return asyncio.run(self._evaluate(sampling, samples))
 
-    async def _evaluate(self) -> Evaluation:
+    async def _evaluate(self, sampling: Sampling | None, samples: int) -> Evaluation:
         await self.trainer.publish()
-        return await self.trainer.evaluate(self.held_out)
+        return await self.trainer.evaluate(self.held_out, sampling, samples=samples)
 
     def close(self) -> None:
         """Free what the client holds, its engines among it. Nothing can be sampled afterwards."""
@@ -133,35 +130,13 @@ def train_from_config(config: TrainConfig) -> Run:
     return run
 
 
-def evaluate_from_config(config: TrainConfig, checkpoint: str | Path | None = None) -> Evaluation:
-    """Held-out success of a checkpoint: the given one, else the run folder's newest, else the starting weights.
-
-    ``checkpoint`` is ``"newest"``, ``"best"`` (of the validations so far), the name of one of the run's, or a folder.
-    """
-    root = config.run_dir / "checkpoints"
-    if checkpoint is None and list_checkpoints(root):
-        checkpoint = "newest"
-    chosen = None if checkpoint is None else find_checkpoint(root, checkpoint)
-    run = build_run(without_league(config).model_copy(update={"resume": False}), warm=chosen is None)
-    if chosen is not None:
-        load_weights(chosen, run.trainer.policies)
-    with closing(run):
-        result = run.evaluate()
-    run.trainer.log.note(f"{chosen or 'starting weights'}: {describe(result)}")
-    return result
-
-
-def without_league(config: TrainConfig) -> TrainConfig:
-    """``config`` for runs that train nothing: no past policies to hold, and nothing to watch."""
-    return config.model_copy(update={"league": LeagueConfig(), "health": HealthConfig()})
-
-
 def describe(result: Evaluation) -> str:
     """``success 91.0% (95% interval 86.2–94.3%, 200 questions)``."""
     failed = f", {result.failed} failed" if result.failed else ""
+    each = f", {result.samples} samples of each" if result.samples > 1 else ""
     return (
         f"success {result.success:.1%} (95% interval {result.low:.1%}–{result.high:.1%}, "
-        f"{result.episodes} questions{failed})"
+        f"{result.episodes // result.samples} questions{each}{failed})"
     )
 
 

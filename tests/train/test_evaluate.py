@@ -2,16 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from turnwise.train.evaluate import evaluate, wilson
-
-
-@pytest.mark.parametrize(
-    ("share", "n", "low", "high"),
-    [(0.5, 10, 0.2366, 0.7634), (1.0, 20, 0.8389, 1.0), (0.0, 20, 0.0, 0.1611), (0.9, 200, 0.8506, 0.9343)],
-)
-def test_wilson_interval(share, n, low, high):
-    """Values of R's prop.test(correct=FALSE), by hand from the formula."""
-    assert wilson(share, n) == (pytest.approx(low, abs=2e-4), pytest.approx(high, abs=2e-4))
+from turnwise.train.evaluate import compare, evaluate
 
 
 async def test_greedy_evaluation_repeats_and_leaves_training_alone(make_trainer):
@@ -49,3 +40,37 @@ async def test_a_failed_episode_counts_as_no_success(make_trainer):
     result = await trainer.evaluate()
     assert (result.success, result.episodes, result.failed) == (0.5, 2, 1)
     assert result.metrics["success/first"] == 1.0
+
+
+async def test_samples_give_pass_at_k_and_questions_are_the_trials(make_trainer):
+    trainer = make_trainer()
+    sampling = trainer.arena.sampling.with_(temperature=1.0)
+    requests, metric = trainer.validation.requests, trainer.validation.metric
+    found = await evaluate(trainer.arena, requests, metric, sampling, samples=3)
+    assert (found.episodes, found.samples, len(found.values)) == (3 * len(requests), 3, 3 * len(requests))
+    assert len(set(found.clusters)) == len(requests) and found.clusters[0] == found.clusters[2] != found.clusters[3]
+    if set(found.values) <= {0.0, 1.0}:
+        assert sorted(found.pass_at) == [1, 2, 3]
+        assert found.pass_at[1].mean == pytest.approx(found.success)
+    assert found == await evaluate(trainer.arena, requests, metric, sampling, samples=3), "paired seeds"
+    with pytest.raises(ValueError, match="samples=0: expected at least 1"):
+        await evaluate(trainer.arena, requests, metric, samples=0)
+
+
+async def test_every_metric_and_each_actors_reward_has_an_interval(make_trainer):
+    trainer = make_trainer()
+    found = await trainer.evaluate()
+    assert {name for name in found.estimates if not name.startswith("reward/")} == set(found.metrics)
+    assert {"reward/first", "reward/second"} <= set(found.estimates)
+    for name, mean in found.metrics.items():
+        at = found.estimates[name]
+        assert at.mean == mean and at.low <= mean <= at.high and at.count == found.episodes
+
+
+async def test_only_the_same_questions_compare(make_trainer):
+    trainer = make_trainer()
+    found = await trainer.evaluate()
+    assert compare(found, found).difference.mean == 0
+    other = await evaluate(trainer.arena, trainer.validation.requests[:1], trainer.validation.metric)
+    with pytest.raises(ValueError, match="asked different questions"):
+        compare(found, other)

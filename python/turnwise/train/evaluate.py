@@ -105,9 +105,7 @@ def _pass_at(values: Sequence[float], clusters: Sequence[Hashable], samples: int
         return {}
     counts = np.array(values).reshape(-1, samples).sum(axis=1).astype(int)
     ks = sorted({2**power for power in range(samples.bit_length()) if 2**power <= samples} | {samples})
-    return {
-        k: estimate([pass_at_k(samples, int(count), k) for count in counts], clusters[::samples]) for k in ks
-    }
+    return {k: estimate([pass_at_k(samples, int(count), k) for count in counts], clusters[::samples]) for k in ks}
 
 
 def compare(first: Evaluation, second: Evaluation) -> PairedDifference:

@@ -42,7 +42,7 @@ from turnwise.train.run_log import RunLog
 from turnwise.train.store_states import begin_stores, forget_old_states
 from turnwise.train.summary import staleness, summarize
 from turnwise.train.update import update_policy
-from turnwise.types import EpisodeRequest, GenerateResult, TrainingBatch
+from turnwise.types import EpisodeRequest, GenerateResult, Sampling, TrainingBatch
 
 T = TypeVar("T")
 
@@ -264,12 +264,14 @@ class Trainer:
             if self.config.checkpoint.best:
                 self.save()
 
-    async def evaluate(self, eval_set: EvalSet | None = None) -> Evaluation:
-        """Clean greedy evaluation, on the validation questions unless told otherwise."""
+    async def evaluate(
+        self, eval_set: EvalSet | None = None, sampling: Sampling | None = None, *, samples: int = 1
+    ) -> Evaluation:
+        """Clean evaluation, greedy and on the validation questions unless told otherwise."""
         chosen = eval_set or self.validation
         if chosen is None:
             raise ValueError("eval_set=None: this trainer was given no validation questions")
-        return await evaluate(self.arena, chosen.requests, chosen.metric)
+        return await evaluate(self.arena, chosen.requests, chosen.metric, sampling, samples=samples)
 
     def finished(self) -> bool:
         """Whether a limit of the run has been reached, or Ctrl-C was pressed."""

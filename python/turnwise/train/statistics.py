@@ -33,7 +33,8 @@ def wilson(share: float, n: int, z: float = Z) -> tuple[float, float]:
     """Wilson's score interval of a share of ``n`` trials (E. B. Wilson, JASA 22, 1927)."""
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # At 0 and 1 the bound is exact, which the sums are not.
+    return (0.0 if share == 0 else max(0.0, centre - half)), (1.0 if share == 1 else min(1.0, centre + half))
 
 
 def estimate(values: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Estimate:
@@ -141,7 +142,8 @@ def _sign_flips(sums: np.ndarray) -> float:
 # ---------------------------------------------------------------------------------------------------------------------
 def pass_at_k(n: int, c: int, k: int) -> float:
     """How likely one of ``k`` attempts succeeds, where ``c`` of ``n`` did: ``1 - C(n - c, k) / C(n, k)``, unbiased
-    (M. Chen et al., https://arxiv.org/abs/2107.03374, eq. 1). Raises ``ValueError`` unless ``0 <= c <= n >= k >= 1``."""
+    (M. Chen et al., https://arxiv.org/abs/2107.03374, eq. 1). Raises ``ValueError`` unless ``0 <= c <= n``, ``k <= n``.
+    """
     if not (1 <= k <= n and 0 <= c <= n):
         raise ValueError(f"n={n!r}, c={c!r}, k={k!r}: expected 1 <= k <= n and 0 <= c <= n")
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
-from turnwise.train.evaluate import wilson
 from turnwise.train.league.payoffs import game_of
+from turnwise.train.statistics import wilson
 from turnwise.types import GenerateResult, Rollout, Step
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.train.evaluate import wilson
+from turnwise.train.statistics import wilson
 from turnwise.types import Rollout
 
 Z = 1.959964

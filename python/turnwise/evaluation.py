@@ -1,0 +1,154 @@
+"""``turnwise eval``: how good a checkpoint is, how much better than another one, and how sure that is."""
+
+from __future__ import annotations
+
+import math
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from turnwise.run import build_run, describe
+from turnwise.train.checkpoint import list_checkpoints, load_weights
+from turnwise.train.config import TrainConfig
+from turnwise.train.config_files import CONFIG_FILE
+from turnwise.train.evaluate import Evaluation, compare
+from turnwise.train.progress import find_checkpoint
+from turnwise.train.run_log import RunLog
+from turnwise.train.statistics import Estimate, PairedDifference
+
+START = "start"
+"""In the place of a checkpoint: the weights that the run begins with, after its warm start."""
+
+
+def evaluate_from_config(
+    config: TrainConfig,
+    checkpoint: str | Path | None = None,
+    *,
+    samples: int = 1,
+    temperature: float | None = None,
+    told: bool = True,
+) -> Evaluation:
+    """Held-out success of a checkpoint: the given one, else the run folder's newest, else the starting weights.
+
+    ``checkpoint`` is ``"newest"``, ``"best"`` (of the validations so far), ``"start"``, the name of one of the run's,
+    or a folder. Each question is answered ``samples`` times, at ``temperature``: by default greedily, and several times
+    at ``rollout.temperature``. Raises ``ValueError`` for several greedy samples, which would be the same. The result is
+    ``told`` in a line; otherwise notes go to stderr.
+    """
+    if temperature is None:
+        temperature = config.rollout.temperature if samples > 1 else 0.0
+    if samples > 1 and not temperature > 0:
+        raise ValueError(f"samples={samples!r}, temperature={temperature!r}: greedy samples are all alike")
+    chosen = chosen_checkpoint(config, checkpoint)
+    aside = RunLog(config.run_dir, 0, sinks=[], console=Console(stderr=True), progress=False)
+    run = build_run(config.model_copy(update={"resume": False}), warm=chosen is None, log=None if told else aside)
+    if chosen is not None:
+        load_weights(chosen, run.trainer.policies)
+    with closing(run):
+        result = run.evaluate(run.arena.sampling.with_(temperature=temperature), samples=samples)
+    if told:
+        run.trainer.log.note(f"{_name(chosen)}: {describe(result)}")
+    return result
+
+
+def chosen_checkpoint(config: TrainConfig, checkpoint: str | Path | None) -> Path | None:
+    """The folder that ``checkpoint`` names, by default the newest; ``None`` for the starting weights."""
+    root = config.run_dir / "checkpoints"
+    if checkpoint is None and list_checkpoints(root):
+        checkpoint = "newest"
+    return None if checkpoint is None or checkpoint == START else find_checkpoint(root, checkpoint)
+
+
+def _name(chosen: Path | None) -> str:
+    return "starting weights" if chosen is None else str(chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One checkpoint's evaluation, and where there was another one to compare with, that and the difference."""
+
+    checkpoint: str
+    evaluation: Evaluation
+    against: str | None = None
+    other: Evaluation | None = None
+    difference: PairedDifference | None = None
+
+
+def measure(
+    config: TrainConfig,
+    checkpoint: str | None = None,
+    against: str | None = None,
+    *,
+    samples: int = 1,
+    temperature: float | None = None,
+) -> Measured:
+    """Evaluate ``checkpoint``, and ``against`` on the same questions with the same seeds."""
+    first = evaluate_from_config(config, checkpoint, samples=samples, temperature=temperature, told=False)
+    name = _name(chosen_checkpoint(config, checkpoint))
+    if against is None:
+        return Measured(name, first)
+    second = evaluate_from_config(config, against, samples=samples, temperature=temperature, told=False)
+    return Measured(name, first, _name(chosen_checkpoint(config, against)), second, compare(first, second))
+
+
+def config_path(path: Path) -> Path:
+    """A config file; of a run folder the one in it."""
+    return path / CONFIG_FILE if path.is_dir() else path
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is told
+# ---------------------------------------------------------------------------------------------------------------------
+def render(measured: Measured) -> str:
+    """A line for each checkpoint, its pass@k, metrics and rewards below, and the difference at the end."""
+    lines = _lines(measured.checkpoint, measured.evaluation)
+    if measured.other is not None and measured.difference is not None:
+        found = measured.difference
+        lines += _lines(str(measured.against), measured.other)
+        lines.append(
+            f"{measured.checkpoint} against {measured.against}: success {found.difference.mean:+.1%} "
+            f"({_interval(found.difference, percent=True)}, {found.difference.method}; "
+            f"p = {found.p:.3g}, {found.test}; better in {found.better}, worse in {found.worse} groups)"
+        )
+    return "\n".join(lines)
+
+
+def _lines(name: str, result: Evaluation) -> list[str]:
+    lines = [f"{name}: {describe(result)}"]
+    lines += [f"  pass@{k}  {at.mean:.1%} ({_interval(at, percent=True)})" for k, at in result.pass_at.items()]
+    width = max((len(metric) for metric in result.estimates), default=0)
+    lines += [f"  {metric:<{width}}  {at.mean:.4g} ({_interval(at)})" for metric, at in result.estimates.items()]
+    return lines
+
+
+def _interval(at: Estimate, *, percent: bool = False) -> str:
+    form = "{:.1%}" if percent else "{:.4g}"
+    return f"95% interval {form.format(at.low)} to {form.format(at.high)}"
+
+
+def to_json(measured: Measured) -> dict[str, Any]:
+    """All of it as JSON can hold it; a bound that is infinite is ``None``."""
+    plain: dict[str, Any] = {"checkpoint": measured.checkpoint, **_evaluation_to_json(measured.evaluation)}
+    if measured.other is not None:
+        plain["against"] = {"checkpoint": measured.against, **_evaluation_to_json(measured.other)}
+    if measured.difference is not None:
+        plain["difference"] = _finite(asdict(measured.difference))
+    return plain
+
+
+def _evaluation_to_json(result: Evaluation) -> dict[str, Any]:
+    plain = asdict(result)
+    del plain["clusters"], plain["metrics"]
+    plain["pass_at"] = {str(k): at for k, at in plain["pass_at"].items()}
+    return dict(_finite(plain))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
