@@ -78,15 +78,24 @@ def test_slots_load_what_they_do_not_hold(tmp_path):
 
 
 def test_a_slot_whose_load_failed_is_loaded_again(tmp_path):
-    pool, _ = filled(tmp_path, 4, (1,))
+    """Of two policies one may be another member's by then."""
+    pool, _ = filled(tmp_path, 4, (1, 2))
     client = Client()
-    slots, load = Slots(client, ["a"], 1), client.load_weights
-    client.load_weights = None
-    with pytest.raises(TypeError):
-        slots.hold(0, pool.members[0], pool)
+    slots, load = Slots(client, ["a", "b"], 1), client.load_weights
+    first, second = pool.members
+    slots.hold(0, first, pool)
+
+    def fails_for_b(policy, weights, version):
+        if policy == "b@past0":
+            raise OSError("gone")
+        load(policy, weights, version)
+
+    client.load_weights = fails_for_b
+    with pytest.raises(OSError, match="gone"):
+        slots.hold(0, second, pool)
     client.load_weights = load
-    slots.hold(0, pool.members[0], pool)
-    assert client.loads == [("a@past0", 1.0, 2)]
+    slots.hold(0, first, pool)
+    assert client.loads[-2:] == [("a@past0", 1.0, 2), ("b@past0", -1.0, 0)]
 
 
 def test_names_of_slots():
