@@ -251,7 +251,7 @@ def logged_method(*, draws: bool = False) -> Callable[[Callable[P, T]], Callable
                 return method(self, *arguments, **options)
 
             def call() -> Any:
-                given = method(self, *arguments, **options)
+                given: Any = method(self, *arguments, **options)
                 return list(given) if iterates else given
 
             said = (*arguments, options) if options else arguments
