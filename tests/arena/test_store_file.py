@@ -216,13 +216,16 @@ def test_what_no_checkpoint_needs_is_forgotten(tmp_path):
 # -- kills -------------------------------------------------------------------------------------------------------------
 WRITER = """
     import sys
+    from contextlib import nullcontext
     from turnwise.arena import ArtifactStore
 
-    store = ArtifactStore("q", path=sys.argv[1], max_size=50, dedup=True, shared=len(sys.argv) > 3)
+    shared = len(sys.argv) > 3
+    store = ArtifactStore("q", path=sys.argv[1], max_size=50, dedup=True, shared=shared)
     who = sys.argv[2]
     for number in range(100_000):
-        added = store.add({"by": who, "n": number}, weight=number)
-        store.record(added.id, 1.0)
+        with store.together() if shared else nullcontext():  # the other may add 50 in between
+            added = store.add({"by": who, "n": number}, weight=number)
+            store.record(added.id, 1.0)
         print(added.id, flush=True)
 """
 
