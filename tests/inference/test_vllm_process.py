@@ -351,8 +351,8 @@ TRAINER = """
 
     # no guard around it: an engine's process must not run this script again
     client = VLLMProcessClient(build("served"), ByteTokenizer(), kv_cache_bytes=2**25)
-    print(*client._hosts[0].processes, flush=True)
     try:
+        print(*client._hosts[0].processes, flush=True)  # whoever reads it presses Ctrl-C at once
         time.sleep(600)
     except KeyboardInterrupt:
         [response] = asyncio.run(client.generate([ModelRequest([1, 2, 3], Sampling(max_tokens=4, seed=0))]))
