@@ -67,7 +67,8 @@ class Sampling:
 class Actor:
     """Who plays: a configuration, not a model. ``policy`` names the weights behind it.
 
-    ``max_tokens`` and ``sampling`` override the arena's defaults for this actor.
+    ``max_tokens`` and ``sampling`` override the arena's defaults for this actor. At most ``max_concurrency`` of its
+    model calls are in flight at once, whatever room the arena's own limit leaves; ``None`` sets no limit of its own.
 
     Example: ``Actor("solver", system_prompt="Solve the problem.", policy="default", max_tokens=256)``
     """
@@ -77,8 +78,13 @@ class Actor:
     policy: str = "default"
     max_tokens: int | None = None
     sampling: Sampling | None = None
+    max_concurrency: int | None = None
 
     def __post_init__(self) -> None:
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise ValueError(
+                f"Actor.max_concurrency={self.max_concurrency!r} of actor {self.id!r}: expected at least 1, or None"
+            )
         if not self.id or not isinstance(self.id, str):
             raise ValueError(f"Actor.id={self.id!r}: expected a non-empty string")
         if not self.policy or not isinstance(self.policy, str):

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from turnwise.types import EpisodeRequest
+from turnwise.types import Actor, EpisodeRequest
 
 from .helpers import Guess, Propose, Solve, guess, nested, run
 
@@ -50,6 +50,30 @@ def test_priority_goes_first(make_arena):
     run(arena, *(guess(str(number), priority=number) for number in range(4)))
     asked = [prompt.split("Guess ")[1][0] for prompt in arena.client.prompts]
     assert asked == ["0", "3", "2", "1"], "0 found the slot free; then the highest priority"
+
+
+class Both(Guess):
+    episode_type = "both"
+
+    async def rollout(self, arena, artifact, state=None):
+        await self.call_model("helper" if artifact < 4 else "solver", f"call {artifact}", arena)
+        return state
+
+
+def test_an_actor_that_waits_for_its_own_quota_holds_no_slot_of_others(make_arena):
+    async def reply(prompt, request):
+        await asyncio.sleep(0.01)
+        return "3"
+
+    arena = make_arena(reply, max_concurrency=2)
+    arena.add_actor(Actor("helper", max_concurrency=1))
+    arena.add_episode(Both())
+    asyncio.run(arena.generate_rollouts([EpisodeRequest("both", number) for number in range(8)]))
+    calls = [int(prompt.split("call ")[1].split("<")[0].split()[0]) for prompt in arena.client.prompts]
+    assert calls[:2] == [0, 4], "the helper's second call waits, a solver's goes first"
+    assert arena.client.peak == 2 and sorted(calls) == list(range(8))
+    with pytest.raises(ValueError, match="max_concurrency=0 of actor 'x': expected at least 1"):
+        Actor("x", max_concurrency=0)
 
 
 # -- deadlines and cancellation ---------------------------------------------------------------------------------------

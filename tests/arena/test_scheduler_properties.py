@@ -21,6 +21,7 @@ class Client:
         self.rng = rng
         self.asked = self.answered = self.failed = self.cancelled = 0
         self.in_flight = self.peak = 0
+        self.of_helper = self.helper_peak = 0
 
     def version(self, policy):
         return 0
@@ -29,6 +30,9 @@ class Client:
         self.asked += 1
         self.in_flight += 1
         self.peak = max(self.peak, self.in_flight)
+        helped = requests[0].policy == "helper"
+        self.of_helper += helped
+        self.helper_peak = max(self.helper_peak, self.of_helper)
         try:
             luck = self.rng.random()
             # In quarters, so that answers, time limits and cancellations meet in one turn of the loop.
@@ -45,13 +49,14 @@ class Client:
             raise
         finally:
             self.in_flight -= 1
+            self.of_helper -= helped
 
 
 class Node(Episode):
     """Plays the calls and children of its artifact, one after the other or at once; notes when it began and ended."""
 
     episode_type = "node"
-    rubric = Rubric([lambda: {"player": 1.0}])
+    rubric = Rubric([lambda: {"player": 1.0, "helper": 1.0}])
 
     def __init__(self):
         self.spans = []
@@ -59,7 +64,7 @@ class Node(Episode):
     async def rollout(self, arena, artifact, state=None):
         began = asyncio.get_running_loop().time()
         try:
-            works = [self.call_model("player", "go", arena) for _ in range(artifact["calls"])]
+            works = [self.call_model(who, "go", arena) for who in artifact["calls"]]
             if artifact["children"]:
                 works.append(arena.generate_rollouts([request_of(child) for child in artifact["children"]]))
             if artifact["at_once"]:
@@ -74,7 +79,7 @@ class Node(Episode):
                     except ModelError:
                         if artifact["breaks"]:
                             raise
-            if artifact["breaks"] and artifact["calls"] > 2:
+            if artifact["breaks"] and len(artifact["calls"]) > 2:
                 raise RuntimeError("a bug of the game")
             return state
         finally:
@@ -86,7 +91,7 @@ class Node(Episode):
 def random_tree(rng, depth):
     fan_out = rng.choice([0, 0, 1, 2, 4]) if depth else 0
     return {
-        "calls": rng.randrange(4),
+        "calls": rng.choices(["player", "helper"], k=rng.randrange(4)),
         "at_once": rng.random() < 0.5,
         "breaks": rng.random() < 0.2,
         "timeout": rng.choice([None, None, 0.5, 3.0, 40.0]),
@@ -103,7 +108,9 @@ async def play_one(seed):
     rng = random.Random(seed)
     limit, client, node = rng.randint(1, 6), Client(rng), Node()
     arena = Arena(client, CharTokenizer(), max_concurrency=limit, failure_threshold=1.0, retries=rng.choice([0, 0, 2]))
+    quota = rng.choice([None, 1, 2])
     arena.add_actor(Actor("player"))
+    arena.add_actor(Actor("helper", policy="helper", max_concurrency=quota))
     arena.add_episode(node)
     requests = [request_of(random_tree(rng, rng.randint(0, 5))) for _ in range(rng.randint(1, 4))]
     playing = asyncio.ensure_future(arena.generate_rollouts(requests))
@@ -117,15 +124,16 @@ async def play_one(seed):
             if result.rollout.error is None:
                 asked = result.rollout.artifact["children"]
                 assert [child.rollout.artifact for child in result.children] == asked, "one result each, in order"
-    assert client.peak <= limit
+    assert client.peak <= limit and (quota is None or client.helper_peak <= quota)
     assert client.asked == client.answered + client.failed + client.cancelled, "each call ended once"
-    assert client.in_flight == arena.budget.in_use == 0, "every slot came back"
+    slots = [arena.budget.in_use, *(budget.in_use for budget in arena.quotas.values())]
+    assert client.in_flight == sum(slots) == 0, "every slot came back"
     assert len(asyncio.all_tasks()) == 1, "nothing runs on"
     for timeout, took in node.spans:
         assert timeout is None or took <= timeout + 1e-6
     # The budget still serves whoever comes next.
     client.rng = random.Random(0)
-    [after] = await arena.generate_rollouts([request_of({**random_tree(rng, 0), "calls": 0, "breaks": False})])
+    [after] = await arena.generate_rollouts([request_of({**random_tree(rng, 0), "calls": [], "breaks": False})])
     assert after.rollout.error is None
     return client
 

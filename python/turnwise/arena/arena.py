@@ -124,6 +124,7 @@ class Arena:
         self.seating: Seating | None = None
         self.under_way = EpisodesUnderWay()
         self.budget = CallBudget(max_concurrency)
+        self.quotas: dict[str | None, CallBudget] = {}
         self._prompts = PromptCache()
         self.started = 0
         self._loose_calls = 0
@@ -136,6 +137,8 @@ class Arena:
         if actor.id in self.actors:
             raise ValueError(f"actor {actor.id!r} is already there: actor ids are unique")
         self.actors[actor.id] = actor
+        if actor.max_concurrency is not None:
+            self.quotas[actor.id] = CallBudget(actor.max_concurrency)
         return actor
 
     def add_episode(self, episode: Episode | str, named: Episode | None = None) -> Episode:

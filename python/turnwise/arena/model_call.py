@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from turnwise.arena.context import current_context
@@ -54,7 +55,9 @@ async def call(
 
     async def ask() -> ModelResponse:
         order = (0, 0, 0) if context is None else (-context.priority, -context.depth, context.root)
-        async with arena.budget.slot(order):
+        quota = arena.quotas.get(actor_id)
+        # The actor's own slot first: who waits for it must not hold one that others could use.
+        async with nullcontext() if quota is None else quota.slot(order), arena.budget.slot(order):
             return await generate_one(arena.client, request)
 
     async def sample() -> ModelResponse:
