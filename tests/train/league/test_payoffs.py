@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from turnwise.train.evaluate import wilson
+from turnwise.train.statistics import wilson
 from turnwise.train.league.payoffs import Game, Payoffs, Record, game_of, student_t
 from turnwise.types import Rollout
 
