@@ -37,50 +37,40 @@ WEIGHTS = {
 }
 
 
-def test_drop_in(tmp_path: Path) -> None:
-    """Both ways of one training step give the same losses and gradients, and the model learns."""
+def run_example(folder: Path, name: str, *arguments: str) -> str:
+    """What the example prints."""
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "drop_in.py")],
-        cwd=tmp_path,
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "losses and gradients alike both ways" in done.stdout
+    return done.stdout
+
+
+def test_drop_in(tmp_path: Path) -> None:
+    """Both ways of one training step give the same losses and gradients, and the model learns."""
+    printed = run_example(tmp_path, "drop_in.py")
+    assert "losses and gradients alike both ways" in printed
 
 
 def test_vowels(tmp_path: Path) -> None:
     """A game of one's own, in no more than 40 lines, is learned."""
     lines = (EXAMPLES / "vowels.py").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 40
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "vowels.py"), "12"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    printed = run_example(tmp_path, "vowels.py", "12")
     # The untrained model writes 6%.
-    assert int(done.stdout.rpartition(":")[2].strip(" %\n")) >= 25
+    assert int(printed.rpartition(":")[2].strip(" %\n")) >= 25
 
 
 def test_trl_trie(tmp_path: Path) -> None:
     """TRL's trainer has its own loss and gradient with log-probs from the trie of its batch."""
     pytest.importorskip("trl")
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "trl_trie.py")],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "loss and gradient are TRL's" in done.stdout
+    printed = run_example(tmp_path, "trl_trie.py")
+    assert "loss and gradient are TRL's" in printed
 
 
 def test_each_level_has_both_loops() -> None:

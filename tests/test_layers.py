@@ -32,6 +32,7 @@ FLOORS = {
     "evaluation": 5,
     "replay": 5,
     "tournament": 5,
+    "command_words": 5,
     "cli": 6,
 }
 """The floor of every file and folder directly under ``turnwise``; the command line stands above all rooms."""

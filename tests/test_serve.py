@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from turnwise import cli, serve
-from turnwise.serve import Server, ServerFailed, ServeSettings, parse_pairs, server_command, serving
+from turnwise.serve import Server, ServerFailed, ServeSettings, server_command, serving
 
 PROGRAM = """
 import http.server, os, pathlib, subprocess, sys, threading, time
@@ -270,6 +270,3 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     assert "api_key_env" in capsys.readouterr().err
     assert cli.main(["serve", "m", "--adapters", "critic"]) == 2
     assert "expected NAME=VALUE" in capsys.readouterr().err
-    assert parse_pairs("--x", ["a=b=c"], str) == {"a": "b=c"}
-    with pytest.raises(ValueError, match="each name once"):
-        parse_pairs("--x", ["a=1", "a=2"], int)

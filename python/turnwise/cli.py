@@ -12,10 +12,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from turnwise.command_words import literal, parse_pairs, split_overrides
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -70,33 +72,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = build_parser().parse_args(arguments)
     options.overrides = overrides
     return options
-
-
-def split_overrides(arguments: Iterable[str], known: set[str]) -> tuple[list[str], dict[str, str]]:
-    """Takes config overrides out of a command line: every ``--key value`` and ``--key=value`` that is not ``known``.
-
-    ``["run.toml", "--loop.steps", "5", "--seed=-1"]`` gives ``(["run.toml"], {"loop.steps": "5", "seed": "-1"})``.
-    Values stay text; the config knows their types. A key without a value, or twice, raises ``ValueError``.
-    """
-    rest: list[str] = []
-    overrides: dict[str, str] = {}
-    words = iter(arguments)
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not word.startswith("--") or key in known:
-            rest.append(word)
-            continue
-        if not equals:
-            value = next(words, "--")
-            if value.startswith("--"):
-                raise ValueError(f"{key}: expected a value, as in `{key} 5` or `{key}=5`")
-        name = key.removeprefix("--")
-        if not name:
-            raise ValueError(f"{word!r}: expected the name of a config key after the dashes, as in `--loop.steps 5`")
-        if name in overrides:
-            raise ValueError(f"{key}: given twice, as {overrides[name]!r} and {value!r}")
-        overrides[name] = value
-    return rest, overrides
 
 
 def describe(error: BaseException) -> str:
@@ -160,8 +135,6 @@ def run_train(options: argparse.Namespace) -> int:
 
 
 def run_eval(options: argparse.Namespace) -> int:
-    import json
-
     from turnwise.evaluation import config_path, measure, render, to_json
     from turnwise.train.config_files import read_config
 
@@ -176,8 +149,6 @@ def run_eval(options: argparse.Namespace) -> int:
 
 
 def run_tournament(options: argparse.Namespace) -> int:
-    import json
-
     from turnwise.tournament import play_tournament, render, to_json
 
     result = play_tournament(
@@ -207,7 +178,6 @@ def run_credit(options: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from turnwise.report.credit import compare_credit, differences, render
-    from turnwise.serve import parse_pairs
 
     found = compare_credit(
         options.run_dir, options.rule, options=parse_pairs("--set", options.set, literal), step=options.step
@@ -228,7 +198,7 @@ def run_replay(options: argparse.Namespace) -> int:
 
 
 def run_serve(options: argparse.Namespace) -> int:
-    from turnwise.serve import ServeSettings, parse_pairs, serve_until_stopped
+    from turnwise.serve import ServeSettings, serve_until_stopped
 
     serve_until_stopped(
         ServeSettings(
@@ -246,19 +216,6 @@ def run_serve(options: argparse.Namespace) -> int:
         )
     )
     return EXIT_OK
-
-
-def literal(text: str) -> Any:
-    """``text`` as the Python literal that it is, else as it stands; ``true`` and ``false`` are switches."""
-    import ast
-
-    switches = {"true": True, "false": False}
-    if text.lower() in switches:
-        return switches[text.lower()]
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 def run_bench(options: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -161,17 +161,6 @@ def _as_option(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [f"--{flag}" if value else f"--no-{flag}"]
     return [f"--{flag}={json.dumps(value) if isinstance(value, dict | list) else value}"]
-
-
-def parse_pairs(option: str, words: Iterable[str], convert: Callable[[str], Any]) -> dict[str, Any]:
-    """``["a=1"]`` as ``{"a": convert("1")}``. Raises ``ValueError`` naming ``option`` for what is no such pair."""
-    pairs: dict[str, Any] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not name or not equals or name in pairs:
-            raise ValueError(f"{option} {word!r}: expected NAME=VALUE, each name once")
-        pairs[name] = convert(value)
-    return pairs
 
 
 class Server:

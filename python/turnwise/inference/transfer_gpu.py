@@ -71,19 +71,28 @@ class CudaIPCTransfer:
         self._block, self._handle = None, {}
 
     def _room(self, size: int, device: torch.device) -> Tensor:
-        if self._block is None or self._block.numel() < size or self._block.device != device:
+        if not _fits(self._block, size, device):
             self.close()  # before the next one: there may be no room for both
-            try:
-                self._block = torch.empty(size, dtype=torch.uint8, device=device)
-            except torch.OutOfMemoryError as error:
-                raise TransferError(f"no room for {size / 2**20:.1f} MiB of weights on {device}: {error}") from error
+            self._block = _new_block(size, device)
             # once per block: what counts its users would otherwise have to be told of every receiver
             shared = self._block.untyped_storage()._share_cuda_()
             self._handle = {
                 "device": str(torch.cuda.get_device_properties(device).uuid),
                 "handle": [base64.b64encode(x).decode() if isinstance(x, bytes) else x for x in shared[1:]],
             }
+        assert self._block is not None
         return self._block
+
+
+def _fits(block: Tensor | None, size: int, device: torch.device) -> bool:
+    return block is not None and block.numel() >= size and block.device == device
+
+
+def _new_block(size: int, device: torch.device) -> Tensor:
+    try:
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        raise TransferError(f"no room for {size / 2**20:.1f} MiB of weights on {device}: {error}") from error
 
 
 @contextmanager
@@ -160,12 +169,10 @@ class ProcessGroupTransfer:
             self._groups.clear()
 
     def _room(self, size: int, device: torch.device) -> Tensor:
-        if self._block is None or self._block.numel() < size or self._block.device != device:
-            self._block = None
-            try:
-                self._block = torch.empty(size, dtype=torch.uint8, device=device)
-            except RuntimeError as error:
-                raise TransferError(f"no room for {size / 2**20:.1f} MiB of weights on {device}: {error}") from error
+        if not _fits(self._block, size, device):
+            self._block = None  # before the next one: there may be no room for both
+            self._block = _new_block(size, device)
+        assert self._block is not None
         return self._block
 
     def answer(self) -> None:

@@ -103,15 +103,7 @@ class TwoPlayerTask(ABC):
         for match, question in enumerate(self.questions(split, (n + 1) // 2, 0)):
             for seat in SEATS:
                 artifact = {**question, "model": seat, "opponent": self.options.opponent, "match": f"{split}-{match}"}
-                made.append(
-                    EpisodeRequest(
-                        self.name,
-                        artifact,
-                        group_id=f"{split}/{match}",
-                        seed=derive_seed(self.name, split, match),
-                        is_trainable=False,
-                    )
-                )
+                made.append(self._held_out(split, match, artifact))
         return made[:n]
 
     def match_requests(self, split: Split, n: int) -> list[EpisodeRequest]:
@@ -119,16 +111,12 @@ class TwoPlayerTask(ABC):
         ``EpisodeRequest.policies`` who plays."""
         check_split(split)
         check_counts(n=n)
-        return [
-            EpisodeRequest(
-                self.name,
-                question,
-                group_id=f"{split}/{match}",
-                seed=derive_seed(self.name, split, match),
-                is_trainable=False,
-            )
-            for match, question in enumerate(self.questions(split, n, 0))
-        ]
+        return [self._held_out(split, match, question) for match, question in enumerate(self.questions(split, n, 0))]
+
+    def _held_out(self, split: Split, match: int, artifact: Any) -> EpisodeRequest:
+        """One match, with one seed however its seats are filled."""
+        seed = derive_seed(self.name, split, match)
+        return EpisodeRequest(self.name, artifact, group_id=f"{split}/{match}", seed=seed, is_trainable=False)
 
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
         """Actions of both seats in whole games: the format is always right, the choice is with chance ``quality``."""
