@@ -13,11 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.train.statistics import wilson
+from turnwise.train.statistics import Z, wilson
 from turnwise.types import Rollout
-
-Z = 1.959964
-"""The 97.5% quantile of the normal distribution."""
 
 
 @dataclass(frozen=True, slots=True)
