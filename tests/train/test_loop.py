@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from turnwise.arena import ArtifactStore
 from turnwise.inference import RoutingClient, ScriptedClient
 from turnwise.train import ConfigError, Evaluation, Policy, Trainer
 from turnwise.train.checkpoint import CheckpointError, list_checkpoints
@@ -144,6 +145,28 @@ async def test_hooks_run_around_training_also_on_failure(make_trainer):
     with pytest.raises(ZeroDivisionError):
         await trainer.run()
     assert calls == ["start", "end"]
+
+
+@pytest.mark.parametrize("in_a_file", [False, True])
+async def test_what_a_hook_puts_into_a_store_stands_there_once_however_often_a_run_resumes(
+    make_trainer, tmp_path, in_a_file
+):
+    def with_store(steps):
+        trainer = make_trainer(steps=steps)
+        path = tmp_path / "questions.db" if in_a_file else None
+        store = trainer.arena.add_store(ArtifactStore("questions", path=path))
+
+        async def fill():
+            store.add("seed question")
+
+        trainer.arena.on_train_start = fill
+        return trainer, store
+
+    for steps in (1, 2, 3):
+        trainer, store = with_store(steps)
+        await trainer.run()
+        assert [artifact.data for artifact in store] == ["seed question"]
+        store.close()
 
 
 async def test_empty_batch_trains_nothing_and_goes_on(make_trainer):

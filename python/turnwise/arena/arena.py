@@ -314,7 +314,11 @@ class Arena:
 
     # -- around training -----------------------------------------------------------------------------------------------
     async def on_train_start(self) -> None:
-        """Called by the training loop before the first step. Load data, fill stores."""
+        """Called by the training loop before the first step. Load data, fill stores.
+
+        Where a run resumes too: then the arena's stores, generator and baselines are those of the checkpoint again,
+        whatever was done to them here.
+        """
 
     async def on_train_end(self) -> None:
         """Called by the training loop after the last step, also when training failed."""

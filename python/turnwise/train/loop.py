@@ -116,12 +116,14 @@ class Trainer:
 
     async def run(self) -> Progress:
         """Train until a limit of the config is reached: steps, seconds, sampled tokens, or validation success."""
-        self.resume()
+        left = self.resume()
         (self.config.run_dir / CONFIG_FILE).write_text(to_toml(self.config), encoding="utf-8")
         await self.publish()
         for callback in self.callbacks.values():
             await callback.on_start(self)
         await self.arena.on_train_start()
+        if left is not None:
+            self.arena.load_state_dict(left)  # it holds what the hook did the first time
         try:
             with self.log, self._stop.listening():
                 async with self.producer:
@@ -339,8 +341,9 @@ class Trainer:
             generators = {**generators, "trainer": generators_now["trainer"]}
         return arena, generators
 
-    def resume(self) -> None:
-        """Go on from the newest checkpoint, where there is one. An unreadable one raises, naming the one before."""
+    def resume(self) -> Mapping[str, Any] | None:
+        """Go on from the newest checkpoint, where there is one, and return the arena's state in it. An unreadable one
+        raises, naming the one before."""
         found = list_checkpoints(self.checkpoints)
         if not self.config.resume:
             refuse_checkpoints(self.config)
@@ -348,7 +351,7 @@ class Trainer:
         if not found:
             begin_stores(self.arena, self.config.run_dir)
             self.log.rewind(-1)
-            return
+            return None
         try:
             _, state = load_checkpoint(found[-1], self.policies)
         except CheckpointMismatch as error:
@@ -371,6 +374,8 @@ class Trainer:
         self.log.note(f"resumed from {found[-1]} (step {self.progress.step})")
         if changed := differences(self.config.run_dir / CONFIG_FILE, self.config):
             self.log.note(f"settings changed since then: {', '.join(changed)}")
+        arena: Mapping[str, Any] = state["arena"]
+        return arena
 
 
 def refuse_checkpoints(config: TrainConfig) -> None:
