@@ -39,6 +39,8 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 SERVED: dict[str, Callable[[], Any]] = {
     "served": lambda: Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
     "served-untied": lambda: Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False),
+    "served-qwen2": lambda: Qwen2Config(**SIZES | {"hidden_size": 128, "initializer_range": 0.1}),
+    "served-llama": lambda: LlamaConfig(**SIZES | {"hidden_size": 128, "initializer_range": 0.1}, tie_word_embeddings=True),
 }
 
 

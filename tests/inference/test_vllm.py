@@ -17,7 +17,7 @@ import torch
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs vLLM: make test-vllm", allow_module_level=True)
 
-from turnwise.inference import VLLMClient, vllm_weights
+from turnwise.inference import VLLMClient, vllm_reload
 from turnwise.inference.adapters import SharedBase
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.types import ContextLengthError, ModelError, ModelRequest, ModelResponse, Sampling
@@ -131,7 +131,7 @@ async def test_a_tied_head_is_stale_unless_it_is_packed_again(
     client = holding(served, helpers.build("served"))
     model = helpers.build("served", seed=1)
     with monkeypatch.context() as patch:
-        patch.setattr(vllm_weights, "repack_embeddings", lambda model: None)
+        patch.setattr(vllm_reload, "repack_embeddings", lambda *model: None)
         client.load_weights("default", sent(model), 1)
     assert error_of(helpers, model, await client.generate(requests_of())) > 0.05
     client.load_weights("default", sent(model), 2)
@@ -177,7 +177,7 @@ async def test_after_a_failed_update_nothing_is_served_until_a_whole_one(
 
     model = helpers.build("served", seed=1)
     client = holding(served, helpers.build("served"))
-    original = vllm_weights.reload
+    original = vllm_reload.reload
     with monkeypatch.context() as patch:
         patch.setattr("turnwise.inference.vllm.reload", broken)
         with pytest.raises(Exception):  # noqa: B017 - whatever vLLM raises in the midst

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from turnwise.inference.vllm_build import Setup, start_engine
 from turnwise.inference.vllm_client import EngineClient, Group, Policy, groups_of, named
 from turnwise.inference.vllm_engine import Change, Engine, EngineThread, Job
-from turnwise.inference.vllm_weights import reload
+from turnwise.inference.vllm_reload import reload
 from turnwise.types import Tokenizer
 
 

@@ -1,11 +1,8 @@
-"""Put a policy's weights into a running vLLM engine: names and shapes are checked before a byte moves.
+"""A policy's weights on their way into a vLLM engine: names and shapes are checked before a byte moves.
 
-What vLLM itself leaves to its callers, and what happens otherwise (vLLM 0.32):
+What vLLM itself leaves to its callers, and what happens otherwise (vLLM 0.32), beside what
+:mod:`~turnwise.inference.vllm_reload` tells:
 
-- Weights reach a live engine through its layerwise reload; the model's own ``load_weights`` fails on CPU, where the
-  loaded weights were packed into other layouts.
-- On CPU a head that is tied to the embedding keeps its old packed weights after a reload: it is packed again here.
-- A reload that fails leaves layers half taken apart, and every later one fails on them: they are put together here.
 - Part of a fused weight (``q_proj`` without ``k_proj``) corrupts it silently: only whole models pass the check.
 - Keys and values that old weights computed stay in the prefix cache: :class:`~turnwise.inference.vllm_engine.Engine`
   clears it after each change.
@@ -73,44 +70,3 @@ def largest_rank(ranks: Iterable[int]) -> int:
     if largest > ADAPTER_RANKS[-1]:
         raise ValueError(f"lora.rank={largest}: expected at most {ADAPTER_RANKS[-1]}, which is what vLLM serves")
     return next(rank for rank in ADAPTER_RANKS if rank >= largest)
-
-
-def reload(llm: Any, weights: Mapping[str, Tensor]) -> None:
-    """Replace all weights of ``llm``, a vLLM ``LLMEngine`` of this process, in one call between two of its steps.
-
-    Its adapters are dropped. After a failure the engine computes nothing sensible until a reload succeeds.
-    """
-
-    def in_worker(worker: Any) -> None:
-        reload_worker(worker, weights)
-
-    llm.collective_rpc(in_worker)
-
-
-def reload_worker(worker: Any, weights: Mapping[str, Tensor]) -> None:
-    """Replace all weights of one vLLM worker, in the process that it runs in."""
-    runner = worker.model_runner
-    try:
-        runner.reload_weights(weights_iterator=iter(list(weights.items())))
-    except Exception:
-        end_reload(runner.get_model())
-        raise
-    repack_embeddings(runner.get_model())
-
-
-def end_reload(model: nn.Module) -> None:
-    """After a reload that failed in its midst: put every layer's tensors back in place, so that the next can begin."""
-    from vllm.model_executor.model_loader.reload import layerwise
-
-    for layer in model.modules():
-        state = layerwise.get_layerwise_info(layer)
-        if state.can_load():
-            layerwise._place_kernel_tensors(layer, state)
-            state.reset()
-
-
-def repack_embeddings(model: nn.Module) -> None:
-    """On CPU, pack embeddings and heads anew: a tied one shares the tensor that changed but not what was packed."""
-    for module in model.modules():
-        if hasattr(module, "cpu_linear") and hasattr(module, "num_embeddings_padded"):
-            module.quant_method.process_weights_after_loading(module)  # type: ignore[operator, union-attr]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from turnwise.inference.transfer import opened_parcel
-from turnwise.inference.vllm_weights import reload_worker
+from turnwise.inference.vllm_reload import reload_worker
 
 COMPARED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
