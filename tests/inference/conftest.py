@@ -35,12 +35,13 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=None),
     "mistral-window": lambda: MistralConfig(**SIZES, sliding_window=6),
 }
+WIDE = SIZES | {"hidden_size": 128, "initializer_range": 0.1}
 # What vLLM serves on a CPU too: heads of 32, the narrowest that it has there.
 SERVED: dict[str, Callable[[], Any]] = {
     "served": lambda: Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
     "served-untied": lambda: Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False),
-    "served-qwen2": lambda: Qwen2Config(**SIZES | {"hidden_size": 128, "initializer_range": 0.1}),
-    "served-llama": lambda: LlamaConfig(**SIZES | {"hidden_size": 128, "initializer_range": 0.1}, tie_word_embeddings=True),
+    "served-qwen2": lambda: Qwen2Config(**WIDE),
+    "served-llama": lambda: LlamaConfig(**WIDE, tie_word_embeddings=True),
 }
 
 

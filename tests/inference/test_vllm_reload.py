@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,14 +77,26 @@ async def test_the_short_way_is_exact(
 
 @pytest.mark.parametrize("family", ["served"])
 async def test_it_keeps_no_weights_alive(helpers: Any, client: VLLMClient, family: str) -> None:
-    import weakref
-
+    [engine] = client._thread.engines
     for seed in (1, 2):
         weights = weights_of(other(helpers, family, seed))
-        client.load_weights("default", weights.items(), seed)
-        watched = [weakref.ref(tensor) for tensor in weights.values()]
+        reload(engine.llm, weights)
+        watched = {name: weakref.ref(tensor) for name, tensor in weights.items()}
         del weights
-        assert not any(tensor() is not None for tensor in watched), f"after update {seed}"
+        assert not [name for name, tensor in watched.items() if tensor() is not None], f"after update {seed}"
+
+
+@pytest.mark.parametrize("family", ["served"])
+async def test_a_tied_head_may_be_named_or_not(helpers: Any, client: VLLMClient, family: str) -> None:
+    for seed, named in enumerate((True, False, False, True), 1):
+        model = other(helpers, family, seed)
+        weights = weights_of(model)
+        assert weights.keys() >= {"lm_head.weight", "model.embed_tokens.weight"}
+        if not named:
+            del weights["lm_head.weight"]
+        reload(client._thread.engines[0].llm, weights)
+        client._thread.engines[0]._clear_cache()
+        assert await error_of(helpers, client, model) < EXACT
 
 
 @pytest.mark.parametrize("family", ["served-untied"])
@@ -91,7 +104,7 @@ async def test_a_failure_on_the_way_is_made_good_by_the_next_update(
     helpers: Any, client: VLLMClient, family: str
 ) -> None:
     [engine] = client._thread.engines
-    for seed in (1, 2):  # when the client started, it took vLLM's way, and after a failure as well
+    for _ in range(2):  # when the client started, it took vLLM's way, and after a failure as well
         broken = weights_of(other(helpers, family, 9)) | {"model.layers.1.mlp.down_proj.weight": torch.zeros(3, 3)}
         with pytest.raises(Exception):  # noqa: B017 - what vLLM's loaders raise
             reload(engine.llm, broken)
@@ -114,6 +127,9 @@ async def test_a_model_that_changes_weights_before_it_loads_them_takes_the_long_
         client.load_weights("default", weights_of(model).items(), seed)
         assert vars(served)[_ROUTE] is None
         assert await error_of(helpers, client, model) < EXACT
+    served.load_weights = lambda weights: plain(pair for pair in weights if pair[0] != "model.norm.weight")
+    client.load_weights("default", weights_of(model).items(), 3)
+    assert vars(served)[_ROUTE] is None, "a weight that no loader took"
 
 
 async def test_with_adapters_the_base_takes_the_short_way(helpers: Any) -> None:

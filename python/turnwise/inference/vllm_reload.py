@@ -126,9 +126,10 @@ class _Load:
         rest = {name: None if isinstance(value, Tensor) else value for name, value in call.arguments.items()}
         self._call = BoundArguments(call.signature, OrderedDict(rest))
 
-    def run(self, parameter: Tensor, weight: Tensor) -> None:
+    def run(self, parameters: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+        assert self.weight is not None, "Route.of takes no such load"
         arguments = self._call.arguments
-        arguments.update(zip(self._tensors, (parameter, weight), strict=True))
+        arguments.update(zip(self._tensors, (parameters[self.parameter], weights[self.weight]), strict=True))
         self._loader(*self._call.args, **self._call.kwargs)
         arguments.update(dict.fromkeys(self._tensors))  # or what holds the weights could not be freed
 
@@ -147,12 +148,12 @@ class _Layer:
         from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
         from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
-        parameters = self.module._parameters
+        parameters: dict[str, Any] = self.module._parameters
         live = {name: parameters[name] for name in self._fresh}
         try:
             parameters.update({name: materialize_meta_tensor(meta) for name, meta in self._fresh.items()})
             for load in self.loads:
-                load.run(parameters[load.parameter], weights[load.weight])
+                load.run(parameters, weights)
             method = getattr(self.module, "quant_method", None)
             if isinstance(method, QuantizeMethodBase):
                 method.process_weights_after_loading(self.module)  # packs them, and leaves what the rest of vLLM reads
