@@ -58,9 +58,7 @@ def served_model(client: VLLMClient) -> Any:
 async def error_of(helpers: Any, client: VLLMClient, model: Any) -> float:
     requests = [ModelRequest([5, 6, 7, 8] * 8, Sampling(max_tokens=8, seed=seed)) for seed in range(3)]
     answers = await client.generate(requests)
-    return max(
-        float((helpers.teacher_forced(model, a, 1.0) - torch.tensor(a.logprobs)).abs().max()) for a in answers
-    )
+    return max(float((helpers.teacher_forced(model, a, 1.0) - torch.tensor(a.logprobs)).abs().max()) for a in answers)
 
 
 async def test_the_short_way_is_exact(

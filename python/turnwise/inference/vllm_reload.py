@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import BoundArguments
 from typing import Any
 
@@ -56,13 +56,17 @@ def reload_worker(worker: Any, weights: Mapping[str, Tensor]) -> None:
 
 def _reload_layerwise(runner: Any, model: nn.Module, weights: Mapping[str, Tensor]) -> Route | None:
     """vLLM's own reload; the route that it showed, if there is one."""
-    with _watched(weights) as layers:
+    from vllm.platforms import current_platform
+
+    plain_cpu = current_platform.is_cpu() and runner.model_config.quantization is None
+    watch: AbstractContextManager[list[_Layer]] = _watched(weights) if plain_cpu else nullcontext([])
+    with watch as layers:
         try:
             runner.reload_weights(weights_iterator=iter(list(weights.items())))
         except Exception:
             end_reload(model)
             raise
-    return Route.of(runner, layers, weights)
+    return Route.of(runner, layers, weights) if plain_cpu else None
 
 
 # -- the short way -----------------------------------------------------------------------------------------------------
@@ -81,14 +85,11 @@ class Route:
     def of(cls, runner: Any, layers: Sequence[_Layer], weights: Mapping[str, Tensor]) -> Route | None:
         """The route that a layerwise reload with ``weights`` took through ``layers``.
 
-        ``None`` where only vLLM's own way is known to be right: off the CPU, with quantized weights, or where a weight
-        went to no loader as it came, for example because the model cuts it up before.
+        ``None`` where a weight went to no loader as it came, for example because the model cuts it up before: then
+        only vLLM's own way is known to be right, as it is off the CPU and with quantized weights.
         """
         from vllm.model_executor.layers.attention import is_deferred_attention_layer
-        from vllm.platforms import current_platform
 
-        if not current_platform.is_cpu() or runner.model_config.quantization is not None:
-            return None
         loads = [load for layer in layers for load in layer.loads]
         places = {weights[load.weight].data_ptr() for load in loads if load.weight is not None}
         if any(load.weight is None for load in loads) or any(w.data_ptr() not in places for w in weights.values()):
