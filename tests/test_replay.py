@@ -202,6 +202,105 @@ def test_swapped_policies_play_on_and_say_the_same_each_time(sudoku):
     assert "actor 'proposer'" in start.sampled[0] and "turn 0" in start.sampled[0]
 
 
+LEAGUE = {
+    "steps": 4,
+    "task_options": {"max_tokens": 6},
+    "warm_start": {"steps": 80, "batch_size": 12, "lr": 4e-3},
+    "rollout": {"questions": 4},
+    "update": {"lr": 2e-2},
+    "checkpoint": {"every": 1, "keep": 9},
+    "league": {"share": 1.0, "every": 1, "opponents": "uniform", "size": 4, "at_once": 2},
+    "eval": {"questions": 2},
+}
+SEATS = ["player0", "player1"]
+
+
+@pytest.fixture(scope="module")
+def league(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("league"), "kuhn_poker", **LEAGUE)
+
+
+def check_pairs(folder):
+    """All games are played again to the bit, each match from both seats. Gives those against a past that is another
+    one than the policies of the moment."""
+    rows = check_all(folder, 16)
+    matches = {}
+    for row in rows:
+        matches.setdefault(row["meta"]["league"]["match"], []).append(row["meta"]["league"]["seat"])
+    assert all(seats == SEATS for seats in matches.values()) and len(matches) == 8
+    return [row for row in rows if row["meta"]["league"]["member"] < row["step"] - 1]
+
+
+def check_played_by_the_same_weights(folder, row, tmp_path):
+    """A record whose first prompt is another one holds nobody: with the weights and the seeds of that time, both seats
+    say the same once more, each by its own weights. Returns the policies that spoke."""
+    changed = json.loads(json.dumps(row))
+    changed["steps"][0]["prompt_token_ids"][3] += 1
+    copied = with_record(folder, tmp_path / f"{row['id']}_played_on", changed)
+    seat = row["meta"]["league"]["seat"]
+    assert row["meta"]["policies"].keys() ^ set(SEATS) == {seat}
+    policy = seat if seat in row["meta"]["policy_versions"] else "default"
+    played = replay(copied, swap=[f"{seat}={policy}@step_{row['step'] - 1:08d}"])
+    assert played.played == 0 and len(played.sampled) == len(row["steps"])
+    said = [step.completion_token_ids for step in played.result.rollout.steps]
+    assert said == [step["completion_token_ids"] for step in row["steps"]], row["meta"]
+    return {step["policy"] for step in row["steps"]}
+
+
+def with_record(folder, copied, row):
+    """The run ``folder`` again, with ``row`` alone on its record."""
+    copied.mkdir()
+    for name in ("checkpoints", "league", "config.toml"):
+        (copied / name).symlink_to(folder / name)
+    write_rows(copied, [row])
+    return copied
+
+
+def test_games_against_the_past(league, tmp_path):
+    met = set()
+    for row in check_pairs(league):
+        met |= check_played_by_the_same_weights(league, row, tmp_path)
+    assert met == {"default", "default@past0", "default@past1"}
+
+
+def test_adapters_against_their_past(tmp_path):
+    pytest.importorskip("peft")
+    folder = trained(tmp_path / "run", "kuhn_poker", **LEAGUE, specialization="lora")
+    met = set()
+    for row in check_pairs(folder):
+        if row["meta"]["league"]["member"]:  # before it an adapter changes nothing
+            met |= check_played_by_the_same_weights(folder, row, tmp_path)
+    assert any("@past" in name for name in met) and {name.partition("@past")[0] for name in met} <= {*SEATS}
+
+
+def test_a_past_policy_is_swapped_by_its_snapshot(league):
+    """Step 0 was no checkpoint, only the league has it."""
+    assert not (league / "checkpoints" / "step_00000000").exists()
+    rows = [row for row in rows_of(league) if row["meta"]["league"]["member"] == 0]
+    assert len(rows) >= 4
+    for row in rows[:4]:
+        [seat] = {*SEATS} - {row["meta"]["league"]["seat"]}
+        played = replay(league, row["id"], swap=[f"{seat}=default@step_00000000"])
+        now, then = (
+            [said for actor, said in steps if actor == seat]
+            for steps in (
+                [(step.actor_id, step.completion) for step in played.result.rollout.steps],
+                [(step["actor_id"], step["completion"]) for step in row["steps"]],
+            )
+        )
+        assert now == then and len(played.sampled) == len(then)
+
+
+def test_a_past_policy_that_is_gone(league, tmp_path):
+    row = rows_of(league)[0]
+    row["replay"]["request"]["meta"]["league"]["member"] = 77
+    copied = with_record(league, tmp_path / "copied", row)
+    seat, other = SEATS if row["meta"]["league"]["seat"] == SEATS[0] else reversed(SEATS)
+    with pytest.raises(ValueError, match=rf"swap: actor '{other}' was played by the league's snapshot of step 77"):
+        replay(copied, swap=[f"{seat}=default"])
+    assert replay(copied, swap=[f"{seat}=default", f"{other}=default"]).result is not None
+
+
 def test_swaps_that_cannot_be(sudoku):
     for word in ("solver", "=default", "solver=", "solver=default@"):
         with pytest.raises(ValueError, match=r"expected actor=policy or actor=policy@checkpoint"):

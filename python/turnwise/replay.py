@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,12 +23,18 @@ from turnwise.arena.plain import json_line, plain_result
 from turnwise.arena.playback import Playback, play_again
 from turnwise.arena.record import Record, ReplayError, nodes_of
 from turnwise.arena.tape import Call
+from turnwise.inference.weights import copy_weights
 from turnwise.run import Run, arena_over, build_run, resolved_config, task_of, tiny
 from turnwise.state import to_python
-from turnwise.train.checkpoint import list_checkpoints, load_weights
+from turnwise.train.checkpoint import checkpoint_at, list_checkpoints, load_weights
+from turnwise.train.checkpoint_files import read_tensors
 from turnwise.train.config import TrainConfig
 from turnwise.train.config_files import CONFIG_FILE, Problems, read_config
+from turnwise.train.league.build import FOLDER
+from turnwise.train.league.league import MARK
+from turnwise.train.league.pool import Member, members_in
 from turnwise.train.models import check_models
+from turnwise.train.policy import Policy as TrainedPolicy
 from turnwise.train.progress import find_checkpoint
 from turnwise.train.run_log import RunLog
 from turnwise.types import GenerateResult, ModelError, ModelRequest, ModelResponse
@@ -95,7 +101,7 @@ async def _replay(config: TrainConfig, record: Record, until: int | None, swaps:
         _fill(arena.stores, config.run_dir / "checkpoints")
     arena.stores = {name: store.frozen() for name, store in arena.stores.items()}
     async with contextlib.AsyncExitStack() as held:
-        live = await LivePolicies.open(config, swaps, held) if swaps else None
+        live = await LivePolicies.open(config, swaps, record, held) if swaps else None
         sample = None if live is None else live.sample
         playback = Playback(record, arena.tokenizer, until=until, live=sample, swapped=list(swaps))
         loop = asyncio.get_running_loop()
@@ -207,9 +213,10 @@ class LivePolicies:
 
     @classmethod
     async def open(
-        cls, config: TrainConfig, swaps: Mapping[str, Policy], held: contextlib.AsyncExitStack
+        cls, config: TrainConfig, swaps: Mapping[str, Policy], record: Record, held: contextlib.AsyncExitStack
     ) -> LivePolicies:
-        """One set of weights for each checkpoint that ``swaps`` name; ``held`` closes their clients."""
+        """One set of weights for each checkpoint that ``swaps`` name, the first of them with the past policies that
+        ``record`` met; ``held`` closes their clients."""
         runs: dict[str | None, Run] = {}
         for swap in swaps.values():
             if swap.checkpoint in runs:
@@ -220,6 +227,7 @@ class LivePolicies:
                 await run.trainer.publish()
             if swap.name not in run.trainer.policies:
                 raise ValueError(f"swap: no policy {swap.name!r}, expected one of {sorted(run.trainer.policies)}")
+        seat_past(next(iter(runs.values())), record, swaps)
         return cls(swaps, runs)
 
     async def sample(self, call: Call) -> ModelResponse:
@@ -235,16 +243,54 @@ class LivePolicies:
 
 
 def load_run(config: TrainConfig, checkpoint: str | None) -> Run:
-    """The run with the weights of ``checkpoint``, the newest by default, ready to sample; it writes nothing."""
+    """The run with the weights of ``checkpoint``, the newest by default, ready to sample; it writes nothing.
+
+    A league's snapshot goes by the name that the checkpoint of its step would have.
+    """
     root = config.run_dir / "checkpoints"
     if checkpoint is None and list_checkpoints(root):
         checkpoint = "newest"
-    chosen = None if checkpoint is None else find_checkpoint(root, checkpoint)
     log = RunLog(config.run_dir, 0, sinks=[], progress=False)
-    run = build_run(config.model_copy(update={"resume": False}), warm=chosen is None, log=log)
-    if chosen is not None:
-        load_weights(chosen, run.trainer.policies)
+    run = build_run(config.model_copy(update={"resume": False}), warm=checkpoint is None, log=log)
+    if checkpoint is not None:
+        _load_into(run.trainer.policies, root, checkpoint)
     return run
+
+
+def _load_into(policies: Mapping[str, TrainedPolicy], root: Path, checkpoint: str) -> None:
+    chosen = find_checkpoint(root, checkpoint)
+    snapshot: Mapping[str, Path] = {}
+    if not chosen.is_dir():
+        trained = [name for name, policy in policies.items() if policy.trainable]
+        members = members_in(root.parent / FOLDER, trained)
+        snapshot = {checkpoint_at(root, step).name: files for step, files in members.items()}.get(checkpoint, {})
+    # what is frozen, bases among it, is the same in all checkpoints
+    load_weights(find_checkpoint(root, "newest") if snapshot else chosen, policies)
+    for name, file in snapshot.items():
+        copy_weights(policies[name].model, read_tensors(file).items(), name)
+
+
+def seat_past(run: Run, record: Record, swapped: Collection[str]) -> None:
+    """Put the league's member that the recorded episode met into its places of the client of ``run``.
+
+    Raises ``ValueError`` where its weights are gone, unless its seats are ``swapped``.
+    """
+    if MARK not in record.request.meta:
+        return
+    step, folder = record.request.meta[MARK]["member"], run.config.run_dir
+    places = [folder / FOLDER, *reversed(list_checkpoints(folder / "checkpoints"))]
+    for actor, slot in record.request.policies.items():
+        if actor in swapped:
+            continue
+        policy = run.arena.actors[actor].policy
+        files = [place / Member(step, {}).file(policy) for place in places]
+        found = next((file for file in files if file.is_file()), None)
+        if found is None:
+            raise ValueError(
+                f"swap: actor {actor!r} was played by the league's snapshot of step {step}, which is gone (league.size "
+                f"= {run.config.league.size} stay): swap {actor!r} too"
+            )
+        run.arena.client.load_weights(slot, read_tensors(found).items(), record.versions[slot])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

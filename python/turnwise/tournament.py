@@ -27,7 +27,7 @@ from turnwise.train.config_files import CONFIG_FILE, load_config
 from turnwise.train.config_selfplay import HealthConfig, LeagueConfig
 from turnwise.train.league.build import FOLDER
 from turnwise.train.league.payoffs import Game, Payoffs, game_of
-from turnwise.train.league.pool import slot_name
+from turnwise.train.league.pool import members_in, slot_name
 from turnwise.train.league.ratings import Ratings, bradley_terry
 from turnwise.train.progress import find_checkpoint
 from turnwise.types import ModelError, ModelRequest, ModelResponse
@@ -172,20 +172,11 @@ def _checkpointed(folders: Sequence[Path], configs: Sequence[TrainConfig], check
                 found.setdefault(path.resolve(), Entrant(f"{title}/{path.name}", run, path))
         if ALL in checkpoints:
             known = {path.name for path in found}
-            for step, files in sorted(_members(folder, configs[run]).items()):
+            trained = [name for name, settings in configs[run].policies.items() if settings.trainable]
+            for step, files in sorted(members_in(folder / FOLDER, trained).items()):
                 if (name := f"step_{step:08d}") not in known:
                     found[folder / FOLDER / name] = Entrant(f"{title}/{name}", run, files=files)
     return sorted(found.values(), key=lambda entrant: (entrant.run or 0, entrant.name))
-
-
-def _members(folder: Path, config: TrainConfig) -> dict[int, dict[str, Path]]:
-    """The league's members of a run by their steps: the file of each policy."""
-    members: dict[int, dict[str, Path]] = {}
-    for file in (folder / FOLDER).glob("league-*.safetensors"):
-        step, policy = file.stem.removeprefix("league-").split("-", 1)
-        members.setdefault(int(step), {})[policy] = file
-    trained = {name for name, settings in config.policies.items() if settings.trainable}
-    return {step: files for step, files in members.items() if files.keys() == trained}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

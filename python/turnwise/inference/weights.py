@@ -22,7 +22,7 @@ def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Any]], policy: 
     """
     targets = module.state_dict(keep_vars=True)
     sources = collect_weights(weights, policy)
-    if isinstance(module, AdaptedModel) and any(name in (base := module.shared.weights()) for name in sources):
+    if isinstance(module, AdaptedModel) and sources.keys() & (base := module.shared.weights()).keys():
         targets |= base
     check_weights(sources, targets, policy)
     with torch.no_grad():

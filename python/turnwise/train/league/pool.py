@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,18 @@ class Pool:
         for file in self.folder.glob("*league-*"):
             if file.name not in kept:
                 file.unlink()
+
+
+def members_in(folder: Path, policies: Collection[str]) -> dict[int, dict[str, Path]]:
+    """The members whose files stand in ``folder``, a pool's or a checkpoint, by their steps: the file of each policy.
+
+    Only those that have one of each of ``policies``, all that train.
+    """
+    members: dict[int, dict[str, Path]] = {}
+    for file in folder.glob("league-*.safetensors"):
+        step, policy = file.stem.removeprefix("league-").split("-", 1)
+        members.setdefault(int(step), {})[policy] = file
+    return {step: files for step, files in members.items() if files.keys() == set(policies)}
 
 
 def _files_of(members: Iterable[Member]) -> set[str]:
