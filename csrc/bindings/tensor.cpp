@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/dlpack.h"
 #include "cuda/device.h"
 
 namespace py = pybind11;
@@ -23,7 +24,15 @@ struct TorchNames {
             {"uint8", DType::u8},    {"bool", DType::boolean}};
         for (const auto& [name, dtype] : names)
             dtypes.emplace_back(py::object(torch.attr(name)).release().ptr(), dtype);
+        tensor_type = reinterpret_cast<PyTypeObject*>(py::object(torch.attr("Tensor")).release().ptr());
+        const py::object capsule = py::getattr(torch.attr("Tensor"), dlpack::kTypeAttribute, py::none());
+        if (!PyCapsule_IsValid(capsule.ptr(), dlpack::kCapsuleName)) return;  // torch before 2.10
+        const auto* api =
+            static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsuleName));
+        if (api->major == dlpack::kMajorVersion) exchange = api->view;
     }
+    PyTypeObject* tensor_type = nullptr;
+    int (*exchange)(void* object, dlpack::Tensor* out) = nullptr;
     std::vector<std::pair<PyObject*, DType>> dtypes;
     PyObject* dtype = PyUnicode_InternFromString("dtype");
     PyObject* shape = PyUnicode_InternFromString("shape");
@@ -55,7 +64,45 @@ void read_pair(const py::object& sizes, int64_t* to) {
     }
 }
 
-// What a tensor of any device is, but for where it lies.
+bool known_dtype(const dlpack::Tensor& tensor, DType& dtype) {
+    using dlpack::Code;
+    static constexpr struct {
+        Code code;
+        uint8_t bits;
+        DType dtype;
+    } kinds[] = {{Code::floating, 32, DType::f32},       {Code::integer, 64, DType::i64},
+                 {Code::boolean, 8, DType::boolean},     {Code::bfloat, 16, DType::bf16},
+                 {Code::floating, 16, DType::f16},       {Code::floating, 64, DType::f64},
+                 {Code::unsigned_integer, 8, DType::u8}, {Code::integer, 32, DType::i32},
+                 {Code::integer, 16, DType::i16},        {Code::integer, 8, DType::i8}};
+    for (const auto& kind : kinds) {
+        if (kind.code != tensor.code || kind.bits != tensor.bits || tensor.lanes != 1) continue;
+        dtype = kind.dtype;
+        return true;
+    }
+    return false;
+}
+
+// The view without a call into Python: a tenth of the time. False for what it can't say; `read` then finds out why.
+bool read_by_exchange(py::handle tensor, dlpack::DeviceType device, View& view, const TorchNames& names) {
+    if (names.exchange == nullptr || !PyObject_TypeCheck(tensor.ptr(), names.tensor_type)) return false;
+    dlpack::Tensor found;
+    if (names.exchange(tensor.ptr(), &found) != 0) {
+        PyErr_Clear();
+        return false;
+    }
+    if (found.device_type != device || found.dims > 2 || !known_dtype(found, view.dtype)) return false;
+    view.data = static_cast<char*>(found.data) + found.byte_offset;
+    view.dims = found.dims;
+    for (int i = 0; i < found.dims; ++i) {
+        view.shape[i] = found.shape[i];
+        view.stride[i] = found.strides[i];
+    }
+    if (device == dlpack::DeviceType::cuda) view.device = found.device;
+    return true;
+}
+
+// What a tensor of any device is, but for where it lies, from its attributes.
 View read(py::handle tensor, const char* name, const TorchNames& names) {
     View view;
     const py::object dtype = checked(PyObject_GetAttr(tensor.ptr(), names.dtype));
@@ -86,6 +133,8 @@ bool is_true(py::handle tensor, PyObject* attribute) {
 View view_of(py::handle tensor, const char* name) {
     if (tensor.is_none()) return {};
     const TorchNames& names = torch_names();
+    View view;
+    if (read_by_exchange(tensor, dlpack::DeviceType::cpu, view, names)) return view;
     if (!is_true(tensor, names.is_cpu)) refuse(name, "expected a CPU tensor");
     return read(tensor, name, names);
 }
@@ -94,8 +143,10 @@ View cuda_view_of(py::handle tensor, const char* name) {
     if (tensor.is_none()) return {};
     if (cuda::emulated()) return view_of(tensor, name);
     const TorchNames& names = torch_names();
+    View view;
+    if (read_by_exchange(tensor, dlpack::DeviceType::cuda, view, names)) return view;
     if (!is_true(tensor, names.is_cuda)) refuse(name, "expected a CUDA tensor");
-    View view = read(tensor, name, names);
+    view = read(tensor, name, names);
     view.device = int(PyLong_AsLong(checked(PyObject_CallMethodNoArgs(tensor.ptr(), names.get_device)).ptr()));
     return view;
 }

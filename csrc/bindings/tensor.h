@@ -1,4 +1,5 @@
-// A torch tensor as a View, read through its own attributes: no torch header, no copy, any torch version.
+// A torch tensor as a View, read through its own attributes: no torch header, no copy, any torch version (by DLPack
+// from 2.10 on).
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -53,8 +53,13 @@ struct Sums {
     double base = 0, sum = 0, square = 0;
 
     double add(double value) {
-        if (count++ == 0) base = value;
+        if (count == 0) base = value;
+        return add_to(value);
+    }
+    // Not the first, or base is set.
+    double add_to(double value) {
         const double offset = value - base;
+        ++count;
         sum += offset;
         square += offset * offset;
         return offset;
@@ -253,9 +258,10 @@ class Runs {
             const int64_t first = row, group = rows_.group[row];
             if (group <= before || group >= groups_) return false;
             before = group;
-            Sums sums;
+            const double base = to_double(rewards_[row++]);
+            Sums sums{1, base, 0, base - base};  // not a number where base isn't finite
             for (; row < end && (!enters(row) || rows_.group[row] == group); ++row) {
-                if (enters(row)) sums.add(to_double(rewards_[row]));
+                if (enters(row)) sums.add_to(to_double(rewards_[row]));
             }
             if (!is_finite(sums.square) || (sums.count == 1 && o_.singleton == Singleton::error)) return false;
             const Line line = line_of(sums, nullptr, o_, shares);

@@ -23,7 +23,12 @@ from torch import Tensor
 
 BACKENDS = ("native", "triton", "torch")
 
-_forced = threading.local()
+
+class _Forced(threading.local):
+    name: str | None = None  # in the class: a missing attribute of a thread costs as much as a small op
+
+
+_forced = _Forced()
 
 
 class BackendUnavailable(RuntimeError):
@@ -95,7 +100,7 @@ def _check_name(name: str, source: str) -> str:
 @contextmanager
 def backend(name: str) -> Iterator[None]:
     """Force one backend inside a ``with`` block: ``with ops.backend("torch"): ...``."""
-    before = getattr(_forced, "name", None)
+    before = _forced.name
     _forced.name = _check_name(name, "backend")
     try:
         yield
@@ -110,7 +115,7 @@ if _environment is not None:
 
 def forced_backend() -> str | None:
     """What :func:`backend` or ``TURNWISE_BACKEND`` asks for."""
-    return getattr(_forced, "name", None) or _environment
+    return _forced.name or _environment
 
 
 def resolve(name: str | None, tensor: Tensor | None = None, *, native: str = "", triton: str = "") -> str:
@@ -119,7 +124,7 @@ def resolve(name: str | None, tensor: Tensor | None = None, *, native: str = "",
     The argument ``name`` wins over :func:`backend`, that over ``TURNWISE_BACKEND``. ``native`` and ``triton`` say why
     that backend can't serve these inputs (empty: it can); device and installation are looked at here.
     """
-    chosen = forced_backend() if name is None else _check_name(name, "backend")
+    chosen = (_forced.name or _environment) if name is None else _check_name(name, "backend")
     on_cpu = tensor is None or tensor.is_cpu
     if chosen is None and on_cpu and extension is not None:  # the usual case first: a small op is soon done
         return "torch" if native else "native"

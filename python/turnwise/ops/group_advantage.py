@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import backends
 from .backends import native_core, resolve, stream_of
 from .group_advantage_reference import CENTERS, POOLS, SCALES, SINGLETONS, Options, reference
 from .streams import check_optional
@@ -156,7 +157,7 @@ def _run(
     backend: str,
 ) -> Tensor:
     """All columns in the types that kernels read."""
-    advantages = torch.empty_like(values, requires_grad=False)
+    advantages = torch.empty_like(values)
     columns = (values, group_ids, advantages, num_groups, trajectory_ids, lengths, valid)
     if backend == "triton":
         from . import group_advantage_triton
@@ -170,6 +171,26 @@ def _run(
     size = core.cuda_group_advantage_workspace(values.shape[0], num_groups, modes[0], modes[1] == 3)
     space = torch.empty(size, dtype=torch.uint8, device=values.device)
     core.cuda_group_advantage(*columns, *modes, *numbers, space, stream_of(values))
+    return advantages
+
+
+def _run_as_is(
+    rewards: Tensor,
+    group_ids: Tensor,
+    num_groups: int,
+    modes: tuple[bool, int, int, int],
+    numbers: tuple[int, float, float],
+) -> Tensor | None:
+    """Rewards and ids alone, where the core takes them as they are: a small batch is done before they are looked at.
+    ``None`` where it doesn't, or finds something wrong."""
+    if not rewards.is_cpu or backends.emulator is not None:
+        return None
+    advantages = torch.empty_like(rewards)
+    columns = (rewards, group_ids, advantages, num_groups, None, None, None)
+    try:
+        backends.extension.group_advantage(*columns, *modes, *numbers, torch.get_num_threads())
+    except (ValueError, TypeError):
+        return None
     return advantages
 
 
@@ -313,7 +334,8 @@ def group_advantage(
         _check_companions(pool, trajectory_ids, center, lengths)
     assert modes is not None
     columns = (trajectory_ids, lengths, valid)
-    if not (trajectory_ids is None and lengths is None and valid is None):
+    bare = trajectory_ids is None and lengths is None and valid is None
+    if not bare:
         check_optional(trajectory_ids=trajectory_ids, lengths=lengths, valid=valid)
     if num_groups is not None and num_groups < 0:
         raise ValueError(f"num_groups={num_groups}: expected a count >= 0")
@@ -325,6 +347,10 @@ def group_advantage(
         groups = -1 if num_groups is None else num_groups
         # The dispatcher costs more than a small batch does, so plain tensors pass it by.
         plain = type(rewards) is Tensor and not torch.compiler.is_compiling()
+        if plain and bare and chosen == "native":
+            advantages = _run_as_is(rewards, group_ids, groups, modes, (ddof, eps, min_std))
+            if advantages is not None:
+                return advantages
         call: Any = _kernel if plain else torch.ops.turnwise.group_advantage
         return call(rewards, group_ids, groups, *columns, *modes, ddof, eps, min_std, chosen)
     _check_shapes(rewards, group_ids, *columns)
