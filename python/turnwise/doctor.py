@@ -66,6 +66,8 @@ PACKAGES = (
     Package("tensorboard", "tensorboard", "metrics in TensorBoard"),
     Package("wandb", "wandb", "metrics in Weights & Biases"),
     Package("matplotlib", "plot", "learning curves as PNG"),
+    Package("bm25s", "search", "the search of the task search_orchestra"),
+    Package("datasets", "datasets", "questions from the Hugging Face Hub"),
 )
 
 

@@ -14,7 +14,7 @@ from turnwise.tasks.base import check_counts, check_split, split_of
 @pytest.fixture(params=sorted(TASKS))
 def task(request, tmp_path):
     options = {}
-    if request.param == "math_orchestra":
+    if request.param in ("gsm8k", "math_orchestra"):
         path = tmp_path / "q.jsonl"
         path.write_text("\n".join(json.dumps({"question": f"{i} + 1?", "answer": f"#### {i + 1}"}) for i in range(80)))
         options = {"path": str(path)}

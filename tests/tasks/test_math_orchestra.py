@@ -201,7 +201,7 @@ def test_texts_hold_prompts_and_questions(task):
 
 
 def test_bad_input_is_named(task, tmp_path):
-    with pytest.raises(ValueError, match="path: Field required"):
+    with pytest.raises(ValueError, match="path=None, dataset=None: expected one of them"):
         build_task("math_orchestra")
     with pytest.raises(ValueError, match="unknown option 'max_loop'; did you mean 'max_loops'"):
         build_task("math_orchestra", {"path": task.options.path, "max_loop": 3})

@@ -18,6 +18,7 @@ __all__ = ["TASKS", "Demonstration", "Player", "Split", "Task", "TaskOptions", "
 
 TASKS = {
     "code_duel": "turnwise.tasks.code_duel.team:CodeDuelTask",
+    "gsm8k": "turnwise.tasks.gsm8k.task:GSM8KTask",
     "kuhn_poker": "turnwise.tasks.kuhn_poker.task:KuhnPokerTask",
     "math_orchestra": "turnwise.tasks.math_orchestra:MathOrchestraTask",
     "negotiation": "turnwise.tasks.negotiation.task:NegotiationTask",

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from functools import cached_property, lru_cache
 from random import Random
 from typing import Any, NamedTuple
 
 from pydantic import Field
 
 from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler
-from turnwise.arena.context import derive_seed
-from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, check_counts, check_split, split_of
-from turnwise.tasks.gsm8k import MARK, Question, answers_match, extract_answer, read_questions
-from turnwise.types import Actor, EpisodeRequest, EpisodeState, Message, Messages
+from turnwise.tasks.base import Demonstration, Player
+from turnwise.tasks.gsm8k import (
+    MARK,
+    SYSTEM_PROMPT,
+    Question,
+    QuestionOptions,
+    QuestionTask,
+    answers_match,
+    extract_answer,
+    without_thoughts,
+)
+from turnwise.types import Actor, EpisodeState, Message, Messages
 
 SOLVER, VERIFIER = "solver", "verifier"
 SYSTEM_PROMPTS = {
-    SOLVER: f"Solve the problem step by step. End with a line {MARK} and the answer, a number.",
+    SOLVER: SYSTEM_PROMPT,
     VERIFIER: "Check the solution. End with verdict: approve, or verdict: reject and the reason before it.",
 }
 _SOLUTION, _REVIEW = "\n\nSolution:\n", "\n\nReview:\n"
@@ -83,8 +89,7 @@ class MathOrchestraEpisode(MultiTurnEpisode):
         state.data = {"solution": None, "review": None, "right": False, "approved": None, "verdicts": []}
 
     def public(self, text: str) -> str:
-        # Some chat templates open the thought inside the prompt, so only its end shows; a cut one has only its start.
-        return text.rpartition("</think>")[2].partition("<think>")[0].strip()
+        return without_thoughts(text)
 
     def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
         return [view_message(View(artifact["question"], state.data["solution"], state.data["review"]))]
@@ -135,21 +140,14 @@ def readable_verdict(extras: dict[str, Any]) -> dict[str, float]:
     return {VERIFIER: extras["readable_verdicts"]}
 
 
-class MathOrchestraOptions(TaskOptions):
-    """Options of the task ``math_orchestra``.
+class MathOrchestraOptions(QuestionOptions):
+    """Options of the task ``math_orchestra``."""
 
-    ``path`` is a JSONL file in GSM8K's format. ``eval_path`` names another one for evaluation, whose questions never
-    train; without it, 1 question in 10 of ``path`` is kept for evaluation. 1 in 10 is always kept for validation.
-    """
-
-    path: str
-    eval_path: str | None = None
     max_loops: int = Field(default=2, ge=1)
-    max_tokens: int = Field(default=256, ge=1)
 
 
-class MathOrchestraTask:
-    """Solver and verifier on the questions of a file; see :class:`turnwise.tasks.base.Task`.
+class MathOrchestraTask(QuestionTask):
+    """Solver and verifier on the questions of a file or a dataset; see :class:`turnwise.tasks.base.Task`.
 
     Example: ``MathOrchestraTask(MathOrchestraOptions(path="train.jsonl", max_loops=2))``
     """
@@ -159,24 +157,8 @@ class MathOrchestraTask:
     options_type = MathOrchestraOptions
 
     def __init__(self, options: MathOrchestraOptions) -> None:
+        super().__init__(options)
         self.options = options
-        self._questions = read_questions(options.path)
-        self._held_out = None if options.eval_path is None else read_questions(options.eval_path)
-
-    @cached_property
-    def splits(self) -> dict[Split, list[Question]]:
-        """The questions of each split. No question text stands in two of them, whatever the files repeat."""
-        unique = {question.question: question for question in self._questions}
-        held_out = None if self._held_out is None else {question.question: question for question in self._held_out}
-        splits: dict[Split, list[Question]] = {"train": [], "validation": [], "eval": []}
-        for text, question in unique.items():
-            if held_out is None:
-                splits[split_of(text)].append(question)
-            elif text not in held_out:
-                splits["validation" if split_of(text) == "validation" else "train"].append(question)
-        if held_out is not None:
-            splits["eval"] = list(held_out.values())
-        return splits
 
     @property
     def actors(self) -> list[Actor]:
@@ -185,39 +167,18 @@ class MathOrchestraTask:
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
         return {self.name: MathOrchestraEpisode(max_loops=self.options.max_loops, sampler=tree)}
 
-    def requests(self, step: int, questions: int, copies: int) -> list[EpisodeRequest]:
-        """The next ``questions`` of an endless pass over the training questions, shuffled anew each time round."""
-        check_counts(questions=questions, copies=copies)
-        train = self._split("train", 1)
-        requests = []
-        for place in range(step * questions, (step + 1) * questions):
-            lap, index = divmod(place, len(train))
-            question = train[_shuffled(len(train), f"{self.options.seed}/{lap}")[index]]
-            for copy in range(copies):
-                seed = derive_seed(self.name, self.options.seed, place, copy)
-                requests.append(self._request(question, f"{place}", seed, is_trainable=True))
-        return requests
-
-    def eval_requests(self, split: Split, n: int) -> list[EpisodeRequest]:
-        check_counts(n=n)
-        return [
-            self._request(question, f"{split}/{place}", derive_seed(self.name, split, place), is_trainable=False)
-            for place, question in enumerate(self._split(split, n)[:n])
-        ]
-
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
         """Both roles in both situations: first answer, approval, rejection of a wrong answer, and its correction."""
         rng = Random(f"math-demonstrations/{seed}")
-        train = self._split("train", 1)
+        train = self.split("train", 1)
         return [_demonstrate(train[rng.randrange(len(train))], index, rng) for index in range(n)]
 
     def texts(self) -> list[str]:
-        shown = [text for question in self._split("train", 1)[:2000] for text in question[:2] if text]
-        return [*shown, *SYSTEM_PROMPTS.values(), _SOLUTION, _REVIEW, MARK, *map(_verdict, (True, False))]
+        return [*self.shown(), *SYSTEM_PROMPTS.values(), _SOLUTION, _REVIEW, MARK, *map(_verdict, (True, False))]
 
     def oracle(self) -> Player:
         """Knows every answer of the files."""
-        gold = {question.question: question.answer for split in self.splits.values() for question in split}
+        gold = self.answers()
 
         def play(actor_id: str, messages: Messages) -> str:
             view = read_view(messages)
@@ -237,24 +198,9 @@ class MathOrchestraTask:
 
         return play
 
-    def _split(self, split: Split, n: int) -> list[Question]:
-        questions = self.splits[check_split(split)]
-        if len(questions) < n:
-            raise ValueError(f"n={n!r}: the {split} split of {self.options.path} has {len(questions)} questions")
-        return questions
-
-    def _request(self, question: Question, group: str, seed: int, is_trainable: bool) -> EpisodeRequest:
-        artifact = {"question": question.question, "answer": question.answer}
-        return EpisodeRequest(self.name, artifact, group_id=group, seed=seed, is_trainable=is_trainable)
-
 
 def _verdict(approve: bool) -> str:
     return f"verdict: {'approve' if approve else 'reject'}"
-
-
-@lru_cache(maxsize=4)
-def _shuffled(n: int, seed: str) -> Sequence[int]:
-    return Random(f"math-order/{seed}").sample(range(n), n)
 
 
 def _demonstrate(question: Question, kind: int, rng: Random) -> Demonstration:

@@ -1,4 +1,4 @@
-"""Questions in GSM8K's format: one JSON object per line, the answer a number after ``####``.
+"""Questions in GSM8K's format, of a JSONL file or a dataset of the hub: the answer is a number after ``####``.
 
 Example of a line: ``{"question": "2 apples at $3 each cost?", "answer": "2 * 3 = <<2*3=6>>6\\n#### 6"}``
 """
@@ -10,7 +10,7 @@ import re
 from fractions import Fraction
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MARK = "####"
 
@@ -50,7 +50,7 @@ def read_questions(path: str | PathLike[str]) -> list[Question]:
         if not line.strip():
             continue
         try:
-            questions.append(_read_line(line))
+            questions.append(_read_record(_parsed(line)))
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}") from error
     if not questions:
@@ -58,13 +58,39 @@ def read_questions(path: str | PathLike[str]) -> list[Question]:
     return questions
 
 
-def _read_line(line: bytes) -> Question:
+def read_dataset(name: str, subset: str | None, split: str) -> list[Question]:
+    """The questions of a dataset of the Hugging Face Hub, or of a folder, which ``datasets`` reads.
+
+    Raises ``ImportError`` without that package, what it raises where there is no such dataset, and ``ValueError`` for a
+    row as :func:`read_questions` does.
+
+    Example: ``read_dataset("openai/gsm8k", "main", "train")``
+    """
     try:
-        record = json.loads(line.decode("utf-8-sig"))
+        import datasets
+    except ImportError:
+        raise ImportError("datasets of the hub need another package: pip install 'turnwise[datasets]'") from None
+    questions = []
+    for number, row in enumerate(datasets.load_dataset(name, subset, split=split)):
+        try:
+            questions.append(_read_record(row))
+        except ValueError as error:
+            raise ValueError(f"dataset {name!r}, {split}, row {number}: {error}") from error
+    if not questions:
+        raise ValueError(f"dataset {name!r}, {split}: expected at least one question")
+    return questions
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line.decode("utf-8-sig"))
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 ({error.reason} at byte {error.start})") from error
+
+
+def _read_record(record: Any) -> Question:
     if not isinstance(record, dict):
         raise ValueError(f"expected an object with 'question' and 'answer', got {type(record).__name__}")
     for key in ("question", "answer"):
@@ -77,6 +103,12 @@ def _read_line(line: bytes) -> Question:
         raise ValueError(f"answer={record['answer'][-40:]!r}: expected one number after {MARK}")
     worked = _CALCULATION.sub("", record["answer"].rpartition(MARK)[0]).strip()
     return Question(record["question"].strip(), worked, answer)
+
+
+def without_thoughts(text: str) -> str:
+    """``text`` without what stands in ``<think>`` tags."""
+    # Some chat templates open the thought inside the prompt, so only its end shows; a cut one has only its start.
+    return text.rpartition("</think>")[2].partition("<think>")[0].strip()
 
 
 def extract_answer(text: str) -> str | None:

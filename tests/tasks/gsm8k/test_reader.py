@@ -2,15 +2,23 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.tasks.gsm8k import Question, answers_match, extract_answer, read_questions
+from turnwise.tasks.gsm8k import (
+    Question,
+    answers_match,
+    extract_answer,
+    read_dataset,
+    read_questions,
+    without_thoughts,
+)
 
-REAL = Path(__file__).parents[2] / "../shared/data/gsm8k"
+REAL = Path(__file__).parents[3] / "../shared/data/gsm8k"
 LINE = {"question": "2 apples at $3 each cost?", "answer": "2 * 3 = <<2*3=6>>6\n#### 6"}
 
 
@@ -147,3 +155,31 @@ def test_every_gold_answer_of_the_real_file_scores_right(name, count):
         for near in (gold + 1, gold - 1, 10 * gold + 1, f"{gold}.5", f"{gold}0.1"):
             assert not answers_match(extract_answer(f"#### {near}"), question.answer)
         assert answers_match(extract_answer(f"#### ${gold:,}.00"), question.answer)
+
+
+# --- datasets --------------------------------------------------------------------------------------------------------
+def test_a_dataset_gives_what_its_file_gives(tmp_path, monkeypatch):
+    """A folder stands for a dataset of the hub: the same package reads both."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "apples"
+    folder.mkdir()
+    rows = [LINE, {"question": "1 + 1?", "answer": "#### 2"}]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "test.jsonl").write_text(json.dumps({"question": "2 + 1?", "answer": "three"}))
+    assert read_dataset(str(folder), None, "train") == read_questions(folder / "train.jsonl")
+    with pytest.raises(ValueError, match=r"apples', test, row 0: answer='three': expected one number after ####"):
+        read_dataset(str(folder), None, "test")
+
+
+def test_without_the_package_its_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match=r"pip install 'turnwise\[datasets\]'"):
+        read_dataset("openai/gsm8k", "main", "train")
+
+
+@pytest.mark.parametrize(
+    "text", ["<think>#### 5</think>\n#### 4", "#### 5</think> #### 4", "#### 4 <think>#### 5", "#### 4"]
+)
+def test_thoughts_are_no_answers(text):
+    assert without_thoughts(text) == "#### 4"

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from turnwise.arena import TreeSampler
+from turnwise.credit import GRPOCredit
+from turnwise.run import build_run
+from turnwise.tasks import build_task
+from turnwise.train.config_files import ConfigError, config_from_dict
+
+ARTIFACT = {"question": "2 + 2?", "answer": "4"}
+
+
+@pytest.fixture
+def path(tmp_path):
+    lines = [
+        json.dumps({"question": f"{n} + {n}?", "answer": f"{n} + {n} = <<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n}"})
+        for n in range(100, 300)
+    ]
+    (tmp_path / "q.jsonl").write_text("\n".join(lines))
+    return tmp_path / "q.jsonl"
+
+
+@pytest.fixture
+def task(path):
+    return build_task("gsm8k", {"path": str(path)})
+
+
+@pytest.mark.parametrize(
+    ("said", "reward", "answered"),
+    [
+        ("2 + 2 is 4.\n#### 4", 1.0, 1.0),
+        ("#### 4.00 apples", 1.0, 1.0),
+        ("#### 5", 0.0, 1.0),
+        ("#### 5\nNo, wait.\n#### 4", 1.0, 1.0),  # the last one counts
+        ("#### 4\n#### 5", 0.0, 1.0),
+        ("4", 0.0, 0.0),  # no mark, no answer
+        ("#### 4 or 5", 0.0, 0.0),
+        ("<think>#### 5</think>#### 4", 1.0, 1.0),
+        ("<think>#### 4", 0.0, 0.0),
+    ],
+)
+async def test_rewards_worked_by_hand(table, task, said, reward, answered):
+    seat = table(task, [said])
+    result = await seat.one(ARTIFACT)
+    assert result.rollout.rewards == {"solver": reward}
+    assert result.rollout.metrics == {"correct/solver": reward, "answered/solver": answered}
+    [(actor, messages)] = seat.seen
+    assert actor == "solver" and messages[-1] == {"role": "user", "content": "2 + 2?"}
+
+
+async def test_oracle_and_random_players(table, task):
+    score = {}
+    for name, player in (("oracle", task.oracle()), ("random", task.random_player(0))):
+        results = await table(task, player).play(task.eval_requests("eval", 8))
+        score[name] = sum(result.rollout.metrics[task.success_metric] for result in results) / len(results)
+    assert score["oracle"] == 1.0 and score["random"] == 0.0, "no answer of the file is below 100"
+
+
+def test_demonstrations_are_worked_solutions_of_training_questions(task):
+    solutions = {q.question: f"{q.solution}\n#### {q.answer}" for q in task.splits["train"]}
+    made = task.demonstrations(20, seed=0)
+    assert all(solutions[messages[-1]["content"]] == said for _, messages, said in made)
+    assert made == task.demonstrations(20, seed=0) != task.demonstrations(20, seed=1)
+    assert not any("<<" in said for _, _, said in made)
+
+
+def settings(path, folder, **changes):
+    return {
+        "task": "gsm8k", "task_options": {"path": str(path), "max_tokens": 16}, "run_dir": str(folder),
+        "steps": 1, "threads": 1, "rollout": {"questions": 4, "copies": 4}, "eval": {"questions": 4},
+        "credit": {"options": {"include_truncated": True}}, "warm_start": {"steps": 4, "batch_size": 8}, **changes,
+    }  # fmt: skip
+
+
+def test_a_step_of_training_credits_the_copies_of_a_question_by_grpo(path, tmp_path):
+    run = build_run(config_from_dict(settings(path, tmp_path / "run", **{"filter": {"zero_advantage": False}})))
+    assert type(run.arena.credit) is GRPOCredit
+    # The tiny model solves nothing in one step: its answers are scored by their length here, so that something trains.
+    run.arena.episodes["gsm8k"].rubric.funcs[0] = lambda completion, artifact: {"solver": len(completion) / 100}
+    before = {name: values.detach().clone() for name, values in run.trainer.policies["default"].weights()}
+    assert run.train().step == 1
+    results = run.arena.last_results
+    assert len(results) == 16 and all(len(result.rollout.steps) == 1 for result in results)
+    for question in {result.uid for result in results}:
+        steps = [r.rollout.steps[0] for r in results if r.uid == question]
+        rewards = np.array([len(step.completion) / 100 for step in steps])
+        expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6) if rewards.std() else 0 * rewards
+        assert np.allclose([step.advantage for step in steps], expected, atol=1e-4)
+    assert any((before[name] != values).any() for name, values in run.trainer.policies["default"].weights())
+    assert run.evaluate().failed == 0
+
+
+def test_a_tree_is_refused(path, task, tmp_path):
+    with pytest.raises(ValueError, match=r"'gsm8k' has one call a question"):
+        task.episodes(TreeSampler(branches=2))
+    with pytest.raises(ConfigError, match=r"'rollout.branches' = 2: .*branch with rollout.copies"):
+        build_run(config_from_dict(settings(path, tmp_path / "run", rollout={"branches": 2})))
