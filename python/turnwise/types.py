@@ -270,10 +270,12 @@ class EpisodeRequest:
 
 @dataclass(slots=True)
 class GenerateResult:
-    """A finished episode: its rollout, the results of the episodes that it spawned, and what should run next.
+    """A finished episode: its rollout, the results of the episodes that it spawned, and what it asked to run next.
 
     ``uid`` names the question (the request's ``group_id``, else its artifact); ``parent_id`` the rollout that spawned
-    this one. A top episode's ``tape`` has what a replay of it needs (:mod:`turnwise.arena.tape`), where one was kept.
+    this one. Episodes that continue it stand among the ``children`` as well, with its own ``parent_id``, and its id
+    under ``rollout.meta["continues"]``. A top episode's ``tape`` has what a replay of it needs
+    (:mod:`turnwise.arena.tape`), where one was kept.
 
     Example: ``GenerateResult(Rollout("r-1", "propose", None), children=[GenerateResult(Rollout("r-2", "solve", 1))])``
     """

@@ -21,7 +21,7 @@ import numpy as np
 
 from turnwise.arena.privacy import PrivateTexts
 from turnwise.state import StateDict, StateList, to_python
-from turnwise.types import Artifact, EpisodeState, GenerateResult, Rollout, Step
+from turnwise.types import Artifact, EpisodeRequest, EpisodeState, GenerateResult, Rollout, Step
 
 if TYPE_CHECKING:
     from turnwise.arena.tape import Taping
@@ -80,7 +80,7 @@ class EpisodeContext:
     ``scope`` is "" for the episode itself, and names the branch or reward function below it; together with the counter
     ``calls`` it fixes the seed of each model call. ``pruned`` holds the children that losing branches spawned: they may
     still train, but the episode's state never saw them. ``place`` and ``marks`` name what stands on the ``tape``;
-    ``policies`` play in place of their actors' own.
+    ``policies`` play in place of their actors' own; ``following`` is what the episode asked to run next.
     """
 
     rollout: Rollout
@@ -107,6 +107,7 @@ class EpisodeContext:
     place: str = ""
     marks: int = 0
     policies: Mapping[str, str] = field(default_factory=dict)
+    following: list[EpisodeRequest] = field(default_factory=list)
 
     @property
     def rng(self) -> random.Random:
@@ -216,6 +217,7 @@ class EpisodeContext:
         return GenerateResult(
             self.rollout,
             children=self.children + self.pruned,
+            continuation=list(self.following),
             # A rubric that dropped the rollout leaves it without rewards, so nothing of it can train.
             is_trainable=self.is_trainable and "dropped" not in self.rollout.meta,
             uid=self.uid,

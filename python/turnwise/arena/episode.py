@@ -11,7 +11,7 @@ from turnwise.arena.context import EpisodeContext, current_context, resolve
 from turnwise.arena.rubric import Rubric
 from turnwise.arena.store import ArtifactStore
 from turnwise.state import forkable, to_python
-from turnwise.types import EpisodeState, GenerateResult, Messages, ModelResponse, Rollout
+from turnwise.types import EpisodeRequest, EpisodeState, GenerateResult, Messages, ModelResponse, Rollout
 
 if TYPE_CHECKING:
     from turnwise.arena.arena import Arena
@@ -61,6 +61,15 @@ class Episode(ABC):
         """What the reward functions may see of the final state, as a dict. Sync or async."""
         return {}
 
+    def get_continuation(self, state: EpisodeState, rollout: Rollout) -> Any:
+        """What to play next, as a list of requests: asked once this episode is over and scored. Sync or async.
+
+        For games of several rounds, or a harder question for whoever solved this one. They start at once, in the same
+        batch, and ask the same of theirs. Each is an episode of its own, of this one's level: it keeps its deadline,
+        lineage and private texts, but if it fails, only it does. Group functions have not spoken yet.
+        """
+        return ()
+
     def stores(self) -> Sequence[ArtifactStore]:
         """The stores that the episode feeds or draws from, empty; the arena that gets it adds those that it lacks."""
         return ()
@@ -95,6 +104,7 @@ class Episode(ABC):
             rollout.meta["dropped"] = score.dropped
         elif not self.rubric.is_grouped:  # else what the group says is still to come
             check_rewarded(rollout)
+        context.following = _checked(await resolve(self.get_continuation(state, rollout)), type(self).__name__)
         return context.result()
 
 
@@ -111,6 +121,13 @@ def check_rewarded(rollout: Rollout) -> None:
                 f"actor {step.actor_id!r} of episode {rollout.episode_type!r} acted and has no reward: the rubric "
                 f"rewards {sorted(rollout.rewards)}, and the step has no reward of its own"
             )
+
+
+def _checked(following: Any, where: str) -> list[EpisodeRequest]:
+    wrong = [one for one in following or () if not isinstance(one, EpisodeRequest)]
+    if wrong:
+        raise TypeError(f"{where}.get_continuation gave {wrong[0]!r}: expected EpisodeRequests")
+    return list(following or ())
 
 
 def _settle(state: EpisodeState, rollout: Rollout, context: EpisodeContext) -> None:

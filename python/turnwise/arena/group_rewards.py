@@ -31,21 +31,28 @@ async def score_groups(
     a function fails, all of its group do; as with other reward functions, ``on_error`` may say otherwise. What was said
     stands in ``rollout.meta["group"]``, since a replay of one top episode can't ask the others.
     """
-    groups: dict[Hashable, list[int]] = {}
-    for place, result in enumerate(results):
-        rollout = result.rollout
-        played = rollout.error is None and "dropped" not in rollout.meta
-        if played and arena.episodes[rollout.episode_type].rubric.is_grouped:
-            groups.setdefault((rollout.episode_type, result.uid), []).append(place)
+    groups: dict[Hashable, list[tuple[int, GenerateResult]]] = {}
+    for place, head in enumerate(results):
+        for result in chain_of(head):
+            rollout = result.rollout
+            played = rollout.error is None and "dropped" not in rollout.meta
+            if played and arena.episodes[rollout.episode_type].rubric.is_grouped:
+                groups.setdefault((rollout.episode_type, result.uid), []).append((place, result))
     running = []
-    for places in groups.values():
-        first = contexts[places[0]]
+    for members in groups.values():
+        place, first = members[0]
         # Judges get seeds of the group's own. Their answers stand with the parent; at the top, on no episode's tape.
-        part = first.branch("group") if parent is None else parent.branch(f"group {first.rollout.id}")
+        name = "group" if parent is None and first is results[place] else f"group {first.rollout.id}"
+        part = (contexts[place] if parent is None else parent).branch(name)
         if parent is None:
             part.tape = None
-        running.append(_score(arena, [results[place] for place in places], part, parent, failures))
+        running.append(_score(arena, [result for _, result in members], part, parent, failures))
     await run_all(running)
+
+
+def chain_of(head: GenerateResult) -> list[GenerateResult]:
+    """An episode and those that continue it."""
+    return [head, *(child for child in head.children if "continues" in child.rollout.meta)]
 
 
 async def _score(

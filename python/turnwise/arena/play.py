@@ -1,4 +1,4 @@
-"""From a request to a result: an episode is opened, played, and tried again where it fails."""
+"""From a request to a result: an episode is opened, played, tried again where it fails, and continued by others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.arena.context import EpisodeContext, Luck, content_key, derive_seed, inside, outlasting
 from turnwise.arena.privacy import LeakError, PrivateTexts, check_episode_end
-from turnwise.arena.scheduler import FailureCount
+from turnwise.arena.scheduler import FailureCount, run_all
 from turnwise.arena.tape import Tape, Taping, time_limit
 from turnwise.types import EpisodeRequest, EpisodeState, GenerateResult, Rollout
 
@@ -83,13 +83,34 @@ def open_episode(
 async def play(
     arena: Arena, request: EpisodeRequest, context: EpisodeContext, failures: FailureCount
 ) -> GenerateResult:
-    """One episode, tried again if asked. An exception becomes a result; only cancellation and leaks get through."""
+    """One episode and those that continue it, one after another, among its children.
+
+    An exception becomes a result; only cancellation and leaks get through.
+    """
+    result, following = await _play_once(arena, request, context, failures)
+    while following:
+        failures.total += len(following)
+        played = await run_all(_play_once(arena, *link, failures) for link in following)
+        result.children.extend(link for link, _ in played)
+        following = [link for _, links in played for link in links]
+    return result
+
+
+Link = tuple[EpisodeRequest, EpisodeContext]
+
+
+async def _play_once(
+    arena: Arena, request: EpisodeRequest, context: EpisodeContext, failures: FailureCount
+) -> tuple[GenerateResult, list[Link]]:
+    """One episode, tried again if asked, and what is to be played after it."""
     attempt, result = 0, None
+    following: list[Link] = []
     while True:
         try:
             with inside(context):
                 async with time_limit(context, context.deadline):
                     result = await arena.episodes[request.episode_type].generate(arena)
+            following = _open_following(arena, context)
             if arena.check_private:
                 check_episode_end(context)
             if context.outer is not None:
@@ -98,7 +119,7 @@ async def play(
         except LeakError:
             raise
         except Exception as error:
-            text, result = context.explain(error), None
+            text, result, following = context.explain(error), None, []
         if attempt == arena.retries or context.out_of_time():
             break
         _end_attempt(context)
@@ -107,12 +128,22 @@ async def play(
     _end_attempt(context)
     if result is None:
         result = context.result()
-        result.rollout.error = text
+        result.rollout.error, result.continuation = text, []
         result.rollout.rewards = {}
         failures.add(text)
     if context.depth == 0:
         result.tape = context.tape
-    return result
+    return result, following
+
+
+def _open_following(arena: Arena, before: EpisodeContext) -> list[Link]:
+    """What the episode asked to run next. It is of the same level, so it has the same parent, or none."""
+    seen: Counter[Any] = Counter()
+    links = [(request, open_episode(arena, request, before, seen)) for request in before.following]
+    for _, context in links:
+        context.parent_id = before.parent_id
+        context.rollout.meta["continues"] = before.rollout.id
+    return links
 
 
 def _end_attempt(context: EpisodeContext) -> None:

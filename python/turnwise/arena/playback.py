@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from turnwise.arena.context import EpisodeContext, Luck, derive_seed
 from turnwise.arena.divergence import Divergence, different_tokens
 from turnwise.arena.exact import LostValueError, decode
-from turnwise.arena.group_rewards import tell
+from turnwise.arena.group_rewards import chain_of, tell
 from turnwise.arena.play import open_episode, play
-from turnwise.arena.record import Record, RecordedCall, ReplayError
+from turnwise.arena.record import Record, RecordedCall, ReplayError, nodes_of
 from turnwise.arena.scheduler import FailureCount
 from turnwise.arena.tape import ANSWER, ASK, ENDED, EXPIRED, READ, Call, claim, comparable
 from turnwise.types import (
@@ -353,8 +353,11 @@ async def play_again(arena: Arena, playback: Playback) -> GenerateResult | None:
             return None
         result = playing.result()
         result.tape = None
-        if result.rollout.error is None and "group" in record.row["meta"]:  # which the others of the group went into
-            tell(result, record.row["meta"]["group"])
+        said = {node["id"]: node["meta"].get("group") for node in nodes_of(record.row)}
+        for one in chain_of(result):
+            group = said.get(one.rollout.id)
+            if one.rollout.error is None and group is not None:  # which the others of the group went into
+                tell(one, group)
         return result
     finally:
         for task in (playing, over):

@@ -65,7 +65,10 @@ class FromChildren:
         by = way(self.by)
         for node in reversed(nodes):
             key = (node.rollout.id, self.actor)
-            spawned = any(child.rollout.episode_type == self.child for child in node.children)
+            spawned = any(
+                child.rollout.episode_type == self.child and "continues" not in child.rollout.meta
+                for child in node.children
+            )
             if node.rollout.episode_type != self.parent or not spawned or not _plays(node, self.actor):
                 continue
             keys = [(child.rollout.id, self.child_actor) for child in finished(node.children, self.child)]
@@ -152,8 +155,9 @@ def is_finished(result: GenerateResult) -> bool:
 
 
 def finished(results: Iterable[GenerateResult], episode_type: str) -> list[GenerateResult]:
-    """Those of ``results`` of this type that are finished, in their order."""
-    return [result for result in results if result.rollout.episode_type == episode_type and is_finished(result)]
+    """Those of ``results`` of this type that are finished, in their order; what continued the parent is no child."""
+    own = (result for result in results if "continues" not in result.rollout.meta)
+    return [result for result in own if result.rollout.episode_type == episode_type and is_finished(result)]
 
 
 def _plays(node: GenerateResult, actor: str) -> bool:
