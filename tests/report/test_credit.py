@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 
 from turnwise import cli
+from turnwise.arena import DropRolloutError, Rubric
 from turnwise.arena.plain import json_line, plain_result, uid_text
 from turnwise.credit import RAECredit
 from turnwise.report.credit import Call, Comparison, compare_credit, differences, recorded_steps, render, result_of
 from turnwise.run import train_from_config
 from turnwise.samples import collect_samples
+from turnwise.tasks import TASKS
+from turnwise.tasks.proposer_solver import ProposerSolverTask
+from turnwise.tasks.proposer_solver.episodes import correct, worth
 from turnwise.train.config_files import config_from_dict
 from turnwise.types import GenerateResult, Rollout, Step
 
@@ -27,7 +31,40 @@ RUNS = {
         "credit": {"rule": "hierarchy"},
         "task_options": {"attempts": 3},
     },
+    "groups": {
+        "task": "grouped",
+        "rollout": {"questions": 4, "copies": 3, "failure_threshold": 1.0},
+        "credit": {"rule": "hierarchy"},
+        "task_options": {"attempts": 3, "numbers": 2, "largest": 9},
+    },
 }
+
+
+class Grouped(ProposerSolverTask):
+    """Proposers and solvers who are also paid by what others of their group said. Some fail, some are dropped."""
+
+    def episodes(self, tree=None):
+        episodes = super().episodes(tree)
+        episodes["proposer_solver"].rubric = Rubric([worth, unlike_others, length], [1.0, 0.5, 0.0])
+        episodes["solve"].rubric = Rubric([correct, unlike_others, place])
+        return episodes
+
+
+def unlike_others(rollouts):
+    said = [rollout.steps[0].completion for rollout in rollouts]
+    return [1.0 / said.count(text) for text in said]
+
+
+def length(rollouts):
+    if "7" in rollouts[0].artifact["example"]:
+        raise RuntimeError("a seven")
+    if "3" in rollouts[0].artifact["example"]:
+        raise DropRolloutError("a three")
+    return [float(len(rollout.steps[0].completion)) for rollout in rollouts]
+
+
+def place(rollouts):
+    return [float(place) for place, _ in enumerate(rollouts)]
 
 
 def record(folder: Path, name: str) -> Path:
@@ -40,7 +77,9 @@ def record(folder: Path, name: str) -> Path:
         "checkpoint": {"every": 1},
         "log": {"rollouts_per_step": 1000},
     }
-    train_from_config(config_from_dict({"run_dir": str(folder), **shared, **settings}))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(TASKS, "grouped", f"{__name__}:Grouped")
+        train_from_config(config_from_dict({"run_dir": str(folder), **shared, **settings}))
     return folder
 
 
@@ -104,6 +143,59 @@ def test_another_rule_is_that_rule(any_run):
     }
     assert {(c.step, c.rollout, c.index): c.after for c in found.calls} == pytest.approx(rewards)
     assert found.own_exact == len(found.calls), "what the record holds does not depend on the rule that is asked for"
+
+
+def test_what_groups_were_paid_failed_or_dropped_by_stays_so(run_of):
+    """Nothing of a group function is computed again: an episode's record has its part of what the group got."""
+    folder = run_of("groups")
+    nodes = [
+        node.rollout
+        for _, results in recorded_steps(folder / "rollouts.jsonl")
+        for top in results
+        for node in top.walk()
+    ]
+    failed = [rollout.id for rollout in nodes if "RuntimeError: a seven" in (rollout.error or "")]
+    dropped = [rollout.id for rollout in nodes if rollout.meta.get("dropped")]
+    paid = [rollout for rollout in nodes if rollout.error is None and rollout.id not in dropped]
+    assert failed and dropped and len({rollout.rewards.get("solver") for rollout in paid}) > 3
+    for rollout in paid:
+        [(actor, reward)] = rollout.rewards.items()
+        alone = rollout.metrics[f"{'worth' if actor == 'proposer' else 'correct'}/{actor}"]
+        assert reward == pytest.approx(alone + rollout.meta["group"]["rewards"][actor])
+    found = compare_credit(folder, "episodic")
+    assert {call.rollout for call in found.calls}.isdisjoint({*failed, *dropped})
+    worth_of = {rollout.id: next(iter(rollout.rewards.values())) for rollout in paid}
+    assert all(call.after == pytest.approx(worth_of[call.rollout]) for call in found.calls)
+
+
+class ByMetric:
+    """A rule with ``compute`` alone, that looks at what a group function measured."""
+
+    def compute(self, results):
+        nodes = [node.rollout for top in results for node in top.walk() if node.is_trainable]
+        return {
+            (rollout.id, place): sum(value for name, value in rollout.metrics.items() if name in MEASURED)
+            for rollout in nodes
+            for place, _ in enumerate(rollout.steps)
+        }
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state): ...
+
+
+MEASURED = ("length/proposer", "place/solver")
+
+
+def test_a_rule_with_compute_alone_sees_results_and_their_metrics(run_of):
+    folder = run_of("groups")
+    found = compare_credit(folder, f"{__name__}:ByMetric")
+    rows = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    metrics = {node["id"]: node["metrics"] for row in rows for node in [row, *row["children"]]}
+    assert len({call.after for call in found.calls}) > 3
+    for call in found.calls:
+        assert call.after == sum(value for name, value in metrics[call.rollout].items() if name in MEASURED)
 
 
 def test_a_rule_with_a_state_goes_through_all_steps(games):

@@ -179,6 +179,8 @@ def result_of(row: Mapping[str, Any], parent: str | None = None) -> GenerateResu
         row.get("artifact"),
         [_step_of(step) for step in row["steps"]],
         row["rewards"],
+        extras=row["extras"],
+        metrics=row["metrics"],
         seed=row["seed"],
         meta=row["meta"],
         error=row["error"],
@@ -212,8 +214,8 @@ def _compare_step(
 ) -> tuple[list[Call], int]:
     """The calls of one step, and how many of them the run's own rule gives back."""
     samples, _ = gather(results, filters)
-    after = advantages_of(samples, other).tolist()
-    again = advantages_of(samples, own).tolist() if own is not None else after
+    after = advantages_of(samples, other, results).tolist()
+    again = advantages_of(samples, own, results).tolist() if own is not None else after
     rows = [
         (Call(number, s.trajectory, s.step_index, s.actor, s.advantage, new), old == s.advantage)
         for s, new, old in zip(samples, after, again, strict=True)
