@@ -1,6 +1,6 @@
 """The compiled core. Use :mod:`turnwise.ops`; these functions take their arguments as they come."""
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, final, overload
 
 import numpy as np
@@ -110,6 +110,12 @@ def grouped_policy_loss(
     metrics: Tensor,
     threads: int,
 ) -> None: ...
+def pack_tokens(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    logprobs: Sequence[Sequence[float]],
+    where: Callable[[int], str],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]: ...
 def policy_loss(
     streams: tuple[Tensor | None, ...],
     numbers: tuple[float, ...],

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from math import isfinite
 
-from turnwise.types import GenerateResult, Rollout, Sample, Step
+from turnwise.types import GenerateResult, Rollout, Sample
 
 
 def collect_samples(results: Sequence[GenerateResult]) -> list[Sample]:
@@ -24,60 +24,66 @@ def collect_samples(results: Sequence[GenerateResult]) -> list[Sample]:
     for top in results:
         for node in top.walk():
             if node.rollout.error is None and node.is_trainable:
-                samples.extend(_samples_of(node, top))
+                _add_samples(samples, node, top)
     return samples
 
 
-def _samples_of(result: GenerateResult, top: GenerateResult) -> Iterator[Sample]:
+def _add_samples(samples: list[Sample], result: GenerateResult, top: GenerateResult) -> None:
     rollout = result.rollout
+    uid, parent_node, trajectory, episode_type = result.uid, result.parent_id, rollout.id, rollout.episode_type
+    rewards = rollout.rewards
     for index, step in enumerate(rollout.steps):
-        if step.actor_id is None or not step.trainable:
+        actor, completion, finish_reason = step.actor_id, step.completion_token_ids, step.finish_reason
+        if actor is None or not step.trainable or finish_reason == "abort" or not completion:
             continue
-        if step.finish_reason == "abort" or not step.completion_token_ids:
-            continue
-        reward, trajectory_reward = _rewards(rollout, step, index)
+        own, trajectory_reward = step.reward, rewards.get(actor)
+        scored = own is not None
+        if own is None:
+            own = trajectory_reward
+        elif trajectory_reward is None:
+            trajectory_reward = own
+        if own is None or trajectory_reward is None or not (isfinite(own) and isfinite(trajectory_reward)):
+            raise ValueError(_no_reward(rollout, index, own, trajectory_reward))
+        info = step.info
         # By place, in the order of the fields: with names it takes half as long again.
-        yield Sample(
-            result.uid,
-            rollout.episode_type,
-            step.actor_id,
-            step.turn,
-            step.branch,
-            step.parent,
-            rollout.id,
-            index,
-            step.policy,
-            step.prompt_token_ids,
-            step.completion_token_ids,
-            step.completion_logprobs,
-            step.policy_versions,
-            reward,
-            trajectory_reward,
-            step.advantage,
-            step.finish_reason,
-            step.info.get("loss_mask"),
-            float(step.info.get("temperature", 1.0)),
-            result.parent_id,
-            step.group,
-            step.reward is not None,
-            step.info,
-            top,
+        samples.append(
+            Sample(
+                uid,
+                episode_type,
+                actor,
+                step.turn,
+                step.branch,
+                step.parent,
+                trajectory,
+                index,
+                step.policy,
+                step.prompt_token_ids,
+                completion,
+                step.completion_logprobs,
+                step.policy_versions,
+                float(own),
+                float(trajectory_reward),
+                step.advantage,
+                finish_reason,
+                info.get("loss_mask"),
+                float(info.get("temperature", 1.0)),
+                parent_node,
+                step.group,
+                scored,
+                info,
+                top,
+            )
         )
 
 
-def _rewards(rollout: Rollout, step: Step, index: int) -> tuple[float, float]:
-    """What the step is paid, and what the rollout pays its actor."""
-    actor = step.actor_id or ""
-    of_rollout = rollout.rewards.get(actor)
-    own = of_rollout if step.reward is None else step.reward
-    of_rollout = own if of_rollout is None else of_rollout
-    if own is not None and of_rollout is not None and math.isfinite(own) and math.isfinite(of_rollout):
-        return float(own), float(of_rollout)
+def _no_reward(rollout: Rollout, index: int, own: float | None, of_rollout: float | None) -> str:
+    """Why step ``index`` of ``rollout`` makes no sample."""
+    actor = rollout.steps[index].actor_id
     where = f"step {index} (actor {actor!r}) of rollout {rollout.id!r}, episode type {rollout.episode_type!r}"
-    if own is None:
-        raise ValueError(
+    if own is None or of_rollout is None:
+        return (
             f"{where} has no reward: expected step.reward or rollout.rewards[{actor!r}]; "
             f"rewarded actors are {sorted(rollout.rewards)}"
         )
-    wrong = of_rollout if math.isfinite(own) else own
-    raise ValueError(f"{where} has reward {wrong!r}: expected a finite number")
+    wrong = of_rollout if isfinite(own) else own
+    return f"{where} has reward {wrong!r}: expected a finite number"

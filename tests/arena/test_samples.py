@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -151,15 +153,38 @@ def test_rewards_of_the_step_and_of_the_trajectory():
     assert samples[0].trajectory_reward == 0.25
 
 
-def test_a_sample_may_bring_its_own_mask():
-    def sample(mask):
-        return Sample(
-            "q", "e", "a", 0, 0, None, "r", 0, "default", [1], [5, 6], [-1, -1], [(2, 0)], 1.0, 1.0, 0.5, loss_mask=mask
-        )
+def sample_of(**changes):
+    sample = Sample("q", "e", "a", 0, 0, None, "r", 3, "default", [1], [5, 6], [-1.0, -1.0], [(2, 0)], 1.0, 1.0, 0.5)
+    return replace(sample, **changes)
 
-    assert pack([sample([0, 1])], {}, {}).loss_mask.tolist() == [0, 0, 1]
-    with pytest.raises(ValueError, match="got 2 completion tokens, 2 log-probabilities, loss_mask of 1"):
-        pack([sample([1])], {}, {})
+
+def test_a_sample_may_bring_its_own_mask():
+    for mask in ([0, 1], (False, True), np.array([0.0, 1.0]), [0, np.int8(1)]):
+        batch = pack([sample_of(), sample_of(loss_mask=mask), sample_of()], {}, {})
+        assert batch.loss_mask.tolist() == [0, 1, 1, 0, 0, 1, 0, 1, 1] and batch.loss_mask.dtype == np.uint8
+    for wrong in ([1], [], [0, 1, 1], 1, [[0, 1]]):
+        with pytest.raises(ValueError, match=r"step 3 of rollout 'r': .* 2 completion tokens.*, loss_mask of "):
+            pack([sample_of(loss_mask=wrong)], {}, {})
+    for wrong in ([0, 2], [0, 0.5], [0, None], [float("nan"), 1], [0, -1], "01"):
+        with pytest.raises(ValueError, match=r"step 3 of rollout 'r': .*loss_mask"):
+            pack([sample_of(loss_mask=wrong)], {}, {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "problem"),
+    [
+        ({"prompt_token_ids": [1, None]}, TypeError, r"prompt_token_ids\[1\]=None: expected a token id"),
+        ({"completion_token_ids": [5, 6.0]}, TypeError, r"completion_token_ids\[1\]=6.0: expected a token id"),
+        ({"completion_token_ids": [-5, 6]}, ValueError, r"completion_token_ids\[0\]=-5: expected a token id"),
+        ({"prompt_token_ids": None}, TypeError, "prompt_token_ids=None: expected a list"),
+        ({"rollout_logprobs": [-1.0, None]}, TypeError, r"logprobs\[1\]=None: expected a log-probability"),
+        ({"rollout_logprobs": [float("nan"), -1.0]}, ValueError, r"logprobs\[0\]=nan: expected a log-probability"),
+        ({"rollout_logprobs": [-1.0]}, ValueError, "got 2 completion tokens, 1 log-probabilities"),
+    ],
+)
+def test_a_step_that_can_not_be_packed_is_named(changes, error, problem):
+    with pytest.raises(error, match=f"^step 3 of rollout 'r': .*{problem}"):
+        pack([sample_of(trajectory="fine"), sample_of(**changes)], {}, {})
 
 
 def test_describe_leaves_failed_episodes_out_of_means_and_in_the_token_count():

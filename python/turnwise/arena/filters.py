@@ -39,7 +39,7 @@ class Filters:
     def after_credit(self, samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, int]]:
         """The samples that train, of those with an advantage, and how many were dropped, by reason."""
         told = [s for s in samples if not self.zero_advantage or s.advantage != 0]
-        kept = [s for s in told if self.max_length is None or _length(s) <= self.max_length]
+        kept = told if self.max_length is None else [s for s in told if _length(s) <= self.max_length]
         return kept, _counts(zero_advantage=len(samples) - len(told), max_length=len(told) - len(kept))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from turnwise._C import pack_tokens
 from turnwise.arena.filters import Filters
 from turnwise.samples import collect_samples
 from turnwise.types import CreditAssigner, GenerateResult, PolicyVersions, Sample, Step, TrainingBatch
@@ -32,12 +33,11 @@ def gather(results: Sequence[GenerateResult], filters: Filters) -> tuple[list[Sa
     Failed and (if asked) truncated ones are gone before credit, so they enter no statistics. Judges count nowhere.
     """
     samples = collect_samples(results)
-    rollouts = {result.rollout.id: result for top in results for result in top.walk()}
+    nodes = [result for top in results for result in top.walk()]
     dropped: Counter[str] = Counter()
-    asked = sum(step.actor_id is not None for result in rollouts.values() for step in result.rollout.steps)
-    if len(samples) < asked:  # else there is nothing to look for
+    if len(samples) < sum([len(result.rollout.steps) for result in nodes]):  # else there is nothing to look for
         places = {(sample.trajectory, sample.step_index) for sample in samples}
-        for result in rollouts.values():
+        for result in nodes:
             for index, step in enumerate(result.rollout.steps):
                 if step.actor_id is not None and (result.rollout.id, index) not in places:
                     dropped[next((name for name, holds in REASONS.items() if holds(result, step)), "no_tokens")] += 1
@@ -75,8 +75,7 @@ def check_credited(samples: Sequence[Sample]) -> None:
     for sample in samples:
         if sample.advantage is None:
             raise ValueError(
-                f"step {sample.step_index} of rollout {sample.trajectory!r} has no advantage: "
-                "call assign_credit(results) before build_training_batch(results)"
+                f"{_name(sample)} has no advantage: call assign_credit(results) before build_training_batch(results)"
             )
 
 
@@ -104,35 +103,29 @@ def pack(samples: Sequence[Sample], dropped: dict[str, int], metrics: dict[str, 
 
     All completion tokens train, the stop token included, unless a sample brings its own ``loss_mask [C]``.
     """
-    actors = list(dict.fromkeys(sample.actor for sample in samples))
-    policies = list(dict.fromkeys(sample.policy for sample in samples))
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    for sample in samples:
-        _check_lengths(sample)
-        tokens += sample.prompt_token_ids
-        tokens += sample.completion_token_ids
-        logprobs += sample.rollout_logprobs
-    parts = [len(ids) for sample in samples for ids in (sample.prompt_token_ids, sample.completion_token_ids)]
-    cu_parts = np.cumsum([0, *parts], dtype=np.int64)
-    is_completion = np.repeat(np.arange(len(parts)) % 2 == 1, parts)
-    loss_mask = is_completion.astype(np.uint8)
+    actors, actor_index = _numbered([sample.actor for sample in samples])
+    policies, policy_index = _numbered([sample.policy for sample in samples])
+    token_ids, cu_seqlens, loss_mask, rollout_logprobs = pack_tokens(
+        [sample.prompt_token_ids for sample in samples],
+        [sample.completion_token_ids for sample in samples],
+        [sample.rollout_logprobs for sample in samples],
+        lambda row: _name(samples[row]),
+    )
     for row, sample in enumerate(samples):
         if sample.loss_mask is not None:
-            loss_mask[cu_parts[2 * row + 1] : cu_parts[2 * row + 2]] = sample.loss_mask
-    rollout_logprobs = np.zeros(len(tokens), dtype=np.float32)
-    rollout_logprobs[is_completion] = logprobs
+            completion = slice(cu_seqlens[row + 1] - len(sample.completion_token_ids), cu_seqlens[row + 1])
+            loss_mask[completion] = _own_mask(sample)
     return TrainingBatch(
-        token_ids=np.array(tokens, dtype=np.int64),
-        cu_seqlens=cu_parts[::2].copy(),
+        token_ids=token_ids,
+        cu_seqlens=cu_seqlens,
         loss_mask=loss_mask,
         rollout_logprobs=rollout_logprobs,
         advantages=np.array([sample.advantage for sample in samples], dtype=np.float32),
         rewards=np.array([sample.reward for sample in samples], dtype=np.float32),
         temperatures=np.array([sample.temperature for sample in samples], dtype=np.float32),
-        actor_index=_places(actors, [sample.actor for sample in samples]),
-        policy_index=_places(policies, [sample.policy for sample in samples]),
-        min_version=np.array([_oldest(sample.policy_versions) for sample in samples], dtype=np.int64),
+        actor_index=actor_index,
+        policy_index=policy_index,
+        min_version=np.array(_oldest([sample.policy_versions for sample in samples]), dtype=np.int64),
         actors=actors,
         policies=policies,
         dropped=dropped,
@@ -140,24 +133,36 @@ def pack(samples: Sequence[Sample], dropped: dict[str, int], metrics: dict[str, 
     )
 
 
-def _check_lengths(sample: Sample) -> None:
+def _own_mask(sample: Sample) -> np.ndarray:
+    """The mask that the sample brings, ``[C]`` uint8. Raises ``ValueError`` unless it has a 0 or a 1 for each token."""
+    given = np.asarray(sample.loss_mask)
     completion = len(sample.completion_token_ids)
-    mask = completion if sample.loss_mask is None else len(sample.loss_mask)
-    if not mask == len(sample.rollout_logprobs) == completion:
+    if given.shape != (completion,):
         raise ValueError(
-            f"sample {sample.step_index} of {sample.trajectory!r}: expected equal lengths, got {completion} "
-            f"completion tokens, {len(sample.rollout_logprobs)} log-probabilities, loss_mask of {mask}"
+            f"{_name(sample)}: expected equal lengths, got {completion} completion tokens, "
+            f"{len(sample.rollout_logprobs)} log-probabilities, loss_mask of {given.size}"
         )
+    mask = np.equal(given, 1)
+    if not (mask | np.equal(given, 0)).all():
+        raise ValueError(f"{_name(sample)}: loss_mask={sample.loss_mask!r:.80}: expected 0 or 1 for each token")
+    return mask.astype(np.uint8)
 
 
-def _oldest(versions: PolicyVersions) -> int:
-    return versions[0][1] if len(versions) == 1 else min(version for _, version in versions)
+def _name(sample: Sample) -> str:
+    """How errors call a sample."""
+    return f"step {sample.step_index} of rollout {sample.trajectory!r}"
 
 
-def _places(names: Sequence[str], wanted: Sequence[str]) -> np.ndarray:
-    """Where each of ``wanted`` stands in ``names``, int64."""
-    place_of = {name: place for place, name in enumerate(names)}
-    return np.array([place_of[name] for name in wanted], dtype=np.int64)
+def _oldest(runs: Sequence[PolicyVersions]) -> list[int]:
+    """Of each sample's versions the lowest."""
+    return [run[0][1] if len(run) == 1 else min([version for _, version in run]) for run in runs]
+
+
+def _numbered(names: Sequence[str]) -> tuple[list[str], np.ndarray]:
+    """The different ones of ``names [B]`` in order of appearance, and where each stands among them, ``[B]`` int64."""
+    distinct = list(dict.fromkeys(names))
+    place_of = {name: place for place, name in enumerate(distinct)}
+    return distinct, np.array([place_of[name] for name in names], dtype=np.int64)
 
 
 def select(batch: TrainingBatch, rows: Sequence[int] | np.ndarray) -> TrainingBatch:
@@ -204,34 +209,33 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     penalty is set, ``overlong_penalty/<actor>`` and ``raw_reward/<actor>``, the reward without it.
     """
     rollouts = [result.rollout for top in results for result in top.walk()]
-    means: defaultdict[str, list[float]] = defaultdict(list)
+    means: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for rollout in rollouts:
         if rollout.error is None:
-            raw = rollout.meta.get("raw_rewards", {})
-            for prefix, values in (("reward", rollout.rewards), ("raw_reward", raw), ("metric", rollout.metrics)):
-                for name, value in values.items():
-                    means[f"{prefix}/{name}"].append(value)
-    steps_of: defaultdict[str | None, list[Step]] = defaultdict(list)
-    for rollout in rollouts:
-        for step in rollout.steps:
-            steps_of[step.actor_id].append(step)
+            for actor, reward in rollout.rewards.items():
+                means["reward", actor].append(reward)
+            for actor, reward in rollout.meta.get("raw_rewards", {}).items():
+                means["raw_reward", actor].append(reward)
+            for name, value in rollout.metrics.items():
+                means["metric", name].append(value)
     sampled = sum(rollout.meta.get("lost_tokens", 0) for rollout in rollouts)
     sampled += sum(rollout.meta.get("group", {}).get("sampled_tokens", 0) for rollout in rollouts)
-    for actor, steps in steps_of.items():
-        lengths: list[float] = [len(step.completion_token_ids) for step in steps]
-        if actor is None:
-            sampled += sum(len(step.completion_token_ids) for step in steps if "cached" not in step.info)
-        else:
-            sampled += int(sum(lengths))
-            means[f"completion_tokens/{actor}"] = lengths
-            means[f"truncated/{actor}"] = [step.finish_reason == "length" for step in steps]
-            penalties = [step.info["overlong_penalty"] for step in steps if "overlong_penalty" in step.info]
-            if penalties:
-                means[f"overlong_penalty/{actor}"] = penalties
+    for rollout in rollouts:
+        penalized = "raw_rewards" in rollout.meta
+        for step in rollout.steps:
+            actor_id, tokens = step.actor_id, len(step.completion_token_ids)
+            if actor_id is None:
+                sampled += 0 if "cached" in step.info else tokens
+                continue
+            sampled += tokens
+            means["completion_tokens", actor_id].append(tokens)
+            means["truncated", actor_id].append(step.finish_reason == "length")
+            if penalized and "overlong_penalty" in step.info:
+                means["overlong_penalty", actor_id].append(step.info["overlong_penalty"])
     counts: dict[str, float] = {
         "episodes": len(rollouts),
         "episodes/failed": sum(rollout.error is not None for rollout in rollouts),
         "episodes/retried": sum(rollout.meta.get("attempt", 0) for rollout in rollouts),
         "sampled_tokens": sampled,
     }
-    return counts | {name: float(np.mean(values)) for name, values in means.items()}
+    return counts | {f"{kind}/{name}": float(np.mean(values)) for (kind, name), values in means.items()}
