@@ -16,6 +16,8 @@ import torch
 from turnwise.arena import Filters, OverlongPenalty
 from turnwise.evaluation import evaluate_from_config
 from turnwise.inference.adapters import shared_bases
+from turnwise.replay import replay
+from turnwise.report.credit import compare_credit
 from turnwise.run import build_run, describe, train_from_config
 from turnwise.train.checkpoint import CheckpointError, CheckpointMismatch, list_checkpoints
 from turnwise.train.config_files import ConfigError, config_from_dict, to_toml
@@ -188,8 +190,40 @@ def test_math_orchestra_on_gsm8k(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("tree", "rule", "options"),
+    [
+        ({"survivors": 2}, "at_grpo", {"include_truncated": True}),
+        ({"select": "none"}, "turn_returns", {"include_truncated": True, "gamma": 1.0}),
+        ({"playouts": 2, "select_by": "value"}, "vine", {"include_truncated": True, "team": True}),
+    ],
+)
+def test_trees_of_every_kind_train(tmp_path, tree, rule, options):
+    config = config_of(
+        tmp_path,
+        task="plan_path",
+        task_options={"side": 5, "min_route": 3, "max_turns": 2, "max_tokens": 12},
+        rollout={"questions": 2, "copies": 1, "branches": 3, "max_tokens": 12, "tree": tree},
+        credit={"rule": rule, "options": options},
+        warm_start={"steps": 40, "batch_size": 16},
+        log={"rollouts_per_step": 9, "progress": False},
+    )
+    train_from_config(config)
+    lines = lines_of(tmp_path)
+    assert [line["episodes"] for line in lines] == [2, 2] and not any(line["episodes/failed"] for line in lines)
+    assert all(line["sampled_tokens"] > line.get("playout_tokens", 0) for line in lines)
+    assert all(("playout_tokens" in line) == ("playouts" in tree) for line in lines)
+    compared = compare_credit(tmp_path)
+    assert compared.own_exact == len(compared.calls) > 0, "the record holds what the rule needs"
+    for row in (tmp_path / "rollouts.jsonl").read_text(encoding="utf-8").splitlines():
+        assert "equals the record, bit for bit" in str(replay(tmp_path, json.loads(row)["id"]))
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"rollout": {"branches": 1, "tree": {"survivors": 2}}}, r"'rollout.tree': needs rollout.branches > 1"),
+        ({"rollout": {"tree": {"branch_at": ["reviewer"]}}}, r"'rollout.tree.branch_at': no actor 'reviewer'"),
+        ({"credit": {"rule": "vine"}, "rollout": {"branches": 1}}, r"'credit.rule' = 'vine': .*values of states"),
         ({"credit": {"rule": "gropo"}}, r"'credit.rule' = 'gropo': unknown; did you mean 'grpo'\?"),
         ({"credit": {"rule": "gigpo"}}, r"'credit.rule' = 'gigpo': .*expected rollout.branches = 1, not 2"),
         ({"credit": {"rule": "json:JSONDecoder"}}, r"expected a class with compute, .*'compute' is missing"),

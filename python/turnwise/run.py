@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from turnwise.arena import Arena, Episode, Filters, OverlongPenalty, TreeSampler
+from turnwise.arena import Arena, Episode, Filters, OverlongPenalty
 from turnwise.arena.resampling import check_stateless
 from turnwise.credit import registry as credit_rules
 from turnwise.naming import construct, find
@@ -41,6 +41,7 @@ from turnwise.train.random_state import seed_generators
 from turnwise.train.run_log import RunLog
 from turnwise.train.selfplay import Measure, build_callbacks, check_selfplay
 from turnwise.train.specialization import resolve_policies
+from turnwise.train.trees import sampler_of, tree_problem
 from turnwise.train.warm_start import warm_start
 from turnwise.types import Actor, CreditAssigner, EpisodeRequest, InferenceClient, Sampling
 
@@ -294,12 +295,12 @@ def exploitability_of(task: Task) -> Measure | None:
 
 
 def episodes_of(config: TrainConfig, task: Task) -> dict[str, Episode]:
-    """The task's episodes, with a tree where ``rollout.branches`` asks for one."""
-    branches = config.rollout.branches
+    """The task's episodes, with a tree where ``rollout.branches`` or ``rollout.tree`` asks for one."""
+    sampler = sampler_of(config, [actor.id for actor in task.actors])
     try:
-        return task.episodes(TreeSampler(branches=branches) if branches > 1 else None)
+        return task.episodes(sampler)
     except ValueError as error:
-        raise ConfigError(f"config key 'rollout.branches' = {branches}: {error}") from error
+        raise ConfigError(f"config key 'rollout.branches' = {config.rollout.branches}: {error}") from error
 
 
 def with_credit_of(task: Task, config: TrainConfig) -> TrainConfig:
@@ -322,11 +323,8 @@ def build_credit(config: TrainConfig) -> CreditAssigner:
             f"config key 'credit.rule' = {config.credit.rule!r}: expected a class with {', '.join(CREDIT_METHODS)}, "
             f"such as a subclass of turnwise.credit.Credit; {missing[0]!r} is missing"
         )
-    if config.rollout.branches > 1 and not getattr(credit, "trees", True):
-        raise ConfigError(
-            f"config key 'credit.rule' = {config.credit.rule!r}: the rule needs plain trajectories: expected "
-            f"rollout.branches = 1, not {config.rollout.branches}"
-        )
+    if problem := tree_problem(credit, config):
+        raise ConfigError(problem)
     if config.filter.resample:
         try:
             check_stateless(credit)

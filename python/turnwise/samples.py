@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 
 from turnwise.types import GenerateResult, Rollout, Sample
@@ -31,11 +31,14 @@ def collect_samples(results: Sequence[GenerateResult]) -> list[Sample]:
 def _add_samples(samples: list[Sample], result: GenerateResult, top: GenerateResult) -> None:
     rollout = result.rollout
     uid, parent_node, trajectory, episode_type = result.uid, result.parent_id, rollout.id, rollout.episode_type
-    rewards = rollout.rewards
+    rewards: Mapping[str, float] = rollout.rewards
+    several_ends = "ends" in rollout.meta
     for index, step in enumerate(rollout.steps):
         actor, completion, finish_reason = step.actor_id, step.completion_token_ids, step.finish_reason
         if actor is None or not step.trainable or finish_reason == "abort" or not completion:
             continue
+        if several_ends:
+            rewards = rollout.rewards_of(step)
         own, trajectory_reward = step.reward, rewards.get(actor)
         scored = own is not None
         if own is None:
@@ -78,12 +81,13 @@ def _add_samples(samples: list[Sample], result: GenerateResult, top: GenerateRes
 
 def _no_reward(rollout: Rollout, index: int, own: float | None, of_rollout: float | None) -> str:
     """Why step ``index`` of ``rollout`` makes no sample."""
-    actor = rollout.steps[index].actor_id
+    step = rollout.steps[index]
+    actor = step.actor_id
     where = f"step {index} (actor {actor!r}) of rollout {rollout.id!r}, episode type {rollout.episode_type!r}"
     if own is None or of_rollout is None:
         return (
             f"{where} has no reward: expected step.reward or rollout.rewards[{actor!r}]; "
-            f"rewarded actors are {sorted(rollout.rewards)}"
+            f"rewarded actors are {sorted(rollout.rewards_of(step))}"
         )
     wrong = of_rollout if isfinite(own) else own
     return f"{where} has reward {wrong!r}: expected a finite number"

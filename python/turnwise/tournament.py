@@ -22,7 +22,7 @@ from turnwise.run import Run, build_run, seats_of, task_of
 from turnwise.tasks import Player, Task, build_task
 from turnwise.train.checkpoint import list_checkpoints, load_weights
 from turnwise.train.checkpoint_files import read_tensors
-from turnwise.train.config import FilterConfig, LogConfig, LoopConfig, TrainConfig
+from turnwise.train.config import FilterConfig, LogConfig, LoopConfig, TrainConfig, TreeConfig
 from turnwise.train.config_files import CONFIG_FILE, load_config
 from turnwise.train.config_selfplay import HealthConfig, LeagueConfig
 from turnwise.train.league.build import FOLDER
@@ -132,7 +132,7 @@ def _config_of(folder: Path) -> TrainConfig:
     if not (folder / CONFIG_FILE).is_file():
         raise ValueError(f"run_dirs: {folder} holds no {CONFIG_FILE}: expected the folder of a run")
     config = load_config(folder / CONFIG_FILE)
-    rollout = config.rollout.model_copy(update={"client": "transformers", "branches": 1})
+    rollout = config.rollout.model_copy(update={"client": "transformers", "branches": 1, "tree": TreeConfig()})
     sections = {"rollout": rollout, "loop": LoopConfig(), "filter": FilterConfig(), "log": LogConfig(progress=False)}
     places = {"league": LeagueConfig(share=1.0, at_once=2), "health": HealthConfig()}
     return config.model_copy(update={**sections, **places, "run_dir": folder, "resume": False})

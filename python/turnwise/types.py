@@ -192,8 +192,10 @@ class Step:
 
     ``turn`` counts rounds from 0: a new one begins when the next actor has already acted in the present one.
     ``branch`` is the index among siblings of a tree (0 without one); ``parent`` names the node of the tree that the
-    siblings grew from. ``reward`` is this step's own reward, ``None`` until scored: then the rollout's reward of its
-    actor. ``group`` overrides the group key that a credit rule would build.
+    siblings grew from; ``origin`` is the branch that led to this call's state, as its (parent, branch), ``None`` before
+    the first node; ``selected`` says whether the episode's own trajectory holds the step. ``reward`` is this step's own
+    reward, ``None`` until scored: then its actor's by :meth:`Rollout.rewards_of`. ``group`` overrides the group key
+    that a credit rule would build.
 
     Example: ``Step("solver", turn=0, prompt=[{"role": "user", "content": "2 + 2 = ?"}], completion="4",
     prompt_token_ids=[1, 17, 9], completion_token_ids=[20, 2], completion_logprobs=[-0.1, -0.01],
@@ -218,6 +220,7 @@ class Step:
     selected: bool = True
     trainable: bool = True
     info: dict[str, Any] = field(default_factory=dict)
+    origin: tuple[int, int] | None = None
 
     @property
     def completion_text(self) -> str:
@@ -245,6 +248,12 @@ class Rollout:
     seed: int = 0
     meta: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
+
+    def rewards_of(self, step: Step) -> Mapping[str, float]:
+        """The rewards by actor that hold for ``step``: where a tree has several ends (``meta["ends"]``) and it led to
+        one alone, those of that end; else the rollout's."""
+        ends = step.info.get("ends", ())
+        return self.meta["ends"][ends[0]]["rewards"] if len(ends) == 1 else self.rewards
 
 
 @dataclass(slots=True)
@@ -396,6 +405,13 @@ class Sample:
     scored: bool = True
     info: Mapping[str, Any] = field(default_factory=dict)
     top: GenerateResult | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def play(self) -> tuple[str, int | None]:
+        """The trajectory as rules compare it: the rollout, and the end that the step alone led to where it has several
+        (``Step.info["ends"]``)."""
+        ends = self.info.get("ends", ())
+        return (self.trajectory, ends[0] if len(ends) == 1 else None)
 
 
 @dataclass(slots=True)

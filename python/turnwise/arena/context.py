@@ -24,7 +24,11 @@ from turnwise.state import StateDict, StateList, to_python
 from turnwise.types import Artifact, EpisodeRequest, EpisodeState, GenerateResult, Rollout, Step
 
 if TYPE_CHECKING:
+    from turnwise.arena.beams import Beam
     from turnwise.arena.tape import Taping
+
+_OF_ONE_ATTEMPT = ("dropped", "ended", "ends", "own_end", "playouts")
+"""What a rollout's ``meta`` says of one attempt alone."""
 
 
 def derive_seed(*parts: Any) -> int:
@@ -80,7 +84,9 @@ class EpisodeContext:
     ``scope`` is "" for the episode itself, and names the branch or reward function below it; together with the counter
     ``calls`` it fixes the seed of each model call. ``pruned`` holds the children that losing branches spawned: they may
     still train, but the episode's state never saw them. ``place`` and ``marks`` name what stands on the ``tape``;
-    ``policies`` play in place of their actors' own; ``following`` is what the episode asked to run next.
+    ``policies`` play in place of their actors' own; ``following`` is what the episode asked to run next. ``beams`` are
+    the ways that a branched episode goes at once, and ``ends`` where several of them ended
+    (:mod:`turnwise.arena.beams`).
     """
 
     rollout: Rollout
@@ -108,6 +114,8 @@ class EpisodeContext:
     marks: int = 0
     policies: Mapping[str, str] = field(default_factory=dict)
     following: list[EpisodeRequest] = field(default_factory=list)
+    beams: list[Beam] = field(default_factory=list)
+    ends: list[Beam] = field(default_factory=list)
 
     @property
     def rng(self) -> random.Random:
@@ -184,7 +192,8 @@ class EpisodeContext:
         """A fresh context for one more attempt at the same request, with luck of its own."""
         old = self.rollout
         lost = sum(len(step.completion_token_ids) for step in self.steps if step and "cached" not in step.info)
-        meta = {key: value for key, value in old.meta.items() if key not in ("dropped", "ended")}
+        lost += int(old.metrics.get("tree/playout_tokens", 0))
+        meta = {key: value for key, value in old.meta.items() if key not in _OF_ONE_ATTEMPT}
         meta |= {"attempt": attempt, "lost_tokens": meta.get("lost_tokens", 0) + lost}
         fresh = self.branch("", EpisodeState())
         fresh.scope = ""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from turnwise.arena.context import EpisodeContext, current_context, resolve
+from turnwise.arena.ends import score_ends, settle
 from turnwise.arena.rubric import Rubric
 from turnwise.arena.store import ArtifactStore
 from turnwise.state import forkable, to_python
@@ -95,9 +96,12 @@ class Episode(ABC):
             raise TypeError(f"{type(self).__name__}.rollout returned {state!r}, expected the EpisodeState")
         context.state = state
         rollout.steps = [step for step in context.steps if step is not None]
-        _settle(state, rollout, context)
-        rollout.extras = to_python(dict(await resolve(self.get_extras(state)) or {}))
-        score = await self.rubric.score(rollout, arena, state)
+        settle(state, rollout, context.children)
+        if context.ends:
+            score = await score_ends(self, arena, context)
+        else:
+            rollout.extras = to_python(dict(await resolve(self.get_extras(state)) or {}))
+            score = await self.rubric.score(rollout, arena, state)
         rollout.rewards = score.rewards
         rollout.metrics.update(score.metrics)
         if score.dropped is not None:
@@ -116,10 +120,10 @@ def make_forkable(state: EpisodeState) -> None:
 def check_rewarded(rollout: Rollout) -> None:
     """A step that trains needs a reward; here the mistake costs one episode, later it would cost the batch."""
     for step in rollout.steps:
-        if step.trainable and step.reward is None and step.actor_id not in rollout.rewards:
+        if step.trainable and step.reward is None and step.actor_id not in rollout.rewards_of(step):
             raise ValueError(
                 f"actor {step.actor_id!r} of episode {rollout.episode_type!r} acted and has no reward: the rubric "
-                f"rewards {sorted(rollout.rewards)}, and the step has no reward of its own"
+                f"rewards {sorted(rollout.rewards_of(step))}, and the step has no reward of its own"
             )
 
 
@@ -128,14 +132,6 @@ def _checked(following: Any, where: str) -> list[EpisodeRequest]:
     if wrong:
         raise TypeError(f"{where}.get_continuation gave {wrong[0]!r}: expected EpisodeRequests")
     return list(following or ())
-
-
-def _settle(state: EpisodeState, rollout: Rollout, context: EpisodeContext) -> None:
-    """Steps in the order in which they were asked for, whatever answered first; each child once, whoever added it."""
-    order = {id(step): index for index, step in enumerate(rollout.steps)}
-    state.trajectory = sorted(state.trajectory or rollout.steps, key=lambda step: order.get(id(step), len(order)))
-    unique = {id(result): result for result in (*state.child_results, *context.children)}
-    state.child_results = list(unique.values())
 
 
 class SingleTurnEpisode(Episode):

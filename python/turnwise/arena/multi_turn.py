@@ -6,6 +6,7 @@ from abc import ABC
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from turnwise.arena.beams import TreePlay
 from turnwise.arena.context import resolve
 from turnwise.arena.episode import Episode, make_forkable, running
 from turnwise.arena.privacy import hidden_parts
@@ -156,24 +157,18 @@ class MultiTurnEpisode(Episode, ABC):
             state = left
         make_forkable(state)
         state.current_actor = state.current_actor or await resolve(self.get_initial_actor())
+        if self.sampler is not None and not arena.is_evaluation:
+            del state, left  # of what the tree leaves behind nothing is to be held
+            return await TreePlay(self, arena, artifact, context).play(progress)
         while not state.done:
             messages = await resolve(self.build_messages(state, arena, artifact))
             if messages is not None:
-                state = await self._act(state, messages, arena, artifact)
-            await self._pass_on(state, arena, artifact, skipped=messages is None)
+                await self.take_action(state, messages, arena, artifact)
+            ended = await self.pass_on(state, arena, artifact, skipped=messages is None)
+            if ended:
+                context.rollout.meta["ended"] = ended
             if progress is not None:
                 progress.save(context, state)
-        return state
-
-    async def _act(self, state: EpisodeState, messages: str | Messages, arena: Arena, artifact: Any) -> EpisodeState:
-        """The state after one action of ``state.current_actor``; under tree sampling the selected branch's."""
-        branches = 1
-        if self.sampler is not None and not arena.is_evaluation:
-            branches = self.sampler.branches_at(state)
-        if branches > 1:
-            assert self.sampler is not None
-            return await self.sampler.grow(self, state, messages, arena, artifact, branches)
-        await self.take_action(state, messages, arena, artifact)
         return state
 
     async def take_action(self, state: EpisodeState, messages: str | Messages, arena: Arena, artifact: Any) -> Step:
@@ -202,23 +197,23 @@ class MultiTurnEpisode(Episode, ABC):
                 texts.add(part, [actor, *(to for to, words in heard.items() if part in " ".join(words.split()))])
         texts.spoken(actor, heard)
 
-    async def _pass_on(self, state: EpisodeState, arena: Arena, artifact: Any, *, skipped: bool) -> None:
+    async def pass_on(self, state: EpisodeState, arena: Arena, artifact: Any, *, skipped: bool) -> str:
+        """Whose turn is next after ``state.current_actor``'s; how the episode ended, if it did: ``"done"``, or
+        ``"max_turns"``, which is not the same as over: rewards may want to tell them apart."""
         state.acted = (*state.acted, state.current_actor)
         # Nothing has changed after a skip, and before the first action there may be nothing for is_done to look at.
         if not skipped:
             state.done = bool(state.done or await resolve(self.is_done(state, arena, artifact)))
         if state.done:
-            running().rollout.meta["ended"] = "done"
-            return
+            return "done"
         following = await resolve(self.next_actor(state, arena, artifact))
         if following in state.acted:
             state.turn, state.acted = state.turn + 1, ()
         if state.turn >= self.max_turns:
-            # Out of turns is not the same as over: rewards may want to tell them apart.
-            running().rollout.meta["ended"] = "max_turns"
             state.done = True
-            return
+            return "max_turns"
         state.current_actor = following
+        return ""
 
 
 def _say(messages: Messages, role: str, text: str | None) -> None:

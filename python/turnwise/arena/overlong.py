@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from turnwise.arena.ends import summary
 from turnwise.types import GenerateResult, Rollout, Step
 
 
@@ -19,8 +20,9 @@ class OverlongPenalty:
     """``buffer`` in tokens, ``penalty`` in reward. The limit is that of the model call, ``step.info["max_tokens"]``.
 
     A step's own reward is lowered; the rollout's reward of its actor as well, unless the step lost its selection in a
-    tree. So a step without a reward of its own shares what its actor's steps lost. Credit rules that leave truncated
-    calls out (``include_truncated=False``) still do.
+    tree; of a tree with several ends, the reward of each end that the step led to. So a step without a reward of its
+    own shares what its actor's steps lost. Credit rules that leave truncated calls out (``include_truncated=False``)
+    still do.
 
     Example: ``OverlongPenalty(100, 1.0).of(tokens=450, limit=500) == 0.5``
     """
@@ -58,5 +60,11 @@ class OverlongPenalty:
         rollout.meta.setdefault("raw_rewards", dict(rollout.rewards))
         if step.reward is not None:
             step.reward -= lost
-        if step.selected and actor in rollout.rewards:
+        for number in step.info.get("ends", ()):
+            rewards = rollout.meta["ends"][number]["rewards"]
+            if actor in rewards:
+                rewards[actor] -= lost
+        if "ends" in rollout.meta:
+            rollout.rewards = summary(rollout.meta)[0]
+        elif step.selected and actor in rollout.rewards:
             rollout.rewards[actor] -= lost

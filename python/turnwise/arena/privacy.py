@@ -179,10 +179,12 @@ def check_prompt(context: EpisodeContext, actor: str | None, messages: Messages)
 
 def check_episode_end(context: EpisodeContext) -> None:
     """Raise :class:`LeakError` for a prompt that held what was marked later, or a completion of somebody else's."""
+    # Of several ends each has marks of its own: what is secret on one way through a game may be open on another.
+    marks = {id(step): end.context.private for end in reversed(context.ends) for step in end.steps}
     for index, step in enumerate(context.rollout.steps):
         if step.actor_id is None:
             continue
-        mark = context.private.leak(step.actor_id, step.prompt, context.rollout.steps)
+        mark = marks.get(id(step), context.private).leak(step.actor_id, step.prompt, context.rollout.steps)
         if mark is not None:
             raise LeakError(_tell(context, index, step.actor_id, mark))
         if step.trainable and sampled_key(step.actor_id, step.completion_token_ids) not in context.sampled:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from turnwise.arena.beams import Beam
 from turnwise.arena.context import EpisodeContext
 from turnwise.arena.tape import Tape
 from turnwise.types import EpisodeState
 
-FORMAT = 4
+FORMAT = 5
 _KEPT = ("calls", "spawned", "nodes", "steps", "children", "pruned", "luck", "private", "sampled", "marks")
+_KEPT_OF_BEAM = (*_KEPT, "state", "scope", "place")
 
 
 class EpisodeProgress:
@@ -34,6 +37,7 @@ class EpisodeProgress:
         """Keep ``state`` and what ``context`` has recorded. Raises ``TypeError`` for data that can't be pickled."""
         saved = {name: getattr(context, name) for name in _KEPT}
         rollout = context.rollout
+        saved["beams"] = [_beam_to_save(beam, context) for beam in context.beams]
         saved |= {"state": state, "metrics": rollout.metrics, "meta": rollout.meta, "key": _key_of(context)}
         if isinstance(context.tape, Tape):
             saved["tape"] = context.tape.below(context.place)
@@ -68,6 +72,7 @@ class EpisodeProgress:
             setattr(context, name, saved[name])
         context.rollout.metrics, context.rollout.meta = saved["metrics"], saved["meta"]
         context.state = saved["state"]
+        context.beams = [_saved_beam(kept, context) for kept in saved["beams"]]
         if isinstance(context.tape, Tape) and "tape" in saved:
             context.tape.restore(*saved["tape"])
         return context.state
@@ -84,6 +89,17 @@ class EpisodeProgress:
     def _path(self, id: str) -> Path:
         name = hashlib.blake2b(id.encode(), digest_size=12).hexdigest()
         return self.folder / f"{_root_of(id)}-{name}.episode"
+
+
+def _beam_to_save(beam: Beam, context: EpisodeContext) -> dict[str, Any]:
+    """``beam`` without what its context shares with the episode's own ``context``."""
+    own = None if beam.context is context else {name: getattr(beam.context, name) for name in _KEPT_OF_BEAM}
+    return {field.name: getattr(beam, field.name) for field in fields(Beam)} | {"context": own}
+
+
+def _saved_beam(kept: dict[str, Any], context: EpisodeContext) -> Beam:
+    own = kept["context"]
+    return Beam(**{**kept, "context": context if own is None else replace(context, beams=[], **own)})
 
 
 def _root_of(id: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -83,12 +83,12 @@ def penalize(samples: Sequence[Sample], penalties: Sequence[float]) -> None:
     """Take each sample's penalty from its reward, and their sum over its actor's samples from the trajectory's."""
     if len(penalties) != len(samples) or not np.isfinite(penalties).all():
         raise ValueError(f"penalties={penalties!r}: expected {len(samples)} finite numbers, one per sample")
-    totals: defaultdict[tuple[str, str], float] = defaultdict(float)
+    totals: defaultdict[tuple[Hashable, str], float] = defaultdict(float)
     for sample, penalty in zip(samples, penalties, strict=True):
-        totals[sample.trajectory, sample.actor] += float(penalty)
+        totals[sample.play, sample.actor] += float(penalty)
         sample.reward -= float(penalty)
     for sample in samples:
-        sample.trajectory_reward -= totals[sample.trajectory, sample.actor]
+        sample.trajectory_reward -= totals[sample.play, sample.actor]
 
 
 def set_advantages(results: Sequence[GenerateResult], samples: Sequence[Sample], advantages: np.ndarray) -> None:
@@ -204,9 +204,10 @@ def drop_stale(batch: TrainingBatch, oldest: Mapping[str, int]) -> TrainingBatch
 def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     """Numbers of a whole step, nested episodes included; means leave failed episodes out.
 
-    ``episodes``, ``episodes/failed``, ``episodes/retried``, ``sampled_tokens`` (all of them, trained on or not),
-    ``reward/<actor>``, ``metric/<name>``, ``completion_tokens/<actor>``, ``truncated/<actor>``; where an overlong
-    penalty is set, ``overlong_penalty/<actor>`` and ``raw_reward/<actor>``, the reward without it.
+    ``episodes``, ``episodes/failed``, ``episodes/retried``, ``sampled_tokens`` (all of them, trained on or not), of
+    which ``playout_tokens`` are those of a tree's playouts, ``reward/<actor>``, ``metric/<name>``,
+    ``completion_tokens/<actor>``, ``truncated/<actor>``; where an overlong penalty is set,
+    ``overlong_penalty/<actor>`` and ``raw_reward/<actor>``, the reward without it.
     """
     rollouts = [result.rollout for top in results for result in top.walk()]
     means: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
@@ -220,6 +221,8 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
                 means["metric", name].append(value)
     sampled = sum(rollout.meta.get("lost_tokens", 0) for rollout in rollouts)
     sampled += sum(rollout.meta.get("group", {}).get("sampled_tokens", 0) for rollout in rollouts)
+    played_out = int(sum(rollout.metrics.get("tree/playout_tokens", 0) for rollout in rollouts))
+    sampled += played_out
     for rollout in rollouts:
         penalized = "raw_rewards" in rollout.meta
         for step in rollout.steps:
@@ -238,4 +241,6 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
         "episodes/retried": sum(rollout.meta.get("attempt", 0) for rollout in rollouts),
         "sampled_tokens": sampled,
     }
+    if played_out:
+        counts["playout_tokens"] = played_out
     return counts | {f"{kind}/{name}": float(np.mean(values)) for (kind, name), values in means.items()}

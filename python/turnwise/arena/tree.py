@@ -1,21 +1,14 @@
-"""Tree sampling, as AT-GRPO needs it: at each action N branches from one state, of which one goes on."""
+"""Tree sampling, as AT-GRPO needs it: at each action N branches from one state, of which one goes on, or several."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
 
-from turnwise.arena.context import EpisodeContext, derive_seed, inside
-from turnwise.arena.episode import make_forkable, running
-from turnwise.arena.scheduler import run_all
-from turnwise.state import prune
-from turnwise.types import EpisodeState, Messages, ModelError, Step
-
-if TYPE_CHECKING:
-    from turnwise.arena.arena import Arena
-    from turnwise.arena.multi_turn import MultiTurnEpisode
+from turnwise.arena.playouts import mean_return
+from turnwise.types import EpisodeState, Step
 
 Selector = Callable[[Sequence[Step], random.Random], int]
 """Index of the branch that goes on, from the scored steps of all branches and a seeded generator."""
@@ -47,11 +40,27 @@ class SelectBySoftmax:
         return rng.choices(range(len(steps)), weights=weights)[0]
 
 
-SELECTORS: dict[str, Callable[[float], Selector]] = {
+SELECTORS: dict[str, Callable[[float], Selector | None]] = {
     "best": lambda temperature: select_best,
     "first": lambda temperature: select_first,
     "sample": SelectBySoftmax,
+    "none": lambda temperature: None,
 }
+"""Selectors by the name that ``select`` takes, made for a temperature; under ``"none"`` all branches go on."""
+
+
+def _value(earned: float, step: Step) -> float | None:
+    worth = mean_return(step.info["playouts"])
+    return None if worth is None else (step.reward or 0.0) + worth
+
+
+RANKS: dict[str, Callable[[float, Step], float | None]] = {
+    "reward": lambda earned, step: step.reward,
+    "return": lambda earned, step: earned + (step.reward or 0.0),
+    "value": _value,
+}
+"""What branches are compared by, from what was earned on the way to an action and the action: its own reward; the sum
+of all; its reward and what playouts earned from there on the mean (``None`` where none came to its end)."""
 
 
 class TreeSampler:
@@ -62,15 +71,30 @@ class TreeSampler:
     on what the winner left. All N steps train: they share ``Step.parent``, the tree node, and differ in
     ``Step.branch``.
 
+    With ``survivors`` = K > 1 it is a beam search: up to K branches go on, each has N branches of its own at the next
+    action, and the best K of all of them (up to K * N) go on in turn. Siblings with equal completions count as one, so
+    survivors differ. A beam that has ended, skips its turn or does not branch keeps its place. Each ended beam is
+    scored by the rubric; the best of them is the episode's own trajectory, with its extras and rewards.
+
+    With ``select="none"`` nothing is selected: after the first node each of its N branches is played to its end without
+    branching again, and is a trajectory of its own to the credit rules, with the rubric's rewards of its own end. The
+    rollout's rewards are the mean of theirs, its extras those of the first.
+
+    ``playouts`` = M plays M more times to the end from each state that an action left, and from one that an
+    unbranched episode begins with: a Monte-Carlo estimate of what the state is worth, for ``credit.rule = "vine"`` and
+    for ``select_by="value"``. They never train; ``metrics["tree/playout_tokens"]`` counts what they cost.
+
     The data of losing branches is freed at once: whoever kept a list or dict of it gets ``PrunedError``.
 
     ``branches`` is N, or N by actor id (1 for actors not named). ``select`` is ``"best"`` (first of equals),
-    ``"first"``, ``"sample"`` (softmax of the rewards at ``temperature``), or a callable ``(steps, rng) -> index``.
+    ``"first"``, ``"sample"`` (softmax of the rewards at ``temperature``), ``"none"``, or a callable ``(steps, rng) ->
+    index``; for more survivors it is asked again among those left, and at the end among the ended beams. ``select_by``
+    is what it finds as the steps' reward: see :data:`RANKS`.
     ``branch_at`` limits branching to some actors, or to states for which a predicate holds. A branch whose model call
     fails is left out and counted in ``metrics["tree/failed_branches"]``; if all fail, so does the episode. Evaluation
     never branches.
 
-    Example: ``Sudoku(sampler=TreeSampler(branches={"proposer": 8, "reviser": 4}))``
+    Example: ``Sudoku(sampler=TreeSampler(branches={"proposer": 8, "reviser": 4}))``, ``TreeSampler(8, survivors=2)``
     """
 
     def __init__(
@@ -79,18 +103,50 @@ class TreeSampler:
         select: str | Selector = "best",
         temperature: float = 1.0,
         branch_at: Collection[str] | Callable[[EpisodeState], bool] | None = None,
+        *,
+        survivors: int = 1,
+        select_by: str = "reward",
+        playouts: int = 0,
     ) -> None:
         counts = dict(branches) if isinstance(branches, Mapping) else {"": branches}
-        for count in counts.values():
-            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-                raise ValueError(f"branches={branches!r}: expected whole numbers >= 1")
+        if not counts or not all(_is_count(count, 1) for count in counts.values()):
+            raise ValueError(f"branches={branches!r}: expected whole numbers >= 1")
         if isinstance(branch_at, str):
             raise TypeError(f"branch_at={branch_at!r}: expected a collection of actor ids, for example [{branch_at!r}]")
         if isinstance(select, str) and select not in SELECTORS:
             raise ValueError(f"select={select!r}: expected one of {sorted(SELECTORS)}, or a callable")
+        if not _is_count(survivors, 1):
+            raise ValueError(f"survivors={survivors!r}: expected a whole number >= 1")
+        if not _is_count(playouts, 0):
+            raise ValueError(f"playouts={playouts!r}: expected a whole number >= 0")
+        if select_by not in RANKS:
+            raise ValueError(f"select_by={select_by!r}: expected one of {sorted(RANKS)}")
+        if select_by == "value" and not playouts:
+            raise ValueError("select_by='value': needs playouts > 0, which tell what a state is worth")
+        if survivors > 1 and max(counts.values()) == 1:
+            raise ValueError(f"survivors={survivors}: needs branches > 1 to survive, not branches={branches!r}")
+        if select == "none" and (survivors > 1 or select_by != "reward"):
+            raise ValueError(
+                f"select='none' lets all branches go on: survivors={survivors!r} and select_by={select_by!r} have no "
+                "meaning there"
+            )
         self.branches = branches
         self.branch_at = branch_at
-        self.select: Selector = SELECTORS[select](temperature) if isinstance(select, str) else select
+        self.survivors = survivors
+        self.select_by = select_by
+        self.playouts = playouts
+        self.select: Selector | None = SELECTORS[select](temperature) if isinstance(select, str) else select
+        self.branching = max(counts.values()) > 1
+
+    @property
+    def selects(self) -> bool:
+        """Whether branches are compared while the episode goes on, action by action."""
+        return self.branching and self.select is not None
+
+    @property
+    def several_ends(self) -> bool:
+        """Whether an episode may have several ends that are scored."""
+        return self.branching and (self.select is None or self.survivors > 1)
 
     def branches_at(self, state: EpisodeState) -> int:
         """How many branches ``state.current_actor`` gets in this state."""
@@ -102,83 +158,41 @@ class TreeSampler:
             return self.branches.get(state.current_actor, 1)
         return self.branches
 
-    async def grow(
-        self,
-        episode: MultiTurnEpisode,
-        state: EpisodeState,
-        messages: str | Messages,
-        arena: Arena,
-        artifact: Any,
-        branches: int,
-    ) -> EpisodeState:
-        """One action of ``state.current_actor`` in ``branches`` siblings; returns the state of the selected one."""
-        context = running()
-        node = context.next_node()
-        make_forkable(state)  # a hook may have put new data there
-        scopes = [
-            context.branch(f"n{context.nodes - 1}b{index}", fork) for index, fork in enumerate(state.fork(branches))
-        ]
 
-        async def act(scope: EpisodeContext) -> Step | ModelError:
-            # Only a failed model call costs a branch. A bug in the game must not hide in a count: it fails the episode.
-            with inside(scope):
-                try:
-                    return await episode.take_action(scope.state, messages, arena, artifact)
-                except ModelError as error:
-                    return error
+def choose(
+    sampler: TreeSampler, steps: Sequence[Step], scores: Sequence[float | None], places: int, rng: random.Random
+) -> list[int]:
+    """Which of ``steps`` go on, at most ``places``: the selector is asked for one, then for one of the rest, and so on.
 
-        try:
-            outcomes = await run_all(act(scope) for scope in scopes)
-        except BaseException:
-            for scope in scopes:
-                context.adopt(scope, selected=False)
-            raise
-        alive = [index for index, outcome in enumerate(outcomes) if isinstance(outcome, Step)]
-        steps = [outcome for outcome in outcomes if isinstance(outcome, Step)]
-        _mark(scopes, outcomes, node)
-        _count(context, "tree/branches", branches)
-        _count(context, "tree/failed_branches", branches - len(alive))
-        winner = alive[self._choose(episode, context, steps, node)] if steps else -1
-        for index, scope in enumerate(scopes):
-            if index != winner:
-                prune(scope.state.data)
-                for step in scope.steps:
-                    if step is not None:
-                        step.selected = False
-            context.adopt(scope, selected=index == winner)
-        if winner < 0:
-            raise next(outcome for outcome in outcomes if isinstance(outcome, ModelError))
-        return context.state
-
-    def _choose(self, episode: MultiTurnEpisode, context: EpisodeContext, steps: Sequence[Step], node: int) -> int:
-        for step in steps:
-            if step.reward is None:
-                raise ValueError(
-                    f"{type(episode).__name__}.step_reward gave None for actor {step.actor_id!r}: tree sampling needs "
-                    "a reward for each action, override step_reward(state, arena, artifact)"
-                )
-        chosen = self.select(steps, random.Random(derive_seed(context.rollout.seed, "select", node)))
-        if not 0 <= chosen < len(steps):
-            raise ValueError(f"select gave branch {chosen!r}: expected an index below {len(steps)}")
-        return chosen
+    ``scores`` are what the steps are ranked by. Siblings with the completion of one that was chosen are left out.
+    """
+    assert sampler.select is not None
+    if sampler.select_by != "reward":
+        worst = min((score for score in scores if score is not None), default=0.0)
+        ranked = [worst if score is None else score for score in scores]
+        steps = [replace(step, reward=score) for step, score in zip(steps, ranked, strict=True)]
+    left, chosen = list(range(len(steps))), list[int]()
+    while left and len(chosen) < places:
+        chosen.append(left[ask(sampler.select, [steps[place] for place in left], rng)])
+        left = [place for place in left if place != chosen[-1] and not _are_twins(steps[place], steps[chosen[-1]])]
+    return chosen
 
 
-def _mark(scopes: Sequence[EpisodeContext], outcomes: Sequence[Step | ModelError], node: int) -> None:
-    """Name each branch's place in the tree; what a failed branch left behind stays in the log and never trains."""
-    for index, (scope, outcome) in enumerate(zip(scopes, outcomes, strict=True)):
-        for step in scope.steps:
-            if step is None:
-                continue
-            step.branch = index
-            if step is outcome:
-                step.parent = node
-            if isinstance(outcome, ModelError):
-                step.trainable = False
-                step.info["error"] = f"{type(outcome).__name__}: {outcome}"
+def ask(select: Selector, steps: Sequence[Step], rng: random.Random) -> int:
+    """The index that ``select`` gives. Raises ``ValueError`` for one that is none."""
+    chosen = select(steps, rng)
+    if not 0 <= chosen < len(steps):
+        raise ValueError(f"select gave branch {chosen!r}: expected an index below {len(steps)}")
+    return chosen
 
 
-def _count(context: EpisodeContext, name: str, amount: int) -> None:
-    context.rollout.metrics[name] = context.rollout.metrics.get(name, 0) + amount
+def _are_twins(one: Step, other: Step) -> bool:
+    """Whether two siblings did the same: from one state and with equal luck, that leads to one state."""
+    return one.parent == other.parent and one.completion_token_ids == other.completion_token_ids
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def rewards_of(steps: Sequence[Step]) -> list[float]:

@@ -22,6 +22,7 @@ from turnwise.credit.rae import RAECredit
 from turnwise.credit.reinforce_pp import ReinforcePPCredit
 from turnwise.credit.rloo import RLOOCredit
 from turnwise.credit.turn_returns import TurnReturnsCredit
+from turnwise.credit.vine import VineCredit
 
 registry: dict[str, type[Credit]] = {
     "grpo": GRPOCredit,
@@ -36,6 +37,7 @@ registry: dict[str, type[Credit]] = {
     "at_grpo": ATGRPOCredit,
     "turn_returns": TurnReturnsCredit,
     "gigpo": GiGPOCredit,
+    "vine": VineCredit,
     "rae": RAECredit,
     "constant": ConstantCredit,
     "episodic": EpisodicCredit,
@@ -61,5 +63,6 @@ __all__ = [
     "RLOOCredit",
     "ReinforcePPCredit",
     "TurnReturnsCredit",
+    "VineCredit",
     "registry",
 ]

@@ -23,6 +23,12 @@ class Credit(ABC):
     trees: ClassVar[bool] = True
     """Whether the rule can judge the siblings of a tree."""
 
+    ends: ClassVar[bool] = True
+    """Whether it can tell the trajectories of one rollout apart, which ``select="none"`` gives (``Sample.play``)."""
+
+    values_of_states: ClassVar[bool] = False
+    """Whether it asks what states are worth, which branches tell, or playouts."""
+
     def compute(self, results: Sequence[GenerateResult]) -> dict[tuple[str, int], float]:
         """``(rollout id, step index) -> advantage`` for every trainable step of ``results`` and their children.
 

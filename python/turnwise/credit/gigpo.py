@@ -52,7 +52,7 @@ class GiGPOCredit(GroupCredit):
         return (sample.uid, sample.actor)
 
     def unit_key(self, sample: Sample) -> Key:
-        return (sample.trajectory, sample.actor)
+        return (sample.play, sample.actor)
 
     def values(self, samples: Sequence[Sample]) -> np.ndarray:
         """The undiscounted sum of an actor's rewards in the rollout: the return of its first call, for all of them."""

@@ -49,7 +49,7 @@ class GRPOCredit(GroupCredit):
         return (sample.uid,)
 
     def unit_key(self, sample: Sample) -> Key:
-        return (sample.trajectory, sample.actor) if self.hierarchy else (sample.trajectory,)
+        return (sample.play, sample.actor) if self.hierarchy else (sample.play,)
 
     def value(self, sample: Sample) -> float:
         return sample.trajectory_reward if self.hierarchy else sample.reward

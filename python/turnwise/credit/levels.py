@@ -36,6 +36,7 @@ class LevelCredit(Credit):
     """
 
     trees: ClassVar[bool] = False
+    ends: ClassVar[bool] = False
     rule: CreditAssigner | str = "hierarchy"
     options: Mapping[str, Any] = field(default_factory=dict)
     edges: Sequence[Edge | Mapping[str, Any]] = ()
@@ -94,7 +95,7 @@ def _with_reward(sample: Sample, before: Pay, paid: Pay) -> Sample:
     key = (sample.trajectory, sample.actor)
     if key not in paid:
         return sample
-    if sample.parent is not None:
+    if sample.parent is not None or "ends" in sample.info:
         raise ValueError(
             f"step {sample.step_index} of rollout {sample.trajectory!r} grew in a tree: which of its branches spawned "
             "which child is not known; edges need plain trajectories (rollout.branches = 1)"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,12 +45,12 @@ class PassAtKCredit(Credit):
 
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
         """Advantages ``[B]`` float32 of ``samples``, in their order."""
-        groups: dict[object, dict[str, list[int]]] = {}
+        groups: dict[object, dict[Hashable, list[int]]] = {}
         for place in np.flatnonzero(counted(samples, self.include_truncated)).tolist():
             sample = samples[place]
             key = sample.group if sample.group is not None else (sample.uid,)
             trajectories = groups.setdefault(key, {})
-            trajectories.setdefault(sample.trajectory, []).append(place)
+            trajectories.setdefault(sample.play, []).append(place)
         if groups and max(map(len, groups.values())) <= self.k:
             warnings.warn(
                 f"k={self.k}: no question of the batch has more than {self.k} answers, so every advantage is 0; "

@@ -23,7 +23,7 @@ from turnwise.credit.base import Credit, counted
 from turnwise.types import Sample
 
 Seat = tuple[str, str]
-Game = tuple[Seat, str]
+Game = tuple[Seat, tuple[str, int | None]]
 
 ROUNDS: dict[str, Callable[[list[Game]], list[list[Game]]]] = {
     "batch": lambda games: [games],
@@ -68,7 +68,7 @@ class RAECredit(Credit):
         calls: dict[Game, list[int]] = {}
         for place in np.flatnonzero(counted(samples, self.include_truncated)).tolist():
             sample = samples[place]
-            calls.setdefault(((sample.episode_type, sample.actor), sample.trajectory), []).append(place)
+            calls.setdefault(((sample.episode_type, sample.actor), sample.play), []).append(place)
         for games in ROUNDS[self.per](list(calls)):
             returns: dict[Seat, list[float]] = {}
             for game in games:

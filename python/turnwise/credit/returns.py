@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -13,16 +13,19 @@ def discounted_returns(samples: Sequence[Sample], gamma: float) -> np.ndarray:
     """``[B]`` float64: ``G_t = sum over k >= t of gamma^(k - t) r_k``, over the calls of one actor in one rollout.
 
     ``r_k`` is the call's own reward. Calls without one earn nothing, save the actor's last, which then earns the
-    rollout's reward of the actor. Raises ``ValueError`` for siblings of a tree: what came later is the selected one's.
+    rollout's reward of the actor. Raises ``ValueError`` for siblings of a tree of which not all were played on alone,
+    as ``select="none"`` does: what came later is not known, or not of one of them alone.
     """
-    calls: dict[tuple[str, str], list[int]] = {}
+    calls: dict[tuple[Hashable, str], list[int]] = {}
     for place, sample in enumerate(samples):
-        if sample.parent is not None:
+        ends = len(sample.info.get("ends", ()))
+        if ends > 1 or (sample.parent is not None and not ends):
             raise ValueError(
                 f"step {sample.step_index} of rollout {sample.trajectory!r} grew in a tree, of which only one branch "
-                "was played on: returns need plain trajectories (rollout.branches = 1)"
+                "was played on, or led to several ends: returns need plain trajectories (rollout.branches = 1, or "
+                "rollout.tree.select = 'none')"
             )
-        calls.setdefault((sample.trajectory, sample.actor), []).append(place)
+        calls.setdefault((sample.play, sample.actor), []).append(place)
     returns = np.zeros(len(samples))
     for places in calls.values():
         places.sort(key=lambda place: samples[place].step_index)

@@ -195,6 +195,7 @@ def _step_of(row: Mapping[str, Any]) -> Step:
     known = {name: row[name] for name in Step.__dataclass_fields__ if name in row}
     known["policy_versions"] = [(count, version) for count, version in row["policy_versions"]]
     known["group"] = _hashable(row["group"])
+    known["origin"] = _hashable(row.get("origin"))
     if "state" in row["info"]:  # GiGPO's anchor
         known["info"] = {**row["info"], "state": _hashable(row["info"]["state"])}
     return Step(**known)

@@ -105,7 +105,7 @@ class MathOrchestraEpisode(MultiTurnEpisode):
             data["verdicts"].append(verdict)
 
     def step_reward(self, state: EpisodeState, arena: Any, artifact: Any) -> float | None:
-        if self.sampler is None:
+        if self.sampler is None or not self.sampler.selects:
             return None
         agreed = state.current_actor == SOLVER or state.data["approved"]
         return float(state.data["right"] == agreed)

@@ -111,9 +111,28 @@ class ServerConfig(Section):
     transfer: str = "auto"
 
 
+class TreeConfig(Section):
+    """How a tree goes on from its branches: the arguments of :class:`turnwise.arena.TreeSampler`.
+
+    ``select`` says which branch does: the ``best``, the ``first``, a ``sample`` (softmax at ``temperature``), or with
+    ``none`` all of them, each to an end of its own. ``survivors`` > 1 is a beam search of that width, in which each
+    survivor gets ``rollout.branches`` anew. ``select_by`` is what they are compared by: the action's ``reward``, the
+    ``return`` so far, or the ``value``, which ``playouts`` estimate: so many more plays to the end from each
+    state, which never train. ``branch_at`` limits branching to these actors.
+    """
+
+    select: Literal["best", "first", "sample", "none"] = "best"
+    survivors: int = Field(default=1, ge=1)
+    select_by: Literal["reward", "return", "value"] = "reward"
+    temperature: float = Field(default=1.0, gt=0)
+    playouts: int = Field(default=0, ge=0)
+    branch_at: list[str] | None = None
+
+
 class RolloutConfig(Section):
     """What one step samples: ``questions`` × ``copies`` episodes, each a tree of ``branches`` where branches > 1.
 
+    ``tree`` says what becomes of the branches.
     ``client`` computes at most ``max_batch_rows`` completions at a time: ``transformers`` runs the models as they are,
     ``vllm`` needs vLLM and is the fast one on a GPU, ``vllm-process`` runs it in processes beside the trainer's, and
     ``vllm-server`` asks servers of it.
@@ -123,6 +142,7 @@ class RolloutConfig(Section):
     questions: int = Field(default=32, ge=1)
     copies: int = Field(default=1, ge=1)
     branches: int = Field(default=1, ge=1)
+    tree: TreeConfig = TreeConfig()
     temperature: float = Field(default=1.0, gt=0)
     max_tokens: int = Field(default=256, ge=1)
     max_concurrency: int = Field(default=1024, ge=1)

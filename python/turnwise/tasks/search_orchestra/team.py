@@ -89,7 +89,7 @@ class SearchOrchestraEpisode(MultiTurnEpisode):
         return state.current_actor == ANSWERER
 
     def step_reward(self, state: EpisodeState, arena: Any, artifact: Any) -> float | None:
-        return None if self.sampler is None else state.data["worth"]
+        return None if self.sampler is None or not self.sampler.selects else state.data["worth"]
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
         """``correct``, ``answer``, ``queries``, ``found`` (titles, in order), and ``read`` by actor that acted."""

@@ -54,7 +54,7 @@ def _lacks(config: TrainConfig, actors: Sequence[Actor], seats: Sequence[str], t
         lacks.append(f"of rollout.questions = {questions} that is no question from each of {len(seats)} seats")
     if config.filter.resample:
         lacks.append("needs filter.resample = 0, as each draw would seat others")
-    if config.rollout.branches > 1:
+    if config.rollout.branches > 1 or config.rollout.tree.playouts:
         lacks.append("needs rollout.branches = 1, games that are played to their end")
     return lacks + [
         f"actor {actor.id!r} plays with policy {actor.policy!r}, which is frozen and has no past"

@@ -1,0 +1,160 @@
+"""What the states of a rollout are worth, from the branches and playouts that were sampled there.
+
+The formulas stand in :mod:`turnwise.credit.vine`. A state is named by the action that led to it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from turnwise.types import Rollout, Sample, Step
+
+Edge = tuple[int, int] | None
+"""A branch as (node, index); ``None`` is what lies before the first node."""
+
+START = -1
+"""The place before the first action."""
+
+
+class StateValues:
+    """What the states of one rollout are worth, by the rewards that ``samples`` have after penalties.
+
+    ``A`` is the number of actors; values are arrays ``[A]`` float64, ``None`` where nothing tells them.
+    """
+
+    def __init__(
+        self, rollout: Rollout, samples: Sequence[Sample], *, gamma: float, team: bool, include_truncated: bool
+    ) -> None:
+        self.rollout, self.gamma, self.team, self.include_truncated = rollout, gamma, team, include_truncated
+        self.steps = {place: step for place, step in enumerate(rollout.steps) if _is_action(step)}
+        named = [*(str(step.actor_id) for step in self.steps.values()), *rollout.rewards, *self._playing_out()]
+        self.actors = {actor: column for column, actor in enumerate(dict.fromkeys(named))}
+        penalties = {sample.step_index: sample.reward - _reward_before(rollout, sample) for sample in samples}
+        self.rewards = {place: (step.reward or 0.0) + penalties.get(place, 0.0) for place, step in self.steps.items()}
+        self.following, self.ends = self._links()
+        self.was_sampled = any(len(actions) > 1 for actions in self.following.values()) or any(
+            map(self._playouts, (START, *self.steps))
+        )
+        self.values: dict[int, np.ndarray | None] = {}
+        self.advantages: dict[int, float] = {}
+        for place in (*sorted(self.steps, reverse=True), START):  # what follows stands behind: it is known before
+            self._settle(place)
+
+    def advantage(self, place: int) -> float:
+        """Of the step at ``place`` in the rollout; 0 for one that is no action."""
+        return self.advantages.get(place, 0.0)
+
+    def _links(self) -> tuple[dict[int, list[int]], dict[int, np.ndarray]]:
+        """The actions that were taken after each action, and what the ends are worth, by the last action there."""
+        by_origin: defaultdict[Edge, list[int]] = defaultdict(list)
+        at: dict[Edge, int] = {None: START}
+        for place, step in self.steps.items():
+            by_origin[step.origin].append(place)
+            if step.parent is not None:
+                at[step.parent, step.branch] = place
+        following: dict[int, list[int]] = {}
+        last = dict(at)
+        for edge, places in by_origin.items():
+            for place in places:
+                if self.steps[place].parent is None:
+                    following[last[edge]], last[edge] = [place], place
+                else:
+                    following.setdefault(last[edge], []).append(place)
+        ends = {last[edge]: self._outcome(edge, rewards, at) for edge, rewards in self._ends() if edge in last}
+        return following, ends
+
+    def _ends(self) -> list[tuple[Edge, Mapping[str, float]]]:
+        """Where the rollout ended, and what the rubric gave there; where it has one end, that of its own trajectory."""
+        several = self.rollout.meta.get("ends")
+        if several is not None:
+            return [(end["origin"] and tuple(end["origin"]), end["rewards"]) for end in several]
+        own = [step for step in self.steps.values() if step.selected]
+        edge = None if not own else (own[-1].parent, own[-1].branch) if own[-1].parent is not None else own[-1].origin
+        return [(edge, self.rollout.rewards)]
+
+    def _outcome(self, edge: Edge, rewards: Mapping[str, float], at: Mapping[Edge, int]) -> np.ndarray:
+        last: dict[str, Step] = {}
+        while True:
+            for step in (step for step in reversed(self.steps.values()) if step.parent is None and step.origin == edge):
+                last.setdefault(str(step.actor_id), step)
+            if edge is None:
+                break
+            step = self.steps[at[edge]]
+            last.setdefault(str(step.actor_id), step)
+            edge = step.origin
+        return self._earned({actor: rewards.get(actor, 0.0) for actor, step in last.items() if step.reward is None})
+
+    def _earned(self, rewards: Mapping[str, float]) -> np.ndarray:
+        """Rewards by actor as each actor counts them, ``[A]``."""
+        counted = np.zeros(len(self.actors))
+        for actor, reward in rewards.items():
+            counted[slice(None) if self.team else self.actors[actor]] += reward
+        return counted
+
+    def _before(self, actor: str, reward: float, after: np.ndarray) -> np.ndarray:
+        """``r + gamma V(s')`` for an action of ``actor``, ``[A]``."""
+        discount = np.ones(len(self.actors))
+        discount[slice(None) if self.team else self.actors[actor]] = self.gamma
+        return self._earned({actor: reward}) + discount * after
+
+    def _playouts(self, place: int) -> Sequence[Mapping[str, Any]]:
+        holder = self.rollout.meta if place == START else self.steps[place].info
+        found: Sequence[Mapping[str, Any]] = holder.get("playouts", ())
+        return found
+
+    def _playing_out(self) -> list[str]:
+        """Who acts in playouts."""
+        found = [one for place in (START, *self.steps) for one in self._playouts(place)]
+        return [str(actor) for one in found for actor in (*(actor for actor, _ in one["rewards"]), *one["outcome"])]
+
+    def _played_out(self, place: int) -> np.ndarray | None:
+        """The mean return of the playouts after ``place``."""
+        returns = []
+        for one in self._playouts(place):
+            value = self._earned(one["outcome"])
+            for actor, reward in reversed(one["rewards"]):
+                value = self._before(actor, reward, value)
+            returns.append(value)
+        return np.mean(returns, axis=0) if returns else None
+
+    def _settle(self, place: int) -> None:
+        """The value of the state after ``place``, and the advantages of the actions that were taken there."""
+        actions, played_out = self.following.get(place, []), self._played_out(place)
+        after = {action: self.values[action] for action in actions}
+        known = [value for value in after.values() if value is not None]
+        guess = np.mean(known, axis=0) if known else np.zeros(len(self.actors))
+        worth = {
+            action: self._before(str(self.steps[action].actor_id), self.rewards[action], guess if to is None else to)
+            for action, to in after.items()
+        }
+        whole = [action for action in actions if self._counts(action)]
+        if len(actions) > 1:
+            value = base = np.mean([worth[action] for action in whole or actions], axis=0)
+        else:
+            value = played_out if played_out is not None else worth[actions[0]] if actions else None
+            base = value if known else None  # of an action whose consequence nobody knows there is nothing to say
+        for action in whole:
+            column = self.actors[str(self.steps[action].actor_id)]
+            self.advantages[action] = 0.0 if base is None else float(worth[action][column] - base[column])
+        if place in self.ends:
+            value = self.ends[place]
+        elif not known:
+            value = played_out  # where all that follows was pruned, it tells nothing of what would have come
+        self.values[place] = value
+
+    def _counts(self, place: int) -> bool:
+        return self.include_truncated or self.steps[place].finish_reason != "length"
+
+
+def _is_action(step: Step) -> bool:
+    return "env_response" in step.info and "error" not in step.info
+
+
+def _reward_before(rollout: Rollout, sample: Sample) -> float:
+    """What the sample was paid before penalties."""
+    step = rollout.steps[sample.step_index]
+    return rollout.rewards_of(step).get(sample.actor, 0.0) if step.reward is None else step.reward

@@ -1,0 +1,66 @@
+"""``[rollout.tree]``: what becomes a tree, and what can't be."""
+
+from __future__ import annotations
+
+import pytest
+
+from turnwise.credit import GRPOCredit, LevelCredit, TurnReturnsCredit, VineCredit
+from turnwise.train.config import TreeConfig
+from turnwise.train.config_files import ConfigError, config_from_dict
+from turnwise.train.trees import sampler_of, tree_problem
+
+
+def config_of(branches=1, rule="at_grpo", **tree):
+    return config_from_dict({"rollout": {"branches": branches, "tree": tree}, "credit": {"rule": rule}})
+
+
+def test_every_key_reaches_the_sampler():
+    assert sampler_of(config_of(), ["a"]) is None
+    sampler = sampler_of(config_of(6, survivors=2, select_by="value", playouts=3, branch_at=["b"]), ["a", "b"])
+    assert (sampler.branches, sampler.survivors, sampler.select_by, sampler.playouts) == (6, 2, "value", 3)
+    assert list(sampler.branch_at) == ["b"]
+    assert sampler_of(config_of(6, select="sample", temperature=0.5), []).select.temperature == 0.5
+    assert sampler_of(config_of(6, select="none"), []).select is None
+    assert sampler_of(config_of(1, playouts=2), []).playouts == 2
+    assert set(TreeConfig.model_fields) == {
+        "select", "survivors", "select_by", "temperature", "playouts", "branch_at",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"survivors": 2}, "'rollout.tree': needs rollout.branches > 1, or rollout.tree.playouts > 0"),
+        ({"playouts": 1, "survivors": 2}, "'rollout.tree': survivors=2: needs branches > 1"),
+        ({"branches": 4, "select_by": "value"}, "'rollout.tree': select_by='value': needs playouts > 0"),
+        ({"branches": 4, "select": "none", "survivors": 2}, "select='none' lets all branches go on"),
+        ({"branches": 4, "branch_at": ["revisor"]}, "'rollout.tree.branch_at': no actor 'revisor'; .*reviser"),
+    ],
+)
+def test_what_can_not_be(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        sampler_of(config_of(**settings), ["proposer", "reviser"])
+
+
+@pytest.mark.parametrize("key", ["survivers", "select.kind"])
+def test_unknown_keys_are_refused(key):
+    with pytest.raises(ConfigError, match=r"rollout\.tree"):
+        config_of(4, **({"survivers": 2} if key == "survivers" else {"select": {"kind": "best"}}))
+
+
+def test_rules_and_trees():
+    assert tree_problem(GRPOCredit(), config_of(4, "grpo")) == ""
+    assert "expected rollout.branches = 1, not 4, or rollout.tree.select = 'none'" in tree_problem(
+        TurnReturnsCredit(), config_of(4, "turn_returns")
+    )
+    assert tree_problem(TurnReturnsCredit(), config_of(4, "turn_returns", select="none")) == ""
+    levels = tree_problem(LevelCredit(), config_of(4, "levels", select="none"))
+    assert levels.endswith("expected rollout.branches = 1, not 4")
+    assert "values of states" in tree_problem(VineCredit(), config_of(1, "vine"))
+    assert tree_problem(VineCredit(), config_of(4, "vine")) == ""
+    assert tree_problem(VineCredit(), config_of(1, "vine", playouts=2)) == ""
+    assert "has no effect: expected credit.rule = 'vine'" in tree_problem(
+        GRPOCredit(), config_of(4, "grpo", playouts=2)
+    )
+    assert tree_problem(GRPOCredit(), config_of(4, "grpo", playouts=2, select_by="value")) == ""
+    assert tree_problem(object(), config_of(4, "mine:Rule", playouts=2)) == ""
