@@ -463,12 +463,12 @@ def test_the_arena_checks_the_batch_that_it_builds(make_arena, monkeypatch):
     from turnwise.arena import arena as module
 
     def everything_trains(*arguments):
-        batch = pack(*arguments)
+        batch = pack_rows(*arguments)
         batch.loss_mask[:] = 1
         return batch
 
-    pack = module.rows.pack
-    monkeypatch.setattr(module.rows, "pack", everything_trains)
+    pack_rows = module.rows.pack_rows
+    monkeypatch.setattr(module.rows, "pack_rows", everything_trains)
     with pytest.raises(LeakError, match="row 0 of the batch"):
         made_batch(make_arena)
 

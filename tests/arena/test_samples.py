@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from turnwise.arena import Filters, drop_stale, pack, select
-from turnwise.arena.samples import describe, gather, penalize
+from turnwise.arena.samples import describe, gather, pack_rows, penalize, training_rows
 from turnwise.types import GenerateResult, Rollout, Sample, Step
 
 
@@ -101,7 +103,7 @@ def test_long_and_tied_rows_are_dropped_after_credit_and_counted_once():
     for sample in samples:
         sample.advantage = float(sample.trajectory != "r3")
     kept, dropped = Filters(max_length=4).after_credit(samples)
-    assert [sample.trajectory for sample in kept] == ["r0", "r1"], "a prompt of 2 and completions of 1 to 4"
+    assert kept == [True, True, False, False], "a prompt of 2 and completions of 1 to 4"
     assert dropped == {"zero_advantage": 1, "max_length": 1}
     with pytest.raises(ValueError, match="max_length=1"):
         Filters(max_length=1)
@@ -185,6 +187,80 @@ def test_a_sample_may_bring_its_own_mask():
 def test_a_step_that_can_not_be_packed_is_named(changes, error, problem):
     with pytest.raises(error, match=f"^step 3 of rollout 'r': .*{problem}"):
         pack([sample_of(trajectory="fine"), sample_of(**changes)], {}, {})
+
+
+def random_results(rng, depth=2):
+    """Episodes of all kinds of steps, some with children of the same kind."""
+    results = []
+    for number in range(rng.randrange(5)):
+        steps = [
+            step(
+                rng.choice(("a", "b", None)),
+                [rng.randrange(9) for _ in range(rng.randrange(4))] or (5,),
+                policy=rng.choice(("default", "small")),
+                reward=rng.choice((None, 0.0, rng.random())),
+                advantage=rng.choice((0.0, rng.random())),
+                finish_reason=rng.choice(("stop", "stop", "length", "abort")),
+                trainable=rng.random() < 0.9,
+                info=rng.choice(({}, {"temperature": 0.5}, {"error": "no answer"})),
+            )
+            for _ in range(rng.randrange(5))
+        ]
+        for one in steps:
+            if rng.random() < 0.2:
+                one.completion_token_ids, one.completion_logprobs = [], []
+            elif rng.random() < 0.3:
+                one.info["loss_mask"] = [rng.randrange(2) for _ in one.completion_token_ids]
+        options = {"error": "Traceback"} if rng.random() < 0.1 else {"is_trainable": rng.random() < 0.9}
+        name, rewards = f"r{depth}-{number}-{rng.random()}", {"a": rng.random(), "b": 1}
+        below = random_results(rng, depth - 1) if depth else []
+        results.append(result(*steps, id=name, rewards=rewards, children=below, **options))
+    return results
+
+
+def test_rows_are_what_packing_the_samples_gives():
+    """Batches are packed from steps, without the samples that credit rules see: both ways must agree."""
+    seed = random.randrange(2**32)
+    rng = random.Random(seed)
+    print("seed", seed)
+    for _ in range(60):
+        results = random_results(rng)
+        filters = Filters(
+            truncated=rng.random() < 0.5,
+            zero_advantage=rng.random() < 0.5,
+            max_length=rng.choice((None, 4)),
+        )
+        samples, dropped = gather(results, filters)
+        kept, also = filters.after_credit(samples)
+        dropped = dict(Counter(dropped) + Counter(also))
+        expected = pack([sample for sample, stays in zip(samples, kept, strict=True) if stays], dropped, {})
+        rows, dropped = training_rows(results, filters)
+        assert_same(pack_rows(rows, dropped, {}), expected)
+        calls = [s for top in results for n in top.walk() for s in n.rollout.steps if s.actor_id is not None]
+        assert len(rows.calls) + sum(dropped.values()) == len(calls), "each call is a row or is counted once"
+
+
+def assert_same(batch, expected):
+    for name in batch.__dataclass_fields__:
+        ours, other = getattr(batch, name), getattr(expected, name)
+        if isinstance(other, np.ndarray):
+            assert ours.dtype == other.dtype, name
+            np.testing.assert_array_equal(ours, other, name)
+        else:
+            assert ours == other, name
+
+
+def test_rows_name_the_step_that_is_wrong():
+    def wrong(problem, error, **changes):
+        bad = step(**({"advantage": 1.0} | changes))
+        results = [result(step(advantage=1.0), id="fine"), result(step(None), bad, id="here")]
+        with pytest.raises(error, match=f"^step 1 of rollout 'here'.*{problem}"):
+            pack_rows(training_rows(results, Filters())[0], {}, {})
+
+    wrong("has no advantage: call assign_credit", ValueError, advantage=None)
+    wrong(r"completion_token_ids\[1\]=None: expected a token id", TypeError, completion=(5, None))
+    wrong(r"completion_token_ids\[2\]=4294967296: expected a token id", ValueError, completion=(5, 6, 2**32))
+    wrong("loss_mask=.*: expected 0 or 1", ValueError, info={"loss_mask": [0, 1, 2]})
 
 
 def test_describe_leaves_failed_episodes_out_of_means_and_in_the_token_count():

@@ -264,14 +264,12 @@ class Arena:
 
     def build_training_batch(self, results: Sequence[GenerateResult]) -> TrainingBatch:
         """Pack the steps that train. Raises ``ValueError`` if :meth:`assign_credit` did not run on ``results``."""
-        samples, dropped = rows.gather(results, self.filters)
-        rows.check_credited(samples)
         filters = self.filters if self.credit is not None else replace(self.filters, zero_advantage=False)
-        samples, filtered = filters.after_credit(samples)
+        training, dropped = rows.training_rows(results, filters)
         metrics = rows.describe(results)
         if self.filters.resample:
-            metrics |= describe_draws(results, samples)
-        batch = rows.pack(samples, dict(Counter(dropped) + Counter(filtered)), metrics)
+            metrics |= describe_draws(results, training.calls)
+        batch = rows.pack_rows(training, dropped, metrics)
         if self.check_private:
             check_batch(batch, results)
         return batch

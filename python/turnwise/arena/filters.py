@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from turnwise.types import Sample
+from turnwise.types import Sample, Step
+
+Call = Sample | Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,20 +33,23 @@ class Filters:
         if self.resample < 0:
             raise ValueError(f"resample={self.resample!r}: expected a count >= 0")
 
-    def before_credit(self, samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, int]]:
-        """The samples that credit rules see, and how many were dropped, by reason."""
-        kept = [s for s in samples if not (self.truncated and s.finish_reason == "length")]
-        return kept, _counts(truncated=len(samples) - len(kept))
+    def before_credit(self, calls: Sequence[Call]) -> tuple[list[bool], dict[str, int]]:
+        """Which of ``calls`` credit rules see, and how many are dropped, by reason."""
+        kept = [call.finish_reason != "length" for call in calls] if self.truncated else [True] * len(calls)
+        return kept, _counts(truncated=kept.count(False))
 
-    def after_credit(self, samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, int]]:
-        """The samples that train, of those with an advantage, and how many were dropped, by reason."""
-        told = [s for s in samples if not self.zero_advantage or s.advantage != 0]
-        kept = told if self.max_length is None else [s for s in told if _length(s) <= self.max_length]
-        return kept, _counts(zero_advantage=len(samples) - len(told), max_length=len(told) - len(kept))
+    def after_credit(self, calls: Sequence[Call]) -> tuple[list[bool], dict[str, int]]:
+        """Which of ``calls`` train, all of which have an advantage, and how many are dropped, by reason."""
+        told = [call.advantage != 0 for call in calls] if self.zero_advantage else [True] * len(calls)
+        most = self.max_length
+        kept = (
+            told if most is None else [tell and _length(call) <= most for tell, call in zip(told, calls, strict=True)]
+        )
+        return kept, _counts(zero_advantage=told.count(False), max_length=kept.count(False) - told.count(False))
 
 
-def _length(sample: Sample) -> int:
-    return len(sample.prompt_token_ids) + len(sample.completion_token_ids)
+def _length(call: Call) -> int:
+    return len(call.prompt_token_ids) + len(call.completion_token_ids)
 
 
 def _counts(**counts: int) -> dict[str, int]:

@@ -9,11 +9,12 @@ held; what is over is trimmed, question by question, in the order in which they 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from turnwise.arena import samples as rows
 from turnwise.arena.context import resolve
-from turnwise.types import CreditAssigner, EpisodeRequest, GenerateResult, Sample
+from turnwise.types import CreditAssigner, EpisodeRequest, GenerateResult, Step
 
 if TYPE_CHECKING:
     from turnwise.arena.arena import Arena
@@ -58,8 +59,9 @@ def telling_questions(arena: Arena, results: Sequence[GenerateResult]) -> list[H
     advantages = rows.advantages_of(samples, arena.credit, results)
     for sample, advantage in zip(samples, advantages, strict=True):
         sample.advantage = float(advantage)
-    kept, _ = arena.filters.after_credit([sample for sample in samples if sample.advantage != 0])
-    found = _questions_of(results, kept)
+    telling = [sample for sample in samples if sample.advantage != 0]
+    kept, _ = arena.filters.after_credit(telling)
+    found = {sample.top.uid for sample in compress(telling, kept) if sample.top is not None}
     return [uid for uid in dict.fromkeys(top.uid for top in results) if uid in found]
 
 
@@ -79,16 +81,13 @@ def check_stateless(credit: CreditAssigner | None) -> None:
         )
 
 
-def describe_draws(results: Sequence[GenerateResult], samples: Sequence[Sample]) -> dict[str, float]:
+def describe_draws(results: Sequence[GenerateResult], trained: Sequence[Step]) -> dict[str, float]:
     """``resampled_questions``: how many were drawn after the first batch; ``kept_questions``: how many train."""
     later = {top.uid for top in results if top.rollout.meta.get("draw", 0)}
     first = {top.uid for top in results if not top.rollout.meta.get("draw", 0)}
-    return {"resampled_questions": len(later - first), "kept_questions": len(_questions_of(results, samples))}
-
-
-def _questions_of(results: Sequence[GenerateResult], samples: Sequence[Sample]) -> set[Hashable]:
-    question_of = {result.rollout.id: top.uid for top in results for result in top.walk()}
-    return {question_of[sample.trajectory] for sample in samples}
+    found = set(map(id, trained))
+    kept = {top.uid for top in results if any(id(step) in found for node in top.walk() for step in node.rollout.steps)}
+    return {"resampled_questions": len(later - first), "kept_questions": len(kept)}
 
 
 def _leave_out(top: GenerateResult, reason: str) -> None:

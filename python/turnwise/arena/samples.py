@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any
 
 import numpy as np
 
 from turnwise._C import pack_tokens
 from turnwise.arena.filters import Filters
-from turnwise.samples import collect_samples
+from turnwise.samples import collect_samples, trainable_calls
 from turnwise.types import CreditAssigner, GenerateResult, PolicyVersions, Sample, Step, TrainingBatch
 
 Reason = Callable[[GenerateResult, Step], bool]
@@ -24,25 +25,79 @@ REASONS: dict[str, Reason] = {
     "untrainable": lambda result, step: not (result.is_trainable and step.trainable),
     "aborted": lambda result, step: step.finish_reason == "abort",
 }
-"""Why :func:`turnwise.samples.collect_samples` leaves a model call out; the first that holds is counted."""
+"""Why :func:`turnwise.samples.trainable_calls` leaves a model call out; the first that holds is counted."""
+
+
+@dataclass(slots=True)
+class Rows:
+    """What a batch is packed from, column by column; every list is ``[B]``.
+
+    ``calls`` are the steps or samples that the rows come from, ``masks`` the loss masks that they bring, ``versions``
+    the oldest weights that sampled a token of each. ``name(call)`` is what errors call it.
+    """
+
+    name: Callable[[Any], str]
+    calls: list[Any] = field(default_factory=list)
+    actors: list[str] = field(default_factory=list)
+    policies: list[str] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)
+    completions: list[list[int]] = field(default_factory=list)
+    logprobs: list[list[float]] = field(default_factory=list)
+    masks: list[list[int] | None] = field(default_factory=list)
+    temperatures: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    advantages: list[float | None] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def where(self, kept: Sequence[bool]) -> Rows:
+        """The rows for which ``kept [B]`` is true."""
+        if all(kept):
+            return self
+        columns = [name for name in self.__dataclass_fields__ if name != "name"]
+        return Rows(self.name, *(list(compress(getattr(self, column), kept)) for column in columns))
 
 
 def gather(results: Sequence[GenerateResult], filters: Filters) -> tuple[list[Sample], dict[str, int]]:
-    """The rows that credit rules see, and how many model calls were left out, by reason.
+    """The samples that credit rules see, and how many model calls were left out, by reason.
 
     Failed and (if asked) truncated ones are gone before credit, so they enter no statistics. Judges count nowhere.
     """
     samples = collect_samples(results)
-    nodes = [result for top in results for result in top.walk()]
-    dropped: Counter[str] = Counter()
-    if len(samples) < sum([len(result.rollout.steps) for result in nodes]):  # else there is nothing to look for
-        places = {(sample.trajectory, sample.step_index) for sample in samples}
-        for result in nodes:
-            for index, step in enumerate(result.rollout.steps):
-                if step.actor_id is not None and (result.rollout.id, index) not in places:
-                    dropped[next((name for name, holds in REASONS.items() if holds(result, step)), "no_tokens")] += 1
-    samples, filtered = filters.before_credit(samples)
-    return samples, dict(dropped + Counter(filtered))
+    kept, filtered = filters.before_credit(samples)
+    return list(compress(samples, kept)), dict(_left_out(results, len(samples)) + Counter(filtered))
+
+
+def training_rows(results: Sequence[GenerateResult], filters: Filters) -> tuple[Rows, dict[str, int]]:
+    """The rows that train, and how many model calls were left out, by reason.
+
+    Raises ``ValueError`` for a step without an advantage.
+    """
+    rows = _rows_of_steps(results)
+    dropped = _left_out(results, len(rows.calls))
+    kept, filtered = filters.before_credit(rows.calls)
+    rows = rows.where(kept)
+    for step, advantage in zip(rows.calls, rows.advantages, strict=True):
+        if advantage is None:
+            raise ValueError(
+                f"{rows.name(step)} has no advantage: call assign_credit(results) before build_training_batch(results)"
+            )
+    kept, also = filters.after_credit(rows.calls)
+    return rows.where(kept), dict(dropped + Counter(filtered) + Counter(also))
+
+
+def _left_out(results: Sequence[GenerateResult], found: int) -> Counter[str]:
+    """How many model calls are none of the ``found`` trainable ones, by reason."""
+    nodes = [node for top in results for node in top.walk()]
+    actors = [step.actor_id for node in nodes for step in node.rollout.steps]
+    if len(actors) - actors.count(None) == found:
+        return Counter()
+    trainable = {id(step) for _, _, _, step, *_ in trainable_calls(results)}
+    return Counter(
+        next((name for name, holds in REASONS.items() if holds(node, step)), "no_tokens")
+        for node in nodes
+        for step in node.rollout.steps
+        if step.actor_id is not None and id(step) not in trainable
+    )
 
 
 def advantages_of(
@@ -70,15 +125,6 @@ def advantages_of(
     return advantages
 
 
-def check_credited(samples: Sequence[Sample]) -> None:
-    """Raise ``ValueError`` for a sample without an advantage."""
-    for sample in samples:
-        if sample.advantage is None:
-            raise ValueError(
-                f"{_name(sample)} has no advantage: call assign_credit(results) before build_training_batch(results)"
-            )
-
-
 def penalize(samples: Sequence[Sample], penalties: Sequence[float]) -> None:
     """Take each sample's penalty from its reward, and their sum over its actor's samples from the trajectory's."""
     if len(penalties) != len(samples) or not np.isfinite(penalties).all():
@@ -95,37 +141,74 @@ def set_advantages(results: Sequence[GenerateResult], samples: Sequence[Sample],
     """Write ``advantages [B]`` into the steps that ``samples`` came from, nested episodes included."""
     steps_of = {result.rollout.id: result.rollout.steps for top in results for result in top.walk()}
     for sample, advantage in zip(samples, advantages.tolist(), strict=True):
-        steps_of[sample.trajectory][sample.step_index].advantage = float(advantage)
+        steps_of[sample.trajectory][sample.step_index].advantage = advantage
 
 
 def pack(samples: Sequence[Sample], dropped: dict[str, int], metrics: dict[str, float]) -> TrainingBatch:
-    """Samples as one packed token stream, see :class:`TrainingBatch`. No samples make an empty batch.
-
-    All completion tokens train, the stop token included, unless a sample brings its own ``loss_mask [C]``.
-    """
-    actors, actor_index = _numbered([sample.actor for sample in samples])
-    policies, policy_index = _numbered([sample.policy for sample in samples])
-    token_ids, cu_seqlens, loss_mask, rollout_logprobs = pack_tokens(
-        [sample.prompt_token_ids for sample in samples],
-        [sample.completion_token_ids for sample in samples],
-        [sample.rollout_logprobs for sample in samples],
-        lambda row: _name(samples[row]),
+    """Samples as one packed token stream, see :func:`pack_rows`."""
+    rows = Rows(
+        name=lambda sample: _name(sample.step_index, sample.trajectory),
+        calls=list(samples),
+        actors=[sample.actor for sample in samples],
+        policies=[sample.policy for sample in samples],
+        prompts=[sample.prompt_token_ids for sample in samples],
+        completions=[sample.completion_token_ids for sample in samples],
+        logprobs=[sample.rollout_logprobs for sample in samples],
+        masks=[sample.loss_mask for sample in samples],
+        temperatures=[sample.temperature for sample in samples],
+        rewards=[sample.reward for sample in samples],
+        advantages=[sample.advantage for sample in samples],
+        versions=[_oldest(sample.policy_versions) for sample in samples],
     )
-    for row, sample in enumerate(samples):
-        if sample.loss_mask is not None:
-            completion = slice(cu_seqlens[row + 1] - len(sample.completion_token_ids), cu_seqlens[row + 1])
-            loss_mask[completion] = _own_mask(sample)
+    return pack_rows(rows, dropped, metrics)
+
+
+def _rows_of_steps(results: Sequence[GenerateResult]) -> Rows:
+    """The rows of all trainable calls. One walk: every look at a step waits for memory."""
+    rows = Rows(lambda wanted: next(_name(c[2], c[1].rollout.id) for c in trainable_calls(results) if c[3] is wanted))
+    for _, _, _, step, actor, reward, _ in trainable_calls(results):
+        info = step.info
+        rows.calls.append(step)
+        rows.actors.append(actor)
+        rows.policies.append(step.policy)
+        rows.prompts.append(step.prompt_token_ids)
+        rows.completions.append(step.completion_token_ids)
+        rows.logprobs.append(step.completion_logprobs)
+        rows.masks.append(info.get("loss_mask"))
+        rows.temperatures.append(float(info.get("temperature", 1.0)))
+        rows.rewards.append(reward)
+        rows.advantages.append(step.advantage)
+        rows.versions.append(_oldest(step.policy_versions))
+    return rows
+
+
+def pack_rows(rows: Rows, dropped: dict[str, int], metrics: dict[str, float]) -> TrainingBatch:
+    """Rows as one packed token stream, see :class:`TrainingBatch`. No rows make an empty batch.
+
+    All completion tokens train, the stop token included, unless a row brings its own loss mask ``[C]`` of 0 and 1.
+    Raises ``ValueError`` or ``TypeError``, which name the step, for what is no token id or no finite log-probability,
+    and for lengths that differ.
+    """
+    token_ids, cu_seqlens, loss_mask, rollout_logprobs = pack_tokens(
+        rows.prompts, rows.completions, rows.logprobs, lambda row: rows.name(rows.calls[row])
+    )
+    for row, mask in enumerate(rows.masks):
+        if mask is not None:
+            end, length = cu_seqlens[row + 1], len(rows.completions[row])
+            loss_mask[end - length : end] = _own_mask(mask, length, rows.name(rows.calls[row]))
+    actors, actor_index = _numbered(rows.actors)
+    policies, policy_index = _numbered(rows.policies)
     return TrainingBatch(
         token_ids=token_ids,
         cu_seqlens=cu_seqlens,
         loss_mask=loss_mask,
         rollout_logprobs=rollout_logprobs,
-        advantages=np.array([sample.advantage for sample in samples], dtype=np.float32),
-        rewards=np.array([sample.reward for sample in samples], dtype=np.float32),
-        temperatures=np.array([sample.temperature for sample in samples], dtype=np.float32),
+        advantages=np.array(rows.advantages, dtype=np.float32),
+        rewards=np.array(rows.rewards, dtype=np.float32),
+        temperatures=np.array(rows.temperatures, dtype=np.float32),
         actor_index=actor_index,
         policy_index=policy_index,
-        min_version=np.array(_oldest([sample.policy_versions for sample in samples]), dtype=np.int64),
+        min_version=np.array(rows.versions, dtype=np.int64),
         actors=actors,
         policies=policies,
         dropped=dropped,
@@ -133,29 +216,26 @@ def pack(samples: Sequence[Sample], dropped: dict[str, int], metrics: dict[str, 
     )
 
 
-def _own_mask(sample: Sample) -> np.ndarray:
-    """The mask that the sample brings, ``[C]`` uint8. Raises ``ValueError`` unless it has a 0 or a 1 for each token."""
-    given = np.asarray(sample.loss_mask)
-    completion = len(sample.completion_token_ids)
-    if given.shape != (completion,):
+def _name(place: int, rollout_id: str) -> str:
+    return f"step {place} of rollout {rollout_id!r}"
+
+
+def _oldest(versions: PolicyVersions) -> int:
+    return versions[0][1] if len(versions) == 1 else min([version for _, version in versions])
+
+
+def _own_mask(mask: Any, length: int, name: str) -> np.ndarray:
+    """The mask that a row brings, ``[C]`` uint8. Raises ``ValueError`` unless it has a 0 or a 1 for each token."""
+    given = np.asarray(mask)
+    if given.shape != (length,):
         raise ValueError(
-            f"{_name(sample)}: expected equal lengths, got {completion} completion tokens, "
-            f"{len(sample.rollout_logprobs)} log-probabilities, loss_mask of {given.size}"
+            f"{name}: expected equal lengths, got {length} completion tokens and log-probabilities, "
+            f"loss_mask of shape {given.shape}"
         )
-    mask = np.equal(given, 1)
-    if not (mask | np.equal(given, 0)).all():
-        raise ValueError(f"{_name(sample)}: loss_mask={sample.loss_mask!r:.80}: expected 0 or 1 for each token")
-    return mask.astype(np.uint8)
-
-
-def _name(sample: Sample) -> str:
-    """How errors call a sample."""
-    return f"step {sample.step_index} of rollout {sample.trajectory!r}"
-
-
-def _oldest(runs: Sequence[PolicyVersions]) -> list[int]:
-    """Of each sample's versions the lowest."""
-    return [run[0][1] if len(run) == 1 else min([version for _, version in run]) for run in runs]
+    trains = np.equal(given, 1)
+    if not (trains | np.equal(given, 0)).all():
+        raise ValueError(f"{name}: loss_mask={mask!r:.80}: expected 0 or 1 for each token")
+    return trains.astype(np.uint8)
 
 
 def _numbered(names: Sequence[str]) -> tuple[list[str], np.ndarray]:
@@ -201,6 +281,10 @@ def drop_stale(batch: TrainingBatch, oldest: Mapping[str, int]) -> TrainingBatch
     return kept
 
 
+MEANS = ("reward", "raw_reward", "metric", "completion_tokens", "truncated", "overlong_penalty")
+"""What :func:`describe` tells by actor, and metrics by their names."""
+
+
 def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     """Numbers of a whole step, nested episodes included; means leave failed episodes out.
 
@@ -210,37 +294,35 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     ``overlong_penalty/<actor>`` and ``raw_reward/<actor>``, the reward without it.
     """
     rollouts = [result.rollout for top in results for result in top.walk()]
-    means: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    means: dict[str, defaultdict[str, list[float]]] = {kind: defaultdict(list) for kind in MEANS}
     for rollout in rollouts:
         if rollout.error is None:
-            for actor, reward in rollout.rewards.items():
-                means["reward", actor].append(reward)
-            for actor, reward in rollout.meta.get("raw_rewards", {}).items():
-                means["raw_reward", actor].append(reward)
-            for name, value in rollout.metrics.items():
-                means["metric", name].append(value)
+            for kind, values in (("reward", rollout.rewards), ("metric", rollout.metrics)):
+                for name, value in values.items():
+                    means[kind][name].append(value)
+            for name, value in rollout.meta.get("raw_rewards", {}).items():
+                means["raw_reward"][name].append(value)
     sampled = sum(rollout.meta.get("lost_tokens", 0) for rollout in rollouts)
     sampled += sum(rollout.meta.get("group", {}).get("sampled_tokens", 0) for rollout in rollouts)
     played_out = int(sum(rollout.metrics.get("tree/playout_tokens", 0) for rollout in rollouts))
-    sampled += played_out
+    lengths, truncated, penalties = means["completion_tokens"], means["truncated"], means["overlong_penalty"]
     for rollout in rollouts:
         penalized = "raw_rewards" in rollout.meta
         for step in rollout.steps:
-            actor_id, tokens = step.actor_id, len(step.completion_token_ids)
-            if actor_id is None:
+            actor, tokens = step.actor_id, len(step.completion_token_ids)
+            if actor is None:
                 sampled += 0 if "cached" in step.info else tokens
                 continue
-            sampled += tokens
-            means["completion_tokens", actor_id].append(tokens)
-            means["truncated", actor_id].append(step.finish_reason == "length")
+            lengths[actor].append(tokens)
+            truncated[actor].append(step.finish_reason == "length")
             if penalized and "overlong_penalty" in step.info:
-                means["overlong_penalty", actor_id].append(step.info["overlong_penalty"])
+                penalties[actor].append(step.info["overlong_penalty"])
     counts: dict[str, float] = {
         "episodes": len(rollouts),
         "episodes/failed": sum(rollout.error is not None for rollout in rollouts),
         "episodes/retried": sum(rollout.meta.get("attempt", 0) for rollout in rollouts),
-        "sampled_tokens": sampled,
+        "sampled_tokens": sampled + played_out + sum(map(sum, lengths.values())),
     }
     if played_out:
         counts["playout_tokens"] = played_out
-    return counts | {f"{kind}/{name}": float(np.mean(values)) for (kind, name), values in means.items()}
+    return counts | {f"{kind}/{name}": float(np.mean(values)) for kind in MEANS for name, values in means[kind].items()}
