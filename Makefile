@@ -136,8 +136,9 @@ sdist: $(VENV)/.tools  ## dist/turnwise-*.tar.gz
 wheel-check: sdist  ## a wheel from the sdist, built in isolation, imports outside the tree
 	@.ci/check-wheel $(BIN)/python dist/turnwise-*.tar.gz OFF
 
-cuda-build: $(VENV)/.tools  ## a wheel with CUDA: compiles with this machine's nvcc, imports without a driver
-	@.ci/check-wheel $(BIN)/python . ON
+# In the folder and with the tools of `make build`, which compiles for CUDA as well where it finds nvcc.
+cuda-build: $(VENV)/.builders  ## a wheel with CUDA: compiles with this machine's nvcc, imports without a driver
+	@.ci/check-wheel $(BIN)/python . ON --no-build-isolation
 
 docs: $(VENV)/.python  ## the documentation, into site/
 	@$(INSTALL) mkdocs-material
