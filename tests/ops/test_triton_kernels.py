@@ -6,6 +6,7 @@ The interpreter needs a process of its own: what it has touched can't be compile
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from turnwise import ops
 
 HERE = Path(__file__).parent
 MODULES = sorted(path.stem for path in Path(ops.__file__).parent.glob("*_triton.py"))
+OF_TARGETS = sorted(path for path in HERE.rglob("test_*.py") if re.search(r"\btarget\b", path.read_text()))
+PARTS = 6  # to be shared by the processes that run the tests
 
 COMPILE = """
 import importlib, sys
@@ -47,19 +50,11 @@ def test_compiles_ahead_of_time(module: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the interpreter's run")
 @pytest.mark.skipif(not MODULES, reason="no Triton kernels")
-def test_every_op_in_the_interpreter() -> None:
-    result = run(
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        str(HERE),
-        "-k",
-        "triton-interpreted",
-        TRITON_INTERPRET="1",
-    )
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_op_in_the_interpreter(part: int) -> None:
+    files = map(str, OF_TARGETS[part::PARTS])
+    options = ("-q", "-x", "-p", "no:cacheprovider", "-k", "triton-interpreted")
+    result = run("-m", "pytest", *options, *files, TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
     passed = result.stdout.splitlines()[-1]
     assert "passed" in passed

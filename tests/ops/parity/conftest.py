@@ -94,8 +94,9 @@ def compare(loss: Tensor, logprobs: Tensor, expected: Tensor, leaf: Tensor) -> N
 def seeds(target: Any) -> Callable[..., range]:
     """``seeds(4)``: a quarter of the seeds that a backend has time for, thousands where a call takes microseconds, few
     where a GPU is imitated."""
-    imitated = target.emulated or (target.backend == "triton" and target.device == "cpu")
-    count = 40 if imitated else 2000 if (target.backend, target.device) == ("native", "cpu") else 200
+    interpreted = (target.backend, target.device) == ("triton", "cpu")
+    quick = (target.backend, target.device) == ("native", "cpu")
+    count = 12 if interpreted else 40 if target.emulated else 2000 if quick else 200
 
     def some(parts: int = 1) -> range:
         return range(max(count // parts, 3))
