@@ -32,7 +32,7 @@ help:  ## this list
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "turnwise needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not there)." \
-	         "Name another: make $(or $(MAKECMDGOALS),test) PYTHON=python3.12" >&2; exit 1; }
+	         "Name another: make $(or $(GOAL),$(MAKECMDGOALS),test) PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo "'$(PYTHON)' has no venv module (on Debian and Ubuntu: apt install python3-venv)." >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV)
@@ -86,7 +86,8 @@ demo: $(VENV)/.installed  ## train the sudoku team on this machine and print wha
 demo-compare: $(VENV)/.installed  ## the demo beside a single agent and an untrained team, at equal sampled tokens
 	@$(BIN)/turnwise demo --compare
 
-test: $(VENV)/.peers  ## all tests, against the installed package; those of vLLM too where its CPU build can be had
+test:  ## all tests, against the installed package; those of vLLM too where its CPU build can be had
+	@if $(VLLM_HERE); then vllm=$(VLLM)/.vllm; fi; $(MAKE) --no-print-directory -j2 GOAL=test $(VENV)/.peers $$vllm
 	@failed=0; \
 	if $(VLLM_HERE); then $(MAKE) --no-print-directory test-vllm || failed=1; fi; \
 	$(ONE_THREAD) $(BIN)/python -P -m pytest -n auto --maxprocesses 8 --dist worksteal || failed=1; \
