@@ -124,6 +124,20 @@ def recorded(folder: Path) -> dict[tuple[int, str, int], float]:
     }
 
 
+def test_a_program_with_a_rule_of_its_own_has_no_rule_in_its_config(games, tmp_path):
+    copied = tmp_path / "copied"
+    shutil.copytree(games, copied, ignore=shutil.ignore_patterns("checkpoints", "policies"))
+    text = (copied / "config.toml").read_text()
+    (copied / "config.toml").write_text(
+        text.replace('rule = "rae"', 'rule = "task"').replace("include_truncated = true", "")
+    )
+    with pytest.raises(ValueError, match=r"no config.toml that names the run's own"):
+        compare_credit(copied)
+    found, known = (compare_credit(folder, "episodic") for folder in (copied, games))
+    assert found.own_rule is None and found.own_exact is None and found.calls == known.calls
+    assert "own rule" not in render(found)
+
+
 def test_the_runs_own_rule_gives_back_what_was_recorded(any_run):
     found = compare_credit(any_run)
     there = recorded(any_run)

@@ -80,8 +80,10 @@ def compare_credit(
     config_file = folder / "config.toml"
     config = parse_config(config_file.read_text(encoding="utf-8") if config_file.is_file() else None)
     own_name, own_options = config.get("credit", {}).get("rule"), config.get("credit", {}).get("options", {})
+    if own_name == "task":  # a program's own arena brought its rule, and no config knows it
+        own_name, own_options = None, {}
     if (rule or own_name) is None:
-        raise ValueError(f"rule=None: {folder} has no config.toml that names the run's own; name one")
+        raise ValueError(f"rule=None: {folder} has no config.toml that names the run's own; name one by --rule")
     name = str(rule or own_name)
     chosen = {**(own_options if name == own_name else {}), **(options or {})}
     other = construct(find(registry, name, "rule"), chosen, "options")

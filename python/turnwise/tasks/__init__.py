@@ -1,6 +1,7 @@
 """Shipped tasks: what the team plays, how it is rewarded, and how success is measured. None needs a network or a key.
 
-``build_task("sudoku", {"blanks": [4, 6]})`` gives a :class:`Task`, which the training loop and the command line take.
+``build_task("sudoku", {"blanks": [4, 6]})`` gives a :class:`Task`, which the training loop and the command line take;
+``build_task("my_game:HighCard")`` one of your own, best made from :class:`OwnTask`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,21 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from turnwise.naming import nearest
+from turnwise.naming import find, nearest
 from turnwise.tasks.base import Demonstration, Player, Split, Task, TaskOptions
+from turnwise.tasks.own import OwnOptions, OwnTask
 
-__all__ = ["TASKS", "Demonstration", "Player", "Split", "Task", "TaskOptions", "build_task"]
+__all__ = [
+    "TASKS",
+    "Demonstration",
+    "OwnOptions",
+    "OwnTask",
+    "Player",
+    "Split",
+    "Task",
+    "TaskOptions",
+    "build_task",
+]
 
 TASKS = {
     "code_duel": "turnwise.tasks.code_duel.team:CodeDuelTask",
@@ -34,20 +46,35 @@ TASKS = {
 
 
 def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
-    """The task called ``name``, with its options.
+    """The task called ``name``, or one of your own by ``"module:Class"``, with its options.
 
     Raises ``ValueError`` for an unknown name or option (naming the nearest known one) or a value that does not fit, and
     whatever the task raises for files that it can't read.
     """
-    if name not in TASKS:
-        raise ValueError(f"task={name!r}: unknown; {nearest(name, list(TASKS))}")
-    module, _, title = TASKS[name].partition(":")
-    task_type = getattr(importlib.import_module(module), title)
+    task_type = _own_type(name) if ":" in name else _shipped_type(name)
     try:
         parsed = task_type.options_type(**(options or {}))
     except ValidationError as error:
         raise ValueError("; ".join(_explain(name, problem) for problem in error.errors())) from None
     return task_type(parsed)
+
+
+def _shipped_type(name: str) -> Any:
+    if name not in TASKS:
+        raise ValueError(f"task={name!r}: unknown; {nearest(name, list(TASKS))} (or 'module:Class' for your own)")
+    module, _, title = TASKS[name].partition(":")
+    return getattr(importlib.import_module(module), title)
+
+
+def _own_type(name: str) -> Any:
+    """A class with all that the training loop asks of a task."""
+    task_type = find({}, name, "task")
+    needed = ("options_type", *(member for member in dir(Task) if member[0] != "_"))
+    missing = sorted(member for member in needed if not hasattr(task_type, member))
+    if not isinstance(task_type, type) or missing:
+        lacks = f"it lacks {', '.join(missing)}" if isinstance(task_type, type) else "it is no class"
+        raise ValueError(f"task={name!r}: {lacks}; expected a class with what turnwise.tasks.OwnTask has")
+    return task_type
 
 
 def _explain(task: str, problem: Mapping[str, Any]) -> str:

@@ -1,0 +1,93 @@
+"""What a task of one's own begins from, so that the command line can train, evaluate and replay it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from random import Random
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from turnwise.arena import Episode, TreeSampler
+from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, split_of
+from turnwise.tasks.generated import GeneratedTask
+from turnwise.types import EpisodeRequest
+
+
+class OwnOptions(TaskOptions):
+    """What ``[task_options]`` may hold; subclass it for more. ``max_tokens`` is each actor's limit of a completion."""
+
+    max_tokens: int = Field(default=256, ge=1)
+
+
+class OwnTask(GeneratedTask):
+    """Episodes with their questions, for ``task = "module:Class"`` in a run's TOML.
+
+    Name it and its ``success_metric`` (a reward function and an actor), say in ``system_prompts`` who plays, and write
+    :meth:`questions` and :meth:`episodes`, whose main episode bears the task's name. An artifact is
+    ``{"question": question}``; override :meth:`artifact` for more. Questions go to training or are held out by a hash
+    of their text, so none is ever in two splits. For a warm start, tournaments and baselines write
+    :meth:`demonstrations`, :meth:`oracle` and :meth:`random_player` too; ``seats`` and ``credit_rule`` are as in
+    :class:`turnwise.tasks.base.Task`.
+
+    Example::
+
+        class Sums(OwnTask):
+            name = "sums"
+            success_metric = "right/solver"
+            system_prompts = {"solver": "Answer with a number."}
+
+            def questions(self):
+                return [f"{a} + {b}" for a in range(30) for b in range(30)]
+
+            def episodes(self, tree=None):
+                return {"sums": SumEpisode(sampler=tree)}
+    """
+
+    options_type: ClassVar[type[OwnOptions]] = OwnOptions
+    success_metric: ClassVar[str] = ""
+
+    def __init__(self, options: Any = None) -> None:
+        self.options: Any = options or self.options_type()
+        for known, expected in (("name", "a name"), ("system_prompts", "a prompt, or '', by actor")):
+            if not getattr(self, known, None):
+                raise ValueError(f"{type(self).__name__}.{known}: expected {expected}")
+        metric, _, actor = self.success_metric.partition("/")
+        if not metric or not actor:
+            raise ValueError(f"success_metric={self.success_metric!r}: expected 'function/actor', as in 'right/solver'")
+
+    @abstractmethod
+    def questions(self) -> Sequence[str]:
+        """All questions there are, always the same; those of all splits."""
+
+    @abstractmethod
+    def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
+        """The episodes by their names; with a tree sampler, training branches at each action."""
+
+    def draw(self, split: Split, n: int, seed: int | str) -> Sequence[str]:
+        """``n`` different questions of ``split``, in an order that ``seed`` gives."""
+        there = [question for question in dict.fromkeys(self.questions()) if split_of(question) == split]
+        if len(there) < n:
+            raise ValueError(f"n={n!r}: the {split} split of task {self.name!r} has {len(there)} questions")
+        Random(f"{self.name}/{split}/{seed}").shuffle(there)
+        return there[:n]
+
+    def match_requests(self, split: Split, n: int) -> list[EpisodeRequest]:
+        """The first ``n`` held-out questions, for tournaments of a task with ``seats``."""
+        return self.eval_requests(split, n)
+
+    def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
+        """None, unless it is overridden."""
+        raise ValueError(f"task {self.name!r} has no demonstrations: expected warm_start.data, or warm_start.steps = 0")
+
+    def texts(self) -> list[str]:
+        """Questions and system prompts, which a tiny model's tokenizer is built from."""
+        train = [question for question in self.questions() if split_of(question) == "train"]
+        return [*train[:2000], *self.system_prompts.values()]
+
+    def oracle(self) -> Player:
+        raise ValueError(f"task {self.name!r} has no oracle: expected a player from oracle()")
+
+    def random_player(self, seed: int) -> Player:
+        raise ValueError(f"task {self.name!r} has no random player: expected one from random_player(seed)")

@@ -1,0 +1,160 @@
+"""A task of one's own: by its class, and from the command line, from training to a replay."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from turnwise.cli import main
+from turnwise.tasks import OwnTask, build_task
+from turnwise.tasks.base import split_of
+
+MODULE = """
+from turnwise import MultiTurnEpisode, Rubric
+from turnwise.tasks import OwnOptions, OwnTask
+
+
+def vowels(extras):
+    return extras["vowels"]
+
+
+class Talk(MultiTurnEpisode):
+    episode_type = "talk"
+    actors = ("ann", "bob", "cid")
+    max_turns = 1
+    rubric = Rubric([vowels])
+
+    def get_prompt(self, artifact):
+        return artifact["question"]
+
+    def get_observation(self, state, arena, artifact):
+        return f"The lucky number of {state.current_actor} is {self.rng.randrange(10)}."
+
+    def env_response(self, state, arena, artifact):
+        said = state.last_completion_text
+        share = sum(letter in "aeiou" for letter in said) / max(1, len(said))
+        state.data.setdefault("vowels", {})[state.current_actor] = share
+
+    def get_extras(self, state):
+        return {"vowels": dict(state.data["vowels"])}
+
+
+class Options(OwnOptions):
+    words: int = 60
+
+
+class TalkTask(OwnTask):
+    name = "talk"
+    success_metric = "vowels/ann"
+    system_prompts = {"ann": "You are ann.", "bob": "You are bob.", "cid": "You are cid."}
+    options_type = Options
+    credit_rule = "rae"
+    seats = ("ann", "bob", "cid")
+    players = {}
+
+    def questions(self):
+        return [f"word {number}?" for number in range(self.options.words)]
+
+    def episodes(self, tree=None):
+        return {"talk": Talk(sampler=tree)}
+
+
+class Bare(OwnTask):
+    def questions(self):
+        return []
+
+    def episodes(self, tree=None):
+        return {}
+
+
+class Other:
+    pass
+
+
+thing = 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "own_talk.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return "own_talk"
+
+
+def test_questions_are_split_by_their_text_and_drawn_by_seed(module):
+    task = build_task(f"{module}:TalkTask", {"words": 80, "max_tokens": 4})
+    held_out = {
+        split: [r.artifact["question"] for r in task.eval_requests(split, 3)] for split in ("eval", "validation")
+    }
+    trained = {r.artifact["question"] for step in range(40) for r in task.requests(step, 4, 1)}
+    assert all(split_of(question) == split for split, questions in held_out.items() for question in questions)
+    assert {split_of(question) for question in trained} == {"train"} and len(trained) > 40
+    assert task.requests(3, 4, 2) == build_task(f"{module}:TalkTask", {"words": 80, "max_tokens": 4}).requests(3, 4, 2)
+    assert task.requests(3, 4, 2) != task.requests(4, 4, 2)
+    assert [actor.max_tokens for actor in task.actors] == [4, 4, 4]
+    with pytest.raises(ValueError, match=r"n=99: the eval split of task 'talk' has \d+ questions"):
+        task.eval_requests("eval", 99)
+    with pytest.raises(ValueError, match=r"'talk' has no demonstrations: .*warm_start.steps = 0"):
+        task.demonstrations(4, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("own_talk:Tolk", r"'own_talk:Tolk': no 'Tolk' in it; did you mean 'Talk'"),
+        ("no_such_module:A", "no_such_module"),
+        ("own_talk:Other", r"task='own_talk:Other': it lacks actors, demonstrations, .*turnwise.tasks.OwnTask"),
+        ("own_talk:thing", r"task='own_talk:thing': it is no class"),
+        ("own_talk:Bare", r"Bare.name: expected a name"),
+        ("talk", r"task='talk': unknown; .*'module:Class' for your own"),
+    ],
+)
+def test_what_is_no_task_is_told(module, name, message):
+    with pytest.raises(ValueError, match=message):
+        build_task(name)
+
+
+def test_options_are_those_of_the_class(module):
+    with pytest.raises(ValueError, match=r"unknown option 'word'; did you mean 'words'"):
+        build_task("own_talk:TalkTask", {"word": 3})
+
+
+def test_success_must_be_named():
+    class Unmeasured(OwnTask):
+        name, system_prompts = "unmeasured", {"solver": ""}
+
+        def questions(self):
+            return ["a"]
+
+        def episodes(self, tree=None):
+            return {}
+
+    with pytest.raises(ValueError, match=r"success_metric='': expected 'function/actor'"):
+        Unmeasured()
+
+
+def test_the_command_line_trains_evaluates_credits_replays_and_lets_it_play(module, tmp_path, capsys):
+    settings = {
+        "task": "own_talk:TalkTask", "run_dir": "runs/talk", "steps": 2, "threads": 1,
+        "task_options.words": 70, "task_options.max_tokens": 5, "policies.default.path": "tiny",
+        "rollout.questions": 2, "rollout.copies": 2, "rollout.check_private": "true", "eval.questions": 2,
+        "credit.options.include_truncated": "true", "log.rollouts_per_step": 9, "checkpoint.every": 1,
+    }  # fmt: skip
+    (tmp_path / "empty.toml").write_text("")
+    overrides = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    assert main(["train", "empty.toml", *overrides, "--traceback"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "runs/talk/rollouts.jsonl").read_text().splitlines()]
+    assert [row["episode_type"] for row in rows] == ["talk"] * 8 and all(row["error"] is None for row in rows)
+    capsys.readouterr()
+    told = {}
+    for command in ("eval", "credit", "replay", "tournament"):
+        extra = ["--games", "3"] if command == "tournament" else []
+        assert main([command, "runs/talk", *extra, "--traceback"]) == 0
+        told[command] = capsys.readouterr().out
+    assert "reward/cid" in told["eval"]
+    assert "rule 'rae' gives 24 of them back exactly" in told["credit"]
+    assert "bit for bit: 3 model calls" in told["replay"]
+    assert "talk/step_00000002" in told["tournament"]
