@@ -7,10 +7,11 @@ import json
 import pytest
 
 from turnwise import cli
-from turnwise.replay import parse_swaps, replay
+from turnwise.replay import load_run, parse_swaps, replay
 from turnwise.run import build_run, train_from_config
 from turnwise.tasks.kuhn_poker.game import KuhnRules
 from turnwise.tasks.sudoku.team import SudokuEpisode
+from turnwise.train.config_files import read_config
 
 from .test_run import config_of, questions_file
 
@@ -200,6 +201,23 @@ def test_swapped_policies_play_on_and_say_the_same_each_time(sudoku):
     )
     start = replay(sudoku, "e0", swap=["proposer=default"])
     assert "actor 'proposer'" in start.sampled[0] and "turn 0" in start.sampled[0]
+    untrained = replay(sudoku, "e0", swap=["proposer=default@start"])
+    assert untrained.sampled and find_swap_weights(sudoku, "start") != find_swap_weights(sudoku, "step_00000001")
+
+
+def find_swap_weights(folder, checkpoint):
+    """A number for the weights that ``@checkpoint`` means."""
+    run = load_run(read_config(folder / "config.toml").model_copy(update={"run_dir": folder}), checkpoint)
+    return sum(float(values.double().abs().sum()) for _, values in run.trainer.policies["default"].weights())
+
+
+def test_a_run_of_a_programs_own_arena_says_what_it_lacks(sudoku, tmp_path):
+    copied = tmp_path / "copied"
+    copied.mkdir()
+    (copied / "rollouts.jsonl").write_text((sudoku / "rollouts.jsonl").read_text())
+    (copied / "config.toml").write_text('task = "kuhn_poker"\n')
+    with pytest.raises(ValueError, match=r"of type 'sudoku', which task 'kuhn_poker' of .*task = 'module:Class'"):
+        replay(copied)
 
 
 LEAGUE = {

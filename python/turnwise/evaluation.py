@@ -15,12 +15,9 @@ from turnwise.train.checkpoint import list_checkpoints, load_weights
 from turnwise.train.config import TrainConfig
 from turnwise.train.config_files import CONFIG_FILE
 from turnwise.train.evaluate import Evaluation, compare
-from turnwise.train.progress import find_checkpoint
+from turnwise.train.progress import START, find_checkpoint
 from turnwise.train.run_log import RunLog
 from turnwise.train.statistics import Estimate, PairedDifference
-
-START = "start"
-"""In the place of a checkpoint: the weights that the run begins with, after its warm start."""
 
 
 def evaluate_from_config(

@@ -35,7 +35,7 @@ from turnwise.train.league.league import MARK
 from turnwise.train.league.pool import Member, members_in
 from turnwise.train.models import check_models
 from turnwise.train.policy import Policy as TrainedPolicy
-from turnwise.train.progress import find_checkpoint
+from turnwise.train.progress import START, find_checkpoint
 from turnwise.train.run_log import RunLog
 from turnwise.types import GenerateResult, ModelError, ModelRequest, ModelResponse
 
@@ -95,6 +95,12 @@ def replay(
 
 async def _replay(config: TrainConfig, record: Record, until: int | None, swaps: Mapping[str, Policy]) -> Replayed:
     arena = recorded_arena(config, record)
+    if record.request.episode_type not in arena.episodes:
+        raise ValueError(
+            f"episode {record.row['id']!r} is of type {record.request.episode_type!r}, which task {config.task!r} of "
+            f"{config.run_dir / CONFIG_FILE} doesn't have: a program with an arena of its own ran it. Make it a task, "
+            "task = 'module:Class' (turnwise.tasks.OwnTask), or play it with turnwise.arena.playback.play_again"
+        )
     if unknown := [actor for actor in swaps if actor not in arena.actors]:
         raise ValueError(f"swap: no actor {unknown[0]!r}, expected one of {sorted(arena.actors)}")
     if swaps:
@@ -245,14 +251,15 @@ class LivePolicies:
 def load_run(config: TrainConfig, checkpoint: str | None) -> Run:
     """The run with the weights of ``checkpoint``, the newest by default, ready to sample; it writes nothing.
 
-    A league's snapshot goes by the name that the checkpoint of its step would have.
+    ``"start"`` is how the run begins. A league's snapshot goes by the name that the checkpoint of its step would have.
     """
     root = config.run_dir / "checkpoints"
     if checkpoint is None and list_checkpoints(root):
         checkpoint = "newest"
     log = RunLog(config.run_dir, 0, sinks=[], progress=False)
-    run = build_run(config.model_copy(update={"resume": False}), warm=checkpoint is None, log=log)
-    if checkpoint is not None:
+    begins = checkpoint in (None, START)
+    run = build_run(config.model_copy(update={"resume": False}), warm=begins, log=log)
+    if checkpoint is not None and not begins:
         _load_into(run.trainer.policies, root, checkpoint)
     return run
 

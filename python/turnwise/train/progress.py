@@ -60,6 +60,10 @@ class Progress:
         return self.best_step if config.checkpoint.best else None
 
 
+START = "start"
+"""In the place of a checkpoint: the weights that a run begins with, after its warm start."""
+
+
 def find_checkpoint(root: Path, which: str | Path) -> Path:
     """The checkpoint under ``root`` that ``which`` names, by a key of :data:`NAMED` or its own; else a folder.
 

@@ -123,6 +123,13 @@ async def test_equal_runs_give_equal_results():
     assert first.results == second.results
 
 
+def test_the_limits_are_those_that_were_asked_for():
+    limits = Limits(cpu_seconds=3, memory_mb=100).rlimits()
+    assert limits.pop("RLIMIT_CPU") == (3, 4) and limits.pop("RLIMIT_AS") == (100 * 2**20,) * 2
+    assert limits.pop("RLIMIT_NOFILE") == (16, 16)
+    assert limits == dict.fromkeys(("RLIMIT_FSIZE", "RLIMIT_NPROC", "RLIMIT_CORE"), (0, 0))
+
+
 # --- time, memory, output ---------------------------------------------------------------------------------------------
 async def test_an_endless_loop_ends_at_its_cpu_limit_and_earlier_calls_count():
     result = await run("while x: pass\nreturn x", 0, 1, 0)
