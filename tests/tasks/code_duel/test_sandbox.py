@@ -311,6 +311,14 @@ async def test_no_network():
             server.accept()
 
 
+@pytest.mark.parametrize(
+    "call", ["socket(1, 1, 0)", "socket(1, 2, 0)", "socket(16, 3, 0)", "socketpair(1, 1, 0, None)"]
+)
+async def test_no_socket_of_any_family(call):
+    """Unix sockets reach programs of the same machine, netlink the kernel."""
+    assert (await run(f"import ctypes\nreturn ctypes.CDLL(None).{call}")).reason == "forbidden"
+
+
 async def test_lines_of_ones_own_among_the_results_claim_nothing_more_than_a_return():
     """A program can write where results go. What it writes is read as data, and nonsense ends the results."""
     forged = await run(
