@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from turnwise.arena import EpisodeProgress, MultiTurnEpisode, Rubric, TreeSampler
+from turnwise.arena import EpisodeProgress, LeakError, MultiTurnEpisode, Rubric, TreeSampler, private
 from turnwise.arena.rubric import DropRolloutError
 from turnwise.credit import ATGRPOCredit, GRPOCredit
-from turnwise.state import to_python
+from turnwise.state import PrunedError, to_python
 from turnwise.types import EpisodeRequest, ModelError
 
 from .replaying import play as play_again
@@ -333,6 +333,42 @@ def test_a_lost_beam_costs_nothing_but_itself(make_arena):
     raise AssertionError("no seed lost a beam")
 
 
+def test_a_way_without_an_end_does_not_train_where_only_the_end_pays(make_arena):
+    def reply(prompt, request):
+        return ModelError("down") if "a9" in prompt or "a8" in prompt else str((request.sampling.seed or 0) % 10)
+
+    for seed in range(30):
+        episode = Outcome(sampler=TreeSampler(6, "none"), max_turns=1)
+        arena, [result] = grown(make_arena, episode, "q", reply=reply, seed=seed)
+        if (lost := result.rollout.metrics.get("tree/lost_beams", 0)) > 0:
+            steps = result.rollout.steps
+            assert [step.completion in "89" for step in steps[:6]] == [not step.trainable for step in steps[:6]]
+            assert len(steps) == 12 - lost and all("down" in step.info["error"] for step in steps if not step.trainable)
+            arena.assign_credit([result])
+            assert len(arena.build_training_batch([result])) == 12 - 2 * lost
+            return
+    raise AssertionError("no seed lost a way")
+
+
+def test_the_data_of_all_ends_but_the_own_one_is_freed(make_arena):
+    states = []
+
+    class Watched(Count):
+        def is_done(self, state, arena, artifact):
+            states.append(state.data)
+            return False
+
+    _, [result] = grown(make_arena, Watched(sampler=TreeSampler(5, survivors=3), max_turns=1), "q", seed=4)
+    assert len(result.rollout.meta["ends"]) == 3
+    kept = []
+    for data in states:
+        try:
+            kept.append(list(data["log"]))
+        except PrunedError:
+            continue
+    assert [log for log in kept if len(log) == 2] == [result.rollout.extras["log"]], "of two moves, as the ends are"
+
+
 class Outcome(Count):
     """Scored at its end alone: the last digit that "b" wrote."""
 
@@ -403,6 +439,50 @@ def test_group_functions_and_several_ends_do_not_go_together(make_arena):
         episode = Grouped(sampler=TreeSampler(3, **options))
         _, [result] = grown(make_arena, episode, "q", failure_threshold=1.0)
         assert "ask for copies of the question instead" in result.rollout.error
+
+
+class Secretive(Count):
+    """What "a" writes is its secret; what it did not write everybody hears of."""
+
+    leaky = False
+
+    def env_response(self, state, arena, artifact):
+        super().env_response(state, arena, artifact)
+        if state.current_actor == "a":
+            own = int(state.last_completion_text)
+            state.data["heard"] = f"The number {own if self.leaky else 9 - own} is not the one."
+            private(f"The number {own} is not the one.", to="a")
+        return ""
+
+    def build_messages(self, state, arena, artifact):
+        return [{"role": "user", "content": state.data.get("heard", "Go.") if state.current_actor == "b" else "Go."}]
+
+
+@pytest.mark.parametrize("options", [{"survivors": 3}, {"select": "none"}, {"playouts": 2}])
+def test_a_secret_of_one_way_may_be_open_on_another(make_arena, options):
+    for seed in range(6):
+        episode = Secretive(sampler=TreeSampler(6, **options), max_turns=1)
+        arena, [result] = grown(make_arena, episode, "q", seed=seed, check_private=True)
+        assert result.rollout.error is None
+        arena.assign_credit([result])
+        arena.build_training_batch([result])
+    episode.leaky = True
+    with pytest.raises(LeakError, match="actor 'b' holds what is private to 'a'"):
+        run(arena, EpisodeRequest("count", "q"))
+
+
+def test_a_leak_that_is_known_too_late_shows_in_pruned_branches_too(make_arena):
+    class Late(Secretive):
+        def env_response(self, state, arena, artifact):
+            if state.current_actor == "b" and state.last_completion_text in "0123":
+                private(state.data["heard"], to="a")
+            return super().env_response(state, arena, artifact)
+
+    episode = Late(sampler=TreeSampler({"b": 8}, survivors=2), max_turns=1)
+    arena = make_arena(actors=("a", "b"), check_private=True)
+    arena.add_episode(episode)
+    with pytest.raises(LeakError, match="actor 'b' holds what is private to 'a'"):
+        run(arena, *(EpisodeRequest("count", f"q{number}") for number in range(4)))
 
 
 @pytest.mark.parametrize("options", [{"survivors": 3}, {"select": "none"}, {"playouts": 2}])

@@ -47,6 +47,21 @@ def step(tokens, reward=None, actor="a", **changes):
     )
 
 
+@pytest.mark.parametrize("own", [0, None])
+def test_of_several_ends_each_loses_what_its_steps_lost(own):
+    """Both ends share the first step (0.5 lost), the second of them has one of 10 tokens (1.0 lost) of its own."""
+    steps = [step(8), step(6), step(10)]
+    for one, ends in zip(steps, ([0, 1], [0], [1]), strict=True):
+        one.info["ends"] = ends
+    meta = {"own_end": own, "ends": [{"rewards": {"a": 4.0}, "metrics": {}, "dropped": None} for _ in range(2)]}
+    rollout = Rollout("r", "e", "q", steps, {"a": 4.0}, meta=meta)
+    for _ in range(2):
+        OverlongPenalty(4).apply([GenerateResult(rollout)])
+    assert [end["rewards"] for end in meta["ends"]] == [{"a": 3.5}, {"a": 2.5}]
+    assert rollout.rewards == {"a": 3.5 if own == 0 else 3.0}
+    assert [rollout.rewards_of(one)["a"] for one in steps[1:]] == [3.5, 2.5]
+
+
 def test_own_rewards_and_the_actors_reward_are_lowered_once():
     steps = [step(8, 1.0), step(9), step(10, 1.0, selected=False), step(10, 1.0, "b"), step(10, None, None)]
     child = GenerateResult(Rollout("c", "e", "q", [step(10)], {"a": 3.0}))

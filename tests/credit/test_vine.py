@@ -150,6 +150,29 @@ def test_a_state_behind_which_all_was_pruned_tells_nothing() -> None:
     assert advantages(steps, meta=ends) == pytest.approx([0.0, 0.0, 0.0, 0.0, 1.0, -1.0])
 
 
+def test_the_outcome_is_for_actors_whose_last_action_earned_nothing() -> None:
+    """ "a" was paid for its last action, "b" for its first alone: so only "b" is paid by the outcome, 10."""
+
+    def steps(first: float | None, last: float | None) -> list[Step]:
+        nodes = [act("b", 0.0, 7, 0), act("b", 0.0, 7, 1, selected=False, after=[([], {})])]
+        return [*nodes, act("b", first, origin=(7, 0)), act("b", last, origin=(7, 0))]
+
+    # Q = (what the way earned, 0)
+    assert advantages(steps(1.0, None), {"b": 10.0})[:2] == pytest.approx([5.5, -5.5])
+    assert advantages(steps(None, 1.0), {"b": 10.0})[:2] == pytest.approx([0.5, -0.5])
+
+
+def test_an_action_after_which_nothing_is_known_says_nothing() -> None:
+    """A beam that was lost: its last action has a value before it, and none behind."""
+    steps = [
+        act("a", 1.0, 7, 0, after=[([("a", 2.0)],)]),
+        act("a", 1.0, 7, 1, selected=False, after=[([("a", 4.0)],)]),
+        act("a", 3.0, origin=(7, 1), selected=False),
+    ]
+    ends = {"ends": [{"origin": [7, 0], "rewards": {}}], "own_end": 0}
+    assert advantages(steps, meta=ends) == pytest.approx([-2.0, 2.0, 0.0])
+
+
 def test_truncated_failed_and_hooks_calls() -> None:
     steps = [
         act("a", 4.0, 7, 0, finish_reason="length"),

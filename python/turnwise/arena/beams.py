@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from turnwise.arena.context import EpisodeContext, derive_seed, inside, resolve
 from turnwise.arena.episode import make_forkable
 from turnwise.arena.playouts import Estimator, Position, is_action
+from turnwise.arena.privacy import check_way
 from turnwise.arena.scheduler import run_all
 from turnwise.arena.tree import RANKS, ask, choose
 from turnwise.state import prune
@@ -251,6 +252,8 @@ class TreePlay:
             grown.append(found.grown(context))
         for found in branched:
             if found not in chosen:
+                if self.arena.check_private and self.sampler.several_ends:
+                    check_way(self.root, found.scope.private, [*found.beam.steps, *found.steps])
                 _drop(found.scope, found.steps)
         for beam in self.beams:
             if id(beam) in done - folded:

@@ -179,19 +179,30 @@ def check_prompt(context: EpisodeContext, actor: str | None, messages: Messages)
 
 def check_episode_end(context: EpisodeContext) -> None:
     """Raise :class:`LeakError` for a prompt that held what was marked later, or a completion of somebody else's."""
-    # Of several ends each has marks of its own: what is secret on one way through a game may be open on another.
-    marks = {id(step): end.context.private for end in reversed(context.ends) for step in end.steps}
+    if context.ends:
+        # Each has marks of its own: what is secret on one way through a game may be open on another.
+        for end in context.ends:
+            check_way(context, end.context.private, end.steps)
+    else:
+        check_way(context, context.private, context.rollout.steps)
     for index, step in enumerate(context.rollout.steps):
         if step.actor_id is None:
             continue
-        mark = marks.get(id(step), context.private).leak(step.actor_id, step.prompt, context.rollout.steps)
-        if mark is not None:
-            raise LeakError(_tell(context, index, step.actor_id, mark))
         if step.trainable and sampled_key(step.actor_id, step.completion_token_ids) not in context.sampled:
             raise LeakError(
                 f"step {index} of rollout {context.rollout.id!r}: the completion of actor {step.actor_id!r} was not "
                 "sampled for it, and it would train on it"
             )
+
+
+def check_way(context: EpisodeContext, private: PrivateTexts, steps: Sequence[Step]) -> None:
+    """Raise :class:`LeakError` for a prompt of ``steps`` that held what ``private`` now keeps from its reader."""
+    for step in steps:
+        mark = None if step.actor_id is None else private.leak(step.actor_id, step.prompt, steps)
+        if mark is not None:
+            known = (other for other in context.steps if other is not None)
+            number = next(place for place, other in enumerate(known) if other is step)
+            raise LeakError(_tell(context, number, str(step.actor_id), mark))
 
 
 def check_batch(batch: TrainingBatch, results: Sequence[GenerateResult]) -> None:

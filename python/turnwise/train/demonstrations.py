@@ -130,7 +130,9 @@ class RowReader:
             return "of actors that the task doesn't have"
         if step["finish_reason"] != "stop":
             return "cut off"
-        reward = step["reward"] if step["reward"] is not None else episode["rewards"].get(step["actor_id"])
+        ends = step["info"].get("ends", ())  # of a tree with several, the one that the step led to alone paid it
+        rewards = episode["meta"]["ends"][ends[0]]["rewards"] if len(ends) == 1 else episode["rewards"]
+        reward = step["reward"] if step["reward"] is not None else rewards.get(step["actor_id"])
         if self.min_reward is not None and (reward is None or reward < self.min_reward):
             return f"rewarded below {self.min_reward}"
         return None

@@ -67,7 +67,7 @@ function markPrivate(text, parts) {
 
 function facts(step) {
   const shown = [["reward", signed(step.reward)], ["advantage", signed(step.advantage)], ["tokens", number(step.ids.length)],
-    ["policy", step.policy], ["temperature", number(step.info.temperature)]].filter(([, value]) => value && value !== "–");
+    ["ends", (step.info.ends || []).join(", ")], ["policy", step.policy], ["temperature", number(step.info.temperature)]].filter(([, value]) => value && value !== "–");
   return el("div", { class: "facts" }, shown.map(([name, value]) => el("span", {}, el("i", {}, name), " ", value)));
 }
 
