@@ -114,6 +114,18 @@ def test_a_runs_own_record(tmp_path, least, taken, left_out):
     assert "1 cut off" in reader.describe()
 
 
+def test_of_a_tree_with_several_ends_each_pays_what_led_to_it_alone(tmp_path):
+    steps = [step("solver", text) for text in ("shared", "to the first", "to the second")]
+    for one, ends in zip(steps, ([0, 1], [0], [1]), strict=True):
+        one.info["ends"] = ends
+    meta = {"own_end": 0, "ends": [{"rewards": {"solver": 1.0}}, {"rewards": {"solver": 0.1}}]}
+    tree = Rollout("r-1", "propose", None, steps, rewards={"solver": 1.0}, meta=meta)
+    with RunLog(tmp_path, total_steps=1, rollouts_per_step=9) as log:
+        log.step(1, {}, [GenerateResult(tree)])
+    rows = RowReader(["solver"], 0.5).read(tmp_path / "rollouts.jsonl")
+    assert [row.completion for row in rows] == ["shared", "to the first"]
+
+
 def test_a_reward_that_none_reaches(tmp_path):
     with pytest.raises(ConfigError, match=r"no row to learn from, left out: .*4 rewarded below 2"):
         RowReader(["solver", "judge"], 2).read(recorded(tmp_path))
