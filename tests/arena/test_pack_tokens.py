@@ -197,7 +197,12 @@ def test_lists_that_change_while_they_are_read():
 
 def test_nothing_is_kept_and_nothing_is_freed_twice():
     token, value, odd = 123_456, -0.125, np.int64(4)
-    rows = [[token] * 50 + [odd]], [[token, odd]], [[value, np.float32(1)]]
+
+    class Same:
+        def __index__(self):
+            return token
+
+    rows = [[token] * 50 + [odd, Same()]], [[token, odd]], [[value, np.float32(1)]]
     watched = (token, value, odd, *rows, *(row[0] for row in rows), where)
     before = [sys.getrefcount(each) for each in watched]
     for _ in range(50):

@@ -88,8 +88,7 @@ def training_rows(results: Sequence[GenerateResult], filters: Filters) -> tuple[
 def _left_out(results: Sequence[GenerateResult], found: int) -> Counter[str]:
     """How many model calls are none of the ``found`` trainable ones, by reason."""
     nodes = [node for top in results for node in top.walk()]
-    actors = [step.actor_id for node in nodes for step in node.rollout.steps]
-    if len(actors) - actors.count(None) == found:
+    if sum([len(node.rollout.steps) for node in nodes]) == found:  # no judges either
         return Counter()
     trainable = {id(step) for _, _, _, step, *_ in trainable_calls(results)}
     return Counter(
@@ -167,7 +166,7 @@ def _rows_of_steps(results: Sequence[GenerateResult]) -> Rows:
     """The rows of all trainable calls. One walk: every look at a step waits for memory."""
     rows = Rows(lambda wanted: next(_name(c[2], c[1].rollout.id) for c in trainable_calls(results) if c[3] is wanted))
     for _, _, _, step, actor, reward, _ in trainable_calls(results):
-        info = step.info
+        info, versions = step.info, step.policy_versions
         rows.calls.append(step)
         rows.actors.append(actor)
         rows.policies.append(step.policy)
@@ -178,7 +177,7 @@ def _rows_of_steps(results: Sequence[GenerateResult]) -> Rows:
         rows.temperatures.append(float(info.get("temperature", 1.0)))
         rows.rewards.append(reward)
         rows.advantages.append(step.advantage)
-        rows.versions.append(_oldest(step.policy_versions))
+        rows.versions.append(versions[0][1] if len(versions) == 1 else _oldest(versions))
     return rows
 
 
@@ -221,7 +220,7 @@ def _name(place: int, rollout_id: str) -> str:
 
 
 def _oldest(versions: PolicyVersions) -> int:
-    return versions[0][1] if len(versions) == 1 else min([version for _, version in versions])
+    return min([version for _, version in versions])
 
 
 def _own_mask(mask: Any, length: int, name: str) -> np.ndarray:
