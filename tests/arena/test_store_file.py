@@ -71,7 +71,8 @@ def test_a_file_does_what_memory_does(tmp_path, sampling):
     assert contents(memory) == contents(file)
     again = reopened(file, **options)
     assert contents(again) == contents(memory)
-    assert (again._added, again._plays, again._keys) == (memory._added, memory._plays, memory._keys)
+    assert (again._added, again._plays) == (memory._added, memory._plays)
+    assert again._contents._id_of == memory._contents._id_of
     assert again.add("new").id == memory.add("new").id
 
 
@@ -289,6 +290,31 @@ def test_a_run_that_was_killed_after_its_checkpoint_goes_on_as_if_it_never_was(t
     for number in range(5, 9):
         store.add(number)
     assert contents(store) == contents(whole)
+
+
+def test_a_resumed_run_knows_what_was_there_before_it_first_began(tmp_path):
+    first = ArtifactStore("q", path=tmp_path / "q.db")
+    assert first.inherited == frozenset()
+    for word in "xyz":
+        first.add(word)
+    assert first.inherited == frozenset(), "what a run adds itself is not"
+    first.remove("q-1")
+    run = reopened(first)
+    assert run.inherited == run.frozen().inherited == {"q-0", "q-2"}
+    run.add("of the run")
+    state = through_json(run.state_dict())
+    run.add("undone")
+    resumed = reopened(run)
+    assert resumed.inherited == {"q-0", "q-2", "q-3", "q-4"}, "until it is told whose run it is"
+    resumed.load_state_dict(state)
+    assert resumed.inherited == {"q-0", "q-2"} and [a.id for a in resumed] == ["q-0", "q-2", "q-3"]
+    resumed.forget_before(state)
+    again = reopened(resumed)
+    again.load_state_dict(through_json(resumed_state := again.state_dict() | {"begun": state["begun"]}))
+    assert again.inherited == {"q-0", "q-2"} and resumed_state["begun"] < resumed_state["revision"]
+    del state["begun"]  # as versions before saved it
+    again.load_state_dict(state)
+    assert again.inherited == frozenset() and ArtifactStore("memory").inherited == frozenset()
 
 
 # -- more than one process ---------------------------------------------------------------------------------------------

@@ -83,11 +83,12 @@ class StoreSide(Drawable):
     def _pool(self) -> Pool:
         store = self._store
         store._catch_up()
-        if self._drawn is None or self._drawn[0] != store._version:
+        held = store._contents
+        if self._drawn is None or self._drawn[0] != held.version:
             artifacts = list(self)
-            outcomes = [store._outcome_of(artifact.id) for artifact in artifacts]
-            self._sides = {id: known for id, known in self._sides.items() if id in store._artifacts}
-            self._drawn = store._version, Pool(artifacts, outcomes, store._plays, store.sampling)
+            outcomes = [held.outcome(artifact.id) for artifact in artifacts]
+            self._sides = {id: known for id, known in self._sides.items() if id in held.artifacts}
+            self._drawn = held.version, Pool(artifacts, outcomes, store._plays, store.sampling)
         return self._drawn[1]
 
 

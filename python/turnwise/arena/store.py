@@ -8,19 +8,19 @@ import math
 import os
 import random
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from turnwise.arena import lineage
-from turnwise.arena.context import content_key, current_context, derive_seed, outlasting, rng_state, set_rng_state
+from turnwise.arena.context import current_context, derive_seed, outlasting, rng_state, set_rng_state
 from turnwise.arena.drawing import Drawable, Outcome, Pool, SamplingRule, find_rule
 from turnwise.arena.split import SplitRule, StoreSide
+from turnwise.arena.store_contents import UNKNOWN, Contents
 from turnwise.arena.store_file import StoreFile
 from turnwise.arena.tape import logged_method
 from turnwise.types import Artifact
 
-_UNKNOWN = Outcome()
 _AT_ONCE = contextlib.nullcontext()
 
 
@@ -67,16 +67,14 @@ class ArtifactStore(Drawable):
         self.dedup = dedup
         self.sampling = find_rule(sampling)
         self.window = window
-        self._artifacts: dict[str, Artifact] = {}
-        self._outcomes: dict[str, Outcome] = {}
-        self._keys: dict[Hashable, str] = {}
-        self._key_by_id: dict[str, Hashable] = {}
+        self._contents = Contents(keyed=dedup)
         self._rng = random.Random(derive_seed("store", name, seed))
-        self._added = self._plays = self._version = 0
+        self._added = self._plays = 0
         self._drawn: tuple[int, Pool] | None = None
         self._split: SplitRule | None = None
         self._file = None if path is None else StoreFile(path, name, shared=shared)
         self._catch_up()
+        self._inherited: frozenset[str] = frozenset() if self._file is None else self._file.inherited()
 
     @property
     def store(self) -> ArtifactStore:
@@ -90,6 +88,12 @@ class ArtifactStore(Drawable):
     def path(self) -> str | None:
         """The file, ``None`` in memory."""
         return None if self._file is None else str(self._file.path)
+
+    @property
+    def inherited(self) -> frozenset[str]:
+        """Ids of what stood in the file before this run; of a run that was resumed, before it first began. In memory
+        that is nothing."""
+        return self._inherited
 
     def close(self) -> None:
         """Let go of the file; in memory nothing happens. Nothing can be done with a closed store."""
@@ -126,19 +130,19 @@ class ArtifactStore(Drawable):
                 new_id = self._free_id() if id is None else id
                 ids = lineage.as_ids(parents) if parents else ()
                 artifact = Artifact(new_id, outlasting(data), weight, made_by, dict(meta or {}), ids)
-            if artifact.id in self._artifacts:
+            if artifact.id in self._contents.artifacts:
                 raise ValueError(f"id={artifact.id!r}: the store {self.name!r} already has an artifact of this id")
             _check_weight(artifact.weight)
-            key = self._key_of(artifact)
-            if self.dedup and key in self._keys:
+            key = self._contents.key(artifact)
+            if self._contents.has(key):
                 return None
-            outcome = Outcome(last=self._plays) if self._plays else _UNKNOWN
+            outcome = Outcome(last=self._plays) if self._plays else UNKNOWN
             if self._file is not None:
                 self._file.insert(artifact, outcome, self._added + 1)
             self._added += 1
-            self._keep(artifact, outcome, key)
-            while self.max_size is not None and len(self._artifacts) > self.max_size:
-                self._remove(next(iter(self._artifacts)))
+            self._contents.keep(artifact, outcome, key)
+            while self.max_size is not None and len(self._contents.artifacts) > self.max_size:
+                self._remove(next(iter(self._contents.artifacts)))
             return artifact
 
     @logged_method()
@@ -155,7 +159,7 @@ class ArtifactStore(Drawable):
         with self.together():
             artifact = self._of(id)
             artifact.weight = weight
-            self._put(artifact, self._outcome_of(id))
+            self._put(artifact, self._contents.outcome(id))
 
     @logged_method()
     def get(self, id: str) -> Artifact:
@@ -165,30 +169,30 @@ class ArtifactStore(Drawable):
     @logged_method()
     def __contains__(self, id: str) -> bool:
         self._catch_up()
-        return id in self._artifacts
+        return id in self._contents.artifacts
 
     @logged_method()
     def count(self) -> int:
         self._catch_up()
-        return len(self._artifacts)
+        return len(self._contents.artifacts)
 
     @logged_method()
     def __iter__(self) -> Iterator[Artifact]:
         self._catch_up()
-        return iter(list(self._artifacts.values()))
+        return iter(list(self._contents.artifacts.values()))
 
     @logged_method()
     def ancestors(self, id: str) -> list[str]:
         """Ids of what ``id`` was made from, and those from, and so on; the nearest first. Those of artifacts that are
         gone are named, but not what those were made from."""
         self.get(id)
-        return lineage.ancestors(self._artifacts, id)
+        return lineage.ancestors(self._contents.artifacts, id)
 
     @logged_method()
     def descendants(self, id: str) -> list[str]:
         """Ids of what was made from ``id``, and from those, and so on; in order of arrival. ``id`` may be gone."""
         self._catch_up()
-        return lineage.descendants(self._artifacts, id)
+        return lineage.descendants(self._contents.artifacts, id)
 
     # -- outcomes and drawing ------------------------------------------------------------------------------------------
     @logged_method()
@@ -214,7 +218,8 @@ class ArtifactStore(Drawable):
         with self.together():
             artifact = self._of(id)
             self._plays += 1
-            outcome = self._outcome_of(id).after(reward, float(success), score, plays=self._plays, window=self.window)
+            known = self._contents.outcome(id)
+            outcome = known.after(reward, float(success), score, plays=self._plays, window=self.window)
             self._put(artifact, outcome)
             if self._file is not None:
                 self._file.set_plays(self._plays)
@@ -224,7 +229,7 @@ class ArtifactStore(Drawable):
     def outcome(self, id: str) -> Outcome:
         """How the attempts at artifact ``id`` went."""
         self.get(id)
-        return self._outcome_of(id)
+        return self._contents.outcome(id)
 
     def split(self, side: str, *, share: float = 0.1, key: Callable[[Any], Any] | None = None) -> StoreSide:
         """The ``"eval"`` or ``"train"`` side of the store: a live view, which follows what is added and removed.
@@ -258,7 +263,7 @@ class ArtifactStore(Drawable):
         }
         if self._file is not None:
             return {**state, **self._file.mark()}
-        outcomes = {id: asdict(outcome) for id, outcome in self._outcomes.items()}
+        outcomes = {id: asdict(outcome) for id, outcome in self._contents.outcomes.items()}
         names = ("id", "data", "weight", "source", "meta", "parents")
         artifacts = [{name: getattr(artifact, name) for name in names} for artifact in self]
         return {**state, "artifacts": artifacts, "outcomes": outcomes}
@@ -275,13 +280,14 @@ class ArtifactStore(Drawable):
                     stacklevel=2,
                 )
             self._catch_up()
+            self._inherited = self._file.inherited()
         else:
-            self._clear()
+            self._contents.clear()
             for item in state["artifacts"]:
                 artifact = Artifact(**{**item, "parents": tuple(item.get("parents", ()))})
                 known = state.get("outcomes", {}).get(artifact.id)
-                outcome = _UNKNOWN if known is None else Outcome(**known)
-                self._keep(artifact, outcome, self._key_of(artifact))
+                outcome = UNKNOWN if known is None else Outcome(**known)
+                self._contents.keep(artifact, outcome, self._contents.key(artifact))
             self._added, self._plays = state["added"], state.get("plays", 0)
         self._split = None if state.get("split") is None else SplitRule(state["split"], None, any_key=True)
         set_rng_state(self._rng, state["rng"])
@@ -297,71 +303,35 @@ class ArtifactStore(Drawable):
         news = None if self._file is None else self._file.news()
         if news is None:
             return
-        if news.whole:
-            self._clear()
-        for id in news.removed:
-            self._drop(id)
-        for artifact, outcome in news.present:
-            if artifact.id in self._artifacts:
-                self._artifacts[artifact.id].weight = artifact.weight
-                self._outcomes[artifact.id] = outcome
-            else:
-                self._keep(artifact, outcome, self._key_of(artifact))
+        self._contents.take(news)
         self._added, self._plays = news.made, news.plays
-        self._version += 1
 
     def _of(self, id: str) -> Artifact:
-        if id not in self._artifacts:
+        if id not in self._contents.artifacts:
             raise KeyError(f"the store {self.name!r} has no artifact {id!r}")
-        return self._artifacts[id]
-
-    def _outcome_of(self, id: str) -> Outcome:
-        return self._outcomes.get(id, _UNKNOWN)
-
-    def _key_of(self, artifact: Artifact) -> Hashable:
-        return content_key(artifact.data) if self.dedup else None
-
-    def _keep(self, artifact: Artifact, outcome: Outcome, key: Hashable) -> None:
-        self._artifacts[artifact.id] = artifact
-        if outcome is not _UNKNOWN:
-            self._outcomes[artifact.id] = outcome
-        if self.dedup:
-            self._keys.setdefault(key, artifact.id)
-            self._key_by_id[artifact.id] = key
-        self._version += 1
-
-    def _drop(self, id: str) -> None:
-        del self._artifacts[id]
-        self._outcomes.pop(id, None)
-        if self.dedup and self._keys.get(key := self._key_by_id.pop(id)) == id:
-            del self._keys[key]
-        self._version += 1
+        return self._contents.artifacts[id]
 
     def _remove(self, id: str) -> None:
-        self._drop(id)
+        self._contents.drop(id)
         if self._file is not None:
             self._file.remove(id)
 
     def _put(self, artifact: Artifact, outcome: Outcome) -> None:
-        self._outcomes[artifact.id] = outcome
-        self._version += 1
+        self._contents.put(artifact.id, outcome)
         if self._file is not None:
             self._file.put(artifact, outcome)
 
-    def _clear(self) -> None:
-        self._artifacts, self._outcomes, self._keys, self._key_by_id = {}, {}, {}, {}
-        self._version += 1
-
     def _pool(self) -> Pool:
         self._catch_up()
-        if self._drawn is None or self._drawn[0] != self._version:
-            outcomes = [self._outcome_of(id) for id in self._artifacts]
-            self._drawn = self._version, Pool(list(self._artifacts.values()), outcomes, self._plays, self.sampling)
+        held = self._contents
+        if self._drawn is None or self._drawn[0] != held.version:
+            outcomes = [held.outcome(id) for id in held.artifacts]
+            self._drawn = held.version, Pool(list(held.artifacts.values()), outcomes, self._plays, self.sampling)
         return self._drawn[1]
 
     def _free_id(self) -> str:
         names = (f"{self.name}-{number}" for number in itertools.count(self._added))
-        return next(name for name in names if name not in self._artifacts)
+        return next(name for name in names if name not in self._contents.artifacts)
 
 
 class FrozenStore(ArtifactStore):
@@ -369,9 +339,9 @@ class FrozenStore(ArtifactStore):
 
     def __init__(self, store: ArtifactStore) -> None:
         super().__init__(store.name, sampling=store.sampling)
-        self._artifacts = {a.id: replace(a, meta=dict(a.meta)) for a in store}
-        self._outcomes, self._plays = dict(store._outcomes), store._plays
-        self._split = store._split
+        store._catch_up()
+        self._contents, self._plays = store._contents.copied(), store._plays
+        self._inherited, self._split = store.inherited, store._split
 
     def add(
         self,

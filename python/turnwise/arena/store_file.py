@@ -116,7 +116,7 @@ class StoreFile:
             run(f"PRAGMA application_id = {APPLICATION}")
             run(f"PRAGMA user_version = {FORMAT}")
         run("COMMIT")
-        found, self.file = run("SELECT name, file FROM store").fetchone()
+        found, self.file, self._begun = run("SELECT name, file, revision FROM store").fetchone()
         if found != name:
             raise ValueError(f"path={str(self.path)!r}: holds the store {found!r}, not {name!r}")
 
@@ -160,6 +160,12 @@ class StoreFile:
             news.present = [_from_row(self.path, row) for row in self._run(_ROWS, seen)]
             self._seen, self._rewinds = revision, rewinds
             return news
+
+    def inherited(self) -> frozenset[str]:
+        """Ids of what is there since before the run began, see :meth:`mark`."""
+        with self._lock, self._explained():
+            query = "SELECT id FROM artifacts WHERE added <= ? AND removed IS NULL"
+            return frozenset(id for (id,) in self._run(query, (self._begun,)))
 
     # -- writing -------------------------------------------------------------------------------------------------------
     @contextmanager
@@ -221,13 +227,14 @@ class StoreFile:
 
     # -- revisions -----------------------------------------------------------------------------------------------------
     def mark(self) -> dict[str, Any]:
-        """Where the file stands, for :meth:`go_back`; what was written up to here is on the disk then."""
+        """Where the file stands, for :meth:`go_back`, and stood when the run began; what was written up to here is on
+        the disk then."""
         with self._lock, self._explained():
             self.claim()
             if not self._synced:
                 self._run("PRAGMA wal_checkpoint(PASSIVE)")
                 self._synced = True
-            return {"file": self.file, "revision": self._seen, "writer": self.writer}
+            return {"file": self.file, "revision": self._seen, "writer": self.writer, "begun": self._begun}
 
     def go_back(self, mark: Mapping[str, Any], made: int, plays: int) -> int:
         """Take back what the run of ``mark`` did after it; returns how many changes of others stay, which only
@@ -254,6 +261,7 @@ class StoreFile:
                 self._database.execute("ROLLBACK")
                 raise
             self.writer, self._rewinds, self._wrote, self._synced = writer, -1, -1, False
+            self._begun = mark.get("begun", 0)
             return others
 
     def _check_mark(self, mark: Mapping[str, Any]) -> int:

@@ -38,6 +38,7 @@ class ProposeEpisode(MultiTurnEpisode):
 
     The artifact is ``{"example": "3 + 4", "step": 7}``. Half of the time the example shown is one that was solved
     before step 7, out of the store ``solved``, the more informative the likelier; copies of one artifact see the same.
+    With ``store_path`` the store is a file, and what earlier runs left there counts as solved before step 1.
     A problem earns ``curve`` of its pass rate; the example itself and one that can't be read earn ``-invalid_cost``,
     and nobody attempts them. Problems that any attempt solved go to the store. A problem whose text belongs to a
     held-out split is worth the same, but its attempts never train and the store does not get it. With
@@ -61,6 +62,7 @@ class ProposeEpisode(MultiTurnEpisode):
         train_solver: bool = True,
         invalid_cost: float = 0.25,
         sampler: TreeSampler | None = None,
+        store_path: str | None = None,
     ) -> None:
         if attempts < 1:
             raise ValueError(f"attempts={attempts!r}: expected at least 1")
@@ -69,10 +71,11 @@ class ProposeEpisode(MultiTurnEpisode):
         super().__init__(sampler=sampler, max_turns=1)
         self.attempts, self.curve, self.size = attempts, CURVES[curve], size or Size()
         self.train_solver, self.invalid_cost = train_solver, invalid_cost
+        self.store_path = store_path
         self.rubric = Rubric([worth, valid_problem, pass_rate], [1.0, 0.0, 0.0])
 
     def stores(self) -> Sequence[ArtifactStore]:
-        return [ArtifactStore(STORE, dedup=True, sampling="weighted")]
+        return [ArtifactStore(STORE, path=self.store_path, dedup=True, sampling="weighted")]
 
     def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
         example = logged("example", lambda: choose_example(arena.stores[STORE], artifact))
@@ -112,13 +115,16 @@ class ProposeEpisode(MultiTurnEpisode):
 
 
 def choose_example(store: ArtifactStore, artifact: Any) -> str:
-    """The artifact's own example, or half of the time a stored one: a function of the artifact and of earlier steps.
+    """The artifact's own example, or half of the time a stored one: a function of the artifact and of earlier steps,
+    those of earlier runs among them.
 
     What this step's episodes store meanwhile is left out, so the order in which they end decides nothing.
     """
+    inherited, step = store.inherited, artifact["step"]
     rng = Random(f"proposer-solver/{artifact['step']}/{artifact['example']}")
     earlier = sorted(
-        ((item.data, item.weight) for item in store if item.meta["step"] < artifact["step"]), key=lambda item: item[0]
+        ((item.data, item.weight) for item in store if item.id in inherited or item.meta["step"] < step),
+        key=lambda item: item[0],
     )
     if not earlier or rng.random() < 0.5:
         return str(artifact["example"])

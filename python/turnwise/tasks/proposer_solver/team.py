@@ -32,7 +32,8 @@ class ProposerSolverOptions(TaskOptions):
 
     A problem has up to ``numbers`` numbers from 0 to ``largest``; ``attempts`` at it give the pass rate of which
     ``curve`` makes the proposer's reward. ``train_solver = false`` trains proposers alone. ``quality`` is the chance
-    that a demonstrated answer is right.
+    that a demonstrated answer is right. ``store_path`` is an SQLite file for the problems that were solved, made where
+    there is none; runs that are given the same one, one after another, go on with each other's problems.
     """
 
     attempts: int = Field(default=4, ge=1)
@@ -43,6 +44,7 @@ class ProposerSolverOptions(TaskOptions):
     invalid_cost: float = Field(default=0.25, ge=0)
     quality: float = Field(default=0.4, ge=0, le=1)
     max_tokens: int = Field(default=24, ge=1)
+    store_path: str | None = Field(default=None, min_length=1)
 
     @property
     def size(self) -> Size:
@@ -75,6 +77,7 @@ class ProposerSolverTask(GeneratedTask):
             train_solver=options.train_solver,
             invalid_cost=options.invalid_cost,
             sampler=tree,
+            store_path=options.store_path,
         )
         return {PROPOSE: propose, SOLVE: SolveEpisode()}
 

@@ -1,0 +1,120 @@
+"""Runs whose solved problems stand in a file: killed and resumed, and one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from turnwise.arena import ArtifactStore
+from turnwise.replay import replay
+from turnwise.run import build_run, dry_run
+from turnwise.tasks.proposer_solver.episodes import STORE
+from turnwise.train.config_files import ConfigError, config_from_dict
+
+
+def run_of(folder: Path, store: Path | None, **changes):
+    options = {"attempts": 4, "numbers": 2, "largest": 4, "quality": 1.0}
+    settings = {
+        "task": "proposer_solver", "run_dir": str(folder), "steps": 4, "threads": 1,
+        "task_options": options if store is None else {**options, "store_path": str(store)},
+        "warm_start": {"steps": 120, "batch_size": 24, "lr": 4e-3}, "update": {"lr": 1e-4}, "eval": {"questions": 1},
+        "rollout": {"questions": 8, "copies": 2}, "credit": {"rule": "hierarchy"},
+        "checkpoint": {"every": 2}, "log": {"rollouts_per_step": 99, "progress": False},
+    }  # fmt: skip
+    return build_run(config_from_dict({**settings, **changes}))
+
+
+def stored(run):
+    return [(item.id, item.data, item.weight, item.source, item.meta) for item in run.arena.stores[STORE]]
+
+
+def finished(run):
+    """Its problems, once it has trained and its file is closed."""
+    run.train()
+    found = stored(run)
+    run.arena.stores[STORE].close()
+    return found
+
+
+def examples(folder: Path, step: int) -> list[tuple[str, str]]:
+    """What was shown to each proposer of a step, and what its artifact had."""
+    rows = map(json.loads, (folder / "rollouts.jsonl").read_text().splitlines())
+    return [(row["extras"]["example"], row["artifact"]["example"]) for row in rows if row["step"] == step]
+
+
+class KilledError(BaseException):
+    """Nothing catches it, as nothing catches a kill."""
+
+
+def killed(run, step: int):
+    """Train until the batch of the step after ``step`` was sampled; the problems that are stored by then."""
+    trainer, update = run.trainer, run.trainer.update
+
+    def die(*arguments):
+        if trainer.progress.step == step:
+            trainer.leave = trainer.save = lambda **options: asyncio.sleep(0)  # a killed process says nothing
+            raise KilledError
+        return update(*arguments)
+
+    trainer.update = die
+    with pytest.raises(KilledError):
+        run.train()
+    found = stored(run)
+    run.arena.stores[STORE].close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A whole run: its folder, its file, its problems."""
+    folder = tmp_path_factory.mktemp("first")
+    return folder, folder / "pool" / "solved.db", finished(run_of(folder / "run", folder / "pool" / "solved.db"))
+
+
+def test_a_killed_run_ends_with_the_problems_of_one_that_never_was(first, tmp_path):
+    _, _, whole = first
+    folder, path = tmp_path / "run", tmp_path / "solved.db"
+    left = killed(run_of(folder, path), step=3)
+    assert {meta["step"] for *_, meta in left} >= {3, 4}, "what was solved after the checkpoint of step 2 is there"
+    resumed = run_of(folder, path)
+    resumed.trainer.resume()
+    assert stored(resumed) == [problem for problem in whole if problem[-1]["step"] <= 2], "gone with what solved it"
+    assert not resumed.arena.stores[STORE].inherited, "the run's own problems are no earlier run's"
+    resumed.arena.stores[STORE].close()
+    assert finished(run_of(folder, path)) == whole
+
+
+def test_the_next_run_begins_with_what_the_last_one_solved(first, tmp_path):
+    folder, path, whole = first
+    problems = {problem for _, problem, *_ in whole}
+    shown = examples(folder / "run", 1)
+    assert len(shown) == 16 and all(example == own for example, own in shown), "in an empty store there is nothing"
+    second = run_of(tmp_path / "second", path, seed=1, steps=2)
+    assert second.arena.stores[STORE].inherited == {id for id, *_ in whole}
+    after = finished(second)
+    assert after[: len(whole)] == whole and len(after) > len(whole) and len({id for id, *_ in after}) == len(after)
+    shown = examples(tmp_path / "second", 1)
+    assert any(example in problems and example != own for example, own in shown), "from its first step on"
+    for row in map(json.loads, (tmp_path / "second" / "rollouts.jsonl").read_text().splitlines()):
+        assert replay(tmp_path / "second", row["id"]).divergence is None
+
+
+def test_without_a_path_each_run_begins_with_nothing(tmp_path):
+    run = run_of(tmp_path / "run", None)
+    assert run.arena.stores[STORE].path is None and not run.arena.stores[STORE].inherited
+
+
+def test_a_dry_run_makes_no_file_and_others_are_refused(tmp_path):
+    config = run_of(tmp_path / "run", None).config
+    options = {**config.task_options, "store_path": str(tmp_path / "none.db")}
+    assert "none.db" in dry_run(config.model_copy(update={"task_options": options}))
+    assert not (tmp_path / "none.db").exists()
+    ArtifactStore("questions", path=tmp_path / "other.db").close()
+    with pytest.raises(ValueError, match="holds the store 'questions', not 'solved'"):
+        run_of(tmp_path / "run", tmp_path / "other.db")
+    with pytest.raises((ConfigError, ValueError), match="store_path=''"):
+        config_from_dict({"task": "proposer_solver", "task_options": {"store_path": ""}})
+        run_of(tmp_path / "run", Path(), task_options={"store_path": ""})
