@@ -232,6 +232,12 @@ def test_trees_of_every_kind_train(tmp_path, tree, rule, options):
             r"'filter.resample' = 1: .*RAECredit learns from each",
         ),
         ({"rollout": {"max_tokens": 16}}, r"'rollout.max_tokens' = 16: has no effect.* own \(24\).*task_options"),
+        (
+            {"rollout": {"quotas": {"revisor": 2}}},
+            r"'rollout.quotas.revisor' = 2: task 'sudoku' has no such actor; did you mean 'reviser'\?",
+        ),
+        ({"rollout": {"quotas": {"reviser": 0}}}, r"rollout.quotas.reviser"),
+        ({"rollout": {"quotas": {"reviser": True}}}, r"rollout.quotas.reviser"),
         ({"credit": {"options": {"ddof": 7}}}, r"'credit.options' = \{'ddof': 7\}: ddof=7"),
         ({"credit": {"options": {"ddoff": 1}}}, r"unknown config key 'credit.options.ddoff'; did you mean 'ddof'\?"),
         ({"device": "gpu9"}, r"config key 'device' = 'gpu9': .*expected auto, cpu or cuda"),

@@ -1,8 +1,10 @@
-"""Whole runs from a config: supervised starts, checkpoints by name, and configs that are refused as a whole."""
+"""Whole runs from a config: supervised starts, checkpoints by name, quotas, and configs that are refused as a whole."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -152,3 +154,27 @@ def test_all_mistakes_at_once_and_nothing_on_disk(tmp_path, monkeypatch, capsys,
     for key in keys:
         assert sum(f"config key '{key}" in line for line in lines) == 1, (key, lines)
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+@pytest.mark.parametrize(("quotas", "most"), [({}, 4), ({"reviser": 1}, 1), ({"reviser": 2, "proposer": 3}, 2)])
+def test_quotas_bound_an_actors_calls_and_change_no_token(tmp_path, quotas, most):
+    rollout = {"questions": 4, "copies": 1, "branches": 1, "quotas": quotas}
+    run = build_run(config_of(tmp_path, rollout=rollout, steps=1, warm_start={"steps": 0}))
+    prompts = {actor.system_prompt: actor.id for actor in run.task.actors}
+    client, under_way, peak = run.arena.client, Counter(), Counter()
+    generate = client.generate
+
+    async def counted(requests):
+        actors = Counter(prompts[request.messages[0]["content"]] for request in requests)
+        under_way.update(actors)
+        peak.update({actor: max(0, under_way[actor] - peak[actor]) for actor in actors})
+        try:
+            return await generate(requests)
+        finally:
+            under_way.subtract(actors)
+
+    client.generate = counted
+    batch = asyncio.run(run.arena.step())
+    plain = build_run(config_of(tmp_path / "plain", rollout={**rollout, "quotas": {}}, warm_start={"steps": 0}))
+    assert peak["reviser"] == most and peak["proposer"] == quotas.get("proposer", 4)
+    assert batch.token_ids.tolist() == asyncio.run(plain.arena.step()).token_ids.tolist()

@@ -15,7 +15,7 @@ from typing import Any
 from turnwise.arena import Arena, Episode, Filters, OverlongPenalty
 from turnwise.arena.resampling import check_stateless
 from turnwise.credit import registry as credit_rules
-from turnwise.naming import construct, find
+from turnwise.naming import construct, find, nearest
 from turnwise.tasks import Task, build_task
 from turnwise.train.checkpoint import list_checkpoints
 from turnwise.train.clients import build_client, check_client
@@ -202,6 +202,8 @@ def resolved_config(config: TrainConfig, task: Task, problems: Problems) -> tupl
         eval_sets(config, task)
     with problems.gathered():
         actors, resolved = resolve_policies(config, task.actors, task.name)
+    with problems.gathered():
+        actors = with_quotas(config, actors, task)
     problems.lines += check_selfplay(resolved, actors, seats_of(task), task.name, exploitability_of(task))
     limit, own = config.rollout.max_tokens, {actor.max_tokens for actor in actors}
     if limit != RolloutConfig.model_fields["max_tokens"].default and not own & {None, limit}:
@@ -301,6 +303,20 @@ def episodes_of(config: TrainConfig, task: Task) -> dict[str, Episode]:
         return task.episodes(sampler)
     except ValueError as error:
         raise ConfigError(f"config key 'rollout.branches' = {config.rollout.branches}: {error}") from error
+
+
+def with_quotas(config: TrainConfig, actors: Sequence[Actor], task: Task) -> list[Actor]:
+    """The actors with the limits of ``rollout.quotas``, which go before their own."""
+    quotas, known = config.rollout.quotas, [actor.id for actor in actors]
+    if unknown := [name for name in quotas if name not in known]:
+        raise ConfigError(
+            "\n".join(
+                f"config key 'rollout.quotas.{name}' = {quotas[name]}: task {task.name!r} has no such actor; "
+                f"{nearest(name, known)}"
+                for name in unknown
+            )
+        )
+    return [replace(actor, max_concurrency=quotas.get(actor.id, actor.max_concurrency)) for actor in actors]
 
 
 def with_credit_of(task: Task, config: TrainConfig) -> TrainConfig:

@@ -129,7 +129,18 @@ class TreeConfig(Section):
     branch_at: list[str] | None = None
 
 
-class RolloutConfig(Section):
+class PlayLimits(Section):
+    """What bounds the play of a step: ``max_concurrency`` model calls at once, ``quotas`` of them for single actors, by
+    their names, ``timeout`` seconds for an episode, and the share of episodes that may fail.
+    """
+
+    max_concurrency: int = Field(default=1024, ge=1)
+    quotas: dict[str, Annotated[int, Field(ge=1, strict=True)]] = Field(default_factory=dict)
+    timeout: float | None = Field(default=None, gt=0)
+    failure_threshold: float = Field(default=0.5, ge=0, le=1)
+
+
+class RolloutConfig(PlayLimits):
     """What one step samples: ``questions`` × ``copies`` episodes, each a tree of ``branches`` where branches > 1.
 
     ``tree`` says what becomes of the branches.
@@ -145,13 +156,10 @@ class RolloutConfig(Section):
     tree: TreeConfig = TreeConfig()
     temperature: float = Field(default=1.0, gt=0)
     max_tokens: int = Field(default=256, ge=1)
-    max_concurrency: int = Field(default=1024, ge=1)
     client: Literal["transformers", "vllm", "vllm-process", "vllm-server"] = "transformers"
     vllm: VLLMConfig = VLLMConfig()
     server: ServerConfig = ServerConfig()
     max_batch_rows: int = Field(default=512, ge=1)
-    timeout: float | None = Field(default=None, gt=0)
-    failure_threshold: float = Field(default=0.5, ge=0, le=1)
     check_private: bool = False
 
 
