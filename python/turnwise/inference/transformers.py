@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from types import TracebackType
@@ -17,9 +16,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from turnwise.inference.adapters import AdaptedModel
 from turnwise.inference.decode import Completion, Fixed, Row, complete
 from turnwise.inference.fair_lock import FairLock
+from turnwise.inference.held import Held, Turn, copies, hold, sampling_mode
 from turnwise.inference.requests import completion_limit, stop_token_ids
 from turnwise.inference.scoring import Scored, chunks, completion_logprobs
 from turnwise.inference.weights import copy_weights
@@ -40,13 +39,6 @@ class Stats:
     prefilled_tokens: int = 0
     generated_tokens: int = 0
     seconds: float = 0.0
-
-
-@dataclass(slots=True)
-class _Policy:
-    model: Any
-    version: int
-    context_length: int | None
 
 
 @dataclass(slots=True, eq=False)
@@ -115,8 +107,8 @@ class TransformersClient:
         self.max_batch_tokens = max_batch_tokens
         self.shares_weights = share
         self._in_flight = in_flight
-        held = models if share else _copies(models)
-        self._policies = {name: _hold(model, share, device) for name, model in held.items()}
+        held = models if share else copies(models)
+        self._policies = {name: hold(model, share, device) for name, model in held.items()}
         self._seeds = np.random.default_rng(seed)
         self._stats = Stats()
         self._waiting: list[_Job] = []
@@ -227,7 +219,7 @@ class TransformersClient:
         return {**totals, "cached_tokens": totals["prompt_tokens"] - totals["prefilled_tokens"]}
 
     # -- requests -----------------------------------------------------------------------------------------------------
-    def _policy(self, name: str) -> _Policy:
+    def _policy(self, name: str) -> Held:
         if name not in self._policies:
             raise ValueError(f"policy={name!r}: expected one of {sorted(self._policies)}")
         return self._policies[name]
@@ -303,8 +295,8 @@ class TransformersClient:
     # -- computing, in the worker thread ------------------------------------------------------------------------------
     def _compute(self, policy: str, jobs: list[_Job]) -> list[ModelResponse]:
         held = self._policies[policy]
-        whole, each = (nullcontext(), _Turn(held, self._busy)) if self._in_flight else (self._busy, None)
-        with whole, _sampling_mode(held.model, self.shares_weights):
+        whole, each = (nullcontext(), Turn(held, self._busy)) if self._in_flight else (self._busy, None)
+        with whole, sampling_mode(held.model, self.shares_weights):
             began = time.perf_counter()
             completions, prefilled = complete(
                 held.model,
@@ -319,7 +311,7 @@ class TransformersClient:
 
     def _score(self, policy: str, rows: Sequence[Scored]) -> list[list[float]]:
         held = self._policies[policy]
-        with self._busy, _sampling_mode(held.model, self.shares_weights):
+        with self._busy, sampling_mode(held.model, self.shares_weights):
             return completion_logprobs(held.model, rows, held.model.get_input_embeddings().weight.device)
 
     def _response(self, job: _Job, completion: Completion) -> ModelResponse:
@@ -347,50 +339,6 @@ def _failure(policy: str, rows: int, error: Exception) -> ModelError:
     failure = ModelError(f"policy {policy!r} failed on a batch of {rows}: {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure
-
-
-class _Turn:
-    """One forward pass of a policy whose weights may change between two of them; gives their version."""
-
-    def __init__(self, held: _Policy, lock: FairLock) -> None:
-        self._held, self._lock = held, lock
-
-    def __enter__(self) -> int:
-        self._lock.__enter__()
-        return self._held.version
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.__exit__(*error)
-
-
-def _copies(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """A copy of each model; adapters find their shared base in one memo, so it is copied once."""
-    memo: dict[int, Any] = {}
-    return {
-        name: copy.deepcopy(model, memo if isinstance(model, AdaptedModel) else {}) for name, model in models.items()
-    }
-
-
-def _hold(model: nn.Module, share: bool, device: torch.device | str | None) -> _Policy:
-    held = model if share else model.requires_grad_(False).eval()
-    if device is not None:
-        held = held.to(device)
-    config = held.config.get_text_config()  # type: ignore[operator, union-attr]
-    return _Policy(held, version=0, context_length=getattr(config, "max_position_embeddings", None))
-
-
-@contextmanager
-def _sampling_mode(model: nn.Module, share: bool) -> Iterator[None]:
-    """Evaluation mode without gradients; a shared module gets its own mode back."""
-    training = model.training
-    # tensors made in inference mode may not enter autograd, so a shared module's buffers must not be
-    guard: Callable[[], Any] = torch.no_grad if share else torch.inference_mode
-    try:
-        model.eval()
-        with guard():
-            yield
-    finally:
-        model.train(training)
 
 
 def _batches(jobs: Sequence[_Job], max_rows: int, max_tokens: int) -> Iterator[tuple[str, list[_Job]]]:

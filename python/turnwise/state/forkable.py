@@ -8,10 +8,10 @@ import sys
 from collections.abc import Iterator, MutableMapping
 from typing import Any, ClassVar
 
-from turnwise._C import OpaqueError, State, StateDict, StateList, TokenArray
+from turnwise._C import State, StateDict, StateList, TokenArray
 from turnwise.state.exclusive import ATOMS, HOLDERS, exclusive_graphs, held_once, is_whole
 from turnwise.state.joint import fork_within, keep_alive
-from turnwise.state.plain import to_python
+from turnwise.state.opaque import EXPLAINING, explained
 from turnwise.state.store import LINKED_OBJECT, SHARE, PolicyTuple, Store, _copy_random
 
 _LATER = "(turnwise: copied when asked for)"
@@ -104,9 +104,9 @@ class ForkableMixin(_HasDict):
         try:
             return _rebuild(self, memo) if plan.has_hooks else _copy_attributes(self, attributes, plan, memo)
         except TypeError as error:
-            if _explaining:
+            if EXPLAINING:
                 raise
-            raise _explained(self, error) from error
+            raise explained(self, error) from error
 
     def __copy__(self) -> Any:
         plan = _plan_of(type(self))
@@ -388,53 +388,5 @@ def _stand_in(cls: type, name: str) -> bool:
     try:
         setattr(cls, name, _Later(name, found))
     except (AttributeError, TypeError):
-        return False
-    return True
-
-
-# ---- errors ---------------------------------------------------------------------------------------------------------
-_explaining: list[bool] = []
-"""Not empty while an error is looked into: the copies that are tried then raise plainly."""
-
-
-def _explained(owner: Any, error: TypeError) -> Exception:
-    """The error with the path of what can't be copied; the error itself where no single thing is to blame."""
-    path, culprit = type(owner).__name__, owner
-    # What leads back to the object or to its own containers is not to blame.
-    seen = {id(owner): owner}
-    seen |= {id(part._state): part._state for _, part in _parts(owner) if type(part) in (StateDict, StateList)}
-    _explaining.append(True)
-    try:
-        while True:
-            parts = [(step, part) for step, part in _parts(culprit) if id(part) not in seen]
-            found = next(((step, part) for step, part in parts if not _can_be_copied(part, dict(seen))), None)
-            if found is None:
-                break
-            path, culprit = path + found[0], found[1]
-            seen[id(culprit)] = culprit
-    finally:
-        _explaining.pop()
-    if culprit is owner:
-        return error
-    return OpaqueError(
-        f"{path}: an object of type {type(culprit).__name__}, which can't be copied ({error}). If all copies may hold "
-        f"the same one, share the attribute: class {type(owner).__name__}(ForkableMixin, share=(...))"
-    )
-
-
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        yield from ((f"[{key!r}]", item) for key, item in value.items())
-    elif isinstance(value, list | tuple):
-        yield from ((f"[{index}]", item) for index, item in enumerate(value))
-    elif hasattr(value, "__dict__") and not isinstance(value, type):
-        shared = getattr(type(value), "_turnwise_share", ())
-        yield from ((f".{name}", item) for name, item in vars(value).items() if name not in shared)
-
-
-def _can_be_copied(value: Any, memo: dict[int, Any]) -> bool:
-    try:
-        copy.deepcopy(to_python(value), memo)
-    except Exception:
         return False
     return True
