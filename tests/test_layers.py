@@ -1,4 +1,4 @@
-"""A room imports only lower floors, and rooms of one floor never each other, except through ``types.py``."""
+"""A room imports only lower floors, and rooms of one floor never each other, except through ``types``."""
 
 from __future__ import annotations
 

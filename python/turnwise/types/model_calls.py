@@ -1,0 +1,139 @@
+"""What is asked of a model, and what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, runtime_checkable
+
+Message = dict[str, Any]
+"""One chat message as the OpenAI API writes it: ``{"role": "user", "content": "2 + 2 = ?"}``."""
+
+Messages = list[Message]
+"""A chat: ``[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2 = ?"}]``."""
+
+FinishReason = Literal["stop", "length", "abort"]
+"""``stop``: a stop token was sampled (and is kept); ``length``: the token limit; ``abort``: cut off from outside."""
+
+PolicyVersions = list[tuple[int, int]]
+"""Which weights sampled which tokens, as runs: ``[(5, 12), (3, 13)]`` is 5 tokens by version 12, then 3 by 13."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn.
+
+    ``temperature`` 0 means greedy. ``max_tokens`` counts completion tokens, the stop token included.
+    ``stop_token_ids`` are added to the tokenizer's end-of-sequence token. ``seed`` fixes the draw of this one request,
+    whatever else is in the batch; ``None`` lets the client choose one.
+
+    Example: ``Sampling(temperature=1.0, max_tokens=32)``
+    """
+
+    temperature: float = 1.0
+    max_tokens: int = 256
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature={self.temperature!r}: expected a number >= 0 (0 is greedy)")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens!r}: expected at least 1")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p!r}: expected a number in (0, 1]")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k!r}: expected 0 (off) or a positive count")
+
+    def with_(self, **changes: Any) -> Sampling:
+        """A copy with some fields changed: ``sampling.with_(temperature=0.0)``; unknown names raise ``TypeError``."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRequest:
+    """One completion asked of an inference client. Siblings of a tree are requests with equal prompts, own seeds.
+
+    ``messages`` is the chat behind the prompt, for clients that send text.
+
+    Example: ``ModelRequest([1, 17, 9], Sampling(max_tokens=8, seed=3), policy="default")``
+    """
+
+    prompt_token_ids: Sequence[int]
+    sampling: Sampling = Sampling()
+    policy: str = "default"
+    messages: Messages | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(slots=True)
+class ModelResponse:
+    """What one model call gave. Lists run over the ``C`` completion tokens, the stop token included.
+
+    ``logprobs`` are those of the distribution sampled from: ``log_softmax(logits / temperature)``, and for greedy
+    decoding ``log_softmax(logits)``. ``text`` is the completion without special tokens. What is not ``trainable`` came
+    as text: its token ids are a tokenizer's reading of it, and its log-probabilities are unknown. What is ``cached``
+    was sampled for another call that asked the same.
+
+    Example: ``ModelResponse(text="4", completion_token_ids=[20, 2], logprobs=[-0.1, -0.01], finish_reason="stop",
+    policy_versions=[(2, 7)], prompt_token_ids=[1, 17, 9])``
+    """
+
+    text: str
+    completion_token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    policy_versions: PolicyVersions
+    prompt_token_ids: list[int] = field(default_factory=list)
+    trainable: bool = True
+    cached: bool = False
+
+
+class ModelError(RuntimeError):
+    """A model call failed; the episode that made it becomes a result with ``error`` set, never a training row."""
+
+
+class ContextLengthError(ModelError):
+    """The prompt leaves no room in the model's context."""
+
+
+@runtime_checkable
+class InferenceClient(Protocol):
+    """Token ids in, token ids out. One response per request, in the order of the requests.
+
+    ``generate`` raises :class:`ModelError` (``ContextLengthError`` for a prompt that is too long) where it can't serve.
+    ``load_weights`` checks names and shapes before it changes a byte, and then answers for ``version``.
+    """
+
+    async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]: ...
+
+    def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None: ...
+
+    def version(self, policy: str) -> int: ...
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@runtime_checkable
+class ScoringClient(Protocol):
+    """A client that can also tell how likely a given completion is."""
+
+    async def score(self, requests: Sequence[ModelRequest], completions: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probabilities of ``completions[i]``, token by token, after the prompt of ``requests[i]``: those of
+        ``log_softmax(logits / temperature)``, before top-p and top-k, as in a response of :meth:`generate`."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that turnwise uses."""
+
+    eos_token_id: int | None
+
+    def apply_chat_template(self, conversation: Messages, **kwargs: Any) -> Any: ...
+
+    def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str: ...
