@@ -99,8 +99,8 @@ class StoreFile:
 
     def _prepare(self, name: str) -> None:
         run = self._database.execute
+        [[tables]] = run("SELECT count(*) FROM sqlite_master")  # first: another process may be making them just now
         [[application]], [[format]] = run("PRAGMA application_id"), run("PRAGMA user_version")
-        [[tables]] = run("SELECT count(*) FROM sqlite_master")
         if tables and application != APPLICATION:
             raise ValueError(f"path={str(self.path)!r}: a database of something else, no artifact store")
         if tables and format != FORMAT:
