@@ -256,3 +256,23 @@ def test_rules_over_turns_follow_real_episodes(make_arena, rule):
     else:
         expected = 0.5 - np.mean([0.5, 0.5**3, 0.0])  # the first turns of the three
     assert steps["a"][0].advantage == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("requests", "message"),
+    [
+        (None, "requests=None: expected a list of EpisodeRequests"),
+        (guess(), r"requests=EpisodeRequest\(.*expected a list"),
+        (["guess"], "requests holds 'guess': expected EpisodeRequests"),
+        ([guess(group_id=("q", []))], r"group_id=\('q', \[\]\): expected a hashable value"),
+    ],
+)
+def test_what_is_no_list_of_requests_is_named(arena, requests, message):
+    arena.source = lambda: requests
+    with pytest.raises(TypeError, match=message):
+        asyncio.run(arena.step())
+
+
+def test_requests_may_come_from_a_generator(arena):
+    arena.source = lambda: (guess(str(number)) for number in range(3))
+    assert len(asyncio.run(arena.step())) == 3

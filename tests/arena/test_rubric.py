@@ -250,3 +250,8 @@ def test_judges_in_rewards_are_logged_seeded_and_never_train(make_arena):
     assert "slowly" in str(rollout.steps[1].prompt), "recorded in the order of the functions, not of the clock"
     assert rollout.steps[1].info["temperature"] == 0.0
     assert [s.info["seed"] for s in judged(quick, slow).steps] == [s.info["seed"] for s in rollout.steps]
+
+
+def test_a_lone_function_is_no_list_of_them():
+    with pytest.raises(TypeError, match=r"funcs=<function .*: expected a list of reward functions"):
+        Rubric(lambda completion: 1.0)

@@ -19,7 +19,7 @@ from turnwise.arena.group_rewards import score_groups
 from turnwise.arena.judge import AnswerCache
 from turnwise.arena.model_call import PromptCache, call, fit_to_context, playing, to_messages, tokenizer_of
 from turnwise.arena.overlong import OverlongPenalty
-from turnwise.arena.play import open_episode, play
+from turnwise.arena.play import listed, open_episode, play
 from turnwise.arena.privacy import check_batch
 from turnwise.arena.progress import EpisodeProgress
 from turnwise.arena.resampling import check_stateless, describe_draws, resample, state_of
@@ -231,10 +231,11 @@ class Arena:
         """Run episodes side by side, or ``concurrency`` at once; one result each, in order. Inside an episode they
         become its children.
 
-        Raises ``BatchFailedError`` when too many fail, ``ValueError`` for requests that can't be run.
+        Raises ``BatchFailedError`` when too many fail, ``ValueError`` or ``TypeError`` for requests that can't be run.
         """
         parent = current_context()
         seen: Counter[Any] = Counter()
+        requests = listed(requests)
         contexts = [open_episode(self, request, parent, seen) for request in requests]
         failures = FailureCount(len(contexts), self.failure_threshold)
         pairs = zip(requests, contexts, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from turnwise.arena.context import EpisodeContext, Luck, content_key, derive_seed, inside, outlasting
@@ -14,6 +15,21 @@ from turnwise.types import EpisodeRequest, EpisodeState, GenerateResult, Rollout
 
 if TYPE_CHECKING:
     from turnwise.arena.arena import Arena
+
+
+def listed(requests: Any) -> list[EpisodeRequest]:
+    """``requests`` as a list. Raises ``TypeError`` for what is no list of requests that can be told apart."""
+    if isinstance(requests, EpisodeRequest) or not isinstance(requests, Iterable):
+        raise TypeError(f"requests={requests!r}: expected a list of EpisodeRequests")
+    found = list(requests)
+    for request in found:
+        if not isinstance(request, EpisodeRequest):
+            raise TypeError(f"requests holds {request!r}: expected EpisodeRequests")
+        try:
+            hash(request.group_id)
+        except TypeError:
+            raise TypeError(f"group_id={request.group_id!r}: expected a hashable value, such as a string") from None
+    return found
 
 
 def open_episode(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +103,8 @@ class Rubric:
         on_error: str = "raise",
         timeout: float | None = None,
     ) -> None:
+        if callable(funcs) or not isinstance(funcs, Iterable):
+            raise TypeError(f"funcs={funcs!r}: expected a list of reward functions")
         self.funcs = list(funcs)
         self.weights = [1.0] * len(self.funcs) if weights is None else [float(weight) for weight in weights]
         if len(self.weights) != len(self.funcs):
