@@ -138,8 +138,10 @@ def test_what_is_registered_twice_or_unknown_is_refused(arena):
         arena.add_store("questions")
     with pytest.raises(ValueError, match=r"episode_type='gues': no such episode, expected one of \['guess'\]"):
         run(arena, EpisodeRequest("gues", "x"))
-    with pytest.raises(TypeError, match="expected an Episode object"):
+    with pytest.raises(TypeError, match=r"got the class Guess, expected an Episode object, as Guess\(\)"):
         arena.add_episode("x", Guess)
+    with pytest.raises(TypeError, match="got 3, expected an Episode object"):
+        arena.add_episode("x", 3)
     with pytest.raises(ValueError, match=r"actor_id='nobody': no such actor, expected one of \['solver'\]"):
         asyncio.run(arena.call_model("nobody", "hi"))
 
@@ -265,6 +267,7 @@ def test_rules_over_turns_follow_real_episodes(make_arena, rule):
         (guess(), r"requests=EpisodeRequest\(.*expected a list"),
         (["guess"], "requests holds 'guess': expected EpisodeRequests"),
         ([guess(group_id=("q", []))], r"group_id=\('q', \[\]\): expected a hashable value"),
+        ([guess(seed="7")], "seed='7': expected a whole number, or None"),
     ],
 )
 def test_what_is_no_list_of_requests_is_named(arena, requests, message):

@@ -172,6 +172,10 @@ def _only_actor(arena: Arena) -> str:
 
 def check_episode(name: str, episode: Any) -> None:
     """Raise unless ``episode`` can be registered under ``name``: an :class:`Episode` object with a rubric."""
+    if isinstance(episode, type):
+        raise TypeError(
+            f"episode {name!r}: got the class {episode.__name__}, expected an Episode object, as {episode.__name__}()"
+        )
     if not isinstance(episode, Episode):
         raise TypeError(f"episode {name!r}: got {episode!r}, expected an Episode object")
     rubric = getattr(episode, "rubric", None)

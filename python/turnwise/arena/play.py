@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterable
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from turnwise.arena.context import EpisodeContext, Luck, content_key, derive_seed, inside, outlasting
@@ -29,6 +30,8 @@ def listed(requests: Any) -> list[EpisodeRequest]:
             hash(request.group_id)
         except TypeError:
             raise TypeError(f"group_id={request.group_id!r}: expected a hashable value, such as a string") from None
+        if request.seed is not None and not isinstance(request.seed, Integral):
+            raise TypeError(f"seed={request.seed!r}: expected a whole number, or None")
     return found
 
 
