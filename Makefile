@@ -87,7 +87,7 @@ demo-compare: $(VENV)/.installed  ## the demo beside a single agent and an untra
 	@$(BIN)/turnwise demo --compare
 
 test:  ## all tests, against the installed package; those of vLLM too where its CPU build can be had
-	@if $(VLLM_HERE); then vllm=$(VLLM)/.vllm; fi; $(MAKE) --no-print-directory -j2 GOAL=test $(VENV)/.peers $$vllm
+	@vllm=; if $(VLLM_HERE); then vllm=$(VLLM)/.vllm; fi; $(MAKE) --no-print-directory -j2 GOAL=test $(VENV)/.peers $$vllm
 	@failed=0; \
 	if $(VLLM_HERE); then $(MAKE) --no-print-directory test-vllm || failed=1; fi; \
 	$(ONE_THREAD) $(BIN)/python -P -m pytest -n auto --maxprocesses 8 --dist worksteal || failed=1; \

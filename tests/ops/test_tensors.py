@@ -85,6 +85,22 @@ def test_flags_are_read_as_booleans_and_nothing_as_not_given() -> None:
         assert advantages(rewards, valid=way(valid)).tolist() == pytest.approx([*EXPECTED[:2].tolist(), 0.0, 0.0])
 
 
-def test_rows_that_are_none_are_no_missing_argument() -> None:
+@pytest.mark.parametrize("way", [lambda tensor: tensor, ByAttributes])
+def test_a_tensor_without_rows_is_no_missing_argument(way: Any) -> None:
+    rewards = torch.tensor([1.0, 0.0, 2.0, 5.0])
+    with pytest.raises(ValueError, match="shape of rewards"):
+        advantages(rewards, valid=way(torch.empty(0, dtype=torch.bool)))
     empty = torch.empty(0)
-    extension.group_advantage(empty, empty.long(), empty, 0, None, None, empty.bool(), False, 0, 0, 0, 1, 0.0, 0.0, 1)
+    columns = (way(empty), way(empty.long()), empty, 0, None, None, way(empty.bool()))
+    extension.group_advantage(*columns, False, 0, 0, 0, 1, 0.0, 0.0, 1)  # no rows, no error
+
+
+def test_a_strided_mask_is_read_in_both_ways() -> None:
+    """What `group_advantage` takes is contiguous; here steps of two dimensions count."""
+    rewards = torch.arange(12.0).reshape(3, 4).t()
+    mask = torch.tensor([[1, 0, 1, 0, 1, 0], [0, 0, 1, 0, 0, 0], [1, 0, 0, 0, 1, 0], [1, 0, 1, 0, 0, 0]]).bool()[:, ::2]
+    found = [torch.empty(4, dtype=torch.float64) for _ in range(2)]
+    for way, sums in zip((lambda tensor: tensor, ByAttributes), found, strict=True):
+        extension.token_reward_sum(way(rewards), way(mask), None, None, way(sums), 1)
+    expected = (rewards * mask).sum(1).double()
+    assert torch.equal(found[0], expected) and torch.equal(found[1], expected)

@@ -124,7 +124,7 @@ def resolve(name: str | None, tensor: Tensor | None = None, *, native: str = "",
     The argument ``name`` wins over :func:`backend`, that over ``TURNWISE_BACKEND``. ``native`` and ``triton`` say why
     that backend can't serve these inputs (empty: it can); device and installation are looked at here.
     """
-    chosen = (_forced.name or _environment) if name is None else _check_name(name, "backend")
+    chosen = forced_backend() if name is None else _check_name(name, "backend")
     on_cpu = tensor is None or tensor.is_cpu
     if chosen is None and on_cpu and extension is not None:  # the usual case first: a small op is soon done
         return "torch" if native else "native"
