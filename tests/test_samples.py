@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import math
+import random
+import sys
+from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import pytest
 
-from turnwise.samples import collect_samples
+from turnwise.samples import collect_samples, trainable_calls
 from turnwise.types import GenerateResult, Rollout, Step
 
 
@@ -89,3 +93,117 @@ def test_a_reward_that_is_no_number(reward: float, where: str) -> None:
 def test_a_missing_reward() -> None:
     with pytest.raises(ValueError, match=r"'solver'.*no reward.*\['critic'\]"):
         collect_samples([result("r", [step()], {"critic": 1.0})])
+
+
+class Judged(Step):
+    """A step whose reward is worked out when it is asked for."""
+
+    __slots__ = ()
+
+    @property
+    def reward(self) -> float:  # type: ignore[override]
+        return float(len(self.completion_token_ids))
+
+    @reward.setter
+    def reward(self, value: float | None) -> None:
+        pass
+
+
+def drawn_step(draw: random.Random) -> Step:
+    made = step(
+        draw.choice(["solver", "solver", "critic", None]),
+        reward=draw.choice([None, None, 0, -1.5, True, Fraction(1, 4)]),
+        trainable=draw.random() < 0.9,
+        finish_reason=draw.choice(["stop", "stop", "length", "abort", "".join(["ab", "ort"])]),
+        completion_token_ids=draw.choice([[3], [3, 4], []]),
+        info=draw.choice([{}, {"ends": (1,)}, {"ends": (0, 1)}]),
+    )
+    if draw.random() < 0.2:
+        made.__class__ = Judged
+    return made
+
+
+def drawn_result(draw: random.Random, name: str, depth: int = 0) -> GenerateResult:
+    children = [drawn_result(draw, f"{name}.{child}", depth + 1) for child in range(draw.randint(0, 3 - depth))]
+    steps = [drawn_step(draw) for _ in range(draw.choice([0, 1, 3, 40]))]
+    node = result(name, steps, {"solver": draw.random(), "critic": 2}, children=children)
+    node.is_trainable = draw.random() < 0.9
+    node.rollout.error = "Traceback" if draw.random() < 0.1 else None
+    if draw.random() < 0.3:
+        node.rollout.meta["ends"] = [
+            {"rewards": {"solver": 7.0, "critic": 8.0}},
+            {"rewards": {"solver": 9, "critic": 1}},
+        ]
+    else:
+        for one in steps:
+            one.info.pop("ends", None)
+    return node
+
+
+def plainly(results: Sequence[GenerateResult]) -> list[tuple[Any, ...]]:
+    """:func:`trainable_calls` by one look after another."""
+    found = []
+    for top in results:
+        for node in top.walk():
+            for place, one in enumerate(node.rollout.steps):
+                if node.rollout.error is not None or not node.is_trainable or one.actor_id is None:
+                    continue
+                if one.trainable and one.finish_reason != "abort" and one.completion_token_ids:
+                    given = node.rollout.rewards_of(one)[one.actor_id]
+                    own = given if one.reward is None else one.reward
+                    found.append((top, node, place, one, one.actor_id, float(own), float(given)))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_calls_are_those_that_one_look_after_another_finds(seed: int) -> None:
+    draw = random.Random(seed)
+    results = [drawn_result(draw, str(number)) for number in range(draw.choice([0, 1, 40]))]
+    calls, expected = trainable_calls(results), plainly(results)
+    columns = calls.places, calls.steps, calls.actors, calls.rewards, calls.trajectory_rewards
+    found = [(*calls.episodes[owner], *call) for owner, *call in zip(calls.owners, *columns, strict=True)]
+    assert len(found) == len(expected), f"seed {seed}"
+    for ours, theirs in zip(found, expected, strict=True):
+        assert all(one is other for one, other in zip(ours[:2] + ours[3:4], theirs[:2] + theirs[3:4], strict=True))
+        assert (ours[2], *ours[4:]) == (theirs[2], *theirs[4:]), f"seed {seed}"
+        assert type(ours[-1]) is type(ours[-2]) is float
+    assert calls.others == sum(len(n.rollout.steps) for top in results for n in top.walk()) - len(expected)
+
+
+def test_references_are_counted() -> None:
+    results = [drawn_result(random.Random(seed), str(seed)) for seed in range(20)]
+    held = [thing for top in results for node in top.walk() for thing in (node, node.rollout, *node.rollout.steps)]
+    held += [thing for top in results for node in top.walk() for thing in (node.rollout.rewards, node.rollout.meta)]
+    before = [sys.getrefcount(thing) for thing in held]
+    for _ in range(3):
+        assert trainable_calls(results).steps
+    assert [sys.getrefcount(thing) for thing in held] == before
+
+
+def test_a_reward_that_is_a_word() -> None:
+    with pytest.raises(TypeError, match="must be real number, not str"):
+        collect_samples([result("r", [step(reward="3")], {"solver": 1.0})])
+
+
+def test_steps_may_go_while_they_are_looked_at() -> None:
+    steps: list[Step] = []
+
+    class Clearing(Step):
+        __slots__ = ()
+
+        @property
+        def trainable(self) -> bool:  # type: ignore[override]
+            steps.clear()
+            return True
+
+        @trainable.setter
+        def trainable(self, value: bool) -> None:
+            pass
+
+    first = step()
+    first.__class__ = Clearing
+    steps += [first, *(step(turn=turn) for turn in range(1, 50))]
+    results = [result("r", steps, {"solver": 1.0}), result("s", [step()], {"solver": 0.0})]
+    del first
+    assert trainable_calls(results).places == [*range(50), 0]
+    assert steps == []

@@ -22,11 +22,19 @@ struct TokenId {
     static constexpr const char* kExpected = "expected a token id, a whole number from 0 to 2147483647";
 
     static bool fits(long long wide) { return wide >= 0 && wide <= std::numeric_limits<int32_t>::max(); }
+    // Python's ints of one digit, below 2^30: token ids are.
     static bool quick(PyObject* item, Value& value) {
         if (!PyLong_CheckExact(item)) return false;
-        int overflow;
-        value = PyLong_AsLongLongAndOverflow(item, &overflow);
-        return overflow == 0 && fits(value);
+        const auto* whole = reinterpret_cast<const PyLongObject*>(item);
+#if PY_VERSION_HEX >= 0x030C0000
+        if (!PyUnstable_Long_IsCompact(whole)) return false;
+        value = PyUnstable_Long_CompactValue(whole);
+        return value >= 0;
+#else
+        if (static_cast<size_t>(Py_SIZE(whole)) > 1) return false;  // negative numbers have a negative size
+        value = Py_SIZE(whole) ? whole->ob_digit[0] : 0;
+        return true;
+#endif
     }
     static bool convert(PyObject* item, Value& value) {
         const py::object whole = py::reinterpret_steal<py::object>(PyNumber_Index(item));

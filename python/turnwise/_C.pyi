@@ -1,6 +1,6 @@
 """The compiled core. Use :mod:`turnwise.ops`; these functions take their arguments as they come."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final, overload
 
 import numpy as np
@@ -116,6 +116,9 @@ def pack_tokens(
     logprobs: Sequence[Sequence[float]],
     where: Callable[[int], str],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]: ...
+def read_attributes(objects: Sequence[Any], names: Sequence[str]) -> tuple[list[Any], ...]: ...
+def read_items(mappings: Sequence[Mapping[str, Any]], defaults: dict[str, Any]) -> tuple[list[Any], ...]: ...
+def trainable_calls(nodes: Sequence[Any]) -> tuple[Any, ...]: ...
 def policy_loss(
     streams: tuple[Tensor | None, ...],
     numbers: tuple[float, ...],

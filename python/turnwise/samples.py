@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import isfinite
 
-from turnwise.types import GenerateResult, Rollout, Sample, Step
-
-Call = tuple[GenerateResult, GenerateResult, int, Step, str, float, float]
-"""A trainable model call: ``(top, node, place, step, actor, reward, trajectory_reward)``.
-
-Its ``step`` stands at ``place`` of ``node.rollout.steps``, in the tree of episodes below ``top``. ``reward`` is the
-step's own, else what :meth:`Rollout.rewards_of` has for its actor; ``trajectory_reward`` the other way round.
-"""
+from turnwise import _C
+from turnwise.types import GenerateResult, Sample, Step
 
 
-def trainable_calls(results: Sequence[GenerateResult]) -> Iterator[Call]:
+@dataclass(slots=True)
+class Calls:
+    """Trainable model calls, column by column; every list is ``[B]``.
+
+    The step of a call stands at its place among those of ``episodes[owner]``, which are ``(top, node)``: the result
+    whose rollout it is of, and the one at the top of its tree of episodes.
+    ``rewards`` are the steps' own, else what :meth:`Rollout.rewards_of` has for the actor; ``trajectory_rewards`` the
+    other way round. ``others`` counts the model calls that are none of these.
+    """
+
+    episodes: list[tuple[GenerateResult, GenerateResult]]
+    owners: list[int]
+    places: list[int]
+    steps: list[Step]
+    actors: list[str]
+    rewards: list[float]
+    trajectory_rewards: list[float]
+    others: int
+
+
+def trainable_calls(results: Sequence[GenerateResult]) -> Calls:
     """The trainable model calls of ``results`` and of all below them, parents first.
 
     Left out: failed rollouts, results with ``is_trainable=False`` (their children are asked for themselves), judges
@@ -24,30 +39,13 @@ def trainable_calls(results: Sequence[GenerateResult]) -> Iterator[Call]:
     Raises ``ValueError`` for a trainable step with no reward of its own and none for its actor, and for a reward
     that is not finite.
     """
-    for top in results:
-        for node in top.walk():
-            rollout = node.rollout
-            if rollout.error is not None or not node.is_trainable:
-                continue
-            rewards: Mapping[str, float] = rollout.rewards
-            several_ends = "ends" in rollout.meta
-            for place, step in enumerate(rollout.steps):
-                actor = step.actor_id
-                if (
-                    actor is None
-                    or not step.trainable
-                    or step.finish_reason == "abort"
-                    or not step.completion_token_ids
-                ):
-                    continue
-                if several_ends:
-                    rewards = rollout.rewards_of(step)
-                of_rollout = rewards.get(actor)
-                own = of_rollout if step.reward is None else step.reward
-                of_rollout = own if of_rollout is None else of_rollout
-                if own is None or of_rollout is None or not (isfinite(own) and isfinite(of_rollout)):
-                    raise ValueError(_wrong_reward(rollout, place, actor, own, of_rollout))
-                yield top, node, place, step, actor, float(own), float(of_rollout)
+    episodes = [(top, node) for top in results for node in top.walk()]
+    found = _C.trainable_calls([node for _, node in episodes])
+    wrong, seen, owners, places, steps, actors, rewards, of_rollouts = found
+    calls = Calls(episodes, owners, places, steps, actors, rewards, of_rollouts, others=seen - len(steps))
+    if wrong is not None:
+        raise ValueError(_wrong_reward(calls, *wrong))
+    return calls
 
 
 def collect_samples(results: Sequence[GenerateResult]) -> list[Sample]:
@@ -57,6 +55,12 @@ def collect_samples(results: Sequence[GenerateResult]) -> list[Sample]:
 
     Example: a result with one rollout of two steps gives two samples, ``step_index`` 0 and 1.
     """
+    return samples_of(trainable_calls(results))
+
+
+def samples_of(calls: Calls) -> list[Sample]:
+    """One :class:`Sample` for each of ``calls``, see :func:`collect_samples`."""
+    columns = calls.owners, calls.places, calls.steps, calls.actors, calls.rewards, calls.trajectory_rewards
     return [
         # By place, in the order of the fields: with names it takes half as long again.
         Sample(
@@ -85,11 +89,13 @@ def collect_samples(results: Sequence[GenerateResult]) -> list[Sample]:
             step.info,
             top,
         )
-        for top, node, place, step, actor, reward, trajectory_reward in trainable_calls(results)
+        for owner, place, step, actor, reward, trajectory_reward in zip(*columns, strict=True)
+        for top, node in (calls.episodes[owner],)
     ]
 
 
-def _wrong_reward(rollout: Rollout, place: int, actor: str, own: float | None, of_rollout: float | None) -> str:
+def _wrong_reward(calls: Calls, owner: int, place: int, actor: str, own: float | None, of_rollout: float | None) -> str:
+    rollout = calls.episodes[owner][1].rollout
     where = f"step {place} (actor {actor!r}) of rollout {rollout.id!r}, episode type {rollout.episode_type!r}"
     if own is None or of_rollout is None:
         return (

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from turnwise._C import pack_tokens
+from turnwise._C import pack_tokens, read_attributes, read_items
 from turnwise.arena.filters import Filters
-from turnwise.samples import collect_samples, trainable_calls
+from turnwise.samples import Calls, samples_of, trainable_calls
 from turnwise.types import CreditAssigner, GenerateResult, PolicyVersions, Sample, Step, TrainingBatch
 
 Reason = Callable[[GenerateResult, Step], bool]
@@ -26,6 +26,18 @@ REASONS: dict[str, Reason] = {
     "aborted": lambda result, step: step.finish_reason == "abort",
 }
 """Why :func:`turnwise.samples.trainable_calls` leaves a model call out; the first that holds is counted."""
+
+
+STEP_COLUMNS = (
+    "policy",
+    "prompt_token_ids",
+    "completion_token_ids",
+    "completion_logprobs",
+    "advantage",
+    "policy_versions",
+    "info",
+)
+"""What :class:`Rows` holds of each step."""
 
 
 @dataclass(slots=True)
@@ -62,9 +74,10 @@ def gather(results: Sequence[GenerateResult], filters: Filters) -> tuple[list[Sa
 
     Failed and (if asked) truncated ones are gone before credit, so they enter no statistics. Judges count nowhere.
     """
-    samples = collect_samples(results)
+    calls = trainable_calls(results)
+    samples = samples_of(calls)
     kept, filtered = filters.before_credit(samples)
-    return list(compress(samples, kept)), dict(_left_out(results, len(samples)) + Counter(filtered))
+    return list(compress(samples, kept)), dict(_left_out(calls) + Counter(filtered))
 
 
 def training_rows(results: Sequence[GenerateResult], filters: Filters) -> tuple[Rows, dict[str, int]]:
@@ -72,28 +85,27 @@ def training_rows(results: Sequence[GenerateResult], filters: Filters) -> tuple[
 
     Raises ``ValueError`` for a step without an advantage.
     """
-    rows = _rows_of_steps(results)
-    dropped = _left_out(results, len(rows.calls))
+    calls = trainable_calls(results)
+    rows = _rows_of(calls)
     kept, filtered = filters.before_credit(rows.calls)
     rows = rows.where(kept)
-    for step, advantage in zip(rows.calls, rows.advantages, strict=True):
-        if advantage is None:
-            raise ValueError(
-                f"{rows.name(step)} has no advantage: call assign_credit(results) before build_training_batch(results)"
-            )
+    if None in rows.advantages:
+        step = rows.calls[rows.advantages.index(None)]
+        raise ValueError(
+            f"{rows.name(step)} has no advantage: call assign_credit(results) before build_training_batch(results)"
+        )
     kept, also = filters.after_credit(rows.calls)
-    return rows.where(kept), dict(dropped + Counter(filtered) + Counter(also))
+    return rows.where(kept), dict(_left_out(calls) + Counter(filtered) + Counter(also))
 
 
-def _left_out(results: Sequence[GenerateResult], found: int) -> Counter[str]:
-    """How many model calls are none of the ``found`` trainable ones, by reason."""
-    nodes = [node for top in results for node in top.walk()]
-    if sum([len(node.rollout.steps) for node in nodes]) == found:  # no judges either
+def _left_out(calls: Calls) -> Counter[str]:
+    """How many other model calls there are, by reason; judges count nowhere."""
+    if calls.others == 0:
         return Counter()
-    trainable = {id(step) for _, _, _, step, *_ in trainable_calls(results)}
+    trainable = set(map(id, calls.steps))
     return Counter(
         next((name for name, holds in REASONS.items() if holds(node, step)), "no_tokens")
-        for node in nodes
+        for _, node in calls.episodes
         for step in node.rollout.steps
         if step.actor_id is not None and id(step) not in trainable
     )
@@ -162,23 +174,28 @@ def pack(samples: Sequence[Sample], dropped: dict[str, int], metrics: dict[str, 
     return pack_rows(rows, dropped, metrics)
 
 
-def _rows_of_steps(results: Sequence[GenerateResult]) -> Rows:
-    """The rows of all trainable calls. One walk: every look at a step waits for memory."""
-    rows = Rows(lambda wanted: next(_name(c[2], c[1].rollout.id) for c in trainable_calls(results) if c[3] is wanted))
-    for _, _, _, step, actor, reward, _ in trainable_calls(results):
-        info, versions = step.info, step.policy_versions
-        rows.calls.append(step)
-        rows.actors.append(actor)
-        rows.policies.append(step.policy)
-        rows.prompts.append(step.prompt_token_ids)
-        rows.completions.append(step.completion_token_ids)
-        rows.logprobs.append(step.completion_logprobs)
-        rows.masks.append(info.get("loss_mask"))
-        rows.temperatures.append(float(info.get("temperature", 1.0)))
-        rows.rewards.append(reward)
-        rows.advantages.append(step.advantage)
-        rows.versions.append(versions[0][1] if len(versions) == 1 else _oldest(versions))
-    return rows
+def _rows_of(calls: Calls) -> Rows:
+    policies, prompts, completions, logprobs, advantages, versions, infos = read_attributes(calls.steps, STEP_COLUMNS)
+    masks, temperatures = read_items(infos, {"loss_mask": None, "temperature": 1.0})
+
+    def name(wanted: Step) -> str:
+        row = next(row for row, step in enumerate(calls.steps) if step is wanted)
+        return _name(calls.places[row], calls.episodes[calls.owners[row]][1].rollout.id)
+
+    return Rows(
+        name,
+        calls=calls.steps,
+        actors=calls.actors,
+        policies=policies,
+        prompts=prompts,
+        completions=completions,
+        logprobs=logprobs,
+        masks=masks,
+        temperatures=temperatures,
+        rewards=calls.rewards,
+        advantages=advantages,
+        versions=[of_call[0][1] if len(of_call) == 1 else _oldest(of_call) for of_call in versions],
+    )
 
 
 def pack_rows(rows: Rows, dropped: dict[str, int], metrics: dict[str, float]) -> TrainingBatch:
@@ -241,7 +258,7 @@ def _numbered(names: Sequence[str]) -> tuple[list[str], np.ndarray]:
     """The different ones of ``names [B]`` in order of appearance, and where each stands among them, ``[B]`` int64."""
     distinct = list(dict.fromkeys(names))
     place_of = {name: place for place, name in enumerate(distinct)}
-    return distinct, np.array([place_of[name] for name in names], dtype=np.int64)
+    return distinct, np.fromiter(map(place_of.__getitem__, names), dtype=np.int64, count=len(names))
 
 
 def select(batch: TrainingBatch, rows: Sequence[int] | np.ndarray) -> TrainingBatch:
@@ -293,33 +310,36 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     ``overlong_penalty/<actor>`` and ``raw_reward/<actor>``, the reward without it.
     """
     rollouts = [result.rollout for top in results for result in top.walk()]
+    errors, metas, rewards, metrics = read_attributes(rollouts, ("error", "meta", "rewards", "metrics"))
+    lost, groups, attempts, raw_rewards = read_items(
+        metas, {"lost_tokens": 0, "group": {}, "attempt": 0, "raw_rewards": None}
+    )
     means: dict[str, defaultdict[str, list[float]]] = {kind: defaultdict(list) for kind in MEANS}
-    for rollout in rollouts:
-        if rollout.error is None:
-            for kind, values in (("reward", rollout.rewards), ("metric", rollout.metrics)):
+    for kind, column in (("reward", rewards), ("metric", metrics), ("raw_reward", raw_rewards)):
+        of_kind = means[kind]
+        for values, error in zip(column, errors, strict=True):
+            if values and error is None:
                 for name, value in values.items():
-                    means[kind][name].append(value)
-            for name, value in rollout.meta.get("raw_rewards", {}).items():
-                means["raw_reward"][name].append(value)
-    sampled = sum(rollout.meta.get("lost_tokens", 0) for rollout in rollouts)
-    sampled += sum(rollout.meta.get("group", {}).get("sampled_tokens", 0) for rollout in rollouts)
-    played_out = int(sum(rollout.metrics.get("tree/playout_tokens", 0) for rollout in rollouts))
-    lengths, truncated, penalties = means["completion_tokens"], means["truncated"], means["overlong_penalty"]
-    for rollout in rollouts:
-        penalized = "raw_rewards" in rollout.meta
+                    of_kind[name].append(value)
+    sampled = sum(lost) + sum([group.get("sampled_tokens", 0) for group in groups])
+    played_out = int(sum([measured.get("tree/playout_tokens", 0) for measured in metrics]))
+    lengths, truncated = means["completion_tokens"], means["truncated"]
+    steps = [step for rollout in rollouts for step in rollout.steps]
+    told = read_attributes(steps, ("actor_id", "completion_token_ids", "finish_reason", "info"))
+    for actor, token_ids, finish, info in zip(*told, strict=True):
+        if actor is None:
+            sampled += 0 if "cached" in info else len(token_ids)
+        else:
+            lengths[actor].append(len(token_ids))
+            truncated[actor].append(finish == "length")
+    for rollout in compress(rollouts, [raw is not None for raw in raw_rewards]):
         for step in rollout.steps:
-            actor, tokens = step.actor_id, len(step.completion_token_ids)
-            if actor is None:
-                sampled += 0 if "cached" in step.info else tokens
-                continue
-            lengths[actor].append(tokens)
-            truncated[actor].append(step.finish_reason == "length")
-            if penalized and "overlong_penalty" in step.info:
-                penalties[actor].append(step.info["overlong_penalty"])
+            if step.actor_id is not None and "overlong_penalty" in step.info:
+                means["overlong_penalty"][step.actor_id].append(step.info["overlong_penalty"])
     counts: dict[str, float] = {
         "episodes": len(rollouts),
-        "episodes/failed": sum(rollout.error is not None for rollout in rollouts),
-        "episodes/retried": sum(rollout.meta.get("attempt", 0) for rollout in rollouts),
+        "episodes/failed": len(errors) - errors.count(None),
+        "episodes/retried": sum(attempts),
         "sampled_tokens": sampled + played_out + sum(map(sum, lengths.values())),
     }
     if played_out:
