@@ -245,29 +245,47 @@ class Runs {
         return row;
     }
 
+    // The group that begins at `row`: where it ends, and the sums of those of its rows that count.
+    template <bool has_valid>
+    int64_t sum_up(int64_t row, int64_t end, Sums& sums) const {
+        const int64_t group = rows_.group[row];
+        sums = {1, to_double(rewards_[row]), 0, 0};
+        sums.square = sums.base - sums.base;  // not a number where it isn't finite
+        if constexpr (has_valid) {
+            while (++row < end && (!rows_.valid[row] || rows_.group[row] == group)) {
+                if (rows_.valid[row]) sums.add_to(to_double(rewards_[row]));
+            }
+            return row;
+        }
+        const int64_t first = row;
+        while (++row < end && rows_.group[row] == group) {
+        }
+        for (int64_t i = first + 1; i < row; ++i) sums.add_to(to_double(rewards_[i]));
+        return row;
+    }
+
     template <bool has_valid>
     bool walk(int64_t begin, int64_t end) const {
-        const auto enters = [&](int64_t row) { return !has_valid || rows_.valid[row]; };
         int64_t before = begin > 0 ? rows_.group[begin - 1] : -1;
         Shares shares;
-        for (int64_t row = begin; row < end;) {
-            if (!enters(row)) {
-                advantages_[row++] = from_double<T>(0);
+        Sums sums;
+        for (int64_t row = begin, next; row < end; row = next) {
+            next = row + 1;
+            if (has_valid && !rows_.valid[row]) {
+                advantages_[row] = from_double<T>(0);
                 continue;
             }
-            const int64_t first = row, group = rows_.group[row];
+            const int64_t group = rows_.group[row];
             if (group <= before || group >= groups_) return false;
             before = group;
-            const double base = to_double(rewards_[row++]);
-            Sums sums{1, base, 0, base - base};  // not a number where base isn't finite
-            for (; row < end && (!enters(row) || rows_.group[row] == group); ++row) {
-                if (enters(row)) sums.add_to(to_double(rewards_[row]));
-            }
+            next = sum_up<has_valid>(row, end, sums);
             if (!is_finite(sums.square) || (sums.count == 1 && o_.singleton == Singleton::error)) return false;
-            const Line line = line_of(sums, nullptr, o_, shares);
-            for (int64_t i = first; i < row; ++i) {
-                const double advantage = apply(line, to_double(rewards_[i]));
-                advantages_[i] = from_double<T>(enters(i) ? advantage : 0);
+            const Line line = line_of(sums, nullptr, o_, shares);  // its scale is 1
+            const T* __restrict from = rewards_;
+            T* __restrict to = advantages_;
+            for (int64_t i = row; i < next; ++i) {
+                const double advantage = (to_double(from[i]) - line.center) * line.factor;
+                to[i] = from_double<T>(!has_valid || rows_.valid[i] ? advantage : 0);
             }
         }
         return true;

@@ -30,6 +30,28 @@ def group_advantage(
     min_std: float,
     threads: int,
 ) -> None: ...
+
+@final
+class GroupAdvantageRule:
+    def __init__(
+        self,
+        by_trajectory: bool,
+        center: int,
+        scale: int,
+        singleton: int,
+        ddof: int,
+        eps: float,
+        min_std: float,
+    ) -> None: ...
+
+def group_advantage_by_rule(
+    rewards: Tensor,
+    group_ids: Tensor,
+    advantages: Tensor,
+    num_groups: int,
+    rule: GroupAdvantageRule,
+    threads: int,
+) -> None: ...
 def cuda_group_advantage_workspace(rows: int, groups: int, by_trajectory: bool, weighted: bool) -> int: ...
 def cuda_group_advantage(
     rewards: Tensor,

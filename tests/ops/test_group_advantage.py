@@ -5,6 +5,7 @@ import math
 import statistics
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -337,3 +338,24 @@ def test_compiles_whole_and_passes_opcheck() -> None:
     torch.testing.assert_close(torch.compile(scored, fullgraph=True, backend="aot_eager")(rewards), scored(rewards))
     arguments = (rewards.float(), ids, -1, trajectories, lengths, valid, True, 0, 0, 0, 1, 1e-6, 0.0, "native")
     torch.library.opcheck(torch.ops.turnwise.group_advantage.default, arguments)
+
+
+def test_a_rule_of_before_does_not_stick() -> None:
+    """Rules are kept once they were checked."""
+    rewards, ids = torch.tensor([0.0, 1.0, 2.0, 5.0]), torch.tensor([0, 0, 1, 1])
+
+    def both(**rule: Any) -> None:
+        expected = group_advantage(rewards, ids, **rule, backend="torch")
+        for _ in range(2):
+            torch.testing.assert_close(group_advantage(rewards, ids, **rule), expected)
+
+    eps: Any = torch.tensor(1.0)
+    both(eps=eps)
+    eps.fill_(3.0)
+    both(eps=eps)
+    for number in range(1200):
+        both(eps=number / 7, ddof=number % 2, center=("mean", "leave_one_out", "none")[number % 3])
+    for wrong in ({"eps": -1.0}, {"center": "median"}, {"ddof": 2}, {"min_std": math.nan}):
+        for _ in range(2):
+            with pytest.raises(ValueError, match=next(iter(wrong))):
+                group_advantage(rewards, ids, **wrong)  # type: ignore[arg-type]

@@ -118,6 +118,11 @@ def forced_backend() -> str | None:
     return _forced.name or _environment
 
 
+def native_by_default() -> bool:
+    """Whether a call that names no backend is served natively on CPU tensors; no emulator stands in."""
+    return _forced.name is None and _environment is None and extension is not None and emulator is None
+
+
 def resolve(name: str | None, tensor: Tensor | None = None, *, native: str = "", triton: str = "") -> str:
     """The backend that serves a call on ``tensor`` (``None``: on the CPU, without tensors).
 

@@ -174,24 +174,38 @@ def _run(
     return advantages
 
 
-def _run_as_is(
-    rewards: Tensor,
-    group_ids: Tensor,
-    num_groups: int,
-    modes: tuple[bool, int, int, int],
-    numbers: tuple[int, float, float],
-) -> Tensor | None:
+Rule = tuple[str, str, str, str, int, float, float]
+_known_rules: dict[Rule, Any] = {}
+"""Rules that were checked, as the core takes them."""
+
+
+def _run_as_is(rewards: Tensor, group_ids: Tensor, num_groups: int | None, rule: Rule) -> Tensor | None:
     """Rewards and ids alone, where the core takes them as they are: a small batch is done before they are looked at.
     ``None`` where it doesn't, or finds something wrong."""
-    if not rewards.is_cpu or backends.emulator is not None:
+    if num_groups is None:
+        num_groups = -1
+    elif num_groups < 0:
         return None
-    advantages = torch.empty_like(rewards)
-    columns = (rewards, group_ids, advantages, num_groups, None, None, None)
     try:
-        backends.extension.group_advantage(*columns, *modes, *numbers, torch.get_num_threads())
+        checked = _known_rules.get(rule) or _know(rule)
+        advantages = torch.empty_like(rewards)
+        backends.extension.group_advantage_by_rule(
+            rewards, group_ids, advantages, num_groups, checked, torch.get_num_threads()
+        )
     except (ValueError, TypeError):
         return None
     return advantages
+
+
+def _know(rule: Rule) -> Any:
+    """Checks a rule, and keeps it where its numbers are Python's own: they are few, and never change."""
+    pool, center, scale, singleton, ddof, eps, min_std = rule
+    _check_options(pool, center, scale, ddof, eps, singleton, min_std)
+    _check_companions(pool, None, center, None)
+    checked = backends.extension.GroupAdvantageRule(*_MODES[pool, center, scale, singleton], ddof, eps, min_std)
+    if type(ddof) is int and type(eps) is type(min_std) is float and len(_known_rules) < 1000:
+        _known_rules[rule] = checked
+    return checked
 
 
 def _kernel(
@@ -323,38 +337,36 @@ def group_advantage(
     Example: ``group_advantage(torch.tensor([1., 0., 1., 1.]), torch.zeros(4, dtype=torch.int64))`` gives
     ``[.499999, -1.499997, .499999, .499999]``.
     """
+    rule = pool, center, scale, singleton, ddof, eps, min_std
+    bare = trajectory_ids is None and lengths is None and valid is None
+    # The dispatcher and checks that nothing needs cost more than a small batch does: plain tensors pass them by.
+    plain = type(rewards) is Tensor and isinstance(group_ids, Tensor) and not torch.compiler.is_compiling()
+    if plain and bare and not check and backend is None and rewards.is_cpu and backends.native_by_default():
+        advantages = _run_as_is(rewards, group_ids, num_groups, rule)
+        if advantages is not None:
+            return advantages
     if not isinstance(rewards, Tensor) or not isinstance(group_ids, Tensor):
         raise TypeError(
             f"rewards and group_ids: expected tensors, got {type(rewards).__name__} and {type(group_ids).__name__}"
         )
-    modes = _MODES.get((pool, center, scale, singleton))
-    if modes is None or ddof not in (0, 1) or not eps >= 0 or not min_std >= 0:
-        _check_options(pool, center, scale, ddof, eps, singleton, min_std)
-    if (pool == "trajectory" and trajectory_ids is None) or (center == "length_weighted" and lengths is None):
-        _check_companions(pool, trajectory_ids, center, lengths)
-    assert modes is not None
+    _check_options(pool, center, scale, ddof, eps, singleton, min_std)
+    _check_companions(pool, trajectory_ids, center, lengths)
     columns = (trajectory_ids, lengths, valid)
-    bare = trajectory_ids is None and lengths is None and valid is None
     if not bare:
         check_optional(trajectory_ids=trajectory_ids, lengths=lengths, valid=valid)
     if num_groups is not None and num_groups < 0:
         raise ValueError(f"num_groups={num_groups}: expected a count >= 0")
     chosen = resolve(backend, rewards)
+    options = Options(pool, center, scale, singleton, ddof, eps, min_std)
     if check:
-        options = Options(pool, center, scale, singleton, ddof, eps, min_std)
         _check_all(rewards, group_ids, num_groups, *columns, options)
     if chosen != "torch":
         groups = -1 if num_groups is None else num_groups
-        # The dispatcher costs more than a small batch does, so plain tensors pass it by.
-        plain = type(rewards) is Tensor and not torch.compiler.is_compiling()
-        if plain and bare and chosen == "native":
-            advantages = _run_as_is(rewards, group_ids, groups, modes, (ddof, eps, min_std))
-            if advantages is not None:
-                return advantages
         call: Any = _kernel if plain else torch.ops.turnwise.group_advantage
-        return call(rewards, group_ids, groups, *columns, *modes, ddof, eps, min_std, chosen)
+        return call(
+            rewards, group_ids, groups, *columns, *_MODES[pool, center, scale, singleton], ddof, eps, min_std, chosen
+        )
     _check_shapes(rewards, group_ids, *columns)
-    options = Options(pool, center, scale, singleton, ddof, eps, min_std)
     if rewards.is_cpu:
         num_groups = _check_all(rewards, group_ids, num_groups, *columns, options)
     elif num_groups is None:
