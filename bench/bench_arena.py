@@ -167,7 +167,7 @@ def run(options: argparse.Namespace) -> None:
     speeds = per_call(every, episodes, rounds)
     finish("arena", f"The arena's own time, {episodes:,} concurrent episodes", speeds, options)
     steps = QUICK_EPISODES if options.quick else 2500
-    batches = [batch(name, every[name], steps, 9) for name in (OURS, TEMPLATE)]
+    batches = [batch(name, every[name], steps, 2 if options.quick else 9) for name in (OURS, TEMPLATE)]
     finish("arena", "Credit and batch", batches, options)
     held = memory(every[OURS], episodes, 4 * episodes if options.quick else options.episodes)
     finish("arena", "Memory", held, options)

@@ -20,7 +20,7 @@ from turnwise.types import TrainingBatch
 
 OBSERVATION = 16  # tokens between a completion and the next turn's
 ROWS = 8  # of the longest of which a forward pass holds the tokens; TRL's default rows per pass
-LARGE = 20_000  # tokens from which a case runs a model of one layer
+SMALL, LARGE = 1_000, 20_000  # tokens below and from which a case runs a model of one layer, for the time it takes
 LR = 1e-6
 
 
@@ -47,7 +47,7 @@ class Case(NamedTuple):
 
     @property
     def layers(self) -> int:
-        return 1 if self.tokens >= LARGE else 4
+        return 4 if SMALL <= self.tokens < LARGE else 1
 
 
 def make_model(case: Case) -> nn.Module:
