@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from turnwise.arena.context import EpisodeContext, inside, resolve
+from turnwise.arena.reward_values import keep_tokens
 from turnwise.arena.rubric import Score
 from turnwise.arena.scheduler import run_all
 from turnwise.state import prune, to_python
@@ -67,6 +68,8 @@ async def score_ends(episode: Episode, arena: Arena, context: EpisodeContext) ->
         for scope in scopes:
             context.adopt(scope, selected=False)
             rollout.steps += [step for step in scope.steps if step is not None]
+    for scope, (score, _) in zip(scopes, scored, strict=True):
+        keep_tokens(scope.rollout, score.token_rewards)
     for number, end in enumerate(ends):
         if number != (own or 0):
             prune(end.state.data)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.arena.context import EpisodeContext, current_context, resolve
 from turnwise.arena.ends import score_ends, settle
+from turnwise.arena.reward_values import keep_tokens
 from turnwise.arena.rubric import Rubric
 from turnwise.arena.store import ArtifactStore
 from turnwise.state import forkable, to_python
@@ -102,6 +103,7 @@ class Episode(ABC):
         else:
             rollout.extras = to_python(dict(await resolve(self.get_extras(state)) or {}))
             score = await self.rubric.score(rollout, arena, state)
+            keep_tokens(rollout, score.token_rewards)
         rollout.rewards = score.rewards
         rollout.metrics.update(score.metrics)
         if score.dropped is not None:

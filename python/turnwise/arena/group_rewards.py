@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from turnwise.arena.context import EpisodeContext, inside
 from turnwise.arena.episode import check_rewarded
 from turnwise.arena.privacy import LeakError
-from turnwise.arena.rubric import check_reward
+from turnwise.arena.reward_values import check_reward, keep_tokens
 from turnwise.arena.scheduler import FailureCount, run_all
 from turnwise.types import GenerateResult
 
@@ -95,6 +95,7 @@ def tell(result: GenerateResult, said: Mapping[str, Any]) -> None:
                 total = rollout.rewards.get(actor, 0.0) + reward
                 where = f"the rewards of {rollout.id!r} with its group's, actor {actor!r}"
                 rollout.rewards[actor] = check_reward(total, where)
+            keep_tokens(rollout, said.get("token_rewards", {}))
             check_rewarded(rollout)
             return
     except (TypeError, ValueError) as error:

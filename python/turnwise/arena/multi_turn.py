@@ -10,7 +10,7 @@ from turnwise.arena.beams import TreePlay
 from turnwise.arena.context import resolve
 from turnwise.arena.episode import Episode, make_forkable, running
 from turnwise.arena.privacy import hidden_parts
-from turnwise.arena.rubric import check_reward
+from turnwise.arena.reward_values import is_by_token, set_reward
 from turnwise.types import EpisodeState, Messages, Step
 
 if TYPE_CHECKING:
@@ -91,7 +91,12 @@ class MultiTurnEpisode(Episode, ABC):
         return None
 
     def step_reward(self, state: EpisodeState, arena: Arena, artifact: Any) -> Any:
-        """Reward of the action just taken, after ``env_response``; ``None`` leaves it to the rubric."""
+        """Reward of the action just taken, after ``env_response``; ``None`` leaves it to the rubric.
+
+        A number, or one for each token of the completion, as a list, an array or a tensor. These are kept in
+        ``step.info["token_rewards"]``, and their sum is the reward. A token counts where it trains: a ``"loss_mask"``
+        belongs into ``step.info`` before.
+        """
         return None
 
     def is_done(self, state: EpisodeState, arena: Arena, artifact: Any) -> Any:
@@ -182,7 +187,9 @@ class MultiTurnEpisode(Episode, ABC):
         state.last_completion_text = step.completion
         reward = await resolve(self.step_reward(state, arena, artifact))
         if reward is not None:
-            step.reward = check_reward(reward, f"{type(self).__name__}.step_reward for actor {state.current_actor!r}")
+            set_reward(step, reward, f"{type(self).__name__}.step_reward for actor {state.current_actor!r}")
+        elif is_by_token(step.reward):  # set by a hook; branches are compared before the rubric looks at it
+            set_reward(step, step.reward, f"{type(self).__name__}: reward of a step of actor {state.current_actor!r}")
         return step
 
     async def _mark_hidden(self, step: Step) -> None:

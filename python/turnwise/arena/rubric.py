@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.arena.context import current_context, inside, resolve
 from turnwise.arena.privacy import LeakError
+from turnwise.arena.reward_values import add_tokens, check_reward, is_by_token, reward_of, settle_steps
 from turnwise.arena.scheduler import run_all
 from turnwise.arena.tape import time_limit
 from turnwise.types import EpisodeState, RewardFunction, Rollout
@@ -65,17 +66,21 @@ ON_ERROR: dict[str, Callable[[Call, Exception], Awaitable[Any]]] = {
 
 @dataclass(slots=True)
 class Score:
-    """``rewards`` actor -> weighted sum; ``metrics`` "function/actor" -> unweighted value; ``dropped`` the reason."""
+    """``rewards`` actor -> weighted sum; ``metrics`` "function/actor" -> unweighted value; ``dropped`` the reason;
+    ``token_rewards`` actor -> weighted sum, token by token, of what was given so."""
 
     rewards: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     dropped: str | None = None
+    token_rewards: dict[str, list[float]] = field(default_factory=dict)
 
 
 class Rubric:
     """``rewards[actor] = sum over functions of weight * value[actor]``.
 
-    A function returns ``{actor: reward}``, or one number for every actor that acted. It may be ``def`` or
+    A function returns ``{actor: reward}``, or one number for every actor that acted. Where an actor made one model
+    call, its reward may also be a list, an array or a tensor of one number for each token of the completion: their sum
+    over the tokens that train counts, and ``step.info["token_rewards"]`` keeps them. A function may be ``def`` or
     ``async def``; all run concurrently. Weight 0 makes it a metric only. ``on_error`` says what an exception (or a
     ``timeout`` in seconds, for each function) does: ``"raise"`` fails the episode, ``"zero"`` counts as reward 0,
     ``"drop"`` keeps the rollout out of the batch, ``"retry"`` tries twice more and then fails. A NaN or infinite reward
@@ -134,14 +139,16 @@ class Rubric:
             "state": state,
         }
         score = Score()
+        settle_steps(rollout)  # reward functions see sums
         try:
             values = await self._run(self._single, available)
         except DropRolloutError as error:
             score.dropped = str(error)
             return score
-        actors = _actors_of(rollout)
+        finally:
+            settle_steps(rollout)  # and may set steps' rewards themselves
         for index, value in zip(self._single, values, strict=True):
-            self._add(score, index, value, actors)
+            self._add(score, index, value, rollout)
         return score
 
     @property
@@ -156,6 +163,9 @@ class Rubric:
             columns = await self._run(self._grouped, {"rollouts": list(rollouts), "arena": arena})
         except DropRolloutError as error:
             return [Score(dropped=str(error)) for _ in rollouts]
+        finally:
+            for rollout in rollouts:
+                settle_steps(rollout)
         for index, column in zip(self._grouped, columns, strict=True):
             values = [column] * len(rollouts) if isinstance(column, (int, float)) else list(column)
             if len(values) != len(rollouts):
@@ -164,16 +174,18 @@ class Rubric:
                     f"{len(rollouts)} rollouts"
                 )
             for score, rollout, value in zip(scores, rollouts, values, strict=True):
-                self._add(score, index, value, _actors_of(rollout))
+                self._add(score, index, value, rollout)
         return scores
 
-    def _add(self, score: Score, index: int, value: Any, actors: Sequence[str]) -> None:
+    def _add(self, score: Score, index: int, value: Any, rollout: Rollout) -> None:
         name, weight = self.names[index], self.weights[index]
-        for actor, reward in _by_actor(name, value, actors).items():
+        for actor, (reward, tokens) in _by_actor(name, value, rollout).items():
             score.metrics[f"{name}/{actor}"] = reward
             if weight:
                 total = score.rewards.get(actor, 0.0) + weight * reward
                 score.rewards[actor] = check_reward(total, f"weighted rewards up to {name!r}, actor {actor!r}")
+                if tokens is not None:
+                    score.token_rewards[actor] = add_tokens(score.token_rewards.get(actor), tokens, weight)
 
     async def _run(self, indices: Sequence[int], available: Mapping[str, Any]) -> list[Any]:
         context = current_context()
@@ -252,21 +264,10 @@ def _last_completion(rollout: Rollout, state: EpisodeState | None) -> str:
     return taken[-1] if taken else ""
 
 
-def _by_actor(name: str, value: Any, actors: Sequence[str]) -> dict[str, float]:
+def _by_actor(name: str, value: Any, rollout: Rollout) -> dict[str, tuple[float, list[float] | None]]:
     where = f"reward function {name!r}"
     if isinstance(value, Mapping):
-        return {actor: check_reward(reward, f"{where}, actor {actor!r}") for actor, reward in value.items()}
-    return dict.fromkeys(actors, check_reward(value, where))
-
-
-def check_reward(value: Any, where: str) -> float:
-    """``value`` as a finite float; ``where`` names its origin in the error."""
-    if isinstance(value, (str, bytes)) or value is None:
-        raise TypeError(f"{where}: got {value!r}, expected a number")
-    try:
-        reward = float(value)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{where}: got {value!r}, expected a number") from error
-    if not math.isfinite(reward):
-        raise ValueError(f"{where}: the reward is {reward!r}, expected a finite number")
-    return reward
+        return {actor: reward_of(one, actor, rollout, f"{where}, actor {actor!r}") for actor, one in value.items()}
+    if not is_by_token(value):
+        return dict.fromkeys(_actors_of(rollout), (check_reward(value, where), None))
+    return {actor: reward_of(value, actor, rollout, f"{where}, actor {actor!r}") for actor in _actors_of(rollout)}

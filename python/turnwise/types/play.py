@@ -48,8 +48,9 @@ class Step:
     ``branch`` is the index among siblings of a tree (0 without one); ``parent`` names the node of the tree that the
     siblings grew from; ``origin`` is the branch that led to this call's state, as its (parent, branch), ``None`` before
     the first node; ``selected`` says whether the episode's own trajectory holds the step. ``reward`` is this step's own
-    reward, ``None`` until scored: then its actor's by :meth:`Rollout.rewards_of`. ``group`` overrides the group key
-    that a credit rule would build.
+    reward, ``None`` until scored: then its actor's by :meth:`Rollout.rewards_of`. Where it was given token by token, it
+    is their sum, and ``info["token_rewards"]`` has them. ``group`` overrides the group key that a credit rule would
+    build.
 
     Example: ``Step("solver", turn=0, prompt=[{"role": "user", "content": "2 + 2 = ?"}], completion="4",
     prompt_token_ids=[1, 17, 9], completion_token_ids=[20, 2], completion_logprobs=[-0.1, -0.01],
