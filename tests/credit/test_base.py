@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +74,33 @@ def test_grouped_rules_equal_brute_force(make: Any, reference: Any, name: str, r
     advantages = rule().compute_columns(samples)
     assert advantages.dtype == np.float32 and advantages.shape == (len(rows),)
     np.testing.assert_allclose(advantages, reference(samples, key, unit, value, **options), rtol=1e-6, atol=1e-6)
+
+
+FORMULA = re.compile(r"\bA(_\w+)?(\([\w, ]+\))? = \S")
+SOURCE = re.compile(r"https://(arxiv\.org/abs/\d{4}\.\d{5}|doi\.org/10\.\S+)\b|turnwise's\s+own\b")
+
+
+def undocumented(module_doc: str | None, class_doc: str | None) -> list[str]:
+    """What the docstrings of a rule's file and class lack: the formula of its advantage, and where it is from."""
+    text = f"{module_doc or ''}\n{class_doc or ''}"
+    return [what for what, found in (("formula", FORMULA), ("source", SOURCE)) if not found.search(text)]
+
+
+@pytest.mark.parametrize("name", list(registry))
+def test_a_rule_says_its_formula_and_its_source(name: str) -> None:
+    rule = registry[name]
+    assert undocumented(sys.modules[rule.__module__].__doc__, rule.__doc__) == []
+
+
+def test_a_rule_that_says_neither_is_found() -> None:
+    assert undocumented(None, None) == ["formula", "source"]
+    assert undocumented("Mine: A is what I like (https://example.org).", "Mine(*, eps: float = 1.0)") == [
+        "formula",
+        "source",
+    ]
+    assert undocumented("    A_i = R_i - mean(R)", "A rule.") == ["source"]
+    assert undocumented("Someone et al., https://arxiv.org/abs/1234.56789.", None) == ["formula"]
+    assert undocumented("Turnwise's own.", "``A(s, a) = r``, turnwise's own.") == []
 
 
 @pytest.mark.parametrize("name", list(registry))

@@ -4,7 +4,8 @@
 
 with ``r`` the step's own reward. Under tree sampling the branches that grew from one node share one state and one
 prompt, so the node joins the key: ``k = (question, actor, turn, trajectory, node)``. All branches train, also those
-that were not selected. eps is the 1e-8 of the paper's text.
+that were not selected. eps is the 1e-8 of the paper's text. (Zhao et al., Stronger Together,
+https://arxiv.org/abs/2510.11062.)
 """
 
 from __future__ import annotations

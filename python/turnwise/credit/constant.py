@@ -1,5 +1,10 @@
-"""Constant credit: ``A = value`` for every model call. With the loss ``-A * log p`` this is supervised fine-tuning on
-what was sampled, or on demonstrations."""
+"""Constant credit: every model call is as good as any other.
+
+    A = value
+
+With the loss ``-A * log p`` this is supervised fine-tuning, maximum likelihood, on what was sampled or on
+demonstrations. No paper stands behind it: the rule is turnwise's own.
+"""
 
 from __future__ import annotations
 

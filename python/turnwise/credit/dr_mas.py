@@ -4,7 +4,8 @@
 
 over all model calls of actor ``k`` for that question: one called twice counts twice. A shared baseline would let the
 agent with the wider rewards set the scale, and the gradient norm, of the others. In the published code a group of one
-keeps its raw reward (``singleton="raw"``); here it gets 0 by default.
+keeps its raw reward (``singleton="raw"``); here it gets 0 by default. (Feng et al., Dr. MAS,
+https://arxiv.org/abs/2602.08847.)
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     R' = edges(R)        A = rule(R')
 
 Edges apply in their order, each to what those before it left: pay the parents of the leaves first, then their parents,
-and what a level is paid by may itself have been paid. See :mod:`turnwise.credit.edges`.
+and what a level is paid by may itself have been paid. See :mod:`turnwise.credit.edges`. The edges are turnwise's own;
+the rule has its source in its own file.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@
 over the same actor's calls in the same turn of other attempts at the question. Between GRPO, where all turns share one
 number, and AT-GRPO, where a turn is judged by its own reward alone: here an early move is paid for what it made
 possible. ``gamma = 0`` is AT-GRPO.
+
+The combination is turnwise's own: the discounted returns of GiGPO (Feng et al., https://arxiv.org/abs/2505.10978) in
+the groups of AT-GRPO (Zhao et al., https://arxiv.org/abs/2510.11062).
 """
 
 from __future__ import annotations
