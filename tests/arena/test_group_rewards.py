@@ -7,8 +7,8 @@ import itertools
 
 import pytest
 
-from turnwise.arena import BatchFailedError, DropRolloutError, Judge, Rubric
-from turnwise.types import EpisodeRequest
+from turnwise.arena import BatchFailedError, DropRolloutError, Judge, Rubric, logged
+from turnwise.types import EpisodeRequest, ModelError
 
 from .helpers import Guess, Propose
 from .replaying import play as play_again
@@ -208,3 +208,69 @@ def test_replays_take_what_the_group_said_from_the_record(make_arena, fails):
         _, divergence, _ = play_again(fresh(lambda prompt, request: 1 / 0), row)
         assert divergence is None, str(divergence)
     assert ("the group" in (rows[0]["error"] or "")) == fails
+
+
+def test_what_is_asked_at_the_top_is_in_the_record(make_arena):
+    """Prompts, answers, failures and readings, in the order of asking, once for each group; no step, and no sample."""
+    judge = Judge(read=float)
+
+    async def ask(rollouts, arena):
+        value = await judge.score(f"Rate {rollouts[0].artifact}", arena)
+        value += await judge.score(f"Rate {rollouts[0].artifact}", arena)
+        value += logged("length", len, "tool")
+        try:
+            await arena.call_model(None, "No answer?")
+        except ModelError:
+            value += 1
+        return [value] * len(rollouts)
+
+    def reply(prompt, request):
+        if "No answer" in prompt:
+            raise RuntimeError("gone")
+        return "8" if "Rate" in prompt else "3"
+
+    def fresh(reply=None):
+        return arena_of(make_arena, ask, reply=reply)
+
+    rows = record(fresh(reply), [EpisodeRequest("guess", artifact) for artifact in ("x", "y", "x")])
+    assert ["asked" in row["meta"]["group"] for row in rows] == [True, True, False]
+    for row, artifact in zip(rows, "xyx", strict=True):
+        assert [step["actor_id"] for step in row["steps"]] == ["solver"]
+        assert row["rewards"] == {"solver": 8.0 + 8.0 + 4 + 1}
+        _, divergence, _ = play_again(fresh(lambda prompt, request: 1 / 0), row)
+        assert divergence is None, str(divergence)
+        if "asked" not in row["meta"]["group"]:
+            continue
+        first, again, tool, failed = row["meta"]["group"]["asked"]
+        assert first["prompt"] == again["prompt"] == [{"role": "user", "content": f"Rate {artifact}"}]
+        assert [(step["completion"], step["trainable"]) for step in (first, again)] == [("8", False)] * 2
+        assert (first["completion_token_ids"], first["policy"]) == ([ord("8"), 0], "default")
+        assert "cached" not in first["info"] and again["info"]["cached"] is True
+        assert tool == {"read": "length", "of": ["tool"], "value": 4, "error": None}
+        assert failed["prompt"][0]["content"] == "No answer?" and failed["completion_token_ids"] == []
+        assert failed["error"][0] == "ModelError" and "gone" in failed["error"][1]
+        assert row["meta"]["group"]["sampled_tokens"] == 2, "what the cache had costs nothing"
+
+
+def test_what_was_asked_is_counted_once_whatever_becomes_of_the_group(make_arena):
+    """Episodes that a group function plays, too; a wrong answer of it must not lose what was asked for it."""
+
+    class Opinion(Guess):
+        episode_type = "opinion"
+
+    for said in ({"solver": 1.0}, {"critic": 1.0}):
+
+        async def ask(rollouts, arena, said=said):
+            await arena.generate_rollouts([EpisodeRequest("opinion", "z")])
+            await arena.call_model(None, "Who?")
+            return [said] * len(rollouts)
+
+        arena = arena_of(make_arena, ask, failure_threshold=1.0)
+        arena.add_episode(Opinion())
+        results = play(arena, "x", "x")
+        assert [result.rollout.error is None for result in results] == ["solver" in said] * 2
+        # Two guesses of two tokens, and once two of the opinion and two of the judge.
+        assert arena.finish(results).metrics["sampled_tokens"] == 2 * 2 + 2 + 2
+        asked = [result.rollout.meta["group"].get("asked", []) for result in results]
+        assert [[step["actor_id"] for step in steps] for steps in asked] == [["solver", None], []]
+        assert len(arena.build_training_batch(results)) == (2 if "solver" in said else 0)

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.arena.context import EpisodeContext, inside
 from turnwise.arena.episode import check_rewarded
+from turnwise.arena.plain import jsonable
 from turnwise.arena.privacy import LeakError
 from turnwise.arena.reward_values import check_reward, keep_tokens
 from turnwise.arena.scheduler import FailureCount, run_all
-from turnwise.types import GenerateResult
+from turnwise.arena.tape import ASK, READ, Call, Reading, Tape, empty_step, reading_to_json
+from turnwise.types import EpisodeRequest, GenerateResult
 
 if TYPE_CHECKING:
     from turnwise.arena.arena import Arena
@@ -29,7 +31,8 @@ async def score_groups(
 
     A group is the rollouts of one episode type and one question (``GenerateResult.uid``) that came to their end. Where
     a function fails, all of its group do; as with other reward functions, ``on_error`` may say otherwise. What was said
-    stands in ``rollout.meta["group"]``, since a replay of one top episode can't ask the others.
+    stands in ``rollout.meta["group"]``, since a replay of one top episode can't ask the others. There the first of the
+    group also has what the functions asked of judges and tools (:func:`what_was_asked`), none of which trains.
     """
     groups: dict[Hashable, list[tuple[int, GenerateResult]]] = {}
     for place, head in enumerate(results):
@@ -41,11 +44,12 @@ async def score_groups(
     running = []
     for members in groups.values():
         place, first = members[0]
-        # Judges get seeds of the group's own. Their answers stand with the parent; at the top, on no episode's tape.
+        # Judges get seeds of the group's own. Their answers stand with the parent; at the top, where each episode is
+        # played again alone, on a tape of the group's, which is told in ``meta``.
         name = "group" if parent is None and first is results[place] else f"group {first.rollout.id}"
         part = (contexts[place] if parent is None else parent).branch(name)
         if parent is None:
-            part.tape = None
+            part.tape = Tape(EpisodeRequest(first.rollout.episode_type, first.rollout.artifact), part.rollout.seed, {})
         running.append(_score(arena, [result for _, result in members], part, parent, failures))
     await run_all(running)
 
@@ -75,13 +79,32 @@ async def _score(
     finally:
         if parent is not None:
             parent.adopt(part, selected=False)
-    if parent is None:
-        sampled = [len(step.completion_token_ids) for step in part.steps if step and "cached" not in step.info]
-        told[0]["sampled_tokens"] = sum(sampled)
+    if parent is None and isinstance(part.tape, Tape):
+        told[0] |= what_was_asked(part.tape)
     for result, said in zip(group, told, strict=True):
         tell(result, said)
         if result.rollout.error is not None:
             failures.add(result.rollout.error)
+
+
+def what_was_asked(tape: Tape) -> dict[str, Any]:
+    """Every model call and reading on ``tape`` in the order in which they began, as JSON can hold them, and how many
+    tokens were sampled for them.
+
+    ``"asked"`` has a call as its step, with ``"error"`` where it failed, and a reading as ``{"read", "of", "value",
+    "error"}``.
+    """
+    calls = [thing for kind, thing in tape.events if kind == ASK and isinstance(thing, Call)]
+    sampled = [call.step.completion_token_ids for call in calls if call.step and "cached" not in call.step.info]
+    asked = [_plain(thing) for kind, thing in tape.events if kind in (ASK, READ)]
+    return {"sampled_tokens": sum(map(len, sampled)), **({"asked": asked} if asked else {})}
+
+
+def _plain(thing: Call | Reading) -> dict[str, Any]:
+    if isinstance(thing, Reading):
+        return reading_to_json(thing)
+    failed = {} if thing.error is None else {"error": list(thing.error)}
+    return {**jsonable(thing.step or empty_step(thing)), **failed}
 
 
 def tell(result: GenerateResult, said: Mapping[str, Any]) -> None:
@@ -99,7 +122,8 @@ def tell(result: GenerateResult, said: Mapping[str, Any]) -> None:
             check_rewarded(rollout)
             return
     except (TypeError, ValueError) as error:
-        rollout.meta["group"] = said = {"error": "".join(traceback.format_exception(error))}
+        spent = {name: said[name] for name in ("sampled_tokens", "asked") if name in said}
+        rollout.meta["group"] = said = {"error": "".join(traceback.format_exception(error)), **spent}
     rollout.rewards = {}
     if "error" in said:
         rollout.error = said["error"]

@@ -96,7 +96,8 @@ class Judge:
     ``RoutingClient`` sends to an ``OpenAIClient``; ``sampling`` overrides fields of the arena's, greedy unless it says
     otherwise. Equal questions to equal weights are asked once: ``cache_size`` answers are kept. The seed of a question
     is made of its content, so the answer doesn't depend on who asks first. Each answer is a step of the episode that
-    asked; ``step.info["cached"]`` marks those that cost nothing.
+    asked; ``step.info["cached"]`` marks those that cost nothing. What a group function asked at the top stands as such
+    a step under ``rollout.meta["group"]["asked"]`` of the group's first rollout.
 
     Example::
 

@@ -333,9 +333,14 @@ def _event_to_json(kind: str, thing: Any, places: Mapping[int, list[Any]]) -> li
     if kind in (EXPIRED, ANSWER):
         return [kind, _key_of(thing)]
     if isinstance(thing, Reading):
-        value = thing.value.encoded() if isinstance(thing.value, KeptArtifacts) else thing.value
-        return [kind, thing.key, {"read": thing.name, "of": thing.arguments, "value": value, "error": thing.error}]
+        return [kind, thing.key, reading_to_json(thing)]
     return [kind, thing.key, _call_to_json(thing, places)]
+
+
+def reading_to_json(reading: Reading) -> dict[str, Any]:
+    """What was read, of what, and the answer or what was raised instead."""
+    value = reading.value.encoded() if isinstance(reading.value, KeptArtifacts) else reading.value
+    return {"read": reading.name, "of": reading.arguments, "value": value, "error": reading.error}
 
 
 def _call_to_json(call: Call, places: Mapping[int, list[Any]]) -> dict[str, Any]:
