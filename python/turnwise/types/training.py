@@ -105,5 +105,5 @@ class CreditAssigner(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-RewardFunction = Callable[..., "Mapping[str, float] | float | Awaitable[Any]"]
+RewardFunction = Callable[..., "Mapping[str, Any] | float | Sequence[Any] | Awaitable[Any]"]
 """A reward function names the arguments it wants, for example ``def f(extras, artifact) -> dict[str, float]``."""
