@@ -272,6 +272,22 @@ def test_describe_leaves_failed_episodes_out_of_means_and_in_the_token_count():
     assert numbers["completion_tokens/a"] == pytest.approx(10 / 3)
 
 
+def test_describe_tells_cut_episodes_from_truncated_calls():
+    """Of four that tell how they ended one failed; of the other three one was cut: a third."""
+
+    def ended(how, id, *steps, **options):
+        told = result(*steps, id=id, **options)
+        told.rollout.meta["ended"] = how
+        return told
+
+    nested = [ended("max_turns", "cut", step()), result(step(), id="one turn")]
+    over = ended("done", "over", step(), step(finish_reason="length"), children=nested)
+    numbers = describe([over, ended("done", "too", step()), ended("max_turns", "f", error="Traceback")])
+    assert numbers["ended/max_turns"] == 1 / 3 and numbers["truncated/a"] == 1 / 5
+    assert describe([ended("done", "all", step())])["ended/max_turns"] == 0.0
+    assert "ended/max_turns" not in describe([result(step())]), "no episode with turns"
+
+
 def test_a_penalty_is_taken_from_rows_and_from_their_trajectories():
     samples, _ = gather([result(step(), step("b"), step(), id="r1", rewards={"a": 4.0, "b": 2.0})], Filters())
     penalize(samples, [0.5, 1.0, -0.25])

@@ -306,13 +306,14 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
 
     ``episodes``, ``episodes/failed``, ``episodes/retried``, ``sampled_tokens`` (all of them, trained on or not), of
     which ``playout_tokens`` are those of a tree's playouts, ``reward/<actor>``, ``metric/<name>``,
-    ``completion_tokens/<actor>``, ``truncated/<actor>``; where an overlong penalty is set,
-    ``overlong_penalty/<actor>`` and ``raw_reward/<actor>``, the reward without it.
+    ``completion_tokens/<actor>``, ``truncated/<actor>``, the share of its calls that ran into their token limit;
+    ``ended/max_turns``, the share of the episodes with turns that was cut at ``max_turns`` (the others were done);
+    where an overlong penalty is set, ``overlong_penalty/<actor>`` and ``raw_reward/<actor>``, the reward without it.
     """
     rollouts = [result.rollout for top in results for result in top.walk()]
     errors, metas, rewards, metrics = read_attributes(rollouts, ("error", "meta", "rewards", "metrics"))
-    lost, groups, attempts, raw_rewards = read_items(
-        metas, {"lost_tokens": 0, "group": {}, "attempt": 0, "raw_rewards": None}
+    lost, groups, attempts, raw_rewards, ended = read_items(
+        metas, {"lost_tokens": 0, "group": {}, "attempt": 0, "raw_rewards": None, "ended": None}
     )
     means: dict[str, defaultdict[str, list[float]]] = {kind: defaultdict(list) for kind in MEANS}
     for kind, column in (("reward", rewards), ("metric", metrics), ("raw_reward", raw_rewards)):
@@ -344,4 +345,6 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     }
     if played_out:
         counts["playout_tokens"] = played_out
+    if ends := [how for how, error in zip(ended, errors, strict=True) if how is not None and error is None]:
+        counts["ended/max_turns"] = ends.count("max_turns") / len(ends)
     return counts | {f"{kind}/{name}": float(np.mean(values)) for kind in MEANS for name, values in means[kind].items()}
