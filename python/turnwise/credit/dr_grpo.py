@@ -9,7 +9,7 @@ constant: ``loss.aggregation = "seq-mean-token-sum-norm"``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from turnwise.credit.grpo import GRPOCredit
 
@@ -18,4 +18,4 @@ from turnwise.credit.grpo import GRPOCredit
 class DrGRPOCredit(GRPOCredit):
     """Group ``(uid,)``, one value per trajectory; ``hierarchy`` as in :class:`GRPOCredit`."""
 
-    normalize: bool = False
+    normalize: bool = field(default=False, kw_only=False)

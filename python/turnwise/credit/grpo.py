@@ -12,11 +12,13 @@ under one parent, one episode type and one actor, and ``R`` is the rollout's rew
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from turnwise.credit.advice import first_advice
 from turnwise.credit.base import GroupCredit, Key
 from turnwise.types import Sample
 
@@ -29,9 +31,11 @@ class GRPOCredit(GroupCredit):
     ``positive_only``, what is below the mean gets 0.
     """
 
-    normalize: bool = True
+    normalize: bool = field(default=True, kw_only=False)
+    positive_only: bool = field(default=False, kw_only=False)
     hierarchy: bool = False
-    positive_only: bool = False
+
+    _looks_left = 8  # at batches that may call for advice, which comes once
 
     def __post_init__(self) -> None:
         if not self.normalize:
@@ -40,6 +44,11 @@ class GRPOCredit(GroupCredit):
 
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
         """Advantages ``[B]`` float32 of ``samples``, in their order."""
+        if self._looks_left:
+            advice = first_advice(self, samples)
+            self._looks_left = 0 if advice else self._looks_left - 1
+            if advice:
+                warnings.warn(f"{type(self).__name__}: {advice}", stacklevel=2)
         advantages = super().compute_columns(samples)
         return np.maximum(advantages, 0) if self.positive_only else advantages
 

@@ -8,7 +8,7 @@ deviation. (Hao et al., https://arxiv.org/abs/2505.23585.)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from turnwise.credit.grpo import GRPOCredit
 
@@ -18,4 +18,4 @@ class OPOCredit(GRPOCredit):
     """Group ``(uid,)``, one value per trajectory; ``hierarchy`` as in :class:`GRPOCredit`."""
 
     center: str = "length_weighted"
-    normalize: bool = False
+    normalize: bool = field(default=False, kw_only=False)

@@ -41,7 +41,7 @@ class RAECredit(Credit):
     Truncated calls (``finish_reason == "length"``) get 0 and do not count, unless ``include_truncated``.
     """
 
-    decay: float = 0.95
+    decay: float = field(default=0.95, kw_only=False)
     per: str = "batch"
     bias_correction: bool = False
     include_truncated: bool = False

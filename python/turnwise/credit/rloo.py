@@ -8,7 +8,7 @@ deviation. (Ahmadian et al., https://arxiv.org/abs/2402.14740.)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from turnwise.credit.grpo import GRPOCredit
 
@@ -18,4 +18,4 @@ class RLOOCredit(GRPOCredit):
     """Group ``(uid,)``, one value per trajectory; ``hierarchy`` as in :class:`GRPOCredit`."""
 
     center: str = "leave_one_out"
-    normalize: bool = False
+    normalize: bool = field(default=False, kw_only=False)

@@ -1,0 +1,49 @@
+"""What to tell who compares trajectories where nothing can come of it: groups of one, both sides of a game in one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from turnwise.types import Sample
+
+if TYPE_CHECKING:
+    from turnwise.credit.base import GroupCredit
+
+ENOUGH = 4
+"""So many games with the same sum of rewards are taken for no accident."""
+
+
+def first_advice(rule: GroupCredit, samples: Sequence[Sample]) -> str | None:
+    """What is wrong with comparing ``samples`` by ``rule``, which has one value per trajectory; ``None`` if nothing."""
+    units = len({rule.unit_key(sample) for sample in samples})
+    if rule.singleton == "zero" and 1 < units == len({rule.key_of(sample) for sample in samples}):
+        return (
+            f"each of the {units} values of this batch is alone in its group, so all advantages are 0; give attempts "
+            "that are to be compared the same artifact or group_id"
+        )
+    if constant_sum(rule, samples):
+        return (
+            "the actors of each trajectory share one value, their mean, but what one earns here another loses, so it "
+            "tells nothing; HierarchyCredit, DrMASCredit, ATGRPOCredit and RAECredit compare each actor with itself"
+        )
+    return None
+
+
+def constant_sum(rule: GroupCredit, samples: Sequence[Sample]) -> bool:
+    """Whether several actors divide up a fixed sum in ``samples``, and ``rule`` puts them together: at least ``ENOUGH``
+    trajectories, an actor's rewards not all alike, and their sum over the actors always the same."""
+    if len({sample.actor for sample in samples}) < 2:
+        return False
+    games: dict[object, dict[str, float]] = {}
+    for sample in samples:
+        games.setdefault(rule.unit_key(sample), {})[sample.actor] = sample.trajectory_reward
+    earned = list(games.values())
+    if len(earned) < ENOUGH or any(len(game) < 2 or game.keys() != earned[0].keys() for game in earned):
+        return False
+    sums, tolerance = (
+        [sum(game.values()) for game in earned],
+        1e-9 * max(abs(r) for game in earned for r in game.values()),
+    )
+    apart = any(abs(game[actor] - earned[0][actor]) > tolerance for game in earned for actor in game)
+    return apart and max(sums) - min(sums) <= tolerance * len(earned[0])
