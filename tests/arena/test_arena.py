@@ -96,10 +96,18 @@ def test_lifecycle_hooks_run_also_when_training_fails(make_arena):
         async with arena.training():
             raise RuntimeError("training failed")
 
-    arena = make_arena(arena_class=Hooked)
-    with pytest.raises(RuntimeError, match="training failed"):
-        asyncio.run(train(arena))
-    assert arena.seen == ["start", "end"]
+    class Plain(Arena):
+        def on_train_start(self):
+            self.seen = ["start"]
+
+        def on_train_end(self):
+            self.seen.append("end")
+
+    for arena_class in (Hooked, Plain):
+        arena = make_arena(arena_class=arena_class)
+        with pytest.raises(RuntimeError, match="training failed"):
+            asyncio.run(train(arena))
+        assert arena.seen == ["start", "end"]
 
 
 # -- questions and groups ---------------------------------------------------------------------------------------------

@@ -92,8 +92,14 @@ def test_who_answers_where_nobody_is_named(make_arena):
 
     assert play("pupil").steps[0].actor_id == "pupil"
     assert play("pupil", "solver").steps[0].actor_id == "solver"
+    assert play("Pupil", "Solver").steps[0].actor_id == "Solver"
+    Anyone.get_initial_actor = lambda self: "teacher"
+    assert play("pupil", "solver", "teacher").steps[0].actor_id == "teacher"
+    del Anyone.get_initial_actor
     with pytest.raises(RuntimeError, match="the episode names no actor"):
         play("pupil", "teacher")
+    with pytest.raises(RuntimeError, match="the episode names no actor"):
+        play("solver", "Solver")
 
 
 def test_a_game_without_actors_and_prompt_of_its_own(make_arena):

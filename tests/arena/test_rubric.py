@@ -90,6 +90,23 @@ def test_functions_name_what_they_want():
         Rubric([bad])
 
 
+def test_two_arguments_with_names_of_their_own_are_the_rollout_and_the_arena():
+    def by_place(trace, place):
+        return float(trace.artifact["answer"] == 4 and place == "the arena")
+
+    def ignores(rollout, _arena):
+        return float(rollout.artifact["answer"])
+
+    def turned(_, arena, weight=3.0):
+        return weight * (arena == "the arena")
+
+    rubric = Rubric([by_place, ignores, turned, lambda r, a: 10.0 * (r.artifact["answer"] == 4)])
+    assert score(rubric, rollout("a"), arena="the arena").rewards == {"a": 18.0}
+    for slip in (lambda rollout, area: 0, lambda extra, artifact: 0, lambda one: 0, lambda one, two, three: 0):
+        with pytest.raises(TypeError, match="expected names of"):
+            Rubric([slip])
+
+
 def test_functions_run_concurrently():
     gate = asyncio.Barrier(3)
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from turnwise.arena import ArtifactStore
+from turnwise.arena import Arena, ArtifactStore
 from turnwise.inference import RoutingClient, ScriptedClient
 from turnwise.train import ConfigError, Evaluation, Policy, Trainer
 from turnwise.train.checkpoint import CheckpointError, list_checkpoints
@@ -132,19 +132,46 @@ async def test_actor_without_policy_is_refused(make_trainer):
         Trainer(trainer.arena, trainer.policies, trainer.config)
 
 
-async def test_hooks_run_around_training_also_on_failure(make_trainer):
+@pytest.mark.parametrize("plain", [True, False])
+async def test_hooks_run_around_training_also_on_failure(make_trainer, plain):
     trainer = make_trainer(steps=1)
     calls = []
 
-    async def note(name):
+    async def later(name):
         calls.append(name)
 
+    note = calls.append if plain else later
     trainer.arena.on_train_start = lambda: note("start")
     trainer.arena.on_train_end = lambda: note("end")
     trainer.arena.source = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
         await trainer.run()
     assert calls == ["start", "end"]
+
+
+def test_an_arena_with_a_step_of_its_own_is_refused(make_trainer):
+    """Training never calls it, and a researcher would look for long why nothing of it shows."""
+    trainer = make_trainer()
+
+    class Own(type(trainer.arena)):
+        async def step(self, concurrency=None):
+            raise NotImplementedError
+
+    trainer.arena.__class__ = Own
+    with pytest.raises(TypeError, match=r"arena=Own: its own step\(\) would never be called.*sample\(\)"):
+        Trainer(trainer.arena, trainer.policies, trainer.config)
+
+    class Stage(Own):
+        step = Arena.step
+
+        async def sample(self, drawn=lambda: None):
+            return await super().sample(drawn)
+
+    trainer.arena.__class__ = Stage
+    Trainer(trainer.arena, trainer.policies, trainer.config)
+    trainer.arena.step = trainer.arena.sample
+    with pytest.raises(TypeError, match="its own step"):
+        Trainer(trainer.arena, trainer.policies, trainer.config)
 
 
 @pytest.mark.parametrize("in_a_file", [False, True])

@@ -11,13 +11,14 @@ from dataclasses import replace
 from typing import Any, Self
 
 from turnwise.arena import samples as rows
+from turnwise.arena.arguments import check_settings, tokenizer_and_credit
 from turnwise.arena.attempts import Attempt, attempts_of, mean_reward, tell
 from turnwise.arena.context import EpisodeContext, current_context, derive_seed, resolve, rng_state, set_rng_state
 from turnwise.arena.episode import Episode, check_episode
 from turnwise.arena.filters import Filters
 from turnwise.arena.group_rewards import score_groups
 from turnwise.arena.judge import AnswerCache
-from turnwise.arena.model_call import PromptCache, call, fit_to_context, playing, to_messages, tokenizer_of
+from turnwise.arena.model_call import PromptCache, call, fit_to_context, playing, sampling_for, to_messages
 from turnwise.arena.overlong import OverlongPenalty
 from turnwise.arena.play import listed, open_episode, play
 from turnwise.arena.privacy import check_batch
@@ -46,6 +47,8 @@ from turnwise.types import (
 class Arena:
     """Holds actors, episodes and stores, and makes training batches. Override any stage of :meth:`step`.
 
+    Tokenizer and credit rule may stand after the client, both or one, in any order; the client's own tokenizer is the
+    default.
     ``max_concurrency`` bounds the model calls in flight over the whole tree of episodes. ``max_context`` is the model's
     context in tokens; a prompt that leaves no room raises ``ContextLengthError``. A failed episode is run again up to
     ``retries`` times, then becomes a result with ``error``; when more than ``failure_threshold`` (a share) of the
@@ -75,9 +78,9 @@ class Arena:
     def __init__(
         self,
         client: InferenceClient,
+        *tokenizer_or_credit: Tokenizer | CreditAssigner | None,
         tokenizer: Tokenizer | None = None,
         credit: CreditAssigner | None = None,
-        *,
         credit_assigner: CreditAssigner | None = None,
         sampling: Sampling | None = None,
         max_concurrency: int = 256,
@@ -89,21 +92,14 @@ class Arena:
         overlong: OverlongPenalty | None = None,
         check_private: bool = False,
     ) -> None:
-        if not 0 <= failure_threshold <= 1:
-            raise ValueError(f"failure_threshold={failure_threshold!r}: expected a share from 0 to 1")
-        if retries < 0:
-            raise ValueError(f"retries={retries!r}: expected a count >= 0")
-        if max_context is not None and max_context < 2:
-            raise ValueError(f"max_context={max_context!r}: expected at least 2 tokens, or None")
-        if credit is not None and credit_assigner is not None:
-            raise ValueError("credit and credit_assigner are one setting: expected one of them")
-        credit = credit_assigner if credit is None else credit
+        check_settings(failure_threshold, retries, max_context)
+        self.tokenizer, self.credit = tokenizer_and_credit(
+            client, tokenizer_or_credit, tokenizer, credit, credit_assigner
+        )
         self.filters = Filters() if filters is None else filters
         if self.filters.resample:
-            check_stateless(credit)
+            check_stateless(self.credit)
         self.client = client
-        self.tokenizer = tokenizer_of(client) if tokenizer is None else tokenizer
-        self.credit = credit
         self.sampling = Sampling() if sampling is None else sampling
         self.max_context = max_context
         self.seed = seed
@@ -164,6 +160,15 @@ class Arena:
             raise ValueError(f"store {store.name!r} is already there: store names are unique")
         self.stores[store.name] = store
         return store
+
+    @property
+    def credit_assigner(self) -> CreditAssigner | None:
+        """``credit``, by the name that it goes by elsewhere."""
+        return self.credit
+
+    @credit_assigner.setter
+    def credit_assigner(self, rule: CreditAssigner | None) -> None:
+        self.credit = rule
 
     @property
     def policies(self) -> list[str]:
@@ -299,7 +304,7 @@ class Arena:
     ) -> tuple[Messages, ModelRequest]:
         """The chat and the request that :meth:`call_model` would send, and nothing is sent."""
         actor = None if actor_id is None else self._actor(actor_id)
-        settings = self._sampling_for(actor)
+        settings = sampling_for(actor, self.sampling, self._evaluation_sampling)
         if actor is not None and actor.max_tokens is not None:
             sampling.setdefault("max_tokens", actor.max_tokens)
         messages = to_messages(prompt, actor)
@@ -313,23 +318,23 @@ class Arena:
 
     # -- around training -----------------------------------------------------------------------------------------------
     async def on_train_start(self) -> None:
-        """Called by the training loop before the first step. Load data, fill stores.
+        """Called by the training loop before the first step. Load data, fill stores. ``def`` or ``async def``.
 
         Where a run resumes too: then the arena's stores, generator and baselines are those of the checkpoint again,
         whatever was done to them here.
         """
 
     async def on_train_end(self) -> None:
-        """Called by the training loop after the last step, also when training failed."""
+        """Called by the training loop after the last step, also when training failed. ``def`` or ``async def``."""
 
     @contextlib.asynccontextmanager
     async def training(self) -> AsyncIterator[Self]:
         """``async with arena.training():`` calls both hooks, the second whatever happens."""
-        await self.on_train_start()
+        await resolve(self.on_train_start())
         try:
             yield self
         finally:
-            await self.on_train_end()
+            await resolve(self.on_train_end())
 
     def evaluation(self, sampling: Sampling | None = None) -> Self:
         """A view for clean evaluation: no tree, no store writes, no baseline updates, no filtering.
@@ -382,14 +387,6 @@ class Arena:
         if actor_id not in self.actors:
             raise ValueError(f"actor_id={actor_id!r}: no such actor, expected one of {sorted(self.actors)}")
         return self.actors[actor_id]
-
-    def _sampling_for(self, actor: Actor | None) -> Sampling:
-        """The settings of an actor's calls, but for ``Actor.max_tokens``."""
-        own = (actor.sampling if actor else None) or self.sampling
-        if self._evaluation_sampling is not None:
-            limits = own if actor and actor.sampling else self._evaluation_sampling
-            return self._evaluation_sampling.with_(max_tokens=limits.max_tokens, stop_token_ids=own.stop_token_ids)
-        return own
 
     def _call_seed(self, context: EpisodeContext | None) -> int:
         if context is not None:

@@ -156,19 +156,24 @@ class SingleTurnEpisode(Episode):
     def get_prompt(self, artifact: Any) -> Any:
         """The prompt, a string or messages. Sync or async."""
 
+    def get_initial_actor(self) -> Any:
+        """Who answers: ``actor``; where that is empty, the arena's one actor, or the one called "solver"."""
+        return self.actor
+
     async def rollout(self, arena: Arena, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
         state = EpisodeState() if state is None else state
-        state.current_actor = self.actor or _only_actor(arena)
+        state.current_actor = await resolve(self.get_initial_actor()) or _only_actor(arena)
         await self.call_model(state.current_actor, await resolve(self.get_prompt(artifact)), arena)
         state.done = True
         return state
 
 
 def _only_actor(arena: Arena) -> str:
-    """Who answers where nobody is named: the arena's one actor, or the one that is called "solver"."""
+    """Who answers where nobody is named: the arena's one actor, or the one that is called "solver" or "Solver"."""
     names = list(arena.actors)
-    if len(names) == 1 or "solver" in names:
-        return "solver" if "solver" in names else names[0]
+    found = names if len(names) == 1 else [name for name in names if name.lower() == "solver"]
+    if len(found) == 1:
+        return found[0]
     raise ValueError(f"the episode names no actor, and the arena has {names}: set `actor` on the episode's class")
 
 

@@ -19,6 +19,7 @@ from turnwise.types import (
     ModelError,
     ModelRequest,
     ModelResponse,
+    Sampling,
     Step,
     Tokenizer,
 )
@@ -96,12 +97,13 @@ def playing(actor: Actor | None) -> str:
     return actor.policy if context is None else context.policies.get(actor.id, actor.policy)
 
 
-def tokenizer_of(client: InferenceClient) -> Tokenizer:
-    """The one that ``client`` brings. Raises ``ValueError`` where there is none."""
-    tokenizer: Tokenizer | None = getattr(client, "tokenizer", None)
-    if tokenizer is None:
-        raise ValueError(f"tokenizer=None: {type(client).__name__} brings none, expected the tokenizer of the model")
-    return tokenizer
+def sampling_for(actor: Actor | None, default: Sampling, evaluation: Sampling | None) -> Sampling:
+    """The settings of an actor's calls, but for ``Actor.max_tokens``; ``evaluation`` holds those of a clean one."""
+    own = (actor.sampling if actor else None) or default
+    if evaluation is None:
+        return own
+    limits = own if actor and actor.sampling else evaluation
+    return evaluation.with_(max_tokens=limits.max_tokens, stop_token_ids=own.stop_token_ids)
 
 
 def to_messages(prompt: str | Messages, actor: Actor | None) -> Messages:

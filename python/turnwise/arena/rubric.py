@@ -86,8 +86,10 @@ class Rubric:
     ``"drop"`` keeps the rollout out of the batch, ``"retry"`` tries twice more and then fails. A NaN or infinite reward
     always fails the episode. With a ``timeout``, plain functions run in a thread, which is abandoned when time is up.
 
-    A function that names ``rollouts`` is a group function: it gets all rollouts of one question that came to their end,
-    after the last of them, and returns a value for each; a failure of it is one of its whole group.
+    A function gets what it names, see ``ARGUMENTS``; one of two arguments with names of their own gets the rollout and
+    the arena, in this order. A function that names ``rollouts`` is a group function: it gets all rollouts of one
+    question that came to their end, after the last of them, and returns a value for each; a failure of it is one of its
+    whole group.
 
     Example::
 
@@ -123,7 +125,7 @@ class Rubric:
         self.timeout = timeout
         self.names = _unique_names(self.funcs)
         self._arguments = [_wanted_arguments(func, name) for func, name in zip(self.funcs, self.names, strict=True)]
-        grouped = [index for index, wanted in enumerate(self._arguments) if "rollouts" in wanted]
+        grouped = [index for index, wanted in enumerate(self._arguments) if "rollouts" in wanted.values()]
         self._grouped = grouped
         self._single = [index for index in range(len(self.funcs)) if index not in grouped]
         self._handle = ON_ERROR[on_error]
@@ -208,7 +210,7 @@ class Rubric:
 
     async def _value(self, index: int, available: Mapping[str, Any]) -> Any:
         func = self.funcs[index]
-        arguments = {name: available[name] for name in self._arguments[index]}
+        arguments = {parameter: available[name] for parameter, name in self._arguments[index].items()}
 
         async def call() -> Any:
             if self.timeout is None:
@@ -227,20 +229,38 @@ class Rubric:
             return await self._handle(call, error)
 
 
-def _wanted_arguments(func: RewardFunction, name: str) -> list[str]:
+def _wanted_arguments(func: RewardFunction, name: str) -> dict[str, str]:
+    """By parameter of ``func``, which of what is offered it gets."""
     if not callable(func):
         raise TypeError(f"funcs: {func!r} is not callable")
-    wanted = []
+    wanted = {}
     parameters = inspect.signature(func).parameters
     offered = GROUP_ARGUMENTS if "rollouts" in parameters else ARGUMENTS
+    by_place = _by_place(parameters, offered)
     for parameter in parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
-            return list(offered)
+            return dict(zip(offered, offered, strict=True))
         if parameter.name in offered:
-            wanted.append(parameter.name)
+            wanted[parameter.name] = parameter.name
+        elif parameter.name in by_place:
+            wanted[parameter.name] = by_place[parameter.name]
         elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL:
             raise TypeError(f"reward function {name!r} asks for {parameter.name!r}: expected names of {offered}")
     return wanted
+
+
+def _by_place(parameters: Mapping[str, inspect.Parameter], offered: Sequence[str]) -> dict[str, str]:
+    """``(rollout, arena)`` for a function of two that has names of its own for both, or an ``_`` for what it ignores.
+
+    One other unknown name beside a known one is taken for a mistake, and has no place here.
+    """
+    asked = [
+        one.name for one in parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD and one.default is one.empty
+    ]
+    own = [name for name in asked if name not in offered]
+    if len(asked) != 2 or (len(own) < 2 and not all(name.startswith("_") for name in own)):
+        return {}
+    return {name: place for name, place in zip(asked, ("rollout", "arena"), strict=True) if name in own}
 
 
 def _unique_names(funcs: Sequence[RewardFunction]) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from turnwise.arena import Arena, EpisodeProgress
+from turnwise.arena.context import resolve
 from turnwise.arena.samples import drop_stale
 from turnwise.train.callbacks import Callback
 from turnwise.train.checkpoint import (
@@ -35,7 +36,7 @@ from turnwise.train.interrupt import StopRequest
 from turnwise.train.kl import KLPenalty
 from turnwise.train.phases import policies_at
 from turnwise.train.policy import Policy, fingerprints
-from turnwise.train.producer import Producer
+from turnwise.train.producer import Producer, refuse_own_step
 from turnwise.train.progress import Progress
 from turnwise.train.random_state import random_state, set_random_state
 from turnwise.train.run_log import RunLog
@@ -78,6 +79,7 @@ class Trainer:
     ) -> None:
         if problems := contradictions(config):
             raise ConfigError("\n".join(problems))
+        refuse_own_step(arena)
         fixed: frozenset[str] = getattr(arena.client, "fixed_policies", frozenset())
         unknown = {actor.policy for actor in arena.actors.values()} - set(policies) - fixed
         if unknown:
@@ -121,7 +123,7 @@ class Trainer:
         await self.publish()
         for callback in self.callbacks.values():
             await callback.on_start(self)
-        await self.arena.on_train_start()
+        await resolve(self.arena.on_train_start())
         if left is not None:
             self.arena.load_state_dict(left)  # it holds what the hook did the first time
         try:
@@ -137,7 +139,7 @@ class Trainer:
                         await self.record(batch, metrics)
                     await self.leave(settle=self.config.loop.deterministic)
         finally:
-            await self.arena.on_train_end()
+            await resolve(self.arena.on_train_end())
         return self.progress
 
     async def next_batch(self) -> TrainingBatch | None:

@@ -13,9 +13,20 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+from turnwise.arena import Arena
 from turnwise.types import GenerateResult
 
 Results = list[GenerateResult]
+
+
+def refuse_own_step(arena: Arena) -> None:
+    """Raise ``TypeError`` for an arena with a ``step`` of its own: training calls its two halves, never ``step``."""
+    if type(arena).step is not Arena.step or "step" in vars(arena):
+        raise TypeError(
+            f"arena={type(arena).__name__}: its own step() would never be called, as training samples ahead of the "
+            "updates and calls sample() and then finish(results). Override these, or a stage of them: get_batch, "
+            "generate_rollouts, assign_credit, build_training_batch"
+        )
 
 
 class _Batch:
