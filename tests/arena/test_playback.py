@@ -13,6 +13,7 @@ from turnwise.arena import ArtifactStore, Episode, MultiTurnEpisode, Rubric, Sin
 from turnwise.arena.record import Record, ReplayError
 from turnwise.types import ContextLengthError, EpisodeRequest, ModelError
 
+from .conftest import respond
 from .helpers import nested
 from .replaying import play, record
 
@@ -395,10 +396,21 @@ def test_stores_answer_as_they_did_though_others_filled_them(make_arena):
     assert len({len(row["steps"][-1]["prompt"][0]["content"]) for row in rows}) > 1, "each met another store"
     for row in rows:
         arena = silenced(library())
+        arena.stores = {name: store.frozen() for name, store in arena.stores.items()}
         result, divergence, _ = play(arena, row)
         assert divergence is None, str(divergence)
         assert "already has an artifact" in result.rollout.extras["refused"]
         assert len(arena.stores["books"]) == 0, "nothing is written again"
+
+    async def live(call):
+        return respond("7")
+
+    again = library()
+    again.stores["books"].add("before", id="old")
+    again.stores = {name: store.frozen() for name, store in again.stores.items()}
+    result, _, _ = play(silenced(again), rows[0], live=live, swapped=["solver"])
+    assert result.rollout.error is None and result.rollout.extras["outcome"] == 1, "what it made is there for it"
+    assert [book.id for book in again.stores["books"]] == ["old"]
     tampered = copy.deepcopy(rows[0])
     tampered["steps"][1]["completion"] = "99"
     divergence = play(silenced(library()), tampered)[1]
@@ -425,8 +437,6 @@ def test_a_swapped_actor_is_sampled_anew_and_the_others_once_their_prompts_diffe
     asked = []
 
     async def live(call):
-        from .conftest import respond
-
         asked.append(call)
         return respond("8")
 

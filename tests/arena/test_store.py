@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 
 import pytest
@@ -21,6 +22,27 @@ def filled(count=5, **options):
 
 def numbers(artifacts):
     return [artifact.data["n"] for artifact in artifacts]
+
+
+def random_uses(store, seed, actions=120):
+    """Random additions, removals, weights, outcomes and draws; what was drawn, and what was refused."""
+    rng, seen = random.Random(seed), []
+    for number in range(actions):
+        known = [artifact.id for artifact in store]
+        action = rng.choice(["add", "add", "add", "remove", "weight", "record", "record", "draw"])
+        if action == "add" or not known:
+            parents = rng.sample(known, min(len(known), rng.randint(0, 2)))
+            added = store.add({"n": rng.randint(0, 30)}, weight=rng.random(), parents=parents, meta={"at": number})
+            seen.append(added and (added.id, added.source, added.parents, added.id in store, store.ancestors(added.id)))
+        elif action == "remove":
+            store.remove(known[0] if rng.random() < 0.3 else rng.choice(known))
+        elif action == "weight":
+            store.set_weight(rng.choice(known), rng.random() + 0.1)
+        elif action == "record":
+            seen.append(store.record(rng.choice(known), rng.random(), score=rng.random()))
+        else:
+            seen.append([a.id for a in store.sample(min(3, len(known)))])
+    return seen
 
 
 def test_add_makes_unique_ids_and_keeps_the_source():
@@ -115,7 +137,7 @@ def test_inside_an_episode_samples_come_from_that_episodes_generator():
 def test_a_frozen_view_reads_and_writes_nothing():
     store, untouched = filled(4), filled(4)
     view = store.frozen()
-    assert view.add("new") is None
+    assert view.add("new").id == "q-4" == store.frozen().add("newer").id
     view.remove("q-1")
     view.set_weight("q-1", 9.0)
     view.get("q-2").meta["mark"] = True
@@ -124,6 +146,59 @@ def test_a_frozen_view_reads_and_writes_nothing():
     view.sample(3)
     assert numbers(store.sample(3)) == numbers(untouched.sample(3))
     assert numbers(store.frozen().sample(3)) == numbers(store.frozen().sample(3)), "paired"
+    with view.together():
+        assert view.add({"n": 9}).id in view and view.count() == 5
+    assert view.count() == 4
+
+
+def episode(root=0, seed=1):
+    return EpisodeContext(Rollout(f"e{root}", "e", None), EpisodeState(), Luck(seed), root=root)
+
+
+@pytest.mark.parametrize("sampling", ["uniform", "weighted", "prioritised", "learnability"])
+@pytest.mark.parametrize("seed", range(5))
+def test_an_episode_can_not_tell_a_frozen_view_from_a_store(sampling, seed):
+    options = {"max_size": 12, "dedup": True, "sampling": sampling, "window": 3}
+    store, twin = ArtifactStore("q", **options), ArtifactStore("q", **options)
+    for each in (store, twin):
+        random_uses(each, seed, actions=40)
+    before, view, other = json.dumps(store.state_dict()), store.frozen(), store.frozen()
+    answers = []
+    for each in (view, twin):
+        with inside(episode()):
+            said = random_uses(each, seed + 9)
+            said += [[*each], [each.outcome(artifact.id) for artifact in each]]
+            said += [artifact.id for artifact in each.split("train", share=0.5).sample(2)]
+            for wrong in (
+                lambda q: q.add("new", id=next(iter(q)).id),
+                lambda q: q.add("new", weight=-1.0),
+                lambda q: q.add("new", parents="q-1"),
+                lambda q: q.remove("nobody"),
+                lambda q: q.set_weight("nobody", 1.0),
+                lambda q: q.set_weight(next(iter(q)).id, -1.0),
+                lambda q: q.record("nobody", 1.0),
+                lambda q: q.record(next(iter(q)).id),
+            ):
+                with pytest.raises((ValueError, KeyError, TypeError)) as caught:
+                    wrong(each)
+                said.append(str(caught.value))
+        answers.append(said)
+    assert answers[0] == answers[1]
+    with inside(episode(root=1)):
+        assert [*view] == [*other], "another episode's writes are its own"
+    assert json.dumps(store.state_dict()) == before
+
+
+def test_episodes_of_a_frozen_view_draw_from_their_own_and_may_give_an_id_again():
+    view, drawn = filled(3, sampling="weighted").frozen(), []
+    for root in range(2):
+        with inside(episode(root)):
+            for number in range(3):
+                view.remove(f"q-{number}")
+            view.add({"n": 7 + root}, id="q-0")
+            drawn += [numbers(view), numbers(view.sample(1)), numbers(view.split("train", share=0.001).sample(1))]
+            assert len(view) == 1
+    assert drawn == [[7]] * 3 + [[8]] * 3
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])

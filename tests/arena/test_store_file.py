@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import shutil
@@ -16,8 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from turnwise.arena import ArtifactStore
+from turnwise.arena import ArtifactStore, Episode, Rubric
+from turnwise.arena.context import current_context
 from turnwise.arena.drawing import Prioritised
+from turnwise.types import EpisodeRequest
+
+from .test_store import random_uses
 
 
 @dataclass(frozen=True)
@@ -39,27 +44,6 @@ def through_json(state):
 
 
 # -- the same store, kept elsewhere ------------------------------------------------------------------------------------
-def play(store, seed, actions=120):
-    """Random additions, removals, weights, outcomes and draws; what was drawn, and what was refused."""
-    rng, seen = random.Random(seed), []
-    for number in range(actions):
-        known = [artifact.id for artifact in store]
-        action = rng.choice(["add", "add", "add", "remove", "weight", "record", "record", "draw"])
-        if action == "add" or not known:
-            parents = rng.sample(known, min(len(known), rng.randint(0, 2)))
-            added = store.add({"n": rng.randint(0, 30)}, weight=rng.random(), parents=parents, meta={"at": number})
-            seen.append(added and added.id)
-        elif action == "remove":
-            store.remove(rng.choice(known))
-        elif action == "weight":
-            store.set_weight(rng.choice(known), rng.random() + 0.1)
-        elif action == "record":
-            seen.append(store.record(rng.choice(known), rng.random(), score=rng.random()))
-        else:
-            seen.append([a.id for a in store.sample(min(3, len(known)))])
-    return seen
-
-
 @pytest.mark.parametrize("sampling", ["uniform", "weighted", "prioritised", "learnability"])
 def test_a_file_does_what_memory_does(tmp_path, sampling):
     seed = random.randrange(2**32)
@@ -67,11 +51,11 @@ def test_a_file_does_what_memory_does(tmp_path, sampling):
     options = {"max_size": 12, "dedup": True, "sampling": sampling, "seed": 3}
     memory = ArtifactStore("q", **options)
     file = ArtifactStore("q", path=tmp_path / "q.db", **options)
-    assert play(memory, seed) == play(file, seed)
+    assert random_uses(memory, seed) == random_uses(file, seed)
     assert contents(memory) == contents(file)
     again = reopened(file, **options)
     assert contents(again) == contents(memory)
-    assert (again._added, again._plays) == (memory._added, memory._plays)
+    assert (again._contents.added, again._contents.plays) == (memory._contents.added, memory._contents.plays)
     assert again._contents._id_of == memory._contents._id_of
     assert again.add("new").id == memory.add("new").id
 
@@ -125,9 +109,9 @@ def test_going_back_undoes_all_that_came_after(tmp_path, kill):
     print("seed", seed)
     options = {"max_size": 12, "dedup": True, "sampling": Prioritised(0.5), "seed": 1}
     store = ArtifactStore("q", path=tmp_path / "q.db", **options)
-    play(store, seed)
+    random_uses(store, seed)
     saved, before = through_json(store.state_dict()), contents(store)
-    onwards = play(store, seed + 1)
+    onwards = random_uses(store, seed + 1)
     after = contents(store)
     assert after != before
     for _ in range(2):  # a run may be killed more than once after the same checkpoint
@@ -135,14 +119,14 @@ def test_going_back_undoes_all_that_came_after(tmp_path, kill):
             store = reopened(store, **options)
         store.load_state_dict(saved)
         assert contents(store) == before
-        assert play(store, seed + 1) == onwards and contents(store) == after
+        assert random_uses(store, seed + 1) == onwards and contents(store) == after
 
 
 def test_a_chain_of_checkpoints_can_be_walked_back(tmp_path):
     store = ArtifactStore("q", path=tmp_path / "q.db", max_size=8)
     states = []
     for seed in range(6):
-        play(store, seed, actions=30)
+        random_uses(store, seed, actions=30)
         states.append((through_json(store.state_dict()), contents(store)))
     for state, expected in reversed(states):
         store.load_state_dict(state)
@@ -193,7 +177,7 @@ def test_what_no_checkpoint_needs_is_forgotten(tmp_path):
     store = ArtifactStore("q", path=tmp_path / "q.db", max_size=4)
     states = []
     for seed in range(5):
-        play(store, seed, actions=60)
+        random_uses(store, seed, actions=60)
         states.append((store.state_dict(), contents(store)))
 
     def rows():
@@ -251,7 +235,7 @@ def test_sigkill_in_the_middle_of_writes_loses_nothing_that_was_told(tmp_path):
             assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         database.close()
         store = ArtifactStore("q", path=path, max_size=50, dedup=True)
-        assert store.count() == min(50, store._added)
+        assert store.count() == min(50, store._contents.added)
         mine = [(a.data["by"], a.data["n"]) for a in store if a.data["by"] == str(life)]
         assert mine == [(str(life), n) for n in range(mine[0][1], mine[-1][1] + 1)], "no gap, and none twice"
         last = told[-1][1]
@@ -487,11 +471,64 @@ def test_a_write_that_breaks_off_in_the_middle_leaves_the_memory_as_the_file_is(
         store.add("y")
         store.record("q-0", 1.0)
         raise RuntimeError("mine")
-    assert [a.data for a in store] == ["x"] and store._plays == 0
+    assert [a.data for a in store] == ["x"] and store._contents.plays == 0
     with store.together():
         assert store.add("y").id == "q-1"
         store.record("q-1", 1.0)
     assert contents(store) == contents(reopened(store, dedup=True))
+
+
+class Author(Episode):
+    """Makes something, and works with what it made."""
+
+    episode_type = "author"
+    rubric = Rubric([lambda extras: {"solver": float(extras["ok"])}])
+
+    def __init__(self, path):
+        self.path = path
+
+    def stores(self):
+        return [ArtifactStore("q", path=self.path, dedup=True)]
+
+    async def rollout(self, arena, artifact, state=None):
+        store = arena.stores["q"]
+        old, before = store.get("q-0"), len(store)
+        me = current_context().rollout.id
+        made = store.add({"question": artifact}, parents=[old.id])
+        assert store.add({"question": artifact}) is None, "it is there already"
+        await arena.call_model("solver", "go")
+        state.data["ok"] = store.get(made.id) is made and len(store) == before + 1 and made.source == me
+        state.data["ok"] &= store.record(made.id, 1.0).attempts == 1 and store.ancestors(made.id) == ["q-0"]
+        store.set_weight(old.id, 5.0)
+        store.remove(old.id)
+        state.data["ok"] &= old.id not in store
+        return state
+
+    def get_extras(self, state):
+        return dict(state.data)
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_under_evaluation_an_episode_works_with_what_it_makes_and_the_store_stays(make_arena, tmp_path, in_file):
+    arena = make_arena()
+    arena.add_episode(Author(tmp_path / "q.db" if in_file else None))
+    store = arena.stores["q"]
+    store.add({"question": "old"})
+    for number in range(4):
+        store.record("q-0", float(number))
+    store.state_dict()  # from here on nothing is left to be moved from the log to the file
+
+    def everything():
+        files = [path.read_bytes() for path in sorted(tmp_path.iterdir())]
+        return json.dumps(store.state_dict()), contents(store), files
+
+    before = everything()
+    requests = [EpisodeRequest("author", f"new{number % 2}") for number in range(4)]
+    results = asyncio.run(arena.evaluation().generate_rollouts(requests))
+    assert [result.rollout.rewards for result in results] == [{"solver": 1.0}] * 4, results[0].rollout.error
+    assert everything() == before
+    [result] = asyncio.run(arena.generate_rollouts(requests[:1]))
+    assert result.rollout.rewards == {"solver": 1.0} and [a.data["question"] for a in store] == ["new0"]
 
 
 def test_evaluation_reads_a_file_and_writes_nothing(tmp_path):

@@ -15,6 +15,7 @@ from turnwise.types import Artifact
 
 if TYPE_CHECKING:
     from turnwise.arena.store import ArtifactStore
+    from turnwise.arena.store_contents import Contents
 
 SIDES = ("train", "eval")
 
@@ -56,7 +57,7 @@ class StoreSide(Drawable):
     def __init__(self, store: ArtifactStore, side: str, rule: SplitRule) -> None:
         self._store, self.side, self._rule = store, side, rule
         self._sides: dict[str, tuple[Artifact, str]] = {}
-        self._drawn: tuple[int, Pool] | None = None
+        self._drawn: tuple[Contents, int, Pool] | None = None
 
     @property
     def store(self) -> ArtifactStore:
@@ -84,12 +85,12 @@ class StoreSide(Drawable):
         store = self._store
         store._catch_up()
         held = store._contents
-        if self._drawn is None or self._drawn[0] != held.version:
+        if self._drawn is None or self._drawn[0] is not held or self._drawn[1] != held.version:
             artifacts = list(self)
             outcomes = [held.outcome(artifact.id) for artifact in artifacts]
             self._sides = {id: known for id, known in self._sides.items() if id in held.artifacts}
-            self._drawn = held.version, Pool(artifacts, outcomes, store._plays, store.sampling)
-        return self._drawn[1]
+            self._drawn = held, held.version, Pool(artifacts, outcomes, held.plays, store.sampling)
+        return self._drawn[2]
 
 
 def content_digest(value: Any) -> bytes:

@@ -67,10 +67,9 @@ class ArtifactStore(Drawable):
         self.dedup = dedup
         self.sampling = find_rule(sampling)
         self.window = window
-        self._contents = Contents(keyed=dedup)
+        self._held = Contents(keyed=dedup)
         self._rng = random.Random(derive_seed("store", name, seed))
-        self._added = self._plays = 0
-        self._drawn: tuple[int, Pool] | None = None
+        self._drawn: tuple[Contents, int, Pool] | None = None
         self._split: SplitRule | None = None
         self._file = None if path is None else StoreFile(path, name, shared=shared)
         self._catch_up()
@@ -83,6 +82,10 @@ class ArtifactStore(Drawable):
     @property
     def label(self) -> str:
         return self.name
+
+    @property
+    def _contents(self) -> Contents:
+        return self._held
 
     @property
     def path(self) -> str | None:
@@ -130,19 +133,20 @@ class ArtifactStore(Drawable):
                 new_id = self._free_id() if id is None else id
                 ids = lineage.as_ids(parents) if parents else ()
                 artifact = Artifact(new_id, outlasting(data), weight, made_by, dict(meta or {}), ids)
-            if artifact.id in self._contents.artifacts:
+            held = self._contents
+            if artifact.id in held.artifacts:
                 raise ValueError(f"id={artifact.id!r}: the store {self.name!r} already has an artifact of this id")
             _check_weight(artifact.weight)
-            key = self._contents.key(artifact)
-            if self._contents.has(key):
+            key = held.key(artifact)
+            if held.has(key):
                 return None
-            outcome = Outcome(last=self._plays) if self._plays else UNKNOWN
+            outcome = Outcome(last=held.plays) if held.plays else UNKNOWN
             if self._file is not None:
-                self._file.insert(artifact, outcome, self._added + 1)
-            self._added += 1
-            self._contents.keep(artifact, outcome, key)
-            while self.max_size is not None and len(self._contents.artifacts) > self.max_size:
-                self._remove(next(iter(self._contents.artifacts)))
+                self._file.insert(artifact, outcome, held.added + 1)
+            held.added += 1
+            held.keep(artifact, outcome, key)
+            while self.max_size is not None and len(held.artifacts) > self.max_size:
+                self._remove(next(iter(held.artifacts)))
             return artifact
 
     @logged_method()
@@ -157,9 +161,8 @@ class ArtifactStore(Drawable):
         """Change how often an artifact is drawn by a store with ``sampling="weighted"``."""
         _check_weight(weight)
         with self.together():
-            artifact = self._of(id)
-            artifact.weight = weight
-            self._put(artifact, self._contents.outcome(id))
+            self._of(id)
+            self._put(self._contents.weigh(id, weight), self._contents.outcome(id))
 
     @logged_method()
     def get(self, id: str) -> Artifact:
@@ -217,12 +220,12 @@ class ArtifactStore(Drawable):
             )
         with self.together():
             artifact = self._of(id)
-            self._plays += 1
-            known = self._contents.outcome(id)
-            outcome = known.after(reward, float(success), score, plays=self._plays, window=self.window)
+            held = self._contents
+            held.plays += 1
+            outcome = held.outcome(id).after(reward, float(success), score, plays=held.plays, window=self.window)
             self._put(artifact, outcome)
             if self._file is not None:
-                self._file.set_plays(self._plays)
+                self._file.set_plays(held.plays)
             return outcome
 
     @logged_method()
@@ -248,7 +251,8 @@ class ArtifactStore(Drawable):
         return StoreSide(self, rule.check_side(side), rule)
 
     def frozen(self) -> ArtifactStore:
-        """A view for evaluation: today's artifacts, a generator of its own, and writes that go nowhere."""
+        """A view for evaluation: today's artifacts, and a generator of its own. What an episode writes is there for it
+        and its children alone, and written nowhere."""
         return FrozenStore(self)
 
     # -- saving --------------------------------------------------------------------------------------------------------
@@ -256,8 +260,8 @@ class ArtifactStore(Drawable):
         """Everything that a resumed run needs; JSON-ready as far as the artifacts' data are. Of a file a revision."""
         self._catch_up()
         state = {
-            "added": self._added,
-            "plays": self._plays,
+            "added": self._contents.added,
+            "plays": self._contents.plays,
             "rng": rng_state(self._rng),
             "split": None if self._split is None else self._split.share,
         }
@@ -288,7 +292,7 @@ class ArtifactStore(Drawable):
                 known = state.get("outcomes", {}).get(artifact.id)
                 outcome = UNKNOWN if known is None else Outcome(**known)
                 self._contents.keep(artifact, outcome, self._contents.key(artifact))
-            self._added, self._plays = state["added"], state.get("plays", 0)
+            self._contents.added, self._contents.plays = state["added"], state.get("plays", 0)
         self._split = None if state.get("split") is None else SplitRule(state["split"], None, any_key=True)
         set_rng_state(self._rng, state["rng"])
 
@@ -301,10 +305,8 @@ class ArtifactStore(Drawable):
     def _catch_up(self) -> None:
         """Take over what other processes changed in the file; at first and after going back everything."""
         news = None if self._file is None else self._file.news()
-        if news is None:
-            return
-        self._contents.take(news)
-        self._added, self._plays = news.made, news.plays
+        if news is not None:
+            self._contents.take(news)
 
     def _of(self, id: str) -> Artifact:
         if id not in self._contents.artifacts:
@@ -324,47 +326,54 @@ class ArtifactStore(Drawable):
     def _pool(self) -> Pool:
         self._catch_up()
         held = self._contents
-        if self._drawn is None or self._drawn[0] != held.version:
+        if self._drawn is None or self._drawn[0] is not held or self._drawn[1] != held.version:
             outcomes = [held.outcome(id) for id in held.artifacts]
-            self._drawn = held.version, Pool(list(held.artifacts.values()), outcomes, self._plays, self.sampling)
-        return self._drawn[1]
+            pool = Pool(list(held.artifacts.values()), outcomes, held.plays, self.sampling)
+            self._drawn = held, held.version, pool
+        return self._drawn[2]
 
     def _free_id(self) -> str:
-        names = (f"{self.name}-{number}" for number in itertools.count(self._added))
+        names = (f"{self.name}-{number}" for number in itertools.count(self._contents.added))
         return next(name for name in names if name not in self._contents.artifacts)
 
 
 class FrozenStore(ArtifactStore):
-    """A store as evaluation sees it: ``add``, ``remove``, ``set_weight`` and ``record`` change nothing."""
+    """A store as evaluation sees it, and as good as the store to an episode.
+
+    What a top episode or one below it writes is laid over today's artifacts for these alone, so no result depends on
+    which episode ran first; outside of episodes it is gone with the ``with store.together()`` that it is written in.
+    """
 
     def __init__(self, store: ArtifactStore) -> None:
-        super().__init__(store.name, sampling=store.sampling)
+        super().__init__(
+            store.name, max_size=store.max_size, dedup=store.dedup, sampling=store.sampling, window=store.window
+        )
         store._catch_up()
-        self._contents, self._plays = store._contents.copied(), store._plays
+        self._held = store._contents.copied()
         self._inherited, self._split = store.inherited, store._split
+        self._layers: dict[int | None, Contents] = {}
 
-    def add(
-        self,
-        data: Any,
-        *,
-        id: str | None = None,
-        weight: float = 1.0,
-        source: str | None = None,
-        parents: Sequence[str] = (),
-        meta: Mapping[str, Any] | None = None,
-    ) -> Artifact | None:
-        return None
+    @property
+    def _contents(self) -> Contents:
+        return self._layers.get(_root(), self._held)
 
-    def remove(self, id: str) -> None:
-        return None
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        root = _root()
+        outermost = root not in self._layers
+        if outermost:
+            self._layers[root] = self._held.layer()
+        try:
+            yield
+        finally:
+            if outermost and root is None:
+                del self._layers[root]
 
-    def set_weight(self, id: str, weight: float) -> None:
-        return None
 
-    def record(
-        self, id: str, reward: float | None = None, *, success: float | None = None, score: float | None = None
-    ) -> Outcome:
-        return self.outcome(id)
+def _root() -> int | None:
+    """The number of the running top episode."""
+    context = current_context()
+    return None if context is None else context.root
 
 
 def _check_weight(weight: float) -> None:
