@@ -172,11 +172,16 @@ def legal_moves(extras: dict[str, Any]) -> dict[str, float]:
 
 
 class RouteOptions(TeamOptions):
-    """Options of every such game; ``actors = ["solver"]`` with ``max_turns = 1`` is the single agent."""
+    """Options of every such game; ``actors = ["solver"]`` with ``max_turns = 1`` is the single agent.
+
+    ``step_cost`` is taken for every move, ``shaping`` rewards being closer to the end, as the game says.
+    """
 
     actors: tuple[Role, ...] = Field(default=TEAM, min_length=1)
     max_turns: int = Field(default=3, ge=1)
     max_tokens: int = Field(default=64, ge=1)
+    shaping: float = Field(default=0.0, ge=0)
+    step_cost: float = Field(default=0.01, ge=0)
 
     @field_validator("actors")
     @classmethod

@@ -15,7 +15,12 @@ MAZE = parse_maze("A#G\n...\n..#")  # 4 moves: D R R U
 def test_the_shortest_walk_earns_everything():
     env = PlanPathEnv(MAZE)
     result = env.step("DRRU")
-    assert result == (".#G\n...\n..#", 2.0, True, Outcome(valid=True, legal=1.0, closeness=1.0, efficiency=1.0))
+    assert result == (
+        ".#G\n...\n..#",
+        2.0,
+        True,
+        Outcome(valid=True, legal=1.0, closeness=1.0, efficiency=1.0, moves=4),
+    )
     assert env.path == [0, 3, 4, 5, 2] and env.solved and env.efficiency == 1.0
 
 
@@ -25,21 +30,21 @@ def test_a_walk_of_several_steps_by_hand():
     # Cell 4 is half-way; then the wall below 5 ends a route of which one move in three was walked.
     assert env.step("DR")[:3] == (".#G\n.A.\n..#", pytest.approx(0.5), False)
     result = env.step("RDD")
-    assert result.outcome == Outcome(valid=True, legal=pytest.approx(1 / 3), closeness=0.75, efficiency=0.0)
+    assert result.outcome == Outcome(valid=True, legal=pytest.approx(1 / 3), closeness=0.75, efficiency=0.0, moves=1)
     assert result.reward == pytest.approx(0.75 - 0.1 * 2 / 3)
     # Unreadable: nobody moves.
     assert env.step(None) == (".#G\n..A\n..#", pytest.approx(0.75 - 0.25), False, Outcome(False, 1.0, 0.75, 0.0))
     # There and back: 3 + 3 moves walked where 4 are enough; the last one named comes after the goal.
     result = env.step("LRUU")
     assert env.path == [0, 3, 4, 5, 4, 5, 2] and result.done
-    assert result.outcome == Outcome(True, 0.75, 1.0, pytest.approx(4 / 6))
+    assert result.outcome == Outcome(True, 0.75, 1.0, pytest.approx(4 / 6), 3)
     assert result.reward == pytest.approx(4 / 6 + 1 - 0.1 * 0.25)
 
 
 def test_moving_away_is_not_close():
     maze = parse_maze("...\n.AG\n...")
     env = PlanPathEnv(maze)
-    assert env.step("LL").outcome == Outcome(True, 0.5, 0.0, 0.0)
+    assert env.step("LL").outcome == Outcome(True, 0.5, 0.0, 0.0, 1)
     assert distance(maze, env.position) == 2
 
 
@@ -91,12 +96,24 @@ def test_scoring_by_hand():
     assert Scoring(alpha=0.25, mode="convex", illegal_cost=0.2).reward(outcome) == pytest.approx(
         0.25 * 0.5 + 0.75 * 0.75 - 0.1
     )
+    assert Scoring(shaping=2.0, step_cost=0.25, illegal_cost=0.0).reward(outcome._replace(moves=3)) == 0.5 + 1.5 - 0.75
+    assert Scoring(goal="solved", alpha=3.0, illegal_cost=0.0).reward(outcome) == 3 + 0.75
     assert Scoring(invalid_cost=1.0).reward(Outcome(False, 1.0, 0.0, 0.0)) == -1.0
+
+
+def test_a_step_costs_a_hundredth_and_the_goal_earns_one():
+    env = PlanPathEnv(MAZE, Scoring(goal="solved", shaping=0.0, step_cost=0.01))
+    rewards = [env.step(route).reward for route in ("DR", "RL", None, "RDU", "U")]
+    # Two moves each; nothing read; one of three, then a wall; at last the goal, though by a long way.
+    assert rewards == [pytest.approx(r) for r in (-0.02, -0.02, -0.25, -0.01 - 0.1 * 2 / 3, 1 - 0.01)]
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
+        ({"goal": "reached"}, "goal='reached': expected one of"),
+        ({"shaping": -1.0}, r"shaping=-1\.0"),
+        ({"step_cost": -0.01}, r"step_cost=-0\.01"),
         ({"alpha": 2.0, "mode": "convex"}, r"alpha=2\.0"),
         ({"mode": "sum"}, "mode='sum'"),
         ({"invalid_cost": -1.0}, r"invalid_cost=-1\.0"),

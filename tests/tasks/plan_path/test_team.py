@@ -105,6 +105,16 @@ async def test_costs_are_the_options(table):
     assert rewards(result) == [("tool", 0, -0.5), ("planner", 0, -0.75)]
 
 
+async def test_steps_cost_and_the_goal_earns_one(table):
+    options = {"goal": "solved", "shaping": 0.0, "step_cost": 0.01, "alpha": 2.0}
+    result = await table(team(**options), ["D R R U", "D R", "R", "R U"]).one(ARTIFACT)
+    expected = [("tool", 0, 2 - 0.04), ("planner", 0, -0.02), ("tool", 1, -0.01), ("planner", 1, 2 - 0.02)]
+    assert rewards(result) == [(*row[:2], pytest.approx(row[2])) for row in expected]
+    # The rubric: the goal for both, less what each one's moves cost.
+    assert result.rollout.rewards == {"tool": pytest.approx(2 - 0.05), "planner": pytest.approx(2 - 0.04)}
+    assert result.rollout.metrics["moves/planner"] == 4
+
+
 async def test_the_solver_plays_alone_and_once(table):
     result = await table(solo(), ["D R R"]).one(ARTIFACT)
     assert rewards(result) == [("solver", 0, 0.75)]
@@ -234,6 +244,8 @@ def test_demonstrations_cover_the_actors():
         ({"mode": "sum"}, "mode='sum'"),
         ({"alpha": 2.0, "mode": "convex"}, "alpha=2.0"),
         ({"illegal_cost": -1}, "illegal_cost=-1"),
+        ({"step_cost": -1}, "step_cost=-1"),
+        ({"goal": "reached"}, "goal='reached'"),
     ],
 )
 def test_bad_options_are_named(options, named):

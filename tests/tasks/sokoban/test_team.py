@@ -67,6 +67,12 @@ async def test_a_level_can_be_lost(table):
     assert result.rollout.extras["lost"] and result.rollout.metrics["solved/solver"] == 0.0
 
 
+async def test_a_step_costs_what_the_options_say(table):
+    for cost, options in ((0.01, {}), (0.0, {"step_cost": 0.0}), (0.25, {"step_cost": 0.25})):
+        result = await table(team(max_turns=1, **options), ["D", "D"]).one(ARTIFACT)
+        assert [step.reward for step in result.rollout.steps] == [-cost, -cost]
+
+
 async def test_shaping_pays_the_way(table):
     result = await table(team(shaping=0.5), ["D", "D", "R", "R"]).one(ARTIFACT)
     assert rewards(result) == [("tool", 0, 0.24), ("planner", 0, 0.24), ("tool", 1, 1.24), ("planner", 1, 1.24)]
@@ -140,6 +146,7 @@ def test_the_tokenizer_texts_do_not_depend_on_who_plays_and_completions_fit():
         ({"side": 10, "boxes": 3}, "boxes=3"),
         ({"actors": ["planner", "tool"]}, "the planner or the solver last"),
         ({"shaping": -1}, "shaping=-1"),
+        ({"step_cost": -1}, "step_cost=-1"),
         ({"box": 2}, "unknown option 'box'; did you mean 'boxes'"),
     ],
 )

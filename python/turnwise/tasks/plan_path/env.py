@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from turnwise.tasks.rewards import MixMode, invalid_penalty, mix_rewards
 
@@ -17,22 +18,34 @@ class Outcome(NamedTuple):
 
     ``valid``: a route could be read. ``legal``: the share of its moves that were walked before a wall or the goal ended
     it; 1 where nothing was read. ``closeness``: 1 at the goal, falling to 0 where it is as far as from the start or
-    farther. ``efficiency``: of the whole walk so far, see :attr:`PlanPathEnv.efficiency`.
+    farther. ``efficiency``: of the whole walk so far, see :attr:`PlanPathEnv.efficiency`. ``moves``: how many of them
+    were walked now.
     """
 
     valid: bool
     legal: float
     closeness: float
     efficiency: float
+    moves: int = 0
+
+
+Goal = Literal["efficiency", "solved"]
+_GOALS: dict[str, Callable[[Outcome], float]] = {
+    "efficiency": lambda outcome: outcome.efficiency,
+    "solved": lambda outcome: float(outcome.efficiency > 0.0),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What an action earns: ``mix_rewards(efficiency, closeness, alpha, mode)``, less the costs of a bad row.
+    """What an action earns: ``mix_rewards(efficiency, own, alpha, mode)``, less the costs of a bad row.
 
-    ``invalid_cost`` is taken from an action that can't be read, ``illegal_cost`` times the share of its moves that were
-    not walked from one that can. Raises ``ValueError`` for an ``alpha`` that does not fit the mode, and for negative
-    costs.
+    ``own = shaping * closeness - step_cost * moves``. With ``goal="solved"`` the goal is worth 1 by any way, in the
+    place of its efficiency. ``invalid_cost`` is taken from an action that can't be read, ``illegal_cost`` times the
+    share of its moves that were not walked from one that can. Raises ``ValueError`` for an ``alpha`` that does not fit
+    the mode, for another ``goal``, and for negative numbers.
+
+    AT-GRPO's +1 for the goal and -0.01 for a step: ``Scoring(goal="solved", shaping=0.0, step_cost=0.01)``.
 
     Example: ``Scoring(alpha=0.5).reward(Outcome(True, legal=1.0, closeness=1.0, efficiency=1.0)) == 1.5``
     """
@@ -41,15 +54,21 @@ class Scoring:
     mode: MixMode = "weighted_sum"
     invalid_cost: float = 0.25
     illegal_cost: float = 0.1
+    goal: Goal = "efficiency"
+    shaping: float = 1.0
+    step_cost: float = 0.0
 
     def __post_init__(self) -> None:
         mix_rewards(0.0, 0.0, self.alpha, self.mode)
-        for name in ("invalid_cost", "illegal_cost"):
+        if self.goal not in _GOALS:
+            raise ValueError(f"goal={self.goal!r}: expected one of {sorted(_GOALS)}")
+        for name in ("invalid_cost", "illegal_cost", "shaping", "step_cost"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected a number >= 0")
 
     def reward(self, outcome: Outcome) -> float:
-        mixed = mix_rewards(outcome.efficiency, outcome.closeness, self.alpha, self.mode)
+        own = self.shaping * outcome.closeness - self.step_cost * outcome.moves
+        mixed = mix_rewards(_GOALS[self.goal](outcome), own, self.alpha, self.mode)
         return mixed + invalid_penalty(outcome.valid, self.invalid_cost) - self.illegal_cost * (1.0 - outcome.legal)
 
 
@@ -129,6 +148,7 @@ class PlanPathEnv:
             legal=len(walked.cells) / walked.named if walked.named else 1.0,
             closeness=max(0.0, 1.0 - away),
             efficiency=self._efficiency(end, len(walked.cells)),
+            moves=len(walked.cells),
         )
 
     def step(self, route: str | None) -> StepResult:

@@ -27,7 +27,7 @@ from turnwise.tasks.routes import (
 from turnwise.types import Actor, EpisodeRequest, EpisodeState, Messages
 
 from .demonstrations import demonstrations
-from .env import Outcome, PlanPathEnv, Scoring
+from .env import Goal, Outcome, PlanPathEnv, Scoring
 from .maze import (
     MAX_WALLS,
     SIDES,
@@ -48,7 +48,7 @@ class PlanPathEpisode(RouteEpisode):
     The artifact is ``{"maze": "A#G\\n...\\n..#"}``. A route is walked up to the first move into a wall; how suggestions
     go from one to the next is told at :class:`~turnwise.tasks.routes.RouteEpisode`. A step earns what ``scoring`` gives
     for its route, a suggestion what it would earn if it were walked. ``rubric`` mixes the same two parts for the whole
-    episode: the team's efficiency for every actor, and how close to the goal its last action led.
+    episode: the team's outcome for every actor, and how close to the goal its last action led, less its steps' cost.
 
     Example: ``PlanPathEpisode(sampler=TreeSampler(branches=8))`` for the team,
     ``PlanPathEpisode(actors=("solver",), max_turns=1)`` for one agent.
@@ -66,9 +66,11 @@ class PlanPathEpisode(RouteEpisode):
     ) -> None:
         super().__init__(actors=actors, sampler=sampler, max_turns=max_turns)
         self.scoring = scoring or Scoring()
-        alpha, mode = self.scoring.alpha, self.scoring.mode
-        weights = [*mix_weights(alpha, mode), 0.0, 0.0, 0.0]
-        self.rubric = Rubric([efficiency, closeness, solved, valid_format, legal_moves], weights)
+        scored = self.scoring
+        team, own = mix_weights(scored.alpha, scored.mode)
+        weights = {scored.goal: team, "closeness": own * scored.shaping, "moves": -own * scored.step_cost}
+        parts = [efficiency, closeness, solved, valid_format, legal_moves, *([moves] if scored.step_cost else [])]
+        self.rubric = Rubric(parts, [weights.get(part.__name__, 0.0) for part in parts])
 
     def start(self, artifact: Any) -> dict[str, Any]:
         # "path" is the environment's own list: a fork of the data is a fork of the environment.
@@ -81,16 +83,17 @@ class PlanPathEpisode(RouteEpisode):
         return self.scoring.reward(Outcome(**outcome))
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
-        """``solved`` and ``efficiency`` of the team; ``closeness``, ``valid`` and ``legal`` by actor; ``path``.
+        """``solved`` and ``efficiency`` of the team; ``closeness``, ``moves``, ``valid``, ``legal`` by actor; ``path``.
 
-        ``valid`` is the share of completions that could be read, ``legal`` the share of their moves that could be
-        walked, ``path`` the cells walked, the start first.
+        ``moves`` is how many an actor's routes came to, ``valid`` the share of its completions that could be read,
+        ``legal`` the share of their moves that could be walked, ``path`` the cells walked, the start first.
         """
         env, outcomes = self.environment(state), state.data["outcomes"]
         return {
             "solved": dict.fromkeys(self.actors, float(env.solved)),
             "efficiency": dict.fromkeys(self.actors, env.efficiency),
             "closeness": {actor: acted[-1]["closeness"] for actor, acted in outcomes.items()},
+            "moves": {actor: sum(act["moves"] for act in acted) for actor, acted in outcomes.items()},
             "valid": {actor: mean_of(acted, "valid") for actor, acted in outcomes.items()},
             "legal": {actor: mean_of(acted, "legal") for actor, acted in outcomes.items()},
             "path": list(env.path),
@@ -103,18 +106,29 @@ def efficiency(extras: dict[str, Any]) -> dict[str, float]:
     return extras["efficiency"]
 
 
+def moves(extras: dict[str, Any]) -> dict[str, float]:
+    """How many moves each actor's routes came to."""
+    return extras["moves"]
+
+
 class PlanPathOptions(RouteOptions):
     """Options of the task ``plan_path``. ``actors = ["solver"]`` with ``max_turns = 1`` is the single agent.
 
     ``side``, ``walls`` and ``min_route`` make a maze hard: its cells per side, the share of them that are walls, and
-    the fewest moves from start to goal. ``quality`` is the chance that a demonstrated route is the shortest,
-    ``max_tokens`` the limit of one completion (with the tiny model a token per move, and the end of turn).
+    the fewest moves from start to goal. The goal is worth the efficiency of the way there, every action ``shaping``
+    times its closeness to the goal, less ``step_cost`` for each of its moves; ``goal = "solved"``, ``shaping = 0`` and
+    ``step_cost = 0.01`` are AT-GRPO's 1 for the goal and -0.01 for a step. ``quality`` is the chance that a
+    demonstrated route is the shortest, ``max_tokens`` the limit of one completion (with the tiny model a token per
+    move, and the end of turn).
     """
 
     side: int = Field(default=Difficulty().side, ge=SIDES[0], le=SIDES[1])
     walls: float = Field(default=Difficulty().walls, ge=0, le=MAX_WALLS)
     min_route: int = Field(default=Difficulty().min_route, ge=1)
     illegal_cost: float = Field(default=0.1, ge=0)
+    goal: Goal = Scoring().goal
+    shaping: float = Field(default=Scoring().shaping, ge=0)
+    step_cost: float = Field(default=Scoring().step_cost, ge=0)
 
     @model_validator(mode="after")
     def _can_be_drawn(self) -> PlanPathOptions:
@@ -146,7 +160,8 @@ class PlanPathTask:
 
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
         options = self.options
-        scoring = Scoring(options.alpha, options.mode, options.invalid_cost, options.illegal_cost)
+        names = ("alpha", "mode", "invalid_cost", "illegal_cost", "goal", "shaping", "step_cost")
+        scoring = Scoring(**{name: getattr(options, name) for name in names})
         episode = PlanPathEpisode(actors=options.actors, max_turns=options.max_turns, scoring=scoring, sampler=tree)
         return {self.name: episode}
 

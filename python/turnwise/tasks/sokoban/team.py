@@ -109,13 +109,12 @@ class SokobanOptions(RouteOptions):
 
     ``side`` (walls around it included), ``boxes`` and ``min_route``, the fewest moves of a solution, make a level hard.
     ``shaping`` rewards each action for leading closer to the solution, by default not at all: a solution earns 1 and
-    every step costs 0.01. ``quality`` is the chance that a demonstrated route is the shortest solution.
+    every step costs ``step_cost``. ``quality`` is the chance that a demonstrated route is the shortest solution.
     """
 
     side: int = Field(default=Difficulty().side, ge=SIDES[0], le=SIDES[1])
     boxes: int = Field(default=Difficulty().boxes, ge=1)
     min_route: int = Field(default=Difficulty().min_route, ge=1)
-    shaping: float = Field(default=0.0, ge=0)
 
     @model_validator(mode="after")
     def _can_be_drawn(self) -> SokobanOptions:
@@ -149,7 +148,7 @@ class SokobanTask(GeneratedTask):
 
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
         options = self.options
-        scoring = Scoring(options.alpha, options.mode, options.invalid_cost, shaping=options.shaping)
+        scoring = Scoring(options.alpha, options.mode, options.invalid_cost, options.step_cost, shaping=options.shaping)
         episode = SokobanEpisode(actors=options.actors, max_turns=options.max_turns, scoring=scoring, sampler=tree)
         return {self.name: episode}
 
