@@ -8,6 +8,7 @@ import random
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 from turnwise.arena import samples as rows
@@ -244,7 +245,7 @@ class Arena:
         contexts = [open_episode(self, request, parent, seen) for request in requests]
         failures = FailureCount(len(contexts), self.failure_threshold)
         pairs = zip(requests, contexts, strict=True)
-        running = in_turns((play(self, request, context, failures) for request, context in pairs), concurrency)
+        running = in_turns([partial(play, self, *pair, failures) for pair in pairs], concurrency)
         if parent is None:
             with self.under_way.batch(len(running)) as ended:
                 results = await run_all(running, ended)

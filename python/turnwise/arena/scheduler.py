@@ -119,19 +119,19 @@ async def run_all(coroutines: Iterable[Coroutine[Any, Any, T]], ended: Callable[
         raise
 
 
-def in_turns(coroutines: Iterable[Coroutine[Any, Any, T]], limit: int | None) -> list[Coroutine[Any, Any, T]]:
-    """The same, of which no more than ``limit`` run at once; ``None`` is no limit."""
+def in_turns(starts: Iterable[Callable[[], Coroutine[Any, Any, T]]], limit: int | None) -> list[Coroutine[Any, Any, T]]:
+    """What ``starts`` give, of which no more than ``limit`` run at once; ``None`` is no limit."""
     if limit is None:
-        return list(coroutines)
+        return [start() for start in starts]
     if limit < 1:
         raise ValueError(f"concurrency={limit!r}: expected at least 1, or None")
     gate = asyncio.Semaphore(limit)
 
-    async def gated(coroutine: Coroutine[Any, Any, T]) -> T:
+    async def gated(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
         async with gate:
-            return await coroutine
+            return await start()  # begun only here: whoever is cancelled before leaves no coroutine behind
 
-    return [gated(coroutine) for coroutine in coroutines]
+    return [gated(start) for start in starts]
 
 
 class EpisodesUnderWay:
