@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import sqlite3
+
 import pytest
 
 from turnwise.arena import ArtifactStore
 from turnwise.arena.context import EpisodeContext, Luck, inside
 from turnwise.types import EpisodeState, Rollout
+
+
+def in_json(state):
+    return json.loads(json.dumps(state))
 
 
 def family(**options):
@@ -57,6 +64,56 @@ def test_inside_an_episode_the_source_is_its_rollout():
     with inside(EpisodeContext(Rollout("e7.1", "propose", None), EpisodeState(), Luck(0))):
         assert store.add("x").source == "e7.1" and store.add("y", source="mine").source == "mine"
     assert store.add("z").source is None
+
+
+# -- whose rollout made it ---------------------------------------------------------------------------------------------
+def made_by(store, rollout_id, data):
+    with inside(EpisodeContext(Rollout(rollout_id, "author", None), EpisodeState(), Luck(0))):
+        return store.add(data)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_two_runs_on_one_file_number_their_rollouts_alike_and_are_told_apart(tmp_path, shared):
+    first = ArtifactStore("q", path=tmp_path / "q.db", shared=shared)
+    first.name_run("solve")
+    one = made_by(first, "e0.0", "a")
+    state = in_json(first.state_dict())
+    if not shared:
+        first.close()
+    second = ArtifactStore("q", path=tmp_path / "q.db", shared=shared)
+    second.name_run("solve")
+    two = made_by(second, "e0.0", "b")
+    assert one.source == two.source == "e0.0" and one.run != two.run == second.run == second.frozen().run
+    assert one.run.startswith("solve@") and two.run.startswith("solve@")
+    assert [(a.data, a.run) for a in second] == [("a", one.run), ("b", two.run)]
+    second.close()
+    first.close()
+    resumed = ArtifactStore("q", path=tmp_path / "q.db", shared=True)
+    resumed.name_run("solve")
+    with pytest.warns(UserWarning, match="changes by other runs"):
+        resumed.load_state_dict(state)
+    assert made_by(resumed, "e1", "c").run == one.run, "a resumed run is the same one"
+    assert [a.run for a in ArtifactStore("q", path=tmp_path / "q.db")] == [one.run, two.run, one.run]
+    memory = ArtifactStore("q")
+    memory.name_run("solve")
+    assert memory.run is None and memory.add("x").run is None
+
+
+def test_a_file_of_the_first_format_opens_and_goes_on(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    made_by(store, "e0", "old")
+    state = in_json(store.state_dict())
+    store.close()
+    with sqlite3.connect(tmp_path / "q.db") as database:
+        database.execute("ALTER TABLE artifacts DROP COLUMN run")
+        database.execute("PRAGMA user_version = 1")
+    database.close()
+    store, other = (ArtifactStore("q", path=tmp_path / "q.db") for _ in range(2))
+    assert store.get("q-0").run is None
+    store.load_state_dict(state)
+    new = made_by(store, "e0", "new")
+    assert [(a.data, a.source, a.run) for a in other] == [("old", "e0", None), ("new", "e0", state["writer"])]
+    assert new.run == store.run == state["writer"]
 
 
 @pytest.mark.parametrize("parents", ["q-1", [1], [None]])

@@ -426,7 +426,7 @@ def test_files_that_are_no_store_are_refused(tmp_path):
     with sqlite3.connect(tmp_path / "q.db") as database:
         database.execute("PRAGMA user_version = 9")
     database.close()
-    with pytest.raises(ValueError, match="format 9; this version reads format 1"):
+    with pytest.raises(ValueError, match="format 9; this version reads formats 1 to 2"):
         ArtifactStore("q", path=tmp_path / "q.db")
     with pytest.raises(ValueError, match="shared=True: a store in memory"):
         ArtifactStore("q", shared=True)

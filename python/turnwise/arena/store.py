@@ -93,6 +93,17 @@ class ArtifactStore(Drawable):
         return None if self._file is None else str(self._file.path)
 
     @property
+    def run(self) -> str | None:
+        """The run as the file's artifacts name it: ``"solve-3@9f86d081884c7d65"``, or the part behind the ``@`` alone,
+        which no other run has and a resumed one keeps. ``None`` in memory, where there is no other."""
+        return None if self._file is None else self._file.run
+
+    def name_run(self, label: str) -> None:
+        """What stands before the ``@`` from now on; a training run says its folder's name."""
+        if self._file is not None:
+            self._file.label = label
+
+    @property
     def inherited(self) -> frozenset[str]:
         """Ids of what stood in the file before this run; of a run that was resumed, before it first began. In memory
         that is nothing."""
@@ -121,8 +132,9 @@ class ArtifactStore(Drawable):
     ) -> Artifact | None:
         """Keep ``data`` (or a whole :class:`Artifact`); returns what is stored, or ``None`` if ``dedup`` refused it.
 
-        Without ``id`` one is made. ``source`` names the rollout that made it, inside an episode that one; ``parents``
-        the artifacts that it was made from. Raises ``ValueError`` for an id that is taken, and for a weight below 0.
+        Without ``id`` one is made. ``source`` names the rollout that made it, inside an episode that one, of this
+        :attr:`run`; ``parents`` the artifacts that it was made from. Raises ``ValueError`` for an id that is taken, and
+        for a weight below 0.
         """
         with self.together():
             if isinstance(data, Artifact):
@@ -132,7 +144,7 @@ class ArtifactStore(Drawable):
                 made_by = source if context is None else context.rollout.id
                 new_id = self._free_id() if id is None else id
                 ids = lineage.as_ids(parents) if parents else ()
-                artifact = Artifact(new_id, outlasting(data), weight, made_by, dict(meta or {}), ids)
+                artifact = Artifact(new_id, outlasting(data), weight, made_by, dict(meta or {}), ids, self.run)
             held = self._contents
             if artifact.id in held.artifacts:
                 raise ValueError(f"id={artifact.id!r}: the store {self.name!r} already has an artifact of this id")
@@ -268,7 +280,7 @@ class ArtifactStore(Drawable):
         if self._file is not None:
             return {**state, **self._file.mark()}
         outcomes = {id: asdict(outcome) for id, outcome in self._contents.outcomes.items()}
-        names = ("id", "data", "weight", "source", "meta", "parents")
+        names = ("id", "data", "weight", "source", "meta", "parents", "run")
         artifacts = [{name: getattr(artifact, name) for name in names} for artifact in self]
         return {**state, "artifacts": artifacts, "outcomes": outcomes}
 
@@ -351,7 +363,11 @@ class FrozenStore(ArtifactStore):
         store._catch_up()
         self._held = store._contents.copied()
         self._inherited, self._split = store.inherited, store._split
-        self._layers: dict[int | None, Contents] = {}
+        self._run, self._layers = store.run, dict[int | None, Contents]()
+
+    @property
+    def run(self) -> str | None:
+        return self._run
 
     @property
     def _contents(self) -> Contents:

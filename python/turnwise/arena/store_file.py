@@ -27,7 +27,8 @@ from turnwise.arena.drawing import Outcome
 from turnwise.types import Artifact
 
 APPLICATION = 0x74_77_73_74  # "twst"
-FORMAT = 1
+FORMAT = 2
+"""1 had no ``run``; such a file is brought up to date when it is opened."""
 PATIENCE = 30.0
 """Seconds that a write waits for another process's."""
 
@@ -35,7 +36,7 @@ _TABLES = """
 CREATE TABLE store (name TEXT, file TEXT, revision INTEGER, rewinds INTEGER, oldest INTEGER, made INTEGER,
     plays INTEGER);
 CREATE TABLE artifacts (place INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, data NOT NULL, source TEXT,
-    parents TEXT NOT NULL, meta NOT NULL, added INTEGER NOT NULL, removed INTEGER);
+    parents TEXT NOT NULL, meta NOT NULL, added INTEGER NOT NULL, removed INTEGER, run TEXT);
 CREATE UNIQUE INDEX present ON artifacts (id) WHERE removed IS NULL;
 CREATE INDEX by_added ON artifacts (added);
 CREATE INDEX by_removed ON artifacts (removed) WHERE removed IS NOT NULL;
@@ -47,7 +48,7 @@ CREATE TABLE rewinds (target INTEGER, at INTEGER, writer TEXT);
 """
 
 _ROWS = """
-SELECT a.id, a.data, a.source, a.parents, a.meta, k.weight, k.attempts, k.reward, k.success, k.score, k.last,
+SELECT a.id, a.data, a.source, a.parents, a.meta, a.run, k.weight, k.attempts, k.reward, k.success, k.score, k.last,
     MAX(k.revision)
 FROM artifacts a JOIN known k USING (place)
 WHERE a.removed IS NULL AND k.revision > :seen GROUP BY a.place ORDER BY a.place
@@ -81,7 +82,7 @@ class StoreFile:
 
     def __init__(self, path: str | os.PathLike[str], name: str, *, shared: bool = False) -> None:
         self.path, self.shared = Path(path), shared
-        self.writer = secrets.token_hex(8)
+        self.writer, self.label = secrets.token_hex(8), ""
         self._seen = self._rewinds = -1
         self._wrote, self._synced = -1, False
         self._changed = False
@@ -103,8 +104,8 @@ class StoreFile:
         [[application]], [[format]] = run("PRAGMA application_id"), run("PRAGMA user_version")
         if tables and application != APPLICATION:
             raise ValueError(f"path={str(self.path)!r}: a database of something else, no artifact store")
-        if tables and format != FORMAT:
-            raise ValueError(f"path={str(self.path)!r}: format {format}; this version reads format {FORMAT}")
+        if tables and format not in (1, FORMAT):
+            raise ValueError(f"path={str(self.path)!r}: format {format}; this version reads formats 1 to {FORMAT}")
         [[mode]] = run("PRAGMA journal_mode = WAL")
         # Where shared memory does not work there is no log; then only full syncs keep the file whole.
         run(f"PRAGMA synchronous = {'NORMAL' if mode == 'wal' else 'FULL'}")
@@ -115,10 +116,18 @@ class StoreFile:
             run("INSERT INTO store VALUES (?, ?, 0, 0, 0, 0, 0)", (name, secrets.token_hex(8)))
             run(f"PRAGMA application_id = {APPLICATION}")
             run(f"PRAGMA user_version = {FORMAT}")
+        elif run("PRAGMA user_version").fetchone() == (1,):
+            run("ALTER TABLE artifacts ADD COLUMN run TEXT")
+            run(f"PRAGMA user_version = {FORMAT}")
         run("COMMIT")
         found, self.file, self._begun = run("SELECT name, file, revision FROM store").fetchone()
         if found != name:
             raise ValueError(f"path={str(self.path)!r}: holds the store {found!r}, not {name!r}")
+
+    @property
+    def run(self) -> str:
+        """Names the run: a label for people, and what no other run has and a resumed one keeps."""
+        return f"{self.label}@{self.writer}" if self.label else self.writer
 
     def close(self) -> None:
         """Let go of the file; a store that is used afterwards raises."""
@@ -204,9 +213,12 @@ class StoreFile:
             artifact.source,
             json.dumps(artifact.parents),
             _packed(artifact.meta),
+            artifact.run,
             self._seen + 1,
         )
-        self._write("INSERT INTO artifacts (id, data, source, parents, meta, added) VALUES (?, ?, ?, ?, ?, ?)", row)
+        self._write(
+            "INSERT INTO artifacts (id, data, source, parents, meta, run, added) VALUES (?, ?, ?, ?, ?, ?, ?)", row
+        )
         self.put(artifact, outcome)
         self._write("UPDATE store SET made = ?", (made,))
 
@@ -329,9 +341,9 @@ class StoreFile:
 
 
 def _from_row(path: Path, row: tuple[Any, ...]) -> tuple[Artifact, Outcome]:
-    id, data, source, parents, meta, weight, *known = row
+    id, data, source, parents, meta, run, weight, *known = row
     try:
-        artifact = Artifact(id, _unpacked(data), weight, source, _unpacked(meta), tuple(json.loads(parents)))
+        artifact = Artifact(id, _unpacked(data), weight, source, _unpacked(meta), tuple(json.loads(parents)), run)
     except Exception as error:
         raise ValueError(f"path={str(path)!r}: artifact {id!r} can't be read: {error}") from error
     return artifact, Outcome(*known[:5])

@@ -40,7 +40,7 @@ from turnwise.train.producer import Producer, refuse_own_step
 from turnwise.train.progress import Progress
 from turnwise.train.random_state import random_state, set_random_state
 from turnwise.train.run_log import RunLog
-from turnwise.train.store_states import begin_stores, forget_old_states
+from turnwise.train.store_states import begin_stores, forget_old_states, name_run
 from turnwise.train.summary import staleness, summarize
 from turnwise.train.update import update_policy
 from turnwise.types import EpisodeRequest, GenerateResult, Sampling, TrainingBatch
@@ -350,6 +350,7 @@ class Trainer:
         if not self.config.resume:
             refuse_checkpoints(self.config)
         self.producer = self._new_producer()
+        name_run(self.arena, self.config.run_dir)
         if not found:
             begin_stores(self.arena, self.config.run_dir)
             self.log.rewind(-1)

@@ -12,6 +12,12 @@ STORES_FILE = "stores.json"
 """In the run folder: the state of each store in a file when the run began."""
 
 
+def name_run(arena: Arena, folder: Path) -> None:
+    """What the run adds to stores in files says so from now on, by the name of its folder."""
+    for store in _in_files(arena).values():
+        store.name_run(folder.resolve().name)
+
+
 def begin_stores(arena: Arena, folder: Path) -> None:
     """Before the first step of a run without a checkpoint: note where its stores in files stand.
 

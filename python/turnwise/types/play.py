@@ -208,7 +208,8 @@ class EpisodeState:
 @dataclass(slots=True)
 class Artifact:
     """A thing that episodes work on, as a store keeps it. ``source`` is the rollout that made it, ``parents`` holds the
-    ids of the artifacts that it was made from.
+    ids of the artifacts that it was made from. Rollouts are numbered anew in each run: in a file that several write to,
+    ``run`` says whose ``source`` is.
 
     Example: ``Artifact(id="q-3", data={"question": "2 + 2 = ?", "answer": "4"}, source="r-17", parents=("q-1",))``
     """
@@ -219,3 +220,4 @@ class Artifact:
     source: str | None = None
     meta: dict[str, Any] = field(default_factory=dict)
     parents: tuple[str, ...] = ()
+    run: str | None = None

@@ -95,6 +95,9 @@ def test_the_next_run_begins_with_what_the_last_one_solved(first, tmp_path):
     second = run_of(tmp_path / "second", path, seed=1, steps=2)
     assert second.arena.stores[STORE].inherited == {id for id, *_ in whole}
     after = finished(second)
+    runs = {item.id: item.run for item in ArtifactStore(STORE, path=path)}
+    by_first, by_second = ({runs[id] for id, *_ in some} for some in (whole, after[len(whole) :]))
+    assert [run.partition("@")[0] for run in (*by_first, *by_second)] == ["run", "second"], "one name each"
     assert after[: len(whole)] == whole and len(after) > len(whole) and len({id for id, *_ in after}) == len(after)
     shown = examples(tmp_path / "second", 1)
     assert any(example in problems and example != own for example, own in shown), "from its first step on"
