@@ -56,7 +56,7 @@ void bind_group_advantage(py::module_& module) {
                py::arg("by_trajectory"), py::arg("center"), py::arg("scale"), py::arg("singleton"), py::arg("ddof"),
                py::arg("eps"), py::arg("min_std"), py::arg("threads"),
                "Writes the advantages of rewards within groups.");
-    py::class_<GroupAdvantageOptions>(module, "GroupAdvantageRule")
+    py::class_<GroupAdvantageOptions>(module, "GroupAdvantageRule", py::module_local())
         .def(py::init(
                  [](bool by_trajectory, int center, int scale, int singleton, int ddof, double eps, double min_std) {
                      return GroupAdvantageOptions{
