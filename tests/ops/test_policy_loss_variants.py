@@ -22,7 +22,6 @@ from turnwise.ops import (
     ImportanceCorrection,
     KLCov,
     Reinforce,
-    backends,
     policy_loss,
 )
 
@@ -320,8 +319,6 @@ def test_mistakes_are_named(target, change, error, message) -> None:
 
 @pytest.mark.parametrize("actors", [3, 100])  # 100: more than shared memory holds tables for
 def test_every_run_gives_the_same_bits(make_batch, target, actors) -> None:
-    if actors > 3 and backends.interpreted:
-        pytest.skip("slow in the interpreter, and the kernel has no such tables")
     batch = make_batch(23, 40, 190, kl=KL("k3", 0.1), correction=ImportanceCorrection("sequence", 1.5))
     batch.actors = torch.arange(40) % actors
     batch.num_actors = actors
