@@ -14,6 +14,12 @@ namespace {
 
 #define TW_INLINE inline __attribute__((always_inline))
 
+#if defined(__AVX2__)
+constexpr bool kFused = true;  // fma rounds once
+#else
+constexpr bool kFused = false;
+#endif
+
 #if defined(__AVX512F__)
 
 struct Lanes {
@@ -26,7 +32,7 @@ struct VecM {
     __mmask16 v;
 };
 struct VecN {
-    __m512i v;
+    uint64_t v;  // a mask is a number here: its ones are counted, not its lanes
 };
 TW_INLINE VecF broadcast(float x) {
     return {_mm512_set1_ps(x)};
@@ -62,10 +68,10 @@ TW_INLINE VecM operator<(VecF a, VecF b) {
     return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)};
 }
 TW_INLINE VecM operator&(VecM a, VecM b) {
-    return {__mmask16(a.v & b.v)};
+    return {_kand_mask16(a.v, b.v)};
 }
 TW_INLINE VecM operator|(VecM a, VecM b) {
-    return {__mmask16(a.v | b.v)};
+    return {_kor_mask16(a.v, b.v)};
 }
 TW_INLINE VecF fma(VecF a, VecF b, VecF c) {
     return {_mm512_fmadd_ps(a.v, b.v, c.v)};
@@ -80,16 +86,33 @@ TW_INLINE VecF vec_select(VecM m, VecF a, VecF b) {
     return {_mm512_mask_blend_ps(m.v, b.v, a.v)};
 }
 // n, and `by` more where m is true
-TW_INLINE VecN count(VecN n, VecM m, int by) {
-    return {_mm512_mask_add_epi32(n.v, m.v, n.v, _mm512_set1_epi32(by))};
+TW_INLINE VecN count(VecN n, VecM m) {
+    return {n.v + uint64_t(_mm_popcnt_u32(m.v))};
 }
-TW_INLINE VecM differs(VecF a, VecF b) {
-    return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_NEQ_OQ)};
-}  // never for NaN
-// 2^n, where the low bits of `shifted` hold the integer n.
-TW_INLINE VecF power_of_two(VecF shifted) {
-    const __m512i n = _mm512_slli_epi32(_mm512_castps_si512(shifted.v), 23);
-    return {_mm512_castsi512_ps(_mm512_add_epi32(n, _mm512_set1_epi32(0x3f800000)))};
+TW_INLINE VecN count(VecN n, VecM low, VecM high) {
+    return {n.v + uint64_t(_mm_popcnt_u32(_mm512_kunpackw(high.v, low.v)))};
+}
+TW_INLINE int64_t total(VecN n) {
+    return int64_t(n.v);
+}
+TW_INLINE VecF add_where(VecM m, VecF a, VecF b) {
+    return {_mm512_mask_add_ps(a.v, m.v, a.v, b.v)};
+}
+TW_INLINE VecF max_where(VecM m, VecF a, VecF b) {
+    return {_mm512_mask_max_ps(a.v, m.v, a.v, b.v)};
+}
+TW_INLINE VecM unless(VecM m, VecM n) {
+    return {_kandn_mask16(n.v, m.v)};
+}
+TW_INLINE VecM unless_less(VecM m, VecF a, VecF b) {
+    return {_mm512_mask_cmp_ps_mask(m.v, a.v, b.v, _CMP_NLT_UQ)};
+}
+TW_INLINE VecM unless_differs(VecM m, VecF a, VecF b) {
+    return {_mm512_mask_cmp_ps_mask(m.v, a.v, b.v, _CMP_EQ_UQ)};
+}
+// x 2^n, n an integer, which the low bits of `shifted` hold too.
+TW_INLINE VecF times_power_of_two(VecF x, VecF n, VecF) {
+    return {_mm512_scalef_ps(x.v, n.v)};
 }
 
 #elif defined(__AVX2__)
@@ -104,7 +127,7 @@ struct VecM {
     __m256 v;
 };
 struct VecN {
-    __m256i v;
+    uint64_t v;
 };
 TW_INLINE VecF broadcast(float x) {
     return {_mm256_set1_ps(x)};
@@ -158,15 +181,24 @@ TW_INLINE VecF vec_max(VecF a, VecF b) {
 TW_INLINE VecF vec_select(VecM m, VecF a, VecF b) {
     return {_mm256_blendv_ps(b.v, a.v, m.v)};
 }
-TW_INLINE VecN count(VecN n, VecM m, int by) {
-    return {_mm256_add_epi32(n.v, _mm256_and_si256(_mm256_castps_si256(m.v), _mm256_set1_epi32(by)))};
+TW_INLINE VecN count(VecN n, VecM m) {
+    return {n.v + uint64_t(_mm_popcnt_u32(unsigned(_mm256_movemask_ps(m.v))))};
 }
-TW_INLINE VecM differs(VecF a, VecF b) {
-    return {_mm256_cmp_ps(a.v, b.v, _CMP_NEQ_OQ)};
+TW_INLINE int64_t total(VecN n) {
+    return int64_t(n.v);
 }
-TW_INLINE VecF power_of_two(VecF shifted) {
+TW_INLINE VecM unless(VecM m, VecM n) {
+    return {_mm256_andnot_ps(n.v, m.v)};
+}
+TW_INLINE VecM unless_less(VecM m, VecF a, VecF b) {
+    return {_mm256_and_ps(m.v, _mm256_cmp_ps(a.v, b.v, _CMP_NLT_UQ))};
+}
+TW_INLINE VecM unless_differs(VecM m, VecF a, VecF b) {
+    return {_mm256_and_ps(m.v, _mm256_cmp_ps(a.v, b.v, _CMP_EQ_UQ))};
+}
+TW_INLINE VecF times_power_of_two(VecF x, VecF, VecF shifted) {
     const __m256i n = _mm256_slli_epi32(_mm256_castps_si256(shifted.v), 23);
-    return {_mm256_castsi256_ps(_mm256_add_epi32(n, _mm256_set1_epi32(0x3f800000)))};
+    return x * VecF{_mm256_castsi256_ps(_mm256_add_epi32(n, _mm256_set1_epi32(0x3f800000)))};
 }
 
 #else  // the compiler's own vectors: SSE2 on x86-64, NEON on aarch64
@@ -238,14 +270,23 @@ TW_INLINE VecF vec_min(VecF a, VecF b) {
 TW_INLINE VecF vec_max(VecF a, VecF b) {
     return vec_select(b < a, a, b);
 }
-TW_INLINE VecN count(VecN n, VecM m, int by) {
-    return {n.v + (m.v & by)};
+TW_INLINE VecN count(VecN n, VecM m) {
+    return {n.v - m.v};  // true is -1
 }
-TW_INLINE VecM differs(VecF a, VecF b) {
-    return (a < b) | (b < a);
+TW_INLINE int64_t total(VecN n) {
+    return int64_t(n.v[0]) + n.v[1] + n.v[2] + n.v[3];
 }
-TW_INLINE VecF power_of_two(VecF shifted) {
-    return {(Float4)(((Int4)shifted.v << 23) + 0x3f800000)};
+TW_INLINE VecM unless(VecM m, VecM n) {
+    return {m.v & ~n.v};
+}
+TW_INLINE VecM unless_less(VecM m, VecF a, VecF b) {
+    return {m.v & ~(a < b).v};
+}
+TW_INLINE VecM unless_differs(VecM m, VecF a, VecF b) {
+    return {m.v & ~((a < b) | (b < a)).v};
+}
+TW_INLINE VecF times_power_of_two(VecF x, VecF, VecF shifted) {
+    return x * VecF{(Float4)(((Int4)shifted.v << 23) + 0x3f800000)};
 }
 
 #endif
@@ -255,6 +296,18 @@ TW_INLINE VecF operator-(VecF a) {
 }
 TW_INLINE VecM operator>(VecF a, VecF b) {
     return b < a;
+}
+#if !defined(__AVX512F__)  // a, with b added or the larger of the two, where m is true
+TW_INLINE VecF add_where(VecM m, VecF a, VecF b) {
+    return a + vec_select(m, b, broadcast(0.0f));
+}
+TW_INLINE VecF max_where(VecM m, VecF a, VecF b) {
+    return vec_select(m, vec_max(a, b), a);
+}
+#endif
+
+TW_INLINE VecF add(VecF sum, VecF x) {
+    return sum + x;
 }
 
 TW_INLINE void spread(float x, VecF& out) {
@@ -277,20 +330,29 @@ TW_INLINE V broadcast_to(float x) {
     return out;
 }
 
-// exp(x) for |x| <= 80, to 2 ulp: x = n ln 2 + r, exp(r) = 1 + r + r^2 q(r) with q fitted to least the largest relative
-// error on |r| <= ln(2)/2. NaN stays NaN.
-template <class V>
-TW_INLINE V vec_exp(V x) {
+// exp(x) for |x| <= 80, or for |x| <= 20 where `near`, to 2 ulp: x = n ln 2 + r, exp(r) = 1 + r + r^2 q(r) with q
+// fitted to least the largest relative error on |r| <= ln(2)/2. NaN stays NaN.
+template <bool near, class V>
+TW_INLINE V exp_within(V x) {
     const auto set = [](float c) { return broadcast_to<V>(c); };
-    const V shift = set(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, which the low bits hold
+    const V shift = set(12582912.0f), one = set(1.0f);  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
     const V shifted = fma(x, set(1.442695041f), shift);
     const V n = shifted - shift;
-    const V r = fma(n, set(-1.7409306e-3f), fma(n, set(-0.69140625f), x));
-    V q = fma(r, set(1.3814539e-3f), set(8.368745e-3f));
-    q = fma(q, r, set(4.166839e-2f));
-    q = fma(q, r, set(1.6666521e-1f));
-    q = fma(q, r, set(4.9999994e-1f));
-    return fma(q * r, r, r + set(1.0f)) * power_of_two(shifted);
+    // ln 2 in two parts, the first of so few bits that n times it is exact; a few n need but one, with one rounding.
+    const V r =
+        near && kFused ? fma(n, set(-0.6931472f), x) : fma(n, set(-1.7409306e-3f), fma(n, set(-0.69140625f), x));
+    const V rr = r * r;
+    const V high = fma(rr, set(1.3814539e-3f), fma(r, set(8.368745e-3f), set(4.166839e-2f)));
+    const V low = fma(r, set(1.6666521e-1f), set(4.9999994e-1f));
+    return times_power_of_two(fma(rr, fma(rr, high, low), r + one), n, shifted);
+}
+template <class V>
+TW_INLINE V vec_exp(V x) {
+    return exp_within<false>(x);
+}
+template <class V>
+TW_INLINE V vec_near_exp(V x) {
+    return exp_within<true>(x);
 }
 
 // Lane by lane in a fixed order, in double.
@@ -304,21 +366,6 @@ TW_INLINE double sum_lanes(VecF a) {
     store(lanes, a);
     double total = 0;
     for (float lane : lanes) total += lane;
-    return total;
-}
-
-// The sums of the low and the high 16 bits of every lane.
-struct Counts {
-    int64_t low, high;
-};
-TW_INLINE Counts sum_lanes(VecN n) {
-    uint32_t lanes[Lanes::count];
-    std::memcpy(lanes, &n.v, sizeof lanes);
-    Counts total{0, 0};
-    for (uint32_t lane : lanes) {
-        total.low += lane & 0xffff;
-        total.high += lane >> 16;
-    }
     return total;
 }
 

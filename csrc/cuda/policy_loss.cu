@@ -91,20 +91,23 @@ __device__ float one_token(const Params& p, const Row& row, float logprob, float
                            float advantage, float entropy_value, bool chosen, Sums& sums) {
     using Math = ScalarMath;
     const PolicyLossOptions& o = p.options;
-    const auto bounded = clamp_symmetric<Math>(logprob - old, kLogRatioBound);
-    const float ratio = Math::exp(bounded.value);
+    const float raw = logprob - old, bounded = clamp_symmetric<Math>(raw, kLogRatioBound);
+    const float ratio = Math::exp(bounded);
+    const bool open = Math::unless_differs(true, bounded, raw);
     TokenLoss<Math> out;
     if constexpr (clip_only) {
-        out = p.advantages.data ? clipped_surrogate<Math>(ratio, bounded.cut, advantage, o.variant)
-                                : clipped_surrogate<Math>(ratio, bounded.cut, row.advantage, row.range);
+        const bool per_token = p.advantages.data != nullptr;
+        const auto range = per_token ? clip_range<Math>(advantage, o.variant) : row.range;
+        out = clipped_surrogate<Math>(ratio, true, open, per_token ? advantage : row.advantage, range);
     } else {
-        const Token<Math> token{logprob,         bounded.value,       ratio,        bounded.cut, advantage, chosen,
-                                row.terms.ratio, row.terms.advantage, row.terms.cut};
+        const Token<Math> token{
+            logprob,       bounded, ratio, true, open, advantage, chosen, row.terms.ratio, row.terms.advantage,
+            !row.terms.cut};
         out = token_loss<Math>(token, o.variant);
     }
     if (p.rollout.data) {
         const float difference = old - rollout;
-        const float w = Math::exp(clamp_symmetric<Math>(difference, kLogRatioBound).value);
+        const float w = Math::exp(clamp_symmetric<Math>(difference, kLogRatioBound));
         float applied = row.importance;
         if (o.correction == Correction::token) {
             const bool outside = w < o.reject_below || w > o.reject_above;
@@ -124,7 +127,7 @@ __device__ float one_token(const Params& p, const Row& row, float logprob, float
         const float d = ref - logprob;
         const auto term = clip_only ? kl_term<Math, KlKind::k3>(d) : kl_term<Math>(kind, d);
         out.loss = fmaf(o.kl_coef, term.value, out.loss);
-        out.grad = fmaf(o.kl_coef, term.grad, out.grad);
+        out.grad = fmaf(-o.kl_coef, term.slope, out.grad);
         sums.of[kl] += term.value;
     }
     sums.of[entropy] += entropy_value;
@@ -132,8 +135,8 @@ __device__ float one_token(const Params& p, const Row& row, float logprob, float
     sums.of[low] += out.clipped_low;
     sums.of[high] += out.clipped_high;
     sums.of[third] += out.third;
-    sums.of[log_ratio] += bounded.value;
-    sums.of[k3] += ratio - 1 - bounded.value;
+    sums.of[log_ratio] += bounded;
+    sums.of[k3] += ratio - 1 - bounded;
     sums.of[loss] += row.weight == 0 ? 0.0f : out.loss * row.weight;
     sums.of[kSums] = Math::max(sums.of[kSums], ratio);
     return out.grad * row.weight;

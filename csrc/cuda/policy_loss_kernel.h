@@ -74,7 +74,7 @@ __device__ __forceinline__ int64_t sum_piece(const Params& p, const RowPiece& pi
             float d = to_float(logprob.value[k]) - to_float(old.value[k]);
             const float a = p.advantages.data ? to_float(advantage.value[k]) : own;
             if (bounded) {
-                d = clamp_symmetric<ScalarMath>(d, kLogRatioBound).value;
+                d = clamp_symmetric<ScalarMath>(d, kLogRatioBound);
                 d = gmpo_bounded<ScalarMath>(d, a, o.variant);
             }
             sums[sum_log_ratio] += double(d);

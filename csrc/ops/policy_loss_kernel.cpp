@@ -3,56 +3,10 @@
 #include "ops/policy_loss_kernel.h"
 
 #include "core/float16.h"
-#include "core/simd_pair.h"
+#include "ops/policy_loss_loops.h"
 
 namespace turnwise {
 namespace {
-
-#if defined(__AVX512F__) || !defined(__AVX2__)
-using Floats = PairF;
-using Truths = PairM;
-using Numbers = PairN;
-#else  // sixteen registers hold one chain alone
-using Floats = VecF;
-using Truths = VecM;
-using Numbers = VecN;
-#endif
-
-struct VectorMath {
-    using F = Floats;
-    using M = Truths;
-    static TW_INLINE F set(float x) { return broadcast_to<F>(x); }
-    static TW_INLINE F min(F a, F b) { return vec_min(a, b); }
-    static TW_INLINE F max(F a, F b) { return vec_max(a, b); }
-    static TW_INLINE M differs(F a, F b) { return turnwise::differs(a, b); }
-    static TW_INLINE F exp(F x) { return vec_exp(x); }
-    static TW_INLINE F select(M m, F a, F b) { return vec_select(m, a, b); }
-};
-
-constexpr int kLanes = int(sizeof(Floats) / sizeof(float));
-constexpr int kHigh = 1 << 16;
-
-TW_INLINE Floats load_floats(const float* from) {
-    Floats out;
-    load_into(from, out);
-    return out;
-}
-TW_INLINE Truths load_truths(const uint8_t* from) {
-    Truths out;
-    load_into(from, out);
-    return out;
-}
-TW_INLINE Truths everywhere() {
-    Truths out;
-    all_true_into(out);
-    return out;
-}
-
-// Running sums of one tile, by lane.
-struct Running {
-    Floats loss, log_ratio, k3, ratio_max, kl, mismatch, weight, weight_square, entropy;
-    Numbers tokens_low, high_third, rejected;  // two counts each, in the low and the high half of a lane
-};
 
 // The arithmetic of a few tokens fills the processor's window, so it sees too little of the next loads by itself.
 // Of every stream: the processor by itself follows few of several at once.
@@ -69,51 +23,10 @@ TW_INLINE void prefetch(const Tile& t, int i) {
     }
 }
 
-// What a loop is compiled for: PPO with one kind of KL, each with and without a rollout; or everything else.
-template <KlKind kl_kind, bool with_rollout, bool per_token>
-struct ClipLoop {
-    explicit TW_INLINE ClipLoop(const Tile& t)
-        : advantage(VectorMath::set(t.advantage)), range(range_of(t, advantage)) {}
-    static TW_INLINE ClipRange<VectorMath> range_of(const Tile& t, Floats advantage) {
-        return clip_range<VectorMath>(advantage, t.variant);
-    }
-    static constexpr bool prefetch_ref = kl_kind != KlKind::none, prefetch_advantages = per_token;
-    static TW_INLINE bool has_ref(const Tile&) { return kl_kind != KlKind::none; }
-    static TW_INLINE bool has_rollout(const Tile&) { return with_rollout; }
-    static TW_INLINE KlTerm<VectorMath> kl(const Tile&, Floats d) { return kl_term<VectorMath, kl_kind>(d); }
-    TW_INLINE TokenLoss<VectorMath> loss(const Tile& t, int i, Truths mask, const Token<VectorMath>& token) const {
-        if constexpr (per_token) {
-            const Floats own = vec_select(mask, load_floats(t.advantages + i), VectorMath::set(0.0f));
-            return clipped_surrogate<VectorMath>(token.ratio, token.cut, own, range_of(t, own));
-        }
-        // Masked tokens have a ratio of 1, which nothing clips.
-        return clipped_surrogate<VectorMath>(token.ratio, token.cut, advantage, range);
-    }
-    Floats advantage;
-    ClipRange<VectorMath> range;
-};
-struct AnyLoop {
-    explicit TW_INLINE AnyLoop(const Tile&) {}
-    static constexpr bool prefetch_ref = false, prefetch_advantages = false;
-    static TW_INLINE bool has_ref(const Tile& t) { return t.ref_logprobs != nullptr; }
-    static TW_INLINE bool has_rollout(const Tile& t) { return t.rollout_logprobs != nullptr; }
-    static TW_INLINE KlTerm<VectorMath> kl(const Tile& t, Floats d) { return kl_term<VectorMath>(t.kl, d); }
-    TW_INLINE TokenLoss<VectorMath> loss(const Tile& t, int i, Truths mask, Token<VectorMath> token) const {
-        const Truths none = VectorMath::set(1.0f) < VectorMath::set(0.0f);
-        const Floats advantage = t.advantages ? load_floats(t.advantages + i) : VectorMath::set(t.advantage);
-        token.advantage = vec_select(mask, advantage, VectorMath::set(0.0f));
-        token.selected = t.selected ? load_truths(t.selected + i) : none;
-        token.row_ratio = VectorMath::set(t.row.ratio);
-        token.row_advantage = VectorMath::set(t.row.advantage);
-        token.row_cut = t.row.cut ? everywhere() : none;
-        return token_loss<VectorMath>(token, t.variant);
-    }
-};
-
-TW_INLINE Floats importance_weight(const Tile& t, Floats weight, Truths mask, Numbers& rejected) {
+TW_INLINE Floats importance_weight(const Tile& t, Floats weight, Truths mask, VecN& rejected) {
     if (t.token_cap == 0) return VectorMath::set(t.row_weight);
     const Truths outside = (weight < VectorMath::set(t.reject_below)) | (weight > VectorMath::set(t.reject_above));
-    rejected = count(rejected, mask & outside, 1);
+    rejected = count(rejected, mask & outside);
     return vec_select(outside, VectorMath::set(0.0f), vec_min(VectorMath::set(t.token_cap), weight));
 }
 
@@ -122,46 +35,44 @@ TW_INLINE void step(const Loop& kind, const Tile& t, int i, Running& sums) {
     const Floats zero = VectorMath::set(0.0f);
     const Truths mask = t.mask ? load_truths(t.mask + i) : everywhere();
     const auto masked = [&](Floats x) { return vec_select(mask, x, zero); };  // first of all: what it hides may be NaN
+    // Masked differences are 0, and a ratio of 0 is 1, which nothing clips.
+    const Floats logprob = load_floats(t.logprobs + i), old = load_floats(t.old_logprobs + i);
+    const Floats log_ratio = masked(logprob - old);
     Token<VectorMath> token;
-    token.logprob = masked(load_floats(t.logprobs + i));
-    const Floats old = masked(load_floats(t.old_logprobs + i));
-    const auto log_ratio = clamp_symmetric<VectorMath>(token.logprob - old, kLogRatioBound);
-    token.log_ratio = log_ratio.value;
-    token.cut = log_ratio.cut;
-    token.ratio = vec_exp(log_ratio.value);
-    auto out = kind.loss(t, i, mask, token);
+    token.logprob = masked(logprob);
+    token.log_ratio = clamp_symmetric<VectorMath>(log_ratio, kLogRatioBound);
+    token.ratio = VectorMath::near_exp(token.log_ratio);
+    token.trained = mask;
+    token.open = unless_differs(everywhere(), token.log_ratio, log_ratio);
+    const Floats growth = token.ratio - VectorMath::set(1.0f);
+    Part part = kind.part(t, i, token, growth, sums);
     if (Loop::has_rollout(t)) {
-        const Floats mismatch = old - masked(load_floats(t.rollout_logprobs + i));
-        const Floats weight = vec_exp(clamp_symmetric<VectorMath>(mismatch, kLogRatioBound).value);
+        const Floats mismatch = masked(old - load_floats(t.rollout_logprobs + i));
+        const Floats weight = VectorMath::near_exp(clamp_symmetric<VectorMath>(mismatch, kLogRatioBound));
         const Floats applied = importance_weight(t, weight, mask, sums.rejected);
-        out.loss = out.loss * applied;
-        out.grad = out.grad * applied;
-        sums.mismatch = sums.mismatch + mismatch;
-        sums.weight = sums.weight + masked(weight);
-        sums.weight_square = sums.weight_square + masked(weight * weight);
+        part.loss = part.loss * applied;
+        part.grad = part.grad * applied;
+        sums.mismatch = add(sums.mismatch, mismatch);
+        sums.weight = add_where(mask, sums.weight, weight);
+        sums.weight_square = add_where(mask, sums.weight_square, weight * weight);
     }
     if (Loop::has_ref(t)) {
-        const auto kl = Loop::kl(t, masked(load_floats(t.ref_logprobs + i)) - token.logprob);
-        const Floats coef = VectorMath::set(t.kl_coef);
-        out.loss = fma(coef, kl.value, out.loss);
-        out.grad = fma(coef, kl.grad, out.grad);
-        sums.kl = sums.kl + kl.value;  // 0 where masked, as d is
+        const auto kl = Loop::kl(t, masked(load_floats(t.ref_logprobs + i) - logprob));  // 0 where masked, as d is
+        part.grad = fma(kind.kl_scale, kl.slope, part.grad);
+        sums.kl = add(sums.kl, kl.value);
     }
-    if (t.entropy) sums.entropy = sums.entropy + masked(load_floats(t.entropy + i));
-    const Floats grad = masked(out.grad * VectorMath::set(t.weight));
+    if (t.entropy) sums.entropy = add_where(mask, sums.entropy, load_floats(t.entropy + i));
+    const Floats grad = Loop::gradient(t, mask, part.grad);
     if (t.stream) {
         stream(t.grad + i, grad);
     } else {
         store(t.grad + i, grad);
     }
-    sums.loss = sums.loss + masked(out.loss);
-    sums.log_ratio = sums.log_ratio + token.log_ratio;  // 0 where masked, as every stream is
-    sums.k3 = sums.k3 + (token.ratio - VectorMath::set(1.0f) - token.log_ratio);
-    sums.ratio_max = vec_max(sums.ratio_max, masked(token.ratio));
-    sums.tokens_low = count(sums.tokens_low, mask, 1);
-    sums.tokens_low = count(sums.tokens_low, out.clipped_low, kHigh);
-    sums.high_third = count(sums.high_third, out.clipped_high, 1);
-    sums.high_third = count(sums.high_third, out.third, kHigh);
+    sums.loss = add_where(mask, sums.loss, part.loss);
+    sums.log_ratio = add(sums.log_ratio, token.log_ratio);
+    sums.growth = add(sums.growth, growth);
+    sums.ratio_max = max_where(mask, sums.ratio_max, token.ratio);
+    sums.tokens = count(sums.tokens, mask);
 }
 
 // The last, partial vector of a tile, copied out with its missing lanes masked: a lane always takes the same tokens, so
@@ -201,31 +112,29 @@ template <class Loop>
 void loop(const Tile& given, TileSums& out) {
     const Tile t = given;  // a copy that no store can alias
     const Loop kind(t);
-    const Floats zero = VectorMath::set(0.0f);
-    Running sums{zero, zero, zero, zero, zero, zero, zero, zero, zero, {}, {}, {}};
+    const VecF zero = broadcast(0.0f);
+    Running sums{zero, zero, zero, zero, zero, zero, zero, zero, zero, {}, {}, {}, {}, {}};
     int i = 0;
     for (; i + kLanes <= t.n; i += kLanes) {
         prefetch<Loop::prefetch_ref, Loop::prefetch_advantages>(t, i);
         step(kind, t, i, sums);
     }
     if (i < t.n) tail_step(kind, t, i, sums);
-    out.loss += sum_lanes(sums.loss);
-    out.log_ratio += sum_lanes(sums.log_ratio);
-    out.k3 += sum_lanes(sums.k3);
-    const Counts tokens_low = sum_lanes(sums.tokens_low), high_third = sum_lanes(sums.high_third);
-    out.tokens += double(tokens_low.low);
-    out.clipped_low += double(tokens_low.high);
-    out.clipped_high += double(high_third.low);
-    out.third += double(high_third.high);
+    const double log_ratio = sum_lanes(sums.log_ratio), kl = sum_lanes(sums.kl);
+    out.loss += Loop::loss(t, sums) + double(t.kl_coef) * kl;
+    out.log_ratio += log_ratio;
+    out.k3 += sum_lanes(sums.growth) - log_ratio;
+    out.tokens += double(total(sums.tokens));
+    Loop::add_clipped(t, sums, out);
     const float largest = max_lanes(sums.ratio_max);
     if (!(largest <= out.ratio_max)) out.ratio_max = largest;
-    if (Loop::has_ref(t)) out.kl += sum_lanes(sums.kl);
+    if (Loop::has_ref(t)) out.kl += kl;
     if (t.entropy) out.entropy += sum_lanes(sums.entropy);
     if (Loop::has_rollout(t)) {
         out.mismatch += sum_lanes(sums.mismatch);
         out.weight += sum_lanes(sums.weight);
         out.weight_square += sum_lanes(sums.weight_square);
-        out.rejected += double(sum_lanes(sums.rejected).low);
+        out.rejected += double(total(sums.rejected));
     }
 }
 
@@ -252,30 +161,30 @@ void any_tile(const Tile& t, TileSums& sums) {
 }
 
 struct RunningRow {
-    Floats log_ratio, advantage, mismatch;
+    VecF log_ratio, advantage, mismatch;
 };
 
 TW_INLINE void row_step(const Tile& t, int i, RunningRow& sums) {
     const Floats zero = VectorMath::set(0.0f);
     const Truths mask = t.mask ? load_truths(t.mask + i) : everywhere();
     const auto masked = [&](Floats x) { return vec_select(mask, x, zero); };
-    const Floats old = masked(load_floats(t.old_logprobs + i));
-    if (t.rollout_logprobs) sums.mismatch = sums.mismatch + (old - masked(load_floats(t.rollout_logprobs + i)));
+    const Floats old = load_floats(t.old_logprobs + i);
+    if (t.rollout_logprobs) sums.mismatch = add(sums.mismatch, masked(old - load_floats(t.rollout_logprobs + i)));
     if (!is_by_row(t.variant.kind)) return;
-    Floats log_ratio = masked(load_floats(t.logprobs + i)) - old;
+    Floats log_ratio = masked(load_floats(t.logprobs + i) - old);
     if (t.variant.kind == VariantKind::gmpo) {
         const Floats advantage = masked(t.advantages ? load_floats(t.advantages + i) : VectorMath::set(t.advantage));
-        log_ratio = clamp_symmetric<VectorMath>(log_ratio, kLogRatioBound).value;
+        log_ratio = clamp_symmetric<VectorMath>(log_ratio, kLogRatioBound);
         log_ratio = gmpo_bounded<VectorMath>(log_ratio, advantage, t.variant);
-        sums.advantage = sums.advantage + advantage;
+        sums.advantage = add(sums.advantage, advantage);
     }
-    sums.log_ratio = sums.log_ratio + log_ratio;
+    sums.log_ratio = add(sums.log_ratio, log_ratio);
 }
 
 // Lanes go to double every few steps: a long row's sum is exponentiated, so it must be right to more than a float.
 void row_sums(const Tile& t, RowSums& out) {
-    constexpr int kRun = 8 * kLanes;
-    const Floats zero = VectorMath::set(0.0f);
+    constexpr int kRun = 8 * Lanes::count;
+    const VecF zero = broadcast(0.0f);
     for (int start = 0; start < t.n; start += kRun) {
         RunningRow sums{zero, zero, zero};
         const int end = t.n - start < kRun ? t.n : start + kRun;

@@ -2,8 +2,8 @@
 // Math that says what a number is: a float on a GPU, a vector of floats on a CPU.
 //
 // Math gives: F (number) with + - * / < >, M (truth value) with & |, and set(float) -> F, min, max, exp (of values
-// within
-// +-80), differs (not equal), select(M, F, F).
+// within +-80), near_exp (within +-kLogRatioBound), select(M, F, F), unless(M m, M n), which is m and not n, and in the
+// same way unless_less(m, a, b) and unless_differs(m, a, b).
 // min and max give their second argument where either is NaN, and no comparison holds: NaN reaches loss and gradient.
 #pragma once
 
@@ -37,26 +37,19 @@ TW_HD constexpr bool selects(VariantKind kind) {
 }
 
 template <class Math>
-struct Clamped {
-    typename Math::F value;
-    typename Math::M cut;  // where the clamp cuts the derivative off
-};
-
-template <class Math>
-TW_HD Clamped<Math> clamp_symmetric(typename Math::F x, float bound) {
-    const auto value = Math::max(Math::set(-bound), Math::min(Math::set(bound), x));
-    return {value, Math::differs(value, x)};
+TW_HD typename Math::F clamp_symmetric(typename Math::F x, float bound) {
+    return Math::max(Math::set(-bound), Math::min(Math::set(bound), x));
 }
 
 // What a variant sees of a token; all of it 0 (a ratio: 1) where masked.
 template <class Math>
 struct Token {
     typename Math::F logprob, log_ratio, ratio;  // log_ratio: clamped
-    typename Math::M cut;                        // by that clamp
+    typename Math::M trained, open;              // open: not clamped, so the derivative passes
     typename Math::F advantage;
     typename Math::M selected;
     typename Math::F row_ratio, row_advantage;  // for variants by row
-    typename Math::M row_cut;
+    typename Math::M row_open;
 };
 
 // One variant's loss per token, its derivative by the log-probability, and which tokens it clipped: low, high, and a
@@ -86,23 +79,39 @@ TW_HD ClipRange<Math> clip_range(typename Math::F advantage, const Variant& v) {
     return out;
 }
 
-// PPO: max(-A ratio, -A clip(ratio)), for A < 0 at most -A dual. `cut`: the ratio itself was clamped.
+// A ratio brought into its range, and which of the trained were not below it, and of these not above it.
 template <class Math>
-TW_HD TokenLoss<Math> clipped_surrogate(typename Math::F ratio, typename Math::M cut, typename Math::F advantage,
-                                        const ClipRange<Math>& range) {
-    const typename Math::M below = ratio<range.low, above = ratio> range.high;
+struct ClippedRatio {
+    typename Math::F value;
+    typename Math::M not_below, within;
+};
+
+template <class Math>
+TW_HD ClippedRatio<Math> clip_ratio(typename Math::F ratio, typename Math::M trained, const ClipRange<Math>& range) {
+    ClippedRatio<Math> out;
+    out.value = Math::max(range.low, Math::min(range.high, ratio));
+    out.not_below = Math::unless_less(trained, ratio, range.low);
+    out.within = Math::unless_less(out.not_below, range.high, ratio);
+    return out;
+}
+
+// PPO: max(-A ratio, -A clip(ratio)), for A < 0 at most -A dual. `trained`, `open`: as in Token.
+template <class Math>
+TW_HD TokenLoss<Math> clipped_surrogate(typename Math::F ratio, typename Math::M trained, typename Math::M open,
+                                        typename Math::F advantage, const ClipRange<Math>& range) {
+    const auto clipped = clip_ratio<Math>(ratio, trained, range);
+    const auto above = Math::unless(clipped.not_below, clipped.within);
     TokenLoss<Math> out;
-    out.loss = -advantage * Math::max(range.low, Math::min(range.high, ratio));
-    out.grad = Math::select(cut | below | above, Math::set(0.0f), -advantage * ratio);
-    out.clipped_low = below;
+    out.loss = -advantage * clipped.value;
+    out.grad = Math::select(clipped.within & open, -advantage * ratio, Math::set(0.0f));
+    out.clipped_low = Math::unless(trained, clipped.not_below);
     out.clipped_high = above & range.positive;
     out.third = above & range.negative;
     return out;
 }
 template <class Math>
-TW_HD TokenLoss<Math> clipped_surrogate(typename Math::F ratio, typename Math::M cut, typename Math::F advantage,
-                                        const Variant& v) {
-    return clipped_surrogate<Math>(ratio, cut, advantage, clip_range<Math>(advantage, v));
+TW_HD TokenLoss<Math> clipped_surrogate(const Token<Math>& t, const Variant& v) {
+    return clipped_surrogate<Math>(t.ratio, t.trained, t.open, t.advantage, clip_range<Math>(t.advantage, v));
 }
 
 // -A sg(clip(ratio)) lp
@@ -127,12 +136,12 @@ TW_HD TokenLoss<Math> sapo(const Token<Math>& t, const Variant& v) {
     const auto zero = Math::set(0.0f), one = Math::set(1.0f), four = Math::set(4.0f);
     const auto none = one < zero;
     const auto tau = Math::select(t.advantage > zero, Math::set(v.high), Math::set(v.low));
-    const auto far = clamp_symmetric<Math>(tau * (one - t.ratio), 80.0f).value;
+    const auto far = clamp_symmetric<Math>(tau * (one - t.ratio), 80.0f);
     const auto decay = Math::exp(far);
     const auto gate = one / (one + decay);
     const auto loss = -t.advantage * gate * (four / tau);
     const auto grad = -t.advantage * (four * gate) * (gate * decay) * t.ratio;
-    return {loss, Math::select(t.cut, zero, grad), none, none, none};
+    return {loss, Math::select(t.open, grad, zero), none, none, none};
 }
 
 // The log-ratio as it enters GMPO's mean.
@@ -150,15 +159,15 @@ TW_HD TokenLoss<Math> gmpo(const Token<Math>& t, const Variant& v) {
     const auto up = t.advantage > zero, down = t.advantage < zero;
     const typename Math::M low = down & (t.log_ratio < Math::set(v.low)), high = up & (t.log_ratio > Math::set(v.high));
     const auto loss = -t.row_advantage * t.row_ratio;
-    const auto open = Math::select(up | down, Math::select(t.cut | low | high, zero, loss), zero);
-    return {loss, open, low, high, zero > zero};
+    const auto grad = Math::select((up | down) & t.open, Math::select(low | high, zero, loss), zero);
+    return {loss, grad, low, high, zero > zero};
 }
 
 // PPO's clip, and nothing at all where selected.
 template <class Math>
 TW_HD TokenLoss<Math> clip_cov(const Token<Math>& t, const Variant& v) {
     const auto zero = Math::set(0.0f);
-    auto out = clipped_surrogate<Math>(t.ratio, t.cut, t.advantage, v);
+    auto out = clipped_surrogate<Math>(t, v);
     out.loss = Math::select(t.selected, zero, out.loss);
     out.grad = Math::select(t.selected, zero, out.grad);
     out.third = t.selected;
@@ -174,14 +183,15 @@ TW_HD TokenLoss<Math> kl_cov(const Token<Math>& t, const Variant& v) {
     const auto sign = Math::select(d > zero, coef, Math::select(d < zero, -coef, zero));
     const auto loss = plain + Math::select(t.selected, coef * Math::max(-d, d), zero);
     const auto grad = plain + Math::select(t.selected, sign, zero);
-    return {loss, Math::select(t.cut, zero, grad), none, none, t.selected};
+    return {loss, Math::select(t.open, grad, zero), none, none, t.selected};
 }
 
 template <class Math>
 TW_HD TokenLoss<Math> token_loss(const Token<Math>& t, const Variant& v) {
     switch (v.kind) {
         case VariantKind::gspo:
-            return clipped_surrogate<Math>(t.row_ratio, t.row_cut, t.advantage, v);
+            return clipped_surrogate<Math>(t.row_ratio, t.trained, t.row_open, t.advantage,
+                                           clip_range<Math>(t.advantage, v));
         case VariantKind::cispo:
             return cispo<Math>(t, v);
         case VariantKind::policy_gradient:
@@ -195,33 +205,33 @@ TW_HD TokenLoss<Math> token_loss(const Token<Math>& t, const Variant& v) {
         case VariantKind::kl_cov:
             return kl_cov<Math>(t, v);
         default:
-            return clipped_surrogate<Math>(t.ratio, t.cut, t.advantage, v);
+            return clipped_surrogate<Math>(t, v);
     }
 }
 
 template <class Math>
 struct KlTerm {
-    typename Math::F value, grad;
+    typename Math::F value, slope;
 };
 
-// An estimator of KL(policy || reference) and its derivative by the log-probability; d = ref - logprob.
+// An estimator of KL(policy || reference) and its derivative by d = ref - logprob, which is less the one by logprob.
 template <class Math, KlKind kind>
 TW_HD KlTerm<Math> kl_term(typename Math::F d) {
     using F = typename Math::F;
     const F zero = Math::set(0.0f), one = Math::set(1.0f);
-    if constexpr (kind == KlKind::k1) return {-d, one};
-    if constexpr (kind == KlKind::k1_plus) return {-d, -d};
-    if constexpr (kind == KlKind::k2) return {Math::set(0.5f) * d * d, -d};
+    if constexpr (kind == KlKind::k1) return {-d, -one};
+    if constexpr (kind == KlKind::k1_plus) return {-d, d};
+    if constexpr (kind == KlKind::k2) return {Math::set(0.5f) * d * d, d};
     if constexpr (kind == KlKind::abs) {
-        return {Math::max(-d, d), Math::select(d > zero, -one, Math::select(d < zero, one, zero))};
+        return {Math::max(-d, d), Math::select(d > zero, one, Math::select(d < zero, -one, zero))};
     }
     if constexpr (kind == KlKind::k3 || kind == KlKind::k3_plus) {
-        const F bounded = clamp_symmetric<Math>(d, kLogRatioBound).value;
-        const F growth = Math::exp(bounded) - one;
+        const F bounded = clamp_symmetric<Math>(d, kLogRatioBound);
+        const F growth = Math::near_exp(bounded) - one;
         const F k3 = growth - bounded;  // never far below 0, so only the upper bound can cut; beyond +-20 it does
         const F value = Math::min(Math::set(kKlBound), k3);
-        if constexpr (kind == KlKind::k3_plus) return {value, -d};
-        return {value, Math::select(k3 > value, zero, -growth)};
+        if constexpr (kind == KlKind::k3_plus) return {value, d};
+        return {value, Math::select(k3 > value, zero, growth)};
     }
     return {zero, zero};
 }

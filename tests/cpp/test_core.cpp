@@ -1,4 +1,5 @@
 // The C++ core without Python: run by test_core.py, one line per failure, exit status 1 if there is any.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <limits>
@@ -88,62 +89,113 @@ static void test_factorize() {
     EXPECT(factorize(nullptr, 0, nullptr) == 0);
 }
 
-// The vector kernel against the same formulas over single floats, which is what a GPU runs.
-template <KlKind kind>
-static void test_formulas() {
+struct Tokens {
+    std::vector<float> logprobs, old, ref, rollout, advantages;
+    std::vector<uint8_t> mask;
+};
+
+// Masked tokens hold NaN, of which nothing may be seen.
+static Tokens make_tokens(size_t n) {
     std::mt19937 generator(7);
     std::normal_distribution<float> normal;
-    constexpr int n = 77;
-    std::vector<float> logprobs(n), old(n), ref(n), advantages(n), grad(n);
-    std::vector<uint8_t> mask(n);
-    for (int i = 0; i < n; ++i) {
-        logprobs[size_t(i)] = -std::fabs(normal(generator)) * (i % 10 == 0 ? 30 : 1);
-        old[size_t(i)] = logprobs[size_t(i)] + normal(generator) * (i % 9 == 0 ? 30 : 0.5f);
-        ref[size_t(i)] = logprobs[size_t(i)] + normal(generator) * (i % 7 == 0 ? 30 : 0.5f);
-        advantages[size_t(i)] = i % 11 == 0 ? 0 : normal(generator);
-        mask[size_t(i)] = i % 5 != 0;
+    Tokens t;
+    for (size_t i = 0; i < n; ++i) {
+        const bool trained = i % 5 != 0;
+        const float logprob = -std::fabs(normal(generator)) * (i % 10 == 1 ? 30 : 1);
+        const auto near = [&](bool far) { return trained ? logprob + normal(generator) * (far ? 30 : 0.5f) : NAN; };
+        t.mask.push_back(trained);
+        t.logprobs.push_back(trained ? logprob : NAN);
+        t.old.push_back(near(i % 9 == 0));
+        t.ref.push_back(near(i % 7 == 0));
+        t.rollout.push_back(near(i % 8 == 0));
+        t.advantages.push_back(!trained ? NAN : i % 11 == 0 ? 0 : normal(generator));
     }
+    return t;
+}
+
+// The vector kernel against the same formulas over single floats, which is what a GPU runs. `advantage`: of all tokens,
+// or NaN: each has its own.
+template <KlKind kind>
+static void test_formulas(float advantage, bool with_rollout) {
+    constexpr size_t n = 1013;
+    const Tokens t = make_tokens(n);
+    std::vector<float> grad(n, NAN);
+    const bool per_token = std::isnan(advantage);
     Tile tile{};
-    tile.n = n;
-    tile.logprobs = logprobs.data();
-    tile.old_logprobs = old.data();
-    tile.ref_logprobs = ref.data();
-    tile.advantages = advantages.data();
-    tile.mask = mask.data();
+    tile.n = int(n);
+    tile.logprobs = t.logprobs.data();
+    tile.old_logprobs = t.old.data();
+    tile.ref_logprobs = t.ref.data();
+    tile.rollout_logprobs = with_rollout ? t.rollout.data() : nullptr;
+    tile.advantage = per_token ? 0 : advantage;
+    tile.advantages = per_token ? t.advantages.data() : nullptr;
+    tile.mask = t.mask.data();
     tile.grad = grad.data();
     tile.weight = 0.5f;
+    tile.token_cap = 2;
+    tile.reject_above = INFINITY;
     tile.row_weight = 1;
-    tile.variant = {VariantKind::clip, 0.8f, 1.28f, 3.0f};
+    tile.variant = {VariantKind::clip, 0.8f, 1.28f, with_rollout ? INFINITY : 3.0f};  // the dual clip off, and on
     tile.kl = kind;
     tile.kl_coef = 0.25f;
     TileSums sums;
     kernels().clip[int(kind)](tile, sums);
 
-    double loss = 0, size = 0;
+    double loss = 0, size = 0, k3 = 0;
+    float ratio_max = 0;
     int tokens = 0, low = 0, high = 0, dual = 0;
     for (size_t i = 0; i < n; ++i) {
-        if (!mask[i]) {
+        if (!t.mask[i]) {
             EXPECT(grad[i] == 0);
             continue;
         }
-        const auto bounded = clamp_symmetric<ScalarMath>(logprobs[i] - old[i], kLogRatioBound);
-        const auto token =
-            clipped_surrogate<ScalarMath>(ScalarMath::exp(bounded.value), bounded.cut, advantages[i], tile.variant);
-        const auto kl = kl_term<ScalarMath, kind>(ref[i] - logprobs[i]);
+        const float raw = t.logprobs[i] - t.old[i], bounded = clamp_symmetric<ScalarMath>(raw, kLogRatioBound);
+        const float ratio = ScalarMath::exp(bounded), own = per_token ? t.advantages[i] : advantage;
+        const auto range = clip_range<ScalarMath>(own, tile.variant);
+        auto token = clipped_surrogate<ScalarMath>(ratio, true, bounded == raw, own, range);
+        const auto kl = kl_term<ScalarMath, kind>(t.ref[i] - t.logprobs[i]);
+        if (with_rollout) {
+            const float mismatch = clamp_symmetric<ScalarMath>(t.old[i] - t.rollout[i], kLogRatioBound);
+            const float weight = std::min(2.0f, std::exp(mismatch));
+            token.loss *= weight;
+            token.grad *= weight;
+        }
         loss += double(token.loss) + 0.25 * double(kl.value);
         size += std::fabs(double(token.loss)) + 0.25 * std::fabs(double(kl.value));
+        k3 += double(ratio) - 1 - double(bounded);
+        ratio_max = std::max(ratio_max, ratio);
         tokens += 1;
         low += token.clipped_low;
         high += token.clipped_high;
         dual += token.third;
-        EXPECT(close(grad[i], 0.5 * (double(token.grad) + 0.25 * double(kl.grad)), 1e-5));
+        EXPECT(close(grad[i], 0.5 * (double(token.grad) - 0.25 * double(kl.slope)), 1e-5));
     }
     EXPECT(std::fabs(sums.loss - loss) <= 1e-6 * size);
+    EXPECT(close(sums.k3, k3, 1e-6));
+    EXPECT(close(sums.ratio_max, double(ratio_max), 1e-6));
     EXPECT(sums.tokens == tokens);
     EXPECT(sums.clipped_low == low);
     EXPECT(sums.clipped_high == high);
     EXPECT(sums.third == dual);
-    EXPECT(low > 0 && high > 0 && dual > 0);
+    EXPECT((low > 0) == (per_token || advantage < 0));
+    EXPECT((high > 0) == (per_token || advantage > 0));
+    EXPECT((dual > 0) == (!with_rollout && (per_token || advantage < 0)));
+
+    // Nothing trained: nothing of it, whatever the advantages are.
+    const std::vector<uint8_t> nothing(n, 0);
+    tile.mask = nothing.data();
+    tile.advantage = NAN;
+    TileSums none;
+    kernels().clip[int(kind)](tile, none);
+    EXPECT(none.loss == 0 && none.k3 == 0 && none.tokens == 0 && none.ratio_max == 0);
+    for (float value : grad) EXPECT(value == 0);
+}
+
+template <KlKind kind>
+static void test_formulas() {
+    for (const bool with_rollout : {false, true}) {
+        for (const float advantage : {NAN, 0.7f, -0.7f, 0.0f}) test_formulas<kind>(advantage, with_rollout);
+    }
 }
 
 int main() {

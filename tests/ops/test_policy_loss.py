@@ -129,6 +129,18 @@ def test_exp_is_right_to_two_ulp(bound) -> None:
     assert ((got.double() - exact).abs() / ulp).max() <= 2
 
 
+@pytest.mark.parametrize("bound", [20.0, 1.0, 1e-3])
+def test_the_ratio_is_right_to_two_ulp(bound) -> None:
+    """Seen as the gradient of tokens that nothing clips, in a loss that is their sum."""
+    log_ratios = torch.linspace(0, bound, 100_003) * torch.tensor([[1.0], [-1.0]])
+    logprobs = log_ratios.clone().requires_grad_()
+    advantages, whole_sum = torch.tensor([-1.0, 1.0]), {"aggregation": "seq-mean-token-sum-norm", "max_length": 1}
+    policy_loss(logprobs, torch.zeros(2, 100_003), advantages, **whole_sum).loss.backward()
+    exact = log_ratios.double().exp()
+    ulp = torch.from_numpy(np.spacing(exact.float().numpy())).double()
+    assert ((logprobs.grad.double() + advantages[:, None] * exact).abs() / ulp).max() <= 2
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Invariances
 # ---------------------------------------------------------------------------------------------------------------------
@@ -486,7 +498,7 @@ def test_other_instruction_sets(isa) -> None:
     """A part of this suite in a process whose kernels are those of an older processor."""
     here = Path(__file__)
     files = [str(here), str(here.with_name("test_policy_loss_variants.py"))]
-    chosen = "(float32_equals_float64 or every_option or threads) and not emulated and not torch"
+    chosen = "(float32_equals_float64 or every_option or threads or two_ulp) and not emulated and not torch"
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", chosen, *files],
         env={**os.environ, "TURNWISE_ISA": isa},

@@ -1,0 +1,148 @@
+// What the token loop of the policy loss is compiled for, for its kernel alone: in an unnamed namespace, as the kernel
+// is compiled once per instruction set.
+#pragma once
+
+#include "core/simd_pair.h"
+#include "ops/policy_loss_kernel.h"
+
+namespace turnwise {
+namespace {
+
+#if defined(__AVX512F__) || !defined(__AVX2__)
+using Floats = PairF;
+using Truths = PairM;
+#else  // sixteen registers hold one chain alone
+using Floats = VecF;
+using Truths = VecM;
+#endif
+
+struct VectorMath {
+    using F = Floats;
+    using M = Truths;
+    static TW_INLINE F set(float x) { return broadcast_to<F>(x); }
+    static TW_INLINE F min(F a, F b) { return vec_min(a, b); }
+    static TW_INLINE F max(F a, F b) { return vec_max(a, b); }
+    static TW_INLINE M unless(M m, M n) { return turnwise::unless(m, n); }
+    static TW_INLINE M unless_less(M m, F a, F b) { return turnwise::unless_less(m, a, b); }
+    static TW_INLINE M unless_differs(M m, F a, F b) { return turnwise::unless_differs(m, a, b); }
+    static TW_INLINE F exp(F x) { return vec_exp(x); }
+    static TW_INLINE F near_exp(F x) { return vec_near_exp(x); }
+    static TW_INLINE F select(M m, F a, F b) { return vec_select(m, a, b); }
+};
+
+constexpr int kLanes = int(sizeof(Floats) / sizeof(float));
+
+TW_INLINE Floats load_floats(const float* from) {
+    Floats out;
+    load_into(from, out);
+    return out;
+}
+TW_INLINE Truths load_truths(const uint8_t* from) {
+    Truths out;
+    load_into(from, out);
+    return out;
+}
+TW_INLINE Truths everywhere() {
+    Truths out;
+    all_true_into(out);
+    return out;
+}
+
+// Running sums of one tile, by lane. loss and two of the counts are as the loop understands them; growth: ratio - 1.
+struct Running {
+    VecF loss, log_ratio, growth, ratio_max, kl, mismatch, weight, weight_square, entropy;
+    VecN tokens, first, second, third, rejected;
+};
+
+// A token's part in the running loss, and its gradient.
+struct Part {
+    Floats loss, grad;
+};
+
+// What a loop is compiled for: PPO with one kind of KL, each with and without a rollout; or everything else.
+template <KlKind kl_kind, bool with_rollout, bool per_token>
+struct ClipLoop {
+    explicit TW_INLINE ClipLoop(const Tile& t)
+        : range(clip_range<VectorMath>(VectorMath::set(t.advantage), t.variant)),
+          least(range.low - VectorMath::set(1.0f)),
+          most(range.high - VectorMath::set(1.0f)),
+          scale(VectorMath::set(per_token ? -t.weight : -t.advantage * t.weight)),
+          kl_scale(VectorMath::set(-t.kl_coef * t.weight)) {}
+    static constexpr bool prefetch_ref = kl_kind != KlKind::none, prefetch_advantages = per_token;
+    static TW_INLINE bool has_ref(const Tile&) { return kl_kind != KlKind::none; }
+    static TW_INLINE bool has_rollout(const Tile&) { return with_rollout; }
+    static TW_INLINE KlTerm<VectorMath> kl(const Tile&, Floats d) { return kl_term<VectorMath, kl_kind>(d); }
+    // With one advantage for all, the running loss leaves it out, and sums up how far clipped ratios are from 1: small
+    // numbers, which lose little.
+    static constexpr bool from_one = !per_token && !with_rollout;
+    static double loss(const Tile& t, const Running& sums) {
+        const double sum = sum_lanes(sums.loss);
+        if constexpr (per_token) return -sum;
+        const int64_t tokens = total(sums.tokens);  // without any, whatever the advantage is
+        return tokens == 0 ? 0 : -double(t.advantage) * (from_one ? double(tokens) + sum : sum);
+    }
+    TW_INLINE Part part(const Tile& t, int i, const Token<VectorMath>& token, Floats growth, Running& sums) const {
+        const Floats zero = VectorMath::set(0.0f);
+        if constexpr (per_token) {
+            const Floats advantage = vec_select(token.trained, load_floats(t.advantages + i), zero);
+            const auto own = clip_range<VectorMath>(advantage, t.variant);
+            const auto clipped = clip_ratio<VectorMath>(token.ratio, token.trained, own);
+            count_clipped(clipped, sums);
+            sums.third = count(sums.third, unless(clipped.not_below, clipped.within) & own.negative);
+            const Floats slope = advantage * scale;
+            return {advantage * clipped.value, vec_select(clipped.within & token.open, slope * token.ratio, zero)};
+        }
+        const auto clipped = clip_ratio<VectorMath>(token.ratio, token.trained, range);
+        count_clipped(clipped, sums);
+        const Floats value = from_one ? vec_max(least, vec_min(most, growth)) : clipped.value;
+        return {value, vec_select(clipped.within & token.open, scale * token.ratio, zero)};
+    }
+    static TW_INLINE void count_clipped(const ClippedRatio<VectorMath>& clipped, Running& sums) {
+        sums.first = count(sums.first, clipped.not_below);
+        sums.second = count(sums.second, clipped.within);
+    }
+    static TW_INLINE Floats gradient(const Tile&, Truths, Floats grad) { return grad; }  // weighted, and 0 where masked
+    static void add_clipped(const Tile& t, const Running& sums, TileSums& out) {
+        const int64_t above = total(sums.first) - total(sums.second);
+        const int64_t third = per_token ? total(sums.third) : t.advantage < 0 ? above : 0;
+        out.clipped_low += double(total(sums.tokens) - total(sums.first));
+        out.clipped_high += double(above - third);
+        out.third += double(third);
+    }
+    ClipRange<VectorMath> range;
+    Floats least, most, scale, kl_scale;
+};
+struct AnyLoop {
+    explicit TW_INLINE AnyLoop(const Tile& t) : kl_scale(VectorMath::set(-t.kl_coef)) {}
+    static constexpr bool prefetch_ref = false, prefetch_advantages = false;
+    static TW_INLINE bool has_ref(const Tile& t) { return t.ref_logprobs != nullptr; }
+    static TW_INLINE bool has_rollout(const Tile& t) { return t.rollout_logprobs != nullptr; }
+    static TW_INLINE KlTerm<VectorMath> kl(const Tile& t, Floats d) { return kl_term<VectorMath>(t.kl, d); }
+    static double loss(const Tile&, const Running& sums) { return sum_lanes(sums.loss); }
+    TW_INLINE Part part(const Tile& t, int i, Token<VectorMath> token, Floats, Running& sums) const {
+        const Truths none = VectorMath::set(1.0f) < VectorMath::set(0.0f);
+        const Floats advantage = t.advantages ? load_floats(t.advantages + i) : VectorMath::set(t.advantage);
+        token.advantage = vec_select(token.trained, advantage, VectorMath::set(0.0f));
+        token.selected = t.selected ? load_truths(t.selected + i) : none;
+        token.row_ratio = VectorMath::set(t.row.ratio);
+        token.row_advantage = VectorMath::set(t.row.advantage);
+        token.row_open = t.row.cut ? none : token.trained;
+        const auto out = token_loss<VectorMath>(token, t.variant);
+        sums.first = count(sums.first, out.clipped_low);
+        sums.second = count(sums.second, out.clipped_high);
+        sums.third = count(sums.third, out.third);
+        return {out.loss, out.grad};
+    }
+    static TW_INLINE Floats gradient(const Tile& t, Truths mask, Floats grad) {
+        return vec_select(mask, grad * VectorMath::set(t.weight), VectorMath::set(0.0f));
+    }
+    static void add_clipped(const Tile&, const Running& sums, TileSums& out) {
+        out.clipped_low += double(total(sums.first));
+        out.clipped_high += double(total(sums.second));
+        out.third += double(total(sums.third));
+    }
+    Floats kl_scale;
+};
+
+}  // namespace
+}  // namespace turnwise
