@@ -124,12 +124,15 @@ def _output(*command: str) -> str:
 
 
 def processor() -> str:
+    """Its name, with family and model where Linux knows them: clouds call several generations by one name."""
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":")[1].strip()
-    return platform.processor() or platform.machine()
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    if "model name" not in facts:
+        return platform.processor() or platform.machine()
+    if "cpu family" not in facts:
+        return facts["model name"]
+    return f"{facts['model name']}, family {facts['cpu family']} model {facts['model']}"
 
 
 def environment(threads: int, device: str = "cpu") -> dict[str, Any]:

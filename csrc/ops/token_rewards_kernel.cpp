@@ -2,6 +2,8 @@
 // that it exports, so nothing here may be an inline function with external linkage.
 #include "ops/token_rewards_kernel.h"
 
+#include <type_traits>
+
 #include "core/float16.h"
 #include "core/simd.h"
 
@@ -137,15 +139,17 @@ TW_INLINE void sum_step(const T* rewards, const Mask* mask, VecD* sums, VecM& ba
 }
 
 // Two streams at once are more than the processor fetches ahead by itself: asking for what is kAhead bytes on makes a
-// sum of masked rewards three times as fast. Behind the end of these tokens the next ones follow.
+// sum of masked rewards three times as fast. Behind the end of these tokens the next ones follow: `near`, into the
+// first cache; with a gap before them, where the processor loses its track, into the second, which waits for more at a
+// time.
 constexpr int64_t kAhead = 4096;
 
-template <class T>
+template <bool near, class T>
 TW_INLINE void fetch(const T* from, int64_t place, int64_t n, const void* next, int64_t ahead) {
     const int64_t wanted = place + ahead;
     const char* address =
         wanted < n || next == nullptr ? (const char*)(from + wanted) : (const char*)((const T*)next + (wanted - n));
-    for (size_t line = 0; line < kSumStep * sizeof(T); line += 64) __builtin_prefetch(address + line);
+    for (size_t line = 0; line < kSumStep * sizeof(T); line += 64) __builtin_prefetch(address + line, 0, near ? 3 : 2);
 }
 
 template <class T, class Mask>
@@ -156,11 +160,18 @@ double sum(const void* all_rewards, const void* all_masks, int64_t n, const Next
     VecD sums[kUnroll];
     VecM wrong = is_not(broadcast(0.0f), 0.0f);
     int64_t i = 0;
-    for (; i + kSumStep <= n; i += kSumStep) {
-        constexpr int64_t ahead = kAhead / int64_t(sizeof(T));
-        fetch(rewards, i, n, next.rewards, ahead);
-        if constexpr (has_mask) fetch(mask, i, n, next.mask, ahead);
-        sum_step(rewards + i, has_mask ? mask + i : mask, sums, wrong);
+    const auto sum_steps = [&](auto near) {
+        for (; i + kSumStep <= n; i += kSumStep) {
+            constexpr int64_t ahead = kAhead / int64_t(sizeof(T));
+            fetch<near.value>(rewards, i, n, next.rewards, ahead);
+            if constexpr (has_mask) fetch<near.value>(mask, i, n, next.mask, ahead);
+            sum_step(rewards + i, has_mask ? mask + i : mask, sums, wrong);
+        }
+    };
+    if (next.rewards == nullptr || next.rewards == rewards + n) {
+        sum_steps(std::true_type{});
+    } else {
+        sum_steps(std::false_type{});
     }
     if (i < n) {
         T last[kSumStep] = {};
