@@ -3,7 +3,8 @@
 PPO with clip-higher and dual clip, k3 KL, token mean, fp32; each with its own metrics. Two forms of the same batch:
 "lean" has a uint8 mask and one advantage per sequence, "full" a float mask and an advantage per token. Inputs rotate
 through memory. "share of copy" is the time in which this machine copies the fewest bytes that the op must move, over
-the op's time.
+the op's time. "autograd alone" computes nothing: what PyTorch takes to make a loss and a gradient of an op's own and to
+hand them over.
 
 A second table starts from logits ``[B, T + 1, V]``, bfloat16 on a GPU, as Liger-Kernel's Triton loss does: forward, and
 backward into the logits' memory where a method can.
@@ -154,6 +155,23 @@ def verify(calls: dict[str, Callable[[Inputs], Any]], inputs: Inputs) -> None:
         inputs.lp.grad = None
 
 
+class _Handed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logprobs: Tensor, loss: Tensor, grad: Tensor) -> Tensor:
+        ctx.save_for_backward(grad)
+        ctx.mark_dirty(loss)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.saved_tensors[0], None, None
+
+
+def autograd_alone(i: Inputs) -> Tensor:
+    loss, grad = torch.empty((), device=i.lp.device), torch.empty_like(i.lp, requires_grad=False)
+    return _Handed.apply(i.lp, loss, grad)
+
+
 def step(call: Callable[[Inputs], Any], ring: Any) -> Callable[[], None]:
     def run() -> None:
         inputs = next(ring)
@@ -294,12 +312,13 @@ def main() -> None:
             verify(calls, make(height, width, form, device, 0))
             moved = tokens * BYTES_PER_TOKEN[form]
             sets = [make(height, width, form, device, seed) for seed in range(sets_needed(moved, device))]
-            timed = {name: step(call, itertools.cycle(sets)) for name, call in calls.items()}
+            with_floor = {**calls, "autograd alone": autograd_alone}
+            timed = {name: step(call, itertools.cycle(sets)) for name, call in with_floor.items()}
             copy = RotatingCopy(moved, device)
             seconds = medians({**timed, "copy": copy}, options.rounds, device=device)
             memory = {name: peak_memory(call, device) for name, call in timed.items()}
-            for name in calls:
-                peak = memory[name]
+            for name in timed:
+                peak, moves = memory[name], name in calls
                 rows.append(
                     {
                         "shape": f"[{height}, {width}]",
@@ -307,8 +326,8 @@ def main() -> None:
                         "method": name,
                         "µs": seconds[name] * 1e6,
                         "× eager": seconds["eager"] / seconds[name],
-                        "GB/s": moved / seconds[name] / 1e9,
-                        "share of copy": seconds["copy"] / seconds[name],
+                        "GB/s": moved / seconds[name] / 1e9 if moves else None,
+                        "share of copy": seconds["copy"] / seconds[name] if moves else None,
                         "peak MB": None if peak is None else peak / 1e6,
                     }
                 )
