@@ -34,8 +34,9 @@ __device__ double sum_rewards(const Params& p, const AnyStream& rewards, const R
 #pragma unroll 2
     for (int64_t i = piece.begin / kPack * kPack + lane * kPack; i < piece.end; i += kWarp * kPack) {
         const PackAt<T, fast> at{piece, i};
-        const unsigned trained = at.truths(p.mask);
+        const auto mask = at.ask(p.mask);
         const Pack<T, kPack> pack = at.load(rewards);
+        const unsigned trained = at.truths(p.mask, mask);
         count += __popc(trained);
 #pragma unroll
         for (int k = 0; k < kPack; ++k) {

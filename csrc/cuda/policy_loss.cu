@@ -85,11 +85,16 @@ struct Sums {
     float of[kColumns] = {};
 };
 
+// What a kernel is made for; the rest of the code, and the registers that it takes, are left out of it. `clip`: PPO's
+// clip with the k3 estimator, if any. `lean`: besides, neither rollouts nor entropies.
+enum class Form { any, clip, lean };
+
 // One token's gradient, without what masks it.
-template <bool clip_only>
+template <Form form>
 __device__ float one_token(const Params& p, const Row& row, float logprob, float old, float ref, float rollout,
                            float advantage, float entropy_value, bool chosen, Sums& sums) {
     using Math = ScalarMath;
+    constexpr bool clip_only = form != Form::any;
     const PolicyLossOptions& o = p.options;
     const float raw = logprob - old, bounded = clamp_symmetric<Math>(raw, kLogRatioBound);
     const float ratio = Math::exp(bounded);
@@ -105,7 +110,7 @@ __device__ float one_token(const Params& p, const Row& row, float logprob, float
             !row.terms.cut};
         out = token_loss<Math>(token, o.variant);
     }
-    if (p.rollout.data) {
+    if (form != Form::lean && p.rollout.data) {
         const float difference = old - rollout;
         const float w = Math::exp(clamp_symmetric<Math>(difference, kLogRatioBound));
         float applied = row.importance;
@@ -130,7 +135,7 @@ __device__ float one_token(const Params& p, const Row& row, float logprob, float
         out.grad = fmaf(-o.kl_coef, term.slope, out.grad);
         sums.of[kl] += term.value;
     }
-    sums.of[entropy] += entropy_value;
+    if (form != Form::lean) sums.of[entropy] += entropy_value;
     sums.of[tokens] += 1;
     sums.of[low] += out.clipped_low;
     sums.of[high] += out.clipped_high;
@@ -142,33 +147,53 @@ __device__ float one_token(const Params& p, const Row& row, float logprob, float
     return out.grad * row.weight;
 }
 
-// The tokens of [begin, end) of one row. A lane takes a 16-byte pack of every stream at a time.
-template <class T, bool fast, bool clip_only>
-__device__ void row_piece(const Params& p, const Row& row, const RowPiece& piece, Sums& sums) {
-    constexpr int kPack = 16 / int(sizeof(T));
-    const int lane = int(threadIdx.x) % kWarp;
-    for (int64_t i = piece.begin / kPack * kPack + lane * kPack; i < piece.end; i += kWarp * kPack) {
-        const PackAt<T, fast> at{piece, i};
-        const unsigned trained = at.truths(p.mask);
-        Pack<T, kPack> ref{}, rollout{}, advantage{}, entropy_of{}, grad;
-        const Pack<T, kPack> logprob = at.load(p.logprobs), old = at.load(p.old_logprobs);
+// A pack of every stream, none of which is looked at here: all loads are on their way at once.
+template <class T, bool fast, Form form>
+struct TokenPacks {
+    using At = PackAt<T, fast>;
+    Pack<T, At::kPack> logprob, old, ref{}, rollout{}, advantage{}, entropy_of{};
+    typename At::Mask mask, selected{};
+
+    __device__ __forceinline__ TokenPacks(const Params& p, const At& at)
+        : logprob(at.load(p.logprobs)), old(at.load(p.old_logprobs)), mask(at.ask(p.mask)) {
         if (p.ref.data) ref = at.load(p.ref);
-        if (p.rollout.data) rollout = at.load(p.rollout);
         if (p.advantages.data) advantage = at.load(p.advantages);
-        if (p.entropy.data) entropy_of = at.load(p.entropy);
-        const unsigned chosen = !clip_only && p.selected.data ? at.truths(p.selected) : 0;
+        if (form != Form::lean && p.rollout.data) rollout = at.load(p.rollout);
+        if (form != Form::lean && p.entropy.data) entropy_of = at.load(p.entropy);
+        if (form == Form::any && p.selected.data) selected = at.ask(p.selected);
+    }
+};
+
+// The tokens of [begin, end) of one row. A lane takes a 16-byte pack of every stream at a time; the lean form, which
+// has the registers for it, asks for the next before it computes this one.
+template <class T, bool fast, Form form>
+__device__ void row_piece(const Params& p, const Row& row, const RowPiece& piece, Sums& sums) {
+    constexpr int kPack = 16 / int(sizeof(T)), kStep = kWarp * kPack;
+    using Packs = TokenPacks<T, fast, form>;
+    const int lane = int(threadIdx.x) % kWarp;
+    constexpr bool ahead = form == Form::lean;
+    int64_t i = piece.begin / kPack * kPack + lane * kPack;
+    if (i >= piece.end) return;
+    Packs now(p, {piece, i}), next = now;
+    for (; i < piece.end; i += kStep, now = next) {
+        if (ahead && i + kStep < piece.end) next = Packs(p, {piece, i + kStep});
+        const PackAt<T, fast> at{piece, i};
+        const unsigned trained = at.truths(p.mask, now.mask);
+        const unsigned chosen = form == Form::any && p.selected.data ? at.truths(p.selected, now.selected) : 0;
+        Pack<T, kPack> grad;
 #pragma unroll
         for (int k = 0; k < kPack; ++k) {
             float slope = 0;
             if (trained >> k & 1) {
-                const float own = p.advantages.data ? to_float(advantage.value[k]) : row.advantage;
-                slope = one_token<clip_only>(p, row, to_float(logprob.value[k]), to_float(old.value[k]),
-                                             to_float(ref.value[k]), to_float(rollout.value[k]), own,
-                                             to_float(entropy_of.value[k]), chosen >> k & 1, sums);
+                const float own = p.advantages.data ? to_float(now.advantage.value[k]) : row.advantage;
+                slope = one_token<form>(p, row, to_float(now.logprob.value[k]), to_float(now.old.value[k]),
+                                        to_float(now.ref.value[k]), to_float(now.rollout.value[k]), own,
+                                        to_float(now.entropy_of.value[k]), chosen >> k & 1, sums);
             }
             grad.value[k] = from_float<T>(slope);
         }
         at.store(p.grad, p.grad_dtype, grad);
+        if (!ahead && i + kStep < piece.end) next = Packs(p, {piece, i + kStep});
     }
 }
 
@@ -250,8 +275,8 @@ __device__ void finish(const Params& p, double* scratch) {
     }
 }
 
-template <class T, bool fast, bool clip_only>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 && clip_only ? 3 : 2) main_kernel(const Params p) {
+template <class T, bool fast, Form form>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 && form != Form::any ? 3 : 2) main_kernel(const Params p) {
     const int warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
     const int64_t place = int64_t(blockIdx.x) * kWarps + warp;
     const int size = p.actors * kColumns;
@@ -277,7 +302,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 && clip_only ? 3 : 2)
             actor = owner;
             shared_weight = actor_weight(p, actor);
         }
-        row_piece<T, fast, clip_only>(p, read_row(p, piece.row, wrong ? double(NAN) : shared_weight), piece, sums);
+        row_piece<T, fast, form>(p, read_row(p, piece.row, wrong ? double(NAN) : shared_weight), piece, sums);
     }
     if (lost) sums.of[loss] = NAN;
     flush(sums, table, actor < 0 ? 0 : actor);
@@ -388,7 +413,11 @@ bool is_fast(const Params& p, DType dtype) {
 template <class K>
 auto main_of(const Params& p, K) {
     using T = typename K::Type;
-    return p.clip_only ? main_kernel<T, K::fast, true> : main_kernel<T, K::fast, false>;
+    if (!p.clip_only) return main_kernel<T, K::fast, Form::any>;
+    if constexpr (K::fast) {
+        if (!p.rollout.data && !p.entropy.data) return main_kernel<T, true, Form::lean>;
+    }
+    return main_kernel<T, K::fast, Form::clip>;
 }
 
 }  // namespace

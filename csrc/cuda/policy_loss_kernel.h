@@ -59,12 +59,13 @@ __device__ __forceinline__ int64_t sum_piece(const Params& p, const RowPiece& pi
     int64_t count = 0;
     for (int64_t i = piece.begin / kPack * kPack + lane * kPack; i < piece.end; i += kWarp * kPack) {
         const PackAt<T, fast> at{piece, i};
-        const unsigned trained = at.truths(p.mask);
+        const auto mask = at.ask(p.mask);
         Pack<T, kPack> logprob{}, rollout{}, advantage{};
         const Pack<T, kPack> old = at.load(p.old_logprobs);
         if (ratios) logprob = at.load(p.logprobs);
         if (rollouts) rollout = at.load(p.rollout);
         if (p.advantages.data) advantage = at.load(p.advantages);
+        const unsigned trained = at.truths(p.mask, mask);
 #pragma unroll
         for (int k = 0; k < kPack; ++k) {
             if (!(trained >> k & 1)) continue;

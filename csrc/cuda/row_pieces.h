@@ -145,16 +145,45 @@ struct PackAt {
         return pack;
     }
 
-    // Which tokens of the pack a mask lets through, a bit each; without one, all inside the piece.
-    __device__ unsigned truths(const AnyStream& stream) const {
-        unsigned bits = 0;
-        if (fast && whole() && stream.data && is_byte(stream.dtype)) {
-            const Pack<uint8_t, kPack> pack =
-                load_streaming<uint8_t, kPack>(static_cast<const uint8_t*>(stream.data) + first);
+    // A mask's pack as it comes from memory. To look at it is a step of its own, so that no load waits for it.
+    struct Mask {
+        unsigned word[kPack];
+    };
+    __device__ Mask ask(const AnyStream& stream) const {
+        Mask mask{};
+        if (!comes_whole(stream)) {
+            mask.word[0] = truths_one_by_one(stream);
+        } else if (is_byte(stream.dtype)) {
+            const auto bytes = load_streaming<uint8_t, kPack>(static_cast<const uint8_t*>(stream.data) + first);
+            memcpy(mask.word, &bytes, sizeof bytes);
+        } else {
 #pragma unroll
-            for (int k = 0; k < kPack; ++k) bits |= unsigned(pack.value[k] != 0) << k;
-            return bits;
+            for (int k = 0; k < kPack; k += 4) {
+                const auto floats = load_streaming<float, 4>(static_cast<const float*>(stream.data) + first + k);
+                memcpy(mask.word + k, &floats, sizeof floats);
+            }
         }
+        return mask;
+    }
+
+    // Which tokens of the pack the mask lets through, a bit each; without one, all inside the piece.
+    __device__ unsigned truths(const AnyStream& stream, const Mask& mask) const {
+        if (!comes_whole(stream)) return mask.word[0];
+        const bool bytes = is_byte(stream.dtype);
+        unsigned bits = 0;
+#pragma unroll
+        for (int k = 0; k < kPack; ++k) {
+            const bool through =
+                bytes ? (mask.word[k / 4] >> k % 4 * 8 & 0xff) != 0 : mask.word[k] << 1 != 0;  // -0 is 0
+            bits |= unsigned(through) << k;
+        }
+        return bits;
+    }
+    __device__ bool comes_whole(const AnyStream& stream) const {
+        return fast && whole() && stream.data && (is_byte(stream.dtype) || stream.dtype == DType::f32);
+    }
+    __device__ unsigned truths_one_by_one(const AnyStream& stream) const {
+        unsigned bits = 0;
 #pragma unroll
         for (int k = 0; k < kPack; ++k) {
             bool through = inside(k);
@@ -205,15 +234,28 @@ __device__ int64_t count_trained(const AnyStream& mask, const RowPiece& piece) {
         return count;
     }
     const uint8_t* bytes = static_cast<const uint8_t*>(mask.data);
-#pragma unroll 4
-    for (int64_t i = piece.begin / 16 * 16 + lane * 16; i < piece.end; i += kWarp * 16) {
+    constexpr int kAtOnce = 4, kStep = kWarp * 16;
+    int64_t i = piece.begin / 16 * 16 + lane * 16;
+    const auto count_word = [&](const uint4& word) {
+        count += count_bytes(word.x) + count_bytes(word.y) + count_bytes(word.z) + count_bytes(word.w);
+    };
+    const auto count_next = [&] {
         if (i >= piece.begin && i + 16 <= piece.end) {
-            const uint4 word = __ldg(reinterpret_cast<const uint4*>(bytes + i));
-            count += count_bytes(word.x) + count_bytes(word.y) + count_bytes(word.z) + count_bytes(word.w);
+            count_word(__ldg(reinterpret_cast<const uint4*>(bytes + i)));
         } else {
             for (int64_t k = max(i, piece.begin); k < min(i + 16, piece.end); ++k) count += bytes[k] != 0;
         }
+        i += kStep;
+    };
+    if (i < piece.begin) count_next();
+    for (; i + (kAtOnce - 1) * kStep + 16 <= piece.end; i += kAtOnce * kStep) {
+        uint4 words[kAtOnce];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) words[k] = __ldg(reinterpret_cast<const uint4*>(bytes + i + k * kStep));
+#pragma unroll
+        for (const uint4& word : words) count_word(word);
     }
+    while (i < piece.end) count_next();
     return count;
 }
 

@@ -9,8 +9,8 @@ namespace turnwise::cuda {
 namespace {
 
 template <class T, class Mask>
-__global__ void __launch_bounds__(kSumThreads) sum_kernel(const T* rewards, const Mask* mask, TokenRows rows,
-                                                          int64_t chunk, bool aligned, float* sums, Edges* edges) {
+__global__ void __launch_bounds__(kSumThreads, 3) sum_kernel(const T* rewards, const Mask* mask, TokenRows rows,
+                                                             int64_t chunk, bool aligned, float* sums, Edges* edges) {
     sum_chunk(rewards, mask, rows, blockIdx.x, chunk, aligned, shared<UnitParts>(), sums, edges);
 }
 

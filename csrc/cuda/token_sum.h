@@ -29,35 +29,47 @@ __device__ __forceinline__ int place_in_unit(int pack, int k, int lane, bool ali
     return pack * kSumPack * kWarp + (aligned ? lane * kSumPack + k : k * kWarp + lane);
 }
 
+// All packs of a whole unit are asked for before the first is looked at: a load that waits for the one before it would
+// leave the memory idle.
 template <class T, class Mask>
-__device__ __forceinline__ void load_unit(const T* rewards, const Mask* mask, int64_t begin, int64_t end, bool aligned,
-                                          float (&values)[kSumPacks][kSumPack]) {
-    const int lane = int(threadIdx.x) % kWarp;
-    unsigned bits[kSumPacks];
-    if (aligned) {
+__device__ __forceinline__ void load_whole_unit(const T* rewards, const Mask* mask, int64_t begin,
+                                                float (&values)[kSumPacks][kSumPack]) {
+    const int64_t first = begin + place_in_unit(0, 0, int(threadIdx.x) % kWarp, true);
+    Pack<T, kSumPack> packs[kSumPacks];
+    Pack<Mask, kSumPack> on[kSumPacks];
+#pragma unroll
+    for (int p = 0; p < kSumPacks; ++p) {
+        packs[p] = load_streaming<T, kSumPack>(rewards + first + p * kSumPack * kWarp);
+    }
+    if (mask != nullptr) {
 #pragma unroll
         for (int p = 0; p < kSumPacks; ++p) {
-            const int64_t first = begin + place_in_unit(p, 0, lane, true);
-            load_tokens<kSumPack>(rewards, first, end, true, values[p]);
-            bits[p] = load_mask_bits<kSumPack>(mask, first, end, true);
-        }
-    } else {
-#pragma unroll
-        for (int p = 0; p < kSumPacks; ++p) {
-            bits[p] = 0;
-#pragma unroll
-            for (int k = 0; k < kSumPack; ++k) {
-                const int64_t token = begin + place_in_unit(p, k, lane, false);
-                values[p][k] = token < end ? to_float(rewards[token]) : 0.0f;
-                bits[p] |= unsigned(token < end && (mask == nullptr || mask[token] != Mask(0))) << k;
-            }
+            on[p] = load_streaming<Mask, kSumPack>(mask + first + p * kSumPack * kWarp);
         }
     }
 #pragma unroll
     for (int p = 0; p < kSumPacks; ++p) {
 #pragma unroll
         for (int k = 0; k < kSumPack; ++k) {
-            if (!(bits[p] >> k & 1)) values[p][k] = 0.0f;  // what a mask hides may be NaN
+            const bool hidden = mask != nullptr && on[p].value[k] == Mask(0);  // what is hidden may be NaN
+            values[p][k] = hidden ? 0.0f : to_float(packs[p].value[k]);
+        }
+    }
+}
+
+template <class T, class Mask>
+__device__ __forceinline__ void load_unit(const T* rewards, const Mask* mask, int64_t begin, int64_t end, bool aligned,
+                                          float (&values)[kSumPacks][kSumPack]) {
+    if (aligned && begin + kSumUnit <= end) return load_whole_unit(rewards, mask, begin, values);
+    const int lane = int(threadIdx.x) % kWarp;
+#pragma unroll
+    for (int p = 0; p < kSumPacks; ++p) {
+#pragma unroll
+        for (int k = 0; k < kSumPack; ++k) {
+            const int64_t token = begin + place_in_unit(p, k, lane, aligned);
+            const float value = token < end ? to_float(rewards[token]) : 0.0f;
+            const bool trains = token < end && (mask == nullptr || mask[token] != Mask(0));
+            values[p][k] = trains ? value : 0.0f;
         }
     }
 }
