@@ -3,10 +3,12 @@
     python bench/gpu_check.py                    # all stages, under 8 minutes, into bench/results
     python bench/gpu_check.py --stages build benches --wheels wheels --out /tmp/report
 
-Runs with the interpreter that calls it and what that has: torch for CUDA, Triton, nvcc, cmake, ninja, pybind11,
-scikit-build-core, pytest and hypothesis; no network. turnwise is installed into ``build/gpu-check/site``, so nothing of
-the machine changes. Each stage has its own time limit and a failed one doesn't stop the next; at the end the exit code
-is 1 if any failed, 2 where something that all need is missing.
+Runs with the interpreter that calls it and what that has: torch for CUDA, Triton, nvcc, cmake, ninja, pybind11 and
+scikit-build-core, and for the tests pytest and hypothesis; no network. What of it are Python packages may come as
+``--wheels``: ``WHEELS`` says which, ``pip download --no-deps -d wheels ...`` fetches them. They and turnwise are
+installed into ``build/gpu-check/site``, so nothing of the machine changes. Each stage has its own time limit and a
+failed one doesn't stop the next; the report is written anew after each, so that what is done stays. At the end the exit
+code is 1 if any failed, 2 where something that all need is missing.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,9 +31,16 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "gpu-check"
 SITE = BUILD / "site"
-MODULES = ("torch", "triton", "numpy", "pybind11", "scikit_build_core", "pytest", "hypothesis")
+MODULES = ("torch", "triton", "numpy", "pybind11", "scikit_build_core")
+# What a machine made for torch may lack, with all that these need; pytest-xdist shortens the tests.
+WHEELS = (
+    *("pybind11", "scikit-build-core", "packaging", "pathspec"),
+    *("pytest", "iniconfig", "pluggy", "pygments", "hypothesis", "sortedcontainers", "pytest-xdist", "execnet"),
+    "liger-kernel",
+)
 PROGRAMS = ("nvcc", "cmake", "ninja")
-NO_GPU = {"state", "train", "inference"}  # benches that use none, or take longer than a stage may
+NO_GPU = {"arena", "state", "train", "trie", "inference"}  # benches that use none, or take longer than a stage may
+FEWER = {"linear_logprob": ["--dtype", "bfloat16"]}  # products in float32 would take the whole time
 PYTEST_INI = (
     "[pytest]\naddopts = --import-mode=importlib -p no:cacheprovider\nmarkers =\n    gpu: needs a GPU\n    slow: slow\n"
 )
@@ -95,18 +105,25 @@ def gpu() -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Stages
 # ---------------------------------------------------------------------------------------------------------------------
-def stages(architecture: str, wheels: Path | None, benches: Sequence[str]) -> list[Stage]:
-    """All of them, in order: what matters most first, should the time run out. (More: ``--seconds``, ``--stages``.)"""
+def install(*what: str) -> list[str]:
+    """Into ``SITE``; not compiled to bytecode, which takes longer than all the rest."""
+    options = ["--no-deps", "--no-index", "--no-compile", "--quiet", "--upgrade", "--target", str(SITE)]
+    return [sys.executable, "-m", "pip", "install", *options, *what]
+
+
+def wheels_stage(wheels: Path) -> Stage:
+    """Comes before all others, and before anybody looks for what is missing."""
+    return Stage("wheels", install(*sorted(str(path) for path in wheels.glob("*.whl"))), 120)
+
+
+def stages(architecture: str, benches: Sequence[str], workers: int = 0) -> list[Stage]:
+    """All of them, in order: what matters most first, should the time run out. (More: ``--seconds``, ``--stages``.)
+    ``workers``: processes of the tests, with pytest-xdist."""
     python = [sys.executable, "-P"]
-    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", "--upgrade", "--target", str(SITE)]
-    build = [*install, "--no-build-isolation", "--config-settings=cmake.define.TURNWISE_CUDA=ON"]
+    build = install("--no-build-isolation", "--config-settings=cmake.define.TURNWISE_CUDA=ON")
     build += [f"--config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES={architecture}-real"]
     build += [f"--config-settings=build-dir={BUILD / 'cmake'}", str(ROOT)]
-    every: list[Stage] = []
-    if wheels is not None:
-        found = sorted(str(path) for path in wheels.glob("*.whl"))
-        every.append(Stage("wheels", [*install, "--no-index", *found], 60))
-    every.append(Stage("build", build, 180))
+    every = [Stage("build", build, 180)]
     probe = (
         "from turnwise import _C; assert _C.with_cuda; print('CUDA', _C.cuda_architectures(), _C.cuda_device_count())"
     )
@@ -125,18 +142,22 @@ def stages(architecture: str, wheels: Path | None, benches: Sequence[str]) -> li
         "-m",
         "gpu",
         str(ROOT / "tests/ops"),
+        *(["-n", str(workers), "--dist", "worksteal"] if workers else []),
     ]
-    every.append(Stage("ops", [*small, "native"], 40, needs="agree"))
-    every.append(Stage("tests", [*tests, "-k", "not triton"], 100, needs=r"\d+ passed"))
+    every.append(Stage("ops", [*small, "native"], 60, needs="agree"))
+    every.append(Stage("tests", [*tests, "-k", "not triton"], 120, needs=r"\d+ passed"))
     # Allocations of their own, so that an access past the end of one meets none of another.
     apart = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    # Torch's kernels and cuBLAS's run as they are: to instrument them takes minutes.
+    mine = ["--kernel-name", "kernel_substring=turnwise"]
     for tool in ("memcheck", "racecheck"):
-        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *small, "native"]
+        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *mine, *small, "native"]
         clean = "ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards"
-        every.append(Stage(tool, command, 60, needs=clean, environment=apart))
+        every.append(Stage(tool, command, 90, needs=clean, environment=apart))
     for name in benches:
         command = [sys.executable, str(ROOT / "bench" / f"bench_{name}.py"), "--device", "cuda", "--rounds", "15"]
-        every.append(Stage(f"bench {name}", [*command, "--json", str(BUILD / f"{name}.json")], 40, needs=r"^\|"))
+        command += [*FEWER.get(name, []), "--json", str(BUILD / f"{name}.json")]
+        every.append(Stage(f"bench {name}", command, 90, needs=r"^\|"))
     # Last, for Triton compiles every kernel for every kind of input, one after another.
     every.append(Stage("ops triton", [*small, "triton"], 120, needs="agree"))
     every.append(Stage("tests triton", [*tests, "-k", "triton"], 120, needs=r"\d+ passed"))
@@ -146,7 +167,8 @@ def stages(architecture: str, wheels: Path | None, benches: Sequence[str]) -> li
 def run_stage(stage: Stage, limit: float) -> Result:
     """Runs one stage; whatever happens in it is in the result."""
     start = time.monotonic()
-    environment = {**os.environ, "PYTHONPATH": str(SITE), "PYTHONUNBUFFERED": "1", **stage.environment}
+    path = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **stage.environment}
     if shutil.which(stage.command[0]) is None:
         return Result(stage.name, f"{stage.command[0]} is not on the PATH", 0.0, "")
     process = subprocess.Popen(
@@ -163,29 +185,40 @@ def run_stage(stage: Stage, limit: float) -> Result:
         output, _ = process.communicate(timeout=limit)
         status = "ok" if process.returncode == 0 else f"exit code {process.returncode}"
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        output, _ = process.communicate()
+        output = end(process)
         status = f"still running after {limit:.0f} s"
     if status == "ok" and stage.needs and not re.search(stage.needs, output, flags=re.MULTILINE):
         status = f"exited with 0, but printed nothing like {stage.needs!r}"
     return Result(stage.name, status, time.monotonic() - start, output[-20_000:])
 
 
-def run_all(todo: Sequence[Stage], seconds: float, run: Callable[[Stage, float], Result] = run_stage) -> list[Result]:
+def end(process: subprocess.Popen[str]) -> str:
+    """Ends a process and its children; what it printed. First as Ctrl-C does, upon which pytest says what failed."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        os.killpg(process.pid, number)
+        try:
+            return process.communicate(timeout=5)[0]
+        except subprocess.TimeoutExpired:
+            continue
+    raise AssertionError("a process outlived SIGKILL")
+
+
+def run_all(
+    todo: Sequence[Stage], seconds: float, run: Callable[[Stage, float], Result] = run_stage
+) -> Iterator[Result]:
     """Every stage in turn, none longer than its limit or than what is left of ``seconds``."""
-    results = []
-    end = time.monotonic() + seconds
+    last = time.monotonic() + seconds
     for stage in todo:
-        left = end - time.monotonic()
+        left = last - time.monotonic()
         if left < 5:
-            results.append(Result(stage.name, "not run: no time was left", 0.0, ""))
+            result = Result(stage.name, "not run: no time was left", 0.0, "")
         else:
             print(f"== {stage.name}", flush=True)
-            results.append(run(stage, min(stage.limit, left)))
-        print(f"== {stage.name}: {results[-1].status}, {results[-1].seconds:.0f} s", flush=True)
-        if results[-1].status != "ok":
-            print(results[-1].output[-3000:], flush=True)
-    return results
+            result = run(stage, min(stage.limit, left))
+        print(f"== {stage.name}: {result.status}, {result.seconds:.0f} s", flush=True)
+        if result.status != "ok":
+            print(result.output[-3000:], flush=True)
+        yield result
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -205,7 +238,7 @@ def report(machine: dict[str, Any], results: Sequence[Result]) -> str:
 
 
 def write(out: Path, machine: dict[str, Any], results: Sequence[Result], benches: Sequence[str]) -> Path:
-    """The report as markdown, and every row of the benches with the stages as JSON lines."""
+    """The report as markdown, every row of the benches with the stages as JSON lines, and what the stages printed."""
     slug = re.sub(r"[^a-z0-9]+", "-", str(machine.get("gpu", "no-gpu")).lower()).strip("-")
     stem = out / f"{datetime.now(UTC).date().isoformat()}-{slug}"
     out.mkdir(parents=True, exist_ok=True)
@@ -216,6 +249,8 @@ def write(out: Path, machine: dict[str, Any], results: Sequence[Result], benches
         path = BUILD / f"{name}.json"
         text += path.read_text(encoding="utf-8") if path.exists() else ""
     stem.with_suffix(".json").write_text(text, encoding="utf-8")
+    said = "".join(f"== {r.name}: {r.status}, {r.seconds:.0f} s\n{r.output}\n" for r in results)
+    stem.with_suffix(".log").write_text(said, encoding="utf-8")
     return stem.with_suffix(".md")
 
 
@@ -240,24 +275,35 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    if gaps := missing():
-        print("gpu-check can't run here; it needs", *(f"  {gap}" for gap in gaps), sep="\n", file=sys.stderr)
-        return 2
+    start = time.monotonic()
     BUILD.mkdir(parents=True, exist_ok=True)
     (BUILD / "pytest.ini").write_text(PYTEST_INI, encoding="utf-8")
+    results: list[Result] = []
+    if options.wheels is not None:
+        results += run_all([wheels_stage(options.wheels)], options.seconds)
+    sys.path.insert(0, str(SITE))  # of this run or of one before
+    importlib.invalidate_caches()
+    if gaps := missing():
+        print("gpu-check can't run here; it needs", *(f"  {gap}" for gap in gaps), sep="\n", file=sys.stderr)
+        print(f"Python packages may come with --wheels: {' '.join(WHEELS)}", file=sys.stderr)
+        return 2
     benches = sorted({path.stem.removeprefix("bench_") for path in (ROOT / "bench").glob("bench_*.py")} - NO_GPU)
     for name in benches:
         (BUILD / f"{name}.json").unlink(missing_ok=True)
     machine = gpu()
-    todo = stages(machine["architecture"], options.wheels, benches)
+    workers = min(8, (os.cpu_count() or 1) // 2) if importlib.util.find_spec("xdist") else 0
+    todo = stages(machine["architecture"], benches, workers)
     if options.stages:
         todo = [
             s
             for s in todo
             if s.name in options.stages or s.name.replace("bench ", "benches ").split()[0] in options.stages
         ]
-    results = run_all(todo, options.seconds)
-    print(f"report: {write(options.out, machine, results, benches)}")
+    path = write(options.out, machine, results, benches)
+    for result in run_all(todo, options.seconds - (time.monotonic() - start)):
+        results.append(result)
+        path = write(options.out, machine, results, benches)
+    print(f"report: {path}")
     failed = [r.name for r in results if r.status != "ok"]
     print(f"FAILED: {', '.join(failed)}" if failed else f"all {len(results)} stages passed")
     return 1 if failed else 0

@@ -213,9 +213,9 @@ def main() -> int:
                     loose = 2e-2 if reference.dtype is torch.bfloat16 else 2e-4
                     torch.testing.assert_close(mine, reference, rtol=loose, atol=loose, equal_nan=True)
                 print(f"{name}, {backend}: {len(got)} results agree")
-            except (AssertionError, RuntimeError) as error:
+            except Exception as error:  # of Triton's compiler too: the other ops are to be seen all the same
                 failed += 1
-                print(f"{name}, {backend}: {type(error).__name__}: {error}")
+                print(f"{name}, {backend}: {type(error).__name__}: {str(error)[-2000:]}")
     return 1 if failed else 0
 
 
