@@ -38,8 +38,15 @@ FULL = {"clip": Clip(0.2, 0.28, dual=3.0), "kl": KL("k3", 0.1), "correction": Im
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 8 tokens, so that rows are cut, and two products for each."""
-    monkeypatch.setattr(CHUNKS, "_LEAST", {2: 8, 4: 8})
+    chunks_of(8, monkeypatch)
     monkeypatch.setattr(CHUNKS, "_COLUMNS", 200)
+    monkeypatch.setattr(CHUNKS, "_GPU_LOGITS", 1)
+
+
+def chunks_of(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CHUNKS, "_LEAST", {2: tokens, 4: tokens})
+    monkeypatch.setattr(CHUNKS, "_GPU_TILE", tokens)
+    monkeypatch.setattr(CHUNKS, "_GPU_BYTES", 1)
 
 
 def make(seed: int, dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, Any]:
@@ -149,9 +156,24 @@ def test_any_chunks_give_the_same(target, monkeypatch, seed) -> None:
     given = make(seed, **FULL)
     want = run(given)
     for least, few in ((1, 1000), (8, 2), (1000, 16)):
-        monkeypatch.setattr(CHUNKS, "_LEAST", {2: least, 4: least})
+        chunks_of(least, monkeypatch)
         monkeypatch.setattr(CHUNKS, "_FEW", few)
         assert_same(run(given, target), want, 5e-6)
+
+
+@pytest.mark.parametrize(("vocabulary", "tokens"), [(151_936, 384), (32_768, 1920), (1_000_000, 128)])
+def test_chunks_of_a_gpu_keep_it_busy_within_the_memory(emulator, monkeypatch, vocabulary, tokens) -> None:
+    """Whole tiles of tokens; logits, and their narrow gradient of one product, in 256 MiB where one tile of tokens
+    needs no more; and products of at least one round of tiles."""
+    monkeypatch.undo()  # the small chunks
+    monkeypatch.setattr(backends, "emulator", emulator)
+    empty = torch.empty(8192, 1, dtype=torch.bfloat16), torch.empty(vocabulary, 1, dtype=torch.bfloat16)
+    head = CHUNKS.Head(*empty, torch.zeros(8192, dtype=torch.int64), None, None, 1.0)
+    assert CHUNKS._chunk_size(head) == tokens
+    columns = CHUNKS._columns(head, tokens)
+    if tokens > 128:
+        assert 4 * tokens * vocabulary + 2 * tokens * columns <= 1.01 * 2**28
+    assert tokens // 128 * columns // 256 >= 132
 
 
 def test_micro_batches_add_up(target) -> None:

@@ -23,6 +23,9 @@ from .streams import Rows
 # _BYTES. More would not be faster on a CPU.
 _LEAST, _BYTES = {2: 512, 4: 160}, 1 << 28
 _COLUMNS = 2048  # of one product
+# On a GPU as many tokens as this memory holds all logits of, in whole tiles of the products: each chunk reads and
+# writes the weight's gradient anew. A product makes two rounds of 128 x 256 logits on 132 multiprocessors.
+_GPU_TILE, _GPU_BYTES, _GPU_LOGITS = 128, 15 << 24, 2 * 132 * 128 * 256
 _FEW = 24  # chunks whose weight gradients may be summed in the weight's own dtype
 
 
@@ -76,8 +79,15 @@ def token_loss(
 
 def _chunk_size(head: Head) -> int:
     size = head.products.dtype.itemsize
+    if head.products.on_gpu:
+        return max(_GPU_BYTES // (head.vocabulary * size) // _GPU_TILE, 1) * _GPU_TILE
     least = _LEAST[size]
     return min(max(least, head.tokens // 16), max(least // 2, _BYTES // (head.vocabulary * size), 1))
+
+
+def _columns(head: Head, tokens: int) -> int:
+    """Of one product, whose other side is so many tokens."""
+    return max(_GPU_LOGITS // max(tokens, 1) // 256 * 256, 256) if head.products.on_gpu else _COLUMNS
 
 
 def fused(
@@ -108,8 +118,9 @@ def _chunk(
     products, rows = head.products, head.rows(chunk)
     state = new_state(rows.shape[0], rows)
     tiles = []
-    for start in range(0, head.vocabulary, _COLUMNS):
-        tile = head.tile(rows, chunk, slice(start, min(start + _COLUMNS, head.vocabulary)))
+    width = _columns(head, rows.shape[0])
+    for start in range(0, head.vocabulary, width):
+        tile = head.tile(rows, chunk, slice(start, min(start + width, head.vocabulary)))
         scan(tile, state, entropy)
         tiles.append(tile)
     logprob, lse, entropies = finish(state, entropy)
