@@ -187,6 +187,8 @@ int64_t group_advantage_workspace(int64_t rows, int64_t groups, bool by_trajecto
 void group_advantage(const GroupAdvantageInput& input, const GroupAdvantageOptions& options, const View& advantages,
                      const View& workspace, Stream stream) {
     check_group_advantage(input, options, advantages);
+    require_one_device(input.rewards, {&input.group_ids, &input.trajectory_ids, &input.lengths, &input.valid,
+                                       &advantages, &workspace});
     const int64_t rows = input.rewards.shape[0];
     const int64_t bytes = group_advantage_workspace(rows, input.num_groups, options.by_trajectory,
                                                     options.center == Center::length_weighted);

@@ -147,6 +147,8 @@ struct GroupLayout {
 void check(const GroupedPolicyLossInput& in, const GroupAdvantageOptions& group) {
     check_group_advantage(in.group, group, in.loss.advantages);
     check_same_shape(in.loss.logprobs, in.token_rewards, "token_rewards: wrong shape");
+    require_one_device(in.loss.logprobs,
+                       {&in.token_rewards, &in.group.rewards, &in.group.group_ids, &in.group.lengths, &in.group.valid});
     require(is_floating(in.token_rewards.dtype) && in.token_rewards.dtype != DType::f64,
             "token_rewards: expected float32, bf16 or f16");
     require(in.group.rewards.dtype == DType::f32 && in.loss.advantages.dtype == DType::f32,

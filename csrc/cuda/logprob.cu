@@ -196,6 +196,7 @@ __global__ void __launch_bounds__(kThreads)
 // ---- Host ----------------------------------------------------------------------------------------------------------
 void check_tile(const LogitTile& tile) {
     const View& logits = tile.logits;
+    require_one_device(logits, {&tile.targets, &tile.bias});
     require(logits.dims == 2 && (logits.shape[1] <= 1 || logits.stride[1] == 1),
             "logits: expected [N, V] with contiguous rows");
     require(tile.targets.dims == 1 && tile.targets.shape[0] == logits.shape[0], "targets: expected [N]");
@@ -249,6 +250,7 @@ void logprob_scan(const LogitTile& tile, const View& state, bool weighted, Strea
     require(state.dims == 2 && state.shape[0] == 4 && state.shape[1] == rows && state.dtype == DType::f64 &&
                 is_contiguous(state),
             "state: expected float64 [4, N], contiguous");
+    require_one_device(tile.logits, {&state});
     if (rows == 0) return;
     const DeviceGuard guard(tile.logits.device);
     dispatch(tile.logits.dtype, [&](auto example) {
@@ -270,6 +272,7 @@ void logprob_finish(const View& state, const View& logprob, const View& lse, con
         check_floats(*out, rows, "logprob, lse, entropy: expected float32 [N]");
         require(is_contiguous_1d(*out), "logprob, lse, entropy: expected contiguous tensors");
     }
+    require_one_device(state, {&logprob, &lse, &entropy});
     if (rows == 0) return;
     const DeviceGuard guard(state.device);
     launch(finish_kernel, (rows + kThreads - 1) / kThreads, kThreads, 0, stream, state.as<const double>(), rows,
@@ -282,6 +285,8 @@ void logprob_grad(const LogitTile& tile, const LogprobGradient& gradient, const 
     check_floats(gradient.lse, rows, "lse: expected float32 [N]");
     check_floats(gradient.grad_logprob, rows, "grad_logprob: expected float32 [N]");
     require(bool(gradient.entropy) == bool(gradient.grad_entropy), "entropy, grad_entropy: expected both or none");
+    require_one_device(tile.logits,
+                       {&gradient.lse, &gradient.grad_logprob, &gradient.entropy, &gradient.grad_entropy, &out});
     if (gradient.entropy) {
         check_floats(gradient.entropy, rows, "entropy: expected float32 [N]");
         check_floats(gradient.grad_entropy, rows, "grad_entropy: expected float32 [N]");

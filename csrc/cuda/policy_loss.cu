@@ -357,6 +357,9 @@ Params params_of(const PolicyLossInput& in, const PolicyLossOptions& o, const Po
         require(is_floating(stream->dtype) && stream->dtype != DType::f64, "logprobs: expected float32, bf16 or f16");
     }
     require(bool(in.old_logprobs), "old_logprobs: missing");
+    require_one_device(in.logprobs, {&in.old_logprobs, &in.advantages, &in.mask, &in.cu_seqlens, &in.ref_logprobs,
+                                     &in.rollout_logprobs, &in.normalizer, &in.actor_ids, &in.entropy, &in.selected,
+                                     &out.loss, &out.grad, &out.metrics});
     require(o.kl == KlKind::none || in.ref_logprobs, "ref_logprobs: missing");
     require(o.correction == Correction::none || in.rollout_logprobs, "rollout_logprobs: missing");
     require(!in.mask || fits(in.logprobs, in.mask), "mask: wrong shape");
@@ -454,6 +457,7 @@ Params plan(const PolicyLossInput& input, const PolicyLossOptions& options, cons
         p.warps = p.rows.cut(std::min(resident * kWarps, most_warps()));
     });
     const Layout layout(p.rows.rows, most_warps(), p.actors);
+    require_one_device(input.logprobs, {&workspace});
     require(workspace.size() >= layout.bytes, "workspace: too small");
     char* base = workspace.as<char>();
     p.counts = reinterpret_cast<Counts*>(base);

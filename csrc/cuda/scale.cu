@@ -39,6 +39,7 @@ void run(const View& values, const View& factor, Stream stream) {
 
 void scale(const View& values, const View& factor, Stream stream) {
     require(factor.dtype == DType::f32 && factor.size() == 1, "factor: expected one float32");
+    require_one_device(values, {&factor});
     if (values.size() == 0) return;
     const DeviceGuard guard(values.device);
     switch (values.dtype) {

@@ -60,6 +60,7 @@ void token_reward_sum(const TokenRewardsInput& input, const View& sums, const Vi
     TokenRows rows = token_rows(input.rewards, input.cu_seqlens, "token_rewards");
     if (input.lengths) set_lengths(rows, input);
     require(is_contiguous(input.rewards), "token_rewards: expected a contiguous tensor");
+    require_one_device(input.rewards, {&input.mask, &input.lengths, &sums, &workspace});
     require(is_contiguous_1d(sums) && sums.shape[0] == rows.rows && sums.dtype == DType::f32, "sums: expected [B]");
     require(workspace.size() >= token_reward_sum_workspace(rows.tokens), "workspace: too small");
     if (rows.rows == 0) return;

@@ -282,6 +282,7 @@ void scan(const View& rewards, const View& values, const View& mask, const Token
     require(!has_values || values.dtype == rewards.dtype, "values: expected the type of rewards");
     require(is_contiguous(returns) && returns.dtype == DType::f32, "returns: expected float32, contiguous");
     require(is_contiguous(advantages) && advantages.dtype == DType::f32, "advantages: expected float32, contiguous");
+    require_one_device(rewards, {&values, &mask, &advantages, &returns, &workspace});
     require(workspace.size() >= scan_workspace(rows.tokens), "workspace: too small");
     if (rows.tokens == 0 || rows.rows == 0) return fill_bytes(returns.data, 0, rows.tokens * 4, stream);
     const DeviceGuard guard(rewards.device);

@@ -94,6 +94,7 @@ inline TokenRows token_rows(const View& tokens, const View& cu_seqlens, const ch
         return {tokens.shape[0], tokens.size(), tokens.shape[1], nullptr, false};
     }
     require(tokens.dims == 1, (std::string(name) + ": expected [N], as cu_seqlens is given").c_str());
+    require_one_device(tokens, {&cu_seqlens});
     require(is_contiguous_1d(cu_seqlens) && cu_seqlens.shape[0] >= 1, "cu_seqlens: expected [B + 1], contiguous");
     require(cu_seqlens.dtype == DType::i64 || cu_seqlens.dtype == DType::i32, "cu_seqlens: expected int32 or int64");
     return {cu_seqlens.shape[0] - 1, tokens.size(), 0, cu_seqlens.data, cu_seqlens.dtype == DType::i64};

@@ -56,6 +56,38 @@ def test_a_build_without_cuda_says_so() -> None:
             backends.extension.cuda_scale(torch.zeros(1), torch.zeros(()), 0)
 
 
+def test_tensors_of_two_devices_are_refused(tmp_path) -> None:
+    """Before a kernel reads the memory of another device, after which no call works any more."""
+    program = tmp_path / "devices.cpp"
+    program.write_text(
+        '#include <cstdio>\n#include "cuda/gae.cu"\n#include "cuda/scale.cu"\nusing namespace turnwise;\n'
+        "int main() {\n  float memory[64] = {};\n"
+        "  auto view = [&](int device) {\n"
+        "    View v; v.data = memory; v.dims = 2; v.shape[0] = v.shape[1] = v.stride[0] = 2; v.stride[1] = 1;\n"
+        "    v.device = device; return v;\n  };\n"
+        "  View one = view(-1); one.dims = 0;\n  View space = view(-1); space.dtype = DType::u8; space.dims = 1;\n"
+        "  space.shape[0] = 128; space.stride[0] = 1;\n"
+        "  auto report = [&](auto run) {\n"
+        '    try { run(); std::puts("ran"); } catch (const InvalidInput& e) { std::puts(e.what()); }\n  };\n'
+        "  for (int other : {-1, 1}) {\n"
+        "    report([&] { cuda::scale(view(other), one, {}); });\n"
+        "    report([&] { cuda::gae({view(-1), view(other), {}, {}}, 1, 1, view(-1), view(-1), space, {}); });\n  }\n}\n"
+    )
+    refused = ["expected all tensors on one device"] * 2
+    assert compile_and_run(program) == ["ran", "ran", *refused]
+
+
+def compile_and_run(program: Path) -> list[str]:
+    """The lines that it prints, compiled as the emulator's kernels are."""
+    emulation = ROOT / "tests" / "cpp" / "cuda_emulation"
+    flags = ["-std=c++17", "-O1", "-fno-strict-aliasing", "-Wno-unknown-pragmas", "-DTURNWISE_EMULATE_CUDA"]
+    sources = [str(program), str(emulation / "cuda_emulation.cpp")]
+    binary = program.with_suffix("")
+    command = [str(COMPILER), *flags, f"-I{ROOT / 'csrc'}", f"-I{emulation}", *sources, "-o", str(binary)]
+    subprocess.run(command, check=True, timeout=300)
+    return subprocess.run([str(binary)], capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+
+
 # What a kernel can do wrong, and what the emulator must say of it.
 KERNELS = {
     "sum": ("float v = threadIdx.x; v = block_sum(v, shared<float>()); if (threadIdx.x == 0) *out = v;", None),
@@ -95,12 +127,7 @@ def test_the_emulator_finds_what_is_wrong(tmp_path) -> None:
         '    catch (const std::exception& error) { std::printf("%s\\n", error.what()); }\n  };\n'
         f"{calls}\n}}\n"
     )
-    emulation = ROOT / "tests" / "cpp" / "cuda_emulation"
-    command = [str(COMPILER), "-std=c++17", "-O1", "-DTURNWISE_EMULATE_CUDA", f"-I{ROOT / 'csrc'}", f"-I{emulation}"]
-    binary = tmp_path / "kernels"
-    sources = [str(program), str(emulation / "cuda_emulation.cpp")]
-    subprocess.run([*command, *sources, "-o", str(binary)], check=True, timeout=300)
-    lines = subprocess.run([str(binary)], capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    lines = compile_and_run(program)
     assert lines[:2] == ["2016 0 0", "4 4 4"]
     for line, (name, (_, message)) in zip(lines, KERNELS.items(), strict=True):
         if message is not None:
