@@ -21,7 +21,11 @@ from .triton_support import FUSED, CompileCase
 
 # Tokens, columns and depth of a product: 128 x 128 x 64 keeps a wgmma fed from three stages of shared memory.
 ROWS, COLUMNS, DEPTH = (16, 32, 16) if interpreted else (128, 128, 64)
-OPTIONS: dict[str, Any] = {"num_warps": 8, "num_stages": 3, **FUSED}
+
+
+def _options(narrow: bool) -> dict[str, Any]:
+    """Of float32 two stages: as much shared memory as three of bf16, and no more than a consumer's GPU has."""
+    return {"num_warps": 8, "num_stages": 3 if narrow else 2, **FUSED}
 
 
 @triton.jit
@@ -186,7 +190,7 @@ def _flags(hidden: Tensor, bias: Tensor | None) -> dict[str, Any]:
         "ROWS": ROWS,
         "COLUMNS": COLUMNS,
         "DEPTH": DEPTH,
-        **OPTIONS,
+        **_options(hidden.dtype is not torch.float32),
     }
 
 
@@ -299,7 +303,7 @@ def _case(kernel: Any, dtype: str, **flags: Any) -> CompileCase:
         n for n in signature if n.endswith("_ptr") or n in ("hidden_stride", "weight_stride", "out_stride", "width")
     )
     instructions = ("wgmma", "cp.async") if dtype != "fp32" else ()
-    return CompileCase(kernel, signature, constants, aligned, instructions, OPTIONS)
+    return CompileCase(kernel, signature, constants, aligned, instructions, _options(dtype != "fp32"))
 
 
 COMPILE_CASES = [
