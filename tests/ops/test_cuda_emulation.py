@@ -71,7 +71,8 @@ def test_tensors_of_two_devices_are_refused(tmp_path) -> None:
         '    try { run(); std::puts("ran"); } catch (const InvalidInput& e) { std::puts(e.what()); }\n  };\n'
         "  for (int other : {-1, 1}) {\n"
         "    report([&] { cuda::scale(view(other), one, {}); });\n"
-        "    report([&] { cuda::gae({view(-1), view(other), {}, {}}, 1, 1, view(-1), view(-1), space, {}); });\n  }\n}\n"
+        "    report([&] { cuda::gae({view(-1), view(other), {}, {}}, 1, 1, view(-1), view(-1), space, {}); });\n"
+        "  }\n}\n"
     )
     refused = ["expected all tensors on one device"] * 2
     assert compile_and_run(program) == ["ran", "ran", *refused]
