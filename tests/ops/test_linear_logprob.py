@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from turnwise.ops import linear_logprob, linear_logprob_native
+from turnwise.ops import backends, linear_logprob, linear_logprob_native
 from turnwise.ops.backends import BackendUnavailable
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -108,6 +108,26 @@ def test_positions_gather_and_scatter(target, dtype) -> None:
     narrow = {**given, "positions": positions.int(), "targets": given["targets"].int()}
     for name, value in run(narrow, target.backend, target.device).items():
         assert torch.equal(value, got[name]), name
+
+
+@NATIVE
+@pytest.mark.parametrize(("dtype", "products"), [(torch.bfloat16, 2), (torch.float32, 6)], ids=str)
+def test_a_gpu_takes_narrow_gradients_of_several_blocks_into_the_weight_at_once(
+    emulator, monkeypatch, dtype, products
+) -> None:
+    """Six blocks of 24 tokens in groups of four, the last ones cut off; each product more reads and writes the weight's
+    gradient anew."""
+    monkeypatch.setattr(backends, "emulator", emulator)
+    given = make(20, 130, 200, dtype=dtype)
+    given |= {"positions": torch.randint(130, (130,), generator=torch.Generator().manual_seed(0))}
+    taken, plain = [], linear_logprob_native.Products.weight_gradient
+    monkeypatch.setattr(
+        linear_logprob_native.Products,
+        "weight_gradient",
+        lambda self, out, d, *rest, **named: taken.append(len(d)) or plain(self, out, d, *rest, **named),
+    )
+    assert_close(run(given, "native"), run(given, "exact"), TOLERANCE[dtype])
+    assert len(taken) == products and sum(taken) == 130
 
 
 @pytest.mark.parametrize("seed", range(5))

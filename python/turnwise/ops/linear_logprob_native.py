@@ -16,6 +16,7 @@ _TOKENS = 2048  # rows of a tile
 # Logits of a tile. CPU: a few MiB, which stay in the cache; the backward adds to [tokens, H] per tile, so it takes more
 # columns at once. GPU: large enough to keep the tensor cores busy, at 6 bytes (float32 and the narrow gradient) each.
 _CPU_FORWARD, _CPU_BACKWARD, _GPU = 1 << 20, 1 << 21, 1 << 24
+_GPU_BLOCKS = 4  # whose narrow gradients one product takes into the weight's: each more reads and writes that anew
 
 
 def _onednn() -> Any:
@@ -103,17 +104,20 @@ class Head:
             return self.hidden[block]
         return self.hidden.index_select(0, self.positions[block])
 
-    def gradient(self, tile: Tile, upstream: Upstream) -> Tensor:
-        """Of a tile's logits, in the dtype of the weight; where they have it, in their place."""
-        narrow = tile.logits.dtype is not self.weight.dtype
-        d = torch.empty_like(tile.logits, dtype=self.weight.dtype) if narrow else tile.logits
-        grad(tile, upstream, d)
-        return d
+    def gradient(self, tile: Tile, upstream: Upstream, out: Tensor | None = None) -> Tensor:
+        """Of a tile's logits, in the dtype of the weight; without ``out`` in their place, where they have it."""
+        if out is None:
+            narrow = tile.logits.dtype is not self.weight.dtype
+            out = torch.empty_like(tile.logits, dtype=self.weight.dtype) if narrow else tile.logits
+        grad(tile, upstream, out)
+        return out
 
-    def gradient_anew(self, rows: Tensor, block: slice, columns: slice, upstream: Upstream) -> Tensor:
+    def gradient_anew(
+        self, rows: Tensor, block: slice, columns: slice, upstream: Upstream, out: Tensor | None = None
+    ) -> Tensor:
         """The same, with the logits made for it."""
         if not self.triton:
-            return self.gradient(self.tile(rows, block, columns), upstream)
+            return self.gradient(self.tile(rows, block, columns), upstream, out)
         from . import linear_logprob_triton
 
         bias = None if self.bias is None else self.bias[columns]
@@ -229,16 +233,24 @@ def _tile_backward(
 ) -> None:
     """All tokens for some columns, so that their weights' gradient is written once."""
     products, part = head.products, head.weight[columns]
-    several = len(blocks) > 1
-    total = torch.empty_like(part, dtype=torch.float32) if several and gradients.need_weight else None
-    for block, hidden_sums in zip(blocks, sums, strict=True):
-        rows = head.rows(block)
-        d = head.gradient_anew(rows, block, columns, upstream.rows(block))
-        gradients.add_bias(columns, d)
-        if hidden_sums is not None:
-            products.add_hidden(hidden_sums, d, part)
+    # Float32 gradients lie in the place of the logits, block by block, and Triton's come as they do.
+    together = _GPU_BLOCKS if products.on_gpu and not (products.wide or head.triton) and gradients.need_weight else 1
+    groups = [slice(i, i + together) for i in range(0, len(blocks), together)]
+    total = torch.empty_like(part, dtype=torch.float32) if len(groups) > 1 and gradients.need_weight else None
+    for group in groups:
+        whole = slice(blocks[group][0].start, blocks[group][-1].stop)
+        held = part.new_empty(whole.stop - whole.start, part.shape[0]) if together > 1 else None
+        for block, hidden_sums in zip(blocks[group], sums[group], strict=True):
+            rows = head.rows(block)
+            mine = None if held is None else held[block.start - whole.start : block.stop - whole.start]
+            d = head.gradient_anew(rows, block, columns, upstream.rows(block), mine)
+            gradients.add_bias(columns, d)
+            if hidden_sums is not None:
+                products.add_hidden(hidden_sums, d, part)
         if gradients.need_weight:
             out = gradients.weight[columns] if total is None else total
-            products.weight_gradient(out, d, rows, add=block.start > 0)
+            if held is not None:
+                d, rows = held, head.rows(whole)
+            products.weight_gradient(out, d, rows, add=whole.start > 0)
     if total is not None:
         gradients.weight[columns] = total
