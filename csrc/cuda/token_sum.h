@@ -32,14 +32,26 @@ __device__ __forceinline__ int place_in_unit(int pack, int k, int lane, bool ali
 // All packs of a whole unit are asked for before the first is looked at: a load that waits for the one before it would
 // leave the memory idle.
 template <class T, class Mask>
-__device__ __forceinline__ void load_whole_unit(const T* rewards, const Mask* mask, int64_t begin,
+__device__ __forceinline__ void load_whole_unit(const TokenRows& r, const T* rewards, const Mask* mask, int64_t begin,
                                                 float (&values)[kSumPacks][kSumPack]) {
     const int64_t first = begin + place_in_unit(0, 0, int(threadIdx.x) % kWarp, true);
-    Pack<T, kSumPack> packs[kSumPacks];
+    Pack<T, kSumPack> packs[kSumPacks]{};
     Pack<Mask, kSumPack> on[kSumPacks];
+    // What lies behind a row's length need not be read, where that is soon found out.
+    const bool lengths = r.lengths != nullptr && r.width % kSumPack == 0 && r.width >= kSumPack * kWarp;
+    int64_t row = lengths ? first / r.width : 0, place = first - row * r.width;
+    bool counts[kSumPacks];
+#pragma unroll
+    for (int p = 0; p < kSumPacks; ++p, place += kSumPack * kWarp) {
+        if (lengths && place >= r.width) {
+            place -= r.width;
+            ++row;
+        }
+        counts[p] = !lengths || place < row_length(r, row, r.width);
+    }
 #pragma unroll
     for (int p = 0; p < kSumPacks; ++p) {
-        packs[p] = load_streaming<T, kSumPack>(rewards + first + p * kSumPack * kWarp);
+        if (counts[p]) packs[p] = load_streaming<T, kSumPack>(rewards + first + p * kSumPack * kWarp);
     }
     if (mask != nullptr) {
 #pragma unroll
@@ -58,9 +70,9 @@ __device__ __forceinline__ void load_whole_unit(const T* rewards, const Mask* ma
 }
 
 template <class T, class Mask>
-__device__ __forceinline__ void load_unit(const T* rewards, const Mask* mask, int64_t begin, int64_t end, bool aligned,
-                                          float (&values)[kSumPacks][kSumPack]) {
-    if (aligned && begin + kSumUnit <= end) return load_whole_unit(rewards, mask, begin, values);
+__device__ __forceinline__ void load_unit(const TokenRows& r, const T* rewards, const Mask* mask, int64_t begin,
+                                          int64_t end, bool aligned, float (&values)[kSumPacks][kSumPack]) {
+    if (aligned && begin + kSumUnit <= end) return load_whole_unit(r, rewards, mask, begin, values);
     const int lane = int(threadIdx.x) % kWarp;
 #pragma unroll
     for (int p = 0; p < kSumPacks; ++p) {
@@ -142,7 +154,7 @@ __device__ __forceinline__ void sum_chunk(const T* rewards, const Mask* mask, co
     if (warp < units) {
         const int64_t first = begin + int64_t(warp) * kSumUnit, last = min(first + kSumUnit, end);
         float values[kSumPacks][kSumPack];
-        load_unit(rewards, mask, first, last, aligned, values);
+        load_unit(rows, rewards, mask, first, last, aligned, values);
         const UnitParts mine = sum_rows(rows, values, first, last, aligned, sums);
         if (threadIdx.x % kWarp == 0) parts[warp] = mine;
     }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from turnwise import ops
-from turnwise.ops import token_returns, token_reward_sum
+from turnwise.ops import backends, token_returns, token_reward_sum
 
 MASKS = {
     "bool": lambda m: m,
@@ -137,6 +137,22 @@ def test_lengths_are_a_mask_of_prefixes(target, dtype: torch.dtype) -> None:
     sums = token_reward_sum(given, lengths=lengths.to(target.device), backend=target.backend)
     exact = torch.where(mask, given.cpu().double(), 0.0)
     torch.testing.assert_close(sums.cpu().double(), sums_by_loop(exact, mask), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.skipif(backends.interpreted, reason="the kernels of CUDA")
+@pytest.mark.parametrize("width", [124, 128, 130, 132, 512, 600, 5000])
+def test_lengths_of_rows_that_a_gpu_cuts_anywhere(emulator, monkeypatch, width) -> None:
+    """Whole units of 512 tokens are read up to the row's length alone; the rest, here NaN, counts for nothing."""
+    monkeypatch.setattr(backends, "emulator", emulator)
+    rows = 3 + 1200 // width
+    generator = torch.Generator().manual_seed(width)
+    lengths = torch.randint(width + 1, (rows,), generator=generator)
+    lengths[:3] = torch.tensor([width, 0, width // 2 + 1])
+    rewards = torch.randn(rows, width, generator=generator)
+    beyond = torch.arange(width) >= lengths[:, None]
+    want = rewards.double().masked_fill(beyond, 0).sum(1)
+    got = token_reward_sum(rewards.masked_fill(beyond, math.nan), lengths=lengths, backend="native")
+    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("width", [5000, 40_000])
