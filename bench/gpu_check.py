@@ -39,6 +39,7 @@ WHEELS = (
     "liger-kernel",
 )
 PROGRAMS = ("nvcc", "cmake", "ninja")
+PLACES = (str(Path(sys.executable).parent), "/usr/local/cuda/bin")  # where they lie, also if no PATH says so
 NO_GPU = {"arena", "state", "train", "trie", "inference"}  # benches that use none, or take longer than a stage may
 FEWER = {"linear_logprob": ["--dtype", "bfloat16"]}  # products in float32 would take the whole time
 PYTEST_INI = (
@@ -87,16 +88,14 @@ def gpu() -> dict[str, Any]:
     import torch
 
     properties = torch.cuda.get_device_properties(0)
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    driver = ""
+    if program := shutil.which("nvidia-smi"):
+        command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "gpu": properties.name,
         "architecture": f"{properties.major}{properties.minor}",
-        "driver": driver.stdout.strip(),
+        "driver": driver,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
     }
@@ -160,7 +159,7 @@ def stages(architecture: str, benches: Sequence[str], workers: int = 0) -> list[
         every.append(Stage(f"bench {name}", command, 90, needs=r"^\|"))
     # Last, for Triton compiles every kernel for every kind of input, one after another.
     every.append(Stage("ops triton", [*small, "triton"], 120, needs="agree"))
-    every.append(Stage("tests triton", [*tests, "-k", "triton"], 120, needs=r"\d+ passed"))
+    every.append(Stage("tests triton", [*tests, "-k", "triton"], 200, needs=r"\d+ passed"))
     return every
 
 
@@ -276,6 +275,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     start = time.monotonic()
+    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), *PLACES])
     BUILD.mkdir(parents=True, exist_ok=True)
     (BUILD / "pytest.ini").write_text(PYTEST_INI, encoding="utf-8")
     results: list[Result] = []

@@ -141,6 +141,21 @@ def test_wheels_come_before_anybody_looks_for_what_is_missing(
     assert "--wheels: pybind11" in capsys.readouterr().err
 
 
+def test_programs_are_found_where_they_lie(
+    check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").write_text("#!/bin/sh\n")
+    (tmp_path / "bin" / "nvcc").chmod(0o755)
+    monkeypatch.setattr(check, "PROGRAMS", ("nvcc", "program-that-is-not-there"))
+    monkeypatch.setattr(check, "PLACES", (str(tmp_path / "bin"),))
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert check.main([]) == 2
+    said = capsys.readouterr().err
+    assert "program-that-is-not-there on the PATH" in said and "nvcc on the PATH" not in said
+
+
 def test_what_is_done_is_written_before_the_next_stage(
     check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
