@@ -30,6 +30,8 @@ for case in module.COMPILE_CASES:
     assert len(compiled.asm["cubin"]) > 0
     missing = [i for i in case.instructions if i not in compiled.asm["ptx"]]
     assert not missing, f"{case.name}: no {missing} in the PTX"
+    present = [i for i in case.without if i in compiled.asm["ptx"]]
+    assert not present, f"{case.name}: {present} in the PTX"
     shared = compiled.metadata.shared
     assert shared <= 99 << 10, f"{case.name}: {shared} bytes, more shared memory than a block of capability 8.6 has"
     print(case.name)

@@ -8,6 +8,7 @@ order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -231,7 +232,9 @@ def _loss_case(absent: str, dtype: str = "fp32", **constants: Any) -> CompileCas
     constants = {**usual, "MODE": k.ONE_ROW.value, "WHOLE": True, "BLOCK": _BLOCKS[0], **constants}
     warps = _warps(constants["BLOCK"], "rollout entropy" in absent)
     wide = "ld.global.L1::evict_first.L2::cache_hint.v4.b32", "st.global.cs.v4.b32"
-    return _case(k.loss_kernel, absent, constants, warps, *wide, dtype=dtype)
+    case = _case(k.loss_kernel, absent, constants, warps, *wide, dtype=dtype)
+    # Gradients go straight to where they belong; what is selected, in bytes, spreads the rest as a mask would.
+    return replace(case, without=("st.shared.v4",) if "selected" in absent else ())
 
 
 def _other_cases() -> Iterator[CompileCase]:

@@ -23,7 +23,8 @@ class CompileCase:
 
     ``signature``: type of each parameter by name, ``"*fp32"``, ``"i32"``, ``"constexpr"``. ``constexprs``: their
     values. ``aligned``: the parameters (pointers, strides) that are multiples of 16, as a launch would find them.
-    ``instructions``: what the PTX must hold, for example ``"ld.global.v4"`` or ``"wgmma"``.
+    ``instructions``: what the PTX must hold, for example ``"ld.global.v4"`` or ``"wgmma"``; ``without``: what it must
+    not.
 
     Example: ``CompileCase(kernel, {"x": "*fp32", "n": "i32", "BLOCK": "constexpr"}, {"BLOCK": 1024}, ("x",))``
     """
@@ -34,6 +35,7 @@ class CompileCase:
     aligned: tuple[str, ...] = ()
     instructions: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)  # num_warps, num_stages, enable_fp_fusion
+    without: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
