@@ -212,9 +212,39 @@ struct PackAt {
     }
 };
 
-// How many bytes of a word are not 0.
-__device__ __forceinline__ int count_bytes(unsigned word) {
-    return __popc((((word & 0x7f7f7f7fu) + 0x7f7f7f7fu) | word) & 0x80808080u);
+// How many values of 16 bytes are not 0.
+__device__ __forceinline__ int count_word(const uint8_t*, const uint4& word) {
+    const auto bytes = [](unsigned w) { return __popc((((w & 0x7f7f7f7fu) + 0x7f7f7f7fu) | w) & 0x80808080u); };
+    return bytes(word.x) + bytes(word.y) + bytes(word.z) + bytes(word.w);
+}
+__device__ __forceinline__ int count_word(const float*, const uint4& word) {  // -0 is 0
+    return (word.x << 1 != 0) + (word.y << 1 != 0) + (word.z << 1 != 0) + (word.w << 1 != 0);
+}
+
+// This lane's share of a piece's values that are not 0, in a contiguous stream, aligned to 16 bytes; four words of it
+// are on their way at once.
+template <class T>
+__device__ int64_t count_stream(const T* stream, const RowPiece& piece) {
+    constexpr int kTokens = 16 / int(sizeof(T)), kAtOnce = 4, kStep = kWarp * kTokens;
+    int64_t count = 0, i = piece.begin / kTokens * kTokens + int(threadIdx.x) % kWarp * kTokens;
+    const auto count_next = [&] {
+        if (i >= piece.begin && i + kTokens <= piece.end) {
+            count += count_word(stream, __ldg(reinterpret_cast<const uint4*>(stream + i)));
+        } else {
+            for (int64_t k = max(i, piece.begin); k < min(i + kTokens, piece.end); ++k) count += stream[k] != T(0);
+        }
+        i += kStep;
+    };
+    if (i < piece.begin) count_next();
+    for (; i + (kAtOnce - 1) * kStep + kTokens <= piece.end; i += kAtOnce * kStep) {
+        uint4 words[kAtOnce];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) words[k] = __ldg(reinterpret_cast<const uint4*>(stream + i + k * kStep));
+#pragma unroll
+        for (const uint4& word : words) count += count_word(stream, word);
+    }
+    while (i < piece.end) count_next();
+    return count;
 }
 
 // This lane's share of a piece's trained tokens. `fast`: a contiguous mask, aligned to 16 bytes.
@@ -222,40 +252,15 @@ template <bool fast>
 __device__ int64_t count_trained(const AnyStream& mask, const RowPiece& piece) {
     const int lane = int(threadIdx.x) % kWarp;
     if (mask.data == nullptr) return lane == 0 ? piece.end - piece.begin : 0;
+    if (fast && is_byte(mask.dtype)) return count_stream(static_cast<const uint8_t*>(mask.data), piece);
+    if (fast && mask.dtype == DType::f32) return count_stream(static_cast<const float*>(mask.data), piece);
     int64_t count = 0;
-    if (!(fast && is_byte(mask.dtype))) {
-        for (int64_t i = piece.begin + lane; i < piece.end; i += kWarp) {
-            const int64_t place = fast ? i
-                                  : mask.row_stride == 0
-                                      ? i * mask.stride
-                                      : piece.row * mask.row_stride + (i - piece.start) * mask.stride;
-            count += read_truth(mask.data, mask.dtype, place);
-        }
-        return count;
+    for (int64_t i = piece.begin + lane; i < piece.end; i += kWarp) {
+        const int64_t place = fast                   ? i
+                              : mask.row_stride == 0 ? i * mask.stride
+                                                     : piece.row * mask.row_stride + (i - piece.start) * mask.stride;
+        count += read_truth(mask.data, mask.dtype, place);
     }
-    const uint8_t* bytes = static_cast<const uint8_t*>(mask.data);
-    constexpr int kAtOnce = 4, kStep = kWarp * 16;
-    int64_t i = piece.begin / 16 * 16 + lane * 16;
-    const auto count_word = [&](const uint4& word) {
-        count += count_bytes(word.x) + count_bytes(word.y) + count_bytes(word.z) + count_bytes(word.w);
-    };
-    const auto count_next = [&] {
-        if (i >= piece.begin && i + 16 <= piece.end) {
-            count_word(__ldg(reinterpret_cast<const uint4*>(bytes + i)));
-        } else {
-            for (int64_t k = max(i, piece.begin); k < min(i + 16, piece.end); ++k) count += bytes[k] != 0;
-        }
-        i += kStep;
-    };
-    if (i < piece.begin) count_next();
-    for (; i + (kAtOnce - 1) * kStep + 16 <= piece.end; i += kAtOnce * kStep) {
-        uint4 words[kAtOnce];
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) words[k] = __ldg(reinterpret_cast<const uint4*>(bytes + i + k * kStep));
-#pragma unroll
-        for (const uint4& word : words) count_word(word);
-    }
-    while (i < piece.end) count_next();
     return count;
 }
 

@@ -14,7 +14,17 @@ import pytest
 import torch
 
 from turnwise import _C
-from turnwise.ops import AGGREGATIONS, GMPO, KL, Clip, ImportanceCorrection, PolicyLoss, loss_normalizer, policy_loss
+from turnwise.ops import (
+    AGGREGATIONS,
+    GMPO,
+    KL,
+    Clip,
+    ImportanceCorrection,
+    PolicyLoss,
+    backends,
+    loss_normalizer,
+    policy_loss,
+)
 from turnwise.ops.options import KL_KINDS
 
 FULL = {"kl": KL("k3", 0.1), "clip": Clip(0.2, 0.28, dual=3.0), "correction": ImportanceCorrection("token", 1.5)}
@@ -507,3 +517,17 @@ def test_other_instruction_sets(isa) -> None:
         timeout=300,
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-2000:]
+
+
+@pytest.mark.skipif(backends.interpreted, reason="the kernels of CUDA")
+@pytest.mark.parametrize("width", [3, 512, 700, 2600])
+def test_a_gpu_counts_masks_of_bytes_and_floats_alike(make_batch, emulator, monkeypatch, width) -> None:
+    """Rows shorter and longer than what a warp counts at once, cut anywhere; -0 hides a token as 0 does."""
+    monkeypatch.setattr(backends, "emulator", emulator)
+    batch = make_batch(width, 3, width)
+    arguments = batch.padded(torch.float32, aggregation="seq-mean-token-mean")
+    want = run(arguments, backend="native")
+    floats = torch.where(arguments["mask"], 1.0, -0.0)
+    got = run({**arguments, "mask": floats}, backend="native")
+    assert want[0].metrics["tokens"] == arguments["mask"].sum()
+    assert torch.equal(got[0].loss, want[0].loss) and torch.equal(got[1], want[1])
