@@ -124,6 +124,13 @@ View read(py::handle tensor, const char* name, const TorchNames& names) {
     return view;
 }
 
+// Wrappers such as DTensor say that they are tensors of a device, and have no memory.
+View with_memory(const View& view, const char* name) {
+    if (view.data == nullptr && view.size() > 0)
+        refuse(name, "expected a tensor with memory of its own, not a wrapper such as a DTensor: pass x.full_tensor()");
+    return view;
+}
+
 bool is_true(py::handle tensor, PyObject* attribute) {
     return checked(PyObject_GetAttr(tensor.ptr(), attribute)).ptr() == Py_True;
 }
@@ -134,9 +141,9 @@ View view_of(py::handle tensor, const char* name) {
     if (tensor.is_none()) return {};
     const TorchNames& names = torch_names();
     View view;
-    if (read_by_exchange(tensor, dlpack::DeviceType::cpu, view, names)) return view;
+    if (read_by_exchange(tensor, dlpack::DeviceType::cpu, view, names)) return with_memory(view, name);
     if (!is_true(tensor, names.is_cpu)) refuse(name, "expected a CPU tensor");
-    return read(tensor, name, names);
+    return with_memory(read(tensor, name, names), name);
 }
 
 View cuda_view_of(py::handle tensor, const char* name) {
@@ -144,11 +151,11 @@ View cuda_view_of(py::handle tensor, const char* name) {
     if (cuda::emulated()) return view_of(tensor, name);
     const TorchNames& names = torch_names();
     View view;
-    if (read_by_exchange(tensor, dlpack::DeviceType::cuda, view, names)) return view;
+    if (read_by_exchange(tensor, dlpack::DeviceType::cuda, view, names)) return with_memory(view, name);
     if (!is_true(tensor, names.is_cuda)) refuse(name, "expected a CUDA tensor");
     view = read(tensor, name, names);
     view.device = int(PyLong_AsLong(checked(PyObject_CallMethodNoArgs(tensor.ptr(), names.get_device)).ptr()));
-    return view;
+    return with_memory(view, name);
 }
 
 }  // namespace turnwise

@@ -48,6 +48,7 @@ def test_other_kinds_of_keys() -> None:
     assert factorize(np.arange(6)[::2])[0].tolist() == [0, 1, 2]
     assert factorize(np.array([2**64 - 1, 1], dtype=np.uint64))[0].tolist() == [0, 1]
     assert factorize(range(3))[1] == 3
+    assert factorize(torch.tensor([1.5, 2.0, 1.5], dtype=torch.bfloat16, requires_grad=True))[0].tolist() == [0, 1, 0]
 
 
 def test_many_strings_and_kinds_that_turn_up_late() -> None:
@@ -76,9 +77,15 @@ def test_empty() -> None:
         (([1], 2), TypeError, r"keys\[1\].*int"),
         (([1, 2], [1]), ValueError, r"keys\[1\] has 1 entries: expected 2"),
         ((np.zeros((2, 2)),), ValueError, r"keys\[0\] has shape \(2, 2\)"),
-        (([[1], [2]],), TypeError, "unhashable"),
+        (([[1], [2]],), TypeError, r"keys\[0\]\[0\]=\[1\]: expected an entry that can be hashed \(unhashable"),
+        ((["a", "b"], ["c", {}]), TypeError, r"keys\[1\]\[1\]={}: expected an entry that can be hashed"),
+        (({1, 2},), TypeError, r"keys\[0\]: expected a sequence.*set"),
+        (({"a": 1},), TypeError, r"keys\[0\]: expected a sequence.*dict"),
+        ((list(torch.tensor([1, 1])),), TypeError, r"keys\[0\]\[0\] is a tensor: expected one tensor for all entries"),
     ],
 )
 def test_wrong_keys_raise(keys, error, message) -> None:
     with pytest.raises(error, match=message):
+        factorize(*keys)
+    with backend("torch"), pytest.raises(error, match=message):
         factorize(*keys)

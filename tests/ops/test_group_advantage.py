@@ -105,6 +105,20 @@ def test_narrow_and_integer_rewards(target, dtype) -> None:
     torch.testing.assert_close(got.double(), expected, rtol=8e-3, atol=8e-3)
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.uint16, torch.uint32], ids=str
+)
+def test_ids_of_any_integer_type(target, dtype) -> None:
+    rewards, ids, trajectories, *_ = batch(6)
+    options = {"pool": "trajectory", "trajectory_ids": trajectories % 100}
+    expected = advantage(target, rewards, ids, **options)
+    narrow = {**options, "trajectory_ids": options["trajectory_ids"].to(dtype)}
+    assert torch.equal(advantage(target, rewards, ids.to(dtype), **narrow), expected)
+    assert torch.equal(
+        advantage(target, rewards, ids.to(dtype), num_groups=9), advantage(target, rewards, ids, num_groups=9)
+    )
+
+
 class TestWorkedValues:
     def test_one_group(self, target) -> None:
         got = advantage(target, torch.tensor([1.0, 0, 1, 1]), torch.zeros(4, dtype=torch.int64))
@@ -214,6 +228,16 @@ def test_empty_strided_and_sparse(target) -> None:
         ({"ddof": 2}, ValueError, "ddof=2: expected 0 or 1"),
         ({"eps": -1.0}, ValueError, r"eps=-1\.0"),
         ({"min_std": math.nan}, ValueError, "min_std=nan"),
+        ({"num_groups": 1.0}, ValueError, r"num_groups=1\.0: expected a count >= 0"),
+        ({"num_groups": "2"}, ValueError, "num_groups='2'"),
+        ({"ddof": 1.0}, ValueError, r"ddof=1\.0: expected 0 or 1"),
+        ({"ddof": True}, ValueError, "ddof=True"),
+        ({"eps": "small"}, ValueError, "eps='small': expected a finite number >= 0"),
+        ({"eps": math.inf}, ValueError, "eps=inf"),
+        ({"min_std": None}, ValueError, "min_std=None"),
+        ({"lengths": torch.tensor([1.0, math.inf]), "center": "length_weighted"}, ValueError, r"lengths\[1\]=inf"),
+        ({"lengths": torch.ones(2, dtype=torch.complex64)}, TypeError, "lengths has dtype torch.complex64"),
+        ({"valid": torch.ones(2, dtype=torch.complex64)}, TypeError, "valid has dtype torch.complex64"),
         ({"pool": "trajectory"}, ValueError, "trajectory_ids=None"),
         ({"center": "length_weighted"}, ValueError, "lengths=None"),
         ({"group_ids": torch.tensor([0, 1]), "singleton": "error"}, ValueError, "group 0 has a single member"),

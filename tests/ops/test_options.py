@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
+import pickle
 
 import pytest
 
@@ -29,6 +32,15 @@ from turnwise.ops import CISPO, GMPO, GSPO, KL, SAPO, Clip, ClipCov, ImportanceC
         (lambda: ClipCov(lower=2, upper=1), r"ClipCov\.upper=1.*lower = 2"),
         (lambda: KLCov(share=1.5), r"KLCov\.share=1\.5"),
         (lambda: KLCov(coef=-1), r"KLCov\.coef=-1"),
+        (lambda: Clip(low=True), r"Clip\.low=True: expected a finite number"),
+        (lambda: Clip(low="0.2"), r"Clip\.low='0\.2'"),
+        (lambda: KL(coef=None), r"KL\.coef=None"),
+        (lambda: ClipCov(lower=None), r"ClipCov\.lower=None: expected a number"),
+        (lambda: ClipCov(upper=math.nan), r"ClipCov\.upper=nan"),
+        (lambda: ImportanceCorrection(bounds=5), r"ImportanceCorrection\.bounds=5"),
+        (lambda: ImportanceCorrection(bounds=("a", "b")), r"ImportanceCorrection\.bounds=\('a', 'b'\)"),
+        (lambda: ImportanceCorrection(bounds=(0.5, math.nan)), r"ImportanceCorrection\.bounds"),
+        (lambda: ImportanceCorrection(cap=0.5, bounds=(0.5, 5)), r"cap=0\.5: expected more than bounds\[0\] = 0\.5"),
     ],
 )
 def test_nonsense_raises_when_built(build, message) -> None:
@@ -40,3 +52,12 @@ def test_defaults_are_the_usual_ones() -> None:
     assert Clip() == Clip(low=0.2, high=0.2, dual=None)
     assert ImportanceCorrection() == ImportanceCorrection(level="token", cap=2.0)
     assert KL().kind == "k3"
+
+
+@pytest.mark.parametrize("option", [Clip(dual=3), GSPO(), CISPO(), SAPO(), GMPO(), ClipCov(), KLCov(), KL()], ids=str)
+def test_options_are_values(option) -> None:
+    """Copied, sent to another process, used as keys: they stay equal, and nothing about them changes."""
+    for same in (copy.deepcopy(option), pickle.loads(pickle.dumps(option)), dataclasses.replace(option)):
+        assert same == option and hash(same) == hash(option) and same is not option
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(option, dataclasses.fields(option)[0].name, 0.1)

@@ -6,12 +6,24 @@ weight is made from a global normaliser, so that any split into micro-batches ad
 
 from __future__ import annotations
 
-from typing import ClassVar
+import math
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .streams import Rows, check_actor_values, check_actors, check_cu_seqlens, check_cu_seqlens_values
+from .options import is_number
+from .streams import (
+    Rows,
+    check_actor_values,
+    check_actors,
+    check_cu_seqlens,
+    check_cu_seqlens_values,
+    check_mask_values,
+    check_optional,
+    count_actors,
+)
 
 
 def _inverse(value: Tensor) -> Tensor:
@@ -75,7 +87,7 @@ class SeqMeanTokenSumNorm(Aggregation):
         return torch.full((), max_length, dtype=lengths.dtype, device=lengths.device)
 
     def check(self, actor_ids: object, max_length: float | None) -> None:
-        if not (max_length is not None and max_length > 0):
+        if not (is_number(max_length) and max_length is not None and 0 < max_length < math.inf):
             raise ValueError(f"max_length={max_length!r}: expected a positive number, as aggregation={self.name!r}")
 
 
@@ -106,11 +118,22 @@ AGGREGATIONS = tuple(_BY_NAME)
 
 def find_aggregation(name: str, actor_ids: object, max_length: float | None) -> Aggregation:
     """The aggregation of that name, with what it needs at hand."""
-    found = _BY_NAME.get(name)
+    found = _BY_NAME.get(name) if isinstance(name, str) else None
     if found is None:
         raise ValueError(f"aggregation={name!r}: expected one of {', '.join(AGGREGATIONS)}")
     found.check(actor_ids, max_length)
     return found
+
+
+def as_normalizer(normalizer: Any, device: torch.device) -> Tensor:
+    """A number or a tensor as float32 where the streams are."""
+    if is_number(normalizer):  # filled in where it is: to copy a number to a GPU would wait for it
+        return torch.full((), float(normalizer), dtype=torch.float32, device=device)
+    if not isinstance(normalizer, Tensor | np.ndarray):
+        raise TypeError(
+            f"normalizer: expected a number or a tensor, got {type(normalizer).__name__} {normalizer!r:.60}"
+        )
+    return torch.as_tensor(normalizer, dtype=torch.float32, device=device)
 
 
 def check_normalizer(aggregation: Aggregation, normalizer: Tensor, num_actors: int | None) -> None:
@@ -133,7 +156,7 @@ def aggregate(
     *,
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    normalizer: Tensor | None = None,
+    normalizer: Tensor | float | None = None,
     actor_ids: Tensor | None = None,
     num_actors: int | None = None,
     max_length: float | None = None,
@@ -150,12 +173,13 @@ def aggregate(
     found = find_aggregation(aggregation, actor_ids, max_length)
     if not isinstance(values, Tensor) or not values.is_floating_point():
         raise TypeError(f"values: expected a tensor of floats, got {getattr(values, 'dtype', type(values).__name__)}")
+    check_optional(mask=mask, cu_seqlens=cu_seqlens, actor_ids=actor_ids)
     if mask is not None and mask.shape != values.shape:
         raise ValueError(f"mask has shape {tuple(mask.shape)}: expected {tuple(values.shape)}, as values")
     if values.dim() != (2 if cu_seqlens is None else 1):
         expected = "[B, T]" if cu_seqlens is None else "[N], as cu_seqlens is given"
         raise ValueError(f"values has shape {tuple(values.shape)}: expected {expected}")
-    trained = torch.ones_like(values, dtype=torch.bool) if mask is None else mask != 0
+    trained = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
     own = loss_normalizer(
         aggregation,
         mask=trained,
@@ -164,12 +188,19 @@ def aggregate(
         num_actors=num_actors,
         max_length=max_length,
     )
-    chosen = own if normalizer is None else normalizer
+    trained = trained != 0
+    chosen = own if normalizer is None else as_normalizer(normalizer, values.device)
     check_normalizer(found, chosen, num_actors)
+    if _sees_values(values) and normalizer is not None:
+        check_normalizer_values(chosen)
     rows = Rows(values, cu_seqlens)
     weights = found.weights(rows.sum(trained.double()), chosen.double(), actor_ids)
     kept = torch.where(trained, values.to(torch.promote_types(values.dtype, torch.float32)), 0.0)
     return (rows.sum(kept.double()) * weights).sum().to(kept.dtype)
+
+
+def _sees_values(stream: Tensor) -> bool:
+    return stream.is_cpu and not torch.compiler.is_compiling()
 
 
 def loss_normalizer(
@@ -189,28 +220,39 @@ def loss_normalizer(
     Returns float32: the number of trained tokens (``"token-mean"``), of rows with trained tokens
     (``"seq-mean-token-sum"``, ``"seq-mean-token-mean"``), ``max_length`` (``"seq-mean-token-sum-norm"``), or the
     trained tokens of each actor, ``[num_actors]`` (``"agent-mean"``). Normalisers of parts of a step, or of several
-    ranks, add up to that of the whole, but for ``"seq-mean-token-sum-norm"``, where it is a constant.
+    ranks, add up to that of the whole, but for ``"seq-mean-token-sum-norm"``, where it is a constant. Raises
+    ``ValueError`` or ``TypeError`` naming the argument, values looked at on the CPU alone.
+
+    Example: ``loss_normalizer("token-mean", mask=mask)``
     """
     found = find_aggregation(aggregation, actor_ids, max_length)
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens)
-        if cu_seqlens.device.type == "cpu":
-            check_cu_seqlens_values(cu_seqlens, None if mask is None else mask.shape[0])
-        if mask is None:
-            lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).double()
-        elif mask.dim() != 1:
-            raise ValueError(f"mask has shape {tuple(mask.shape)}: expected [N], as cu_seqlens is given")
-        else:
-            lengths = Rows(mask, cu_seqlens).sum((mask != 0).double())
-    elif mask is None:
-        raise ValueError("mask=None: expected mask [B, T], or cu_seqlens [B + 1]")
-    elif mask.dim() != 2:
-        raise ValueError(f"mask has shape {tuple(mask.shape)}: expected [B, T], or [N] with cu_seqlens")
-    else:
-        lengths = (mask != 0).sum(dim=1).double()
+    check_optional(mask=mask, cu_seqlens=cu_seqlens, actor_ids=actor_ids)
+    lengths = _lengths(mask, cu_seqlens)
     if actor_ids is not None:
         check_actors(actor_ids, num_actors, lengths.shape[0])
-        if actor_ids.device.type == "cpu":
-            assert num_actors is not None
+        num_actors = count_actors(num_actors)
+        if _sees_values(actor_ids):
             check_actor_values(actor_ids, num_actors)
     return found.normalizer(lengths, actor_ids, num_actors, max_length).float()
+
+
+def _lengths(mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """``[B]`` float64, the number of trained tokens of each row."""
+    if mask is None and cu_seqlens is None:
+        raise ValueError("mask=None: expected mask [B, T], or cu_seqlens [B + 1]")
+    if mask is not None and mask.dim() != (2 if cu_seqlens is None else 1):
+        expected = "[B, T], or [N] with cu_seqlens" if cu_seqlens is None else "[N], as cu_seqlens is given"
+        raise ValueError(f"mask has shape {tuple(mask.shape)}: expected {expected}")
+    if mask is not None and mask.is_complex():
+        raise TypeError(f"mask has dtype {mask.dtype}: expected bool, an integer or a float type")
+    if mask is not None and _sees_values(mask):
+        check_mask_values(mask)
+    if cu_seqlens is None:
+        assert mask is not None
+        return (mask != 0).sum(dim=1).double()
+    check_cu_seqlens(cu_seqlens)
+    if _sees_values(cu_seqlens):
+        check_cu_seqlens_values(cu_seqlens, None if mask is None else mask.shape[0])
+    if mask is None:
+        return (cu_seqlens[1:] - cu_seqlens[:-1]).double()
+    return Rows(mask, cu_seqlens).sum((mask != 0).double())

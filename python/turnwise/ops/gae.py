@@ -18,6 +18,7 @@ from .token_rewards import (
     float64_obstacle,
     gpu_inputs,
     is_plain,
+    not_finite,
     workspace_of,
 )
 from .token_rewards_reference import gae as reference
@@ -66,6 +67,8 @@ def _compute(
     else:
         mask, cu_seqlens = cpu_inputs(mask, cu_seqlens)
         core.gae(rewards, values, mask, cu_seqlens, gamma, lam, advantages, returns, torch.get_num_threads())
+        if not_finite(advantages):
+            check_token_values("rewards", rewards, mask, cu_seqlens)
     return advantages, returns
 
 
@@ -83,7 +86,8 @@ def _checked(
     except (ValueError, TypeError, IndexError):
         # The kernel says that something is wrong; the slow checks know which value it is.
         _check(rewards, values, mask, cu_seqlens)
-        check_token_values(rewards, mask, cu_seqlens)
+        if rewards.is_cpu:
+            check_token_values("rewards", rewards, mask, cu_seqlens)
         raise
 
 
@@ -107,6 +111,7 @@ def gae(
     cu_seqlens: Tensor | None = None,
     gamma: float = 1.0,
     lam: float = 0.95,
+    check: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``(advantages, returns)`` by generalised advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16).
@@ -122,8 +127,9 @@ def gae(
     row's last trained token is 0. Advantages are not whitened.
 
     Both results are float32 (float64 where ``rewards`` or ``values`` is), in the shape of ``rewards``; no gradient
-    flows. Raises ``ValueError`` or ``TypeError`` naming the argument, values looked at on the CPU alone;
-    ``BackendUnavailable`` if the named backend can't serve.
+    flows. Raises ``ValueError`` or ``TypeError`` naming the argument, for rewards that are not finite too (NaN of
+    ``values`` reaches the results). Values are looked at on the CPU; on a GPU, where that means to wait, with
+    ``check=True`` alone. ``BackendUnavailable`` if the named backend can't serve.
 
     Example: ``gae(torch.tensor([[0., 1.]]), torch.tensor([[.5, .25]]), lam=1.0)`` gives ``[[.5, .75]]`` and
     ``[[1., 1.]]``.
@@ -134,11 +140,14 @@ def gae(
     check_share("lam", lam)
     obstacle = float64_obstacle(rewards=rewards, values=values)
     chosen = resolve(backend, rewards, native=obstacle)
+    if check:
+        _check(rewards, values, mask, cu_seqlens)
+        check_token_values("rewards", rewards, mask, cu_seqlens)
     if chosen != "torch":
         call: Any = _checked if is_plain(rewards) and is_plain(values) else torch.ops.turnwise.gae
         return call(rewards, values, mask, cu_seqlens, float(gamma), float(lam), chosen)
     _check(rewards, values, mask, cu_seqlens)
     if rewards.is_cpu and not torch.compiler.is_compiling():
-        check_token_values(rewards, mask, cu_seqlens)
+        check_token_values("rewards", rewards, mask, cu_seqlens)
     advantages, returns = reference(rewards, values, mask, cu_seqlens, gamma, lam)
     return (advantages, returns) if obstacle else (advantages.float(), returns.float())

@@ -9,124 +9,18 @@ from torch import Tensor
 
 from . import backends
 from .backends import native_core, resolve, stream_of
+from .group_advantage_checks import (
+    check_all,
+    check_companions,
+    check_count,
+    check_options,
+    check_shapes,
+    check_types,
+    count_groups,
+    is_integral,
+)
 from .group_advantage_reference import CENTERS, POOLS, SCALES, SINGLETONS, Options, reference
 from .streams import check_optional
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Input
-# ---------------------------------------------------------------------------------------------------------------------
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r}: expected one of {', '.join(choices)}")
-
-
-def _check_options(pool: str, center: str, scale: str, ddof: int, eps: float, singleton: str, min_std: float) -> None:
-    _check_choice("pool", pool, POOLS)
-    _check_choice("center", center, CENTERS)
-    _check_choice("scale", scale, SCALES)
-    _check_choice("singleton", singleton, SINGLETONS)
-    if ddof not in (0, 1):
-        raise ValueError(f"ddof={ddof!r}: expected 0 or 1")
-    if not eps >= 0:
-        raise ValueError(f"eps={eps!r}: expected a number >= 0")
-    if not min_std >= 0:
-        raise ValueError(f"min_std={min_std!r}: expected a number >= 0")
-
-
-def _check_companions(pool: str, trajectory_ids: object, center: str, lengths: object) -> None:
-    if pool == "trajectory" and trajectory_ids is None:
-        raise ValueError("trajectory_ids=None: expected an id per row, as pool='trajectory'")
-    if center == "length_weighted" and lengths is None:
-        raise ValueError("lengths=None: expected a length per row, as center='length_weighted'")
-
-
-def _is_integral(column: Tensor) -> bool:
-    dtype = column.dtype
-    return dtype is torch.int64 or not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
-
-
-def _check_column(name: str, column: Tensor | None, rewards: Tensor, integral: bool) -> None:
-    if column is None:
-        return
-    if column.shape != rewards.shape:
-        raise ValueError(f"{name} has shape {tuple(column.shape)}: expected {tuple(rewards.shape)}, as rewards")
-    if column.device != rewards.device:
-        raise ValueError(f"{name} is on {column.device}: expected {rewards.device}, as rewards")
-    if integral and not _is_integral(column):
-        raise TypeError(f"{name} has dtype {column.dtype}: expected integers")
-
-
-def _check_values(
-    rewards: Tensor, group_ids: Tensor, num_groups: int, lengths: Tensor | None, valid: Tensor | None
-) -> None:
-    """What only the values tell; it makes a GPU wait."""
-    rows = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid.bool()
-    for name, bad, column, expected in (
-        ("rewards", ~torch.isfinite(rewards), rewards, "a finite number"),
-        ("group_ids", (group_ids < 0) | (group_ids >= num_groups), group_ids, f"an id in [0, {num_groups})"),
-        ("lengths", None if lengths is None else ~(lengths >= 0), lengths, "a number >= 0"),
-    ):
-        if bad is None or column is None:
-            continue
-        where = (bad & rows).nonzero()
-        if where.numel():
-            row = int(where[0])
-            raise ValueError(f"{name}[{row}]={column[row].item()!r}: expected {expected}")
-
-
-def _check_singletons(group_ids: Tensor, trajectory_ids: Tensor | None, valid: Tensor | None) -> None:
-    rows = torch.ones_like(group_ids, dtype=torch.bool) if valid is None else valid.bool()
-    groups = group_ids[rows]
-    if trajectory_ids is not None:
-        groups = torch.unique(torch.stack([groups, trajectory_ids[rows]]), dim=1)[0]
-    ids, members = torch.unique(groups, return_counts=True)
-    alone = ids[members == 1]
-    if alone.numel():
-        raise ValueError(f"group_ids: group {int(alone[0])} has a single member, and singleton='error'")
-
-
-def _count_groups(group_ids: Tensor) -> int:
-    """The number of groups where the caller did not say; it makes a GPU wait."""
-    largest = int(group_ids.max()) if group_ids.numel() else -1
-    if largest == 2**63 - 1:
-        raise ValueError(f"group_ids[{int(group_ids.argmax())}]={largest}: expected an id below 2**63 - 1")
-    return largest + 1
-
-
-def _check_shapes(
-    rewards: Tensor,
-    group_ids: Tensor,
-    trajectory_ids: Tensor | None,
-    lengths: Tensor | None,
-    valid: Tensor | None,
-) -> None:
-    """Raises for the first argument whose shape, type or device is wrong."""
-    if rewards.dim() != 1:
-        raise ValueError(f"rewards has shape {tuple(rewards.shape)}: expected one dimension")
-    _check_column("group_ids", group_ids, rewards, integral=True)
-    _check_column("trajectory_ids", trajectory_ids, rewards, integral=True)
-    _check_column("lengths", lengths, rewards, integral=False)
-    _check_column("valid", valid, rewards, integral=False)
-
-
-def _check_all(
-    rewards: Tensor,
-    group_ids: Tensor,
-    num_groups: int | None,
-    trajectory_ids: Tensor | None,
-    lengths: Tensor | None,
-    valid: Tensor | None,
-    options: Options,
-) -> int:
-    """Shapes and values; the number of groups. It makes a GPU wait."""
-    _check_shapes(rewards, group_ids, trajectory_ids, lengths, valid)
-    groups = _count_groups(group_ids) if num_groups is None else num_groups
-    _check_values(rewards, group_ids, groups, lengths, valid)
-    if options.singleton == "error" and (options.center, options.scale) != ("none", "none"):
-        _check_singletons(group_ids, trajectory_ids if options.pool == "trajectory" else None, valid)
-    return groups
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Kernels
@@ -184,7 +78,7 @@ def _run_as_is(rewards: Tensor, group_ids: Tensor, num_groups: int | None, rule:
     ``None`` where it doesn't, or finds something wrong."""
     if num_groups is None:
         num_groups = -1
-    elif num_groups < 0:
+    elif not isinstance(num_groups, int) or num_groups < 0:
         return None
     try:
         checked = _known_rules.get(rule) or _know(rule)
@@ -200,8 +94,8 @@ def _run_as_is(rewards: Tensor, group_ids: Tensor, num_groups: int | None, rule:
 def _know(rule: Rule) -> Any:
     """Checks a rule, and keeps it where its numbers are Python's own: they are few, and never change."""
     pool, center, scale, singleton, ddof, eps, min_std = rule
-    _check_options(pool, center, scale, ddof, eps, singleton, min_std)
-    _check_companions(pool, None, center, None)
+    check_options(pool, center, scale, ddof, eps, singleton, min_std)
+    check_companions(pool, None, center, None)
     checked = backends.extension.GroupAdvantageRule(*_MODES[pool, center, scale, singleton], ddof, eps, min_std)
     if type(ddof) is int and type(eps) is type(min_std) is float and len(_known_rules) < 1000:
         _known_rules[rule] = checked
@@ -225,10 +119,12 @@ def _kernel(
     backend: str,
 ) -> Tensor:
     try:
-        if not (_is_integral(group_ids) and (trajectory_ids is None or _is_integral(trajectory_ids))):
+        if not (is_integral(group_ids) and (trajectory_ids is None or is_integral(trajectory_ids))):
             raise TypeError("group_ids and trajectory_ids: expected integers")
         if backend == "triton":
-            _check_shapes(rewards, group_ids, trajectory_ids, lengths, valid)
+            check_shapes(rewards, group_ids, trajectory_ids, lengths, valid)
+        if lengths is not None and rewards.is_cpu and lengths.is_floating_point() and bool(lengths.isinf().any()):
+            raise ValueError("lengths: expected finite numbers")
         return _run(
             _as(rewards, rewards.dtype if rewards.is_floating_point() else torch.float32),
             _as(group_ids, torch.int64),
@@ -242,12 +138,12 @@ def _kernel(
         )
     except (ValueError, TypeError):
         # The kernel says that something is wrong; the slow checks know which value it is.
-        _check_shapes(rewards, group_ids, trajectory_ids, lengths, valid)
+        check_shapes(rewards, group_ids, trajectory_ids, lengths, valid)
         pool = POOLS[by_trajectory]
         options = Options(pool, CENTERS[center], SCALES[scale], SINGLETONS[singleton], ddof, eps, min_std)
         if rewards.is_cpu:
             groups = None if num_groups < 0 else num_groups
-            _check_all(rewards, group_ids, groups, trajectory_ids, lengths, valid, options)
+            check_all(rewards, group_ids, groups, trajectory_ids, lengths, valid, options)
         raise
 
 
@@ -276,9 +172,9 @@ def kernel_columns(
     min_std: float,
 ) -> tuple[tuple[Tensor | int | None, ...], tuple[float, ...]]:
     """Columns and rule as a kernel that fuses this op reads them."""
-    _check_options(pool, center, scale, ddof, eps, singleton, min_std)
-    _check_companions(pool, trajectory_ids, center, lengths)
-    _check_shapes(rewards, group_ids, trajectory_ids, lengths, valid)
+    check_options(pool, center, scale, ddof, eps, singleton, min_std)
+    check_companions(pool, trajectory_ids, center, lengths)
+    check_shapes(rewards, group_ids, trajectory_ids, lengths, valid)
     columns = (
         rewards,
         _as(group_ids, torch.int64),
@@ -349,26 +245,31 @@ def group_advantage(
         raise TypeError(
             f"rewards and group_ids: expected tensors, got {type(rewards).__name__} and {type(group_ids).__name__}"
         )
-    _check_options(pool, center, scale, ddof, eps, singleton, min_std)
-    _check_companions(pool, trajectory_ids, center, lengths)
+    check_options(pool, center, scale, ddof, eps, singleton, min_std)
+    check_companions(pool, trajectory_ids, center, lengths)
     columns = (trajectory_ids, lengths, valid)
     if not bare:
         check_optional(trajectory_ids=trajectory_ids, lengths=lengths, valid=valid)
-    if num_groups is not None and num_groups < 0:
-        raise ValueError(f"num_groups={num_groups}: expected a count >= 0")
+    if num_groups is not None:
+        num_groups = check_count(num_groups)
+    check_types(rewards, lengths, valid)
     chosen = resolve(backend, rewards)
     options = Options(pool, center, scale, singleton, ddof, eps, min_std)
     if check:
-        _check_all(rewards, group_ids, num_groups, *columns, options)
+        check_all(rewards, group_ids, num_groups, *columns, options)
     if chosen != "torch":
         groups = -1 if num_groups is None else num_groups
         call: Any = _kernel if plain else torch.ops.turnwise.group_advantage
         return call(
             rewards, group_ids, groups, *columns, *_MODES[pool, center, scale, singleton], ddof, eps, min_std, chosen
         )
-    _check_shapes(rewards, group_ids, *columns)
-    if rewards.is_cpu:
-        num_groups = _check_all(rewards, group_ids, num_groups, *columns, options)
+    check_shapes(rewards, group_ids, *columns)
+    group_ids = group_ids.long()  # torch indexes with no others
+    if trajectory_ids is not None:
+        trajectory_ids = trajectory_ids.long()
+    columns = (trajectory_ids, lengths, valid)
+    if rewards.is_cpu and not torch.compiler.is_compiling():
+        num_groups = check_all(rewards, group_ids, num_groups, *columns, options)
     elif num_groups is None:
-        num_groups = _count_groups(group_ids)
+        num_groups = count_groups(group_ids)
     return reference(rewards.detach(), group_ids, num_groups, *columns, options)

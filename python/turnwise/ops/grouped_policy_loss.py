@@ -10,8 +10,9 @@ from torch import Tensor
 
 from .backends import native_core, resolve, stream_of
 from .group_advantage import group_advantage, kernel_columns
+from .group_advantage_checks import check_count
 from .options import KL, Clip, ImportanceCorrection, Variant
-from .policy_loss import attach, obstacle, outputs, pack, policy_loss
+from .policy_loss import attach, fitted, outputs, pack, policy_loss
 from .policy_loss_reference import Objective
 from .policy_loss_setup import make_normalizer, make_objective, named_metrics
 from .streams import Streams, check_tensors, row_count
@@ -103,6 +104,8 @@ def grouped_policy_loss(
     Example: ``grouped_policy_loss(logprobs, old_logprobs, token_rewards, group_ids, mask=mask, clip=Clip(dual=3.0))``
     """
     rewards = as_floats("token_rewards", token_rewards)
+    if num_groups is not None:
+        num_groups = check_count(num_groups)
     rule: dict[str, Any] = {
         "trajectory_ids": trajectory_ids,
         "lengths": lengths,
@@ -124,14 +127,15 @@ def grouped_policy_loss(
         raise ValueError(
             f"token_rewards has shape {tuple(rewards.shape)}: expected {tuple(logprobs.shape)}, as logprobs"
         )
-    reason = obstacle(given, objective.variant) or float64_obstacle(token_rewards=rewards)
+    given, gap = fitted(given, objective.variant)
+    reason = gap or float64_obstacle(token_rewards=rewards)
     chosen = resolve(backend, logprobs, native=reason)
     plain = is_plain(logprobs) or type(logprobs) is torch.nn.Parameter
     # The GPU's kernel has no table of trajectories.
     fused = chosen == "native" and (pool == "rows" or native_core(logprobs)[0] == "cpu")
     if fused and plain and isinstance(group_ids, Tensor) and not (objective.variant.selects or check):
         rows = max(row_count(logprobs, cu_seqlens), 0)
-        s = given._replace(advantages=logprobs.new_empty(rows, dtype=torch.float32, requires_grad=False))
+        s = given._replace(advantages=given.logprobs.new_empty(rows, dtype=torch.float32, requires_grad=False))
         try:
             made = make_normalizer(normalizer, objective, logprobs, num_actors)
             return _fused(s, objective, made, rewards, group_ids, num_groups, rule)
@@ -139,7 +143,7 @@ def grouped_policy_loss(
             wrong = error  # one op after the other finds out which argument it is
     else:
         wrong = None
-    sums = token_reward_sum(rewards, mask=mask, cu_seqlens=cu_seqlens, backend=backend)
+    sums = token_reward_sum(rewards, mask=mask, cu_seqlens=cu_seqlens, check=check, backend=backend)
     advantages = group_advantage(sums, group_ids, num_groups=num_groups, **rule, check=check, backend=backend)
     result = policy_loss(
         logprobs,

@@ -10,7 +10,7 @@ from torch import Tensor
 from .backends import extension, resolve
 from .linear_logprob_native import backward, forward
 from .logprob import reference as logprob_reference
-from .logprob_checks import check_head, check_id_values, check_temperature
+from .logprob_checks import as_autocast, check_head, check_id_values, check_temperature
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -138,8 +138,8 @@ def linear_logprob(
         dtype = torch.get_autocast_dtype(kind)
         with torch.autocast(kind, enabled=False):
             return linear_logprob(
-                hidden.to(dtype),
-                weight.to(dtype),
+                as_autocast(hidden, dtype),
+                as_autocast(weight, dtype),
                 targets,
                 temperature=temperature,
                 bias=bias,

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from . import logprob_tiles
 from .backends import extension, resolve
-from .logprob_checks import FLOATS, check_id_values, check_ids, check_temperature
+from .logprob_checks import check_id_values, check_ids, check_temperature
 from .logprob_tiles import Tile, Upstream
+from .streams import FLOATS
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -64,7 +65,7 @@ def _forward(
     if len(parts) == 1:
         logprob, lse, entropies = parts[0]
     else:
-        none = (torch.empty(0, device=logits.device),) * 3
+        none = (torch.empty(0, dtype=torch.float32, device=logits.device),) * 3
         logprob, lse, entropies = (torch.cat(values) for values in zip(none, *parts, strict=True))
     shape = targets.shape
     return logprob.view(shape), lse.view(shape), entropies.view(shape if entropy else (0,))

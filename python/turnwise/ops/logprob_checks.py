@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+from .options import is_number
+from .streams import FLOATS
+
+
+def as_autocast(tensor: Any, dtype: torch.dtype) -> Any:
+    """What autocast makes of an argument of ``torch.nn.functional.linear``: float64 and what is no float stay."""
+    casts = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype is not torch.float64
+    return tensor.to(dtype) if casts else tensor
 
 
 def check_temperature(temperature: float) -> None:
-    if not (isinstance(temperature, int | float) and 0 < temperature < float("inf")):
+    if not (is_number(temperature) and 0 < temperature < float("inf")):
         raise ValueError(f"temperature={temperature!r}: expected a finite number > 0")
 
 
@@ -49,6 +58,8 @@ def check_head(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | N
         raise ValueError(f"weight is on {weight.device}: expected {hidden.device}, as hidden")
     if weight.shape[0] == 0:
         raise ValueError(f"weight has shape {tuple(weight.shape)}: expected at least one row")
+    if weight.shape[1] == 0:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}: expected at least one column")
     if bias is not None:
         if not isinstance(bias, Tensor) or not bias.is_floating_point():
             raise TypeError(f"bias: expected a tensor of floats, got {getattr(bias, 'dtype', type(bias).__name__)}")

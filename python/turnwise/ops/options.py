@@ -7,12 +7,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+from torch import Tensor
+
 KL_KINDS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
 LEVELS = ("token", "sequence")
 
 
+def is_number(value: object) -> bool:
+    """Whether it is a number of Python's or NumPy's; a flag or a tensor is none."""
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+
+
+def whole_number(value: Any) -> int | None:
+    """A whole number of Python's, NumPy's or a tensor's (0-dim) as an int; ``None`` for anything else."""
+    if isinstance(value, Tensor):
+        return int(value) if value.dim() == 0 and not (value.is_floating_point() or value.is_complex()) else None
+    return int(value) if isinstance(value, int | np.integer) and not isinstance(value, bool) else None
+
+
 def _require_finite(owner: str, name: str, value: float, low: float, expected: str) -> None:
-    if not (isinstance(value, int | float) and math.isfinite(value) and value >= low):
+    if not (is_number(value) and low <= value < math.inf):
         raise ValueError(f"{owner}.{name}={value!r}: expected {expected}")
 
 
@@ -176,7 +191,9 @@ class ClipCov(Variant):
     def __post_init__(self) -> None:
         self._check_range(self.low, self.high)
         _require_share("ClipCov", self.share)
-        if not self.lower < self.upper:
+        if not is_number(self.lower):
+            raise ValueError(f"ClipCov.lower={self.lower!r}: expected a number")
+        if not (is_number(self.upper) and self.lower < self.upper):
             raise ValueError(f"ClipCov.upper={self.upper!r}: expected more than lower = {self.lower!r}")
 
     @property
@@ -263,7 +280,16 @@ class ImportanceCorrection:
         _require_finite("ImportanceCorrection", "cap", self.cap, 0.0, "a finite number > 0")
         if self.cap == 0:
             raise ValueError(f"ImportanceCorrection.cap={self.cap!r}: expected a finite number > 0")
-        if self.bounds is not None and not (len(self.bounds) == 2 and 0 <= self.bounds[0] < self.bounds[1]):
+        if self.bounds is None:
+            return
+        bounds = tuple(self.bounds) if isinstance(self.bounds, tuple | list) else ()
+        if not (len(bounds) == 2 and all(map(is_number, bounds)) and 0 <= bounds[0] < bounds[1]):
             raise ValueError(
                 f"ImportanceCorrection.bounds={self.bounds!r}: expected None or (low, high), 0 <= low < high"
             )
+        if self.cap <= bounds[0]:
+            raise ValueError(
+                f"ImportanceCorrection.cap={self.cap!r}: expected more than bounds[0] = {bounds[0]!r}, as else every "
+                "token that is kept has the same weight"
+            )
+        object.__setattr__(self, "bounds", bounds)  # a list, as a file of settings has it, can't be hashed

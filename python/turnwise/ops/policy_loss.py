@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .aggregation import check_normalizer_values
 from .backends import native_core, resolve, stream_of
 from .options import KL, KL_KINDS, LEVELS, Clip, ImportanceCorrection, Variant
 from .policy_loss_reference import Objective, metric_names, reference
-from .policy_loss_setup import make_normalizer, make_objective, make_selected, named_metrics
+from .policy_loss_setup import check_call, make_normalizer, make_objective, make_selected, named_metrics
 from .streams import Streams, check_stream_values, check_streams, check_tensors, row_count
 
 
@@ -41,6 +40,22 @@ def obstacle(s: Streams, variant: Variant) -> str:
     return ""
 
 
+def fitted(s: Streams, variant: Variant) -> tuple[Streams, str]:
+    """The streams as the kernels take them, and why those still can't serve.
+
+    float16 can't hold a token's share of the gradient of a large batch, and a loss scale comes after it: so the
+    gradient is float32 until it is scaled. float64 beside other log-probabilities is computed in float32 anyhow.
+    """
+    lp = s.logprobs
+    if lp.dtype is torch.float16 and lp.requires_grad and torch.is_grad_enabled():
+        s = s._replace(logprobs=lp.float())
+    gap = obstacle(s, variant)
+    if gap and variant.compiled and lp.dtype is not torch.float64:
+        s = s._replace(**{k: x.float() for k, x in s._asdict().items() if x is not None and x.dtype is torch.float64})
+        gap = ""
+    return s, gap
+
+
 def _pack(o: Objective) -> tuple[tuple[float, ...], tuple[int, ...]]:
     """The options as the kernels read them: eight numbers and five modes, 0 for "none"."""
     kind, coef = (KL_KINDS.index(o.kl.kind) + 1, o.kl.coef) if o.kl else (0, 0.0)
@@ -58,7 +73,7 @@ pack = functools.lru_cache(maxsize=256)(_pack)
 
 def outputs(s: Streams, num_actors: int) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for loss, gradient and metrics."""
-    device = None if s.logprobs.is_cpu else s.logprobs.device  # None: half as dear as naming the CPU
+    device = s.logprobs.device  # by name, as torch.set_default_device may say another
     columns = len(metric_names(s.ref_logprobs is not None, s.rollout_logprobs is not None, s.entropy is not None))
     loss = torch.empty((), dtype=torch.float32, device=device)
     grad = torch.empty_like(s.logprobs, memory_format=torch.contiguous_format, requires_grad=False)
@@ -168,7 +183,9 @@ class _AttachOnDevice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logprobs: Tensor, loss: Tensor, grad: Tensor, *rest: Any) -> Tensor:
         *tensors, ctx.numbers, ctx.modes, ctx.backend = rest
-        ctx.save_for_backward(logprobs, *tensors)
+        # What was sampled in inference mode can't be saved, and can't change either.
+        ctx.sampled = [t if t is not None and t.is_inference() else None for t in tensors]
+        ctx.save_for_backward(logprobs, *(None if t is s else t for t, s in zip(tensors, ctx.sampled, strict=True)))
         ctx.mark_dirty(loss)
         ctx.grad = grad
         return loss
@@ -177,6 +194,7 @@ class _AttachOnDevice(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         saved: tuple[Any, ...] = ctx.saved_tensors
         logprobs, *tensors = saved
+        tensors = [t if s is None else s for t, s in zip(tensors, ctx.sampled, strict=True)]
         none = [None] * (len(tensors) + 5)
         grad, ctx.grad = ctx.grad, None
         if grad is None:
@@ -285,8 +303,9 @@ def policy_loss(
     Padded: ``logprobs [B, T]`` with ``mask [B, T]``. Packed: ``logprobs [N]`` with ``cu_seqlens [B+1]`` (int32 or
     int64, from 0 to N), and ``mask [N]`` if some tokens don't train. ``old_logprobs``, ``ref_logprobs``,
     ``rollout_logprobs`` and ``entropy`` have the shape of ``logprobs``; ``advantages`` is ``[B]`` (one per sequence;
-    taken so wherever it fits) or per token. Floats are float32, bfloat16, float16 (computed in float32) or float64
-    (reference only). A token trains where ``mask`` (bool, integer or 0/1 float) is not 0; masked tokens may hold
+    taken so wherever it fits) or per token. Floats are float32, bfloat16, float16 (computed in float32, and so is the
+    gradient until it was scaled by the loss's own) or float64 (reference only; beside other log-probabilities it counts
+    as float32). A token trains where ``mask`` (bool, integer or 0/1 float) is not 0; masked tokens may hold
     anything, NaN too.
 
     Per token, with ``ratio = exp(clamp(logprobs - old_logprobs, -20, 20))``:
@@ -321,18 +340,11 @@ def policy_loss(
     check_tensors(s)
     normalizer = make_normalizer(normalizer, objective, logprobs, num_actors)
     if check:
-        check_streams(s, num_actors)
-        check_stream_values(s, num_actors)
-        if normalizer is not None:
-            check_normalizer_values(normalizer)
-    gap = obstacle(s, objective.variant)
+        check_call(s, objective, normalizer, check)
+    s, gap = fitted(s, objective.variant)
     served = resolve(backend, logprobs, native=gap, triton=gap)
-    if served != "native":  # which looks for itself
-        check_streams(s, num_actors)
-        if logprobs.is_cpu and not torch.compiler.is_compiling():
-            check_stream_values(s, num_actors)
-            if normalizer is not None:
-                check_normalizer_values(normalizer)
+    if served != "native" or objective.variant.selects:  # the kernels look for themselves
+        check_call(s, objective, normalizer)
     selected = make_selected(s, objective.variant, selected)
     if served == "torch":
         loss, table = reference(s, objective, selected, normalizer)

@@ -7,21 +7,23 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .aggregation import check_normalizer, find_aggregation
+from .aggregation import as_normalizer, check_normalizer, check_normalizer_values, find_aggregation
 from .metrics import Metrics
 from .options import GMPO, KL, Clip, ImportanceCorrection, Variant
 from .policy_loss_reference import Objective, metric_names
-from .policy_loss_variants import select
-from .streams import Streams
+from .policy_loss_variants import is_known, select
+from .streams import Streams, check_stream_values, check_streams, count_actors
 
 
 def choose_variant(clip: Clip | None, variant: Variant | None, correction: ImportanceCorrection | None) -> Variant:
     """The one that is meant. Raises for what can't go together."""
+    if not (clip is None or type(clip) is Clip):
+        raise TypeError(f"clip={clip!r}: expected a Clip, such as Clip(low=0.2, high=0.28), or None")
     if variant is None:
         return _DEFAULT if clip is None else clip
     if clip is not None:
         raise ValueError(f"clip={clip!r} and variant={variant!r}: expected one of them, as either says what to clip")
-    if not isinstance(variant, Variant):
+    if not is_known(variant):
         raise TypeError(f"variant={variant!r}: expected one of the option objects, such as GSPO()")
     if isinstance(variant, GMPO) and correction is not None and correction.level == "token":
         raise ValueError(f"correction={correction!r}: expected level='sequence', as GMPO has one ratio per sequence")
@@ -43,15 +45,26 @@ def make_objective(
 ) -> Objective:
     """The options as one object, with the streams at hand that they need."""
     found = find_aggregation(aggregation, s.actor_ids, max_length)
+    if not (kl is None or type(kl) is KL):
+        raise TypeError(f"kl={kl!r}: expected a KL, such as KL('k3', coef=1e-3), or None")
+    if not (correction is None or type(correction) is ImportanceCorrection):
+        raise TypeError(f"correction={correction!r}: expected an ImportanceCorrection, or None")
     chosen = choose_variant(clip, variant, correction)
     if kl is not None and s.ref_logprobs is None:
         raise ValueError("ref_logprobs=None: expected log-probabilities, as kl is given")
     if correction is not None and s.rollout_logprobs is None:
         raise ValueError("rollout_logprobs=None: expected log-probabilities, as correction is given")
-    if s.actor_ids is not None and (num_actors is None or num_actors < 1):
-        raise ValueError(f"num_actors={num_actors!r}: expected a count >= 1, as actor_ids is given")
-    actors = num_actors if s.actor_ids is not None and num_actors is not None else 0
+    actors = 0 if s.actor_ids is None else count_actors(num_actors)
     return Objective(chosen, kl, correction, found, actors, max_length)
+
+
+def check_call(s: Streams, objective: Objective, normalizer: Tensor | None, check: bool = False) -> None:
+    """Raises for the first argument that is wrong. Values are looked at on a CPU, on a GPU with ``check``."""
+    check_streams(s, objective.num_actors)
+    if check or (s.logprobs.is_cpu and not torch.compiler.is_compiling()):
+        check_stream_values(s, objective.num_actors)
+        if normalizer is not None:
+            check_normalizer_values(normalizer)
 
 
 def make_selected(s: Streams, variant: Variant, selected: Tensor | None) -> Tensor | None:
@@ -61,9 +74,12 @@ def make_selected(s: Streams, variant: Variant, selected: Tensor | None) -> Tens
     if not variant.selects:
         raise ValueError(f"selected: expected None, as variant={variant!r} singles out no tokens")
     if not isinstance(selected, Tensor) or selected.dtype is not torch.bool:
-        raise TypeError(f"selected={selected!r}: expected a bool tensor, from select_tokens")
+        got = getattr(selected, "dtype", type(selected).__name__)
+        raise TypeError(f"selected: expected a bool tensor, from select_tokens, got {got}")
     if selected.shape != s.logprobs.shape:
         raise ValueError(f"selected has shape {tuple(selected.shape)}: expected {tuple(s.logprobs.shape)}, as logprobs")
+    if selected.device != s.logprobs.device:
+        raise ValueError(f"selected is on {selected.device}: expected {s.logprobs.device}, as logprobs")
     return selected
 
 
@@ -72,9 +88,7 @@ def make_normalizer(
 ) -> Tensor | None:
     if normalizer is None:
         return None
-    if isinstance(normalizer, int | float):  # filled in where it is: to copy a number to a GPU would wait for it
-        normalizer = torch.full((), normalizer, dtype=torch.float32, device=logprobs.device)
-    normalizer = torch.as_tensor(normalizer, dtype=torch.float32, device=logprobs.device)
+    normalizer = as_normalizer(normalizer, logprobs.device)
     check_normalizer(objective.aggregation, normalizer, num_actors)
     return normalizer
 

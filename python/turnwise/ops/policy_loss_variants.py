@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .options import CISPO, GMPO, GPG, GSPO, SAPO, Clip, ClipCov, Custom, KLCov, Reinforce, Variant
-from .streams import Rows, Streams, check_streams, check_tensors
+from .streams import Rows, Streams, check_stream_values, check_streams, check_tensors
 
 LOG_RATIO_BOUND = 20.0
 
@@ -128,6 +128,11 @@ _LOSS: dict[type[Variant], Callable[[Tokens, Any], TokenLoss]] = {
 }
 
 
+def is_known(variant: object) -> bool:
+    """Whether it is one of the option objects; the kernels know no others."""
+    return type(variant) in _LOSS
+
+
 def token_loss(tokens: Tokens, variant: Variant) -> TokenLoss:
     return _LOSS[type(variant)](tokens, variant)
 
@@ -181,11 +186,13 @@ def select_tokens(
 
     :class:`ClipCov` and :class:`KLCov` compare a token with all others, so where an optimizer step is cut into
     micro-batches the choice must be made over the whole of it, and each micro-batch given its part. All arguments are
-    those of :func:`policy_loss`. Raises ``TypeError`` for a variant that singles out none.
+    those of :func:`policy_loss`, and so are their checks. Raises ``TypeError`` for a variant that singles out none.
     """
-    if not variant.selects:
+    if not (is_known(variant) and variant.selects):
         raise TypeError(f"variant={variant!r}: expected one that singles out tokens, ClipCov or KLCov")
     s = Streams(logprobs, old_logprobs, advantages, mask, cu_seqlens, None, None, None)
     check_tensors(s)
     check_streams(s, None)
+    if logprobs.is_cpu and not torch.compiler.is_compiling():
+        check_stream_values(s, None)
     return select(s, variant)

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .options import whole_number
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -116,9 +118,25 @@ def check_mask(mask: Tensor | None, tokens: Tensor, name: str) -> None:
         raise TypeError(f"mask has dtype {mask.dtype}: expected bool, an integer or a float type")
 
 
-def check_actors(actor_ids: Tensor, num_actors: int | None, rows: int) -> None:
-    if num_actors is None or num_actors < 1:
+def count_actors(num_actors: Any) -> int:
+    """``num_actors`` as an int: beside ``actor_ids`` it must be a whole number, at least 1."""
+    count = whole_number(num_actors)
+    if count is None or count < 1:
         raise ValueError(f"num_actors={num_actors!r}: expected a count >= 1, as actor_ids is given")
+    return count
+
+
+def check_mask_values(mask: Tensor) -> None:
+    """A mask of floats holds 0 and 1; CPU tensors alone."""
+    if not mask.is_floating_point():
+        return
+    wrong = ((mask != 0) & (mask != 1)).nonzero()
+    if wrong.numel():
+        raise ValueError(f"mask{wrong[0].tolist()}={mask[tuple(wrong[0])].item()!r}: expected 0 or 1")
+
+
+def check_actors(actor_ids: Tensor, num_actors: int | None, rows: int) -> None:
+    count_actors(num_actors)
     if actor_ids.shape != (rows,):
         raise ValueError(f"actor_ids has shape {tuple(actor_ids.shape)}: expected ({rows},), one per sequence")
     if actor_ids.dtype not in (torch.int64, torch.int32):
@@ -172,7 +190,5 @@ def check_stream_values(s: Streams, num_actors: int | None) -> None:
     if s.actor_ids is not None:
         assert num_actors is not None
         check_actor_values(s.actor_ids, num_actors)
-    if s.mask is not None and s.mask.is_floating_point():
-        wrong = ((s.mask != 0) & (s.mask != 1)).nonzero()
-        if wrong.numel():
-            raise ValueError(f"mask{wrong[0].tolist()}={s.mask[tuple(wrong[0])].item()!r}: expected 0 or 1")
+    if s.mask is not None:
+        check_mask_values(s.mask)

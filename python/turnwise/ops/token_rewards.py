@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .backends import native_core, resolve, stream_of
-from .streams import FLOATS, check_cu_seqlens_values, check_layout, check_mask, check_optional, row_count
+from .options import is_number
+from .streams import (
+    FLOATS,
+    check_cu_seqlens_values,
+    check_layout,
+    check_mask,
+    check_mask_values,
+    check_optional,
+    row_count,
+)
 from .token_rewards_reference import returns as returns_reference
 from .token_rewards_reference import reward_sum
 
@@ -30,7 +40,7 @@ def as_floats(name: str, stream: Any) -> Tensor:
 
 
 def check_share(name: str, value: float) -> None:
-    if not 0 <= value <= 1:
+    if not (is_number(value) and 0 <= value <= 1):
         raise ValueError(f"{name}={value!r}: expected a number in [0, 1]")
 
 
@@ -50,14 +60,27 @@ def check_tokens(name: str, tokens: Tensor, mask: Tensor | None, cu_seqlens: Ten
         raise ValueError(f"mask is on {mask.device}: expected {tokens.device}, as {name}")
 
 
-def check_token_values(tokens: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
-    """What only the values tell; CPU tensors alone, since it would make a GPU wait."""
+def check_token_values(name: str, rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    """What only the values tell, those of the rewards too. It reads them, so a GPU waits."""
     if cu_seqlens is not None:
-        check_cu_seqlens_values(cu_seqlens, tokens.shape[0])
-    if mask is not None and mask.is_floating_point():
-        wrong = ((mask != 0) & (mask != 1)).nonzero()
-        if wrong.numel():
-            raise ValueError(f"mask{wrong[0].tolist()}={mask[tuple(wrong[0])].item()!r}: expected 0 or 1")
+        check_cu_seqlens_values(cu_seqlens, rewards.shape[0])
+    if mask is not None:
+        check_mask_values(mask)
+    _check_finite(name, rewards, None if mask is None else mask != 0)
+
+
+def _check_finite(name: str, rewards: Tensor, trained: Tensor | None) -> None:
+    wrong = ~torch.isfinite(rewards) if trained is None else ~torch.isfinite(rewards) & trained
+    where = wrong.nonzero()
+    if where.numel():
+        place = where[0].tolist()
+        value = rewards[tuple(place)].item()
+        raise ValueError(f"{name}[{', '.join(map(str, place))}]={value!r}: expected a finite number")
+
+
+def not_finite(results: Tensor) -> bool:
+    """Whether what a kernel made shows rewards that are not finite, which are then looked for; it reads one number."""
+    return not math.isfinite(results.sum().item())
 
 
 def _check_lengths(rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, lengths: Tensor | None) -> None:
@@ -73,13 +96,20 @@ def _check_lengths(rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | No
         raise ValueError(f"lengths is on {lengths.device}: expected {rewards.device}, as token_rewards")
 
 
-def _check_length_values(rewards: Tensor, lengths: Tensor | None) -> None:
+def _prefixes(rewards: Tensor, lengths: Tensor) -> Tensor:
+    return torch.arange(rewards.shape[1], device=rewards.device)[None] < lengths[:, None]
+
+
+def _check_sum_values(rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, lengths: Tensor | None) -> None:
+    """What only the values tell."""
     if lengths is None:
+        check_token_values("token_rewards", rewards, mask, cu_seqlens)
         return
     wrong = ((lengths < 0) | (lengths > rewards.shape[1])).nonzero()
     if wrong.numel():
         row = int(wrong[0])
         raise ValueError(f"lengths[{row}]={int(lengths[row])}: expected a number in [0, {rewards.shape[1]}]")
+    _check_finite("token_rewards", rewards, _prefixes(rewards, lengths))
 
 
 def cpu_inputs(mask: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -129,6 +159,8 @@ def _sum(
     else:
         mask, cu_seqlens = cpu_inputs(mask, cu_seqlens)
         core.token_reward_sum(token_rewards, mask, cu_seqlens, lengths, sums, torch.get_num_threads())
+        if not_finite(sums):
+            _check_sum_values(token_rewards, mask, cu_seqlens, lengths)
     return sums
 
 
@@ -150,6 +182,8 @@ def _returns(
     else:
         mask, cu_seqlens = cpu_inputs(mask, cu_seqlens)
         core.token_returns(token_rewards, mask, cu_seqlens, gamma, returns, torch.get_num_threads())
+        if not_finite(returns):
+            check_token_values("token_rewards", token_rewards, mask, cu_seqlens)
     return returns
 
 
@@ -162,8 +196,8 @@ def _checked_sum(
         # The kernel says that something is wrong; the slow checks know which value it is.
         check_tokens("token_rewards", token_rewards, mask, cu_seqlens)
         _check_lengths(token_rewards, mask, cu_seqlens, lengths)
-        check_token_values(token_rewards, mask, cu_seqlens)
-        _check_length_values(token_rewards, lengths)
+        if token_rewards.is_cpu:
+            _check_sum_values(token_rewards, mask, cu_seqlens, lengths)
         raise
 
 
@@ -174,7 +208,8 @@ def _checked_returns(
         return _returns(token_rewards, mask, cu_seqlens, gamma, backend)
     except (ValueError, TypeError, IndexError):
         check_tokens("token_rewards", token_rewards, mask, cu_seqlens)
-        check_token_values(token_rewards, mask, cu_seqlens)
+        if token_rewards.is_cpu:
+            check_token_values("token_rewards", token_rewards, mask, cu_seqlens)
         raise
 
 
@@ -206,6 +241,7 @@ def token_reward_sum(
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     lengths: Tensor | None = None,
+    check: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """Sums ``[B]`` of the trained tokens' rewards, float32 (float64 for float64 rewards); no gradient flows.
@@ -216,22 +252,26 @@ def token_reward_sum(
     (reference only) or integers, in any strides. A token counts where ``mask`` (bool, integer or 0/1 float) is not 0;
     others may hold anything, NaN too. Sums are added up in double. An empty row has 0.
 
-    Raises ``ValueError`` or ``TypeError`` naming the argument, values looked at on the CPU alone;
-    ``BackendUnavailable`` if the named backend can't serve.
+    Raises ``ValueError`` or ``TypeError`` naming the argument, for rewards that are not finite too. Values are looked
+    at on the CPU; on a GPU, where that means to wait, with ``check=True`` alone. ``BackendUnavailable`` if the named
+    backend can't serve.
 
     Example: ``token_reward_sum(torch.tensor([[0., 2.], [1., 5.]]), lengths=torch.tensor([2, 1]))`` gives ``[2., 1.]``.
     """
     rewards = as_floats("token_rewards", token_rewards)
     check_optional(mask=mask, cu_seqlens=cu_seqlens, lengths=lengths)
     chosen = resolve(backend, rewards, native=float64_obstacle(token_rewards=rewards))
+    if check:
+        check_tokens("token_rewards", rewards, mask, cu_seqlens)
+        _check_lengths(rewards, mask, cu_seqlens, lengths)
+        _check_sum_values(rewards, mask, cu_seqlens, lengths)
     if chosen != "torch":
         call: Any = _checked_sum if is_plain(rewards) else torch.ops.turnwise.token_reward_sum
         return call(rewards, mask, cu_seqlens, lengths, chosen)
     check_tokens("token_rewards", rewards, mask, cu_seqlens)
     _check_lengths(rewards, mask, cu_seqlens, lengths)
     if rewards.is_cpu and not torch.compiler.is_compiling():
-        check_token_values(rewards, mask, cu_seqlens)
-        _check_length_values(rewards, lengths)
+        _check_sum_values(rewards, mask, cu_seqlens, lengths)
     sums = reward_sum(rewards, mask, cu_seqlens, lengths)
     return sums if rewards.dtype is torch.float64 else sums.float()
 
@@ -242,6 +282,7 @@ def token_returns(
     *,
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    check: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """Discounted rewards to go: ``G[t] = r[t] + gamma * G[next trained token of the row]``, shape of the rewards.
@@ -256,11 +297,14 @@ def token_returns(
     check_optional(mask=mask, cu_seqlens=cu_seqlens)
     check_share("gamma", gamma)
     chosen = resolve(backend, rewards, native=float64_obstacle(token_rewards=rewards))
+    if check:
+        check_tokens("token_rewards", rewards, mask, cu_seqlens)
+        check_token_values("token_rewards", rewards, mask, cu_seqlens)
     if chosen != "torch":
         call: Any = _checked_returns if is_plain(rewards) else torch.ops.turnwise.token_returns
         return call(rewards, mask, cu_seqlens, float(gamma), chosen)
     check_tokens("token_rewards", rewards, mask, cu_seqlens)
     if rewards.is_cpu and not torch.compiler.is_compiling():
-        check_token_values(rewards, mask, cu_seqlens)
+        check_token_values("token_rewards", rewards, mask, cu_seqlens)
     returns = returns_reference(rewards, mask, cu_seqlens, gamma)
     return returns if rewards.dtype is torch.float64 else returns.float()
