@@ -16,6 +16,7 @@ from turnwise.ops import (
     KLCov,
     Reinforce,
     aggregate,
+    grouped_policy_loss,
     linear_policy_loss,
     loss_normalizer,
     policy_loss,
@@ -164,8 +165,47 @@ def test_aggregate_adds_up_as_the_loss_does(make_batch, form, aggregation, given
         ({"values": torch.zeros(2, 3), "mask": torch.ones(2, 2)}, ValueError, r"mask has shape \(2, 2\)"),
         ({"values": torch.zeros(2, 3), "aggregation": "sum"}, ValueError, "aggregation='sum'"),
         ({"values": torch.zeros(2, 3), "normalizer": torch.ones(3)}, ValueError, r"normalizer has shape \(3,\)"),
+        ({"values": torch.zeros(2, 3), "normalizer": "5"}, TypeError, "normalizer: expected a number or a tensor"),
+        ({"values": torch.zeros(2, 3), "normalizer": -1.0}, ValueError, "normalizer=-1.0: expected counts >= 0"),
+        ({"values": torch.zeros(2, 3), "mask": [[1]]}, TypeError, "mask: expected a tensor, got list"),
+        ({"values": torch.zeros(2, 3), "mask": torch.full((2, 3), 0.5)}, ValueError, r"mask\[0, 0\]=0\.5"),
     ],
 )
 def test_aggregate_names_mistakes(arguments, error, message) -> None:
     with pytest.raises(error, match=message):
         aggregate(**{"mask": torch.ones(2, 3), **arguments})
+
+
+def test_a_number_normalizes_as_a_tensor_does() -> None:
+    values = torch.rand(2, 3)
+    assert torch.equal(aggregate(values, normalizer=4.0), aggregate(values, normalizer=torch.tensor(4.0)))
+    assert torch.equal(aggregate(values, normalizer=4), values.double().sum().div(4).float())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loss scales
+# ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_loss_scale_saves_what_float16_would_lose(target, grouped) -> None:
+    """A token of 65,536 has a gradient near 1e-5, where float16 has steps of 6e-8: a loss scale, as
+    `torch.amp.GradScaler` has one, must come before the rounding."""
+    small = target.emulated or (target.backend == "triton" and target.device == "cpu")
+    rows, width = (8, 64) if small else (64, 1024)
+    generator = torch.Generator().manual_seed(0)
+    logprobs = (-torch.rand(rows, width, generator=generator)).half()
+    old = (logprobs.float() + 0.1 * torch.randn(rows, width, generator=generator)).half()
+    rewards, ids = torch.randn(rows, width, generator=generator), torch.arange(rows) // 4
+    grads = []
+    for dtype, backend in ((torch.float64, "torch"), (torch.float16, target.backend)):
+        leaf = logprobs.to(dtype).to(target.device).requires_grad_()
+        streams = leaf, old.to(dtype).to(target.device)
+        if grouped:
+            given = rewards.to(target.device), ids.to(target.device)
+            loss = grouped_policy_loss(*streams, *given, normalizer=2.0**20, backend=backend).loss
+        else:
+            given = rewards[:, 0].to(target.device)
+            loss = policy_loss(*streams, given, normalizer=2.0**20, backend=backend).loss
+        (loss * 65536.0).backward()
+        assert leaf.grad.dtype == dtype
+        grads.append(leaf.grad.double())
+    assert (grads[1] - grads[0]).norm() < 1e-3 * grads[0].norm()

@@ -162,13 +162,15 @@ def forward(
 
 
 class Gradients:
-    """Of hidden, weight and bias, as far as asked for, filled tile by tile."""
+    """Of hidden, weight and bias, as far as asked for, filled tile by tile; ``dtype`` in place of the weight's own."""
 
-    def __init__(self, head: Head, need_hidden: bool, need_weight: bool, need_bias: bool) -> None:
+    def __init__(
+        self, head: Head, need_hidden: bool, need_weight: bool, need_bias: bool, dtype: torch.dtype | None = None
+    ) -> None:
         self.head, self.products = head, head.products
         hidden, weight = head.hidden, head.weight
-        self.hidden = hidden.new_zeros(hidden.shape if need_hidden else 0)
-        self.weight = weight.new_empty(weight.shape if need_weight else 0)
+        self.hidden = hidden.new_zeros(hidden.shape if need_hidden else 0, dtype=dtype)
+        self.weight = weight.new_empty(weight.shape if need_weight else 0, dtype=dtype)
         self.bias = torch.zeros(head.vocabulary if need_bias else 0, dtype=torch.float32, device=hidden.device)
         self.need_hidden, self.need_weight, self.need_bias = need_hidden, need_weight, need_bias
 

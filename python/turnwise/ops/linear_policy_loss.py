@@ -13,11 +13,12 @@ from .aggregation import Aggregation, find_aggregation
 from .backends import native_core, resolve, stream_of
 from .linear_logprob import linear_logprob
 from .linear_logprob_native import Gradients, Head
-from .logprob_checks import check_head, check_id_values, check_temperature
+from .logprob_checks import as_autocast, check_head, check_id_values, check_temperature
 from .logprob_tiles import Upstream, finish, new_state, scan
 from .options import KL, Clip, ImportanceCorrection, Variant
 from .policy_loss import PolicyLoss, policy_loss
-from .streams import Rows
+from .policy_loss_setup import check_call, make_normalizer, make_objective, make_selected
+from .streams import Rows, Streams, check_tensors
 
 # Tokens of a chunk: a sixteenth of them, at least _LEAST by the size of a logit, as far as all logits stay within
 # _BYTES. More would not be faster on a CPU.
@@ -108,7 +109,7 @@ def fused(
             gradients.weight.zero_()
         elif total is not gradients.weight:
             gradients.weight.copy_(total)
-    none = torch.empty(0, device=tokens.weight.device)
+    none = torch.empty(0, dtype=torch.float32, device=tokens.weight.device)
     return torch.cat([none, *logprobs]), torch.cat([none, *entropies]) if entropy else None
 
 
@@ -145,13 +146,19 @@ def _chunk(
 # ---------------------------------------------------------------------------------------------------------------------
 class _Attach(torch.autograd.Function):
     """Gives ``loss`` the gradients that were computed with it. They are as large as the weight, so the backward scales
-    them where they lie and gives them away; a second one through the same graph computes them anew."""
+    them where they lie and gives them away; a second one through the same graph computes them anew. They are those of
+    ``scale`` times the loss."""
 
     @staticmethod
     def forward(
-        ctx: Any, loss: Tensor, grads: list[Gradients], anew: Callable[[], Gradients], *leaves: Tensor | None
+        ctx: Any,
+        loss: Tensor,
+        grads: list[Gradients],
+        anew: Callable[[], Gradients],
+        scale: Tensor | None,
+        *leaves: Tensor | None,
     ) -> Tensor:
-        ctx.grads, ctx.anew = grads, anew
+        ctx.grads, ctx.anew, ctx.scale = grads, anew, scale
         ctx.mark_dirty(loss)  # the same tensor, not a view of it, which the caller could not change in place
         ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
         return loss
@@ -163,13 +170,14 @@ class _Attach(torch.autograd.Function):
                 "linear_policy_loss: the gradient can't be differentiated again; use backend='torch' for create_graph"
             )
         found = ctx.grads.pop() if ctx.grads else ctx.anew()
+        factor = grad_loss if ctx.scale is None else grad_loss / ctx.scale
         needed = found.need_hidden, found.need_weight, found.need_bias
         out = []
         for values, wanted, dtype in zip((found.hidden, found.weight, found.bias), needed, ctx.dtypes, strict=True):
             if wanted:
-                _scale_in_place(values, grad_loss)
+                _scale_in_place(values, factor)
             out.append(values.to(dtype) if wanted else None)
-        return None, None, None, *out
+        return None, None, None, None, *out
 
 
 def _scale_in_place(values: Tensor, factor: Tensor) -> None:
@@ -198,6 +206,13 @@ def _serves(hidden: Tensor, backend: str | None) -> bool:
     return resolve(backend, hidden) == "native"
 
 
+def _scale_of(tokens: Tokens) -> Tensor:
+    """A power of two that brings the largest weight of a token near 1."""
+    if not tokens.weight.numel():
+        return torch.ones((), device=tokens.weight.device)
+    return torch.ldexp(torch.ones_like(tokens.weight[0]), -torch.frexp(tokens.weight.max()).exponent)
+
+
 def _tokens(
     targets: Tensor, old_logprobs: Tensor, advantages: Tensor, aggregation: Aggregation, batch: dict[str, Any]
 ) -> Tokens:
@@ -205,13 +220,9 @@ def _tokens(
     cu_seqlens, mask, actor_ids = batch["cu_seqlens"], batch["mask"], batch["actor_ids"]
     rows = Rows(targets, cu_seqlens)
     lengths = rows.sum((torch.ones_like(targets) if mask is None else mask != 0).double())
-    if batch["normalizer"] is None:
+    normalizer = batch["normalizer"]
+    if normalizer is None:
         normalizer = aggregation.normalizer(lengths, actor_ids, batch["num_actors"], batch["max_length"])
-    else:
-        given = batch["normalizer"]
-        if isinstance(given, int | float):  # filled in where it is: to copy a number to a GPU would wait for it
-            given = torch.full((), given, dtype=torch.float64, device=targets.device)
-        normalizer = torch.as_tensor(given, device=targets.device).double()
     weights = aggregation.weights(lengths, normalizer.double(), actor_ids)
     return Tokens(
         rows.spread(weights.float()),
@@ -238,6 +249,31 @@ def _everywhere(values: Tensor, keep: Tensor, head: Head) -> Tensor:
     return values.new_zeros(head.tokens).index_copy_(0, keep, values)
 
 
+def _checked_normalizer(
+    targets: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    batch: dict[str, Any],
+    objective: dict[str, Any],
+    selected: Tensor | None,
+    check: bool,
+) -> Tensor | None:
+    """The normaliser as a tensor. What is wrong with the streams or options raises here, before the long work."""
+    if batch["cu_seqlens"] is None:
+        raise TypeError("cu_seqlens: expected a tensor, got NoneType, as all streams are packed")
+    nothing = torch.zeros(targets.shape, dtype=torch.float32, device=targets.device)
+    names = ("mask", "cu_seqlens", "ref_logprobs", "rollout_logprobs", "actor_ids")
+    s = Streams(nothing, old_logprobs, advantages, *(batch[name] for name in names))
+    rule = batch["aggregation"], batch["num_actors"], batch["max_length"]
+    made = make_objective(s, **objective, aggregation=rule[0], num_actors=rule[1], max_length=rule[2])
+    check_tensors(s)
+    normalizer = make_normalizer(batch["normalizer"], made, nothing, rule[1])
+    check_call(s, made, normalizer, check)
+    if selected is not None:
+        make_selected(s, made.variant, selected)
+    return normalizer
+
+
 def linear_policy_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -262,6 +298,7 @@ def linear_policy_loss(
     actor_ids: Tensor | None = None,
     num_actors: int | None = None,
     max_length: float | None = None,
+    selected: Tensor | None = None,
     check: bool = False,
     backend: str | None = None,
 ) -> PolicyLoss:
@@ -278,8 +315,9 @@ def linear_policy_loss(
 
     ``backend`` is that of the head; the loss over its log-probabilities takes the best one for the device.
 
-    The gradient of a narrow weight is summed in its own dtype over up to 24 chunks, beyond in float32. Raises as the
-    two functions do.
+    The gradient of a bfloat16 weight is summed in its own dtype over up to 24 chunks, beyond in float32. Gradients of
+    float16 are kept in float32, and enlarged, until they were scaled by the loss's own: a loss scale works as ever.
+    Raises as the two functions do.
 
     Example: ``linear_policy_loss(states, lm_head.weight, targets, old, advantages, cu_seqlens=cu).loss.backward()``
     """
@@ -302,25 +340,27 @@ def linear_policy_loss(
         "num_actors": num_actors,
         "max_length": max_length,
     }
+    if not isinstance(entropy, bool):
+        raise TypeError(f"entropy: expected True or False, as it is made here, got {type(entropy).__name__}")
     kind = hidden.device.type if isinstance(hidden, Tensor) else "cpu"
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         with torch.autocast(kind, enabled=False):
-            narrow = hidden.to(dtype), weight.to(dtype), targets, old_logprobs, advantages
-            return linear_policy_loss(*narrow, entropy=entropy, **head, **objective, **batch)  # type: ignore[misc]
+            streams = as_autocast(hidden, dtype), as_autocast(weight, dtype), targets, old_logprobs, advantages
+            return linear_policy_loss(  # type: ignore[misc]
+                *streams, entropy=entropy, **head, **objective, **batch, selected=selected
+            )
     check_head(hidden, weight, targets, bias, positions)
-    compiling = torch.compiler.is_compiling()
-    if not compiling:  # before the long work: what is wrong with the streams, the policy loss knows
-        with torch.no_grad():
-            nothing = torch.zeros(targets.shape, device=hidden.device)
-            policy_loss(nothing, old_logprobs, advantages, **objective, **batch)
+    batch["normalizer"] = _checked_normalizer(targets, old_logprobs, advantages, batch, objective, selected, check)
     leaves = (hidden, weight, bias)
     wanted = torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves)
-    if not wanted or compiling or _needs_rows(variant, correction) or not _serves(hidden, backend):
+    once = wanted and not torch.compiler.is_compiling() and not _needs_rows(variant, correction)
+    if not (once and _serves(hidden, backend)):
         logprob: Any = linear_logprob(hidden, weight, targets, entropy=entropy, **head)
         logprob, entropies = (logprob[0], logprob[1].detach()) if entropy else (logprob, None)
         exact = backend if backend == "torch" else None  # for a second derivative, both must be the reference
-        return policy_loss(logprob, old_logprobs, advantages, entropy=entropies, **objective, **batch, backend=exact)
+        batch |= {"selected": selected, "entropy": entropies, "backend": exact}
+        return policy_loss(logprob, old_logprobs, advantages, **objective, **batch)
     check_temperature(temperature)
     if hidden.is_cpu or check:
         check_id_values("targets", targets, weight.shape[0])
@@ -330,13 +370,17 @@ def linear_policy_loss(
     found = find_aggregation(aggregation, actor_ids, max_length)
     tokens = _tokens(targets, old_logprobs, advantages, found, batch)
     loss = token_loss(**objective)
+    scale, wide = None, None
+    if hidden.dtype is torch.float16:
+        scale, wide = _scale_of(tokens), torch.float32
+        tokens = tokens._replace(weight=tokens.weight * scale)
 
     def compute() -> tuple[Gradients, Tensor, Tensor | None]:
         with torch.no_grad():
             whole = Head(hidden, weight, targets, bias, positions, temperature)
             part, streams_of_part, keep = _trained(whole, tokens)
-            needs = (leaf is not None and leaf.requires_grad for leaf in leaves)
-            gradients = Gradients(part, *needs)
+            needs = [leaf is not None and leaf.requires_grad for leaf in leaves]
+            gradients = Gradients(part, needs[0], needs[1], needs[2], wide)
             logprob, entropies = fused(part, gradients, streams_of_part, loss, entropy)
             if keep is not None:
                 logprob = _everywhere(logprob, keep, whole)
@@ -346,5 +390,5 @@ def linear_policy_loss(
     gradients, logprob, entropies = compute()
     with torch.no_grad():
         result = policy_loss(logprob, old_logprobs, advantages, entropy=entropies, **objective, **batch)
-    attached = _Attach.apply(result.loss, [gradients], lambda: compute()[0], *leaves)
+    attached = _Attach.apply(result.loss, [gradients], lambda: compute()[0], scale, *leaves)
     return result._replace(loss=attached)
