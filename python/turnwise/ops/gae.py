@@ -19,6 +19,7 @@ from .token_rewards import (
     gpu_inputs,
     is_plain,
     not_finite,
+    wide_type,
     workspace_of,
 )
 from .token_rewards_reference import gae as reference
@@ -47,6 +48,12 @@ def _compute(
     lam: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
+    if backend == "torch":
+        _check(rewards, values, mask, cu_seqlens)
+        if rewards.is_cpu:
+            check_token_values("rewards", rewards, mask, cu_seqlens)
+        advantages, returns = reference(rewards, values, mask, cu_seqlens, gamma, lam)
+        return advantages.to(wide_type(rewards, values)), returns.to(wide_type(rewards, values))
     advantages = rewards.new_empty(rewards.shape, dtype=torch.float32)
     returns = torch.empty_like(advantages)
     if backend == "triton":
@@ -95,8 +102,8 @@ _op = torch.library.custom_op("turnwise::gae", _checked, mutates_args=())
 
 
 @_op.register_fake
-def _fake(rewards: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    advantages = rewards.new_empty(rewards.shape, dtype=torch.float32)
+def _fake(rewards: Tensor, values: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    advantages = rewards.new_empty(rewards.shape, dtype=wide_type(rewards, values))
     return advantages, torch.empty_like(advantages)
 
 
@@ -140,14 +147,9 @@ def gae(
     check_share("lam", lam)
     obstacle = float64_obstacle(rewards=rewards, values=values)
     chosen = resolve(backend, rewards, native=obstacle)
-    if check:
+    if check and not torch.compiler.is_compiling():
         _check(rewards, values, mask, cu_seqlens)
         check_token_values("rewards", rewards, mask, cu_seqlens)
-    if chosen != "torch":
-        call: Any = _checked if is_plain(rewards) and is_plain(values) else torch.ops.turnwise.gae
-        return call(rewards, values, mask, cu_seqlens, float(gamma), float(lam), chosen)
-    _check(rewards, values, mask, cu_seqlens)
-    if rewards.is_cpu and not torch.compiler.is_compiling():
-        check_token_values("rewards", rewards, mask, cu_seqlens)
-    advantages, returns = reference(rewards, values, mask, cu_seqlens, gamma, lam)
-    return (advantages, returns) if obstacle else (advantages.float(), returns.float())
+    # A compiler can't follow the reference from token to token either.
+    call: Any = _checked if is_plain(rewards) and is_plain(values) else torch.ops.turnwise.gae
+    return call(rewards, values, mask, cu_seqlens, float(gamma), float(lam), chosen)

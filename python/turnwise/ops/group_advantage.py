@@ -247,15 +247,16 @@ def group_advantage(
         )
     check_options(pool, center, scale, ddof, eps, singleton, min_std)
     check_companions(pool, trajectory_ids, center, lengths)
-    columns = (trajectory_ids, lengths, valid)
     if not bare:
         check_optional(trajectory_ids=trajectory_ids, lengths=lengths, valid=valid)
     if num_groups is not None:
         num_groups = check_count(num_groups)
     check_types(rewards, lengths, valid)
+    rewards, lengths = rewards.detach(), None if lengths is None else lengths.detach()
+    columns = (trajectory_ids, lengths, valid)
     chosen = resolve(backend, rewards)
     options = Options(pool, center, scale, singleton, ddof, eps, min_std)
-    if check:
+    if check and not torch.compiler.is_compiling():
         check_all(rewards, group_ids, num_groups, *columns, options)
     if chosen != "torch":
         groups = -1 if num_groups is None else num_groups
@@ -272,4 +273,4 @@ def group_advantage(
         num_groups = check_all(rewards, group_ids, num_groups, *columns, options)
     elif num_groups is None:
         num_groups = count_groups(group_ids)
-    return reference(rewards.detach(), group_ids, num_groups, *columns, options)
+    return reference(rewards, group_ids, num_groups, *columns, options)

@@ -61,7 +61,7 @@ def make_objective(
 def check_call(s: Streams, objective: Objective, normalizer: Tensor | None, check: bool = False) -> None:
     """Raises for the first argument that is wrong. Values are looked at on a CPU, on a GPU with ``check``."""
     check_streams(s, objective.num_actors)
-    if check or (s.logprobs.is_cpu and not torch.compiler.is_compiling()):
+    if (check or s.logprobs.is_cpu) and not torch.compiler.is_compiling():
         check_stream_values(s, objective.num_actors)
         if normalizer is not None:
             check_normalizer_values(normalizer)

@@ -167,6 +167,8 @@ def _sum(
 def _returns(
     token_rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, gamma: float, backend: str
 ) -> Tensor:
+    if backend == "torch":
+        return _reference_returns(token_rewards, mask, cu_seqlens, gamma)
     returns = token_rewards.new_empty(token_rewards.shape, dtype=torch.float32)
     if backend == "triton":
         from . import token_rewards_triton
@@ -185,6 +187,18 @@ def _returns(
         if not_finite(returns):
             check_token_values("token_rewards", token_rewards, mask, cu_seqlens)
     return returns
+
+
+def _reference_returns(rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, gamma: float) -> Tensor:
+    check_tokens("token_rewards", rewards, mask, cu_seqlens)
+    if rewards.is_cpu:
+        check_token_values("token_rewards", rewards, mask, cu_seqlens)
+    return returns_reference(rewards, mask, cu_seqlens, gamma).to(wide_type(rewards))
+
+
+def wide_type(*streams: Tensor) -> torch.dtype:
+    """Of what the reference returns."""
+    return torch.float64 if any(stream.dtype is torch.float64 for stream in streams) else torch.float32
 
 
 def _checked_sum(
@@ -224,7 +238,7 @@ def _fake_sum(token_rewards: Tensor, mask: object, cu_seqlens: Tensor | None, *_
 
 @_returns_op.register_fake
 def _fake_returns(token_rewards: Tensor, *_: object) -> Tensor:
-    return token_rewards.new_empty(token_rewards.shape, dtype=torch.float32)
+    return token_rewards.new_empty(token_rewards.shape, dtype=wide_type(token_rewards))
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -261,7 +275,7 @@ def token_reward_sum(
     rewards = as_floats("token_rewards", token_rewards)
     check_optional(mask=mask, cu_seqlens=cu_seqlens, lengths=lengths)
     chosen = resolve(backend, rewards, native=float64_obstacle(token_rewards=rewards))
-    if check:
+    if check and not torch.compiler.is_compiling():
         check_tokens("token_rewards", rewards, mask, cu_seqlens)
         _check_lengths(rewards, mask, cu_seqlens, lengths)
         _check_sum_values(rewards, mask, cu_seqlens, lengths)
@@ -297,14 +311,9 @@ def token_returns(
     check_optional(mask=mask, cu_seqlens=cu_seqlens)
     check_share("gamma", gamma)
     chosen = resolve(backend, rewards, native=float64_obstacle(token_rewards=rewards))
-    if check:
+    if check and not torch.compiler.is_compiling():
         check_tokens("token_rewards", rewards, mask, cu_seqlens)
         check_token_values("token_rewards", rewards, mask, cu_seqlens)
-    if chosen != "torch":
-        call: Any = _checked_returns if is_plain(rewards) else torch.ops.turnwise.token_returns
-        return call(rewards, mask, cu_seqlens, float(gamma), chosen)
-    check_tokens("token_rewards", rewards, mask, cu_seqlens)
-    if rewards.is_cpu and not torch.compiler.is_compiling():
-        check_token_values("token_rewards", rewards, mask, cu_seqlens)
-    returns = returns_reference(rewards, mask, cu_seqlens, gamma)
-    return returns if rewards.dtype is torch.float64 else returns.float()
+    # A compiler can't follow the reference from token to token either.
+    call: Any = _checked_returns if is_plain(rewards) else torch.ops.turnwise.token_returns
+    return call(rewards, mask, cu_seqlens, float(gamma), chosen)
