@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
@@ -86,6 +88,24 @@ def emulator() -> Any:
     loader.exec_module(loaded)
     assert loaded.emulates_cuda
     return loaded
+
+
+@pytest.fixture
+def in_threads() -> Callable[..., list[Any]]:
+    """``in_threads(work)``: what ``work(0)`` to ``work(7)`` give, each in a thread of its own, all at once. What one of
+    them raises is raised."""
+
+    def run(work: Callable[[int], Any], threads: int = 8) -> list[Any]:
+        start = threading.Barrier(threads)
+
+        def begin(index: int) -> Any:
+            start.wait()
+            return work(index)
+
+        with ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(begin, range(threads)))
+
+    return run
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -212,20 +211,12 @@ def test_opcheck(make_batch, target, opcheck_calls, form) -> None:
     assert called == (set() if target.backend == "torch" else ops)
 
 
-def test_calls_from_eight_threads(make_batch) -> None:
+def test_calls_from_eight_threads(make_batch, in_threads) -> None:
     arguments = inputs(make_batch, 2, rows=40, width=700) | {"backend": "native"}
     want = at_once(arguments)
-    wrong = []
 
-    def work() -> None:
-        for _ in range(4):
-            got = at_once(arguments)
-            if not (torch.equal(got[0].loss, want[0].loss) and torch.equal(got[2], want[2])):
-                wrong.append(1)
+    def work(_: int) -> bool:
+        results = [at_once(arguments) for _ in range(4)]
+        return all(torch.equal(got[0].loss, want[0].loss) and torch.equal(got[2], want[2]) for got in results)
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    assert all(in_threads(work))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from typing import Any
 
 import pytest
@@ -228,22 +227,15 @@ def test_the_memory_of_the_logits_is_never_held(monkeypatch) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 @NATIVE
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-def test_equal_bits_run_to_run_and_in_eight_threads(dtype) -> None:
+def test_equal_bits_run_to_run_and_in_eight_threads(in_threads, dtype) -> None:
     given = make(11, 60, 700, dtype=dtype)
     want = run(given, "native")
-    wrong: list[str] = []
 
-    def work() -> None:
-        for _ in range(3):
-            got = run(given, "native")
-            wrong.extend(name for name in want if not torch.equal(got[name], want[name]))
+    def work(_: int) -> bool:
+        results = [run(given, "native") for _ in range(3)]
+        return all(torch.equal(got[name], want[name]) for got in results for name in want)
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    assert all(in_threads(work))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import threading
 from typing import Any
 
 import pytest
@@ -356,22 +355,15 @@ def test_autocast(target) -> None:
 
 
 @NATIVE
-def test_equal_bits_run_to_run_and_in_eight_threads(target) -> None:
+def test_equal_bits_run_to_run_and_in_eight_threads(target, in_threads) -> None:
     given = make(15, **FULL)
     _, want = run(given, target)
-    wrong: list[str] = []
 
-    def work() -> None:
+    def work(_: int) -> bool:
         _, got = run(given, target)
-        wrong.extend(name for name in want if not torch.equal(got[name], want[name]))
+        return all(torch.equal(got[name], want[name]) for name in want)
 
-    work()
-    threads = [threading.Thread(target=work) for _ in range(1 if target.emulated else 8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    assert work(0) and all(in_threads(work, 1 if target.emulated else 8))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from typing import Any
 
 import pytest
@@ -209,21 +208,15 @@ def test_every_instruction_set(isa) -> None:
     assert "passed" in result.stdout
 
 
-def test_calls_from_eight_threads(target) -> None:
+def test_calls_from_eight_threads(target, in_threads) -> None:
     given = make(9, (6, 700))
     want = run(given, target)
-    wrong: list[str] = []
 
-    def work() -> None:
+    def work(_: int) -> bool:
         got = run(given, target)
-        wrong.extend(name for name in want if not torch.equal(got[name], want[name]))
+        return all(torch.equal(got[name], want[name]) for name in want)
 
-    threads = [threading.Thread(target=work) for _ in range(1 if target.emulated or backends.interpreted else 8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    assert all(in_threads(work, 1 if target.emulated or backends.interpreted else 8))
 
 
 @NATIVE

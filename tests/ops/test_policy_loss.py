@@ -6,7 +6,6 @@ import math
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -455,23 +454,15 @@ def test_opcheck(make_batch, target) -> None:
     torch.library.opcheck(ops.policy_loss_backward.default, scale)
 
 
-def test_calls_from_several_threads(make_batch) -> None:
+def test_calls_from_eight_threads(make_batch, in_threads) -> None:
     arguments = make_batch(2, 40, 2000, **FULL).padded(torch.float32)
     want, grad = run(arguments, backend="native")
-    wrong = []
 
-    def work() -> None:
-        for _ in range(5):
-            got, got_grad = run(arguments, backend="native")
-            if not (torch.equal(got.loss, want.loss) and torch.equal(got_grad, grad)):
-                wrong.append(1)
+    def work(_: int) -> bool:
+        results = [run(arguments, backend="native") for _ in range(5)]
+        return all(torch.equal(got.loss, want.loss) and torch.equal(got_grad, grad) for got, got_grad in results)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    assert all(in_threads(work))
 
 
 def test_works_in_a_forked_child() -> None:
