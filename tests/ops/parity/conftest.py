@@ -6,6 +6,7 @@ A peer computes in float64 what ours computes in float32 on the same values: so 
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import random
 import warnings
@@ -16,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+
+from turnwise.ops import loss_normalizer, policy_loss
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -47,9 +50,10 @@ class Streams:
     old: Tensor  # [B, T]
     ref: Tensor  # [B, T]
     rollout: Tensor  # [B, T]
-    advantages: Tensor  # [B]
+    advantages: Tensor  # [B], or [B, T] from every third seed
     mask: Tensor  # [B, T] bool
     choose: random.Random  # for the options of this call
+    form: random.Random  # for how its streams are laid out
 
     def on(self, target: Any) -> Streams:
         """The same where a backend computes."""
@@ -58,6 +62,54 @@ class Streams:
 
     def double(self, name: str) -> Tensor:
         return getattr(self, name).double()
+
+    def spread(self) -> Tensor:
+        """Advantages ``[B, T]`` in float64, as a peer takes them."""
+        a = self.advantages.double()
+        return a if a.dim() == 2 else a[:, None].expand(self.mask.shape)
+
+    def loss(self, target: Any, logprobs: Tensor, *, optional: tuple[str, ...] = (), **options: Any) -> Tensor:
+        """Our loss, in a form of those that it may be called in, drawn anew: padded or packed, any mask, advantages of
+        a sequence or of its tokens, in one call or in two micro-batches. ``optional``: streams beyond the usual ones.
+        """
+        cuts = [0, len(self.mask)]
+        whole_only = "variant" in options and options["variant"].selects
+        if not whole_only and self.form.random() < 0.3:
+            cuts.insert(1, self.form.randint(0, len(self.mask)))
+        if "normalizer" not in options and (len(cuts) > 2 or self.form.random() < 0.3):
+            given = {k: options[k] for k in ("aggregation", "max_length") if k in options}
+            options["normalizer"] = loss_normalizer(**{"aggregation": "token-mean", **given}, mask=self.mask).to(
+                target.device
+            )
+        calls = (self._part(target, logprobs, slice(*part), optional, options) for part in itertools.pairwise(cuts))
+        return torch.stack(list(calls)).sum()
+
+    def _part(
+        self, target: Any, logprobs: Tensor, rows: slice, optional: tuple[str, ...], options: dict[str, Any]
+    ) -> Tensor:
+        g = self.on(target)
+        streams = {"logprobs": logprobs.to(target.device), "old_logprobs": g.old, "mask": g.mask}
+        streams |= {f"{name}_logprobs": getattr(g, name) for name in optional}
+        advantages = g.advantages[rows]
+        if advantages.dim() == 2 or self.form.random() < 0.3:
+            per_token = advantages if advantages.dim() == 2 else advantages[:, None].expand(g.mask[rows].shape)
+            streams["advantages"] = torch.zeros_like(g.old)
+            streams["advantages"][rows] = per_token
+        elif self.form.random() < 0.3:
+            advantages = advantages[:, None]
+        streams = {name: stream[rows] for name, stream in streams.items()}
+        layout, width, device = {}, g.mask.shape[1], g.mask.device
+        ends = (self.mask[rows] * torch.arange(1, width + 1)).amax(1)
+        lengths = torch.tensor([self.form.randint(int(end), width) for end in ends], dtype=torch.int64)
+        # As many tokens as rows: advantages would be taken for one of each row.
+        alike = "advantages" in streams and int(lengths.sum()) == len(lengths)
+        if self.form.random() < 0.5 and not alike:
+            kept = (torch.arange(width) < lengths[:, None]).to(device)
+            streams = {name: stream[kept] for name, stream in streams.items()}
+            kind = self.form.choice([torch.int32, torch.int64])
+            layout["cu_seqlens"] = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(kind).to(device)
+        streams["mask"] = streams["mask"].to(self.form.choice([torch.bool, torch.uint8, torch.int64, torch.float32]))
+        return policy_loss(**{"advantages": advantages, **streams}, **layout, **options, backend=target.backend).loss
 
     def leaves(self) -> tuple[Tensor, Tensor]:
         """``logprobs`` twice, for ours in float32 and for the peer in float64."""
@@ -78,7 +130,9 @@ def draw_streams(seed: int, *, empty_rows: bool = True, spread: float = 0.6) -> 
         mask[:, 0] = True
     mask[choose.randrange(rows), choose.randrange(width)] = True
     old, ref, rollout = (logprobs + spread * noise).unbind()
-    return Streams(logprobs, old, ref, rollout, torch.randn(rows, generator=generator), mask, choose)
+    shape = (rows, width) if seed % 3 == 0 else (rows,)
+    advantages = torch.randn(shape, generator=generator)
+    return Streams(logprobs, old, ref, rollout, advantages, mask, choose, random.Random(f"form {seed}"))
 
 
 def compare(loss: Tensor, logprobs: Tensor, expected: Tensor, leaf: Tensor) -> None:

@@ -6,6 +6,7 @@ import importlib.util
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,9 +28,12 @@ def trl_loss(peer: Any) -> Callable[..., Tensor]:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 
-    def loss(loss_type: str, s: Any, logprobs: Tensor, **options: Any) -> Tensor:
+    def loss(
+        loss_type: str, s: Any, logprobs: Tensor, taus: tuple[float, float] = (1.0, 1.05), **options: Any
+    ) -> Tensor:
         streams = {name: getattr(s, name).to(logprobs.dtype) for name in ("old", "advantages", "ref")}
         step = module.TRLLoss(loss_type, mask=s.mask.long(), max_completion_length=MAX_COMPLETION, **streams, **options)
+        step.trainer.args.sapo_temperature_pos, step.trainer.args.sapo_temperature_neg = taus
         return step(logprobs)
 
     return loss
@@ -57,20 +61,10 @@ def test_clipped(trl_loss: Any, streams: Any, same_loss: Any, target: Any, seeds
         clip = Clip(s.choose.uniform(0.05, 0.5), s.choose.uniform(0.05, 0.5), dual=dual)
         beta = s.choose.choice([0.0, 0.04])
         lp, leaf = s.leaves()
-        g = s.on(target)
-        ours = policy_loss(
-            lp.to(target.device),
-            g.old,
-            g.advantages,
-            mask=g.mask,
-            clip=clip,
-            kl=KL("k3", beta) if beta else None,
-            ref_logprobs=g.ref if beta else None,
-            backend=target.backend,
-            **aggregation_of(loss_type, s.mask),
-        )
+        kl = {"kl": KL("k3", beta), "optional": ("ref",)} if beta else {}
+        ours = s.loss(target, lp, clip=clip, **kl, **aggregation_of(loss_type, s.mask))
         expected = trl_loss(loss_type, s, leaf, beta=beta, epsilon_low=clip.low, epsilon_high=clip.high, delta=dual)
-        same_loss(ours.loss, lp, expected, leaf)
+        same_loss(ours, lp, expected, leaf)
 
 
 @pytest.mark.parametrize("name", ["cispo", "sapo", "gspo"])
@@ -79,27 +73,23 @@ def test_variants(trl_loss: Any, streams: Any, same_loss: Any, target: Any, seed
     for seed in seeds():
         s = streams(seed)
         low, high = s.choose.uniform(0.01, 0.1), s.choose.uniform(0.01, 0.5)
+        taus = s.choose.uniform(0.5, 2), s.choose.uniform(0.5, 2)
+        beta = s.choose.choice([0.0, 0.04])
         variant, loss_type, options = {
             "cispo": (CISPO(low=1.0, high=high), "cispo", {"epsilon_high": 1 + high}),
-            "sapo": (SAPO(1.0, 1.05), "sapo", {}),
+            "sapo": (SAPO(*taus), "sapo", {"taus": taus}),
             "gspo": (
                 GSPO(low, high),
                 "grpo",
                 {"importance_sampling_level": "sequence", "epsilon_low": low, "epsilon_high": high},
             ),
         }[name]
+        if name == "gspo" and s.advantages.dim() == 2:  # a difference, see below
+            s.advantages = s.advantages[:, 0]
         lp, leaf = s.leaves()
-        g = s.on(target)
-        ours = policy_loss(
-            lp.to(target.device),
-            g.old,
-            g.advantages,
-            mask=g.mask,
-            variant=variant,
-            backend=target.backend,
-            **aggregation_of(loss_type, s.mask),
-        )
-        same_loss(ours.loss, lp, trl_loss(loss_type, s, leaf, **options), leaf)
+        kl = {"kl": KL("k3", beta), "optional": ("ref",)} if beta else {}
+        ours = s.loss(target, lp, variant=variant, **kl, **aggregation_of(loss_type, s.mask))
+        same_loss(ours, lp, trl_loss(loss_type, s, leaf, beta=beta, **options), leaf)
 
 
 def test_metrics(trl_loss: Any, streams: Any) -> None:
@@ -133,6 +123,25 @@ def test_ratio_of_a_far_policy(trl_loss: Any, streams: Any) -> None:
     s.old, s.advantages = s.logprobs - 100, -torch.ones_like(s.advantages)
     assert not trl_loss("dapo", s, s.logprobs).isfinite()
     assert policy_loss(s.logprobs, s.old, s.advantages, mask=s.mask).loss.isfinite()
+
+
+def test_gspo_with_advantages_per_token(trl_loss: Any) -> None:
+    """TRL multiplies one ratio by every token's advantage, so that each token's gradient is their mean. Ours is
+    GSPO-token (https://arxiv.org/abs/2507.18071, eq. 13), as verl's is: each token has its own."""
+    logprobs, advantages = torch.tensor([[-1.0, -2.0]], dtype=torch.float64), torch.tensor([[1.0, 3.0]]).double()
+    grads = []
+    for mine in (True, False):
+        leaf = logprobs.clone().requires_grad_()
+        if mine:
+            loss = policy_loss(leaf, logprobs, advantages, variant=GSPO(), aggregation="seq-mean-token-mean").loss
+        else:
+            s = SimpleNamespace(old=logprobs, ref=logprobs, advantages=advantages, mask=torch.ones(1, 2))
+            loss = trl_loss("grpo", s, leaf, importance_sampling_level="sequence")
+        assert loss.item() == pytest.approx(-2.0)
+        loss.backward()
+        assert leaf.grad is not None
+        grads.append(leaf.grad.tolist())
+    assert grads == [[[-0.5, -1.5]], [[-1.0, -1.0]]]
 
 
 def test_empty_rows_dilute_grpo(trl_loss: Any, streams: Any) -> None:

@@ -66,9 +66,9 @@ def test_grpo_vectorized(verl: Any, by_std: bool) -> None:
         torch.testing.assert_close(got.double(), expected.double(), rtol=1e-5, atol=1e-5)
 
 
-def test_rloo(verl: Any) -> None:
+def test_rloo(verl: Any, target: Any, seeds: Any) -> None:
     """A question with one answer: the loop keeps its reward (``raw``), the vectorised form gives 0 (``zero``)."""
-    for seed in range(SEEDS):
+    for seed in seeds():
         rewards, uids, _ = draw(seed)
         ids, groups = factorize(uids)
         for estimator, singleton in (
@@ -76,31 +76,45 @@ def test_rloo(verl: Any) -> None:
             (verl.compute_rloo_vectorized_outcome_advantage, "zero"),
         ):
             got = group_advantage(
-                rewards, ids, num_groups=groups, center="leave_one_out", scale="none", singleton=singleton
+                rewards.to(target.device),
+                ids.to(target.device),
+                num_groups=groups,
+                center="leave_one_out",
+                scale="none",
+                singleton=singleton,
+                backend=target.backend,
             )
-            torch.testing.assert_close(got.double(), theirs(estimator, rewards, uids), **TOLERANCE)
+            torch.testing.assert_close(got.cpu().double(), theirs(estimator, rewards, uids), **TOLERANCE)
 
 
-def test_opo(verl: Any) -> None:
-    for seed in range(SEEDS):
+def test_opo(verl: Any, target: Any, seeds: Any) -> None:
+    for seed in seeds():
         rewards, uids, generator = draw(seed)
         ids, groups = factorize(uids)
         lengths = torch.from_numpy(generator.integers(1, 9, size=len(rewards)))
         mask = (torch.arange(8)[None] < lengths[:, None]).long()
         expected = theirs(verl.compute_opo_outcome_advantage, rewards, uids, mask)
         got = group_advantage(
-            rewards, ids, num_groups=groups, lengths=lengths, center="length_weighted", scale="none", singleton="raw"
+            rewards.to(target.device),
+            ids.to(target.device),
+            num_groups=groups,
+            lengths=lengths.to(target.device),
+            center="length_weighted",
+            scale="none",
+            singleton="raw",
+            backend=target.backend,
         )
-        torch.testing.assert_close(got.double(), expected, **TOLERANCE)
+        torch.testing.assert_close(got.cpu().double(), expected, **TOLERANCE)
 
 
-def test_gpg(verl: Any) -> None:
+def test_gpg(verl: Any, target: Any, seeds: Any) -> None:
     """Centred rewards times batch size over the number of rewards that are not 0."""
-    for seed in range(SEEDS):
+    for seed in seeds():
         rewards, uids, _ = draw(seed)
         ids, groups = factorize(uids)
         share = len(rewards) / max(int((rewards != 0).sum()), 1)
-        got = share * group_advantage(rewards, ids, num_groups=groups, scale="none", singleton="raw")
+        rule = {"num_groups": groups, "scale": "none", "singleton": "raw", "backend": target.backend}
+        got = share * group_advantage(rewards.to(target.device), ids.to(target.device), **rule).cpu()
         expected = theirs(verl.compute_gpg_outcome_advantage, rewards, uids)
         torch.testing.assert_close(got.double(), expected, **TOLERANCE)
 

@@ -55,7 +55,7 @@ def arguments(s: Any, log_prob: Tensor, agg: str, settings: Any) -> dict[str, An
     return {
         "old_log_prob": s.double("old"),
         "log_prob": log_prob,
-        "advantages": s.double("advantages")[:, None].expand(s.mask.shape),
+        "advantages": s.spread(),
         "response_mask": s.mask.double(),
         "loss_agg_mode": agg,
         "config": settings,
@@ -70,18 +70,9 @@ def test_vanilla(verl: Any, config: Any, streams: Any, same_loss: Any, target: A
         clip = Clip(s.choose.uniform(0.05, 0.5), s.choose.uniform(0.05, 0.5), dual=s.choose.uniform(1.6, 4))
         settings = config(clip_ratio_low=clip.low, clip_ratio_high=clip.high, clip_ratio_c=clip.dual)
         lp, leaf = s.leaves()
-        g = s.on(target)
-        ours = policy_loss(
-            lp.to(target.device),
-            g.old,
-            g.advantages,
-            mask=g.mask,
-            clip=clip,
-            backend=target.backend,
-            **aggregation_of(agg, s.mask),
-        )
+        ours = s.loss(target, lp, clip=clip, **aggregation_of(agg, s.mask))
         expected = verl.compute_policy_loss_vanilla(**arguments(s, leaf, agg, settings))[0]
-        same_loss(ours.loss, lp, expected, leaf)
+        same_loss(ours, lp, expected, leaf)
 
 
 # Each draws a variant, verl's config for the same, and the aggregation.
@@ -95,6 +86,11 @@ def _clipped(variant: Any, most: float = 0.5) -> Callable[[Any], tuple[Variant, 
         return variant(low=low, high=high), {"clip_ratio_low": low, "clip_ratio_high": high}
 
     return draw
+
+
+def _vanilla(choose: Any) -> tuple[Variant, dict[str, Any]]:
+    clip = Clip(*_ranges(choose), dual=choose.uniform(1.6, 4))
+    return clip, {"clip_ratio_low": clip.low, "clip_ratio_high": clip.high, "clip_ratio_c": clip.dual}
 
 
 def _sapo(choose: Any) -> tuple[Variant, dict[str, Any]]:
@@ -121,21 +117,12 @@ def test_variants(verl: Any, config: Any, streams: Any, same_loss: Any, target: 
         variant, settings = draw(s.choose)
         agg = s.choose.choice(aggregations)
         lp, leaf = s.leaves()
-        g = s.on(target)
-        ours = policy_loss(
-            lp.to(target.device),
-            g.old,
-            g.advantages,
-            mask=g.mask,
-            variant=variant,
-            normalizer=float(len(s.mask)) if name == "geo_mean" else None,
-            backend=target.backend,
-            **aggregation_of(agg, s.mask),
-        )
+        rows = {"normalizer": float(len(s.mask))} if name == "geo_mean" else {}
+        ours = s.loss(target, lp, variant=variant, **rows, **aggregation_of(agg, s.mask))
         given = arguments(s, leaf, agg, config(**settings))
         if name == "reinforce":
             given["rollout_log_prob"] = given.pop("old_log_prob")
-        same_loss(ours.loss, lp, getattr(verl, function)(**given)[0], leaf)
+        same_loss(ours, lp, getattr(verl, function)(**given)[0], leaf)
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
@@ -151,26 +138,17 @@ def test_covariance_variants(
             continue
         share, agg = s.choose.uniform(0.05, 0.6), s.choose.choice(AGGREGATIONS)
         low, high = _ranges(s.choose)
-        advantages = torch.randn(s.mask.shape, generator=torch.Generator().manual_seed(seed))
+        s.advantages = torch.randn(s.mask.shape, generator=torch.Generator().manual_seed(seed))
         variant: Variant = KLCov(share=share, coef=0.5)
         chosen = PolicyLossConfig(kl_cov_ratio=share, ppo_kl_coef=0.5)
         if name == "clip_cov":
             variant = ClipCov(low=low, high=high, share=1.0, lower=-0.2, upper=1.0)
             chosen = PolicyLossConfig(clip_cov_ratio=1.0, clip_cov_lb=-0.2, clip_cov_ub=1.0)
         lp, leaf = s.leaves()
-        g = s.on(target)
-        ours = policy_loss(
-            lp.to(target.device),
-            g.old,
-            advantages.to(target.device),
-            mask=g.mask,
-            variant=variant,
-            backend=target.backend,
-            **aggregation_of(agg, s.mask),
-        )
+        ours = s.loss(target, lp, variant=variant, **aggregation_of(agg, s.mask))
         settings = config(clip_ratio_low=low, clip_ratio_high=high, policy_loss=chosen)
-        given = arguments(s, leaf, agg, settings) | {"advantages": advantages.double()}
-        same_loss(ours.loss, lp, getattr(verl, f"compute_policy_loss_{name}")(**given)[0], leaf)
+        given = arguments(s, leaf, agg, settings)
+        same_loss(ours, lp, getattr(verl, f"compute_policy_loss_{name}")(**given)[0], leaf)
 
 
 def test_vanilla_metrics(verl: Any, config: Any, streams: Any) -> None:
@@ -193,48 +171,34 @@ def test_kl_penalty(verl: Any, streams: Any, same_loss: Any, target: Any, seeds:
         s = streams(seed, spread=0.6 if seed % 4 else 8.0)
         agg = s.choose.choice(AGGREGATIONS)
         lp, leaf = s.leaves()
-        g = s.on(target)
-        ours = policy_loss(
-            lp.to(target.device),
-            g.logprobs,
-            torch.zeros_like(g.advantages),
-            mask=g.mask,
-            kl=KL(kind, coef=0.25),
-            ref_logprobs=g.ref,
-            backend=target.backend,
-            **aggregation_of(agg, s.mask),
-        )
+        s.old, s.advantages = s.logprobs, torch.zeros_like(s.advantages)
+        ours = s.loss(target, lp, optional=("ref",), kl=KL(kind, coef=0.25), **aggregation_of(agg, s.mask))
         estimate = verl.kl_penalty(leaf, s.double("ref"), kind)
-        same_loss(ours.loss, lp, 0.25 * verl.agg_loss(estimate, s.mask.double(), agg), leaf)
+        same_loss(ours, lp, 0.25 * verl.agg_loss(estimate, s.mask.double(), agg), leaf)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_rollout_correction(
     verl: Any, config: Any, streams: Any, same_loss: Any, target: Any, seeds: Any, level: str
 ) -> None:
-    """Truncated importance weights from verl's own helper, on its vanilla loss."""
+    """Truncated importance weights from verl's own helper, on its vanilla loss, GSPO, CISPO, GPG and SAPO."""
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
-    settings = config(clip_ratio_c=1e9)  # no dual clip
     for seed in seeds(4):
         s = streams(seed, empty_rows=False)
-        mask = s.mask.double()
+        mask, cap = s.mask.double(), s.choose.uniform(1.2, 4)
         weights, _ = compute_rollout_correction_weights(
-            s.double("old") - s.double("rollout"), mask, rollout_is=level, rollout_is_threshold=2.0
+            s.double("old") - s.double("rollout"), mask, rollout_is=level, rollout_is_threshold=cap
         )
+        name = s.choose.choice(["vanilla", "gspo", "cispo", "gpg", "sapo"])
+        function, draw, aggregations = VARIANTS.get(name, ("compute_policy_loss_vanilla", _vanilla, AGGREGATIONS))
+        variant, settings = draw(s.choose)
+        agg = s.choose.choice(aggregations)
         lp, leaf = s.leaves()
-        g = s.on(target)
-        ours = policy_loss(
-            lp.to(target.device),
-            g.old,
-            g.advantages,
-            mask=g.mask,
-            rollout_logprobs=g.rollout,
-            correction=ImportanceCorrection(level, cap=2.0),
-            backend=target.backend,
-        )
-        given = arguments(s, leaf, "token-mean", settings)
-        same_loss(ours.loss, lp, verl.compute_policy_loss_vanilla(**given, rollout_is_weights=weights)[0], leaf)
+        options = {"correction": ImportanceCorrection(level, cap=cap), "variant": variant}
+        ours = s.loss(target, lp, optional=("rollout",), **options, **aggregation_of(agg, s.mask))
+        given = arguments(s, leaf, agg, config(**settings))
+        same_loss(ours, lp, getattr(verl, function)(**given, rollout_is_weights=weights)[0], leaf)
 
 
 @pytest.mark.parametrize("agg", AGGREGATIONS[:3])
