@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -15,6 +18,11 @@ def test_reads_like_a_dict() -> None:
     assert by_actor["a"].tolist() == [3.0, 5.0]
     assert dict(metrics).keys() == {"a", "b"}
     assert metrics.get("c") is None
+    assert metrics | {"a": 7} == {"a": 7, "b": metrics["b"]} and {"a": 7, "c": 8} | metrics == {**metrics, "c": 8}
+    with pytest.raises(TypeError):
+        metrics | 3
+    for same in (copy.deepcopy(metrics), pickle.loads(pickle.dumps(metrics))):
+        assert dict(same) == dict(metrics)
     assert "tensor(1.)" in repr(metrics)
     with pytest.raises(KeyError, match="c"):
         metrics["c"]

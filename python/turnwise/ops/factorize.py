@@ -74,8 +74,8 @@ def factorize(*keys: Key) -> tuple[Tensor, int]:
 
     Returns ``(group_ids [B] int64 on the CPU, num_groups)``.
 
-    Raises ``TypeError`` for no key, a key that is no sequence or an entry that can't be hashed, ``ValueError`` for
-    different lengths.
+    Raises ``TypeError`` for no key, a key that is no sequence (a set has no order) and an entry that can't be hashed or
+    is a tensor, ``ValueError`` for different lengths.
 
     Example: ``factorize(["a", "b", "a"], [0, 0, 0])`` gives ``(tensor([0, 1, 0]), 2)``.
     """

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import Tensor
 
 
 class Metrics(Mapping[str, Tensor]):
-    """The columns of ``table[rows]`` under their ``names``. Reads like a dict; ``dict(metrics)`` makes one."""
+    """The columns of ``table[rows]`` under their ``names``. Reads like a dict; ``dict(metrics)`` makes one, and so
+    does ``metrics | more``."""
 
     __slots__ = ("_names", "_rows", "_table", "_values")
 
@@ -31,6 +33,12 @@ class Metrics(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self, **other} if isinstance(other, Mapping) else NotImplemented
+
+    def __ror__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return {**other, **self} if isinstance(other, Mapping) else NotImplemented
 
     def __repr__(self) -> str:
         return repr(self._all())
