@@ -319,3 +319,73 @@ def test_check_reaches_the_loss_behind_the_head(target, change, message) -> None
     change = {k: v.to(target.device) if isinstance(v, Tensor) else v for k, v in change.items()}
     with pytest.raises(ValueError, match=message):
         OPS["linear_policy_loss"](given, **change, backend=target.backend, check=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Autograd, autocast, torch.library
+# ---------------------------------------------------------------------------------------------------------------------
+DIFFERENTIABLE = (*LOSSES, "logprob", "linear_logprob")
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_a_second_derivative_is_refused_or_right(target, op) -> None:
+    given = {k: v.to(target.device) for k, v in streams().items()}
+    leaf = given[FLOAT_OF[op]].requires_grad_()
+
+    def slope() -> Tensor:
+        # 0.7: a gradient that is scaled goes another way
+        total = 0.7 * OPS[op](given, backend=target.backend).square().sum()
+        return torch.autograd.grad(total, leaf, create_graph=True)[0]
+
+    if target.backend == "torch":
+        (second,) = torch.autograd.grad(slope().sum(), leaf)
+        assert second.isfinite().all() and second.abs().max() > 0
+        return
+    with pytest.raises(RuntimeError, match="use backend='torch'"):
+        slope().sum().backward()
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_gradcheck_of_every_reference(op) -> None:
+    given = {k: v.double() if v.is_floating_point() else v for k, v in streams().items()}
+    name = FLOAT_OF[op]
+
+    def call(leaf: Tensor) -> Tensor:
+        return OPS[op]({**given, name: leaf}, backend="torch")
+
+    leaf = given[name].requires_grad_()
+    assert torch.autograd.gradcheck(call, leaf)
+    assert torch.autograd.gradgradcheck(call, leaf)
+
+
+@pytest.mark.parametrize("op", FLOAT_OF)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_rounds_the_head_alone(target, op, dtype) -> None:
+    """It casts what a linear layer would get; losses, softmaxes and rewards stay as exact as they were."""
+    given = {k: v.to(target.device) for k, v in streams().items()}
+    with torch.autocast(target.device, dtype=dtype):
+        got = OPS[op](given, backend=target.backend)
+    if op.startswith("linear"):
+        given |= {k: given[k].to(dtype) for k in ("hidden", "weight")}
+    want = OPS[op](given, backend=target.backend)
+    assert got.dtype == want.dtype == torch.float32
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("op", FLOAT_OF)
+def test_opcheck_of_what_each_op_calls(target, opcheck_calls, op) -> None:
+    """On every backend that registers ops; the losses and heads with their backwards."""
+    if target.emulated:
+        pytest.skip("slow in emulation, and registered as the C++ kernels are")
+
+    def run() -> None:
+        given = {k: v.to(target.device) for k, v in streams().items()}
+        if op in DIFFERENTIABLE:
+            given[FLOAT_OF[op]].requires_grad_()
+        made = OPS[op](given, backend=target.backend)
+        if made.requires_grad:
+            made.sum().backward()
+
+    called = opcheck_calls(run)
+    if target.backend != "torch":
+        assert called and (op not in DIFFERENTIABLE or any(name.endswith("backward") for name in called))
