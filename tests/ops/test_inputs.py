@@ -14,6 +14,7 @@ from turnwise.ops import (
     GSPO,
     KL,
     Clip,
+    ClipCov,
     ImportanceCorrection,
     KLCov,
     Variant,
@@ -261,7 +262,7 @@ def test_bounds_from_a_file_of_settings() -> None:
 def test_a_selecting_variant_looks_at_its_streams_first(backend) -> None:
     s = streams()
     with pytest.raises(ValueError, match=r"old_logprobs has shape \(3, 4\): expected \(3, 5\)"):
-        policy_loss(s["logprobs"], s["old"][:, 1:], s["advantages"], variant=KLCov(), backend=backend)
+        policy_loss(s["logprobs"], s["old"][:, 1:], s["advantages"], variant=ClipCov(), backend=backend)
     packed = s["logprobs"].flatten(), s["old"].flatten(), s["advantages"]
     with pytest.raises(ValueError, match=r"cu_seqlens\[-1\]=14: expected 15"):
         select_tokens(*packed, KLCov(), cu_seqlens=torch.tensor([0, 5, 10, 14]))
