@@ -3,11 +3,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from turnwise import _C, ops
+from turnwise.ops import backends
 
 REWARDS, GROUPS = torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.int64)
 
@@ -27,6 +29,20 @@ def test_a_named_backend_that_cannot_serve_raises_with_the_reason() -> None:
         ops.policy_loss(values, values, torch.zeros(1), backend="native")
     with pytest.raises(ops.BackendUnavailable, match="meta"):
         ops.group_advantage(REWARDS.to("meta"), GROUPS.to("meta"), backend="native")
+
+
+def test_a_missing_backend_says_how_to_get_it(monkeypatch) -> None:
+    monkeypatch.setattr(backends, "_has_triton", False)
+    with pytest.raises(ops.BackendUnavailable, match=r"Triton is not installed; .*pip install 'turnwise\[triton\]'"):
+        ops.group_advantage(REWARDS, GROUPS, backend="triton")
+    on_gpu = SimpleNamespace(is_cpu=False, device=torch.device("cuda"))
+    monkeypatch.setattr(backends, "extension", SimpleNamespace(with_cuda=False))
+    with pytest.raises(ops.BackendUnavailable, match="built without CUDA; build it with TURNWISE_CUDA=ON"):
+        backends.resolve("native", on_gpu)
+    monkeypatch.setattr(backends, "_has_triton", True)
+    assert backends.resolve(None, on_gpu) == "triton"
+    monkeypatch.setattr(backends, "_has_triton", False)
+    assert backends.resolve(None, on_gpu) == "torch"
 
 
 def test_unknown_names_raise() -> None:
@@ -75,7 +91,7 @@ def test_without_the_compiled_module_it_warns_once_and_goes_on() -> None:
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[:3] == ["[0.0, 0.0]", "[0.0, 0.0]", "1 2"]
-    assert "turnwise._C did not load" in lines[3]
+    assert "turnwise._C did not load" in lines[3] and "pip install ." in lines[3]
 
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])

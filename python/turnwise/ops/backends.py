@@ -35,11 +35,14 @@ class BackendUnavailable(RuntimeError):
     """The backend asked for by name can't serve this call; the message says why."""
 
 
+_BUILD = "install turnwise from a wheel, or build it in a checkout with: pip install ."
+
+
 def _load_extension() -> tuple[Any, str]:
     try:
         return importlib.import_module("turnwise._C"), ""
     except ImportError as error:
-        return None, f"the compiled module turnwise._C did not load ({error})"
+        return None, f"the compiled module turnwise._C did not load ({error}); {_BUILD}"
 
 
 extension, extension_error = _load_extension()
