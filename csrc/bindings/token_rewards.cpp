@@ -19,22 +19,22 @@ void sum(py::object rewards, py::object mask, py::object cu_seqlens, py::object 
     token_reward_sum(input, out, threads);
 }
 
-void returns_of(py::object rewards, py::object mask, py::object cu_seqlens, double gamma, py::object returns,
+bool returns_of(py::object rewards, py::object mask, py::object cu_seqlens, double gamma, py::object returns,
                 int threads) {
     const TokenRewardsInput input{
         view_of(rewards, "token_rewards"), view_of(mask, "mask"), view_of(cu_seqlens, "cu_seqlens"), {}};
     const View out = view_of(returns, "returns");
     py::gil_scoped_release unlocked;
-    token_returns(input, gamma, out, threads);
+    return token_returns(input, gamma, out, threads);
 }
 
-void gae_of(py::object rewards, py::object values, py::object mask, py::object cu_seqlens, double gamma, double lam,
+bool gae_of(py::object rewards, py::object values, py::object mask, py::object cu_seqlens, double gamma, double lam,
             py::object advantages, py::object returns, int threads) {
     const GaeInput input{view_of(rewards, "rewards"), view_of(values, "values"), view_of(mask, "mask"),
                          view_of(cu_seqlens, "cu_seqlens")};
     const View advantages_out = view_of(advantages, "advantages"), returns_out = view_of(returns, "returns");
     py::gil_scoped_release unlocked;
-    gae(input, gamma, lam, advantages_out, returns_out, threads);
+    return gae(input, gamma, lam, advantages_out, returns_out, threads);
 }
 
 void cuda_sum(py::object rewards, py::object mask, py::object cu_seqlens, py::object lengths, py::object sums,
@@ -87,10 +87,11 @@ void bind_token_rewards(py::module_& module) {
     module.def("token_reward_sum", &sum, py::arg("token_rewards"), py::arg("mask"), py::arg("cu_seqlens"),
                py::arg("lengths"), py::arg("sums"), py::arg("threads"), "Writes the sum of each row's rewards.");
     module.def("token_returns", &returns_of, py::arg("token_rewards"), py::arg("mask"), py::arg("cu_seqlens"),
-               py::arg("gamma"), py::arg("returns"), py::arg("threads"), "Writes discounted rewards to go.");
+               py::arg("gamma"), py::arg("returns"), py::arg("threads"),
+               "Writes discounted rewards to go; false where rewards are not finite.");
     module.def("gae", &gae_of, py::arg("rewards"), py::arg("values"), py::arg("mask"), py::arg("cu_seqlens"),
                py::arg("gamma"), py::arg("lam"), py::arg("advantages"), py::arg("returns"), py::arg("threads"),
-               "Writes generalised advantage estimates and returns.");
+               "Writes generalised advantage estimates and returns; false where rewards or values are not finite.");
     bind_cuda_functions(module);
 }
 

@@ -4,7 +4,7 @@
 
 namespace turnwise {
 
-void gae(const GaeInput& input, double gamma, double lam, const View& advantages, const View& returns, int threads) {
+bool gae(const GaeInput& input, double gamma, double lam, const View& advantages, const View& returns, int threads) {
     const TokenLayout layout(input.rewards, input.cu_seqlens, "rewards");
     check_token_stream(layout, input.rewards, "rewards");
     check_token_stream(layout, input.values, "values");
@@ -14,7 +14,7 @@ void gae(const GaeInput& input, double gamma, double lam, const View& advantages
     ScanPowers powers{};
     token_rewards_kernels().powers(gamma * lam, powers);
     powers.value = float(gamma * (1 - lam));
-    scan_rows(
+    return scan_rows(
         {layout, input.rewards, input.values, input.mask, advantages, returns, powers, token_rewards_kernels().gae},
         threads);
 }

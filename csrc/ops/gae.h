@@ -13,7 +13,7 @@ struct GaeInput {
 };
 
 // Writes advantages and returns (f32, contiguous, shape of the rewards); masked tokens are passed over and get 0.
-// Throws InvalidInput.
-void gae(const GaeInput& input, double gamma, double lam, const View& advantages, const View& returns, int threads);
+// False where a trained token's reward or value is not finite. Throws InvalidInput.
+bool gae(const GaeInput& input, double gamma, double lam, const View& advantages, const View& returns, int threads);
 
 }  // namespace turnwise

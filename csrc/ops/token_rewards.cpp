@@ -127,15 +127,15 @@ void token_reward_sum(const TokenRewardsInput& input, const View& sums, int thre
     }
 }
 
-void token_returns(const TokenRewardsInput& input, double gamma, const View& returns, int threads) {
+bool token_returns(const TokenRewardsInput& input, double gamma, const View& returns, int threads) {
     const TokenLayout layout(input.rewards, input.cu_seqlens, "token_rewards");
     check_token_stream(layout, input.rewards, "token_rewards");
     require(layout.fits(returns) && returns.dtype == DType::f32, "returns: expected float32, shape of token_rewards");
     ScanPowers powers{};
     token_rewards_kernels().powers(gamma, powers);
     const View none;
-    scan_rows({layout, input.rewards, none, input.mask, none, returns, powers, token_rewards_kernels().returns},
-              threads);
+    return scan_rows({layout, input.rewards, none, input.mask, none, returns, powers, token_rewards_kernels().returns},
+                     threads);
 }
 
 }  // namespace turnwise

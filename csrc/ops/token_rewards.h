@@ -16,7 +16,8 @@ struct TokenRewardsInput {
 void token_reward_sum(const TokenRewardsInput& input, const View& sums, int threads);
 
 // Writes the sums of gamma^k times the reward of the k-th trained token behind, from each trained token on, to returns
-// (f32, contiguous, shape of the rewards); masked tokens get 0. No lengths. Throws InvalidInput.
-void token_returns(const TokenRewardsInput& input, double gamma, const View& returns, int threads);
+// (f32, contiguous, shape of the rewards); masked tokens get 0. No lengths. False where a trained
+// token's reward is not finite. Throws InvalidInput.
+bool token_returns(const TokenRewardsInput& input, double gamma, const View& returns, int threads);
 
 }  // namespace turnwise

@@ -1,6 +1,8 @@
 // Scans over the tokens of each row, from the last to the first: what returns and gae share.
 #pragma once
 
+#include <cmath>
+
 #include "ops/token_rewards_kernel.h"
 #include "ops/token_rows.h"
 
@@ -38,7 +40,8 @@ inline void fetch_tile(const TokenScan& s, int64_t row, int64_t token) {
     }
 }
 
-inline void scan_row(const TokenScan& s, int64_t row, bool stream, bool& bad) {
+// False where a reward or a value is not finite, which reaches all before it in its row.
+inline bool scan_row(const TokenScan& s, int64_t row, bool stream, bool& bad) {
     float rewards[kScanTile], values[kScanTile];
     uint8_t mask[kScanTile];
     const int64_t length = s.layout.length(row), start = s.layout.start(row);
@@ -58,21 +61,25 @@ inline void scan_row(const TokenScan& s, int64_t row, bool stream, bool& bad) {
         tile.stream = stream && places % 64 == 0;
         s.kernel(tile, s.powers, carry);
     }
+    return std::isfinite(carry.returns);
 }
 
-inline void scan_rows(const TokenScan& s, int threads) {
+// False where a row has rewards or values that are not finite.
+inline bool scan_rows(const TokenScan& s, int threads) {
     check_mask(s.layout, s.mask);
     const bool stream = s.layout.tokens() * int64_t(sizeof(float)) >= kScanStreamBytes;
     std::vector<Piece> rows;
     rows.reserve(size_t(s.layout.rows()));
     for (int64_t row = 0; row < s.layout.rows(); ++row) rows.push_back({row, 0, s.layout.length(row)});
-    std::atomic<bool> wrong{false};
+    std::atomic<bool> wrong{false}, finite{true};
     share_pieces(rows, threads, [&](size_t first, size_t last) {
-        bool bad = false;
-        for (size_t i = first; i < last; ++i) scan_row(s, rows[i].row, stream, bad);
+        bool bad = false, all_finite = true;
+        for (size_t i = first; i < last; ++i) all_finite &= scan_row(s, rows[i].row, stream, bad);
         if (bad) wrong = true;
+        if (!all_finite) finite = false;
     });
     require(!wrong, "mask: expected 0 or 1");
+    return finite;
 }
 
 }  // namespace turnwise

@@ -293,6 +293,18 @@ def test_rewards_that_are_no_numbers_are_named(target, op) -> None:
         use(packed["rewards"].nan_to_num(), cu_seqlens=boundaries, backend=target.backend, check=checks)
 
 
+@pytest.mark.parametrize("gamma", [0.0, 1e-3, 1.0])
+def test_a_reward_that_is_no_number_is_found_in_a_long_row(gamma) -> None:
+    for place in (0, 1, 1500, 2999):
+        for wrong in (torch.nan, torch.inf):
+            rewards = torch.zeros(2, 3000)
+            rewards[1, place] = wrong
+            with pytest.raises(ValueError, match=rf"token_rewards\[1, {place}\]={wrong}: expected a finite number"):
+                token_returns(rewards, gamma)
+            with pytest.raises(ValueError, match=rf"rewards\[1, {place}\]={wrong}: expected a finite number"):
+                gae(rewards, torch.ones(2, 3000), gamma=gamma, lam=0.5)
+
+
 def test_lengths_hide_what_lies_behind_them(target) -> None:
     rewards = torch.tensor([[1.0, torch.nan], [2.0, 3.0]], device=target.device)
     call = {"backend": target.backend, "check": True}

@@ -18,7 +18,6 @@ from .token_rewards import (
     float64_obstacle,
     gpu_inputs,
     is_plain,
-    not_finite,
     wide_type,
     workspace_of,
 )
@@ -73,8 +72,8 @@ def _compute(
         core.cuda_gae(*streams, gamma, lam, advantages, returns, space, stream_of(rewards))
     else:
         mask, cu_seqlens = cpu_inputs(mask, cu_seqlens)
-        core.gae(rewards, values, mask, cu_seqlens, gamma, lam, advantages, returns, torch.get_num_threads())
-        if not_finite(advantages):
+        streams = (rewards, values, mask, cu_seqlens)
+        if not core.gae(*streams, gamma, lam, advantages, returns, torch.get_num_threads()):
             check_token_values("rewards", rewards, mask, cu_seqlens)
     return advantages, returns
 

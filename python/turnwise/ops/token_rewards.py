@@ -78,11 +78,6 @@ def _check_finite(name: str, rewards: Tensor, trained: Tensor | None) -> None:
         raise ValueError(f"{name}[{', '.join(map(str, place))}]={value!r}: expected a finite number")
 
 
-def not_finite(results: Tensor) -> bool:
-    """Whether what a kernel made shows rewards that are not finite, which are then looked for; it reads one number."""
-    return not math.isfinite(results.sum().item())
-
-
 def _check_lengths(rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, lengths: Tensor | None) -> None:
     if lengths is None:
         return
@@ -159,7 +154,7 @@ def _sum(
     else:
         mask, cu_seqlens = cpu_inputs(mask, cu_seqlens)
         core.token_reward_sum(token_rewards, mask, cu_seqlens, lengths, sums, torch.get_num_threads())
-        if not_finite(sums):
+        if not math.isfinite(sums.sum().item()):
             _check_sum_values(token_rewards, mask, cu_seqlens, lengths)
     return sums
 
@@ -183,8 +178,7 @@ def _returns(
         core.cuda_token_returns(token_rewards, mask, cu_seqlens, gamma, returns, space, stream_of(token_rewards))
     else:
         mask, cu_seqlens = cpu_inputs(mask, cu_seqlens)
-        core.token_returns(token_rewards, mask, cu_seqlens, gamma, returns, torch.get_num_threads())
-        if not_finite(returns):
+        if not core.token_returns(token_rewards, mask, cu_seqlens, gamma, returns, torch.get_num_threads()):
             check_token_values("token_rewards", token_rewards, mask, cu_seqlens)
     return returns
 
