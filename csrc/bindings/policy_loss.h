@@ -3,11 +3,10 @@
 
 #include <pybind11/pybind11.h>
 
+#include "bindings/tensor.h"
 #include "ops/policy_loss.h"
 
 namespace turnwise {
-
-using Reader = View (*)(pybind11::handle, const char*);  // view_of or cuda_view_of
 
 // Numbers and modes, as ops.policy_loss packs them: two tuples cost less than so many arguments.
 //   numbers: low, high, third (of the variant), KL coefficient, cap, reject_below, reject_above, max_length

@@ -15,4 +15,6 @@ View view_of(pybind11::handle tensor, const char* name);
 // The same for a CUDA tensor; in a build that emulates CUDA, for a CPU tensor.
 View cuda_view_of(pybind11::handle tensor, const char* name);
 
+using Reader = View (*)(pybind11::handle, const char*);  // one of the two
+
 }  // namespace turnwise

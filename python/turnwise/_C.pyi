@@ -13,23 +13,6 @@ class InvalidInput(ValueError): ...
 
 def isa() -> str: ...
 def factorize(columns: list[np.ndarray | Sequence[Hashable]], ids: Tensor) -> int: ...
-def group_advantage(
-    rewards: Tensor,
-    group_ids: Tensor,
-    advantages: Tensor,
-    num_groups: int,
-    trajectory_ids: Tensor | None,
-    lengths: Tensor | None,
-    valid: Tensor | None,
-    by_trajectory: bool,
-    center: int,
-    scale: int,
-    singleton: int,
-    ddof: int,
-    eps: float,
-    min_std: float,
-    threads: int,
-) -> None: ...
 
 @final
 class GroupAdvantageRule:
@@ -44,11 +27,14 @@ class GroupAdvantageRule:
         min_std: float,
     ) -> None: ...
 
-def group_advantage_by_rule(
+def group_advantage(
     rewards: Tensor,
     group_ids: Tensor,
     advantages: Tensor,
     num_groups: int,
+    trajectory_ids: Tensor | None,
+    lengths: Tensor | None,
+    valid: Tensor | None,
     rule: GroupAdvantageRule,
     threads: int,
 ) -> None: ...
@@ -61,13 +47,7 @@ def cuda_group_advantage(
     trajectory_ids: Tensor | None,
     lengths: Tensor | None,
     valid: Tensor | None,
-    by_trajectory: bool,
-    center: int,
-    scale: int,
-    singleton: int,
-    ddof: int,
-    eps: float,
-    min_std: float,
+    rule: GroupAdvantageRule,
     workspace: Tensor,
     stream: int,
 ) -> None: ...

@@ -60,11 +60,11 @@ def _run(
         return advantages
     device, core = native_core(values)
     if device == "cpu":
-        core.group_advantage(*columns, *modes, *numbers, torch.get_num_threads())
+        core.group_advantage(*columns, core.GroupAdvantageRule(*modes, *numbers), torch.get_num_threads())
         return advantages
     size = core.cuda_group_advantage_workspace(values.shape[0], num_groups, modes[0], modes[1] == 3)
     space = torch.empty(size, dtype=torch.uint8, device=values.device)
-    core.cuda_group_advantage(*columns, *modes, *numbers, space, stream_of(values))
+    core.cuda_group_advantage(*columns, core.GroupAdvantageRule(*modes, *numbers), space, stream_of(values))
     return advantages
 
 
@@ -83,8 +83,8 @@ def _run_as_is(rewards: Tensor, group_ids: Tensor, num_groups: int | None, rule:
     try:
         checked = _known_rules.get(rule) or _know(rule)
         advantages = torch.empty_like(rewards)
-        backends.extension.group_advantage_by_rule(
-            rewards, group_ids, advantages, num_groups, checked, torch.get_num_threads()
+        backends.extension.group_advantage(
+            rewards, group_ids, advantages, num_groups, None, None, None, checked, torch.get_num_threads()
         )
     except (ValueError, TypeError):
         return None
