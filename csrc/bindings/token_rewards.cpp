@@ -11,12 +11,12 @@ namespace py = pybind11;
 namespace turnwise {
 namespace {
 
-void sum(py::object rewards, py::object mask, py::object cu_seqlens, py::object lengths, py::object sums, int threads) {
+bool sum(py::object rewards, py::object mask, py::object cu_seqlens, py::object lengths, py::object sums, int threads) {
     const TokenRewardsInput input{view_of(rewards, "token_rewards"), view_of(mask, "mask"),
                                   view_of(cu_seqlens, "cu_seqlens"), view_of(lengths, "lengths")};
     const View out = view_of(sums, "sums");
     py::gil_scoped_release unlocked;
-    token_reward_sum(input, out, threads);
+    return token_reward_sum(input, out, threads);
 }
 
 bool returns_of(py::object rewards, py::object mask, py::object cu_seqlens, double gamma, py::object returns,
@@ -85,7 +85,8 @@ void bind_cuda_functions(py::module_& module) {
 
 void bind_token_rewards(py::module_& module) {
     module.def("token_reward_sum", &sum, py::arg("token_rewards"), py::arg("mask"), py::arg("cu_seqlens"),
-               py::arg("lengths"), py::arg("sums"), py::arg("threads"), "Writes the sum of each row's rewards.");
+               py::arg("lengths"), py::arg("sums"), py::arg("threads"),
+               "Writes the sum of each row's rewards; false where they are not finite.");
     module.def("token_returns", &returns_of, py::arg("token_rewards"), py::arg("mask"), py::arg("cu_seqlens"),
                py::arg("gamma"), py::arg("returns"), py::arg("threads"),
                "Writes discounted rewards to go; false where rewards are not finite.");

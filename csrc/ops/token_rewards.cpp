@@ -1,5 +1,6 @@
 #include "ops/token_rewards.h"
 
+#include <cmath>
 #include <cstring>
 
 #include "core/isa.h"
@@ -98,7 +99,7 @@ class RewardSum {
 
 }  // namespace
 
-void token_reward_sum(const TokenRewardsInput& input, const View& sums, int threads) {
+bool token_reward_sum(const TokenRewardsInput& input, const View& sums, int threads) {
     const TokenLayout layout(input.rewards, input.cu_seqlens, "token_rewards");
     check_token_stream(layout, input.rewards, "token_rewards");
     check_mask(layout, input.mask);
@@ -118,13 +119,16 @@ void token_reward_sum(const TokenRewardsInput& input, const View& sums, int thre
     require(!wrong, "mask: expected 0 or 1");
     std::vector<double> by_row(size_t(layout.rows()), 0);
     for (size_t i = 0; i < pieces.size(); ++i) by_row[size_t(pieces[i].row)] += totals[i];
+    bool finite = true;
     for (int64_t row = 0; row < layout.rows(); ++row) {
+        finite &= std::isfinite(by_row[size_t(row)]);
         if (sums.dtype == DType::f64) {
             sums.as<double>()[row] = by_row[size_t(row)];
         } else {
             sums.as<float>()[row] = float(by_row[size_t(row)]);
         }
     }
+    return finite;
 }
 
 bool token_returns(const TokenRewardsInput& input, double gamma, const View& returns, int threads) {

@@ -12,8 +12,9 @@ struct TokenRewardsInput {
     View lengths;     // [B] i32 or i64: row b ends there; padded form without a mask alone; or none
 };
 
-// Writes the sums of the trained tokens' rewards to sums [B] (f32 or f64, contiguous). Throws InvalidInput.
-void token_reward_sum(const TokenRewardsInput& input, const View& sums, int threads);
+// Writes the sums of the trained tokens' rewards to sums [B] (f32 or f64, contiguous). False where one of
+// them is not finite. Throws InvalidInput.
+bool token_reward_sum(const TokenRewardsInput& input, const View& sums, int threads);
 
 // Writes the sums of gamma^k times the reward of the k-th trained token behind, from each trained token on, to returns
 // (f32, contiguous, shape of the rewards); masked tokens get 0. No lengths. False where a trained

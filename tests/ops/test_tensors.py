@@ -30,10 +30,14 @@ class Subclass(Tensor):
     pass
 
 
+def rule() -> Any:
+    modes = {"by_trajectory": False, "center": 0, "scale": 0, "singleton": 0}
+    return extension.GroupAdvantageRule(**modes, ddof=1, eps=0.0, min_std=0.0)
+
+
 def advantages(rewards: Any, ids: Any = IDS, valid: Any = None) -> Tensor:
     out = torch.full((4,), 7.0, dtype=rewards.dtype)
-    rule = (False, 0, 0, 0, 1, 0.0, 0.0)
-    extension.group_advantage(rewards, ids, out, 2, None, None, valid, *rule, 1)
+    extension.group_advantage(rewards, ids, out, 2, None, None, valid, rule(), 1)
     return out
 
 
@@ -92,7 +96,7 @@ def test_a_tensor_without_rows_is_no_missing_argument(way: Any) -> None:
         advantages(rewards, valid=way(torch.empty(0, dtype=torch.bool)))
     empty = torch.empty(0)
     columns = (way(empty), way(empty.long()), empty, 0, None, None, way(empty.bool()))
-    extension.group_advantage(*columns, False, 0, 0, 0, 1, 0.0, 0.0, 1)  # no rows, no error
+    extension.group_advantage(*columns, rule(), 1)  # no rows, no error
 
 
 def test_a_strided_mask_is_read_in_both_ways() -> None:

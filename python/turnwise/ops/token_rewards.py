@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -153,8 +152,7 @@ def _sum(
         core.cuda_token_reward_sum(token_rewards, mask, cu_seqlens, lengths, sums, space, stream_of(token_rewards))
     else:
         mask, cu_seqlens = cpu_inputs(mask, cu_seqlens)
-        core.token_reward_sum(token_rewards, mask, cu_seqlens, lengths, sums, torch.get_num_threads())
-        if not math.isfinite(sums.sum().item()):
+        if not core.token_reward_sum(token_rewards, mask, cu_seqlens, lengths, sums, torch.get_num_threads()):
             _check_sum_values(token_rewards, mask, cu_seqlens, lengths)
     return sums
 
