@@ -403,34 +403,73 @@ async def test_weights_by_ways_that_reach_other_hosts(
             assert error_of(helpers, model, await client.generate(requests_of())) < EXACT
 
 
+class Traffic:
+    """Streams of requests without a pause, of one to sixty tokens: whenever weights change, some are under way."""
+
+    def __init__(self, client: VLLMServerClient, streams: int = 16) -> None:
+        self.responses: list[list[ModelResponse]] = [[] for _ in range(streams)]
+        self._client = client
+
+    async def __aenter__(self) -> Traffic:
+        self._running = [asyncio.ensure_future(self._stream(nth)) for nth in range(len(self.responses))]
+        await self.go_on()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for stream in self._running:
+            stream.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def _stream(self, nth: int) -> None:
+        while True:
+            seed = len(self.responses) * len(self.responses[nth]) + nth
+            request = ModelRequest([seed % 7, 3, 9], Sampling(max_tokens=1 + 7 * seed % 60, seed=seed))
+            self.responses[nth] += await self._client.generate([request])
+
+    async def go_on(self) -> None:
+        """Until each stream has had the answer to what it asked before."""
+        counts = [len(responses) for responses in self.responses]
+        while not all(len(now) > before for now, before in zip(self.responses, counts, strict=True)):
+            for stream in self._running:
+                if stream.done():
+                    stream.result()
+            await asyncio.sleep(0.005)
+
+    def all(self) -> list[ModelResponse]:
+        return [response for responses in self.responses for response in responses]
+
+
 async def test_in_flight_each_token_is_that_of_its_own_weights(helpers: Any, vllm_servers: list[Server]) -> None:
     models = [helpers.build("served"), helpers.build("served", seed=1)]
-    many = [ModelRequest([n % 7, 3, 9], Sampling(max_tokens=60, seed=n)) for n in range(200)]
-    async with patient(vllm_servers[0], models[0], in_flight=True) as client:
-        await client.generate(requests_of())
-        running = asyncio.ensure_future(client.generate(many))
-        await asyncio.sleep(0.3)
-        await asyncio.to_thread(client.load_weights, "default", sent(models[1]), 1)
-        assert not running.done()
-        responses = await running
-    split = [response for response in responses if len(response.policy_versions) == 2]
-    assert split, "no response was under way when the weights changed"
+    async with patient(vllm_servers[0], models[0], in_flight=True) as client, Traffic(client) as traffic:
+        for version in range(1, 41):
+            await asyncio.to_thread(client.load_weights, "default", sent(models[version % 2]), version)
+            await traffic.go_on()
+            split = [response for response in traffic.all() if len(response.policy_versions) > 1]
+            if len(split) >= 5:
+                break
+    assert len(split) >= 5, f"{len(split)} responses were under way when the weights changed {version} times"
     for response in split[:20]:
-        (before, first), (_, second) = response.policy_versions
-        assert (first, second) == (0, 1)
-        told = [helpers.teacher_forced(model, response, 1.0) for model in models]
-        expected = torch.cat([told[0][:before], told[1][before:]])
-        assert response.logprobs == pytest.approx(expected.tolist(), abs=EXACT)
+        told = [helpers.teacher_forced(model, response, 1.0).tolist() for model in models]
+        expected, start = [], 0
+        for count, version in response.policy_versions:
+            expected += told[version % 2][start : start + count]
+            start += count
+        assert response.logprobs == pytest.approx(expected, abs=EXACT)
 
 
 async def test_without_in_flight_an_update_waits_for_what_runs(helpers: Any, vllm_servers: list[Server]) -> None:
-    many = [ModelRequest([n % 7, 3, 9], Sampling(max_tokens=60, seed=n)) for n in range(50)]
-    async with patient(vllm_servers[0], helpers.build("served")) as client:
-        await client.generate(requests_of())
-        running = asyncio.ensure_future(client.generate(many))
-        await asyncio.sleep(0.2)
-        await asyncio.to_thread(client.load_weights, "default", sent(helpers.build("served", seed=1)), 1)
-        assert {len(response.policy_versions) for response in await running} == {1}
+    models = [helpers.build("served"), helpers.build("served", seed=1)]
+    async with patient(vllm_servers[0], models[0]) as client, Traffic(client) as traffic:
+        for version in range(1, 5):
+            await asyncio.to_thread(client.load_weights, "default", sent(models[version % 2]), version)
+            await traffic.go_on()
+        responses = traffic.all()
+    assert {len(response.policy_versions) for response in responses} == {1}
+    assert {version for response in responses for _, version in response.policy_versions} == set(range(5))
+    for nth, model in enumerate(models):
+        of_it = [response for response in responses if response.policy_versions[0][1] % 2 == nth]
+        assert error_of(helpers, model, of_it[:20]) < EXACT
 
 
 async def test_adapters_stay_exact(helpers: Any, vllm_servers: list[Server]) -> None:
@@ -512,16 +551,16 @@ async def test_two_trainers_can_not_share_a_server(helpers: Any, vllm_servers: l
 async def test_a_server_killed_in_the_midst_of_a_batch(helpers: Any, vllm_servers: list[Server]) -> None:
     """Each request is answered once, wholly, by the weights that were last sent, on the server that came after."""
     server, model = vllm_servers[0], helpers.build("served", seed=2)
-    many = [ModelRequest([n % 7, 3, 9], Sampling(max_tokens=60, seed=n)) for n in range(200)]
+    many = [ModelRequest([n % 7, 3, 9], Sampling(max_tokens=1 + 7 * n % 60, seed=n)) for n in range(200)]
     restarts, pid = server.restarts, server.pid
     async with patient(server, helpers.build("served")) as client:
         client.load_weights("default", sent(model), 4)
         expected = await client.generate(many[:10])
-        running = asyncio.ensure_future(client.generate(many))
-        await asyncio.sleep(0.2)
+        running = [asyncio.ensure_future(client.generate([request])) for request in many]
+        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        responses = await running
+        responses = [response for [response] in await asyncio.gather(*running)]
         stats = client.stats()
     assert server.restarts == restarts + 1
     assert stats["restarts"] == 1
