@@ -31,8 +31,6 @@ namespace {
 
 constexpr int64_t kPiece = 16 * kTile;
 constexpr int64_t kTokensPerThread = 16 * kTile;  // below this a second thread costs more than it brings
-// Gradients beyond this would push everything else out of the caches.
-constexpr int64_t kStreamBytes = int64_t(8) << 20;
 
 double inverse(double value) {
     return value > 0 ? 1 / value : 0;

@@ -10,6 +10,10 @@
 
 namespace turnwise {
 
+// Outputs of this size or more go past the caches: they would push out what is there, and a store to a cache reads its
+// line first.
+constexpr int64_t kStreamBytes = int64_t(2) << 20;
+
 class TokenLayout {
   public:
     // `name` is what the caller calls the tokens.

@@ -19,8 +19,6 @@ struct TokenScan {
     void (*kernel)(const ScanTile&, const ScanPowers&, ScanCarry&);
 };
 
-constexpr int64_t kScanStreamBytes = int64_t(8) << 20;  // outputs beyond this would push all else out of the caches
-
 // Asks for the tile that comes kScanAhead tiles later, maybe at the end of the next row: going backwards through
 // several streams is more than the processor foresees.
 constexpr int kScanAhead = 4;
@@ -67,7 +65,7 @@ inline bool scan_row(const TokenScan& s, int64_t row, bool stream, bool& bad) {
 // False where a row has rewards or values that are not finite.
 inline bool scan_rows(const TokenScan& s, int threads) {
     check_mask(s.layout, s.mask);
-    const bool stream = s.layout.tokens() * int64_t(sizeof(float)) >= kScanStreamBytes;
+    const bool stream = s.layout.tokens() * int64_t(sizeof(float)) >= kStreamBytes;
     std::vector<Piece> rows;
     rows.reserve(size_t(s.layout.rows()));
     for (int64_t row = 0; row < s.layout.rows(); ++row) rows.push_back({row, 0, s.layout.length(row)});

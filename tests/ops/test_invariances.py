@@ -151,3 +151,26 @@ def test_neither_padding_nor_packing_changes_a_bit(op) -> None:
     ends = torch.nn.functional.pad(given["lengths"].cumsum(0), (1, 0))
     got = TOKENS[op](packed, mask=packed["mask"], cu_seqlens=ends)
     assert same(got, [v[kept] if v.dim() == 2 else v for v in want])
+
+
+def policy_gradient(x: Tensor, old: Tensor) -> list[Tensor]:
+    leaf = x.clone().requires_grad_()
+    policy_loss(leaf, old, old[:, 0], kl=KL("k3", 0.1), ref_logprobs=old, normalizer=1.0).loss.backward()
+    assert leaf.grad is not None
+    return [leaf.grad]
+
+
+WRITERS: dict[str, Callable[[Tensor, Tensor], list[Tensor]]] = {
+    "token_returns": lambda x, _: [token_returns(x, 0.97)],
+    "gae": lambda x, old: list(gae(x, old, gamma=0.99, lam=0.9)),
+    "policy_loss": policy_gradient,
+}
+
+
+@pytest.mark.parametrize("width", [2048, 2056], ids=["rows on lines", "half of them"])
+@pytest.mark.parametrize("op", WRITERS)
+def test_outputs_that_go_past_the_caches_are_the_same(op, width) -> None:
+    """Large ones do; of a few rows at a time none is large."""
+    x, old = -torch.randn(2, 272, width, generator=torch.Generator().manual_seed(0)).abs()
+    parts = zip(*(WRITERS[op](*part) for part in zip(x.split(34), old.split(34), strict=True)), strict=True)
+    assert same(WRITERS[op](x, old), [torch.cat(part) for part in parts])

@@ -498,8 +498,8 @@ def test_shares_the_threads_of_torch() -> None:
 def test_other_instruction_sets(isa) -> None:
     """A part of this suite in a process whose kernels are those of an older processor."""
     here = Path(__file__)
-    files = [str(here), str(here.with_name("test_policy_loss_variants.py"))]
-    chosen = "(float32_equals_float64 or every_option or threads or two_ulp) and not emulated and not torch"
+    files = [str(here.with_name(f"test_{name}.py")) for name in ("policy_loss", "policy_loss_variants", "invariances")]
+    chosen = "(float32_equals_float64 or every_option or threads or two_ulp or past) and not emulated and not torch"
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", chosen, *files],
         env={**os.environ, "TURNWISE_ISA": isa},
