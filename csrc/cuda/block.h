@@ -62,14 +62,36 @@ struct WordOf<16> {
     using type = uint4;
 };
 
+// A pack as it comes from memory. Values are taken out of its words where they are used: taken out where a pack that is
+// whole joins one that is not, they would make the next load wait for this one.
+template <class T, int count>
+struct Loaded {
+    static constexpr int kPerWord = 4 / int(sizeof(T));
+    unsigned word[count / kPerWord];
+
+    __device__ __forceinline__ T operator[](int i) const {
+        const unsigned from = word[i / kPerWord] >> i % kPerWord * int(8 * sizeof(T));
+        T value;
+        if constexpr (sizeof(T) == 4) {
+            memcpy(&value, &from, sizeof value);
+        } else if constexpr (sizeof(T) == 2) {
+            const uint16_t bits = uint16_t(from);
+            memcpy(&value, &bits, sizeof value);
+        } else {
+            value = T(from & 0xff);
+        }
+        return value;
+    }
+};
+
 // Reads and writes that need not stay in the caches.
 template <class T, int count>
-__device__ __forceinline__ Pack<T, count> load_streaming(const T* from) {
+__device__ __forceinline__ Loaded<T, count> load_streaming(const T* from) {
     using Word = typename WordOf<int(sizeof(T)) * count>::type;
     const Word word = __ldcs(reinterpret_cast<const Word*>(from));
-    Pack<T, count> pack;
-    memcpy(&pack, &word, sizeof word);
-    return pack;
+    Loaded<T, count> loaded;
+    memcpy(loaded.word, &word, sizeof word);
+    return loaded;
 }
 
 template <class T, int count>

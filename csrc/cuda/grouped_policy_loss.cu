@@ -35,12 +35,12 @@ __device__ double sum_rewards(const Params& p, const AnyStream& rewards, const R
     for (int64_t i = piece.begin / kPack * kPack + lane * kPack; i < piece.end; i += kWarp * kPack) {
         const PackAt<T, fast> at{piece, i};
         const auto mask = at.ask(p.mask);
-        const Pack<T, kPack> pack = at.load(rewards);
+        const auto pack = at.load(rewards);
         const unsigned trained = at.truths(p.mask, mask);
         count += __popc(trained);
 #pragma unroll
         for (int k = 0; k < kPack; ++k) {
-            if (trained >> k & 1) sum += double(to_float(pack.value[k]));
+            if (trained >> k & 1) sum += double(to_float(pack[k]));
         }
     }
     return sum;

@@ -41,11 +41,11 @@ __device__ __forceinline__ float logit_at(const T* row, const Columns& c, int64_
 template <class T, int G>
 __device__ __forceinline__ void load_step(const T* row, const Columns& c, int64_t begin, float* x) {
     constexpr int kSize = kWord<T>;
-    Pack<T, kSize> words[kStep / kSize];
+    Loaded<T, kSize> words[kStep / kSize];
 #pragma unroll
     for (int i = 0; i < kStep; i += kSize) words[i / kSize] = load_streaming<T, kSize>(row + column_of<G>(begin, i));
 #pragma unroll
-    for (int i = 0; i < kStep; ++i) x[i] = to_float(words[i / kSize].value[i % kSize]);
+    for (int i = 0; i < kStep; ++i) x[i] = to_float(words[i / kSize][i % kSize]);
     if (c.bias) {
 #pragma unroll
         for (int i = 0; i < kStep; ++i) x[i] += c.bias[column_of<G>(begin, i)];

@@ -151,7 +151,7 @@ __device__ float one_token(const Params& p, const Row& row, float logprob, float
 template <class T, bool fast, Form form>
 struct TokenPacks {
     using At = PackAt<T, fast>;
-    Pack<T, At::kPack> logprob, old, ref{}, rollout{}, advantage{}, entropy_of{};
+    typename At::Floats logprob, old, ref{}, rollout{}, advantage{}, entropy_of{};
     typename At::Mask mask, selected{};
 
     __device__ __forceinline__ TokenPacks(const Params& p, const At& at)
@@ -185,10 +185,10 @@ __device__ void row_piece(const Params& p, const Row& row, const RowPiece& piece
         for (int k = 0; k < kPack; ++k) {
             float slope = 0;
             if (trained >> k & 1) {
-                const float own = p.advantages.data ? to_float(now.advantage.value[k]) : row.advantage;
-                slope = one_token<form>(p, row, to_float(now.logprob.value[k]), to_float(now.old.value[k]),
-                                        to_float(now.ref.value[k]), to_float(now.rollout.value[k]), own,
-                                        to_float(now.entropy_of.value[k]), chosen >> k & 1, sums);
+                const float own = p.advantages.data ? to_float(now.advantage[k]) : row.advantage;
+                slope =
+                    one_token<form>(p, row, to_float(now.logprob[k]), to_float(now.old[k]), to_float(now.ref[k]),
+                                    to_float(now.rollout[k]), own, to_float(now.entropy_of[k]), chosen >> k & 1, sums);
             }
             grad.value[k] = from_float<T>(slope);
         }

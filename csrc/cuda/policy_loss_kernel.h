@@ -60,8 +60,8 @@ __device__ __forceinline__ int64_t sum_piece(const Params& p, const RowPiece& pi
     for (int64_t i = piece.begin / kPack * kPack + lane * kPack; i < piece.end; i += kWarp * kPack) {
         const PackAt<T, fast> at{piece, i};
         const auto mask = at.ask(p.mask);
-        Pack<T, kPack> logprob{}, rollout{}, advantage{};
-        const Pack<T, kPack> old = at.load(p.old_logprobs);
+        typename PackAt<T, fast>::Floats logprob{}, rollout{}, advantage{};
+        const auto old = at.load(p.old_logprobs);
         if (ratios) logprob = at.load(p.logprobs);
         if (rollouts) rollout = at.load(p.rollout);
         if (p.advantages.data) advantage = at.load(p.advantages);
@@ -70,10 +70,10 @@ __device__ __forceinline__ int64_t sum_piece(const Params& p, const RowPiece& pi
         for (int k = 0; k < kPack; ++k) {
             if (!(trained >> k & 1)) continue;
             count += 1;
-            if (rollouts) sums[sum_mismatch] += double(to_float(old.value[k]) - to_float(rollout.value[k]));
+            if (rollouts) sums[sum_mismatch] += double(to_float(old[k]) - to_float(rollout[k]));
             if (!ratios) continue;
-            float d = to_float(logprob.value[k]) - to_float(old.value[k]);
-            const float a = p.advantages.data ? to_float(advantage.value[k]) : own;
+            float d = to_float(logprob[k]) - to_float(old[k]);
+            const float a = p.advantages.data ? to_float(advantage[k]) : own;
             if (bounded) {
                 d = clamp_symmetric<ScalarMath>(d, kLogRatioBound);
                 d = gmpo_bounded<ScalarMath>(d, a, o.variant);

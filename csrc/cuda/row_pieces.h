@@ -128,9 +128,11 @@ struct PackAt {
         return piece.row * stream.row_stride + (first + k - piece.start) * stream.stride;
     }
 
+    using Floats = Loaded<T, kPack>;
+
     // The stream's values as they lie; those outside the piece are 0. Where not fast, T is float and they are
     // converted.
-    __device__ Pack<T, kPack> load(const AnyStream& stream) const {
+    __device__ Floats load(const AnyStream& stream) const {
         if (fast && whole()) return load_streaming<T, kPack>(static_cast<const T*>(stream.data) + first);
         Pack<T, kPack> pack{};
 #pragma unroll
@@ -142,7 +144,9 @@ struct PackAt {
                 pack.value[k] = read_float(stream.data, stream.dtype, place(stream, k));
             }
         }
-        return pack;
+        Floats floats;
+        memcpy(floats.word, &pack, sizeof pack);
+        return floats;
     }
 
     // A mask's pack as it comes from memory. To look at it is a step of its own, so that no load waits for it.

@@ -17,10 +17,11 @@ __global__ void __launch_bounds__(kThreads) scale_kernel(T* values, int64_t pack
     const int64_t stride = int64_t(gridDim.x) * blockDim.x;
     const int64_t first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     for (int64_t i = first; i < packs; i += stride) {
-        Pack<T, kPack> pack = load_streaming<T, kPack>(values + i * kPack);
+        const auto pack = load_streaming<T, kPack>(values + i * kPack);
+        Pack<T, kPack> scaled;
 #pragma unroll
-        for (int k = 0; k < kPack; ++k) pack.value[k] = from_float<T>(to_float(pack.value[k]) * by);
-        store_streaming<T, kPack>(values + i * kPack, pack);
+        for (int k = 0; k < kPack; ++k) scaled.value[k] = from_float<T>(to_float(pack[k]) * by);
+        store_streaming<T, kPack>(values + i * kPack, scaled);
     }
     for (int64_t i = packs * kPack + first; i < count; i += stride) values[i] = from_float<T>(to_float(values[i]) * by);
 }

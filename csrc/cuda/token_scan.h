@@ -221,13 +221,21 @@ __global__ void __launch_bounds__(kScanThreads)
     }
     const int64_t begin = chunk * chunk_tokens, end = min(begin + chunk_tokens, rows.tokens);
     const int64_t first = begin + int64_t(threadIdx.x) * kRun;
-    float r[kRun], v[kRun];
-    load_tokens<kRun>(rewards, first, end, aligned, r);
-    if constexpr (has_values) load_tokens<kRun>(values, first, end, aligned, v);
-    const unsigned trained = load_mask_bits<kRun>(mask, first, end, aligned);
+    // Asked for here, and looked at when the ends of rows are known.
+    const TokenRun<T, kRun> rewards_here(rewards, first, end, aligned);
+    const TokenRun<T, kRun> values_here(has_values ? values : nullptr, first, end, aligned);
+    const TokenRun<Mask, kRun> mask_here(mask, first, end, aligned);
     mark_row_ends(rows, begin, end, s.row_ends);
     const unsigned row_ends = s.row_ends[threadIdx.x / 4] >> (threadIdx.x % 4 * kRun) & 0xff;
 
+    float r[kRun], v[kRun];
+    unsigned trained = 0;
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+        r[i] = to_float(rewards_here[i]);
+        v[i] = to_float(values_here[i]);
+        trained |= unsigned(mask == nullptr ? first + i < end : mask_here[i] != Mask(0)) << i;
+    }
     const ScanMap run = map_of_run<has_values>(r, v, trained, row_ends, factors);
     ScanState state = state_behind(run, s, published, chunk, gridDim.x);
     float result[kRun], difference[kRun];

@@ -46,47 +46,35 @@ __device__ __forceinline__ int64_t warp_find_row(const TokenRows& r, int64_t tok
     return low;
 }
 
-// Tokens [first, first + count) as float32; those from `end` on are 0. `aligned`: the place is a multiple of the
-// instruction's size, if the stream's own start is.
-template <int count, class T>
-__device__ __forceinline__ void load_tokens(const T* stream, int64_t first, int64_t end, bool aligned, float* to) {
-    constexpr int kPack = count * int(sizeof(T)) < 16 ? count : 16 / int(sizeof(T));
-    if (aligned && first + count <= end) {
+// Tokens [first, first + count) of a stream as they come from memory; those from `end` on, and all of no stream, are 0.
+// `aligned`: the place is a multiple of the instruction's size, if the stream's own start is.
+template <class T, int count>
+class TokenRun {
+  public:
+    __device__ __forceinline__ TokenRun(const T* stream, int64_t first, int64_t end, bool aligned) {
+        if (stream != nullptr && aligned && first + count <= end) {
 #pragma unroll
-        for (int i = 0; i < count; i += kPack) {
-            const Pack<T, kPack> pack = load_streaming<T, kPack>(stream + first + i);
-#pragma unroll
-            for (int k = 0; k < kPack; ++k) to[i + k] = to_float(pack.value[k]);
+            for (int p = 0; p < kPacks; ++p) packs_[p] = load_streaming<T, kPack>(stream + first + p * kPack);
+            return;
         }
-        return;
-    }
 #pragma unroll
-    for (int i = 0; i < count; ++i) to[i] = first + i < end ? to_float(stream[first + i]) : 0.0f;
-}
+        for (int p = 0; p < kPacks; ++p) {
+            Pack<T, kPack> pack{};
+#pragma unroll
+            for (int k = 0; k < kPack; ++k) {
+                const int64_t token = first + p * kPack + k;
+                if (stream != nullptr && token < end) pack.value[k] = stream[token];
+            }
+            memcpy(packs_[p].word, &pack, sizeof pack);
+        }
+    }
 
-// The same for a mask of bytes or float32: bit i says whether token first + i trains. Null: all do.
-template <int count, class T>
-__device__ __forceinline__ unsigned load_mask_bits(const T* mask, int64_t first, int64_t end, bool aligned) {
-    constexpr int kPack = count * int(sizeof(T)) < 16 ? count : 16 / int(sizeof(T));
-    unsigned bits = 0;
-    if (mask == nullptr) {
-#pragma unroll
-        for (int i = 0; i < count; ++i) bits |= unsigned(first + i < end) << i;
-        return bits;
-    }
-    if (aligned && first + count <= end) {
-#pragma unroll
-        for (int i = 0; i < count; i += kPack) {
-            const Pack<T, kPack> pack = load_streaming<T, kPack>(mask + first + i);
-#pragma unroll
-            for (int k = 0; k < kPack; ++k) bits |= unsigned(pack.value[k] != T(0)) << (i + k);
-        }
-        return bits;
-    }
-#pragma unroll
-    for (int i = 0; i < count; ++i) bits |= unsigned(first + i < end && mask[first + i] != T(0)) << i;
-    return bits;
-}
+    __device__ __forceinline__ T operator[](int i) const { return packs_[i / kPack][i % kPack]; }
+
+  private:
+    static constexpr int kPack = count * int(sizeof(T)) < 16 ? count : 16 / int(sizeof(T)), kPacks = count / kPack;
+    Loaded<T, kPack> packs_[kPacks];
+};
 
 inline TokenRows token_rows(const View& tokens, const View& cu_seqlens, const char* name) {
     if (!cu_seqlens) {

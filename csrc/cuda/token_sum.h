@@ -35,8 +35,8 @@ template <class T, class Mask>
 __device__ __forceinline__ void load_whole_unit(const TokenRows& r, const T* rewards, const Mask* mask, int64_t begin,
                                                 float (&values)[kSumPacks][kSumPack]) {
     const int64_t first = begin + place_in_unit(0, 0, int(threadIdx.x) % kWarp, true);
-    Pack<T, kSumPack> packs[kSumPacks]{};
-    Pack<Mask, kSumPack> on[kSumPacks];
+    Loaded<T, kSumPack> packs[kSumPacks]{};
+    Loaded<Mask, kSumPack> on[kSumPacks];
     // What lies behind a row's length need not be read, where that is soon found out.
     const bool lengths = r.lengths != nullptr && r.width % kSumPack == 0 && r.width >= kSumPack * kWarp;
     int64_t row = lengths ? first / r.width : 0, place = first - row * r.width;
@@ -63,8 +63,8 @@ __device__ __forceinline__ void load_whole_unit(const TokenRows& r, const T* rew
     for (int p = 0; p < kSumPacks; ++p) {
 #pragma unroll
         for (int k = 0; k < kSumPack; ++k) {
-            const bool hidden = mask != nullptr && on[p].value[k] == Mask(0);  // what is hidden may be NaN
-            values[p][k] = hidden ? 0.0f : to_float(packs[p].value[k]);
+            const bool hidden = mask != nullptr && on[p][k] == Mask(0);  // what is hidden may be NaN
+            values[p][k] = hidden ? 0.0f : to_float(packs[p][k]);
         }
     }
 }

@@ -1,64 +1,128 @@
 """Kernels that are as fast as memory ask for all that a thread needs before they look at the first of it: a load that
-waits for the one before it leaves the memory idle. Read off what nvcc makes of them, as no GPU is needed for that."""
+waits for the one before it leaves the memory idle. Read off the machine code, as no GPU is needed for that."""
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NVCC = shutil.which("nvcc")
-REGISTER = re.compile(r"%[a-z]+\d+")
+LOAD = re.compile(r"LDG\.E\.EF\S*?(\.64|\.128)? R(\d+), (.*)")  # EF: past the caches, as streams are read
+REGISTER = re.compile(r"\bR(\d+)(\.64|\.128)?\b")
+WIDTHS = {None: 1, "": 1, ".64": 2, ".128": 4}
 
 
-def kernels(name: str, folder: Path) -> dict[str, str]:
-    """The PTX of each kernel in a file of ``csrc/cuda``, by mangled name."""
-    ptx = folder / "kernels.ptx"
-    command = [str(NVCC), "-std=c++17", "-O3", "-arch=sm_90", "-I", str(ROOT / "csrc"), "-ptx", "-o", str(ptx)]
+class Instruction(NamedTuple):
+    place: int
+    conditional: bool
+    text: str
+
+
+def kernels(name: str, folder: Path) -> dict[str, list[Instruction]]:
+    """The machine code of each kernel in a file of ``csrc/cuda``, by mangled name."""
+    tools = Path(pytest.importorskip("triton").__file__).parent / "backends" / "nvidia" / "bin"
+    binary = folder / "kernels.cubin"
+    command = [str(NVCC), "-std=c++17", "-O3", "-arch=sm_90", "-I", str(ROOT / "csrc"), "-cubin", "-o", str(binary)]
     subprocess.run([*command, str(ROOT / "csrc" / "cuda" / f"{name}.cu")], check=True)
-    _, *parts = re.split(r"\.entry (\w+)\(", ptx.read_text())
-    return dict(zip(parts[::2], parts[1::2], strict=True))
+    code = subprocess.run([tools / "cuobjdump", "-sass", binary], check=True, capture_output=True, text=True).stdout
+    _, *parts = re.split(r"Function : (\w+)", code)
+    return {kernel: instructions(body) for kernel, body in zip(parts[::2], parts[1::2], strict=True)}
 
 
-def most_at_once(body: str) -> int:
-    """The longest run of streaming loads, of which nothing is looked at before the last. Moves don't count as looks."""
-    best, asked, run = 0, set(), 0
-    for line in body.splitlines():
-        registers = REGISTER.findall(line)
-        if "ld.global.cs" in line:
-            results = set(REGISTER.findall(line.split("[")[0].split("ld.global.cs")[1]))
-            asked, run = asked | results, run + 1
-            best = max(best, run)
-        elif re.match(r"\s*mov\.", line) and len(registers) == 2:
-            (to, source) = registers
-            asked = asked | {to} if source in asked else asked - {to}
-        elif asked & set(registers):
-            asked, run = set(), 0
-    return best
+def instructions(code: str) -> list[Instruction]:
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/ +(@!?U?P\w+ )? *(\S.*?) *;", code)
+    return [Instruction(int(place, 16), bool(condition), text) for place, condition, text in found]
+
+
+def looked_at(line: str) -> set[int]:
+    """The registers that an instruction reads. What it writes comes first, where it is no store."""
+    operation, _, operands = line.partition(" ")
+    if not operation.startswith("ST") and re.match(r"R\d", operands):
+        operands = operands.partition(",")[2]
+    return {int(first) + i for first, width in REGISTER.findall(operands) for i in range(WIDTHS[width])}
+
+
+def most_at_once(code: list[Instruction]) -> int:
+    """The longest run of streaming loads, of which nothing is looked at before the last, on any way through the code:
+    what is whole goes another way than what is not, and their ways join between two loads."""
+    index = {instruction.place: i for i, instruction in enumerate(code)}
+
+    def run_from(start: int) -> int:
+        ways, seen, most = [(start, frozenset[int](), 0)], set(), 0
+        while ways:
+            at, asked, loads = ways.pop()
+            most = max(most, loads)
+            _, conditional, text = code[at]
+            if (at, asked) in seen or asked & looked_at(text):
+                continue
+            seen.add((at, asked))
+            if load := LOAD.match(text):
+                first, width = int(load[2]), WIDTHS[load[1]]
+                asked, loads = asked | set(range(first, first + width)), loads + 1
+            jump = re.match(r"BRA\b.* 0x([0-9a-f]+)", text)
+            if jump:
+                ways.append((index[int(jump[1], 16)], asked, loads))
+            if at + 1 < len(code) and (conditional or not (jump or text.startswith("EXIT"))):
+                ways.append((at + 1, asked, loads))
+        return most
+
+    return max((run_from(i) for i, instruction in enumerate(code) if LOAD.match(instruction.text)), default=0)
+
+
+# By file, what picks its kernels, and how many loads of theirs stand together.
+KERNELS = [
+    ("token_rewards", r"sum_kernelI", 8),  # rewards and mask, four packs of each
+    ("token_rewards", r"scan_kernelIff", 4),  # rewards and mask, two packs of each
+    ("token_rewards", r"scan_kernelI\w+fLb0", 3),  # two-byte rewards, one pack
+    ("gae", r"scan_kernelIff", 6),  # values as well
+    ("gae", r"scan_kernelI\w+fLb1", 4),
+    # Log-probabilities, old, reference, advantages, and a mask in one of two ways; in other forms rollout and entropy,
+    # or what is selected too.
+    ("policy_loss", r"main_kernelI\w+Lb1ELNS\d_4FormE2", 6),
+    ("policy_loss", r"main_kernelI\w+Lb1ELNS\d_4FormE1", 8),
+    ("policy_loss", r"prepare_kernelI\w+Lb1", 6),
+    ("grouped_policy_loss", r"group_kernelI\w+Lb1", 6),
+]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, list[Instruction]]]:
+    return functools.cache(lambda name: kernels(name, tmp_path_factory.mktemp(name)))
 
 
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc")
-@pytest.mark.parametrize(
-    ("name", "kernel", "least"),
-    [
-        # Rewards and mask, four packs of each.
-        ("token_rewards", r"sum_kernelIff", 8),
-        ("token_rewards", r"sum_kernelIfh", 5),
-        # Log-probabilities, old, reference, advantages and mask, as PPO reads them.
-        ("policy_loss", r"main_kernelIfLb1ELNS\d_4FormE2E", 5),
-    ],
-)
-def test_loads_are_on_their_way_together(name: str, kernel: str, least: int, tmp_path: Path) -> None:
-    found = {n: most_at_once(body) for n, body in kernels(name, tmp_path).items() if re.search(kernel, n)}
+@pytest.mark.parametrize(("name", "kernel", "least"), KERNELS)
+def test_loads_are_on_their_way_together(compiled, name: str, kernel: str, least: int) -> None:
+    found = {n: most_at_once(code) for n, code in compiled(name).items() if re.search(kernel, n)}
     assert found and min(found.values()) >= least, found
 
 
+def code_of(*lines: str) -> list[Instruction]:
+    text = "\n".join(f"        /*{16 * i:04x}*/   {line} ;  /* 0x00 */" for i, line in enumerate((*lines, "EXIT")))
+    return instructions(text)
+
+
 def test_a_look_between_two_loads_is_seen() -> None:
-    load = "ld.global.cs.v4.f32 {%f1, %f2, %f3, %f4}, [%rd1];\nld.global.cs.f32 %f5, [%rd2];"
-    assert most_at_once(load + "\nadd.f32 %f6, %f1, %f5;") == 2
-    assert most_at_once(load.replace("\n", "\nmov.f32 %f7, %f1;\n")) == 2
-    assert most_at_once(load.replace("\n", "\nadd.f32 %f7, %f1, %f1;\n")) == 1
+    first, second = "LDG.E.EF.128 R4, desc[UR4][R2.64]", "LDG.E.EF.64 R8, desc[UR4][R2.64+0x100]"
+    assert most_at_once(code_of(first, second)) == 2
+    assert most_at_once(code_of(first, "FADD R12, R12, R13", second)) == 2
+    assert most_at_once(code_of(first, "@!P0 FADD R12, R12, R7", second)) == 1
+    assert most_at_once(code_of(first, "STG.E desc[UR4][R6.64], R1", second)) == 1
+    # R8 and R9 are loaded into, which is no look; the addresses of a load are one.
+    assert most_at_once(code_of(second, "IMAD.X R9, RZ, RZ, R3, P0", first)) == 2
+    assert most_at_once(code_of(first, "LDG.E.EF.64 R8, desc[UR4][R6.64]")) == 1
+
+
+def test_branches_are_followed() -> None:
+    load, look = "LDG.E.EF.128 R{}, desc[UR4][R2.64]", "FADD R1, R1, R4"
+    assert most_at_once(code_of(load.format(4), "BRA 0x0030", look, load.format(8))) == 2
+    assert most_at_once(code_of(load.format(4), "@P3 BRA 0x0030", load.format(8), look)) == 2
+    assert most_at_once(code_of(load.format(4), "BRA 0x0020", look, load.format(8))) == 1
