@@ -204,7 +204,7 @@ async def test_load_weights_waits_for_what_runs(helpers: Any, served: VLLMClient
 async def test_in_flight_each_token_is_that_of_its_own_weights(helpers: Any) -> None:
     models = [helpers.build("served"), helpers.build("served", seed=1)]
     async with client_of(models[0], in_flight=True) as client:
-        with between_steps(client, lambda: time.sleep(0.02)):
+        with between_steps(client, lambda: time.sleep(0.05)):
             started = steps_after(client, 4)
             running = asyncio.ensure_future(client.generate(requests_of(tokens=20)))
             while not started():

@@ -139,8 +139,10 @@ async def test_each_token_in_flight_is_of_its_own_weights(helpers: Any, served: 
     models = [helpers.build("served", seed=seed) for seed in range(2)]
     client, host = holding(served, models[0])
     running, process = await stopped_in_the_middle(client, host)
+    updates = host._label
     load = asyncio.ensure_future(asyncio.to_thread(client.load_weights, "default", models[1].state_dict().items(), 1))
-    await asyncio.sleep(0.1)
+    await until(lambda: host._label > updates)
+    await asyncio.sleep(0.1)  # laid out, and handed in
     os.kill(process, signal.SIGCONT)
     await load
     responses = await running
