@@ -217,9 +217,10 @@ def test_padding_and_packing_change_no_bit(make_batch, aggregation) -> None:
     assert all(torch.equal(wide.metrics[k], v) for k, v in narrow.metrics.items())
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.bfloat16]
-)
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, *INTEGERS, torch.float32, torch.bfloat16, torch.float16])
 def test_masks_of_any_dtype(make_batch, dtype, target) -> None:
     arguments = make_batch(6, **FULL).padded(torch.float32)
     want, grad = run(arguments, target=target)
@@ -228,6 +229,16 @@ def test_masks_of_any_dtype(make_batch, dtype, target) -> None:
         got, got_grad = run(arguments, target=target, normalizer=normalizer)
         assert torch.equal(got.loss, want.loss)
         assert torch.equal(got_grad, grad)
+
+
+@pytest.mark.parametrize("aggregation", ["agent-mean", "token-mean"])
+def test_actors_of_either_integer(make_batch, aggregation, target) -> None:
+    arguments = make_batch(6, **FULL).padded(torch.float32, aggregation=aggregation)
+    assert arguments["actor_ids"].dtype == torch.int64
+    want, grad = run(arguments, target=target)
+    got, got_grad = run(arguments, target=target, actor_ids=arguments["actor_ids"].int())
+    assert torch.equal(got.loss, want.loss) and torch.equal(got_grad, grad)
+    assert all(torch.equal(got.actor_metrics[name], value) for name, value in want.actor_metrics.items())
 
 
 def test_any_strides(make_batch, target) -> None:

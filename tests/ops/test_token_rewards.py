@@ -18,10 +18,12 @@ from turnwise.ops import backends, token_returns, token_reward_sum
 MASKS = {
     "bool": lambda m: m,
     "uint8": lambda m: m.to(torch.uint8) * 3,
+    "int16": lambda m: m.short() * 256,
     "int32": lambda m: -m.int(),
     "int64": lambda m: m.long() * 2**40,
     "float32": lambda m: m.float(),
     "bfloat16": lambda m: m.bfloat16(),
+    "float16": lambda m: m.half(),
     "float64": lambda m: m.double(),
 }
 

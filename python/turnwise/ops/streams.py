@@ -140,7 +140,7 @@ def check_actors(actor_ids: Tensor, num_actors: int | None, rows: int) -> None:
     if actor_ids.shape != (rows,):
         raise ValueError(f"actor_ids has shape {tuple(actor_ids.shape)}: expected ({rows},), one per sequence")
     if actor_ids.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"actor_ids has dtype {actor_ids.dtype}: expected int64")
+        raise TypeError(f"actor_ids has dtype {actor_ids.dtype}: expected int64 or int32")
 
 
 def check_actor_values(actor_ids: Tensor, num_actors: int) -> None:
