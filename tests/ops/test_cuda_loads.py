@@ -28,11 +28,12 @@ class Instruction(NamedTuple):
 
 def kernels(name: str, folder: Path) -> dict[str, list[Instruction]]:
     """The machine code of each kernel in a file of ``csrc/cuda``, by mangled name."""
-    tools = Path(pytest.importorskip("triton").__file__).parent / "backends" / "nvidia" / "bin"
+    of_triton = Path(pytest.importorskip("triton").__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    dump = shutil.which("cuobjdump") or str(of_triton)
     binary = folder / "kernels.cubin"
     command = [str(NVCC), "-std=c++17", "-O3", "-arch=sm_90", "-I", str(ROOT / "csrc"), "-cubin", "-o", str(binary)]
     subprocess.run([*command, str(ROOT / "csrc" / "cuda" / f"{name}.cu")], check=True)
-    code = subprocess.run([tools / "cuobjdump", "-sass", binary], check=True, capture_output=True, text=True).stdout
+    code = subprocess.run([dump, "-sass", str(binary)], check=True, capture_output=True, text=True).stdout
     _, *parts = re.split(r"Function : (\w+)", code)
     return {kernel: instructions(body) for kernel, body in zip(parts[::2], parts[1::2], strict=True)}
 
