@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turnwise.command_words import literal, parse_pairs, split_overrides
+from turnwise.command_words import literal, parse_pairs, split_overrides, tell_code, tell_code_of
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -124,7 +124,8 @@ def run_train(options: argparse.Namespace) -> int:
 
     config = read_config(options.config, options.overrides)
     if options.dry_run:
-        print(dry_run(config), end="")
+        tell_code(config.model_dump(), "is imported" if options.import_code else "is not imported")
+        print(dry_run(config, import_code=options.import_code), end="")
         return EXIT_OK
 
     run = train_from_config(config)
@@ -139,6 +140,7 @@ def run_eval(options: argparse.Namespace) -> int:
     from turnwise.train.config_files import read_config
 
     config = read_config(config_path(options.config), options.overrides)
+    tell_code(config.model_dump())
     if options.config.is_dir():
         config = config.model_copy(update={"run_dir": options.config})
     measured = measure(
@@ -151,6 +153,8 @@ def run_eval(options: argparse.Namespace) -> int:
 def run_tournament(options: argparse.Namespace) -> int:
     from turnwise.tournament import play_tournament, render, to_json
 
+    for run_dir in options.run_dirs:
+        tell_code_of(run_dir)
     result = play_tournament(
         options.run_dirs,
         checkpoints=options.checkpoints,
@@ -165,6 +169,7 @@ def run_tournament(options: argparse.Namespace) -> int:
 def run_view(options: argparse.Namespace) -> int:
     from turnwise.report import write_report
 
+    tell_code_of(options.run_dir, "is not imported")
     path = write_report(options.run_dir, options.out)
     print(path)
     if options.open:
@@ -179,6 +184,7 @@ def run_credit(options: argparse.Namespace) -> int:
 
     from turnwise.report.credit import compare_credit, differences, render
 
+    tell_code_of(options.run_dir)
     found = compare_credit(
         options.run_dir, options.rule, options=parse_pairs("--set", options.set, literal), step=options.step
     )
@@ -192,6 +198,7 @@ def run_credit(options: argparse.Namespace) -> int:
 def run_replay(options: argparse.Namespace) -> int:
     from turnwise.replay import replay
 
+    tell_code_of(options.run_dir)
     played = replay(options.run_dir, options.episode, step=options.step, until=options.until, swap=options.swap)
     print(played)
     return EXIT_OK if played.divergence is None else EXIT_FAILED
@@ -268,6 +275,10 @@ COMMANDS: dict[str, Command] = {
         (
             CONFIG,
             ("--dry-run", {"action": "store_true", "help": "print the resolved config and stop"}),
+            (
+                "--import-code",
+                {"action": "store_true", "help": "with --dry-run: run the code that the config names, to check it"},
+            ),
         ),
         overrides=True,
     ),

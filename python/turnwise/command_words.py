@@ -1,10 +1,16 @@
-"""Words of a command line as what they stand for: config overrides, pairs of name and value, literals."""
+"""Words of a command line as what they stand for: config overrides, pairs of name and value, literals, code."""
 
 from __future__ import annotations
 
 import ast
+import sys
+import tomllib
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+from turnwise.naming import code_in
 
 
 def split_overrides(arguments: Iterable[str], known: set[str]) -> tuple[list[str], dict[str, str]]:
@@ -54,3 +60,15 @@ def literal(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
+
+
+def tell_code(settings: Any, what: str = "is imported") -> None:
+    """Say on stderr which code the plain data of a configuration can name, before any of it is imported."""
+    if named := [f"{key} = {name!r}" for key, name in code_in(settings)]:
+        print(f"turnwise: the config can name code, which {what} here: {', '.join(named)}", file=sys.stderr)
+
+
+def tell_code_of(run_dir: Path, what: str = "is imported") -> None:
+    """:func:`tell_code` of the config in a run folder; one that is not there or no TOML is told by who reads it."""
+    with suppress(OSError, ValueError):
+        tell_code(tomllib.loads((run_dir / "config.toml").read_text(encoding="utf-8")), what)

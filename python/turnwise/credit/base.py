@@ -16,6 +16,12 @@ from turnwise.types import GenerateResult, Sample
 
 Key = tuple[Hashable, ...]
 
+RULE: Mapping[str, Any] = {
+    "methods": ("compute", "compute_columns", "state_dict", "load_state_dict"),
+    "like": "turnwise.credit.Credit",
+}
+"""What a class must have to be a credit rule, for :func:`turnwise.naming.find_class`."""
+
 
 class Credit(ABC):
     """Base of the credit rules; see ``turnwise.types.CreditAssigner``. A rule writes ``compute_columns``."""

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from turnwise.credit.base import Credit
+from turnwise.credit.base import RULE, Credit
 from turnwise.credit.edges import Edge, Pay, build_edge, is_finished
-from turnwise.naming import construct, find
+from turnwise.naming import construct, find_class
 from turnwise.types import CreditAssigner, GenerateResult, Sample
 
 
@@ -46,7 +46,8 @@ class LevelCredit(Credit):
         if isinstance(self.rule, str):
             from turnwise.credit import registry
 
-            self._rule: CreditAssigner = construct(find(registry, self.rule, "rule"), self.options, "options")
+            kind = find_class(registry, self.rule, "rule", **RULE)
+            self._rule: CreditAssigner = construct(kind, self.options, "options")
         elif self.options:
             raise ValueError(f"options={dict(self.options)!r}: they are for a rule's name, and rule is {self.rule!r}")
         else:

@@ -20,7 +20,8 @@ import numpy as np
 from turnwise.arena.filters import Filters
 from turnwise.arena.samples import advantages_of, gather
 from turnwise.credit import registry
-from turnwise.naming import construct, find
+from turnwise.credit.base import RULE
+from turnwise.naming import construct, find_class
 from turnwise.report.read import parse_config
 from turnwise.train.run_log import read_metrics
 from turnwise.train.sinks import step_of
@@ -86,10 +87,10 @@ def compare_credit(
         raise ValueError(f"rule=None: {folder} has no config.toml that names the run's own; name one by --rule")
     name = str(rule or own_name)
     chosen = {**(own_options if name == own_name else {}), **(options or {})}
-    other = construct(find(registry, name, "rule"), chosen, "options")
-    own = (
-        None if own_name is None else construct(find(registry, own_name, "credit.rule"), own_options, "credit.options")
-    )
+    other = construct(find_class(registry, name, "rule", **RULE), chosen, "options")
+    own = None
+    if own_name is not None:
+        own = construct(find_class(registry, own_name, "credit.rule", **RULE), own_options, "credit.options")
     filters = Filters(truncated=config.get("filter", {}).get("truncated", False))
     found = Comparison(name, own_name, own_exact=None if own is None else 0)
     episodes = {int(row["step"]): int(row["episodes"]) for row in read_metrics(folder) if "episodes" in row}
