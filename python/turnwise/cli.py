@@ -199,7 +199,14 @@ def run_replay(options: argparse.Namespace) -> int:
     from turnwise.replay import replay
 
     tell_code_of(options.run_dir)
-    played = replay(options.run_dir, options.episode, step=options.step, until=options.until, swap=options.swap)
+    played = replay(
+        options.run_dir,
+        options.episode,
+        step=options.step,
+        until=options.until,
+        swap=options.swap,
+        allow_pickle=options.allow_pickle,
+    )
     print(played)
     return EXIT_OK if played.divergence is None else EXIT_FAILED
 
@@ -353,6 +360,7 @@ COMMANDS: dict[str, Command] = {
                     "help": "from there, or from the start, sample this actor anew; may be repeated",
                 },
             ),
+            ("--allow-pickle", {"action": "store_true", "help": "objects of any class; for records of your own"}),
         ),
     ),
     "serve": Command(

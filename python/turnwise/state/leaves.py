@@ -61,7 +61,7 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-class _Unpickler(pickle.Unpickler):
+class Unpickler(pickle.Unpickler):
     """Finds harmless names alone."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -110,7 +110,7 @@ def first_unpicklable(leaves: Iterable[Any]) -> tuple[Any, Exception] | None:
 
 def load_leaves(pickled: bytes | memoryview, buffers: Iterable[memoryview], *, allow_pickle: bool) -> list[Any]:
     """What :func:`dump_leaves` wrote; arrays are views of ``buffers``."""
-    kind = pickle.Unpickler if allow_pickle else _Unpickler
+    kind = pickle.Unpickler if allow_pickle else Unpickler
     try:
         leaves = kind(io.BytesIO(pickled), buffers=buffers).load()
     except CheckpointError:

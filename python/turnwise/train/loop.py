@@ -28,6 +28,7 @@ from turnwise.train.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from turnwise.train.checkpoint_files import read_listed
 from turnwise.train.client_metrics import ClientMetrics
 from turnwise.train.config import TrainConfig
 from turnwise.train.config_files import CONFIG_FILE, ConfigError, contradictions, differences, to_toml
@@ -364,6 +365,7 @@ class Trainer:
         except CheckpointError as error:
             before = f"go on from {found[-2]}" if len(found) > 1 else "start afresh"
             raise CheckpointError(f"{error}; delete {found[-1]} to {before}") from error
+        queue = read_listed(found[-1], QUEUE)
         self.progress = Progress(**state["progress"])
         self.arena.load_state_dict(state["arena"])
         set_random_state(self.rng, state["random"])
@@ -371,8 +373,8 @@ class Trainer:
             if name in self.callbacks:
                 self.callbacks[name].load_state_dict(saved, found[-1])
         self.producer = self._new_producer()
-        if (queue := found[-1] / QUEUE).exists():
-            self.producer.put(pickle.loads(queue.read_bytes()))
+        if queue is not None:
+            self.producer.put(pickle.loads(queue))
         self.log.rewind(self.progress.step)
         self.log.note(f"resumed from {found[-1]} (step {self.progress.step})")
         if changed := differences(self.config.run_dir / CONFIG_FILE, self.config):
