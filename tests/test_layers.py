@@ -14,6 +14,7 @@ FLOORS = {
     "types": 0,
     "_C": 0,
     "naming": 0,
+    "chat": 1,
     "ops": 1,
     "processes": 1,
     "samples": 1,
