@@ -13,6 +13,7 @@ import turnwise
 FLOORS = {
     "types": 0,
     "_C": 0,
+    "command_words": 0,
     "naming": 0,
     "chat": 1,
     "ops": 1,
@@ -33,7 +34,6 @@ FLOORS = {
     "evaluation": 5,
     "replay": 5,
     "tournament": 5,
-    "command_words": 5,
     "cli": 6,
 }
 """The floor of every file and folder directly under ``turnwise``; the command line stands above all rooms."""

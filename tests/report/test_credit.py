@@ -259,6 +259,8 @@ def test_numbers_by_hand():
 def test_the_command(games, capsys, tmp_path, monkeypatch):
     assert cli.main(["credit", str(games), "--rule", "dr_grpo", "--set", "include_truncated=true"]) == cli.EXIT_OK
     text = capsys.readouterr().out
+    assert cli.main(["credit", str(games), "--rule", "dr_grpo", "--set", "include_truncated=yes"]) == cli.EXIT_OK
+    assert capsys.readouterr().out == text, "a switch is read as the rule's own type says"
     assert "rule 'dr_grpo'" in text and "the run's own rule 'rae' gives" in text
     (tmp_path / "halved.py").write_text(
         "from turnwise.credit import EpisodicCredit\n\n\nclass Halved(EpisodicCredit):\n"

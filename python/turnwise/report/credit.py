@@ -19,8 +19,9 @@ import numpy as np
 
 from turnwise.arena.filters import Filters
 from turnwise.arena.samples import advantages_of, gather
+from turnwise.command_words import literal
 from turnwise.credit import registry
-from turnwise.naming import construct, find
+from turnwise.naming import construct, find, option_types
 from turnwise.report.read import parse_config
 from turnwise.train.run_log import read_metrics
 from turnwise.train.sinks import step_of
@@ -75,6 +76,7 @@ def compare_credit(
     """The recorded calls of the run in ``folder`` (of one ``step``, or all) under ``rule``, by default the run's own.
 
     ``rule`` and ``options`` are as in a config's ``credit`` section; of the run's own rule they change its options.
+    Options given as text are read as the rule expects them (:func:`turnwise.command_words.literal`).
     Raises ``ValueError`` for a folder without recorded episodes, and for a step that has none.
     """
     config_file = folder / "config.toml"
@@ -85,8 +87,13 @@ def compare_credit(
     if (rule or own_name) is None:
         raise ValueError(f"rule=None: {folder} has no config.toml that names the run's own; name one by --rule")
     name = str(rule or own_name)
-    chosen = {**(own_options if name == own_name else {}), **(options or {})}
-    other = construct(find(registry, name, "rule"), chosen, "options")
+    kind = find(registry, name, "rule")
+    types = option_types(kind)
+    given = {
+        key: literal(value, types.get(key, Any)) if isinstance(value, str) else value
+        for key, value in (options or {}).items()
+    }
+    other = construct(kind, {**(own_options if name == own_name else {}), **given}, "options")
     own = (
         None if own_name is None else construct(find(registry, own_name, "credit.rule"), own_options, "credit.options")
     )

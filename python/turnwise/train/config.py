@@ -186,6 +186,10 @@ class LoopConfig(Section):
         return self
 
 
+DEFAULT_CREDIT = "at_grpo"
+"""The rule of a task that names none as its ``credit_rule``."""
+
+
 class CreditConfig(Section):
     """The rule's name in ``turnwise.credit.registry``, or ``"module:Class"``, and the arguments of its class.
 
