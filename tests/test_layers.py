@@ -11,6 +11,7 @@ import pytest
 import turnwise
 
 FLOORS = {
+    "copies": -1,
     "types": 0,
     "_C": 0,
     "command_words": 0,
