@@ -208,6 +208,7 @@ def run_serve(options: argparse.Namespace) -> int:
             options.host,
             options.port,
             api_key_env=options.api_key_env,
+            allowed_hosts=tuple(options.allowed_host),
             adapters=parse_pairs("--adapters", options.adapters, str),
             adapter_slots=options.adapter_slots,
             adapter_rank=options.adapter_rank,
@@ -354,7 +355,14 @@ COMMANDS: dict[str, Command] = {
             ("--port", {"type": int, "default": 8000, "help": "port to bind, 0 for a free one (default 8000)"}),
             (
                 "--api-key-env",
-                {"metavar": "NAME", "help": "environment variable with the key that all clients must have"},
+                {
+                    "metavar": "NAME",
+                    "help": "environment variable with the key (default: a new one, in a file)",
+                },
+            ),
+            (
+                "--allowed-host",
+                {"action": "append", "default": [], "metavar": "NAME", "help": "by which clients may ask, too"},
             ),
             (
                 "--adapters",
