@@ -217,6 +217,7 @@ class Trainer:
                 self._published[name] = policy.version
 
     async def hand_over(self, policy: Policy) -> None:
+        policy.check_finite(f"at version {policy.version}, so it is not published")
         """Give the client the weights of ``policy``; the first time with the base below an adapter."""
         weights = policy.weights() if policy.name in self._published else policy.all_weights()
         await self.beside_sampling(self.arena.client.load_weights, policy.name, weights, policy.version)
