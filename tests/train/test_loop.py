@@ -329,29 +329,6 @@ async def test_a_step_whose_updates_were_all_skipped_makes_no_new_version(make_t
     assert "changed no weight" not in capsys.readouterr().out
 
 
-def test_a_loss_that_can_not_be_is_refused_before_anything_runs(make_trainer):
-    trainer = make_trainer()
-    loss = LossConfig(kind="gmpo", correction=CorrectionConfig())
-    with pytest.raises(ConfigError, match=r"update.old_logprobs = 'recompute'\n.*GMPO has one ratio per sequence"):
-        Trainer(trainer.arena, trainer.policies, trainer.config.model_copy(update={"loss": loss}))
-
-
-async def test_an_update_too_small_for_the_dtype_is_told(make_trainer, capsys):
-    trainer = make_trainer(steps=1, update={"lr": 1e-60})
-    await trainer.run()
-    assert "policy 'default': an update changed no weight" in capsys.readouterr().out
-
-
-async def test_stop_during_rollout_saves_the_state_before_it(make_trainer):
-    """Ctrl-C while sampling: the batch is thrown away, the checkpoint is that of the last finished step."""
-    drawn = []
-
-    def drawing(trainer):
-        source = trainer.arena.source
-        trainer.arena.source = lambda: drawn.append(random.random()) or source()
-        return trainer
-
-    random.seed(5)
 async def test_weights_that_are_not_finite_reach_no_client(make_trainer):
     """Neither those of an update that overflowed, nor those of a checkpoint: the client keeps what it had."""
     trainer = make_trainer(steps=3, checkpoint={"every": 1})
@@ -377,6 +354,29 @@ async def test_weights_that_are_not_finite_reach_no_client(make_trainer):
         await make_trainer(steps=9).run()
 
 
+def test_a_loss_that_can_not_be_is_refused_before_anything_runs(make_trainer):
+    trainer = make_trainer()
+    loss = LossConfig(kind="gmpo", correction=CorrectionConfig())
+    with pytest.raises(ConfigError, match=r"update.old_logprobs = 'recompute'\n.*GMPO has one ratio per sequence"):
+        Trainer(trainer.arena, trainer.policies, trainer.config.model_copy(update={"loss": loss}))
+
+
+async def test_an_update_too_small_for_the_dtype_is_told(make_trainer, capsys):
+    trainer = make_trainer(steps=1, update={"lr": 1e-60})
+    await trainer.run()
+    assert "policy 'default': an update changed no weight" in capsys.readouterr().out
+
+
+async def test_stop_during_rollout_saves_the_state_before_it(make_trainer):
+    """Ctrl-C while sampling: the batch is thrown away, the checkpoint is that of the last finished step."""
+    drawn = []
+
+    def drawing(trainer):
+        source = trainer.arena.source
+        trainer.arena.source = lambda: drawn.append(random.random()) or source()
+        return trainer
+
+    random.seed(5)
     whole = drawing(make_trainer("whole", steps=3))
     await whole.run()
     expected = drawn.copy()
