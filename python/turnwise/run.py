@@ -14,8 +14,8 @@ from typing import Any
 
 from turnwise.arena import Arena, Episode, Filters, OverlongPenalty
 from turnwise.arena.resampling import check_stateless
-from turnwise.credit import registry as credit_rules
-from turnwise.naming import construct, find, nearest
+from turnwise.credit import build_rule
+from turnwise.naming import nearest
 from turnwise.tasks import Task, build_task
 from turnwise.train.checkpoint import list_checkpoints
 from turnwise.train.clients import build_client, check_client
@@ -327,8 +327,7 @@ def with_credit_of(task: Task, config: TrainConfig) -> TrainConfig:
 def build_credit(config: TrainConfig) -> CreditAssigner:
     """The rule that ``credit.rule`` names, with ``credit.options``."""
     try:
-        rule = find(credit_rules, config.credit.rule, "credit.rule")
-        credit = construct(rule, config.credit.options, "credit.options")
+        credit: CreditAssigner = build_rule(config.credit.rule, config.credit.options)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if missing := [name for name in CREDIT_METHODS if not callable(getattr(credit, name, None))]:
