@@ -78,7 +78,7 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path):
         "update": {"lr": 1e-3, "ppo_epochs": 2, "minibatches": 2},
         "loss": {"kl": {"coef": 0.1}},
         # A rule with a state, which gives every row an advantage.
-        "credit": {"rule": "rae", "options": {"include_truncated": True}},
+        "credit": {"rule": "rae"},
     }
     whole = train_from_config(config_of(tmp_path / "whole", steps=3, **changes))
     train_from_config(config_of(tmp_path / "parts", steps=1, **changes))
@@ -97,7 +97,6 @@ def test_questions_are_drawn_again_until_enough_say_something_and_so_after_a_res
         "rollout": {"questions": 3, "branches": 2},
         "filter": {"resample": 3},
         "reward": {"overlong_buffer": 1, "overlong_penalty": 0.5},
-        "credit": {"options": {"include_truncated": True}},
         "warm_start": {"steps": 0},
     }
     train_from_config(config_of(tmp_path / "whole", steps=3, **changes))
@@ -148,7 +147,7 @@ def test_math_orchestra_trains_on_a_jsonl(tmp_path, branches):
         task="math_orchestra",
         task_options={"path": str(path), "max_tokens": 12},
         rollout={"questions": 2, "copies": 2, "branches": branches},
-        credit={"rule": "dr_mas", "options": {"include_truncated": True}},
+        credit={"rule": "dr_mas"},
         warm_start={"steps": 0},
     )
     train_from_config(config)
@@ -164,7 +163,7 @@ def test_plan_path_trains_with_and_without_a_tree(tmp_path, branches):
         task="plan_path",
         task_options={"side": 5, "min_route": 3, "max_turns": 2, "max_tokens": 12},
         rollout={"questions": 2, "copies": 2, "branches": branches, "max_tokens": 12},
-        credit={"rule": "at_grpo", "options": {"include_truncated": True}},
+        credit={"rule": "at_grpo"},
         warm_start={"steps": 40, "batch_size": 16},
     )
     run = train_from_config(config)
@@ -182,7 +181,7 @@ def test_math_orchestra_on_gsm8k(tmp_path):
         task="math_orchestra",
         task_options={"path": str(GSM8K / "train.jsonl"), "eval_path": str(GSM8K / "test.jsonl"), "max_tokens": 24},
         rollout={"questions": 2, "copies": 4},
-        credit={"rule": "dr_mas", "options": {"include_truncated": True}},
+        credit={"rule": "dr_mas"},
         warm_start={"steps": 3, "batch_size": 4},
     )
     run = train_from_config(config)
@@ -193,9 +192,9 @@ def test_math_orchestra_on_gsm8k(tmp_path):
 @pytest.mark.parametrize(
     ("tree", "rule", "options"),
     [
-        ({"survivors": 2}, "at_grpo", {"include_truncated": True}),
-        ({"select": "none"}, "turn_returns", {"include_truncated": True, "gamma": 1.0}),
-        ({"playouts": 2, "select_by": "value"}, "vine", {"include_truncated": True, "team": True}),
+        ({"survivors": 2}, "at_grpo", {}),
+        ({"select": "none"}, "turn_returns", {"gamma": 1.0}),
+        ({"playouts": 2, "select_by": "value"}, "vine", {"team": True}),
     ],
 )
 def test_trees_of_every_kind_train(tmp_path, tree, rule, options):
@@ -240,6 +239,10 @@ def test_trees_of_every_kind_train(tmp_path, tree, rule, options):
         ({"rollout": {"quotas": {"reviser": 0}}}, r"rollout.quotas.reviser"),
         ({"rollout": {"quotas": {"reviser": True}}}, r"rollout.quotas.reviser"),
         ({"credit": {"options": {"ddof": 7}}}, r"'credit.options' = \{'ddof': 7\}: ddof=7"),
+        (
+            {"credit": {"options": {"include_truncated": True}}},
+            r"'credit.options.include_truncated' = True: this option is gone.*Delete the key.*filter.truncated = true",
+        ),
         ({"credit": {"options": {"ddoff": 1}}}, r"unknown config key 'credit.options.ddoff'; did you mean 'ddof'\?"),
         ({"device": "gpu9"}, r"config key 'device' = 'gpu9': .*expected auto, cpu or cuda"),
         ({"task": "sudok"}, r"task='sudok': unknown; did you mean 'sudoku'\?"),

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turnwise.command_words import literal, parse_pairs, split_overrides, tell_code, tell_code_of
+from turnwise.command_words import literal, parse_pairs, split_overrides
+from turnwise.naming import tell_code, tell_code_of
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -120,11 +121,14 @@ def run_demo(options: argparse.Namespace) -> int:
 def run_train(options: argparse.Namespace) -> int:
     from turnwise.report import write_report
     from turnwise.run import dry_run, train_from_config
-    from turnwise.train.config_files import read_config
+    from turnwise.tasks import task_type
+    from turnwise.train.config_files import raw_settings, read_config
 
-    config = read_config(options.config, options.overrides)
+    imports = options.import_code or not options.dry_run
     if options.dry_run:
-        tell_code(config.model_dump(), "is imported" if options.import_code else "is not imported")
+        tell_code(raw_settings(options.config, options.overrides), "is imported" if imports else "is not imported")
+    config = read_config(options.config, options.overrides, task_type=task_type, import_code=imports)
+    if options.dry_run:
         print(dry_run(config, import_code=options.import_code), end="")
         return EXIT_OK
 
@@ -137,10 +141,11 @@ def run_train(options: argparse.Namespace) -> int:
 
 def run_eval(options: argparse.Namespace) -> int:
     from turnwise.evaluation import config_path, measure, render, to_json
-    from turnwise.train.config_files import read_config
+    from turnwise.tasks import task_type
+    from turnwise.train.config_files import raw_settings, read_config
 
-    config = read_config(config_path(options.config), options.overrides)
-    tell_code(config.model_dump())
+    tell_code(raw_settings(config_path(options.config), options.overrides))
+    config = read_config(config_path(options.config), options.overrides, task_type=task_type)
     if options.config.is_dir():
         config = config.model_copy(update={"run_dir": options.config})
     measured = measure(
@@ -186,7 +191,7 @@ def run_credit(options: argparse.Namespace) -> int:
 
     tell_code_of(options.run_dir)
     found = compare_credit(
-        options.run_dir, options.rule, options=parse_pairs("--set", options.set, literal), step=options.step
+        options.run_dir, options.rule, options=parse_pairs("--set", options.set, str), step=options.step
     )
     if options.json:
         print(json.dumps({**asdict(found), "actors": [asdict(row) for row in differences(found)]}))

@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import inspect
 import os
 import re
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 _CODE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -96,6 +100,18 @@ def code_in(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield key, settings
 
 
+def tell_code(settings: Any, what: str = "is imported") -> None:
+    """Say on stderr which code the plain data of a configuration can name, before any of it is imported."""
+    if named := [f"{key} = {name!r}" for key, name in code_in(settings)]:
+        print(f"turnwise: the config can name code, which {what} here: {', '.join(named)}", file=sys.stderr)
+
+
+def tell_code_of(run_dir: Path, what: str = "is imported") -> None:
+    """:func:`tell_code` of the config in a run folder; one that is not there or no TOML is told by who reads it."""
+    with suppress(OSError, ValueError):
+        tell_code(tomllib.loads((run_dir / "config.toml").read_text(encoding="utf-8")), what)
+
+
 def construct(factory: Any, options: Mapping[str, Any], key: str) -> Any:
     """``factory(**options)``, with option names checked against its signature; private ones (``_x``) are not offered.
 
@@ -112,3 +128,24 @@ def construct(factory: Any, options: Mapping[str, Any], key: str) -> Any:
         return factory(**options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"config key {key!r} = {dict(options)!r}: {error}") from error
+
+
+def option_types(factory: Any) -> dict[str, Any]:
+    """What ``factory`` expects of each of its options, by name: its annotations, ``Any`` where it says nothing.
+
+    An annotation that only a type checker can read counts as nothing said.
+    """
+    made = factory
+    while isinstance(made, functools.partial):
+        made = made.func
+    modules = [sys.modules.get(kind.__module__) for kind in getattr(made, "__mro__", (made,))]
+
+    def read(annotation: Any) -> Any:
+        if annotation is inspect.Parameter.empty:
+            return Any
+        for module in modules if isinstance(annotation, str) else ():
+            with suppress(Exception):  # what an annotation names may not be there at run time
+                return eval(annotation, dict(vars(module)))
+        return Any if isinstance(annotation, str) else annotation
+
+    return {name: read(parameter.annotation) for name, parameter in inspect.signature(factory).parameters.items()}

@@ -14,13 +14,12 @@ from typing import Any
 
 from turnwise.arena import Arena, Episode, Filters, OverlongPenalty
 from turnwise.arena.resampling import check_stateless
-from turnwise.credit import registry as credit_rules
-from turnwise.credit.base import RULE
-from turnwise.naming import code_in, construct, find_class, nearest
+from turnwise.credit import build_rule
+from turnwise.naming import code_in, nearest
 from turnwise.tasks import Task, build_task
 from turnwise.train.checkpoint import list_checkpoints
 from turnwise.train.clients import build_client, check_client
-from turnwise.train.config import RolloutConfig, TrainConfig
+from turnwise.train.config import DEFAULT_CREDIT, RolloutConfig, TrainConfig
 from turnwise.train.config_files import ConfigError, Problems, contradictions, to_toml
 from turnwise.train.demonstrations import Row, RowReader, Rows, fitting
 from turnwise.train.evaluate import Evaluation
@@ -48,9 +47,6 @@ from turnwise.types import Actor, CreditAssigner, EpisodeRequest, InferenceClien
 
 TINY_CONTEXT = 2048
 """Context of the tiny model, in tokens: a verifier's prompt holds a question and its whole solution."""
-
-DEFAULT_CREDIT = "at_grpo"
-"""The rule of a task that names none as its ``credit_rule``."""
 
 
 class TaskArena(Arena):
@@ -334,8 +330,7 @@ def with_credit_of(task: Task, config: TrainConfig) -> TrainConfig:
 def build_credit(config: TrainConfig) -> CreditAssigner:
     """The rule that ``credit.rule`` names, with ``credit.options``."""
     try:
-        rule = find_class(credit_rules, config.credit.rule, "credit.rule", **RULE)
-        credit = construct(rule, config.credit.options, "credit.options")
+        credit: CreditAssigner = build_rule(config.credit.rule, config.credit.options)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if problem := tree_problem(credit, config):

@@ -329,6 +329,31 @@ async def test_a_step_whose_updates_were_all_skipped_makes_no_new_version(make_t
     assert "changed no weight" not in capsys.readouterr().out
 
 
+async def test_weights_that_are_not_finite_reach_no_client(make_trainer):
+    """Neither those of an update that overflowed, nor those of a checkpoint: the client keeps what it had."""
+    trainer = make_trainer(steps=3, checkpoint={"every": 1})
+    policy, update = trainer.policies["default"], trainer.update
+
+    def poisoned(batch):
+        metrics = update(batch)
+        if policy.version == 2:
+            next(iter(policy.model.parameters())).data[0, 0] = float("inf")
+        return metrics
+
+    trainer.update = poisoned
+    told = "policy 'default': weight 'model.embed_tokens.weight' is not finite at version {}, so it is not published"
+    with pytest.raises(FloatingPointError, match=told.format(2)):
+        await trainer.run()
+    assert trainer.arena.client.version("default") == 1 and trainer.progress.step == 1
+    assert list_checkpoints(trainer.checkpoints)[-1].name.endswith("1"), "the last good one"
+    trainer.save()
+    (trainer.config.run_dir / "metrics.jsonl").write_text("")
+    trainer.progress.step = 5
+    trainer.save()
+    with pytest.raises(FloatingPointError, match=told.format(2)):
+        await make_trainer(steps=9).run()
+
+
 def test_a_loss_that_can_not_be_is_refused_before_anything_runs(make_trainer):
     trainer = make_trainer()
     loss = LossConfig(kind="gmpo", correction=CorrectionConfig())

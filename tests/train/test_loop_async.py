@@ -169,7 +169,7 @@ async def test_ctrl_c_leaves_a_deterministic_run_that_goes_on_bit_for_bit(make_t
     def trainer_of(name):
         loop = {"max_staleness": 2, "deterministic": True}
         trainer = make_trainer(name, steps=6, loop=loop)
-        trainer.arena.credit = RAECredit(include_truncated=True)
+        trainer.arena.credit = RAECredit()
         return trainer
 
     whole = trainer_of("whole")

@@ -16,6 +16,7 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
+from turnwise.copies import dumps
 from turnwise.state import CheckpointError, StateDict, StateList, to_python
 from turnwise.state.leaves import Unpickler
 
@@ -91,7 +92,7 @@ def encode(value: Any) -> Any:
         parts = {field.name: encode(getattr(value, field.name)) for field in fields(value)}
         return {DATACLASS: [f"{kind.__module__}:{kind.__qualname__}", parts]}
     try:
-        return {PICKLE: base64.b64encode(pickle.dumps(value, protocol=5)).decode()}
+        return {PICKLE: base64.b64encode(dumps(value)).decode()}
     except Exception:  # pickling runs the object's own code, which may raise anything; a record must not end a run
         return {LOST: repr(value)}
 

@@ -14,6 +14,7 @@ from typing import Any
 from turnwise.arena.beams import Beam
 from turnwise.arena.context import EpisodeContext
 from turnwise.arena.tape import Tape
+from turnwise.copies import dumps
 from turnwise.types import EpisodeState
 
 FORMAT = 5
@@ -49,7 +50,7 @@ class EpisodeProgress:
         path = self._path(rollout.id)
         temporary = path.with_suffix(".tmp")
         try:
-            content = pickle.dumps((FORMAT, saved), protocol=5)
+            content = dumps((FORMAT, saved))
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise TypeError(f"the data of episode {rollout.id!r} can't be saved on the way: {error}") from error
         line = json.dumps({"file": path.name, "sha256": hashlib.sha256(content).hexdigest()}) + "\n"

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from turnwise import copies
 from turnwise.arena.drawing import Outcome
 from turnwise.arena.exact import UntrustedValueError, unpickle
 from turnwise.types import Artifact
@@ -362,7 +363,7 @@ def _packed(value: Any, allow_pickle: bool) -> str | bytes:
     if _is_plain(value):
         return json.dumps(value)
     try:
-        written = pickle.dumps(value, protocol=5)
+        written = copies.dumps(value)
         unpickle(written, allow_pickle=allow_pickle)
     except UntrustedValueError as error:
         raise TypeError(f"data={value!r}: can't be read back from a file: {error}. {TRUST}") from error

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.arena.filters import Filters
-from turnwise.arena.samples import advantages_of, gather
-from turnwise.credit import registry
-from turnwise.credit.base import RULE
-from turnwise.naming import construct, find_class
+from turnwise.arena.samples import advantages_of
+from turnwise.command_words import literal
+from turnwise.credit import build_rule, registry
+from turnwise.naming import find, option_types
 from turnwise.report.read import parse_config
+from turnwise.samples import collect_samples
 from turnwise.train.run_log import read_metrics
 from turnwise.train.sinks import step_of
 from turnwise.types import CreditAssigner, GenerateResult, Rollout, Step
@@ -76,6 +76,7 @@ def compare_credit(
     """The recorded calls of the run in ``folder`` (of one ``step``, or all) under ``rule``, by default the run's own.
 
     ``rule`` and ``options`` are as in a config's ``credit`` section; of the run's own rule they change its options.
+    Options given as text are read as the rule expects them (:func:`turnwise.command_words.literal`).
     Raises ``ValueError`` for a folder without recorded episodes, and for a step that has none.
     """
     config_file = folder / "config.toml"
@@ -86,16 +87,18 @@ def compare_credit(
     if (rule or own_name) is None:
         raise ValueError(f"rule=None: {folder} has no config.toml that names the run's own; name one by --rule")
     name = str(rule or own_name)
-    chosen = {**(own_options if name == own_name else {}), **(options or {})}
-    other = construct(find_class(registry, name, "rule", **RULE), chosen, "options")
-    own = None
-    if own_name is not None:
-        own = construct(find_class(registry, own_name, "credit.rule", **RULE), own_options, "credit.options")
-    filters = Filters(truncated=config.get("filter", {}).get("truncated", False))
+    types = option_types(find(registry, name, "rule"))
+    given = {
+        key: literal(value, types.get(key, Any)) if isinstance(value, str) else value
+        for key, value in (options or {}).items()
+    }
+    chosen = {**(own_options if name == own_name else {}), **given}
+    other = build_rule(name, chosen, "rule", "options")
+    own = None if own_name is None else build_rule(own_name, own_options, "credit.rule", "credit.options")
     found = Comparison(name, own_name, own_exact=None if own is None else 0)
     episodes = {int(row["step"]): int(row["episodes"]) for row in read_metrics(folder) if "episodes" in row}
     for number, results in recorded_steps(folder / "rollouts.jsonl"):
-        calls, exact = _compare_step(number, results, filters, other, own)
+        calls, exact = _compare_step(number, results, other, own)
         if step is None or step == number:
             _take_step(found, number, results, calls, exact, episodes.get(number, 0))
     if not found.calls:
@@ -212,12 +215,11 @@ def _hashable(value: Any) -> Any:
 def _compare_step(
     number: int,
     results: Sequence[GenerateResult],
-    filters: Filters,
     other: CreditAssigner,
     own: CreditAssigner | None,
 ) -> tuple[list[Call], int]:
     """The calls of one step, and how many of them the run's own rule gives back."""
-    samples, _ = gather(results, filters)
+    samples = collect_samples(results)
     after = advantages_of(samples, other, results).tolist()
     again = advantages_of(samples, own, results).tolist() if own is not None else after
     rows = [

@@ -190,6 +190,10 @@ class LoopConfig(Section):
         return self
 
 
+DEFAULT_CREDIT = "at_grpo"
+"""The rule of a task that names none as its ``credit_rule``."""
+
+
 class CreditConfig(Section):
     """The rule's name in ``turnwise.credit.registry``, or ``"module:Class"``, and the arguments of its class.
 
@@ -213,7 +217,8 @@ class RewardConfig(Section):
 
 class FilterConfig(Section):
     """Which samples train. ``zero_advantage`` drops those of tied groups, ``truncated`` those cut off by the token
-    limit, ``max_length`` those with more tokens in prompt and completion.
+    limit, ``max_length`` those with more tokens in prompt and completion. All of them count in their group's
+    statistics.
 
     ``resample`` draws up to so many more batches of questions in a step until as many questions have an advantage as
     the step asked for (dynamic sampling, https://arxiv.org/abs/2503.14476, section 3.2).

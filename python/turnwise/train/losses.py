@@ -35,15 +35,21 @@ STREAMS = ("logprobs", "old_logprobs", "advantages")
 
 def make_variant(config: LossConfig) -> Variant:
     """The loss that ``loss.kind`` names, with ``loss.options``. Raises ``ValueError`` naming the key that is wrong."""
-    found = find(registry, config.kind, "loss.kind")
-    function = not inspect.isclass(found) and config.kind not in registry
-    if config.kind not in registry and not (_is_loss(found) if function else _makes_losses(found)):
-        raise ValueError(
-            f"config key 'loss.kind' = {config.kind!r}: expected a function of ({', '.join(STREAMS)}), a class of "
-            f"objects to call so, or a turnwise.ops.Variant, got {found!r}"
-        )
-    made = construct(_with_options(found) if function else found, config.options, "loss.options")
+    made = construct(find_loss(config.kind), config.options, "loss.options")
     return made if isinstance(made, Variant) else Custom(made)
+
+
+def find_loss(kind: str) -> Callable[..., Any]:
+    """What makes the loss ``kind`` from its options. Raises ``ValueError`` where there is none."""
+    found = find(registry, kind, "loss.kind")
+    if kind in registry:
+        return found
+    if not (_makes_losses(found) if inspect.isclass(found) else _is_loss(found)):
+        raise ValueError(
+            f"config key 'loss.kind' = {kind!r}: expected a function of ({', '.join(STREAMS)}), a class of objects to "
+            f"call so, or a turnwise.ops.Variant, got {found!r}"
+        )
+    return found if inspect.isclass(found) else _with_options(found)
 
 
 def _makes_losses(kind: type) -> bool:
@@ -70,4 +76,5 @@ def _with_options(function: Any) -> Callable[..., Any]:
 
     rest = list(signature.parameters.values())[len(STREAMS) :]
     bind.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
+    bind.__module__ = function.__module__  # where its annotations mean something
     return bind

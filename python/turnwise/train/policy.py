@@ -51,6 +51,7 @@ class Policy:
         if with_reference and reference is None:
             reference = _starting_weights(model)
         self.reference = None if reference is None else reference.requires_grad_(False).eval()
+        self.check_finite("at the start")
         self.model.requires_grad_(trainable)
         self.forward = Forward(model, layout)
         self.reference_forward = None if self.reference is None else Forward(self.reference, layout)
@@ -151,6 +152,18 @@ class Policy:
         """A number per tensor that tells whether a bit of it changed."""
         return tuple(bit_sum(tensor) for _, tensor in self.weights())
 
+    def check_finite(self, when: str) -> None:
+        """Raise ``FloatingPointError`` naming the first weight of policy, base or reference that is NaN or infinite."""
+        # An adapter's reference is its base with adapters off.
+        parts = {"": self.model, "its base's ": self.base, "its reference's ": self.reference}
+        for whose, part in parts.items():
+            for name, tensor in () if part is None else _parameters(part):
+                if bad := _count_not_finite(tensor):
+                    raise FloatingPointError(
+                        f"policy {self.name!r}: {whose}weight {name!r} is not finite {when}: {bad} of {tensor.numel()} "
+                        "elements are NaN or infinite"
+                    )
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """``(name, tensor)`` of this policy's own weights, as the publish stage sends them: an adapter's alone."""
         return named_weights(self.model)
@@ -182,6 +195,22 @@ def named_weights(model: nn.Module | SharedBase) -> Iterator[tuple[str, Tensor]]
         if (place := place_of(tensor)) not in seen:
             seen.add(place)
             yield name, tensor.detach()
+
+
+def _parameters(model: nn.Module | SharedBase) -> Iterator[tuple[str, Tensor]]:
+    """The parameters by the names that they have in files; buffers may hold infinities on purpose."""
+    state = model.weights() if isinstance(model, SharedBase) else model.state_dict(keep_vars=True)
+    return ((name, tensor.detach()) for name, tensor in state.items() if isinstance(tensor, nn.Parameter))
+
+
+def _count_not_finite(tensor: Tensor) -> int:
+    if tensor.is_meta or not tensor.is_floating_point() or tensor.element_size() < 2:
+        return 0
+    own: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    # NaN and infinity survive a sum, which needs no memory; only where it isn't finite are elements looked at.
+    if math.isfinite(own.sum(dtype=torch.promote_types(own.dtype, torch.float32))):
+        return 0
+    return int((~own.isfinite()).sum())
 
 
 def _starting_weights(model: nn.Module) -> nn.Module:

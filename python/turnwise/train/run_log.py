@@ -1,4 +1,5 @@
-"""What a run writes down: metrics (a line a step), ``rollouts.jsonl`` (a few episodes a step), and progress bars."""
+"""What a run writes down: metrics (a line a step), ``rollouts.jsonl`` (a few episodes a step), ``warnings.jsonl``, and
+progress bars."""
 
 from __future__ import annotations
 
@@ -86,6 +87,11 @@ class RunLog:
         """Show how many optimizer updates of the batch under way are done."""
         self.bars.stage("updates", done, total)
 
+    def warn(self, step: int, text: str) -> None:
+        """Print what is wrong with ``step``, and keep it in ``warnings.jsonl``, which the report shows."""
+        self.note(f"step {step}: {text}")
+        append_lines(self.folder / "warnings.jsonl", [{"step": step, "warning": text}])
+
     def note(self, text: str) -> None:
         """Print one line, above the bars where there are any."""
         self.bars.note(text)
@@ -94,7 +100,8 @@ class RunLog:
         """Drop what stands there of later steps, and a line that a kill cut off, so that each step is written once."""
         for sink in self.sinks:
             sink.rewind(step)
-        keep_steps(self.folder / "rollouts.jsonl", step)
+        for name in ("rollouts.jsonl", "warnings.jsonl"):
+            keep_steps(self.folder / name, step)
         self.bars.rewind(step)
 
     def _plain(self, result: GenerateResult) -> dict[str, Any]:
@@ -112,8 +119,8 @@ def _write_tokens(row: dict[str, Any], tokenizer: Tokenizer) -> None:
         _write_tokens(child, tokenizer)
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl``; an unfinished last line is left out."""
-    path = folder / "metrics.jsonl"
+def read_metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """The lines of ``metrics.jsonl``, or of another file; an unfinished last line is left out."""
+    path = folder / name
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if step_of(line) < math.inf]

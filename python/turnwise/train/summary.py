@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -11,7 +12,8 @@ from turnwise.types import GenerateResult, TrainingBatch
 
 def summarize(batch: TrainingBatch, results: Sequence[GenerateResult], metric: str | None) -> dict[str, float]:
     """The batch's own metrics, the mean step reward (overall and by actor, every branch of a tree counted), ``success``
-    (the mean of ``metric`` while sampling), and how many samples were kept and dropped."""
+    (the mean of ``metric`` while sampling), and how many samples train (overall and by actor) or were dropped."""
+    trained = Counter(batch.actors[index] for index in batch.actor_index)
     steps = [step for top in results for result in top.walk() for step in result.rollout.steps]
     rewards: dict[str, list[float]] = {}
     for step in steps:
@@ -22,7 +24,9 @@ def summarize(batch: TrainingBatch, results: Sequence[GenerateResult], metric: s
         summary["reward"] = float(np.mean([value for values in rewards.values() for value in values]))
     if f"metric/{metric}" in batch.metrics:
         summary["success"] = batch.metrics[f"metric/{metric}"]
-    summary |= {f"dropped/{reason}": count for reason, count in batch.dropped.items()}
+    summary |= {f"dropped/{cause}": count for cause, count in batch.dropped.items()}
+    actors = dict.fromkeys([*batch.actors, *(actor for actor, cause in batch.drops if cause != "untrainable")])
+    summary |= {f"samples/{actor}": trained.get(actor, 0) for actor in actors}
     return {**batch.metrics, **summary, "samples": len(batch)}
 
 

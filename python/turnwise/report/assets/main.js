@@ -14,7 +14,8 @@ function headView(run) {
   ].filter(([, value]) => value !== undefined);
   return [el("div", { class: "name" }, el("h1", {}, run.name),
     el("p", {}, `turnwise ${run.version} · written ${run.written}`)),
-  el("dl", { class: "figures" }, figures.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, number(value)))))];
+  el("dl", { class: "figures" }, figures.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, number(value))))),
+  run.warnings.length ? el("ul", { class: "warnings" }, run.warnings.map(({ step, warning }) => el("li", {}, `step ${step}: ${warning}`))) : ""];
 }
 
 function configTab(run) {
