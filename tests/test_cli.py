@@ -103,6 +103,26 @@ def test_dry_run_prints_the_resolved_config(capsys: pytest.CaptureFixture[str], 
     assert "lr = 0.5" in output
 
 
+@pytest.mark.parametrize(
+    ("task", "words", "shown"),
+    [
+        ("sudoku", ["--rollout.tree.select", "none", "--rollout.branches", "4"], 'select = "none"'),
+        ("sudoku", ["--credit.options.scale", "none"], 'scale = "none"'),
+        ("kuhn_poker", ["--credit.options.per", "trajectory"], 'per = "trajectory"'),
+        ("gsm8k", ["--task_options.path", "2024"], 'path = "2024"'),
+    ],
+)
+def test_a_word_that_is_a_choice_is_no_null(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task, words, shown
+) -> None:
+    """`--rollout.tree.select none` was read as null, and refused; `--task_options.path 2024` as a number."""
+    monkeypatch.chdir(tmp_path)
+    Path("2024").write_text("".join(f'{{"question": "{i} + 1?", "answer": "#### {i + 1}"}}\n' for i in range(4000)))
+    Path("run.toml").write_text(f'task = "{task}"\n')
+    assert cli.main(["train", "run.toml", "--dry-run", *words]) == cli.EXIT_OK, capsys.readouterr().err
+    assert shown in capsys.readouterr().out
+
+
 def test_dry_run_says_who_plays_with_what_and_all_that_is_wrong(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

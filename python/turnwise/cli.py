@@ -120,9 +120,10 @@ def run_demo(options: argparse.Namespace) -> int:
 def run_train(options: argparse.Namespace) -> int:
     from turnwise.report import write_report
     from turnwise.run import dry_run, train_from_config
+    from turnwise.tasks import task_type
     from turnwise.train.config_files import read_config
 
-    config = read_config(options.config, options.overrides)
+    config = read_config(options.config, options.overrides, task_type=task_type)
     if options.dry_run:
         print(dry_run(config), end="")
         return EXIT_OK
@@ -136,9 +137,10 @@ def run_train(options: argparse.Namespace) -> int:
 
 def run_eval(options: argparse.Namespace) -> int:
     from turnwise.evaluation import config_path, measure, render, to_json
+    from turnwise.tasks import task_type
     from turnwise.train.config_files import read_config
 
-    config = read_config(config_path(options.config), options.overrides)
+    config = read_config(config_path(options.config), options.overrides, task_type=task_type)
     if options.config.is_dir():
         config = config.model_copy(update={"run_dir": options.config})
     measured = measure(
@@ -180,7 +182,7 @@ def run_credit(options: argparse.Namespace) -> int:
     from turnwise.report.credit import compare_credit, differences, render
 
     found = compare_credit(
-        options.run_dir, options.rule, options=parse_pairs("--set", options.set, literal), step=options.step
+        options.run_dir, options.rule, options=parse_pairs("--set", options.set, str), step=options.step
     )
     if options.json:
         print(json.dumps({**asdict(found), "actors": [asdict(row) for row in differences(found)]}))
@@ -206,6 +208,7 @@ def run_serve(options: argparse.Namespace) -> int:
             options.host,
             options.port,
             api_key_env=options.api_key_env,
+            allowed_hosts=tuple(options.allowed_host),
             adapters=parse_pairs("--adapters", options.adapters, str),
             adapter_slots=options.adapter_slots,
             adapter_rank=options.adapter_rank,
@@ -352,7 +355,14 @@ COMMANDS: dict[str, Command] = {
             ("--port", {"type": int, "default": 8000, "help": "port to bind, 0 for a free one (default 8000)"}),
             (
                 "--api-key-env",
-                {"metavar": "NAME", "help": "environment variable with the key that all clients must have"},
+                {
+                    "metavar": "NAME",
+                    "help": "environment variable with the key (default: a new one, in a file)",
+                },
+            ),
+            (
+                "--allowed-host",
+                {"action": "append", "default": [], "metavar": "NAME", "help": "by which clients may ask, too"},
             ),
             (
                 "--adapters",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import inspect
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 
@@ -66,3 +68,24 @@ def construct(factory: Any, options: Mapping[str, Any], key: str) -> Any:
         return factory(**options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"config key {key!r} = {dict(options)!r}: {error}") from error
+
+
+def option_types(factory: Any) -> dict[str, Any]:
+    """What ``factory`` expects of each of its options, by name: its annotations, ``Any`` where it says nothing.
+
+    An annotation that only a type checker can read counts as nothing said.
+    """
+    made = factory
+    while isinstance(made, functools.partial):
+        made = made.func
+    modules = [sys.modules.get(kind.__module__) for kind in getattr(made, "__mro__", (made,))]
+
+    def read(annotation: Any) -> Any:
+        if annotation is inspect.Parameter.empty:
+            return Any
+        for module in modules if isinstance(annotation, str) else ():
+            with suppress(Exception):  # what an annotation names may not be there at run time
+                return eval(annotation, dict(vars(module)))
+        return Any if isinstance(annotation, str) else annotation
+
+    return {name: read(parameter.annotation) for name, parameter in inspect.signature(factory).parameters.items()}

@@ -19,7 +19,7 @@ from turnwise.naming import nearest
 from turnwise.tasks import Task, build_task
 from turnwise.train.checkpoint import list_checkpoints
 from turnwise.train.clients import build_client, check_client
-from turnwise.train.config import RolloutConfig, TrainConfig
+from turnwise.train.config import DEFAULT_CREDIT, RolloutConfig, TrainConfig
 from turnwise.train.config_files import ConfigError, Problems, contradictions, to_toml
 from turnwise.train.demonstrations import Row, RowReader, Rows, fitting
 from turnwise.train.evaluate import Evaluation
@@ -47,9 +47,6 @@ from turnwise.types import Actor, CreditAssigner, EpisodeRequest, InferenceClien
 
 TINY_CONTEXT = 2048
 """Context of the tiny model, in tokens: a verifier's prompt holds a question and its whole solution."""
-
-DEFAULT_CREDIT = "at_grpo"
-"""The rule of a task that names none as its ``credit_rule``."""
 
 CREDIT_METHODS = ("compute", "compute_columns", "state_dict", "load_state_dict")
 

@@ -94,11 +94,20 @@ def test_arrays_come_back_as_they_were(tmp_path):
     assert artifact.data.dtype == np.int8 and artifact.data.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
+class EzPickle:
+    """As Gymnasium's: what reads a pickle of it calls the constructor."""
+
+    def __setstate__(self, state):
+        self.__init__()
+
+
 def test_what_can_not_be_kept_is_refused_and_changes_nothing(tmp_path):
     store = ArtifactStore("q", path=tmp_path / "q.db")
     store.add("kept")
     with pytest.raises(TypeError, match=r"data=.* can't be kept in a file: "):
         store.add(lambda: None)
+    with pytest.raises(TypeError, match=r"data=.* can't be kept in a file: EzPickle is an EzPickle"):
+        store.add([EzPickle()])
     assert [a.data for a in store] == ["kept"] == [a.data for a in reopened(store)]
 
 

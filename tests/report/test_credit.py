@@ -256,6 +256,11 @@ def test_numbers_by_hand():
 def test_the_command(games, capsys, tmp_path, monkeypatch):
     assert cli.main(["credit", str(games), "--rule", "dr_grpo", "--set", "singleton=raw"]) == cli.EXIT_OK
     text = capsys.readouterr().out
+    shown = []
+    for switch in ("yes", "true", "no"):
+        assert cli.main(["credit", str(games), "--rule", "rae", "--set", f"bias_correction={switch}"]) == cli.EXIT_OK
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] != shown[2], "a switch is read as the rule's own type says"
     assert "rule 'dr_grpo'" in text and "the run's own rule 'rae' gives" in text
     (tmp_path / "halved.py").write_text(
         "from turnwise.credit import EpisodicCredit\n\n\nclass Halved(EpisodicCredit):\n"

@@ -8,6 +8,7 @@ import torch
 
 from turnwise.inference.adapters import SharedBase
 from turnwise.train.batch import micro_batches
+from turnwise.train.checkpoint_files import read_tensors, write_tensors
 from turnwise.train.config import KLConfig, LoraConfig, LossConfig, UpdateConfig
 from turnwise.train.models import peft_config
 from turnwise.train.policy import Policy, _count_not_finite, fingerprints, named_weights
@@ -46,6 +47,18 @@ def test_tied_weights_are_named_once_and_the_fingerprint_sees_a_change(small_mod
     with torch.no_grad():
         model.model.norm.weight[3] += 1e-3
     assert policy.fingerprint() != before
+
+
+def test_a_view_of_a_weight_is_a_weight_of_its_own(tmp_path):
+    """It begins where the whole begins: named by that alone, the one that comes second would be lost."""
+    model = torch.nn.Module()
+    whole = torch.nn.Parameter(torch.arange(12.0).view(4, 3))
+    model.register_buffer("rows", whole.data[:2])
+    model.whole = whole
+    assert [name for name, _ in named_weights(model)] == ["whole", "rows"]
+    write_tensors(dict(named_weights(model)), tmp_path / "file")
+    read = read_tensors(tmp_path / "file")
+    assert torch.equal(read["whole"], whole) and torch.equal(read["rows"], whole[:2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from turnwise.copies import dumps
 from turnwise.state import StateDict, StateList, to_python
 
 TUPLE, MAP, DATACLASS, PICKLE, LOST = "$tuple", "$map", "$dataclass", "$pickle", "$lost"
@@ -45,7 +46,7 @@ def encode(value: Any) -> Any:
         parts = {field.name: encode(getattr(value, field.name)) for field in fields(value)}
         return {DATACLASS: [f"{kind.__module__}:{kind.__qualname__}", parts]}
     try:
-        return {PICKLE: base64.b64encode(pickle.dumps(value, protocol=5)).decode()}
+        return {PICKLE: base64.b64encode(dumps(value)).decode()}
     except Exception:  # pickling runs the object's own code, which may raise anything; a record must not end a run
         return {LOST: repr(value)}
 

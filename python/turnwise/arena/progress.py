@@ -12,6 +12,7 @@ from typing import Any
 from turnwise.arena.beams import Beam
 from turnwise.arena.context import EpisodeContext
 from turnwise.arena.tape import Tape
+from turnwise.copies import Pickler
 from turnwise.types import EpisodeState
 
 FORMAT = 5
@@ -45,7 +46,7 @@ class EpisodeProgress:
         temporary = path.with_suffix(".tmp")
         try:
             with temporary.open("wb") as file:
-                pickle.dump((FORMAT, saved), file, protocol=5)
+                Pickler(file, protocol=5).dump((FORMAT, saved))
                 file.flush()
                 os.fsync(file.fileno())
         except (pickle.PicklingError, TypeError, AttributeError) as error:

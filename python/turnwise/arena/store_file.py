@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from turnwise import copies
 from turnwise.arena.drawing import Outcome
 from turnwise.types import Artifact
 
@@ -354,7 +355,7 @@ def _packed(value: Any) -> str | bytes:
     if _is_plain(value):
         return json.dumps(value)
     try:
-        return pickle.dumps(value, protocol=5)
+        return copies.dumps(value)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise TypeError(f"data={value!r}: can't be kept in a file: {error}") from error
 

@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 
 from turnwise.arena.samples import advantages_of
-from turnwise.credit import build_rule
+from turnwise.command_words import literal
+from turnwise.credit import build_rule, registry
+from turnwise.naming import find, option_types
 from turnwise.report.read import parse_config
 from turnwise.samples import collect_samples
 from turnwise.train.run_log import read_metrics
@@ -74,6 +76,7 @@ def compare_credit(
     """The recorded calls of the run in ``folder`` (of one ``step``, or all) under ``rule``, by default the run's own.
 
     ``rule`` and ``options`` are as in a config's ``credit`` section; of the run's own rule they change its options.
+    Options given as text are read as the rule expects them (:func:`turnwise.command_words.literal`).
     Raises ``ValueError`` for a folder without recorded episodes, and for a step that has none.
     """
     config_file = folder / "config.toml"
@@ -84,7 +87,12 @@ def compare_credit(
     if (rule or own_name) is None:
         raise ValueError(f"rule=None: {folder} has no config.toml that names the run's own; name one by --rule")
     name = str(rule or own_name)
-    chosen = {**(own_options if name == own_name else {}), **(options or {})}
+    types = option_types(find(registry, name, "rule"))
+    given = {
+        key: literal(value, types.get(key, Any)) if isinstance(value, str) else value
+        for key, value in (options or {}).items()
+    }
+    chosen = {**(own_options if name == own_name else {}), **given}
     other = build_rule(name, chosen, "rule", "options")
     own = None if own_name is None else build_rule(own_name, own_options, "credit.rule", "credit.options")
     found = Comparison(name, own_name, own_exact=None if own is None else 0)

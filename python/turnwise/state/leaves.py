@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from turnwise._C import CheckpointError
+from turnwise.copies import Pickler
 from turnwise.state.arrays import freeze_array
 
 _NUMPY_CORE = ("numpy._core", "numpy.core")  # since numpy 2, before
@@ -53,12 +54,12 @@ def _torch_generator(device: str, state: bytes) -> Any:
     return generator
 
 
-class _Pickler(pickle.Pickler):
+class _Pickler(Pickler):
     def reducer_override(self, value: Any) -> Any:
         torch = sys.modules.get("torch")
         if torch is not None and type(value) is torch.Generator:
             return _torch_generator, (str(value.device), value.get_state().numpy().tobytes())
-        return NotImplemented
+        return super().reducer_override(value)
 
 
 class _Unpickler(pickle.Unpickler):

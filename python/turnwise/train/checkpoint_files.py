@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from turnwise.inference.blocks import check_memory
 from turnwise.state.files import sync_folder
 from turnwise.train.policy import bit_sum
 
@@ -80,9 +81,12 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
-    """``save_file``, with ``OSError`` for whatever keeps the bytes from the disk."""
+    """``save_file``, with ``OSError`` for whatever keeps the bytes from the disk, ``ValueError`` for tensors that have
+    none. Views of one storage are written one by one, which the format asks for."""
+    check_memory(tensors)
+    whole = {name: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for name, t in tensors.items()}
     try:
-        save_file(tensors, file)
+        save_file(whole, file)
     except SafetensorError as error:
         raise OSError(f"{file} can't be written: {error}") from error
 

@@ -97,15 +97,19 @@ class ServerConfig(Section):
     """For ``rollout.client = "vllm-server"``: servers that ``turnwise serve`` started.
 
     ``url`` is one, or one for each policy, as policies without a common base need. ``api_key_env`` names the
-    environment variable with their key. One answer may take ``timeout`` seconds, and a server that starts again is
-    waited for as long; other failures are tried ``retries`` times more. Weights go through files in ``folder``, which
+    environment variable with their key, ``api_key_file`` a file with it; that of a server of this user on this host is
+    found by itself. One answer may take ``timeout`` seconds, and a server that starts again is waited for as long; one
+    that isn't there at the start of the run for ``wait`` seconds. Other failures are tried ``retries`` times more.
+    Weights go through files in ``folder``, which
     the servers of other hosts see too; without one through memory of this host, or by another ``transfer``: ``gloo``
     and ``nccl`` reach other hosts.
     """
 
     url: str | dict[str, str] = "http://127.0.0.1:8000"
     api_key_env: str | None = None
+    api_key_file: str | None = None
     timeout: float = Field(default=600.0, gt=0)
+    wait: float = Field(default=0.0, ge=0)
     retries: int = Field(default=5, ge=0)
     folder: str | None = None
     transfer: str = "auto"
@@ -184,6 +188,10 @@ class LoopConfig(Section):
         if self.in_flight and not self.max_staleness:
             raise ValueError("in_flight needs max_staleness > 0: nothing is sampled while weights change otherwise")
         return self
+
+
+DEFAULT_CREDIT = "at_grpo"
+"""The rule of a task that names none as its ``credit_rule``."""
 
 
 class CreditConfig(Section):

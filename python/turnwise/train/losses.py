@@ -35,9 +35,7 @@ STREAMS = ("logprobs", "old_logprobs", "advantages")
 
 def make_variant(config: LossConfig) -> Variant:
     """The loss that ``loss.kind`` names, with ``loss.options``. Raises ``ValueError`` naming the key that is wrong."""
-    found = find(registry, config.kind, "loss.kind")
-    function = not inspect.isclass(found) and config.kind not in registry
-    made = construct(_with_options(found) if function else found, config.options, "loss.options")
+    made = construct(find_loss(config.kind), config.options, "loss.options")
     if isinstance(made, Variant):
         return made
     if not callable(made):
@@ -46,6 +44,12 @@ def make_variant(config: LossConfig) -> Variant:
             f"({', '.join(STREAMS)}), or a turnwise.ops.Variant"
         )
     return Custom(made)
+
+
+def find_loss(kind: str) -> Callable[..., Any]:
+    """What makes the loss ``kind`` from its options. Raises ``ValueError`` where there is none."""
+    found = find(registry, kind, "loss.kind")
+    return found if inspect.isclass(found) or kind in registry else _with_options(found)
 
 
 def _with_options(function: Any) -> Callable[..., Any]:
@@ -60,4 +64,5 @@ def _with_options(function: Any) -> Callable[..., Any]:
 
     rest = list(signature.parameters.values())[len(STREAMS) :]
     bind.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
+    bind.__module__ = function.__module__  # where its annotations mean something
     return bind

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.inference.adapters import AdaptedModel, SharedBase
+from turnwise.inference.blocks import place_of
 from turnwise.train.batch import MicroBatch
 from turnwise.train.config import OptimizerConfig
 from turnwise.train.forward import Forward
@@ -188,10 +189,11 @@ def fingerprints(policies: Mapping[str, Policy]) -> dict[str, tuple[int, ...]]:
 
 def named_weights(model: nn.Module | SharedBase) -> Iterator[tuple[str, Tensor]]:
     """``(name, tensor)`` of each parameter and persistent buffer of ``model``, detached, tied ones once."""
-    seen: set[int] = set()
-    for name, tensor in (model.weights() if isinstance(model, SharedBase) else model.state_dict()).items():
-        if tensor.data_ptr() not in seen or tensor.numel() == 0:
-            seen.add(tensor.data_ptr())
+    seen: set[Any] = set()
+    weights = model.weights() if isinstance(model, SharedBase) else model.state_dict(keep_vars=True)
+    for name, tensor in weights.items():
+        if (place := place_of(tensor)) not in seen:
+            seen.add(place)
             yield name, tensor.detach()
 
 
@@ -217,9 +219,13 @@ def _starting_weights(model: nn.Module) -> nn.Module:
 
 
 def bit_sum(tensor: Tensor) -> int:
-    """The sum of the elements' bit patterns: exact, so any update shows, and read at the speed of memory."""
+    """The sum of the elements' bit patterns: exact, so any update shows, and read at the speed of memory.
+
+    Of a tensor that is sharded over processes (a DTensor) it is the sum of this process's own part.
+    """
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return int(tensor.detach().contiguous().view(bits).sum(dtype=torch.int64))
+    own: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return int(own.detach().contiguous().view(bits).sum(dtype=torch.int64))
 
 
 def _cosine(progress: float) -> float:
