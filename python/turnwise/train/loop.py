@@ -230,7 +230,7 @@ class Trainer:
         self.progress.sampled_tokens += int(batch.metrics["sampled_tokens"])
         if self.producer.ahead and not self.config.loop.deterministic:
             self.allow()
-        metrics |= summarize(batch, results, self.validation.metric if self.validation else None)
+        metrics |= summarize(batch, results, getattr(self.validation, "metric", None), self.arena.episodes)
         metrics |= {
             "seconds_rollout": self._sampled - self._started,
             "seconds_update": updated - self._sampled,

@@ -102,7 +102,8 @@ class RunLog:
             sink.rewind(step)
         for name in ("rollouts.jsonl", "warnings.jsonl"):
             keep_steps(self.folder / name, step)
-        self.bars.rewind(step)
+        validated = [row for row in read_metrics(self.folder) if "validation" in row]
+        self.bars.rewind(step, validated[-1] if validated else None)
 
     def _plain(self, result: GenerateResult) -> dict[str, Any]:
         row = plain_result(result)
