@@ -64,9 +64,9 @@ class Game(MultiTurnEpisode):
         return {"log": state.data["log"], "cells": to_python(state.data["world"].cells)}
 
 
-def game(make_arena, reply=None, **options):
+def game(make_arena, reply=None, sampler=None, **options):
     arena = make_arena(reply, actors=("a", "b", "solver"), seed=5, **options)
-    arena.add_episode(Game(sampler=TreeSampler(branches=3)))
+    arena.add_episode(Game(sampler=sampler or TreeSampler(branches=3)))
     arena.add_episode(Ask())
     return arena
 
@@ -90,16 +90,28 @@ def killed_after(calls):
     return reply
 
 
+def mixed():
+    return TreeSampler(branches=3, select="mixed", best_share=(1.0, 0.0), share_steps=9)
+
+
+@pytest.mark.parametrize("sampler", [None, mixed], ids=["best", "mixed"])
 @pytest.mark.parametrize("calls", [1, 7, 20, 33, 50, 61])
-def test_a_killed_run_resumes_in_the_middle_of_a_tree(make_arena, tmp_path, calls):
-    whole = game(make_arena)
+def test_a_killed_run_resumes_in_the_middle_of_a_tree(make_arena, tmp_path, calls, sampler):
+    def arena_of(reply=None):
+        arena = game(make_arena, reply, sampler=sampler and sampler())
+        arena.batches = 4  # the middle of the run
+        return arena
+
+    whole = arena_of()
     expected = play(whole)
     total = len(whole.client.requests)
-    first = game(make_arena, killed_after(calls))
+    if sampler:
+        assert {step.info.get("selected_by") for step in expected[0].rollout.steps} == {None, "best", "draw"}
+    first = arena_of(killed_after(calls))
     first.progress = EpisodeProgress(tmp_path)
     with pytest.raises(KilledError):
         play(first)
-    second = game(make_arena)
+    second = arena_of()
     second.progress = EpisodeProgress(tmp_path)
     results = play(second)
     assert [result.rollout for result in results] == [result.rollout for result in expected]

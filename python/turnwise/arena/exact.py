@@ -18,7 +18,7 @@ from typing import Any
 
 from turnwise.copies import dumps
 from turnwise.state import CheckpointError, StateDict, StateList, to_python
-from turnwise.state.leaves import Unpickler
+from turnwise.state.leaves import GuardedUnpickler
 
 TUPLE, MAP, DATACLASS, PICKLE, LOST = "$tuple", "$map", "$dataclass", "$pickle", "$lost"
 """The only key of the object that stands for a value which is not plain JSON."""
@@ -34,12 +34,15 @@ class UntrustedValueError(ValueError):
     """A value of a class that could run code when it is made, and is not allowed to."""
 
 
-class _Unpickler(Unpickler):
+class _Unpickler(GuardedUnpickler):
     """Finds what is harmless, and data classes that are imported already."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = _imported(module, name)
-        return found if _is_data(found) else super().find_class(module, name)
+        if not _is_data(found):
+            return super().find_class(module, name)
+        self.named.append(found)
+        return found
 
 
 def unpickle(content: bytes, *, allow_pickle: bool = False) -> Any:
@@ -49,7 +52,7 @@ def unpickle(content: bytes, *, allow_pickle: bool = False) -> Any:
     try:
         return _Unpickler(io.BytesIO(content)).load()
     except CheckpointError as error:
-        raise UntrustedValueError(str(error).partition(":")[0]) from error
+        raise UntrustedValueError(str(error).partition(". ")[0]) from error
 
 
 def _imported(module: str, title: str) -> Any:

@@ -340,6 +340,7 @@ async def play_again(arena: Arena, playback: Playback) -> GenerateResult | None:
         raise ReplayError(f"episode {number!r} is no top episode: expected an id such as 'e5'")
     arena.started, arena.seed, arena.retries = int(number[1:]), record.arena["seed"], record.arena["retries"]
     arena.max_context, arena.keep_tapes = record.arena["max_context"], False
+    arena.batches = record.arena.get("batch", 0) + 1
     context = open_episode(arena, record.request, None, Counter())
     context.rollout.seed = record.seed
     context.luck = Luck(derive_seed(record.seed, "environment"))

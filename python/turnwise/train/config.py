@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from turnwise.train.config_base import Section, Share
 from turnwise.train.config_selfplay import HealthConfig, LeagueConfig
@@ -115,17 +115,26 @@ class ServerConfig(Section):
     transfer: str = "auto"
 
 
+def _share(value: Any) -> float | list[float]:
+    pair = list(value) if isinstance(value, list | tuple) else [value, value]
+    if len(pair) != 2 or not all(type(share) in (int, float) and 0 <= share <= 1 for share in pair):
+        raise ValueError("expected a number from 0 to 1, or a pair of them: at the first and at the last step")
+    return [float(share) for share in pair] if isinstance(value, list | tuple) else float(value)
+
+
 class TreeConfig(Section):
     """How a tree goes on from its branches: the arguments of :class:`turnwise.arena.TreeSampler`.
 
     ``select`` says which branch does: the ``best``, the ``first``, a ``sample`` (softmax at ``temperature``), or with
-    ``none`` all of them, each to an end of its own. ``survivors`` > 1 is a beam search of that width, in which each
-    survivor gets ``rollout.branches`` anew. ``select_by`` is what they are compared by: the action's ``reward``, the
-    ``return`` so far, or the ``value``, which ``playouts`` estimate: so many more plays to the end from each
-    state, which never train. ``branch_at`` limits branching to these actors.
+    ``none`` all of them, each to an end of its own. ``mixed`` is the best with probability ``best_share``, else any of
+    them; a pair such as ``[1.0, 0.0]`` is the share at the first and at the last of the run's steps. ``survivors`` > 1
+    is a beam search of that width, in which each survivor gets ``rollout.branches`` anew. ``select_by`` is what they
+    are compared by: the action's ``reward``, the ``return`` so far, or the ``value``, which ``playouts`` estimate: so
+    many more plays to the end from each state, which never train. ``branch_at`` limits branching to these actors.
     """
 
-    select: Literal["best", "first", "sample", "none"] = "best"
+    select: Literal["best", "first", "mixed", "sample", "none"] = "best"
+    best_share: Annotated[float | list[float], PlainValidator(_share)] = 0.5
     survivors: int = Field(default=1, ge=1)
     select_by: Literal["reward", "return", "value"] = "reward"
     temperature: float = Field(default=1.0, gt=0)
