@@ -269,9 +269,10 @@ def _read_results(lines: bytes, calls: int) -> list[Returned]:
 
 
 def _read_line(line: str) -> dict[str, Any]:
-    """A line's object; an empty one where it has none."""
+    """A line's object; an empty one where it has none, or a text that no file could hold."""
     try:
         said = json.loads(line)
+        json.dumps(said, ensure_ascii=False).encode()  # halves of surrogate pairs
     except (ValueError, RecursionError):
         return {}
     return said if isinstance(said, dict) else {}
