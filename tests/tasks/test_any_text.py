@@ -57,9 +57,9 @@ UNICODE = (
 VALUES = (*NUMBERS, "b'x'", "[b'x']", "{1: 2}", "{1, 2}", "...", "1j", "None", "-1", "'a'", "(1,)", "[[]]", "٣", "²")
 WORDS = (
     "UDLR", "U R R D", "up, down", "1 2 3 4", "1234\n3412\n2143\n4321", "#### ", "verdict: ", "approve", "reject",
-    "[keep", "[keep 1 0 1]", "[accept]", "[bet]", "[4]", "f(", "f([1]) == ", "b'x'", "[b'x']", "{1: 2}", "{1, 2}",
+    "[keep", "]", "[keep 1 0 1]", "[accept]", "[bet]", "[4]", "f(", "f([1]) == ", "b'x'", "[b'x']", "{1: 2}", "{1, 2}",
     "lambda: 0", "*x", "f(**{})", "def f(xs):\n    return xs", "```python\n", "```", "<think>", "</think>",
-    "wrong: sum", "ok", "search", "answer", "query:", "Draft:", "Route: ", "\\", "'", '"', "(", ")", "[", "]", ",", " ", "\n",
+    "wrong: sum", "ok", "search", "answer", "query:", "Draft:", "Route: ", "\\", "'", '"', "(", ")", ",", " ", "\n",
 )  # fmt: skip
 REPEATED = (
     "(",
