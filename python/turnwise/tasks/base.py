@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
@@ -10,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from turnwise.naming import nearest
 from turnwise.tasks.rewards import MixMode
-from turnwise.types import Actor, EpisodeRequest, Messages
+from turnwise.types import Actor, EpisodeRequest, Message, Messages
 
 if TYPE_CHECKING:
     from turnwise.arena.episode import Episode
@@ -108,6 +109,24 @@ class TeamOptions(TaskOptions):
         if len(set(actors)) != len(actors):
             raise ValueError("expected each actor once")
         return actors
+
+
+_ROUND = re.compile(r"\nRound \d+\.( Your last reply could not be read\.)?$")
+
+
+def with_round(message: Message, turn: int, *, unread: bool = False) -> Message:
+    """``message`` with the round at its end, from the second on (``turn`` counts from 0), and whether the actor's own
+    last reply was ``unread``: what failed before never leads to the same prompt again.
+    """
+    if not turn:
+        return message
+    note = f"\nRound {turn + 1}." + (" Your last reply could not be read." if unread else "")
+    return {**message, "content": message["content"] + note}
+
+
+def without_round(messages: Messages) -> str:
+    """The content of the last message, without what :func:`with_round` added."""
+    return _ROUND.sub("", messages[-1]["content"])
 
 
 def split_of(question: str) -> Split:
