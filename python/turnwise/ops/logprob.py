@@ -46,6 +46,17 @@ def _with_rows(logits: Tensor) -> Tensor:
     return logits if logits.shape[-1] <= 1 or logits.stride(-1) == 1 else logits.contiguous()
 
 
+def _is_writable(logits: Tensor) -> bool:
+    """Whether each element has a place of its own, and the kernels can write there."""
+    reach = 1  # of the axes with smaller strides
+    for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                return False
+            reach += (size - 1) * stride
+    return _with_rows(logits) is logits
+
+
 def _kernels(backend: str) -> Any:
     if backend == "native":
         return logprob_tiles
@@ -129,7 +140,7 @@ def _differentiate(ctx: Any, grad_logprob: Tensor | None, _: Any, grad_entropy: 
     streams = targets, lse, entropies if with_entropy else None, ctx.temperature, ctx.backend
     grad_entropy = grad_entropy if with_entropy else None
     plain = type(logits) in (Tensor, torch.nn.Parameter)  # no tensor that a compiler traces with
-    if ctx.inplace and plain and _with_rows(logits) is logits:
+    if ctx.inplace and plain and _is_writable(logits):
         memory = logits.detach()
         _gradient(memory, upstream, grad_entropy, memory, *streams)
         torch.autograd.graph.increment_version(logits)  # who still needs the logits is told
@@ -196,6 +207,7 @@ def logprob(
     Returns ``logprob`` float32 in the shape of ``targets``; with ``entropy=True`` also each distribution's entropy.
     The gradient has the dtype of the logits. With ``inplace_backward=True`` the backward writes it where the logits
     are, which saves their size in memory: they must not be used after it, and using them in another backward raises.
+    Logits that share memory with one another, as ``expand`` makes them, are left as they are.
 
     An id out of range raises on a CPU, on a GPU only with ``check=True``, which waits for it; else it gives NaN. Raises
     ``ValueError`` or ``TypeError`` naming the argument, ``BackendUnavailable`` if the named backend can't serve. A
