@@ -11,7 +11,7 @@ from . import logprob_tiles
 from .backends import extension, resolve
 from .logprob_checks import check_id_values, check_ids, check_temperature
 from .logprob_tiles import Tile, Upstream
-from .streams import FLOATS
+from .streams import FLOATS, transform_gap
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -220,7 +220,8 @@ def logprob(
     if (logits.is_cpu or check) and not torch.compiler.is_compiling():
         check_id_values("targets", targets, logits.shape[-1])
     obstacle = "logits is float64, and the kernels compute in float32" if logits.dtype is torch.float64 else ""
-    chosen = resolve(backend, logits, native=obstacle, triton=obstacle)
+    gap = transform_gap(backend, logits, targets) or obstacle
+    chosen = resolve(backend, logits, native=gap, triton=gap)
     if chosen == "torch":
         values, entropies = reference(logits, targets, temperature, entropy)
     else:

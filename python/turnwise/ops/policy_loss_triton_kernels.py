@@ -269,12 +269,12 @@ def _weights(
     DIVISOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What each token counts in the loss; NaN where its actor is out of range."""
+    """What each token counts in the loss."""
     if AGGREGATION == AGENT_MEAN:
         of_actor = counts + 2 if DIVISOR == COUNTED else normalizer
         share = _inverse(_active(of_actor, num_actors))
         number = tl.load(of_actor + actor, mask=actor < num_actors, other=0)
-        weight = tl.broadcast_to(share * tl.where(actor < num_actors, _inverse(number), float("nan")), [BLOCK])
+        weight = tl.broadcast_to(share * _inverse(number), [BLOCK])
     else:
         share = known
         if DIVISOR == GIVEN:
@@ -446,6 +446,8 @@ def loss_kernel(
         actor = tl.load(actor_ids + row).to(tl.int64)  # narrowed once it is in range
         actor = tl.where((actor >= 0) & (actor < num_actors), actor, num_actors).to(tl.int32)
     weight = _weights(normalizer, counts, terms, row, actor, known, num_actors, AGGREGATION, DIVISOR, BLOCK)
+    if actor_ids is not None:
+        weight = tl.where(actor < num_actors, weight, float("nan"))
 
     # What is 0 here makes loss and gradient of masked tokens 0, but for what the end of this deals with.
     d = tl.where(trained, logprob - old, 0.0)
