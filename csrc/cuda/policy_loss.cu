@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 && form != Form::any 
     RowPieces pieces(p.rows, place);
     for (RowPiece piece; pieces.next(piece);) {
         int owner = actor_of(p, piece.row);
-        const bool wrong = owner < 0 || owner >= p.actors;
+        const bool wrong = owner < 0;
         if (wrong) owner = 0;
         lost = lost || wrong;
         if (owner != actor) {
@@ -442,7 +442,7 @@ int64_t most_warps() {
 
 bool fits_fast(const SpannedRows& rows, const AnyStream& stream, DType dtype) {
     if (stream.data == nullptr) return true;
-    const bool contiguous = stream.stride == 1 && (rows.starts || rows.rows <= 1 || stream.row_stride == rows.width);
+    const bool contiguous = stream.stride == 1 && (stream.gap == 0 || rows.rows <= 1);
     return contiguous && stream.dtype == dtype && is_aligned(stream.data, 16);
 }
 

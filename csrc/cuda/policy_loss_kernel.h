@@ -43,8 +43,10 @@ struct Params {
     int shared_bytes;
 };
 
+// -1: out of range.
 __device__ __forceinline__ int actor_of(const Params& p, int64_t row) {
-    return p.actor_ids.data ? int(p.actor_ids.integer(row)) : 0;
+    const int64_t id = p.actor_ids.data ? p.actor_ids.integer(row) : 0;
+    return id >= 0 && id < p.actors ? int(id) : -1;
 }
 
 // ---- Before: what a row and the batch must know ---------------------------------------------------------------------
@@ -105,7 +107,7 @@ __device__ __forceinline__ void record_piece(const Params& p, const RowPiece& pi
     all += count;
     if (p.count_actors) {
         const int actor = actor_of(p, piece.row);
-        if (actor >= 0 && actor < p.actors) atomicAdd(p.actor_tokens + actor, (unsigned long long)count);
+        if (actor >= 0) atomicAdd(p.actor_tokens + actor, (unsigned long long)count);
     }
     if (p.count_rows && atomicAdd(p.lengths + piece.row, int(count)) == 0) atomicAdd(&p.counts->rows, 1ull);
 }

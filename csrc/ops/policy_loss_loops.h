@@ -123,7 +123,7 @@ struct AnyLoop {
         const Truths none = VectorMath::set(1.0f) < VectorMath::set(0.0f);
         const Floats advantage = t.advantages ? load_floats(t.advantages + i) : VectorMath::set(t.advantage);
         token.advantage = vec_select(token.trained, advantage, VectorMath::set(0.0f));
-        token.selected = t.selected ? load_truths(t.selected + i) : none;
+        token.selected = t.selected ? load_truths(t.selected + i) & token.trained : none;
         token.row_ratio = VectorMath::set(t.row.ratio);
         token.row_advantage = VectorMath::set(t.row.advantage);
         token.row_open = t.row.cut ? none : token.trained;

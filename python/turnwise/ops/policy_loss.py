@@ -14,7 +14,15 @@ from .backends import native_core, resolve, stream_of
 from .options import KL, KL_KINDS, LEVELS, Clip, ImportanceCorrection, Variant
 from .policy_loss_reference import Objective, metric_names, reference
 from .policy_loss_setup import check_call, make_normalizer, make_objective, make_selected, named_metrics
-from .streams import Streams, check_stream_values, check_streams, check_tensors, row_count
+from .streams import (
+    Streams,
+    check_memory,
+    check_stream_values,
+    check_streams,
+    check_tensors,
+    row_count,
+    transform_gap,
+)
 
 
 class PolicyLoss(NamedTuple):
@@ -126,6 +134,7 @@ def _compute(
 def _compute_triton(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     from .policy_loss_triton import compute
 
+    check_memory(**dict(zip((*Streams._fields, "selected", "normalizer"), arguments, strict=False)))
     return compute(*arguments)
 
 
@@ -342,6 +351,7 @@ def policy_loss(
     if check:
         check_call(s, objective, normalizer, check)
     s, gap = fitted(s, objective.variant)
+    gap = transform_gap(backend, *s, selected, normalizer) or gap
     served = resolve(backend, logprobs, native=gap, triton=gap)
     if served != "native" or objective.variant.selects:  # the kernels look for themselves
         check_call(s, objective, normalizer)

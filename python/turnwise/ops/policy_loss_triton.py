@@ -50,9 +50,11 @@ def _bytes(flags: Tensor | None) -> Tensor | None:
 
 
 def _strides(stream: Tensor | None) -> tuple[int, int]:
-    """Of rows and of tokens within a row."""
+    """Of rows and of tokens within a row. What torch calls contiguous may have any stride where a size is 1."""
     if stream is None:
         return 0, 1
+    if stream.is_contiguous():
+        return stream.shape[-1], 1
     return (0, stream.stride(0)) if stream.dim() == 1 else (stream.stride(0), stream.stride(1))
 
 
@@ -131,7 +133,9 @@ def compute(
     counted = divisor is k.COUNTED
     counts = logprobs.new_zeros(2 + num_actors, dtype=torch.int64) if counted else None
     terms = None
-    cu_seqlens, actor_ids = (None if ids is None else ids.contiguous() for ids in (cu_seqlens, actor_ids))
+    cu_seqlens, actor_ids, normalizer = (
+        None if column is None else column.contiguous() for column in (cu_seqlens, actor_ids, normalizer)
+    )
     with torch.cuda.device_of(logprobs):
         if by_row or (counted and (aggregation != TokenMean.index or not flat)):
             terms = logprobs.new_empty((k.TERMS, rows), dtype=torch.float32)
@@ -237,6 +241,14 @@ def _loss_case(absent: str, dtype: str = "fp32", **constants: Any) -> CompileCas
     return replace(case, without=("st.shared.v4",) if "selected" in absent else ())
 
 
+def _far_apart(case: CompileCase) -> CompileCase:
+    """With a mask whose tokens lie a multiple of 16 apart, as a transposed one's: it is read byte by byte."""
+    signature = {**case.signature, "mask_col": "i32"}
+    constexprs = {name: value for name, value in case.constexprs.items() if name != "mask_col"}
+    aligned = (*case.aligned, "mask_col")
+    return replace(case, signature=signature, constexprs=constexprs, aligned=aligned, instructions=("ld.global.b8",))
+
+
 def _other_cases() -> Iterator[CompileCase]:
     yield _case(k.count_kernel, "", {"BLOCK": _COUNT_BLOCK}, _COUNT_WARPS, "ld.global.v4.b32", "relaxed.add.u64")
     for variant, absent in ((GSPO.kind, "advantages cu_seqlens"), (GMPO.kind, "row_advantages cu_seqlens"), (0, "")):
@@ -253,6 +265,7 @@ _FULL = "row_advantages cu_seqlens normalizer selected"
 COMPILE_CASES = [
     _loss_case(_LEAN),
     _loss_case(_LEAN, "bf16"),
+    _far_apart(_loss_case(_LEAN)),
     _loss_case(_LEAN.replace("cu_seqlens", ""), MODE=k.PACKED.value, WHOLE=False),
     _loss_case(_LEAN, MODE=k.BY_WIDTH.value, WHOLE=False),
     _loss_case("row_" + _LEAN, WHOLE=False),

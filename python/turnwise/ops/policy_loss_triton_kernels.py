@@ -77,7 +77,7 @@ def _trained(
         value = lanes < left
     else:
         at = mask + (row * row_stride + start * stride) + lanes.to(tl.int64) * stride
-        if not ALONE:
+        if not (ALONE or isinstance(stride, tl.tensor)):  # the hint holds for a stride of 1, which is no tensor
             at = tl.max_contiguous(at, 4)
         value = tl.load(at) if FULL else tl.load(at, mask=lanes < left, other=0)
         if mask.dtype.element_ty.is_floating():
@@ -269,12 +269,12 @@ def _weights(
     DIVISOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What each token counts in the loss; NaN where its actor is out of range."""
+    """What each token counts in the loss."""
     if AGGREGATION == AGENT_MEAN:
         of_actor = counts + 2 if DIVISOR == COUNTED else normalizer
         share = _inverse(_active(of_actor, num_actors))
         number = tl.load(of_actor + actor, mask=actor < num_actors, other=0)
-        weight = tl.broadcast_to(share * tl.where(actor < num_actors, _inverse(number), float("nan")), [BLOCK])
+        weight = tl.broadcast_to(share * _inverse(number), [BLOCK])
     else:
         share = known
         if DIVISOR == GIVEN:
@@ -443,9 +443,11 @@ def loss_kernel(
         advantage = _per_row(row_advantages, row, BLOCK).to(tl.float32)
     actor = 0
     if actor_ids is not None:
-        actor = tl.load(actor_ids + row).to(tl.int32)
-        actor = tl.where((actor >= 0) & (actor < num_actors), actor, num_actors)
+        actor = tl.load(actor_ids + row).to(tl.int64)  # narrowed once it is in range
+        actor = tl.where((actor >= 0) & (actor < num_actors), actor, num_actors).to(tl.int32)
     weight = _weights(normalizer, counts, terms, row, actor, known, num_actors, AGGREGATION, DIVISOR, BLOCK)
+    if actor_ids is not None:
+        weight = tl.where(actor < num_actors, weight, float("nan"))
 
     # What is 0 here makes loss and gradient of masked tokens 0, but for what the end of this deals with.
     d = tl.where(trained, logprob - old, 0.0)
@@ -462,8 +464,8 @@ def loss_kernel(
     log_ratio = clamp(d, -FAR, FAR)
     ratio = exp(log_ratio)
     loss, slope, is_low, upper = token_loss(
-        logprob, log_ratio, ratio, tl.abs(d) > FAR, advantage, scaled, weight, chosen != 0, row_ratio, row_cut,
-        low, high, third, VARIANT,
+        logprob, log_ratio, ratio, tl.abs(d) > FAR, advantage, scaled, weight, trained & (chosen != 0), row_ratio,
+        row_cut, low, high, third, VARIANT,
     )  # fmt: skip
     mismatch, importance, rejected, kl = d, d, trained, d
     if rollout is not None:
