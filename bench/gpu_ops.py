@@ -104,13 +104,14 @@ def policy_loss(device: str, backend: str) -> list[Tensor]:
         actors = torch.tensor([0, 1, 2, 0, 1], device=device)
         for options in variants:
             for aggregation in ("token-mean", "seq-mean-token-mean", "agent-mean"):
+                weighted = aggregation != "token-mean"
                 lp = s["lp"].clone().requires_grad_()
                 result = ops.policy_loss(
                     lp,
                     s["old"],
                     s["advantages"],
                     mask=s["mask"],
-                    kl=ops.KL("k3", 1e-2),
+                    kl=ops.KL("k3", 1e-2, importance_weighted=weighted),
                     ref_logprobs=s["ref"],
                     correction=ops.ImportanceCorrection("sequence"),
                     rollout_logprobs=s["rollout"],

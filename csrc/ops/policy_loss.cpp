@@ -101,6 +101,9 @@ class Run {
         }
     }
 
+    // A reference without a KL term: its metric is still wanted.
+    KlKind kl_kind() const { return in_.ref_logprobs && o_.kl == KlKind::none ? KlKind::k3 : o_.kl; }
+
     // Advantages [B] or [B, 1]: one per row, wherever that fits.
     bool per_sequence() const {
         const View& a = in_.advantages;
@@ -260,9 +263,13 @@ class Run {
         uint8_t mask_scratch[kTile], selected_scratch[kTile];
         Tile tile{};
         tile.variant = o_.variant;
+        tile.kl = kl_kind();
+        tile.kl_coef = o_.kl_coef;
+        tile.kl_weighted = o_.kl_weighted;
         if (per_sequence()) kernels_.to_floats(in_.advantages, row * in_.advantages.stride[0], 1, 1, &tile.advantage);
         const bool ratios = all || is_by_row(o_.variant.kind);
         const bool rollout = all || o_.correction == Correction::sequence;
+        const bool ref = all || (o_.kl_weighted && o_.variant.kind == VariantKind::gspo);
         for (int64_t t = piece.begin; t < piece.end; t += kTile) {
             const int n = int(std::min<int64_t>(kTile, piece.end - t));
             tile.n = n;
@@ -270,8 +277,8 @@ class Run {
             if (ratios) tile.logprobs = floats(in_.logprobs, row, t, n, scratch[0]);
             if (rollout) tile.rollout_logprobs = floats(in_.rollout_logprobs, row, t, n, scratch[3]);
             if (!per_sequence()) tile.advantages = floats(in_.advantages, row, t, n, scratch[4]);
+            if (ref) tile.ref_logprobs = floats(in_.ref_logprobs, row, t, n, scratch[2]);
             if (all) {
-                tile.ref_logprobs = floats(in_.ref_logprobs, row, t, n, scratch[2]);
                 tile.entropy = floats(in_.entropy, row, t, n, scratch[5]);
                 if (in_.selected) tile.selected = bytes(in_.selected, row, t, n, selected_scratch);
             }
@@ -288,20 +295,19 @@ class Run {
         const int64_t row = piece.row, start = layout_.start(row);
         const bool direct = out_.grad.dtype == DType::f32;
         const bool large = layout_.tokens() * int64_t(sizeof(float)) >= kStreamBytes;
-        const KlKind kind = in_.ref_logprobs && o_.kl == KlKind::none ? KlKind::k3 : o_.kl;
-        const auto kernel = o_.variant.kind == VariantKind::clip ? kernels_.clip[int(kind)] : kernels_.any;
+        const bool clip = o_.variant.kind == VariantKind::clip;
+        const auto kernel = clip ? kernels_.clip[o_.kl_weighted][int(kl_kind())] : kernels_.any;
         const RowSums* row_sums = rows_.empty() ? nullptr : &rows_[size_t(row)];
         const double length = lengths_[size_t(row)];
         const RowTerms terms =
-            row_sums ? row_terms(o_.variant, length, row_sums->log_ratio, row_sums->advantage) : RowTerms{};
+            row_sums ? row_terms(o_.variant, length, row_sums->log_ratio, row_sums->advantage, row_sums->kl)
+                     : RowTerms{};
         bool rejected = false;
         const float row_weight = sequence_weight(row_sums, rejected);
         float grad[kTile];
 
         TileSums sums;
         each_tile(piece, true, [&](Tile& tile, int64_t t, int n) {
-            tile.kl = kind;
-            tile.kl_coef = o_.kl_coef;
             tile.weight = float(row_weight_[size_t(row)]);
             tile.row_weight = row_weight;
             tile.row = terms;

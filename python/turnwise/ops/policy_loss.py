@@ -65,14 +65,16 @@ def fitted(s: Streams, variant: Variant) -> tuple[Streams, str]:
 
 
 def _pack(o: Objective) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """The options as the kernels read them: eight numbers and five modes, 0 for "none"."""
-    kind, coef = (KL_KINDS.index(o.kl.kind) + 1, o.kl.coef) if o.kl else (0, 0.0)
+    """The options as the kernels read them: eight numbers and six modes, 0 for "none"."""
+    kind, coef, weighted = 0, 0.0, False
+    if o.kl:
+        kind, coef, weighted = KL_KINDS.index(o.kl.kind) + 1, o.kl.coef, o.kl.importance_weighted
     level, cap, bounds = 0, 0.0, None
     if o.correction:
         level, cap, bounds = LEVELS.index(o.correction.level) + 1, o.correction.cap, o.correction.bounds
     below, above = bounds or (-math.inf, math.inf)
     numbers = (*o.variant.bounds, coef, cap, below, above, o.max_length or 0.0)
-    modes = (o.variant.kind, kind, level, o.aggregation.index, o.num_actors)
+    modes = (o.variant.kind, kind, level, o.aggregation.index, o.num_actors, int(weighted))
     return tuple(map(float, numbers)), modes
 
 
@@ -321,7 +323,8 @@ def policy_loss(
     ``max(-A * ratio, -A * clamp(ratio, 1 - clip.low, 1 + clip.high))``, for ``A < 0`` at most ``-A * clip.dual``;
     ``variant`` in place of ``clip`` puts another loss there: :class:`GSPO`, :class:`CISPO`, :class:`GPG`,
     :class:`Reinforce`, :class:`SAPO`, :class:`GMPO`, :class:`ClipCov`, :class:`KLCov` or a :class:`Custom` one. That is
-    multiplied by the weight of ``correction``, and ``kl.coef`` times the KL estimate comes on top. ``selected``, from
+    multiplied by the weight of ``correction``, and ``kl.coef`` times the KL estimate comes on top (times the importance
+    ratio, in every variant, where :class:`KL` is ``importance_weighted``). ``selected``, from
     :func:`select_tokens` over a whole optimizer step, replaces the choice that the last two make in this batch.
 
     ``aggregation``: ``"token-mean"``, ``sum(l) / tokens``; ``"seq-mean-token-sum"``, row sums over the number of

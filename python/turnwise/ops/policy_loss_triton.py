@@ -108,7 +108,7 @@ def compute(
     """Loss, gradient (contiguous) and the table of metrics, from checked streams and the options as
     ``policy_loss._pack`` numbers them."""
     low, high, third, kl_coef, cap, below, above, max_length = numbers
-    variant, kl, level, aggregation, num_actors = modes
+    variant, kl, level, aggregation, num_actors, kl_weighted = modes
     tokens, rows = logprobs.numel(), row_count(logprobs, cu_seqlens)
     packed = cu_seqlens is not None
     has = ref_logprobs is not None, rollout_logprobs is not None, entropy is not None
@@ -141,11 +141,11 @@ def compute(
             terms = logprobs.new_empty((k.TERMS, rows), dtype=torch.float32)
             row_block = _BLOCKS[1] if packed or width > _BLOCKS[2] else _BLOCKS[2]
             k.rows_kernel[(rows,)](
-                logprobs, old_logprobs, token_advantages, row_advantages, mask, rollout_logprobs, cu_seqlens, actor_ids,
-                counts, terms, *_strides(logprobs), *_strides(old_logprobs), *_strides(token_advantages),
-                *_strides(mask), *_strides(rollout_logprobs), low, high, cap, below, above, rows, width, num_actors,
-                VARIANT=variant, LEVEL=level, COUNT=counted, BLOCK=row_block, num_warps=_warps(row_block),
-                enable_fp_fusion=True,
+                logprobs, old_logprobs, token_advantages, row_advantages, mask, ref_logprobs, rollout_logprobs,
+                cu_seqlens, actor_ids, counts, terms, *_strides(logprobs), *_strides(old_logprobs),
+                *_strides(token_advantages), *_strides(mask), *_strides(ref_logprobs), *_strides(rollout_logprobs), low,
+                high, cap, below, above, rows, width, num_actors, VARIANT=variant, KL=kl, KL_WEIGHTED=kl_weighted,
+                LEVEL=level, COUNT=counted, BLOCK=row_block, num_warps=_warps(row_block), enable_fp_fusion=True,
             )  # fmt: skip
         elif counted:
             grid = (triton.cdiv(tokens, _COUNT_BLOCK),)
@@ -168,8 +168,8 @@ def compute(
             normalizer, actor_ids, entropy, selected, counts, terms, grad, partials, slot_actors, *_strides(logprobs),
             *_strides(old_logprobs), *_strides(token_advantages), *_strides(mask), *_strides(ref_logprobs),
             *_strides(rollout_logprobs), *_strides(entropy), low, high, third, kl_coef, cap, below, above, known,
-            tokens, rows, width, pieces, slots, num_actors, VARIANT=variant, KL=kl or K3.value, LEVEL=level,
-            AGGREGATION=aggregation, DIVISOR=divisor, MODE=mode, WHOLE=whole, BLOCK=block,
+            tokens, rows, width, pieces, slots, num_actors, VARIANT=variant, KL=kl or K3.value, KL_WEIGHTED=kl_weighted,
+            LEVEL=level, AGGREGATION=aggregation, DIVISOR=divisor, MODE=mode, WHOLE=whole, BLOCK=block,
             num_warps=_warps(block, few), enable_fp_fusion=True,
         )  # fmt: skip
         last.finish_kernel[(1 + num_actors,)](
@@ -232,7 +232,7 @@ def _case(
 
 
 def _loss_case(absent: str, dtype: str = "fp32", **constants: Any) -> CompileCase:
-    usual = {"VARIANT": 0, "KL": K3.value, "LEVEL": 0, "AGGREGATION": 0, "DIVISOR": k.COUNTED.value}
+    usual = {"VARIANT": 0, "KL": K3.value, "KL_WEIGHTED": 0, "LEVEL": 0, "AGGREGATION": 0, "DIVISOR": k.COUNTED.value}
     constants = {**usual, "MODE": k.ONE_ROW.value, "WHOLE": True, "BLOCK": _BLOCKS[0], **constants}
     warps = _warps(constants["BLOCK"], "rollout entropy" in absent)
     wide = "ld.global.L1::evict_first.L2::cache_hint.v4.b32", "st.global.cs.v4.b32"
@@ -252,7 +252,8 @@ def _far_apart(case: CompileCase) -> CompileCase:
 def _other_cases() -> Iterator[CompileCase]:
     yield _case(k.count_kernel, "", {"BLOCK": _COUNT_BLOCK}, _COUNT_WARPS, "ld.global.v4.b32", "relaxed.add.u64")
     for variant, absent in ((GSPO.kind, "advantages cu_seqlens"), (GMPO.kind, "row_advantages cu_seqlens"), (0, "")):
-        constants = {"VARIANT": variant, "LEVEL": 2, "COUNT": True, "BLOCK": _BLOCKS[1]}
+        constants = {"VARIANT": variant, "KL": K3.value, "KL_WEIGHTED": 1, "LEVEL": 2, "COUNT": True}
+        constants["BLOCK"] = _BLOCKS[1]
         yield _case(k.rows_kernel, absent, constants, _warps(_BLOCKS[1]), "ld.global", "relaxed.add.u64")
     for whole in (True, False):
         constants = {"HAS_REF": whole, "HAS_ROLLOUT": whole, "HAS_ENTROPY": whole, "BLOCK": _FINISH_BLOCK}
@@ -266,6 +267,8 @@ COMPILE_CASES = [
     _loss_case(_LEAN),
     _loss_case(_LEAN, "bf16"),
     _far_apart(_loss_case(_LEAN)),
+    _loss_case(_LEAN, KL_WEIGHTED=1),
+    _loss_case("advantages cu_seqlens counts", VARIANT=GSPO.kind, KL_WEIGHTED=1, DIVISOR=k.GIVEN.value),
     _loss_case(_LEAN.replace("cu_seqlens", ""), MODE=k.PACKED.value, WHOLE=False),
     _loss_case(_LEAN, MODE=k.BY_WIDTH.value, WHOLE=False),
     _loss_case("row_" + _LEAN, WHOLE=False),

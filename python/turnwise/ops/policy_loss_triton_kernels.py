@@ -27,6 +27,7 @@ from .policy_loss_triton_math import (
     exact_exp,
     exp,
     gmpo_bounded,
+    importance_weighted,
     kl_term,
     token_loss,
 )
@@ -38,8 +39,8 @@ KNOWN, GIVEN, COUNTED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # How tokens find their row: all of a tile in one; rows of one width in a flat stream; rows by cu_seqlens.
 ONE_ROW, BY_WIDTH, PACKED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # What the first launch leaves of each row, and the sums that a tile leaves.
-INVERSE_LENGTH, RATIO, ADVANTAGE, CUT, IMPORTANCE = (tl.constexpr(i) for i in range(5))
-TERMS = 5
+INVERSE_LENGTH, RATIO, ADVANTAGE, CUT, IMPORTANCE, MEAN_KL = (tl.constexpr(i) for i in range(6))
+TERMS = 6
 TOKENS, LOW, HIGH, THIRD, LOG_RATIO, GROWTH, LOSS, LARGEST = (tl.constexpr(i) for i in range(8))
 KL_VALUE, MISMATCH, WEIGHT, SQUARE, REJECTED, ENTROPY = (tl.constexpr(i) for i in range(8, 14))
 COLUMNS = 14
@@ -154,6 +155,7 @@ def rows_kernel(
     advantages,
     row_advantages,
     mask,
+    ref,
     rollout,
     cu_seqlens,
     actor_ids,
@@ -167,6 +169,8 @@ def rows_kernel(
     advantages_col,
     mask_row,
     mask_col,
+    ref_row,
+    ref_col,
     rollout_row,
     rollout_col,
     low,
@@ -178,6 +182,8 @@ def rows_kernel(
     width,
     num_actors,
     VARIANT: tl.constexpr,
+    KL: tl.constexpr,
+    KL_WEIGHTED: tl.constexpr,
     LEVEL: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -191,7 +197,7 @@ def rows_kernel(
         size = tl.load(cu_seqlens + row + 1).to(tl.int64) - begin
         place = row * 0
     nothing = tl.full([], 0, tl.float64)
-    length, log_ratio, advantage, mismatch = begin * 0, nothing, nothing, nothing
+    length, log_ratio, advantage, mismatch, kl = begin * 0, nothing, nothing, nothing, nothing
     own = tl.zeros([BLOCK], tl.float32)
     if row_advantages is not None:
         own = _per_row(row_advantages, row, BLOCK).to(tl.float32)
@@ -211,6 +217,10 @@ def rows_kernel(
                 advantage += tl.sum(tl.where(trained, own, 0.0)).to(tl.float64)
                 d = tl.where(trained, gmpo_bounded(clamp(d, -FAR, FAR), own, low, high), 0.0)
             log_ratio += tl.sum(d).to(tl.float64)
+        if (VARIANT == GSPO) & (KL_WEIGHTED != 0):
+            reference = _load(ref, place, at, ref_row, ref_col, left, False, BLOCK)
+            estimate, _ = kl_term(tl.where(trained, reference - logprob, 0.0), KL)
+            kl += tl.sum(estimate).to(tl.float64)
         if LEVEL == SEQUENCE:
             sampled = _load(rollout, place, at, rollout_row, rollout_col, left, False, BLOCK)
             mismatch += tl.sum(tl.where(trained, old - sampled, 0.0)).to(tl.float64)
@@ -222,6 +232,7 @@ def rows_kernel(
         tl.store(terms + RATIO * rows + row, exact_exp(clamp(mean, -FAR, FAR)))
         tl.store(terms + ADVANTAGE * rows + row, (advantage * share).to(tl.float32))
         tl.store(terms + CUT * rows + row, (tl.abs(mean) > FAR).to(tl.float32))
+        tl.store(terms + MEAN_KL * rows + row, tl.where(tl.abs(mean) > FAR, 0.0, (kl * share).to(tl.float32)))
     if LEVEL == SEQUENCE:
         weight = exact_exp(clamp(mismatch.to(tl.float32), -FAR, FAR))
         applied = tl.minimum(cap, weight, propagate_nan=SAME)
@@ -396,6 +407,7 @@ def loss_kernel(
     num_actors,
     VARIANT: tl.constexpr,
     KL: tl.constexpr,
+    KL_WEIGHTED: tl.constexpr,
     LEVEL: tl.constexpr,
     AGGREGATION: tl.constexpr,
     DIVISOR: tl.constexpr,
@@ -485,8 +497,16 @@ def loss_kernel(
         importance = tl.where(trained, importance, 0.0)
     if ref is not None:
         kl, kl_slope = kl_term(tl.where(trained, reference - logprob, 0.0), KL)
+        term = kl  # the metric stays the plain estimate
+        if KL_WEIGHTED:
+            if VARIANT == GSPO:
+                mean_kl = _per_row(terms + MEAN_KL * rows, row, BLOCK)
+                term, kl_slope = importance_weighted(kl, kl_slope, row_ratio, mean_kl)
+            else:
+                own = tl.where(tl.abs(d) > FAR, 0.0, kl)
+                term, kl_slope = importance_weighted(kl, kl_slope, ratio, own)
         scale = kl_coef * weight
-        loss += scale * kl
+        loss += scale * term
         slope += scale * kl_slope
     if (VARIANT == GSPO) | (VARIANT == GMPO) | (LEVEL == SEQUENCE) | (KL == K1):
         loss, slope = tl.where(trained, loss, 0.0), tl.where(trained, slope, 0.0)

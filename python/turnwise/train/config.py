@@ -245,10 +245,12 @@ class KLConfig(Section):
     ``place`` is the loss, or the reward: then ``coef`` times the k1 estimate of each token is taken from the row's
     reward before credit. With ``target``, in nats per token, the coefficient adapts: it grows by
     ``clip(kl / target - 1, ±0.2)`` per ``horizon`` samples (https://arxiv.org/abs/1909.08593, section 2.2).
+    ``importance_weighted`` multiplies a term in the loss by the importance ratio: see ``turnwise.ops.KL``.
     """
 
     coef: float = Field(default=0.0, ge=0)
     kind: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
+    importance_weighted: bool = False
     place: Literal["loss", "reward"] = "loss"
     target: float | None = Field(default=None, gt=0)
     horizon: int = Field(default=10_000, ge=1)
