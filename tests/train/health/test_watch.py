@@ -73,9 +73,11 @@ async def test_whoever_trains_now_and_then_is_not_warned_of(make_trainer):
 
 
 async def test_frozen_seats_and_other_phases_are_no_matter(make_two_policies):
-    """The rival's policy is frozen, so that none of its samples trains is as it should be; the learner's tie."""
+    """The rival's policy is frozen, so that none of its samples trains is as it should be. Then the learner's tie."""
     trainer = make_two_policies("run", PATIENCE + 1)
+    pay(trainer, lambda state: state.data["share"] if state.current_actor == "first" else 0.0)
     await trainer.run()
+    assert all(row["samples/second"] == 0 for row in read_metrics(trainer.config.run_dir))
     assert not any("'second'" in warning for _, warning in warnings_of(trainer))
     other = make_two_policies("tied", 1)
     pay(other, lambda state: state.data["share"] if state.current_actor == "second" else 0.0)
