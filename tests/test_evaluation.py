@@ -103,7 +103,7 @@ def test_both_seats_of_a_game_have_their_rewards(tmp_path):
             steps=1,
             rollout={"questions": 2},
             update={"lr": 0.05},
-            credit={"rule": "task", "options": {"include_truncated": True}},
+            credit={"rule": "task"},
             warm_start={"steps": 30, "batch_size": 16},
             eval={"questions": 6},
         )

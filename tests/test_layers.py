@@ -11,10 +11,12 @@ import pytest
 import turnwise
 
 FLOORS = {
+    "copies": -1,
     "types": 0,
     "_C": 0,
     "command_words": 0,
     "naming": 0,
+    "chat": 1,
     "ops": 1,
     "processes": 1,
     "samples": 1,

@@ -57,7 +57,7 @@ def test_kuhn_poker_for_two(tmp_path):
             tmp_path,
             "kuhn_poker",
             rollout={"questions": 3, "copies": 2},
-            credit={"rule": "task", "options": {"include_truncated": True}},
+            credit={"rule": "task"},
             warm_start={"steps": 40, "batch_size": 16},
         ),
         12,
@@ -88,7 +88,7 @@ def test_math_orchestra(tmp_path, branches):
         "math_orchestra",
         task_options={"path": str(path), "max_tokens": 12},
         rollout={"questions": 2, "copies": 2, "branches": branches},
-        credit={"rule": "dr_mas", "options": {"include_truncated": True}},
+        credit={"rule": "dr_mas"},
     )
     check_all(folder, 8)
 
@@ -99,7 +99,7 @@ def test_overlong_penalties_and_draws_are_not_the_episodes_own(tmp_path):
         "sudoku",
         reward={"overlong_buffer": 12, "overlong_penalty": 0.5},
         filter={"resample": 1},
-        credit={"rule": "at_grpo", "options": {"include_truncated": True}},
+        credit={"rule": "at_grpo"},
     )
     rows = check_all(folder, len(rows_of(folder)))
     assert any("raw_rewards" in row["meta"] for row in rows) and all("draw" in row["meta"] for row in rows)
@@ -183,7 +183,7 @@ def test_a_changed_game(tmp_path, monkeypatch):
         tmp_path,
         "kuhn_poker",
         rollout={"questions": 2},
-        credit={"rule": "task", "options": {"include_truncated": True}},
+        credit={"rule": "task"},
     )
     start = KuhnRules.start
     monkeypatch.setattr(KuhnRules, "start", lambda self, question: start(self, {**question, "cards": "KQ"}))

@@ -81,16 +81,20 @@ def replay(
     step: int | None = None,
     until: int | None = None,
     swap: Sequence[str] = (),
+    allow_pickle: bool = False,
 ) -> Replayed:
     """Play ``episode`` (an id such as ``"e5"``, of a nested one also; by default the newest) of ``run_dir`` again.
 
     ``until`` stops after so many model calls. ``swap`` has ``"actor=policy"`` or ``"actor=policy@checkpoint"``: from
-    the start, or from ``until`` on, that actor is sampled anew. Raises ``ValueError`` for what the run doesn't have.
+    the start, or from ``until`` on, that actor is sampled anew. ``allow_pickle`` reads objects of any class from the
+    record, which can run code, in place of plain types and data classes alone. Raises ``ValueError`` for what the run
+    doesn't have.
     """
     if until is not None and until < 0:
         raise ValueError(f"until={until!r}: expected a number of model calls >= 0")
-    record = Record(find_episode(run_dir / "rollouts.jsonl", episode, step))
     config = read_config(run_dir / CONFIG_FILE).model_copy(update={"run_dir": run_dir})
+    task_of(config)  # a record names data classes of the task's modules, and its reader imports nothing
+    record = Record(find_episode(run_dir / "rollouts.jsonl", episode, step), allow_pickle=allow_pickle)
     with asyncio.Runner(loop_factory=IdleLoop) as runner:
         return runner.run(_replay(config, record, until, parse_swaps(swap)))
 

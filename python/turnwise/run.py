@@ -15,8 +15,8 @@ from typing import Any
 
 from turnwise.arena import Arena, Episode, Filters, OverlongPenalty
 from turnwise.arena.resampling import check_stateless
-from turnwise.credit import registry as credit_rules
-from turnwise.naming import construct, find, nearest
+from turnwise.credit import build_rule
+from turnwise.naming import code_in, nearest
 from turnwise.tasks import Task, build_task
 from turnwise.tasks.base import QUESTIONS, check_success_metric, held_out
 from turnwise.train.checkpoint import list_checkpoints
@@ -50,8 +50,6 @@ from turnwise.types import Actor, CreditAssigner, EpisodeRequest, InferenceClien
 
 TINY_CONTEXT = 2048
 """Context of the tiny model, in tokens: a verifier's prompt holds a question and its whole solution."""
-
-CREDIT_METHODS = ("compute", "compute_columns", "state_dict", "load_state_dict")
 
 
 class TaskArena(Arena):
@@ -214,11 +212,16 @@ def resolved_config(config: TrainConfig, task: Task, problems: Problems) -> tupl
     return resolved, actors
 
 
-def dry_run(config: TrainConfig) -> str:
+def dry_run(config: TrainConfig, *, import_code: bool = True) -> str:
     """What a run of ``config`` would be, as TOML, who plays with which policy among it; no model is looked for.
 
-    Raises :class:`ConfigError` with a line for each problem.
+    Where ``config`` names code of the user's own, that is imported to look at it; without ``import_code`` such a config
+    is given back with a comment, unchecked beyond its keys. Raises :class:`ConfigError` with a line for each problem.
     """
+    if not import_code and (named := list(code_in(config.model_dump()))):
+        told = [f"# {key} = {name!r} names code, which was not imported\n" for key, name in named]
+        told += ["# so the keys alone were checked; --import-code runs that code and checks all\n"]
+        return "".join(told) + to_toml(config)
     problems = Problems()
     resolved, actors = resolved_config(config, task_of(config), problems)
     problems.raise_any()
@@ -335,15 +338,9 @@ def with_credit_of(task: Task, config: TrainConfig) -> TrainConfig:
 def build_credit(config: TrainConfig) -> CreditAssigner:
     """The rule that ``credit.rule`` names, with ``credit.options``."""
     try:
-        rule = find(credit_rules, config.credit.rule, "credit.rule")
-        credit = construct(rule, config.credit.options, "credit.options")
+        credit: CreditAssigner = build_rule(config.credit.rule, config.credit.options)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if missing := [name for name in CREDIT_METHODS if not callable(getattr(credit, name, None))]:
-        raise ConfigError(
-            f"config key 'credit.rule' = {config.credit.rule!r}: expected a class with {', '.join(CREDIT_METHODS)}, "
-            f"such as a subclass of turnwise.credit.Credit; {missing[0]!r} is missing"
-        )
     if problem := tree_problem(credit, config):
         raise ConfigError(problem)
     if config.filter.resample:

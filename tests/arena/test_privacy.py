@@ -18,7 +18,7 @@ from turnwise.arena import (
     private,
     reveal,
 )
-from turnwise.arena.privacy import PrivateTexts, check_batch, comparable, hidden_parts, holds
+from turnwise.arena.privacy import PrivateTexts, check_batch, comparable, hidden_parts, holds, is_stated
 from turnwise.types import EpisodeRequest, Rollout
 
 SEED = random.SystemRandom().randrange(2**32)
@@ -134,7 +134,27 @@ class InParts(Secrets):
         return [{"role": "user", "content": parts}]
 
 
-LEAKS = [Observed, Announced, Opened, Overheard, Posed, InParts]
+class Untagged(Secrets):
+    """What was thought is shown to the others, without the tags that stood around it."""
+
+    async def build_messages(self, state, arena, artifact):
+        messages = await self.transcript(state, arena, artifact)
+        others = [step.completion for step in state.trajectory if step.actor_id != state.current_actor]
+        thought = [text.partition("<think>")[2].partition("</think>")[0] for text in others]
+        return messages + [{"role": "user", "content": f"They think: {text}!"} for text in thought]
+
+
+class Copied(Secrets):
+    """The whole of another seat's observation stands in one's own, and each is marked as a whole."""
+
+    def get_observation(self, state, arena, artifact):
+        actor = state.current_actor
+        views = [f"Round {state.turn}.\n{self.secret(state, seat)}" for seat in (actor, other_of(self, state))]
+        private(views[1], to=other_of(self, state))
+        return private("\n".join(views), to=actor)
+
+
+LEAKS = [Observed, Announced, Opened, Overheard, Posed, InParts, Untagged, Copied]
 
 
 @pytest.mark.parametrize("number", range(12))
@@ -354,6 +374,16 @@ def test_marks_survive_a_kill(make_arena, tmp_path):
         resumed(tells=True)
 
 
+@pytest.mark.parametrize("thought", ["<think>fold</think>", "<think>the king, maybe</think>", "<plan a=1>k</plan>"])
+def test_a_short_thought_is_found_with_its_tags(make_arena, thought):
+    class Brief(Overheard):
+        def public(self, text):
+            return text.rpartition(">")[2].strip()
+
+    with pytest.raises(LeakError, match=f"actor 'bob' holds what is private to 'ann': '{thought}'"):
+        play(make_arena, Brief(("ann", "bob"), rounds=1), reply=lambda prompt, request: f"{thought} yes", copies=1)
+
+
 # --- what is no leak --------------------------------------------------------------------------------------------------
 def test_what_the_owner_says_aloud_is_no_leak(make_arena):
     class Talker(Secrets):
@@ -390,6 +420,52 @@ def test_the_same_text_may_be_private_to_several(make_arena):
 
     _, results = play(make_arena, Alike(rounds=1))
     assert [step.info["private"] for step in results[0].rollout.steps] == [["It is your move."]] * 2
+
+
+@pytest.mark.parametrize("text", ["<think>your thoughts</think> yes", "fold fold yes", "<b></b> yes", "the king: yes"])
+def test_a_short_text_that_may_stand_anywhere_is_no_leak(make_arena, text):
+    """A format that the opening prompt shows, and a few ordinary words, which the environment says too."""
+
+    class Formal(Secrets):
+        def get_prompt(self, artifact):
+            return "Answer as <think>your thoughts</think> yes."
+
+        def public(self, text):
+            return "yes"
+
+        def env_response(self, state, arena, artifact):
+            return "You may fold, or fold fold. <b></b> The king: yes."
+
+    play(make_arena, Formal(("ann", "bob")), reply=lambda prompt, request: text, copies=1)
+
+
+HANDS = [
+    ("You hold wood", "You hold wood and stone"),
+    ("You hold: wood", "You hold: wood, stone"),
+    ("K", "K\nQ"),
+    ("You hold 1.", "You hold 1.5 gold. You hold 12."),
+    ("You drew a 5.", "You drew a 5."),
+]
+
+
+@pytest.mark.parametrize("hands", HANDS)
+def test_ones_own_marked_text_may_be_like_anothers(make_arena, hands):
+    class Alike(Secrets):
+        def get_observation(self, state, arena, artifact):
+            return private(hands[state.current_actor == "bob"], to=state.current_actor)
+
+    play(make_arena, Alike(("ann", "bob")))
+
+
+def test_an_observation_that_holds_anothers_is_no_leak_unless_marked(make_arena):
+    """A board for all and one seat's own cards look the same, so the mark has to tell them apart."""
+
+    class Seen(Secrets):
+        def get_observation(self, state, arena, artifact):
+            board = "The board has two stones on it."
+            return board if state.current_actor == "ann" else f"{board}\nIt is late."
+
+    play(make_arena, Seen(("ann", "bob")))
 
 
 def test_a_judge_may_see_everything(make_arena):
@@ -494,6 +570,25 @@ def test_texts_are_compared_as_whole_words(text, part, expected):
     assert holds(text, part) is expected
 
 
+@pytest.mark.parametrize(
+    ("text", "part", "expected"),
+    [
+        ("Your card: Q.\nYour  Card: K.", "your card: k.", True),
+        ("Your card: Q\nYour card: K", "your card: k", True),
+        ("Your card: Q\nYour card: K\n", "your card: q", True),
+        ("(your card: K)", "your card: k", True),
+        ("Your card: K, and Q", "your card: k", False),
+        ("Your card: K of hearts", "your card: k", False),
+        ("It is your card: K", "your card: k", False),
+        ("You hold 1.5", "you hold 1.", False),
+        ("You hold 12.", "you hold 1", False),
+        ("K\nQ", "k", False),
+    ],
+)
+def test_a_statement_has_nothing_beside_it(text, part, expected):
+    assert is_stated(text, part) is expected
+
+
 def test_case_and_white_space_do_not_count():
     assert comparable("  Your\n CARD:\tK ") == "your card: k"
 
@@ -501,7 +596,16 @@ def test_case_and_white_space_do_not_count():
 @pytest.mark.parametrize(
     ("text", "shown", "parts"),
     [
-        ("He may hold the king. [fold]", "[fold]", ["He may hold the king."]),
+        ("He may hold the king. [fold]", "[fold]", ["He may hold the king"]),
+        ("<think>a b c d</think> x", "x", ["a b c d"]),
+        ("[think] a b c d [/think] x", "x", ["a b c d"]),
+        ("<|think|>**a b c d**<|end|> x", "x", ["a b c d"]),
+        ("<think>a b c d <i>e f g h</i></think> x", "x", ["a b c d", "e f g h"]),
+        ("<think>a b <i>c d</i></think> x", "x", ["<think>a b <i>c d</i></think>"]),
+        ("<think>a b</think> x", "x", ["<think>a b</think>"]),
+        ("well <think>a b</think> x", "x", ["<think>a b</think>"]),
+        ("<think> </think> x", "x", []),
+        ("a <b> c x", "x", []),
         ("a b c d [x] e f g h i", "[x]", ["a b c d", "e f g h i"]),
         ("a b c [x]", "[x]", []),
         ("say one think a b c d e say two", "say one say two", ["think a b c d e"]),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import pickle
 import random
 import shutil
 import signal
@@ -94,11 +96,20 @@ def test_arrays_come_back_as_they_were(tmp_path):
     assert artifact.data.dtype == np.int8 and artifact.data.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
+class EzPickle:
+    """As Gymnasium's: what reads a pickle of it calls the constructor."""
+
+    def __setstate__(self, state):
+        self.__init__()
+
+
 def test_what_can_not_be_kept_is_refused_and_changes_nothing(tmp_path):
     store = ArtifactStore("q", path=tmp_path / "q.db")
     store.add("kept")
     with pytest.raises(TypeError, match=r"data=.* can't be kept in a file: "):
         store.add(lambda: None)
+    with pytest.raises(TypeError, match=r"data=.* can't be kept in a file: EzPickle is an EzPickle"):
+        store.add([EzPickle()])
     assert [a.data for a in store] == ["kept"] == [a.data for a in reopened(store)]
 
 
@@ -430,6 +441,34 @@ def test_files_that_are_no_store_are_refused(tmp_path):
         ArtifactStore("q", path=tmp_path / "q.db")
     with pytest.raises(ValueError, match="shared=True: a store in memory"):
         ArtifactStore("q", shared=True)
+
+
+class Board:
+    """Neither JSON nor a data class."""
+
+    def __init__(self, path=None):
+        self.path = path
+
+    def __reduce__(self):
+        return (Board, ()) if self.path is None else (os.mkdir, (str(self.path),))
+
+
+def test_objects_of_any_class_are_read_where_that_is_allowed(tmp_path):
+    """Reading them can run any code, so it is asked for; and what could not be read back is not written."""
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    with pytest.raises(TypeError, match=r"can't be read back from a file: it names .*Board.*allow_pickle=True"):
+        store.add({"board": Board()})
+    assert len(store) == 0
+    store = reopened(store, allow_pickle=True)
+    store.add({"board": Board()})
+    store = reopened(store, allow_pickle=True)
+    assert type(next(iter(store)).data["board"]) is Board
+    store._file._database.execute("UPDATE artifacts SET data = ?", (pickle.dumps(Board(tmp_path / "made")),))
+    with pytest.raises(
+        ValueError, match=r"q.db': artifact '.*' can't be read: it names posix.mkdir.*allow_pickle=True"
+    ):
+        reopened(store)
+    assert not (tmp_path / "made").exists()
 
 
 def test_a_damaged_file_is_told_apart(tmp_path):

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from turnwise.arena import MultiTurnEpisode, Rubric, TreeSampler
+from turnwise.arena import EpisodeProgress, MultiTurnEpisode, Rubric, TreeSampler
 from turnwise.arena import episode as episode_module
 from turnwise.state import ForkableMixin, PrunedError, StateDict, to_python
 from turnwise.tasks.sudoku import SudokuEpisode
@@ -172,6 +172,92 @@ def test_forks_snapshots_and_restores_of_an_episode_state():
     assert state.data["grid"] == [[1, 2]] and state.data["thing"].moves == [1]
     state.restore(kept)
     assert state.data["grid"] == [[1]] and copy.deepcopy(state.data)["grid"] == [[1]]
+
+
+class Lake(MultiTurnEpisode):
+    """A game of Gymnasium that pickles by its constructor, and a copy of it that doesn't."""
+
+    episode_type = "lake"
+    actors = ("a",)
+    max_turns = 3
+    rubric = Rubric([lambda extras: float(extras["place"])])
+    forks = False
+
+    def get_prompt(self, artifact):
+        return "Go."
+
+    def setup(self, state, arena, artifact):
+        from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
+        from gymnasium.utils import EzPickle
+
+        bases = (ForkableMixin, FrozenLakeEnv, EzPickle) if self.forks else (FrozenLakeEnv, EzPickle)
+        env = type("EzLake", bases, {})(is_slippery=False)
+        EzPickle.__init__(env, is_slippery=False)
+        env.reset(seed=1)
+        state.data = self.keep(env)
+
+    def keep(self, env):
+        return {"games": [env]}
+
+    def env_of(self, state):
+        return state.data["games"][0]
+
+    def env_response(self, state, arena, artifact):
+        self.env_of(state).step(2)
+
+    def step_reward(self, state, arena, artifact):
+        return float(self.env_of(state).s)
+
+    def get_extras(self, state):
+        return {"place": int(self.env_of(state).s)}
+
+
+class LakeItself(Lake):
+    """The game is an attribute of the data, which is no container."""
+
+    def keep(self, env):
+        thing = Thing()
+        thing.game = env
+        return thing
+
+    def env_of(self, state):
+        return state.data.game
+
+
+SAMPLERS = {
+    "tree": {"branches": 2},
+    "beams": {"branches": 2, "survivors": 2},
+    "ends": {"branches": 2, "select": "none"},
+    "playouts": {"branches": 1, "playouts": 2},
+}
+
+
+@pytest.mark.parametrize("episode", [Lake, LakeItself])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_game_that_copies_as_a_fresh_one_fails_and_says_why(make_arena, episode, sampler):
+    pytest.importorskip("gymnasium", reason="the extra 'test' brings it")
+    for forks in (False, True):
+        arena = make_arena(actors=("a",), failure_threshold=1.0)
+        arena.add_episode(episode(sampler=TreeSampler(**SAMPLERS[sampler])))
+        arena.episodes["lake"].forks = forks
+        [result] = run(arena, EpisodeRequest("lake", "q"))
+        if forks:
+            assert result.rollout.error is None and result.rollout.extras == {"place": 3}
+        else:
+            assert "EzLake is an EzPickle" in result.rollout.error and "ForkableMixin" in result.rollout.error
+
+
+@pytest.mark.parametrize("episode", [Lake, LakeItself])
+def test_progress_of_a_game_that_pickles_as_a_fresh_one_is_refused(make_arena, tmp_path, episode):
+    pytest.importorskip("gymnasium", reason="the extra 'test' brings it")
+    arena = make_arena(actors=("a",), failure_threshold=1.0)
+    arena.add_episode(episode())
+    [result] = run(arena, EpisodeRequest("lake", "q"))
+    assert result.rollout.extras == {"place": 3}, "what is neither forked nor saved plays on as it is"
+    arena.progress = EpisodeProgress(tmp_path)
+    [result] = run(arena, EpisodeRequest("lake", "q"))
+    assert "can't be saved on the way: EzLake is an EzPickle" in result.rollout.error
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_data_may_be_any_object(make_arena):

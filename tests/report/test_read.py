@@ -33,6 +33,12 @@ def test_a_run_that_has_only_begun(tmp_path):
     assert (run["planned"], run["curves"]["step"], run["episodes"], run["recorded"]) == (7, [], [], 0)
 
 
+def test_what_the_run_was_warned_of_is_there(made_run):
+    assert read_run(made_run)["warnings"] == []
+    RunLog(made_run, 1).warn(1, "no sample trains: <i>4 alone</i>")
+    assert read_run(made_run)["warnings"] == [{"step": 1, "warning": "no sample trains: <i>4 alone</i>"}]
+
+
 def test_lines_under_way_are_left_out(made_run):
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         with (made_run / name).open("a") as stream:

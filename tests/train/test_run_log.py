@@ -41,6 +41,18 @@ def test_a_line_a_step_and_a_few_rollouts(tmp_path):
     assert [(line["step"], line["id"], line["error"]) for line in rollouts] == [(1, "r0", None), (1, "r2", "boom")]
 
 
+def test_warnings_are_printed_and_kept(tmp_path):
+    out = io.StringIO()
+    log = RunLog(tmp_path, 3, console=Console(file=out, width=200))
+    log.warn(1, "no sample trains")
+    log.warn(3, "a ratio of 30")
+    assert out.getvalue().splitlines() == ["step 1: no sample trains", "step 3: a ratio of 30"]
+    log.rewind(2)
+    log.warn(3, "a ratio of 40")
+    kept = [{"step": 1, "warning": "no sample trains"}, {"step": 3, "warning": "a ratio of 40"}]
+    assert read_metrics(tmp_path, "warnings.jsonl") == kept
+
+
 def test_extras_that_json_cannot_hold_do_not_end_a_run(tmp_path):
     extras = {(0, 1): {"seat": 2}, "lock": threading.Lock(), "moves": (1, 2)}
     RunLog(tmp_path, 1).step(1, {}, [GenerateResult(Rollout("r0", "x", Actor("solver"), extras=extras))])

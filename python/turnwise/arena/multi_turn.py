@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from turnwise.arena.beams import TreePlay
 from turnwise.arena.context import resolve
 from turnwise.arena.episode import Episode, make_forkable, running
-from turnwise.arena.privacy import hidden_parts
+from turnwise.arena.privacy import MIN_HIDDEN_WORDS, hidden_parts
 from turnwise.arena.reward_values import is_by_token, set_reward
 from turnwise.types import EpisodeState, Messages, Step
 
@@ -201,6 +201,8 @@ class MultiTurnEpisode(Episode, ABC):
         texts = running().private
         for shown in heard.values():
             for part in hidden_parts(step.completion, shown):
+                if len(part.split()) < MIN_HIDDEN_WORDS and texts.is_open(part, step.prompt):
+                    continue
                 texts.add(part, [actor, *(to for to, words in heard.items() if part in " ".join(words.split()))])
         texts.spoken(actor, heard)
 

@@ -12,7 +12,12 @@ every episode, or :class:`LeakError` stops the batch with the rollout and the st
 - in the training batch nothing but such completions trains: prompts, and opponents' words in them, have mask 0.
 
 Texts are compared without regard to case and white space, and as whole words: "You hold 1" is not in "You hold 12". So
-mark sentences, not single letters. What an actor may see (its own texts, its own completions) it may see parts of.
+mark sentences, not single letters. What an actor may see (its own texts, its own completions) it may see parts of; but
+a marked text that is a statement by itself in another's marked text was copied there.
+
+What the check can't see: a secret in other words; an observation that nobody marked, in another's observation, since a
+board that all may see stands in both; and fewer than four words that ``public`` hides, unless the tags around them
+(``<think>fold</think>``) were copied too.
 """
 
 from __future__ import annotations
@@ -31,7 +36,13 @@ if TYPE_CHECKING:
     from turnwise.arena.context import EpisodeContext
 
 MIN_HIDDEN_WORDS = 4
-"""Fewer words that ``public`` hides of a completion are no secret: they may stand anywhere by chance."""
+"""Fewer words that ``public`` hides of a completion may stand anywhere by chance: only the tags around them tell."""
+
+MIN_STATED_WORDS = 3
+"""Fewer words are no statement that must have been copied: they may be an item of two lists."""
+
+_TAG = re.compile(r"</?\w[^<>]*>|<\|[^<>]*\|>|\[/?\w+\]")
+_TAGGED = re.compile(r"<(\w+)[^<>]*>(?P<a>.*?)</\1>|\[(\w+)\](?P<b>.*?)\[/\3\]")
 
 
 class LeakError(RuntimeError):
@@ -108,15 +119,26 @@ class PrivateTexts:
         if not found:
             return None
         own = {step.completion for step in steps if step is not None and step.actor_id == actor}
-        seen = [comparable(text) for text in own]
-        seen += [key for key, mark in self.marks.items() if key not in hidden and not mark.observation]
-        observed = [key for key, mark in self.marks.items() if key not in hidden and mark.observation]
+        said = [comparable(text) for text in own]
+        seen = {key: mark for key, mark in self.marks.items() if key not in hidden}
         for key in found:
             # What may be seen may be seen in part; but an observation can't make another's marked secret its own.
-            excuses = seen + observed if hidden[key].observation else seen
-            if holds(without(prompt, [text for text in excuses if key in text]), key):
+            marked = not hidden[key].observation
+            excuses = [text for text in said if key in text]
+            excuses += [
+                text
+                for text, mark in seen.items()
+                if key in text and not (marked and (mark.observation or is_stated(mark.text, key)))
+            ]
+            if holds(without(prompt, excuses), key):
                 return hidden[key]
         return None
+
+    def is_open(self, text: str, messages: Messages) -> bool:
+        """Whether ``messages`` hold ``text`` outside of what is private in them, as the format of an answer."""
+        shut = [key for key, mark in self.marks.items() if mark.readers is not None]
+        key = comparable(text)
+        return any(holds(without(comparable(text_of(message["content"])), shut), key) for message in messages)
 
 
 def private(text: str, to: str | Collection[str]) -> str:
@@ -151,9 +173,10 @@ def reveal(text: str) -> str:
 
 
 def hidden_parts(text: str, shown: str) -> list[str]:
-    """The runs of words of ``text`` that ``shown`` lacks, each of ``MIN_HIDDEN_WORDS`` or more.
+    """What ``shown`` lacks of ``text``: runs of ``MIN_HIDDEN_WORDS`` or more between tags; fewer with their tags.
 
-    Example: ``hidden_parts("He may hold the king. [fold]", "[fold]") == ["He may hold the king."]``
+    Example: ``hidden_parts("<think>He may hold the king.</think> fold", "fold") == ["He may hold the king"]``, and
+    ``hidden_parts("<think>the king</think> fold", "fold") == ["<think>the king</think>"]``
     """
     if shown and shown in text:
         before, _, after = text.partition(shown)
@@ -162,7 +185,17 @@ def hidden_parts(text: str, shown: str) -> list[str]:
         words, left = text.split(), shown.split()
         codes = difflib.SequenceMatcher(None, words, left, autojunk=False).get_opcodes()
         runs = [words[start:end] for kind, start, end, _, _ in codes if kind in ("delete", "replace")]
-    return [" ".join(run) for run in runs if len(run) >= MIN_HIDDEN_WORDS]
+    return [part for run in runs for part in _parts_of(" ".join(run))]
+
+
+def _parts_of(run: str) -> list[str]:
+    """What of a hidden run of words can be told from ordinary words, wherever it stands."""
+    between = [re.sub(r"^\W+|\W+$", "", words) for words in _TAG.split(run)]
+    if long := [words for words in between if len(words.split()) >= MIN_HIDDEN_WORDS]:
+        return long
+    if len(run.split()) >= MIN_HIDDEN_WORDS:
+        return [run]
+    return [found[0] for found in _TAGGED.finditer(run) if re.search(r"\w", found["a"] or found["b"] or "")]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -255,6 +288,16 @@ def holds(text: str, part: str) -> bool:
     before = r"(?<!\w)" * part[0].isalnum() + r"(?<!\d[.,])" * part[0].isdigit()
     after = r"(?!\w)" * part[-1].isalnum() + r"(?![.,]\d)" * part[-1].isdigit()
     return re.search(before + re.escape(part) + after, text) is not None
+
+
+def is_stated(text: str, part: str) -> bool:
+    """Whether ``part`` (comparable) stands in ``text`` as a statement: sentences or lines, with nothing beside them."""
+    words = part.split()
+    if len(words) < MIN_STATED_WORDS:
+        return False
+    pattern = r"\s+".join(map(re.escape, words))
+    end = r"(?!\w|[.,]\d)" if words[-1][-1] in ".!?;" else r"\s*(?:$|[\n.!?;)\]>\"'<](?!\d))"
+    return re.search(rf"(?:^|[\n.!?:;(\[>\"'])\s*{pattern}{end}", text.casefold()) is not None
 
 
 def without(text: str, parts: Iterable[str]) -> str:

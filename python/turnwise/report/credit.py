@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.arena.filters import Filters
-from turnwise.arena.samples import advantages_of, gather
+from turnwise.arena.samples import advantages_of
 from turnwise.command_words import literal
-from turnwise.credit import registry
-from turnwise.naming import construct, find, option_types
+from turnwise.credit import build_rule, registry
+from turnwise.naming import find, option_types
 from turnwise.report.read import parse_config, read_config_text
+from turnwise.samples import collect_samples
 from turnwise.train.run_log import read_metrics
 from turnwise.train.sinks import read_lines
 from turnwise.types import CreditAssigner, GenerateResult, Rollout, Step
@@ -84,21 +84,18 @@ def compare_credit(
     if (rule or own_name) is None:
         raise ValueError(f"rule=None: {folder} has no config.toml that names the run's own; name one by --rule")
     name = str(rule or own_name)
-    kind = find(registry, name, "rule")
-    types = option_types(kind)
+    types = option_types(find(registry, name, "rule"))
     given = {
         key: literal(value, types.get(key, Any)) if isinstance(value, str) else value
         for key, value in (options or {}).items()
     }
-    other = construct(kind, {**(own_options if name == own_name else {}), **given}, "options")
-    own = (
-        None if own_name is None else construct(find(registry, own_name, "credit.rule"), own_options, "credit.options")
-    )
-    filters = Filters(truncated=config.get("filter", {}).get("truncated", False))
+    chosen = {**(own_options if name == own_name else {}), **given}
+    other = build_rule(name, chosen, "rule", "options")
+    own = None if own_name is None else build_rule(own_name, own_options, "credit.rule", "credit.options")
     found = Comparison(name, own_name, own_exact=None if own is None else 0)
     episodes = {int(row["step"]): int(row["episodes"]) for row in read_metrics(folder) if "episodes" in row}
     for number, results in recorded_steps(folder / "rollouts.jsonl"):
-        calls, exact = _compare_step(number, results, filters, other, own)
+        calls, exact = _compare_step(number, results, other, own)
         if step is None or step == number:
             _take_step(found, number, results, calls, exact, episodes.get(number, 0))
     if not found.calls:
@@ -214,12 +211,11 @@ def _hashable(value: Any) -> Any:
 def _compare_step(
     number: int,
     results: Sequence[GenerateResult],
-    filters: Filters,
     other: CreditAssigner,
     own: CreditAssigner | None,
 ) -> tuple[list[Call], int]:
     """The calls of one step, and how many of them the run's own rule gives back."""
-    samples, _ = gather(results, filters)
+    samples = collect_samples(results)
     after = advantages_of(samples, other, results).tolist()
     again = advantages_of(samples, own, results).tolist() if own is not None else after
     rows = [

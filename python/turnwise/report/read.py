@@ -37,8 +37,8 @@ class Limits:
 
 
 def read_run(folder: Path, limits: Limits | None = None) -> dict[str, Any]:
-    """What ``folder`` holds, as JSON can hold it: ``name``, ``config``, ``curves``, ``actors``, ``policies``,
-    ``episodes`` with their shared ``prompts``, and how much was left out.
+    """What ``folder`` holds, as JSON can hold it: ``name``, ``config``, ``curves``, ``warnings``, ``actors``,
+    ``policies``, ``episodes`` with their shared ``prompts``, and how much was left out.
 
     Raises ``ValueError`` for a folder that no run wrote to.
     """
@@ -60,6 +60,7 @@ def read_run(folder: Path, limits: Limits | None = None) -> dict[str, Any]:
         "config": config,
         "planned": settings.get("steps"),
         "curves": curves(rows, limits.points),
+        "warnings": read_metrics(folder, "warnings.jsonl"),
         "actors": names([actor_of(name) for row in rows for name in row], [step["actor"] for step in calls]),
         "policies": names(settings.get("policies", {}), [step["policy"] for step in calls]),
         "recorded": recorded,

@@ -26,6 +26,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from turnwise import _C
 from turnwise._C import CheckpointError, OpaqueError, State
+from turnwise.copies import is_made_anew, refusal
 from turnwise.state.leaves import dump_leaves, first_unpicklable, freeze_leaves, load_leaves
 
 if TYPE_CHECKING:
@@ -282,6 +283,8 @@ def _save_state(self: State, path: str | os.PathLike[str]) -> None:
 def _reduce(self: State, protocol: Any) -> tuple[Any, ...]:
     """With protocol 5 the structure and the arrays go out of band. The Store, with its policies, comes along."""
     structure, leaves, versions = self.store._archive([self])
+    for kind in filter(is_made_anew, set(map(type, leaves))):
+        raise refusal(kind)
     return _unpickle, (self.store, pickle.PickleBuffer(structure) if protocol >= 5 else structure, leaves, versions)
 
 

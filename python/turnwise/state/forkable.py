@@ -9,6 +9,7 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any, ClassVar
 
 from turnwise._C import State, StateDict, StateList, TokenArray
+from turnwise.copies import check_copies, is_ez_pickle
 from turnwise.state.exclusive import ATOMS, HOLDERS, exclusive_graphs, held_once, is_whole
 from turnwise.state.joint import fork_within, keep_alive
 from turnwise.state.opaque import EXPLAINING, explained
@@ -48,7 +49,8 @@ class ForkableMixin(_HasDict):
     """Makes ``copy.deepcopy`` of a class's objects a fork: containers are shared until somebody writes to them.
 
     The copies are what :func:`copy.deepcopy` would have made: independent, with aliasing and cycles kept, one memo with
-    whatever else is copied, and with the class's own pickling hooks in use. What makes them cheap: at the first fork
+    whatever else is copied, and with the class's own pickling hooks in use, but for EzPickle's, which would make a new
+    object by the constructor. What makes them cheap: at the first fork
     lists and dicts of the object that nothing else refers to become facades of a :class:`State`, in the object itself
     too; arrays, generators and sets are copied when the object or its fork first uses them. Everything else, also what
     something outside of the object refers to, is deep-copied as ever. ``share`` names attributes that are never copied:
@@ -102,7 +104,9 @@ class ForkableMixin(_HasDict):
         if plan.slots:
             _take_over(_Slots(self, plan.slots), memo)
         try:
-            return _rebuild(self, memo) if plan.has_hooks else _copy_attributes(self, attributes, plan, memo)
+            fresh = _rebuild(self, memo) if plan.has_hooks else _copy_attributes(self, attributes, plan, memo)
+            check_copies(memo)
+            return fresh
         except TypeError as error:
             if EXPLAINING:
                 raise
@@ -137,6 +141,7 @@ class _Plan:
         }
         hooks = (cls.__reduce_ex__ is not ForkableMixin.__reduce_ex__, cls.__reduce__ is not object.__reduce__)
         own_state = cls.__getstate__ is not object.__getstate__ or hasattr(cls, "__setstate__")
+        own_state &= not is_ez_pickle(cls)  # it would lose all that happened since the constructor
         own_new = hasattr(cls, "__getnewargs__") or hasattr(cls, "__getnewargs_ex__")
         self.has_hooks = any(hooks) or own_state or own_new or issubclass(cls, list | dict | tuple | set)
         # Whoever reads __dict__ must find everything there; a class before the mixin may show the bare one.
@@ -256,7 +261,11 @@ def _reduced(source: Any, protocol: int) -> Any:
     vars(source)  # copies what is still to be copied
     if type(source).__reduce_ex__ is not ForkableMixin.__reduce_ex__:
         return source.__reduce_ex__(protocol)
-    return object.__reduce_ex__(source, protocol)
+    if not is_ez_pickle(type(source)):
+        return object.__reduce_ex__(source, protocol)
+    reduced: Any = object.__reduce_ex__(source, max(protocol, 2))
+    make, args, _, items, pairs = reduced
+    return make, args, object.__getstate__(source), items, pairs, _set_state
 
 
 def _rebuild(source: Any, memo: dict[int, Any] | None) -> Any:
@@ -277,15 +286,19 @@ def _rebuild(source: Any, memo: dict[int, Any] | None) -> Any:
         if hasattr(fresh, "__setstate__"):
             fresh.__setstate__(state)
         else:
-            values, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
-            fresh.__dict__.update(values or {})
-            for name, value in (slots or {}).items():
-                setattr(fresh, name, value)
+            _set_state(fresh, state)
     for item in items or ():
         fresh.append(copied(item))
     for key, value in pairs or ():
         fresh[copied(key)] = copied(value)
     return fresh
+
+
+def _set_state(fresh: Any, state: Any) -> None:
+    values, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+    fresh.__dict__.update(values or {})
+    for name, value in (slots or {}).items():
+        setattr(fresh, name, value)
 
 
 # ---- attributes that are copied when somebody asks for them ---------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from turnwise._C import State, StateDict, StateList
+from turnwise.copies import check_copies
 from turnwise.state.exclusive import graph_of
 from turnwise.state.forkable import OBJECTS
 
@@ -41,6 +42,7 @@ def fork_many(objects: Sequence[Any], n: int) -> list[list[Any]]:
                 made[index] = versions[number].data[apart.index(index)]
             else:
                 made[index] = copy.deepcopy(objects[index], memo)
+        check_copies(memo)
         copies.append(made)
     return copies
 

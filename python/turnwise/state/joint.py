@@ -6,6 +6,8 @@ import copy
 from typing import Any
 
 from turnwise._C import State
+from turnwise.copies import check_copies
+from turnwise.state.opaque import EXPLAINING, can_be_copied, explained
 
 _memos: dict[int, dict[int, Any]] = {}
 """The memo of each State that is being forked as part of a deep copy, by the State's id."""
@@ -31,12 +33,32 @@ def keep_alive(value: Any, memo: dict[int, Any]) -> None:
 
 
 def copy_linked(objects: list[Any], state: State, child: State) -> list[Any]:
-    """Copies of the objects in ``state`` for its fork ``child``: what they share, and what they hold of it, fits."""
+    """Copies of the objects in ``state`` for its fork ``child``: what they share, and what they hold of it, fits.
+
+    Raises :class:`OpaqueError`, with the path, for what can't be copied.
+    """
     memo = _memos.get(id(state))
     if memo is None:
         memo = {}
     memo[id(state)] = child
-    return [copy.deepcopy(each, memo) for each in objects]
+    try:
+        copies = [copy.deepcopy(each, memo) for each in objects]
+        check_copies(memo)
+    except TypeError as error:
+        if EXPLAINING:
+            raise
+        raise _explained(state, objects, error) from error
+    return copies
+
+
+def _explained(state: State, objects: list[Any], error: TypeError) -> Exception:
+    EXPLAINING.append(True)
+    try:
+        culprit = next((each for each in objects if not can_be_copied(each, {id(state): state})), None)
+    finally:
+        EXPLAINING.pop()
+    path = None if culprit is None else state._path_of(culprit)
+    return error if path is None else explained(culprit, error, "data" + "".join(f"[{key!r}]" for key in path))
 
 
 def copy_facade(facade: Any, memo: dict[int, Any] | None = None) -> Any:

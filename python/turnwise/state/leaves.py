@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from turnwise._C import CheckpointError
+from turnwise.copies import Pickler
 from turnwise.state.arrays import freeze_array
 
 _NUMPY_CORE = ("numpy._core", "numpy.core")  # since numpy 2, before
@@ -53,15 +54,15 @@ def _torch_generator(device: str, state: bytes) -> Any:
     return generator
 
 
-class _Pickler(pickle.Pickler):
+class _Pickler(Pickler):
     def reducer_override(self, value: Any) -> Any:
         torch = sys.modules.get("torch")
         if torch is not None and type(value) is torch.Generator:
             return _torch_generator, (str(value.device), value.get_state().numpy().tobytes())
-        return NotImplemented
+        return super().reducer_override(value)
 
 
-class _Unpickler(pickle.Unpickler):
+class Unpickler(pickle.Unpickler):
     """Finds harmless names alone."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -110,7 +111,7 @@ def first_unpicklable(leaves: Iterable[Any]) -> tuple[Any, Exception] | None:
 
 def load_leaves(pickled: bytes | memoryview, buffers: Iterable[memoryview], *, allow_pickle: bool) -> list[Any]:
     """What :func:`dump_leaves` wrote; arrays are views of ``buffers``."""
-    kind = pickle.Unpickler if allow_pickle else _Unpickler
+    kind = pickle.Unpickler if allow_pickle else Unpickler
     try:
         leaves = kind(io.BytesIO(pickled), buffers=buffers).load()
     except CheckpointError:

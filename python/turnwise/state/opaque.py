@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
 from turnwise._C import OpaqueError, StateDict, StateList
+from turnwise.copies import deep_copy
 from turnwise.state.plain import to_python
 
 EXPLAINING: list[bool] = []
 """Not empty while an error is looked into: the copies that are tried then raise plainly."""
 
 
-def explained(owner: Any, error: TypeError) -> Exception:
-    """The error with the path of what can't be copied; the error itself where no single thing is to blame."""
-    path, culprit = type(owner).__name__, owner
+def explained(owner: Any, error: TypeError, at: str = "") -> Exception:
+    """The error with the path of what can't be copied in ``owner``, which lies ``at`` another path; the error itself
+    where no single thing is to blame."""
+    path, culprit = at or type(owner).__name__, owner
+    error = error.__cause__ if isinstance(error.__cause__, TypeError) else error  # it may have been explained below
     # What leads back to the object or to its own containers is not to blame.
     seen = {id(owner): owner}
     seen |= {id(part._state): part._state for _, part in _parts(owner) if type(part) in (StateDict, StateList)}
@@ -23,18 +25,21 @@ def explained(owner: Any, error: TypeError) -> Exception:
     try:
         while True:
             parts = [(step, part) for step, part in _parts(culprit) if id(part) not in seen]
-            found = next(((step, part) for step, part in parts if not _can_be_copied(part, dict(seen))), None)
+            found = next(((step, part) for step, part in parts if not can_be_copied(part, dict(seen))), None)
             if found is None:
                 break
             path, culprit = path + found[0], found[1]
             seen[id(culprit)] = culprit
     finally:
         EXPLAINING.pop()
-    if culprit is owner:
+    if culprit is owner and not at:
         return error
+    what = f"{path}: an object of type {type(culprit).__name__}, which can't be copied ({error})"
+    if culprit is owner or not getattr(type(owner), "__turnwise_forkable__", False):
+        return OpaqueError(what)
+    name = type(owner).__name__
     return OpaqueError(
-        f"{path}: an object of type {type(culprit).__name__}, which can't be copied ({error}). If all copies may hold "
-        f"the same one, share the attribute: class {type(owner).__name__}(ForkableMixin, share=(...))"
+        f"{what}. If all copies may hold the same one, share the attribute: class {name}(ForkableMixin, share=(...))"
     )
 
 
@@ -48,9 +53,9 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", item) for name, item in vars(value).items() if name not in shared)
 
 
-def _can_be_copied(value: Any, memo: dict[int, Any]) -> bool:
+def can_be_copied(value: Any, memo: dict[int, Any]) -> bool:
     try:
-        copy.deepcopy(to_python(value), memo)
+        deep_copy(to_python(value), memo)
     except Exception:
         return False
     return True

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from turnwise import _C
+from turnwise import _C, copies
 from turnwise.state import files
 from turnwise.state.arrays import freeze_array
 from turnwise.state.joint import copy_linked
@@ -52,7 +52,7 @@ class Policy:
 
 
 def _through_pickle(value: Any) -> Any:
-    return pickle.loads(pickle.dumps(value, protocol=5))
+    return pickle.loads(copies.dumps(value))
 
 
 def _through_hooks(value: Any) -> Any:
@@ -75,7 +75,7 @@ def _copy_torch_generator(source: Any) -> Any:
 
 NAMED: dict[str, Policy] = {
     "share": Policy(),
-    "copy": Policy(copy.deepcopy),
+    "copy": Policy(copies.deep_copy),
     "pickle": Policy(_through_pickle),
     "hooks": Policy(_through_hooks),
 }
@@ -102,7 +102,7 @@ def _foreign_type(module: str, name: str) -> type | None:
     return getattr(sys.modules.get(module), name, None)
 
 
-LINKED_OBJECT: PolicyTuple = (LINKED, copy.deepcopy, True)
+LINKED_OBJECT: PolicyTuple = (LINKED, copies.deep_copy, True)
 """Of objects that may lead to one another and to containers of their State: a fork copies them together."""
 
 
@@ -144,6 +144,9 @@ class Store(_C.StoreBase):
             raise ValueError(f"policy={policy!r}: expected one of {sorted(NAMED)}, or a Policy")
         if not isinstance(policy, str | Policy):
             raise TypeError(f"policy={policy!r}: expected one of {sorted(NAMED)}, or a Policy")
+        copies_itself = policy == "copy" and hasattr(type_, "__deepcopy__")
+        if policy in ("copy", "pickle") and copies.is_made_anew(type_) and not copies_itself:
+            raise ValueError(f"policy={policy!r}: {copies.refusal(type_)}")
         self._registered[type_] = NAMED[policy] if isinstance(policy, str) else policy
         self._policies.clear()
 

@@ -28,10 +28,12 @@ from turnwise.train.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from turnwise.train.checkpoint_files import read_listed
 from turnwise.train.client_metrics import ClientMetrics
 from turnwise.train.config import TrainConfig
 from turnwise.train.config_files import CONFIG_FILE, ConfigError, contradictions, to_toml
 from turnwise.train.evaluate import Evaluation, evaluate
+from turnwise.train.health.watch import Watch
 from turnwise.train.interrupt import StopRequest
 from turnwise.train.kl import KLPenalty
 from turnwise.train.phases import policies_at
@@ -106,6 +108,7 @@ class Trainer:
         in_reward = kl.coef > 0 and kl.place == "reward"
         self.kl_penalty = KLPenalty(policies, kl, config.update.micro_batch_tokens) if in_reward else None
         arena.reward_penalty = self.kl_penalty or arena.reward_penalty
+        self.watch = Watch(self)
         self.callbacks = {callback.name: callback for callback in callbacks}
         assert len(self.callbacks) == len(callbacks), "callbacks have names of their own"
         self.lock = RunLock(config.run_dir)
@@ -194,26 +197,23 @@ class Trainer:
         before = fingerprints(self.policies)
         trained: set[str] = set()
         in_phase = policies_at(self.progress.step, self.config.phases, self.policies)
+        self.watch.samples(batch, in_phase)
         for name, policy in self.policies.items():
             if name not in in_phase:
                 continue
             prefix = f"{name}/" if len(self.policies) > 1 else ""
             measured = update_policy(policy, batch, self.config.update, self.config.loss, self.rng, self.log.updates)
             metrics |= {prefix + key: value for key, value in measured.items()}
+            self.watch.updates(policy, measured)
             if measured.get("updates"):
                 policy.version += 1
                 trained.add(name)
-        self._check_moved(before, trained)
+        moved = {name for name, bits in fingerprints(self.policies).items() if bits != before[name]}
+        assert moved <= trained, f"an update changed the weights of {sorted(moved - trained)}, which didn't train"
+        self.watch.weights(trained, moved)
         if self.kl_penalty is not None:
             metrics |= self.kl_penalty.adapt()
         return metrics
-
-    def _check_moved(self, before: Mapping[str, object], trained: set[str]) -> None:
-        """Every trained policy's weights must have moved; no bit of another's, or of a shared base."""
-        moved = {name for name, bits in fingerprints(self.policies).items() if bits != before[name]}
-        assert moved <= trained, f"an update changed the weights of {sorted(moved - trained)}, which didn't train"
-        for name in sorted(trained - moved):
-            self.log.note(f"policy {name!r}: an update changed no weight; is update.lr too small for its dtype?")
 
     async def publish(self) -> None:
         """Hand every policy's weights to the client that samples with them, where they changed.
@@ -230,6 +230,7 @@ class Trainer:
 
     async def hand_over(self, policy: Policy) -> None:
         """Give the client the weights of ``policy``; the first time with the base below an adapter."""
+        policy.check_finite(f"at version {policy.version}, so it is not published")
         weights = policy.weights() if policy.name in self._published else policy.all_weights()
         await self.beside_sampling(self.arena.client.load_weights, policy.name, weights, policy.version)
 
@@ -241,7 +242,7 @@ class Trainer:
         self.progress.sampled_tokens += int(batch.metrics["sampled_tokens"])
         if self.producer.ahead and not self.config.loop.deterministic:
             self.allow()
-        metrics |= summarize(batch, results, self.validation.metric if self.validation else None)
+        metrics |= summarize(batch, results, getattr(self.validation, "metric", None), self.arena.episodes)
         metrics |= {
             "seconds_rollout": self._sampled - self._started,
             "seconds_update": updated - self._sampled,
@@ -379,6 +380,7 @@ class Trainer:
         except CheckpointError as error:
             way = f"delete {found[-1]} to go on from {found[-2]}" if len(found) > 1 else "choose another run_dir"
             raise CheckpointError(f"{error}; {way}") from error
+        queue = read_listed(found[-1], QUEUE)
         self.progress = Progress(**state["progress"])
         self.arena.load_state_dict(state["arena"])
         set_random_state(self.rng, state["random"])
@@ -386,8 +388,8 @@ class Trainer:
             if name in self.callbacks:
                 self.callbacks[name].load_state_dict(saved, found[-1])
         self.producer = self._new_producer()
-        if (queue := found[-1] / QUEUE).exists():
-            self.producer.put(pickle.loads(queue.read_bytes()))
+        if queue is not None:
+            self.producer.put(pickle.loads(queue))
         dropped = self.log.rewind(self.progress.step)
         again = f"; the records of {dropped} later steps give way to theirs" if dropped else ""
         self.log.note(f"resumed from {found[-1]} (step {self.progress.step}){again}")

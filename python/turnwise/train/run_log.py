@@ -1,4 +1,5 @@
-"""What a run writes down: metrics (a line a step), ``rollouts.jsonl`` (a few episodes a step), and progress bars."""
+"""What a run writes down: metrics (a line a step), ``rollouts.jsonl`` (a few episodes a step), ``warnings.jsonl``, and
+progress bars."""
 
 from __future__ import annotations
 
@@ -84,6 +85,11 @@ class RunLog:
         """Show how many optimizer updates of the batch under way are done."""
         self.bars.stage("updates", done, total)
 
+    def warn(self, step: int, text: str) -> None:
+        """Print what is wrong with ``step``, and keep it in ``warnings.jsonl``, which the report shows."""
+        self.note(f"step {step}: {text}")
+        append_lines(self.folder / "warnings.jsonl", [{"step": step, "warning": text}])
+
     def note(self, text: str) -> None:
         """Print one line, above the bars where there are any."""
         self.bars.note(text)
@@ -96,8 +102,10 @@ class RunLog:
         later = len({row["step"] for row in read_metrics(self.folder) if row["step"] > step})
         for sink in self.sinks:
             sink.rewind(step)
-        keep_steps(self.folder / "rollouts.jsonl", step)
-        self.bars.rewind(step)
+        for name in ("rollouts.jsonl", "warnings.jsonl"):
+            keep_steps(self.folder / name, step)
+        validated = [row for row in read_metrics(self.folder) if "validation" in row]
+        self.bars.rewind(step, validated[-1] if validated else None)
         return later
 
     def _plain(self, result: GenerateResult) -> dict[str, Any]:
@@ -115,6 +123,9 @@ def _write_tokens(row: dict[str, Any], tokenizer: Tokenizer) -> None:
         _write_tokens(child, tokenizer)
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl``; an unfinished last line is left out. Raises ``ValueError`` naming a bad one."""
-    return [row for _, row in read_lines(folder / "metrics.jsonl")]
+def read_metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """The lines of ``metrics.jsonl``, or of another file; an unfinished last line is left out.
+
+    Raises ``ValueError`` naming a bad one.
+    """
+    return [row for _, row in read_lines(folder / name)]

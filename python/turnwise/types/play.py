@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from turnwise.copies import deep_copy
 from turnwise.types.model_calls import FinishReason, Messages, PolicyVersions, Sampling
 
 
@@ -181,7 +181,11 @@ class EpisodeState:
     acted: tuple[str, ...] = ()
 
     def fork(self, n: int) -> list[EpisodeState]:
-        """``n`` independent copies. Finished steps and child results are shared, ``data`` is copied."""
+        """``n`` independent copies. Finished steps and child results are shared, ``data`` is copied.
+
+        Raises ``TypeError`` for data whose copies would not be what it is, as those of an
+        environment that pickles by its constructor.
+        """
         if n < 0:
             raise ValueError(f"n={n!r}: expected a count >= 0")
         return [self._copy() for _ in range(n)]
@@ -201,7 +205,7 @@ class EpisodeState:
             self,
             trajectory=list(self.trajectory),
             child_results=list(self.child_results),
-            data=copy.deepcopy(self.data),
+            data=deep_copy(self.data),
         )
 
 
