@@ -18,11 +18,11 @@ from turnwise.evaluation import evaluate_from_config
 from turnwise.inference.adapters import shared_bases
 from turnwise.replay import replay
 from turnwise.report.credit import compare_credit
-from turnwise.run import build_run, describe, dry_run, train_from_config
+from turnwise.run import build_run, dry_run, train_from_config
 from turnwise.train.checkpoint import CheckpointError, CheckpointMismatch, list_checkpoints
 from turnwise.train.config import TrainConfig
 from turnwise.train.config_files import ConfigError, config_from_dict, to_toml
-from turnwise.train.evaluate import Evaluation
+from turnwise.train.evaluate import Evaluation, describe
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
 SMALL = {

@@ -21,12 +21,12 @@ from rich.table import Table
 
 from turnwise import __version__
 from turnwise.report import write_report
-from turnwise.run import build_run, describe, run_warm_start, tiny, warm_start_rows
+from turnwise.run import build_run, run_warm_start, tiny, warm_start_rows
 from turnwise.tasks import build_task
 from turnwise.train.clients import check_client
 from turnwise.train.config import TrainConfig
 from turnwise.train.config_files import config_from_dict, load_config
-from turnwise.train.evaluate import Evaluation
+from turnwise.train.evaluate import Evaluation, describe
 from turnwise.train.progress import Progress
 from turnwise.train.run_folder import refuse_running
 from turnwise.train.run_log import read_metrics

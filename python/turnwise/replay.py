@@ -36,6 +36,7 @@ from turnwise.train.league.pool import Member, members_in
 from turnwise.train.models import check_models
 from turnwise.train.policy import Policy as TrainedPolicy
 from turnwise.train.progress import START, find_checkpoint
+from turnwise.train.run_folder import own_arena
 from turnwise.train.run_log import RunLog
 from turnwise.train.sinks import read_lines
 from turnwise.types import GenerateResult, ModelError, ModelRequest, ModelResponse
@@ -101,11 +102,7 @@ def replay(
 async def _replay(config: TrainConfig, record: Record, until: int | None, swaps: Mapping[str, Policy]) -> Replayed:
     arena = recorded_arena(config, record)
     if record.request.episode_type not in arena.episodes:
-        raise ValueError(
-            f"episode {record.row['id']!r} is of type {record.request.episode_type!r}, which task {config.task!r} of "
-            f"{config.run_dir / CONFIG_FILE} doesn't have: a program with an arena of its own ran it. Make it a task, "
-            "task = 'module:Class' (turnwise.tasks.OwnTask), or play it with turnwise.arena.playback.play_again"
-        )
+        raise ValueError(own_arena(config, record.row["id"], record.request.episode_type))
     if unknown := [actor for actor in swaps if actor not in arena.actors]:
         raise ValueError(f"swap: no actor {unknown[0]!r}, expected one of {sorted(arena.actors)}")
     if swaps:

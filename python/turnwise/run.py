@@ -18,12 +18,13 @@ from turnwise.arena.resampling import check_stateless
 from turnwise.credit import build_rule
 from turnwise.naming import code_in, nearest
 from turnwise.tasks import Task, build_task
+from turnwise.tasks.base import QUESTIONS, check_success_metric, held_out
 from turnwise.train.checkpoint import list_checkpoints
 from turnwise.train.clients import build_client, check_client
 from turnwise.train.config import DEFAULT_CREDIT, RolloutConfig, TrainConfig
 from turnwise.train.config_files import ConfigError, Problems, contradictions, to_toml
 from turnwise.train.demonstrations import Row, RowReader, Rows, fitting
-from turnwise.train.evaluate import Evaluation
+from turnwise.train.evaluate import Evaluation, describe
 from turnwise.train.export import export_policies
 from turnwise.train.league import past_models
 from turnwise.train.loop import EvalSet, Progress, Trainer
@@ -135,16 +136,6 @@ def _train(run: Run) -> Run:
     return run
 
 
-def describe(result: Evaluation) -> str:
-    """``success 91.0% (95% interval 86.2–94.3%, 200 questions)``."""
-    failed = f", {result.failed} failed" if result.failed else ""
-    each = f", {result.samples} samples of each" if result.samples > 1 else ""
-    return (
-        f"success {result.success:.1%} (95% interval {result.low:.1%}–{result.high:.1%}, "
-        f"{result.episodes // result.samples} questions{each}{failed})"
-    )
-
-
 def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = None) -> Run:
     """Everything a run needs, ready to train. Warm-starts where the config asks for it and no checkpoint stands."""
     import torch
@@ -155,8 +146,11 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
     task = task_of(config)
     resumes = config.resume and bool(list_checkpoints(config.run_dir / "checkpoints"))
     config, actors, tokenizer, rows = checked(config, task, warm=bool(config.warm_start.steps) and warm and not resumes)
-    held_out, validation = eval_sets(config, task)
+    held, validation = eval_sets(config, task)
     log = log or RunLog.from_config(config)
+    few = [len(one.requests) for one in (held, validation) if 0 < len(one.requests) < QUESTIONS]
+    if few and config.eval.questions is None:
+        log.note(f"task {task.name!r} has {min(few)} held-out questions, fewer than the default of {QUESTIONS}")
     device = find_device(config.device)
     models = load_models(config.policies, partial(tiny, config, task), share_frozen=config.warm_start.steps == 0)
     models = {name: model.to(device) for name, model in models.items()}
@@ -170,7 +164,7 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
     policies = build_policies(config, models, references)
     callbacks = build_callbacks(config, actors, seats_of(task), arena, exploitability_of(task))
     trainer = Trainer(arena, policies, config, validation=validation, log=log, callbacks=callbacks)
-    return Run(config, task, tokenizer, arena, trainer, held_out)
+    return Run(config, task, tokenizer, arena, trainer, held)
 
 
 def checked(config: TrainConfig, task: Task, *, warm: bool) -> tuple[TrainConfig, list[Actor], Any, Rows | None]:
@@ -242,12 +236,17 @@ def task_of(config: TrainConfig) -> Task:
 
 def eval_sets(config: TrainConfig, task: Task) -> tuple[EvalSet, EvalSet]:
     """The held-out questions and those for validation, none where there is no validation."""
+    n = config.eval.questions
     try:
-        held_out = task.eval_requests("eval", config.eval.questions)
-        checked = task.eval_requests("validation", config.eval.questions) if config.eval.every else []
+        asked = [held_out(task, "eval", n), held_out(task, "validation", n) if config.eval.every else []]
     except ValueError as error:
-        raise ConfigError(f"config key 'eval.questions' = {config.eval.questions}: {error}") from None
-    return EvalSet(held_out, task.success_metric), EvalSet(checked, task.success_metric)
+        raise ConfigError(f"config key 'eval.questions' = {n or 'unset'}: {error}") from None
+    try:
+        check_success_metric(task, task.episodes(), asked[0])
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    left, right = (EvalSet(requests, task.success_metric) for requests in asked)
+    return left, right
 
 
 def build_arena(

@@ -130,6 +130,51 @@ async def test_a_deterministic_run_repeats_and_resumes_bit_for_bit(make_trainer,
     assert_equal_runs(whole, resumed)
 
 
+@pytest.mark.parametrize(("ahead", "every"), [(1, 0), (2, 1)])
+async def test_a_deterministic_run_that_is_extended_equals_a_straight_one(make_trainer, ahead, every):
+    """The producer stopped at the last step, so newer weights sampled what a straight run has sampled by then."""
+    settings = {"loop": {"max_staleness": ahead, "deterministic": True}, "checkpoint": {"every": every}}
+    whole = make_trainer("whole", steps=6, **settings)
+    await whole.run()
+    for steps in (2, 4, 6):
+        part = make_trainer("part", steps=steps, **settings)
+        trained = watch(part)
+        await part.run()
+        assert trained == ids(steps - 2, steps)
+    assert_equal_runs(whole, part)
+
+
+async def test_what_a_longer_run_would_train_on_does_not_fail_this_one(make_trainer):
+    settings = {"loop": {"max_staleness": 2, "deterministic": True}}
+    whole = make_trainer("whole", steps=3, **settings)
+    await whole.run()
+    trainer = make_trainer("run", steps=3, **settings)
+    source, drawn, notes = trainer.arena.source, [], []
+
+    def three_batches():
+        drawn.append(1)
+        return source() if len(drawn) <= 3 else 1 / 0
+
+    trainer.arena.source, trainer.log.note = three_batches, notes.append
+    await trainer.run()
+    assert_equal_runs(whole, trainer)
+    assert any("a batch for the steps after 3 failed, and is not kept: ZeroDivisionError" in note for note in notes)
+    longer = make_trainer("run", steps=4, **settings)
+    trained = watch(longer)
+    await longer.run()
+    assert trained == ids(3, 4)
+
+
+async def test_another_number_of_steps_says_what_it_does_to_the_learning_rate(make_trainer):
+    for name, ratio in (("falling", 0.1), ("constant", 1.0)):
+        await make_trainer(name, steps=1, update={"lr": 1e-3, "min_lr_ratio": ratio}).run()
+        longer, notes = make_trainer(name, steps=2, update={"lr": 1e-3, "min_lr_ratio": ratio}), []
+        longer.log.note = notes.append
+        await longer.run()
+        assert any("settings changed since then: steps 1 -> 2" in note for note in notes)
+        assert any("learning rate of 'default' falls over all steps" in note for note in notes) == (ratio < 1)
+
+
 class Evil:
     """Makes a folder when it is unpickled."""
 

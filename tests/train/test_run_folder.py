@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import json
@@ -12,6 +13,7 @@ import socket
 
 import pytest
 
+from turnwise import cli
 from turnwise import run as run_module
 from turnwise.run import train_from_config
 from turnwise.train.config import TrainConfig
@@ -159,3 +161,16 @@ async def test_a_run_that_goes_on_says_what_it_ignores(make_trainer):
     assert (await second.run()).step == 3
     assert any("step_00000009.bak is ignored: its name is not 'step_' and eight digits" in note for note in notes)
     assert (trainer.checkpoints / "step_00000009.bak" / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("command", ["eval", "replay", "tournament"])
+async def test_the_run_of_a_program_with_its_own_arena_says_what_it_is(make_trainer, capsys, command):
+    """``eval`` said that the policy doesn't fit the checkpoint."""
+    trainer = make_trainer(steps=1)
+    await trainer.run()
+    folder = trainer.config.run_dir
+    assert await asyncio.to_thread(cli.main, [command, str(folder)]) == 2
+    told = capsys.readouterr().err
+    assert (
+        "is of type 'letters', which task 'sudoku' of" in told and "an arena of its own ran it. Make it a task" in told
+    )

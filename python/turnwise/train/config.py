@@ -313,12 +313,13 @@ class UpdateConfig(OptimizerConfig):
 class EvalConfig(Section):
     """Validation every ``every`` steps (0: never); held-out questions are for the end of the run.
 
+    ``questions`` of each are asked, by default 200, or all that the task has of them where these are fewer.
     Training ends early at a validation success of ``stop_at``, or after ``patience`` validations without a new best.
     Every ``exploitability`` steps (0: never) the exact exploitability is measured, in games that are small enough.
     """
 
     every: int = Field(default=0, ge=0)
-    questions: int = Field(default=200, ge=1)
+    questions: int | None = Field(default=None, ge=1)
     stop_at: float | None = Field(default=None, gt=0, le=1, description="end training at this validation success")
     patience: int | None = Field(default=None, ge=1)
     exploitability: int = Field(default=0, ge=0)

@@ -24,7 +24,6 @@ from turnwise.train.callbacks import Callback
 from turnwise.train.checkpoint import (
     CheckpointError,
     CheckpointMismatch,
-    ignored_checkpoints,
     list_checkpoints,
     load_checkpoint,
     save_checkpoint,
@@ -32,7 +31,7 @@ from turnwise.train.checkpoint import (
 from turnwise.train.checkpoint_files import read_listed
 from turnwise.train.client_metrics import ClientMetrics
 from turnwise.train.config import TrainConfig
-from turnwise.train.config_files import CONFIG_FILE, ConfigError, contradictions, differences, to_toml
+from turnwise.train.config_files import CONFIG_FILE, ConfigError, contradictions, to_toml
 from turnwise.train.evaluate import Evaluation, evaluate
 from turnwise.train.health.watch import Watch
 from turnwise.train.interrupt import StopRequest
@@ -42,7 +41,7 @@ from turnwise.train.policy import Policy, fingerprints
 from turnwise.train.producer import Producer, refuse_own_step
 from turnwise.train.progress import Progress
 from turnwise.train.random_state import random_state, set_random_state
-from turnwise.train.run_folder import RunLock, refuse_buried
+from turnwise.train.run_folder import RunLock, changes, refuse_buried
 from turnwise.train.run_log import RunLog
 from turnwise.train.sinks import replace_file
 from turnwise.train.store_states import begin_stores, forget_old_states, name_run
@@ -178,8 +177,11 @@ class Trainer:
         return drop_stale(batch, {name: version - allowed for name, version in versions.items()})
 
     def allow(self) -> None:
-        """Let the producer run as far ahead as the published weights allow."""
-        self.producer.allow(self.progress.step, until=self.config.steps)
+        """Let the producer run as far ahead as the published weights allow.
+
+        A deterministic run samples past its end too: extended, it trains on what a longer one has sampled by now.
+        """
+        self.producer.allow(self.progress.step, until=self.config.steps, spare=self.config.loop.deterministic)
 
     async def train(self, batch: TrainingBatch) -> dict[str, float]:
         """Update the policies."""
@@ -307,6 +309,8 @@ class Trainer:
         ``settle`` first: drawn again, newer weights would sample it."""
         if settle:
             await self.producer.settle()
+            if (error := self.producer.failed_spare()) is not None:
+                self.log.note(f"a batch for the steps after {self.config.steps} failed, and is not kept: {error!r}")
         before = await self.producer.cancel()
         if before is not None:
             arena, generators = self._rewound(before)
@@ -357,9 +361,7 @@ class Trainer:
     def resume(self) -> Mapping[str, Any] | None:
         """Go on from the newest checkpoint, where there is one, and return the arena's state in it. An unreadable one
         raises, naming the one before."""
-        refuse_buried(self.config)
-        for folder, why in ignored_checkpoints(self.checkpoints).items():
-            self.log.note(f"{folder} is ignored: {why}")
+        refuse_buried(self.config, self.log.note)
         found = list_checkpoints(self.checkpoints)
         self.producer = self._new_producer()
         name_run(self.arena, self.config.run_dir)
@@ -391,8 +393,8 @@ class Trainer:
         dropped = self.log.rewind(self.progress.step)
         again = f"; the records of {dropped} later steps give way to theirs" if dropped else ""
         self.log.note(f"resumed from {found[-1]} (step {self.progress.step}){again}")
-        if changed := differences(self.config.run_dir / CONFIG_FILE, self.config):
-            self.log.note(f"settings changed since then: {', '.join(changed)}")
+        for note in changes(self.config):
+            self.log.note(note)
         arena: Mapping[str, Any] = state["arena"]
         return arena
 

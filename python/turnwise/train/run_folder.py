@@ -6,14 +6,16 @@ import fcntl
 import json
 import os
 import socket
+from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from turnwise.train.checkpoint import list_checkpoints
+from turnwise.train.checkpoint import ignored_checkpoints, list_checkpoints
 from turnwise.train.config import TrainConfig
-from turnwise.train.config_files import ConfigError
+from turnwise.train.config_files import CONFIG_FILE, ConfigError, differences
+from turnwise.train.sinks import read_lines
 
 LOCK = ".run.lock"
 """In the run folder: locked while a run writes there, and says which one does."""
@@ -115,12 +117,16 @@ def _has_a_line(file: Path) -> bool:
         return stream.readline().endswith(b"\n")
 
 
-def refuse_buried(config: TrainConfig) -> None:
+def refuse_buried(config: TrainConfig, tell: Callable[[str], None] | None = None) -> None:
     """Raise :class:`ConfigError` where a run of ``config`` would bury what the run folder holds.
 
-    These are checkpoints that it would not go on from, and records of steps that no checkpoint is left of.
+    These are checkpoints that it would not go on from, and records of steps that no checkpoint is left of. ``tell``
+    hears of what looks like a checkpoint and is none.
     """
     folder = config.run_dir
+    if tell is not None:
+        for ignored, why in ignored_checkpoints(folder / "checkpoints").items():
+            tell(f"{ignored} is ignored: {why}")
     if list_checkpoints(folder / "checkpoints"):
         if not config.resume:
             raise ConfigError(
@@ -133,3 +139,38 @@ def refuse_buried(config: TrainConfig) -> None:
             f"checkpoint under {folder / 'checkpoints'} to go on from. Choose another run_dir, bring the checkpoints "
             "back, or move the records away to begin again (checkpoint.every saves while a run goes on)"
         )
+
+
+def changes(config: TrainConfig) -> list[str]:
+    """What a run that goes on with ``config`` says of its settings, where they are not those that the folder holds."""
+    changed = differences(config.run_dir / CONFIG_FILE, config)
+    if not changed:
+        return []
+    notes = [f"settings changed since then: {', '.join(changed)}"]
+    falling = [
+        name
+        for name, policy in config.policies.items()
+        if policy.trainable and config.optimizer_of(name).min_lr_ratio < 1
+    ]
+    if falling and any(line.startswith("steps ") for line in changed):
+        notes.append(
+            f"the learning rate of {', '.join(map(repr, falling))} falls over all steps (min_lr_ratio < 1): the steps "
+            "so far had other rates than in a run that was as long from its start"
+        )
+    return notes
+
+
+def refuse_own_arena(config: TrainConfig, episodes: Collection[str]) -> None:
+    """Raise ``ValueError`` where the run folder's first recorded episode is of a type that is none of ``episodes``."""
+    first = next((row for _, row in read_lines(config.run_dir / "rollouts.jsonl")), None)
+    if first is not None and first["episode_type"] not in episodes:
+        raise ValueError(own_arena(config, first["id"], first["episode_type"]))
+
+
+def own_arena(config: TrainConfig, episode: str, kind: str) -> str:
+    """What is said of a run whose ``episode`` no task of its config plays."""
+    return (
+        f"episode {episode!r} is of type {kind!r}, which task {config.task!r} of {config.run_dir / CONFIG_FILE} "
+        "doesn't have: a program with an arena of its own ran it. Make it a task, task = 'module:Class' "
+        "(turnwise.tasks.OwnTask), or play it with turnwise.arena.playback.play_again"
+    )
