@@ -226,7 +226,7 @@ LEAGUE = {
     "warm_start": {"steps": 80, "batch_size": 12, "lr": 4e-3},
     "rollout": {"questions": 4},
     "update": {"lr": 2e-2},
-    "checkpoint": {"every": 1, "keep": 9},
+    "checkpoint": {"every": 1, "keep": 4},
     "league": {"share": 1.0, "every": 1, "opponents": "uniform", "size": 4, "at_once": 2},
     "eval": {"questions": 2},
 }
@@ -292,7 +292,7 @@ def test_adapters_against_their_past(tmp_path):
 
 
 def test_a_past_policy_is_swapped_by_its_snapshot(league):
-    """Step 0 was no checkpoint, only the league has it."""
+    """The checkpoint of step 0 is gone, only the league has it."""
     assert not (league / "checkpoints" / "step_00000000").exists()
     rows = [row for row in rows_of(league) if row["meta"]["league"]["member"] == 0]
     assert len(rows) >= 4

@@ -97,6 +97,7 @@ def test_questions_are_drawn_again_until_enough_say_something_and_so_after_a_res
         "rollout": {"questions": 3, "branches": 2},
         "filter": {"resample": 3},
         "reward": {"overlong_buffer": 1, "overlong_penalty": 0.5},
+        "credit": {"rule": "task"},
         "warm_start": {"steps": 0},
     }
     train_from_config(config_of(tmp_path / "whole", steps=3, **changes))

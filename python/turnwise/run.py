@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from turnwise.train.demonstrations import Row, RowReader, Rows, fitting
 from turnwise.train.evaluate import Evaluation
 from turnwise.train.export import export_policies
 from turnwise.train.league import past_models
-from turnwise.train.loop import EvalSet, Progress, Trainer, refuse_checkpoints
+from turnwise.train.loop import EvalSet, Progress, Trainer
 from turnwise.train.models import (
     TINY,
     attach_adapters,
@@ -38,6 +39,7 @@ from turnwise.train.models import (
     sharing,
 )
 from turnwise.train.random_state import seed_generators
+from turnwise.train.run_folder import RunLock, refuse_buried
 from turnwise.train.run_log import RunLog
 from turnwise.train.selfplay import Measure, build_callbacks, check_selfplay
 from turnwise.train.specialization import resolve_policies
@@ -83,10 +85,11 @@ class Run:
 
     def train(self) -> Progress:
         """Train, and leave each policy as a folder under ``run_dir/policies``: see :mod:`turnwise.train.export`."""
-        progress = asyncio.run(self.trainer.run())
-        adapted = [settings.path for settings in self.config.policies.values() if settings.lora]
-        changed = self.config.warm_start.steps > 0 or TINY in adapted
-        export_policies(self.trainer.policies, self.tokenizer, self.config.run_dir, own_bases=changed)
+        with self.trainer.lock:
+            progress = asyncio.run(self.trainer.run())
+            adapted = [settings.path for settings in self.config.policies.values() if settings.lora]
+            changed = self.config.warm_start.steps > 0 or TINY in adapted
+            export_policies(self.trainer.policies, self.tokenizer, self.config.run_dir, own_bases=changed)
         return progress
 
     def evaluate(self, sampling: Sampling | None = None, *, samples: int = 1) -> Evaluation:
@@ -104,10 +107,16 @@ class Run:
 
 def train_from_config(config: TrainConfig) -> Run:
     """Build and train; prints held-out success at the end. Goes on from the run folder's newest checkpoint."""
-    if not config.resume:
-        refuse_checkpoints(config)
-    run = build_run(config)
-    log = run.trainer.log
+    lock = RunLock(config.run_dir)
+    with lock if config.run_dir.is_dir() else nullcontext():  # before models are loaded: another run may write there
+        refuse_buried(config)
+        run = build_run(config)
+        run.trainer.lock = lock
+        return _train(run)
+
+
+def _train(run: Run) -> Run:
+    config, log = run.config, run.trainer.log
     if config.steps and not any(policy.trainable for policy in run.trainer.policies.values()):
         raise ConfigError(f"config key 'policies': none is trainable, so {config.steps} steps would train nothing")
     if config.steps == 0 and config.warm_start.steps == 0:

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from turnwise.arena import Arena, ArtifactStore
+from turnwise.arena import Arena, ArtifactStore, Filters, TreeSampler
 from turnwise.inference import RoutingClient, ScriptedClient
 from turnwise.train import ConfigError, Evaluation, Policy, Trainer
 from turnwise.train.checkpoint import CheckpointError, list_checkpoints
@@ -228,6 +228,29 @@ def scored(trainer, successes):
 
     trainer.evaluate = evaluation
     return trainer
+
+
+@pytest.mark.parametrize(
+    ("sampler", "name"),
+    [
+        (None, "success"),
+        (TreeSampler(4), "success_selected"),
+        (TreeSampler({"second": 4}, "sample"), "success_selected"),
+        (TreeSampler(4, lambda steps, rng: 1), "success_selected"),
+        (TreeSampler(4, survivors=2), "success_selected"),
+        (TreeSampler(4, "first"), "success"),
+        (TreeSampler(4, "none"), "success"),
+    ],
+)
+async def test_success_of_the_best_of_n_has_a_name_of_its_own(make_trainer, sampler, name):
+    """A tree that selects by reward plays better than its policies do alone; what they reach alone stands beside it."""
+    trainer = make_trainer(steps=1, eval={"every": 1})
+    trainer.arena.episodes["letters"].sampler = sampler
+    trainer.arena.filters = Filters(zero_advantage=False)
+    await trainer.run()
+    row = metrics_of(trainer)[-1]
+    assert row[name] == row["metric/success/first"] and 0 <= row["validation"] <= 1
+    assert {"success", "success_selected"} & set(row) == {name}
 
 
 async def test_stops_when_no_validation_is_better_also_after_a_resume(make_trainer):

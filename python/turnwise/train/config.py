@@ -361,7 +361,7 @@ class TrainConfig(Section):
     task: str = "sudoku"
     task_options: dict[str, Any] = Field(default_factory=dict)
     run_dir: Annotated[Path, BeforeValidator(str)] = Path("runs/default")
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**63, description="below 2**63: TOML and torch hold no larger one")
     steps: int = Field(default=100, ge=0)
     max_seconds: float | None = Field(default=None, gt=0, description="stop after the step that crosses it")
     max_sampled_tokens: int | None = Field(default=None, gt=0, description="stop after the step that crosses it")

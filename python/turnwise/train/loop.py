@@ -24,6 +24,7 @@ from turnwise.train.callbacks import Callback
 from turnwise.train.checkpoint import (
     CheckpointError,
     CheckpointMismatch,
+    ignored_checkpoints,
     list_checkpoints,
     load_checkpoint,
     save_checkpoint,
@@ -41,7 +42,9 @@ from turnwise.train.policy import Policy, fingerprints
 from turnwise.train.producer import Producer, refuse_own_step
 from turnwise.train.progress import Progress
 from turnwise.train.random_state import random_state, set_random_state
+from turnwise.train.run_folder import RunLock, refuse_buried
 from turnwise.train.run_log import RunLog
+from turnwise.train.sinks import replace_file
 from turnwise.train.store_states import begin_stores, forget_old_states, name_run
 from turnwise.train.summary import staleness, summarize
 from turnwise.train.update import update_policy
@@ -109,6 +112,7 @@ class Trainer:
         self.watch = Watch(self)
         self.callbacks = {callback.name: callback for callback in callbacks}
         assert len(self.callbacks) == len(callbacks), "callbacks have names of their own"
+        self.lock = RunLock(config.run_dir)
         self._stop = StopRequest()
         self.producer = self._new_producer()
         self._published: dict[str, int] = {}
@@ -121,8 +125,14 @@ class Trainer:
 
     async def run(self) -> Progress:
         """Train until a limit of the config is reached: steps, seconds, sampled tokens, or validation success."""
+        with self.lock:
+            return await self._run()
+
+    async def _run(self) -> Progress:
+        if self.lock.note is not None:
+            self.log.note(self.lock.note)
         left = self.resume()
-        (self.config.run_dir / CONFIG_FILE).write_text(to_toml(self.config), encoding="utf-8")
+        replace_file(self.config.run_dir / CONFIG_FILE, to_toml(self.config))
         await self.publish()
         for callback in self.callbacks.values():
             await callback.on_start(self)
@@ -230,7 +240,7 @@ class Trainer:
         self.progress.sampled_tokens += int(batch.metrics["sampled_tokens"])
         if self.producer.ahead and not self.config.loop.deterministic:
             self.allow()
-        metrics |= summarize(batch, results, self.validation.metric if self.validation else None)
+        metrics |= summarize(batch, results, getattr(self.validation, "metric", None), self.arena.episodes)
         metrics |= {
             "seconds_rollout": self._sampled - self._started,
             "seconds_update": updated - self._sampled,
@@ -347,14 +357,17 @@ class Trainer:
     def resume(self) -> Mapping[str, Any] | None:
         """Go on from the newest checkpoint, where there is one, and return the arena's state in it. An unreadable one
         raises, naming the one before."""
+        refuse_buried(self.config)
+        for folder, why in ignored_checkpoints(self.checkpoints).items():
+            self.log.note(f"{folder} is ignored: {why}")
         found = list_checkpoints(self.checkpoints)
-        if not self.config.resume:
-            refuse_checkpoints(self.config)
         self.producer = self._new_producer()
         name_run(self.arena, self.config.run_dir)
         if not found:
             begin_stores(self.arena, self.config.run_dir)
             self.log.rewind(-1)
+            if self.config.checkpoint.every:
+                self.save()  # a kill before the first step that is saved then loses no more than any other
             return None
         try:
             _, state = load_checkpoint(found[-1], self.policies)
@@ -363,8 +376,8 @@ class Trainer:
                 f"{error}; choose another run_dir, or the settings that it was saved with"
             ) from error
         except CheckpointError as error:
-            before = f"go on from {found[-2]}" if len(found) > 1 else "start afresh"
-            raise CheckpointError(f"{error}; delete {found[-1]} to {before}") from error
+            way = f"delete {found[-1]} to go on from {found[-2]}" if len(found) > 1 else "choose another run_dir"
+            raise CheckpointError(f"{error}; {way}") from error
         queue = read_listed(found[-1], QUEUE)
         self.progress = Progress(**state["progress"])
         self.arena.load_state_dict(state["arena"])
@@ -375,20 +388,13 @@ class Trainer:
         self.producer = self._new_producer()
         if queue is not None:
             self.producer.put(pickle.loads(queue))
-        self.log.rewind(self.progress.step)
-        self.log.note(f"resumed from {found[-1]} (step {self.progress.step})")
+        dropped = self.log.rewind(self.progress.step)
+        again = f"; the records of {dropped} later steps give way to theirs" if dropped else ""
+        self.log.note(f"resumed from {found[-1]} (step {self.progress.step}){again}")
         if changed := differences(self.config.run_dir / CONFIG_FILE, self.config):
             self.log.note(f"settings changed since then: {', '.join(changed)}")
         arena: Mapping[str, Any] = state["arena"]
         return arena
-
-
-def refuse_checkpoints(config: TrainConfig) -> None:
-    """Raise :class:`ConfigError` where the run folder holds checkpoints that a run without ``resume`` would bury."""
-    if list_checkpoints(config.run_dir / "checkpoints"):
-        raise ConfigError(
-            f"config key 'resume' = {config.resume!r}: {config.run_dir} holds checkpoints: choose another run_dir"
-        )
 
 
 def _pickled(batches: list[list[GenerateResult]]) -> bytes:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from turnwise.arena import TreeSampler
+from turnwise.arena import Filters, TreeSampler
 from turnwise.run import build_run
 from turnwise.train.config_files import config_from_dict
 from turnwise.train.health.watch import CAUSES, PATIENCE
@@ -39,6 +39,17 @@ async def test_a_run_of_tied_groups_says_so_once_and_everywhere(make_trainer, ca
     assert capsys.readouterr().out.replace("\n", " ").count("no sample trains") == 1
 
 
+async def test_an_update_without_a_gradient_is_told_from_one_that_is_too_small(make_trainer):
+    trainer = make_trainer(steps=2)
+    trainer.arena.filters = Filters(zero_advantage=False)
+    pay(trainer, lambda state: 0.0)
+    await trainer.run()
+    ((step, warning),) = warnings_of(trainer)
+    assert (step, warning) == (
+        1, "policy 'default': an update changed no weight; its gradient is 0; are all advantages 0?"
+    )  # fmt: skip
+
+
 async def test_the_reader_of_a_relay_never_trains(make_trainer):
     """Both act on one text, and only the second's steps are paid: the first's branches always tie."""
     trainer = make_trainer(steps=PATIENCE + 1)
@@ -47,7 +58,7 @@ async def test_the_reader_of_a_relay_never_trains(make_trainer):
     rows = read_metrics(trainer.config.run_dir)
     assert all(row["samples/first"] == 0 and row["dropped/equal_rewards"] >= 12 for row in rows)
     assert any(row["samples/second"] for row in rows)
-    ((step, warning),) = [row for row in warnings_of(trainer) if "actor" in row[1]]
+    ((step, warning),) = [row for row in warnings_of(trainer) if "no sample of actor" in row[1]]
     assert step == PATIENCE and "actor 'first' trained in the last 5 steps" in warning
     assert f"{12 * PATIENCE} calls were dropped, {12 * PATIENCE} equal_rewards" in warning
     assert "rollout.tree.select = 'none'" in warning
@@ -58,7 +69,7 @@ async def test_whoever_trains_now_and_then_is_not_warned_of(make_trainer):
     pay(trainer, lambda state: state.data["share"] if trainer.progress.step == 2 else 0.0)
     await trainer.run()
     assert sum(row["samples/first"] for row in read_metrics(trainer.config.run_dir)) > 0
-    assert not any("actor" in warning for _, warning in warnings_of(trainer))
+    assert not any("no sample of actor" in warning for _, warning in warnings_of(trainer))
 
 
 async def test_frozen_seats_and_other_phases_are_no_matter(make_two_policies):
@@ -112,6 +123,15 @@ async def test_ratios_that_explode_name_policy_value_and_rate(make_trainer, mini
     assert (
         warning.startswith("policy 'default': a token is ") and "at learning rate 0.3" in warning and advice in warning
     )
+
+
+def test_an_actor_that_is_always_cut_off_is_told_of(make_trainer, random_batch):
+    trainer, batch = make_trainer(), random_batch(0, 9)
+    for share in [0.95] * (PATIENCE - 1) + [0.9] + [0.95] * (PATIENCE + 2):
+        batch.metrics = {"truncated/first": share, "truncated/second": 0.9, "truncated/frozen": 1.0}
+        trainer.watch.samples(batch, {"default"})
+    ((_, warning),) = warnings_of(trainer)
+    assert warning.startswith("95% of the completions of actor 'first' ran into their token limit")
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from turnwise.train.policy import Policy
 
 PATIENCE = 5
-"""So many steps in a row an actor may act without a sample that trains."""
+"""So many steps in a row an actor may act without a sample that trains, or with nearly all completions cut off."""
+
+MOST_TRUNCATED = 0.9
+"""The share of an actor's completions that may run into their token limit."""
 
 RATIO_BOUND = 20.0
 """Of the probability ratio of updated to sampling weights, per token; clipped losses mean it to stay near 1."""
@@ -61,6 +64,8 @@ class Watch:
         self._told: set[tuple[str, ...]] = set()
         self._idle: dict[str, Counter[str]] = {}
         self._steps_idle: Counter[str] = Counter()
+        self._steps_cut: Counter[str] = Counter()
+        self._without_gradient: set[str] = set()
 
     def samples(self, batch: TrainingBatch, in_phase: Collection[str]) -> None:
         """Look at what trains of ``batch`` in a step whose turn it is for the policies ``in_phase``."""
@@ -76,9 +81,13 @@ class Watch:
         acted = {*trained, *(actor for actor, cause in drops if cause != "untrainable")}
         for actor in sorted(acted):
             self._actor(actor, trained[actor], drops, alone=len(acted) == 1)
+            self._truncation(actor, batch.metrics.get(f"truncated/{actor}", 0.0))
 
     def updates(self, policy: Policy, measured: Mapping[str, float]) -> None:
         """Look at what the updates of ``policy`` measured."""
+        self._without_gradient.discard(policy.name)
+        if measured.get("grad_norm") == 0:
+            self._without_gradient.add(policy.name)
         if (ratio := measured.get("ratio_max", 0.0)) <= RATIO_BOUND:
             return
         assert policy.optimizer is not None
@@ -98,9 +107,9 @@ class Watch:
     def weights(self, trained: Collection[str], moved: Collection[str]) -> None:
         """Look at which of the ``trained`` policies have ``moved``."""
         for name in sorted(set(trained) - set(moved)):
-            self._warn(
-                ("moved", name), f"policy {name!r}: an update changed no weight; is update.lr too small for its dtype?"
-            )
+            flat = name in self._without_gradient
+            why = "its gradient is 0; are all advantages 0?" if flat else "is update.lr too small for its dtype?"
+            self._warn(("moved", name, why), f"policy {name!r}: an update changed no weight; {why}")
 
     def _step(self, trained: int, drops: Mapping[tuple[str, str], int]) -> None:
         counts: Counter[str] = Counter()
@@ -132,6 +141,16 @@ class Watch:
                 ("actor", actor),
                 f"no sample of actor {actor!r} trained in the last {PATIENCE} steps in which it acted: "
                 f"{causes.total()} calls were dropped, {_listed(causes)}{advice}",
+            )
+
+    def _truncation(self, actor: str, share: float) -> None:
+        self._steps_cut[actor] = self._steps_cut[actor] + 1 if share > MOST_TRUNCATED else 0
+        if self._steps_cut[actor] == PATIENCE:
+            self._warn(
+                ("truncation", actor),
+                f"{share:.0%} of the completions of actor {actor!r} ran into their token limit, as most did for "
+                f"{PATIENCE} steps: raise rollout.max_tokens or the actor's own limit; if they ended by themselves "
+                "before, the policy has collapsed, and a run with a lower update.lr may not",
             )
 
     def _warn(self, key: tuple[str, ...], text: str) -> None:
