@@ -90,8 +90,8 @@ def compare_credit(
         for key, value in (options or {}).items()
     }
     chosen = {**(own_options if name == own_name else {}), **given}
-    other = build_rule(name, chosen, "rule", "options")
-    own = None if own_name is None else build_rule(own_name, own_options, "credit.rule", "credit.options")
+    other = build_rule(name, chosen, "rule", "options", methods=["compute"])
+    own = None if own_name is None else build_rule(own_name, own_options, methods=["compute"])
     found = Comparison(name, own_name, own_exact=None if own is None else 0)
     episodes = {int(row["step"]): int(row["episodes"]) for row in read_metrics(folder) if "episodes" in row}
     for number, results in recorded_steps(folder / "rollouts.jsonl"):
