@@ -331,7 +331,8 @@ def streams_of(case: Case, size: Size, run: Run) -> dict[str, Laid]:
 def results(case: Case, streams: Mapping[str, Tensor], leaves: Sequence[Tensor], **backend: str) -> list[Tensor]:
     """What the op gives, then the gradients of ``leaves``."""
     out = case.call(dict(streams), **backend)
-    weighted = [value * torch.linspace(0.5, 1.5, value.numel()).reshape(value.shape) for value in out]
+    weights = [torch.linspace(0.5, 1.5, value.numel(), device=value.device).reshape(value.shape) for value in out]
+    weighted = [value * weight for value, weight in zip(out, weights, strict=True)]
     total = sum(value.sum() for value in weighted if value.requires_grad)
     grads = torch.autograd.grad(total, leaves) if leaves else ()
     return [*(value.detach() for value in out), *grads]

@@ -24,10 +24,8 @@ MOST_ACTORS = 2**31 - 1
 def is_transformed(*tensors: Any) -> bool:
     """Whether one of them belongs to a transform of ``torch.func``, such as ``grad``, ``vmap`` or ``jvp``, or carries a
     tangent of forward-mode differentiation: its values can't be looked at, or are not all there is."""
-    if torch.compiler.is_compiling():
-        return False
     dual = forward_ad._current_level >= 0
-    if not (dual or torch._C._are_functorch_transforms_active()):
+    if not (dual or torch._C._are_functorch_transforms_active()) or torch.compiler.is_compiling():
         return False
     return any(
         isinstance(tensor, Tensor)
