@@ -155,7 +155,7 @@ class Served:
         build_tokenizer(["0123456789 abcdefghijklmnopqrstuvwxyz"]).save_pretrained(self._folder.name)
         self._server = Server(ServeSettings(self._folder.name, port=0, kv_cache_gb=kv_cache_gb, max_num_seqs=ROWS))
         self._server.start()
-        self.client = VLLMServerClient(self._server.url, Endless(), model)
+        self.client = VLLMServerClient(self._server.endpoint(), Endless(), model)
         self.generate, self.load_weights, self.stats = (
             self.client.generate, self.client.load_weights, self.client.stats
         )  # fmt: skip

@@ -26,7 +26,7 @@ def main(steps=30, run_dir="runs/vowels"):
     config = tw.TrainConfig(run_dir=run_dir, steps=steps, policies={"default": {}}, update={"lr": 3e-3})
     tokenizer = build_tokenizer(["abcdefghijklmnopqrstuvwxyz"])
     models = {"default": build_model(tokenizer, seed=0)}
-    credit = tw.GRPOCredit(include_truncated=True)
+    credit = tw.GRPOCredit()
     arena = tw.Arena(TransformersClient(models, tokenizer), tokenizer, credit, sampling=Sampling(max_tokens=8))
     arena.add_actor(tw.Actor("writer"))
     arena.add_episode(Vowels())

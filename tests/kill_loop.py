@@ -42,7 +42,7 @@ COMMON: dict[str, Any] = {
     "warm_start": {"steps": 3, "batch_size": 8},
     "rollout": {"questions": 4},
     # Its running baselines give every row an advantage, however little the model knows.
-    "credit": {"rule": "rae", "options": {"include_truncated": True}},
+    "credit": {"rule": "rae"},
     "update": {"lr": 1e-4, "warmup": 5, "min_lr_ratio": 0.1, "minibatches": 2},
     "eval": {"questions": 2, "every": 7},
     "checkpoint": {"every": 1, "keep": 2, "best": True},

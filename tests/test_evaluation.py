@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
 from turnwise import cli
 from turnwise.evaluation import config_path, evaluate_from_config, measure, render
 from turnwise.run import train_from_config
+from turnwise.train.run_folder import RunLock
 
 from .test_run import config_of
 
@@ -36,6 +38,15 @@ def test_two_checkpoints_on_the_same_questions(sudoku):
     shown = render(measured)
     assert "step_00000002 against " in shown and "step_00000001: success" in shown and "paired bootstrap; p = " in shown
     assert "solved/proposer" in shown and "reward/reviser" in shown
+
+
+def test_what_only_reads_works_while_a_run_writes(sudoku, capsys, tmp_path):
+    out = str(tmp_path / "report.html")
+    with RunLock(sudoku.run_dir):
+        for words in (["eval", "--eval.questions", "2"], ["view", "--out", out], ["credit"], ["replay"]):
+            assert cli.main([words[0], str(sudoku.run_dir), *words[1:]]) == 0, capsys.readouterr().err
+        assert cli.main(["train", str(sudoku.run_dir / "config.toml")]) == 2
+    assert f"process {os.getpid()} on host" in capsys.readouterr().err
 
 
 def test_json_alone_on_stdout_from_a_run_folder(sudoku, capsys):
@@ -69,7 +80,7 @@ def test_both_seats_of_a_game_have_their_rewards(tmp_path):
             steps=1,
             rollout={"questions": 2},
             update={"lr": 0.05},
-            credit={"rule": "task", "options": {"include_truncated": True}},
+            credit={"rule": "task"},
             warm_start={"steps": 30, "batch_size": 16},
             eval={"questions": 6},
         )

@@ -14,7 +14,9 @@ FLOORS = {
     "copies": -1,
     "types": 0,
     "_C": 0,
+    "command_words": 0,
     "naming": 0,
+    "chat": 1,
     "ops": 1,
     "processes": 1,
     "samples": 1,
@@ -33,7 +35,6 @@ FLOORS = {
     "evaluation": 5,
     "replay": 5,
     "tournament": 5,
-    "command_words": 5,
     "cli": 6,
 }
 """The floor of every file and folder directly under ``turnwise``; the command line stands above all rooms."""

@@ -57,7 +57,7 @@ def test_kuhn_poker_for_two(tmp_path):
             tmp_path,
             "kuhn_poker",
             rollout={"questions": 3, "copies": 2},
-            credit={"rule": "task", "options": {"include_truncated": True}},
+            credit={"rule": "task"},
             warm_start={"steps": 40, "batch_size": 16},
         ),
         12,
@@ -88,7 +88,7 @@ def test_math_orchestra(tmp_path, branches):
         "math_orchestra",
         task_options={"path": str(path), "max_tokens": 12},
         rollout={"questions": 2, "copies": 2, "branches": branches},
-        credit={"rule": "dr_mas", "options": {"include_truncated": True}},
+        credit={"rule": "dr_mas"},
     )
     check_all(folder, 8)
 
@@ -99,7 +99,7 @@ def test_overlong_penalties_and_draws_are_not_the_episodes_own(tmp_path):
         "sudoku",
         reward={"overlong_buffer": 12, "overlong_penalty": 0.5},
         filter={"resample": 1},
-        credit={"rule": "at_grpo", "options": {"include_truncated": True}},
+        credit={"rule": "at_grpo"},
     )
     rows = check_all(folder, len(rows_of(folder)))
     assert any("raw_rewards" in row["meta"] for row in rows) and all("draw" in row["meta"] for row in rows)
@@ -187,7 +187,7 @@ def test_a_changed_game(tmp_path, monkeypatch):
         tmp_path,
         "kuhn_poker",
         rollout={"questions": 2},
-        credit={"rule": "task", "options": {"include_truncated": True}},
+        credit={"rule": "task"},
     )
     start = KuhnRules.start
     monkeypatch.setattr(KuhnRules, "start", lambda self, question: start(self, {**question, "cards": "KQ"}))
@@ -230,7 +230,7 @@ LEAGUE = {
     "warm_start": {"steps": 80, "batch_size": 12, "lr": 4e-3},
     "rollout": {"questions": 4},
     "update": {"lr": 2e-2},
-    "checkpoint": {"every": 1, "keep": 9},
+    "checkpoint": {"every": 1, "keep": 4},
     "league": {"share": 1.0, "every": 1, "opponents": "uniform", "size": 4, "at_once": 2},
     "eval": {"questions": 2},
 }
@@ -296,7 +296,7 @@ def test_adapters_against_their_past(tmp_path):
 
 
 def test_a_past_policy_is_swapped_by_its_snapshot(league):
-    """Step 0 was no checkpoint, only the league has it."""
+    """The checkpoint of step 0 is gone, only the league has it."""
     assert not (league / "checkpoints" / "step_00000000").exists()
     rows = [row for row in rows_of(league) if row["meta"]["league"]["member"] == 0]
     assert len(rows) >= 4

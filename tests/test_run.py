@@ -18,8 +18,9 @@ from turnwise.evaluation import evaluate_from_config
 from turnwise.inference.adapters import shared_bases
 from turnwise.replay import replay
 from turnwise.report.credit import compare_credit
-from turnwise.run import build_run, describe, train_from_config
+from turnwise.run import build_run, describe, dry_run, train_from_config
 from turnwise.train.checkpoint import CheckpointError, CheckpointMismatch, list_checkpoints
+from turnwise.train.config import TrainConfig
 from turnwise.train.config_files import ConfigError, config_from_dict, to_toml
 from turnwise.train.evaluate import Evaluation
 
@@ -77,7 +78,7 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path):
         "update": {"lr": 1e-3, "ppo_epochs": 2, "minibatches": 2},
         "loss": {"kl": {"coef": 0.1}},
         # A rule with a state, which gives every row an advantage.
-        "credit": {"rule": "rae", "options": {"include_truncated": True}},
+        "credit": {"rule": "rae"},
     }
     whole = train_from_config(config_of(tmp_path / "whole", steps=3, **changes))
     train_from_config(config_of(tmp_path / "parts", steps=1, **changes))
@@ -96,7 +97,7 @@ def test_questions_are_drawn_again_until_enough_say_something_and_so_after_a_res
         "rollout": {"questions": 3, "branches": 2},
         "filter": {"resample": 3},
         "reward": {"overlong_buffer": 1, "overlong_penalty": 0.5},
-        "credit": {"options": {"include_truncated": True}},
+        "credit": {"rule": "task"},
         "warm_start": {"steps": 0},
     }
     train_from_config(config_of(tmp_path / "whole", steps=3, **changes))
@@ -147,7 +148,7 @@ def test_math_orchestra_trains_on_a_jsonl(tmp_path, branches):
         task="math_orchestra",
         task_options={"path": str(path), "max_tokens": 12},
         rollout={"questions": 2, "copies": 2, "branches": branches},
-        credit={"rule": "dr_mas", "options": {"include_truncated": True}},
+        credit={"rule": "dr_mas"},
         warm_start={"steps": 0},
     )
     train_from_config(config)
@@ -163,7 +164,7 @@ def test_plan_path_trains_with_and_without_a_tree(tmp_path, branches):
         task="plan_path",
         task_options={"side": 5, "min_route": 3, "max_turns": 2, "max_tokens": 12},
         rollout={"questions": 2, "copies": 2, "branches": branches, "max_tokens": 12},
-        credit={"rule": "at_grpo", "options": {"include_truncated": True}},
+        credit={"rule": "at_grpo"},
         warm_start={"steps": 40, "batch_size": 16},
     )
     run = train_from_config(config)
@@ -181,7 +182,7 @@ def test_math_orchestra_on_gsm8k(tmp_path):
         task="math_orchestra",
         task_options={"path": str(GSM8K / "train.jsonl"), "eval_path": str(GSM8K / "test.jsonl"), "max_tokens": 24},
         rollout={"questions": 2, "copies": 4},
-        credit={"rule": "dr_mas", "options": {"include_truncated": True}},
+        credit={"rule": "dr_mas"},
         warm_start={"steps": 3, "batch_size": 4},
     )
     run = train_from_config(config)
@@ -192,9 +193,9 @@ def test_math_orchestra_on_gsm8k(tmp_path):
 @pytest.mark.parametrize(
     ("tree", "rule", "options"),
     [
-        ({"survivors": 2}, "at_grpo", {"include_truncated": True}),
-        ({"select": "none"}, "turn_returns", {"include_truncated": True, "gamma": 1.0}),
-        ({"playouts": 2, "select_by": "value"}, "vine", {"include_truncated": True, "team": True}),
+        ({"survivors": 2}, "at_grpo", {}),
+        ({"select": "none"}, "turn_returns", {"gamma": 1.0}),
+        ({"playouts": 2, "select_by": "value"}, "vine", {"team": True}),
     ],
 )
 def test_trees_of_every_kind_train(tmp_path, tree, rule, options):
@@ -239,6 +240,10 @@ def test_trees_of_every_kind_train(tmp_path, tree, rule, options):
         ({"rollout": {"quotas": {"reviser": 0}}}, r"rollout.quotas.reviser"),
         ({"rollout": {"quotas": {"reviser": True}}}, r"rollout.quotas.reviser"),
         ({"credit": {"options": {"ddof": 7}}}, r"'credit.options' = \{'ddof': 7\}: ddof=7"),
+        (
+            {"credit": {"options": {"include_truncated": True}}},
+            r"'credit.options.include_truncated' = True: this option is gone.*Delete the key.*filter.truncated = true",
+        ),
         ({"credit": {"options": {"ddoff": 1}}}, r"unknown config key 'credit.options.ddoff'; did you mean 'ddof'\?"),
         ({"device": "gpu9"}, r"config key 'device' = 'gpu9': .*expected auto, cpu or cuda"),
         ({"task": "sudok"}, r"task='sudok': unknown; did you mean 'sudoku'\?"),
@@ -252,6 +257,29 @@ def test_bad_configs_are_refused_before_anything_runs(tmp_path, changes, message
     with pytest.raises((ConfigError, ValueError, OSError), match=message):
         build_run(config_of(tmp_path, **changes))
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "role", ["task", "credit.rule", "level", "edge", "loss.kind", "league.opponents", "signal", "action"]
+)
+def test_a_class_of_another_kind_is_never_constructed(tmp_path, role):
+    """``subprocess:Popen`` would run a command when it is made, with options that the config holds."""
+    made = tmp_path / "made"
+    other, options = "subprocess:Popen", {"args": ["touch", str(made)]}
+    changes = {
+        "task": {"task": other, "task_options": options},
+        "credit.rule": {"credit": {"rule": other, "options": options}},
+        "level": {"credit": {"rule": "levels", "options": {"rule": other, "options": options}}},
+        "edge": {"credit": {"rule": "levels", "options": {"edges": [{"kind": other, **options}]}}},
+        "loss.kind": {"loss": {"kind": other, "options": options}},
+        "league.opponents": {"task": "kuhn_poker", "league": {"share": 0.5, "opponents": other, "options": options}},
+        "signal": {"task": "kuhn_poker", "health": {"signals": {other: {}}}},
+        "action": {"task": "kuhn_poker", "health": {"signals": {"entropy": {"actions": {other: options}}}}},
+    }[role]
+    with pytest.raises(ValueError, match=r"subprocess:Popen.*(expected a (class|function)|it lacks)"):
+        dry_run(TrainConfig.model_validate({"run_dir": str(tmp_path), **changes}))
+    time.sleep(0.05)
+    assert not made.exists()
 
 
 def test_what_a_policys_section_asks_for_holds_for_the_tiny_model_too(tmp_path):

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from turnwise import cli, serve
+from turnwise.inference.endpoint import Endpoint
 from turnwise.serve import Server, ServerFailed, ServeSettings, server_command, serving
 
 PROGRAM = """
@@ -37,6 +38,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *arguments): pass
 http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
+
+
+@pytest.fixture(autouse=True)
+def keys(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys go to a place of the test's own."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path_factory.mktemp("keys")))
 
 
 @pytest.fixture
@@ -169,32 +176,77 @@ def test_turnwise_serve_ends_what_it_started(tmp_path: Path, number: signal.Sign
     program = COMMAND.format(program=PROGRAM, folder=str(tmp_path))
     with subprocess.Popen([sys.executable, "-P", "-c", program], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
+        key = next(line for line in process.stderr if "turnwise: the key" in line).split(" is in ")[1].split(";")[0]
         said = next(line for line in process.stderr if "turnwise: serving" in line)
+        assert Path(key).stat().st_mode & 0o777 == 0o600
         assert "http://127.0.0.1:" in said
         os.kill(process.pid, number)
         process.stderr.read() if number != signal.SIGKILL else None
         assert process.wait(30) == code
+    assert Path(key).exists() == (number == signal.SIGKILL)
+    Path(key).unlink(missing_ok=True)
     if number == signal.SIGKILL:
         os.killpg(started(tmp_path)[0][0], signal.SIGKILL)
     all_gone(tmp_path)
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
-def test_others_need_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    for host in ("0.0.0.0", "192.168.0.7", "::"):
-        with pytest.raises(ValueError, match=r"host=.*api_key_env"):
-            ServeSettings("m", host)
-    with pytest.raises(ValueError, match="SOME_KEY"):
-        ServeSettings("m", "0.0.0.0", api_key_env="SOME_KEY")
-    monkeypatch.setenv("SOME_KEY", "sesame")
+def test_every_server_has_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "_dtype_option", lambda model: {})
-    settings = ServeSettings("m", "0.0.0.0", api_key_env="SOME_KEY")
-    words = server_command(settings, 8000)
-    assert "--middleware=turnwise.inference.vllm_launch.RequireKey" in words
-    assert not any("sesame" in word for word in words), "everybody on the machine can read a command line"
-    assert serve._environment(settings)["VLLM_API_KEY"] == "sesame"
     monkeypatch.setenv("VLLM_API_KEY", "of another server")
-    assert "VLLM_API_KEY" not in serve._environment(ServeSettings("m"))
+    plain = Server(ServeSettings("m", port=0))
+    with pytest.raises(ValueError, match=r"'SOME_KEY'.* does not exist or is empty"):
+        ServeSettings("m", api_key_env="SOME_KEY")
+    for wrong, place in {"sésame": 2, "sesame\n": 7, "open sesame": 5, "\x7f": 1}.items():
+        monkeypatch.setenv("SOME_KEY", wrong)
+        with pytest.raises(ValueError, match=rf"'SOME_KEY'.*character {place} of {len(wrong)} is no letter") as caught:
+            ServeSettings("m", api_key_env="SOME_KEY")
+        assert wrong not in str(caught.value)
+    monkeypatch.setenv("SOME_KEY", "sesame")
+    named = Server(ServeSettings("m", "0.0.0.0", 0, api_key_env="SOME_KEY"))
+    assert named.key_file is None and named._key == "sesame"
+    assert len(plain._key) > 40 and plain._key != Server(ServeSettings("m", port=0))._key
+    for server in (plain, named):
+        words = server_command(server.settings, 8000)
+        assert "--middleware=turnwise.inference.vllm_launch.Gate" in words
+        assert not any(server._key in word for word in words), "everybody on the machine can read a command line"
+        assert serve._environment(server.settings, server._key)["VLLM_API_KEY"] == server._key
+
+
+def test_the_names_by_which_a_server_may_be_asked() -> None:
+    settings = ServeSettings("m", "gpu1", allowed_hosts=["gpu1.example"])
+    names = serve._environment(settings, "k")["TURNWISE_SERVE_HOSTS"].split(",")
+    assert names[:2] == ["gpu1.example", "gpu1"] and socket.gethostname() in names
+    with pytest.raises(ValueError, match=r"allowed_hosts: 'gpu1:8000': expected a host's name without a port"):
+        ServeSettings("m", allowed_hosts=["gpu1:8000"])
+
+
+def test_the_key_is_in_a_file_of_the_users_own_while_it_serves(stand_in: Any) -> None:
+    server = stand_in()
+    with server:
+        assert server.key_file.stat().st_mode & 0o777 == 0o600
+        assert server.key_file.parent.stat().st_mode & 0o777 == 0o700
+        for endpoint in (server.endpoint(), Endpoint(server.url.replace("127.0.0.1", "localhost"))):
+            assert endpoint._authorization() == {"Authorization": f"Bearer {server._key}"}
+            endpoint.close()
+        server.key_file.chmod(0o644)
+        endpoint = Endpoint(server.url)
+        assert endpoint._authorization() == {}, "somebody else may have written it"
+        endpoint.close()
+        server.key_file.chmod(0o600)
+    assert not server.key_file.exists()
+    with pytest.raises(ServerFailed):
+        stand_in("fails").start()
+    assert not list(server.key_file.parent.iterdir())
+
+
+def test_no_key_goes_where_others_can_read_it(stand_in: Any, tmp_path: Path) -> None:
+    server = stand_in()
+    server.key_file.parent.mkdir()
+    server.key_file.parent.chmod(0o777)
+    with pytest.raises(OSError, match="no folder of this user's alone"):
+        server.start()
+    assert not started(tmp_path)
 
 
 def test_what_vllm_is_told(tmp_path: Path) -> None:
@@ -263,10 +315,13 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         "enforce_eager=true",
         "--kv-cache-gb",
         "2",
+        "--allowed-host",
+        "gpu1",
     ]
     assert cli.main(words) == 0
-    assert seen == [ServeSettings("m", kv_cache_gb=2.0, engine_args={"max_model_len": 64, "enforce_eager": True})]
-    assert cli.main(["serve", "m", "--host", "0.0.0.0"]) == 2
+    given = {"max_model_len": 64, "enforce_eager": True}
+    assert seen == [ServeSettings("m", kv_cache_gb=2.0, engine_args=given, allowed_hosts=("gpu1",))]
+    assert cli.main(["serve", "m", "--host", "0.0.0.0", "--api-key-env", "NO_SUCH_KEY"]) == 2
     assert "api_key_env" in capsys.readouterr().err
     assert cli.main(["serve", "m", "--adapters", "critic"]) == 2
     assert "expected NAME=VALUE" in capsys.readouterr().err

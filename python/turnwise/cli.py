@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.command_words import literal, parse_pairs, split_overrides
+from turnwise.naming import tell_code, tell_code_of
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -120,11 +121,15 @@ def run_demo(options: argparse.Namespace) -> int:
 def run_train(options: argparse.Namespace) -> int:
     from turnwise.report import write_report
     from turnwise.run import dry_run, train_from_config
-    from turnwise.train.config_files import read_config
+    from turnwise.tasks import task_type
+    from turnwise.train.config_files import raw_settings, read_config
 
-    config = read_config(options.config, options.overrides)
+    imports = options.import_code or not options.dry_run
     if options.dry_run:
-        print(dry_run(config), end="")
+        tell_code(raw_settings(options.config, options.overrides), "is imported" if imports else "is not imported")
+    config = read_config(options.config, options.overrides, task_type=task_type, import_code=imports)
+    if options.dry_run:
+        print(dry_run(config, import_code=options.import_code), end="")
         return EXIT_OK
 
     run = train_from_config(config)
@@ -136,9 +141,11 @@ def run_train(options: argparse.Namespace) -> int:
 
 def run_eval(options: argparse.Namespace) -> int:
     from turnwise.evaluation import config_path, measure, render, to_json
-    from turnwise.train.config_files import read_config
+    from turnwise.tasks import task_type
+    from turnwise.train.config_files import raw_settings, read_config
 
-    config = read_config(config_path(options.config), options.overrides)
+    tell_code(raw_settings(config_path(options.config), options.overrides))
+    config = read_config(config_path(options.config), options.overrides, task_type=task_type)
     if options.config.is_dir():
         config = config.model_copy(update={"run_dir": options.config})
     measured = measure(
@@ -151,6 +158,8 @@ def run_eval(options: argparse.Namespace) -> int:
 def run_tournament(options: argparse.Namespace) -> int:
     from turnwise.tournament import play_tournament, render, to_json
 
+    for run_dir in options.run_dirs:
+        tell_code_of(run_dir)
     result = play_tournament(
         options.run_dirs,
         checkpoints=options.checkpoints,
@@ -165,6 +174,7 @@ def run_tournament(options: argparse.Namespace) -> int:
 def run_view(options: argparse.Namespace) -> int:
     from turnwise.report import write_report
 
+    tell_code_of(options.run_dir, "is not imported")
     path = write_report(options.run_dir, options.out)
     print(path)
     if options.open:
@@ -179,8 +189,9 @@ def run_credit(options: argparse.Namespace) -> int:
 
     from turnwise.report.credit import compare_credit, differences, render
 
+    tell_code_of(options.run_dir)
     found = compare_credit(
-        options.run_dir, options.rule, options=parse_pairs("--set", options.set, literal), step=options.step
+        options.run_dir, options.rule, options=parse_pairs("--set", options.set, str), step=options.step
     )
     if options.json:
         print(json.dumps({**asdict(found), "actors": [asdict(row) for row in differences(found)]}))
@@ -192,7 +203,15 @@ def run_credit(options: argparse.Namespace) -> int:
 def run_replay(options: argparse.Namespace) -> int:
     from turnwise.replay import replay
 
-    played = replay(options.run_dir, options.episode, step=options.step, until=options.until, swap=options.swap)
+    tell_code_of(options.run_dir)
+    played = replay(
+        options.run_dir,
+        options.episode,
+        step=options.step,
+        until=options.until,
+        swap=options.swap,
+        allow_pickle=options.allow_pickle,
+    )
     print(played)
     return EXIT_OK if played.divergence is None else EXIT_FAILED
 
@@ -206,6 +225,7 @@ def run_serve(options: argparse.Namespace) -> int:
             options.host,
             options.port,
             api_key_env=options.api_key_env,
+            allowed_hosts=tuple(options.allowed_host),
             adapters=parse_pairs("--adapters", options.adapters, str),
             adapter_slots=options.adapter_slots,
             adapter_rank=options.adapter_rank,
@@ -267,6 +287,10 @@ COMMANDS: dict[str, Command] = {
         (
             CONFIG,
             ("--dry-run", {"action": "store_true", "help": "print the resolved config and stop"}),
+            (
+                "--import-code",
+                {"action": "store_true", "help": "with --dry-run: run the code that the config names, to check it"},
+            ),
         ),
         overrides=True,
     ),
@@ -341,6 +365,7 @@ COMMANDS: dict[str, Command] = {
                     "help": "from there, or from the start, sample this actor anew; may be repeated",
                 },
             ),
+            ("--allow-pickle", {"action": "store_true", "help": "objects of any class; for records of your own"}),
         ),
     ),
     "serve": Command(
@@ -352,7 +377,14 @@ COMMANDS: dict[str, Command] = {
             ("--port", {"type": int, "default": 8000, "help": "port to bind, 0 for a free one (default 8000)"}),
             (
                 "--api-key-env",
-                {"metavar": "NAME", "help": "environment variable with the key that all clients must have"},
+                {
+                    "metavar": "NAME",
+                    "help": "environment variable with the key (default: a new one, in a file)",
+                },
+            ),
+            (
+                "--allowed-host",
+                {"action": "append", "default": [], "metavar": "NAME", "help": "by which clients may ask, too"},
             ),
             (
                 "--adapters",

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from pathlib import PurePath
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+SWITCHES = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
 def split_overrides(arguments: Iterable[str], known: set[str]) -> tuple[list[str], dict[str, str]]:
@@ -45,12 +50,59 @@ def parse_pairs(option: str, words: Iterable[str], convert: Callable[[str], Any]
     return pairs
 
 
-def literal(text: str) -> Any:
-    """``text`` as the Python literal that it is, else as it stands; ``true`` and ``false`` are switches."""
-    switches = {"true": True, "false": False}
-    if text.lower() in switches:
-        return switches[text.lower()]
+def literal(text: str, expected: Any = Any) -> Any:
+    """``text`` as a value of the type ``expected``, an annotation such as ``float | None``.
+
+    A legal literal, and any word where only text is expected, stays as it is. Else ``none`` and ``null`` are ``None``,
+    ``true`` and ``false`` are switches, and numbers, lists and tables are read as Python reads them, where ``expected``
+    has room for them. Quotes make text of anything. A word that fits nowhere stays text, so that a check can name it.
+
+    Example: ``literal("none", Literal["best", "none"])`` is ``"none"``, ``literal("none", float | None)`` is ``None``.
+    """
+    kinds, word = _kinds(expected), text.lower()
     try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        value = text
+    untyped = Any in kinds and str not in kinds
+    if text in kinds or (isinstance(value, str) and value != text):
+        return value if isinstance(value, str) else text
+    if word in ("none", "null"):
+        return None if NoneType in kinds or untyped else text
+    if (bool in kinds and word in SWITCHES) or (untyped and word in ("true", "false")):
+        return SWITCHES[word]
+    if isinstance(value, Collection) and not isinstance(value, (str, bytes)):
+        return value if kinds & {list, Any} else text
+    if isinstance(value, (int, float)) and (untyped or kinds & {int, float}):
+        return text if word in SWITCHES and isinstance(value, bool) else value
+    return text if str in kinds else _number(text, kinds)
+
+
+def _kinds(expected: Any) -> set[Any]:
+    """What an annotation has room for: literal strings, the types of scalars, ``list`` for all that holds values.
+
+    ``Any`` stands for every type that a word can't be held against.
+    """
+    origin = get_origin(expected)
+    if origin is Annotated:
+        return _kinds(get_args(expected)[0])
+    if origin in (Union, UnionType):
+        return set().union(*map(_kinds, get_args(expected)))
+    if origin is Literal:
+        return {value if isinstance(value, str) else type(value) for value in get_args(expected)}
+    kind = NoneType if expected is None else origin or expected
+    if not isinstance(kind, type):
+        return {Any}
+    for known in (NoneType, bool, int, float, str):
+        if issubclass(kind, known):
+            return {known}
+    return {str} if issubclass(kind, PurePath) else {list} if issubclass(kind, Collection) else {Any}
+
+
+def _number(text: str, kinds: set[Any]) -> Any:
+    """``007``, ``nan`` and ``-inf``, which are no Python literals."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            if kind in kinds:
+                return kind(text)
+    return text

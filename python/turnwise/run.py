@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,18 +15,18 @@ from typing import Any
 
 from turnwise.arena import Arena, Episode, Filters, OverlongPenalty
 from turnwise.arena.resampling import check_stateless
-from turnwise.credit import registry as credit_rules
-from turnwise.naming import construct, find, nearest
+from turnwise.credit import build_rule
+from turnwise.naming import code_in, nearest
 from turnwise.tasks import Task, build_task
 from turnwise.train.checkpoint import list_checkpoints
 from turnwise.train.clients import build_client, check_client
-from turnwise.train.config import RolloutConfig, TrainConfig
+from turnwise.train.config import DEFAULT_CREDIT, RolloutConfig, TrainConfig
 from turnwise.train.config_files import ConfigError, Problems, contradictions, to_toml
 from turnwise.train.demonstrations import Row, RowReader, Rows, fitting
 from turnwise.train.evaluate import Evaluation
 from turnwise.train.export import export_policies
 from turnwise.train.league import past_models
-from turnwise.train.loop import EvalSet, Progress, Trainer, refuse_checkpoints
+from turnwise.train.loop import EvalSet, Progress, Trainer
 from turnwise.train.models import (
     TINY,
     attach_adapters,
@@ -38,6 +39,7 @@ from turnwise.train.models import (
     sharing,
 )
 from turnwise.train.random_state import seed_generators
+from turnwise.train.run_folder import RunLock, refuse_buried
 from turnwise.train.run_log import RunLog
 from turnwise.train.selfplay import Measure, build_callbacks, check_selfplay
 from turnwise.train.specialization import resolve_policies
@@ -47,11 +49,6 @@ from turnwise.types import Actor, CreditAssigner, EpisodeRequest, InferenceClien
 
 TINY_CONTEXT = 2048
 """Context of the tiny model, in tokens: a verifier's prompt holds a question and its whole solution."""
-
-DEFAULT_CREDIT = "at_grpo"
-"""The rule of a task that names none as its ``credit_rule``."""
-
-CREDIT_METHODS = ("compute", "compute_columns", "state_dict", "load_state_dict")
 
 
 class TaskArena(Arena):
@@ -88,10 +85,11 @@ class Run:
 
     def train(self) -> Progress:
         """Train, and leave each policy as a folder under ``run_dir/policies``: see :mod:`turnwise.train.export`."""
-        progress = asyncio.run(self.trainer.run())
-        adapted = [settings.path for settings in self.config.policies.values() if settings.lora]
-        changed = self.config.warm_start.steps > 0 or TINY in adapted
-        export_policies(self.trainer.policies, self.tokenizer, self.config.run_dir, own_bases=changed)
+        with self.trainer.lock:
+            progress = asyncio.run(self.trainer.run())
+            adapted = [settings.path for settings in self.config.policies.values() if settings.lora]
+            changed = self.config.warm_start.steps > 0 or TINY in adapted
+            export_policies(self.trainer.policies, self.tokenizer, self.config.run_dir, own_bases=changed)
         return progress
 
     def evaluate(self, sampling: Sampling | None = None, *, samples: int = 1) -> Evaluation:
@@ -109,10 +107,16 @@ class Run:
 
 def train_from_config(config: TrainConfig) -> Run:
     """Build and train; prints held-out success at the end. Goes on from the run folder's newest checkpoint."""
-    if not config.resume:
-        refuse_checkpoints(config)
-    run = build_run(config)
-    log = run.trainer.log
+    lock = RunLock(config.run_dir)
+    with lock if config.run_dir.is_dir() else nullcontext():  # before models are loaded: another run may write there
+        refuse_buried(config)
+        run = build_run(config)
+        run.trainer.lock = lock
+        return _train(run)
+
+
+def _train(run: Run) -> Run:
+    config, log = run.config, run.trainer.log
     if config.steps and not any(policy.trainable for policy in run.trainer.policies.values()):
         raise ConfigError(f"config key 'policies': none is trainable, so {config.steps} steps would train nothing")
     if config.steps == 0 and config.warm_start.steps == 0:
@@ -214,11 +218,16 @@ def resolved_config(config: TrainConfig, task: Task, problems: Problems) -> tupl
     return resolved, actors
 
 
-def dry_run(config: TrainConfig) -> str:
+def dry_run(config: TrainConfig, *, import_code: bool = True) -> str:
     """What a run of ``config`` would be, as TOML, who plays with which policy among it; no model is looked for.
 
-    Raises :class:`ConfigError` with a line for each problem.
+    Where ``config`` names code of the user's own, that is imported to look at it; without ``import_code`` such a config
+    is given back with a comment, unchecked beyond its keys. Raises :class:`ConfigError` with a line for each problem.
     """
+    if not import_code and (named := list(code_in(config.model_dump()))):
+        told = [f"# {key} = {name!r} names code, which was not imported\n" for key, name in named]
+        told += ["# so the keys alone were checked; --import-code runs that code and checks all\n"]
+        return "".join(told) + to_toml(config)
     problems = Problems()
     resolved, actors = resolved_config(config, task_of(config), problems)
     problems.raise_any()
@@ -330,15 +339,9 @@ def with_credit_of(task: Task, config: TrainConfig) -> TrainConfig:
 def build_credit(config: TrainConfig) -> CreditAssigner:
     """The rule that ``credit.rule`` names, with ``credit.options``."""
     try:
-        rule = find(credit_rules, config.credit.rule, "credit.rule")
-        credit = construct(rule, config.credit.options, "credit.options")
+        credit: CreditAssigner = build_rule(config.credit.rule, config.credit.options)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if missing := [name for name in CREDIT_METHODS if not callable(getattr(credit, name, None))]:
-        raise ConfigError(
-            f"config key 'credit.rule' = {config.credit.rule!r}: expected a class with {', '.join(CREDIT_METHODS)}, "
-            f"such as a subclass of turnwise.credit.Credit; {missing[0]!r} is missing"
-        )
     if problem := tree_problem(credit, config):
         raise ConfigError(problem)
     if config.filter.resample:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -18,12 +20,13 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from turnwise.inference.endpoint import Endpoint, key_file, key_of, left_key, write_key
 from turnwise.processes import end_group, has_ended, how_it_ended
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -62,19 +65,21 @@ class ServerFailed(RuntimeError):
 class ServeSettings:
     """What to serve and where.
 
-    ``port`` 0 takes a free one. ``api_key_env`` names the environment variable with the key that every endpoint then
-    asks for; without it only this machine may be served. ``adapters`` are names and folders of LoRA adapters to serve
-    from the start; ``adapter_slots`` more, of up to ``adapter_rank``, can come with a client. ``engine_args`` are
-    further options of vLLM's server, such as ``dtype`` in place of that of the model's files. A server that dies is
-    started again ``restarts`` times in a row.
+    ``port`` 0 takes a free one. ``api_key_env`` names the environment variable with the key that every route but
+    ``/health`` asks for; without it the server gets a key of its own, in a file that its user alone can read.
+    ``allowed_hosts`` are names by which clients may ask beside addresses, ``localhost``, ``host`` and this machine's
+    name. ``adapters`` are names and folders of LoRA adapters to serve from the start; ``adapter_slots`` more, of up to
+    ``adapter_rank``, can come with a client. ``engine_args`` are further options of vLLM's server, such as ``dtype`` in
+    place of that of the model's files. A server that dies is started again ``restarts`` times in a row.
 
-    Raises ``ValueError`` for what can't be, and for a server that others reach without a key.
+    Raises ``ValueError`` for what can't be.
     """
 
     model: str
     host: str = "127.0.0.1"
     port: int = 8000
     api_key_env: str | None = None
+    allowed_hosts: Sequence[str] = ()
     adapters: Mapping[str, str | Path] = field(default_factory=dict)
     adapter_slots: int = 0
     adapter_rank: int = 16
@@ -98,13 +103,11 @@ class ServeSettings:
         for name, folder in self.adapters.items():
             if not (Path(folder) / "adapter_config.json").is_file():
                 raise ValueError(f"adapters[{name!r}]={str(folder)!r}: expected a folder with adapter_config.json")
-        if self.api_key_env is not None and not os.environ.get(self.api_key_env):
-            raise ValueError(f"api_key_env={self.api_key_env!r}: the environment has no such variable, or an empty one")
-        if self.api_key_env is None and self.host not in LOOPBACK:
-            raise ValueError(
-                f"host={self.host!r}: others could put weights into the server; set api_key_env to the name of an "
-                f"environment variable with a key, or bind to {LOOPBACK[0]}"
-            )
+        if self.api_key_env is not None:
+            key_of(self.api_key_env)
+        for name in self.allowed_hosts:
+            if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
+                raise ValueError(f"allowed_hosts: {name!r}: expected a host's name without a port, such as 'gpu1'")
 
 
 def server_command(settings: ServeSettings, port: int) -> list[str]:
@@ -125,11 +128,10 @@ def server_command(settings: ServeSettings, port: int) -> list[str]:
         "max_num_seqs": settings.max_num_seqs,
         **_dtype_option(settings.model),
         "disable_uvicorn_access_log": True,
+        "middleware": "turnwise.inference.vllm_launch.Gate",
         **_lora_options(settings),
         **{name.replace("-", "_"): value for name, value in settings.engine_args.items()},
     }
-    if settings.api_key_env is not None:
-        options["middleware"] = "turnwise.inference.vllm_launch.RequireKey"
     words = [word for name, value in options.items() for word in _as_option(name, value)]
     adapters = [f"{name}={folder}" for name, folder in settings.adapters.items()]
     words += ["--lora-modules", *adapters] if adapters else []
@@ -167,7 +169,10 @@ class Server:
     """One server, looked after by a thread; ``say`` hears in a line each what becomes of it, ``log`` its own log.
 
     ``with Server(settings) as server`` serves at ``server.url`` until the end of the block. A server that dies or hangs
-    is started again at the same address, with its start weights: clients notice, and send theirs again.
+    is started again at the same address, with its start weights and its key: clients notice, and send theirs again.
+
+    Where ``settings`` name no key the server makes one, and leaves it in ``key_file`` while it serves: every
+    :class:`~turnwise.inference.endpoint.Endpoint` of this user on this host finds it there.
     """
 
     def __init__(
@@ -180,6 +185,8 @@ class Server:
         self.port = _free_port(settings)
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}.get(settings.host, settings.host)
         self.url = f"http://{host}:{self.port}"
+        self.key_file = key_file(self.url) if settings.api_key_env is None else None
+        self._key = secrets.token_urlsafe(32) if settings.api_key_env is None else key_of(settings.api_key_env)
         self.restarts = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._lines: deque[str] = deque(maxlen=LOG_LINES)
@@ -192,6 +199,8 @@ class Server:
         """Start the server; returns when it is well. Raises :class:`ServerFailed` if it never is."""
         if self._thread is not None:
             raise RuntimeError("the server was started before: make a new Server")
+        if self.key_file is not None:
+            write_key(self.key_file, self._key)
         self._thread = threading.Thread(target=self._look_after, name="turnwise-serve", daemon=True)
         self._thread.start()
         try:
@@ -201,6 +210,7 @@ class Server:
             self.stop()
             raise
         if not self._ready.is_set():
+            self._forget_key()
             raise ServerFailed(self._failure)
 
     def stop(self) -> None:
@@ -208,6 +218,16 @@ class Server:
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
+            self._forget_key()
+
+    def endpoint(self, **settings: Any) -> Endpoint:
+        """The server for a client, with its key; ``settings`` are further ones of an :class:`Endpoint`."""
+        return Endpoint(self.url, api_key_env=self.settings.api_key_env, **settings)
+
+    def _forget_key(self) -> None:
+        """Delete the file with the key, unless a later server at the same address wrote it."""
+        if self.key_file is not None and left_key(self.key_file) == self._key:
+            self.key_file.unlink(missing_ok=True)
 
     def wait(self) -> None:
         """Return when the server is stopped. Raises :class:`ServerFailed` when it has died too often."""
@@ -261,7 +281,7 @@ class Server:
             stdin=subprocess.PIPE,  # held open: the server ends when it closes, however this process ends
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=_environment(self.settings),
+            env=_environment(self.settings, self._key),
             start_new_session=True,  # a group of its own, to be stopped with all its processes
         )
         reader = threading.Thread(target=self._read_log, args=(process,), daemon=True)
@@ -319,7 +339,7 @@ class Server:
 @asynccontextmanager
 async def serving(model: str | Path, **settings: Any) -> AsyncIterator[Server]:
     """Serve ``model``, a folder or hub name, until the end of the block; ``settings`` as :class:`ServeSettings` has
-    them, but for ``port``, which is a free one unless given.
+    them, but for ``port``, which is a free one unless given. ``server.endpoint()``, for a client, has the key.
 
     Example: ``async with serving("Qwen/Qwen3-0.6B", kv_cache_gb=4) as server: print(server.url)``
     """
@@ -350,6 +370,8 @@ def serve_until_stopped(settings: ServeSettings) -> None:
     server = Server(settings, say, log=lambda line: print(line, file=sys.stderr, flush=True))
     if settings.host not in LOOPBACK:
         say(f"{settings.host} is open to others: the key is asked for, but it and all else travels in the clear")
+    if server.key_file is not None:
+        say(f"the key that clients need is in {server.key_file}; those of this user on this host find it by themselves")
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         with server:
@@ -359,16 +381,16 @@ def serve_until_stopped(settings: ServeSettings) -> None:
             signal.signal(number, handler)
 
 
-def _environment(settings: ServeSettings) -> dict[str, str]:
-    from turnwise.inference.vllm_launch import KEY
+def _environment(settings: ServeSettings, key: str) -> dict[str, str]:
+    from turnwise.inference.vllm_launch import HOSTS, KEY
 
-    environment = {name: value for name, value in os.environ.items() if name != KEY} | SERVER_ENVIRONMENT
-    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    if settings.api_key_env is not None:
-        environment[KEY] = os.environ[
-            settings.api_key_env
-        ]  # not an argument, which everybody on the machine could read
-    return environment
+    names = (*settings.allowed_hosts, settings.host, socket.gethostname(), socket.gethostname().partition(".")[0])
+    own = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        KEY: key,  # not an argument, which everybody on the machine could read
+        HOSTS: ",".join(names),
+    }
+    return {**os.environ, **SERVER_ENVIRONMENT, **own}
 
 
 def _free_port(settings: ServeSettings) -> int:

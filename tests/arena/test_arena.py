@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from turnwise.arena import Arena, Filters, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
-from turnwise.credit import GiGPOCredit, TurnReturnsCredit
+from turnwise.credit import GiGPOCredit, GRPOCredit, TurnReturnsCredit
 from turnwise.types import Actor, EpisodeRequest
 
 from .helpers import Baseline, Guess, guess, run
@@ -61,6 +61,28 @@ def test_zero_advantages_are_dropped_counted_and_switchable(make_arena):
         batch = asyncio.run(arena.step())
         assert len(batch) == rows
         assert batch.dropped == ({"zero_advantage": 1} if drop else {})
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_truncated_answers_count_in_their_group_whether_they_train_or_not(make_arena, response, drop):
+    """Rewards 5, 6 and 7, the 5 cut off: the others' advantages are those of a group of three, so it pays nobody to
+    be cut off. A tied question and a question with one answer lose their rows for causes of their own."""
+    texts = {"q": "567", "tied": "44", "one": "9"}
+    said = {uid: iter(text) for uid, text in texts.items()}
+
+    def reply(prompt, request):
+        text = next(said[next(uid for uid in texts if uid in prompt)])
+        return response(text, finish_reason="length" if text == "5" else "stop")
+
+    arena = make_arena(reply, credit=GRPOCredit(normalize=False), filters=Filters(truncated=drop))
+    arena.add_episode(Guess())
+    arena.source = lambda: [EpisodeRequest("guess", uid) for uid, text in texts.items() for _ in text]
+    batch = asyncio.run(arena.step())
+    assert batch.advantages.tolist() == ([0.0, 1.0] if drop else [-1.0, 1.0])[drop:]
+    assert batch.dropped == {
+        **({"truncated": 1} if drop else {}), "zero_advantage": 1, "equal_rewards": 2, "alone": 1,
+    }  # fmt: skip
+    assert len(batch) + sum(batch.dropped.values()) == 6 and {actor for actor, _ in batch.drops} == {"solver"}
 
 
 def test_credit_is_asked_once_per_batch_and_must_answer_with_finite_numbers(make_arena):

@@ -83,7 +83,7 @@ def test_rounds_are_compared_with_the_same_round_of_other_attempts(make_arena):
         for node in top.walk():
             by_round.setdefault(node.rollout.artifact[1], []).append(node.rollout.steps[0].advantage)
     assert {number: sorted(found) for number, found in by_round.items()} == {0: [-1, 1], 1: [-3, 3], 2: [0, 0]}
-    assert len(batch) == 4 and batch.dropped == {"zero_advantage": 2} and batch.metrics["episodes"] == 6
+    assert len(batch) == 4 and batch.dropped == {"equal_rewards": 2} and batch.metrics["episodes"] == 6
 
 
 def test_a_round_that_fails_costs_itself_and_ends_its_chain(make_arena):

@@ -8,7 +8,8 @@ from collections import UserDict
 import numpy as np
 import pytest
 
-from turnwise.arena.model_call import PromptCache, to_token_ids
+from turnwise.arena.model_call import PromptCache
+from turnwise.chat import ChatRenderer
 from turnwise.types import Actor, ModelError, Sampling
 
 
@@ -28,7 +29,7 @@ def test_token_ids_from_whatever_the_tokenizer_returns(answer):
         def decode(self, token_ids, **kwargs):
             return ""
 
-    ids = to_token_ids(Tokenizer(), [{"role": "user", "content": "x"}])
+    ids = ChatRenderer(Tokenizer()).prompt_ids([{"role": "user", "content": "x"}])
     assert ids == [1, 2] and all(type(token) is int for token in ids)
 
 

@@ -477,3 +477,6 @@ def test_lines_without_a_tape_or_of_another_format_are_refused(tree_row):
     lost["replay"]["request"]["artifact"] = {"$lost": "<a lock>"}
     with pytest.raises(ReplayError, match=r"<a lock> could not be recorded"):
         Record(lost)
+    lost["replay"]["request"]["artifact"] = {"$dataclass": ["subprocess:Popen", {"args": ["true"]}]}
+    with pytest.raises(ReplayError, match=r"'subprocess:Popen', which is no dataclass.*--allow-pickle"):
+        Record(lost)

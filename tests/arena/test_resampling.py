@@ -49,7 +49,7 @@ def test_questions_are_drawn_until_as_many_say_something(make_arena):
     batch = asyncio.run(arena.step())
     assert kept_questions(arena) == ["odd1", "odd2", "odd3"], "in the order of the draws; odd4 is over"
     assert len(batch) == 6 and (batch.advantages != 0).all()
-    assert batch.dropped == {"zero_advantage": 8, "surplus": 2}
+    assert batch.dropped == {"resample": 8, "surplus": 2}
     assert batch.metrics["episodes"] == 16 and batch.metrics["sampled_tokens"] == 32
     assert batch.metrics["resampled_questions"] == 5 and batch.metrics["kept_questions"] == 3
 
@@ -66,7 +66,7 @@ def test_no_more_draws_than_allowed_and_none_without_need(make_arena):
 def test_off_by_default(make_arena):
     arena = arena_of(make_arena, *DRAWS)
     batch = asyncio.run(arena.step())
-    assert len(batch) == 2 and batch.dropped == {"zero_advantage": 4} and "kept_questions" not in batch.metrics
+    assert len(batch) == 2 and batch.dropped == {"equal_rewards": 4} and "kept_questions" not in batch.metrics
 
 
 def test_what_is_kept_equals_what_would_train_without_resampling(make_arena):
@@ -80,7 +80,7 @@ def test_rows_that_other_filters_drop_say_nothing(make_arena):
     arena = arena_of(make_arena, ["odd1", "odd-with-a-long-name"], ["odd2"], resample=1, max_length=45)
     batch = asyncio.run(arena.step())
     assert kept_questions(arena) == ["odd1", "odd2"] and len(batch) == 4
-    assert batch.dropped == {"zero_advantage": 2}
+    assert batch.dropped == {"resample": 2}
 
 
 def test_a_question_whose_spawned_episodes_say_something_is_kept_whole(make_arena):
@@ -100,7 +100,7 @@ def test_a_question_whose_spawned_episodes_say_something_is_kept_whole(make_aren
     batch = asyncio.run(arena.step())
     assert [top.uid for top in arena.last_results if "left_out" not in top.rollout.meta] == ["hard1", "hard2"]
     assert len(batch) == 8 and batch.actors == ["solver"], "the eight solvers of both hard questions"
-    assert batch.dropped == {"zero_advantage": 7, "surplus": 5}, "hard3 is over, and its solvers with it"
+    assert batch.dropped == {"alone": 2, "resample": 5, "surplus": 5}, "hard3 is over, and its solvers with it"
     assert batch.metrics["episodes"] == 20 and batch.metrics["kept_questions"] == 2
 
 

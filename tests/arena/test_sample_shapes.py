@@ -209,4 +209,4 @@ def test_a_zero_sum_game_is_won_by_seat():
 def test_grpo_of_whole_trajectories_says_that_it_learns_nothing_from_it():
     with pytest.warns(UserWarning, match="GRPOCredit: the actors of each trajectory share one value"):
         _, batch = play(GRPOCredit())
-    assert len(batch) == 0 and batch.dropped == {"zero_advantage": 8}
+    assert len(batch) == 0 and batch.dropped == {"equal_rewards": 8}

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from turnwise.arena import Filters, drop_stale, pack, select
-from turnwise.arena.samples import describe, gather, pack_rows, penalize, training_rows
+from turnwise.arena.samples import describe, pack_rows, penalize, training_rows
+from turnwise.samples import collect_samples
 from turnwise.types import GenerateResult, Rollout, Sample, Step
 
 
@@ -32,10 +33,11 @@ def result(*steps, id="r", rewards=None, error=None, **options):
 
 
 def packed(*results, **filters):
-    samples, dropped = gather(results, Filters(**filters))
-    for number, sample in enumerate(samples):
-        sample.advantage = float(number)
-    return pack(samples, dropped, {})
+    for number, sample in enumerate(collect_samples(results)):
+        steps = {top.rollout.id: top.rollout.steps for top in results}[sample.trajectory]
+        steps[sample.step_index].advantage = float(number)
+    rows, drops = training_rows(results, Filters(zero_advantage=False, **filters))
+    return pack_rows(rows, drops, {})
 
 
 def test_columns_of_the_packed_batch():
@@ -69,7 +71,7 @@ def test_columns_of_the_packed_batch():
 
 
 def test_no_samples_make_an_empty_batch_of_the_right_types():
-    batch = pack([], {"failed": 2}, {})
+    batch = pack([], {("a", "failed"): 2}, {})
     assert len(batch) == 0 and batch.cu_seqlens.tolist() == [0]
     assert batch.token_ids.dtype == np.int64 and batch.rewards.shape == (0,) and batch.dropped == {"failed": 2}
 
@@ -93,18 +95,20 @@ def test_truncated_rows_are_dropped_only_if_asked():
     results = [result(step(finish_reason="length"), step(), id="r")]
     assert len(packed(*results)) == 2 and packed(*results).dropped == {}
     batch = packed(*results, truncated=True)
-    assert len(batch) == 1 and batch.dropped == {"truncated": 1}
+    assert len(batch) == 1 and batch.dropped == {"truncated": 1} and batch.drops == {("a", "truncated"): 1}
 
 
-def test_long_and_tied_rows_are_dropped_after_credit_and_counted_once():
-    results = [result(step(completion=range(length + 1)), id=f"r{length}") for length in range(4)]
-    samples, _ = gather(results, Filters(max_length=5))
-    assert len(samples) == 4, "they still enter the statistics"
+def test_each_dropped_row_has_one_cause():
+    """Prompts of 2 and completions of 1 to 5; the fourth is tied, the fifth truncated, tied and too long at once."""
+    results = [result(step(completion=range(length + 1)), id=f"r{length}") for length in range(5)]
+    samples = collect_samples(results)
     for sample in samples:
-        sample.advantage = float(sample.trajectory != "r3")
-    kept, dropped = Filters(max_length=4).after_credit(samples)
-    assert kept == [True, True, False, False], "a prompt of 2 and completions of 1 to 4"
-    assert dropped == {"zero_advantage": 1, "max_length": 1}
+        sample.advantage = float(sample.trajectory not in ("r3", "r4"))
+    samples[4].finish_reason = "length"
+    filters = Filters(max_length=4, truncated=True)
+    assert filters.causes(samples) == [None, None, "max_length", "zero_advantage", "truncated"]
+    told = {id(samples[3]): "equal_rewards"}
+    assert filters.causes(samples, told) == [None, None, "max_length", "equal_rewards", "truncated"]
     with pytest.raises(ValueError, match="max_length=1"):
         Filters(max_length=1)
     with pytest.raises(ValueError, match="resample=-1"):
@@ -141,17 +145,19 @@ def test_selected_rows_are_what_packing_them_alone_gives():
 
 def test_stale_rows_leave_by_the_bound_of_their_own_policy():
     batch = mixed_batch()
-    batch.dropped["stale"] = 1
+    batch.drops["a", "stale"] = 1
     kept = drop_stale(batch, {"default": 4, "small": 5})
     assert kept.min_version.tolist() == [5, 4] and kept.dropped == {"stale": 2} and batch.dropped == {"stale": 1}
+    both = drop_stale(batch, {"default": 4, "small": 6})
+    assert both.drops == {("a", "stale"): 2, ("b", "stale"): 1} and both.dropped == {"stale": 3}
     assert drop_stale(batch, {"default": 3}) is batch, "small has no bound"
     assert len(drop_stale(batch, {"default": 5, "small": 6})) == 0
 
 
 def test_rewards_of_the_step_and_of_the_trajectory():
-    samples, _ = gather([result(step(reward=0.25), step(reward=None), rewards={"a": 2.0})], Filters())
+    samples = collect_samples([result(step(reward=0.25), step(reward=None), rewards={"a": 2.0})])
     assert [(sample.reward, sample.trajectory_reward) for sample in samples] == [(0.25, 2.0), (2.0, 2.0)]
-    samples, _ = gather([result(step(reward=0.25))], Filters())
+    samples = collect_samples([result(step(reward=0.25))])
     assert samples[0].trajectory_reward == 0.25
 
 
@@ -230,14 +236,14 @@ def test_rows_are_what_packing_the_samples_gives():
             zero_advantage=rng.random() < 0.5,
             max_length=rng.choice((None, 4)),
         )
-        samples, dropped = gather(results, filters)
-        kept, also = filters.after_credit(samples)
-        dropped = dict(Counter(dropped) + Counter(also))
-        expected = pack([sample for sample, stays in zip(samples, kept, strict=True) if stays], dropped, {})
-        rows, dropped = training_rows(results, filters)
-        assert_same(pack_rows(rows, dropped, {}), expected)
+        samples = collect_samples(results)
+        causes = filters.causes(samples)
+        rows, drops = training_rows(results, filters)
+        expected = pack([sample for sample, cause in zip(samples, causes, strict=True) if cause is None], drops, {})
+        assert_same(pack_rows(rows, drops, {}), expected)
+        assert Counter(causes) <= Counter({**expected.dropped, None: len(expected)})
         calls = [s for top in results for n in top.walk() for s in n.rollout.steps if s.actor_id is not None]
-        assert len(rows.calls) + sum(dropped.values()) == len(calls), "each call is a row or is counted once"
+        assert len(rows.calls) + sum(drops.values()) == len(calls), "each call is a row or is counted once"
 
 
 def assert_same(batch, expected):
@@ -289,7 +295,7 @@ def test_describe_tells_cut_episodes_from_truncated_calls():
 
 
 def test_a_penalty_is_taken_from_rows_and_from_their_trajectories():
-    samples, _ = gather([result(step(), step("b"), step(), id="r1", rewards={"a": 4.0, "b": 2.0})], Filters())
+    samples = collect_samples([result(step(), step("b"), step(), id="r1", rewards={"a": 4.0, "b": 2.0})])
     penalize(samples, [0.5, 1.0, -0.25])
     assert [sample.reward for sample in samples] == [0.5, 0.0, 1.25]
     assert [sample.trajectory_reward for sample in samples] == [3.75, 1.0, 3.75]

@@ -37,7 +37,7 @@ class Duel(MultiTurnEpisode):
 def arena():
     versions = {"own": 5, "past": 2}
     client = ScriptedClient(lambda request: request.policy, versions=versions)
-    arena = Arena(client, ByteTokenizer(), credit=RAECredit(include_truncated=True))
+    arena = Arena(client, ByteTokenizer(), credit=RAECredit())
     for actor in Duel.actors:
         arena.add_actor(Actor(actor, policy="own"))
     arena.add_episode(Duel())

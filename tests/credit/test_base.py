@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.credit import ATGRPOCredit, Credit, DrMASCredit, GRPOCredit, HierarchyCredit, registry
+from turnwise.samples import collect_samples
 from turnwise.types import CreditAssigner, GenerateResult, Rollout, Sample, Step
 
 ROWS = st.lists(
@@ -139,12 +140,57 @@ def test_a_group_of_one_gets_zero_and_is_not_lost(make: Any) -> None:
             rule(singleton="error").compute_columns(samples)
 
 
-def test_truncated_calls_are_out_unless_asked_for(make: Any) -> None:
-    samples = [make("a", reward=1.0), make("b", reward=0.0), make("c", reward=-5.0, finish_reason="length")]
-    without = DrMASCredit().compute_columns(samples)
-    np.testing.assert_allclose(without, [0.5**0.5, -(0.5**0.5), 0], atol=1e-5)
-    with_them = DrMASCredit(include_truncated=True).compute_columns(samples)
-    assert with_them[2] < 0 < with_them[1]
+def test_a_truncated_answer_is_worth_what_a_whole_one_of_its_reward_is(make: Any) -> None:
+    """0 for the cut one, as it once was by default, pays more than the whole wrong answer: policies flee there."""
+    samples = [make("a", reward=1.0), make("b", reward=0.0), make("c", reward=0.0, finish_reason="length")]
+    np.testing.assert_allclose(DrMASCredit().compute_columns(samples), [1.15470, -0.57735, -0.57735], atol=1e-5)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {"pass_at_k": {"k": 2}}
+
+
+@pytest.mark.parametrize("name", sorted(set(registry) - {"vine"}))
+def test_no_rule_looks_at_how_a_call_ended(make: Any, name: str) -> None:
+    def advantages(finish: str) -> list[float]:
+        rule = registry[name](**OPTIONS.get(name, {}))
+        samples = collect_samples(
+            [
+                GenerateResult(
+                    Rollout(id, "solve", "q", [Step("solver", 0, [], "4", [1], [2], [-0.1], [(1, 0)], how, reward=r)]),
+                    uid="q",
+                )
+                for id, r, how in [("a", 1.0, "stop"), ("b", 0.5, finish), ("c", 0.25, "stop"), ("d", 0.0, finish)]
+            ]
+        )
+        return rule.compute_columns(samples).tolist()
+
+    assert advantages("length") == advantages("stop")
+    assert not hasattr(registry[name](**OPTIONS.get(name, {})), "include_truncated")
+
+
+@pytest.mark.parametrize(
+    "name", ["grpo", "dr_grpo", "rloo", "opo", "hierarchy", "dr_mas", "at_grpo", "turn_returns", "gigpo"]
+)
+def test_a_zero_names_its_cause(make: Any, name: str) -> None:
+    groups = {"tied": [0.1, 0.1, 0.1], "lonely": [1.0], "close": [0.0, 0.05], "middle": [0.0, 0.5, 1.0]}
+    samples = [
+        make(f"{uid}{copy}", reward=reward, uid=uid, prompt_token_ids=[1, len(uid)])
+        for uid, rewards in groups.items()
+        for copy, reward in enumerate(rewards)
+    ]
+    rule = registry[name](min_std=0.1)
+    zeros = np.flatnonzero(rule.compute_columns(samples) == 0).tolist()
+    causes = ["equal_rewards"] * 3 + ["alone"] + ["min_std"] * 2 + ["zero_advantage"]
+    assert zeros == [0, 1, 2, 3, 4, 5, 7] and rule.zero_causes(samples, zeros) == causes
+    assert rule.zero_causes(samples, []) == []
+
+
+def test_units_of_several_calls_are_tied_by_their_means(make: Any) -> None:
+    """0.1 + 0.2 is not 0.3 in binary: the mean of three equal rewards must be that reward all the same."""
+    samples = [make("a", reward=0.1) for _ in range(3)] + [make("b", reward=0.1)]
+    assert GRPOCredit().compute_columns(samples).tolist() == [0.0] * 4
+    assert GRPOCredit().zero_causes(samples, range(4)) == ["equal_rewards"] * 4
+    assert GRPOCredit(singleton="raw").zero_causes([make("a")], [0]) == ["zero_advantage"], "its reward is 0"
 
 
 def test_the_samples_own_group_and_a_custom_key_go_first(make: Any) -> None:

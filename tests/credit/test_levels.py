@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from turnwise.arena import samples as rows
-from turnwise.arena.filters import Filters
 from turnwise.credit import Difference, EpisodicCredit, FromChildren, HierarchyCredit, LevelCredit, RAECredit, registry
 from turnwise.samples import collect_samples
 from turnwise.train.config_files import config_from_dict, to_toml
@@ -100,9 +99,26 @@ def test_penalties_stay_taken() -> None:
 
 
 def test_through_the_arenas_own_path() -> None:
-    samples, _ = rows.gather(proposals(), Filters())
+    samples = collect_samples(proposals())
     rule = LevelCredit(rule="episodic", edges=[PROPOSED])
     np.testing.assert_allclose(rows.advantages_of(samples, rule), [2 / 3, 2 / 3, 1, 0, 1, 0], atol=1e-7)
+
+
+def test_a_zero_has_the_cause_that_the_rule_names_of_paid_rewards() -> None:
+    """Paid by the worst of their children both proposers earn 0, whatever the rubric gave them."""
+    samples = collect_samples(proposals())
+    worst = FromChildren(parent="propose", actor="proposer", child="solve", child_actor="solver", by="min")
+    rule = LevelCredit(rule="hierarchy", edges=[worst])
+    zeros = np.flatnonzero(rule.compute_columns(samples) == 0).tolist()
+    assert [samples[row].actor for row in zeros] == ["proposer"] * 3
+    assert rule.zero_causes(samples, zeros) == ["equal_rewards"] * 3
+
+    class Plain:
+        def compute_columns(self, samples: Any) -> Any:
+            return np.zeros(len(samples))
+
+    own: Any = Plain()
+    assert LevelCredit(rule=own, edges=[worst]).zero_causes(samples, zeros) == ["zero_advantage"] * 3, "it says nothing"
 
 
 def test_the_rules_state_is_saved() -> None:

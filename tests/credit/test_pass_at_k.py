@@ -51,12 +51,14 @@ def test_k_of_one_is_grpo(make: Any) -> None:
     np.testing.assert_allclose(PassAtKCredit(k=1).compute_columns(samples), expected, rtol=1e-5)
 
 
-def test_trajectories_questions_and_truncation(make: Any) -> None:
+def test_trajectories_and_questions(make: Any) -> None:
     rows = [make("a", reward=1.0), make("a", reward=1.0, step_index=1), make("b"), make("c")]
     alone = PassAtKCredit(k=2).compute_columns(rows)
     assert alone[0] == alone[1] > 0 > alone[2] == alone[3], "a trajectory counts once, and its calls share its value"
-    others = [make("x", uid="other"), make("y", uid="other", reward=1.0), make("d", reward=5.0, finish_reason="length")]
-    assert PassAtKCredit(k=2).compute_columns(rows + others).tolist() == [*alone, 0, 0, 0], "two answers are one subset"
+    others = [make("x", uid="other"), make("y", uid="other", reward=1.0), *(make(name, uid="tied") for name in "stu")]
+    rule = PassAtKCredit(k=2)
+    assert rule.compute_columns(rows + others).tolist() == [*alone, 0, 0, 0, 0, 0], "two answers are one subset"
+    assert rule.zero_causes(rows + others, range(4, 9)) == ["alone"] * 2 + ["equal_rewards"] * 3
 
 
 def test_a_batch_of_too_few_answers_warns(make: Any) -> None:

@@ -46,14 +46,12 @@ def test_a_long_game_counts_once(make: Any) -> None:
     assert rule.baseline("solve", "solver") == 0.5
 
 
-def test_truncated_calls_do_not_move_the_baseline(make: Any) -> None:
+def test_truncated_calls_earn_their_reward_and_move_the_baseline(make: Any) -> None:
     cut = make("a", reward=-9.0, finish_reason="length")
     rule = RAECredit(decay=0.0)
-    assert rule.compute_columns([cut]).tolist() == [0.0]
-    assert rule.baseline("solve", "solver") == 0.0
-    rule = RAECredit(decay=0.0, include_truncated=True)
     assert rule.compute_columns([cut]).tolist() == [-9.0]
     assert rule.baseline("solve", "solver") == -9.0
+    assert rule.compute_columns([cut]).tolist() == [0.0] and rule.zero_causes([cut], [0]) == ["zero_advantage"]
 
 
 def test_bias_correction_is_the_mean_of_what_was_seen(make: Any) -> None:
@@ -101,7 +99,7 @@ def test_per_trajectory_all_calls_of_a_game_share_one_baseline(make: Any) -> Non
         make("a", reward=2.0, turn=1, step_index=1),
         make("b", reward=4.0, turn=1, step_index=1, finish_reason="length"),
     ]
-    assert rule.compute_columns(interleaved).tolist() == [2.0, 3.0, 2.0, 0.0]
+    assert rule.compute_columns(interleaved).tolist() == [2.0, 3.0, 2.0, 3.0]
     assert rule.baseline("solve", "solver") == 2.5, "two updates, however many calls"
 
 

@@ -29,16 +29,15 @@ def test_equals_whitening_of_every_token(make: Any, baseline: bool, seed: int) -
             policy=f"p{index // 3 % 2}",
             completion_token_ids=[2] * 6,
             loss_mask=(rng.random(6) < 0.6).astype(int).tolist(),
-            finish_reason="length" if index == 5 else "stop",
         )
         for index in range(18)
     ]
     rewards = np.array([sample.reward for sample in samples])
-    counts = np.array([0 if s.finish_reason == "length" else sum(s.loss_mask or []) for s in samples])
+    counts = np.array([sum(s.loss_mask or []) for s in samples])
     if baseline:
         for uid in ("q0", "q1", "q2"):
             rows = [i for i, s in enumerate(samples) if s.uid == uid]
-            rewards[rows] -= np.mean([rewards[i] for i in rows if samples[i].finish_reason == "stop"])
+            rewards[rows] -= np.mean(rewards[rows])
     expected = np.zeros(len(samples))
     for policy in ("p0", "p1"):
         rows = np.array([s.policy == policy for s in samples])
@@ -53,11 +52,12 @@ def test_equal_rewards_say_nothing(make: Any) -> None:
     samples = [make(name, reward=0.1, completion_token_ids=[2] * size) for name, size in (("a", 3), ("b", 7), ("c", 1))]
     for eps in (1e-8, 0.0):
         assert ReinforcePPCredit(eps=eps).compute_columns(samples).tolist() == [0, 0, 0]
+    other = [make(name, reward=reward, policy="other") for name, reward in (("d", 0.0), ("e", 1.0), ("f", 0.5))]
+    assert ReinforcePPCredit().compute_columns(samples + other)[5] == 0
+    causes = ["equal_rewards"] * 3 + ["zero_advantage"]
+    assert ReinforcePPCredit().zero_causes(samples + other, [0, 1, 2, 5]) == causes, "the batch is its policy's group"
 
 
-def test_truncated_calls_count_where_asked(make: Any) -> None:
-    samples = [make("a", reward=1.0), make("b", reward=0.0), make("c", reward=0.0, finish_reason="length")]
-    np.testing.assert_allclose(ReinforcePPCredit().compute_columns(samples), [1, -1, 0], atol=1e-6)
-    assert ReinforcePPCredit(include_truncated=True).compute_columns(samples)[2] < 0
+def test_options_are_checked() -> None:
     with pytest.raises(ValueError, match="eps=-1"):
         ReinforcePPCredit(eps=-1)

@@ -173,6 +173,19 @@ def test_an_action_after_which_nothing_is_known_says_nothing() -> None:
     assert advantages(steps, meta=ends) == pytest.approx([-2.0, 2.0, 0.0])
 
 
+def test_a_zero_names_its_cause() -> None:
+    """A tied pair, an only action, and the middle one of three."""
+    steps = [act("a", 1.0, 7, 0), act("a", 1.0, 7, 1, selected=False), act("a", 5.0, origin=(7, 0))]
+    steps += [act("a", reward, 8, branch, origin=(7, 0)) for branch, reward in enumerate([0.0, 1.0, 2.0])]
+    samples = collect_samples([GenerateResult(Rollout("r", "game", None, steps), uid="q")])
+    zeros = np.flatnonzero(VineCredit().compute_columns(samples) == 0).tolist()
+    assert zeros == [0, 1, 2, 4]
+    assert VineCredit().zero_causes(samples, zeros) == ["equal_rewards"] * 2 + ["alone", "zero_advantage"]
+    played_from = [act("a", 0.0, 7, 0, after=[([("a", 2.0)],)]), act("a", 2.0, origin=(7, 0)), act("a", 0.0, 7, 1)]
+    samples = collect_samples([GenerateResult(Rollout("r", "game", None, played_from), uid="q")])
+    assert VineCredit().zero_causes(samples, [1]) == ["zero_advantage"], "playouts are something to compare with"
+
+
 def test_truncated_failed_and_hooks_calls() -> None:
     steps = [
         act("a", 4.0, 7, 0, finish_reason="length"),
@@ -181,8 +194,7 @@ def test_truncated_failed_and_hooks_calls() -> None:
         act("a", 99.0, 7, 3, selected=False, trainable=False, info={"error": "ModelError: down"}),
     ]
     steps.append(Step("a", 0, [], "", [1], [2], [-0.1], [(1, 0)], "stop", reward=9.0, branch=1, selected=False))
-    assert advantages(steps) == pytest.approx([0.0, -0.5, 0.5, 0.0])
-    assert advantages(steps, include_truncated=True) == pytest.approx([5 / 3, -4 / 3, -1 / 3, 0.0])
+    assert advantages(steps) == pytest.approx([5 / 3, -4 / 3, -1 / 3, 0.0]), "the truncated one counts like the others"
 
 
 @pytest.mark.parametrize("seed", range(3))

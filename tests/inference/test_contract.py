@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from turnwise.inference import (
-    Endpoint,
     RoutingClient,
     ScriptedClient,
     TransformersClient,
@@ -47,7 +46,7 @@ CLIENTS: dict[str, Callable[[Any], InferenceClient]] = {
     "vllm-server": lambda helpers: RoutingClient(
         {
             name: VLLMServerClient(
-                Endpoint(server.url, api_key_env=server.settings.api_key_env),
+                server.endpoint(),
                 ByteTokenizer(),
                 {name: helpers.build("served", seed=seed)},
             )

@@ -9,11 +9,12 @@ import threading
 import time
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from turnwise.inference.endpoint import Endpoint, EndpointError, LoopThread, checked_url
+from turnwise.inference.endpoint import Endpoint, EndpointError, LoopThread, checked_url, key_file, write_key
 from turnwise.types import ModelError
 
 from .fake_server import FakeServer, Hang, Reset, Say, Script, faking
@@ -63,16 +64,35 @@ def test_what_will_not_pass_is_asked_once(status: int) -> None:
 
 
 def test_nobody_there() -> None:
+    """At once, unless it was told to wait."""
     url = f"http://127.0.0.1:{free_port()}"
+    endpoint = Endpoint(url)
+    with pytest.raises(EndpointError, match=rf"{url}/x can't be reached: .*; is it started, and is this its address\?"):
+        ask(url, endpoint=endpoint)
+    assert endpoint.retried == 0
+    endpoint.close()
     began = time.monotonic()
     with pytest.raises(EndpointError, match=f"{url}/x can't be reached.*for 1 seconds"):
-        ask(url, timeout=1.0, retries=0)
+        ask(url, wait=1.0)
     assert time.monotonic() - began >= 1.0
+
+
+def test_one_that_was_there_is_waited_for() -> None:
+    with faking({"/x": Say({"fine": 1})}) as server:
+        endpoint = Endpoint(server.url, timeout=1.0)
+        assert ask(server, endpoint=endpoint) == {"fine": 1}
+        endpoint.thread.submit(endpoint._session.close()).result(5)  # the fake one keeps open connections alive
+        endpoint._session = None
+    began = time.monotonic()
+    with pytest.raises(EndpointError, match=f"{server.url}/x can't be reached.*for 1 seconds"):
+        ask(server, endpoint=endpoint)
+    assert time.monotonic() - began >= 1.0
+    endpoint.close()
 
 
 def test_a_server_that_comes_later_is_reached() -> None:
     port = free_port()
-    endpoint = Endpoint(f"http://127.0.0.1:{port}", retries=0, timeout=20)
+    endpoint = Endpoint(f"http://127.0.0.1:{port}", retries=0, wait=20)
     work = endpoint.thread.submit(endpoint.ask("GET", "/x"))
     time.sleep(0.3)
     assert not work.done()
@@ -146,9 +166,48 @@ def test_the_key_is_sent_and_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(EndpointError, match=r"401: Unauthorized.*api_key_env"):
             ask(server)
         assert "Authorization" not in server.headers[2]
-    monkeypatch.setenv("SOME_KEY", "")
-    with pytest.raises(ValueError, match="SOME_KEY"):
-        Endpoint("http://localhost", api_key_env="SOME_KEY")
+    for wrong in ("", "sésame", "sesame\r\nHost: other", "sesame "):
+        monkeypatch.setenv("SOME_KEY", wrong)
+        with pytest.raises(ValueError, match=r"api_key_env='SOME_KEY'.*(is empty|no letter, digit or sign of ASCII)"):
+            Endpoint("http://localhost", api_key_env="SOME_KEY")
+
+
+def test_a_key_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("sesame\n")
+    with faking({"/x": Say({})}) as server:
+        ask(server, api_key_file=tmp_path / "key")
+        assert server.headers[0]["Authorization"] == "Bearer sesame"
+    with pytest.raises(ValueError, match=r"api_key_env='A', api_key_file='B': expected one of them"):
+        Endpoint("http://localhost", api_key_env="A", api_key_file="B")
+    (tmp_path / "key").write_text("sésame")
+    with pytest.raises(ValueError, match="character 2 of 6 is no letter"):
+        Endpoint("http://localhost", api_key_file=tmp_path / "key")
+
+
+def test_the_key_of_a_server_that_was_started_again_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    refused = Say({"error": "no"}, 401)
+    with faking({"/x": [Say({}), refused, Say({}), refused]}) as server:
+        write_key(key_file(server.url), "first")
+        endpoint = Endpoint(server.url, retries=1)
+        assert ask(server, endpoint=endpoint) == {}
+        write_key(key_file(server.url), "second")
+        assert ask(server, endpoint=endpoint) == {}
+        with pytest.raises(EndpointError, match=r"401: no; expected a key: .*leaves one at"):
+            ask(server, endpoint=endpoint)
+        endpoint.close()
+    keys = ("first", "first", "second", "second")
+    assert [headers["Authorization"] for headers in server.headers] == [f"Bearer {key}" for key in keys]
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_told_and_not_followed(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", "sesame")
+    with faking({"/x": Say({})}) as other:
+        moved = Say("", status, {"Location": f"{other.url}/x"})
+        with faking({"/x": moved}) as server, pytest.raises(EndpointError, match=f"redirects to '{other.url}/x'"):
+            ask(server, api_key_env="SOME_KEY")
+        assert other.asked == [], "neither key nor body are for another server"
 
 
 def test_a_cancelled_caller_ends_its_request() -> None:

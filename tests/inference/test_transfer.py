@@ -198,10 +198,18 @@ def test_one_file_at_a_time(tmp_path: Path) -> None:
 
 
 def test_parcels_that_nobody_made() -> None:
-    with pytest.raises(TransferError, match=r"kind 'pigeon': expected one of \['gloo', 'ipc',"):
-        open_parcel({"kind": "pigeon"})
-    with pytest.raises(TransferError, match="has no 'bytes'"):
-        open_parcel({"kind": "safetensors", "mark": "", "sequence": 1})
+    whole = {"kind": "shared_memory", "mark": "", "sequence": 1, "bytes": 9, "pid": 1, "descriptor": 3}
+    for parcel, said in [
+        ({"kind": "pigeon"}, r"kind 'pigeon': expected one of \['gloo', 'ipc',"),
+        ({"kind": []}, r"kind \[\]: expected one of"),
+        ([whole], "a parcel that is a list: expected a mapping"),
+        ({"kind": "safetensors", "mark": "", "sequence": 1}, "bytes=None: expected int"),
+        ({**whole, "mark": 1}, "mark=1: expected str"),
+        ({**whole, "bytes": True}, "bytes=True: expected int"),
+        ({**whole, "pid": "self/fd/../../1"}, "pid='self/.*': expected int"),
+    ]:
+        with pytest.raises(TransferError, match=said):
+            open_parcel(parcel)
 
 
 # -- no room -----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from turnwise.inference import transfer_gpu
+from turnwise.inference.blocks import weights_in
 from turnwise.inference.transfer import make_transfer, open_parcel
 from turnwise.inference.transfer_gpu import ProcessGroupTransfer, TransferError, address_towards
 
@@ -68,6 +69,47 @@ def test_two_processes_read_each_set_of_weights(sender: ProcessGroupTransfer) ->
     finally:
         for reader in readers:
             reader.communicate(timeout=60)
+
+
+def test_more_receivers_than_groups_are_all_served(
+    sender: ProcessGroupTransfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In turn, which gives each the place of the one that needs it next; and a group in use is nobody's to take."""
+    monkeypatch.setattr(transfer_gpu, "MOST_RECEIVERS", 1)
+    monkeypatch.setattr(transfer_gpu, "PATIENCE", timedelta(seconds=10))
+    lines = [transfer_gpu._Connection("gloo", "127.0.0.1", sender._port) for _ in range(3)]
+    for value in (1.0, 2.0):
+        parcel = sender.send(weights_of(value))
+        for line in (*lines, lines[0]):
+            block = torch.empty(parcel["bytes"], dtype=torch.uint8)
+            line.receive(block, parcel["sequence"])
+            assert float(weights_in(block, parcel)["layer"].sum()) == 1200 * value
+            assert len(sender._groups) == 1
+    busy = next(iter(sender._groups.values()))
+    busy.ticket = 10**6  # of which nobody has said that it arrived
+    lines[1].receive(block, parcel["sequence"])
+    assert len(sender._groups) == 2 and busy in sender._groups.values()
+
+
+@pytest.mark.parametrize("asked", [b"receiver-1", b"receiver-1 one", b"a b c", b"\xff\xfe 1", b""])
+def test_a_malformed_request_is_answered_and_the_next_one_served(sender: ProcessGroupTransfer, asked: bytes) -> None:
+    parcel = sender.send(weights_of(1.0))
+    line = transfer_gpu._Connection("gloo", "127.0.0.1", sender._port)
+    ticket = line._store.add("tickets", 1)
+    with pytest.warns(UserWarning, match="is no request: expected the receiver's name"):
+        line._store.set(f"ask/{ticket}", asked)
+        assert "is no request" in line._answer(f"answer/{ticket}")
+    assert float(open_parcel(parcel)["layer"].sum()) == 1200
+
+
+@pytest.mark.parametrize("counter", [b"garbage", b"1000000000000", b"-3"])
+def test_a_counter_that_somebody_overwrote_is_put_right(sender: ProcessGroupTransfer, counter: bytes) -> None:
+    parcel = sender.send(weights_of(1.0))
+    open_parcel(parcel)
+    with pytest.warns(UserWarning, match="is no receiver"):
+        transfer_gpu._Connection("gloo", "127.0.0.1", sender._port)._store.set("tickets", counter)
+        time.sleep(20 * transfer_gpu.POLL)
+    assert float(open_parcel(parcel)["layer"].sum()) == 1200
 
 
 def test_one_that_dies_while_it_receives_holds_nobody_up(

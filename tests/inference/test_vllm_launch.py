@@ -1,7 +1,8 @@
-"""The key that a server asks for at every path, and its end with who started it."""
+"""The gate before a server's routes, and its end with who started it."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,36 +12,146 @@ from typing import Any
 import pytest
 
 from turnwise.inference import vllm_launch
+from turnwise.inference.vllm_worker import WorkerExtension
+
+KEYED = (b"authorization", b"Bearer sesame")
+HERE = (b"host", b"127.0.0.1:8000")
 
 
-@pytest.mark.parametrize(
-    "path, header, status",
-    [
-        ("/v1/models", b"Bearer sesame", 200),
-        ("/pause", b"Bearer sesame", 200),
-        ("/health", None, 200),
-        ("/pause", None, 401),
-        ("/pause", b"Bearer sesam", 401),
-        ("/pause", b"sesame", 401),
-        ("/health/../pause", None, 401),
-        ("/v1/models", b"Bearer \xff", 401),
-    ],
-)
-async def test_the_key_is_asked_for_at_every_path(
-    monkeypatch: pytest.MonkeyPatch, path: str, header: bytes | None, status: int
-) -> None:
+async def ask(
+    monkeypatch: pytest.MonkeyPatch, scope: dict[str, Any], body: bytes = b"", hosts: str = ""
+) -> tuple[list[Any], list[bytes]]:
+    """What the gate answers, and the bodies that came through."""
     monkeypatch.setenv(vllm_launch.KEY, "sesame")
+    monkeypatch.setenv(vllm_launch.HOSTS, hosts)
     said: list[Any] = []
+    passed: list[bytes] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
+        passed.append((await receive()).get("body", b""))
         await send({"type": "http.response.start", "status": 200})
+
+    parts = [body[:7], body[7:]]
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
 
     async def send(message: Any) -> None:
         said.append(message)
 
-    headers = [(b"host", b"here")] + ([] if header is None else [(b"authorization", header)])
-    await vllm_launch.RequireKey(app)({"type": "http", "path": path, "headers": headers}, None, send)  # type: ignore[arg-type]
+    scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": [HERE, KEYED], **scope}
+    await vllm_launch.Gate(app)(scope, receive, send)
+    return said, passed
+
+
+@pytest.mark.parametrize(
+    "route, header, status",
+    [
+        ("GET /v1/models", b"Bearer sesame", 200),
+        ("POST /pause", b"Bearer sesame", 200),
+        ("GET /health", None, 200),
+        ("POST /health", None, 401),
+        ("POST /pause", None, 401),
+        ("POST /pause", b"Bearer sesam", 401),
+        ("POST /pause", b"sesame", 401),
+        ("GET /health/../pause", None, 401),
+        ("GET /v1/models", b"Bearer \xff", 401),
+        ("OPTIONS /v1/models", None, 401),
+        *[
+            (route, b"Bearer sesame", 404)
+            for route in (
+                "POST /sleep", "POST /wake_up", "GET /server_info", "POST /reset_mm_cache", "POST /update_weights",
+                "POST /init_weight_transfer_engine", "POST /start_profile", "POST /abort_requests", "GET /pause",
+                "POST /v1/models", "POST /invocations", "POST /pause/", "POST //pause", "GET /docs",
+            )
+        ],
+    ],
+)  # fmt: skip
+async def test_the_key_is_asked_for_everywhere_and_opens_what_is_needed(
+    monkeypatch: pytest.MonkeyPatch, route: str, header: bytes | None, status: int
+) -> None:
+    method, _, path = route.partition(" ")
+    headers = [HERE] + ([] if header is None else [(b"authorization", header)])
+    said, passed = await ask(monkeypatch, {"method": method, "path": path, "headers": headers})
     assert said[0]["status"] == status
+    assert len(passed) == (status == 200)
+
+
+async def test_two_keys_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, _ = await ask(monkeypatch, {"headers": [HERE, (b"authorization", b"Bearer x"), KEYED]})
+    assert said[0]["status"] == 401
+
+
+@pytest.mark.parametrize(
+    "host, passes",
+    [
+        (b"127.0.0.1:8000", True),
+        (b"127.0.0.1", True),
+        (b"LOCALHOST:8000", True),
+        (b"localhost.:8000", True),
+        (b"[::1]:8000", True),
+        (b"192.168.0.7:8000", True),
+        (b"gpu1:8000", True),
+        (b"gpu1.example", False),
+        (b"rebound.example:8000", False),
+        (b"127.0.0.1.example", False),
+        (b"localhost:8000@rebound.example", False),
+        (b"127.0.0.1:8000, rebound.example", False),
+        (b"", False),
+        (b"\xff", False),
+        (None, False),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/models", "/health"])
+async def test_a_name_that_somebody_points_to_this_machine_opens_nothing(
+    monkeypatch: pytest.MonkeyPatch, host: bytes | None, passes: bool, path: str
+) -> None:
+    headers = [KEYED] + ([] if host is None else [(b"host", host)])
+    said, passed = await ask(monkeypatch, {"path": path, "headers": headers}, hosts="gpu1,")
+    assert (said[0]["status"], len(passed)) == ((200, 1) if passes else (400, 0))
+
+
+async def test_two_hosts_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, _ = await ask(monkeypatch, {"headers": [HERE, HERE, KEYED]})
+    assert said[0]["status"] == 400
+
+
+@pytest.mark.parametrize("method", vllm_launch.REMOTE)
+async def test_the_methods_for_weights_can_be_called(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    asked = {"method": method, "args": [{"kind": "gloo"}]}
+    said, [body] = await ask(
+        monkeypatch, {"method": "POST", "path": "/collective_rpc"}, body=json.dumps(asked).encode()
+    )
+    assert said[0]["status"] == 200 and json.loads(body) == asked
+    assert callable(getattr(WorkerExtension, method))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"method": "execute_method", "args": ["__reduce__"]}',
+        b'{"method": "load_model"}',
+        b'{"method": "turnwise_describe ", "args": []}',
+        b'{"method": "turnwise_describe", "method": "save_sharded_state"}',
+        b'{"method": ["turnwise_describe"]}',
+        b'["turnwise_describe"]',
+        b'{"args": []}',
+        b"",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"method": "turnwise_describe", "args": ["' + b"x" * vllm_launch.MOST_BYTES + b'"]}',
+    ],
+    ids=lambda body: body[:50].decode("latin-1"),
+)
+async def test_no_other_method_can_be_called(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
+    said, passed = await ask(monkeypatch, {"method": "POST", "path": "/collective_rpc"}, body=body)
+    assert said[0]["status"] == 403 and not passed
+    assert "only turnwise_reload, turnwise_describe, turnwise_adapter can be called" in said[1]["body"].decode()
+
+
+async def test_web_sockets_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, passed = await ask(monkeypatch, {"type": "websocket", "path": "/v1/realtime"})
+    assert [message["type"] for message in said] == ["websocket.close"] and not passed
 
 
 STARTER = """

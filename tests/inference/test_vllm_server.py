@@ -9,6 +9,7 @@ import os
 import signal
 from typing import Any
 
+import aiohttp
 import pytest
 import torch
 
@@ -527,14 +528,41 @@ async def test_vllms_words_for_a_prompt_that_is_too_long(vllm_servers: list[Serv
             client._endpoint.thread.submit(client._remote.generate(body)).result()
 
 
-async def test_a_server_with_a_key_is_closed_to_others(helpers: Any, vllm_servers: list[Server]) -> None:
+async def test_a_server_is_closed_to_others(helpers: Any, vllm_servers: list[Server]) -> None:
     """vLLM itself asks for the key at some paths alone; those by which weights come in are not among them."""
-    _, server = vllm_servers
+    own, server = vllm_servers
     async with patient(server) as client:
         for path in ("/pause", "/collective_rpc", "/v1/models", GENERATE, "/metrics"):
             asked = client._endpoint.ask("POST", path, body={})
             with pytest.raises(ModelError, match="401: the server asks for a key"):
                 client._endpoint.thread.submit(asked).result()
+    assert own.key_file is not None and own.key_file.stat().st_mode & 0o777 == 0o600
+    key = {"Authorization": f"Bearer {own._key}"}
+    connector = aiohttp.TCPConnector(force_close=True)  # the server ends idle connections when it likes
+    async with aiohttp.ClientSession(own.url, connector=connector) as session:
+
+        async def status(method: str, path: str, body: Any = None, **headers: str) -> int:
+            async with session.request(method, path, json=body, headers=headers) as answer:
+                return answer.status
+
+        assert await status("GET", "/health") == 200
+        for path in ("/health", "/v1/models"):
+            assert await status("GET", path, **key, Host="rebound.example:8000") == 400
+        for route in ("POST /sleep", "GET /server_info", "POST /reset_mm_cache", "POST /update_weights", "GET /docs"):
+            method, _, path = route.partition(" ")
+            assert await status(method, path) == 401
+            assert await status(method, path, **key) == 404
+        assert await status("POST", "/collective_rpc", {"method": "turnwise_describe"}) == 401
+        for method, found in {"turnwise_describe": 200, "load_model": 403, "execute_method": 403}.items():
+            assert await status("POST", "/collective_rpc", {"method": method}, **key) == found
+        for parcel in ("nonsense", {"kind": []}, {"kind": "shared_memory", "mark": 1}):
+            assert (
+                await status("POST", "/collective_rpc", {"method": "turnwise_reload", "args": [parcel]}, **key) == 500
+            )
+        assert await status("GET", "/health") == 200
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            await session.ws_connect("/v1/realtime", headers=key)
+        assert refused.value.status == 403
     model = helpers.build("served", seed=4)
     async with patient(server, model, api_key_env="TURNWISE_TEST_KEY") as client:
         assert error_of(helpers, model, await client.generate(requests_of())) < EXACT

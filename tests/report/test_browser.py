@@ -62,6 +62,23 @@ def open_episode(page: Page, name: str) -> None:
     page.locator(".entry", has_text=name).first.click()
 
 
+def test_the_head_tells_whose_success_it_is_and_what_the_run_was_warned_of(page):
+    """The run's trees select; had it gone on without them, the newest success would be the policy's own."""
+    assert page.locator("#head dt").all_inner_texts()[1:3] == ["validation", "success, selected"]
+    page.evaluate(
+        """() => {
+          const run = JSON.parse(document.getElementById("data").textContent);
+          run.warnings = [{ step: 2, warning: "<b>no</b> sample trains" }, { step: 3, warning: "a ratio of 30" }];
+          run.curves.series.success = run.curves.step.map((_, at, all) => (at === all.length - 1 ? 0.125 : null));
+          document.getElementById("head").replaceChildren(...headView(run));
+        }"""
+    )
+    assert page.locator("#head dt").all_inner_texts()[1:3] == ["validation", "success"]
+    assert page.locator("#head dd").all_inner_texts()[2] == "0.125"
+    told = ["step 2: <b>no</b> sample trains", "step 3: a ratio of 30"]
+    assert page.locator("#head .warnings li").all_inner_texts() == told
+
+
 def test_curves_are_drawn(page):
     families = page.locator(".chart").evaluate_all("charts => charts.map(chart => chart.dataset.family)")
     assert families[0] == "validation" and {"reward", "step_reward", "loss", "grad_norm"} <= set(families)

@@ -70,7 +70,6 @@ def place(rollouts):
 def record(folder: Path, name: str) -> Path:
     """Three steps of a tiny model that knows next to nothing, all episodes written down."""
     settings = {k: dict(v) if isinstance(v, dict) else v for k, v in RUNS[name].items()}
-    settings["credit"]["options"] = {"include_truncated": True}
     shared = {"steps": 3, "threads": 1, "update": {"lr": 1e-4}, "eval": {"every": 0, "questions": 1}}
     shared |= {
         "warm_start": {"steps": 80, "batch_size": 16, "lr": 4e-3},
@@ -128,9 +127,7 @@ def test_a_program_with_a_rule_of_its_own_has_no_rule_in_its_config(games, tmp_p
     copied = tmp_path / "copied"
     shutil.copytree(games, copied, ignore=shutil.ignore_patterns("checkpoints", "policies"))
     text = (copied / "config.toml").read_text()
-    (copied / "config.toml").write_text(
-        text.replace('rule = "rae"', 'rule = "task"').replace("include_truncated = true", "")
-    )
+    (copied / "config.toml").write_text(text.replace('rule = "rae"', 'rule = "task"'))
     with pytest.raises(ValueError, match=r"no config.toml that names the run's own"):
         compare_credit(copied)
     found, known = (compare_credit(folder, "episodic") for folder in (copied, games))
@@ -213,7 +210,7 @@ def test_a_rule_with_compute_alone_sees_results_and_their_metrics(run_of):
 
 
 def test_a_rule_with_a_state_goes_through_all_steps(games):
-    rule, expected = RAECredit(decay=0.5, include_truncated=True), {}
+    rule, expected = RAECredit(decay=0.5), {}
     for step, results in recorded_steps(games / "rollouts.jsonl"):
         for place, value in rule.compute(results).items():
             expected[(step, *place)] = value
@@ -257,8 +254,13 @@ def test_numbers_by_hand():
 
 
 def test_the_command(games, capsys, tmp_path, monkeypatch):
-    assert cli.main(["credit", str(games), "--rule", "dr_grpo", "--set", "include_truncated=true"]) == cli.EXIT_OK
+    assert cli.main(["credit", str(games), "--rule", "dr_grpo", "--set", "singleton=raw"]) == cli.EXIT_OK
     text = capsys.readouterr().out
+    shown = []
+    for switch in ("yes", "true", "no"):
+        assert cli.main(["credit", str(games), "--rule", "rae", "--set", f"bias_correction={switch}"]) == cli.EXIT_OK
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] != shown[2], "a switch is read as the rule's own type says"
     assert "rule 'dr_grpo'" in text and "the run's own rule 'rae' gives" in text
     (tmp_path / "halved.py").write_text(
         "from turnwise.credit import EpisodicCredit\n\n\nclass Halved(EpisodicCredit):\n"

@@ -16,7 +16,7 @@ SMALL = {
     "steps": 2,
     "threads": 1,
     "warm_start": {"steps": 20, "batch_size": 8},
-    "credit": {"rule": "at_grpo", "options": {"include_truncated": True}},
+    "credit": {"rule": "at_grpo"},
     "update": {"lr": 1e-3},
     "eval": {"questions": 3},
     "log": {},
@@ -94,7 +94,7 @@ def test_search_orchestra_trains(tmp_path):
 
 def test_proposer_solver_trains(tmp_path):
     options = {"numbers": 2, "largest": 3, "attempts": 2, "max_tokens": 8}
-    settings = {"credit": {"rule": "hierarchy", "options": {"include_truncated": True}}}
+    settings = {"credit": {"rule": "hierarchy"}}
     _, lines = train(tmp_path, "proposer_solver", options, settings)
     assert all(line["episodes"] >= 4 and "reward/proposer" in line for line in lines)
 

@@ -141,7 +141,7 @@ def test_the_command_line_trains_evaluates_credits_replays_and_lets_it_play(modu
         "task": "own_talk:TalkTask", "run_dir": "runs/talk", "steps": 2, "threads": 1,
         "task_options.words": 70, "task_options.max_tokens": 5, "policies.default.path": "tiny",
         "rollout.questions": 2, "rollout.copies": 2, "rollout.check_private": "true", "eval.questions": 2,
-        "credit.options.include_truncated": "true", "log.rollouts_per_step": 9, "checkpoint.every": 1,
+        "log.rollouts_per_step": 9, "checkpoint.every": 1,
     }  # fmt: skip
     (tmp_path / "empty.toml").write_text("")
     overrides = [word for key, value in settings.items() for word in (f"--{key}", str(value))]

@@ -59,13 +59,12 @@ def test_special_tokens(tokenizer):
 
 
 def test_sudoku_prompts_stay_short(tokenizer):
-    lengths = {}
-    for actor, messages, text in DEMONSTRATIONS:
-        length = len(ids(tokenizer, messages, add_generation_prompt=True))
-        lengths[actor] = max(lengths.get(actor, 0), length)
+    first, later = [], []
+    for _, messages, text in DEMONSTRATIONS:
+        told = "Wrong" in messages[-1]["content"]  # of a draft, which costs at most four words and 12 numbers
+        (later if told else first).append(len(ids(tokenizer, messages, add_generation_prompt=True)))
         assert len(tokenizer(text)["input_ids"]) == 19
-    assert max(lengths.values()) <= 60
-    assert lengths["solver"] <= 41
+    assert max(first) <= 41 and max(later) <= 110
 
 
 def test_save_and_load_round_trip(tokenizer, tmp_path):

@@ -70,7 +70,7 @@ def letters_trainer(
     arena = Arena(
         TransformersClient(models, tokenizer),
         tokenizer,
-        credit=ATGRPOCredit(include_truncated=True),
+        credit=ATGRPOCredit(),
         sampling=Sampling(max_tokens=WIDTH),
         seed=config.seed,
     )

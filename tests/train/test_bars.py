@@ -41,6 +41,27 @@ def test_three_bars_on_a_terminal():
     assert updates.split()[0] == "updates" and "1/6" in updates
 
 
+@pytest.mark.parametrize(
+    ("steps", "shown"),
+    [
+        ([], "validation 0.125"),
+        ([{"success_selected": 0.625}], "validation 0.125  selected 0.625"),
+        ([{"success_selected": 0.5, "validation": 0.25}, {"reward": 1.0}], "validation 0.25  reward 1"),
+    ],
+)
+def test_the_latest_validation_stays_in_view(steps, shown):
+    """Beside what a tree selected it alone is the policy's own success; so it is right after a resume."""
+    out = io.StringIO()
+    bars = ProgressBars(80, Console(file=out, force_terminal=True, width=140, color_system=None))
+    bars.start()
+    bars.rewind(2, {"step": 2, "validation": 0.125, "success_selected": 0.75})
+    for step, metrics in enumerate(steps, start=3):
+        bars.step(step, metrics)
+    bars.stop()
+    last = [line for line in plain(out).splitlines() if "/80" in line][-1]
+    assert f"{2 + len(steps)}/80 {shown} " in last
+
+
 @pytest.mark.parametrize("settings", [{"terminal": False}, {"terminal": True, "shown": False}])
 def test_notes_alone_where_no_bar_is_wanted(settings):
     assert drawn(**settings).strip() == "a note"

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import math
+import sys
 import tomllib
+from types import SimpleNamespace
 
 import pytest
+from pydantic import BaseModel
 
 from turnwise.train.config import TrainConfig
-from turnwise.train.config_files import ConfigError, config_from_dict, differences, load_config, to_toml
+from turnwise.train.config_files import ConfigError, config_from_dict, differences, load_config, read_config, to_toml
 
 
 def written(tmp_path, text):
@@ -23,6 +27,65 @@ def test_file_and_overrides(tmp_path):
 def test_a_policys_name_keeps_its_dashes():
     config = load_config(None, {"policies.my-coder.trainable": "false", "warm-start.steps": "3"})
     assert not config.policies["my-coder"].trainable and config.warm_start.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "value"),
+    [
+        ({"rollout.tree.select": "none"}, "none"),
+        ({"eval.stop_at": "none"}, None),
+        ({"log.wandb": "null"}, None),
+        ({"log.wandb": "2024"}, "2024"),
+        ({"task": "true"}, "true"),
+        ({"policies.my-coder.path": "none"}, "none"),
+        ({"policies.coder.lora": "none"}, None),
+        ({"actors.solver": "7"}, "7"),
+        ({"rollout.quotas.solver": "7"}, 7),
+        ({"policies.p.optimizer.schedule": "linear"}, "linear"),
+        ({"credit.options.scale": "none", "credit.rule": "grpo"}, "none"),
+        ({"credit.options.scale": "none"}, "none"),
+        ({"credit.options.min_std": "inf", "credit.rule": "dr_mas"}, math.inf),
+        ({"credit.options.bias_correction": "off", "credit.rule": "rae"}, False),
+        ({"credit.options.new": "none", "credit.rule": "nothing"}, None),
+        ({"loss.options.dual": "none", "loss.kind": "ppo"}, None),
+        ({"loss.options.shape": "none", "loss.kind": "words_of_mine:shaped"}, "none"),
+        ({"task_options.name": "none", "task": "one:Own"}, "none"),
+        ({"task_options.level": "none", "task": "one:Own"}, None),
+        ({"credit.options.floor": "none", "task": "one:Own"}, "none"),
+    ],
+)
+def test_a_word_of_an_override_is_what_its_key_expects(tmp_path, monkeypatch, overrides, value):
+    """``none`` was null even where it is a choice, and ``--log.wandb 2024`` was refused as a number."""
+
+    class Options(BaseModel):
+        name: str = ""
+        level: int | None = 3
+
+    (tmp_path / "words_of_mine.py").write_text(OWN_OPTIONS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "words_of_mine", raising=False)
+    own = SimpleNamespace(options_type=Options, credit_rule="words_of_mine:Floored")
+    found = read_config(None, overrides, task_type={"one:Own": own, "sudoku": SimpleNamespace()}.__getitem__)
+    for key in next(iter(overrides)).split("."):
+        found = found[key] if isinstance(found, dict) else getattr(found, key)
+    assert found == value and type(found) is type(value)
+
+
+OWN_OPTIONS = """
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+if TYPE_CHECKING:
+    from nowhere import Unknown
+
+def shaped(logprobs, old_logprobs, advantages, *, other: Unknown = 3, shape: Literal["none", "round"] = "round"):
+    return -advantages * logprobs
+
+@dataclass
+class Floored:
+    other: Unknown | None = None
+    floor: Literal["none", "zero"] = "zero"
+"""
 
 
 def test_toml_round_trip():
@@ -57,6 +120,8 @@ def test_unknown_keys_name_the_nearest(key, message):
         ("eval.stop_at", "True"),
         ("loss.aggregation", "sum"),
         ("rollout.branches", "0"),
+        ("seed", "-3"),
+        ("seed", "10000000000000000000007"),
     ],
 )
 def test_bad_values_name_key_and_value(key, value):

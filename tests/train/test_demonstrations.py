@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from turnwise.chat import ChatRenderer
 from turnwise.train.config_files import ConfigError
 from turnwise.train.demonstrations import Row, RowReader, fitting, tokenize
 from turnwise.train.run_log import RunLog
@@ -59,6 +60,16 @@ def test_rows_of_one_actor_and_of_all(write):
 def test_bad_rows_name_file_and_line(write, line, message):
     with pytest.raises(ConfigError, match=message):
         RowReader(["solver", "judge"]).read(write({"messages": CHAT, "completion": "4"}, line))
+
+
+def test_a_bad_byte_names_its_line_and_a_line_separator_ends_none(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    good = '{"prompt": "one\u2028two", "completion": "4"}\n'.encode()
+    path.write_bytes(good)
+    assert RowReader(["solver"]).read(path) == [Row("one\u2028two", "4", None, f"{path}:1")]
+    path.write_bytes(good + b'{"prompt": "\xff", "completion": "4"}\n')
+    with pytest.raises(ConfigError, match=r"rows.jsonl:2: not JSON: .*can't decode byte 0xff"):
+        RowReader(["solver"]).read(path)
 
 
 def test_files_that_give_nothing(write, tmp_path):
@@ -133,11 +144,24 @@ def test_a_reward_that_none_reaches(tmp_path):
 
 def test_tokenized_as_a_call_sends_it(small_model):
     _, tokenizer = small_model()
-    chat = tokenize(tokenizer, CHAT, "4")
+    renderer = ChatRenderer(tokenizer)
+    chat = tokenize(renderer, Row(CHAT, "4", None, ""))
     assert tokenizer.decode(chat.prompt_token_ids) == "<|user|>2 + 2 = ?<|end|><|assistant|>"
     assert tokenizer.decode(chat.completion_token_ids) == "4<|end|>"
-    text = tokenize(tokenizer, "2 + 2 =", " 4")
+    text = tokenize(renderer, Row("2 + 2 =", " 4", None, ""))
     assert tokenizer.decode([*text.prompt_token_ids, *text.completion_token_ids]) == "2 + 2 = 4<|end|>"
+
+
+def test_what_a_model_wrote_spells_control_tokens_as_text(small_model, tmp_path):
+    _, tokenizer = small_model()
+    renderer = ChatRenderer(tokenizer)
+    assert all(row.recorded for row in RowReader(["solver", "judge"]).read(recorded(tmp_path)))
+    ends = []
+    for is_recorded in (True, False):
+        ids = tokenize(renderer, Row(CHAT, "4<|end|>5", None, "", is_recorded)).completion_token_ids
+        assert tokenizer.decode(ids) == "4<|end|>5<|end|>"
+        ends.append(ids.count(tokenizer.eos_token_id))
+    assert ends == [1, 2]
 
 
 def test_rows_that_do_not_fit_are_counted_and_the_longest_named(small_model):

@@ -1,17 +1,19 @@
 """Two processes that run the tries of their rows on a model in FSDP2's shards get the gradients of a whole model that
-reads all rows one by one.
+reads all rows one by one. Each of its sharded weights is named, watched, and refused where its bytes would be written.
 
 The processes talk over gloo on the CPU and are started once, for all cases; each is this file run as a script.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,9 +23,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from turnwise.inference.transfer import make_transfer
+from turnwise.inference.vllm_weights import shapes_of
+from turnwise.inference.weights import copy_weights
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train.batch import MicroBatch, pack
+from turnwise.train.checkpoint_files import write_tensors
 from turnwise.train.forward import Forward
+from turnwise.train.policy import bit_sum, named_weights
 from turnwise.train.trie import Trie
 from turnwise.types import TrainingBatch
 
@@ -123,19 +130,56 @@ def train(case: Case, rank: int) -> dict[str, Tensor]:
     return gradients(model)
 
 
+def report(path: Path) -> dict[str, Any]:
+    """What becomes of sharded weights in one of the processes: those that are named, watched and copied, and the
+    refusals of those who would write them."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    lm, other = make_lm(CASES[1]), make_lm(CASES[1])
+    small = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))  # of its last layer the second process holds nothing
+    for part in (*lm.model.layers, lm, *other.model.layers, other, small):
+        fully_shard(part, mesh=mesh)
+    weights = dict(named_weights(lm))
+    watched = []
+    with torch.no_grad():
+        for weight in weights.values():
+            before = [bit_sum(each) for each in weights.values()]
+            weight.to_local().view(-1)[0] += 1
+            watched.append(sum(bit_sum(each) != was for each, was in zip(weights.values(), before, strict=True)))
+    copy_weights(other, weights.items(), "default")
+    copied = all(torch.equal(mine.to_local(), weights[name].to_local()) for name, mine in named_weights(other))
+    attempts: dict[str, Callable[[], object]] = {
+        "part": lambda: copy_weights(other, list(weights.items())[1:], "default"),
+        "plain": lambda: copy_weights(make_lm(CASES[1]), weights.items(), "default"),
+        "transfer": lambda: make_transfer("auto").send(weights),
+        "shapes": lambda: shapes_of(weights),
+        "file": lambda: write_tensors(weights, path),
+    }
+    refused = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except ValueError as error:
+            refused[name] = str(error)
+    return {
+        "named": list(weights), "small": len(list(named_weights(small))), "watched": watched, "copied": copied,
+        "refused": refused, "written": path.exists(),
+    }  # fmt: skip
+
+
 def work(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=30))
     torch.save({str(case): train(case, rank) for case in CASES}, folder / f"{rank}.pt")
+    (folder / f"{rank}.json").write_text(json.dumps(report(folder / f"{rank}.safetensors")))
     store.set(f"done {rank}", "")
     store.wait([f"done {other}" for other in range(WORLD)])
     os._exit(0)  # taking gloo down, its threads and all, now and then aborts in the interpreter's last moments
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Tensor]]]:
-    """What each process found, by case."""
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with what each process found."""
     folder = tmp_path_factory.mktemp("distributed")
     workers = [
         subprocess.Popen(
@@ -152,7 +196,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str
         for worker in workers:
             worker.kill()
     assert [worker.returncode for worker in workers] == [0] * WORLD, "\n".join(said)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(done: Path) -> list[dict[str, dict[str, Tensor]]]:
+    """The gradients that each process found, by case."""
+    return [torch.load(done / f"{rank}.pt") for rank in range(WORLD)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -166,6 +216,22 @@ def test_gradients_of_a_sharded_model_over_tries_are_those_of_whole_rows(trained
         for name, value in want.items():
             error = (got[name] - value).abs().max() / value.abs().max()
             assert error <= TOLERANCE, (name, float(error))
+
+
+def test_no_sharded_weight_is_dropped(done: Path) -> None:
+    want = [name for name, _ in named_weights(make_lm(CASES[1]))]
+    assert "lm_head.weight" not in want and len(want) > 10
+    for rank in range(WORLD):
+        found = json.loads((done / f"{rank}.json").read_text())
+        assert found["named"] == want, "tied ones once, all others as they are"
+        assert found["small"] == 4
+        assert found["watched"] == [1] * len(want), "a change of one weight is a change of its number alone"
+        assert found["copied"]
+        assert "'model.embed_tokens.weight', 'lm_head.weight' are missing" in found["refused"].pop("part")
+        assert list(found["refused"]) == ["plain", "transfer", "shapes", "file"]
+        for said in found["refused"].values():
+            assert "'model.embed_tokens.weight' is a DTensor" in said and "get_model_state_dict" in said
+        assert not found["written"]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from turnwise.arena import Arena, ArtifactStore
+from turnwise.arena import Arena, ArtifactStore, Filters, TreeSampler
 from turnwise.inference import RoutingClient, ScriptedClient
 from turnwise.train import ConfigError, Evaluation, Policy, Trainer
 from turnwise.train.checkpoint import CheckpointError, list_checkpoints
@@ -230,6 +230,29 @@ def scored(trainer, successes):
     return trainer
 
 
+@pytest.mark.parametrize(
+    ("sampler", "name"),
+    [
+        (None, "success"),
+        (TreeSampler(4), "success_selected"),
+        (TreeSampler({"second": 4}, "sample"), "success_selected"),
+        (TreeSampler(4, lambda steps, rng: 1), "success_selected"),
+        (TreeSampler(4, survivors=2), "success_selected"),
+        (TreeSampler(4, "first"), "success"),
+        (TreeSampler(4, "none"), "success"),
+    ],
+)
+async def test_success_of_the_best_of_n_has_a_name_of_its_own(make_trainer, sampler, name):
+    """A tree that selects by reward plays better than its policies do alone; what they reach alone stands beside it."""
+    trainer = make_trainer(steps=1, eval={"every": 1})
+    trainer.arena.episodes["letters"].sampler = sampler
+    trainer.arena.filters = Filters(zero_advantage=False)
+    await trainer.run()
+    row = metrics_of(trainer)[-1]
+    assert row[name] == row["metric/success/first"] and 0 <= row["validation"] <= 1
+    assert {"success", "success_selected"} & set(row) == {name}
+
+
 async def test_stops_when_no_validation_is_better_also_after_a_resume(make_trainer):
     curve, patient = [0.1, 0.4, 0.2, 0.4, 0.9, 1.0], {"eval": {"every": 1, "patience": 2}}
     assert (await scored(make_trainer("whole", steps=5, **patient), curve).run()).step == 3
@@ -327,6 +350,31 @@ async def test_a_step_whose_updates_were_all_skipped_makes_no_new_version(make_t
     policy = trainer.policies["default"]
     assert (policy.version, policy.skipped) == (0, 1)
     assert "changed no weight" not in capsys.readouterr().out
+
+
+async def test_weights_that_are_not_finite_reach_no_client(make_trainer):
+    """Neither those of an update that overflowed, nor those of a checkpoint: the client keeps what it had."""
+    trainer = make_trainer(steps=3, checkpoint={"every": 1})
+    policy, update = trainer.policies["default"], trainer.update
+
+    def poisoned(batch):
+        metrics = update(batch)
+        if policy.version == 2:
+            next(iter(policy.model.parameters())).data[0, 0] = float("inf")
+        return metrics
+
+    trainer.update = poisoned
+    told = "policy 'default': weight 'model.embed_tokens.weight' is not finite at version {}, so it is not published"
+    with pytest.raises(FloatingPointError, match=told.format(2)):
+        await trainer.run()
+    assert trainer.arena.client.version("default") == 1 and trainer.progress.step == 1
+    assert list_checkpoints(trainer.checkpoints)[-1].name.endswith("1"), "the last good one"
+    trainer.save()
+    (trainer.config.run_dir / "metrics.jsonl").write_text("")
+    trainer.progress.step = 5
+    trainer.save()
+    with pytest.raises(FloatingPointError, match=told.format(2)):
+        await make_trainer(steps=9).run()
 
 
 def test_a_loss_that_can_not_be_is_refused_before_anything_runs(make_trainer):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import os
+import pickle
 import threading
 
 import pytest
@@ -11,7 +14,8 @@ import torch
 
 from turnwise.arena import Arena
 from turnwise.credit import RAECredit
-from turnwise.train.checkpoint import list_checkpoints
+from turnwise.train.checkpoint import CheckpointError, list_checkpoints
+from turnwise.train.checkpoint_files import read_listed, write_manifest
 from turnwise.train.loop import QUEUE
 
 TIMINGS = ("seconds_rollout", "seconds_update", "tokens_per_second")
@@ -126,13 +130,46 @@ async def test_a_deterministic_run_repeats_and_resumes_bit_for_bit(make_trainer,
     assert_equal_runs(whole, resumed)
 
 
+class Evil:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+async def test_a_queue_that_the_manifest_does_not_list_is_never_unpickled(make_trainer, tmp_path):
+    await make_trainer(steps=1, checkpoint={"every": 1}).run()
+    again = make_trainer(steps=2, checkpoint={"every": 1})
+    [*_, newest] = list_checkpoints(again.checkpoints)
+    assert not (newest / QUEUE).exists()
+    (newest / QUEUE).write_bytes(pickle.dumps(Evil(tmp_path / "made")))
+    with pytest.raises(CheckpointError, match=rf"{QUEUE} is not in the checkpoint's manifest, so it is not read"):
+        await again.run()
+    assert not (tmp_path / "made").exists()
+    content = (newest / QUEUE).read_bytes()
+    manifest = json.loads((newest / "manifest.json").read_text())
+    del manifest["sha256"]
+    manifest["files"][QUEUE] = [len(content), hashlib.sha256(content).hexdigest()]
+    write_manifest(manifest, newest)
+    assert read_listed(newest, QUEUE) == content
+    (newest / QUEUE).write_bytes(content[:-1] + b"x")
+    with pytest.raises(CheckpointError, match=rf"{QUEUE} is damaged"):
+        read_listed(newest, QUEUE)
+    (newest / "manifest.json").write_text((newest / "manifest.json").read_text().replace(QUEUE, "other"))
+    with pytest.raises(CheckpointError, match=r"manifest.json is damaged"):
+        read_listed(newest, QUEUE)
+
+
 async def test_ctrl_c_leaves_a_deterministic_run_that_goes_on_bit_for_bit(make_trainer):
     """RAE's baselines depend on the order of the batches: they are in the checkpoint too."""
 
     def trainer_of(name):
         loop = {"max_staleness": 2, "deterministic": True}
         trainer = make_trainer(name, steps=6, loop=loop)
-        trainer.arena.credit = RAECredit(include_truncated=True)
+        trainer.arena.credit = RAECredit()
         return trainer
 
     whole = trainer_of("whole")

@@ -8,9 +8,10 @@ import torch
 
 from turnwise.inference.adapters import SharedBase
 from turnwise.train.batch import micro_batches
+from turnwise.train.checkpoint_files import read_tensors, write_tensors
 from turnwise.train.config import KLConfig, LoraConfig, LossConfig, UpdateConfig
 from turnwise.train.models import peft_config
-from turnwise.train.policy import Policy, fingerprints, named_weights
+from turnwise.train.policy import Policy, _count_not_finite, fingerprints, named_weights
 from turnwise.train.update import update_policy
 
 
@@ -46,6 +47,38 @@ def test_tied_weights_are_named_once_and_the_fingerprint_sees_a_change(small_mod
     with torch.no_grad():
         model.model.norm.weight[3] += 1e-3
     assert policy.fingerprint() != before
+
+
+def test_a_view_of_a_weight_is_a_weight_of_its_own(tmp_path):
+    """It begins where the whole begins: named by that alone, the one that comes second would be lost."""
+    model = torch.nn.Module()
+    whole = torch.nn.Parameter(torch.arange(12.0).view(4, 3))
+    model.register_buffer("rows", whole.data[:2])
+    model.whole = whole
+    assert [name for name, _ in named_weights(model)] == ["whole", "rows"]
+    write_tensors(dict(named_weights(model)), tmp_path / "file")
+    read = read_tensors(tmp_path / "file")
+    assert torch.equal(read["whole"], whole) and torch.equal(read["rows"], whole[:2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_are_named_when_a_policy_is_made(small_model, bad, dtype):
+    """Of its own model, of a reference, and of the base below an adapter; weights whose sum overflows are fine."""
+    assert not _count_not_finite(torch.full((4,), 3e38, dtype=dtype))
+    model, _ = small_model()
+    model.to(dtype)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, :2] = bad
+    name = r"'model.layers.1.mlp.up_proj.weight' is not finite at the start: 2 of 2048 elements are NaN or infinite"
+    with pytest.raises(FloatingPointError, match=f"policy 'solver': weight {name}"):
+        Policy("solver", model, UpdateConfig(), total_steps=1)
+    sound, _ = small_model()
+    with pytest.raises(FloatingPointError, match=f"policy 'solver': its reference's weight {name}"):
+        Policy("solver", sound, UpdateConfig(), total_steps=1, reference=model)
+    adapted = SharedBase(model, "tiny").add_adapter("solver", peft_config(LoraConfig(rank=2)), 0)
+    with pytest.raises(FloatingPointError, match=f"policy 'solver': its base's weight {name}"):
+        Policy("solver", adapted, UpdateConfig(), total_steps=1)
 
 
 def test_the_linear_schedule(small_model):

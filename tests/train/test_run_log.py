@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import threading
 
+import pytest
 from rich.console import Console
 
 from turnwise.tasks.tiny import build_tokenizer
@@ -39,6 +41,18 @@ def test_a_line_a_step_and_a_few_rollouts(tmp_path):
     assert [(line["step"], line["id"], line["error"]) for line in rollouts] == [(1, "r0", None), (1, "r2", "boom")]
 
 
+def test_warnings_are_printed_and_kept(tmp_path):
+    out = io.StringIO()
+    log = RunLog(tmp_path, 3, console=Console(file=out, width=200))
+    log.warn(1, "no sample trains")
+    log.warn(3, "a ratio of 30")
+    assert out.getvalue().splitlines() == ["step 1: no sample trains", "step 3: a ratio of 30"]
+    log.rewind(2)
+    log.warn(3, "a ratio of 40")
+    kept = [{"step": 1, "warning": "no sample trains"}, {"step": 3, "warning": "a ratio of 40"}]
+    assert read_metrics(tmp_path, "warnings.jsonl") == kept
+
+
 def test_extras_that_json_cannot_hold_do_not_end_a_run(tmp_path):
     extras = {(0, 1): {"seat": 2}, "lock": threading.Lock(), "moves": (1, 2)}
     RunLog(tmp_path, 1).step(1, {}, [GenerateResult(Rollout("r0", "x", Actor("solver"), extras=extras))])
@@ -57,6 +71,35 @@ def test_rewind_drops_later_and_broken_lines(tmp_path):
     log.rewind(2)
     log.step(3, {"reward": 9})
     assert [line["reward"] for line in read_metrics(tmp_path)] == [1, 2, 9]
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b'{"step": 2, "re\xffward": 1}', "can't decode byte 0xff in position 15"),
+        (b'{"step": 2, "rew', "Invalid control character"),
+        (b"\0\0\0", "Expecting value"),
+        (b'{"reward": 1}', "'step'"),
+        (b"[2]", "list indices"),
+    ],
+)
+def test_a_bad_line_is_named_and_nothing_is_dropped(tmp_path, line, why):
+    """A bad byte was told without file or line, and a line that is no JSON was dropped in silence."""
+    path = tmp_path / "metrics.jsonl"
+    content = b'{"step": 1, "reward": 1}\n' + line + b'\n{"step": 3, "reward": "\xe2\x80\xa8"}\n'
+    path.write_bytes(content)
+    for read in (lambda: read_metrics(tmp_path), lambda: RunLog(tmp_path, 3).rewind(1)):
+        with pytest.raises(ValueError, match=f"{re.escape(str(path))}, line 2: expected a JSON object .*{why}"):
+            read()
+    assert path.read_bytes() == content and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_line_that_a_kill_cut_off_is_left_out_wherever_it_was_cut(tmp_path):
+    path, whole = tmp_path / "metrics.jsonl", '{"step": 1, "name": "ä\u2028"}\n'.encode()
+    for length in range(len(whole) - 1):
+        path.write_bytes(whole + whole[:length])
+        assert len(read_metrics(tmp_path)) == 1
+        assert RunLog(tmp_path, 3).rewind(1) == 0 and path.read_bytes() == whole
 
 
 def test_every_sink_hears_everything(tmp_path):

@@ -252,6 +252,20 @@ def test_after_too_many_in_a_row_the_run_stops(random_batch, small_model, max_sk
     assert policy.skipped == 0
 
 
+def test_weights_that_are_not_finite_are_named_at_once(random_batch, small_model):
+    """However many updates may be skipped: no batch does better."""
+    policy = Policy("default", small_model()[0], UpdateConfig(max_skipped=9), total_steps=9)
+    with torch.no_grad():
+        policy.model.model.layers[0].input_layernorm.weight[0] = np.nan
+    told = (
+        "policy 'default': weight 'model.layers.0.input_layernorm.weight' is not finite at update 0: 1 of 32 elements"
+    )
+    with pytest.raises(FloatingPointError, match=told):
+        update_policy(
+            policy, random_batch(0, rows=4), UpdateConfig(max_skipped=9), LossConfig(), np.random.default_rng(0)
+        )
+
+
 def test_a_gradient_that_overflows_is_skipped_too(random_batch, small_model):
     model, _ = small_model()
     update = UpdateConfig(max_skipped=1)

@@ -28,6 +28,7 @@ from turnwise.arena.resampling import check_stateless, describe_draws, resample,
 from turnwise.arena.scheduler import CallBudget, EpisodesUnderWay, FailureCount, in_turns, run_all
 from turnwise.arena.seating import Seating
 from turnwise.arena.store import ArtifactStore
+from turnwise.samples import collect_samples
 from turnwise.types import (
     Actor,
     CreditAssigner,
@@ -123,6 +124,7 @@ class Arena:
         self.budget = CallBudget(max_concurrency)
         self.quotas: dict[str | None, CallBudget] = {}
         self._prompts = PromptCache()
+        self._zero_causes: dict[int, str] = {}
         self.started = self.batches = 0
         self._loose_calls = 0
         self._evaluation_sampling: Sampling | None = None
@@ -265,19 +267,19 @@ class Arena:
     def assign_credit(self, results: Sequence[GenerateResult]) -> None:
         """Set ``Step.advantage`` of every trainable step. Called once per batch: a rule may learn from it."""
         self.shape_rewards(results)
-        samples, _ = rows.gather(results, self.filters)
+        samples = collect_samples(results)
         if samples and self.reward_penalty is not None:
             rows.penalize(samples, self.reward_penalty(samples))
-        rows.set_advantages(results, samples, rows.advantages_of(samples, self.credit, results))
+        self._zero_causes = rows.set_advantages(results, samples, self.credit)
 
     def build_training_batch(self, results: Sequence[GenerateResult]) -> TrainingBatch:
         """Pack the steps that train. Raises ``ValueError`` if :meth:`assign_credit` did not run on ``results``."""
         filters = self.filters if self.credit is not None else replace(self.filters, zero_advantage=False)
-        training, dropped = rows.training_rows(results, filters)
+        training, drops = rows.training_rows(results, filters, self._zero_causes)
         metrics = rows.describe(results)
         if self.filters.resample:
             metrics |= describe_draws(results, training.calls)
-        batch = rows.pack_rows(training, dropped, metrics)
+        batch = rows.pack_rows(training, drops, metrics)
         if self.check_private:
             check_batch(batch, results)
         return batch

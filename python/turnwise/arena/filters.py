@@ -1,21 +1,25 @@
-"""Which samples train. Every sample that a filter takes out is counted under the filter's name."""
+"""Which samples train. Every sample that a filter takes out is counted under its cause."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from turnwise.types import Sample, Step
 
 Call = Sample | Step
 
+ZERO_ADVANTAGE = "zero_advantage"
+"""The cause of an advantage of 0 that its rule says nothing more of."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
     """What leaves a batch, and whether questions are drawn to take its place.
 
-    ``truncated`` drops completions that ran into their token limit, before credit: they enter no statistics.
-    ``zero_advantage`` (tied groups) and ``max_length`` (more tokens in prompt and completion) drop after credit.
+    All drop after credit, so what they drop still counts in the statistics of its group: ``truncated`` completions that
+    ran into their token limit, ``zero_advantage`` those with nothing to learn from (tied groups), ``max_length`` those
+    with more tokens in prompt and completion.
     ``resample`` draws up to so many more batches, until as many questions have an advantage as the first one held
     (:mod:`turnwise.arena.resampling`).
 
@@ -33,24 +37,22 @@ class Filters:
         if self.resample < 0:
             raise ValueError(f"resample={self.resample!r}: expected a count >= 0")
 
-    def before_credit(self, calls: Sequence[Call]) -> tuple[list[bool], dict[str, int]]:
-        """Which of ``calls`` credit rules see, and how many are dropped, by reason."""
-        kept = [call.finish_reason != "length" for call in calls] if self.truncated else [True] * len(calls)
-        return kept, _counts(truncated=kept.count(False))
+    def causes(self, calls: Sequence[Call], zero_causes: Mapping[int, str] | None = None) -> list[str | None]:
+        """Why each of ``calls``, all of which have an advantage, is dropped; ``None`` for those that train.
 
-    def after_credit(self, calls: Sequence[Call]) -> tuple[list[bool], dict[str, int]]:
-        """Which of ``calls`` train, all of which have an advantage, and how many are dropped, by reason."""
-        told = [call.advantage != 0 for call in calls] if self.zero_advantage else [True] * len(calls)
-        most = self.max_length
-        kept = (
-            told if most is None else [tell and _length(call) <= most for tell, call in zip(told, calls, strict=True)]
-        )
-        return kept, _counts(zero_advantage=told.count(False), max_length=kept.count(False) - told.count(False))
+        ``zero_causes`` tells by ``id(call)`` why an advantage is 0, where that is known.
+        """
+        known = zero_causes or {}
+        return [self._cause(call, known) for call in calls]
 
-
-def _length(call: Call) -> int:
-    return len(call.prompt_token_ids) + len(call.completion_token_ids)
-
-
-def _counts(**counts: int) -> dict[str, int]:
-    return {name: count for name, count in counts.items() if count}
+    def _cause(self, call: Call, zero_causes: Mapping[int, str]) -> str | None:
+        if self.truncated and call.finish_reason == "length":
+            return "truncated"
+        if self.zero_advantage and call.advantage == 0:
+            return zero_causes.get(id(call), ZERO_ADVANTAGE)
+        if (
+            self.max_length is not None
+            and len(call.prompt_token_ids) + len(call.completion_token_ids) > self.max_length
+        ):
+            return "max_length"
+        return None

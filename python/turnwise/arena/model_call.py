@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.arena.context import current_context
 from turnwise.arena.privacy import check_prompt, sampled_key
+from turnwise.chat import ChatRenderer
 from turnwise.state import to_python
 from turnwise.types import (
     Actor,
@@ -134,35 +135,24 @@ def _is_text(message: Any) -> bool:
     )
 
 
-def to_token_ids(tokenizer: Tokenizer, messages: Messages) -> list[int]:
-    """Prompt ids of a chat, the generation prompt added. Tokenizers answer with a list or with a mapping: both do."""
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
-    if isinstance(ids, Mapping):
-        ids = ids["input_ids"]
-    ids = list(ids)
-    if len(ids) == 1 and isinstance(ids[0], (list, tuple)):
-        ids = list(ids[0])
-    return ids if set(map(type, ids)) == {int} else [int(token) for token in ids]
-
-
 class PromptCache:
     """Token ids of the latest prompts: the siblings of a tree ask for the same chat, and templates are slow."""
 
     SIZE = 256
 
     def __init__(self) -> None:
-        self._tokenizer: Tokenizer | None = None
+        self._renderer: ChatRenderer | None = None
         self._ids: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()
 
     def token_ids(self, tokenizer: Tokenizer, messages: Messages) -> list[int]:
-        if tokenizer is not self._tokenizer:
-            self._tokenizer = tokenizer
+        if self._renderer is None or tokenizer is not self._renderer.tokenizer:
+            self._renderer = ChatRenderer(tokenizer)
             self._ids.clear()
         plain = all(map(_is_text, messages))
         key = tuple(text for message in messages for text in message.items()) if plain else repr(messages)
         known = self._ids.get(key)
         if known is None:
-            known = self._ids[key] = tuple(to_token_ids(tokenizer, messages))
+            known = self._ids[key] = tuple(self._renderer.prompt_ids(messages))
             if len(self._ids) > self.SIZE:
                 self._ids.popitem(last=False)
         else:

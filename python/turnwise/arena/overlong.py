@@ -21,8 +21,7 @@ class OverlongPenalty:
 
     A step's own reward is lowered; the rollout's reward of its actor as well, unless the step lost its selection in a
     tree; of a tree with several ends, the reward of each end that the step led to. So a step without a reward of its
-    own shares what its actor's steps lost. Credit rules that leave truncated calls out (``include_truncated=False``)
-    still do.
+    own shares what its actor's steps lost.
 
     Example: ``OverlongPenalty(100, 1.0).of(tokens=450, limit=500) == 0.5``
     """

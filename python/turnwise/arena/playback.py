@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.arena.context import EpisodeContext, Luck, derive_seed
 from turnwise.arena.divergence import Divergence, different_tokens
-from turnwise.arena.exact import LostValueError, decode
+from turnwise.arena.exact import LostValueError, UntrustedValueError
 from turnwise.arena.group_rewards import chain_of, tell
 from turnwise.arena.play import open_episode, play
 from turnwise.arena.record import Record, RecordedCall, ReplayError, nodes_of
@@ -258,8 +258,8 @@ class Playback:
     # -- what is given back --------------------------------------------------------------------------------------------
     def _value(self, key: str, recorded: Mapping[str, Any]) -> Any:
         try:
-            error, value = decode(recorded["error"]), decode(recorded["value"])
-        except LostValueError as lost:
+            error, value = self.record.decode(recorded["error"]), self.record.decode(recorded["value"])
+        except (LostValueError, UntrustedValueError) as lost:
             raise self._stopped(Divergence("what was read", key, str(lost), "nothing to give back")) from lost
         if error is not None:
             raise error

@@ -9,11 +9,11 @@ held; what is over is trimmed, question by question, in the order in which they 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from turnwise.arena import samples as rows
 from turnwise.arena.context import resolve
+from turnwise.samples import collect_samples
 from turnwise.types import CreditAssigner, EpisodeRequest, GenerateResult, Step
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ async def resample(arena: Arena, requests: Sequence[EpisodeRequest], drawn: Call
     """Play ``requests`` and up to ``arena.filters.resample`` more draws; all results, in the order of the draws.
 
     As many questions stay trainable as ``requests`` have (fewer where the draws did not give them). The others are kept
-    for the record and their tokens count; ``TrainingBatch.dropped`` has their samples under ``zero_advantage`` and
+    for the record and their tokens count; ``TrainingBatch.dropped`` has their samples under ``resample`` and
     ``surplus``. A question is the ``uid`` of a top episode with all that was spawned below it. ``drawn`` is called once
     no more draws can follow, so the next batch may have to wait for the results of this one.
     """
@@ -48,20 +48,20 @@ async def resample(arena: Arena, requests: Sequence[EpisodeRequest], drawn: Call
     kept, surplus = set(telling[:wanted]), set(telling[wanted:])
     for top in results:
         if top.uid not in kept:
-            _leave_out(top, "surplus" if top.uid in surplus else "zero_advantage")
+            _leave_out(top, "surplus" if top.uid in surplus else "resample")
     return results
 
 
 def telling_questions(arena: Arena, results: Sequence[GenerateResult]) -> list[Hashable]:
     """The questions with a sample that would train and whose advantage is not 0, in order of first appearance."""
     arena.shape_rewards(results)
-    samples, _ = rows.gather(results, arena.filters)
+    samples = collect_samples(results)
     advantages = rows.advantages_of(samples, arena.credit, results)
     for sample, advantage in zip(samples, advantages, strict=True):
         sample.advantage = float(advantage)
     telling = [sample for sample in samples if sample.advantage != 0]
-    kept, _ = arena.filters.after_credit(telling)
-    found = {sample.top.uid for sample in compress(telling, kept) if sample.top is not None}
+    causes = arena.filters.causes(telling)
+    found = {s.top.uid for s, cause in zip(telling, causes, strict=True) if cause is None and s.top is not None}
     return [uid for uid in dict.fromkeys(top.uid for top in results) if uid in found]
 
 

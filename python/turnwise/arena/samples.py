@@ -12,20 +12,23 @@ import numpy as np
 
 from turnwise._C import pack_tokens, read_attributes, read_items
 from turnwise.arena.filters import Filters
-from turnwise.samples import Calls, samples_of, trainable_calls
+from turnwise.samples import Calls, trainable_calls
 from turnwise.types import CreditAssigner, GenerateResult, PolicyVersions, Sample, Step, TrainingBatch
 
 Reason = Callable[[GenerateResult, Step], bool]
 
 REASONS: dict[str, Reason] = {
     "failed": lambda result, step: result.rollout.error is not None or "error" in step.info,
-    "zero_advantage": lambda result, step: result.rollout.meta.get("left_out") == "zero_advantage",
+    "resample": lambda result, step: result.rollout.meta.get("left_out") == "resample",
     "surplus": lambda result, step: result.rollout.meta.get("left_out") == "surplus",
     "reward_error": lambda result, step: "dropped" in result.rollout.meta,
     "untrainable": lambda result, step: not (result.is_trainable and step.trainable),
     "aborted": lambda result, step: step.finish_reason == "abort",
 }
 """Why :func:`turnwise.samples.trainable_calls` leaves a model call out; the first that holds is counted."""
+
+Drops = dict[tuple[str, str], int]
+"""How many model calls don't train, by ``(actor, cause)``."""
 
 
 STEP_COLUMNS = (
@@ -69,42 +72,32 @@ class Rows:
         return Rows(self.name, *(list(compress(getattr(self, column), kept)) for column in columns))
 
 
-def gather(results: Sequence[GenerateResult], filters: Filters) -> tuple[list[Sample], dict[str, int]]:
-    """The samples that credit rules see, and how many model calls were left out, by reason.
+def training_rows(
+    results: Sequence[GenerateResult], filters: Filters, zero_causes: Mapping[int, str] | None = None
+) -> tuple[Rows, Drops]:
+    """The rows that train, and how many model calls don't. Judges count nowhere.
 
-    Failed and (if asked) truncated ones are gone before credit, so they enter no statistics. Judges count nowhere.
-    """
-    calls = trainable_calls(results)
-    samples = samples_of(calls)
-    kept, filtered = filters.before_credit(samples)
-    return list(compress(samples, kept)), dict(_left_out(calls) + Counter(filtered))
-
-
-def training_rows(results: Sequence[GenerateResult], filters: Filters) -> tuple[Rows, dict[str, int]]:
-    """The rows that train, and how many model calls were left out, by reason.
-
-    Raises ``ValueError`` for a step without an advantage.
+    ``zero_causes`` tells by ``id(step)`` why an advantage is 0. Raises ``ValueError`` for a step without an advantage.
     """
     calls = trainable_calls(results)
     rows = _rows_of(calls)
-    kept, filtered = filters.before_credit(rows.calls)
-    rows = rows.where(kept)
     if None in rows.advantages:
         step = rows.calls[rows.advantages.index(None)]
         raise ValueError(
             f"{rows.name(step)} has no advantage: call assign_credit(results) before build_training_batch(results)"
         )
-    kept, also = filters.after_credit(rows.calls)
-    return rows.where(kept), dict(_left_out(calls) + Counter(filtered) + Counter(also))
+    causes = filters.causes(rows.calls, zero_causes)
+    filtered = Counter((actor, cause) for actor, cause in zip(rows.actors, causes, strict=True) if cause is not None)
+    return rows.where([cause is None for cause in causes]), dict(_left_out(calls) + filtered)
 
 
-def _left_out(calls: Calls) -> Counter[str]:
-    """How many other model calls there are, by reason; judges count nowhere."""
+def _left_out(calls: Calls) -> Counter[tuple[str, str]]:
+    """How many other model calls there are; judges count nowhere."""
     if calls.others == 0:
         return Counter()
     trainable = set(map(id, calls.steps))
     return Counter(
-        next((name for name, holds in REASONS.items() if holds(node, step)), "no_tokens")
+        (step.actor_id, next((name for name, holds in REASONS.items() if holds(node, step)), "no_tokens"))
         for _, node in calls.episodes
         for step in node.rollout.steps
         if step.actor_id is not None and id(step) not in trainable
@@ -148,14 +141,26 @@ def penalize(samples: Sequence[Sample], penalties: Sequence[float]) -> None:
         sample.trajectory_reward -= totals[sample.play, sample.actor]
 
 
-def set_advantages(results: Sequence[GenerateResult], samples: Sequence[Sample], advantages: np.ndarray) -> None:
-    """Write ``advantages [B]`` into the steps that ``samples`` came from, nested episodes included."""
+def set_advantages(
+    results: Sequence[GenerateResult], samples: Sequence[Sample], credit: CreditAssigner | None
+) -> dict[int, str]:
+    """Write what the rule says into the steps that ``samples`` came from, nested episodes included.
+
+    Returns by ``id(step)`` why advantages are 0; of a rule without ``zero_causes`` nothing is known.
+    """
+    advantages = advantages_of(samples, credit, results)
     steps_of = {result.rollout.id: result.rollout.steps for top in results for result in top.walk()}
-    for sample, advantage in zip(samples, advantages.tolist(), strict=True):
-        steps_of[sample.trajectory][sample.step_index].advantage = advantage
+    steps = [steps_of[sample.trajectory][sample.step_index] for sample in samples]
+    for step, advantage in zip(steps, advantages.tolist(), strict=True):
+        step.advantage = advantage
+    zeros = np.flatnonzero(advantages == 0).tolist()
+    tell: Callable[..., Sequence[str]] | None = getattr(credit, "zero_causes", None)
+    if tell is None or not zeros:
+        return {}
+    return {id(steps[row]): cause for row, cause in zip(zeros, tell(samples, zeros), strict=True)}
 
 
-def pack(samples: Sequence[Sample], dropped: dict[str, int], metrics: dict[str, float]) -> TrainingBatch:
+def pack(samples: Sequence[Sample], drops: Drops, metrics: dict[str, float]) -> TrainingBatch:
     """Samples as one packed token stream, see :func:`pack_rows`."""
     rows = Rows(
         name=lambda sample: _name(sample.step_index, sample.trajectory),
@@ -171,7 +176,7 @@ def pack(samples: Sequence[Sample], dropped: dict[str, int], metrics: dict[str, 
         advantages=[sample.advantage for sample in samples],
         versions=[_oldest(sample.policy_versions) for sample in samples],
     )
-    return pack_rows(rows, dropped, metrics)
+    return pack_rows(rows, drops, metrics)
 
 
 def _rows_of(calls: Calls) -> Rows:
@@ -198,7 +203,7 @@ def _rows_of(calls: Calls) -> Rows:
     )
 
 
-def pack_rows(rows: Rows, dropped: dict[str, int], metrics: dict[str, float]) -> TrainingBatch:
+def pack_rows(rows: Rows, drops: Drops, metrics: dict[str, float]) -> TrainingBatch:
     """Rows as one packed token stream, see :class:`TrainingBatch`. No rows make an empty batch.
 
     All completion tokens train, the stop token included, unless a row brings its own loss mask ``[C]`` of 0 and 1.
@@ -227,7 +232,7 @@ def pack_rows(rows: Rows, dropped: dict[str, int], metrics: dict[str, float]) ->
         min_version=np.array(rows.versions, dtype=np.int64),
         actors=actors,
         policies=policies,
-        dropped=dropped,
+        drops=drops,
         metrics=metrics,
     )
 
@@ -264,7 +269,7 @@ def _numbered(names: Sequence[str]) -> tuple[list[str], np.ndarray]:
 def select(batch: TrainingBatch, rows: Sequence[int] | np.ndarray) -> TrainingBatch:
     """The rows of ``batch`` with these indices, or where this mask ``[B]`` is true, in the order given.
 
-    ``actors`` and ``policies`` stay whole, so indices into them keep their meaning; ``dropped`` and ``metrics`` stay.
+    ``actors`` and ``policies`` stay whole, so indices into them keep their meaning; ``drops`` and ``metrics`` stay.
     """
     chosen = np.arange(len(batch))[np.asarray(rows, dtype=None if len(rows) else np.int64)]
     spans = [slice(batch.cu_seqlens[row], batch.cu_seqlens[row + 1]) for row in chosen]
@@ -277,7 +282,7 @@ def select(batch: TrainingBatch, rows: Sequence[int] | np.ndarray) -> TrainingBa
     names = ("advantages", "rewards", "temperatures", "actor_index", "policy_index", "min_version")
     by_row: dict[str, Any] = {name: getattr(batch, name)[chosen] for name in names}
     cu_seqlens = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
-    return replace(batch, **by_token, **by_row, cu_seqlens=cu_seqlens, dropped=dict(batch.dropped))
+    return replace(batch, **by_token, **by_row, cu_seqlens=cu_seqlens, drops=dict(batch.drops))
 
 
 def drop_stale(batch: TrainingBatch, oldest: Mapping[str, int]) -> TrainingBatch:
@@ -293,7 +298,8 @@ def drop_stale(batch: TrainingBatch, oldest: Mapping[str, int]) -> TrainingBatch
     if fresh.all():
         return batch
     kept = select(batch, fresh)
-    kept.dropped["stale"] = kept.dropped.get("stale", 0) + int((~fresh).sum())
+    stale = Counter((batch.actors[index], "stale") for index in batch.actor_index[~fresh])
+    kept.drops = dict(Counter(kept.drops) + stale)
     return kept
 
 

@@ -173,6 +173,12 @@ class TreeSampler:
         return self.branching and self.select is not None
 
     @property
+    def favours(self) -> bool:
+        """Whether what goes on is chosen by what it earned: an episode's own trajectory then does better than its
+        policies do when they play alone."""
+        return self.selects and self.select is not select_first
+
+    @property
     def several_ends(self) -> bool:
         """Whether an episode may have several ends that are scored."""
         return self.branching and (self.select is None or self.survivors > 1)

@@ -6,8 +6,12 @@ with its ``group_key``. None of them has a critic: for one of your own there is 
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
 from turnwise.credit.at_grpo import ATGRPOCredit
-from turnwise.credit.base import Credit, GroupCredit
+from turnwise.credit.base import RULE, Credit, GroupCredit
 from turnwise.credit.constant import ConstantCredit
 from turnwise.credit.dr_grpo import DrGRPOCredit
 from turnwise.credit.dr_mas import DrMASCredit
@@ -23,6 +27,7 @@ from turnwise.credit.reinforce_pp import ReinforcePPCredit
 from turnwise.credit.rloo import RLOOCredit
 from turnwise.credit.turn_returns import TurnReturnsCredit
 from turnwise.credit.vine import VineCredit
+from turnwise.naming import construct, find_class
 
 registry: dict[str, type[Credit]] = {
     "grpo": GRPOCredit,
@@ -64,5 +69,23 @@ __all__ = [
     "ReinforcePPCredit",
     "TurnReturnsCredit",
     "VineCredit",
+    "build_rule",
     "registry",
 ]
+
+
+def build_rule(
+    name: str, options: Mapping[str, Any], key: str = "credit.rule", options_key: str = "credit.options"
+) -> Any:
+    """The rule that ``name`` stands for in :data:`registry`, or ``"module:Class"``, made with ``options``.
+
+    ``key`` and ``options_key`` are the configuration keys of both. Raises ``ValueError`` that names them.
+    """
+    rule, gone = find_class(registry, name, key, **RULE), "include_truncated"
+    if gone in options and callable(rule) and gone not in inspect.signature(rule).parameters:
+        raise ValueError(
+            f"config key '{options_key}.{gone}' = {options[gone]!r}: this option is gone: completions that ran into "
+            "their token limit now always count with their reward. Delete the key; to keep them out of the loss, set "
+            "filter.truncated = true"
+        )
+    return construct(rule, options, options_key)

@@ -16,6 +16,15 @@ from turnwise.types import GenerateResult, Sample
 
 Key = tuple[Hashable, ...]
 
+RULE: Mapping[str, Any] = {
+    "methods": ("compute", "compute_columns", "state_dict", "load_state_dict"),
+    "like": "turnwise.credit.Credit",
+}
+"""What a class must have to be a credit rule, for :func:`turnwise.naming.find_class`."""
+EQUAL, ALONE, MIN_STD, CENTERED = "equal_rewards", "alone", "min_std", "zero_advantage"
+"""Why an advantage is 0: all rewards of the group are equal; the group has nothing to compare with; its deviation is
+below ``min_std``; the reward is exactly what the rule expected (the group's mean, a baseline)."""
+
 
 class Credit(ABC):
     """Base of the credit rules; see ``turnwise.types.CreditAssigner``. A rule writes ``compute_columns``."""
@@ -43,6 +52,10 @@ class Credit(ABC):
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
         """Advantages ``[B]`` float32 of ``samples``, in their order."""
 
+    def zero_causes(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[str]:
+        """Why each of ``rows`` of ``samples`` has the advantage 0: a name that ``dropped/<name>`` counts it under."""
+        return [CENTERED] * len(rows)
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of the rule; empty for rules that look at one batch alone."""
         return {}
@@ -58,8 +71,7 @@ class GroupCredit(Credit):
     """Advantages within groups, by ``ops.group_advantage``, whose options these are.
 
     ``key`` replaces the rule's own group key, for example ``key=lambda sample: (sample.uid, sample.turn)``;
-    a sample's ``group`` goes before both. With ``include_truncated=False`` a call that ran into its token limit
-    (``finish_reason == "length"``) enters no statistics and gets 0.
+    a sample's ``group`` goes before both. A call that ran into its token limit counts like any other.
     """
 
     key: Callable[[Sample], Key] | None = None
@@ -69,7 +81,6 @@ class GroupCredit(Credit):
     eps: float = 1e-6
     singleton: str = "zero"
     min_std: float = 0.0
-    include_truncated: bool = False
 
     def __post_init__(self) -> None:
         if self.key is not None and not callable(self.key):
@@ -108,9 +119,31 @@ class GroupCredit(Credit):
 
     def grouped_by_key(self, samples: Sequence[Sample]) -> np.ndarray:
         """Advantages ``[B]`` float64 within the rule's own groups."""
+        return self.grouped(samples, [self.key_of(s) for s in samples], self.values(samples), self._units(samples))
+
+    def _units(self, samples: Sequence[Sample]) -> list[Key | None] | None:
         units = [self.unit_key(sample) for sample in samples]
-        pooled = bool(units) and units[0] is not None
-        return self.grouped(samples, [self.key_of(s) for s in samples], self.values(samples), units if pooled else None)
+        return units if units and units[0] is not None else None
+
+    def zero_causes(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[str]:
+        """Why each of ``rows`` of ``samples`` has the advantage 0, by what its group holds."""
+        keys, units = [self.key_of(sample) for sample in samples], self._units(samples) or range(len(samples))
+        groups: dict[Key, dict[Hashable, list[float]]] = {}
+        for key, unit, value in zip(keys, units, self.values(samples).tolist(), strict=True):
+            groups.setdefault(key, {}).setdefault(unit, []).append(value)
+        causes = {key: self._zero_cause(list(groups[key].values())) for key in {keys[row] for row in rows}}
+        return [causes[keys[row]] for row in rows]
+
+    def _zero_cause(self, units: Sequence[Sequence[float]]) -> str:
+        """Of a group with these rewards, unit by unit."""
+        # Offsets from the smallest: the mean of equal rewards is then exactly that reward.
+        means = [min(rewards) + sum(reward - min(rewards) for reward in rewards) / len(rewards) for rewards in units]
+        if len(means) == 1:
+            compared = (self.center, self.scale) != ("none", "none")
+            return ALONE if compared and self.singleton == "zero" else CENTERED
+        if min(means) == max(means):
+            return EQUAL
+        return MIN_STD if np.std(means, ddof=self.ddof) < self.min_std else CENTERED
 
     def grouped(
         self, samples: Sequence[Sample], keys: Sequence[Key], values: np.ndarray, units: Sequence[Any] | None = None
@@ -128,11 +161,5 @@ class GroupCredit(Credit):
             lengths=torch.tensor([float(len(s.completion_token_ids)) for s in samples]) if weighted else None,
             pool="rows" if units is None else "trajectory",
             **self._options(),
-            valid=torch.from_numpy(counted(samples, self.include_truncated)),
         )
         return advantages.numpy()
-
-
-def counted(samples: Sequence[Sample], include_truncated: bool) -> np.ndarray:
-    """Which samples enter statistics, ``[B]`` bool: all, or all that ended by themselves."""
-    return np.array([include_truncated or sample.finish_reason != "length" for sample in samples], dtype=bool)

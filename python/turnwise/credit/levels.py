@@ -17,7 +17,6 @@ import numpy as np
 
 from turnwise.credit.base import Credit
 from turnwise.credit.edges import Edge, Pay, build_edge, is_finished
-from turnwise.naming import construct, find
 from turnwise.types import CreditAssigner, GenerateResult, Sample
 
 
@@ -44,9 +43,9 @@ class LevelCredit(Credit):
 
     def __post_init__(self) -> None:
         if isinstance(self.rule, str):
-            from turnwise.credit import registry
+            from turnwise.credit import build_rule
 
-            self._rule: CreditAssigner = construct(find(registry, self.rule, "rule"), self.options, "options")
+            self._rule: CreditAssigner = build_rule(self.rule, self.options, "rule", "options")
         elif self.options:
             raise ValueError(f"options={dict(self.options)!r}: they are for a rule's name, and rule is {self.rule!r}")
         else:
@@ -58,6 +57,11 @@ class LevelCredit(Credit):
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
         """Advantages ``[B]`` float32 of ``samples``, in their order."""
         return np.asarray(self._rule.compute_columns(self.paid(samples)))
+
+    def zero_causes(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[str]:
+        """What the rule says, of the rewards that the edges paid."""
+        inner: Any = self._rule if hasattr(self._rule, "zero_causes") else super()
+        return list(inner.zero_causes(self.paid(samples), rows))
 
     def paid(self, samples: Sequence[Sample]) -> list[Sample]:
         """``samples`` with the rewards that the edges pay. Raises ``ValueError`` for samples that tell no tree, and for

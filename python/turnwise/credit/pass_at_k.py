@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from turnwise.credit.base import Credit, counted
+from turnwise.credit.base import ALONE, CENTERED, EQUAL, Credit
 from turnwise.types import Sample
 
 
@@ -29,13 +29,11 @@ from turnwise.types import Sample
 class PassAtKCredit(Credit):
     """Group ``(uid,)`` or the sample's own ``group``; ``R`` is the mean of a trajectory's rewards.
 
-    A question with ``k`` answers or fewer has one subset and says nothing: 0, with a warning if all have. Truncated
-    calls (``finish_reason == "length"``) get 0 and do not count, unless ``include_truncated``.
+    A question with ``k`` answers or fewer has one subset and says nothing: 0, with a warning if all have.
     """
 
     k: int = 4
     eps: float = 1e-6
-    include_truncated: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.k, int) or self.k < 1:
@@ -45,12 +43,7 @@ class PassAtKCredit(Credit):
 
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
         """Advantages ``[B]`` float32 of ``samples``, in their order."""
-        groups: dict[object, dict[Hashable, list[int]]] = {}
-        for place in np.flatnonzero(counted(samples, self.include_truncated)).tolist():
-            sample = samples[place]
-            key = sample.group if sample.group is not None else (sample.uid,)
-            trajectories = groups.setdefault(key, {})
-            trajectories.setdefault(sample.play, []).append(place)
+        groups = _answers(samples)
         if groups and max(map(len, groups.values())) <= self.k:
             warnings.warn(
                 f"k={self.k}: no question of the batch has more than {self.k} answers, so every advantage is 0; "
@@ -59,10 +52,19 @@ class PassAtKCredit(Credit):
             )
         advantages = np.zeros(len(samples), dtype=np.float32)
         for trajectories in groups.values():
-            rewards = [float(np.mean([samples[place].reward for place in rows])) for rows in trajectories.values()]
-            for rows, advantage in zip(trajectories.values(), self._of_group(np.array(rewards)), strict=True):
+            rewards = _rewards(samples, trajectories)
+            for rows, advantage in zip(trajectories.values(), self._of_group(rewards), strict=True):
                 advantages[rows] = advantage
         return advantages
+
+    def zero_causes(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[str]:
+        """Why each of ``rows`` of ``samples`` has the advantage 0."""
+        causes: dict[int, str] = {}
+        for trajectories in _answers(samples).values():
+            tied = np.ptp(_rewards(samples, trajectories)) == 0
+            cause = ALONE if len(trajectories) <= self.k else EQUAL if tied else CENTERED
+            causes |= dict.fromkeys((place for places in trajectories.values() for place in places), cause)
+        return [causes[row] for row in rows]
 
     def _of_group(self, rewards: np.ndarray) -> np.ndarray:
         """Advantages ``[n]`` of the trajectories of one question."""
@@ -82,3 +84,17 @@ class PassAtKCredit(Credit):
             [below_given[i] * v + np.diff(below_given[i:]) @ values[i + 1 :] for i, v in enumerate(values)]
         )
         return ((given - mean) / (std + self.eps))[inverse]
+
+
+def _answers(samples: Sequence[Sample]) -> dict[object, dict[Hashable, list[int]]]:
+    """The places of each question's trajectories in ``samples``."""
+    groups: dict[object, dict[Hashable, list[int]]] = {}
+    for place, sample in enumerate(samples):
+        key = sample.group if sample.group is not None else (sample.uid,)
+        groups.setdefault(key, {}).setdefault(sample.play, []).append(place)
+    return groups
+
+
+def _rewards(samples: Sequence[Sample], trajectories: Mapping[Hashable, Sequence[int]]) -> np.ndarray:
+    """The mean reward of each trajectory, ``[n]`` float64."""
+    return np.array([np.mean([samples[place].reward for place in rows]) for rows in trajectories.values()])

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.credit.base import Credit, counted
+from turnwise.credit.base import Credit
 from turnwise.types import Sample
 
 Seat = tuple[str, str]
@@ -37,14 +37,11 @@ class RAECredit(Credit):
     """``r`` is the rollout's reward of the actor; each rollout counts once per actor, however many calls it has.
 
     ``per``: baselines move after each ``"batch"``, by the mean of its rewards, or after each ``"trajectory"``.
-
-    Truncated calls (``finish_reason == "length"``) get 0 and do not count, unless ``include_truncated``.
     """
 
     decay: float = field(default=0.95, kw_only=False)
     per: str = "batch"
     bias_correction: bool = False
-    include_truncated: bool = False
     _values: dict[Seat, float] = field(default_factory=dict, repr=False)
     _updates: dict[Seat, int] = field(default_factory=dict, repr=False)
 
@@ -66,8 +63,7 @@ class RAECredit(Credit):
         """Advantages ``[B]`` float32 of ``samples``, in their order; moves the baselines. Call it once per batch."""
         advantages = np.zeros(len(samples), dtype=np.float32)
         calls: dict[Game, list[int]] = {}
-        for place in np.flatnonzero(counted(samples, self.include_truncated)).tolist():
-            sample = samples[place]
+        for place, sample in enumerate(samples):
             calls.setdefault(((sample.episode_type, sample.actor), sample.play), []).append(place)
         for games in ROUNDS[self.per](list(calls)):
             returns: dict[Seat, list[float]] = {}

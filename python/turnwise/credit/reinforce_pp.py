@@ -11,26 +11,22 @@ reward is ``loss.kl.place = "reward"``.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from turnwise.credit.base import Credit, counted
+from turnwise.credit.base import CENTERED, EQUAL, Credit
 from turnwise.credit.grpo import GRPOCredit
 from turnwise.types import Sample
 
 
 @dataclass(kw_only=True)
 class ReinforcePPCredit(Credit):
-    """``R`` is the mean of a trajectory's rewards, as in GRPO. Policies are whitened apart.
-
-    Truncated calls (``finish_reason == "length"``) get 0 and do not count, unless ``include_truncated``.
-    """
+    """``R`` is the mean of a trajectory's rewards, as in GRPO. Policies are whitened apart."""
 
     baseline: bool = False
     eps: float = 1e-8
-    include_truncated: bool = False
 
     def __post_init__(self) -> None:
         if not self.eps >= 0:
@@ -38,18 +34,26 @@ class ReinforcePPCredit(Credit):
 
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
         """Advantages ``[B]`` float32 of ``samples``, in their order."""
-        center = "mean" if self.baseline else "none"
-        by_question = GRPOCredit(normalize=False, center=center, include_truncated=self.include_truncated)
-        deviations = by_question.grouped_by_key(samples)
+        deviations = self._deviations(samples)
         tokens = np.array([trained_tokens(sample) for sample in samples], dtype=np.float64)
-        tokens *= counted(samples, self.include_truncated)
-        policies = np.array([sample.policy for sample in samples], dtype=object)
         advantages = np.zeros(len(samples), dtype=np.float32)
-        for policy in dict.fromkeys(policies.tolist()):
-            rows = (policies == policy) & (tokens > 0)
+        for of_policy in _by_policy(samples):
+            rows = of_policy & (tokens > 0)
             if rows.any():
                 advantages[rows] = self._whiten(deviations[rows], tokens[rows])
         return advantages
+
+    def zero_causes(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[str]:
+        """Why each of ``rows`` of ``samples`` has the advantage 0: the batch is its policy's group."""
+        deviations, causes = self._deviations(samples), np.full(len(samples), CENTERED, dtype=object)
+        for of_policy in _by_policy(samples):
+            if np.ptp(deviations[of_policy]) == 0:
+                causes[of_policy] = EQUAL
+        return [str(cause) for cause in causes[list(rows)]]
+
+    def _deviations(self, samples: Sequence[Sample]) -> np.ndarray:
+        by_question = GRPOCredit(normalize=False, center="mean" if self.baseline else "none")
+        return by_question.grouped_by_key(samples)
 
     def _whiten(self, values: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """``values [b]`` with mean 0 and standard deviation 1 under ``weights [b]``; all equal: exactly 0."""
@@ -57,6 +61,12 @@ class ReinforcePPCredit(Credit):
         deviations = offsets - np.average(offsets, weights=weights)
         std = np.sqrt(np.average(deviations**2, weights=weights))
         return deviations / (std + self.eps) if offsets.any() else offsets
+
+
+def _by_policy(samples: Sequence[Sample]) -> Iterator[np.ndarray]:
+    """For each policy which of ``samples`` are its own, ``[B]`` bool."""
+    policies = np.array([sample.policy for sample in samples], dtype=object)
+    return (policies == policy for policy in dict.fromkeys(policies.tolist()))
 
 
 def trained_tokens(sample: Sample) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from turnwise.credit.base import ALONE, CENTERED, EQUAL
 from turnwise.types import Rollout, Sample, Step
 
 Edge = tuple[int, int] | None
@@ -26,10 +27,8 @@ class StateValues:
     ``A`` is the number of actors; values are arrays ``[A]`` float64, ``None`` where nothing tells them.
     """
 
-    def __init__(
-        self, rollout: Rollout, samples: Sequence[Sample], *, gamma: float, team: bool, include_truncated: bool
-    ) -> None:
-        self.rollout, self.gamma, self.team, self.include_truncated = rollout, gamma, team, include_truncated
+    def __init__(self, rollout: Rollout, samples: Sequence[Sample], *, gamma: float, team: bool) -> None:
+        self.rollout, self.gamma, self.team = rollout, gamma, team
         self.steps = {place: step for place, step in enumerate(rollout.steps) if _is_action(step)}
         named = [*(str(step.actor_id) for step in self.steps.values()), *rollout.rewards, *self._playing_out()]
         self.actors = {actor: column for column, actor in enumerate(dict.fromkeys(named))}
@@ -47,6 +46,13 @@ class StateValues:
     def advantage(self, place: int) -> float:
         """Of the step at ``place`` in the rollout; 0 for one that is no action."""
         return self.advantages.get(place, 0.0)
+
+    def zero_cause(self, place: int) -> str:
+        """Why the step at ``place`` has the advantage 0."""
+        origin, siblings = next((pair for pair in self.following.items() if place in pair[1]), (START, []))
+        if len(siblings) == 1:
+            return CENTERED if self._playouts(origin) else ALONE
+        return EQUAL if siblings and not any(map(self.advantage, siblings)) else CENTERED
 
     def _links(self) -> tuple[dict[int, list[int]], dict[int, np.ndarray]]:
         """The actions that were taken after each action, and what the ends are worth, by the last action there."""
@@ -131,13 +137,12 @@ class StateValues:
             action: self._before(str(self.steps[action].actor_id), self.rewards[action], guess if to is None else to)
             for action, to in after.items()
         }
-        whole = [action for action in actions if self._counts(action)]
         if len(actions) > 1:
-            value = base = np.mean([worth[action] for action in whole or actions], axis=0)
+            value = base = np.mean([worth[action] for action in actions], axis=0)
         else:
             value = played_out if played_out is not None else worth[actions[0]] if actions else None
             base = value if known else None  # of an action whose consequence nobody knows there is nothing to say
-        for action in whole:
+        for action in actions:
             column = self.actors[str(self.steps[action].actor_id)]
             self.advantages[action] = 0.0 if base is None else float(worth[action][column] - base[column])
         if place in self.ends:
@@ -145,9 +150,6 @@ class StateValues:
         elif not known:
             value = played_out  # where all that follows was pruned, it tells nothing of what would have come
         self.values[place] = value
-
-    def _counts(self, place: int) -> bool:
-        return self.include_truncated or self.steps[place].finish_reason != "length"
 
 
 def _is_action(step: Step) -> bool:

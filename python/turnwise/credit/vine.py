@@ -20,7 +20,7 @@ Means have no bias so long as branches are not selected by these very playouts (
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -38,14 +38,12 @@ class VineCredit(Credit):
 
     An actor's rewards are its own, discounted by ``gamma`` once for each of its actions; with ``team`` the rewards of
     all actors are added up, and discounted with each action, for a team whose early members are to be paid for what the
-    later ones make of it. A call that ran into its token limit (``finish_reason == "length"``) is not compared with its
-    siblings and gets 0, unless ``include_truncated``. Model calls of hooks are no actions, and get 0.
+    later ones make of it. Model calls of hooks are no actions, and get 0.
     """
 
     values_of_states: ClassVar[bool] = True
     gamma: float = 1.0
     team: bool = False
-    include_truncated: bool = False
 
     def __post_init__(self) -> None:
         check_gamma(self.gamma)
@@ -55,20 +53,9 @@ class VineCredit(Credit):
 
         Raises ``ValueError`` for samples that tell no rollout, and for a batch without a branch or a playout.
         """
-        rows_of: defaultdict[str, list[int]] = defaultdict(list)
-        for row, sample in enumerate(samples):
-            rows_of[sample.trajectory].append(row)
-        rollouts = _rollouts_of(samples)
         advantages = np.zeros(len(samples), dtype=np.float32)
         trees = 0
-        for id, rows in rows_of.items():
-            tree = StateValues(
-                rollouts[id],
-                [samples[row] for row in rows],
-                gamma=self.gamma,
-                team=self.team,
-                include_truncated=self.include_truncated,
-            )
+        for tree, rows in self._trees(samples):
             trees += tree.was_sampled
             for row in rows:
                 advantages[row] = tree.advantage(samples[row].step_index)
@@ -78,6 +65,22 @@ class VineCredit(Credit):
                 "expected TreeSampler(branches=N) with N > 1, or TreeSampler(playouts=M) with M > 0"
             )
         return advantages
+
+    def zero_causes(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[str]:
+        """Why each of ``rows`` of ``samples`` has the advantage 0."""
+        causes: dict[int, str] = {}
+        for tree, of_tree in self._trees(samples):
+            causes |= {row: tree.zero_cause(samples[row].step_index) for row in of_tree}
+        return [causes[row] for row in rows]
+
+    def _trees(self, samples: Sequence[Sample]) -> Iterator[tuple[StateValues, list[int]]]:
+        """The values of each rollout, and the rows of ``samples`` that are of it."""
+        rows_of: defaultdict[str, list[int]] = defaultdict(list)
+        for row, sample in enumerate(samples):
+            rows_of[sample.trajectory].append(row)
+        rollouts = _rollouts_of(samples)
+        for id, rows in rows_of.items():
+            yield StateValues(rollouts[id], [samples[row] for row in rows], gamma=self.gamma, team=self.team), rows
 
 
 def _rollouts_of(samples: Sequence[Sample]) -> dict[str, Rollout]:

@@ -79,7 +79,11 @@ def check_block(block: Tensor, parcel: Mapping[str, Any]) -> None:
 
 
 def layout(weights: Mapping[str, Tensor]) -> tuple[Index, list[str], int]:
-    """Where each tensor goes, the names that have to be copied there (one of tied ones), and the bytes in all."""
+    """Where each tensor goes, the names that have to be copied there (one of tied ones), and the bytes in all.
+
+    Raises ``ValueError`` for tensors without memory of their own.
+    """
+    check_memory(weights)
     index: Index = {}
     places: dict[Any, int] = {}
     names, end = [], 0
@@ -94,10 +98,28 @@ def layout(weights: Mapping[str, Tensor]) -> tuple[Index, list[str], int]:
 
 
 def place_of(tensor: Tensor) -> Any:
-    """Equal for tied tensors alone."""
-    if not tensor.numel():
+    """Equal for tied tensors alone. Empty ones, and those without memory of their own, are tied if they are one object:
+    take them from ``state_dict(keep_vars=True)``, which makes no new ones."""
+    if not tensor.numel() or not has_memory(tensor):
         return id(tensor)
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """True where the elements of ``tensor`` lie at an address of its own. A meta tensor and a DTensor (what FSDP makes
+    of a parameter) have none: their ``data_ptr()`` is 0."""
+    return not tensor.numel() or tensor.data_ptr() != 0
+
+
+def check_memory(weights: Mapping[str, Tensor]) -> None:
+    """Raise ``ValueError`` for the first of ``weights`` that has no memory of its own: its bytes can't be written."""
+    for name, tensor in weights.items():
+        if not has_memory(tensor):
+            raise ValueError(
+                f"weight {name!r} is a {type(tensor).__name__} on {tensor.device} without memory of its own: expected "
+                "a plain tensor. Gather what FSDP has sharded first, on every rank: torch.distributed.checkpoint."
+                "state_dict.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
+            )
 
 
 def _tensor_at(block: Tensor, entry: Any, start: int) -> Tensor:

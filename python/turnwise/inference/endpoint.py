@@ -6,6 +6,9 @@ import asyncio
 import json
 import os
 import random
+import re
+import stat
+import tempfile
 import threading
 import time
 import weakref
@@ -13,6 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -86,25 +90,42 @@ class LoopThread:
 
 
 class Endpoint:
-    """The server at ``url``, with ``api_key_env`` naming the environment variable that holds its key, if it has one.
+    """The server at ``url``. ``api_key_env`` names the environment variable that holds its key, ``api_key_file`` a file
+    with it. Without either, the key that a ``turnwise serve`` of this user on this host made is found by itself.
 
     One attempt may take ``timeout`` seconds, and is the last if it takes longer. One that is cut off, or meets a status
-    of :data:`RETRIED`, is followed by up to ``retries`` more; a server that can't be reached, as one that starts again,
-    is tried for ``timeout`` seconds. The pauses between double up to :data:`LONGEST_WAIT` seconds, each shortened at
-    random; a ``Retry-After`` of the server is kept to.
+    of :data:`RETRIED`, is followed by up to ``retries`` more. A server that answered before and can't be reached, as
+    one that starts again, is tried for ``timeout`` seconds; one that never did for ``wait`` seconds, by default not
+    again. The pauses between double up to :data:`LONGEST_WAIT` seconds, each shortened at random; a ``Retry-After`` of
+    the server is kept to. Redirects are not followed: key and body are for this server alone.
 
     ``api`` is the path of OpenAI's API below ``url``. All coroutines run in ``thread``'s loop.
     """
 
-    def __init__(self, url: str, *, api_key_env: str | None = None, timeout: float = 600.0, retries: int = 5) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key_env: str | None = None,
+        api_key_file: str | Path | None = None,
+        timeout: float = 600.0,
+        retries: int = 5,
+        wait: float = 0.0,
+    ) -> None:
         self.url, self.api = checked_url(url)
         if not timeout > 0:
             raise ValueError(f"timeout={timeout!r}: expected seconds > 0")
         if retries < 0:
             raise ValueError(f"retries={retries!r}: expected a count >= 0")
-        self.timeout, self.retries, self.api_key_env = timeout, retries, api_key_env
+        if not wait >= 0:
+            raise ValueError(f"wait={wait!r}: expected seconds >= 0")
+        if api_key_env is not None and api_key_file is not None:
+            raise ValueError(f"api_key_env={api_key_env!r}, api_key_file={str(api_key_file)!r}: expected one of them")
+        self.timeout, self.retries, self.wait = timeout, retries, wait
+        self.api_key_env, self.api_key_file = api_key_env, api_key_file
         self.retried = 0
-        self._headers = _authorization(api_key_env)
+        self._answered = False
+        self._key = key_of(api_key_env) if api_key_env is not None else self._key_on_disk()
         self._random = random.Random()  # not the global generator, whose state belongs to the run
         self._session: Any = None
         self._aiohttp = aiohttp_or_raise()
@@ -137,8 +158,10 @@ class Endpoint:
                 tries += not again.unreachable
                 if once:
                     raise EndpointError(again.message, again.status) from again.__cause__
-                if missing_since is not None and now - missing_since > self.timeout:
-                    raise EndpointError(f"{again.message}, for {self.timeout:g} seconds") from again.__cause__
+                patience = self.timeout if self._answered else self.wait
+                if missing_since is not None and now - missing_since >= patience:
+                    told = f", for {patience:g} seconds" if patience else "; is it started, and is this its address?"
+                    raise EndpointError(again.message + told) from again.__cause__
                 if tries > self.retries + 1:
                     raise EndpointError(f"{again.message}, {tries - 1} times", again.status) from again.__cause__
                 self.retried += 1
@@ -152,12 +175,16 @@ class Endpoint:
         aiohttp = self._aiohttp
         where = f"{method} {self.url}{path}"
         limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout, CONNECT_SECONDS))
+        asked = {"json": body, "params": query, "timeout": limits, "allow_redirects": False}
         try:
             async with self._open_session().request(
-                method, self.url + path, json=body, params=query, timeout=limits
+                method, self.url + path, headers=self._authorization(), **asked
             ) as answer:
                 content = await answer.read()
-                if answer.status >= 400:
+                self._answered = True
+                if answer.status == 401 and self._has_new_key():
+                    raise _Again(f"{where} asks for a new key", 401)
+                if answer.status >= 300:
                     self._refuse(where, answer.status, answer.headers, content)
         except aiohttp.ConnectionTimeoutError as error:
             raise _Again(f"{where} can't be reached: {_said(error)}", unreachable=True) from error
@@ -175,9 +202,11 @@ class Endpoint:
         said = error_message(content)
         if status in RETRIED:
             raise _Again(f"{where} answered {status}: {said}", status, _retry_after(headers))
-        if status in (401, 403):
-            key = "the key in" if self.api_key_env else "api_key_env, which names the variable with its key, not"
-            said = f"{said}; look at {key} {self.api_key_env}"
+        if status < 400:
+            said = f"it redirects to {headers.get('Location', '')[:200]!r}, which is not followed; give the final url"
+        if status == 401:
+            source = self.api_key_env or self.api_key_file
+            said += f"; look at the key in {source}" if source else f"; expected a key: {self._how_to_give_one()}"
         raise EndpointError(f"{where} answered {status}: {said}", status)
 
     def _open_session(self) -> Any:
@@ -185,9 +214,32 @@ class Endpoint:
             connector = self._aiohttp.TCPConnector(
                 limit=0, keepalive_timeout=4
             )  # servers end idle ones after 5 seconds
-            self._session = self._aiohttp.ClientSession(connector=connector, headers=self._headers)
+            self._session = self._aiohttp.ClientSession(connector=connector)
             self.thread.at_end.append(self._session.close)
         return self._session
+
+    # -- the key -------------------------------------------------------------------------------------------------------
+    def _authorization(self) -> dict[str, str]:
+        return {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
+
+    def _key_on_disk(self) -> str | None:
+        if self.api_key_file is None:
+            return left_key(key_file(self.url))
+        key = Path(self.api_key_file).read_text(encoding="utf-8", errors="replace").rstrip("\n")
+        return _checked_key(key, f"api_key_file={str(self.api_key_file)!r}: the file")
+
+    def _has_new_key(self) -> bool:
+        """Whether the server was started again with another key, which is known now."""
+        if self.api_key_env is not None:
+            return False
+        before, self._key = self._key, self._key_on_disk()
+        return self._key not in (None, before)
+
+    def _how_to_give_one(self) -> str:
+        return (
+            "api_key_env names the variable with it, api_key_file its file. A `turnwise serve` of this user on this "
+            f"host leaves one at {key_file(self.url)}, where is none of this server"
+        )
 
     async def until_healthy(self) -> None:
         """Wait, as :meth:`ask` does, until the server says that it is well."""
@@ -257,13 +309,60 @@ def _decoded(where: str, content: bytes) -> Any:
         raise EndpointError(f"{where} answered what is no JSON ({error}): {start!r}") from None
 
 
-def _authorization(variable: str | None) -> dict[str, str]:
-    if variable is None:
-        return {}
-    key = os.environ.get(variable)
+def key_of(variable: str) -> str:
+    """The key in an environment variable. Raises ``ValueError`` where there is none that an HTTP header can carry."""
+    return _checked_key(os.environ.get(variable, ""), f"api_key_env={variable!r}: the environment variable")
+
+
+def key_file(url: str) -> Path:
+    """Where ``turnwise serve`` leaves the key of the server at ``url``: a file of this user's alone, on this host."""
+    parts = urlsplit(url)
+    host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname or ""
+    port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+    name = re.sub(r"[^\w.-]", "_", f"{host}-{port}.key")
+    return Path(tempfile.gettempdir()) / f"turnwise-{os.getuid()}" / name
+
+
+def left_key(path: Path) -> str | None:
+    """The key that :func:`write_key` left; ``None`` for a file that is not there, or that others could have written."""
+    try:
+        with open(path, encoding="ascii", opener=_open_itself) as file:
+            return file.read().rstrip("\n") if _is_ours(os.fstat(file.fileno())) else None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def write_key(path: Path, key: str) -> None:
+    """Leave ``key`` in a file that this user alone can read. Raises ``OSError`` where others could."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    found = path.parent.lstat()
+    if not stat.S_ISDIR(found.st_mode) or not _is_ours(found):
+        raise OSError(f"{path.parent} is no folder of this user's alone: delete it, or set TMPDIR to another place")
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.unlink(missing_ok=True)
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+        file.write(key + "\n")
+    partial.replace(path)
+
+
+def _is_ours(found: os.stat_result) -> bool:
+    """Whether a file or folder is this user's, and nobody else can read or write it."""
+    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+
+
+def _open_itself(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def _checked_key(key: str, source: str) -> str:
     if not key:
-        raise ValueError(f"api_key_env={variable!r}: the environment has no such variable, or an empty one")
-    return {"Authorization": f"Bearer {key}"}
+        raise ValueError(f"{source} does not exist or is empty")
+    if (bad := re.search("[^!-~]", key)) is not None:
+        raise ValueError(
+            f"{source} holds a key whose character {bad.start() + 1} of {len(key)} is no letter, digit or sign of "
+            "ASCII: expected those alone, without spaces and line breaks"
+        )
+    return key
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:

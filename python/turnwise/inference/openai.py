@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from turnwise.chat import ChatRenderer
 from turnwise.inference.endpoint import Endpoint, EndpointError
 from turnwise.types import ContextLengthError, FinishReason, ModelError, ModelRequest, ModelResponse
 
@@ -23,7 +24,8 @@ class OpenAIClient:
     :class:`~turnwise.inference.endpoint.Endpoint` with key, timeout and retries. ``models`` is a model's name, whose
     policy is then called ``"default"``, or names of models by policy. With ``chat`` the request's messages are sent,
     which an arena puts into it; without, the prompt as ``tokenizer`` (a Hugging Face one) decodes it, to the older
-    completions endpoint. ``options`` are further fields of every request; ``None`` leaves one out, as
+    completions endpoint. Either way a zero-width space breaks the control tokens of ``tokenizer`` that messages spell:
+    the server might take them for its own. ``options`` are further fields of every request; ``None`` leaves one out, as
     ``{"max_tokens": None, "max_completion_tokens": 2000}`` does for models that want it so.
 
     What comes back is text. Its responses are marked as not trainable: their token ids are the tokenizer's reading of
@@ -51,6 +53,7 @@ class OpenAIClient:
         if not self.models:
             raise ValueError("models is empty: expected at least one policy with its model's name")
         self.tokenizer = tokenizer
+        self._renderer = ChatRenderer(tokenizer)
         self._chat, self._options = chat, dict(options or {})
         self._endpoint = server if isinstance(server, Endpoint) else Endpoint(server)
         self._path = f"{self._endpoint.api}/{'chat/completions' if chat else 'completions'}"
@@ -123,14 +126,9 @@ class OpenAIClient:
             raise ValueError("prompt_token_ids is empty: expected at least one token")
         if self._chat and request.messages is None:
             raise ValueError("the request has no messages: ask through an arena, or make the client with chat=False")
-        prompt = (
-            {"messages": request.messages}
-            if self._chat
-            else {"prompt": tokenizer.decode(list(request.prompt_token_ids), skip_special_tokens=False)}
-        )
         body = {
             "model": self.models[request.policy],
-            **prompt,
+            **self._prompt(request),
             "temperature": sampling.temperature,
             "max_tokens": sampling.max_tokens,
             "top_p": sampling.top_p if sampling.top_p < 1 else None,
@@ -140,6 +138,14 @@ class OpenAIClient:
             **self._options,
         }
         return {name: value for name, value in body.items() if value is not None}
+
+    def _prompt(self, request: ModelRequest) -> dict[str, Any]:
+        messages = None if request.messages is None else self._renderer.disarmed(request.messages)
+        if self._chat:
+            return {"messages": messages}
+        if messages is request.messages:  # nothing was broken
+            return {"prompt": self.tokenizer.decode(list(request.prompt_token_ids), skip_special_tokens=False)}
+        return {"prompt": self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)}
 
     # -- in the endpoint's thread --------------------------------------------------------------------------------------
     async def _close_gate(self) -> None:
@@ -170,7 +176,7 @@ class OpenAIClient:
                 raise ContextLengthError(str(error)) from error
             raise
         text, reason = self._read(found)
-        ids = list(self.tokenizer.encode(text, add_special_tokens=False))
+        ids = self._renderer.text_ids(text)
         if reason == "stop" and self.tokenizer.eos_token_id is not None:
             ids.append(self.tokenizer.eos_token_id)
         return ModelResponse(

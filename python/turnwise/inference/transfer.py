@@ -245,6 +245,16 @@ _OPENERS: dict[str, Callable[[Mapping[str, Any]], AbstractContextManager[dict[st
 }
 
 
+_PLACES: dict[str, dict[str, type]] = {
+    "shared_memory": {"pid": int, "descriptor": int},
+    "safetensors": {"path": str},
+    "ipc": {"device": str, "handle": list},
+    "nccl": {"host": str, "port": int},
+    "gloo": {"host": str, "port": int},
+}
+"""By kind of parcel the fields that tell where its weights lie."""
+
+
 def make_transfer(name: str, host: str = LOOPBACK) -> WeightTransfer:
     """The transfer of that ``name``. Raises ``ValueError`` for a name that there is none of, or none here."""
     if name not in TRANSFERS:
@@ -260,11 +270,16 @@ def opened_parcel(parcel: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
     Raises :class:`TransferError` where they are gone, cut short or others by now, also at the end of ``with``: then
     what was read inside may be of two sets of weights, and must not be used.
     """
+    if not isinstance(parcel, Mapping):
+        raise TransferError(f"a parcel that is a {type(parcel).__name__}: expected a mapping, as `send` makes it")
     kind = parcel.get("kind")
-    if kind not in _OPENERS:
+    if kind not in tuple(_OPENERS):
         raise TransferError(f"parcel of kind {kind!r}: expected one of {sorted(_OPENERS)}")
-    if missing := {"mark", "sequence", "bytes"} - parcel.keys():
-        raise TransferError(f"the parcel has no {sorted(missing)[0]!r}: it was not made by `send`")
+    for name, type_ in {"mark": str, "sequence": int, "bytes": int, **_PLACES[kind]}.items():
+        if type(parcel.get(name)) is not type_:
+            raise TransferError(
+                f"the parcel has {name}={parcel.get(name)!r}: expected {type_.__name__}, as `send` makes it"
+            )
     with _OPENERS[kind](parcel) as weights:
         yield weights
 

@@ -15,6 +15,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -38,7 +39,10 @@ POLL = 0.01
 """Seconds between two looks whether somebody has asked for weights."""
 
 MOST_RECEIVERS = 64
-"""How many groups a sender keeps."""
+"""How many groups a sender keeps. It serves more receivers too, for which it makes a new group each time they ask."""
+
+MOST_ASKED = 10_000
+"""Tickets drawn between two looks; a counter that has moved further was written by no receiver."""
 
 COMING, CLOSED = "coming", "closed"
 
@@ -120,6 +124,16 @@ def _device_of(uuid: str) -> int:
 
 
 # -- several hosts or GPUs ---------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class _Line:
+    """A sender's group with one receiver: its ``number``, and when it was last used, for which ``ticket``."""
+
+    group: Group
+    number: int
+    ticket: int = 0
+    used: float = 0.0
+
+
 class ProcessGroupTransfer:
     """Weights sent to whoever opens their parcel, one receiver after the other, by ``backend``: ``nccl`` or ``gloo``.
 
@@ -138,7 +152,7 @@ class ProcessGroupTransfer:
         self._lock = threading.Lock()  # held while the block is written, and while it is sent
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._port = listener.getsockname()[1]
-        self._store: distributed.Store | None = distributed.TCPStore(
+        self._server: distributed.Store | None = distributed.TCPStore(
             host,
             self._port,
             is_master=True,
@@ -146,7 +160,9 @@ class ProcessGroupTransfer:
             timeout=PATIENCE,
             master_listen_fd=listener.detach(),
         )
-        self._groups: OrderedDict[str, Group] = OrderedDict()
+        self._store: distributed.Store | None = self._server
+        self._groups: OrderedDict[str, _Line] = OrderedDict()
+        self._made = 0
         self._seen, self._open = 0, set[int]()
         self._closed = threading.Event()
         threading.Thread(target=_serve, args=(weakref.ref(self), self._closed), daemon=True).start()
@@ -165,7 +181,7 @@ class ProcessGroupTransfer:
         with self._lock:
             if self._store is not None:
                 self._store.set(CLOSED, "")  # some of it lives on with the groups' own references
-            self._block = self._store = None
+            self._block = self._store = self._server = None
             self._groups.clear()
 
     def _room(self, size: int, device: torch.device) -> Tensor:
@@ -180,32 +196,64 @@ class ProcessGroupTransfer:
         with self._lock:
             if self._store is None:
                 return
-            asked = self._store.add("tickets", 0)
+            try:
+                asked = self._store.add("tickets", 0)
+                if not 0 <= asked - self._seen <= MOST_ASKED:
+                    raise ValueError(f"{asked} tickets after {self._seen}")
+            except (RuntimeError, ValueError) as error:
+                self._put_right(error)
+                return
             self._open |= set(range(self._seen + 1, asked + 1))  # one whose asker died in between stays open
             self._seen = asked
             for ticket in sorted(self._open):
                 if self._store.check([f"ask/{ticket}"]):
                     self._open.discard(ticket)
-                    receiver, sequence = self._store.get(f"ask/{ticket}").decode().split()
-                    self._serve(self._store, ticket, receiver, int(sequence))
+                    self._answer(self._store, ticket, self._store.get(f"ask/{ticket}"))
 
-    def _serve(self, store: distributed.Store, ticket: int, receiver: str, sequence: int) -> None:
+    def _put_right(self, error: Exception) -> None:
+        """Somebody wrote nonsense into the counter of tickets, at which the store drops the line of who reads it."""
+        warnings.warn(f"what asks at {self._host}:{self._port} for weights is no receiver: {error}", stacklevel=2)
+        self._store = distributed.TCPStore(self._host, self._port, is_master=False, timeout=PATIENCE)
+        self._store.set("tickets", str(self._seen))
+
+    def _answer(self, store: distributed.Store, ticket: int, asked: bytes) -> None:
+        try:
+            receiver, wanted = asked.decode().split()
+            sequence = int(wanted)
+        except ValueError:
+            said = f"{asked[:80]!r} is no request: expected the receiver's name and the number of weights"
+            store.set(f"answer/{ticket}", said)
+            warnings.warn(f"at {self._host}:{self._port}, {said}", stacklevel=2)
+            return
         if self._block is None or sequence != self._writer.sequence:
             store.set(f"answer/{ticket}", f"its sender holds weights number {self._writer.sequence}")
             return
-        store.set(f"answer/{ticket}", COMING)
+        line = self._groups.get(receiver)
+        self._made += line is None
+        number = self._made if line is None else line.number
+        store.set(f"answer/{ticket}", f"{COMING} {number}")
         try:
-            if receiver not in self._groups:
-                self._groups[receiver] = _group(self._backend, store, receiver, 0, self._host)
+            if line is None:
+                self._make_room(store)
+                group = _group(self._backend, store, f"{receiver}/{number}", 0, self._host)
+                line = self._groups[receiver] = _Line(group, number)
             self._groups.move_to_end(receiver)
-            self._groups[receiver].send([self._block[: self._held]], 1, 0).wait()
+            line.ticket, line.used = ticket, time.monotonic()
+            line.group.send([self._block[: self._held]], 1, 0).wait()
             if self._block.is_cuda:
                 torch.cuda.synchronize(self._block.device)
         except Exception as error:  # the receiver tells its own caller, who sends everything again
             self._groups.pop(receiver, None)
             warnings.warn(f"a receiver of weights was lost: {error}", stacklevel=2)
-        while len(self._groups) > MOST_RECEIVERS:  # of engines that are gone
-            self._groups.popitem(last=False)
+
+    def _make_room(self, store: distributed.Store) -> None:
+        """Let go of the groups that were unused longest. One whose receiver may still be reading stays."""
+        for receiver, line in list(self._groups.items()):
+            if len(self._groups) < MOST_RECEIVERS:
+                return
+            waited = time.monotonic() - line.used
+            if store.check([f"got/{line.ticket}"]) or waited > PATIENCE.total_seconds():
+                del self._groups[receiver]
 
 
 def _serve(sender: weakref.ref[ProcessGroupTransfer], closed: threading.Event) -> None:
@@ -226,19 +274,23 @@ class _Connection:
         self._store = distributed.TCPStore(host, port, is_master=False, timeout=PATIENCE)
         self._name = f"receiver-{self._store.add('receivers', 1)}"
         self._group: Group | None = None
+        self._number = ""
 
     def receive(self, block: Tensor, sequence: int) -> None:
         """Fill ``block`` with weights number ``sequence``."""
         ticket = self._store.add("tickets", 1)
         self._store.set(f"ask/{ticket}", f"{self._name} {sequence}")
         answer = self._answer(f"answer/{ticket}")
-        if answer != COMING:
+        coming, _, number = answer.partition(" ")
+        if coming != COMING:
             raise TransferError(f"weights number {sequence} are gone: {answer}")
-        if self._group is None:
-            self._group = _group(self._kind, self._store, self._name, 1, self._host)
+        if self._group is None or number != self._number:  # the sender has let go of the one before
+            self._group = _group(self._kind, self._store, f"{self._name}/{number}", 1, self._host)
+            self._number = number
         self._group.recv([block], 0, 0).wait()
         if block.is_cuda:
             torch.cuda.synchronize(block.device)
+        self._store.set(f"got/{ticket}", "")
 
     def _answer(self, key: str) -> str:
         deadline = time.monotonic() + PATIENCE.total_seconds()

@@ -1,19 +1,22 @@
 """Runs as ``python -m turnwise.inference.vllm_launch``: vLLM's API server, that ends with who started it.
 
 Whoever starts it holds the other end of its standard input. When that closes, because the starter ended in whatever
-way, the server and all processes of its group are killed.
+way, the server and all processes of its group are killed. :class:`Gate` stands before all routes of the server.
 """
 
 from __future__ import annotations
 
 import hmac
+import json
 import os
+import re
 import runpy
 import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable, MutableMapping
 from importlib.metadata import PackageNotFoundError, distribution
+from ipaddress import ip_address
 from typing import Any
 
 API_SERVER = "vllm.entrypoints.openai.api_server"
@@ -21,6 +24,27 @@ API_SERVER = "vllm.entrypoints.openai.api_server"
 
 KEY = "VLLM_API_KEY"
 """The environment variable in which vLLM looks for the key that it asks of its clients."""
+
+HOSTS = "TURNWISE_SERVE_HOSTS"
+"""The environment variable with the names, separated by commas, by which the server may be asked."""
+
+REMOTE = ("turnwise_reload", "turnwise_describe", "turnwise_adapter")
+"""The methods of a worker that can be called from outside: those of our ``WorkerExtension``."""
+
+RPC = "/collective_rpc"
+
+ROUTES = {
+    "GET": {"/health", "/metrics", "/v1/models", "/version", "/weight_info"},
+    "POST": {
+        "/inference/v1/generate", "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize",
+        "/pause", "/resume", "/reset_prefix_cache", "/update_weight_version", RPC,
+        "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+    },
+}  # fmt: skip
+"""All that can be asked of the server. vLLM's development mode, which opens the routes for weights, opens many more."""
+
+MOST_BYTES = 2**20
+"""Of a request to call a worker's method: a parcel says where weights lie, and holds none."""
 
 CPU_ARGUMENTS = ["--block-size=32", "--enforce-eager", "--no-enable-chunked-prefill"]
 """Short blocks let short prompts share; compiling costs a minute that small models never earn back; and where a step
@@ -31,26 +55,91 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
-class RequireKey:
-    """Middleware that asks for the key at every path but ``/health``: vLLM itself leaves those open that weights come
-    in by."""
+class Gate:
+    """Middleware that lets through who knows the key, to the routes of :data:`ROUTES` and methods of :data:`REMOTE`.
+
+    ``/health`` alone needs no key: vLLM itself leaves those routes open that weights come in by. The ``Host`` header
+    must be an address or one of the names in :data:`HOSTS`, or a web page could reach the server by a name of its own
+    that it points to this machine (DNS rebinding).
+    """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._app = app
         self._expected = f"Bearer {os.environ[KEY]}".encode()
+        self._hosts = {"localhost", *os.environ.get(HOSTS, "").lower().split(",")} - {""}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == "/health" or self._holds_key(scope):
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
-            return
-        body = b'{"error": {"message": "the server asks for a key, and this is not it", "code": 401}}'
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 401, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})  # before it is accepted: the answer is 403
+        elif (refusal := self._refusal(scope)) is not None:
+            await _say(send, *refusal)
+        elif scope["path"] != RPC:
+            await self._app(scope, receive, send)
+        else:
+            await self._call(scope, receive, send)
 
-    def _holds_key(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return hmac.compare_digest(given, self._expected)
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        """Status and message for a request that stops here."""
+        if not self._knows_host(_values(scope, b"host")):
+            return 400, "the Host header names another server: use its address, or start it with this --allowed-host"
+        method, path = scope["method"], scope["path"]
+        if (method, path) == ("GET", "/health"):
+            return None
+        keys = _values(scope, b"authorization")
+        if len(keys) != 1 or not hmac.compare_digest(keys[0], self._expected):
+            return 401, "the server asks for a key, and this is not it"
+        if path not in ROUTES.get(method, ()):
+            return 404, "turnwise serve has no such route"
+        return None
+
+    def _knows_host(self, given: list[bytes]) -> bool:
+        found = re.fullmatch(r"(\[[^\]]*\]|[^:\[\]]*)(:\d*)?", given[0].decode("latin-1")) if len(given) == 1 else None
+        if found is None:
+            return False
+        name = found[1].strip("[]").removesuffix(".").lower()
+        try:
+            ip_address(name)
+        except ValueError:
+            return name in self._hosts
+        return True
+
+    async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on a call of a worker's method, once the method is known."""
+        content, more = b"", True
+        while more and len(content) <= MOST_BYTES:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            content += message.get("body", b"")
+            more = message.get("more_body", False)
+        try:
+            asked = None if more or len(content) > MOST_BYTES else json.loads(content)
+        except (ValueError, RecursionError):
+            asked = None
+        method = asked.get("method") if isinstance(asked, dict) else None
+        if method not in REMOTE:
+            await _say(send, 403, f"method={str(method)[:80]!r}: only {', '.join(REMOTE)} can be called")
+            return
+        read = [{"type": "http.request", "body": json.dumps(asked).encode(), "more_body": False}]
+
+        async def again() -> MutableMapping[str, Any]:
+            return read.pop() if read else await receive()
+
+        await self._app(scope, again, send)
+
+
+def _values(scope: Scope, name: bytes) -> list[bytes]:
+    """What a request's headers say for ``name``, which is in lower case."""
+    return [value for key, value in scope["headers"] if key.lower() == name]
+
+
+async def _say(send: Send, status: int, message: str) -> None:
+    body = json.dumps({"error": {"message": message, "code": status}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 def main() -> None:

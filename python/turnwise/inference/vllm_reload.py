@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from turnwise.inference.blocks import place_of
+
 _ROUTE = "_turnwise_route"
 
 
@@ -91,8 +93,8 @@ class Route:
         from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
         loads = [load for layer in layers for load in layer.loads]
-        places = {weights[load.weight].data_ptr() for load in loads if load.weight is not None}
-        if any(load.weight is None for load in loads) or any(w.data_ptr() not in places for w in weights.values()):
+        places = {place_of(weights[load.weight]) for load in loads if load.weight is not None}
+        if any(load.weight is None for load in loads) or any(place_of(w) not in places for w in weights.values()):
             return None
         attention = [layer for layer in runner.get_model().modules() if is_deferred_attention_layer(layer)]
         return cls(frozenset(weights), layers, attention, runner.model_config.dtype)

@@ -68,7 +68,8 @@ class VLLMServerClient:
 
     Example::
 
-        async with serving("Qwen/Qwen3-0.6B") as server, VLLMServerClient(server.url, tokenizer, model) as client:
+        async with serving("Qwen/Qwen3-0.6B") as server:
+            client = VLLMServerClient(server.endpoint(), tokenizer, model)
             [response] = await client.generate([ModelRequest([1, 17, 9], Sampling(max_tokens=8, seed=3))])
     """
 

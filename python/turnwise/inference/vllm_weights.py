@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from turnwise.inference.adapters import AdaptedModel
+from turnwise.inference.blocks import check_memory, place_of
 
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM accepts as the largest rank of an engine's adapters."""
@@ -51,11 +52,12 @@ class Adapter:
 
 def shapes_of(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """``weights`` without their storage, for :func:`~turnwise.inference.weights.check_weights`; tied ones stay tied."""
-    meta: dict[int, Tensor] = {}
+    check_memory(weights)
+    meta: dict[Any, Tensor] = {}
     for tensor in weights.values():
-        if tensor.data_ptr() not in meta:
-            meta[tensor.data_ptr()] = torch.empty_like(tensor, device="meta")
-    return {name: meta[tensor.data_ptr()] for name, tensor in weights.items()}
+        if place_of(tensor) not in meta:
+            meta[place_of(tensor)] = torch.empty_like(tensor, device="meta")
+    return {name: meta[place_of(tensor)] for name, tensor in weights.items()}
 
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:

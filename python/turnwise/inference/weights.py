@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.inference.adapters import AdaptedModel
+from turnwise.inference.blocks import check_memory, has_memory, place_of
 
 
 def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Any]], policy: str) -> None:
@@ -28,7 +29,7 @@ def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Any]], policy: 
     with torch.no_grad():
         for name, source in sources.items():
             target = targets[name].data
-            if source.data_ptr() != target.data_ptr():  # a shared module already holds its weights
+            if place_of(source) != place_of(target):  # a shared module already holds its weights
                 target.copy_(source)
 
 
@@ -51,8 +52,8 @@ def check_weights(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], 
         nearest = f"; nearest to {unknown[0]!r} is {close[0]!r}" if close else ": it has no weights of its own"
         raise ValueError(f"weights for policy {policy!r}: {_some(unknown)} unknown{nearest}")
     # tied tensors share their storage: one of their names brings the values for all
-    given = {_place(targets[name]) for name in sources}
-    if missing := [name for name, target in targets.items() if _place(target) not in given]:
+    given = {place_of(targets[name]) for name in sources}
+    if missing := [name for name, target in targets.items() if place_of(target) not in given]:
         raise ValueError(f"weights for policy {policy!r}: {_some(missing)} missing, {len(sources)} given")
     for name, source in sources.items():
         if source.shape != targets[name].shape:
@@ -60,11 +61,8 @@ def check_weights(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], 
                 f"weight {name!r} for policy {policy!r} has shape {tuple(source.shape)}: "
                 f"expected {tuple(targets[name].shape)}"
             )
-
-
-def _place(tensor: Tensor) -> int:
-    """Equal for tied tensors; those without storage are tied where they are one object."""
-    return id(tensor) if tensor.is_meta else tensor.data_ptr()
+        if has_memory(targets[name]) and not has_memory(source):
+            check_memory({name: source})
 
 
 def _some(names: list[str]) -> str:

@@ -8,8 +8,6 @@ rule needs. Every number here comes from ``rollouts.jsonl``; no model is loaded.
 from __future__ import annotations
 
 import itertools
-import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.arena.filters import Filters
-from turnwise.arena.samples import advantages_of, gather
-from turnwise.credit import registry
-from turnwise.naming import construct, find
-from turnwise.report.read import parse_config
+from turnwise.arena.samples import advantages_of
+from turnwise.command_words import literal
+from turnwise.credit import build_rule, registry
+from turnwise.naming import find, option_types
+from turnwise.report.read import parse_config, read_config_text
+from turnwise.samples import collect_samples
 from turnwise.train.run_log import read_metrics
-from turnwise.train.sinks import step_of
+from turnwise.train.sinks import read_lines
 from turnwise.types import CreditAssigner, GenerateResult, Rollout, Step
 
 
@@ -75,26 +74,28 @@ def compare_credit(
     """The recorded calls of the run in ``folder`` (of one ``step``, or all) under ``rule``, by default the run's own.
 
     ``rule`` and ``options`` are as in a config's ``credit`` section; of the run's own rule they change its options.
+    Options given as text are read as the rule expects them (:func:`turnwise.command_words.literal`).
     Raises ``ValueError`` for a folder without recorded episodes, and for a step that has none.
     """
-    config_file = folder / "config.toml"
-    config = parse_config(config_file.read_text(encoding="utf-8") if config_file.is_file() else None)
+    config = parse_config(read_config_text(folder / "config.toml"))
     own_name, own_options = config.get("credit", {}).get("rule"), config.get("credit", {}).get("options", {})
     if own_name == "task":  # a program's own arena brought its rule, and no config knows it
         own_name, own_options = None, {}
     if (rule or own_name) is None:
         raise ValueError(f"rule=None: {folder} has no config.toml that names the run's own; name one by --rule")
     name = str(rule or own_name)
-    chosen = {**(own_options if name == own_name else {}), **(options or {})}
-    other = construct(find(registry, name, "rule"), chosen, "options")
-    own = (
-        None if own_name is None else construct(find(registry, own_name, "credit.rule"), own_options, "credit.options")
-    )
-    filters = Filters(truncated=config.get("filter", {}).get("truncated", False))
+    types = option_types(find(registry, name, "rule"))
+    given = {
+        key: literal(value, types.get(key, Any)) if isinstance(value, str) else value
+        for key, value in (options or {}).items()
+    }
+    chosen = {**(own_options if name == own_name else {}), **given}
+    other = build_rule(name, chosen, "rule", "options")
+    own = None if own_name is None else build_rule(own_name, own_options, "credit.rule", "credit.options")
     found = Comparison(name, own_name, own_exact=None if own is None else 0)
     episodes = {int(row["step"]): int(row["episodes"]) for row in read_metrics(folder) if "episodes" in row}
     for number, results in recorded_steps(folder / "rollouts.jsonl"):
-        calls, exact = _compare_step(number, results, filters, other, own)
+        calls, exact = _compare_step(number, results, other, own)
         if step is None or step == number:
             _take_step(found, number, results, calls, exact, episodes.get(number, 0))
     if not found.calls:
@@ -165,10 +166,9 @@ def recorded_steps(path: Path) -> Iterator[tuple[int, list[GenerateResult]]]:
     """``(step, results)`` of ``rollouts.jsonl``, step by step; a line that is being written is left out."""
     if not path.is_file():
         raise ValueError(f"{path.parent}: no run folder with recorded episodes, expected {path.name} in it")
-    with path.open(encoding="utf-8") as stream:
-        whole = (line for line in stream if step_of(line) < math.inf)
-        for step, rows in itertools.groupby(map(json.loads, whole), key=lambda row: int(row["step"])):
-            yield step, [result_of(row) for row in rows]
+    rows = (row for _, row in read_lines(path))
+    for step, group in itertools.groupby(rows, key=lambda row: int(row["step"])):
+        yield step, [result_of(row) for row in group]
 
 
 def result_of(row: Mapping[str, Any], parent: str | None = None) -> GenerateResult:
@@ -211,12 +211,11 @@ def _hashable(value: Any) -> Any:
 def _compare_step(
     number: int,
     results: Sequence[GenerateResult],
-    filters: Filters,
     other: CreditAssigner,
     own: CreditAssigner | None,
 ) -> tuple[list[Call], int]:
     """The calls of one step, and how many of them the run's own rule gives back."""
-    samples, _ = gather(results, filters)
+    samples = collect_samples(results)
     after = advantages_of(samples, other, results).tolist()
     again = advantages_of(samples, own, results).tolist() if own is not None else after
     rows = [

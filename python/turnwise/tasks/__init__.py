@@ -26,6 +26,7 @@ __all__ = [
     "Task",
     "TaskOptions",
     "build_task",
+    "task_type",
 ]
 
 TASKS = {
@@ -51,12 +52,18 @@ def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
     Raises ``ValueError`` for an unknown name or option (naming the nearest known one) or a value that does not fit, and
     whatever the task raises for files that it can't read.
     """
-    task_type = _own_type(name) if ":" in name else _shipped_type(name)
+    found = task_type(name)
     try:
-        parsed = task_type.options_type(**(options or {}))
+        parsed = found.options_type(**(options or {}))
     except ValidationError as error:
         raise ValueError("; ".join(_explain(name, problem) for problem in error.errors())) from None
-    return task_type(parsed)
+    task: Task = found(parsed)
+    return task
+
+
+def task_type(name: str) -> Any:
+    """The class of the task called ``name``, or ``"module:Class"``. Raises ``ValueError`` where there is none."""
+    return _own_type(name) if ":" in name else _shipped_type(name)
 
 
 def _shipped_type(name: str) -> Any:
@@ -68,13 +75,13 @@ def _shipped_type(name: str) -> Any:
 
 def _own_type(name: str) -> Any:
     """A class with all that the training loop asks of a task."""
-    task_type = find({}, name, "task")
+    found = find({}, name, "task")
     needed = ("options_type", *(member for member in dir(Task) if member[0] != "_"))
-    missing = sorted(member for member in needed if not hasattr(task_type, member))
-    if not isinstance(task_type, type) or missing:
-        lacks = f"it lacks {', '.join(missing)}" if isinstance(task_type, type) else "it is no class"
+    missing = sorted(member for member in needed if not hasattr(found, member))
+    if not isinstance(found, type) or missing:
+        lacks = f"it lacks {', '.join(missing)}" if isinstance(found, type) else "it is no class"
         raise ValueError(f"task={name!r}: {lacks}; expected a class with what turnwise.tasks.OwnTask has")
-    return task_type
+    return found
 
 
 def _explain(task: str, problem: Mapping[str, Any]) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from pydantic import Field, field_validator
 
-from turnwise.arena import MultiTurnEpisode, TreeSampler
+from turnwise.arena import MultiTurnEpisode, Rubric, TreeSampler
 from turnwise.tasks.base import TeamOptions
+from turnwise.tasks.rewards import MixMode, invalid_penalty, mix_rewards, mix_weights
 from turnwise.types import EpisodeState, Message, Messages
 
 Role = Literal["tool", "planner", "solver"]
@@ -18,7 +20,7 @@ TEAM: tuple[Role, ...] = ("tool", "planner")
 MOVES = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
 """The letter of each move, and how it changes row and column."""
 
-_SUGGESTION = "\nRoute: "
+_NOTE, _SUGGESTION = "\nRound ", "\nRoute: "
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -55,31 +57,111 @@ def _read_moves(part: str) -> str | None:
     return part if _LETTERS.fullmatch(part) else _WORDS.get(part.upper())
 
 
-def board_message(board: str, route: str | None = None) -> Message:
-    """The board as it stands, and the suggested route where there is one. Nothing else of the episode is shown."""
-    return {"role": "user", "content": board + (_SUGGESTION + format_route(route) if route else "")}
+def describe_failure(outcome: Mapping[str, Any]) -> str:
+    """How far a route that did not solve the board came, and what stopped it.
+
+    Example: ``"3 moves, then R is blocked"``, ``"4 moves"`` or ``"no moves read"``
+    """
+    if not outcome["valid"]:
+        return "no moves read"
+    made = f"{outcome['moves']} move{'' if outcome['moves'] == 1 else 's'}"
+    return f"{made}, then {outcome['blocked']} is blocked" if outcome["blocked"] else made
+
+
+def failure_note(turn: int, walked: Mapping[str, Any], suggested: Mapping[str, Any] | None = None) -> str:
+    """What is told after ``turn`` rounds: how the last walk failed and, to who suggested, how its route would have.
+
+    Example: ``"Round 2. Walked: 1 move, then R is blocked. Suggested: no moves read."``
+    """
+    own = "" if suggested is None else f" Suggested: {describe_failure(suggested)}."
+    return f"Round {turn + 1}. Walked: {describe_failure(walked)}.{own}"
+
+
+def board_message(board: str, route: str | None = None, note: str = "") -> Message:
+    """The board as it stands, how the round before failed (``note``), and the suggested route where there is one."""
+    shown = f"{board}\n{note}" if note else board
+    return {"role": "user", "content": shown + (_SUGGESTION + format_route(route) if route else "")}
 
 
 def read_board(messages: Messages) -> tuple[str, str | None]:
     """The board and the suggestion back from a prompt of :func:`board_message`."""
-    board, _, route = messages[-1]["content"].partition(_SUGGESTION)
-    return board, parse_route(route)
+    shown, _, route = messages[-1]["content"].partition(_SUGGESTION)
+    return shown.partition(_NOTE)[0], parse_route(route)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Play
 # ---------------------------------------------------------------------------------------------------------------------
-class Outcome(Protocol):
-    """What an action came to: a named tuple."""
+class Outcome(NamedTuple):
+    """What one action came to.
 
-    def _asdict(self) -> dict[str, Any]: ...
+    ``valid``: a route could be read. ``legal``: the share of its moves that were made before one was blocked or the
+    board solved; 1 where nothing was read. ``closeness``: the potential of the state that it led to, 1 where the board
+    is solved, falling to 0 with the true distance from there. ``gained``: how much closer that is than before.
+    ``goal``: what a solution is worth, 0 without one. ``moves``: how many were made. ``blocked``: the one that could
+    not be made, if that ended it.
+    """
+
+    valid: bool
+    legal: float
+    closeness: float
+    gained: float
+    goal: float
+    moves: int
+    blocked: str = ""
 
 
-class StepResult(Protocol):
-    """What a step of the environment gives back."""
+def outcome_of(route: str | None, made: int, *, before: float, after: float, goal: float) -> Outcome:
+    """The outcome of ``route``, of which ``made`` moves could be made, by the closeness ``before`` and ``after``."""
+    named = len(route or "")
+    return Outcome(
+        valid=named > 0,
+        legal=made / named if named else 1.0,
+        closeness=after,
+        gained=after - before,
+        goal=goal,
+        moves=made,
+        blocked=route[made] if route and made < named and not goal else "",
+    )
 
-    @property
-    def outcome(self) -> Outcome: ...
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What an action earns: ``mix_rewards(goal, shaping * gained, alpha, mode)``, less ``invalid_cost`` if unreadable.
+
+    ``gained`` is potential-based shaping ``phi(s') - phi(s)`` over the true distance (Ng, Harada and Russell 1999,
+    without discount): over a walk it adds up to the same by every way, so a detour neither costs nor pays, and an
+    action that leaves the distance as it was earns 0. No move has a price: where nothing is solved a small cost alone
+    would decide whole groups, and dividing by their deviation makes it as large as success. ``gained`` is above -1, so
+    at the default no route that can be read earns less than one that can't.
+    Raises ``ValueError`` for an ``alpha`` that does not fit the mode, and for negative numbers.
+
+    Example: ``Scoring(shaping=0.5).reward(Outcome(True, 1.0, closeness=1.0, gained=0.25, goal=1.0, moves=3)) == 1.125``
+    """
+
+    alpha: float = 1.0
+    mode: MixMode = "weighted_sum"
+    invalid_cost: float = 1.0
+    shaping: float = 1.0
+
+    def __post_init__(self) -> None:
+        mix_rewards(0.0, 0.0, self.alpha, self.mode)
+        for name in ("invalid_cost", "shaping"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected a number >= 0")
+
+    def reward(self, outcome: Outcome) -> float:
+        mixed = mix_rewards(outcome.goal, self.shaping * outcome.gained, self.alpha, self.mode)
+        return mixed + invalid_penalty(outcome.valid, self.invalid_cost)
+
+
+class StepResult(NamedTuple):
+    """What a step gives back: the board after it, its reward, whether the board is solved, and its outcome."""
+
+    observation: str
+    reward: float
+    done: bool
+    outcome: Outcome
 
 
 class RouteEnv(Protocol):
@@ -87,6 +169,9 @@ class RouteEnv(Protocol):
 
     @property
     def solved(self) -> bool: ...
+
+    @property
+    def closeness(self) -> float: ...
 
     def observe(self) -> str: ...
 
@@ -100,16 +185,33 @@ class RouteEpisode(MultiTurnEpisode):
 
     Each action is a route. The last actor's is walked; what the others reply is the suggestion that the next one sees,
     and AT-GRPO's tool agent, which there runs a program, here names its route itself. One that can't be read leaves
-    suggestion and board as they were. A step earns ``reward_of`` what its route came to, a suggestion's what it would
-    come to if it were walked.
+    suggestion and board as they were. From the second round on every prompt says how the last walk failed and where,
+    and who suggests is told the same of its own route: see :func:`failure_note`.
 
-    A game says how an artifact begins (``start``), where its environment is in ``state.data`` (``environment``), and
-    what an outcome earns (``reward_of``), and brings its rubric.
+    A step earns what ``scoring`` gives for its route, a suggestion what it would earn if it were walked. ``rubric``
+    pays a whole episode by the same measure: the team's outcome for every actor, how much closer than the start its
+    last action led, and ``-invalid_cost`` times the share of its replies that could not be read.
+
+    A game says how an artifact begins (``start``) and where its environment is in ``state.data`` (``environment``).
     """
 
-    def __init__(self, *, actors: Sequence[str] = TEAM, max_turns: int = 3, sampler: TreeSampler | None = None) -> None:
+    default_scoring: ClassVar[Scoring] = Scoring()
+
+    def __init__(
+        self,
+        *,
+        actors: Sequence[str] = TEAM,
+        max_turns: int = 3,
+        scoring: Scoring | None = None,
+        sampler: TreeSampler | None = None,
+    ) -> None:
         super().__init__(sampler=sampler, max_turns=max_turns)
         self.actors = tuple(actors)
+        self.scoring = scoring or self.default_scoring
+        team, own = mix_weights(self.scoring.alpha, self.scoring.mode)
+        paid = {goal: team, gained: own * self.scoring.shaping, unreadable: -self.scoring.invalid_cost}
+        measured = (solved, closeness, valid_format, legal_moves, moves)
+        self.rubric = Rubric([*paid, *measured], [*paid.values(), *(0.0 for _ in measured)])
 
     @abstractmethod
     def start(self, artifact: Any) -> dict[str, Any]:
@@ -119,31 +221,54 @@ class RouteEpisode(MultiTurnEpisode):
     def environment(self, state: EpisodeState) -> RouteEnv:
         """The environment of ``state``: what it walks is written to ``state.data``."""
 
-    @abstractmethod
-    def reward_of(self, outcome: Mapping[str, Any]) -> float:
-        """What an action of this outcome earns."""
-
     def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
-        state.data = {**self.start(artifact), "route": None, "outcomes": {}}
+        state.data = {**self.start(artifact), "route": None, "goal": 0.0, "outcomes": {}}
+        state.data["before"] = self.environment(state).closeness
 
     def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
-        """The board and the suggestion alone; the arena puts the actor's system prompt in front."""
-        return [board_message(self.environment(state).observe(), state.data["route"])]
+        """The board, how the last round failed, and the suggestion; the arena puts the system prompt in front."""
+        data, actor, walker = state.data, state.current_actor, self.actors[-1]
+        note = ""
+        if state.turn:
+            own = None if actor == walker else data["outcomes"][actor][-1]
+            note = failure_note(state.turn, data["outcomes"][walker][-1], own)
+        return [board_message(self.environment(state).observe(), data["route"], note)]
 
     def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
         data, actor = state.data, state.current_actor
         env, route = self.environment(state), parse_route(state.last_completion_text)
         if actor == self.actors[-1]:
             outcome, data["route"] = env.step(route).outcome, None
+            data["goal"] = outcome.goal
         else:
             outcome, data["route"] = env.preview(route), route or data["route"]
         data["outcomes"].setdefault(actor, []).append(outcome._asdict())
 
     def step_reward(self, state: EpisodeState, arena: Any, artifact: Any) -> float:
-        return self.reward_of(state.data["outcomes"][state.current_actor][-1])
+        return self.scoring.reward(Outcome(**state.data["outcomes"][state.current_actor][-1]))
 
     def is_done(self, state: EpisodeState, arena: Any, artifact: Any) -> bool:
         return self.environment(state).solved
+
+    def get_extras(self, state: EpisodeState) -> dict[str, Any]:
+        """``solved`` and ``goal`` of the team; ``closeness``, ``gained``, ``valid``, ``legal``, ``moves`` by actor.
+
+        ``closeness`` is that of an actor's last action, ``gained`` how much more that is than at the start, ``valid``
+        the share of its completions that could be read, ``legal`` the share of their moves that could be made,
+        ``moves`` how many these are; ``rounds`` is how many there were.
+        """
+        data, outcomes = state.data, state.data["outcomes"]
+        last = {actor: acted[-1]["closeness"] for actor, acted in outcomes.items()}
+        return {
+            "solved": dict.fromkeys(self.actors, float(self.environment(state).solved)),
+            "goal": dict.fromkeys(self.actors, data["goal"]),
+            "closeness": last,
+            "gained": {actor: close - data["before"] for actor, close in last.items()},
+            "valid": {actor: mean_of(acted, "valid") for actor, acted in outcomes.items()},
+            "legal": {actor: mean_of(acted, "legal") for actor, acted in outcomes.items()},
+            "moves": {actor: sum(act["moves"] for act in acted) for actor, acted in outcomes.items()},
+            "rounds": 1 + max((step.turn for step in state.trajectory), default=0),
+        }
 
 
 def mean_of(outcomes: Sequence[Mapping[str, Any]], name: str) -> float:
@@ -156,9 +281,24 @@ def solved(extras: dict[str, Any]) -> dict[str, float]:
     return extras["solved"]
 
 
+def goal(extras: dict[str, Any]) -> dict[str, float]:
+    """What the team's solution is worth, 0 without one: for every actor of the team, acted or not."""
+    return extras["goal"]
+
+
 def closeness(extras: dict[str, Any]) -> dict[str, float]:
-    """How close to the end each actor's last action led: 1 at the end, 0 no closer than the start."""
+    """How close to the end each actor's last action led, by the true distance: 1 at the end, 0 farthest from it."""
     return extras["closeness"]
+
+
+def gained(extras: dict[str, Any]) -> dict[str, float]:
+    """How much closer than the start each actor's last action led."""
+    return extras["gained"]
+
+
+def unreadable(extras: dict[str, Any]) -> dict[str, float]:
+    """The share of each actor's completions that held no route."""
+    return {actor: 1.0 - share for actor, share in extras["valid"].items()}
 
 
 def valid_format(extras: dict[str, Any]) -> dict[str, float]:
@@ -167,21 +307,27 @@ def valid_format(extras: dict[str, Any]) -> dict[str, float]:
 
 
 def legal_moves(extras: dict[str, Any]) -> dict[str, float]:
-    """The share of the moves of each actor's routes that could be walked, averaged over its completions."""
+    """The share of the moves of each actor's routes that could be made, averaged over its completions."""
     return extras["legal"]
+
+
+def moves(extras: dict[str, Any]) -> dict[str, float]:
+    """How many moves each actor's routes came to."""
+    return extras["moves"]
 
 
 class RouteOptions(TeamOptions):
     """Options of every such game; ``actors = ["solver"]`` with ``max_turns = 1`` is the single agent.
 
-    ``step_cost`` is taken for every move, ``shaping`` rewards being closer to the end, as the game says.
+    ``shaping`` rewards each action for leading closer to the end by the true distance, ``invalid_cost`` is taken from
+    what can't be read: see :class:`Scoring`.
     """
 
     actors: tuple[Role, ...] = Field(default=TEAM, min_length=1)
     max_turns: int = Field(default=3, ge=1)
     max_tokens: int = Field(default=64, ge=1)
-    shaping: float = Field(default=0.0, ge=0)
-    step_cost: float = Field(default=0.01, ge=0)
+    invalid_cost: float = Field(default=Scoring().invalid_cost, ge=0)
+    shaping: float = Field(default=Scoring().shaping, ge=0)
 
     @field_validator("actors")
     @classmethod
@@ -189,3 +335,7 @@ class RouteOptions(TeamOptions):
         if actors[-1] == "tool":
             raise ValueError("expected the planner or the solver last, whose routes are walked")
         return actors
+
+    @property
+    def scoring(self) -> Scoring:
+        return Scoring(self.alpha, self.mode, self.invalid_cost, self.shaping)

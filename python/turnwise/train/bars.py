@@ -8,13 +8,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 SHOWN = {
+    "validation": "validation",
     "success": "success",
+    "success_selected": "selected",
     "reward": "reward",
     "tokens_per_second": "tok/s",
     "inference/kv_cache_use": "kv",
     "staleness": "stale",
 }
-"""The metrics beside the run's bar, where a step has them, and what they are called there."""
+"""The metrics beside the run's bar, where a step has them, and what they are called there. The latest validation stays:
+where a tree selects, it alone is the policy's own success."""
 
 
 class ProgressBars:
@@ -36,6 +39,7 @@ class ProgressBars:
         )
         self._run = self._progress.add_task("train", total=total_steps, note="")
         self._stages: dict[str, TaskID] = {}
+        self._validation: dict[str, float] = {}
 
     def start(self) -> None:
         self._progress.start()
@@ -45,7 +49,9 @@ class ProgressBars:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """``step`` steps are done; the last one measured ``metrics``."""
-        self._progress.update(self._run, completed=step, note=summary(metrics))
+        if "validation" in metrics:
+            self._validation = {"validation": metrics["validation"]}
+        self._progress.update(self._run, completed=step, note=summary({**self._validation, **metrics}))
 
     def stage(self, name: str, done: int, total: int) -> None:
         """``done`` of ``total`` parts of the stage ``name`` are done. A new round starts its clock again."""
@@ -56,8 +62,9 @@ class ProgressBars:
             self._progress.reset(task)
         self._progress.update(task, completed=done, total=total)
 
-    def rewind(self, step: int) -> None:
-        self._progress.update(self._run, completed=max(step, 0))
+    def rewind(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """``step`` steps are done, and ``metrics`` is what the last of them that was validated measured."""
+        self.step(max(step, 0), {name: value for name, value in (metrics or {}).items() if name == "validation"})
 
     def note(self, text: str) -> None:
         """Print one line above the bars."""

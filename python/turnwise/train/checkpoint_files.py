@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from turnwise.inference.blocks import check_memory
 from turnwise.state.files import sync_folder
 from turnwise.train.policy import bit_sum
 
@@ -80,9 +81,12 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
-    """``save_file``, with ``OSError`` for whatever keeps the bytes from the disk."""
+    """``save_file``, with ``OSError`` for whatever keeps the bytes from the disk, ``ValueError`` for tensors that have
+    none. Views of one storage are written one by one, which the format asks for."""
+    check_memory(tensors)
+    whole = {name: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for name, t in tensors.items()}
     try:
-        save_file(tensors, file)
+        save_file(whole, file)
     except SafetensorError as error:
         raise OSError(f"{file} can't be written: {error}") from error
 
@@ -116,6 +120,26 @@ def read_manifest(path: Path, version: int) -> dict[str, Any]:
         if fingerprint(file) != expected:
             raise CheckpointError(f"{file} is damaged: its size or SHA-256 differs from the manifest's")
     return manifest
+
+
+def read_listed(path: Path, name: str) -> bytes | None:
+    """The bytes of file ``name`` of checkpoint ``path``, once they are those that its manifest lists.
+
+    ``None`` where the manifest lists none and none is there. Raises :class:`CheckpointError` for others: what is read
+    here may be unpickled, which runs code.
+    """
+    manifest, file = _parsed(path / "manifest.json"), path / name
+    if manifest.pop(_OWN, None) != _own_digest(manifest):
+        raise CheckpointError(f"{path / 'manifest.json'} is damaged: its SHA-256 differs from what it says")
+    expected = manifest["files"].get(name)
+    if expected is None:
+        if file.exists():
+            raise CheckpointError(f"{file} is not in the checkpoint's manifest, so it is not read: delete it")
+        return None
+    content = file.read_bytes()
+    if [len(content), hashlib.sha256(content).hexdigest()] != expected:
+        raise CheckpointError(f"{file} is damaged: its size or SHA-256 differs from the manifest's")
+    return content
 
 
 def fingerprint(file: Path) -> list[Any]:

@@ -18,7 +18,7 @@ from turnwise.inference import (
     VLLMServerClient,
 )
 from turnwise.inference.vllm_build import check_engine_args, vllm_or_raise
-from turnwise.train.config import TrainConfig
+from turnwise.train.config import ServerConfig, TrainConfig
 from turnwise.train.config_files import ConfigError
 from turnwise.types import InferenceClient, ModelError
 
@@ -93,16 +93,21 @@ def _with_engines(
         raise ConfigError(f"config key 'rollout.client' = {rollout.client!r}: {error}") from error
 
 
+def _endpoint(url: str, server: ServerConfig) -> Endpoint:
+    keys = {"api_key_env": server.api_key_env, "api_key_file": server.api_key_file}
+    return Endpoint(url, **keys, timeout=server.timeout, retries=server.retries, wait=server.wait)
+
+
 def _check_server(config: TrainConfig) -> None:
     server = config.rollout.server
     try:
         for url in {server.url} if isinstance(server.url, str) else set(server.url.values()):
-            endpoint = Endpoint(url, api_key_env=server.api_key_env, timeout=server.timeout, retries=server.retries)
+            endpoint = _endpoint(url, server)
             try:
                 endpoint.thread.submit(endpoint.until_healthy()).result()
             finally:
                 endpoint.close()
-    except (ValueError, ModelError) as error:
+    except (ValueError, OSError, ModelError) as error:
         raise ConfigError(f"config key 'rollout.server': {error}") from error
 
 
@@ -114,7 +119,7 @@ def _server(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]
     clients: dict[str, InferenceClient] = {}
     for url in dict.fromkeys(urls.values()):
         mine = {name: model for name, model in models.items() if urls[name] == url}
-        endpoint = Endpoint(url, api_key_env=server.api_key_env, timeout=server.timeout, retries=server.retries)
+        endpoint = _endpoint(url, server)
         try:
             client = VLLMServerClient(
                 endpoint,

@@ -97,15 +97,19 @@ class ServerConfig(Section):
     """For ``rollout.client = "vllm-server"``: servers that ``turnwise serve`` started.
 
     ``url`` is one, or one for each policy, as policies without a common base need. ``api_key_env`` names the
-    environment variable with their key. One answer may take ``timeout`` seconds, and a server that starts again is
-    waited for as long; other failures are tried ``retries`` times more. Weights go through files in ``folder``, which
+    environment variable with their key, ``api_key_file`` a file with it; that of a server of this user on this host is
+    found by itself. One answer may take ``timeout`` seconds, and a server that starts again is waited for as long; one
+    that isn't there at the start of the run for ``wait`` seconds. Other failures are tried ``retries`` times more.
+    Weights go through files in ``folder``, which
     the servers of other hosts see too; without one through memory of this host, or by another ``transfer``: ``gloo``
     and ``nccl`` reach other hosts.
     """
 
     url: str | dict[str, str] = "http://127.0.0.1:8000"
     api_key_env: str | None = None
+    api_key_file: str | None = None
     timeout: float = Field(default=600.0, gt=0)
+    wait: float = Field(default=0.0, ge=0)
     retries: int = Field(default=5, ge=0)
     folder: str | None = None
     transfer: str = "auto"
@@ -195,6 +199,10 @@ class LoopConfig(Section):
         return self
 
 
+DEFAULT_CREDIT = "at_grpo"
+"""The rule of a task that names none as its ``credit_rule``."""
+
+
 class CreditConfig(Section):
     """The rule's name in ``turnwise.credit.registry``, or ``"module:Class"``, and the arguments of its class.
 
@@ -218,7 +226,8 @@ class RewardConfig(Section):
 
 class FilterConfig(Section):
     """Which samples train. ``zero_advantage`` drops those of tied groups, ``truncated`` those cut off by the token
-    limit, ``max_length`` those with more tokens in prompt and completion.
+    limit, ``max_length`` those with more tokens in prompt and completion. All of them count in their group's
+    statistics.
 
     ``resample`` draws up to so many more batches of questions in a step until as many questions have an advantage as
     the step asked for (dynamic sampling, https://arxiv.org/abs/2503.14476, section 3.2).
@@ -361,7 +370,7 @@ class TrainConfig(Section):
     task: str = "sudoku"
     task_options: dict[str, Any] = Field(default_factory=dict)
     run_dir: Annotated[Path, BeforeValidator(str)] = Path("runs/default")
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**63, description="below 2**63: TOML and torch hold no larger one")
     steps: int = Field(default=100, ge=0)
     max_seconds: float | None = Field(default=None, gt=0, description="stop after the step that crosses it")
     max_sampled_tokens: int | None = Field(default=None, gt=0, description="stop after the step that crosses it")

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from turnwise.naming import nearest
-from turnwise.train.config import OptimizerConfig, PolicyConfig, TrainConfig
+from turnwise.command_words import literal
+from turnwise.credit import registry as credit_rules
+from turnwise.naming import find, nearest, option_types
+from turnwise.train.config import DEFAULT_CREDIT, CreditConfig, LossConfig, OptimizerConfig, PolicyConfig, TrainConfig
 from turnwise.train.loss import check_loss
+from turnwise.train.losses import find_loss
 
 EXTENDS = "extends"
 """The key of a config file that names another one, relative to it, whose settings it takes and overrides."""
@@ -49,23 +51,54 @@ class Problems:
             raise ConfigError("\n".join(self.lines))
 
 
-def load_config(path: str | Path | None, overrides: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> TrainConfig:
+TaskTypes = Callable[[str], Any]
+"""From the name of a task to its class, as :func:`turnwise.tasks.task_type` finds it: tasks are a room beside this."""
+
+
+def load_config(
+    path: str | Path | None,
+    overrides: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
+    *,
+    task_type: TaskTypes | None = None,
+) -> TrainConfig:
     """Read a TOML file (``None``: defaults only) and apply dotted overrides such as ``("update.lr", "1e-4")``.
 
-    A file with ``extends = "other.toml"`` starts from that one. Override values given as text are read as Python
-    literals where they can be, else kept as text. Raises :class:`ConfigError` naming the file, or every key that is
-    wrong.
+    A file with ``extends = "other.toml"`` starts from that one. Override values given as text are read as the key
+    expects them (:func:`turnwise.command_words.literal`): ``none`` is the word where it is a choice, else ``None``.
+    Options of a task, and of the credit rule that it names, have types only where ``task_type`` finds its class.
+    Raises :class:`ConfigError` naming the file, or every key that is wrong.
     """
-    return _consistent(read_config(path, overrides))
+    return _consistent(read_config(path, overrides, task_type=task_type))
 
 
-def read_config(path: str | Path | None, overrides: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> TrainConfig:
-    """:func:`load_config` without :func:`contradictions`, for a caller that asks for them with all else."""
-    data = {} if path is None else _read(Path(path), ())
-    items = overrides.items() if isinstance(overrides, Mapping) else overrides
-    for key, value in items:
-        _put(data, key, _literal(value))
+def read_config(
+    path: str | Path | None,
+    overrides: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
+    *,
+    task_type: TaskTypes | None = None,
+    import_code: bool = True,
+) -> TrainConfig:
+    """:func:`load_config` without :func:`contradictions`, for a caller that asks for them with all else.
+
+    Without ``import_code`` options of what is named by ``"module:Name"`` have no types, and nothing is imported.
+    """
+    data = raw_settings(path, overrides)
+    named = data if import_code else _without_code(data)
+    for key, value in dict(overrides).items():  # only now is it known which rule or task an option is for
+        if isinstance(value, str):
+            keys = _keys(key)
+            _put(data, keys, literal(value, _expected_at(keys, named, task_type)))
     return _valid(data)
+
+
+def raw_settings(
+    path: str | Path | None, overrides: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()
+) -> dict[str, Any]:
+    """What :func:`read_config` reads, before texts have types: nothing is imported."""
+    data = {} if path is None else _read(Path(path), ())
+    for key, value in dict(overrides).items():
+        _put(data, _keys(key), value)
+    return data
 
 
 def config_from_dict(data: Mapping[str, Any]) -> TrainConfig:
@@ -152,26 +185,66 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _literal(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    special = {"true": True, "false": False, "none": None, "null": None}
-    if value.lower() in special:
-        return special[value.lower()]
-    try:
-        return ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return value
+def _without_code(settings: Any) -> Any:
+    """``settings`` in which nothing is named that would have to be imported."""
+    if isinstance(settings, dict):
+        return {key: _without_code(value) for key, value in settings.items()}
+    return "" if isinstance(settings, str) and ":" in settings else settings
 
 
-def _put(data: dict[str, Any], dotted: str, value: Any) -> None:
-    """Set ``data[...][leaf]``. ``warm-start.steps`` is ``warm_start.steps``, but a policy's name is the user's own."""
-    *parents, leaf = dotted.split(".") if dotted.startswith("policies.") else dotted.replace("-", "_").split(".")
+def _keys(dotted: str) -> list[str]:
+    """``warm-start.steps`` is ``warm_start.steps``, but a policy's name is the user's own."""
+    return dotted.split(".") if dotted.startswith("policies.") else dotted.replace("-", "_").split(".")
+
+
+def _put(data: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+    """Set ``data[...][leaf]``."""
+    *parents, leaf = keys
     for name in parents:
         data = data.setdefault(name, {})
         if not isinstance(data, dict):
-            raise ConfigError(f"override {dotted!r}: {name!r} is not a section")
+            raise ConfigError(f"override {'.'.join(keys)!r}: {name!r} is not a section")
     data[leaf] = value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a key expects
+# ---------------------------------------------------------------------------------------------------------------------
+def _expected_at(keys: Sequence[str], data: Mapping[str, Any], task_type: TaskTypes | None) -> Any:
+    """The type of the value at ``keys`` of the configuration ``data``: a section's field, an option of what the section
+    names. ``Any`` where nothing says it."""
+    found: Any = TrainConfig
+    for place, key in enumerate(keys):
+        options = _options_at(tuple(keys[:place]), data, task_type)
+        if options is not None:
+            found = options.get(key, Any)
+        elif (section := _section_in(found)) is not None and get_origin(found) is not dict:
+            found = option_types(section).get(key, Any)
+        else:
+            found = get_args(found)[-1] if get_origin(found) is dict else Any
+        if get_origin(found) is Annotated:
+            found = get_args(found)[0]
+    return found
+
+
+def _options_at(keys: tuple[str, ...], data: Mapping[str, Any], task_type: TaskTypes | None) -> dict[str, Any] | None:
+    """The types of the options in the table at ``keys``, by name; ``None`` for a table of another kind."""
+    task = str(data.get("task", TrainConfig().task))
+    if keys[:1] == ("policies",) and keys[2:] == ("optimizer",):
+        return option_types(OptimizerConfig)
+    try:
+        if keys == ("task_options",) and task_type is not None:
+            return option_types(task_type(task).options_type)
+        if keys == ("credit", "options"):
+            rule = str(data["credit"].get("rule", CreditConfig().rule))
+            if rule == "task":
+                rule = getattr(task_type and task_type(task), "credit_rule", DEFAULT_CREDIT)
+            return option_types(find(credit_rules, rule, "credit.rule"))
+        if keys == ("loss", "options"):
+            return option_types(find_loss(str(data["loss"].get("kind", LossConfig().kind))))
+    except ValueError:  # no such task, rule or loss: what builds it says so
+        return {}
+    return None
 
 
 def _explain(problem: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from turnwise.chat import ChatRenderer
 from turnwise.train.config_files import ConfigError
 from turnwise.types import Messages
 
@@ -19,7 +20,9 @@ _ROW_KEYS = {"messages", "prompt", "completion", "actor"}
 class Row:
     """A prompt (a chat, or plain text that goes without the chat template) and the completion to learn.
 
-    ``actor`` is whose policy learns it, ``None`` every policy; ``place`` names the row in messages.
+    ``actor`` is whose policy learns it, ``None`` every policy; ``place`` names the row in messages. The completion of a
+    ``recorded`` row is what a model wrote: control tokens that it spells stay text. Others may spell them on purpose,
+    as the channels of GPT-OSS need.
 
     Example: ``Row([{"role": "user", "content": "2 + 2 = ?"}], "4", actor="solver", place="demos.jsonl:17")``
     """
@@ -28,6 +31,7 @@ class Row:
     completion: str
     actor: str | None
     place: str
+    recorded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +76,8 @@ class RowReader:
         """
         rows: list[Row] = []
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
+            lines = path.read_bytes().split(b"\n")
+        except OSError as error:
             raise ConfigError(f"config key 'warm_start.data' = {str(path)!r} can't be read: {error}") from None
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -115,7 +119,7 @@ class RowReader:
         for step in data["steps"]:
             reason = self._why_not(data, step)
             if reason is None:
-                yield Row(_messages(step["prompt"], place), step["completion"], step["actor_id"], place)
+                yield Row(_messages(step["prompt"], place), step["completion"], step["actor_id"], place, recorded=True)
             else:
                 self.left_out[reason] += 1
         for child in data["children"]:
@@ -138,13 +142,13 @@ class RowReader:
         return None
 
 
-def tokenize(tokenizer: Any, prompt: Messages | str, completion: str) -> Demonstration:
+def tokenize(renderer: ChatRenderer, row: Row) -> Demonstration:
     """The prompt as a model call would send it, and the completion as a model would sample it, stop token included."""
-    if isinstance(prompt, str):
-        ids = tokenizer.encode(prompt)
-    else:
-        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
-    return Demonstration(ids, [*tokenizer.encode(completion, add_special_tokens=False), tokenizer.eos_token_id])
+    tokenizer = renderer.tokenizer
+    prompt = tokenizer.encode(row.prompt) if isinstance(row.prompt, str) else renderer.prompt_ids(row.prompt)
+    text = row.completion
+    completion = renderer.text_ids(text) if row.recorded else tokenizer.encode(text, add_special_tokens=False)
+    return Demonstration(prompt, [*completion, tokenizer.eos_token_id])
 
 
 def fitting(
@@ -154,7 +158,8 @@ def fitting(
 
     Raises :class:`ConfigError` where none fits.
     """
-    every = [tokenize(tokenizer, row.prompt, row.completion) for row in rows]
+    renderer = ChatRenderer(tokenizer)
+    every = [tokenize(renderer, row) for row in rows]
     fit = [demonstration for demonstration in every if len(demonstration) <= max_context]
     if len(fit) == len(every):
         return fit
@@ -169,13 +174,14 @@ def fitting(
     return fit
 
 
-def _parsed(line: str, place: str) -> dict[str, Any]:
+def _parsed(line: bytes, place: str) -> dict[str, Any]:
     try:
-        data = json.loads(line)
+        text = line.decode("utf-8")
+        data = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"{place}: not JSON: {error}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"{place}: expected a JSON object, got {line[:40]!r}")
+        raise ConfigError(f"{place}: expected a JSON object, got {text[:40]!r}")
     return data
 
 

@@ -24,14 +24,17 @@ from turnwise.train.callbacks import Callback
 from turnwise.train.checkpoint import (
     CheckpointError,
     CheckpointMismatch,
+    ignored_checkpoints,
     list_checkpoints,
     load_checkpoint,
     save_checkpoint,
 )
+from turnwise.train.checkpoint_files import read_listed
 from turnwise.train.client_metrics import ClientMetrics
 from turnwise.train.config import TrainConfig
 from turnwise.train.config_files import CONFIG_FILE, ConfigError, contradictions, differences, to_toml
 from turnwise.train.evaluate import Evaluation, evaluate
+from turnwise.train.health.watch import Watch
 from turnwise.train.interrupt import StopRequest
 from turnwise.train.kl import KLPenalty
 from turnwise.train.phases import policies_at
@@ -39,7 +42,9 @@ from turnwise.train.policy import Policy, fingerprints
 from turnwise.train.producer import Producer, refuse_own_step
 from turnwise.train.progress import Progress
 from turnwise.train.random_state import random_state, set_random_state
+from turnwise.train.run_folder import RunLock, refuse_buried
 from turnwise.train.run_log import RunLog
+from turnwise.train.sinks import replace_file
 from turnwise.train.store_states import begin_stores, forget_old_states, name_run
 from turnwise.train.summary import staleness, summarize
 from turnwise.train.update import update_policy
@@ -104,8 +109,10 @@ class Trainer:
         in_reward = kl.coef > 0 and kl.place == "reward"
         self.kl_penalty = KLPenalty(policies, kl, config.update.micro_batch_tokens) if in_reward else None
         arena.reward_penalty = self.kl_penalty or arena.reward_penalty
+        self.watch = Watch(self)
         self.callbacks = {callback.name: callback for callback in callbacks}
         assert len(self.callbacks) == len(callbacks), "callbacks have names of their own"
+        self.lock = RunLock(config.run_dir)
         self._stop = StopRequest()
         self.producer = self._new_producer()
         self._published: dict[str, int] = {}
@@ -118,8 +125,14 @@ class Trainer:
 
     async def run(self) -> Progress:
         """Train until a limit of the config is reached: steps, seconds, sampled tokens, or validation success."""
+        with self.lock:
+            return await self._run()
+
+    async def _run(self) -> Progress:
+        if self.lock.note is not None:
+            self.log.note(self.lock.note)
         left = self.resume()
-        (self.config.run_dir / CONFIG_FILE).write_text(to_toml(self.config), encoding="utf-8")
+        replace_file(self.config.run_dir / CONFIG_FILE, to_toml(self.config))
         await self.publish()
         for callback in self.callbacks.values():
             await callback.on_start(self)
@@ -182,26 +195,23 @@ class Trainer:
         before = fingerprints(self.policies)
         trained: set[str] = set()
         in_phase = policies_at(self.progress.step, self.config.phases, self.policies)
+        self.watch.samples(batch, in_phase)
         for name, policy in self.policies.items():
             if name not in in_phase:
                 continue
             prefix = f"{name}/" if len(self.policies) > 1 else ""
             measured = update_policy(policy, batch, self.config.update, self.config.loss, self.rng, self.log.updates)
             metrics |= {prefix + key: value for key, value in measured.items()}
+            self.watch.updates(policy, measured)
             if measured.get("updates"):
                 policy.version += 1
                 trained.add(name)
-        self._check_moved(before, trained)
+        moved = {name for name, bits in fingerprints(self.policies).items() if bits != before[name]}
+        assert moved <= trained, f"an update changed the weights of {sorted(moved - trained)}, which didn't train"
+        self.watch.weights(trained, moved)
         if self.kl_penalty is not None:
             metrics |= self.kl_penalty.adapt()
         return metrics
-
-    def _check_moved(self, before: Mapping[str, object], trained: set[str]) -> None:
-        """Every trained policy's weights must have moved; no bit of another's, or of a shared base."""
-        moved = {name for name, bits in fingerprints(self.policies).items() if bits != before[name]}
-        assert moved <= trained, f"an update changed the weights of {sorted(moved - trained)}, which didn't train"
-        for name in sorted(trained - moved):
-            self.log.note(f"policy {name!r}: an update changed no weight; is update.lr too small for its dtype?")
 
     async def publish(self) -> None:
         """Hand every policy's weights to the client that samples with them, where they changed.
@@ -218,6 +228,7 @@ class Trainer:
 
     async def hand_over(self, policy: Policy) -> None:
         """Give the client the weights of ``policy``; the first time with the base below an adapter."""
+        policy.check_finite(f"at version {policy.version}, so it is not published")
         weights = policy.weights() if policy.name in self._published else policy.all_weights()
         await self.beside_sampling(self.arena.client.load_weights, policy.name, weights, policy.version)
 
@@ -229,7 +240,7 @@ class Trainer:
         self.progress.sampled_tokens += int(batch.metrics["sampled_tokens"])
         if self.producer.ahead and not self.config.loop.deterministic:
             self.allow()
-        metrics |= summarize(batch, results, self.validation.metric if self.validation else None)
+        metrics |= summarize(batch, results, getattr(self.validation, "metric", None), self.arena.episodes)
         metrics |= {
             "seconds_rollout": self._sampled - self._started,
             "seconds_update": updated - self._sampled,
@@ -346,14 +357,17 @@ class Trainer:
     def resume(self) -> Mapping[str, Any] | None:
         """Go on from the newest checkpoint, where there is one, and return the arena's state in it. An unreadable one
         raises, naming the one before."""
+        refuse_buried(self.config)
+        for folder, why in ignored_checkpoints(self.checkpoints).items():
+            self.log.note(f"{folder} is ignored: {why}")
         found = list_checkpoints(self.checkpoints)
-        if not self.config.resume:
-            refuse_checkpoints(self.config)
         self.producer = self._new_producer()
         name_run(self.arena, self.config.run_dir)
         if not found:
             begin_stores(self.arena, self.config.run_dir)
             self.log.rewind(-1)
+            if self.config.checkpoint.every:
+                self.save()  # a kill before the first step that is saved then loses no more than any other
             return None
         try:
             _, state = load_checkpoint(found[-1], self.policies)
@@ -362,8 +376,9 @@ class Trainer:
                 f"{error}; choose another run_dir, or the settings that it was saved with"
             ) from error
         except CheckpointError as error:
-            before = f"go on from {found[-2]}" if len(found) > 1 else "start afresh"
-            raise CheckpointError(f"{error}; delete {found[-1]} to {before}") from error
+            way = f"delete {found[-1]} to go on from {found[-2]}" if len(found) > 1 else "choose another run_dir"
+            raise CheckpointError(f"{error}; {way}") from error
+        queue = read_listed(found[-1], QUEUE)
         self.progress = Progress(**state["progress"])
         self.arena.load_state_dict(state["arena"])
         set_random_state(self.rng, state["random"])
@@ -371,22 +386,15 @@ class Trainer:
             if name in self.callbacks:
                 self.callbacks[name].load_state_dict(saved, found[-1])
         self.producer = self._new_producer()
-        if (queue := found[-1] / QUEUE).exists():
-            self.producer.put(pickle.loads(queue.read_bytes()))
-        self.log.rewind(self.progress.step)
-        self.log.note(f"resumed from {found[-1]} (step {self.progress.step})")
+        if queue is not None:
+            self.producer.put(pickle.loads(queue))
+        dropped = self.log.rewind(self.progress.step)
+        again = f"; the records of {dropped} later steps give way to theirs" if dropped else ""
+        self.log.note(f"resumed from {found[-1]} (step {self.progress.step}){again}")
         if changed := differences(self.config.run_dir / CONFIG_FILE, self.config):
             self.log.note(f"settings changed since then: {', '.join(changed)}")
         arena: Mapping[str, Any] = state["arena"]
         return arena
-
-
-def refuse_checkpoints(config: TrainConfig) -> None:
-    """Raise :class:`ConfigError` where the run folder holds checkpoints that a run without ``resume`` would bury."""
-    if list_checkpoints(config.run_dir / "checkpoints"):
-        raise ConfigError(
-            f"config key 'resume' = {config.resume!r}: {config.run_dir} holds checkpoints: choose another run_dir"
-        )
 
 
 def _pickled(batches: list[list[GenerateResult]]) -> bytes:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.inference.adapters import AdaptedModel, SharedBase
+from turnwise.inference.blocks import place_of
 from turnwise.train.batch import MicroBatch
 from turnwise.train.config import OptimizerConfig
 from turnwise.train.forward import Forward
@@ -50,6 +51,7 @@ class Policy:
         if with_reference and reference is None:
             reference = _starting_weights(model)
         self.reference = None if reference is None else reference.requires_grad_(False).eval()
+        self.check_finite("at the start")
         self.model.requires_grad_(trainable)
         self.forward = Forward(model, layout)
         self.reference_forward = None if self.reference is None else Forward(self.reference, layout)
@@ -150,6 +152,18 @@ class Policy:
         """A number per tensor that tells whether a bit of it changed."""
         return tuple(bit_sum(tensor) for _, tensor in self.weights())
 
+    def check_finite(self, when: str) -> None:
+        """Raise ``FloatingPointError`` naming the first weight of policy, base or reference that is NaN or infinite."""
+        # An adapter's reference is its base with adapters off.
+        parts = {"": self.model, "its base's ": self.base, "its reference's ": self.reference}
+        for whose, part in parts.items():
+            for name, tensor in () if part is None else _parameters(part):
+                if bad := _count_not_finite(tensor):
+                    raise FloatingPointError(
+                        f"policy {self.name!r}: {whose}weight {name!r} is not finite {when}: {bad} of {tensor.numel()} "
+                        "elements are NaN or infinite"
+                    )
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """``(name, tensor)`` of this policy's own weights, as the publish stage sends them: an adapter's alone."""
         return named_weights(self.model)
@@ -175,11 +189,28 @@ def fingerprints(policies: Mapping[str, Policy]) -> dict[str, tuple[int, ...]]:
 
 def named_weights(model: nn.Module | SharedBase) -> Iterator[tuple[str, Tensor]]:
     """``(name, tensor)`` of each parameter and persistent buffer of ``model``, detached, tied ones once."""
-    seen: set[int] = set()
-    for name, tensor in (model.weights() if isinstance(model, SharedBase) else model.state_dict()).items():
-        if tensor.data_ptr() not in seen or tensor.numel() == 0:
-            seen.add(tensor.data_ptr())
+    seen: set[Any] = set()
+    weights = model.weights() if isinstance(model, SharedBase) else model.state_dict(keep_vars=True)
+    for name, tensor in weights.items():
+        if (place := place_of(tensor)) not in seen:
+            seen.add(place)
             yield name, tensor.detach()
+
+
+def _parameters(model: nn.Module | SharedBase) -> Iterator[tuple[str, Tensor]]:
+    """The parameters by the names that they have in files; buffers may hold infinities on purpose."""
+    state = model.weights() if isinstance(model, SharedBase) else model.state_dict(keep_vars=True)
+    return ((name, tensor.detach()) for name, tensor in state.items() if isinstance(tensor, nn.Parameter))
+
+
+def _count_not_finite(tensor: Tensor) -> int:
+    if tensor.is_meta or not tensor.is_floating_point() or tensor.element_size() < 2:
+        return 0
+    own: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    # NaN and infinity survive a sum, which needs no memory; only where it isn't finite are elements looked at.
+    if math.isfinite(own.sum(dtype=torch.promote_types(own.dtype, torch.float32))):
+        return 0
+    return int((~own.isfinite()).sum())
 
 
 def _starting_weights(model: nn.Module) -> nn.Module:
@@ -188,9 +219,13 @@ def _starting_weights(model: nn.Module) -> nn.Module:
 
 
 def bit_sum(tensor: Tensor) -> int:
-    """The sum of the elements' bit patterns: exact, so any update shows, and read at the speed of memory."""
+    """The sum of the elements' bit patterns: exact, so any update shows, and read at the speed of memory.
+
+    Of a tensor that is sharded over processes (a DTensor) it is the sum of this process's own part.
+    """
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return int(tensor.detach().contiguous().view(bits).sum(dtype=torch.int64))
+    own: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return int(own.detach().contiguous().view(bits).sum(dtype=torch.int64))
 
 
 def _cosine(progress: float) -> float:

@@ -1,9 +1,8 @@
-"""What a run writes down: metrics (a line a step), ``rollouts.jsonl`` (a few episodes a step), and progress bars."""
+"""What a run writes down: metrics (a line a step), ``rollouts.jsonl`` (a few episodes a step), ``warnings.jsonl``, and
+progress bars."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -13,7 +12,7 @@ from rich.console import Console
 from turnwise.arena.plain import plain_result
 from turnwise.train.bars import ProgressBars
 from turnwise.train.config import TrainConfig
-from turnwise.train.sinks import JsonLines, Sink, append_lines, keep_steps, open_sinks, step_of
+from turnwise.train.sinks import JsonLines, Sink, append_lines, keep_steps, open_sinks, read_lines
 from turnwise.train.token_text import token_texts
 from turnwise.types import GenerateResult, Tokenizer
 
@@ -86,16 +85,28 @@ class RunLog:
         """Show how many optimizer updates of the batch under way are done."""
         self.bars.stage("updates", done, total)
 
+    def warn(self, step: int, text: str) -> None:
+        """Print what is wrong with ``step``, and keep it in ``warnings.jsonl``, which the report shows."""
+        self.note(f"step {step}: {text}")
+        append_lines(self.folder / "warnings.jsonl", [{"step": step, "warning": text}])
+
     def note(self, text: str) -> None:
         """Print one line, above the bars where there are any."""
         self.bars.note(text)
 
-    def rewind(self, step: int) -> None:
-        """Drop what stands there of later steps, and a line that a kill cut off, so that each step is written once."""
+    def rewind(self, step: int) -> int:
+        """Drop what stands there of later steps, and a line that a kill cut off, so that each step is written once.
+
+        Returns how many later steps there were.
+        """
+        later = len({row["step"] for row in read_metrics(self.folder) if row["step"] > step})
         for sink in self.sinks:
             sink.rewind(step)
-        keep_steps(self.folder / "rollouts.jsonl", step)
-        self.bars.rewind(step)
+        for name in ("rollouts.jsonl", "warnings.jsonl"):
+            keep_steps(self.folder / name, step)
+        validated = [row for row in read_metrics(self.folder) if "validation" in row]
+        self.bars.rewind(step, validated[-1] if validated else None)
+        return later
 
     def _plain(self, result: GenerateResult) -> dict[str, Any]:
         row = plain_result(result)
@@ -112,8 +123,9 @@ def _write_tokens(row: dict[str, Any], tokenizer: Tokenizer) -> None:
         _write_tokens(child, tokenizer)
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl``; an unfinished last line is left out."""
-    path = folder / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if step_of(line) < math.inf]
+def read_metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """The lines of ``metrics.jsonl``, or of another file; an unfinished last line is left out.
+
+    Raises ``ValueError`` naming a bad one.
+    """
+    return [row for _, row in read_lines(folder / name)]

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from turnwise.arena import Episode
 from turnwise.types import GenerateResult, TrainingBatch
 
 
-def summarize(batch: TrainingBatch, results: Sequence[GenerateResult], metric: str | None) -> dict[str, float]:
+def summarize(
+    batch: TrainingBatch,
+    results: Sequence[GenerateResult],
+    metric: str | None,
+    episodes: Mapping[str, Episode] | None = None,
+) -> dict[str, float]:
     """The batch's own metrics, the mean step reward (overall and by actor, every branch of a tree counted), ``success``
-    (the mean of ``metric`` while sampling), and how many samples were kept and dropped."""
+    (the mean of ``metric`` while sampling), and how many samples train (overall and by actor) or were dropped.
+
+    Where ``metric`` is of ``episodes`` whose tree chooses by reward what goes on, its mean is that of the best of N at
+    each node, and no success of the policy: it is called ``success_selected``.
+    """
+    trained = Counter(batch.actors[index] for index in batch.actor_index)
     steps = [step for top in results for result in top.walk() for step in result.rollout.steps]
     rewards: dict[str, list[float]] = {}
     for step in steps:
@@ -21,8 +33,13 @@ def summarize(batch: TrainingBatch, results: Sequence[GenerateResult], metric: s
     if rewards:
         summary["reward"] = float(np.mean([value for values in rewards.values() for value in values]))
     if f"metric/{metric}" in batch.metrics:
-        summary["success"] = batch.metrics[f"metric/{metric}"]
-    summary |= {f"dropped/{reason}": count for reason, count in batch.dropped.items()}
+        measured = [node.rollout for top in results for node in top.walk() if metric in node.rollout.metrics]
+        samplers = [getattr((episodes or {}).get(rollout.episode_type), "sampler", None) for rollout in measured]
+        selected = any(sampler is not None and sampler.favours for sampler in samplers)
+        summary["success_selected" if selected else "success"] = batch.metrics[f"metric/{metric}"]
+    summary |= {f"dropped/{cause}": count for cause, count in batch.dropped.items()}
+    actors = dict.fromkeys([*batch.actors, *(actor for actor, cause in batch.drops if cause != "untrainable")])
+    summary |= {f"samples/{actor}": trained.get(actor, 0) for actor in actors}
     return {**batch.metrics, **summary, "samples": len(batch)}
 
 

@@ -84,7 +84,8 @@ def step_or_skip(
 ) -> float | None:
     """The optimizer's step and its gradient norm; ``None`` where loss or gradient is not finite: nothing moves then.
 
-    Raises ``FloatingPointError`` after more than ``max_skipped`` of those in a row, over the whole run.
+    Raises ``FloatingPointError`` after more than ``max_skipped`` of those in a row, over the whole run, and at once
+    where the weights themselves are not finite.
     """
     try:
         if not math.isfinite(log.current_loss):
@@ -92,6 +93,7 @@ def step_or_skip(
             raise FloatingPointError(f"policy {policy.name!r}: loss is {log.current_loss} at update {policy.updates}")
         norm = policy.step()
     except FloatingPointError as error:
+        policy.check_finite(f"at update {policy.updates}")  # no later batch would do better
         policy.skipped += 1
         if policy.skipped > max_skipped:
             raise FloatingPointError(

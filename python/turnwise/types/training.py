@@ -64,8 +64,8 @@ class TrainingBatch:
     ``token_ids [N]`` int64, ``cu_seqlens [B+1]`` int64, ``loss_mask [N]`` uint8 (1 on the completion tokens that
     train), ``rollout_logprobs [N]`` float32 (0 on prompts), ``advantages [B]`` float32, ``rewards [B]`` float32,
     ``temperatures [B]`` float32, ``actor_index [B]`` and ``policy_index [B]`` int64 into ``actors`` and ``policies``,
-    ``min_version [B]`` int64, the oldest policy version that sampled a token of the row. ``dropped`` counts the
-    samples that filters removed, by reason; ``metrics`` describe the whole step.
+    ``min_version [B]`` int64, the oldest policy version that sampled a token of the row. ``drops`` counts the model
+    calls that don't train, by ``(actor, cause)``; ``metrics`` describe the whole step.
 
     Example: two samples of 5 and 4 tokens have ``cu_seqlens == [0, 5, 9]``.
     """
@@ -82,11 +82,19 @@ class TrainingBatch:
     min_version: np.ndarray
     actors: list[str]
     policies: list[str]
-    dropped: dict[str, int] = field(default_factory=dict)
+    drops: dict[tuple[str, str], int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.cu_seqlens) - 1
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """How many model calls don't train, by cause: with the rows they are all calls of actors in the step."""
+        counts: dict[str, int] = {}
+        for (_, cause), count in self.drops.items():
+            counts[cause] = counts.get(cause, 0) + count
+        return counts
 
 
 class CreditAssigner(Protocol):

@@ -72,7 +72,7 @@ def settings(path, folder, **changes):
     return {
         "task": "gsm8k", "task_options": {"path": str(path), "max_tokens": 16}, "run_dir": str(folder),
         "steps": 1, "threads": 1, "rollout": {"questions": 4, "copies": 4}, "eval": {"questions": 4},
-        "credit": {"options": {"include_truncated": True}}, "warm_start": {"steps": 4, "batch_size": 8}, **changes,
+        "warm_start": {"steps": 4, "batch_size": 8}, **changes,
     }  # fmt: skip
 
 

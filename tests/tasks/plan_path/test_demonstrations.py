@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import re
 from collections import Counter
 from random import Random
 
 import pytest
 
-from turnwise.tasks.plan_path.demonstrations import decide, demonstrations, straight_route, suggest
-from turnwise.tasks.plan_path.maze import Difficulty, draw_mazes, parse_maze, shortest_route, walk
+from turnwise.tasks.plan_path.demonstrations import decide, demonstrations, detour, straight_route, suggest
+from turnwise.tasks.plan_path.maze import Difficulty, draw_mazes, neighbour, parse_maze, shortest_route, walk
 from turnwise.tasks.plan_path.prompts import read_messages
 from turnwise.tasks.routes import parse_route
 
@@ -49,14 +50,38 @@ def test_suggestions_and_decisions_by_hand():
 
 @pytest.mark.parametrize("quality", [0.0, 0.4, 1.0])
 def test_every_demonstration_is_well_formed(quality):
-    later = 0
+    elsewhere = later = 0
     for drawn, (actor, messages, text) in zip(MAZES, demonstrations(MAZES, TEAM, 1, quality), strict=True):
         maze, suggestion = read_messages(messages)
         assert (maze.cells, maze.goal) == (drawn.cells, drawn.goal) and maze.start != maze.goal
         assert parse_route(text) is not None and "\n" not in text
         assert suggestion is None or actor == "planner"
-        later += maze.start != drawn.start
-    assert 0.15 < later / len(MAZES) < 0.35
+        elsewhere += maze.start != drawn.start
+        told = re.search(
+            r"Round [23]\. Walked: (?:no moves read|\d+ moves?(?:, then ([UDLR]) is blocked)?)\.", str(messages)
+        )
+        later += told is not None
+        if told and told[1]:  # what is blocked from here, the answer does not try again
+            assert neighbour(maze, maze.start, told[1]) is None and parse_route(text)[0] != told[1]
+    assert 0.08 < elsewhere / len(MAZES) < later / len(MAZES) and 0.2 < later / len(MAZES) < 0.3
+
+
+def test_where_there_is_one_round_no_other_is_shown():
+    assert "Round" not in str(demonstrations(MAZES, TEAM, 1, rounds=1))
+    assert "Round 5" in str(demonstrations(MAZES, TEAM, 1, rounds=5))
+
+
+@pytest.mark.parametrize(
+    ("board", "blocked", "way"),
+    [
+        ("A#G\n...\n..#", "R", "DRRU"),
+        ("G..\n##.\n.#A", "L", "ULLU"),
+        ("...\nA#G\n...", "R", "URRD"),
+        ("###\n.A#\nG##", "R", "LD"),  # one way only, and it is back
+    ],
+)
+def test_detours_by_hand(board, blocked, way):
+    assert detour(parse_maze(board), blocked) == way
 
 
 def test_quality_is_the_chance_of_a_right_route():

@@ -19,7 +19,7 @@ def test_the_shortest_walk_earns_everything():
         ".#G\n...\n..#",
         2.0,
         True,
-        Outcome(valid=True, legal=1.0, closeness=1.0, efficiency=1.0, moves=4),
+        Outcome(valid=True, legal=1.0, closeness=1.0, gained=1.0, goal=1.0, moves=4),
     )
     assert env.path == [0, 3, 4, 5, 2] and env.solved and env.efficiency == 1.0
 
@@ -30,22 +30,39 @@ def test_a_walk_of_several_steps_by_hand():
     # Cell 4 is half-way; then the wall below 5 ends a route of which one move in three was walked.
     assert env.step("DR")[:3] == (".#G\n.A.\n..#", pytest.approx(0.5), False)
     result = env.step("RDD")
-    assert result.outcome == Outcome(valid=True, legal=pytest.approx(1 / 3), closeness=0.75, efficiency=0.0, moves=1)
-    assert result.reward == pytest.approx(0.75 - 0.1 * 2 / 3)
+    assert result.outcome == Outcome(
+        True, pytest.approx(1 / 3), closeness=0.75, gained=0.25, goal=0.0, moves=1, blocked="D"
+    )
+    assert result.reward == 0.25
     # Unreadable: nobody moves.
-    assert env.step(None) == (".#G\n..A\n..#", pytest.approx(0.75 - 0.25), False, Outcome(False, 1.0, 0.75, 0.0))
+    assert env.step(None) == (".#G\n..A\n..#", -1.0, False, Outcome(False, 1.0, 0.75, 0.0, 0.0, 0))
     # There and back: 3 + 3 moves walked where 4 are enough; the last one named comes after the goal.
     result = env.step("LRUU")
     assert env.path == [0, 3, 4, 5, 4, 5, 2] and result.done
-    assert result.outcome == Outcome(True, 0.75, 1.0, pytest.approx(4 / 6), 3)
-    assert result.reward == pytest.approx(4 / 6 + 1 - 0.1 * 0.25)
+    assert result.outcome == Outcome(True, 0.75, 1.0, 0.25, pytest.approx(4 / 6), 3)
+    assert result.reward == pytest.approx(4 / 6 + 0.25)
 
 
-def test_moving_away_is_not_close():
+def test_moving_away_costs_what_coming_back_earns():
     maze = parse_maze("...\n.AG\n...")
     env = PlanPathEnv(maze)
-    assert env.step("LL").outcome == Outcome(True, 0.5, 0.0, 0.0, 1)
+    # Two of the corners are the farthest cells, three moves away: the start's closeness is 2/3.
+    assert env.step("LL").outcome == Outcome(True, 0.5, pytest.approx(1 / 3), pytest.approx(-1 / 3), 0.0, 1, "L")
     assert distance(maze, env.position) == 2
+    assert env.step("R").reward == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_a_walk_gains_depends_on_its_ends_alone(seed):
+    luck = Random(seed)
+    for maze in draw_mazes("train", 20, seed):
+        env = PlanPathEnv(maze, Scoring(alpha=0.0))
+        before, earned = env.closeness, 0.0
+        for _ in range(8):
+            earned += env.step("".join(luck.choices("UDLR", k=luck.randint(1, 6)))).reward
+            assert earned == pytest.approx(env.closeness - before), f"seed {seed}"
+            if env.solved:
+                break
 
 
 def test_preview_says_what_step_does_and_moves_nothing():
@@ -58,7 +75,7 @@ def test_preview_says_what_step_does_and_moves_nothing():
             outcome = env.preview(route)
             assert env == before
             assert env.step(route).outcome == outcome
-            assert env.efficiency == outcome.efficiency
+            assert env.efficiency == outcome.goal
             if env.solved:
                 break
 
@@ -81,8 +98,9 @@ def test_rewards_stay_in_their_bounds(seed):
             away = distance(maze, env.position)
             route = "".join(luck.choices("UDLR", k=luck.randint(0, 30)))
             result = env.step(route or None)
-            assert -0.35 <= result.reward <= 2.0 and result.done == env.solved, f"seed {seed}"
-            assert result.done or result.outcome.efficiency == 0.0
+            assert -1.0 <= result.reward <= 2.0 and result.done == env.solved, f"seed {seed}"
+            assert result.done or result.outcome.goal == 0.0
+            assert (result.reward == -1.0) == (not route), "nothing that can be read is as bad as what can't"
             if luck.random() < 0.1:
                 assert env.solved or env.step(shortest_route(maze, env.position)).done
             assert env.solved or distance(maze, env.position) <= away + len(route)
@@ -91,21 +109,19 @@ def test_rewards_stay_in_their_bounds(seed):
 
 # --- scoring ---------------------------------------------------------------------------------------------------------
 def test_scoring_by_hand():
-    outcome = Outcome(valid=True, legal=0.5, closeness=0.75, efficiency=0.5)
-    assert Scoring(alpha=3.0, illegal_cost=0.0).reward(outcome) == 3 * 0.5 + 0.75
-    assert Scoring(alpha=0.25, mode="convex", illegal_cost=0.2).reward(outcome) == pytest.approx(
-        0.25 * 0.5 + 0.75 * 0.75 - 0.1
-    )
-    assert Scoring(shaping=2.0, step_cost=0.25, illegal_cost=0.0).reward(outcome._replace(moves=3)) == 0.5 + 1.5 - 0.75
-    assert Scoring(goal="solved", alpha=3.0, illegal_cost=0.0).reward(outcome) == 3 + 0.75
-    assert Scoring(invalid_cost=1.0).reward(Outcome(False, 1.0, 0.0, 0.0)) == -1.0
+    outcome = Outcome(valid=True, legal=0.5, closeness=0.75, gained=0.5, goal=0.25, moves=3)
+    assert Scoring(alpha=3.0).reward(outcome) == 3 * 0.25 + 0.5
+    assert Scoring(alpha=0.25, mode="convex").reward(outcome) == pytest.approx(0.25 * 0.25 + 0.75 * 0.5)
+    assert Scoring(shaping=2.0).reward(outcome) == 0.25 + 2 * 0.5
+    assert Scoring(shaping=0.0).reward(outcome._replace(gained=-0.5)) == 0.25
+    assert Scoring(invalid_cost=2.0).reward(Outcome(False, 1.0, 0.75, 0.0, 0.0, 0)) == -2.0
 
 
-def test_a_step_costs_a_hundredth_and_the_goal_earns_one():
-    env = PlanPathEnv(MAZE, Scoring(goal="solved", shaping=0.0, step_cost=0.01))
+def test_the_goal_alone_may_count():
+    env = PlanPathEnv(MAZE, Scoring(goal="solved", shaping=0.0))
     rewards = [env.step(route).reward for route in ("DR", "RL", None, "RDU", "U")]
-    # Two moves each; nothing read; one of three, then a wall; at last the goal, though by a long way.
-    assert rewards == [pytest.approx(r) for r in (-0.02, -0.02, -0.25, -0.01 - 0.1 * 2 / 3, 1 - 0.01)]
+    # Nothing read costs; the goal earns one, though by a long way.
+    assert rewards == [0.0, 0.0, -1.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -113,11 +129,10 @@ def test_a_step_costs_a_hundredth_and_the_goal_earns_one():
     [
         ({"goal": "reached"}, "goal='reached': expected one of"),
         ({"shaping": -1.0}, r"shaping=-1\.0"),
-        ({"step_cost": -0.01}, r"step_cost=-0\.01"),
         ({"alpha": 2.0, "mode": "convex"}, r"alpha=2\.0"),
         ({"mode": "sum"}, "mode='sum'"),
         ({"invalid_cost": -1.0}, r"invalid_cost=-1\.0"),
-        ({"illegal_cost": float("nan")}, "illegal_cost=nan"),
+        ({"shaping": float("nan")}, "shaping=nan"),
     ],
 )
 def test_bad_scoring_is_named(options, named):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections import Counter
 from random import Random
 
@@ -7,7 +8,7 @@ import pytest
 
 from turnwise.tasks.routes import parse_route
 from turnwise.tasks.sokoban.demonstrations import decide, demonstrations, suggest
-from turnwise.tasks.sokoban.level import draw_levels, is_solved, parse_level, shortest_route, walk
+from turnwise.tasks.sokoban.level import distances, draw_levels, is_solved, moved, parse_level, shortest_route, walk
 from turnwise.tasks.sokoban.prompts import read_messages
 
 LEVELS = draw_levels("train", 400, 0)
@@ -33,11 +34,21 @@ def test_quality_is_the_chance_of_a_solution(quality):
     assert sum(right["planner"]) >= sum(right["tool"]) - 20
 
 
-def test_some_begin_on_the_way():
-    met = [read_messages(messages)[0] for _, messages, _ in demonstrations(LEVELS, TEAM, 1)]
-    later = sum(level.start != drawn.start for level, drawn in zip(met, LEVELS, strict=True)) / len(met)
-    assert 0.1 < later < 0.3
-    assert all(level.goals == drawn.goals for level, drawn in zip(met, LEVELS, strict=True))
+def test_some_follow_a_failed_round():
+    later = elsewhere = stopped = 0
+    for drawn, (_, messages, text) in zip(LEVELS, demonstrations(LEVELS, TEAM, 1), strict=True):
+        level, _ = read_messages(messages)
+        assert level.goals == drawn.goals and level.start in distances(level)
+        told = re.search(
+            r"Round [23]\. Walked: (?:no moves read|\d+ moves?(?:, then ([UDLR]) is blocked)?)\.", str(messages)
+        )
+        later += told is not None
+        elsewhere += level.start != drawn.start
+        if told and told[1]:  # what is blocked from here, the answer does not try again
+            stopped += 1
+            assert moved(level, level.start, told[1]) is None and parse_route(text)[0] != told[1]
+    assert 0.1 < elsewhere / len(LEVELS) <= later / len(LEVELS) < 0.3 and stopped > 20
+    assert "Round" not in str(demonstrations(LEVELS, TEAM, 1, rounds=1))
 
 
 def test_faults_and_decisions_by_hand():

@@ -6,48 +6,53 @@ from random import Random
 import pytest
 
 from turnwise.state import ForkableMixin, fork_many
-from turnwise.tasks.sokoban.env import Outcome, Scoring, SokobanEnv
-from turnwise.tasks.sokoban.level import Difficulty, draw_levels, parse_level
+from turnwise.tasks.routes import Outcome, Scoring
+from turnwise.tasks.sokoban.env import SokobanEnv
+from turnwise.tasks.sokoban.level import Difficulty, distances, draw_levels, farthest, parse_level
 
 LEVEL = parse_level("#####\n#A..#\n#.BG#\n#...#\n#####")  # 2 moves: D R
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------------
-def test_the_shortest_solution_earns_one_less_a_hundredth_a_step():
+def test_the_shortest_solution_earns_one_and_the_way():
     result = SokobanEnv(LEVEL).step("DR")
-    assert result.reward == pytest.approx(0.98) and result.done
-    assert result.outcome == Outcome(True, 1.0, 2, True, 1.0, 1.0)
+    assert farthest(LEVEL) == 5  # from the goal itself: four steps round the box to its left, and one push
+    assert result.reward == pytest.approx(1 + 2 / 6) and result.done
+    assert result.outcome == Outcome(True, 1.0, 1.0, pytest.approx(2 / 6), 1.0, 2)
     assert result.observation == "#####\n#...#\n#.A*#\n#...#\n#####"
 
 
 def test_several_steps_by_hand():
     env = SokobanEnv(LEVEL)
-    result = env.step("RRU")  # away, then into the wall: a third of the moves was not made
-    assert result.outcome == Outcome(True, pytest.approx(2 / 3), 2, False, 0.0, 0.0)
-    assert result.reward == pytest.approx(-0.02 - 0.1 / 3)
-    assert env.step(None)[1:] == (-0.25, False, Outcome(False, 1.0, 0, False, 0.0, 0.0))
-    assert env.step("LLD").outcome == Outcome(True, 1.0, 3, False, 0.5, 0.5)  # one move from the solution
-    assert env.now == [11, 12] and env.closeness == 0.5
-    result = env.step("RUU")  # what is named after the solution is not made, and costs
-    assert result.reward == pytest.approx(1 - 0.01 - 0.1 * 2 / 3) and result.done and env.solved
+    result = env.step("RRU")  # two moves away, then into the wall: a third of the moves was not made
+    assert result.outcome == Outcome(
+        True, pytest.approx(2 / 3), pytest.approx(2 / 6), pytest.approx(-2 / 6), 0.0, 2, "U"
+    )
+    assert result.reward == pytest.approx(-2 / 6)
+    assert env.step(None)[1:] == (-1.0, False, Outcome(False, 1.0, pytest.approx(2 / 6), 0.0, 0.0, 0))
+    assert env.step("LLD").reward == pytest.approx(3 / 6)  # one move from the solution
+    assert env.now == [11, 12] and env.closeness == pytest.approx(5 / 6)
+    result = env.step("RUU")  # what is named after the solution is not made
+    assert result.reward == pytest.approx(1 + 1 / 6) and result.done and env.solved and not result.outcome.blocked
     assert env.reset() == "#####\n#A..#\n#.BG#\n#...#\n#####" and not env.solved
 
 
-def test_what_is_lost_is_no_closer_ever():
+def test_what_is_lost_is_worse_than_all_that_is_not():
     env = SokobanEnv(LEVEL)
     assert env.step("RD").outcome.closeness == 0.0  # the box stands at the lower wall, the goal does not
     assert env.render().endswith("no solution is left") and not env.solved
     assert env.step("U").outcome.gained == 0.0
     assert SokobanEnv(LEVEL).render().endswith("at least 2 moves to go")
+    assert all(SokobanEnv(LEVEL, now=[player, *boxes]).closeness > 0 for player, boxes in distances(LEVEL))
 
 
 @pytest.mark.parametrize(
     ("scoring", "reward"),
     [
-        (Scoring(), 1 - 0.02),
-        (Scoring(shaping=2.0), 1 + 2.0 - 0.02),
-        (Scoring(alpha=3.0, step_cost=0.5), 3 - 1.0),
-        (Scoring(alpha=0.75, mode="convex"), 0.75 - 0.25 * 0.02),
+        (Scoring(), 1 + 2 / 6),
+        (Scoring(shaping=0.0), 1.0),
+        (Scoring(alpha=3.0, shaping=6.0), 3 + 2.0),
+        (Scoring(alpha=0.75, mode="convex"), 0.75 + 0.25 * 2 / 6),
     ],
 )
 def test_scorings(scoring, reward):
@@ -57,11 +62,11 @@ def test_scorings(scoring, reward):
 def test_shaping_adds_up_to_the_same_for_every_way():
     luck = Random(2)
     for level in draw_levels("train", 10, 0, Difficulty(6, 1, 6)):
-        env = SokobanEnv(level, Scoring(shaping=1.0))
-        gained = 0.0
+        env = SokobanEnv(level)
+        before, gained = env.closeness, 0.0
         for _ in range(10):
             gained += env.step("".join(luck.choices("UDLR", k=3))).outcome.gained
-            assert gained == pytest.approx(env.closeness)
+            assert gained == pytest.approx(env.closeness - before)
             if env.solved:
                 break
 
@@ -84,7 +89,7 @@ def test_forks_are_independent():
 
     env = Boxes(LEVEL)
     first, second = (fork for (fork,) in fork_many([env], 2))
-    assert first.step("DR").done and second.step("R").reward == pytest.approx(-0.01)
+    assert first.step("DR").done and second.step("R").reward == pytest.approx(-1 / 6)
     assert env.now == [6, 12] and second.now == [7, 12]
 
 
@@ -95,7 +100,7 @@ def test_mistakes_are_named():
         env.step("U")
     with pytest.raises(ValueError, match="expected one that can be solved"):
         SokobanEnv(parse_level("#####\n#A.B#\n#...#\n#..G#\n#####"))
-    with pytest.raises(ValueError, match=r"step_cost=-1"):
-        Scoring(step_cost=-1)
+    with pytest.raises(ValueError, match=r"shaping=-1"):
+        Scoring(shaping=-1)
     with pytest.raises(ValueError, match=r"alpha=2\.0"):
         Scoring(alpha=2.0, mode="convex")

@@ -31,8 +31,9 @@ def rewards(result):
 async def test_the_planner_pushes_and_the_solution_ends_the_episode(table):
     seat = table(team(), ["D R", "D R"])
     result = await seat.one(ARTIFACT)
-    assert rewards(result) == [("tool", 0, 0.98), ("planner", 0, 0.98)]
-    assert result.rollout.rewards == {"tool": pytest.approx(0.98), "planner": pytest.approx(0.98)}
+    # Of the 6 steps of closeness that this level has, two are left.
+    assert rewards(result) == [("tool", 0, 1 + 2 / 6), ("planner", 0, 1 + 2 / 6)]
+    assert result.rollout.rewards == {"tool": pytest.approx(1 + 2 / 6), "planner": pytest.approx(1 + 2 / 6)}
     assert result.rollout.metrics["solved/tool"] == 1.0 and not result.rollout.extras["lost"]
     assert seat.seen == [
         ("tool", sokoban_messages("tool", LEVEL)),
@@ -44,50 +45,44 @@ async def test_two_rounds_by_hand(table):
     seat = table(team(), ["U", "D", "I don't know.", "R"])
     result = await seat.one(ARTIFACT)
     assert rewards(result) == [
-        ("tool", 0, -0.1),  # not one of its moves can be made
-        ("planner", 0, -0.01),
-        ("tool", 1, -0.25),
-        ("planner", 1, 1 - 0.01),
+        ("tool", 0, 0.0),  # not one of its moves can be made
+        ("planner", 0, 1 / 6),
+        ("tool", 1, -1.0),
+        ("planner", 1, 1 + 1 / 6),
     ]
-    # The rubric: the outcome for both, and what each one's actions earned by themselves, in sum.
-    assert result.rollout.rewards == {"tool": pytest.approx(1 - 0.1), "planner": pytest.approx(1 - 0.02)}
+    # The rubric: the outcome for both, how much closer each one's last action led, and the cost of what can't be read.
+    assert result.rollout.rewards == {"tool": pytest.approx(1 + 1 / 6 - 0.5), "planner": pytest.approx(1 + 2 / 6)}
     assert result.rollout.metrics["valid_format/tool"] == 0.5 and result.rollout.metrics["closeness/planner"] == 1.0
-    there = State(11, (12,))
-    assert [read_messages(messages) for _, messages in seat.seen] == [
-        (LEVEL, None),
-        (LEVEL, "U"),
-        (LEVEL._replace(start=there), None),
-        (LEVEL._replace(start=there), None),
+    there, note = State(11, (12,)), "Round 2. Walked: 1 move."
+    assert [messages for _, messages in seat.seen] == [
+        sokoban_messages("tool", LEVEL),
+        sokoban_messages("planner", LEVEL, route="U"),
+        sokoban_messages("tool", LEVEL, there, note=f"{note} Suggested: 0 moves, then U is blocked."),
+        sokoban_messages("planner", LEVEL, there, note=note),
     ]
 
 
 async def test_a_level_can_be_lost(table):
     result = await table(solo(), ["R D"]).one(ARTIFACT)
-    assert rewards(result) == [("solver", 0, -0.02)]
+    assert rewards(result) == [("solver", 0, -4 / 6)]
     assert result.rollout.extras["lost"] and result.rollout.metrics["solved/solver"] == 0.0
 
 
-async def test_a_step_costs_what_the_options_say(table):
-    for cost, options in ((0.01, {}), (0.0, {"step_cost": 0.0}), (0.25, {"step_cost": 0.25})):
-        result = await table(team(max_turns=1, **options), ["D", "D"]).one(ARTIFACT)
-        assert [step.reward for step in result.rollout.steps] == [-cost, -cost]
-
-
 async def test_shaping_pays_the_way(table):
-    result = await table(team(shaping=0.5), ["D", "D", "R", "R"]).one(ARTIFACT)
-    assert rewards(result) == [("tool", 0, 0.24), ("planner", 0, 0.24), ("tool", 1, 1.24), ("planner", 1, 1.24)]
+    result = await table(team(shaping=3.0), ["D", "D", "R", "R"]).one(ARTIFACT)
+    assert rewards(result) == [("tool", 0, 0.5), ("planner", 0, 0.5), ("tool", 1, 1.5), ("planner", 1, 1.5)]
 
 
 async def test_each_pushes_in_its_own_branch_and_the_best_goes_on(table):
-    seat = table(team(shaping=1.0), ["R", "D", "U U", "D R", "R", "D"], tree=TreeSampler(branches=3))
+    seat = table(team(), ["R", "D", "U U", "D R", "R", "D"], tree=TreeSampler(branches=3))
     result = await seat.one(ARTIFACT)
     assert [(s.actor_id, pytest.approx(s.reward), s.selected) for s in result.rollout.steps] == [
-        ("tool", -0.01, False),
-        ("tool", 0.49, True),
-        ("tool", -0.1, False),
-        ("planner", 1.98, True),
-        ("planner", -0.01, False),
-        ("planner", 0.49, False),
+        ("tool", -1 / 6, False),
+        ("tool", 1 / 6, True),
+        ("tool", 0.0, False),
+        ("planner", 1 + 2 / 6, True),
+        ("planner", -1 / 6, False),
+        ("planner", 1 / 6, False),
     ]
     assert {read_messages(messages)[1] for _, messages in seat.seen[3:]} == {"D"}
     assert result.rollout.extras["board"] == "#####\n#...#\n#.A*#\n#...#\n#####"
@@ -146,7 +141,7 @@ def test_the_tokenizer_texts_do_not_depend_on_who_plays_and_completions_fit():
         ({"side": 10, "boxes": 3}, "boxes=3"),
         ({"actors": ["planner", "tool"]}, "the planner or the solver last"),
         ({"shaping": -1}, "shaping=-1"),
-        ({"step_cost": -1}, "step_cost=-1"),
+        ({"step_cost": 0.01}, "unknown option 'step_cost'"),
         ({"box": 2}, "unknown option 'box'; did you mean 'boxes'"),
     ],
 )
@@ -159,5 +154,5 @@ async def test_random_replies_never_break_the_scoring(table):
     rng = Random(0)
     noise = ["".join(rng.choice("UDLR \nx,") for _ in range(rng.randint(0, 12))) for _ in range(200)]
     results = await table(team(), lambda actor, messages: rng.choice(noise)).play(team().requests(0, 20, 1))
-    assert all(-0.5 <= step.reward <= 1.0 for result in results for step in result.rollout.steps)
+    assert all(-1.0 <= step.reward <= 2.0 for result in results for step in result.rollout.steps)
     assert SokobanEpisode().max_turns == 3

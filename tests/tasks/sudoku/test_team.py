@@ -48,12 +48,12 @@ async def test_reviser_is_scored_for_the_grid_that_it_leaves(table):
     ]
     assert result.rollout.rewards == {"proposer": pytest.approx(1 + 8 / 12), "reviser": pytest.approx(2.0)}
     assert result.rollout.extras["rounds"] == 2
-    # Each prompt is the actor's instruction, the puzzle and the standing draft: nothing else piles up.
+    # Each prompt is the actor's instruction, the puzzle, the standing draft and the round: nothing else piles up.
     assert seat.seen == [
         ("proposer", sudoku_messages("proposer", PUZZLE)),
         ("reviser", sudoku_messages("reviser", PUZZLE, EIGHT)),
-        ("proposer", sudoku_messages("proposer", PUZZLE, NINE)),
-        ("reviser", sudoku_messages("reviser", PUZZLE, EIGHT)),
+        ("proposer", sudoku_messages("proposer", PUZZLE, NINE, 1)),
+        ("reviser", sudoku_messages("reviser", PUZZLE, EIGHT, 1)),
     ]
 
 
@@ -73,9 +73,10 @@ async def test_an_unreadable_reply_leaves_the_draft_and_pays(table):
         ("proposer", 1, 8 / 12 - 0.25),
         ("reviser", 1, 2.0),
     ]
-    assert [messages for _, messages in seat.seen][1::2] == [
+    assert [messages for _, messages in seat.seen][1:] == [
         sudoku_messages("reviser", PUZZLE, PUZZLE),
-        sudoku_messages("reviser", PUZZLE, EIGHT),
+        sudoku_messages("proposer", PUZZLE, EIGHT, 1, unread=True),
+        sudoku_messages("reviser", PUZZLE, EIGHT, 1),
     ]
     assert result.rollout.metrics["valid_format/proposer"] == 0.0
     assert result.rollout.metrics["valid_format/reviser"] == 1.0

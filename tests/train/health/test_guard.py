@@ -20,7 +20,7 @@ def settings_of(folder, **changes):
     return {
         "task": "kuhn_poker", "run_dir": str(folder), "steps": 4, "threads": 1, "task_options": {"max_tokens": 4},
         "rollout": {"questions": 4}, "update": {"lr": 1e-3}, "checkpoint": {"every": 1, "keep": 1},
-        "credit": {"rule": "rae", "options": {"include_truncated": True}}, **changes,
+        "credit": {"rule": "rae"}, **changes,
     }  # fmt: skip
 
 

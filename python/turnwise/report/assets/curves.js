@@ -1,6 +1,6 @@
 // The tab of curves: metrics that differ by actor or policy alone share a chart; a filter, an x axis, smoothing.
 
-const FIRST = ["validation", "success", "reward", "step_reward", "loss", "grad_norm", "entropy", "kl", "tokens_per_second",
+const FIRST = ["validation", "success", "success_selected", "reward", "step_reward", "loss", "grad_norm", "entropy", "kl", "tokens_per_second",
   "completion_tokens"];
 
 // "reward/solver" is of the family "reward"; "learner/solver/entropy" of "entropy".

@@ -7,14 +7,18 @@ function lastOf(series) {
 function headView(run) {
   const { step, series } = run.curves;
   const last = step.length ? step[step.length - 1] : 0;
+  // What a tree selected is no success of the policy, so it goes by another name; a run may have had both.
+  const latest = (name) => (series[name] || []).reduce((found, value, at) => (value === null ? found : at), -1);
+  const success = latest("success_selected") > latest("success") ? "success_selected" : "success";
   const figures = [
     ["step", run.planned ? `${number(last)} of ${number(run.planned)}` : number(last)],
-    ["validation", lastOf(series.validation)], ["success", lastOf(series.success)], ["reward", lastOf(series.reward)],
+    ["validation", lastOf(series.validation)], [success.replace("_", ", "), lastOf(series[success])], ["reward", lastOf(series.reward)],
     ["sampled tokens", lastOf(series.total_sampled_tokens)], ["tokens/s", lastOf(series.tokens_per_second)],
   ].filter(([, value]) => value !== undefined);
   return [el("div", { class: "name" }, el("h1", {}, run.name),
     el("p", {}, `turnwise ${run.version} · written ${run.written}`)),
-  el("dl", { class: "figures" }, figures.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, number(value)))))];
+  el("dl", { class: "figures" }, figures.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, number(value))))),
+  run.warnings.length ? el("ul", { class: "warnings" }, run.warnings.map(({ step, warning }) => el("li", {}, `step ${step}: ${warning}`))) : ""];
 }
 
 function configTab(run) {

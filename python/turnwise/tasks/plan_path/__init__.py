@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from turnwise.tasks.routes import parse_route
+from turnwise.tasks.routes import Outcome, StepResult, parse_route
 
 from .demonstrations import demonstrations
-from .env import Outcome, PlanPathEnv, Scoring, StepResult
+from .env import PlanPathEnv, Scoring
 from .maze import (
     Difficulty,
     Maze,

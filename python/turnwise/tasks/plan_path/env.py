@@ -2,83 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, get_args
 
-from turnwise.tasks.rewards import MixMode, invalid_penalty, mix_rewards
+from turnwise.tasks import routes
+from turnwise.tasks.routes import Outcome, StepResult, outcome_of
 
-from .maze import GOAL, Maze, distance, format_maze, walk
+from .maze import GOAL, Maze, distance, distances, format_maze, walk
 
 TRAIL = "+"
-
-
-class Outcome(NamedTuple):
-    """What one action came to.
-
-    ``valid``: a route could be read. ``legal``: the share of its moves that were walked before a wall or the goal ended
-    it; 1 where nothing was read. ``closeness``: 1 at the goal, falling to 0 where it is as far as from the start or
-    farther. ``efficiency``: of the whole walk so far, see :attr:`PlanPathEnv.efficiency`. ``moves``: how many of them
-    were walked now.
-    """
-
-    valid: bool
-    legal: float
-    closeness: float
-    efficiency: float
-    moves: int = 0
-
-
 Goal = Literal["efficiency", "solved"]
-_GOALS: dict[str, Callable[[Outcome], float]] = {
-    "efficiency": lambda outcome: outcome.efficiency,
-    "solved": lambda outcome: float(outcome.efficiency > 0.0),
-}
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring:
-    """What an action earns: ``mix_rewards(efficiency, own, alpha, mode)``, less the costs of a bad row.
+class Scoring(routes.Scoring):
+    """What an action earns, see :class:`turnwise.tasks.routes.Scoring`.
 
-    ``own = shaping * closeness - step_cost * moves``. With ``goal="solved"`` the goal is worth 1 by any way, in the
-    place of its efficiency. ``invalid_cost`` is taken from an action that can't be read, ``illegal_cost`` times the
-    share of its moves that were not walked from one that can. Raises ``ValueError`` for an ``alpha`` that does not fit
-    the mode, for another ``goal``, and for negative numbers.
+    The goal is worth the efficiency of the way there, with ``goal="solved"`` 1 by any way. Raises ``ValueError`` for
+    another ``goal`` too.
 
-    AT-GRPO's +1 for the goal and -0.01 for a step: ``Scoring(goal="solved", shaping=0.0, step_cost=0.01)``.
-
-    Example: ``Scoring(alpha=0.5).reward(Outcome(True, legal=1.0, closeness=1.0, efficiency=1.0)) == 1.5``
+    Example: ``PlanPathEnv(maze, Scoring(goal="solved", shaping=0.0))`` pays 1 for the goal and nothing else.
     """
 
-    alpha: float = 1.0
-    mode: MixMode = "weighted_sum"
-    invalid_cost: float = 0.25
-    illegal_cost: float = 0.1
     goal: Goal = "efficiency"
-    shaping: float = 1.0
-    step_cost: float = 0.0
 
     def __post_init__(self) -> None:
-        mix_rewards(0.0, 0.0, self.alpha, self.mode)
-        if self.goal not in _GOALS:
-            raise ValueError(f"goal={self.goal!r}: expected one of {sorted(_GOALS)}")
-        for name in ("invalid_cost", "illegal_cost", "shaping", "step_cost"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected a number >= 0")
-
-    def reward(self, outcome: Outcome) -> float:
-        own = self.shaping * outcome.closeness - self.step_cost * outcome.moves
-        mixed = mix_rewards(_GOALS[self.goal](outcome), own, self.alpha, self.mode)
-        return mixed + invalid_penalty(outcome.valid, self.invalid_cost) - self.illegal_cost * (1.0 - outcome.legal)
-
-
-class StepResult(NamedTuple):
-    """What a step gives back: the board after it, its reward, whether the goal is reached, and its outcome."""
-
-    observation: str
-    reward: float
-    done: bool
-    outcome: Outcome
+        routes.Scoring.__post_init__(self)
+        if self.goal not in get_args(Goal):
+            raise ValueError(f"goal={self.goal!r}: expected one of {sorted(get_args(Goal))}")
 
 
 @dataclass
@@ -112,6 +63,11 @@ class PlanPathEnv:
         return self.position == self.maze.goal
 
     @property
+    def closeness(self) -> float:
+        """The potential of where the walker stands: 1 at the goal, 0 on the cell that is farthest from it."""
+        return self._closeness(self.position)
+
+    @property
     def efficiency(self) -> float:
         """Fewest moves over moves walked once the goal is reached, before that 0.
 
@@ -142,14 +98,10 @@ class PlanPathEnv:
         """What ``step(route)`` would come to; nothing moves. ``None`` is an action that could not be read."""
         walked = walk(self.maze, self.position, route or "")
         end = walked.cells[-1] if walked.cells else self.position
-        away = distance(self.maze, end) / distance(self.maze, self.maze.start)
-        return Outcome(
-            valid=bool(route),
-            legal=len(walked.cells) / walked.named if walked.named else 1.0,
-            closeness=max(0.0, 1.0 - away),
-            efficiency=self._efficiency(end, len(walked.cells)),
-            moves=len(walked.cells),
-        )
+        made = len(walked.cells)
+        efficiency = self._efficiency(end, made)
+        goal = efficiency if self.scoring.goal == "efficiency" else float(efficiency > 0.0)
+        return outcome_of(route, made, before=self.closeness, after=self._closeness(end), goal=goal)
 
     def step(self, route: str | None) -> StepResult:
         """Walk ``route``, moves out of ``UDLR``, up to the goal or the first move into a wall or over the edge.
@@ -162,6 +114,10 @@ class PlanPathEnv:
         outcome = self.preview(route)
         self.path.extend(walk(self.maze, self.position, route or "").cells)
         return StepResult(self.observe(), self.scoring.reward(outcome), self.solved, outcome)
+
+    def _closeness(self, cell: int) -> float:
+        farthest = max(moves for moves in distances(self.maze) if moves is not None)
+        return 1.0 - distance(self.maze, cell) / farthest
 
     def _efficiency(self, end: int, more: int) -> float:
         """Of the path so far and ``more`` moves that lead to ``end``."""

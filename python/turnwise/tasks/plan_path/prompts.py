@@ -16,10 +16,15 @@ SYSTEM_PROMPTS = {
 }
 
 
-def plan_path_messages(actor_id: str, maze: Maze, position: int | None = None, route: str | None = None) -> Messages:
-    """The whole prompt of one call: the actor's instruction and the board with the walker at ``position``."""
+def plan_path_messages(
+    actor_id: str, maze: Maze, position: int | None = None, route: str | None = None, note: str = ""
+) -> Messages:
+    """The whole prompt of one call: the actor's instruction and the board with the walker at ``position``.
+
+    ``note`` says how the round before failed: :func:`turnwise.tasks.routes.failure_note`.
+    """
     system: Message = {"role": "system", "content": SYSTEM_PROMPTS[actor_id]}
-    return [system, board_message(format_maze(maze, position), route)]
+    return [system, board_message(format_maze(maze, position), route, note)]
 
 
 def read_messages(messages: Messages) -> tuple[Maze, str | None]:

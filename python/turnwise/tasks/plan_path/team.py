@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
 from pydantic import Field, model_validator
 
-from turnwise.arena import Episode, Rubric, TreeSampler
+from turnwise.arena import Episode, TreeSampler
 from turnwise.arena.context import derive_seed
 from turnwise.tasks.base import Demonstration, Player, Split, check_counts
-from turnwise.tasks.rewards import mix_weights
-from turnwise.tasks.routes import (
-    MOVES,
-    TEAM,
-    RouteEpisode,
-    RouteOptions,
-    closeness,
-    format_route,
-    legal_moves,
-    mean_of,
-    solved,
-    valid_format,
-)
+from turnwise.tasks.routes import MOVES, RouteEpisode, RouteOptions, format_route
 from turnwise.types import Actor, EpisodeRequest, EpisodeState, Messages
 
 from .demonstrations import demonstrations
-from .env import Goal, Outcome, PlanPathEnv, Scoring
+from .env import Goal, PlanPathEnv, Scoring
 from .maze import (
     MAX_WALLS,
     SIDES,
@@ -45,32 +32,16 @@ from .prompts import SYSTEM_PROMPTS, read_messages
 class PlanPathEpisode(RouteEpisode):
     """One maze, played by ``actors`` in order for up to ``max_turns`` rounds, until the goal is reached (AT-GRPO).
 
-    The artifact is ``{"maze": "A#G\\n...\\n..#"}``. A route is walked up to the first move into a wall; how suggestions
-    go from one to the next is told at :class:`~turnwise.tasks.routes.RouteEpisode`. A step earns what ``scoring`` gives
-    for its route, a suggestion what it would earn if it were walked. ``rubric`` mixes the same two parts for the whole
-    episode: the team's outcome for every actor, and how close to the goal its last action led, less its steps' cost.
+    The artifact is ``{"maze": "A#G\\n...\\n..#"}``. A route is walked up to the first move into a wall. Suggestions,
+    rewards, and what is told of a failed route are those of :class:`~turnwise.tasks.routes.RouteEpisode`.
 
     Example: ``PlanPathEpisode(sampler=TreeSampler(branches=8))`` for the team,
     ``PlanPathEpisode(actors=("solver",), max_turns=1)`` for one agent.
     """
 
     episode_type = "plan_path"
-
-    def __init__(
-        self,
-        *,
-        actors: Sequence[str] = TEAM,
-        max_turns: int = 3,
-        scoring: Scoring | None = None,
-        sampler: TreeSampler | None = None,
-    ) -> None:
-        super().__init__(actors=actors, sampler=sampler, max_turns=max_turns)
-        self.scoring = scoring or Scoring()
-        scored = self.scoring
-        team, own = mix_weights(scored.alpha, scored.mode)
-        weights = {scored.goal: team, "closeness": own * scored.shaping, "moves": -own * scored.step_cost}
-        parts = [efficiency, closeness, solved, valid_format, legal_moves, *([moves] if scored.step_cost else [])]
-        self.rubric = Rubric(parts, [weights.get(part.__name__, 0.0) for part in parts])
+    default_scoring = Scoring()
+    scoring: Scoring
 
     def start(self, artifact: Any) -> dict[str, Any]:
         # "path" is the environment's own list: a fork of the data is a fork of the environment.
@@ -79,56 +50,25 @@ class PlanPathEpisode(RouteEpisode):
     def environment(self, state: EpisodeState) -> PlanPathEnv:
         return PlanPathEnv(parse_maze(state.data["maze"]), self.scoring, state.data["path"])
 
-    def reward_of(self, outcome: Mapping[str, Any]) -> float:
-        return self.scoring.reward(Outcome(**outcome))
-
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
-        """``solved`` and ``efficiency`` of the team; ``closeness``, ``moves``, ``valid``, ``legal`` by actor; ``path``.
-
-        ``moves`` is how many an actor's routes came to, ``valid`` the share of its completions that could be read,
-        ``legal`` the share of their moves that could be walked, ``path`` the cells walked, the start first.
-        """
-        env, outcomes = self.environment(state), state.data["outcomes"]
-        return {
-            "solved": dict.fromkeys(self.actors, float(env.solved)),
-            "efficiency": dict.fromkeys(self.actors, env.efficiency),
-            "closeness": {actor: acted[-1]["closeness"] for actor, acted in outcomes.items()},
-            "moves": {actor: sum(act["moves"] for act in acted) for actor, acted in outcomes.items()},
-            "valid": {actor: mean_of(acted, "valid") for actor, acted in outcomes.items()},
-            "legal": {actor: mean_of(acted, "legal") for actor, acted in outcomes.items()},
-            "path": list(env.path),
-            "rounds": 1 + max((step.turn for step in state.trajectory), default=0),
-        }
-
-
-def efficiency(extras: dict[str, Any]) -> dict[str, float]:
-    """Fewest moves over moves walked where the goal was reached, else 0: for every actor of the team, acted or not."""
-    return extras["efficiency"]
-
-
-def moves(extras: dict[str, Any]) -> dict[str, float]:
-    """How many moves each actor's routes came to."""
-    return extras["moves"]
+        """Those of :class:`~turnwise.tasks.routes.RouteEpisode`, and ``path``, the cells walked, the start first."""
+        return {**super().get_extras(state), "path": list(state.data["path"])}
 
 
 class PlanPathOptions(RouteOptions):
     """Options of the task ``plan_path``. ``actors = ["solver"]`` with ``max_turns = 1`` is the single agent.
 
     ``side``, ``walls`` and ``min_route`` make a maze hard: its cells per side, the share of them that are walls, and
-    the fewest moves from start to goal. The goal is worth the efficiency of the way there, every action ``shaping``
-    times its closeness to the goal, less ``step_cost`` for each of its moves; ``goal = "solved"``, ``shaping = 0`` and
-    ``step_cost = 0.01`` are AT-GRPO's 1 for the goal and -0.01 for a step. ``quality`` is the chance that a
-    demonstrated route is the shortest, ``max_tokens`` the limit of one completion (with the tiny model a token per
-    move, and the end of turn).
+    the fewest moves from start to goal. The goal is worth the efficiency of the way there, with ``goal = "solved"`` 1;
+    every action earns ``shaping`` times how much closer to the goal it led, by the true distance. ``quality`` is the
+    chance that a demonstrated route is the shortest, ``max_tokens`` the limit of one completion (with the tiny model a
+    token per move, and the end of turn).
     """
 
     side: int = Field(default=Difficulty().side, ge=SIDES[0], le=SIDES[1])
     walls: float = Field(default=Difficulty().walls, ge=0, le=MAX_WALLS)
     min_route: int = Field(default=Difficulty().min_route, ge=1)
-    illegal_cost: float = Field(default=0.1, ge=0)
     goal: Goal = Scoring().goal
-    shaping: float = Field(default=Scoring().shaping, ge=0)
-    step_cost: float = Field(default=Scoring().step_cost, ge=0)
 
     @model_validator(mode="after")
     def _can_be_drawn(self) -> PlanPathOptions:
@@ -138,6 +78,10 @@ class PlanPathOptions(RouteOptions):
     @property
     def difficulty(self) -> Difficulty:
         return Difficulty(self.side, self.walls, self.min_route)
+
+    @property
+    def scoring(self) -> Scoring:
+        return Scoring(self.alpha, self.mode, self.invalid_cost, self.shaping, self.goal)
 
 
 class PlanPathTask:
@@ -160,9 +104,9 @@ class PlanPathTask:
 
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
         options = self.options
-        names = ("alpha", "mode", "invalid_cost", "illegal_cost", "goal", "shaping", "step_cost")
-        scoring = Scoring(**{name: getattr(options, name) for name in names})
-        episode = PlanPathEpisode(actors=options.actors, max_turns=options.max_turns, scoring=scoring, sampler=tree)
+        episode = PlanPathEpisode(
+            actors=options.actors, max_turns=options.max_turns, scoring=options.scoring, sampler=tree
+        )
         return {self.name: episode}
 
     def requests(self, step: int, questions: int, copies: int) -> list[EpisodeRequest]:
@@ -182,7 +126,7 @@ class PlanPathTask:
 
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
         mazes = self._draw("train", n, f"demonstrations/{seed}")
-        return demonstrations(mazes, self.options.actors, seed, self.options.quality)
+        return demonstrations(mazes, self.options.actors, seed, self.options.quality, self.options.max_turns)
 
     def texts(self) -> list[str]:
         """The words of every role's prompts, the same for each choice of actors: one tokenizer serves them all."""

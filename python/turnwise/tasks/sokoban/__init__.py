@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from .env import Outcome, Scoring, SokobanEnv, StepResult
+from turnwise.tasks.routes import Outcome, Scoring, StepResult
+
+from .env import SokobanEnv
 from .level import Difficulty, Level, State, draw_levels, format_level, parse_level, shortest_route
 from .prompts import sokoban_messages
 from .team import SokobanEpisode, SokobanOptions, SokobanTask

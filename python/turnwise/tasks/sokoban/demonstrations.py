@@ -5,24 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from turnwise.tasks.routes import MOVES, format_route
+from turnwise.tasks.routes import MOVES, Outcome, failure_note, format_route
 from turnwise.types import Messages
 
-from .level import Level, is_solved, shortest_route, walk
+from .env import SokobanEnv
+from .level import Level, distances, is_solved, shortest_route, walk
 from .prompts import sokoban_messages
 
-LATER = 0.25  # share of the demonstrations that begin on the way to a solution, as after a first round
-UNREAD = 0.1  # share of a planner's demonstrations without a suggestion, as after an unreadable reply
+LATER = 0.25  # share of the demonstrations that follow a failed round, which their prompt tells of
+UNREAD = 0.1  # share of the replies before a demonstration that could not be read
 
 
 def demonstrations(
-    levels: Sequence[Level], actors: Sequence[str], seed: int | str, quality: float = 0.4
+    levels: Sequence[Level], actors: Sequence[str], seed: int | str, quality: float = 0.4, rounds: int = 3
 ) -> list[tuple[str, Messages, str]]:
     """One ``(actor id, messages, completion)`` per level, the actors taking turns.
 
     ``quality`` in [0, 1] is the chance that a route is the shortest solution. A faulty one has a wrong move in it,
     after which nothing is planned any more. A planner keeps a suggestion that solves the level, and mends another one
-    with chance ``quality``.
+    with chance ``quality``. Some are of a later round of the ``rounds`` that there are: what the prompt calls blocked
+    is not tried again there.
     """
     if not 0 <= quality <= 1:
         raise ValueError(f"quality={quality!r}: expected a number in [0, 1]")
@@ -32,32 +34,58 @@ def demonstrations(
     made = []
     for index, drawn in enumerate(levels):
         actor = actors[index % len(actors)]
-        level = _met_later(drawn, rng) if rng.random() < LATER else drawn
-        suggestion = suggest(level, quality, rng) if actor == "planner" and rng.random() >= UNREAD else None
-        answer = decide(level, suggestion, quality, rng) if suggestion else suggest(level, quality, rng)
-        made.append((actor, sokoban_messages(actor, level, route=suggestion), format_route(answer)))
+        level, note, blocked = drawn, "", ""
+        if rounds > 1 and rng.random() < LATER:
+            level, walked, suggested = failed_round(drawn, rng)
+            own = None if actor == actors[-1] else suggested._asdict()
+            note, blocked = failure_note(rng.randrange(1, rounds), walked._asdict(), own), walked.blocked
+        suggestion = suggest(level, quality, rng, blocked) if actor == "planner" and rng.random() >= UNREAD else None
+        answer = (
+            decide(level, suggestion, quality, rng, blocked) if suggestion else suggest(level, quality, rng, blocked)
+        )
+        made.append((actor, sokoban_messages(actor, level, route=suggestion, note=note), format_route(answer)))
     return made
 
 
-def suggest(level: Level, quality: float, rng: Random) -> str:
-    """The shortest solution with chance ``quality``, else one that goes wrong at a random move."""
+def suggest(level: Level, quality: float, rng: Random, blocked: str = "") -> str:
+    """The shortest solution with chance ``quality``, else one that goes wrong at a random move.
+
+    It never begins with the move that is known to be ``blocked``.
+    """
     route = shortest_route(level)
     if rng.random() < quality:
         return route
     place = rng.randrange(len(route))
-    wrong = rng.choice([move for move in MOVES if move != route[place]])
+    known = {route[place], *(blocked if place == 0 else "")}
+    wrong = rng.choice([move for move in MOVES if move not in known])
     return route[:place] + wrong + "".join(rng.choices(list(MOVES), k=len(route) - place - 1))
 
 
-def decide(level: Level, suggestion: str, quality: float, rng: Random) -> str:
-    """``suggestion`` where it solves the level; else the shortest solution with chance ``quality``, or it stands."""
+def decide(level: Level, suggestion: str, quality: float, rng: Random, blocked: str = "") -> str:
+    """``suggestion`` where it solves the level; else the shortest solution with chance ``quality``, or it stands.
+
+    One that begins with the move that is known to be ``blocked`` gives way to another faulty one.
+    """
     states = walk(level, level.start, suggestion).states
-    solves = bool(states) and is_solved(level, states[-1])
-    return shortest_route(level) if not solves and rng.random() < quality else suggestion
+    if states and is_solved(level, states[-1]):
+        return suggestion
+    if rng.random() < quality:
+        return shortest_route(level)
+    return suggest(level, 0.0, rng, blocked) if suggestion[0] == blocked else suggestion
 
 
-def _met_later(level: Level, rng: Random) -> Level:
-    """The same level as it stands after some moves of its shortest solution."""
-    route = shortest_route(level)
-    states = (level.start, *walk(level, level.start, route).states[:-1])
-    return level._replace(start=rng.choice(states))
+def failed_round(level: Level, rng: Random) -> tuple[Level, Outcome, Outcome]:
+    """The level as a team leaves it after a round, with a solution left; what its walk, and its suggestion, came to."""
+    env = SokobanEnv(level)
+    suggestion, route = (None if rng.random() < UNREAD else _faulty(level, rng) for _ in range(2))
+    suggested = env.preview(suggestion)
+    walked = env.step(route and (suggestion or route)).outcome
+    return level._replace(start=env.state), walked, suggested
+
+
+def _faulty(level: Level, rng: Random) -> str:
+    """A faulty route, up to its first blocked move, or to where it would solve the level or lose it for good."""
+    route, known = suggest(level, 0.0, rng), distances(level)
+    states = walk(level, level.start, route).states
+    kept = next((n for n, state in enumerate(states) if known.get(state, 0) == 0), len(states))
+    return route[: kept + (kept == len(states))]

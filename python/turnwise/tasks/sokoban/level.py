@@ -117,6 +117,16 @@ def distances(level: Level) -> dict[State, int]:
     return _distances(level.cells, level.goals)
 
 
+def farthest(level: Level) -> int:
+    """The most moves that the shortest solution takes from any state that has one."""
+    return _farthest(level.cells, level.goals)
+
+
+@lru_cache(maxsize=4096)
+def _farthest(cells: str, goals: tuple[int, ...]) -> int:
+    return max(_distances(cells, goals).values())
+
+
 @lru_cache(maxsize=256)
 def _distances(cells: str, goals: tuple[int, ...]) -> dict[State, int]:
     level = Level(cells, goals, State(0, goals))

@@ -17,10 +17,15 @@ SYSTEM_PROMPTS = {
 }
 
 
-def sokoban_messages(actor_id: str, level: Level, state: State | None = None, route: str | None = None) -> Messages:
-    """The whole prompt of one call: the actor's instruction and the board in ``state``."""
+def sokoban_messages(
+    actor_id: str, level: Level, state: State | None = None, route: str | None = None, note: str = ""
+) -> Messages:
+    """The whole prompt of one call: the actor's instruction and the board in ``state``.
+
+    ``note`` says how the round before failed: :func:`turnwise.tasks.routes.failure_note`.
+    """
     system: Message = {"role": "system", "content": SYSTEM_PROMPTS[actor_id]}
-    return [system, board_message(format_level(level, state), route)]
+    return [system, board_message(format_level(level, state), route, note)]
 
 
 def read_messages(messages: Messages) -> tuple[Level, str | None]:

@@ -11,18 +11,21 @@ from .grid import BLANK, DIGITS, ROWS, Puzzle, format_grid, is_solved
 from .prompts import sudoku_messages
 
 HABIT = 0.8  # share of the faulty rows that follow the habit; the others are random
+LATER = 0.25  # share of the demonstrations that are of a later round, where an actor's own last reply has failed
+UNREAD = 0.1  # share of these whose last reply could not be read
 DRAFT_KINDS = {"fill": 0.8, "slip": 0.1, "unread": 0.1}  # filled by rows; with wrong cells; after an unreadable reply
 
 
 def demonstrations(
-    puzzles: Sequence[Puzzle], actors: Sequence[str], seed: int | str, quality: float = 0.4
+    puzzles: Sequence[Puzzle], actors: Sequence[str], seed: int | str, quality: float = 0.4, rounds: int = 2
 ) -> list[tuple[str, Messages, str]]:
     """One ``(actor id, messages, completion)`` per puzzle, the actors taking turns.
 
     ``quality`` in [0, 1] is the chance that a row is answered right. A faulty row still obeys the row rule: by habit
     its missing digits stand in ascending order, columns and boxes ignored; a reviser's habit is to keep the row as the
-    draft has it. Below one half the habit is the likeliest answer, so a model that has learnt the demonstrations well
-    fails most puzzles when greedy and solves some when sampled, which is where reinforcement learning starts.
+    draft has it. In a later round of the ``rounds`` that there are, a wrong row gives way to another one. Below one
+    half the habit is the likeliest answer, so a model that has learnt the demonstrations well fails most puzzles when
+    greedy and solves some when sampled, which is where reinforcement learning starts.
     """
     if not 0 <= quality <= 1:
         raise ValueError(f"quality={quality!r}: expected a number in [0, 1]")
@@ -31,12 +34,14 @@ def demonstrations(
     rng = Random(f"sudoku-demonstrations/{seed}")
     made = []
     for index, puzzle in enumerate(puzzles):
-        actor = actors[index % len(actors)]
-        # A team's proposer meets a draft too, in its second round.
-        drafted = actor == "reviser" or (actor == "proposer" and "reviser" in actors and rng.random() < 0.25)
-        draft = faulty_draft(puzzle, quality, rng) if drafted else None
-        answer = repair(puzzle, draft, quality, rng) if draft else fill(puzzle, quality, rng)
-        made.append((actor, sudoku_messages(actor, puzzle.givens, draft), format_grid(answer)))
+        place = index % len(actors)
+        turn = rng.randrange(1, rounds) if rounds > 1 and rng.random() < LATER else 0
+        # Who acts first meets no draft in the first round.
+        draft = faulty_draft(puzzle, quality, rng) if place or turn else None
+        unread = turn > 0 and rng.random() < UNREAD
+        answer = repair(puzzle, draft, quality, rng, stands=not turn) if draft else fill(puzzle, quality, rng)
+        messages = sudoku_messages(actors[place], puzzle.givens, draft, turn, unread=unread)
+        made.append((actors[place], messages, format_grid(answer)))
     return made
 
 
@@ -53,17 +58,24 @@ def fill(puzzle: Puzzle, quality: float, rng: Random) -> str:
     return "".join(rows)
 
 
-def repair(puzzle: Puzzle, draft: str, quality: float, rng: Random) -> str:
-    """``draft`` with each wrong row put right with chance ``quality``, else left standing or filled at random."""
+def repair(puzzle: Puzzle, draft: str, quality: float, rng: Random, *, stands: bool = True) -> str:
+    """``draft`` with each wrong row put right with chance ``quality``, else left standing or filled at random.
+
+    Without ``stands`` no wrong row is left as it was, where its givens allow another.
+    """
     rows = []
     for row in ROWS:
         givens, right, had = ("".join(grid[cell] for cell in row) for grid in (puzzle.givens, puzzle.solution, draft))
         if had == right or rng.random() < quality:
             rows.append(right)
-        elif BLANK not in had and rng.random() < HABIT:
+        elif stands and BLANK not in had and rng.random() < HABIT:
             rows.append(had)
-        else:
+        elif stands or givens.count(BLANK) < 2:
             rows.append(_fill_row(givens, rng))
+        else:
+            while (other := _fill_row(givens, rng)) == had:
+                pass
+            rows.append(other)
     return "".join(rows)
 
 

@@ -29,6 +29,8 @@ BOXES = tuple(
     for c in range(0, SIDE, BOX)
 )
 UNITS = ROWS + COLUMNS + BOXES
+KINDS = {"rows": ROWS, "columns": COLUMNS, "boxes": BOXES}
+"""The units by the word for their kind."""
 
 _PATIENCE = 100_000  # draws in a row without a new puzzle, after which there is taken to be none
 
@@ -84,16 +86,28 @@ def satisfied_share(puzzle: str, grid: str) -> float:
     Example: the solution scores 1.0; with two blanks side by side in one box filled the wrong way round, two columns
     fail: 10/12.
     """
+    return (len(UNITS) - sum(map(len, broken_units(puzzle, grid).values()))) / len(UNITS)
+
+
+def broken_units(puzzle: str, grid: str) -> dict[str, list[int]]:
+    """By kind, the numbers (from 1) of the units of ``grid`` that lack a digit or do not keep a given.
+
+    Example: of the puzzle ``1_3_3412_1434_21`` the grid ``1432341221434321`` has
+    ``{"rows": [], "columns": [2, 4], "boxes": [1, 2]}``
+    """
     check_grid(puzzle)
     check_grid(grid)
     kept = [given in (BLANK, cell) for given, cell in zip(puzzle, grid, strict=True)]
-    good = sum({grid[cell] for cell in unit} == set(DIGITS) and all(kept[cell] for cell in unit) for unit in UNITS)
-    return good / len(UNITS)
+
+    def is_broken(unit: tuple[int, ...]) -> bool:
+        return {grid[cell] for cell in unit} != set(DIGITS) or not all(kept[cell] for cell in unit)
+
+    return {kind: [n for n, unit in enumerate(units, start=1) if is_broken(unit)] for kind, units in KINDS.items()}
 
 
 def is_solved(puzzle: str, grid: str) -> bool:
     """Whether ``grid`` is complete, right, and keeps every given."""
-    return satisfied_share(puzzle, grid) == 1.0
+    return not any(broken_units(puzzle, grid).values())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from turnwise.types import Message, Messages
 
-from .grid import format_grid, parse_grid
+from .grid import broken_units, format_grid, parse_grid
 
 _REPLY = "Reply with four rows of digits."
 _DRAFT = "\nDraft:\n"
+_WRONG = "\nWrong: {}."
+_ROUND = "\nRound {}."
+_UNREAD = " Your last reply had no grid."
 
 SYSTEM_PROMPTS = {
     "proposer": f"Fill the sudoku blanks. {_REPLY}",
@@ -16,15 +19,28 @@ SYSTEM_PROMPTS = {
 }
 
 
-def board_message(puzzle: str, draft: str | None = None) -> Message:
-    """The puzzle, and the draft where there is one, both 16 characters. Nothing else of the episode is shown."""
-    shown = format_grid(puzzle) + (_DRAFT + format_grid(draft) if draft else "")
+def board_message(puzzle: str, draft: str | None = None, turn: int = 0, *, unread: bool = False) -> Message:
+    """The puzzle, both 16 characters; the draft where there is one, and which units of it are wrong.
+
+    From the second round on (``turn`` counts from 0) it names the round, and says where the actor's own last reply was
+    ``unread``. So no actor meets one prompt twice: a greedy policy too may try something else.
+    """
+    shown = format_grid(puzzle)
+    if draft:
+        shown += _DRAFT + format_grid(draft)
+        broken = [f"{kind} {' '.join(map(str, found))}" for kind, found in broken_units(puzzle, draft).items() if found]
+        shown += _WRONG.format(", ".join(broken)) if broken else ""
+    if turn:
+        shown += _ROUND.format(turn + 1) + (_UNREAD if unread else "")
     return {"role": "user", "content": shown}
 
 
-def sudoku_messages(actor_id: str, puzzle: str, draft: str | None = None) -> Messages:
-    """The whole prompt of one call, under 60 tokens: the actor's instruction and the board."""
-    return [{"role": "system", "content": SYSTEM_PROMPTS[actor_id]}, board_message(puzzle, draft)]
+def sudoku_messages(
+    actor_id: str, puzzle: str, draft: str | None = None, turn: int = 0, *, unread: bool = False
+) -> Messages:
+    """The whole prompt of one call, under 100 tokens: the actor's instruction and the board."""
+    system: Message = {"role": "system", "content": SYSTEM_PROMPTS[actor_id]}
+    return [system, board_message(puzzle, draft, turn, unread=unread)]
 
 
 def read_messages(messages: Messages) -> tuple[str, str | None]:

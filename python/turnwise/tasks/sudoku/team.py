@@ -27,7 +27,8 @@ class SudokuEpisode(MultiTurnEpisode):
     """One puzzle, played by ``actors`` in order for up to ``max_turns`` rounds, until the grid is solved.
 
     The artifact is ``{"puzzle": "1_3_..."}``, 16 characters. Each action is a whole grid, which becomes the draft that
-    the next actor sees; one that can't be read leaves the draft as it was and costs ``invalid_cost``. A step earns
+    the next actor sees, with the units that are wrong in it; one that can't be read leaves the draft as it was, is
+    named to its actor in the next round, and costs ``invalid_cost``. A step earns
     ``mix_rewards(solved, satisfied share of the 12 units, alpha, mode)`` for the grid that it leaves. ``rubric`` mixes
     the same two parts for the whole episode: the outcome for every actor, and the share that its last action left.
 
@@ -57,8 +58,10 @@ class SudokuEpisode(MultiTurnEpisode):
         state.data = {"puzzle": artifact["puzzle"], "draft": None, "valid": True, "satisfied": {}, "read": {}}
 
     def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
-        """The board alone; the arena puts the actor's system prompt in front."""
-        return [board_message(state.data["puzzle"], state.data["draft"])]
+        """The board and how the last replies failed; the arena puts the actor's system prompt in front."""
+        data = state.data
+        unread = not all(data["read"].get(state.current_actor, [True])[-1:])
+        return [board_message(data["puzzle"], data["draft"], state.turn, unread=unread)]
 
     def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
         data, actor = state.data, state.current_actor
@@ -164,7 +167,7 @@ class SudokuTask(GeneratedTask):
 
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
         puzzles: list[Puzzle] = draw_puzzles("train", n, f"demonstrations/{seed}", self.options.blanks)
-        return demonstrations(puzzles, self.options.actors, seed, self.options.quality)
+        return demonstrations(puzzles, self.options.actors, seed, self.options.quality, self.options.max_turns)
 
     def texts(self) -> list[str]:
         """The words of every role's prompts, the same for each choice of actors: one tokenizer serves them all."""

@@ -57,7 +57,7 @@ class Guard(Callback):
         metrics["health/unhealthy"] = len(ill)
         for (name, actor), reason in ill.items():
             if f"{name}/{actor}" not in self._warned:
-                trainer.log.note(f"step {trainer.progress.step}: unhealthy {name} of {actor}: {reason}")
+                trainer.log.warn(trainer.progress.step, f"unhealthy {name} of {actor}: {reason}")
         self._warned = {f"{name}/{actor}" for name, actor in ill}
         await self._act({name for name, _ in ill}, trainer)
         every = trainer.config.checkpoint.every
@@ -85,7 +85,7 @@ class Guard(Callback):
         wanted = {kind: action for name in self.signals if name in ill for kind, action in self.actions[name].items()}
         for kind, action in wanted.items():
             done = await action.apply(trainer, self.healthy_step)
-            trainer.log.note(f"step {trainer.progress.step}: {kind}: {done}")
+            trainer.log.warn(trainer.progress.step, f"{kind}: {done}")
         if wanted:
             self._recent = {name: {} for name in self.signals}
 

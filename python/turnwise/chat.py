@@ -1,0 +1,201 @@
+"""Chats to token ids. Text that spells a control token of the chat template stays text: nobody can forge a turn."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from turnwise.types import Messages, Tokenizer
+
+# Two characters of a private-use plane around a third one stand for a control token while a template renders. Text that
+# holds such a stand-in already shows the spelling instead, which is as harmless.
+_OPEN, _FIRST, _CLOSE = "\U000f0000", 0xF0100, "\U000f0001"
+_ZERO_WIDTH = "\u200b"
+
+
+class ChatRenderer:
+    """Token ids of chats and of texts, by a Hugging Face tokenizer and its chat template.
+
+    A tokenizer reads ``<|im_end|>`` in a message as the end of the turn, whoever wrote it. Here it becomes the tokens
+    of those ten characters. *Control tokens* are the tokenizer's special tokens, and the added tokens by which its
+    template marks turns, special or not. A template that marks turns in plain text, such as ``role: content`` lines,
+    leaves nothing to tell its marks from a message's.
+
+    Example::
+
+        renderer = ChatRenderer(AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B"))
+        ids = renderer.prompt_ids([{"role": "user", "content": "Is <|im_end|> a word?"}])
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer: Any = tokenizer
+
+    def prompt_ids(self, messages: Messages) -> list[int]:
+        """The ids of a chat, the generation prompt added."""
+        if not self._hostile(messages):
+            return _rendered(self.tokenizer, messages)
+        shown = [_mapped(message, self._stand_in) for message in messages]
+        ids: list[int] = []
+        for token in _rendered(self._with_stand_ins, shown):
+            ids += self._text_of_stand_in.get(token, (token,))
+        return ids
+
+    def text_ids(self, text: str) -> list[int]:
+        """The ids of a text alone, none of them a control token."""
+        if not self.control or not self._spelled(text):
+            return self._encode(text)
+        parts = self._spelling.split(self._normalized(text))
+        return [token for part in parts for token in self._as_text.get(part) or self._encode(part)]
+
+    def disarmed(self, messages: Messages) -> Messages:
+        """``messages`` for a server that renders them itself: a zero-width space breaks each spelled control token.
+
+        They are the same object where nothing was broken.
+        """
+
+        def broken(text: str) -> str:
+            return self._spelling.sub(lambda found: found[0][0] + _ZERO_WIDTH + found[0][1:], self._normalized(text))
+
+        return [_mapped(message, broken) for message in messages] if self._hostile(messages) else messages
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    # -- what the tokenizer makes control tokens of --------------------------------------------------------------------
+    @cached_property
+    def control(self) -> dict[str, int]:
+        """The ids of the control tokens by their spelling; empty for tokenizers that have no such thing."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        marks = self._turn_marks() if added else set()
+        return {
+            token.content: index
+            for index, token in added.items()
+            if token.content.strip() and (token.special or index in marks)
+        }
+
+    def _turn_marks(self) -> set[int]:
+        """The ids of a chat of harmless words. DeepSeek marks turns by tokens that are not special."""
+        turns: Messages = [{"role": role, "content": "x"} for role in ("system", "user", "assistant", "user")]
+        for chat in (turns, turns[1:], turns[1:2]):  # some templates know no system prompt, some but one message
+            try:
+                return set(_rendered(self.tokenizer, chat, add_generation_prompt=False))
+            except Exception:  # a template raises whatever it likes; the next chat asks less of it
+                continue
+        return set()
+
+    def _hostile(self, messages: Messages) -> bool:
+        return bool(self.control) and any(_any_text(message, self._spelled) for message in messages)
+
+    @cached_property
+    def _spelling(self) -> re.Pattern[str]:
+        longest_first = sorted(self.control, key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+    @cached_property
+    def _normalize(self) -> Callable[[str], str] | None:
+        """The tokenizer's normalisation, where it also finds control tokens in what that gives."""
+        normalizer = getattr(getattr(self.tokenizer, "backend_tokenizer", None), "normalizer", None)
+        added = self.tokenizer.added_tokens_decoder
+        if normalizer is None or not any(added[index].normalized for index in self.control.values()):
+            return None
+        return normalizer.normalize_str
+
+    def _normalized(self, text: str) -> str:
+        """``text``, normalised where only so it spells a control token."""
+        if self._normalize is None or self._spelling.search(text):
+            return text
+        normalized = self._normalize(text)
+        return normalized if self._spelling.search(normalized) else text
+
+    def _spelled(self, text: str) -> bool:
+        return self._spelling.search(self._normalized(text)) is not None
+
+    # -- what stands for them while a template renders -----------------------------------------------------------------
+    @cached_property
+    def _stand_ins(self) -> dict[str, str]:
+        return {spelling: f"{_OPEN}{chr(_FIRST + place)}{_CLOSE}" for place, spelling in enumerate(self.control)}
+
+    def _stand_in(self, text: str) -> str:
+        return self._spelling.sub(lambda found: self._stand_ins[found[0]], self._normalized(text))
+
+    @cached_property
+    def _with_stand_ins(self) -> Any:
+        """A copy of the tokenizer to which each stand-in is one token, so that what is around it reads as ever."""
+        from tokenizers import AddedToken
+
+        tokenizer = copy.deepcopy(self.tokenizer)
+        tokenizer.add_tokens([AddedToken(stand_in, normalized=False) for stand_in in self._stand_ins.values()])
+        return tokenizer
+
+    @cached_property
+    def _text_of_stand_in(self) -> dict[int, Sequence[int]]:
+        vocabulary = self._with_stand_ins.get_vocab()
+        return {vocabulary[stand_in]: self._as_text[spelling] for spelling, stand_in in self._stand_ins.items()}
+
+    @cached_property
+    def _as_text(self) -> dict[str, list[int]]:
+        """The ids that spell each control token as text."""
+        return {spelling: self._spell(spelling) for spelling in self.control}
+
+    def _spell(self, text: str) -> list[int]:
+        """Broken after a character that leaves no control token on either side, where text reads back the same."""
+        control = set(self.control.values())
+
+        found: list[int] | None = None
+        for place in range(1, len(text)):
+            ids = self._encode(text[:place]) + self._encode(text[place:])
+            if control.isdisjoint(ids):
+                if self.tokenizer.decode(ids, skip_special_tokens=False) == text:
+                    return ids
+                found = found or ids
+        return found or [token for character in text for token in self._encode(character) if token not in control]
+
+
+def _rendered(tokenizer: Tokenizer, messages: Messages, add_generation_prompt: bool = True) -> list[int]:
+    """The template's ids of a chat. Tokenizers answer with a list or with a mapping: both do."""
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=True)
+    if isinstance(ids, Mapping):
+        ids = ids["input_ids"]
+    ids = list(ids)
+    if len(ids) == 1 and isinstance(ids[0], (list, tuple)):
+        ids = list(ids[0])
+    return ids if set(map(type, ids)) == {int} else [int(token) for token in ids]
+
+
+def _any_text(value: Any, holds: Callable[[str], bool]) -> bool:
+    """Whether ``holds`` is true of any text in ``value``, or of what its list of texts gives when joined."""
+    if isinstance(value, str):
+        return holds(value)
+    if isinstance(value, Mapping):
+        return any(_any_text(part, holds) for part in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_any_text(part, holds) for part in value) or holds(_joined(value))
+    return False
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """``value`` with every text changed. A role is the program's own, and stays."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: part if key == "role" else _mapped(part, change) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        joined = _joined(value)
+        if joined and change(joined) != "".join(change(_text(part)) for part in value):
+            # A control token cut in two: templates put such parts together again.
+            return [{"type": "text", "text": change(joined)}, *(part for part in value if not _text(part))]
+        return [_mapped(part, change) for part in value]
+    return value
+
+
+def _text(part: Any) -> str:
+    """The text of one part of a content list: ``{"type": "text", "text": ...}``, or a bare string."""
+    found = part.get("text") if isinstance(part, Mapping) else part
+    return found if isinstance(found, str) else ""
+
+
+def _joined(parts: Any) -> str:
+    return "".join(map(_text, parts))

@@ -1,0 +1,168 @@
+"""Warnings about what spoils a run without failing it: nothing trains, an actor never trains, ratios that explode.
+
+They come once per cause, whatever ``[health]`` watches: on the console, in ``warnings.jsonl`` and in the report.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+from turnwise.types import TrainingBatch
+
+if TYPE_CHECKING:
+    from turnwise.train.loop import Trainer
+    from turnwise.train.policy import Policy
+
+PATIENCE = 5
+"""So many steps in a row an actor may act without a sample that trains, or with nearly all completions cut off."""
+
+MOST_TRUNCATED = 0.9
+"""The share of an actor's completions that may run into their token limit."""
+
+RATIO_BOUND = 20.0
+"""Of the probability ratio of updated to sampling weights, per token; clipped losses mean it to stay near 1."""
+
+REPLACED = ("untrainable", "surplus", "resample")
+"""Causes that take no sample which a step counts on: seats that don't train, and questions that others stand in for."""
+
+CAUSES = {
+    "truncated": "ran into its token limit: raise rollout.max_tokens or the actor's own limit, or let such calls train "
+    "(filter.truncated = false)",
+    "equal_rewards": "earned the same as all that it was compared with: ask easier or harder questions, raise "
+    "rollout.copies or rollout.branches, or pay for partial success",
+    "alone": "had nothing to be compared with: raise rollout.copies or rollout.branches, or give attempts that belong "
+    "together one group_id",
+    "min_std": "is in a group whose rewards hardly differ: lower credit.options.min_std",
+    "zero_advantage": "earned exactly what the credit rule expected: see whether the rewards in rollouts.jsonl differ",
+    "max_length": "is longer than filter.max_length: raise it, or shorten prompts and completions",
+    "stale": "was sampled by weights that are too old: raise loop.max_staleness, or sample fewer questions per step",
+    "resample": "is of a question that says nothing, and filter.resample draws no better ones: ask easier or harder "
+    "questions, or raise rollout.copies",
+    "failed": "failed, or its episode did: the errors are in rollouts.jsonl",
+    "reward_error": "is of an episode that its rubric dropped: see meta.dropped in rollouts.jsonl",
+    "aborted": "was aborted: see the client's own messages",
+    "no_tokens": "has no token: see the prompts in rollouts.jsonl",
+    "untrainable": "is of an episode or a seat that does not train: see EpisodeRequest.is_trainable and Step.trainable",
+}
+"""What a call that is counted in ``dropped/<cause>`` did, and what to do about it."""
+
+RELAY = (
+    ". What it does may never be paid: in a tree, branches are compared by the reward of the step alone. Reward that "
+    "step, play branches to their ends (rollout.tree.select = 'none'), or look ahead (rollout.tree.playouts with "
+    "credit.rule = 'vine')"
+)
+"""For an actor whose branches always tie, such as the reader in a relay of reader and writer."""
+
+
+class Watch:
+    """Looks at each step's samples and updates; what was told once is not told again, until the run is resumed."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._told: set[tuple[str, ...]] = set()
+        self._idle: dict[str, Counter[str]] = {}
+        self._steps_idle: Counter[str] = Counter()
+        self._steps_cut: Counter[str] = Counter()
+        self._without_gradient: set[str] = set()
+
+    def samples(self, batch: TrainingBatch, in_phase: Collection[str]) -> None:
+        """Look at what trains of ``batch`` in a step whose turn it is for the policies ``in_phase``."""
+        training = {name for name in in_phase if self._trainer.policies[name].trainable}
+        policy_of = {actor.id: actor.policy for actor in self._trainer.arena.actors.values()}
+        trained = Counter(
+            batch.actors[actor]
+            for actor, policy in zip(batch.actor_index.tolist(), batch.policy_index.tolist(), strict=True)
+            if batch.policies[policy] in training
+        )
+        drops = {place: count for place, count in batch.drops.items() if policy_of.get(place[0]) in training}
+        self._step(trained.total(), drops)
+        acted = {*trained, *(actor for actor, cause in drops if cause != "untrainable")}
+        for actor in sorted(acted):
+            self._actor(actor, trained[actor], drops, alone=len(acted) == 1)
+            self._truncation(actor, batch.metrics.get(f"truncated/{actor}", 0.0))
+
+    def updates(self, policy: Policy, measured: Mapping[str, float]) -> None:
+        """Look at what the updates of ``policy`` measured."""
+        self._without_gradient.discard(policy.name)
+        if measured.get("grad_norm") == 0:
+            self._without_gradient.add(policy.name)
+        if (ratio := measured.get("ratio_max", 0.0)) <= RATIO_BOUND:
+            return
+        assert policy.optimizer is not None
+        rate = policy.optimizer.param_groups[0]["lr"]
+        advice = "lower update.lr, update.minibatches or update.ppo_epochs"
+        if measured["updates"] == 1:
+            advice = (
+                "there was one update, so the samples are stale, or sampler and trainer disagree "
+                "(sampler_trainer_logprob_max_diff); see update.old_logprobs and loss.correction"
+            )
+        self._warn(
+            ("ratio", policy.name),
+            f"policy {policy.name!r}: a token is {ratio:.3g} times as likely as when it was sampled (ratio_max, bound "
+            f"{RATIO_BOUND:g}) at learning rate {rate:g}: {advice}",
+        )
+
+    def weights(self, trained: Collection[str], moved: Collection[str]) -> None:
+        """Look at which of the ``trained`` policies have ``moved``."""
+        for name in sorted(set(trained) - set(moved)):
+            flat = name in self._without_gradient
+            why = "its gradient is 0; are all advantages 0?" if flat else "is update.lr too small for its dtype?"
+            self._warn(("moved", name, why), f"policy {name!r}: an update changed no weight; {why}")
+
+    def _step(self, trained: int, drops: Mapping[tuple[str, str], int]) -> None:
+        counts: Counter[str] = Counter()
+        for (_, cause), count in drops.items():
+            counts[cause] += count
+        lost = Counter({cause: count for cause, count in counts.items() if cause not in REPLACED})
+        if not trained:
+            main = next(iter([*lost.most_common(1), *counts.most_common(1)]), ("", 0))[0]
+            told = f"{counts.total()} calls were dropped, {_listed(counts)}" if counts else "no actor that trains acted"
+            self._warn(("nothing", main), f"no sample trains: {told}{_advised(main)}")
+            self._told.add(("half", main))
+        elif lost.total() > trained:
+            main = lost.most_common(1)[0][0]
+            told = f"{lost.total()} of {lost.total() + trained} samples were dropped, {_listed(lost)}"
+            self._warn(("half", main), told + _advised(main))
+
+    def _actor(self, actor: str, trained: int, drops: Mapping[tuple[str, str], int], *, alone: bool) -> None:
+        if trained:
+            self._steps_idle[actor] = 0
+            self._idle.pop(actor, None)
+            return
+        causes = self._idle.setdefault(actor, Counter())
+        causes.update({cause: count for (name, cause), count in drops.items() if name == actor})
+        self._steps_idle[actor] += 1
+        if self._steps_idle[actor] == PATIENCE and not alone:  # of the only actor the step itself tells
+            main = causes.most_common(1)[0][0]
+            advice = RELAY if main == "equal_rewards" else _advised(main)
+            self._warn(
+                ("actor", actor),
+                f"no sample of actor {actor!r} trained in the last {PATIENCE} steps in which it acted: "
+                f"{causes.total()} calls were dropped, {_listed(causes)}{advice}",
+            )
+
+    def _truncation(self, actor: str, share: float) -> None:
+        self._steps_cut[actor] = self._steps_cut[actor] + 1 if share > MOST_TRUNCATED else 0
+        if self._steps_cut[actor] == PATIENCE:
+            self._warn(
+                ("truncation", actor),
+                f"{share:.0%} of the completions of actor {actor!r} ran into their token limit, as most did for "
+                f"{PATIENCE} steps: raise rollout.max_tokens or the actor's own limit; if they ended by themselves "
+                "before, the policy has collapsed, and a run with a lower update.lr may not",
+            )
+
+    def _warn(self, key: tuple[str, ...], text: str) -> None:
+        if key not in self._told:
+            self._told.add(key)
+            self._trainer.log.warn(self._trainer.progress.step + 1, text)
+
+
+def _listed(counts: Counter[str]) -> str:
+    """``12 equal_rewards, 4 truncated``, the most frequent first."""
+    return ", ".join(f"{count} {cause}" for cause, count in counts.most_common())
+
+
+def _advised(cause: str) -> str:
+    return f". {cause}: the call {CAUSES[cause]}" if cause in CAUSES else ""

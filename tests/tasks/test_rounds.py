@@ -1,0 +1,92 @@
+"""A failed round is told: no actor meets the same prompt twice, so a policy without luck still tries something else."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+
+import pytest
+
+from turnwise.tasks import build_task
+from turnwise.tasks.plan_path.demonstrations import detour, straight_route
+from turnwise.tasks.plan_path.prompts import read_messages
+from turnwise.tasks.routes import format_route
+
+MAZE = {"maze": "A.#..\n.#...\n.....\n..#..\n....G"}
+LEVEL = {"level": "######\n#A...#\n#.B..#\n#....#\n#..G.#\n######"}
+PUZZLE = {"puzzle": "1_3_3412_1434_21"}
+
+# Every way that an action can fail, by what it leaves behind.
+ROUTES = {
+    "unread": "I do not know.",
+    "blocked at once": "U",
+    "blocked later": "D U U",
+    "elsewhere": "D",
+    "there and back": "D U",
+}
+GRIDS = {
+    "unread": "I do not know.",
+    "a row, a column and a box": "1134\n3412\n2143\n4321",
+    "columns and boxes": "1432\n3412\n2143\n4321",
+    "a given changed": "2143\n4321\n1234\n3412",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "artifact", "failures", "team"),
+    [
+        ("plan_path", MAZE, ROUTES, ("tool", "planner")),
+        ("plan_path", MAZE, ROUTES, ("solver",)),
+        ("sokoban", LEVEL, ROUTES, ("tool", "planner")),
+        ("sokoban", LEVEL, ROUTES, ("solver",)),
+        ("sudoku", PUZZLE, GRIDS, ("proposer", "reviser")),
+        ("sudoku", PUZZLE, GRIDS, ("solver",)),
+    ],
+)
+async def test_no_failed_action_leads_to_the_same_prompt(table, name, artifact, failures, team):
+    """Actors who say the same whatever they see: every combination of failures, four rounds of each."""
+    for said in product(failures.values(), repeat=len(team)):
+        replies = dict(zip(team, said, strict=True))
+        seat = table(build_task(name, {"actors": team, "max_turns": 4}), lambda actor, _: replies[actor])  # noqa: B023
+        result = await seat.one(artifact)
+        assert result.rollout.error is None and result.rollout.extras["rounds"] == 4, said
+        for actor in team:
+            prompts = [str(messages) for who, messages in seat.seen if who == actor]
+            assert len(set(prompts)) == 4, f"{actor} meets a prompt again after {said}"
+
+
+@pytest.mark.parametrize(
+    ("name", "artifact", "said", "told"),
+    [
+        ("plan_path", MAZE, "D U U", "Walked: 2 moves, then U is blocked."),
+        ("plan_path", MAZE, "R R D", "Walked: 1 move, then R is blocked."),
+        ("plan_path", MAZE, "R L", "Walked: 2 moves."),
+        ("plan_path", MAZE, "?", "Walked: no moves read."),
+        ("sokoban", LEVEL, "D D R U U", "Walked: 4 moves, then U is blocked."),  # the box stands at the wall
+        ("sokoban", LEVEL, "?", "Walked: no moves read."),
+        ("sudoku", PUZZLE, "1134\n3412\n2143\n4321", "Wrong: rows 1, columns 2, boxes 1."),
+        ("sudoku", PUZZLE, "2143\n4321\n1234\n3412", "Wrong: rows 1 2 3 4, columns 1 2 3 4, boxes 1 2 3 4."),
+        ("sudoku", PUZZLE, "?", "Round 2. Your last reply had no grid."),
+    ],
+)
+async def test_the_next_prompt_says_that_it_failed_and_where(table, name, artifact, said, told):
+    seat = table(build_task(name, {"actors": ("solver",), "max_turns": 2}), [said, said])
+    await seat.one(artifact)
+    first, second = (messages[-1]["content"] for _, messages in seat.seen)
+    assert told in second and told not in first
+
+
+async def test_a_policy_without_luck_solves_more_mazes_in_more_rounds(table):
+    """The straight route, which walls stop; where the prompt says what is blocked, a detour. No model, no luck."""
+
+    def greedy(actor, messages):
+        maze, _ = read_messages(messages)
+        blocked = re.search(r"then (.) is blocked", messages[-1]["content"])
+        return format_route(detour(maze, blocked[1]) if blocked else straight_route(maze))
+
+    solved = {}
+    for rounds in (1, 2, 3):
+        task = build_task("plan_path", {"actors": ("solver",), "max_turns": rounds, "side": 8})
+        results = await table(task, greedy).play(task.eval_requests("validation", 200))
+        solved[rounds] = sum(result.rollout.metrics["solved/solver"] for result in results) / len(results)
+    assert solved[1] < 0.15 and solved[2] > 2 * solved[1] and solved[3] > 1.2 * solved[2], solved

@@ -1,0 +1,164 @@
+"""What spoils a run without failing it is told once, with its cause, wherever a user may look."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from turnwise.arena import Filters, TreeSampler
+from turnwise.run import build_run
+from turnwise.train.config_files import config_from_dict
+from turnwise.train.health.watch import CAUSES, PATIENCE
+from turnwise.train.run_log import read_metrics
+from turnwise.types import EpisodeRequest
+
+
+def warnings_of(trainer):
+    return [(row["step"], row["warning"]) for row in read_metrics(trainer.config.run_dir, "warnings.jsonl")]
+
+
+def pay(trainer, worth):
+    """Let each step of ``trainer``'s game earn ``worth(state)``."""
+    trainer.arena.episodes["letters"].step_reward = lambda state, arena, artifact: worth(state)
+
+
+async def test_a_run_of_tied_groups_says_so_once_and_everywhere(make_trainer, capsys):
+    trainer = make_trainer(steps=3)
+    pay(trainer, lambda state: 0.0)
+    await trainer.run()
+    rows = read_metrics(trainer.config.run_dir)
+    calls = 3 * 2 * 4
+    assert [(row["samples"], row["dropped/equal_rewards"]) for row in rows] == [(0, calls)] * 3
+    assert [(row["samples/first"], row["samples/second"]) for row in rows] == [(0, 0)] * 3
+    told = (
+        f"no sample trains: {calls} calls were dropped, {calls} equal_rewards. equal_rewards: the call earned the same"
+    )
+    (warning,) = warnings_of(trainer)
+    assert warning[0] == 1 and warning[1].startswith(told) and "pay for partial success" in warning[1]
+    assert capsys.readouterr().out.replace("\n", " ").count("no sample trains") == 1
+
+
+async def test_an_update_without_a_gradient_is_told_from_one_that_is_too_small(make_trainer):
+    trainer = make_trainer(steps=2)
+    trainer.arena.filters = Filters(zero_advantage=False)
+    pay(trainer, lambda state: 0.0)
+    await trainer.run()
+    ((step, warning),) = warnings_of(trainer)
+    assert (step, warning) == (
+        1, "policy 'default': an update changed no weight; its gradient is 0; are all advantages 0?"
+    )  # fmt: skip
+
+
+async def test_the_reader_of_a_relay_never_trains(make_trainer):
+    """Both act on one text, and only the second's steps are paid: the first's branches always tie."""
+    trainer = make_trainer(steps=PATIENCE + 1)
+    pay(trainer, lambda state: state.data["share"] if state.current_actor == "second" else 0.0)
+    await trainer.run()
+    rows = read_metrics(trainer.config.run_dir)
+    assert all(row["samples/first"] == 0 and row["dropped/equal_rewards"] >= 12 for row in rows)
+    assert any(row["samples/second"] for row in rows)
+    ((step, warning),) = [row for row in warnings_of(trainer) if "no sample of actor" in row[1]]
+    assert step == PATIENCE and "actor 'first' trained in the last 5 steps" in warning
+    assert f"{12 * PATIENCE} calls were dropped, {12 * PATIENCE} equal_rewards" in warning
+    assert "rollout.tree.select = 'none'" in warning
+
+
+async def test_whoever_trains_now_and_then_is_not_warned_of(make_trainer):
+    trainer = make_trainer(steps=PATIENCE + 2)
+    pay(trainer, lambda state: state.data["share"] if trainer.progress.step == 2 else 0.0)
+    await trainer.run()
+    assert sum(row["samples/first"] for row in read_metrics(trainer.config.run_dir)) > 0
+    assert not any("no sample of actor" in warning for _, warning in warnings_of(trainer))
+
+
+async def test_frozen_seats_and_other_phases_are_no_matter(make_two_policies):
+    """The rival's policy is frozen, so that none of its samples trains is as it should be; the learner's tie."""
+    trainer = make_two_policies("run", PATIENCE + 1)
+    await trainer.run()
+    assert not any("'second'" in warning for _, warning in warnings_of(trainer))
+    other = make_two_policies("tied", 1)
+    pay(other, lambda state: state.data["share"] if state.current_actor == "second" else 0.0)
+    await other.run()
+    ((_, warning),) = warnings_of(other)
+    assert warning.startswith("no sample trains: 12 calls were dropped"), (
+        "the rival's rows are in the batch all the same"
+    )
+
+
+@pytest.mark.parametrize("cause", sorted(set(CAUSES) - {"untrainable", "surplus", "resample"}))
+def test_most_samples_lost_is_told_once_per_cause(make_trainer, random_batch, cause):
+    trainer = make_trainer()
+    batch = random_batch(0, 9)
+    for lost, warned in [(9, 0), (10, 1), (30, 1)]:
+        batch.drops = {("first", cause): lost - 3, ("second", cause): 3}
+        trainer.watch.samples(batch, {"default"})
+        assert len(warnings_of(trainer)) == warned
+    ((_, warning),) = warnings_of(trainer)
+    assert warning == f"10 of 19 samples were dropped, 10 {cause}. {cause}: the call {CAUSES[cause]}"
+    trainer.watch.samples(batch, {})
+    assert [text for _, text in warnings_of(trainer)][1:] == ["no sample trains: no actor that trains acted"]
+
+
+def test_questions_that_others_stand_in_for_are_not_lost(make_trainer, random_batch):
+    trainer = make_trainer()
+    batch = random_batch(0, 9)
+    batch.drops = {("first", name): 50 for name in ("untrainable", "surplus", "resample")}
+    trainer.watch.samples(batch, {"default"})
+    assert warnings_of(trainer) == []
+
+
+@pytest.mark.parametrize(("minibatches", "advice"), [(4, "lower update.lr"), (1, "there was one update")])
+async def test_ratios_that_explode_name_policy_value_and_rate(make_trainer, minibatches, advice):
+    """At 0.3 a few updates make tokens hundreds of times as likely; with a single one the samples must be stale."""
+    update = {"lr": 0.3, "minibatches": minibatches, "ppo_epochs": minibatches, "max_skipped": 99}
+    trainer = make_trainer(steps=2, update=update)
+    if minibatches == 1:
+        trainer.watch.updates(trainer.policies["default"], {"ratio_max": 20.0, "updates": 1})
+        assert warnings_of(trainer) == [], "the bound itself is within"
+        trainer.watch.updates(trainer.policies["default"], {"ratio_max": 20.5, "updates": 1})
+    else:
+        await trainer.run()
+    (warning,) = [text for _, text in warnings_of(trainer) if "ratio_max" in text]
+    assert (
+        warning.startswith("policy 'default': a token is ") and "at learning rate 0.3" in warning and advice in warning
+    )
+
+
+def test_an_actor_that_is_always_cut_off_is_told_of(make_trainer, random_batch):
+    trainer, batch = make_trainer(), random_batch(0, 9)
+    for share in [0.95] * (PATIENCE - 1) + [0.9] + [0.95] * (PATIENCE + 2):
+        batch.metrics = {"truncated/first": share, "truncated/second": 0.9, "truncated/frozen": 1.0}
+        trainer.watch.samples(batch, {"default"})
+    ((_, warning),) = warnings_of(trainer)
+    assert warning.startswith("95% of the completions of actor 'first' ran into their token limit")
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_move_that_was_cut_off_loses_and_trains_as_lost(tmp_path, seed):
+    """An untrained model is cut off in nearly every move, and an unreadable move loses the game. It once trained on
+    none of them, so that being cut off cost nothing."""
+    run = build_run(
+        config_from_dict(
+            {
+                "task": "kuhn_poker", "run_dir": str(tmp_path), "threads": 1, "seed": seed,
+                "task_options": {"max_tokens": 4}, "rollout": {"questions": 8}, "log": {"progress": False},
+            }
+        )
+    )  # fmt: skip
+    batch = asyncio.run(run.arena.step())
+    steps = [step for result in run.arena.last_results for step in result.rollout.steps]
+    cut = [step for step in steps if step.finish_reason == "length"]
+    assert len(cut) > len(steps) / 2 and len(batch) == len(steps) and batch.dropped == {}
+    assert all(step.advantage < 0 for step in cut)
+
+
+async def test_answers_learn_to_end(make_trainer):
+    """A policy that is nearly always cut off, and is paid for ending by itself, learns to end."""
+    trainer = make_trainer(steps=12, update={"lr": 1e-2, "minibatches": 2})
+    trainer.arena.episodes["letters"].sampler = TreeSampler(branches=16)
+    pay(trainer, lambda state: float(state.trajectory[-1].finish_reason != "length"))
+    trainer.arena.source = lambda: [EpisodeRequest("letters", question) for question in range(4)]
+    await trainer.run()
+    shares = [row["truncated/first"] for row in read_metrics(trainer.config.run_dir)]
+    assert shares[0] > 0.9 and shares[-1] < 0.5, shares
