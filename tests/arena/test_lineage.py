@@ -105,7 +105,8 @@ def test_a_file_of_the_first_format_opens_and_goes_on(tmp_path):
     state = in_json(store.state_dict())
     store.close()
     with sqlite3.connect(tmp_path / "q.db") as database:
-        database.execute("ALTER TABLE artifacts DROP COLUMN run")
+        for name in ("run", "digest"):
+            database.execute(f"ALTER TABLE artifacts DROP COLUMN {name}")
         database.execute("PRAGMA user_version = 1")
     database.close()
     store, other = (ArtifactStore("q", path=tmp_path / "q.db") for _ in range(2))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from turnwise.arena import ArtifactStore, Episode, Rubric
+from turnwise.arena import ArtifactStore, Episode, Rubric, store_file
 from turnwise.arena.context import current_context
 from turnwise.arena.drawing import Prioritised
 from turnwise.types import EpisodeRequest
@@ -437,7 +437,7 @@ def test_files_that_are_no_store_are_refused(tmp_path):
     with sqlite3.connect(tmp_path / "q.db") as database:
         database.execute("PRAGMA user_version = 9")
     database.close()
-    with pytest.raises(ValueError, match="format 9; this version reads formats 1 to 2"):
+    with pytest.raises(ValueError, match="format 9; this version reads formats 1 to 3"):
         ArtifactStore("q", path=tmp_path / "q.db")
     with pytest.raises(ValueError, match="shared=True: a store in memory"):
         ArtifactStore("q", shared=True)
@@ -463,7 +463,10 @@ def test_objects_of_any_class_are_read_where_that_is_allowed(tmp_path):
     store.add({"board": Board()})
     store = reopened(store, allow_pickle=True)
     assert type(next(iter(store)).data["board"]) is Board
-    store._file._database.execute("UPDATE artifacts SET data = ?", (pickle.dumps(Board(tmp_path / "made")),))
+    harmful = pickle.dumps(Board(tmp_path / "made"))  # with a checksum that fits, as whoever wrote it can make
+    store._file._database.create_function("digest", 6, store_file._digest)
+    renewed = "UPDATE artifacts SET data = ?1, digest = digest(id, ?1, source, parents, meta, run)"
+    store._file._database.execute(renewed, (harmful,))
     with pytest.raises(
         ValueError, match=r"q.db': artifact '.*' can't be read: it names posix.mkdir.*allow_pickle=True"
     ):
@@ -579,3 +582,85 @@ def test_evaluation_reads_a_file_and_writes_nothing(tmp_path):
     view.record("q-0", 1.0)
     assert view.path is None and contents(store) == contents(reopened(store))
     assert [a.data for a in view] == ["x"] and view.get("q-0").weight == 1.0 and view.outcome("q-0").attempts == 0
+
+
+# -- payloads that were changed ----------------------------------------------------------------------------------------
+CHANGES = {
+    "a digit": "UPDATE artifacts SET data = replace(data, '7', '9') WHERE place = 2",
+    "another payload": "UPDATE artifacts SET data = (SELECT data FROM artifacts WHERE place = 1) WHERE place = 2",
+    "another type": "UPDATE artifacts SET data = CAST(data AS BLOB) WHERE place = 2",
+    "no text": "UPDATE artifacts SET data = CAST(x'22ff22' AS TEXT) WHERE place = 2",
+    "meta": "UPDATE artifacts SET meta = '{\"of\": 6}' WHERE place = 2",
+    "source": "UPDATE artifacts SET source = NULL WHERE place = 2",
+    "run": "UPDATE artifacts SET run = 'other' WHERE place = 2",
+    "parents": "UPDATE artifacts SET parents = '[]' WHERE place = 2",
+    "checksum": "UPDATE artifacts SET digest = NULL WHERE place = 2",
+}
+
+
+def filled(path):
+    store = ArtifactStore("q", path=path)
+    first = store.add({"sum": 6}, meta={"of": 5}).id
+    store.add({"sum": 7}, meta={"of": 7}, source="r-1", parents=[first])
+    store.add((1, {"sum": 8}), weight=2.0)
+    store.close()
+    return path
+
+
+def altered(path, *statements):
+    with sqlite3.connect(path) as database:
+        for statement in statements:
+            database.execute(statement)
+    database.close()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_payload_that_was_changed_is_named(tmp_path, change):
+    path = filled(tmp_path / "q.db")
+    altered(path, CHANGES[change])
+    with pytest.raises(
+        ValueError, match=r"path='.*q\.db': artifact 'q-1' \(row 2\) is damaged: its checksum does not fit"
+    ):
+        ArtifactStore("q", path=path)
+
+
+def test_a_pickle_that_was_changed_is_not_read(tmp_path):
+    path = filled(tmp_path / "q.db")
+    harmful = b"cbuiltins\nexec\n(S'raise SystemExit'\ntR."
+    altered(path, f"UPDATE artifacts SET data = x'{harmful.hex()}' WHERE place = 3")
+    with pytest.raises(ValueError, match=r"artifact 'q-2' \(row 3\) is damaged"):
+        ArtifactStore("q", path=path)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_flipped_bit_is_misread(tmp_path, seed):
+    rng, path = random.Random(seed), filled(tmp_path / "q.db")
+    expected = [(a.id, a.data, a.meta, a.source, a.parents, a.run) for a in ArtifactStore("q", path=path)]
+    whole, payloads = path.read_bytes(), (b'{"sum": ', b'{"of": ', b"r-1", b'["q-0"]')
+    for _ in range(40):
+        found = rng.choice(payloads)
+        place = whole.index(found) + rng.randrange(len(found) + 1)
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << rng.randrange(8)
+        path.write_bytes(flipped)
+        with pytest.raises(ValueError, match=r"is damaged: its checksum does not fit|can be read from it"):
+            ArtifactStore("q", path=path)
+    path.write_bytes(whole)
+    assert [(a.id, a.data, a.meta, a.source, a.parents, a.run) for a in ArtifactStore("q", path=path)] == expected
+
+
+@pytest.mark.parametrize("format", [1, 2])
+def test_a_file_of_an_earlier_format_is_brought_up_to_date(tmp_path, format):
+    path = filled(tmp_path / "q.db")
+    dropped = ["digest", "run"][: 3 - format]
+    altered(path, *(f"ALTER TABLE artifacts DROP COLUMN {name}" for name in dropped), f"PRAGMA user_version = {format}")
+    for _ in range(2):
+        store = ArtifactStore("q", path=path)
+        assert [(a.id, a.data, a.weight) for a in store] == [
+            ("q-0", {"sum": 6}, 1.0), ("q-1", {"sum": 7}, 1.0), ("q-2", (1, {"sum": 8}), 2.0)
+        ]  # fmt: skip
+        assert [a.run is None for a in store] == [format == 1] * 3
+        store.close()
+    altered(path, CHANGES["a digit"])
+    with pytest.raises(ValueError, match=r"artifact 'q-1' \(row 2\) is damaged"):
+        ArtifactStore("q", path=path)

@@ -343,7 +343,7 @@ def test_a_file_names_classes_that_the_caller_allows(tmp_path: Path) -> None:
         "known": [int, Fraction(1)],
     }
     store.state(data).save(tmp_path / "x")
-    with pytest.raises(CheckpointError, match=r"x: it names .*, so it was neither imported nor called\. .*allow=\["):
+    with pytest.raises(CheckpointError, match=r"x: it names .*, so it was not imported\. .*allow=\["):
         load(tmp_path / "x", store=store)
     with pytest.raises(CheckpointError, match=r"x: it names .*\.Suit, .*load\(path, allow=\[Suit\]\)"):
         load(tmp_path / "x", store=store, allow=[Board, tell])

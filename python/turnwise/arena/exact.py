@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import enum
-import io
 import pickle
 import sys
 from collections.abc import Callable, Mapping
@@ -18,7 +17,7 @@ from typing import Any
 
 from turnwise.copies import dumps
 from turnwise.state import CheckpointError, StateDict, StateList, to_python
-from turnwise.state.leaves import GuardedUnpickler
+from turnwise.state.leaves import find_harmless, load_pickle
 
 TUPLE, MAP, DATACLASS, PICKLE, LOST = "$tuple", "$map", "$dataclass", "$pickle", "$lost"
 """The only key of the object that stands for a value which is not plain JSON."""
@@ -34,15 +33,10 @@ class UntrustedValueError(ValueError):
     """A value of a class that could run code when it is made, and is not allowed to."""
 
 
-class _Unpickler(GuardedUnpickler):
-    """Finds what is harmless, and data classes that are imported already."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = _imported(module, name)
-        if not _is_data(found):
-            return super().find_class(module, name)
-        self.named.append(found)
-        return found
+def _find(module: str, name: str) -> Any:
+    """Data classes that are imported already, and what is harmless."""
+    found = _imported(module, name)
+    return found if _is_data(found) else find_harmless(module, name)
 
 
 def unpickle(content: bytes, *, allow_pickle: bool = False) -> Any:
@@ -50,9 +44,9 @@ def unpickle(content: bytes, *, allow_pickle: bool = False) -> Any:
     if allow_pickle:
         return pickle.loads(content)
     try:
-        return _Unpickler(io.BytesIO(content)).load()
+        return load_pickle(content, _find)
     except CheckpointError as error:
-        raise UntrustedValueError(str(error).partition(". ")[0]) from error
+        raise UntrustedValueError(str(error).partition(":")[0]) from error
 
 
 def _imported(module: str, title: str) -> Any:

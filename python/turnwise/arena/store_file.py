@@ -11,6 +11,7 @@ time; one writes, or several that agreed to (``shared``), and each sees the othe
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import pickle
@@ -29,8 +30,8 @@ from turnwise.arena.exact import UntrustedValueError, unpickle
 from turnwise.types import Artifact
 
 APPLICATION = 0x74_77_73_74  # "twst"
-FORMAT = 2
-"""1 had no ``run``; such a file is brought up to date when it is opened."""
+FORMAT = 3
+"""1 had no ``run``, 2 no ``digest``; such a file is brought up to date when it is opened."""
 PATIENCE = 30.0
 """Seconds that a write waits for another process's."""
 
@@ -40,7 +41,8 @@ _TABLES = """
 CREATE TABLE store (name TEXT, file TEXT, revision INTEGER, rewinds INTEGER, oldest INTEGER, made INTEGER,
     plays INTEGER);
 CREATE TABLE artifacts (place INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, data NOT NULL, source TEXT,
-    parents TEXT NOT NULL, meta NOT NULL, added INTEGER NOT NULL, removed INTEGER, run TEXT);
+    parents TEXT NOT NULL, meta NOT NULL, added INTEGER NOT NULL, removed INTEGER, run TEXT,
+    digest BLOB);
 CREATE UNIQUE INDEX present ON artifacts (id) WHERE removed IS NULL;
 CREATE INDEX by_added ON artifacts (added);
 CREATE INDEX by_removed ON artifacts (removed) WHERE removed IS NOT NULL;
@@ -52,8 +54,8 @@ CREATE TABLE rewinds (target INTEGER, at INTEGER, writer TEXT);
 """
 
 _ROWS = """
-SELECT a.id, a.data, a.source, a.parents, a.meta, a.run, k.weight, k.attempts, k.reward, k.success, k.score, k.last,
-    MAX(k.revision)
+SELECT a.place, a.digest, a.id, a.data, a.source, a.parents, a.meta, a.run,
+    k.weight, k.attempts, k.reward, k.success, k.score, k.last, MAX(k.revision)
 FROM artifacts a JOIN known k USING (place)
 WHERE a.removed IS NULL AND k.revision > :seen GROUP BY a.place ORDER BY a.place
 """
@@ -98,6 +100,8 @@ class StoreFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._explained():
             self._database = sqlite3.connect(self.path, timeout=PATIENCE, isolation_level=None, check_same_thread=False)
+            # Text that was damaged must get as far as its checksum.
+            self._database.text_factory = lambda text: text.decode(errors="surrogateescape")
             try:
                 self._prepare(name)
             except BaseException:
@@ -110,7 +114,7 @@ class StoreFile:
         [[application]], [[format]] = run("PRAGMA application_id"), run("PRAGMA user_version")
         if tables and application != APPLICATION:
             raise ValueError(f"path={str(self.path)!r}: a database of something else, no artifact store")
-        if tables and format not in (1, FORMAT):
+        if tables and not 1 <= format <= FORMAT:
             raise ValueError(f"path={str(self.path)!r}: format {format}; this version reads formats 1 to {FORMAT}")
         [[mode]] = run("PRAGMA journal_mode = WAL")
         # Where shared memory does not work there is no log; then only full syncs keep the file whole.
@@ -122,13 +126,22 @@ class StoreFile:
             run("INSERT INTO store VALUES (?, ?, 0, 0, 0, 0, 0)", (name, secrets.token_hex(8)))
             run(f"PRAGMA application_id = {APPLICATION}")
             run(f"PRAGMA user_version = {FORMAT}")
-        elif run("PRAGMA user_version").fetchone() == (1,):
-            run("ALTER TABLE artifacts ADD COLUMN run TEXT")
-            run(f"PRAGMA user_version = {FORMAT}")
+        self._bring_up_to_date(run("PRAGMA user_version").fetchone()[0])
         run("COMMIT")
         found, self.file, self._begun = run("SELECT name, file, revision FROM store").fetchone()
         if found != name:
             raise ValueError(f"path={str(self.path)!r}: holds the store {found!r}, not {name!r}")
+
+    def _bring_up_to_date(self, format: int) -> None:
+        run = self._database.execute
+        if format < 2:
+            run("ALTER TABLE artifacts ADD COLUMN run TEXT")
+        if format < 3:
+            self._database.create_function("digest", 6, _digest)
+            run("ALTER TABLE artifacts ADD COLUMN digest BLOB")
+            run("UPDATE artifacts SET digest = digest(id, data, source, parents, meta, run)")
+        if format < FORMAT:
+            run(f"PRAGMA user_version = {FORMAT}")
 
     @property
     def run(self) -> str:
@@ -213,17 +226,18 @@ class StoreFile:
                 self._wrote, self._synced = self._seen, False
 
     def insert(self, artifact: Artifact, outcome: Outcome, made: int) -> None:
-        row = (
+        payload = (
             artifact.id,
             _packed(artifact.data, self._allow_pickle),
             artifact.source,
             json.dumps(artifact.parents),
             _packed(artifact.meta, self._allow_pickle),
             artifact.run,
-            self._seen + 1,
         )
         self._write(
-            "INSERT INTO artifacts (id, data, source, parents, meta, run, added) VALUES (?, ?, ?, ?, ?, ?, ?)", row
+            "INSERT INTO artifacts (id, data, source, parents, meta, run, digest, added) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (*payload, _digest(*payload), self._seen + 1),
         )
         self.put(artifact, outcome)
         self._write("UPDATE store SET made = ?", (made,))
@@ -347,7 +361,12 @@ class StoreFile:
 
 
 def _from_row(path: Path, row: tuple[Any, ...], allow_pickle: bool) -> tuple[Artifact, Outcome]:
-    id, data, source, parents, meta, run, weight, *known = row
+    place, digest, id, data, source, parents, meta, run, weight, *known = row
+    if digest != _digest(id, data, source, parents, meta, run):
+        raise ValueError(
+            f"path={str(path)!r}: artifact {id!r} (row {place}) is damaged: its checksum does not fit. Take an older "
+            f"copy of the file, or give the artifact up: DELETE FROM artifacts WHERE place = {place}"
+        )
     try:
         made = (_unpacked(each, allow_pickle) for each in (data, meta))
         artifact = Artifact(id, next(made), weight, source, next(made), tuple(json.loads(parents)), run)
@@ -356,6 +375,15 @@ def _from_row(path: Path, row: tuple[Any, ...], allow_pickle: bool) -> tuple[Art
     except Exception as error:
         raise ValueError(f"path={str(path)!r}: artifact {id!r} can't be read: {error}") from error
     return artifact, Outcome(*known[:5])
+
+
+def _digest(*fields: str | bytes | None) -> bytes:
+    """The checksum of an artifact's row, but for the revisions. What is read is compared before it is unpickled."""
+    digest = hashlib.blake2b(digest_size=16)
+    for each in fields:
+        raw = each.encode(errors="surrogateescape") if isinstance(each, str) else each or b""
+        digest.update(f"{type(each).__name__} {len(raw)} ".encode() + raw)
+    return digest.digest()
 
 
 def _packed(value: Any, allow_pickle: bool) -> str | bytes:

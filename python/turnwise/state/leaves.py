@@ -8,7 +8,7 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 from turnwise._C import CheckpointError
@@ -64,14 +64,12 @@ class _Pickler(Pickler):
         return super().reducer_override(value)
 
 
-Allowed = Mapping[tuple[str, str], Any]
-"""What the caller allows besides, by module and qualified name."""
+Find = Callable[[str, str], Any]
+"""What a pickle means by a module and a name in it; raises :class:`CheckpointError` for what it may not name."""
 
 
-def _find(module: str, name: str, allowed: Allowed) -> Any:
-    """What a file means by a name, if it is harmless or ``allowed``; nothing else is imported."""
-    if (module, name) in allowed:
-        return allowed[module, name]
+def find_harmless(module: str, name: str) -> Any:
+    """What builds a value and does nothing else; anything else is refused before it is imported."""
     if name in HARMLESS.get(module, ()):
         return getattr(importlib.import_module(module), name)
     if module in ("numpy", "torch") and "." not in name:
@@ -84,21 +82,36 @@ def _find(module: str, name: str, allowed: Allowed) -> Any:
         elif isinstance(found, sys.modules["torch"].dtype):
             return found
     raise CheckpointError(
-        f"it names {module}.{name}, which is none of the types that are known to be harmless, so it was neither "
-        f"imported nor called. If its code may run: load(path, allow=[{name}]); if any code of the file's author may: "
-        "load(path, allow_pickle=True)"
+        f"it names {module}.{name}, which is none of the types that are known to be harmless: reading it can run "
+        f"any code, so it was not imported. If that class's code may run: load(path, allow=[{name}]). If you trust the "
+        "whole file: load(path, allow_pickle=True)"
     )
 
 
+def load_pickle(pickled: bytes | memoryview, find: Find, buffers: Iterable[memoryview] = ()) -> Any:
+    """What was pickled, made with nothing but what ``find`` gives.
+
+    No class is made, and nothing that has a name is changed: an attribute set on a class would hold for the process.
+    """
+    buffers = list(buffers)
+    with contextlib.suppress(_NeedsGuard):
+        return _Quick(pickled, find, buffers).load()
+    return _Guarded(pickled, find, buffers).load()
+
+
 class _NeedsGuard(Exception):
-    """The file names something that a pickle could change, or make classes with."""
+    """The pickle names something that a pickle could change, or make classes with."""
 
 
 class _Quick(pickle.Unpickler):
-    """In C, for files that name nothing but what no pickle can change: builtin functions and types written in C."""
+    """In C, for pickles that name nothing but what none can change: builtin functions and types written in C."""
+
+    def __init__(self, pickled: bytes | memoryview, find: Find, buffers: list[memoryview]) -> None:
+        super().__init__(io.BytesIO(pickled), buffers=buffers)
+        self._find = find
 
     def find_class(self, module: str, name: str) -> Any:
-        found = _find(module, name, {})
+        found = self._find(module, name)
         if isinstance(found, types.BuiltinFunctionType):
             return found
         if isinstance(found, type) and not found.__flags__ & _HEAP_TYPE and found is not type:
@@ -109,46 +122,50 @@ class _Quick(pickle.Unpickler):
 _InPython: Any = pickle._Unpickler  # the module's own fallback, whose steps can be looked at
 
 
-class GuardedUnpickler(_InPython):
-    """Makes objects and changes those that it made: no class, no function and nothing else that has a name."""
+class _Guarded(_InPython):
+    """Makes objects, and changes those that it made."""
 
-    def __init__(self, stream: Any, *, buffers: Iterable[memoryview] = (), allowed: Allowed | None = None) -> None:
-        super().__init__(stream, buffers=buffers)
-        self.allowed, self.named = allowed or {}, list[Any]()
+    def __init__(self, pickled: bytes | memoryview, find: Find, buffers: list[memoryview]) -> None:
+        super().__init__(io.BytesIO(pickled), buffers=buffers)
+        self._find, self._named = find, list[Any]()
 
     def find_class(self, module: str, name: str) -> Any:
-        self.named.append(_find(module, name, self.allowed))
-        return self.named[-1]
+        self._named.append(self._find(module, name))
+        return self._named[-1]
 
     def load_build(self) -> None:
         target = self.stack[-2]
-        if isinstance(target, type) or any(target is each for each in self.named):
+        if isinstance(target, type) or self._is_named(target):
             raise CheckpointError(f"it changes {target!r}, which it only names")
         super().load_build()
 
     def load_reduce(self) -> None:
         make, args = self.stack[-2:]
-        if make is not type or args not in _TYPES_OF:
-            self._check(make)
-        super().load_reduce()
+        if make is type and args in _TYPES_OF:
+            super().load_reduce()
+        else:
+            self._make(make, super().load_reduce)
 
     def load_newobj(self) -> None:
-        self._check(self.stack[-2])
-        super().load_newobj()
+        self._make(self.stack[-2], super().load_newobj)
 
     def load_newobj_ex(self) -> None:
-        self._check(self.stack[-3])
-        super().load_newobj_ex()
+        self._make(self.stack[-3], super().load_newobj_ex)
 
     def _instantiate(self, make: Any, args: Any) -> None:
-        self._check(make)
-        super()._instantiate(make, args)
+        self._make(make, super()._instantiate, make, args)
 
-    def _check(self, make: Any) -> None:
-        if isinstance(make, type) and issubclass(make, type):
-            raise CheckpointError("it makes a class of its own")
-        if not any(make is each for each in self.named):
+    def _make(self, make: Any, step: Callable[..., None], *arguments: Any) -> None:
+        if not self._is_named(make):
             raise CheckpointError(f"it calls {make!r}, which it doesn't name")
+        makes_classes = isinstance(make, type) and issubclass(make, type)
+        if not makes_classes:
+            step(*arguments)
+        if makes_classes or isinstance(self.stack[-1], type):
+            raise CheckpointError("it makes a class of its own")
+
+    def _is_named(self, value: Any) -> bool:
+        return any(value is each for each in self._named)
 
     dispatch: ClassVar[dict[int, Any]] = {
         **_InPython.dispatch,
@@ -190,23 +207,20 @@ def first_unpicklable(leaves: Iterable[Any]) -> tuple[Any, Exception] | None:
     return None
 
 
-def _load_guarded(pickled: bytes | memoryview, buffers: list[memoryview], allowed: Allowed) -> Any:
-    if not allowed:
-        with contextlib.suppress(_NeedsGuard):
-            return _Quick(io.BytesIO(pickled), buffers=buffers).load()
-    return GuardedUnpickler(io.BytesIO(pickled), buffers=buffers, allowed=allowed).load()
-
-
 def load_leaves(
     pickled: bytes | memoryview, buffers: Iterable[memoryview], *, allow: Iterable[Any] = (), allow_pickle: bool = False
 ) -> list[Any]:
     """What :func:`dump_leaves` wrote; arrays are views of ``buffers``. ``allow`` has the caller's own classes."""
-    buffers, allowed = list(buffers), {(each.__module__, each.__qualname__): each for each in allow}
+    allowed = {(each.__module__, each.__qualname__): each for each in allow}
+
+    def find(module: str, name: str) -> Any:
+        return allowed[module, name] if (module, name) in allowed else find_harmless(module, name)
+
     try:
         if allow_pickle:
             leaves = pickle.Unpickler(io.BytesIO(pickled), buffers=buffers).load()
         else:
-            leaves = _load_guarded(pickled, buffers, allowed)
+            leaves = load_pickle(pickled, find, buffers)
     except CheckpointError:
         raise
     except Exception as error:  # whatever a pickle may raise
