@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from common import RotatingCopy, arguments, finish, medians, peak_memory, peer, served, sets_needed
-from peers import TRLLoss, verl_config
+from peers import TRLLoss, trl_config, verl_config
 from torch import Tensor
 
 from turnwise.ops import KL, Clip, logprob, policy_loss
@@ -79,19 +79,19 @@ def ours(backend: str | None) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]
     return call
 
 
-def by_trl(i: Inputs) -> Tensor:
-    step = TRLLoss(
-        "bnpo",
-        old=i.old,
-        advantages=i.advantages,
-        mask=i.mask,
-        ref=i.ref,
+def by_trl() -> Callable[[Inputs], Tensor]:
+    config = trl_config(
         beta=KL_TERM.coef,
-        epsilon_low=CLIP.low,
+        epsilon=CLIP.low,
         epsilon_high=CLIP.high,
         delta=CLIP.dual,
+        use_bias_correction_kl=False,  # as in all the others
     )
-    return step(i.lp)
+
+    def call(i: Inputs) -> Tensor:
+        return TRLLoss(config, old=i.old, advantages=i.advantages, mask=i.mask, ref=i.ref)(i.lp)
+
+    return call
 
 
 def by_verl(algorithms: Any) -> Callable[[Inputs], Tensor]:
@@ -113,7 +113,7 @@ def methods(device: str) -> dict[str, Callable[[Inputs], Any]]:
         "torch.compile": lambda i: compiled(*i),
     }
     if peer("trl.trainer.grpo_trainer"):
-        calls["TRL"] = by_trl
+        calls["TRL"] = by_trl()
     if algorithms := peer("verl.trainer.ppo.core_algos"):
         calls["verl"] = by_verl(algorithms)
     calls["turnwise"] = ours(None if device == "cpu" else "native")

@@ -104,13 +104,14 @@ def policy_loss(device: str, backend: str) -> list[Tensor]:
         actors = torch.tensor([0, 1, 2, 0, 1], device=device)
         for options in variants:
             for aggregation in ("token-mean", "seq-mean-token-mean", "agent-mean"):
+                weighted = aggregation != "token-mean"
                 lp = s["lp"].clone().requires_grad_()
                 result = ops.policy_loss(
                     lp,
                     s["old"],
                     s["advantages"],
                     mask=s["mask"],
-                    kl=ops.KL("k3", 1e-2),
+                    kl=ops.KL("k3", 1e-2, importance_weighted=weighted),
                     ref_logprobs=s["ref"],
                     correction=ops.ImportanceCorrection("sequence"),
                     rollout_logprobs=s["rollout"],
@@ -124,6 +125,12 @@ def policy_loss(device: str, backend: str) -> list[Tensor]:
                 assert lp.grad is not None
                 results += [result.loss.detach(), lp.grad, *result.metrics.values()]
     s = streams(device)
+    for mask in (s["mask"][3].expand(ROWS, WIDTH), s["mask"][:, :1].expand(ROWS, WIDTH), s["mask"].T.contiguous().T):
+        lp = s["lp"].clone().requires_grad_()
+        loss = ops.policy_loss(lp, s["old"], s["advantages"], mask=mask, backend=backend).loss
+        loss.backward()
+        assert lp.grad is not None
+        results += [loss.detach(), lp.grad]
     lp = s["lp"][s["mask"]].requires_grad_()
     result = ops.policy_loss(lp, s["old"][s["mask"]], s["advantages"], cu_seqlens=s["cu_seqlens"], backend=backend)
     (3 * result.loss).backward()

@@ -27,54 +27,33 @@ class TRLLoss:
     """``GRPOTrainer._compute_loss`` on given log-probabilities ``[B, T]``, which stand in the place of a model's.
 
     One micro-batch that is a whole optimizer step. Token ids, which the loss itself never reads, are left empty, so
-    that joining prompts and completions costs nothing. ``options`` are attributes of the trainer, ``delta`` one of its
-    arguments.
+    that joining prompts and completions costs nothing. From ``args``, a ``GRPOConfig``, the trainer takes what
+    ``GRPOTrainer.__init__`` does.
     """
 
-    def __init__(
-        self,
-        loss_type: str,
-        *,
-        old: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        ref: Tensor | None = None,
-        max_completion_length: int = 1,
-        delta: float | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, args: Any, *, old: Tensor, advantages: Tensor, mask: Tensor, ref: Tensor | None = None) -> None:
         from trl.trainer.grpo_trainer import GRPOTrainer
 
         self.compute = GRPOTrainer._compute_loss
         self.metrics: dict[str, list[float]] = defaultdict(list)
         self.trainer = object.__new__(GRPOTrainer)
-        arguments = SimpleNamespace(
-            delta=delta,
-            use_bias_correction_kl=False,
-            steps_per_generation=1,
-            sapo_temperature_pos=1.0,
-            sapo_temperature_neg=1.05,
-        )
+        copied = (
+            "loss_type", "beta", "importance_sampling_level", "max_completion_length", "top_entropy_quantile",
+            "off_policy_mask_threshold", "entropy_coef", "use_adaptive_entropy", "use_vllm",
+            "vllm_importance_sampling_correction",
+        )  # fmt: skip
         settings: dict[str, Any] = {
-            "loss_type": loss_type,
-            "beta": 0.0,
-            "epsilon_low": 0.2,
-            "epsilon_high": 0.2,
-            "importance_sampling_level": "token",
-            "max_completion_length": max_completion_length,
-            "top_entropy_quantile": 1.0,
-            "off_policy_mask_threshold": None,
-            "aux_loss_enabled": False,
-            "_entropy_bonus_enabled": False,
-            "use_vllm": False,
-            "vllm_importance_sampling_correction": False,
-            "current_gradient_accumulation_steps": 1,
+            **{name: getattr(args, name) for name in copied},
+            "args": args,
+            "epsilon_low": args.epsilon,
+            "epsilon_high": args.epsilon if args.epsilon_high is None else args.epsilon_high,
+            "_entropy_bonus_enabled": args.entropy_coef != 0.0 or args.use_adaptive_entropy,
+            "aux_loss_enabled": False,  # of a model that is no mixture of experts
+            "current_gradient_accumulation_steps": args.gradient_accumulation_steps,
             "accelerator": _OneProcess(),
             "model": SimpleNamespace(training=True),
             "_metrics": {"train": self.metrics},
             "_get_per_token_logps_and_entropies": lambda *_, **__: (self.logprobs, self.entropies, None),
-            "args": arguments,
-            **options,
         }
         for name, value in settings.items():
             object.__setattr__(self.trainer, name, value)
@@ -96,8 +75,15 @@ class TRLLoss:
         return self.compute(self.trainer, None, self.inputs)
 
 
+def trl_config(**options: Any) -> Any:
+    """TRL's own ``GRPOConfig``, with its defaults. It has to be told where there is no GPU."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(output_dir="unused", use_cpu=not torch.cuda.is_available(), **options)
+
+
 def verl_config(**options: Any) -> Any:
-    """verl's own ``ActorConfig``, which its losses read."""
+    """verl's own ``ActorConfig``, which its losses read, with its defaults. The three named here have none."""
     from verl.workers.config import ActorConfig
 
     return ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **options)

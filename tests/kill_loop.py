@@ -51,7 +51,7 @@ MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "tree": {
         "warm_start": {"steps": 60, "batch_size": 32},  # until branches earn unlike rewards
-        "rollout": {"questions": 4, "branches": 3},
+        "rollout": {"questions": 4, "branches": 3, "tree": {"select": "mixed", "best_share": [1.0, 0.0]}},
         "credit": {"rule": "at_grpo"},
     },
     "lora": {"specialization": "lora"},

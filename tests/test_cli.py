@@ -137,6 +137,35 @@ def test_dry_run_says_who_plays_with_what_and_all_that_is_wrong(
     assert all(key in told for key in ("'loss.kind'", "'credit.rule'", "'actors.proposr'", "'checkpoint.best'"))
 
 
+def test_the_code_that_a_config_names_is_told_before_it_is_imported(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_rule_of_cli.py").write_text("print('imported')\nraise SystemExit(9)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run, told = (
+        tmp_path / "run",
+        "turnwise: the config can name code, which {} here: credit.rule = 'own_rule_of_cli:Rule'",
+    )
+    run.mkdir()
+    (run / "config.toml").write_text('[credit]\nrule = "own_rule_of_cli:Rule"\n')
+    (run / "rollouts.jsonl").write_text("")
+    for words in (["train", "--dry-run", str(run / "config.toml"), "--credit.options.a", "1"], ["view", str(run)]):
+        assert cli.main(words) == cli.EXIT_OK
+        found = capsys.readouterr()
+        assert told.format("is not imported") in found.err and "imported" not in found.out.splitlines()
+    assert cli.main(["train", "--dry-run", str(run / "config.toml")]) == cli.EXIT_OK
+    found = capsys.readouterr().out
+    assert "# credit.rule = 'own_rule_of_cli:Rule' names code, which was not imported" in found
+    assert 'rule = "own_rule_of_cli:Rule"' in found
+    config = str(run / "config.toml")
+    for words in (["train", "--dry-run", "--import-code", config], ["eval", config], ["credit", str(run)]):
+        with pytest.raises(SystemExit):
+            cli.main(words)
+        found = capsys.readouterr()
+        assert told.format("is imported") in found.err and "imported" in found.out
+        sys.modules.pop("own_rule_of_cli", None)
+
+
 def test_closed_pipe_is_quiet() -> None:
     """`turnwise --help | true`-like: the reader is gone before anything is written."""
     read_end, write_end = os.pipe()

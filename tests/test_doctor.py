@@ -95,13 +95,14 @@ def test_missing_extension_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class CudaBuild(ModuleType):
-    """A CUDA build of the compiled module, on a machine where asking for devices fails with ``error``, if given."""
+    """A CUDA build of the compiled module, where asking for devices fails with ``error``, if given, and the device does
+    not take the kernels for the reason ``obstacle``, if given."""
 
     with_cuda = True
 
-    def __init__(self, error: str = "") -> None:
+    def __init__(self, error: str = "", obstacle: str = "") -> None:
         super().__init__("turnwise._C")
-        self.error = error
+        self.error, self.obstacle = error, obstacle
 
     def cuda_runtime_version(self) -> tuple[int, int]:
         return 13, 0
@@ -117,6 +118,9 @@ class CudaBuild(ModuleType):
     def cuda_device(self, index: int) -> dict[str, object]:
         return {"name": "H200", "memory_bytes": 150e9}
 
+    def cuda_obstacle(self, index: int) -> str:
+        return self.obstacle
+
 
 def test_cuda_build_names_its_devices() -> None:
     check = doctor.check_cuda(CudaBuild())
@@ -127,6 +131,13 @@ def test_cuda_build_without_a_driver() -> None:
     check = doctor.check_cuda(CudaBuild("CUDA: no driver (error 35)"))
     assert check.status == "missing"
     assert check.detail.endswith("CUDA: no driver (error 35)")
+
+
+def test_cuda_build_without_code_for_the_device() -> None:
+    check = doctor.check_cuda(CudaBuild(obstacle="CUDA: no kernel image (error 209)"))
+    assert check.status == "missing"
+    assert check.detail.endswith("; H200 (150 GB): CUDA: no kernel image (error 209)")
+    assert "build turnwise for these devices" in check.remedy
 
 
 def test_missing_torch_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 
 import pytest
 
-from turnwise import cli
+from turnwise import cli, evaluation
 from turnwise.evaluation import config_path, evaluate_from_config, measure, render
 from turnwise.run import train_from_config
+from turnwise.train.checkpoint import CheckpointError
+from turnwise.train.run_folder import RunLock
 
 from .test_run import config_of
 
@@ -36,6 +40,36 @@ def test_two_checkpoints_on_the_same_questions(sudoku):
     shown = render(measured)
     assert "step_00000002 against " in shown and "step_00000001: success" in shown and "paired bootstrap; p = " in shown
     assert "solved/proposer" in shown and "reward/reviser" in shown
+
+
+def test_what_only_reads_works_while_a_run_writes(sudoku, capsys, tmp_path):
+    out = str(tmp_path / "report.html")
+    with RunLock(sudoku.run_dir):
+        for words in (["eval", "--eval.questions", "2"], ["view", "--out", out], ["credit"], ["replay"]):
+            assert cli.main([words[0], str(sudoku.run_dir), *words[1:]]) == 0, capsys.readouterr().err
+        assert cli.main(["train", str(sudoku.run_dir / "config.toml")]) == 2
+    assert f"process {os.getpid()} on host" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_a_run_deletes_meanwhile_gives_way_to_the_newest(sudoku, tmp_path, monkeypatch):
+    """The result was named after the newest checkpoint at the end, whichever had been evaluated."""
+    config = sudoku.model_copy(update={"run_dir": tmp_path / "run"})
+    shutil.copytree(sudoku.run_dir, config.run_dir)
+    load, gone = evaluation.load_weights, []
+
+    def deleted(path, policies):
+        if not gone:
+            gone.append(path)
+            shutil.rmtree(path)
+        load(path, policies)
+
+    monkeypatch.setattr(evaluation, "load_weights", deleted)
+    measured = measure(config)
+    assert gone[0].name == "step_00000002" and measured.checkpoint.endswith("step_00000001")
+    assert measured.evaluation == evaluate_from_config(sudoku, "step_00000001")
+    with pytest.raises(CheckpointError, match="step_00000001"):
+        gone.clear()
+        evaluate_from_config(config, "step_00000001")
 
 
 def test_json_alone_on_stdout_from_a_run_folder(sudoku, capsys):

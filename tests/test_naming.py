@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from turnwise.naming import construct, find, nearest
+from turnwise.naming import code_in, construct, find, find_class, nearest
 
 KNOWN = {"grpo": int, "rloo": float}
 
@@ -34,6 +34,49 @@ def test_registered_names_and_import_paths_are_found(tmp_path, monkeypatch):
 def test_what_is_not_there_is_answered_with_the_key(name, message):
     with pytest.raises(ValueError, match=message):
         find(KNOWN, name, "credit.rule")
+
+
+def test_what_is_constructed_is_of_the_right_kind(tmp_path, monkeypatch):
+    """Before it is: a class of another kind may do anything when it is made."""
+    (tmp_path / "kinds_of_naming.py").write_text(
+        "class Fits:\n    def pay(self): pass\nclass Inherits(Fits): pass\n"
+        "class Called:\n    def __call__(self): pass\nclass Data:\n    pay = 3\ndef pay(): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def found(name, method="pay"):
+        return find_class(KNOWN, name, "edges.kind", methods=[method], like="my.Edge").__name__
+
+    assert found("rloo") == "float", "what is registered fits"
+    assert [found(f"kinds_of_naming:{name}") for name in ("Fits", "Inherits")] == ["Fits", "Inherits"]
+    assert found("kinds_of_naming:Called", "__call__") == "Called"
+    for name, method, said in (
+        ("subprocess:Popen", "pay", "'pay' is missing"),
+        ("kinds_of_naming:Fits", "__call__", "'__call__' is missing"),
+        ("kinds_of_naming:Data", "pay", "'pay' is missing"),
+        ("kinds_of_naming:pay", "pay", "it is a function"),
+        ("os:environ", "pay", "it is a _Environ"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"'edges.kind' = '{name}': expected a class with .*subclass of my.Edge; {said}"
+        ):
+            found(name, method)
+
+
+def test_the_code_that_settings_can_name():
+    settings = {
+        "task": "my_game:HighCard", "run_dir": "runs/a", "steps": 3, "loss": {"kind": "ppo"},
+        "credit": {"rule": "level", "options": {"rule": "a.b:C.D", "edges": [{"kind": "x:Y"}, {"kind": "children"}]}},
+        "health": {"signals": {"my:Signal": {"actions": {"own:Act": {}}}}},
+        "rollout": {"server": {"url": "http://gpu1:8000"}}, "policies": {"a": {"path": "org/model:tag"}}, "none": None,
+    }  # fmt: skip
+    assert list(code_in(settings)) == [
+        ("task", "my_game:HighCard"),
+        ("credit.options.rule", "a.b:C.D"),
+        ("credit.options.edges.kind", "x:Y"),
+        ("health.signals", "my:Signal"),
+        ("health.signals.my:Signal.actions", "own:Act"),
+    ]
 
 
 def test_a_module_that_fails_says_how(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from turnwise.tasks.kuhn_poker.game import KuhnRules
 from turnwise.tasks.sudoku.team import SudokuEpisode
 from turnwise.train.config_files import read_config
 
-from .test_run import config_of, questions_file
+from .test_run import SMALL, config_of, questions_file
 
 
 def trained(folder, task, **changes):
@@ -109,8 +109,10 @@ class KilledError(BaseException):
     """Nothing catches it, as nothing catches a kill."""
 
 
-def test_a_run_that_was_killed_in_the_middle_of_its_trees(tmp_path, monkeypatch):
+@pytest.mark.parametrize("tree", [{}, {"select": "mixed", "best_share": [0.9, 0.1]}], ids=["best", "mixed"])
+def test_a_run_that_was_killed_in_the_middle_of_its_trees(tmp_path, monkeypatch, tree):
     settings = {
+        "rollout": {**SMALL["rollout"], "tree": tree},
         "log": {"rollouts_per_step": 99, "progress": False},
         "warm_start": {"steps": 0},
         "checkpoint": {"every": 1, "keep": 2, "episodes": True},
@@ -130,7 +132,9 @@ def test_a_run_that_was_killed_in_the_middle_of_its_trees(tmp_path, monkeypatch)
         run.train()
     assert len(rows_of(tmp_path)) == 2 and len(list((tmp_path / "episodes").iterdir())) > 0
     train_from_config(config_of(tmp_path, **settings))
-    check_all(tmp_path, 4)
+    rows = check_all(tmp_path, 4)
+    tossed = {step["info"].get("selected_by") for row in rows for step in row["steps"] if step["selected"]}
+    assert tossed == ({"best", "draw"} if tree else {None})
 
 
 def test_the_command_line_says_so_and_exits_with_1_for_a_difference(sudoku, capsys):
@@ -226,7 +230,7 @@ LEAGUE = {
     "warm_start": {"steps": 80, "batch_size": 12, "lr": 4e-3},
     "rollout": {"questions": 4},
     "update": {"lr": 2e-2},
-    "checkpoint": {"every": 1, "keep": 9},
+    "checkpoint": {"every": 1, "keep": 4},
     "league": {"share": 1.0, "every": 1, "opponents": "uniform", "size": 4, "at_once": 2},
     "eval": {"questions": 2},
 }
@@ -292,7 +296,7 @@ def test_adapters_against_their_past(tmp_path):
 
 
 def test_a_past_policy_is_swapped_by_its_snapshot(league):
-    """Step 0 was no checkpoint, only the league has it."""
+    """The checkpoint of step 0 is gone, only the league has it."""
     assert not (league / "checkpoints" / "step_00000000").exists()
     rows = [row for row in rows_of(league) if row["meta"]["league"]["member"] == 0]
     assert len(rows) >= 4

@@ -18,10 +18,11 @@ from turnwise.evaluation import evaluate_from_config
 from turnwise.inference.adapters import shared_bases
 from turnwise.replay import replay
 from turnwise.report.credit import compare_credit
-from turnwise.run import build_run, describe, train_from_config
+from turnwise.run import build_run, dry_run, train_from_config
 from turnwise.train.checkpoint import CheckpointError, CheckpointMismatch, list_checkpoints
+from turnwise.train.config import TrainConfig
 from turnwise.train.config_files import ConfigError, config_from_dict, to_toml
-from turnwise.train.evaluate import Evaluation
+from turnwise.train.evaluate import Evaluation, describe
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
 SMALL = {
@@ -256,6 +257,29 @@ def test_bad_configs_are_refused_before_anything_runs(tmp_path, changes, message
     with pytest.raises((ConfigError, ValueError, OSError), match=message):
         build_run(config_of(tmp_path, **changes))
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "role", ["task", "credit.rule", "level", "edge", "loss.kind", "league.opponents", "signal", "action"]
+)
+def test_a_class_of_another_kind_is_never_constructed(tmp_path, role):
+    """``subprocess:Popen`` would run a command when it is made, with options that the config holds."""
+    made = tmp_path / "made"
+    other, options = "subprocess:Popen", {"args": ["touch", str(made)]}
+    changes = {
+        "task": {"task": other, "task_options": options},
+        "credit.rule": {"credit": {"rule": other, "options": options}},
+        "level": {"credit": {"rule": "levels", "options": {"rule": other, "options": options}}},
+        "edge": {"credit": {"rule": "levels", "options": {"edges": [{"kind": other, **options}]}}},
+        "loss.kind": {"loss": {"kind": other, "options": options}},
+        "league.opponents": {"task": "kuhn_poker", "league": {"share": 0.5, "opponents": other, "options": options}},
+        "signal": {"task": "kuhn_poker", "health": {"signals": {other: {}}}},
+        "action": {"task": "kuhn_poker", "health": {"signals": {"entropy": {"actions": {other: options}}}}},
+    }[role]
+    with pytest.raises(ValueError, match=r"subprocess:Popen.*(expected a (class|function)|it lacks)"):
+        dry_run(TrainConfig.model_validate({"run_dir": str(tmp_path), **changes}))
+    time.sleep(0.05)
+    assert not made.exists()
 
 
 def test_what_a_policys_section_asks_for_holds_for_the_tiny_model_too(tmp_path):

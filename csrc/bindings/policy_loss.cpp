@@ -11,7 +11,7 @@ namespace py = pybind11;
 namespace turnwise {
 
 PolicyLossOptions policy_loss_options(const py::tuple& numbers, const py::tuple& modes, int threads) {
-    require(numbers.size() == 8 && modes.size() == 5, "options: expected eight numbers and five modes");
+    require(numbers.size() == 8 && modes.size() == 6, "options: expected eight numbers and six modes");
     const auto number = [&](Py_ssize_t i) { return PyFloat_AsDouble(PyTuple_GET_ITEM(numbers.ptr(), i)); };
     const auto mode = [&](Py_ssize_t i) { return int(PyLong_AsLong(PyTuple_GET_ITEM(modes.ptr(), i))); };
     PolicyLossOptions o{};
@@ -24,6 +24,7 @@ PolicyLossOptions policy_loss_options(const py::tuple& numbers, const py::tuple&
     o.reject_above = float(number(6));
     o.aggregation = Aggregation(mode(3));
     o.num_actors = mode(4);
+    o.kl_weighted = mode(5) != 0;
     o.max_length = number(7);
     o.threads = threads;
     if (PyErr_Occurred()) throw py::error_already_set();

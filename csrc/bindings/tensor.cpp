@@ -119,15 +119,22 @@ View read(py::handle tensor, const char* name, const TorchNames& names) {
     if (view.dims > 2) refuse(name, "expected at most two dimensions");
     read_pair(shape, view.shape);
     read_pair(checked(PyObject_CallMethodNoArgs(tensor.ptr(), names.stride)), view.stride);
-    const py::object address = checked(PyObject_CallMethodNoArgs(tensor.ptr(), names.data_ptr));
-    view.data = PyLong_AsVoidPtr(address.ptr());
+    // Raises for tensors of torch.func's transforms: then there is none, as for other wrappers.
+    PyObject* address = PyObject_CallMethodNoArgs(tensor.ptr(), names.data_ptr);
+    if (address == nullptr && PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+        PyErr_Clear();
+        return view;
+    }
+    view.data = PyLong_AsVoidPtr(checked(address).ptr());
     return view;
 }
 
-// Wrappers such as DTensor say that they are tensors of a device, and have no memory.
+// Wrappers such as DTensor, or those of torch.func, say that they are tensors of a device, and have no memory.
 View with_memory(const View& view, const char* name) {
     if (view.data == nullptr && view.size() > 0)
-        refuse(name, "expected a tensor with memory of its own, not a wrapper such as a DTensor: pass x.full_tensor()");
+        refuse(name,
+               "expected a tensor with memory of its own, not a wrapper such as a DTensor: pass x.full_tensor(), or "
+               "inside torch.func use backend='torch'");
     return view;
 }
 

@@ -50,6 +50,11 @@ inline bool is_contiguous(const View& view) {
     return (view.shape[1] == 1 || view.stride[1] == 1) && (view.shape[0] == 1 || view.stride[0] == view.shape[1]);
 }
 
+// Of a matrix; where it is empty any strides will do.
+inline bool has_contiguous_rows(const View& view) {
+    return view.size() == 0 || view.shape[1] == 1 || view.stride[1] == 1;
+}
+
 inline bool is_contiguous_1d(const View& view) {
     return view.dims == 1 && (view.shape[0] <= 1 || view.stride[0] == 1);
 }

@@ -18,6 +18,9 @@ struct Device {
 bool compiled();
 bool emulated();              // kernels run on the host, for the tests
 std::string architectures();  // "" without CUDA
+// Why this module's kernels can't run on a device (-1: the current one): a driver that is too old, no code for it. ""
+// where they can. Loads an empty kernel, launches nothing. Not for a thread that captures a graph.
+std::string obstacle(int device);
 // These throw std::runtime_error, with the reason, where there is no CUDA, no driver or no such device.
 std::pair<int, int> runtime_version();
 std::pair<int, int> driver_version();

@@ -197,8 +197,7 @@ __global__ void __launch_bounds__(kThreads)
 void check_tile(const LogitTile& tile) {
     const View& logits = tile.logits;
     require_one_device(logits, {&tile.targets, &tile.bias});
-    require(logits.dims == 2 && (logits.shape[1] <= 1 || logits.stride[1] == 1),
-            "logits: expected [N, V] with contiguous rows");
+    require(logits.dims == 2 && has_contiguous_rows(logits), "logits: expected [N, V] with contiguous rows");
     require(tile.targets.dims == 1 && tile.targets.shape[0] == logits.shape[0], "targets: expected [N]");
     require(tile.targets.dtype == DType::i64 || tile.targets.dtype == DType::i32, "targets: expected int64 or int32");
     require(!tile.bias ||
@@ -291,8 +290,7 @@ void logprob_grad(const LogitTile& tile, const LogprobGradient& gradient, const 
         check_floats(gradient.entropy, rows, "entropy: expected float32 [N]");
         check_floats(gradient.grad_entropy, rows, "grad_entropy: expected float32 [N]");
     }
-    require(out.dims == 2 && out.shape[0] == rows && out.shape[1] == tile.logits.shape[1] &&
-                (out.shape[1] <= 1 || out.stride[1] == 1),
+    require(out.dims == 2 && out.shape[0] == rows && out.shape[1] == tile.logits.shape[1] && has_contiguous_rows(out),
             "out: expected the shape of logits, with contiguous rows");
     require(out.dtype == tile.logits.dtype || tile.logits.dtype == DType::f32,
             "out: expected the dtype of logits, unless they are float32");

@@ -10,6 +10,9 @@
 
 namespace turnwise::cuda {
 
+std::string obstacle(int) {
+    refuse_without_cuda();
+}
 void logprob_scan(const LogitTile&, const View&, bool, Stream) {
     refuse_without_cuda();
 }

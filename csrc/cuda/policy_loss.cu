@@ -44,7 +44,7 @@ __device__ double actor_weight(const Params& p, int actor) {
 
 struct Row {
     float weight = 0, advantage = 0;
-    RowTerms terms{1, 0, false};
+    RowTerms terms{1, 0, 0, false};
     float importance = 1;
     bool rejected = false;
     ClipRange<ScalarMath> range;
@@ -68,7 +68,8 @@ __device__ Row read_row(const Params& p, int64_t row, double shared_weight) {
     if (p.row_advantages.data) out.advantage = p.row_advantages.number(row);
     if (is_by_row(o.variant.kind)) {
         const double advantage = o.variant.kind == VariantKind::gmpo ? row_sum(p, row, sum_advantage) : 0;
-        out.terms = row_terms(o.variant, length, row_sum(p, row, sum_log_ratio), advantage);
+        const double kl = kl_by_row(o) ? row_sum(p, row, sum_kl) : 0;
+        out.terms = row_terms(o.variant, length, row_sum(p, row, sum_log_ratio), advantage, kl);
     }
     if (o.correction == Correction::sequence) {
         const double sum = row_sum(p, row, sum_mismatch), bound = kLogRatioBound;
@@ -86,8 +87,15 @@ struct Sums {
 };
 
 // What a kernel is made for; the rest of the code, and the registers that it takes, are left out of it. `clip`: PPO's
-// clip with the k3 estimator, if any. `lean`: besides, neither rollouts nor entropies.
-enum class Form { any, clip, lean };
+// clip with the k3 estimator, if any, weighted by the ratio or not. `lean`: besides, neither rollouts nor entropies.
+enum class Form { any, clip, lean, clip_weighted, lean_weighted };
+
+TW_HD constexpr bool is_lean(Form form) {
+    return form == Form::lean || form == Form::lean_weighted;
+}
+TW_HD constexpr bool weighs_kl(Form form) {
+    return form == Form::clip_weighted || form == Form::lean_weighted;
+}
 
 // One token's gradient, without what masks it.
 template <Form form>
@@ -110,7 +118,7 @@ __device__ float one_token(const Params& p, const Row& row, float logprob, float
             !row.terms.cut};
         out = token_loss<Math>(token, o.variant);
     }
-    if (form != Form::lean && p.rollout.data) {
+    if (!is_lean(form) && p.rollout.data) {
         const float difference = old - rollout;
         const float w = Math::exp(clamp_symmetric<Math>(difference, kLogRatioBound));
         float applied = row.importance;
@@ -128,14 +136,19 @@ __device__ float one_token(const Params& p, const Row& row, float logprob, float
         sums.of[weight_square] += w * w;
     }
     if (p.ref.data) {
-        const KlKind kind = o.kl == KlKind::none ? KlKind::k3 : o.kl;
         const float d = ref - logprob;
-        const auto term = clip_only ? kl_term<Math, KlKind::k3>(d) : kl_term<Math>(kind, d);
+        const auto estimate = clip_only ? kl_term<Math, KlKind::k3>(d) : kl_term<Math>(kl_kind(o), d);
+        auto term = estimate;
+        if (weighs_kl(form) || (!clip_only && o.kl_weighted)) {
+            const bool by_row = !clip_only && kl_by_row(o);
+            const float carried = by_row ? row.terms.kl : open ? estimate.value : 0.0f;
+            term = importance_weighted<Math>(estimate, by_row ? row.terms.ratio : ratio, carried);
+        }
         out.loss = fmaf(o.kl_coef, term.value, out.loss);
         out.grad = fmaf(-o.kl_coef, term.slope, out.grad);
-        sums.of[kl] += term.value;
+        sums.of[kl] += estimate.value;
     }
-    if (form != Form::lean) sums.of[entropy] += entropy_value;
+    if (!is_lean(form)) sums.of[entropy] += entropy_value;
     sums.of[tokens] += 1;
     sums.of[low] += out.clipped_low;
     sums.of[high] += out.clipped_high;
@@ -158,8 +171,8 @@ struct TokenPacks {
         : logprob(at.load(p.logprobs)), old(at.load(p.old_logprobs)), mask(at.ask(p.mask)) {
         if (p.ref.data) ref = at.load(p.ref);
         if (p.advantages.data) advantage = at.load(p.advantages);
-        if (form != Form::lean && p.rollout.data) rollout = at.load(p.rollout);
-        if (form != Form::lean && p.entropy.data) entropy_of = at.load(p.entropy);
+        if (!is_lean(form) && p.rollout.data) rollout = at.load(p.rollout);
+        if (!is_lean(form) && p.entropy.data) entropy_of = at.load(p.entropy);
         if (form == Form::any && p.selected.data) selected = at.ask(p.selected);
     }
 };
@@ -171,7 +184,7 @@ __device__ void row_piece(const Params& p, const Row& row, const RowPiece& piece
     constexpr int kPack = 16 / int(sizeof(T)), kStep = kWarp * kPack;
     using Packs = TokenPacks<T, fast, form>;
     const int lane = int(threadIdx.x) % kWarp;
-    constexpr bool ahead = form == Form::lean;
+    constexpr bool ahead = is_lean(form);
     int64_t i = piece.begin / kPack * kPack + lane * kPack;
     if (i >= piece.end) return;
     Packs now(p, {piece, i}), next = now;
@@ -294,7 +307,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 && form != Form::any 
     RowPieces pieces(p.rows, place);
     for (RowPiece piece; pieces.next(piece);) {
         int owner = actor_of(p, piece.row);
-        const bool wrong = owner < 0 || owner >= p.actors;
+        const bool wrong = owner < 0;
         if (wrong) owner = 0;
         lost = lost || wrong;
         if (owner != actor) {
@@ -417,10 +430,13 @@ template <class K>
 auto main_of(const Params& p, K) {
     using T = typename K::Type;
     if (!p.clip_only) return main_kernel<T, K::fast, Form::any>;
+    const bool weighted = p.options.kl_weighted;
     if constexpr (K::fast) {
-        if (!p.rollout.data && !p.entropy.data) return main_kernel<T, true, Form::lean>;
+        if (!p.rollout.data && !p.entropy.data) {
+            return weighted ? main_kernel<T, true, Form::lean_weighted> : main_kernel<T, true, Form::lean>;
+        }
     }
-    return main_kernel<T, K::fast, Form::clip>;
+    return weighted ? main_kernel<T, K::fast, Form::clip_weighted> : main_kernel<T, K::fast, Form::clip>;
 }
 
 }  // namespace
@@ -442,7 +458,7 @@ int64_t most_warps() {
 
 bool fits_fast(const SpannedRows& rows, const AnyStream& stream, DType dtype) {
     if (stream.data == nullptr) return true;
-    const bool contiguous = stream.stride == 1 && (rows.starts || rows.rows <= 1 || stream.row_stride == rows.width);
+    const bool contiguous = stream.stride == 1 && (stream.gap == 0 || rows.rows <= 1);
     return contiguous && stream.dtype == dtype && is_aligned(stream.data, 16);
 }
 

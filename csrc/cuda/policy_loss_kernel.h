@@ -18,7 +18,8 @@ struct Counts {
     unsigned ticket, padding;
     unsigned long long tokens, rows;
 };
-enum RowSum { sum_log_ratio, sum_advantage, sum_mismatch };
+// Advantages are for gmpo alone, KL estimates for gspo alone: they share a place.
+enum RowSum { sum_log_ratio, sum_advantage, sum_mismatch, sum_kl = sum_advantage };
 constexpr int kRowSums = sum_mismatch + 1;
 
 struct Params {
@@ -43,8 +44,20 @@ struct Params {
     int shared_bytes;
 };
 
+// -1: out of range.
 __device__ __forceinline__ int actor_of(const Params& p, int64_t row) {
-    return p.actor_ids.data ? int(p.actor_ids.integer(row)) : 0;
+    const int64_t id = p.actor_ids.data ? p.actor_ids.integer(row) : 0;
+    return id >= 0 && id < p.actors ? int(id) : -1;
+}
+
+// A reference without a KL term: its metric is still wanted.
+__device__ __forceinline__ KlKind kl_kind(const PolicyLossOptions& o) {
+    return o.kl == KlKind::none ? KlKind::k3 : o.kl;
+}
+
+// Whether the ratio that weighs the KL term is the row's, whose derivative needs the row's mean estimate.
+__device__ __forceinline__ bool kl_by_row(const PolicyLossOptions& o) {
+    return o.kl_weighted && o.variant.kind == VariantKind::gspo;
 }
 
 // ---- Before: what a row and the batch must know ---------------------------------------------------------------------
@@ -54,15 +67,16 @@ __device__ __forceinline__ int64_t sum_piece(const Params& p, const RowPiece& pi
     const int lane = int(threadIdx.x) % kWarp;
     const PolicyLossOptions& o = p.options;
     const bool ratios = is_by_row(o.variant.kind), bounded = o.variant.kind == VariantKind::gmpo;
-    const bool rollouts = o.correction == Correction::sequence;
+    const bool rollouts = o.correction == Correction::sequence, kl = kl_by_row(o);
     const float own = p.row_advantages.data ? p.row_advantages.number(piece.row) : 0.0f;
     int64_t count = 0;
     for (int64_t i = piece.begin / kPack * kPack + lane * kPack; i < piece.end; i += kWarp * kPack) {
         const PackAt<T, fast> at{piece, i};
         const auto mask = at.ask(p.mask);
-        typename PackAt<T, fast>::Floats logprob{}, rollout{}, advantage{};
+        typename PackAt<T, fast>::Floats logprob{}, ref{}, rollout{}, advantage{};
         const auto old = at.load(p.old_logprobs);
         if (ratios) logprob = at.load(p.logprobs);
+        if (kl) ref = at.load(p.ref);
         if (rollouts) rollout = at.load(p.rollout);
         if (p.advantages.data) advantage = at.load(p.advantages);
         const unsigned trained = at.truths(p.mask, mask);
@@ -79,7 +93,11 @@ __device__ __forceinline__ int64_t sum_piece(const Params& p, const RowPiece& pi
                 d = gmpo_bounded<ScalarMath>(d, a, o.variant);
             }
             sums[sum_log_ratio] += double(d);
-            sums[sum_advantage] += double(a);
+            if (kl) {
+                sums[sum_kl] += double(kl_term<ScalarMath>(kl_kind(o), to_float(ref[k]) - to_float(logprob[k])).value);
+            } else {
+                sums[sum_advantage] += double(a);
+            }
         }
     }
     return count;
@@ -105,7 +123,7 @@ __device__ __forceinline__ void record_piece(const Params& p, const RowPiece& pi
     all += count;
     if (p.count_actors) {
         const int actor = actor_of(p, piece.row);
-        if (actor >= 0 && actor < p.actors) atomicAdd(p.actor_tokens + actor, (unsigned long long)count);
+        if (actor >= 0) atomicAdd(p.actor_tokens + actor, (unsigned long long)count);
     }
     if (p.count_rows && atomicAdd(p.lengths + piece.row, int(count)) == 0) atomicAdd(&p.counts->rows, 1ull);
 }

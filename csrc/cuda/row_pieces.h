@@ -37,11 +37,14 @@ __device__ __forceinline__ bool read_truth(const void* data, DType dtype, int64_
     }
 }
 
-// One value per token: padded [B, T] or packed [N].
+// One value per token: padded [B, T] or packed [N]. That of a token, numbered over all rows, lies at
+// row * gap + token * stride; `gap`, from the end of a row to the next, is 0 where rows follow one another.
 struct AnyStream {
     const void* data = nullptr;
     DType dtype = DType::f32;
-    int64_t row_stride = 0, stride = 0;
+    int64_t gap = 0, stride = 0;  // in elements
+
+    __device__ __forceinline__ int64_t place(int64_t row, int64_t token) const { return row * gap + token * stride; }
 };
 
 // An empty tensor has no memory, but is there all the same: nobody reads the address that stands for it.
@@ -50,8 +53,8 @@ inline const void* address_of(const View& view) {
 }
 
 inline AnyStream any_stream(const View& view) {
-    if (view.dims == 2) return {address_of(view), view.dtype, view.stride[0], view.stride[1]};
-    return {address_of(view), view.dtype, 0, view.stride[0]};
+    if (view.dims != 2) return {address_of(view), view.dtype, 0, view.stride[0]};
+    return {address_of(view), view.dtype, view.stride[0] - view.shape[1] * view.stride[1], view.stride[1]};
 }
 
 // One value per row: [B] or [B, 1].
@@ -83,9 +86,9 @@ struct SpannedRows : TokenRows {
     }
 };
 
-// Tokens [begin, end) of one row, numbered over all rows; `start` is the row's first.
+// Tokens [begin, end) of one row, numbered over all rows.
 struct RowPiece {
-    int64_t row, begin, end, start;
+    int64_t row, begin, end;
 };
 
 // The pieces of a warp's span, one after the other; the whole warp asks.
@@ -99,7 +102,7 @@ class RowPieces {
         for (; at_ < end_ && row_ < rows_.rows; ++row_) {
             const int64_t stop = min(row_start(rows_, row_ + 1), end_);
             if (stop <= at_) continue;
-            piece = {row_, at_, stop, row_start(rows_, row_)};
+            piece = {row_, at_, stop};
             at_ = stop;
             return true;
         }
@@ -123,9 +126,7 @@ struct PackAt {
     __device__ bool whole() const { return first >= piece.begin && first + kPack <= piece.end; }
     __device__ bool inside(int k) const { return first + k >= piece.begin && first + k < piece.end; }
     __device__ int64_t place(const AnyStream& stream, int k) const {
-        if (fast) return first + k;
-        if (stream.row_stride == 0) return (first + k) * stream.stride;
-        return piece.row * stream.row_stride + (first + k - piece.start) * stream.stride;
+        return fast ? first + k : stream.place(piece.row, first + k);
     }
 
     using Floats = Loaded<T, kPack>;
@@ -260,10 +261,7 @@ __device__ int64_t count_trained(const AnyStream& mask, const RowPiece& piece) {
     if (fast && mask.dtype == DType::f32) return count_stream(static_cast<const float*>(mask.data), piece);
     int64_t count = 0;
     for (int64_t i = piece.begin + lane; i < piece.end; i += kWarp) {
-        const int64_t place = fast                   ? i
-                              : mask.row_stride == 0 ? i * mask.stride
-                                                     : piece.row * mask.row_stride + (i - piece.start) * mask.stride;
-        count += read_truth(mask.data, mask.dtype, place);
+        count += read_truth(mask.data, mask.dtype, fast ? i : mask.place(piece.row, i));
     }
     return count;
 }

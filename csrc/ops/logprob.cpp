@@ -63,7 +63,7 @@ class Tile {
     explicit Tile(const LogitTile& tile) : tile_(tile), rows_(tile.logits.shape[0]), width_(tile.logits.shape[1]) {
         const View& logits = tile.logits;
         require(logits.dims == 2 && is_narrow_float(logits.dtype), "logits: expected float32, bf16 or f16 [N, V]");
-        require(width_ <= 1 || logits.stride[1] == 1, "logits: expected contiguous rows");
+        require(has_contiguous_rows(logits), "logits: expected contiguous rows");
         const View& targets = tile.targets;
         require(targets.dims == 1 && targets.shape[0] == rows_, "targets: expected [N]");
         require(targets.dtype == DType::i64 || targets.dtype == DType::i32, "targets: expected int64 or int32");
@@ -174,7 +174,7 @@ void logprob_grad(const LogitTile& given, const LogprobGradient& gradient, const
         check_floats(gradient.grad_entropy, tile.rows(), "grad_entropy: expected float32 [N]");
     }
     require(out.dims == 2 && out.shape[0] == tile.rows() && out.shape[1] == tile.width() &&
-                out.dtype == given.logits.dtype && (tile.width() <= 1 || out.stride[1] == 1),
+                out.dtype == given.logits.dtype && has_contiguous_rows(out),
             "out: expected the shape and dtype of logits, with contiguous rows");
     const LogprobKernels& kernel = kernels();
     const auto at = [](const View& values, int64_t row) {
@@ -202,7 +202,7 @@ void add_narrow(const View& total, const View& part, int threads) {
             "part: expected the shape of total");
     require(total.dtype == DType::f32 && is_narrow_float(part.dtype), "total, part: expected float32 and a float");
     const int64_t rows = total.shape[0], width = total.shape[1];
-    require(width <= 1 || (total.stride[1] == 1 && part.stride[1] == 1), "total, part: expected contiguous rows");
+    require(has_contiguous_rows(total) && has_contiguous_rows(part), "total, part: expected contiguous rows");
     const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(threads, rows * width / kValuesPerThread));
     run_parts(int(parts), [&](int i) {
         for (int64_t row = rows * i / parts; row < rows * (i + 1) / parts; ++row) {

@@ -84,8 +84,8 @@ class Run {
         require(per_sequence() || layout_.fits(in_.advantages), "advantages: wrong shape");
         require(!in_.mask || layout_.fits(in_.mask), "mask: wrong shape");
         require(in_.mask.dtype != DType::f64, "mask: float64 is not read here");
-        require(!selects(o_.variant.kind) || (in_.selected && layout_.fits(in_.selected) &&
-                                              in_.selected.dtype == DType::boolean && layout_.step(in_.selected) == 1),
+        require(!selects(o_.variant.kind) ||
+                    (in_.selected && layout_.fits(in_.selected) && in_.selected.dtype == DType::boolean),
                 "selected: expected a boolean per token");
         if (in_.actor_ids) {
             require(in_.actor_ids.dims == 1 && in_.actor_ids.shape[0] == layout_.rows(), "actor_ids: wrong shape");
@@ -100,6 +100,9 @@ class Run {
             require(in_.normalizer.dtype == DType::f32, "normalizer: expected float32");
         }
     }
+
+    // A reference without a KL term: its metric is still wanted.
+    KlKind kl_kind() const { return in_.ref_logprobs && o_.kl == KlKind::none ? KlKind::k3 : o_.kl; }
 
     // Advantages [B] or [B, 1]: one per row, wherever that fits.
     bool per_sequence() const {
@@ -161,7 +164,7 @@ class Run {
         const bool counted = o_.aggregation == Aggregation::seq_mean_token_mean || is_by_row(o_.variant.kind) ||
                              (!in_.normalizer && o_.aggregation != Aggregation::seq_mean_token_sum_norm);
         if (!counted) return;
-        if (!is_byte_mask()) converted_mask_.reset(new uint8_t[size_t(layout_.tokens())]);
+        if (!is_bytes(in_.mask)) converted_mask_.reset(new uint8_t[size_t(layout_.tokens())]);
         std::vector<double> length_of(pieces_.size());
         each_piece([&](size_t i) {
             for (int64_t t = pieces_[i].begin; t < pieces_[i].end; t += kTile) {
@@ -225,9 +228,9 @@ class Run {
         return o_.aggregation == Aggregation::token_mean ? tokens : rows;
     }
 
-    bool is_byte_mask() const {
-        const DType dtype = in_.mask.dtype;
-        return (dtype == DType::boolean || dtype == DType::u8 || dtype == DType::i8) && layout_.step(in_.mask) == 1;
+    bool is_bytes(const View& flags) const {
+        const DType dtype = flags.dtype;
+        return (dtype == DType::boolean || dtype == DType::u8 || dtype == DType::i8) && layout_.step(flags) == 1;
     }
 
     // A tile's values as float32, where they lie or converted into scratch.
@@ -239,14 +242,16 @@ class Run {
         return scratch;
     }
 
-    const uint8_t* bytes(int64_t row, int64_t token, int n, uint8_t* scratch) {
-        const int64_t offset = layout_.offset(in_.mask, row, token);
-        if (is_byte_mask()) return in_.mask.as<uint8_t>() + offset;
-        if (!kernels_.to_mask(in_.mask, offset, layout_.step(in_.mask), n, scratch)) bad_mask_ = true;
+    // The same for a mask, or what is selected, as bytes.
+    const uint8_t* bytes(const View& flags, int64_t row, int64_t token, int n, uint8_t* scratch) {
+        const int64_t offset = layout_.offset(flags, row, token);
+        if (is_bytes(flags)) return flags.as<uint8_t>() + offset;
+        if (!kernels_.to_mask(flags, offset, layout_.step(flags), n, scratch)) bad_mask_ = true;
         return scratch;
     }
     const uint8_t* make_mask(int64_t row, int64_t token, int n) {
-        return bytes(row, token, n, converted_mask_ ? converted_mask_.get() + layout_.start(row) + token : nullptr);
+        return bytes(in_.mask, row, token, n,
+                     converted_mask_ ? converted_mask_.get() + layout_.start(row) + token : nullptr);
     }
 
     // Runs body(tile, token, n) on a piece's tiles, their streams at hand as float32; `all`: not only what row sums
@@ -255,12 +260,16 @@ class Run {
     void each_tile(const Piece& piece, bool all, const Body& body) {
         const int64_t row = piece.row, start = layout_.start(row);
         float scratch[6][kTile];
-        uint8_t mask_scratch[kTile];
+        uint8_t mask_scratch[kTile], selected_scratch[kTile];
         Tile tile{};
         tile.variant = o_.variant;
+        tile.kl = kl_kind();
+        tile.kl_coef = o_.kl_coef;
+        tile.kl_weighted = o_.kl_weighted;
         if (per_sequence()) kernels_.to_floats(in_.advantages, row * in_.advantages.stride[0], 1, 1, &tile.advantage);
         const bool ratios = all || is_by_row(o_.variant.kind);
         const bool rollout = all || o_.correction == Correction::sequence;
+        const bool ref = all || (o_.kl_weighted && o_.variant.kind == VariantKind::gspo);
         for (int64_t t = piece.begin; t < piece.end; t += kTile) {
             const int n = int(std::min<int64_t>(kTile, piece.end - t));
             tile.n = n;
@@ -268,15 +277,15 @@ class Run {
             if (ratios) tile.logprobs = floats(in_.logprobs, row, t, n, scratch[0]);
             if (rollout) tile.rollout_logprobs = floats(in_.rollout_logprobs, row, t, n, scratch[3]);
             if (!per_sequence()) tile.advantages = floats(in_.advantages, row, t, n, scratch[4]);
+            if (ref) tile.ref_logprobs = floats(in_.ref_logprobs, row, t, n, scratch[2]);
             if (all) {
-                tile.ref_logprobs = floats(in_.ref_logprobs, row, t, n, scratch[2]);
                 tile.entropy = floats(in_.entropy, row, t, n, scratch[5]);
-                if (in_.selected) tile.selected = in_.selected.as<uint8_t>() + layout_.offset(in_.selected, row, t);
+                if (in_.selected) tile.selected = bytes(in_.selected, row, t, n, selected_scratch);
             }
             if (converted_mask_) {
                 tile.mask = converted_mask_.get() + start + t;
             } else if (in_.mask) {
-                tile.mask = bytes(row, t, n, mask_scratch);
+                tile.mask = bytes(in_.mask, row, t, n, mask_scratch);
             }
             body(tile, t, n);
         }
@@ -286,20 +295,19 @@ class Run {
         const int64_t row = piece.row, start = layout_.start(row);
         const bool direct = out_.grad.dtype == DType::f32;
         const bool large = layout_.tokens() * int64_t(sizeof(float)) >= kStreamBytes;
-        const KlKind kind = in_.ref_logprobs && o_.kl == KlKind::none ? KlKind::k3 : o_.kl;
-        const auto kernel = o_.variant.kind == VariantKind::clip ? kernels_.clip[int(kind)] : kernels_.any;
+        const bool clip = o_.variant.kind == VariantKind::clip;
+        const auto kernel = clip ? kernels_.clip[o_.kl_weighted][int(kl_kind())] : kernels_.any;
         const RowSums* row_sums = rows_.empty() ? nullptr : &rows_[size_t(row)];
         const double length = lengths_[size_t(row)];
         const RowTerms terms =
-            row_sums ? row_terms(o_.variant, length, row_sums->log_ratio, row_sums->advantage) : RowTerms{};
+            row_sums ? row_terms(o_.variant, length, row_sums->log_ratio, row_sums->advantage, row_sums->kl)
+                     : RowTerms{};
         bool rejected = false;
         const float row_weight = sequence_weight(row_sums, rejected);
         float grad[kTile];
 
         TileSums sums;
         each_tile(piece, true, [&](Tile& tile, int64_t t, int n) {
-            tile.kl = kind;
-            tile.kl_coef = o_.kl_coef;
             tile.weight = float(row_weight_[size_t(row)]);
             tile.row_weight = row_weight;
             tile.row = terms;

@@ -27,6 +27,7 @@ struct PolicyLossOptions {
     Variant variant;
     KlKind kl;
     float kl_coef;
+    bool kl_weighted;  // by the importance ratio: the token's, under gspo its row's
     Correction correction;
     float cap, reject_below, reject_above;  // a weight outside the last two counts as 0
     Aggregation aggregation;

@@ -57,9 +57,13 @@ TW_INLINE void step(const Loop& kind, const Tile& t, int i, Running& sums) {
         sums.weight_square = add_where(mask, sums.weight_square, weight * weight);
     }
     if (Loop::has_ref(t)) {
-        const auto kl = Loop::kl(t, masked(load_floats(t.ref_logprobs + i) - logprob));  // 0 where masked, as d is
-        part.grad = fma(kind.kl_scale, kl.slope, part.grad);
+        auto kl = Loop::kl(t, masked(load_floats(t.ref_logprobs + i) - logprob));  // 0 where masked, as d is
         sums.kl = add(sums.kl, kl.value);
+        if (Loop::weighs_kl(t)) {
+            kl = Loop::weighted(t, token, kl);
+            sums.weighted_kl = add(sums.weighted_kl, kl.value);
+        }
+        part.grad = fma(kind.kl_scale, kl.slope, part.grad);
     }
     if (t.entropy) sums.entropy = add_where(mask, sums.entropy, load_floats(t.entropy + i));
     const Floats grad = Loop::gradient(t, mask, part.grad);
@@ -113,7 +117,7 @@ void loop(const Tile& given, TileSums& out) {
     const Tile t = given;  // a copy that no store can alias
     const Loop kind(t);
     const VecF zero = broadcast(0.0f);
-    Running sums{zero, zero, zero, zero, zero, zero, zero, zero, zero, {}, {}, {}, {}, {}};
+    Running sums{zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, {}, {}, {}, {}, {}};
     int i = 0;
     for (; i + kLanes <= t.n; i += kLanes) {
         prefetch<Loop::prefetch_ref, Loop::prefetch_advantages>(t, i);
@@ -121,7 +125,7 @@ void loop(const Tile& given, TileSums& out) {
     }
     if (i < t.n) tail_step(kind, t, i, sums);
     const double log_ratio = sum_lanes(sums.log_ratio), kl = sum_lanes(sums.kl);
-    out.loss += Loop::loss(t, sums) + double(t.kl_coef) * kl;
+    out.loss += Loop::loss(t, sums) + double(t.kl_coef) * (Loop::weighs_kl(t) ? sum_lanes(sums.weighted_kl) : kl);
     out.log_ratio += log_ratio;
     out.k3 += sum_lanes(sums.growth) - log_ratio;
     out.tokens += double(total(sums.tokens));
@@ -138,21 +142,21 @@ void loop(const Tile& given, TileSums& out) {
     }
 }
 
-template <KlKind kind, bool with_rollout>
+template <KlKind kind, bool kl_weighted, bool with_rollout>
 void clip_loop(const Tile& t, TileSums& sums) {
     if (t.advantages) {
-        loop<ClipLoop<kind, with_rollout, true>>(t, sums);
+        loop<ClipLoop<kind, kl_weighted, with_rollout, true>>(t, sums);
     } else {
-        loop<ClipLoop<kind, with_rollout, false>>(t, sums);
+        loop<ClipLoop<kind, kl_weighted, with_rollout, false>>(t, sums);
     }
 }
 
-template <KlKind kind>
+template <KlKind kind, bool kl_weighted>
 void clip_tile(const Tile& t, TileSums& sums) {
     if (t.rollout_logprobs) {
-        clip_loop<kind, true>(t, sums);
+        clip_loop<kind, kl_weighted, true>(t, sums);
     } else {
-        clip_loop<kind, false>(t, sums);
+        clip_loop<kind, kl_weighted, false>(t, sums);
     }
 }
 
@@ -161,7 +165,7 @@ void any_tile(const Tile& t, TileSums& sums) {
 }
 
 struct RunningRow {
-    VecF log_ratio, advantage, mismatch;
+    VecF log_ratio, advantage, mismatch, kl;
 };
 
 TW_INLINE void row_step(const Tile& t, int i, RunningRow& sums) {
@@ -171,7 +175,11 @@ TW_INLINE void row_step(const Tile& t, int i, RunningRow& sums) {
     const Floats old = load_floats(t.old_logprobs + i);
     if (t.rollout_logprobs) sums.mismatch = add(sums.mismatch, masked(old - load_floats(t.rollout_logprobs + i)));
     if (!is_by_row(t.variant.kind)) return;
-    Floats log_ratio = masked(load_floats(t.logprobs + i) - old);
+    const Floats logprob = load_floats(t.logprobs + i);
+    Floats log_ratio = masked(logprob - old);
+    if (t.ref_logprobs) {
+        sums.kl = add(sums.kl, kl_term<VectorMath>(t.kl, masked(load_floats(t.ref_logprobs + i) - logprob)).value);
+    }
     if (t.variant.kind == VariantKind::gmpo) {
         const Floats advantage = masked(t.advantages ? load_floats(t.advantages + i) : VectorMath::set(t.advantage));
         log_ratio = clamp_symmetric<VectorMath>(log_ratio, kLogRatioBound);
@@ -186,7 +194,7 @@ void row_sums(const Tile& t, RowSums& out) {
     constexpr int kRun = 8 * Lanes::count;
     const VecF zero = broadcast(0.0f);
     for (int start = 0; start < t.n; start += kRun) {
-        RunningRow sums{zero, zero, zero};
+        RunningRow sums{zero, zero, zero, zero};
         const int end = t.n - start < kRun ? t.n : start + kRun;
         int i = start;
         for (; i + kLanes <= end; i += kLanes) row_step(t, i, sums);
@@ -197,6 +205,7 @@ void row_sums(const Tile& t, RowSums& out) {
         out.log_ratio += sum_lanes(sums.log_ratio);
         out.advantage += sum_lanes(sums.advantage);
         out.mismatch += sum_lanes(sums.mismatch);
+        out.kl += sum_lanes(sums.kl);
     }
 }
 
@@ -291,7 +300,8 @@ void exp_all(const float* from, int64_t n, float* to) {
 }
 
 constexpr PolicyLossKernels kKernels = {
-    {clip_tile<KlKind::none>, any_tile, any_tile, any_tile, clip_tile<KlKind::k3>, any_tile, any_tile},
+    {{clip_tile<KlKind::none, false>, any_tile, any_tile, any_tile, clip_tile<KlKind::k3, false>, any_tile, any_tile},
+     {any_tile, any_tile, any_tile, any_tile, clip_tile<KlKind::k3, true>, any_tile, any_tile}},
     any_tile,
     row_sums,
     count_mask,

@@ -30,7 +30,8 @@ struct Tile {
     Variant variant;
     KlKind kl;
     float kl_coef;
-    bool stream;  // write the gradient past the caches
+    bool kl_weighted;  // by the importance ratio
+    bool stream;       // write the gradient past the caches
 };
 
 // Sums over tokens; the loss without the row's weight.
@@ -60,20 +61,21 @@ struct TileSums {
 
 // Sums over a row's trained tokens that must be known before its first gradient.
 struct RowSums {
-    double tokens = 0, log_ratio = 0, advantage = 0, mismatch = 0;
+    double tokens = 0, log_ratio = 0, advantage = 0, mismatch = 0, kl = 0;
 
     void add(const RowSums& other) {
         tokens += other.tokens;
         log_ratio += other.log_ratio;
         advantage += other.advantage;
         mismatch += other.mismatch;
+        kl += other.kl;
     }
 };
 
 struct PolicyLossKernels {
-    void (*clip[7])(const Tile&, TileSums&);  // PPO, by KlKind
-    void (*any)(const Tile&, TileSums&);      // every variant and kind of KL
-    void (*row_sums)(const Tile&, RowSums&);  // of the tile's variant, and the mismatch with rollout_logprobs
+    void (*clip[2][7])(const Tile&, TileSums&);  // PPO, by kl_weighted and KlKind
+    void (*any)(const Tile&, TileSums&);         // every variant and kind of KL
+    void (*row_sums)(const Tile&, RowSums&);     // of the tile's variant, and the mismatch with rollout_logprobs
     int64_t (*count)(const uint8_t* mask, int64_t n);
     // Gathers n values into float32, or n mask values into 0 and 1; false: a float mask holds another value.
     void (*to_floats)(const View& from, int64_t offset, int64_t stride, int n, float* to);

@@ -50,7 +50,7 @@ TW_INLINE Truths everywhere() {
 
 // Running sums of one tile, by lane. loss and two of the counts are as the loop understands them; growth: ratio - 1.
 struct Running {
-    VecF loss, log_ratio, growth, ratio_max, kl, mismatch, weight, weight_square, entropy;
+    VecF loss, log_ratio, growth, ratio_max, kl, weighted_kl, mismatch, weight, weight_square, entropy;
     VecN tokens, first, second, third, rejected;
 };
 
@@ -59,8 +59,13 @@ struct Part {
     Floats loss, grad;
 };
 
+TW_INLINE KlTerm<VectorMath> weighted_by_token(const Token<VectorMath>& token, const KlTerm<VectorMath>& kl) {
+    const Floats carried = vec_select(token.open, kl.value, VectorMath::set(0.0f));
+    return importance_weighted<VectorMath>(kl, token.ratio, carried);
+}
+
 // What a loop is compiled for: PPO with one kind of KL, each with and without a rollout; or everything else.
-template <KlKind kl_kind, bool with_rollout, bool per_token>
+template <KlKind kl_kind, bool kl_weighted, bool with_rollout, bool per_token>
 struct ClipLoop {
     explicit TW_INLINE ClipLoop(const Tile& t)
         : range(clip_range<VectorMath>(VectorMath::set(t.advantage), t.variant)),
@@ -72,6 +77,11 @@ struct ClipLoop {
     static TW_INLINE bool has_ref(const Tile&) { return kl_kind != KlKind::none; }
     static TW_INLINE bool has_rollout(const Tile&) { return with_rollout; }
     static TW_INLINE KlTerm<VectorMath> kl(const Tile&, Floats d) { return kl_term<VectorMath, kl_kind>(d); }
+    static TW_INLINE bool weighs_kl(const Tile&) { return kl_weighted; }
+    static TW_INLINE KlTerm<VectorMath> weighted(const Tile&, const Token<VectorMath>& token,
+                                                 const KlTerm<VectorMath>& kl) {
+        return weighted_by_token(token, kl);
+    }
     // With one advantage for all, the running loss leaves it out, and sums up how far clipped ratios are from 1: small
     // numbers, which lose little.
     static constexpr bool from_one = !per_token && !with_rollout;
@@ -118,12 +128,18 @@ struct AnyLoop {
     static TW_INLINE bool has_ref(const Tile& t) { return t.ref_logprobs != nullptr; }
     static TW_INLINE bool has_rollout(const Tile& t) { return t.rollout_logprobs != nullptr; }
     static TW_INLINE KlTerm<VectorMath> kl(const Tile& t, Floats d) { return kl_term<VectorMath>(t.kl, d); }
+    static TW_INLINE bool weighs_kl(const Tile& t) { return t.kl_weighted; }
+    static TW_INLINE KlTerm<VectorMath> weighted(const Tile& t, const Token<VectorMath>& token,
+                                                 const KlTerm<VectorMath>& kl) {
+        if (t.variant.kind != VariantKind::gspo) return weighted_by_token(token, kl);
+        return importance_weighted<VectorMath>(kl, VectorMath::set(t.row.ratio), VectorMath::set(t.row.kl));
+    }
     static double loss(const Tile&, const Running& sums) { return sum_lanes(sums.loss); }
     TW_INLINE Part part(const Tile& t, int i, Token<VectorMath> token, Floats, Running& sums) const {
         const Truths none = VectorMath::set(1.0f) < VectorMath::set(0.0f);
         const Floats advantage = t.advantages ? load_floats(t.advantages + i) : VectorMath::set(t.advantage);
         token.advantage = vec_select(token.trained, advantage, VectorMath::set(0.0f));
-        token.selected = t.selected ? load_truths(t.selected + i) : none;
+        token.selected = t.selected ? load_truths(t.selected + i) & token.trained : none;
         token.row_ratio = VectorMath::set(t.row.ratio);
         token.row_advantage = VectorMath::set(t.row.advantage);
         token.row_open = t.row.cut ? none : token.trained;

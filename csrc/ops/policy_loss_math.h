@@ -256,19 +256,28 @@ TW_HD KlTerm<Math> kl_term(KlKind kind, typename Math::F d) {
     }
 }
 
+// The estimator times an importance ratio, differentiated through both. `carried`: the estimate that the derivative of
+// the ratio brings to a token, its own, or its row's mean where the ratio is the row's.
+template <class Math>
+TW_HD KlTerm<Math> importance_weighted(const KlTerm<Math>& kl, typename Math::F ratio, typename Math::F carried) {
+    return {ratio * kl.value, ratio * (kl.slope - carried)};
+}
+
 // What a row's variant needs to know of the row before its first token can be done.
 struct RowTerms {
     float ratio, advantage;
+    float kl;  // mean estimate, if that is weighted by the row's ratio; 0 where the ratio is clamped
     bool cut;
 };
 
-// From sums over a row's trained tokens: of the log-ratio (gmpo: bounded), and of the advantages.
-TW_HD RowTerms row_terms(const Variant& v, double length, double log_ratio, double advantage) {
+// From sums over a row's trained tokens: of the log-ratio (gmpo: bounded), of the advantages and of the KL estimates.
+TW_HD RowTerms row_terms(const Variant& v, double length, double log_ratio, double advantage, double kl) {
     const double share = length > 0 ? 1 / length : 0;
     const double mean = log_ratio * share, bound = kLogRatioBound;
     // NaN fails every comparison and stays.
     const double clamped = mean > bound ? bound : mean < -bound ? -bound : mean;
-    return {float(exp(clamped)), float(advantage * share), v.kind == VariantKind::gspo && clamped != mean};
+    const bool cut = v.kind == VariantKind::gspo && clamped != mean;
+    return {float(exp(clamped)), float(advantage * share), cut ? 0 : float(kl * share), cut};
 }
 
 }  // namespace turnwise

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.command_words import literal, parse_pairs, split_overrides
+from turnwise.naming import tell_code, tell_code_of
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -121,11 +122,14 @@ def run_train(options: argparse.Namespace) -> int:
     from turnwise.report import write_report
     from turnwise.run import dry_run, train_from_config
     from turnwise.tasks import task_type
-    from turnwise.train.config_files import read_config
+    from turnwise.train.config_files import raw_settings, read_config
 
-    config = read_config(options.config, options.overrides, task_type=task_type)
+    imports = options.import_code or not options.dry_run
     if options.dry_run:
-        print(dry_run(config), end="")
+        tell_code(raw_settings(options.config, options.overrides), "is imported" if imports else "is not imported")
+    config = read_config(options.config, options.overrides, task_type=task_type, import_code=imports)
+    if options.dry_run:
+        print(dry_run(config, import_code=options.import_code), end="")
         return EXIT_OK
 
     run = train_from_config(config)
@@ -138,8 +142,9 @@ def run_train(options: argparse.Namespace) -> int:
 def run_eval(options: argparse.Namespace) -> int:
     from turnwise.evaluation import config_path, measure, render, to_json
     from turnwise.tasks import task_type
-    from turnwise.train.config_files import read_config
+    from turnwise.train.config_files import raw_settings, read_config
 
+    tell_code(raw_settings(config_path(options.config), options.overrides))
     config = read_config(config_path(options.config), options.overrides, task_type=task_type)
     if options.config.is_dir():
         config = config.model_copy(update={"run_dir": options.config})
@@ -153,6 +158,8 @@ def run_eval(options: argparse.Namespace) -> int:
 def run_tournament(options: argparse.Namespace) -> int:
     from turnwise.tournament import play_tournament, render, to_json
 
+    for run_dir in options.run_dirs:
+        tell_code_of(run_dir)
     result = play_tournament(
         options.run_dirs,
         checkpoints=options.checkpoints,
@@ -167,6 +174,7 @@ def run_tournament(options: argparse.Namespace) -> int:
 def run_view(options: argparse.Namespace) -> int:
     from turnwise.report import write_report
 
+    tell_code_of(options.run_dir, "is not imported")
     path = write_report(options.run_dir, options.out)
     print(path)
     if options.open:
@@ -181,6 +189,7 @@ def run_credit(options: argparse.Namespace) -> int:
 
     from turnwise.report.credit import compare_credit, differences, render
 
+    tell_code_of(options.run_dir)
     found = compare_credit(
         options.run_dir, options.rule, options=parse_pairs("--set", options.set, str), step=options.step
     )
@@ -194,7 +203,15 @@ def run_credit(options: argparse.Namespace) -> int:
 def run_replay(options: argparse.Namespace) -> int:
     from turnwise.replay import replay
 
-    played = replay(options.run_dir, options.episode, step=options.step, until=options.until, swap=options.swap)
+    tell_code_of(options.run_dir)
+    played = replay(
+        options.run_dir,
+        options.episode,
+        step=options.step,
+        until=options.until,
+        swap=options.swap,
+        allow_pickle=options.allow_pickle,
+    )
     print(played)
     return EXIT_OK if played.divergence is None else EXIT_FAILED
 
@@ -270,6 +287,10 @@ COMMANDS: dict[str, Command] = {
         (
             CONFIG,
             ("--dry-run", {"action": "store_true", "help": "print the resolved config and stop"}),
+            (
+                "--import-code",
+                {"action": "store_true", "help": "with --dry-run: run the code that the config names, to check it"},
+            ),
         ),
         overrides=True,
     ),
@@ -344,6 +365,7 @@ COMMANDS: dict[str, Command] = {
                     "help": "from there, or from the start, sample this actor anew; may be repeated",
                 },
             ),
+            ("--allow-pickle", {"action": "store_true", "help": "objects of any class; for records of your own"}),
         ),
     ),
     "serve": Command(

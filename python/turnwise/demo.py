@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from importlib import resources
@@ -21,13 +21,14 @@ from rich.table import Table
 
 from turnwise import __version__
 from turnwise.report import write_report
-from turnwise.run import build_run, describe, run_warm_start, tiny, warm_start_rows
+from turnwise.run import build_run, run_warm_start, tiny, warm_start_rows
 from turnwise.tasks import build_task
 from turnwise.train.clients import check_client
 from turnwise.train.config import TrainConfig
 from turnwise.train.config_files import config_from_dict, load_config
-from turnwise.train.evaluate import Evaluation
+from turnwise.train.evaluate import Evaluation, describe
 from turnwise.train.progress import Progress
+from turnwise.train.run_folder import refuse_running
 from turnwise.train.run_log import read_metrics
 
 ALONE = {"actors": ["proposer"], "max_turns": 1}
@@ -58,7 +59,7 @@ def run_demo(
     say = Console(soft_wrap=True, highlight=False).print
     config = demo_config(out / "team", seed, client)
     check_client(config)
-    prepare(out, {"seed": seed, "client": client, "version": __version__})
+    prepare(out, {"seed": seed, "client": client, "version": __version__}, say)
     say(f"[bold]1[/] warm start: {config.warm_start.steps} steps on imperfect demonstrations")
     warm, seconds_warm_start = warm_started(config, out / "warm_start")
     before = held_out(variant(warm, out / "before", resume=False))
@@ -122,13 +123,18 @@ def summarized(rows: Sequence[Contender], progress: Progress, before: Evaluation
     }  # fmt: skip
 
 
-def prepare(out: Path, demo: Mapping[str, Any]) -> None:
-    """Make ``out`` ready: what another demo left is deleted, unless it is this one, unfinished. Nothing else is."""
+def prepare(out: Path, demo: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    """Make ``out`` ready: what another demo left is deleted, unless it is this one, unfinished. Nothing else is.
+
+    Raises ``ValueError`` for a folder of other things, and for one that a demo is writing.
+    """
     marker = out / "demo.json"
     if out.is_dir() and any(out.iterdir()) and not marker.exists():
         raise ValueError(f"out={str(out)!r}: this folder holds other things; name a new one")
     wanted = json.dumps(demo)
     if marker.exists() and (marker.read_text() != wanted or (out / "summary.json").exists()):
+        refuse_running(out)
+        say(f"{out}: the demo that was there is deleted; --out names another folder")
         shutil.rmtree(out)
     out.mkdir(parents=True, exist_ok=True)
     marker.write_text(wanted)

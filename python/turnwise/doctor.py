@@ -136,6 +136,13 @@ def check_cuda(extension: ModuleType) -> Check:
             "turnwise CUDA", "missing", f"{built}; {error}", "install a current NVIDIA driver if there is a GPU"
         )
     names = [f"{device['name']} ({device['memory_bytes'] / 1e9:.0f} GB)" for device in devices]
+    gaps = {index: gap for index in range(len(devices)) if (gap := extension.cuda_obstacle(index))}
+    if gaps:
+        names = [f"{name}: {gaps[index]}" if index in gaps else name for index, name in enumerate(names)]
+        remedy = (
+            "install a current NVIDIA driver, or build turnwise for these devices; the ops use Triton or PyTorch there"
+        )
+        return Check("turnwise CUDA", "missing", f"{built}; {', '.join(names)}", remedy)
     return Check("turnwise CUDA", "ok", f"{built}; {', '.join(names) or 'no device'}")
 
 

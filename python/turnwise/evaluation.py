@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 
 from rich.console import Console
 
-from turnwise.run import build_run, describe
-from turnwise.train.checkpoint import list_checkpoints, load_weights
+from turnwise.run import build_run, task_of
+from turnwise.train.checkpoint import CheckpointError, list_checkpoints, load_weights
 from turnwise.train.config import TrainConfig
 from turnwise.train.config_files import CONFIG_FILE
-from turnwise.train.evaluate import Evaluation, compare
+from turnwise.train.evaluate import Evaluation, compare, describe
+from turnwise.train.policy import Policy
 from turnwise.train.progress import START, find_checkpoint
+from turnwise.train.run_folder import refuse_own_arena
 from turnwise.train.run_log import RunLog
 from turnwise.train.statistics import Estimate, PairedDifference
 
@@ -35,20 +38,43 @@ def evaluate_from_config(
     at ``rollout.temperature``. Raises ``ValueError`` for several greedy samples, which would be the same. The result is
     ``told`` in a line; otherwise notes go to stderr.
     """
+    return _evaluated(config, checkpoint, samples=samples, temperature=temperature, told=told)[1]
+
+
+def _evaluated(
+    config: TrainConfig, checkpoint: str | Path | None, *, samples: int, temperature: float | None, told: bool = False
+) -> tuple[str, Evaluation]:
+    """The name of what was evaluated, and how it did."""
     if temperature is None:
         temperature = config.rollout.temperature if samples > 1 else 0.0
     if samples > 1 and not temperature > 0:
         raise ValueError(f"samples={samples!r}, temperature={temperature!r}: greedy samples are all alike")
     chosen = chosen_checkpoint(config, checkpoint)
     aside = RunLog(config.run_dir, 0, sinks=[], console=Console(stderr=True), progress=False)
+    if chosen is not None and chosen.parent == config.run_dir / "checkpoints":
+        refuse_own_arena(config, task_of(config).episodes())
     run = build_run(config.model_copy(update={"resume": False}), warm=chosen is None, log=None if told else aside)
-    if chosen is not None:
-        load_weights(chosen, run.trainer.policies)
     with closing(run):
+        if chosen is not None:
+            chosen = _load(config, checkpoint, run.trainer.policies)
         result = run.evaluate(run.arena.sampling.with_(temperature=temperature), samples=samples)
+    name = "starting weights" if chosen is None else str(chosen)
     if told:
-        run.trainer.log.note(f"{_name(chosen)}: {describe(result)}")
-    return result
+        run.trainer.log.note(f"{name}: {describe(result)}")
+    return name, result
+
+
+def _load(config: TrainConfig, checkpoint: str | Path | None, policies: Mapping[str, Policy]) -> Path:
+    """Load what ``checkpoint`` names by now: a run that goes on deletes old ones, also while one is read."""
+    while True:
+        chosen = chosen_checkpoint(config, checkpoint)
+        assert chosen is not None
+        try:
+            load_weights(chosen, policies)
+            return chosen
+        except CheckpointError:
+            if chosen.is_dir() or chosen_checkpoint(config, checkpoint) == chosen:
+                raise
 
 
 def chosen_checkpoint(config: TrainConfig, checkpoint: str | Path | None) -> Path | None:
@@ -57,10 +83,6 @@ def chosen_checkpoint(config: TrainConfig, checkpoint: str | Path | None) -> Pat
     if checkpoint is None and list_checkpoints(root):
         checkpoint = "newest"
     return None if checkpoint is None or checkpoint == START else find_checkpoint(root, checkpoint)
-
-
-def _name(chosen: Path | None) -> str:
-    return "starting weights" if chosen is None else str(chosen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +105,11 @@ def measure(
     temperature: float | None = None,
 ) -> Measured:
     """Evaluate ``checkpoint``, and ``against`` on the same questions with the same seeds."""
-    first = evaluate_from_config(config, checkpoint, samples=samples, temperature=temperature, told=False)
-    name = _name(chosen_checkpoint(config, checkpoint))
+    name, first = _evaluated(config, checkpoint, samples=samples, temperature=temperature)
     if against is None:
         return Measured(name, first)
-    second = evaluate_from_config(config, against, samples=samples, temperature=temperature, told=False)
-    return Measured(name, first, _name(chosen_checkpoint(config, against)), second, compare(first, second))
+    other, second = _evaluated(config, against, samples=samples, temperature=temperature)
+    return Measured(name, first, other, second, compare(first, second))
 
 
 def config_path(path: Path) -> Path:

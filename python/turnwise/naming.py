@@ -1,4 +1,7 @@
-"""How a name in a configuration finds what it names, and how a mistyped one is answered, the same everywhere."""
+"""How a name in a configuration finds what it names, and how a mistyped one is answered, the same everywhere.
+
+``"module:Name"`` is code: to import the module runs it. What it names is held against its role before it is called.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,16 @@ import functools
 import importlib
 import inspect
 import os
+import re
 import sys
-from collections.abc import Iterable, Mapping
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+_CODE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+"""A name that :func:`find` would import."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -50,6 +59,57 @@ def find(registry: Mapping[str, Any], name: str, key: str) -> Any:
             raise ValueError(f"config key {key!r} = {name!r}: no {part!r} in it; {nearest(part, names)}")
         found = getattr(found, part)
     return found
+
+
+def find_class(registry: Mapping[str, Any], name: str, key: str, *, methods: Iterable[str], like: str) -> Any:
+    """:func:`find` for what is to be constructed: a class that is none of ``registry`` must have all ``methods``.
+
+    ``like`` is a class that does. Raises ``ValueError`` that names ``key``; nothing was constructed then.
+    """
+    found = find(registry, name, key)
+    if ":" not in name:
+        return found
+    needed = list(methods)
+    missing = needed if not isinstance(found, type) else [each for each in needed if not defines(found, each)]
+    if missing:
+        lacks = f"{missing[0]!r} is missing" if isinstance(found, type) else f"it is a {type(found).__name__}"
+        raise ValueError(
+            f"config key {key!r} = {name!r}: expected a class with {', '.join(needed)}, such as a subclass of {like}; "
+            f"{lacks}"
+        )
+    return found
+
+
+def defines(kind: type, method: str) -> bool:
+    """Whether objects of class ``kind`` have ``method``; all classes can be called, not all of their objects."""
+    return any(callable(vars(base).get(method)) for base in kind.__mro__)
+
+
+def code_in(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """``(key, "module:Name")`` of each text in ``settings``, the plain data of a configuration, that can name code."""
+    if isinstance(settings, Mapping):
+        for name, value in settings.items():
+            below = f"{key}.{name}" if key else str(name)
+            if isinstance(name, str) and _CODE.fullmatch(name):
+                yield key, name
+            yield from code_in(value, below)
+    elif isinstance(settings, list | tuple):
+        for item in settings:
+            yield from code_in(item, key)
+    elif isinstance(settings, str) and _CODE.fullmatch(settings):
+        yield key, settings
+
+
+def tell_code(settings: Any, what: str = "is imported") -> None:
+    """Say on stderr which code the plain data of a configuration can name, before any of it is imported."""
+    if named := [f"{key} = {name!r}" for key, name in code_in(settings)]:
+        print(f"turnwise: the config can name code, which {what} here: {', '.join(named)}", file=sys.stderr)
+
+
+def tell_code_of(run_dir: Path, what: str = "is imported") -> None:
+    """:func:`tell_code` of the config in a run folder; one that is not there or no TOML is told by who reads it."""
+    with suppress(OSError, ValueError):
+        tell_code(tomllib.loads((run_dir / "config.toml").read_text(encoding="utf-8")), what)
 
 
 def construct(factory: Any, options: Mapping[str, Any], key: str) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,9 @@ from turnwise.train.league.pool import Member, members_in
 from turnwise.train.models import check_models
 from turnwise.train.policy import Policy as TrainedPolicy
 from turnwise.train.progress import START, find_checkpoint
+from turnwise.train.run_folder import own_arena
 from turnwise.train.run_log import RunLog
+from turnwise.train.sinks import read_lines
 from turnwise.types import GenerateResult, ModelError, ModelRequest, ModelResponse
 
 
@@ -79,16 +81,20 @@ def replay(
     step: int | None = None,
     until: int | None = None,
     swap: Sequence[str] = (),
+    allow_pickle: bool = False,
 ) -> Replayed:
     """Play ``episode`` (an id such as ``"e5"``, of a nested one also; by default the newest) of ``run_dir`` again.
 
     ``until`` stops after so many model calls. ``swap`` has ``"actor=policy"`` or ``"actor=policy@checkpoint"``: from
-    the start, or from ``until`` on, that actor is sampled anew. Raises ``ValueError`` for what the run doesn't have.
+    the start, or from ``until`` on, that actor is sampled anew. ``allow_pickle`` reads objects of any class from the
+    record, which can run code, in place of plain types and data classes alone. Raises ``ValueError`` for what the run
+    doesn't have.
     """
     if until is not None and until < 0:
         raise ValueError(f"until={until!r}: expected a number of model calls >= 0")
-    record = Record(find_episode(run_dir / "rollouts.jsonl", episode, step))
     config = read_config(run_dir / CONFIG_FILE).model_copy(update={"run_dir": run_dir})
+    task_of(config)  # a record names data classes of the task's modules, and its reader imports nothing
+    record = Record(find_episode(run_dir / "rollouts.jsonl", episode, step), allow_pickle=allow_pickle)
     with asyncio.Runner(loop_factory=IdleLoop) as runner:
         return runner.run(_replay(config, record, until, parse_swaps(swap)))
 
@@ -96,11 +102,7 @@ def replay(
 async def _replay(config: TrainConfig, record: Record, until: int | None, swaps: Mapping[str, Policy]) -> Replayed:
     arena = recorded_arena(config, record)
     if record.request.episode_type not in arena.episodes:
-        raise ValueError(
-            f"episode {record.row['id']!r} is of type {record.request.episode_type!r}, which task {config.task!r} of "
-            f"{config.run_dir / CONFIG_FILE} doesn't have: a program with an arena of its own ran it. Make it a task, "
-            "task = 'module:Class' (turnwise.tasks.OwnTask), or play it with turnwise.arena.playback.play_again"
-        )
+        raise ValueError(own_arena(config, record.row["id"], record.request.episode_type))
     if unknown := [actor for actor in swaps if actor not in arena.actors]:
         raise ValueError(f"swap: no actor {unknown[0]!r}, expected one of {sorted(arena.actors)}")
     if swaps:
@@ -165,7 +167,7 @@ class RecordedClient:
 def find_episode(path: Path, episode: str | None, step: int | None) -> Mapping[str, Any]:
     """The newest line of ``rollouts.jsonl`` with that episode, itself or nested, and of that step."""
     found, known = None, []
-    for row in _rows(path):
+    for _, row in read_lines(path):
         ids = [node["id"] for node in nodes_of(row)]
         if (step is None or row["step"] == step) and (episode is None or episode in ids):
             found = row
@@ -174,13 +176,6 @@ def find_episode(path: Path, episode: str | None, step: int | None) -> Mapping[s
         shown = ", ".join(known[-20:]) or "none"
         raise ValueError(f"episode={episode!r}, step={step!r}: not in {path}, which has {shown}")
     return found
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as stream:
-        for line in stream:
-            if line.endswith("}\n"):  # else it is still being written
-                yield json.loads(line)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,17 +16,18 @@ from typing import Any
 from turnwise.arena import Arena, Episode, Filters, OverlongPenalty
 from turnwise.arena.resampling import check_stateless
 from turnwise.credit import build_rule
-from turnwise.naming import nearest
+from turnwise.naming import code_in, nearest
 from turnwise.tasks import Task, build_task
+from turnwise.tasks.base import QUESTIONS, check_success_metric, held_out
 from turnwise.train.checkpoint import list_checkpoints
 from turnwise.train.clients import build_client, check_client
 from turnwise.train.config import DEFAULT_CREDIT, RolloutConfig, TrainConfig
 from turnwise.train.config_files import ConfigError, Problems, contradictions, to_toml
 from turnwise.train.demonstrations import Row, RowReader, Rows, fitting
-from turnwise.train.evaluate import Evaluation
+from turnwise.train.evaluate import Evaluation, describe
 from turnwise.train.export import export_policies
 from turnwise.train.league import past_models
-from turnwise.train.loop import EvalSet, Progress, Trainer, refuse_checkpoints
+from turnwise.train.loop import EvalSet, Progress, Trainer
 from turnwise.train.models import (
     TINY,
     attach_adapters,
@@ -38,6 +40,7 @@ from turnwise.train.models import (
     sharing,
 )
 from turnwise.train.random_state import seed_generators
+from turnwise.train.run_folder import RunLock, refuse_buried
 from turnwise.train.run_log import RunLog
 from turnwise.train.selfplay import Measure, build_callbacks, check_selfplay
 from turnwise.train.specialization import resolve_policies
@@ -47,8 +50,6 @@ from turnwise.types import Actor, CreditAssigner, EpisodeRequest, InferenceClien
 
 TINY_CONTEXT = 2048
 """Context of the tiny model, in tokens: a verifier's prompt holds a question and its whole solution."""
-
-CREDIT_METHODS = ("compute", "compute_columns", "state_dict", "load_state_dict")
 
 
 class TaskArena(Arena):
@@ -85,10 +86,11 @@ class Run:
 
     def train(self) -> Progress:
         """Train, and leave each policy as a folder under ``run_dir/policies``: see :mod:`turnwise.train.export`."""
-        progress = asyncio.run(self.trainer.run())
-        adapted = [settings.path for settings in self.config.policies.values() if settings.lora]
-        changed = self.config.warm_start.steps > 0 or TINY in adapted
-        export_policies(self.trainer.policies, self.tokenizer, self.config.run_dir, own_bases=changed)
+        with self.trainer.lock:
+            progress = asyncio.run(self.trainer.run())
+            adapted = [settings.path for settings in self.config.policies.values() if settings.lora]
+            changed = self.config.warm_start.steps > 0 or TINY in adapted
+            export_policies(self.trainer.policies, self.tokenizer, self.config.run_dir, own_bases=changed)
         return progress
 
     def evaluate(self, sampling: Sampling | None = None, *, samples: int = 1) -> Evaluation:
@@ -106,10 +108,16 @@ class Run:
 
 def train_from_config(config: TrainConfig) -> Run:
     """Build and train; prints held-out success at the end. Goes on from the run folder's newest checkpoint."""
-    if not config.resume:
-        refuse_checkpoints(config)
-    run = build_run(config)
-    log = run.trainer.log
+    lock = RunLock(config.run_dir)
+    with lock if config.run_dir.is_dir() else nullcontext():  # before models are loaded: another run may write there
+        refuse_buried(config)
+        run = build_run(config)
+        run.trainer.lock = lock
+        return _train(run)
+
+
+def _train(run: Run) -> Run:
+    config, log = run.config, run.trainer.log
     if config.steps and not any(policy.trainable for policy in run.trainer.policies.values()):
         raise ConfigError(f"config key 'policies': none is trainable, so {config.steps} steps would train nothing")
     if config.steps == 0 and config.warm_start.steps == 0:
@@ -128,16 +136,6 @@ def train_from_config(config: TrainConfig) -> Run:
     return run
 
 
-def describe(result: Evaluation) -> str:
-    """``success 91.0% (95% interval 86.2–94.3%, 200 questions)``."""
-    failed = f", {result.failed} failed" if result.failed else ""
-    each = f", {result.samples} samples of each" if result.samples > 1 else ""
-    return (
-        f"success {result.success:.1%} (95% interval {result.low:.1%}–{result.high:.1%}, "
-        f"{result.episodes // result.samples} questions{each}{failed})"
-    )
-
-
 def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = None) -> Run:
     """Everything a run needs, ready to train. Warm-starts where the config asks for it and no checkpoint stands."""
     import torch
@@ -148,8 +146,11 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
     task = task_of(config)
     resumes = config.resume and bool(list_checkpoints(config.run_dir / "checkpoints"))
     config, actors, tokenizer, rows = checked(config, task, warm=bool(config.warm_start.steps) and warm and not resumes)
-    held_out, validation = eval_sets(config, task)
+    held, validation = eval_sets(config, task)
     log = log or RunLog.from_config(config)
+    few = [len(one.requests) for one in (held, validation) if 0 < len(one.requests) < QUESTIONS]
+    if few and config.eval.questions is None:
+        log.note(f"task {task.name!r} has {min(few)} held-out questions, fewer than the default of {QUESTIONS}")
     device = find_device(config.device)
     models = load_models(config.policies, partial(tiny, config, task), share_frozen=config.warm_start.steps == 0)
     models = {name: model.to(device) for name, model in models.items()}
@@ -163,7 +164,7 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
     policies = build_policies(config, models, references)
     callbacks = build_callbacks(config, actors, seats_of(task), arena, exploitability_of(task))
     trainer = Trainer(arena, policies, config, validation=validation, log=log, callbacks=callbacks)
-    return Run(config, task, tokenizer, arena, trainer, held_out)
+    return Run(config, task, tokenizer, arena, trainer, held)
 
 
 def checked(config: TrainConfig, task: Task, *, warm: bool) -> tuple[TrainConfig, list[Actor], Any, Rows | None]:
@@ -211,11 +212,16 @@ def resolved_config(config: TrainConfig, task: Task, problems: Problems) -> tupl
     return resolved, actors
 
 
-def dry_run(config: TrainConfig) -> str:
+def dry_run(config: TrainConfig, *, import_code: bool = True) -> str:
     """What a run of ``config`` would be, as TOML, who plays with which policy among it; no model is looked for.
 
-    Raises :class:`ConfigError` with a line for each problem.
+    Where ``config`` names code of the user's own, that is imported to look at it; without ``import_code`` such a config
+    is given back with a comment, unchecked beyond its keys. Raises :class:`ConfigError` with a line for each problem.
     """
+    if not import_code and (named := list(code_in(config.model_dump()))):
+        told = [f"# {key} = {name!r} names code, which was not imported\n" for key, name in named]
+        told += ["# so the keys alone were checked; --import-code runs that code and checks all\n"]
+        return "".join(told) + to_toml(config)
     problems = Problems()
     resolved, actors = resolved_config(config, task_of(config), problems)
     problems.raise_any()
@@ -230,12 +236,17 @@ def task_of(config: TrainConfig) -> Task:
 
 def eval_sets(config: TrainConfig, task: Task) -> tuple[EvalSet, EvalSet]:
     """The held-out questions and those for validation, none where there is no validation."""
+    n = config.eval.questions
     try:
-        held_out = task.eval_requests("eval", config.eval.questions)
-        checked = task.eval_requests("validation", config.eval.questions) if config.eval.every else []
+        asked = [held_out(task, "eval", n), held_out(task, "validation", n) if config.eval.every else []]
     except ValueError as error:
-        raise ConfigError(f"config key 'eval.questions' = {config.eval.questions}: {error}") from None
-    return EvalSet(held_out, task.success_metric), EvalSet(checked, task.success_metric)
+        raise ConfigError(f"config key 'eval.questions' = {n or 'unset'}: {error}") from None
+    try:
+        check_success_metric(task, task.episodes(), asked[0])
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    left, right = (EvalSet(requests, task.success_metric) for requests in asked)
+    return left, right
 
 
 def build_arena(
@@ -330,11 +341,6 @@ def build_credit(config: TrainConfig) -> CreditAssigner:
         credit: CreditAssigner = build_rule(config.credit.rule, config.credit.options)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if missing := [name for name in CREDIT_METHODS if not callable(getattr(credit, name, None))]:
-        raise ConfigError(
-            f"config key 'credit.rule' = {config.credit.rule!r}: expected a class with {', '.join(CREDIT_METHODS)}, "
-            f"such as a subclass of turnwise.credit.Credit; {missing[0]!r} is missing"
-        )
     if problem := tree_problem(credit, config):
         raise ConfigError(problem)
     if config.filter.resample:

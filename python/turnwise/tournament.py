@@ -30,6 +30,7 @@ from turnwise.train.league.payoffs import Game, Payoffs, game_of
 from turnwise.train.league.pool import members_in, slot_name
 from turnwise.train.league.ratings import Ratings, bradley_terry
 from turnwise.train.progress import find_checkpoint
+from turnwise.train.run_folder import refuse_own_arena
 from turnwise.types import ModelError, ModelRequest, ModelResponse
 
 ALL = "all"
@@ -131,11 +132,12 @@ def _config_of(folder: Path) -> TrainConfig:
     """The configuration of a run, to be played with: two places for its checkpoints, and the transformers client."""
     if not (folder / CONFIG_FILE).is_file():
         raise ValueError(f"run_dirs: {folder} holds no {CONFIG_FILE}: expected the folder of a run")
-    config = load_config(folder / CONFIG_FILE)
+    config = load_config(folder / CONFIG_FILE).model_copy(update={"run_dir": folder})
+    refuse_own_arena(config, task_of(config).episodes())
     rollout = config.rollout.model_copy(update={"client": "transformers", "branches": 1, "tree": TreeConfig()})
     sections = {"rollout": rollout, "loop": LoopConfig(), "filter": FilterConfig(), "log": LogConfig(progress=False)}
     places = {"league": LeagueConfig(share=1.0, at_once=2), "health": HealthConfig()}
-    return config.model_copy(update={**sections, **places, "run_dir": folder, "resume": False})
+    return config.model_copy(update={**sections, **places, "resume": False})
 
 
 def _task_for(configs: Sequence[TrainConfig], name: str | None) -> Task:

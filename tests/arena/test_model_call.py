@@ -8,7 +8,7 @@ from collections import UserDict
 import numpy as np
 import pytest
 
-from turnwise.arena.model_call import PromptCache
+from turnwise.arena.model_call import PromptCache, well_formed
 from turnwise.chat import ChatRenderer
 from turnwise.types import Actor, ModelError, Sampling
 
@@ -113,3 +113,18 @@ def test_the_policy_is_the_actors_unless_the_call_says_otherwise(make_arena):
     asyncio.run(calls())
     assert [request.policy for request in arena.client.requests] == ["small", "big", "default"]
     assert arena.policies == ["small", "default"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("plain", "plain"),
+        ("\ufeffÄ 💥 ٣\x00", "\ufeffÄ 💥 ٣\x00"),
+        ("a\ud800b", "a\ufffdb"),
+        ("\udc00", "\ufffd"),
+        ("\ud83d\udca5", "💥"),
+    ],
+)
+def test_text_that_no_tokenizer_can_encode_is_mended(text, told):
+    assert well_formed(text) == told
+    assert told.encode().decode() == told

@@ -212,6 +212,22 @@ def test_a_tree_with_its_siblings_and_the_one_that_was_selected(make_arena, tree
     assert [step.selected for step in result.rollout.steps] == [step["selected"] for step in tree_row["steps"]]
 
 
+def test_a_mixed_selection_of_the_middle_of_a_run(make_arena):
+    def arena_of(fresh):
+        arena = make_arena(actors=("left", "right"), seed=4)
+        arena.add_episode(Board(sampler=TreeSampler(3, "mixed", best_share=(1.0, 0.0), share_steps=101), max_turns=9))
+        arena.batches = 51 if fresh else 0
+        return arena
+
+    [row] = record(arena_of(fresh=True), [EpisodeRequest("board", 0)])
+    assert {step["info"].get("selected_by") for step in row["steps"]} == {None, "best", "draw"}
+    result, divergence, _ = play(silenced(arena_of(fresh=False)), row)
+    assert divergence is None, str(divergence)
+    assert [step.info.get("selected_by") for step in result.rollout.steps] == [
+        step["info"].get("selected_by") for step in row["steps"]
+    ]
+
+
 def first_reaction(row, actor):
     """The index of the first recorded call of ``actor``, by the order in which calls were asked for."""
     record_ = Record(row)
@@ -460,4 +476,7 @@ def test_lines_without_a_tape_or_of_another_format_are_refused(tree_row):
     lost = copy.deepcopy(tree_row)
     lost["replay"]["request"]["artifact"] = {"$lost": "<a lock>"}
     with pytest.raises(ReplayError, match=r"<a lock> could not be recorded"):
+        Record(lost)
+    lost["replay"]["request"]["artifact"] = {"$dataclass": ["subprocess:Popen", {"args": ["true"]}]}
+    with pytest.raises(ReplayError, match=r"'subprocess:Popen', which is no dataclass.*--allow-pickle"):
         Record(lost)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import pickle
 import random
 import threading
 
@@ -62,9 +64,9 @@ class Game(MultiTurnEpisode):
         return {"log": state.data["log"], "cells": to_python(state.data["world"].cells)}
 
 
-def game(make_arena, reply=None, **options):
+def game(make_arena, reply=None, sampler=None, **options):
     arena = make_arena(reply, actors=("a", "b", "solver"), seed=5, **options)
-    arena.add_episode(Game(sampler=TreeSampler(branches=3)))
+    arena.add_episode(Game(sampler=sampler or TreeSampler(branches=3)))
     arena.add_episode(Ask())
     return arena
 
@@ -88,16 +90,28 @@ def killed_after(calls):
     return reply
 
 
+def mixed():
+    return TreeSampler(branches=3, select="mixed", best_share=(1.0, 0.0), share_steps=9)
+
+
+@pytest.mark.parametrize("sampler", [None, mixed], ids=["best", "mixed"])
 @pytest.mark.parametrize("calls", [1, 7, 20, 33, 50, 61])
-def test_a_killed_run_resumes_in_the_middle_of_a_tree(make_arena, tmp_path, calls):
-    whole = game(make_arena)
+def test_a_killed_run_resumes_in_the_middle_of_a_tree(make_arena, tmp_path, calls, sampler):
+    def arena_of(reply=None):
+        arena = game(make_arena, reply, sampler=sampler and sampler())
+        arena.batches = 4  # the middle of the run
+        return arena
+
+    whole = arena_of()
     expected = play(whole)
     total = len(whole.client.requests)
-    first = game(make_arena, killed_after(calls))
+    if sampler:
+        assert {step.info.get("selected_by") for step in expected[0].rollout.steps} == {None, "best", "draw"}
+    first = arena_of(killed_after(calls))
     first.progress = EpisodeProgress(tmp_path)
     with pytest.raises(KilledError):
         play(first)
-    second = game(make_arena)
+    second = arena_of()
     second.progress = EpisodeProgress(tmp_path)
     results = play(second)
     assert [result.rollout for result in results] == [result.rollout for result in expected]
@@ -116,9 +130,9 @@ def test_a_finished_batch_is_not_played_again_and_an_earlier_one_is_forgotten(ma
     again.progress = EpisodeProgress(tmp_path)
     assert [result.rollout for result in play(again)] == [result.rollout for result in expected]
     assert len(again.client.requests) == 0
-    assert {path.name[:3] for path in tmp_path.iterdir()} == {"e0-", "e1-"}
+    assert {path.name[:3] for path in tmp_path.glob("*.episode")} == {"e0-", "e1-"}
     play(again, 1)
-    assert {path.name[:3] for path in tmp_path.iterdir()} == {"e2-"}
+    assert {path.name[:3] for path in tmp_path.glob("*.episode")} == {"e2-"}
 
 
 def test_a_batch_killed_in_its_second_draw_keeps_the_first(make_arena, tmp_path):
@@ -179,8 +193,34 @@ def test_what_cannot_be_saved_or_read_is_named(make_arena, tmp_path):
     arena.progress = EpisodeProgress(tmp_path)
     play(arena, 1)
     [path] = tmp_path.glob("e0-*")
-    path.write_bytes(path.read_bytes()[:50])
-    arena = game(make_arena, failure_threshold=1.0)
+    whole, evil = path.read_bytes(), pickle.dumps(Evil(tmp_path / "made"))
+    for content in (whole[:50], whole.replace(b"a", b"b", 1), evil):
+        path.write_bytes(content)
+        arena = game(make_arena, failure_threshold=1.0)
+        arena.progress = EpisodeProgress(tmp_path)
+        [result] = play(arena, 1)
+        assert f"{path}: no progress of an episode can be read from it (its SHA-256 is not" in result.rollout.error
+    assert not (tmp_path / "made").exists(), "what the manifest does not list is not unpickled"
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_kill_between_manifest_and_file_loses_one_turn_alone(make_arena, tmp_path):
+    arena = game(make_arena)
     arena.progress = EpisodeProgress(tmp_path)
-    [result] = play(arena, 1)
-    assert f"{path}: no progress of an episode can be read from it" in result.rollout.error
+    expected = [result.rollout for result in play(arena)]
+    with (tmp_path / "manifest.jsonl").open("a") as file:
+        file.write('{"file": "' + next(tmp_path.glob("e0-*")).name + '", "sha256": "new"}\n{"file": "e0')
+    again = game(make_arena)
+    again.progress = EpisodeProgress(tmp_path)
+    assert [result.rollout for result in play(again)] == expected and len(again.client.requests) == 0
+    again.progress.drop_before(10**6)
+    assert list(tmp_path.iterdir()) == [], "the manifest goes with the last file"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import pickle
 import random
 import shutil
 import signal
@@ -439,6 +441,34 @@ def test_files_that_are_no_store_are_refused(tmp_path):
         ArtifactStore("q", path=tmp_path / "q.db")
     with pytest.raises(ValueError, match="shared=True: a store in memory"):
         ArtifactStore("q", shared=True)
+
+
+class Board:
+    """Neither JSON nor a data class."""
+
+    def __init__(self, path=None):
+        self.path = path
+
+    def __reduce__(self):
+        return (Board, ()) if self.path is None else (os.mkdir, (str(self.path),))
+
+
+def test_objects_of_any_class_are_read_where_that_is_allowed(tmp_path):
+    """Reading them can run any code, so it is asked for; and what could not be read back is not written."""
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    with pytest.raises(TypeError, match=r"can't be read back from a file: it names .*Board.*allow_pickle=True"):
+        store.add({"board": Board()})
+    assert len(store) == 0
+    store = reopened(store, allow_pickle=True)
+    store.add({"board": Board()})
+    store = reopened(store, allow_pickle=True)
+    assert type(next(iter(store)).data["board"]) is Board
+    store._file._database.execute("UPDATE artifacts SET data = ?", (pickle.dumps(Board(tmp_path / "made")),))
+    with pytest.raises(
+        ValueError, match=r"q.db': artifact '.*' can't be read: it names posix.mkdir.*allow_pickle=True"
+    ):
+        reopened(store)
+    assert not (tmp_path / "made").exists()
 
 
 def test_a_damaged_file_is_told_apart(tmp_path):

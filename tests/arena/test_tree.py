@@ -285,6 +285,70 @@ def test_best_branch_is_selected(make_arena):
         assert next(step for step in node if step.selected).reward == max(step.reward for step in node)
 
 
+def chosen_by(results):
+    """What a mixed selection says of each node, with what it chose from: ``(by, the one, all of the node)``."""
+    nodes = [node for result in results for node in by_node(result.rollout)]
+    found = []
+    for node in nodes:
+        [one] = [step for step in node if step.selected]
+        assert ["selected_by" in step.info for step in node] == [step is one for step in node]
+        found.append((one.info["selected_by"], one, node))
+    return found
+
+
+def within(successes, trials, probability):
+    return successes / trials == pytest.approx(probability, abs=4 * math.sqrt(probability * (1 - probability) / trials))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_a_mixed_selection_plays_the_best_or_any(make_arena, share):
+    sampler = TreeSampler(branches=4, select="mixed", best_share=share)
+    options = {"seed": 3, "max_concurrency": 64}
+    _, results = grown(make_arena, Count(sampler=sampler, max_turns=4), *map(str, range(60)), **options)
+    nodes = chosen_by(results)
+    assert len(nodes) == 60 * 8
+    assert all(one.reward == max(step.reward for step in node) for by, one, node in nodes if by == "best")
+    drawn = [one.branch for by, one, _ in nodes if by == "draw"]
+    assert within(len(nodes) - len(drawn), len(nodes), share)
+    assert all(within(drawn.count(branch), len(drawn), 1 / 4) for branch in range(4) if drawn), "the policy's own"
+    for result in results:
+        own = [by for by, _, _ in chosen_by([result])]
+        assert result.rollout.metrics["tree/draw_share"] == own.count("draw") / 8
+    _, again = grown(make_arena, Count(sampler=sampler, max_turns=4), *map(str, range(60)), **options)
+    assert [result.rollout for result in again] == [result.rollout for result in results], "fixed by the seed"
+
+
+def test_other_selections_say_nothing_of_draws(make_arena):
+    _, [result] = grown(make_arena, Count(sampler=TreeSampler(branches=3)), "q")
+    assert "tree/draw_share" not in result.rollout.metrics
+    assert not any("selected_by" in step.info for step in result.rollout.steps)
+
+
+def test_the_share_of_the_best_moves_over_the_batches(make_arena):
+    def arena_at(state=None):
+        sampler = TreeSampler(branches=3, select="mixed", best_share=[1.0, 0.0], share_steps=3)
+        arena = make_arena(actors=("a", "b"), seed=2)
+        arena.add_episode(Count(sampler=sampler, max_turns=4))
+        arena.source = lambda: [EpisodeRequest("count", "q", group_id=number) for number in range(8)]
+        if state is not None:
+            arena.load_state_dict(state)
+        return arena
+
+    arena, batches, states = arena_at(), [], []
+    for _ in range(4):
+        states.append(arena.state_dict())
+        batches.append(asyncio.run(arena.sample()))
+    shares = [[by for by, _, _ in chosen_by(results)].count("best") / 64 for results in batches]
+    assert shares[0] == 1.0 and shares[2] == shares[3] == 0.0 and 0.3 < shares[1] < 0.7
+    for state, results in zip(states, batches, strict=True):
+        again = asyncio.run(arena_at(state).sample())
+        assert [result.rollout for result in again] == [result.rollout for result in results], "a resumed run goes on"
+    assert [TreeSampler(2, "mixed", best_share=(0.8, 0.4), share_steps=5).best_share_at(n) for n in (0, 2, 4, 9)] == (
+        pytest.approx([0.8, 0.6, 0.4, 0.4])
+    )
+    assert TreeSampler(2, "mixed").best_share_at(7) == 0.5
+
+
 def test_a_tree_needs_a_reward_for_each_action(make_arena):
     class Unscored(Count):
         def step_reward(self, state, arena, artifact):
@@ -315,6 +379,13 @@ def test_tool_calls_of_a_losing_branch_stay_out_of_the_winners_history(make_aren
         ({"branches": {"a": -1}}, "branches="),
         ({"select": "bst"}, "select='bst'"),
         ({"select": "sample", "temperature": 0.0}, "temperature=0.0"),
+        ({"select": "mixed", "survivors": 2}, "select='mixed': survivors=2 compete across states"),
+        ({"best_share": 0.2}, "best_share=0.2: has no effect with select='best'"),
+        ({"select": "mixed", "best_share": 1.5}, "best_share=1.5: expected a number from 0 to 1"),
+        ({"select": "mixed", "best_share": "0.5"}, "best_share='0.5': expected a number from 0 to 1"),
+        ({"select": "mixed", "best_share": [0.5]}, r"best_share=\[0.5\]: expected a number from 0 to 1, or a pair"),
+        ({"select": "mixed", "best_share": [1.0, 0.0]}, r"best_share=\[1.0, 0.0\]: needs share_steps"),
+        ({"select": "mixed", "share_steps": -1}, "share_steps=-1: expected a whole number >= 0"),
     ],
 )
 def test_bad_options(options, message):

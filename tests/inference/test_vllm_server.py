@@ -538,7 +538,8 @@ async def test_a_server_is_closed_to_others(helpers: Any, vllm_servers: list[Ser
                 client._endpoint.thread.submit(asked).result()
     assert own.key_file is not None and own.key_file.stat().st_mode & 0o777 == 0o600
     key = {"Authorization": f"Bearer {own._key}"}
-    async with aiohttp.ClientSession(own.url) as session:
+    connector = aiohttp.TCPConnector(force_close=True)  # the server ends idle connections when it likes
+    async with aiohttp.ClientSession(own.url, connector=connector) as session:
 
         async def status(method: str, path: str, body: Any = None, **headers: str) -> int:
             async with session.request(method, path, json=body, headers=headers) as answer:

@@ -197,7 +197,8 @@ class Batch:
                     total = sum(mismatch.values()) if sequence else mismatch[t]
                     loss *= min(math.exp(clamp(total, 20)), correction.cap)
                 d = (self.ref[b, t] - self.logprobs[b, t]).item()
-                loss += kl.coef * kl_value(d, kl.kind) if kl else 0
+                if kl:
+                    loss += kl.coef * (ratio if kl.importance_weighted else 1) * kl_value(d, kl.kind)
                 tokens[-1].append(
                     {
                         "loss": loss,

@@ -106,7 +106,11 @@ def gae(x: Inputs, backend: str) -> list[Tensor]:
 @case
 def policy_loss(x: Inputs, backend: str) -> list[Tensor]:
     results = []
-    full = {"kl": ops.KL("k3", 0.1), "correction": ops.ImportanceCorrection("sequence", 1.5), "backend": backend}
+    full = {
+        "kl": ops.KL("k3", 0.1, importance_weighted=True),
+        "correction": ops.ImportanceCorrection("sequence", 1.5),
+        "backend": backend,
+    }
     actors = {"aggregation": "agent-mean", "actor_ids": x["actor_ids"], "num_actors": ACTORS}
     for variant in (ops.Clip(0.2, 0.28, dual=3.0), ops.GSPO(), ops.GMPO(), ops.KLCov()):
         for start, form in (("", {"mask": x["mask"]}), ("packed_", {"cu_seqlens": x["cu_seqlens"]})):

@@ -87,8 +87,8 @@ KERNELS = [
     ("gae", r"scan_kernelI\w+fLb1", 4),
     # Log-probabilities, old, reference, advantages, and a mask in one of two ways; in other forms rollout and entropy,
     # or what is selected too.
-    ("policy_loss", r"main_kernelI\w+Lb1ELNS\d_4FormE2", 6),
-    ("policy_loss", r"main_kernelI\w+Lb1ELNS\d_4FormE1", 8),
+    ("policy_loss", r"main_kernelI\w+Lb1ELNS\d_4FormE[24]", 6),
+    ("policy_loss", r"main_kernelI\w+Lb1ELNS\d_4FormE[13]", 8),
     ("policy_loss", r"prepare_kernelI\w+Lb1", 6),
     ("grouped_policy_loss", r"group_kernelI\w+Lb1", 6),
 ]

@@ -80,7 +80,8 @@ def assert_same(got, want, rtol: float = 1e-5, atol: float = 1e-6) -> None:
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize(("rows", "width"), [(24, 37), (3, 1), (5, 700), (0, 4), (4, 0)])
 def test_equals_the_ops_in_turn(make_batch, target, form, aggregation, rows, width) -> None:
-    arguments = inputs(make_batch, rows + width, form, rows, width, kl=KL("k3", 0.1), clip=Clip(dual=3.0))
+    kl = KL("k3", 0.1, importance_weighted=form == "padded")
+    arguments = inputs(make_batch, rows + width, form, rows, width, kl=kl, clip=Clip(dual=3.0))
     arguments = on(target, {**arguments, "aggregation": aggregation})
     assert_same(at_once(arguments), in_turn(arguments))
 
@@ -88,8 +89,8 @@ def test_equals_the_ops_in_turn(make_batch, target, form, aggregation, rows, wid
 @pytest.mark.parametrize("variant", [GSPO(0.05, 0.1), GMPO(0.2, 0.3), KLCov(0.2, 0.5)], ids=str)
 @pytest.mark.parametrize("form", ["padded", "packed"])
 def test_variants(make_batch, target, form, variant) -> None:
-    correction = ImportanceCorrection("sequence", 1.5)
-    arguments = on(target, inputs(make_batch, 5, form, variant=variant, correction=correction))
+    options = {"correction": ImportanceCorrection("sequence", 1.5), "kl": KL("k3", 0.1, importance_weighted=True)}
+    arguments = on(target, inputs(make_batch, 5, form, variant=variant, **options))
     assert_same(at_once(arguments), in_turn(arguments))
 
 

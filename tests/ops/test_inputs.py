@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -130,14 +131,13 @@ class Wrapper(Tensor):
 
 
 @pytest.mark.parametrize("op", FLOAT_OF)
-def test_a_wrapper_without_memory_is_refused(op) -> None:
+def test_a_wrapper_without_memory_is_refused(target, op) -> None:
     """Not read: there is nothing at its address."""
     for name, tensor in streams().items():
-        given = streams()
-        OPS[op](given)
-        given[name] = Wrapper(tensor)
+        given = {k: v.to(target.device) for k, v in streams().items()}
+        given[name] = Wrapper(tensor.to(target.device))
         try:
-            OPS[op](given)
+            OPS[op](given, backend=target.backend)
         except TypeError as error:
             assert "expected a tensor with memory of its own, not a wrapper such as a DTensor" in str(error)
         except RuntimeError as error:  # the dispatcher's or the wrapper's own
@@ -165,6 +165,53 @@ def test_what_no_kernel_reads_is_refused_by_every_backend(target, op) -> None:
         given = {k: v.to(target.device) for k, v in given.items()}
         with pytest.raises(TypeError, match=r"has dtype torch\.(complex64|float8_e4m3fn): expected"):
             OPS[op](given, backend=target.backend)
+
+
+@pytest.mark.parametrize("op", ["token_reward_sum", "token_returns", "gae", "policy_loss", "grouped_policy_loss"])
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn], ids=str)
+def test_a_mask_of_a_type_that_no_kernel_reads_is_named(target, op, dtype) -> None:
+    given = {k: v.to(target.device) for k, v in streams().items()}
+    given["mask"] = given["mask"].to(dtype)
+    with pytest.raises(TypeError, match=rf"^mask has dtype {dtype}: expected one of bool, uint8, .*\. Pass mask != 0$"):
+        OPS[op](given, backend=target.backend)
+
+
+@pytest.mark.parametrize("op", ["logprob", "linear_logprob", "linear_policy_loss"])
+def test_no_target_means_ignore(target, op) -> None:
+    """As -100 does in `torch.nn.functional.cross_entropy`: on a CPU at once, on a GPU with `check=True`."""
+    for wrong, hint in ((-100, "None is left out by its id: give it any in range, .* with mask"), (VOCABULARY, "")):
+        given = {k: v.to(target.device) for k, v in streams().items()}
+        given["targets"][1, 2] = wrong
+        place = r"1, 2" if op == "logprob" else "7"
+        message = rf"^targets\[{place}\]={wrong}: expected an id in \[0, {VOCABULARY}\)(\. {hint})?$"
+        with pytest.raises(ValueError, match=message):
+            OPS[op](given, backend=target.backend, check=target.device == "cuda")
+
+
+@pytest.mark.parametrize("op", LOSSES)
+@pytest.mark.parametrize("aggregation", ["token-mean", "agent-mean"])
+def test_an_actor_beyond_int32_is_no_actor_below(target, op, aggregation) -> None:
+    """Not taken modulo 2**32."""
+    given = {k: v.to(target.device) for k, v in streams().items()}
+    for wrong in (2**32 + 1, 2**31, -(2**32), 2):
+        actors = torch.tensor([0, wrong, 1], device=target.device)
+        call = {"actor_ids": actors, "num_actors": 2, "aggregation": aggregation, "backend": target.backend}
+        with pytest.raises(ValueError, match=rf"^actor_ids\[1\]={wrong}: expected an id in \[0, 2\)$"):
+            OPS[op](given, **call, check=True)
+    with pytest.raises(ValueError, match=r"num_actors=4294967298: expected a count >= 1 and below 2\*\*31"):
+        OPS[op](given, actor_ids=actors, num_actors=2**32 + 2, backend=target.backend)
+
+
+def test_kernels_narrow_actor_ids_once_they_are_in_range(target, monkeypatch) -> None:
+    """As on a GPU, where nothing looks at the ids before; the CPU's kernels do themselves."""
+    if target == ("native", "cpu", False) or target.backend == "torch":
+        pytest.skip("looks at the ids")
+    monkeypatch.setattr(importlib.import_module("turnwise.ops.policy_loss"), "check_call", lambda *_: None)
+    given = {k: v.to(target.device) for k, v in streams().items()}
+    actors = torch.tensor([0, 2**32 + 1, 1], device=target.device)
+    for aggregation in ("token-mean", "agent-mean"):
+        call = {"actor_ids": actors, "num_actors": 2, "aggregation": aggregation, "backend": target.backend}
+        assert OPS["policy_loss"](given, **call).isnan()
 
 
 @pytest.mark.parametrize("name", ["old_logprobs", "advantages", "mask", "ref_logprobs", "rollout_logprobs", "entropy"])

@@ -138,12 +138,13 @@ def test_narrow_floats(target, dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "variant", [CISPO(), GPG(), Reinforce(), SAPO(), GSPO(0.2, 0.2), GMPO()], ids=lambda v: type(v).__name__
+    "variant", [Clip(), CISPO(), GPG(), Reinforce(), SAPO(), GSPO(0.2, 0.2), GMPO()], ids=lambda v: type(v).__name__
 )
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_every_variant(target, variant, level) -> None:
     correction = ImportanceCorrection(level, 1.5) if not isinstance(variant, GMPO) else None
     options = {"correction": correction} if correction else {}
+    options["kl"] = KL("k3", 0.1, importance_weighted=level == "token")
     given = make(2, variant=variant, aggregation="seq-mean-token-mean", **options)
     assert_same(run(given, target), run(given), 5e-6)
 

@@ -19,6 +19,12 @@ from turnwise.ops import CISPO, GMPO, GSPO, KL, SAPO, Clip, ClipCov, ImportanceC
         (lambda: Clip(high=0.5, dual=1.4), r"Clip\.dual=1\.4.*1 \+ high"),
         (lambda: KL("k4"), r"KL\.kind='k4'.*k1, abs"),
         (lambda: KL("k3", coef=-1), r"KL\.coef=-1"),
+        (
+            lambda: KL("k1+", 0.1, importance_weighted=True),
+            r"weighted=True: expected False with kind='k1\+'.*kind='k1'",
+        ),
+        (lambda: KL("k3+", 0.1, importance_weighted=True), r"KL\.importance_weighted=True.*kind='k3\+'"),
+        (lambda: KL("k3", importance_weighted=1), r"KL\.importance_weighted=1: expected True or False"),
         (lambda: ImportanceCorrection(level="row"), r"ImportanceCorrection\.level='row'"),
         (lambda: ImportanceCorrection(cap=0), r"ImportanceCorrection\.cap=0"),
         (lambda: ImportanceCorrection(bounds=(2, 1)), r"ImportanceCorrection\.bounds=\(2, 1\).*low < high"),
@@ -51,7 +57,7 @@ def test_nonsense_raises_when_built(build, message) -> None:
 def test_defaults_are_the_usual_ones() -> None:
     assert Clip() == Clip(low=0.2, high=0.2, dual=None)
     assert ImportanceCorrection() == ImportanceCorrection(level="token", cap=2.0)
-    assert KL().kind == "k3"
+    assert KL() == KL(kind="k3", coef=1e-3, importance_weighted=False)
 
 
 @pytest.mark.parametrize("option", [Clip(dual=3), GSPO(), CISPO(), SAPO(), GMPO(), ClipCov(), KLCov(), KL()], ids=str)

@@ -106,6 +106,75 @@ def test_every_option(make_batch, kind, level, per_token, target) -> None:
         assert_same(run(arguments, target=target), want, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3"])
+@pytest.mark.parametrize(
+    "options", [{}, {"correction": ImportanceCorrection("token", 1.5), "per_token": True}], ids=str
+)
+def test_importance_weighted_kl(make_batch, kind, options, target) -> None:
+    """Tokens, rows and a ratio far beyond its clamp; the metric is the estimate without its weight."""
+    batch = make_batch(5, 7, 70, kl=KL(kind, 0.3, importance_weighted=True), clip=Clip(0.1, 0.3, dual=1.5), **options)
+    batch.old[0, 0] = batch.logprobs[0, 0] + 30
+    batch.old[2, 0] = batch.logprobs[2, 0] - 21
+    batch.mask[0, 0] = batch.mask[2, 0] = True
+    loss, metrics = batch.expected("token-mean")
+    plain = run(batch.padded(kl=KL(kind, 0.3)), backend="torch")[0]
+    for form in ("padded", "packed"):
+        want = run(getattr(batch, form)(), backend="torch")
+        assert want[0].loss.item() == pytest.approx(loss, rel=1e-12)
+        assert want[0].metrics["kl"].item() == pytest.approx(metrics["kl"], rel=1e-6)
+        assert torch.equal(want[0].metrics["kl"], plain.metrics["kl"]) and want[0].loss != plain.loss
+        assert_same(run(getattr(batch, form)(torch.float32), target=target), want, rtol=1e-5, atol=2e-6)
+
+
+def test_importance_weighted_kl_by_hand(target) -> None:
+    """Ratio 2, reference half as likely: ``2 * (1/2 + ln 2 - 1)``, and by the log-probability
+    ``2 * (1/2 + ln 2 - 1) + 2 * (1 - 1/2)``. On-policy the value is plain k3's, the gradient k1's."""
+    lp = torch.tensor([[0.5, 0.25]]).log()
+    for old, loss, grad in (
+        (lp - math.log(2), 2 * math.log(2) - 1, 2 * math.log(2)),
+        (lp, math.log(2) - 0.5, math.log(2)),
+    ):
+        arguments = {
+            "logprobs": lp,
+            "old_logprobs": old,
+            "advantages": torch.zeros(1),
+            "ref_logprobs": lp - math.log(2),
+        }
+        result, got = run(arguments, target=target, kl=KL("k3", 1.0, importance_weighted=True))
+        assert result.loss.item() == pytest.approx(loss, rel=1e-6)
+        assert got.tolist() == [pytest.approx([grad / 2, grad / 2], rel=1e-6)]
+        assert result.metrics["kl"].item() == pytest.approx(math.log(2) - 0.5, rel=1e-6)
+
+
+def test_importance_weighted_kl_without_bias() -> None:
+    """Summed over all tokens with the old policy's probabilities, weighted estimates and their gradients are the KL's
+    own, whatever the old policy was; without the weight they are not."""
+    new, old, ref = torch.randn(3, 6, generator=torch.Generator().manual_seed(0)).double().log_softmax(-1)
+    exact_leaf = new.clone().requires_grad_()
+    lp = exact_leaf.log_softmax(-1)
+    exact = (lp.exp() * (lp - ref)).sum()
+    exact.backward()
+    for weighted in (True, False):
+        leaf = new.clone().requires_grad_()
+        for kind in ("k1", "k3"):
+            leaf.grad = None
+            lp = leaf.log_softmax(-1)
+            loss = sum(
+                old[token].exp()
+                * policy_loss(
+                    lp[None, token : token + 1],
+                    old[None, token : token + 1],
+                    torch.zeros(1),
+                    kl=KL(kind, 1.0, importance_weighted=weighted),
+                    ref_logprobs=ref[None, token : token + 1],
+                ).loss
+                for token in range(6)
+            )
+            loss.backward()
+            assert (loss.item() == pytest.approx(exact.item(), rel=1e-9)) is weighted
+            assert torch.allclose(leaf.grad, exact_leaf.grad, rtol=1e-9) is weighted
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 def test_narrow_floats(make_batch, dtype, tolerance, target) -> None:
     arguments = make_batch(8, 6, 1100, **FULL).padded(dtype)
@@ -386,7 +455,7 @@ def test_a_second_derivative_raises(make_batch) -> None:
     with pytest.raises(RuntimeError, match="no second derivative; use backend='torch'"):
         grad.sum().backward()
     streams = (logprobs, *(arguments[k] for k in ("old_logprobs", "advantages", "mask")), *[None] * 7)
-    loss, *_ = torch.ops.turnwise.policy_loss(*streams, (0.8, 1.2, 3.0, 0.0, 0.0, 0.0, 9.0, 0.0), (0, 0, 0, 0, 0))
+    loss, *_ = torch.ops.turnwise.policy_loss(*streams, (0.8, 1.2, 3.0, 0.0, 0.0, 0.0, 9.0, 0.0), (0, 0, 0, 0, 0, 0))
     (grad,) = torch.autograd.grad(loss, logprobs, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative; use backend='torch'"):
         grad.sum().backward()
@@ -457,7 +526,7 @@ def test_opcheck(make_batch, target) -> None:
     a = to(target, make_batch(14, **FULL).padded(torch.float32))
     streams = (a["logprobs"].requires_grad_(), a["old_logprobs"], a["advantages"], a["mask"], None)
     rest = (a["ref_logprobs"], a["rollout_logprobs"], a["actor_ids"], a["ref_logprobs"], None, None)
-    options = ((0.8, 1.28, 3.0, 0.1, 1.5, 0.2, 9.0, 0.0), (0, 4, 1, 0, 3))
+    options = ((0.8, 1.28, 3.0, 0.1, 1.5, 0.2, 9.0, 0.0), (0, 4, 1, 0, 3, 1))
     ops = torch.ops.turnwise
     op = ops.policy_loss_triton if target.backend == "triton" else ops.policy_loss
     torch.library.opcheck(op.default, (*streams, *rest, *options))

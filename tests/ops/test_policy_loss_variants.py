@@ -102,7 +102,19 @@ def selection(v: Any, batch: Any) -> torch.Tensor:
     return mask & free & (covariance > v.lower) & (covariance < v.upper)
 
 
-def expected(batch: Any, v: Any, kl_coef: float = 0.0, weight: Callable | None = None) -> tuple[float, torch.Tensor]:
+def weighted_kl(v: Any, lp: list[float], old: list[float], ref: list[float]) -> list[tuple[float, float]]:
+    """(value, derivative) of a row's k2 estimates times the importance ratio, which is the row's in GSPO."""
+    estimates = [((y - x) ** 2 / 2, x - y) for x, y in zip(lp, ref, strict=True)]
+    d = [clamp(x - y, -20, 20) for x, y in zip(lp, old, strict=True)]
+    if not isinstance(v, GSPO):
+        return [(math.exp(x) * k, math.exp(x) * (k + slope)) for x, (k, slope) in zip(d, estimates, strict=True)]
+    ratio, mean = math.exp(sum(d) / len(d)), sum(k for k, _ in estimates) / len(d)
+    return [(ratio * k, ratio * (mean + slope)) for k, slope in estimates]
+
+
+def expected(
+    batch: Any, v: Any, kl_coef: float = 0.0, weight: Callable | None = None, kl_weighted: bool = False
+) -> tuple[float, torch.Tensor]:
     """Token mean and its gradient."""
     total, grad = 0.0, torch.zeros_like(batch.logprobs)
     chosen = selection(v, batch) if isinstance(v, ClipCov | KLCov) else torch.zeros_like(batch.mask)
@@ -116,8 +128,9 @@ def expected(batch: Any, v: Any, kl_coef: float = 0.0, weight: Callable | None =
         ):
             w = 1.0 if weight is None else weight(b, t)
             d = ref[i] - lp[i]
-            total += (w * loss + kl_coef * d * d / 2) / tokens
-            grad[b, t] = (w * slope - kl_coef * d) / tokens
+            value, kl_slope = weighted_kl(v, lp, old, ref)[i] if kl_weighted else (d * d / 2, -d)
+            total += (w * loss + kl_coef * value) / tokens
+            grad[b, t] = (w * slope + kl_coef * kl_slope) / tokens
     return total, grad
 
 
@@ -136,11 +149,12 @@ def run(arguments: dict[str, Any], target: Any = None, **changes: Any) -> tuple[
 # ---------------------------------------------------------------------------------------------------------------------
 # Values
 # ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kl_weighted", [False, True])
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_equals_the_definition(make_batch, variant, per_token) -> None:
-    batch = make_batch(17, per_token=per_token, kl=KL("k2", 0.3))
-    loss, want = expected(batch, variant, kl_coef=0.3)
+def test_equals_the_definition(make_batch, variant, per_token, kl_weighted) -> None:
+    batch = make_batch(17, per_token=per_token, kl=KL("k2", 0.3, kl_weighted))
+    loss, want = expected(batch, variant, kl_coef=0.3, kl_weighted=kl_weighted)
     for form in ("padded", "packed"):
         got, grad = run(getattr(batch, form)(variant=variant), backend="torch")
         assert got.loss.item() == pytest.approx(loss, rel=1e-12)
@@ -172,10 +186,27 @@ def test_float32_equals_float64(make_batch, target, variant, form, level) -> Non
             torch.testing.assert_close(got.actor_metrics[name].cpu(), want.actor_metrics[name], rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("form", ["padded", "packed"])
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_importance_weighted_kl(make_batch, target, variant, form) -> None:
+    """Long rows, far ones (GSPO: a mean log-ratio beyond its clamp), and rejected ones."""
+    correction = ImportanceCorrection("sequence", 1.5, bounds=(0.6, 1.4))
+    for seed, rows, width, aggregation in ((1, 9, 37, "token-mean"), (2, 5, 150, "seq-mean-token-mean")):
+        kl = KL("k3" if seed == 1 else "k1", 0.1, importance_weighted=True)
+        batch = make_batch(seed, rows, width, kl=kl, correction=correction, variant=variant)
+        batch.old[3] += 25
+        batch.options |= {"aggregation": aggregation}
+        want, want_grad = run(getattr(batch, form)(), backend="torch")
+        got, grad = run(getattr(batch, form)(torch.float32), target)
+        torch.testing.assert_close(got.loss.cpu().double(), want.loss, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(grad.double(), want_grad, rtol=2e-5, atol=1e-7)
+        torch.testing.assert_close(got.metrics["kl"].cpu(), want.metrics["kl"], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("variant", SMOOTH[:4], ids=str)
 def test_gradcheck(make_batch, variant, aggregation) -> None:
-    arguments = make_batch(11, 4, 6, variant=variant).padded()
+    arguments = make_batch(11, 4, 6, variant=variant, kl=KL("k3", 0.3, importance_weighted=True)).padded()
     logprobs = arguments.pop("logprobs").requires_grad_()
     assert torch.autograd.gradcheck(
         lambda x: policy_loss(x, **arguments, aggregation=aggregation, backend="torch").loss, logprobs

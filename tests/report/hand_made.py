@@ -59,7 +59,7 @@ def hand_made(folder: Path, step: int) -> None:
     prompt = [{"role": "user", "content": "the board. Your card: ace", "private": "Your card: ace"}]
     node = {"prompt": prompt, "parent": 2**47}
     steps = [
-        call(words, "alice", 0, HOSTILE, reward=1.0, advantage=0.5, **node),
+        call(words, "alice", 0, HOSTILE, reward=1.0, advantage=0.5, info={"selected_by": "draw"}, **node),
         call(words, "alice", 0, "a worse move", reward=-1.0, advantage=-0.5, branch=1, selected=False, **node),
         call(words, "alice", 0, "never mind", branch=2, selected=False, trainable=False,
              info={"error": "ModelError: the server is gone"}, **node),

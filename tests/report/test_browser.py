@@ -147,6 +147,17 @@ def test_a_branch_shows_its_text_and_tokens(page):
     assert f"{step['logprobs'][1]:.4g}" in tip and str(step["ids"][1]) in tip
 
 
+def test_a_branch_says_whether_it_was_drawn(page):
+    open_episode(page, "step 4")
+    chosen = page.locator(".board td .group").first.locator(".branch.selected")
+    assert chosen.inner_text().startswith("⚄ branch 0")
+    assert chosen.get_attribute("title") == "selected by a draw among all branches: the episode went on from here"
+    open_episode(page, "step 3")
+    chosen = page.locator(".board td .group").first.locator(".branch.selected")
+    assert chosen.inner_text().startswith("★ branch")
+    assert chosen.get_attribute("title") == "selected: the episode went on from here"
+
+
 def test_tokens_can_be_tinted_by_log_probability(page):
     open_episode(page, "step 3")
     colour = "nodes => nodes.map(node => node.style.background)"

@@ -69,7 +69,35 @@ def test_written_whole_beside_the_run_or_where_asked(made_run, tmp_path):
     assert write_report(made_run) == made_run / "report.html"
     elsewhere = write_report(made_run, tmp_path / "new" / "page.html")
     assert elsewhere.read_text(encoding="utf-8").startswith("<!doctype html>")
-    assert not list(made_run.glob("*.tmp"))
+    assert not list(made_run.glob(".*")) and not list(made_run.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("out", ["page.html", "a/b/page.html"])
+@pytest.mark.parametrize("fails", ["os.replace", "turnwise.report.page.render", "pathlib.Path.open"])
+def test_a_view_that_fails_leaves_nothing_behind(made_run, tmp_path, monkeypatch, out, fails):
+    """It left ``page.html.tmp``, and the folders made for it."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    expected = read_run(made_run)
+    monkeypatch.setattr("turnwise.report.page.read_run", lambda *_: expected)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fails, full)
+        with pytest.raises(OSError, match="No space left"):
+            write_report(made_run, folder / out)
+    assert list(folder.iterdir()) == []
+    write_report(made_run, folder / out)
+    assert [path for path in folder.rglob("*") if path.is_file()] == [folder / out]
+
+
+def test_a_view_takes_the_place_of_no_folder(made_run, tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    assert cli.main(["view", str(made_run), "--out", str(tmp_path / "mine")]) == cli.EXIT_USAGE
+    assert "mine': expected the name of a file to write, got a folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir() if path != made_run] == ["mine"]
 
 
 def test_the_view_command(made_run, tmp_path, capsys, monkeypatch):

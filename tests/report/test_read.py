@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 
@@ -44,6 +45,17 @@ def test_lines_under_way_are_left_out(made_run):
             stream.write('{"step": 2, "rew')
     run = read_run(made_run)
     assert (run["curves"]["step"], run["recorded"], len(run["episodes"])) == ([1], 1, 1)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts.jsonl", "config.toml"])
+def test_a_bad_byte_is_named_with_its_file(made_run, name):
+    """It was told as `'utf-8' codec can't decode byte 0xff in position 9`, of no file."""
+    with (made_run / name).open("ab") as stream:
+        stream.write(b'{"step": "\xff"}\n')
+    lines = (made_run / name).read_bytes().count(b"\n")
+    place = re.escape(str(made_run / name)) + ("" if name == "config.toml" else f", line {lines}")
+    with pytest.raises(ValueError, match=f"{place}: expected .*can't decode byte 0xff"):
+        read_run(made_run)
 
 
 def test_the_whole_episode_is_there(made_run):

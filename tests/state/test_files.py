@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import hashlib
 import importlib
 import os
 import pickle
 import random
+import re
 import struct
 import subprocess
 import sys
 import threading
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnwise.state import (
+    ABSENT,
     CheckpointError,
     OpaqueError,
     Policy,
@@ -318,6 +322,77 @@ def test_unknown_types_need_a_policy_and_trust(tmp_path: Path) -> None:
     assert loaded.store is store and loaded.data["point"] == Point(1, [2]) and type(loaded.data["point"]) is Point
     loaded.data["board"].cells.append(2)
     assert state.data["board"].cells == [1]
+
+
+class Suit(enum.Enum):
+    HEARTS = 1
+
+
+def tell(board: Any) -> str:
+    return f"{board}"
+
+
+def test_a_file_names_classes_that_the_caller_allows(tmp_path: Path) -> None:
+    store = Store()
+    store.register(Board, "copy")
+    data = {
+        "suit": Suit.HEARTS,
+        "kind": Board,
+        "tell": tell,
+        "board": Board([Suit.HEARTS]),
+        "known": [int, Fraction(1)],
+    }
+    store.state(data).save(tmp_path / "x")
+    with pytest.raises(CheckpointError, match=r"x: it names .*, so it was neither imported nor called\. .*allow=\["):
+        load(tmp_path / "x", store=store)
+    with pytest.raises(CheckpointError, match=r"x: it names .*\.Suit, .*load\(path, allow=\[Suit\]\)"):
+        load(tmp_path / "x", store=store, allow=[Board, tell])
+    loaded = load(tmp_path / "x", store=store, allow=[Board, tell, Suit])["state"].data
+    assert loaded["suit"] is Suit.HEARTS and loaded["kind"] is Board and loaded["tell"] is tell
+    assert loaded["known"] == [int, Fraction(1)] and loaded["board"].cells == [Suit.HEARTS]
+    with pytest.raises(TypeError, match=r"allow=\['Board'\]: expected classes and functions, got 'Board'"):
+        load(tmp_path / "x", allow=["Board"])
+
+
+def test_what_is_not_allowed_is_not_even_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "loud_module.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for allow in ((), (Board,)):
+        with pytest.raises(CheckpointError, match=r"it names loud_module\.Board"):
+            leaves.load_leaves(b"](cloud_module\nBoard\ne.", [], allow=allow)
+
+
+def test_kinds_of_none_and_of_ellipsis(tmp_path: Path) -> None:
+    kinds = [type(None), type(...), type(NotImplemented), type, object, dict, np.float32]
+    Store().state({"kinds": kinds}).save(tmp_path / "x")
+    assert load(tmp_path / "x")["state"].data["kinds"] == kinds
+
+
+CHANGED = b"N}X\x08\0\0\0tamperedK\x01s\x86b"  # (None, {"tampered": 1}) set on what stands below it
+OWN_CLASS = b"X\x01\0\0\0K)}\x87"  # the arguments of type("K", (), {})
+
+
+@pytest.mark.parametrize(
+    ("pickled", "message"),
+    [
+        (b"](cfractions\nFraction\n" + CHANGED + b"e.", "changes <class 'fractions.Fraction'>"),
+        (b"](cpathlib\nPath\n" + CHANGED + b"e.", "changes <class 'pathlib.Path'>"),
+        (b"](cre\n_compile\n" + CHANGED + b"e.", "changes <function _compile"),
+        (b"](cturnwise.state.versions\nABSENT\n" + CHANGED + b"e.", "changes ABSENT"),
+        (b"](cbuiltins\nint\n" + CHANGED + b"e.", "can't be read"),
+        (b"](cbuiltins\ntype\n" + OWN_CLASS + b"Re.", "makes a class of its own"),
+        (b"](cbuiltins\ntype\n" + OWN_CLASS + b"\x81e.", "makes a class of its own"),
+        (b"](cbuiltins\ntype\n" + OWN_CLASS + b"}\x92e.", "makes a class of its own"),
+        (b"](((cbuiltins\ntype\nX\x01\0\0\0K)}oe.", "makes a class of its own"),
+        (b"]((X\x01\0\0\0K)}ibuiltins\ntype\ne.", "makes a class of its own"),
+        (b"](cbuiltins\ntype\ncfractions\nFraction\n\x85Re.", "makes a class of its own"),
+        (b"](cbuiltins\ntype\nN\x85R)Re.", "calls <class 'NoneType'>, which it doesn't name"),
+    ],
+)
+def test_a_file_neither_changes_nor_makes_classes(pickled: bytes, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        leaves.load_leaves(b"\x80\x04" + pickled, [])
+    assert not any(hasattr(each, "tampered") for each in (Fraction, Path, re._compile, ABSENT))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,12 @@ import json
 
 import pytest
 
+from turnwise import run as run_module
 from turnwise.cli import main
+from turnwise.run import build_run, dry_run
 from turnwise.tasks import OwnTask, build_task
-from turnwise.tasks.base import split_of
+from turnwise.tasks.base import held_out, split_of
+from turnwise.train.config_files import ConfigError, config_from_dict
 
 MODULE = """
 from turnwise import MultiTurnEpisode, Rubric
@@ -134,6 +137,44 @@ def test_success_must_be_named():
 
     with pytest.raises(ValueError, match=r"success_metric='': expected 'function/actor'"):
         Unmeasured()
+
+
+def test_fewer_questions_than_the_default_are_all_asked(module, tmp_path, capsys):
+    """A task of 300 questions has some 30 held out, and was refused for not having the default's 200."""
+    settings = {"task": "own_talk:TalkTask", "run_dir": str(tmp_path / "run"), "task_options": {"words": 300}}
+    run = build_run(config_from_dict(settings | {"eval": {"every": 1}}))
+    questions = [f"word {number}?" for number in range(300)]
+    expected = {split: sum(split_of(one) == split for one in questions) for split in ("eval", "validation")}
+    assert len(run.held_out.requests) == expected["eval"] < 200
+    assert len(run.trainer.validation.requests) == expected["validation"]
+    said = f"task 'talk' has {min(expected.values())} held-out questions, fewer than the default of 200"
+    assert capsys.readouterr().out.replace("\n", " ").count(said) == 1
+    with pytest.raises(ConfigError, match=r"'eval.questions' = 200: n=200: the eval split of task 'talk' has \d+ ques"):
+        build_run(config_from_dict(settings | {"eval": {"questions": 200}}))
+
+
+@pytest.mark.parametrize("there", [0, 1, 2, 137, 199, 200, 201])
+def test_the_default_is_as_many_as_there_are_up_to_200(there):
+    class Counted:
+        def eval_requests(self, split, n):
+            if n > there:
+                raise ValueError(f"n={n}: {there} questions")
+            return list(range(n))
+
+    if not there:
+        with pytest.raises(ValueError, match="n=1: 0 questions"):
+            held_out(Counted(), "eval", None)
+    else:
+        assert held_out(Counted(), "eval", None) == list(range(min(there, 200)))
+
+
+def test_a_metric_that_the_rubric_does_not_make_is_refused_before_models_are_loaded(module, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module, "load_models", lambda *_, **__: pytest.fail("models were loaded"))
+    (tmp_path / "own_talk_unmeasured.py").write_text(MODULE.replace('"vowels/ann"', '"vowel/ann"'))
+    told = r"success_metric='vowel/ann': the rubric of episode 'talk' has no function 'vowel'; did you mean 'vowels'"
+    for start in (build_run, dry_run):
+        with pytest.raises(ConfigError, match=told):
+            start(config_from_dict({"task": "own_talk_unmeasured:TalkTask", "run_dir": str(tmp_path / "run")}))
 
 
 def test_the_command_line_trains_evaluates_credits_replays_and_lets_it_play(module, tmp_path, capsys):

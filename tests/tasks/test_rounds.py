@@ -55,6 +55,31 @@ async def test_no_failed_action_leads_to_the_same_prompt(table, name, artifact, 
             assert len(set(prompts)) == 4, f"{actor} meets a prompt again after {said}"
 
 
+SEARCH = {"question": "Where was Ada born?", "answer": "Velmar", "supports": ["Ada"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "artifact", "failures", "team"),
+    [
+        ("code_duel", {"problem": "Start with a plus b, square it, then add 1, and return it."}, ("?",), 2),
+        ("refine_loop", {"question": "Write 3 numbers from 1 to 9: sum 9, largest 5."}, ("?", "1 1 1\nwrong: sum"), 2),
+        ("search_orchestra", SEARCH, ("search", "search\n!"), 3),
+        ("math_orchestra", {"question": "1 + 1 = ?", "answer": "2"}, ("#### 3\nverdict: reject",), 2),
+    ],
+)
+async def test_the_other_teams_do_not_meet_a_prompt_twice_either(table, tmp_path, name, artifact, failures, team):
+    (tmp_path / "questions.jsonl").write_text('{"question": "1 + 1 = ?", "answer": "#### 2"}')
+    options = {"path": str(tmp_path / "questions.jsonl")} if name == "math_orchestra" else {}
+    for said in product(failures, repeat=team):
+        task = build_task(name, options)
+        replies = {actor.id: reply for actor, reply in zip(task.actors, said, strict=True)}
+        seat = table(task, lambda actor, _: replies[actor])  # noqa: B023
+        result = await seat.one(artifact)
+        assert result.rollout.error is None, result.rollout.error
+        prompts = [str(messages) for _, messages in seat.seen]
+        assert len(prompts) >= 4 and len(set(prompts)) == len(prompts), said
+
+
 @pytest.mark.parametrize(
     ("name", "artifact", "said", "told"),
     [

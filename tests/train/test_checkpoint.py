@@ -12,7 +12,14 @@ from safetensors.torch import load_file
 
 from turnwise.inference.adapters import SharedBase
 from turnwise.train import checkpoint_files
-from turnwise.train.checkpoint import CheckpointError, list_checkpoints, load_checkpoint, load_weights, save_checkpoint
+from turnwise.train.checkpoint import (
+    CheckpointError,
+    ignored_checkpoints,
+    list_checkpoints,
+    load_checkpoint,
+    load_weights,
+    save_checkpoint,
+)
 from turnwise.train.checkpoint_files import write_manifest
 from turnwise.train.config import KLConfig, LoraConfig, LossConfig, UpdateConfig
 from turnwise.train.models import peft_config
@@ -73,18 +80,45 @@ def test_keeps_the_newest(tmp_path, fresh_policy):
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000002", "step_00000010"]
 
 
+@pytest.mark.parametrize("copy", ["step_00000002 (copy)", "step_00000002.bak", "step_00000003", "step_2"])
+def test_a_copied_folder_is_no_checkpoint_and_stays(tmp_path, fresh_policy, copy):
+    """``step_00000002 (copy)`` was the newest, and a folder of a later step's name was deleted when that step came."""
+    policy = fresh_policy()
+    two = save_checkpoint(tmp_path, 2, {"default": policy}, {})
+    shutil.copytree(two, tmp_path / copy)
+    (tmp_path / copy / "notes.txt").write_text("mine")
+    assert list_checkpoints(tmp_path) == [two]
+    why = "its manifest is that of step 2" if copy == "step_00000003" else "its name is not 'step_' and eight digits"
+    assert ignored_checkpoints(tmp_path) == {tmp_path / copy: why}
+    three = save_checkpoint(tmp_path, 3, {"default": policy}, {})
+    assert list_checkpoints(tmp_path) == [two, three] and load_checkpoint(three, {"default": policy})[0] == 3
+    assert [path.read_text() for path in tmp_path.glob("*/notes.txt")] == ["mine"]
+
+
+def test_a_folder_without_a_manifest_gives_way_but_stays(tmp_path, fresh_policy):
+    (tmp_path / "step_00000001").mkdir()
+    (tmp_path / "step_00000001" / "policy-default.safetensors").write_bytes(b"mine")
+    assert ignored_checkpoints(tmp_path) == {tmp_path / "step_00000001": "it has no manifest.json"}
+    path = save_checkpoint(tmp_path, 1, {"default": fresh_policy()}, {})
+    assert list_checkpoints(tmp_path) == [path]
+    assert (tmp_path / "step_00000001.old" / "policy-default.safetensors").read_bytes() == b"mine"
+
+
 def test_a_kill_while_pruning_leaves_nothing_that_looks_whole(tmp_path, fresh_policy, monkeypatch):
     policy = fresh_policy()
     save_checkpoint(tmp_path, 1, {"default": policy}, {}, keep=1)
 
     def killed(folder, **options):
-        if folder.name == "step_00000001":
+        if folder.name == ".step_00000001.tmp":
             raise KeyboardInterrupt
 
     monkeypatch.setattr(shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
         save_checkpoint(tmp_path, 2, {"default": policy}, {}, keep=1)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000002"]
+    monkeypatch.undo()
+    save_checkpoint(tmp_path, 3, {"default": policy}, {}, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000003"], "what the kill left goes with the next"
 
 
 def test_pruning_spares_what_is_protected(tmp_path, fresh_policy):

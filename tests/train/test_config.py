@@ -120,6 +120,8 @@ def test_unknown_keys_name_the_nearest(key, message):
         ("eval.stop_at", "True"),
         ("loss.aggregation", "sum"),
         ("rollout.branches", "0"),
+        ("seed", "-3"),
+        ("seed", "10000000000000000000007"),
     ],
 )
 def test_bad_values_name_key_and_value(key, value):

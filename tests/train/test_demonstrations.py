@@ -62,6 +62,16 @@ def test_bad_rows_name_file_and_line(write, line, message):
         RowReader(["solver", "judge"]).read(write({"messages": CHAT, "completion": "4"}, line))
 
 
+def test_a_bad_byte_names_its_line_and_a_line_separator_ends_none(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    good = '{"prompt": "one\u2028two", "completion": "4"}\n'.encode()
+    path.write_bytes(good)
+    assert RowReader(["solver"]).read(path) == [Row("one\u2028two", "4", None, f"{path}:1")]
+    path.write_bytes(good + b'{"prompt": "\xff", "completion": "4"}\n')
+    with pytest.raises(ConfigError, match=r"rows.jsonl:2: not JSON: .*can't decode byte 0xff"):
+        RowReader(["solver"]).read(path)
+
+
 def test_files_that_give_nothing(write, tmp_path):
     with pytest.raises(ConfigError, match=r"warm_start.data' = .*rows.jsonl': no row to learn from, the file is empty"):
         RowReader(["solver"]).read(write(""))

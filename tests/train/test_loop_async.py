@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import os
+import pickle
 import threading
 
 import pytest
@@ -11,7 +14,8 @@ import torch
 
 from turnwise.arena import Arena
 from turnwise.credit import RAECredit
-from turnwise.train.checkpoint import list_checkpoints
+from turnwise.train.checkpoint import CheckpointError, list_checkpoints
+from turnwise.train.checkpoint_files import read_listed, write_manifest
 from turnwise.train.loop import QUEUE
 
 TIMINGS = ("seconds_rollout", "seconds_update", "tokens_per_second")
@@ -124,6 +128,84 @@ async def test_a_deterministic_run_repeats_and_resumes_bit_for_bit(make_trainer,
     await resumed.run()
     assert trained == ids(3, 6)
     assert_equal_runs(whole, resumed)
+
+
+@pytest.mark.parametrize(("ahead", "every"), [(1, 0), (2, 1)])
+async def test_a_deterministic_run_that_is_extended_equals_a_straight_one(make_trainer, ahead, every):
+    """The producer stopped at the last step, so newer weights sampled what a straight run has sampled by then."""
+    settings = {"loop": {"max_staleness": ahead, "deterministic": True}, "checkpoint": {"every": every}}
+    whole = make_trainer("whole", steps=6, **settings)
+    await whole.run()
+    for steps in (2, 4, 6):
+        part = make_trainer("part", steps=steps, **settings)
+        trained = watch(part)
+        await part.run()
+        assert trained == ids(steps - 2, steps)
+    assert_equal_runs(whole, part)
+
+
+async def test_what_a_longer_run_would_train_on_does_not_fail_this_one(make_trainer):
+    settings = {"loop": {"max_staleness": 2, "deterministic": True}}
+    whole = make_trainer("whole", steps=3, **settings)
+    await whole.run()
+    trainer = make_trainer("run", steps=3, **settings)
+    source, drawn, notes = trainer.arena.source, [], []
+
+    def three_batches():
+        drawn.append(1)
+        return source() if len(drawn) <= 3 else 1 / 0
+
+    trainer.arena.source, trainer.log.note = three_batches, notes.append
+    await trainer.run()
+    assert_equal_runs(whole, trainer)
+    assert any("a batch for the steps after 3 failed, and is not kept: ZeroDivisionError" in note for note in notes)
+    longer = make_trainer("run", steps=4, **settings)
+    trained = watch(longer)
+    await longer.run()
+    assert trained == ids(3, 4)
+
+
+async def test_another_number_of_steps_says_what_it_does_to_the_learning_rate(make_trainer):
+    for name, ratio in (("falling", 0.1), ("constant", 1.0)):
+        await make_trainer(name, steps=1, update={"lr": 1e-3, "min_lr_ratio": ratio}).run()
+        longer, notes = make_trainer(name, steps=2, update={"lr": 1e-3, "min_lr_ratio": ratio}), []
+        longer.log.note = notes.append
+        await longer.run()
+        assert any("settings changed since then: steps 1 -> 2" in note for note in notes)
+        assert any("learning rate of 'default' falls over all steps" in note for note in notes) == (ratio < 1)
+
+
+class Evil:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+async def test_a_queue_that_the_manifest_does_not_list_is_never_unpickled(make_trainer, tmp_path):
+    await make_trainer(steps=1, checkpoint={"every": 1}).run()
+    again = make_trainer(steps=2, checkpoint={"every": 1})
+    [*_, newest] = list_checkpoints(again.checkpoints)
+    assert not (newest / QUEUE).exists()
+    (newest / QUEUE).write_bytes(pickle.dumps(Evil(tmp_path / "made")))
+    with pytest.raises(CheckpointError, match=rf"{QUEUE} is not in the checkpoint's manifest, so it is not read"):
+        await again.run()
+    assert not (tmp_path / "made").exists()
+    content = (newest / QUEUE).read_bytes()
+    manifest = json.loads((newest / "manifest.json").read_text())
+    del manifest["sha256"]
+    manifest["files"][QUEUE] = [len(content), hashlib.sha256(content).hexdigest()]
+    write_manifest(manifest, newest)
+    assert read_listed(newest, QUEUE) == content
+    (newest / QUEUE).write_bytes(content[:-1] + b"x")
+    with pytest.raises(CheckpointError, match=rf"{QUEUE} is damaged"):
+        read_listed(newest, QUEUE)
+    (newest / "manifest.json").write_text((newest / "manifest.json").read_text().replace(QUEUE, "other"))
+    with pytest.raises(CheckpointError, match=r"manifest.json is damaged"):
+        read_listed(newest, QUEUE)
 
 
 async def test_ctrl_c_leaves_a_deterministic_run_that_goes_on_bit_for_bit(make_trainer):

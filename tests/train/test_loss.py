@@ -56,6 +56,20 @@ def test_a_stale_batch_gets_the_truncated_weights(random_batch, level):
     assert float(out.metrics["rejected"]) == pytest.approx(float((weight_B[row][mask] == 0).float().mean()), abs=1e-6)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_kl_term_is_weighted_by_the_ratio_where_asked(random_batch, weighted):
+    """Twice as likely as when sampled, and half as likely under the reference: k3 is ``1/2 + ln 2 - 1``."""
+    micro = one_micro(random_batch(1, rows=4))
+    old = micro.rollout_logprobs_N
+    lp, kl = old + math.log(2), 0.5 + math.log(2) - 1
+    config = LossConfig(kind="gpg", kl=KLConfig(coef=0.25, importance_weighted=weighted))
+    loss = Loss(config, num_actors=2)
+    out = loss(lp, micro, old, old, loss.normalizer([micro]))
+    plain = loss(lp, micro, old, lp, loss.normalizer([micro]))
+    assert float(out.loss - plain.loss) == pytest.approx(0.25 * kl * (2 if weighted else 1), rel=1e-4)
+    assert float(out.metrics["kl"]) == pytest.approx(kl, rel=1e-5)
+
+
 def test_the_samplers_own_logprobs_are_not_compared_with_themselves(random_batch):
     micro = one_micro(random_batch(1, rows=4))
     assert "ess" not in call(LossConfig(), micro, micro.rollout_logprobs_N, micro.rollout_logprobs_N).metrics
@@ -123,6 +137,11 @@ def test_a_draw_does_not_depend_on_the_order_of_the_micro_batches(random_batch):
         ({"kind": "pppo"}, r"'loss.kind' = 'pppo'"),
         ({"kind": "own_loss_of_test:mean"}, r"kind 'own_loss_of_test:mean'.*expected the loss of each token"),
         ({"kind": "own_loss_of_test:broken"}, r"tried on four tokens: NameError: .*no_such_name"),
+        ({"kl": {"coef": 0.1, "importance_weighted": True, "kind": "k3+"}}, r"KL.importance_weighted=True: .*'k3\+'"),
+        (
+            {"kl": {"coef": 0.1, "importance_weighted": True, "place": "reward"}},
+            r"'loss.kl.importance_weighted' = True: expected False with loss.kl.place = 'reward'",
+        ),
         ({"kl": {"target": 0.1}}, r"'loss.kl.target': needs loss.kl.coef > 0"),
     ],
 )

@@ -79,8 +79,11 @@ def test_functions_and_classes_of_ones_own(own_losses):
         ("own_losses_of_test:ppo", {"advantages": 0.3}, r"unknown config key 'loss.options.advantages'"),
         ("own_losses_of_test:strict", {}, r"config key 'loss.options' = \{\}: missing a required .*'power'"),
         ("own_losses_of_test:Scaled", {"by": 0}, r"config key 'loss.options' = \{'by': 0\}: by=0: expected"),
-        ("own_losses_of_test:Silent", {}, r"'own_losses_of_test:Silent' gave .*: expected a function or an object to"),
-        ("own_losses_of_test:answer", {}, r"'own_losses_of_test:answer' gave 42: expected a function"),
+        ("own_losses_of_test:Silent", {}, r"'own_losses_of_test:Silent': expected a function of .*, got <class"),
+        ("own_losses_of_test:answer", {}, r"'own_losses_of_test:answer': expected a function of .*, got 42"),
+        ("os:system", {}, r"'os:system': expected a function of .*, got <built-in function system>"),
+        ("subprocess:run", {"shell": True}, r"'subprocess:run': expected a function of .*, got <function run"),
+        ("subprocess:Popen", {"args": ["true"]}, r"'subprocess:Popen': expected a function of .*, got <class"),
     ],
 )
 @pytest.mark.usefixtures("own_losses")

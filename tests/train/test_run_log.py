@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import threading
 
+import pytest
 from rich.console import Console
 
 from turnwise.tasks.tiny import build_tokenizer
@@ -69,6 +71,35 @@ def test_rewind_drops_later_and_broken_lines(tmp_path):
     log.rewind(2)
     log.step(3, {"reward": 9})
     assert [line["reward"] for line in read_metrics(tmp_path)] == [1, 2, 9]
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b'{"step": 2, "re\xffward": 1}', "can't decode byte 0xff in position 15"),
+        (b'{"step": 2, "rew', "Invalid control character"),
+        (b"\0\0\0", "Expecting value"),
+        (b'{"reward": 1}', "'step'"),
+        (b"[2]", "list indices"),
+    ],
+)
+def test_a_bad_line_is_named_and_nothing_is_dropped(tmp_path, line, why):
+    """A bad byte was told without file or line, and a line that is no JSON was dropped in silence."""
+    path = tmp_path / "metrics.jsonl"
+    content = b'{"step": 1, "reward": 1}\n' + line + b'\n{"step": 3, "reward": "\xe2\x80\xa8"}\n'
+    path.write_bytes(content)
+    for read in (lambda: read_metrics(tmp_path), lambda: RunLog(tmp_path, 3).rewind(1)):
+        with pytest.raises(ValueError, match=f"{re.escape(str(path))}, line 2: expected a JSON object .*{why}"):
+            read()
+    assert path.read_bytes() == content and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_line_that_a_kill_cut_off_is_left_out_wherever_it_was_cut(tmp_path):
+    path, whole = tmp_path / "metrics.jsonl", '{"step": 1, "name": "ä\u2028"}\n'.encode()
+    for length in range(len(whole) - 1):
+        path.write_bytes(whole + whole[:length])
+        assert len(read_metrics(tmp_path)) == 1
+        assert RunLog(tmp_path, 3).rewind(1) == 0 and path.read_bytes() == whole
 
 
 def test_every_sink_hears_everything(tmp_path):

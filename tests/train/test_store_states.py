@@ -98,7 +98,7 @@ async def test_checkpoints_hold_a_revision_and_old_ones_are_forgotten(make_train
 
 
 async def test_what_others_did_meanwhile_is_told(make_trainer, tmp_path):
-    first = with_store(make_trainer(steps=2, checkpoint={"every": 1}), tmp_path / "q.db")
+    first = with_store(make_trainer(steps=2), tmp_path / "q.db")
     with pytest.raises(KilledError):
         await killed_at(first, 0, "update").run()
     first.arena.stores["q"].close()

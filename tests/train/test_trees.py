@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tomllib
+
 import pytest
 
 from turnwise.credit import GRPOCredit, LevelCredit, TurnReturnsCredit, VineCredit
 from turnwise.train.config import TreeConfig
-from turnwise.train.config_files import ConfigError, config_from_dict
+from turnwise.train.config_files import ConfigError, config_from_dict, load_config, to_toml
 from turnwise.train.trees import sampler_of, tree_problem
 
 
@@ -21,9 +23,12 @@ def test_every_key_reaches_the_sampler():
     assert list(sampler.branch_at) == ["b"]
     assert sampler_of(config_of(6, select="sample", temperature=0.5), []).select.temperature == 0.5
     assert sampler_of(config_of(6, select="none"), []).select is None
+    mixed = sampler_of(config_of(6, select="mixed", best_share=[1.0, 0.2]), [])
+    assert [mixed.best_share_at(batch) for batch in (0, 99, 200)] == pytest.approx([1.0, 0.2, 0.2]), "100 steps"
+    assert sampler_of(config_of(6, select="mixed", best_share=0.25), []).best_share_at(50) == 0.25
     assert sampler_of(config_of(1, playouts=2), []).playouts == 2
     assert set(TreeConfig.model_fields) == {
-        "select", "survivors", "select_by", "temperature", "playouts", "branch_at",
+        "select", "best_share", "survivors", "select_by", "temperature", "playouts", "branch_at",
     }  # fmt: skip
 
 
@@ -34,12 +39,30 @@ def test_every_key_reaches_the_sampler():
         ({"playouts": 1, "survivors": 2}, "'rollout.tree': survivors=2: needs branches > 1"),
         ({"branches": 4, "select_by": "value"}, "'rollout.tree': select_by='value': needs playouts > 0"),
         ({"branches": 4, "select": "none", "survivors": 2}, "select='none' lets all branches go on"),
+        ({"branches": 4, "select": "mixed", "survivors": 2}, "'rollout.tree': select='mixed': survivors=2 compete"),
+        ({"branches": 4, "best_share": 0.2}, "'rollout.tree': best_share=0.2: has no effect"),
         ({"branches": 4, "branch_at": ["revisor"]}, "'rollout.tree.branch_at': no actor 'revisor'; .*reviser"),
     ],
 )
 def test_what_can_not_be(settings, message):
     with pytest.raises(ConfigError, match=message):
         sampler_of(config_of(**settings), ["proposer", "reviser"])
+
+
+@pytest.mark.parametrize("share", [1.5, -0.1, "half", [0.5], [0.5, 2.0], [1.0, 0.5, 0.0]])
+def test_a_share_is_from_0_to_1(share):
+    with pytest.raises(
+        ConfigError, match=r"^config key 'rollout\.tree\.best_share' = .*: .* number from 0 to 1, or a pair"
+    ):
+        config_of(4, select="mixed", best_share=share)
+
+
+@pytest.mark.parametrize("share", [0.25, [1.0, 0.0]])
+def test_a_share_goes_through_a_file_and_the_command_line(share):
+    config = config_of(4, select="mixed", best_share=share)
+    assert config_from_dict(tomllib.loads(to_toml(config))) == config
+    given = load_config(None, {"rollout.tree.best_share": str(share)})
+    assert given.rollout.tree.best_share == config.rollout.tree.best_share
 
 
 @pytest.mark.parametrize("key", ["survivers", "select.kind"])

@@ -4,6 +4,7 @@ from turnwise.arena.arena import Arena
 from turnwise.arena.drawing import Learnability, Outcome, Prioritised
 from turnwise.arena.episode import Episode, SingleTurnEpisode
 from turnwise.arena.filters import Filters
+from turnwise.arena.invalid_action import InvalidActionError, parsing
 from turnwise.arena.judge import Judge, read_choice, read_number
 from turnwise.arena.multi_turn import MultiTurnEpisode
 from turnwise.arena.overlong import OverlongPenalty
@@ -25,6 +26,7 @@ __all__ = [
     "Episode",
     "EpisodeProgress",
     "Filters",
+    "InvalidActionError",
     "Judge",
     "LeakError",
     "Learnability",
@@ -40,6 +42,7 @@ __all__ = [
     "drop_stale",
     "logged",
     "pack",
+    "parsing",
     "private",
     "read_choice",
     "read_number",

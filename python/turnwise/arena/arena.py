@@ -125,7 +125,7 @@ class Arena:
         self.quotas: dict[str | None, CallBudget] = {}
         self._prompts = PromptCache()
         self._zero_causes: dict[int, str] = {}
-        self.started = 0
+        self.started = self.batches = 0
         self._loose_calls = 0
         self._evaluation_sampling: Sampling | None = None
 
@@ -200,6 +200,7 @@ class Arena:
         """
         if self.is_evaluation:
             raise RuntimeError("an evaluation makes no training batch: call generate_rollouts(requests) on it")
+        self.batches += 1
         if self.progress is not None:
             self.progress.drop_before(self.started)
         self.record_outcomes()
@@ -352,7 +353,7 @@ class Arena:
         view.rng = random.Random(derive_seed(self.seed, "evaluation"))
         view.last_results, view._attempts = [], deque()
         view.under_way = EpisodesUnderWay()
-        view.started = view._loose_calls = 0
+        view.started = view.batches = view._loose_calls = 0
         view._evaluation_sampling = sampling
         return view
 
@@ -362,6 +363,7 @@ class Arena:
         return {
             "seed": self.seed,
             "started": self.started,
+            "batches": self.batches,
             "loose_calls": self._loose_calls,
             "rng": rng_state(self.rng),
             "stores": {name: store.state_dict() for name, store in self.stores.items()},
@@ -375,7 +377,7 @@ class Arena:
             raise ValueError(f"state has the stores {sorted(state['stores'])}, expected {sorted(self.stores)}")
         self._attempts.clear()
         self.seed = state["seed"]
-        self.started = state["started"]
+        self.started, self.batches = state["started"], state.get("batches", 0)
         self._loose_calls = state["loose_calls"]
         set_rng_state(self.rng, state["rng"])
         for name, store in self.stores.items():

@@ -16,7 +16,7 @@ from turnwise.arena.episode import make_forkable
 from turnwise.arena.playouts import Estimator, Position, is_action
 from turnwise.arena.privacy import check_way
 from turnwise.arena.scheduler import run_all
-from turnwise.arena.tree import RANKS, ask, choose
+from turnwise.arena.tree import RANKS, ask, choose, draw_share
 from turnwise.state import prune
 from turnwise.types import EpisodeState, GenerateResult, Messages, ModelError, Step
 
@@ -271,8 +271,12 @@ class TreePlay:
                     "sampling needs a reward for each action, override step_reward(state, arena, artifact)"
                 )
         rng = random.Random(derive_seed(self.root.rollout.seed, "select", branched[0].step.parent))
-        steps, scores = [found.step for found in branched], [found.score for found in branched]
-        return [branched[place] for place in choose(self.sampler, steps, scores, places, rng)]
+        select, by = self.sampler.selector(self.root.batch, rng)
+        scores = None if self.sampler.select_by == "reward" else [found.score for found in branched]
+        places_taken = choose(select, [found.step for found in branched], scores, places, rng)
+        for place in places_taken if by else ():
+            branched[place].step.info["selected_by"] = by
+        return [branched[place] for place in places_taken]
 
     def _lose(self, failed: Sequence[tuple[Beam, ModelError | None]]) -> None:
         """Go on without the beams whose model calls failed; raises the first error where no beam is left."""
@@ -303,6 +307,7 @@ class TreePlay:
         own = {id(child) for child in best.children}
         root.children, root.pruned = best.children, [child for child in root.pruned if id(child) not in own]
         root.beams = []
+        root.rollout.metrics |= draw_share(root.steps)
         if self.sampler.several_ends and any(beam.origin is not None for beam in beams):
             _count(root, "tree/ends", len(beams))
             root.ends, root.rollout.meta["own_end"] = beams, None if self.sampler.select is None else number

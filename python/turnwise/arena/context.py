@@ -84,9 +84,9 @@ class EpisodeContext:
     ``scope`` is "" for the episode itself, and names the branch or reward function below it; together with the counter
     ``calls`` it fixes the seed of each model call. ``pruned`` holds the children that losing branches spawned: they may
     still train, but the episode's state never saw them. ``place`` and ``marks`` name what stands on the ``tape``;
-    ``policies`` play in place of their actors' own; ``following`` is what the episode asked to run next. ``beams`` are
-    the ways that a branched episode goes at once, and ``ends`` where several of them ended
-    (:mod:`turnwise.arena.beams`).
+    ``batch`` is the number of the training batch, from 0; ``policies`` play in place of their actors' own;
+    ``following`` is what the episode asked to run next. ``beams`` are the ways that a branched episode goes at once,
+    and ``ends`` where several of them ended (:mod:`turnwise.arena.beams`).
     """
 
     rollout: Rollout
@@ -98,6 +98,7 @@ class EpisodeContext:
     priority: int = 0
     depth: int = 0
     root: int = 0
+    batch: int = 0
     deadline: float | None = None
     scope: str = ""
     calls: int = 0
@@ -168,6 +169,7 @@ class EpisodeContext:
             priority=self.priority,
             depth=self.depth,
             root=self.root,
+            batch=self.batch,
             deadline=self.deadline,
             scope=f"{self.scope}/{name}",
             private=self.private.copy(),

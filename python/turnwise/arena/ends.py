@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from turnwise.arena.context import EpisodeContext, inside, resolve
+from turnwise.arena.invalid_action import failed_step
 from turnwise.arena.reward_values import keep_tokens
 from turnwise.arena.rubric import Score
 from turnwise.arena.scheduler import run_all
@@ -38,8 +39,20 @@ async def score_end(
     rollout, state = scope.rollout, scope.state
     with inside(scope):
         settle(state, rollout, children)
-        rollout.extras = to_python(dict(await resolve(episode.get_extras(state)) or {}))
-        return await episode.rubric.score(rollout, arena, state), rollout.extras
+        return await score_state(episode, arena, rollout, state), rollout.extras
+
+
+async def score_state(episode: Episode, arena: Arena, rollout: Rollout, state: EpisodeState) -> Score:
+    """What the rubric says of ``state``, with the extras, which are set.
+
+    It is not asked where a text was no action: that step's reward is its actor's, and every metric is 0.
+    """
+    if (failed := failed_step(state)) is not None:
+        actors = {step.actor_id for step in rollout.steps} - {None}
+        zeros = {f"{name}/{actor}": 0.0 for name in episode.rubric.names for actor in sorted(map(str, actors))}
+        return Score({str(failed.actor_id): float(failed.reward or 0.0)}, zeros)
+    rollout.extras = to_python(dict(await resolve(episode.get_extras(state)) or {}))
+    return await episode.rubric.score(rollout, arena, state)
 
 
 async def score_ends(episode: Episode, arena: Arena, context: EpisodeContext) -> Score:

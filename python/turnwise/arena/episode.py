@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from turnwise.arena.context import EpisodeContext, current_context, resolve
-from turnwise.arena.ends import score_ends, settle
+from turnwise.arena.ends import score_ends, score_state, settle
+from turnwise.arena.invalid_action import INVALID, InvalidActionError, fail_step, failed_step, leave_out_unpaid
 from turnwise.arena.reward_values import keep_tokens
 from turnwise.arena.rubric import Rubric
 from turnwise.arena.store import ArtifactStore
-from turnwise.state import forkable, to_python
+from turnwise.state import forkable
 from turnwise.types import EpisodeRequest, EpisodeState, GenerateResult, Messages, ModelResponse, Rollout
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class Episode(ABC):
 
     episode_type: str
     rubric: Rubric
+    invalid_reward: float = 0.0
+    """What a completion that is no action earns, see :class:`~turnwise.arena.InvalidActionError`."""
 
     @abstractmethod
     async def rollout(self, arena: Arena, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
@@ -92,7 +95,10 @@ class Episode(ABC):
         context = running()
         rollout = context.rollout
         make_forkable(context.state)
-        state = await self.rollout(arena, rollout.artifact, context.state)
+        try:
+            state = await self.rollout(arena, rollout.artifact, context.state)
+        except InvalidActionError as error:
+            state = self._failed(context, error)
         if not isinstance(state, EpisodeState):
             raise TypeError(f"{type(self).__name__}.rollout returned {state!r}, expected the EpisodeState")
         context.state = state
@@ -101,17 +107,27 @@ class Episode(ABC):
         if context.ends:
             score = await score_ends(self, arena, context)
         else:
-            rollout.extras = to_python(dict(await resolve(self.get_extras(state)) or {}))
-            score = await self.rubric.score(rollout, arena, state)
+            score = await score_state(self, arena, rollout, state)
             keep_tokens(rollout, score.token_rewards)
         rollout.rewards = score.rewards
         rollout.metrics.update(score.metrics)
+        leave_out_unpaid(rollout)
         if score.dropped is not None:
             rollout.meta["dropped"] = score.dropped
         elif not self.rubric.is_grouped:  # else what the group says is still to come
             check_rewarded(rollout)
-        context.following = _checked(await resolve(self.get_continuation(state, rollout)), type(self).__name__)
+        if failed_step(state) is None:
+            context.following = _checked(await resolve(self.get_continuation(state, rollout)), type(self).__name__)
         return context.result()
+
+    def _failed(self, context: EpisodeContext, error: InvalidActionError) -> EpisodeState:
+        """The state where ``rollout`` found that its last action was none. Nobody's fault is a bug, which is raised."""
+        acted = [step for step in context.state.trajectory if step.actor_id is not None]
+        if not acted:
+            raise error
+        fail_step(acted[-1], error, self.invalid_reward)
+        context.rollout.meta["ended"] = INVALID
+        return context.state
 
 
 def make_forkable(state: EpisodeState) -> None:

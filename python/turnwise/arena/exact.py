@@ -1,16 +1,24 @@
-"""Values as JSON that gives them back exactly: tuples stay tuples, and what JSON has no word for is pickled."""
+"""Values as JSON that gives them back exactly: tuples stay tuples, and what JSON has no word for is pickled.
+
+Reading imports nothing, and makes objects of plain types and of *data classes* alone: dataclasses, named tuples, enums
+and exceptions of modules that the program has imported already. ``allow_pickle`` makes any object, which can run code.
+"""
 
 from __future__ import annotations
 
 import base64
-import importlib
+import enum
+import io
 import pickle
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 from turnwise.copies import dumps
-from turnwise.state import StateDict, StateList, to_python
+from turnwise.state import CheckpointError, StateDict, StateList, to_python
+from turnwise.state.leaves import GuardedUnpickler
 
 TUPLE, MAP, DATACLASS, PICKLE, LOST = "$tuple", "$map", "$dataclass", "$pickle", "$lost"
 """The only key of the object that stands for a value which is not plain JSON."""
@@ -20,6 +28,47 @@ _PLAIN = (type(None), bool, int, float, str)
 
 class LostValueError(ValueError):
     """A value that could not be written down when it was recorded."""
+
+
+class UntrustedValueError(ValueError):
+    """A value of a class that could run code when it is made, and is not allowed to."""
+
+
+class _Unpickler(GuardedUnpickler):
+    """Finds what is harmless, and data classes that are imported already."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = _imported(module, name)
+        if not _is_data(found):
+            return super().find_class(module, name)
+        self.named.append(found)
+        return found
+
+
+def unpickle(content: bytes, *, allow_pickle: bool = False) -> Any:
+    """What ``pickle.dumps`` was given. Raises :class:`UntrustedValueError` for what only ``allow_pickle`` may make."""
+    if allow_pickle:
+        return pickle.loads(content)
+    try:
+        return _Unpickler(io.BytesIO(content)).load()
+    except CheckpointError as error:
+        raise UntrustedValueError(str(error).partition(". ")[0]) from error
+
+
+def _imported(module: str, title: str) -> Any:
+    """What ``module`` has under ``title``, without importing anything; ``None`` where it is not imported."""
+    found: Any = sys.modules.get(module)
+    for part in title.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
+    return found
+
+
+def _is_data(found: Any) -> bool:
+    return isinstance(found, type) and (
+        is_dataclass(found)
+        or issubclass(found, enum.Enum | BaseException)
+        or (issubclass(found, tuple) and hasattr(found, "_fields"))
+    )
 
 
 def encode(value: Any) -> Any:
@@ -51,34 +100,40 @@ def encode(value: Any) -> Any:
         return {LOST: repr(value)}
 
 
-def decode(plain: Any) -> Any:
-    """What :func:`encode` was given. It unpickles and imports by name: decode only your own runs' records.
+def decode(plain: Any, *, allow_pickle: bool = False) -> Any:
+    """What :func:`encode` was given.
 
-    Raises :class:`LostValueError` for what could not be kept.
+    Raises :class:`LostValueError` for what could not be kept, and :class:`UntrustedValueError` for objects of other
+    than plain types and data classes, which ``allow_pickle`` makes: allow it for records of your own runs.
     """
+    again = partial(decode, allow_pickle=allow_pickle)
     if isinstance(plain, list):
-        return [decode(item) for item in plain]
+        return [again(item) for item in plain]
     if not isinstance(plain, Mapping):
         return plain
     if len(plain) == 1 and (key := next(iter(plain))) in _DECODERS:
-        return _DECODERS[key](plain[key])
-    return {key: decode(item) for key, item in plain.items()}
+        return _DECODERS[key](plain[key], again)
+    if len(plain) == 1 and key == PICKLE:
+        return unpickle(base64.b64decode(plain[key]), allow_pickle=allow_pickle)
+    return {key: again(item) for key, item in plain.items()}
 
 
-def _dataclass(parts: Any) -> Any:
+def _dataclass(parts: Any, again: Callable[[Any], Any]) -> Any:
     name, values = parts
     module, _, title = name.partition(":")
-    return getattr(importlib.import_module(module), title)(**decode(values))
+    kind = _imported(module, title)
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        raise UntrustedValueError(f"it names {name!r}, which is no dataclass of a module that is imported already")
+    return kind(**again(values))
 
 
-def _lost(shown: str) -> Any:
+def _lost(shown: str, again: Callable[[Any], Any]) -> Any:
     raise LostValueError(f"{shown} could not be recorded, as it can't be pickled")
 
 
-_DECODERS: dict[str, Callable[[Any], Any]] = {
-    TUPLE: lambda items: tuple(decode(items)),
-    MAP: lambda pairs: {decode(key): decode(item) for key, item in pairs},
+_DECODERS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
+    TUPLE: lambda items, again: tuple(again(items)),
+    MAP: lambda pairs, again: {again(key): again(item) for key, item in pairs},
     DATACLASS: _dataclass,
-    PICKLE: lambda text: pickle.loads(base64.b64decode(text)),
     LOST: _lost,
 }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.arena.context import EpisodeContext, inside
 from turnwise.arena.episode import check_rewarded
+from turnwise.arena.invalid_action import INVALID
 from turnwise.arena.plain import jsonable
 from turnwise.arena.privacy import LeakError
 from turnwise.arena.reward_values import check_reward, keep_tokens
@@ -29,8 +30,9 @@ async def score_groups(
 ) -> None:
     """Add what group functions say to the rewards of ``results``, which are those of one ``generate_rollouts``.
 
-    A group is the rollouts of one episode type and one question (``GenerateResult.uid``) that came to their end. Where
-    a function fails, all of its group do; as with other reward functions, ``on_error`` may say otherwise. What was said
+    A group is the rollouts of one episode type and one question (``GenerateResult.uid``) that came to their end; those
+    that a text ended which is no action are none of it. Where a function fails, all of its group do; as with other
+    reward functions, ``on_error`` may say otherwise. What was said
     stands in ``rollout.meta["group"]``, since a replay of one top episode can't ask the others. There the first of the
     group also has what the functions asked of judges and tools (:func:`what_was_asked`), none of which trains.
     """
@@ -38,7 +40,7 @@ async def score_groups(
     for place, head in enumerate(results):
         for result in chain_of(head):
             rollout = result.rollout
-            played = rollout.error is None and "dropped" not in rollout.meta
+            played = rollout.error is None and "dropped" not in rollout.meta and rollout.meta.get("ended") != INVALID
             if played and arena.episodes[rollout.episode_type].rubric.is_grouped:
                 groups.setdefault((rollout.episode_type, result.uid), []).append((place, result))
     running = []

@@ -71,7 +71,8 @@ async def call(
 
     response = await (sample() if tape is None or asked is None else tape.answer(asked, sample))
     response.prompt_token_ids = list(request.prompt_token_ids)
-    response.text = response.text or arena.tokenizer.decode(response.completion_token_ids, skip_special_tokens=True)
+    text = response.text or arena.tokenizer.decode(response.completion_token_ids, skip_special_tokens=True)
+    response.text = well_formed(text)
     if context is None or (place is None and asked is None):
         return response
     step = to_step(actor_id, context.state.turn, messages, request, response)
@@ -88,6 +89,13 @@ async def call(
         if actor_id is not None:
             context.state.last_completion_text = step.completion
     return response
+
+
+def well_formed(text: str) -> str:
+    """``text`` with U+FFFD for halves of surrogate pairs, which JSON may bring and no tokenizer or file can encode."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def playing(actor: Actor | None) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from turnwise.arena.beams import TreePlay
 from turnwise.arena.context import resolve
 from turnwise.arena.episode import Episode, make_forkable, running
+from turnwise.arena.invalid_action import INVALID, InvalidActionError, fail_step, failed_step
 from turnwise.arena.privacy import MIN_HIDDEN_WORDS, hidden_parts
 from turnwise.arena.reward_values import is_by_token, set_reward
 from turnwise.types import EpisodeState, Messages, Step
@@ -183,9 +184,15 @@ class MultiTurnEpisode(Episode, ABC):
         if arena.check_private:
             await self._mark_hidden(step)
         # The key marks an action of this loop, so that a tool call made inside a hook is no part of the transcript.
-        step.info["env_response"] = await resolve(self.env_response(state, arena, artifact)) or ""
-        state.last_completion_text = step.completion
-        reward = await resolve(self.step_reward(state, arena, artifact))
+        try:
+            step.info["env_response"] = await resolve(self.env_response(state, arena, artifact)) or ""
+            state.last_completion_text = step.completion
+            reward = await resolve(self.step_reward(state, arena, artifact))
+        except InvalidActionError as error:
+            step.info["env_response"] = ""
+            fail_step(step, error, self.invalid_reward)
+            state.done = True
+            return step
         if reward is not None:
             set_reward(step, reward, f"{type(self).__name__}.step_reward for actor {state.current_actor!r}")
         elif is_by_token(step.reward):  # set by a hook; branches are compared before the rubric looks at it
@@ -207,14 +214,14 @@ class MultiTurnEpisode(Episode, ABC):
         texts.spoken(actor, heard)
 
     async def pass_on(self, state: EpisodeState, arena: Arena, artifact: Any, *, skipped: bool) -> str:
-        """Whose turn is next after ``state.current_actor``'s; how the episode ended, if it did: ``"done"``, or
-        ``"max_turns"``, which is not the same as over: rewards may want to tell them apart."""
+        """Whose turn is next after ``state.current_actor``'s; how the episode ended, if it did: ``"done"``,
+        ``"invalid_action"``, or ``"max_turns"``, which is not the same as over: rewards may want to tell them apart."""
         state.acted = (*state.acted, state.current_actor)
         # Nothing has changed after a skip, and before the first action there may be nothing for is_done to look at.
         if not skipped:
             state.done = bool(state.done or await resolve(self.is_done(state, arena, artifact)))
         if state.done:
-            return "done"
+            return "done" if failed_step(state) is None else INVALID
         following = await resolve(self.next_actor(state, arena, artifact))
         if following in state.acted:
             state.turn, state.acted = state.turn + 1, ()

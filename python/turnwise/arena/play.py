@@ -75,9 +75,11 @@ def open_episode(
     versions = {**versions, **{policy: arena.client.version(policy) for policy in request.policies.values()}}
     policies = {**(parent.policies if parent else {}), **request.policies}
     rollout.meta = {**request.meta, "policy_versions": versions, **({"policies": policies} if policies else {})}
+    batch = parent.batch if parent else max(arena.batches - 1, 0)
     tape: Taping | None = parent.tape if parent else None
     if parent is None and arena.keep_tapes and not arena.is_evaluation:
         told = {"seed": arena.seed, "retries": arena.retries, "max_context": arena.max_context}
+        told["batch"] = batch
         tape = Tape(request, seed, told)
     place = f"{parent.place}.{rollout_id.rpartition('.')[2]}" if parent else rollout_id
     return EpisodeContext(
@@ -90,6 +92,7 @@ def open_episode(
         priority=request.priority + (parent.priority if parent else 0),
         depth=parent.depth + 1 if parent else 0,
         root=parent.root if parent else number,
+        batch=batch,
         deadline=deadline,
         private=parent.private.copy() if parent else PrivateTexts(),
         outer=parent.private if parent else None,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.arena.context import EpisodeContext, Luck, derive_seed
 from turnwise.arena.divergence import Divergence, different_tokens
-from turnwise.arena.exact import LostValueError, decode
+from turnwise.arena.exact import LostValueError, UntrustedValueError
 from turnwise.arena.group_rewards import chain_of, tell
 from turnwise.arena.play import open_episode, play
 from turnwise.arena.record import Record, RecordedCall, ReplayError, nodes_of
@@ -258,8 +258,8 @@ class Playback:
     # -- what is given back --------------------------------------------------------------------------------------------
     def _value(self, key: str, recorded: Mapping[str, Any]) -> Any:
         try:
-            error, value = decode(recorded["error"]), decode(recorded["value"])
-        except LostValueError as lost:
+            error, value = self.record.decode(recorded["error"]), self.record.decode(recorded["value"])
+        except (LostValueError, UntrustedValueError) as lost:
             raise self._stopped(Divergence("what was read", key, str(lost), "nothing to give back")) from lost
         if error is not None:
             raise error
@@ -340,6 +340,7 @@ async def play_again(arena: Arena, playback: Playback) -> GenerateResult | None:
         raise ReplayError(f"episode {number!r} is no top episode: expected an id such as 'e5'")
     arena.started, arena.seed, arena.retries = int(number[1:]), record.arena["seed"], record.arena["retries"]
     arena.max_context, arena.keep_tapes = record.arena["max_context"], False
+    arena.batches = record.arena.get("batch", 0) + 1
     context = open_episode(arena, record.request, None, Counter())
     context.rollout.seed = record.seed
     context.luck = Luck(derive_seed(record.seed, "environment"))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import pickle
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,12 @@ from typing import Any
 from turnwise.arena.beams import Beam
 from turnwise.arena.context import EpisodeContext
 from turnwise.arena.tape import Tape
-from turnwise.copies import Pickler
+from turnwise.copies import dumps
 from turnwise.types import EpisodeState
 
 FORMAT = 5
+MANIFEST = "manifest.jsonl"
+"""A line for each file that was written, before it was: its name and SHA-256. Nothing else is unpickled."""
 _KEPT = ("calls", "spawned", "nodes", "steps", "children", "pruned", "luck", "private", "sampled", "marks")
 _KEPT_OF_BEAM = (*_KEPT, "state", "scope", "place")
 
@@ -25,7 +29,8 @@ class EpisodeProgress:
 
     Written after every turn, whole or not at all. Set ``arena.progress`` to it before the run, and again in the process
     that resumes: with the arena's ``state_dict`` loaded and the same weights, episodes with the same id and seed go on
-    after their last finished turn, and end as if nothing had happened. Files hold pickles: load only your own.
+    after their last finished turn, and end as if nothing had happened. Files hold pickles, and one whose SHA-256 is not
+    in the folder's ``manifest.jsonl`` is refused; the folder of another person can run code, so go on with your own.
 
     Example: ``arena.progress = EpisodeProgress(run_folder / "episodes")``
     """
@@ -45,13 +50,12 @@ class EpisodeProgress:
         path = self._path(rollout.id)
         temporary = path.with_suffix(".tmp")
         try:
-            with temporary.open("wb") as file:
-                Pickler(file, protocol=5).dump((FORMAT, saved))
-                file.flush()
-                os.fsync(file.fileno())
+            content = dumps((FORMAT, saved))
         except (pickle.PicklingError, TypeError, AttributeError) as error:
-            temporary.unlink(missing_ok=True)
             raise TypeError(f"the data of episode {rollout.id!r} can't be saved on the way: {error}") from error
+        line = json.dumps({"file": path.name, "sha256": hashlib.sha256(content).hexdigest()}) + "\n"
+        _write(self.folder / MANIFEST, line.encode(), "ab")
+        _write(temporary, content, "wb")
         temporary.replace(path)
 
     def load(self, context: EpisodeContext) -> EpisodeState | None:
@@ -63,7 +67,10 @@ class EpisodeProgress:
         if not path.is_file():
             return None
         try:
-            version, saved = pickle.loads(path.read_bytes())
+            content = path.read_bytes()
+            if hashlib.sha256(content).hexdigest() not in self._listed(path.name):
+                raise ValueError(f"its SHA-256 is not in {MANIFEST}: it is damaged, or of another run")
+            version, saved = pickle.loads(content)
             key = saved["key"]
         except Exception as error:
             raise ValueError(f"{path}: no progress of an episode can be read from it ({error}); delete it") from error
@@ -86,10 +93,30 @@ class EpisodeProgress:
         for path in self.folder.glob("e*.episode"):
             if int(path.name.partition("-")[0].removeprefix("e")) < number:
                 path.unlink(missing_ok=True)
+        if not any(self.folder.glob("e*.episode")):
+            (self.folder / MANIFEST).unlink(missing_ok=True)
+
+    def _listed(self, name: str) -> set[str]:
+        """The SHA-256 of all that was written under ``name``: a kill may have come before the last was in place."""
+        listed = set()
+        with suppress(FileNotFoundError):
+            for line in (self.folder / MANIFEST).read_text(encoding="utf-8", errors="replace").splitlines():
+                with suppress(ValueError):  # cut short by a kill
+                    entry = json.loads(line)
+                    listed |= {entry["sha256"]} if entry["file"] == name else set()
+        return listed
 
     def _path(self, id: str) -> Path:
         name = hashlib.blake2b(id.encode(), digest_size=12).hexdigest()
         return self.folder / f"{_root_of(id)}-{name}.episode"
+
+
+def _write(path: Path, content: bytes, mode: str) -> None:
+    """Write or append ``content``, and bring it to the disk."""
+    with path.open(mode) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _beam_to_save(beam: Beam, context: EpisodeContext) -> dict[str, Any]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
-from turnwise.arena.exact import LostValueError, decode
+from turnwise.arena.exact import LostValueError, UntrustedValueError, decode
 from turnwise.arena.tape import ENDED, FORMAT
 from turnwise.types import EpisodeRequest, Step
 
@@ -28,24 +29,26 @@ class RecordedCall:
 
 
 class Record:
-    """One line of ``rollouts.jsonl``, taken apart. Raises :class:`ReplayError` for one that holds no tape."""
+    """One line of ``rollouts.jsonl``, taken apart; with ``allow_pickle`` it makes objects of any class, which can run
+    code. Raises :class:`ReplayError` for one that holds no tape."""
 
-    def __init__(self, row: Mapping[str, Any]) -> None:
+    def __init__(self, row: Mapping[str, Any], *, allow_pickle: bool = False) -> None:
         tape = row.get("replay")
         if tape is None:
             raise ReplayError(f"episode {row.get('id')!r} was written without what a replay needs: see log.replay")
         if tape["format"] != FORMAT:
             raise ReplayError(f"episode {row['id']!r} has format {tape['format']}, this version plays {FORMAT}")
+        self.decode = partial(decode, allow_pickle=allow_pickle)
         self.row, self.seed, self.arena = row, int(tape["seed"]), dict(tape["arena"])
         self.events: list[tuple[str, str]] = []
         self.calls: dict[str, RecordedCall] = {}
         self.readings: dict[str, Mapping[str, Any]] = {}
         self.draws: dict[str, float | None] = {}
         try:
-            self.request = EpisodeRequest(**{name: decode(value) for name, value in tape["request"].items()})
+            self.request = EpisodeRequest(**{name: self.decode(value) for name, value in tape["request"].items()})
             self._take(tape["events"])
-        except LostValueError as error:
-            raise ReplayError(f"episode {row['id']!r} can't be played again: {error}") from error
+        except (LostValueError, UntrustedValueError) as error:
+            raise ReplayError(f"episode {row['id']!r} can't be played again: {error}{_way_out(error)}") from error
         self.happened = set(self.events)
 
     def _take(self, events: Sequence[Sequence[Any]]) -> None:
@@ -57,7 +60,16 @@ class Record:
             elif rest and "read" in rest[0]:
                 self.readings[key] = rest[0]
             elif rest:
-                self.calls[key] = _recorded_call(len(self.calls), rest[0], steps)
+                self.calls[key] = self._call(len(self.calls), rest[0], steps)
+
+    def _call(self, number: int, said: Mapping[str, Any], steps: Mapping[str, Sequence[Any]]) -> RecordedCall:
+        error = tuple(said["error"]) if "error" in said else None
+        if "step" in said:
+            rollout, index = said["step"]
+            return RecordedCall(number, steps[rollout][index], error, said.get("text_only", False), seen=True)
+        step = self.decode(said["call"])
+        plain = {field.name: getattr(step, field.name) for field in fields(Step)}
+        return RecordedCall(number, plain, error, said.get("text_only", False), seen=False)
 
     @property
     def versions(self) -> dict[str, int]:
@@ -70,11 +82,6 @@ def nodes_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [row, *(node for child in row["children"] for node in nodes_of(child))]
 
 
-def _recorded_call(number: int, said: Mapping[str, Any], steps: Mapping[str, Sequence[Any]]) -> RecordedCall:
-    error = tuple(said["error"]) if "error" in said else None
-    if "step" in said:
-        rollout, index = said["step"]
-        return RecordedCall(number, steps[rollout][index], error, said.get("text_only", False), seen=True)
-    step = decode(said["call"])
-    plain = {field.name: getattr(step, field.name) for field in fields(Step)}
-    return RecordedCall(number, plain, error, said.get("text_only", False), seen=False)
+def _way_out(error: ValueError) -> str:
+    trust = "; if you trust the record: Record(row, allow_pickle=True), or `turnwise replay --allow-pickle`"
+    return trust if isinstance(error, UntrustedValueError) else ""

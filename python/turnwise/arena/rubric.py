@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from turnwise.arena.context import current_context, inside, resolve
+from turnwise.arena.invalid_action import InvalidActionError
 from turnwise.arena.privacy import LeakError
 from turnwise.arena.reward_values import add_tokens, check_reward, is_by_token, reward_of, settle_steps
 from turnwise.arena.scheduler import run_all
@@ -83,8 +84,9 @@ class Rubric:
     over the tokens that train counts, and ``step.info["token_rewards"]`` keeps them. A function may be ``def`` or
     ``async def``; all run concurrently. Weight 0 makes it a metric only. ``on_error`` says what an exception (or a
     ``timeout`` in seconds, for each function) does: ``"raise"`` fails the episode, ``"zero"`` counts as reward 0,
-    ``"drop"`` keeps the rollout out of the batch, ``"retry"`` tries twice more and then fails. A NaN or infinite reward
-    always fails the episode. With a ``timeout``, plain functions run in a thread, which is abandoned when time is up.
+    ``"drop"`` keeps the rollout out of the batch, ``"retry"`` tries twice more and then fails. An InvalidActionError is
+    no such exception: it gives its reward. A NaN or infinite reward always fails the episode. With a ``timeout``, plain
+    functions run in a thread, which is abandoned when time is up.
 
     A function gets what it names, see ``ARGUMENTS``; one of two arguments with names of their own gets the rollout and
     the arena, in this order. A function that names ``rollouts`` is a group function: it gets all rollouts of one
@@ -225,6 +227,8 @@ class Rubric:
             return await call()
         except (DropRolloutError, LeakError):
             raise
+        except InvalidActionError as error:
+            return error.reward or 0.0
         except Exception as error:
             return await self._handle(call, error)
 

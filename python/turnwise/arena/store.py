@@ -30,7 +30,8 @@ class ArtifactStore(Drawable):
     ``path`` keeps them in a file (SQLite), where each change is on its own at once; without it they live in memory and
     in the run's checkpoints. A file's checkpoints hold a revision: a resumed run goes back to it, and what the run did
     after it is gone from the file too. One process writes to a file, unless all open it with ``shared=True``; then what
-    others did stays where a run goes back. Data that JSON can't hold is pickled: open files of your own alone.
+    others did stays where a run goes back. Data that JSON can't hold is pickled; plain types and data classes are read
+    back (dataclasses, named tuples, enums), other objects only with ``allow_pickle``: that can run any code.
 
     ``max_size`` drops the oldest. ``dedup`` refuses data that is already there. ``sampling`` is ``"uniform"``,
     ``"weighted"``, ``"prioritised"``, ``"learnability"`` or a :class:`~turnwise.arena.drawing.SamplingRule`; the last
@@ -51,6 +52,7 @@ class ArtifactStore(Drawable):
         *,
         path: str | os.PathLike[str] | None = None,
         shared: bool = False,
+        allow_pickle: bool = False,
         max_size: int | None = None,
         dedup: bool = False,
         sampling: str | SamplingRule = "uniform",
@@ -71,7 +73,7 @@ class ArtifactStore(Drawable):
         self._rng = random.Random(derive_seed("store", name, seed))
         self._drawn: tuple[Contents, int, Pool] | None = None
         self._split: SplitRule | None = None
-        self._file = None if path is None else StoreFile(path, name, shared=shared)
+        self._file = None if path is None else StoreFile(path, name, shared=shared, allow_pickle=allow_pickle)
         self._catch_up()
         self._inherited: frozenset[str] = frozenset() if self._file is None else self._file.inherited()
 

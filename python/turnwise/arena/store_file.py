@@ -25,6 +25,7 @@ from typing import Any
 
 from turnwise import copies
 from turnwise.arena.drawing import Outcome
+from turnwise.arena.exact import UntrustedValueError, unpickle
 from turnwise.types import Artifact
 
 APPLICATION = 0x74_77_73_74  # "twst"
@@ -32,6 +33,8 @@ FORMAT = 2
 """1 had no ``run``; such a file is brought up to date when it is opened."""
 PATIENCE = 30.0
 """Seconds that a write waits for another process's."""
+
+TRUST = "If you trust the file: ArtifactStore(..., allow_pickle=True)"
 
 _TABLES = """
 CREATE TABLE store (name TEXT, file TEXT, revision INTEGER, rewinds INTEGER, oldest INTEGER, made INTEGER,
@@ -81,8 +84,10 @@ class StoreFile:
     for a file that is no store, or another store than ``name``, ``OSError`` for one that can't be opened or written.
     """
 
-    def __init__(self, path: str | os.PathLike[str], name: str, *, shared: bool = False) -> None:
-        self.path, self.shared = Path(path), shared
+    def __init__(
+        self, path: str | os.PathLike[str], name: str, *, shared: bool = False, allow_pickle: bool = False
+    ) -> None:
+        self.path, self.shared, self._allow_pickle = Path(path), shared, allow_pickle
         self.writer, self.label = secrets.token_hex(8), ""
         self._seen = self._rewinds = -1
         self._wrote, self._synced = -1, False
@@ -167,7 +172,7 @@ class StoreFile:
             seen = {"seen": -1 if news.whole else self._seen}
             gone = "SELECT id FROM artifacts WHERE removed > :seen AND added <= :seen"
             news.removed = [] if news.whole else [id for (id,) in self._run(gone, seen)]
-            news.present = [_from_row(self.path, row) for row in self._run(_ROWS, seen)]
+            news.present = [_from_row(self.path, row, self._allow_pickle) for row in self._run(_ROWS, seen)]
             self._seen, self._rewinds = revision, rewinds
             return news
 
@@ -210,10 +215,10 @@ class StoreFile:
     def insert(self, artifact: Artifact, outcome: Outcome, made: int) -> None:
         row = (
             artifact.id,
-            _packed(artifact.data),
+            _packed(artifact.data, self._allow_pickle),
             artifact.source,
             json.dumps(artifact.parents),
-            _packed(artifact.meta),
+            _packed(artifact.meta, self._allow_pickle),
             artifact.run,
             self._seen + 1,
         )
@@ -341,27 +346,34 @@ class StoreFile:
             raise ValueError(f"path={str(self.path)!r}: no artifact store can be read from it: {error}") from error
 
 
-def _from_row(path: Path, row: tuple[Any, ...]) -> tuple[Artifact, Outcome]:
+def _from_row(path: Path, row: tuple[Any, ...], allow_pickle: bool) -> tuple[Artifact, Outcome]:
     id, data, source, parents, meta, run, weight, *known = row
     try:
-        artifact = Artifact(id, _unpacked(data), weight, source, _unpacked(meta), tuple(json.loads(parents)), run)
+        made = (_unpacked(each, allow_pickle) for each in (data, meta))
+        artifact = Artifact(id, next(made), weight, source, next(made), tuple(json.loads(parents)), run)
+    except UntrustedValueError as error:
+        raise ValueError(f"path={str(path)!r}: artifact {id!r} can't be read: {error}. {TRUST}") from error
     except Exception as error:
         raise ValueError(f"path={str(path)!r}: artifact {id!r} can't be read: {error}") from error
     return artifact, Outcome(*known[:5])
 
 
-def _packed(value: Any) -> str | bytes:
-    """JSON where that gives ``value`` back as it is, else a pickle."""
+def _packed(value: Any, allow_pickle: bool) -> str | bytes:
+    """JSON where that gives ``value`` back as it is, else a pickle. Raises ``TypeError`` for what could not be read."""
     if _is_plain(value):
         return json.dumps(value)
     try:
-        return copies.dumps(value)
+        written = copies.dumps(value)
+        unpickle(written, allow_pickle=allow_pickle)
+    except UntrustedValueError as error:
+        raise TypeError(f"data={value!r}: can't be read back from a file: {error}. {TRUST}") from error
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise TypeError(f"data={value!r}: can't be kept in a file: {error}") from error
+    return written
 
 
-def _unpacked(value: str | bytes) -> Any:
-    return json.loads(value) if isinstance(value, str) else pickle.loads(value)
+def _unpacked(value: str | bytes, allow_pickle: bool) -> Any:
+    return json.loads(value) if isinstance(value, str) else unpickle(value, allow_pickle=allow_pickle)
 
 
 def _is_plain(value: Any) -> bool:

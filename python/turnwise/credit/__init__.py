@@ -7,11 +7,11 @@ with its ``group_key``. None of them has a critic: for one of your own there is 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from turnwise.credit.at_grpo import ATGRPOCredit
-from turnwise.credit.base import Credit, GroupCredit
+from turnwise.credit.base import RULE_METHODS, Credit, GroupCredit
 from turnwise.credit.constant import ConstantCredit
 from turnwise.credit.dr_grpo import DrGRPOCredit
 from turnwise.credit.dr_mas import DrMASCredit
@@ -27,7 +27,7 @@ from turnwise.credit.reinforce_pp import ReinforcePPCredit
 from turnwise.credit.rloo import RLOOCredit
 from turnwise.credit.turn_returns import TurnReturnsCredit
 from turnwise.credit.vine import VineCredit
-from turnwise.naming import construct, find
+from turnwise.naming import construct, find_class
 
 registry: dict[str, type[Credit]] = {
     "grpo": GRPOCredit,
@@ -75,13 +75,20 @@ __all__ = [
 
 
 def build_rule(
-    name: str, options: Mapping[str, Any], key: str = "credit.rule", options_key: str = "credit.options"
+    name: str,
+    options: Mapping[str, Any],
+    key: str = "credit.rule",
+    options_key: str = "credit.options",
+    *,
+    methods: Iterable[str] = RULE_METHODS,
 ) -> Any:
     """The rule that ``name`` stands for in :data:`registry`, or ``"module:Class"``, made with ``options``.
 
-    ``key`` and ``options_key`` are the configuration keys of both. Raises ``ValueError`` that names them.
+    ``key`` and ``options_key`` are the configuration keys of both. Raises ``ValueError`` that names them; a class
+    without ``methods`` is no rule and not made.
     """
-    rule, gone = find(registry, name, key), "include_truncated"
+    rule = find_class(registry, name, key, methods=methods, like="turnwise.credit.Credit")
+    gone = "include_truncated"
     if gone in options and callable(rule) and gone not in inspect.signature(rule).parameters:
         raise ValueError(
             f"config key '{options_key}.{gone}' = {options[gone]!r}: this option is gone: completions that ran into "

@@ -16,6 +16,8 @@ from turnwise.types import GenerateResult, Sample
 
 Key = tuple[Hashable, ...]
 
+RULE_METHODS = ("compute", "compute_columns", "state_dict", "load_state_dict")
+"""What a class must have to train with."""
 EQUAL, ALONE, MIN_STD, CENTERED = "equal_rewards", "alone", "min_std", "zero_advantage"
 """Why an advantage is 0: all rewards of the group are equal; the group has nothing to compare with; its deviation is
 below ``min_std``; the reward is exactly what the rule expected (the group's mean, a baseline)."""

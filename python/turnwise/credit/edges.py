@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from turnwise.naming import construct, find
+from turnwise.naming import construct, find, find_class
 from turnwise.types import GenerateResult
 
 Pay = dict[tuple[str, str], float]
@@ -135,7 +135,9 @@ def build_edge(edge: Edge | Mapping[str, Any]) -> Edge:
     """An edge as it is, or from a table such as ``{"kind": "children", "parent": "propose", ...}``."""
     if isinstance(edge, Mapping):
         options = {name: value for name, value in edge.items() if name != "kind"}
-        return construct(find(EDGES, edge.get("kind", ""), "edges.kind"), options, "edges")
+        like = "turnwise.credit.FromChildren"
+        kind = find_class(EDGES, edge.get("kind", ""), "edges.kind", methods=["pay"], like=like)
+        return construct(kind, options, "edges")
     if isinstance(edge, type) or not callable(getattr(edge, "pay", None)):
         raise TypeError(f"edges holds {edge!r}: expected objects with pay(), or tables with a kind of {sorted(EDGES)}")
     return edge

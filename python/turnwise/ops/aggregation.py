@@ -20,9 +20,11 @@ from .streams import (
     check_actors,
     check_cu_seqlens,
     check_cu_seqlens_values,
+    check_mask_type,
     check_mask_values,
     check_optional,
     count_actors,
+    is_transformed,
 )
 
 
@@ -146,7 +148,7 @@ def check_normalizer(aggregation: Aggregation, normalizer: Tensor, num_actors: i
 
 def check_normalizer_values(normalizer: Tensor) -> None:
     """What only the values tell; CPU tensors alone."""
-    if not bool((normalizer >= 0).all()):
+    if not is_transformed(normalizer) and not bool((normalizer >= 0).all()):
         raise ValueError(f"normalizer={normalizer.tolist()!r}: expected counts >= 0")
 
 
@@ -243,8 +245,8 @@ def _lengths(mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
     if mask is not None and mask.dim() != (2 if cu_seqlens is None else 1):
         expected = "[B, T], or [N] with cu_seqlens" if cu_seqlens is None else "[N], as cu_seqlens is given"
         raise ValueError(f"mask has shape {tuple(mask.shape)}: expected {expected}")
-    if mask is not None and mask.is_complex():
-        raise TypeError(f"mask has dtype {mask.dtype}: expected bool, an integer or a float type")
+    if mask is not None:
+        check_mask_type(mask)
     if mask is not None and _sees_values(mask):
         check_mask_values(mask)
     if cu_seqlens is None:

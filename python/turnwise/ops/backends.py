@@ -3,8 +3,9 @@
 ``native``: C++ for CPU tensors, CUDA C++ for CUDA tensors. ``triton``: CUDA tensors, and CPU tensors in a process that
 runs Triton's interpreter (``TRITON_INTERPRET=1``). ``torch``: the reference, any device.
 
-An automatic choice is ``native`` where it serves, else ``triton``, else ``torch``; a compiled module that does not load
-is said once. A backend asked for by name that can't serve raises.
+An automatic choice is ``native`` where it serves, else ``triton``, else ``torch``. On a GPU that also asks, once per
+device, whether its driver takes the kernels. A compiled module that does not load, or kernels that a device does not
+take, are said once per device. A backend asked for by name that can't serve raises.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import importlib.util
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,37 +59,81 @@ _NO_TRITON = "Triton is not installed; install it with: pip install 'turnwise[tr
 _NO_CUDA = "turnwise._C was built without CUDA; build it with TURNWISE_CUDA=ON and an nvcc on the PATH"
 
 
-def _native_gap(device: str) -> str:
-    """Why ``native`` can't serve tensors of a device type; empty where it can."""
+def _ask_native(index: int) -> str:
+    return (emulator or extension).cuda_obstacle(index)
+
+
+def _ask_triton(index: int) -> str:
+    try:
+        from .triton_support import load_probe
+
+        load_probe(index)
+    except Exception as error:  # no driver, a device that is too old, no C compiler: each has a type of its own
+        return f"Triton can't compile for the device: {type(error).__name__}: {str(error).strip() or 'no reason given'}"
+    return ""
+
+
+_ASK: dict[str, Callable[[int], str]] = {"native": _ask_native, "triton": _ask_triton}
+_answers: dict[tuple[str, int], str] = {}
+
+
+def _device_gap(name: str, index: int) -> str:
+    """Why a CUDA device (-1: the current one) does not take a backend's kernels; empty where it does. Asked once. While
+    a graph is captured nothing new may be loaded: such a call goes on, and another asks."""
+    key = name, index
+    if key not in _answers:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return ""
+        _answers[key] = _ASK[name](index)
+    return _answers[key]
+
+
+def _native_gap(device: str, index: int = -1) -> str:
+    """Why ``native`` can't serve tensors of a device; empty where it can."""
     if extension is None:
         return extension_error
-    if device == "cpu":
-        return ""
+    if emulator is not None:
+        return _device_gap("native", index)
     if device == "cuda":
-        return "" if extension.with_cuda else _NO_CUDA
-    return f"its kernels run on CPU and CUDA tensors, not on {device}"
+        return _device_gap("native", index) if extension.with_cuda else _NO_CUDA
+    return "" if device == "cpu" else f"its kernels run on CPU and CUDA tensors, not on {device}"
 
 
-def _triton_gap(device: str) -> str:
+def _triton_gap(device: str, index: int = -1) -> str:
     if not _has_triton:
         return _NO_TRITON
-    if device == "cuda" or (device == "cpu" and interpreted):
+    if device == "cuda":
+        return _device_gap("triton", index)
+    if device == "cpu" and interpreted:
         return ""
     return f"its kernels run on CUDA tensors, not on {device} (on CPU tensors only with TRITON_INTERPRET=1)"
 
 
 def available_backends() -> dict[str, str]:
-    """Each backend's state, for reports: ``{"native": "available (avx512)", "triton": "unavailable: ...", ...}``."""
-    cuda = torch.cuda.is_available()
+    """Each backend's state, for reports: ``{"native": "available (avx512, CUDA)", "triton": "unavailable: ...", ...}``.
+    Every GPU is asked, and one that does not take the kernels is named with the reason."""
+    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     native = f"unavailable: {extension_error}"
     if extension:
-        native = f"available ({extension.isa()}{', CUDA' if cuda and extension.with_cuda else ''})"
-    triton = _triton_gap("cuda" if cuda else "cpu")
-    return {
-        "native": native,
-        "triton": f"unavailable: {triton}" if triton else "available (interpreter)" if not cuda else "available",
-        "torch": "available",
-    }
+        gaps = {index: gap for index in devices if (gap := _native_gap("cuda", index))}
+        where = f"{extension.isa()}{', CUDA' if len(gaps) < len(devices) else ''}"
+        native = f"available ({where}){'; not for ' if gaps else ''}{_by_reason(gaps)}"
+    gaps = {index: gap for index in devices if (gap := _triton_gap("cuda", index))}
+    triton = f"available{'; not for ' if gaps else ''}{_by_reason(gaps)}"
+    if len(gaps) == len(devices) > 0:
+        triton = f"unavailable: {_by_reason(gaps)}"
+    elif not devices:
+        gap = _triton_gap("cpu")
+        triton = f"unavailable: {gap}" if gap else "available (interpreter)"
+    return {"native": native, "triton": triton, "torch": "available"}
+
+
+def _by_reason(gaps: dict[int, str]) -> str:
+    """``cuda:0, cuda:2: what both lack; cuda:1: ...``"""
+    devices: dict[str, list[str]] = {}
+    for index, gap in gaps.items():
+        devices.setdefault(gap, []).append(f"cuda:{index}")
+    return "; ".join(f"{', '.join(names)}: {gap}" for gap, names in devices.items())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -134,23 +179,41 @@ def resolve(name: str | None, tensor: Tensor | None = None, *, native: str = "",
     """
     chosen = forced_backend() if name is None else _check_name(name, "backend")
     on_cpu = tensor is None or tensor.is_cpu
-    if chosen is None and on_cpu and extension is not None:  # the usual case first: a small op is soon done
+    if chosen is None and on_cpu and extension is not None and emulator is None:  # the usual case first, and quickly
         return "torch" if native else "native"
-    device = "cpu" if on_cpu or tensor is None else tensor.device.type
+    device, index = ("cpu", None) if on_cpu or tensor is None else (tensor.device.type, tensor.device.index)
+    index = -1 if index is None else index  # the current one
     if chosen is None:
-        if extension is None:
-            _warn_once()
-        if not (native or _native_gap(device)):
-            return "native"
-        return "triton" if device == "cuda" and not (triton or _triton_gap(device)) else "torch"
-    gap = ""
-    if chosen == "native":
-        gap = _native_gap(device) or native
-    elif chosen == "triton":
-        gap = _triton_gap(device) or triton
+        return _choose(device, index, native, triton)
+    gap = _gap(chosen, device, index) or {"native": native, "triton": triton}.get(chosen, "")
     if gap:
         raise BackendUnavailable(f"backend {chosen!r} can't serve this call: {gap}")
     return chosen
+
+
+def _gap(name: str, device: str, index: int) -> str:
+    """Why a backend can't serve tensors of a device."""
+    return {"native": _native_gap, "triton": _triton_gap}[name](device, index) if name != "torch" else ""
+
+
+def _choose(device: str, index: int, native: str, triton: str) -> str:
+    """The first backend that serves. That the machine lets a slower one serve is said once per device."""
+    native_gap = _gap("native", device, index)
+    if not (native or native_gap):
+        return "native"
+    triton_gap = _gap("triton", device, index) if device == "cuda" else ""
+    served = "triton" if device == "cuda" and not (triton or triton_gap) else "torch"
+    # A build without CUDA is no news as long as Triton serves, or could if it took these inputs.
+    expected = native_gap == _NO_CUDA and not triton_gap
+    if native_gap and device in ("cpu", "cuda") and not expected:
+        _warn_once(device if index < 0 else f"{device}:{index}", served, {"native": native_gap, "triton": triton_gap})
+    return served
+
+
+# A compiler that traces a call takes what these return for a constant instead of looking inside: a probe is nothing
+# that it could trace. This is torch.compiler.assume_constant_result, which would import the compiler with the ops.
+_gap._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def native_core(tensor: Tensor) -> tuple[str, Any]:
@@ -165,11 +228,12 @@ def stream_of(tensor: Tensor) -> int:
     return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
 
 
-_warned = False
+_warned: set[str] = set()  # devices
 
 
-def _warn_once() -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        warnings.warn(f"turnwise.ops runs on plain PyTorch: {extension_error}", RuntimeWarning, stacklevel=4)
+def _warn_once(device: str, served: str, gaps: dict[str, str]) -> None:
+    if device not in _warned:
+        _warned.add(device)
+        on = "Triton's kernels" if served == "triton" else "plain PyTorch"
+        reasons = "; ".join(f"{name}: {gap}" for name, gap in gaps.items() if gap)
+        warnings.warn(f"turnwise.ops runs on {on} for {device} tensors. {reasons}", RuntimeWarning, stacklevel=5)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .backends import native_core, resolve, stream_of
-from .streams import check_optional
+from .streams import check_memory, check_optional, transform_gap
 from .token_rewards import (
     as_floats,
     check_share,
@@ -59,6 +59,7 @@ def _compute(
         from . import gae_triton
 
         _check(rewards, values, mask, cu_seqlens)
+        check_memory(rewards=rewards, values=values, mask=mask, cu_seqlens=cu_seqlens)
         rewards, mask, cu_seqlens = gpu_inputs(rewards, mask, cu_seqlens)
         gae_triton.gae(rewards, values.contiguous(), mask, cu_seqlens, gamma, lam, advantages, returns)
         return advantages, returns
@@ -144,8 +145,8 @@ def gae(
     check_optional(mask=mask, cu_seqlens=cu_seqlens)
     check_share("gamma", gamma)
     check_share("lam", lam)
-    obstacle = float64_obstacle(rewards=rewards, values=values)
-    chosen = resolve(backend, rewards, native=obstacle)
+    gap = transform_gap(backend, rewards, values, mask, cu_seqlens) or float64_obstacle(rewards=rewards, values=values)
+    chosen = resolve(backend, rewards, native=gap, triton=gap)
     if check and not torch.compiler.is_compiling():
         _check(rewards, values, mask, cu_seqlens)
         check_token_values("rewards", rewards, mask, cu_seqlens)

@@ -20,7 +20,7 @@ from .group_advantage_checks import (
     is_integral,
 )
 from .group_advantage_reference import CENTERS, POOLS, SCALES, SINGLETONS, Options, reference
-from .streams import check_optional
+from .streams import check_memory, check_optional, transform_gap
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Kernels
@@ -123,6 +123,8 @@ def _kernel(
             raise TypeError("group_ids and trajectory_ids: expected integers")
         if backend == "triton":
             check_shapes(rewards, group_ids, trajectory_ids, lengths, valid)
+            columns = {"trajectory_ids": trajectory_ids, "lengths": lengths, "valid": valid}
+            check_memory(rewards=rewards, group_ids=group_ids, **columns)
         if lengths is not None and rewards.is_cpu and lengths.is_floating_point() and bool(lengths.isinf().any()):
             raise ValueError("lengths: expected finite numbers")
         return _run(
@@ -254,7 +256,8 @@ def group_advantage(
     check_types(rewards, lengths, valid)
     rewards, lengths = rewards.detach(), None if lengths is None else lengths.detach()
     columns = (trajectory_ids, lengths, valid)
-    chosen = resolve(backend, rewards)
+    gap = transform_gap(backend, rewards, group_ids, *columns)
+    chosen = resolve(backend, rewards, native=gap, triton=gap)
     options = Options(pool, center, scale, singleton, ddof, eps, min_std)
     if check and not torch.compiler.is_compiling():
         check_all(rewards, group_ids, num_groups, *columns, options)

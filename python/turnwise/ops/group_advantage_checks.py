@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .group_advantage_reference import CENTERS, POOLS, SCALES, SINGLETONS, Options
 from .options import is_number, whole_number
-from .streams import FLOATS
+from .streams import FLOATS, is_transformed
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -66,6 +66,8 @@ def check_values(
     rewards: Tensor, group_ids: Tensor, num_groups: int, lengths: Tensor | None, valid: Tensor | None
 ) -> None:
     """What only the values tell; it makes a GPU wait."""
+    if is_transformed(rewards, group_ids, lengths, valid):
+        return
     rows = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid.bool()
     for name, bad, column, expected in (
         ("rewards", ~torch.isfinite(rewards), rewards, "a finite number"),
@@ -81,6 +83,8 @@ def check_values(
 
 
 def check_singletons(group_ids: Tensor, trajectory_ids: Tensor | None, valid: Tensor | None) -> None:
+    if is_transformed(group_ids, trajectory_ids, valid):
+        return
     rows = torch.ones_like(group_ids, dtype=torch.bool) if valid is None else valid.bool()
     groups = group_ids[rows]
     if trajectory_ids is not None:
@@ -100,7 +104,12 @@ def check_count(num_groups: Any) -> int:
 
 def count_groups(group_ids: Tensor) -> int:
     """The number of groups where the caller did not say; it makes a GPU wait."""
-    largest = int(group_ids.max()) if group_ids.numel() else -1
+    try:
+        largest = int(group_ids.max()) if group_ids.numel() else -1
+    except RuntimeError as error:
+        if not is_transformed(group_ids):
+            raise
+        raise ValueError("num_groups=None: expected a count, as torch.func.vmap hides the values of ids") from error
     if largest == 2**63 - 1:
         raise ValueError(f"group_ids[{int(group_ids.argmax())}]={largest}: expected an id below 2**63 - 1")
     return largest + 1

@@ -26,7 +26,7 @@ class Options(NamedTuple):
 
 
 def _segment_sum(values: Tensor, ids: Tensor, count: int) -> Tensor:
-    return torch.zeros(count, dtype=values.dtype, device=values.device).index_add_(0, ids, values)
+    return torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, ids, values)
 
 
 def _pool_trajectories(
@@ -38,7 +38,7 @@ def _pool_trajectories(
     rows = _segment_sum(torch.ones_like(rewards), entry, count)
     # Offsets from the entry's smallest reward keep equal rewards exactly equal.
     base = torch.full((count,), torch.inf, dtype=rewards.dtype, device=rewards.device)
-    base = base.scatter_reduce_(0, entry, rewards, "amin")
+    base = base.scatter_reduce(0, entry, rewards, "amin")
     means = base + _segment_sum(rewards - base[entry], entry, count) / rows
     return means, pairs[0], _segment_sum(lengths, entry, count), entry
 
@@ -55,24 +55,27 @@ def reference(
     """Plain PyTorch in float64, any device."""
     if not rewards.is_floating_point():
         rewards = rewards.float()
-    rows = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid.bool()
-    values, groups = rewards[rows].double(), group_ids[rows]
+    values, groups = rewards.double(), group_ids
+    weights = torch.ones_like(values) if lengths is None else lengths.double()
+    if valid is not None:  # what is not gets a group of its own, as no transform of torch.func could leave it out
+        valid = valid != 0
+        values, weights = torch.where(valid, values, 0.0), torch.where(valid, weights, 0.0)
+        groups, num_groups = torch.where(valid, groups, num_groups), num_groups + 1
     if num_groups > 2 * rewards.numel() + 1024:  # sparse ids would ask for any amount of memory
         distinct, groups = torch.unique(groups, return_inverse=True)
         num_groups = distinct.numel()
-    weights = torch.ones_like(values) if lengths is None else lengths[rows].double()
     entry = torch.arange(values.numel(), device=values.device)
     if options.pool == "trajectory":
         assert trajectory_ids is not None
-        values, groups, weights, entry = _pool_trajectories(values, groups, trajectory_ids[rows], weights)
+        values, groups, weights, entry = _pool_trajectories(values, groups, trajectory_ids, weights)
 
     # Values too large to be squared are made smaller, by a power of two.
-    largest = values.new_zeros(num_groups).scatter_reduce_(0, groups, values.abs(), "amax")[groups]
-    scale = torch.ones_like(values).masked_fill_(largest > 2.0**500, 2.0**-600)
+    largest = values.new_zeros(num_groups).scatter_reduce(0, groups, values.abs(), "amax")[groups]
+    scale = torch.ones_like(values).masked_fill(largest > 2.0**500, 2.0**-600)
     raw, values = values, values * scale
     count = _segment_sum(torch.ones_like(values), groups, num_groups)
     base = torch.full((num_groups,), torch.inf, dtype=torch.float64, device=values.device)
-    base = base.scatter_reduce_(0, groups, values, "amin")
+    base = base.scatter_reduce(0, groups, values, "amin")
     offset = values - base[groups]
     mean = _segment_sum(offset, groups, num_groups) / count
     deviation = offset - mean[groups]
@@ -93,11 +96,10 @@ def reference(
     divisor = std + options.eps * scale if options.scale == "std" else scale
     tied = std < options.min_std * scale
     if options.scale == "std":
-        tied |= std == 0
+        tied = tied | (std == 0)
     advantages = torch.where(tied, 0.0, centred / divisor)
     if options.center != "none" or options.scale != "none":
         alone = raw / (1 + options.eps) if options.scale == "std" else raw
         advantages = torch.where(n == 1, torch.zeros_like(alone) if options.singleton == "zero" else alone, advantages)
-    result = torch.zeros(rewards.shape, dtype=torch.float64, device=rewards.device)
-    result[rows] = advantages[entry]
-    return result.to(rewards.dtype)
+    result = advantages[entry]
+    return (result if valid is None else torch.where(valid, result, 0.0)).to(rewards.dtype)

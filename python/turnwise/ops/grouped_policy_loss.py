@@ -15,7 +15,7 @@ from .options import KL, Clip, ImportanceCorrection, Variant
 from .policy_loss import attach, fitted, outputs, pack, policy_loss
 from .policy_loss_reference import Objective
 from .policy_loss_setup import make_normalizer, make_objective, named_metrics
-from .streams import Streams, check_tensors, row_count
+from .streams import Streams, check_tensors, row_count, transform_gap
 from .token_rewards import as_floats, float64_obstacle, is_plain, token_reward_sum
 
 
@@ -128,8 +128,9 @@ def grouped_policy_loss(
             f"token_rewards has shape {tuple(rewards.shape)}: expected {tuple(logprobs.shape)}, as logprobs"
         )
     given, gap = fitted(given, objective.variant)
-    reason = gap or float64_obstacle(token_rewards=rewards)
-    chosen = resolve(backend, logprobs, native=reason)
+    others = group_ids, trajectory_ids, lengths, valid, normalizer
+    reason = transform_gap(backend, *given, *others) or gap or float64_obstacle(token_rewards=rewards)
+    chosen = resolve(backend, logprobs, native=reason, triton=reason)
     plain = is_plain(logprobs) or type(logprobs) is torch.nn.Parameter
     # The GPU's kernel has no table of trajectories.
     fused = chosen == "native" and (pool == "rows" or native_core(logprobs)[0] == "cpu")

@@ -11,6 +11,7 @@ from .backends import extension, resolve
 from .linear_logprob_native import backward, forward
 from .logprob import reference as logprob_reference
 from .logprob_checks import as_autocast, check_head, check_id_values, check_temperature
+from .streams import transform_gap
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -154,7 +155,8 @@ def linear_logprob(
         if positions is not None:
             check_id_values("positions", positions, hidden.shape[0])
     obstacle = "hidden is float64, and the kernels compute in float32" if hidden.dtype is torch.float64 else ""
-    chosen = resolve(backend, hidden, native=obstacle, triton=obstacle)
+    gap = transform_gap(backend, hidden, weight, targets, bias, positions) or obstacle
+    chosen = resolve(backend, hidden, native=gap, triton=gap)
     if chosen == "torch":
         logprob, entropies = reference(hidden, weight, targets, bias, positions, temperature, entropy)
     else:

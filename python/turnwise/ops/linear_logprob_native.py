@@ -26,6 +26,14 @@ def _onednn() -> Any:
     return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
+def _dense(matrix: Tensor) -> Tensor:
+    """A copy where neither rows nor columns are contiguous and apart from one another: no BLAS takes that."""
+    for x in (matrix, matrix.t()):
+        if x.stride(1) == 1 and x.stride(0) >= x.shape[1]:
+            return matrix
+    return matrix.clone(memory_format=torch.contiguous_format)
+
+
 class Products:
     """The three matrix products, of ``hidden [n, H]``, ``weight [v, H]`` and gradients ``d [n, v]`` of logits."""
 
@@ -85,7 +93,8 @@ class Head:
         backend: str = "native",
     ) -> None:
         self.triton = backend == "triton"
-        self.hidden, self.weight, self.targets, self.positions = hidden, weight, targets, positions
+        self.hidden, self.weight = _dense(hidden), _dense(weight)
+        self.targets, self.positions = targets, positions
         self.bias = None if bias is None else bias.float().contiguous()
         self.scale = 1.0 / temperature
         self.tokens, self.vocabulary = targets.shape[0], weight.shape[0]

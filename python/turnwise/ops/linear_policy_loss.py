@@ -18,7 +18,7 @@ from .logprob_tiles import Upstream, finish, new_state, scan
 from .options import KL, Clip, ImportanceCorrection, Variant
 from .policy_loss import PolicyLoss, policy_loss
 from .policy_loss_setup import check_call, make_normalizer, make_objective, make_selected
-from .streams import Rows, Streams, check_tensors
+from .streams import Rows, Streams, check_tensors, transform_gap
 
 # Tokens of a chunk: a sixteenth of them, at least _LEAST by the size of a logit, as far as all logits stay within
 # _BYTES. More would not be faster on a CPU.
@@ -199,11 +199,11 @@ def _needs_rows(variant: Variant | None, correction: ImportanceCorrection | None
     return correction is not None and correction.level == "sequence"
 
 
-def _serves(hidden: Tensor, backend: str | None) -> bool:
+def _serves(hidden: Tensor, backend: str | None, gap: str) -> bool:
     """Whether the chunks run on the compiled kernels; what else may be chosen or refused, the two passes do."""
     if hidden.dtype is torch.float64:
         return False
-    return resolve(backend, hidden) == "native"
+    return resolve(backend, hidden, native=gap, triton=gap) == "native"
 
 
 def _scale_of(tokens: Tokens) -> Tensor:
@@ -355,7 +355,9 @@ def linear_policy_loss(
     leaves = (hidden, weight, bias)
     wanted = torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves)
     once = wanted and not torch.compiler.is_compiling() and not _needs_rows(variant, correction)
-    if not (once and _serves(hidden, backend)):
+    others = positions, targets, old_logprobs, advantages, selected, *batch.values()
+    gap = transform_gap(backend, *leaves, *others)
+    if not (once and _serves(hidden, backend, gap)):
         logprob: Any = linear_logprob(hidden, weight, targets, entropy=entropy, **head)
         logprob, entropies = (logprob[0], logprob[1].detach()) if entropy else (logprob, None)
         exact = backend if backend == "torch" else None  # for a second derivative, both must be the reference

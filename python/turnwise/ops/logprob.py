@@ -11,7 +11,7 @@ from . import logprob_tiles
 from .backends import extension, resolve
 from .logprob_checks import check_id_values, check_ids, check_temperature
 from .logprob_tiles import Tile, Upstream
-from .streams import FLOATS
+from .streams import FLOATS, transform_gap
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -44,6 +44,17 @@ def _matrices(logits: Tensor) -> list[Tensor]:
 def _with_rows(logits: Tensor) -> Tensor:
     """A copy, only where the logits of a token are no neighbours."""
     return logits if logits.shape[-1] <= 1 or logits.stride(-1) == 1 else logits.contiguous()
+
+
+def _is_writable(logits: Tensor) -> bool:
+    """Whether each element has a place of its own, and the kernels can write there."""
+    reach = 1  # of the axes with smaller strides
+    for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                return False
+            reach += (size - 1) * stride
+    return _with_rows(logits) is logits
 
 
 def _kernels(backend: str) -> Any:
@@ -129,7 +140,7 @@ def _differentiate(ctx: Any, grad_logprob: Tensor | None, _: Any, grad_entropy: 
     streams = targets, lse, entropies if with_entropy else None, ctx.temperature, ctx.backend
     grad_entropy = grad_entropy if with_entropy else None
     plain = type(logits) in (Tensor, torch.nn.Parameter)  # no tensor that a compiler traces with
-    if ctx.inplace and plain and _with_rows(logits) is logits:
+    if ctx.inplace and plain and _is_writable(logits):
         memory = logits.detach()
         _gradient(memory, upstream, grad_entropy, memory, *streams)
         torch.autograd.graph.increment_version(logits)  # who still needs the logits is told
@@ -196,6 +207,7 @@ def logprob(
     Returns ``logprob`` float32 in the shape of ``targets``; with ``entropy=True`` also each distribution's entropy.
     The gradient has the dtype of the logits. With ``inplace_backward=True`` the backward writes it where the logits
     are, which saves their size in memory: they must not be used after it, and using them in another backward raises.
+    Logits that share memory with one another, as ``expand`` makes them, are left as they are.
 
     An id out of range raises on a CPU, on a GPU only with ``check=True``, which waits for it; else it gives NaN. Raises
     ``ValueError`` or ``TypeError`` naming the argument, ``BackendUnavailable`` if the named backend can't serve. A
@@ -208,7 +220,8 @@ def logprob(
     if (logits.is_cpu or check) and not torch.compiler.is_compiling():
         check_id_values("targets", targets, logits.shape[-1])
     obstacle = "logits is float64, and the kernels compute in float32" if logits.dtype is torch.float64 else ""
-    chosen = resolve(backend, logits, native=obstacle, triton=obstacle)
+    gap = transform_gap(backend, logits, targets) or obstacle
+    chosen = resolve(backend, logits, native=gap, triton=gap)
     if chosen == "torch":
         values, entropies = reference(logits, targets, temperature, entropy)
     else:

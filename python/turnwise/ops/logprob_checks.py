@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .options import is_number
-from .streams import FLOATS
+from .streams import FLOATS, is_transformed
 
 
 def as_autocast(tensor: Any, dtype: torch.dtype) -> Any:
@@ -33,11 +33,14 @@ def check_ids(name: str, ids: Tensor, device: torch.device) -> None:
 
 def check_id_values(name: str, ids: Tensor, count: int) -> None:
     """Ids are in range. Reads the values, so a GPU waits."""
+    if is_transformed(ids):
+        return
     wrong = ((ids < 0) | (ids >= count)).nonzero()
     if wrong.numel():
         place = wrong[0].tolist()
         value = int(ids[tuple(place)])
-        raise ValueError(f"{name}[{', '.join(map(str, place))}]={value}: expected an id in [0, {count})")
+        hint = ". None is left out by its id: give it any in range, and leave the token out with mask" * (value < 0)
+        raise ValueError(f"{name}[{', '.join(map(str, place))}]={value}: expected an id in [0, {count}){hint}")
 
 
 def check_head(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, positions: Tensor | None) -> None:

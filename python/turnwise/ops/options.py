@@ -247,16 +247,31 @@ class KL:
     with ``d`` clamped to +-20 and the value to +-10 (http://joschu.net/blog/kl-approx.html). ``k1+`` and ``k3+`` have
     that value and the gradient of ``k2``, which is the unbiased one.
 
-    Example: ``KL("k3", coef=1e-3)``
+    ``importance_weighted`` multiplies the estimate by the importance ratio, and the gradient flows through both. Over
+    tokens that the old policy sampled, ``k1`` and ``k3`` then average to the KL of the present one, and their gradients
+    to its gradient (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556; TRL's ``use_bias_correction_kl``). The ratio is
+    the token's, ``exp(clamp(lp - old, -20, 20))``, neither clipped nor corrected; with :class:`GSPO` it is the
+    sequence's. ``k1+`` and ``k3+`` can't be weighted: their gradient is that of the KL already. The metric ``kl`` stays
+    the plain estimate.
+
+    Example: ``KL("k3", coef=1e-3, importance_weighted=True)``
     """
 
     kind: str = "k3"
     coef: float = 1e-3
+    importance_weighted: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KL_KINDS:
             raise ValueError(f"KL.kind={self.kind!r}: expected one of {', '.join(KL_KINDS)}")
         _require_finite("KL", "coef", self.coef, 0.0, "a finite number >= 0")
+        if not isinstance(self.importance_weighted, bool):
+            raise ValueError(f"KL.importance_weighted={self.importance_weighted!r}: expected True or False")
+        if self.importance_weighted and self.kind.endswith("+"):
+            raise ValueError(
+                f"KL.importance_weighted=True: expected False with kind={self.kind!r}, whose gradient is that of the "
+                f"KL already, so the ratio's would count it twice. Use kind={self.kind[:-1]!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

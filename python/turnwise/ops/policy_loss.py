@@ -14,7 +14,15 @@ from .backends import native_core, resolve, stream_of
 from .options import KL, KL_KINDS, LEVELS, Clip, ImportanceCorrection, Variant
 from .policy_loss_reference import Objective, metric_names, reference
 from .policy_loss_setup import check_call, make_normalizer, make_objective, make_selected, named_metrics
-from .streams import Streams, check_stream_values, check_streams, check_tensors, row_count
+from .streams import (
+    Streams,
+    check_memory,
+    check_stream_values,
+    check_streams,
+    check_tensors,
+    row_count,
+    transform_gap,
+)
 
 
 class PolicyLoss(NamedTuple):
@@ -57,14 +65,16 @@ def fitted(s: Streams, variant: Variant) -> tuple[Streams, str]:
 
 
 def _pack(o: Objective) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """The options as the kernels read them: eight numbers and five modes, 0 for "none"."""
-    kind, coef = (KL_KINDS.index(o.kl.kind) + 1, o.kl.coef) if o.kl else (0, 0.0)
+    """The options as the kernels read them: eight numbers and six modes, 0 for "none"."""
+    kind, coef, weighted = 0, 0.0, False
+    if o.kl:
+        kind, coef, weighted = KL_KINDS.index(o.kl.kind) + 1, o.kl.coef, o.kl.importance_weighted
     level, cap, bounds = 0, 0.0, None
     if o.correction:
         level, cap, bounds = LEVELS.index(o.correction.level) + 1, o.correction.cap, o.correction.bounds
     below, above = bounds or (-math.inf, math.inf)
     numbers = (*o.variant.bounds, coef, cap, below, above, o.max_length or 0.0)
-    modes = (o.variant.kind, kind, level, o.aggregation.index, o.num_actors)
+    modes = (o.variant.kind, kind, level, o.aggregation.index, o.num_actors, int(weighted))
     return tuple(map(float, numbers)), modes
 
 
@@ -126,6 +136,7 @@ def _compute(
 def _compute_triton(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     from .policy_loss_triton import compute
 
+    check_memory(**dict(zip((*Streams._fields, "selected", "normalizer"), arguments, strict=False)))
     return compute(*arguments)
 
 
@@ -312,7 +323,8 @@ def policy_loss(
     ``max(-A * ratio, -A * clamp(ratio, 1 - clip.low, 1 + clip.high))``, for ``A < 0`` at most ``-A * clip.dual``;
     ``variant`` in place of ``clip`` puts another loss there: :class:`GSPO`, :class:`CISPO`, :class:`GPG`,
     :class:`Reinforce`, :class:`SAPO`, :class:`GMPO`, :class:`ClipCov`, :class:`KLCov` or a :class:`Custom` one. That is
-    multiplied by the weight of ``correction``, and ``kl.coef`` times the KL estimate comes on top. ``selected``, from
+    multiplied by the weight of ``correction``, and ``kl.coef`` times the KL estimate comes on top (times the importance
+    ratio, in every variant, where :class:`KL` is ``importance_weighted``). ``selected``, from
     :func:`select_tokens` over a whole optimizer step, replaces the choice that the last two make in this batch.
 
     ``aggregation``: ``"token-mean"``, ``sum(l) / tokens``; ``"seq-mean-token-sum"``, row sums over the number of
@@ -342,6 +354,7 @@ def policy_loss(
     if check:
         check_call(s, objective, normalizer, check)
     s, gap = fitted(s, objective.variant)
+    gap = transform_gap(backend, *s, selected, normalizer) or gap
     served = resolve(backend, logprobs, native=gap, triton=gap)
     if served != "native" or objective.variant.selects:  # the kernels look for themselves
         check_call(s, objective, normalizer)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .aggregation import Aggregation
 from .options import KL, ImportanceCorrection, Variant
-from .policy_loss_variants import LOG_RATIO_BOUND, Tokens, token_loss
+from .policy_loss_variants import LOG_RATIO_BOUND, Tokens, importance_ratio, token_loss
 from .streams import Rows, Streams
 
 METRICS = (
@@ -115,10 +115,11 @@ def reference(
             correction, rejected = correction_weights(mismatch, rows, objective.correction)
             loss = loss * correction
     if s.ref_logprobs is not None:
-        kind, coef = (objective.kl.kind, objective.kl.coef) if objective.kl else ("k3", 0.0)
-        kl = kl_estimate(logprobs, stream(s.ref_logprobs.detach()), kind)
-        loss = loss + coef * kl
+        term = objective.kl or KL("k3", coef=0.0)
+        kl = kl_estimate(logprobs, stream(s.ref_logprobs.detach()), term.kind)
         columns.append(kl)
+        weight_of_kl = importance_ratio(tokens, objective.variant) if term.importance_weighted else 1.0
+        loss = loss + term.coef * weight_of_kl * kl
     if s.rollout_logprobs is not None:
         columns += [-mismatch, weight, weight.square(), rejected]
     if s.entropy is not None:

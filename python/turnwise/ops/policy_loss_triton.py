@@ -50,9 +50,11 @@ def _bytes(flags: Tensor | None) -> Tensor | None:
 
 
 def _strides(stream: Tensor | None) -> tuple[int, int]:
-    """Of rows and of tokens within a row."""
+    """Of rows and of tokens within a row. What torch calls contiguous may have any stride where a size is 1."""
     if stream is None:
         return 0, 1
+    if stream.is_contiguous():
+        return stream.shape[-1], 1
     return (0, stream.stride(0)) if stream.dim() == 1 else (stream.stride(0), stream.stride(1))
 
 
@@ -106,7 +108,7 @@ def compute(
     """Loss, gradient (contiguous) and the table of metrics, from checked streams and the options as
     ``policy_loss._pack`` numbers them."""
     low, high, third, kl_coef, cap, below, above, max_length = numbers
-    variant, kl, level, aggregation, num_actors = modes
+    variant, kl, level, aggregation, num_actors, kl_weighted = modes
     tokens, rows = logprobs.numel(), row_count(logprobs, cu_seqlens)
     packed = cu_seqlens is not None
     has = ref_logprobs is not None, rollout_logprobs is not None, entropy is not None
@@ -131,17 +133,19 @@ def compute(
     counted = divisor is k.COUNTED
     counts = logprobs.new_zeros(2 + num_actors, dtype=torch.int64) if counted else None
     terms = None
-    cu_seqlens, actor_ids = (None if ids is None else ids.contiguous() for ids in (cu_seqlens, actor_ids))
+    cu_seqlens, actor_ids, normalizer = (
+        None if column is None else column.contiguous() for column in (cu_seqlens, actor_ids, normalizer)
+    )
     with torch.cuda.device_of(logprobs):
         if by_row or (counted and (aggregation != TokenMean.index or not flat)):
             terms = logprobs.new_empty((k.TERMS, rows), dtype=torch.float32)
             row_block = _BLOCKS[1] if packed or width > _BLOCKS[2] else _BLOCKS[2]
             k.rows_kernel[(rows,)](
-                logprobs, old_logprobs, token_advantages, row_advantages, mask, rollout_logprobs, cu_seqlens, actor_ids,
-                counts, terms, *_strides(logprobs), *_strides(old_logprobs), *_strides(token_advantages),
-                *_strides(mask), *_strides(rollout_logprobs), low, high, cap, below, above, rows, width, num_actors,
-                VARIANT=variant, LEVEL=level, COUNT=counted, BLOCK=row_block, num_warps=_warps(row_block),
-                enable_fp_fusion=True,
+                logprobs, old_logprobs, token_advantages, row_advantages, mask, ref_logprobs, rollout_logprobs,
+                cu_seqlens, actor_ids, counts, terms, *_strides(logprobs), *_strides(old_logprobs),
+                *_strides(token_advantages), *_strides(mask), *_strides(ref_logprobs), *_strides(rollout_logprobs), low,
+                high, cap, below, above, rows, width, num_actors, VARIANT=variant, KL=kl, KL_WEIGHTED=kl_weighted,
+                LEVEL=level, COUNT=counted, BLOCK=row_block, num_warps=_warps(row_block), enable_fp_fusion=True,
             )  # fmt: skip
         elif counted:
             grid = (triton.cdiv(tokens, _COUNT_BLOCK),)
@@ -164,8 +168,8 @@ def compute(
             normalizer, actor_ids, entropy, selected, counts, terms, grad, partials, slot_actors, *_strides(logprobs),
             *_strides(old_logprobs), *_strides(token_advantages), *_strides(mask), *_strides(ref_logprobs),
             *_strides(rollout_logprobs), *_strides(entropy), low, high, third, kl_coef, cap, below, above, known,
-            tokens, rows, width, pieces, slots, num_actors, VARIANT=variant, KL=kl or K3.value, LEVEL=level,
-            AGGREGATION=aggregation, DIVISOR=divisor, MODE=mode, WHOLE=whole, BLOCK=block,
+            tokens, rows, width, pieces, slots, num_actors, VARIANT=variant, KL=kl or K3.value, KL_WEIGHTED=kl_weighted,
+            LEVEL=level, AGGREGATION=aggregation, DIVISOR=divisor, MODE=mode, WHOLE=whole, BLOCK=block,
             num_warps=_warps(block, few), enable_fp_fusion=True,
         )  # fmt: skip
         last.finish_kernel[(1 + num_actors,)](
@@ -228,7 +232,7 @@ def _case(
 
 
 def _loss_case(absent: str, dtype: str = "fp32", **constants: Any) -> CompileCase:
-    usual = {"VARIANT": 0, "KL": K3.value, "LEVEL": 0, "AGGREGATION": 0, "DIVISOR": k.COUNTED.value}
+    usual = {"VARIANT": 0, "KL": K3.value, "KL_WEIGHTED": 0, "LEVEL": 0, "AGGREGATION": 0, "DIVISOR": k.COUNTED.value}
     constants = {**usual, "MODE": k.ONE_ROW.value, "WHOLE": True, "BLOCK": _BLOCKS[0], **constants}
     warps = _warps(constants["BLOCK"], "rollout entropy" in absent)
     wide = "ld.global.L1::evict_first.L2::cache_hint.v4.b32", "st.global.cs.v4.b32"
@@ -237,10 +241,19 @@ def _loss_case(absent: str, dtype: str = "fp32", **constants: Any) -> CompileCas
     return replace(case, without=("st.shared.v4",) if "selected" in absent else ())
 
 
+def _far_apart(case: CompileCase) -> CompileCase:
+    """With a mask whose tokens lie a multiple of 16 apart, as a transposed one's: it is read byte by byte."""
+    signature = {**case.signature, "mask_col": "i32"}
+    constexprs = {name: value for name, value in case.constexprs.items() if name != "mask_col"}
+    aligned = (*case.aligned, "mask_col")
+    return replace(case, signature=signature, constexprs=constexprs, aligned=aligned, instructions=("ld.global.b8",))
+
+
 def _other_cases() -> Iterator[CompileCase]:
     yield _case(k.count_kernel, "", {"BLOCK": _COUNT_BLOCK}, _COUNT_WARPS, "ld.global.v4.b32", "relaxed.add.u64")
     for variant, absent in ((GSPO.kind, "advantages cu_seqlens"), (GMPO.kind, "row_advantages cu_seqlens"), (0, "")):
-        constants = {"VARIANT": variant, "LEVEL": 2, "COUNT": True, "BLOCK": _BLOCKS[1]}
+        constants = {"VARIANT": variant, "KL": K3.value, "KL_WEIGHTED": 1, "LEVEL": 2, "COUNT": True}
+        constants["BLOCK"] = _BLOCKS[1]
         yield _case(k.rows_kernel, absent, constants, _warps(_BLOCKS[1]), "ld.global", "relaxed.add.u64")
     for whole in (True, False):
         constants = {"HAS_REF": whole, "HAS_ROLLOUT": whole, "HAS_ENTROPY": whole, "BLOCK": _FINISH_BLOCK}
@@ -253,6 +266,9 @@ _FULL = "row_advantages cu_seqlens normalizer selected"
 COMPILE_CASES = [
     _loss_case(_LEAN),
     _loss_case(_LEAN, "bf16"),
+    _far_apart(_loss_case(_LEAN)),
+    _loss_case(_LEAN, KL_WEIGHTED=1),
+    _loss_case("advantages cu_seqlens counts", VARIANT=GSPO.kind, KL_WEIGHTED=1, DIVISOR=k.GIVEN.value),
     _loss_case(_LEAN.replace("cu_seqlens", ""), MODE=k.PACKED.value, WHOLE=False),
     _loss_case(_LEAN, MODE=k.BY_WIDTH.value, WHOLE=False),
     _loss_case("row_" + _LEAN, WHOLE=False),

@@ -27,6 +27,7 @@ from .policy_loss_triton_math import (
     exact_exp,
     exp,
     gmpo_bounded,
+    importance_weighted,
     kl_term,
     token_loss,
 )
@@ -38,8 +39,8 @@ KNOWN, GIVEN, COUNTED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # How tokens find their row: all of a tile in one; rows of one width in a flat stream; rows by cu_seqlens.
 ONE_ROW, BY_WIDTH, PACKED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # What the first launch leaves of each row, and the sums that a tile leaves.
-INVERSE_LENGTH, RATIO, ADVANTAGE, CUT, IMPORTANCE = (tl.constexpr(i) for i in range(5))
-TERMS = 5
+INVERSE_LENGTH, RATIO, ADVANTAGE, CUT, IMPORTANCE, MEAN_KL = (tl.constexpr(i) for i in range(6))
+TERMS = 6
 TOKENS, LOW, HIGH, THIRD, LOG_RATIO, GROWTH, LOSS, LARGEST = (tl.constexpr(i) for i in range(8))
 KL_VALUE, MISMATCH, WEIGHT, SQUARE, REJECTED, ENTROPY = (tl.constexpr(i) for i in range(8, 14))
 COLUMNS = 14
@@ -77,7 +78,7 @@ def _trained(
         value = lanes < left
     else:
         at = mask + (row * row_stride + start * stride) + lanes.to(tl.int64) * stride
-        if not ALONE:
+        if not (ALONE or isinstance(stride, tl.tensor)):  # the hint holds for a stride of 1, which is no tensor
             at = tl.max_contiguous(at, 4)
         value = tl.load(at) if FULL else tl.load(at, mask=lanes < left, other=0)
         if mask.dtype.element_ty.is_floating():
@@ -154,6 +155,7 @@ def rows_kernel(
     advantages,
     row_advantages,
     mask,
+    ref,
     rollout,
     cu_seqlens,
     actor_ids,
@@ -167,6 +169,8 @@ def rows_kernel(
     advantages_col,
     mask_row,
     mask_col,
+    ref_row,
+    ref_col,
     rollout_row,
     rollout_col,
     low,
@@ -178,6 +182,8 @@ def rows_kernel(
     width,
     num_actors,
     VARIANT: tl.constexpr,
+    KL: tl.constexpr,
+    KL_WEIGHTED: tl.constexpr,
     LEVEL: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -191,7 +197,7 @@ def rows_kernel(
         size = tl.load(cu_seqlens + row + 1).to(tl.int64) - begin
         place = row * 0
     nothing = tl.full([], 0, tl.float64)
-    length, log_ratio, advantage, mismatch = begin * 0, nothing, nothing, nothing
+    length, log_ratio, advantage, mismatch, kl = begin * 0, nothing, nothing, nothing, nothing
     own = tl.zeros([BLOCK], tl.float32)
     if row_advantages is not None:
         own = _per_row(row_advantages, row, BLOCK).to(tl.float32)
@@ -211,6 +217,10 @@ def rows_kernel(
                 advantage += tl.sum(tl.where(trained, own, 0.0)).to(tl.float64)
                 d = tl.where(trained, gmpo_bounded(clamp(d, -FAR, FAR), own, low, high), 0.0)
             log_ratio += tl.sum(d).to(tl.float64)
+        if (VARIANT == GSPO) & (KL_WEIGHTED != 0):
+            reference = _load(ref, place, at, ref_row, ref_col, left, False, BLOCK)
+            estimate, _ = kl_term(tl.where(trained, reference - logprob, 0.0), KL)
+            kl += tl.sum(estimate).to(tl.float64)
         if LEVEL == SEQUENCE:
             sampled = _load(rollout, place, at, rollout_row, rollout_col, left, False, BLOCK)
             mismatch += tl.sum(tl.where(trained, old - sampled, 0.0)).to(tl.float64)
@@ -222,6 +232,7 @@ def rows_kernel(
         tl.store(terms + RATIO * rows + row, exact_exp(clamp(mean, -FAR, FAR)))
         tl.store(terms + ADVANTAGE * rows + row, (advantage * share).to(tl.float32))
         tl.store(terms + CUT * rows + row, (tl.abs(mean) > FAR).to(tl.float32))
+        tl.store(terms + MEAN_KL * rows + row, tl.where(tl.abs(mean) > FAR, 0.0, (kl * share).to(tl.float32)))
     if LEVEL == SEQUENCE:
         weight = exact_exp(clamp(mismatch.to(tl.float32), -FAR, FAR))
         applied = tl.minimum(cap, weight, propagate_nan=SAME)
@@ -269,12 +280,12 @@ def _weights(
     DIVISOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What each token counts in the loss; NaN where its actor is out of range."""
+    """What each token counts in the loss."""
     if AGGREGATION == AGENT_MEAN:
         of_actor = counts + 2 if DIVISOR == COUNTED else normalizer
         share = _inverse(_active(of_actor, num_actors))
         number = tl.load(of_actor + actor, mask=actor < num_actors, other=0)
-        weight = tl.broadcast_to(share * tl.where(actor < num_actors, _inverse(number), float("nan")), [BLOCK])
+        weight = tl.broadcast_to(share * _inverse(number), [BLOCK])
     else:
         share = known
         if DIVISOR == GIVEN:
@@ -396,6 +407,7 @@ def loss_kernel(
     num_actors,
     VARIANT: tl.constexpr,
     KL: tl.constexpr,
+    KL_WEIGHTED: tl.constexpr,
     LEVEL: tl.constexpr,
     AGGREGATION: tl.constexpr,
     DIVISOR: tl.constexpr,
@@ -443,9 +455,11 @@ def loss_kernel(
         advantage = _per_row(row_advantages, row, BLOCK).to(tl.float32)
     actor = 0
     if actor_ids is not None:
-        actor = tl.load(actor_ids + row).to(tl.int32)
-        actor = tl.where((actor >= 0) & (actor < num_actors), actor, num_actors)
+        actor = tl.load(actor_ids + row).to(tl.int64)  # narrowed once it is in range
+        actor = tl.where((actor >= 0) & (actor < num_actors), actor, num_actors).to(tl.int32)
     weight = _weights(normalizer, counts, terms, row, actor, known, num_actors, AGGREGATION, DIVISOR, BLOCK)
+    if actor_ids is not None:
+        weight = tl.where(actor < num_actors, weight, float("nan"))
 
     # What is 0 here makes loss and gradient of masked tokens 0, but for what the end of this deals with.
     d = tl.where(trained, logprob - old, 0.0)
@@ -462,8 +476,8 @@ def loss_kernel(
     log_ratio = clamp(d, -FAR, FAR)
     ratio = exp(log_ratio)
     loss, slope, is_low, upper = token_loss(
-        logprob, log_ratio, ratio, tl.abs(d) > FAR, advantage, scaled, weight, chosen != 0, row_ratio, row_cut,
-        low, high, third, VARIANT,
+        logprob, log_ratio, ratio, tl.abs(d) > FAR, advantage, scaled, weight, trained & (chosen != 0), row_ratio,
+        row_cut, low, high, third, VARIANT,
     )  # fmt: skip
     mismatch, importance, rejected, kl = d, d, trained, d
     if rollout is not None:
@@ -483,8 +497,16 @@ def loss_kernel(
         importance = tl.where(trained, importance, 0.0)
     if ref is not None:
         kl, kl_slope = kl_term(tl.where(trained, reference - logprob, 0.0), KL)
+        term = kl  # the metric stays the plain estimate
+        if KL_WEIGHTED:
+            if VARIANT == GSPO:
+                mean_kl = _per_row(terms + MEAN_KL * rows, row, BLOCK)
+                term, kl_slope = importance_weighted(kl, kl_slope, row_ratio, mean_kl)
+            else:
+                own = tl.where(tl.abs(d) > FAR, 0.0, kl)
+                term, kl_slope = importance_weighted(kl, kl_slope, ratio, own)
         scale = kl_coef * weight
-        loss += scale * kl
+        loss += scale * term
         slope += scale * kl_slope
     if (VARIANT == GSPO) | (VARIANT == GMPO) | (LEVEL == SEQUENCE) | (KL == K1):
         loss, slope = tl.where(trained, loss, 0.0), tl.where(trained, slope, 0.0)

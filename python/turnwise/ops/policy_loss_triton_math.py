@@ -138,6 +138,13 @@ def kl_term(d, KL: tl.constexpr):
 
 
 @triton.jit
+def importance_weighted(kl, slope, ratio, carried):
+    """An estimate times an importance ratio, and the derivative through both; ``carried`` is the estimate that the
+    derivative of the ratio brings to a token."""
+    return ratio * kl, ratio * (slope + carried)
+
+
+@triton.jit
 def token_loss(
     logprob,
     log_ratio,

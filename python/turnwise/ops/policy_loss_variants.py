@@ -65,6 +65,13 @@ def _gspo(t: Tokens, v: GSPO) -> TokenLoss:
     return _surrogate(ratio, t.advantages, v.low, v.high)
 
 
+def importance_ratio(t: Tokens, variant: Variant) -> Tensor:
+    """What an importance-weighted KL term is multiplied by: the token's own ratio, or its sequence's in GSPO."""
+    if not isinstance(variant, GSPO):
+        return t.ratio
+    return _row_mean(t, t.logprobs - t.old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
 def _cispo(t: Tokens, v: CISPO) -> TokenLoss:
     weight = t.ratio.detach().clamp(1 - v.low, 1 + v.high)
     below, above = t.ratio < 1 - v.low, t.ratio > 1 + v.high

@@ -2,14 +2,74 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
+from torch.autograd import forward_ad
 
+from .backends import forced_backend
 from .options import whole_number
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATS)
+MOST_ACTORS = 2**31 - 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tensors that kernels can't read
+# ---------------------------------------------------------------------------------------------------------------------
+def is_transformed(*tensors: Any) -> bool:
+    """Whether one of them belongs to a transform of ``torch.func``, such as ``grad``, ``vmap`` or ``jvp``, or carries a
+    tangent of forward-mode differentiation: its values can't be looked at, or are not all there is."""
+    if torch.compiler.is_compiling():
+        return False
+    dual = forward_ad._current_level >= 0
+    if not (dual or torch._C._are_functorch_transforms_active()):
+        return False
+    return any(
+        isinstance(tensor, Tensor)
+        and (
+            _functorch.is_functorch_wrapped_tensor(tensor)
+            or (dual and forward_ad.unpack_dual(tensor).tangent is not None)
+        )
+        for tensor in tensors
+    )
+
+
+_TRANSFORMED = (
+    "it is inside a transform of torch.func (grad, vmap, jvp) or under forward-mode differentiation, and the kernels "
+    "read and write memory alone; use backend='torch', or with ops.backend('torch'): around it"
+)
+_warned = False
+
+
+def transform_gap(backend: str | None, *tensors: Any) -> str:
+    """Why the kernels can't serve a call inside ``torch.func``, where even what a plain tensor makes belongs to the
+    transform; empty where they can. If none is named, ``torch`` will serve, which is said once."""
+    global _warned
+    if not (torch._C._are_functorch_transforms_active() or is_transformed(*tensors)):
+        return ""
+    silent = _warned or torch.compiler.is_compiling()
+    if backend is None and forced_backend() is None and not silent:
+        _warned = True
+        warnings.warn(f"turnwise.ops runs this call on plain PyTorch: {_TRANSFORMED}", RuntimeWarning, stacklevel=3)
+    return _TRANSFORMED
+
+
+def check_memory(**tensors: Tensor | None) -> None:
+    """None is a wrapper, which says that it is a tensor of the device and has nothing at its address. The compiled
+    module looks for itself."""
+    for name, tensor in tensors.items():
+        if tensor is None or type(tensor) is Tensor:
+            continue
+        if tensor.numel() and not tensor.data_ptr():
+            raise TypeError(
+                f"{name}: expected a tensor with memory of its own, not a wrapper such as a DTensor: "
+                "pass x.full_tensor()"
+            )
 
 
 class Rows:
@@ -98,7 +158,10 @@ def check_cu_seqlens(cu_seqlens: Tensor) -> None:
 
 
 def check_cu_seqlens_values(cu_seqlens: Tensor, tokens: int | None) -> None:
-    """The values start at 0, never fall and end at ``tokens``; CPU tensors alone, since it would make a GPU wait."""
+    """The values start at 0, never fall and end at ``tokens``; CPU tensors alone, since it would make a GPU wait. What
+    belongs to a transform of ``torch.func`` has none that could be looked at, here and below."""
+    if is_transformed(cu_seqlens):
+        return
     if int(cu_seqlens[0]) != 0:
         raise ValueError(f"cu_seqlens[0]={int(cu_seqlens[0])}: expected 0")
     falling = (cu_seqlens[1:] < cu_seqlens[:-1]).nonzero()
@@ -114,21 +177,26 @@ def check_mask(mask: Tensor | None, tokens: Tensor, name: str) -> None:
         return
     if mask.shape != tokens.shape:
         raise ValueError(f"mask has shape {tuple(mask.shape)}: expected {tuple(tokens.shape)}, as {name}")
-    if mask.is_complex():
-        raise TypeError(f"mask has dtype {mask.dtype}: expected bool, an integer or a float type")
+    check_mask_type(mask)
+
+
+def check_mask_type(mask: Tensor) -> None:
+    if mask.dtype not in MASKS:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in MASKS)
+        raise TypeError(f"mask has dtype {mask.dtype}: expected one of {names}. Pass mask != 0")
 
 
 def count_actors(num_actors: Any) -> int:
     """``num_actors`` as an int: beside ``actor_ids`` it must be a whole number, at least 1."""
     count = whole_number(num_actors)
-    if count is None or count < 1:
-        raise ValueError(f"num_actors={num_actors!r}: expected a count >= 1, as actor_ids is given")
+    if count is None or not 1 <= count <= MOST_ACTORS:
+        raise ValueError(f"num_actors={num_actors!r}: expected a count >= 1 and below 2**31, as actor_ids is given")
     return count
 
 
 def check_mask_values(mask: Tensor) -> None:
     """A mask of floats holds 0 and 1; CPU tensors alone."""
-    if not mask.is_floating_point():
+    if not mask.is_floating_point() or is_transformed(mask):
         return
     wrong = ((mask != 0) & (mask != 1)).nonzero()
     if wrong.numel():
@@ -145,6 +213,8 @@ def check_actors(actor_ids: Tensor, num_actors: int | None, rows: int) -> None:
 
 def check_actor_values(actor_ids: Tensor, num_actors: int) -> None:
     """Ids are in range; CPU tensors alone."""
+    if is_transformed(actor_ids):
+        return
     wrong = ((actor_ids < 0) | (actor_ids >= num_actors)).nonzero()
     if wrong.numel():
         row = int(wrong[0])

@@ -14,9 +14,13 @@ from .streams import (
     check_cu_seqlens_values,
     check_layout,
     check_mask,
+    check_mask_type,
     check_mask_values,
+    check_memory,
     check_optional,
+    is_transformed,
     row_count,
+    transform_gap,
 )
 from .token_rewards_reference import returns as returns_reference
 from .token_rewards_reference import reward_sum
@@ -29,7 +33,7 @@ def as_floats(name: str, stream: Any) -> Tensor:
     """A stream of rewards or values without its graph; integers as float32."""
     if not isinstance(stream, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(stream).__name__}")
-    if stream.requires_grad:
+    if stream.requires_grad or is_transformed(stream):
         stream = stream.detach()
     if stream.dtype in FLOATS:
         return stream
@@ -69,6 +73,8 @@ def check_token_values(name: str, rewards: Tensor, mask: Tensor | None, cu_seqle
 
 
 def _check_finite(name: str, rewards: Tensor, trained: Tensor | None) -> None:
+    if is_transformed(rewards, trained):
+        return
     wrong = ~torch.isfinite(rewards) if trained is None else ~torch.isfinite(rewards) & trained
     where = wrong.nonzero()
     if where.numel():
@@ -99,10 +105,11 @@ def _check_sum_values(rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor |
     if lengths is None:
         check_token_values("token_rewards", rewards, mask, cu_seqlens)
         return
-    wrong = ((lengths < 0) | (lengths > rewards.shape[1])).nonzero()
-    if wrong.numel():
-        row = int(wrong[0])
-        raise ValueError(f"lengths[{row}]={int(lengths[row])}: expected a number in [0, {rewards.shape[1]}]")
+    if not is_transformed(lengths):
+        wrong = ((lengths < 0) | (lengths > rewards.shape[1])).nonzero()
+        if wrong.numel():
+            row = int(wrong[0])
+            raise ValueError(f"lengths[{row}]={int(lengths[row])}: expected a number in [0, {rewards.shape[1]}]")
     _check_finite("token_rewards", rewards, _prefixes(rewards, lengths))
 
 
@@ -121,6 +128,7 @@ def gpu_inputs(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """All contiguous, and the mask in bytes or float32: other masks and strides are copied."""
     if mask is not None:
+        check_mask_type(mask)
         mask = (mask if mask.dtype in _BYTES or mask.dtype is torch.float32 else mask != 0).contiguous()
     return tokens.contiguous(), mask, None if cu_seqlens is None else cu_seqlens.contiguous()
 
@@ -141,6 +149,7 @@ def _sum(
 
         check_tokens("token_rewards", token_rewards, mask, cu_seqlens)
         _check_lengths(token_rewards, mask, cu_seqlens, lengths)
+        check_memory(token_rewards=token_rewards, mask=mask, cu_seqlens=cu_seqlens, lengths=lengths)
         lengths = None if lengths is None else lengths.contiguous()
         token_rewards_triton.token_reward_sum(*gpu_inputs(token_rewards, mask, cu_seqlens), lengths, sums)
         return sums
@@ -167,6 +176,7 @@ def _returns(
         from . import token_rewards_triton
 
         check_tokens("token_rewards", token_rewards, mask, cu_seqlens)
+        check_memory(token_rewards=token_rewards, mask=mask, cu_seqlens=cu_seqlens)
         token_rewards_triton.token_returns(*gpu_inputs(token_rewards, mask, cu_seqlens), gamma, returns)
         return returns
     device, core = native_core(token_rewards)
@@ -266,7 +276,8 @@ def token_reward_sum(
     """
     rewards = as_floats("token_rewards", token_rewards)
     check_optional(mask=mask, cu_seqlens=cu_seqlens, lengths=lengths)
-    chosen = resolve(backend, rewards, native=float64_obstacle(token_rewards=rewards))
+    gap = transform_gap(backend, rewards, mask, cu_seqlens, lengths) or float64_obstacle(token_rewards=rewards)
+    chosen = resolve(backend, rewards, native=gap, triton=gap)
     if check and not torch.compiler.is_compiling():
         check_tokens("token_rewards", rewards, mask, cu_seqlens)
         _check_lengths(rewards, mask, cu_seqlens, lengths)
@@ -302,7 +313,8 @@ def token_returns(
     rewards = as_floats("token_rewards", token_rewards)
     check_optional(mask=mask, cu_seqlens=cu_seqlens)
     check_share("gamma", gamma)
-    chosen = resolve(backend, rewards, native=float64_obstacle(token_rewards=rewards))
+    gap = transform_gap(backend, rewards, mask, cu_seqlens) or float64_obstacle(token_rewards=rewards)
+    chosen = resolve(backend, rewards, native=gap, triton=gap)
     if check and not torch.compiler.is_compiling():
         check_tokens("token_rewards", rewards, mask, cu_seqlens)
         check_token_values("token_rewards", rewards, mask, cu_seqlens)

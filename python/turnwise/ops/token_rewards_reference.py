@@ -51,13 +51,18 @@ def returns(rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, gam
     """Discounted rewards to go in float64, token by token from the last."""
     columns = Columns(rewards, cu_seqlens)
     values, trained = columns.pad(rewards.double()), _trained(rewards, mask, columns)
-    result = torch.zeros_like(values)
+    result = []
     behind = values.new_zeros(values.shape[0])
     for t in reversed(range(values.shape[1])):
         here = values[:, t] + gamma * behind
         behind = torch.where(trained[:, t], here, behind)
-        result[:, t] = torch.where(trained[:, t], here, 0.0)
-    return columns.unpad(result)
+        result.append(torch.where(trained[:, t], here, 0.0))
+    return columns.unpad(_from_the_last(result, values))
+
+
+def _from_the_last(columns: list[Tensor], like: Tensor) -> Tensor:
+    """``[B, T]`` from its columns, last one first; not written in place, which ``vmap`` could not follow."""
+    return torch.stack(columns[::-1], dim=1) if columns else torch.zeros_like(like)
 
 
 def gae(
@@ -66,12 +71,12 @@ def gae(
     """Advantages and returns in float64, by the recursion ``A[t] = delta[t] + gamma * lam * A[t + 1]``."""
     columns = Columns(rewards, cu_seqlens)
     r, v, trained = columns.pad(rewards.double()), columns.pad(values.double()), _trained(rewards, mask, columns)
-    advantages, targets = torch.zeros_like(r), torch.zeros_like(r)
+    advantages, targets = [], []
     behind, next_value = r.new_zeros(r.shape[0]), r.new_zeros(r.shape[0])
     for t in reversed(range(r.shape[1])):
         here = r[:, t] + gamma * next_value - v[:, t] + gamma * lam * behind
         behind = torch.where(trained[:, t], here, behind)
         next_value = torch.where(trained[:, t], v[:, t], next_value)
-        advantages[:, t] = torch.where(trained[:, t], here, 0.0)
-        targets[:, t] = torch.where(trained[:, t], here + v[:, t], 0.0)
-    return columns.unpad(advantages), columns.unpad(targets)
+        advantages.append(torch.where(trained[:, t], here, 0.0))
+        targets.append(torch.where(trained[:, t], here + v[:, t], 0.0))
+    return columns.unpad(_from_the_last(advantages, r)), columns.unpad(_from_the_last(targets, r))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import triton
 from triton.compiler import ASTSource
 
@@ -15,6 +16,18 @@ from .backends import interpreted
 TYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float64": "fp64"}
 
 FUSED = {"enable_fp_fusion": True}  # a default that Triton 3.10 turns round
+
+
+@triton.jit
+def _probe_kernel() -> None:
+    pass
+
+
+def load_probe(index: int) -> None:
+    """Compile an empty kernel for a CUDA device (-1: the current one) and load it there, launching nothing. Raises what
+    Triton raises where it can't: without a driver or a C compiler, or for a device that it has no code for."""
+    with torch.cuda.device(index):
+        _probe_kernel.warmup(grid=(1,), **FUSED)[(1,)]
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,6 @@ rule needs. Every number here comes from ``rollouts.jsonl``; no model is loaded.
 from __future__ import annotations
 
 import itertools
-import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,10 +19,10 @@ from turnwise.arena.samples import advantages_of
 from turnwise.command_words import literal
 from turnwise.credit import build_rule, registry
 from turnwise.naming import find, option_types
-from turnwise.report.read import parse_config
+from turnwise.report.read import parse_config, read_config_text
 from turnwise.samples import collect_samples
 from turnwise.train.run_log import read_metrics
-from turnwise.train.sinks import step_of
+from turnwise.train.sinks import read_lines
 from turnwise.types import CreditAssigner, GenerateResult, Rollout, Step
 
 
@@ -79,8 +77,7 @@ def compare_credit(
     Options given as text are read as the rule expects them (:func:`turnwise.command_words.literal`).
     Raises ``ValueError`` for a folder without recorded episodes, and for a step that has none.
     """
-    config_file = folder / "config.toml"
-    config = parse_config(config_file.read_text(encoding="utf-8") if config_file.is_file() else None)
+    config = parse_config(read_config_text(folder / "config.toml"))
     own_name, own_options = config.get("credit", {}).get("rule"), config.get("credit", {}).get("options", {})
     if own_name == "task":  # a program's own arena brought its rule, and no config knows it
         own_name, own_options = None, {}
@@ -93,8 +90,8 @@ def compare_credit(
         for key, value in (options or {}).items()
     }
     chosen = {**(own_options if name == own_name else {}), **given}
-    other = build_rule(name, chosen, "rule", "options")
-    own = None if own_name is None else build_rule(own_name, own_options, "credit.rule", "credit.options")
+    other = build_rule(name, chosen, "rule", "options", methods=["compute"])
+    own = None if own_name is None else build_rule(own_name, own_options, methods=["compute"])
     found = Comparison(name, own_name, own_exact=None if own is None else 0)
     episodes = {int(row["step"]): int(row["episodes"]) for row in read_metrics(folder) if "episodes" in row}
     for number, results in recorded_steps(folder / "rollouts.jsonl"):
@@ -169,10 +166,9 @@ def recorded_steps(path: Path) -> Iterator[tuple[int, list[GenerateResult]]]:
     """``(step, results)`` of ``rollouts.jsonl``, step by step; a line that is being written is left out."""
     if not path.is_file():
         raise ValueError(f"{path.parent}: no run folder with recorded episodes, expected {path.name} in it")
-    with path.open(encoding="utf-8") as stream:
-        whole = (line for line in stream if step_of(line) < math.inf)
-        for step, rows in itertools.groupby(map(json.loads, whole), key=lambda row: int(row["step"])):
-            yield step, [result_of(row) for row in rows]
+    rows = (row for _, row in read_lines(path))
+    for step, group in itertools.groupby(rows, key=lambda row: int(row["step"])):
+        yield step, [result_of(row) for row in group]
 
 
 def result_of(row: Mapping[str, Any], parent: str | None = None) -> GenerateResult:

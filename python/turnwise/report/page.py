@@ -6,6 +6,7 @@ import html
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from turnwise import __version__
 from turnwise.report.read import Limits, read_run
-from turnwise.train.sinks import replace_text
+from turnwise.train.sinks import replace_file
 
 SCRIPTS = ("dom.js", "chart.js", "curves.js", "tokens.js", "episodes.js", "main.js")
 """In the order in which they stand in the page: each uses those before it."""
@@ -22,13 +23,23 @@ SCRIPTS = ("dom.js", "chart.js", "curves.js", "tokens.js", "episodes.js", "main.
 def write_report(run_dir: str | Path, out: str | Path | None = None, limits: Limits | None = None) -> Path:
     """Write the report of ``run_dir`` to ``out`` (default: ``run_dir/report.html``) and return its path.
 
-    Works while the run goes on, and shows it as far as it is. Raises ``ValueError`` for a folder without a run.
+    Works while the run goes on, and shows it as far as it is. Raises ``ValueError`` for a folder without a run. Folders
+    that are missing above ``out`` are made; where writing fails, neither they nor a part of the file stay.
     """
     folder = Path(run_dir)
-    data = read_run(folder, limits)
     path = Path(out) if out is not None else folder / "report.html"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, render(data))
+    if path.is_dir():
+        raise ValueError(f"out={str(path)!r}: expected the name of a file to write, got a folder")
+    page = render(read_run(folder, limits))
+    made = [parent for parent in path.parents if not parent.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, page)
+    except BaseException:
+        for parent in made:
+            with suppress(OSError):
+                parent.rmdir()
+        raise
     return path
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.train.run_log import read_metrics
+from turnwise.train.sinks import parse_line
 
 _EXACT = 2**53  # beyond it a browser rounds whole numbers, and a seed must not be rounded
 
@@ -47,7 +48,7 @@ def read_run(folder: Path, limits: Limits | None = None) -> dict[str, Any]:
         raise ValueError(
             f"run_dir={str(folder)!r}: no run folder, expected one with metrics.jsonl, rollouts.jsonl or config.toml"
         )
-    config = files[2].read_text(encoding="utf-8") if files[2].is_file() else None
+    config = read_config_text(files[2])
     settings = parse_config(config)
     rows = read_metrics(folder)
     prompts: dict[str, int] = {}
@@ -66,6 +67,14 @@ def read_run(folder: Path, limits: Limits | None = None) -> dict[str, Any]:
         "episodes": episodes,
         "prompts": [json.loads(text) for text in prompts],
     }
+
+
+def read_config_text(file: Path) -> str | None:
+    """A run's ``config.toml``; ``None`` where there is none. Raises ``ValueError`` naming a file that is no text."""
+    try:
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: expected text in UTF-8 ({error})") from error
 
 
 def parse_config(text: str | None) -> dict[str, Any]:
@@ -130,18 +139,18 @@ def read_episodes(path: Path, limits: Limits) -> tuple[int, list[dict[str, Any]]
     """How many episodes ``rollouts.jsonl`` holds, and the chosen ones. Lines that were not chosen are never parsed."""
     if not path.is_file():
         return 0, []
-    places: list[tuple[int, int]] = []
+    places: list[tuple[int, int, int]] = []
     with path.open("rb") as stream:
         at = 0
-        for line in stream:
-            if line.endswith(b"}\n"):
-                places.append((at, len(line)))
+        for number, line in enumerate(stream, 1):
+            if line.endswith(b"\n"):  # else it is still being written
+                places.append((at, len(line), number))
             at += len(line)
-        chosen = choose([length for _, length in places], limits)
         lines = []
-        for index in chosen:
-            stream.seek(places[index][0])
-            lines.append(json.loads(stream.read(places[index][1])))
+        for index in choose([length for _, length, _ in places], limits):
+            at, length, number = places[index]
+            stream.seek(at)
+            lines.append(parse_line(stream.read(length), path, number))
     return len(places), lines
 
 

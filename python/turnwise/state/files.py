@@ -19,7 +19,7 @@ import os
 import pickle
 import struct
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -166,22 +166,38 @@ def sync_folder(folder: Path) -> None:
 
 
 # ---- loading --------------------------------------------------------------------------------------------------------
-def load(path: str | os.PathLike[str], *, store: Store | None = None, allow_pickle: bool = False) -> dict[str, State]:
+def load(
+    path: str | os.PathLike[str],
+    *,
+    store: Store | None = None,
+    allow: Iterable[type | Callable[..., Any]] = (),
+    allow_pickle: bool = False,
+) -> dict[str, State]:
     """The States of a file that :meth:`Store.save` wrote, by name; what they shared they share again.
 
     They belong to ``store``, or to a new :class:`Store`; it has to know the types of the objects that forks copy
-    (:meth:`Store.register`). Arrays are read-only views of one block of memory. Types other than Python's own and
-    numpy's are only read with ``allow_pickle=True``, which can run any code that the file's author wanted.
+    (:meth:`Store.register`). Arrays are read-only views of one block of memory.
+
+    A file may name classes: those of its objects, members of enums, classes that are values themselves. Values of
+    Python, numpy and torch are read; any other name is refused before it is imported, unless it is one of the classes
+    and functions in ``allow``. Their own code runs then: constructors, ``__setstate__``. No file can make a class, or
+    change one that it names. ``allow_pickle=True`` allows everything, any code that the file's author wanted among it.
+
+    Example: ``load("tree.state", allow=[Board])["root"]``
 
     Raises :class:`CheckpointError`, which names the path, for files that are damaged, cut off, of another format, or
     not States at all; :class:`OpaqueError` for a type that the store has no policy for.
     """
     from turnwise.state.store import Store  # which imports this file
 
+    allowed = list(allow)
+    for each in allowed:
+        if not callable(each) or not hasattr(each, "__qualname__"):
+            raise TypeError(f"allow={allowed!r}: expected classes and functions, got {each!r}")
     try:
         with open(path, "rb") as stream:
             header, structure, pickled, buffers = _read(stream)
-        leaves = load_leaves(pickled, header.views(buffers), allow_pickle=allow_pickle)
+        leaves = load_leaves(pickled, header.views(buffers), allow=allowed, allow_pickle=allow_pickle)
         if store is None:
             store = Store(arrays=header.arrays)
         states = restore(store, structure, leaves, header.versions)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import pickle
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 from turnwise._C import CheckpointError
 from turnwise.copies import Pickler
@@ -62,25 +64,104 @@ class _Pickler(Pickler):
         return super().reducer_override(value)
 
 
-class _Unpickler(pickle.Unpickler):
-    """Finds harmless names alone."""
+Allowed = Mapping[tuple[str, str], Any]
+"""What the caller allows besides, by module and qualified name."""
+
+
+def _find(module: str, name: str, allowed: Allowed) -> Any:
+    """What a file means by a name, if it is harmless or ``allowed``; nothing else is imported."""
+    if (module, name) in allowed:
+        return allowed[module, name]
+    if name in HARMLESS.get(module, ()):
+        return getattr(importlib.import_module(module), name)
+    if module in ("numpy", "torch") and "." not in name:
+        found = getattr(importlib.import_module(module), name, None)
+        if module == "numpy":
+            import numpy as np
+
+            if isinstance(found, type) and issubclass(found, np.generic):
+                return found
+        elif isinstance(found, sys.modules["torch"].dtype):
+            return found
+    raise CheckpointError(
+        f"it names {module}.{name}, which is none of the types that are known to be harmless, so it was neither "
+        f"imported nor called. If its code may run: load(path, allow=[{name}]); if any code of the file's author may: "
+        "load(path, allow_pickle=True)"
+    )
+
+
+class _NeedsGuard(Exception):
+    """The file names something that a pickle could change, or make classes with."""
+
+
+class _Quick(pickle.Unpickler):
+    """In C, for files that name nothing but what no pickle can change: builtin functions and types written in C."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in HARMLESS.get(module, ()):
-            return super().find_class(module, name)
-        if module in ("numpy", "torch") and "." not in name:
-            found = getattr(importlib.import_module(module), name, None)
-            if module == "numpy":
-                import numpy as np
+        found = _find(module, name, {})
+        if isinstance(found, types.BuiltinFunctionType):
+            return found
+        if isinstance(found, type) and not found.__flags__ & _HEAP_TYPE and found is not type:
+            return found
+        raise _NeedsGuard
 
-                if isinstance(found, type) and issubclass(found, np.generic):
-                    return found
-            elif isinstance(found, sys.modules["torch"].dtype):
-                return found
-        raise CheckpointError(
-            f"it names {module}.{name}, which is none of the types that are known to be harmless: reading it can run "
-            "any code. If you trust the file: load(path, allow_pickle=True)"
-        )
+
+_InPython: Any = pickle._Unpickler  # the module's own fallback, whose steps can be looked at
+
+
+class GuardedUnpickler(_InPython):
+    """Makes objects and changes those that it made: no class, no function and nothing else that has a name."""
+
+    def __init__(self, stream: Any, *, buffers: Iterable[memoryview] = (), allowed: Allowed | None = None) -> None:
+        super().__init__(stream, buffers=buffers)
+        self.allowed, self.named = allowed or {}, list[Any]()
+
+    def find_class(self, module: str, name: str) -> Any:
+        self.named.append(_find(module, name, self.allowed))
+        return self.named[-1]
+
+    def load_build(self) -> None:
+        target = self.stack[-2]
+        if isinstance(target, type) or any(target is each for each in self.named):
+            raise CheckpointError(f"it changes {target!r}, which it only names")
+        super().load_build()
+
+    def load_reduce(self) -> None:
+        make, args = self.stack[-2:]
+        if make is not type or args not in _TYPES_OF:
+            self._check(make)
+        super().load_reduce()
+
+    def load_newobj(self) -> None:
+        self._check(self.stack[-2])
+        super().load_newobj()
+
+    def load_newobj_ex(self) -> None:
+        self._check(self.stack[-3])
+        super().load_newobj_ex()
+
+    def _instantiate(self, make: Any, args: Any) -> None:
+        self._check(make)
+        super()._instantiate(make, args)
+
+    def _check(self, make: Any) -> None:
+        if isinstance(make, type) and issubclass(make, type):
+            raise CheckpointError("it makes a class of its own")
+        if not any(make is each for each in self.named):
+            raise CheckpointError(f"it calls {make!r}, which it doesn't name")
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        **_InPython.dispatch,
+        pickle.BUILD[0]: load_build,
+        pickle.REDUCE[0]: load_reduce,
+        pickle.NEWOBJ[0]: load_newobj,
+        pickle.NEWOBJ_EX[0]: load_newobj_ex,
+    }
+
+
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: its attributes can be set
+_TYPES_OF = ((None,), (Ellipsis,), (NotImplemented,))
+"""How the types of these are written: they have no name of their own."""
 
 
 def dump_leaves(leaves: Sequence[Any]) -> tuple[bytes, list[memoryview]]:
@@ -109,11 +190,23 @@ def first_unpicklable(leaves: Iterable[Any]) -> tuple[Any, Exception] | None:
     return None
 
 
-def load_leaves(pickled: bytes | memoryview, buffers: Iterable[memoryview], *, allow_pickle: bool) -> list[Any]:
-    """What :func:`dump_leaves` wrote; arrays are views of ``buffers``."""
-    kind = pickle.Unpickler if allow_pickle else _Unpickler
+def _load_guarded(pickled: bytes | memoryview, buffers: list[memoryview], allowed: Allowed) -> Any:
+    if not allowed:
+        with contextlib.suppress(_NeedsGuard):
+            return _Quick(io.BytesIO(pickled), buffers=buffers).load()
+    return GuardedUnpickler(io.BytesIO(pickled), buffers=buffers, allowed=allowed).load()
+
+
+def load_leaves(
+    pickled: bytes | memoryview, buffers: Iterable[memoryview], *, allow: Iterable[Any] = (), allow_pickle: bool = False
+) -> list[Any]:
+    """What :func:`dump_leaves` wrote; arrays are views of ``buffers``. ``allow`` has the caller's own classes."""
+    buffers, allowed = list(buffers), {(each.__module__, each.__qualname__): each for each in allow}
     try:
-        leaves = kind(io.BytesIO(pickled), buffers=buffers).load()
+        if allow_pickle:
+            leaves = pickle.Unpickler(io.BytesIO(pickled), buffers=buffers).load()
+        else:
+            leaves = _load_guarded(pickled, buffers, allowed)
     except CheckpointError:
         raise
     except Exception as error:  # whatever a pickle may raise

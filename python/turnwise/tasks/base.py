@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
@@ -10,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from turnwise.naming import nearest
 from turnwise.tasks.rewards import MixMode
-from turnwise.types import Actor, EpisodeRequest, Messages
+from turnwise.types import Actor, EpisodeRequest, Message, Messages
 
 if TYPE_CHECKING:
     from turnwise.arena.episode import Episode
@@ -20,6 +21,9 @@ Split = Literal["train", "validation", "eval"]
 
 # A question's own hash puts it in a split, so no choice of seed or count can leak one into another: 8 parts train.
 SPLIT_OF_RESIDUE: tuple[Split, ...] = ("eval", "validation", *("train",) * 8)
+
+QUESTIONS = 200
+"""So many held-out questions are asked by default, of a task that has them."""
 
 Demonstration = tuple[str, Messages, str]
 """``(actor id, prompt, completion)``: ``("solver", [{"role": "user", "content": "2 + 2 = ?"}], "#### 4")``."""
@@ -110,10 +114,66 @@ class TeamOptions(TaskOptions):
         return actors
 
 
+_ROUND = re.compile(r"\nRound \d+\.( Your last reply could not be read\.)?$")
+
+
+def with_round(message: Message, turn: int, *, unread: bool = False) -> Message:
+    """``message`` with the round at its end, from the second on (``turn`` counts from 0), and whether the actor's own
+    last reply was ``unread``: what failed before never leads to the same prompt again.
+    """
+    if not turn:
+        return message
+    note = f"\nRound {turn + 1}." + (" Your last reply could not be read." if unread else "")
+    return {**message, "content": message["content"] + note}
+
+
+def without_round(messages: Messages) -> str:
+    """The content of the last message, without what :func:`with_round` added."""
+    return _ROUND.sub("", messages[-1]["content"])
+
+
 def split_of(question: str) -> Split:
     """The one split that a question belongs to, by a hash of its text: 8 of 10 train, 1 validation, 1 eval."""
     digest = blake2b(question.encode(), digest_size=8).digest()
     return SPLIT_OF_RESIDUE[int.from_bytes(digest, "big") % len(SPLIT_OF_RESIDUE)]
+
+
+def held_out(task: Task, split: Split, n: int | None) -> list[EpisodeRequest]:
+    """The first ``n`` questions of ``split``; with ``None`` ``QUESTIONS`` of them, or all where there are fewer.
+
+    Raises what the task raises where it has no ``n`` of them, or none at all.
+    """
+    if n is not None:
+        return task.eval_requests(split, n)
+    try:
+        return task.eval_requests(split, QUESTIONS)
+    except ValueError:
+        found = task.eval_requests(split, 1)
+    too_many = QUESTIONS
+    while too_many - len(found) > 1:
+        half = (len(found) + too_many) // 2
+        try:
+            found = task.eval_requests(split, half)
+        except ValueError:
+            too_many = half
+    return found
+
+
+def check_success_metric(task: Task, episodes: Mapping[str, Episode], requests: Sequence[EpisodeRequest]) -> None:
+    """Raise ``ValueError`` where no reward function of the rubric that scores ``requests`` makes the task's metric.
+
+    Whose reward it is shows only in play. A rubric with a ``score`` of its own may make any metric.
+    """
+    from turnwise.arena.rubric import Rubric
+
+    function = task.success_metric.partition("/")[0]
+    for kind in dict.fromkeys(request.episode_type for request in requests):
+        rubric = getattr(episodes.get(kind), "rubric", None)
+        if type(rubric) is Rubric and function not in rubric.names:
+            raise ValueError(
+                f"task {task.name!r}: success_metric={task.success_metric!r}: the rubric of episode {kind!r} has no "
+                f"function {function!r}; {nearest(function, rubric.names)}"
+            )
 
 
 def check_counts(**counts: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from pydantic import Field
 
 from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler
-from turnwise.tasks.base import Demonstration, Player
+from turnwise.tasks.base import Demonstration, Player, with_round, without_round
 from turnwise.tasks.gsm8k import (
     MARK,
     SYSTEM_PROMPT,
@@ -51,7 +51,7 @@ def view_message(view: View) -> Message:
 
 def read_view(messages: Messages) -> View:
     """The view back from a prompt."""
-    shown, reviewed, review = messages[-1]["content"].partition(_REVIEW)
+    shown, reviewed, review = without_round(messages).partition(_REVIEW)
     question, answered, solution = shown.partition(_SOLUTION)
     return View(question, solution if answered else None, review if reviewed else None)
 
@@ -92,7 +92,8 @@ class MathOrchestraEpisode(MultiTurnEpisode):
         return without_thoughts(text)
 
     def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
-        return [view_message(View(artifact["question"], state.data["solution"], state.data["review"]))]
+        message = view_message(View(artifact["question"], state.data["solution"], state.data["review"]))
+        return [with_round(message, state.turn)]
 
     def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
         data, said = state.data, self.public(state.last_completion_text)
@@ -213,4 +214,5 @@ def _demonstrate(question: Question, kind: int, rng: Random) -> Demonstration:
         (SOLVER, wrong, _verdict(False), right),
     )[kind % 4]
     system: Message = {"role": "system", "content": SYSTEM_PROMPTS[actor]}
-    return actor, [system, view_message(View(question.question, solution, review))], completion
+    message = with_round(view_message(View(question.question, solution, review)), int(review is not None))
+    return actor, [system, message], completion

@@ -27,7 +27,7 @@ _NOTE, _SUGGESTION = "\nRound ", "\nRoute: "
 # Text
 # ---------------------------------------------------------------------------------------------------------------------
 _SEPARATORS = re.compile(r"[\s,;|>\-\u2192\[\]()'\"`*.]+")
-_LABEL = re.compile(r"\s*[*_]*[A-Za-z][A-Za-z ]*[*_]*:")
+_LABEL = re.compile(r"[^A-Za-z0-9:]*+[A-Za-z][A-Za-z ]*+[*_]*+:")  # possessive: its time grows with the line alone
 _WORDS = {"UP": "U", "DOWN": "D", "LEFT": "L", "RIGHT": "R"}
 _LETTERS = re.compile(rf"[{''.join(MOVES)}]+")
 
@@ -46,7 +46,8 @@ def parse_route(text: str) -> str | None:
     Example: ``parse_route("I go round the wall.\\nMoves: [up, up, RIGHT]") == parse_route("U U R") == "UUR"``
     """
     for line in reversed(text.splitlines()):
-        parts = [part for part in _SEPARATORS.split(_LABEL.sub("", line, count=1)) if part]
+        label = _LABEL.match(line)
+        parts = [part for part in _SEPARATORS.split(line[label.end() :] if label else line) if part]
         moves = [_read_moves(part) for part in parts]
         if moves and None not in moves:
             return "".join(move for move in moves if move is not None)

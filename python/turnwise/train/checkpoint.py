@@ -15,9 +15,13 @@ is hard-linked from the checkpoint before (see :mod:`turnwise.train.checkpoint_f
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
 import shutil
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +53,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointMismatch",
     "checkpoint_at",
+    "ignored_checkpoints",
     "list_checkpoints",
     "load_checkpoint",
     "load_learners",
@@ -78,8 +83,9 @@ def save_checkpoint(
     found = list_checkpoints(root)
     if final in found:
         return final
+    for left in root.glob(f".{_PREFIX}*.tmp"):  # by a kill, while it was written or deleted
+        shutil.rmtree(left, ignore_errors=True)
     temporary = root / f".{final.name}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
         frozen = FrozenFiles(found[-1] if found else None)
@@ -92,15 +98,22 @@ def save_checkpoint(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    shutil.rmtree(final, ignore_errors=True)  # a damaged one, without a manifest
+    if final.exists():
+        _set_aside(final)
     temporary.rename(final)
     sync_folder(root)
     protected = {checkpoint_at(root, step) for step in protect}
     for old in list_checkpoints(root)[:-keep]:
         if old not in protected:
-            (old / "manifest.json").unlink()  # first, so that a kill in between leaves nothing that looks whole
-            shutil.rmtree(old)
+            doomed = old.rename(root / f".{old.name}.tmp")  # a kill in between leaves nothing that looks whole
+            shutil.rmtree(doomed)
     return final
+
+
+def _set_aside(folder: Path) -> None:
+    """Give way to a checkpoint of that name without deleting what somebody put there."""
+    names = (folder.with_name(f"{folder.name}.old{number or ''}") for number in itertools.count())
+    folder.rename(next(name for name in names if not name.exists()))
 
 
 def checkpoint_at(root: Path, step: int) -> Path:
@@ -109,8 +122,38 @@ def checkpoint_at(root: Path, step: int) -> Path:
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Whole checkpoints under ``root``, oldest first. A folder without a manifest never counts."""
-    return sorted(path for path in root.glob(f"{_PREFIX}*") if (path / "manifest.json").is_file())
+    """Whole checkpoints under ``root``, oldest first: those that :func:`ignored_checkpoints` has nothing against.
+
+    One whose manifest can't be read counts: who loads it is told.
+    """
+    return sorted(path for path in root.glob(f"{_PREFIX}*") if _why_ignored(path) is None)
+
+
+def ignored_checkpoints(root: Path) -> dict[Path, str]:
+    """What lies under ``root`` like a checkpoint and is none, a copy among it, and why."""
+    found = {path: _why_ignored(path) for path in sorted(root.glob(f"{_PREFIX}*"))}
+    return {path: why for path, why in found.items() if why is not None}
+
+
+def _why_ignored(path: Path) -> str | None:
+    if not re.fullmatch(rf"{_PREFIX}\d{{8}}", path.name):
+        return f"its name is not {_PREFIX!r} and eight digits"
+    manifest = path / "manifest.json"
+    try:
+        about = manifest.stat()
+    except OSError:
+        return "it has no manifest.json"
+    step = _step_of(manifest, about.st_mtime_ns, about.st_size)
+    return f"its manifest is that of step {step}" if step not in (None, int(path.name.removeprefix(_PREFIX))) else None
+
+
+@lru_cache(maxsize=1024)
+def _step_of(manifest: Path, changed: int, size: int) -> int | None:
+    """The step that a manifest names, ``None`` of a damaged one. A file that did not change is read once."""
+    try:
+        return int(json.loads(manifest.read_text(encoding="utf-8"))["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def load_checkpoint(path: Path, policies: Mapping[str, Policy]) -> tuple[int, dict[str, Any]]:

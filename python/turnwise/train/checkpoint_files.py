@@ -122,6 +122,26 @@ def read_manifest(path: Path, version: int) -> dict[str, Any]:
     return manifest
 
 
+def read_listed(path: Path, name: str) -> bytes | None:
+    """The bytes of file ``name`` of checkpoint ``path``, once they are those that its manifest lists.
+
+    ``None`` where the manifest lists none and none is there. Raises :class:`CheckpointError` for others: what is read
+    here may be unpickled, which runs code.
+    """
+    manifest, file = _parsed(path / "manifest.json"), path / name
+    if manifest.pop(_OWN, None) != _own_digest(manifest):
+        raise CheckpointError(f"{path / 'manifest.json'} is damaged: its SHA-256 differs from what it says")
+    expected = manifest["files"].get(name)
+    if expected is None:
+        if file.exists():
+            raise CheckpointError(f"{file} is not in the checkpoint's manifest, so it is not read: delete it")
+        return None
+    content = file.read_bytes()
+    if [len(content), hashlib.sha256(content).hexdigest()] != expected:
+        raise CheckpointError(f"{file} is damaged: its size or SHA-256 differs from the manifest's")
+    return content
+
+
 def fingerprint(file: Path) -> list[Any]:
     """Size in bytes and SHA-256."""
     with file.open("rb") as stream:

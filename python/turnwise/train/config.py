@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from turnwise.train.config_base import Section, Share
 from turnwise.train.config_selfplay import HealthConfig, LeagueConfig
@@ -115,17 +115,26 @@ class ServerConfig(Section):
     transfer: str = "auto"
 
 
+def _share(value: Any) -> float | list[float]:
+    pair = list(value) if isinstance(value, list | tuple) else [value, value]
+    if len(pair) != 2 or not all(type(share) in (int, float) and 0 <= share <= 1 for share in pair):
+        raise ValueError("expected a number from 0 to 1, or a pair of them: at the first and at the last step")
+    return [float(share) for share in pair] if isinstance(value, list | tuple) else float(value)
+
+
 class TreeConfig(Section):
     """How a tree goes on from its branches: the arguments of :class:`turnwise.arena.TreeSampler`.
 
     ``select`` says which branch does: the ``best``, the ``first``, a ``sample`` (softmax at ``temperature``), or with
-    ``none`` all of them, each to an end of its own. ``survivors`` > 1 is a beam search of that width, in which each
-    survivor gets ``rollout.branches`` anew. ``select_by`` is what they are compared by: the action's ``reward``, the
-    ``return`` so far, or the ``value``, which ``playouts`` estimate: so many more plays to the end from each
-    state, which never train. ``branch_at`` limits branching to these actors.
+    ``none`` all of them, each to an end of its own. ``mixed`` is the best with probability ``best_share``, else any of
+    them; a pair such as ``[1.0, 0.0]`` is the share at the first and at the last of the run's steps. ``survivors`` > 1
+    is a beam search of that width, in which each survivor gets ``rollout.branches`` anew. ``select_by`` is what they
+    are compared by: the action's ``reward``, the ``return`` so far, or the ``value``, which ``playouts`` estimate: so
+    many more plays to the end from each state, which never train. ``branch_at`` limits branching to these actors.
     """
 
-    select: Literal["best", "first", "sample", "none"] = "best"
+    select: Literal["best", "first", "mixed", "sample", "none"] = "best"
+    best_share: Annotated[float | list[float], PlainValidator(_share)] = 0.5
     survivors: int = Field(default=1, ge=1)
     select_by: Literal["reward", "return", "value"] = "reward"
     temperature: float = Field(default=1.0, gt=0)
@@ -236,10 +245,12 @@ class KLConfig(Section):
     ``place`` is the loss, or the reward: then ``coef`` times the k1 estimate of each token is taken from the row's
     reward before credit. With ``target``, in nats per token, the coefficient adapts: it grows by
     ``clip(kl / target - 1, ±0.2)`` per ``horizon`` samples (https://arxiv.org/abs/1909.08593, section 2.2).
+    ``importance_weighted`` multiplies a term in the loss by the importance ratio: see ``turnwise.ops.KL``.
     """
 
     coef: float = Field(default=0.0, ge=0)
     kind: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
+    importance_weighted: bool = False
     place: Literal["loss", "reward"] = "loss"
     target: float | None = Field(default=None, gt=0)
     horizon: int = Field(default=10_000, ge=1)
@@ -302,12 +313,13 @@ class UpdateConfig(OptimizerConfig):
 class EvalConfig(Section):
     """Validation every ``every`` steps (0: never); held-out questions are for the end of the run.
 
+    ``questions`` of each are asked, by default 200, or all that the task has of them where these are fewer.
     Training ends early at a validation success of ``stop_at``, or after ``patience`` validations without a new best.
     Every ``exploitability`` steps (0: never) the exact exploitability is measured, in games that are small enough.
     """
 
     every: int = Field(default=0, ge=0)
-    questions: int = Field(default=200, ge=1)
+    questions: int | None = Field(default=None, ge=1)
     stop_at: float | None = Field(default=None, gt=0, le=1, description="end training at this validation success")
     patience: int | None = Field(default=None, ge=1)
     exploitability: int = Field(default=0, ge=0)
@@ -361,7 +373,7 @@ class TrainConfig(Section):
     task: str = "sudoku"
     task_options: dict[str, Any] = Field(default_factory=dict)
     run_dir: Annotated[Path, BeforeValidator(str)] = Path("runs/default")
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**63, description="below 2**63: TOML and torch hold no larger one")
     steps: int = Field(default=100, ge=0)
     max_seconds: float | None = Field(default=None, gt=0, description="stop after the step that crosses it")
     max_sampled_tokens: int | None = Field(default=None, gt=0, description="stop after the step that crosses it")

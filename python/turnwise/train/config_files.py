@@ -76,16 +76,29 @@ def read_config(
     overrides: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
     *,
     task_type: TaskTypes | None = None,
+    import_code: bool = True,
 ) -> TrainConfig:
-    """:func:`load_config` without :func:`contradictions`, for a caller that asks for them with all else."""
-    data = {} if path is None else _read(Path(path), ())
-    items = {tuple(_keys(key)): value for key, value in dict(overrides).items()}
-    for keys, value in items.items():
-        _put(data, keys, value)
-    for keys, value in items.items():  # only now is it known which rule or task an option is for
+    """:func:`load_config` without :func:`contradictions`, for a caller that asks for them with all else.
+
+    Without ``import_code`` options of what is named by ``"module:Name"`` have no types, and nothing is imported.
+    """
+    data = raw_settings(path, overrides)
+    named = data if import_code else _without_code(data)
+    for key, value in dict(overrides).items():  # only now is it known which rule or task an option is for
         if isinstance(value, str):
-            _put(data, keys, literal(value, _expected_at(keys, data, task_type)))
+            keys = _keys(key)
+            _put(data, keys, literal(value, _expected_at(keys, named, task_type)))
     return _valid(data)
+
+
+def raw_settings(
+    path: str | Path | None, overrides: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()
+) -> dict[str, Any]:
+    """What :func:`read_config` reads, before texts have types: nothing is imported."""
+    data = {} if path is None else _read(Path(path), ())
+    for key, value in dict(overrides).items():
+        _put(data, _keys(key), value)
+    return data
 
 
 def config_from_dict(data: Mapping[str, Any]) -> TrainConfig:
@@ -170,6 +183,13 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = _merged(merged[key], value) if both else value
     return merged
+
+
+def _without_code(settings: Any) -> Any:
+    """``settings`` in which nothing is named that would have to be imported."""
+    if isinstance(settings, dict):
+        return {key: _without_code(value) for key, value in settings.items()}
+    return "" if isinstance(settings, str) and ":" in settings else settings
 
 
 def _keys(dotted: str) -> list[str]:

@@ -76,8 +76,8 @@ class RowReader:
         """
         rows: list[Row] = []
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
+            lines = path.read_bytes().split(b"\n")
+        except OSError as error:
             raise ConfigError(f"config key 'warm_start.data' = {str(path)!r} can't be read: {error}") from None
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -174,13 +174,14 @@ def fitting(
     return fit
 
 
-def _parsed(line: str, place: str) -> dict[str, Any]:
+def _parsed(line: bytes, place: str) -> dict[str, Any]:
     try:
-        data = json.loads(line)
+        text = line.decode("utf-8")
+        data = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"{place}: not JSON: {error}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"{place}: expected a JSON object, got {line[:40]!r}")
+        raise ConfigError(f"{place}: expected a JSON object, got {text[:40]!r}")
     return data
 
 

@@ -37,6 +37,16 @@ class Evaluation:
     clusters: list[Hashable] = field(default_factory=list, repr=False)
 
 
+def describe(result: Evaluation) -> str:
+    """``success 91.0% (95% interval 86.2–94.3%, 200 questions)``."""
+    failed = f", {result.failed} failed" if result.failed else ""
+    each = f", {result.samples} samples of each" if result.samples > 1 else ""
+    return (
+        f"success {result.success:.1%} (95% interval {result.low:.1%}–{result.high:.1%}, "
+        f"{result.episodes // result.samples} questions{each}{failed})"
+    )
+
+
 async def evaluate(
     arena: Arena,
     requests: Sequence[EpisodeRequest],

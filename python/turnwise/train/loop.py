@@ -28,9 +28,10 @@ from turnwise.train.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from turnwise.train.checkpoint_files import read_listed
 from turnwise.train.client_metrics import ClientMetrics
 from turnwise.train.config import TrainConfig
-from turnwise.train.config_files import CONFIG_FILE, ConfigError, contradictions, differences, to_toml
+from turnwise.train.config_files import CONFIG_FILE, ConfigError, contradictions, to_toml
 from turnwise.train.evaluate import Evaluation, evaluate
 from turnwise.train.health.watch import Watch
 from turnwise.train.interrupt import StopRequest
@@ -40,7 +41,9 @@ from turnwise.train.policy import Policy, fingerprints
 from turnwise.train.producer import Producer, refuse_own_step
 from turnwise.train.progress import Progress
 from turnwise.train.random_state import random_state, set_random_state
+from turnwise.train.run_folder import RunLock, changes, refuse_buried
 from turnwise.train.run_log import RunLog
+from turnwise.train.sinks import replace_file
 from turnwise.train.store_states import begin_stores, forget_old_states, name_run
 from turnwise.train.summary import staleness, summarize
 from turnwise.train.update import update_policy
@@ -108,6 +111,7 @@ class Trainer:
         self.watch = Watch(self)
         self.callbacks = {callback.name: callback for callback in callbacks}
         assert len(self.callbacks) == len(callbacks), "callbacks have names of their own"
+        self.lock = RunLock(config.run_dir)
         self._stop = StopRequest()
         self.producer = self._new_producer()
         self._published: dict[str, int] = {}
@@ -120,8 +124,14 @@ class Trainer:
 
     async def run(self) -> Progress:
         """Train until a limit of the config is reached: steps, seconds, sampled tokens, or validation success."""
+        with self.lock:
+            return await self._run()
+
+    async def _run(self) -> Progress:
+        if self.lock.note is not None:
+            self.log.note(self.lock.note)
         left = self.resume()
-        (self.config.run_dir / CONFIG_FILE).write_text(to_toml(self.config), encoding="utf-8")
+        replace_file(self.config.run_dir / CONFIG_FILE, to_toml(self.config))
         await self.publish()
         for callback in self.callbacks.values():
             await callback.on_start(self)
@@ -167,8 +177,11 @@ class Trainer:
         return drop_stale(batch, {name: version - allowed for name, version in versions.items()})
 
     def allow(self) -> None:
-        """Let the producer run as far ahead as the published weights allow."""
-        self.producer.allow(self.progress.step, until=self.config.steps)
+        """Let the producer run as far ahead as the published weights allow.
+
+        A deterministic run samples past its end too: extended, it trains on what a longer one has sampled by now.
+        """
+        self.producer.allow(self.progress.step, until=self.config.steps, spare=self.config.loop.deterministic)
 
     async def train(self, batch: TrainingBatch) -> dict[str, float]:
         """Update the policies."""
@@ -296,6 +309,8 @@ class Trainer:
         ``settle`` first: drawn again, newer weights would sample it."""
         if settle:
             await self.producer.settle()
+            if (error := self.producer.failed_spare()) is not None:
+                self.log.note(f"a batch for the steps after {self.config.steps} failed, and is not kept: {error!r}")
         before = await self.producer.cancel()
         if before is not None:
             arena, generators = self._rewound(before)
@@ -346,14 +361,15 @@ class Trainer:
     def resume(self) -> Mapping[str, Any] | None:
         """Go on from the newest checkpoint, where there is one, and return the arena's state in it. An unreadable one
         raises, naming the one before."""
+        refuse_buried(self.config, self.log.note)
         found = list_checkpoints(self.checkpoints)
-        if not self.config.resume:
-            refuse_checkpoints(self.config)
         self.producer = self._new_producer()
         name_run(self.arena, self.config.run_dir)
         if not found:
             begin_stores(self.arena, self.config.run_dir)
             self.log.rewind(-1)
+            if self.config.checkpoint.every:
+                self.save()  # a kill before the first step that is saved then loses no more than any other
             return None
         try:
             _, state = load_checkpoint(found[-1], self.policies)
@@ -362,8 +378,9 @@ class Trainer:
                 f"{error}; choose another run_dir, or the settings that it was saved with"
             ) from error
         except CheckpointError as error:
-            before = f"go on from {found[-2]}" if len(found) > 1 else "start afresh"
-            raise CheckpointError(f"{error}; delete {found[-1]} to {before}") from error
+            way = f"delete {found[-1]} to go on from {found[-2]}" if len(found) > 1 else "choose another run_dir"
+            raise CheckpointError(f"{error}; {way}") from error
+        queue = read_listed(found[-1], QUEUE)
         self.progress = Progress(**state["progress"])
         self.arena.load_state_dict(state["arena"])
         set_random_state(self.rng, state["random"])
@@ -371,22 +388,15 @@ class Trainer:
             if name in self.callbacks:
                 self.callbacks[name].load_state_dict(saved, found[-1])
         self.producer = self._new_producer()
-        if (queue := found[-1] / QUEUE).exists():
-            self.producer.put(pickle.loads(queue.read_bytes()))
-        self.log.rewind(self.progress.step)
-        self.log.note(f"resumed from {found[-1]} (step {self.progress.step})")
-        if changed := differences(self.config.run_dir / CONFIG_FILE, self.config):
-            self.log.note(f"settings changed since then: {', '.join(changed)}")
+        if queue is not None:
+            self.producer.put(pickle.loads(queue))
+        dropped = self.log.rewind(self.progress.step)
+        again = f"; the records of {dropped} later steps give way to theirs" if dropped else ""
+        self.log.note(f"resumed from {found[-1]} (step {self.progress.step}){again}")
+        for note in changes(self.config):
+            self.log.note(note)
         arena: Mapping[str, Any] = state["arena"]
         return arena
-
-
-def refuse_checkpoints(config: TrainConfig) -> None:
-    """Raise :class:`ConfigError` where the run folder holds checkpoints that a run without ``resume`` would bury."""
-    if list_checkpoints(config.run_dir / "checkpoints"):
-        raise ConfigError(
-            f"config key 'resume' = {config.resume!r}: {config.run_dir} holds checkpoints: choose another run_dir"
-        )
 
 
 def _pickled(batches: list[list[GenerateResult]]) -> bytes:

@@ -25,8 +25,13 @@ class Loss:
         self.num_actors = num_actors
         self.variant = make_variant(config)
         self.kl_coef = config.kl.coef if kl_coef is None else kl_coef
-        in_loss = config.kl.place == "loss"
-        self.kl = KL(config.kl.kind, coef=self.kl_coef) if in_loss and self.kl_coef else None
+        kl, in_loss = config.kl, config.kl.place == "loss"
+        if kl.importance_weighted and not in_loss:
+            raise ValueError(
+                "config key 'loss.kl.importance_weighted' = True: expected False with loss.kl.place = 'reward', as a "
+                "reward is that of the policy that sampled, so there is no ratio to weigh it by"
+            )
+        self.kl = KL(kl.kind, self.kl_coef, kl.importance_weighted) if in_loss and self.kl_coef else None
         self.correction = None if config.correction is None else ImportanceCorrection(**config.correction.model_dump())
 
     @property

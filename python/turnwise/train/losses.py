@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from turnwise.naming import construct, find
+from turnwise.naming import construct, defines, find
 from turnwise.ops import CISPO, GMPO, GPG, GSPO, SAPO, Clip, ClipCov, Custom, KLCov, Reinforce, Variant
 from turnwise.train.config import LossConfig
 
@@ -36,26 +36,38 @@ STREAMS = ("logprobs", "old_logprobs", "advantages")
 def make_variant(config: LossConfig) -> Variant:
     """The loss that ``loss.kind`` names, with ``loss.options``. Raises ``ValueError`` naming the key that is wrong."""
     made = construct(find_loss(config.kind), config.options, "loss.options")
-    if isinstance(made, Variant):
-        return made
-    if not callable(made):
-        raise ValueError(
-            f"config key 'loss.kind' = {config.kind!r} gave {made!r}: expected a function or an object to call with "
-            f"({', '.join(STREAMS)}), or a turnwise.ops.Variant"
-        )
-    return Custom(made)
+    return made if isinstance(made, Variant) else Custom(made)
 
 
 def find_loss(kind: str) -> Callable[..., Any]:
     """What makes the loss ``kind`` from its options. Raises ``ValueError`` where there is none."""
     found = find(registry, kind, "loss.kind")
-    return found if inspect.isclass(found) or kind in registry else _with_options(found)
+    if kind in registry:
+        return found
+    if not (_makes_losses(found) if inspect.isclass(found) else _is_loss(found)):
+        raise ValueError(
+            f"config key 'loss.kind' = {kind!r}: expected a function of ({', '.join(STREAMS)}), a class of objects to "
+            f"call so, or a turnwise.ops.Variant, got {found!r}"
+        )
+    return found if inspect.isclass(found) else _with_options(found)
+
+
+def _makes_losses(kind: type) -> bool:
+    return issubclass(kind, Variant) or defines(kind, "__call__")
+
+
+def _is_loss(found: Any) -> bool:
+    """Whether it can be called with the streams, each a parameter of its own."""
+    if not callable(found):
+        return False
+    streams = list(inspect.signature(found).parameters.values())[: len(STREAMS)]
+    return len(streams) == len(STREAMS) and all(
+        each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in streams
+    )
 
 
 def _with_options(function: Any) -> Callable[..., Any]:
     """Options in, the loss with these options out; what follows the streams in its signature are its options."""
-    if not callable(function):
-        return lambda: function
     signature = inspect.signature(function)
 
     def bind(**options: Any) -> Any:

@@ -30,10 +30,12 @@ def refuse_own_step(arena: Arena) -> None:
 
 
 class _Batch:
-    """One batch on its way. ``before`` is the sampler's state before it was drawn, ``None`` until then."""
+    """One batch on its way. ``before`` is the sampler's state before it was drawn, ``None`` until then; a ``spare`` one
+    is for who trains on."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, spare: bool = False) -> None:
         self.before: Any | None = None
+        self.spare = spare
         self.drawn = asyncio.Event()
         self.results: asyncio.Future[Results]
 
@@ -100,10 +102,14 @@ class Producer:
             self._batches.append(whole)
             self._next += 1
 
-    def allow(self, step: int, *, until: int) -> None:
-        """The weights of ``step`` are published: start each batch up to ``step + ahead`` that is below ``until``."""
-        while self._next < min(step + self.ahead + 1, until):
-            batch, previous = _Batch(), self._batches[-1] if self._batches else None
+    def allow(self, step: int, *, until: int, spare: bool = False) -> None:
+        """The weights of ``step`` are published: start each batch up to ``step + ahead`` that is below ``until``.
+
+        With ``spare`` those from ``until`` on too, which only a longer run trains on: it would have had them sampled by
+        the weights of now. A failure of theirs is no failure of this run; see :meth:`failed_spare`.
+        """
+        while self._next < (step + self.ahead + 1 if spare else min(step + self.ahead + 1, until)):
+            batch, previous = _Batch(spare=self._next >= until), self._batches[-1] if self._batches else None
             batch.results = asyncio.ensure_future(self._play(batch, previous))
             self._batches.append(batch)
             self._next += 1
@@ -125,7 +131,7 @@ class Producer:
         if not self._batches:
             raise RuntimeError("no batch was started: call allow(step, until=...) first")
         oldest = self._batches[0].results
-        running = {batch.results for batch in self._batches if not batch.results.done()}
+        running = {batch.results for batch in self._batches if not (batch.results.done() or batch.spare)} | {oldest}
         while not oldest.done():
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for task in done - {oldest}:
@@ -141,6 +147,11 @@ class Producer:
         """Wait until nothing is under way. What failed is raised by :meth:`oldest`."""
         if self._batches:
             await asyncio.wait([batch.results for batch in self._batches])
+
+    def failed_spare(self) -> BaseException | None:
+        """What the first spare batch failed with, where one did."""
+        done = (batch.results for batch in self._batches if batch.spare and batch.results.done())
+        return next((result.exception() for result in done if not result.cancelled() and result.exception()), None)
 
     async def cancel(self) -> Any | None:
         """Give up what is under way, wait for its end, and return the sampler's state before it (or ``None``).

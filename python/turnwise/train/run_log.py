@@ -3,8 +3,6 @@ progress bars."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -14,7 +12,7 @@ from rich.console import Console
 from turnwise.arena.plain import plain_result
 from turnwise.train.bars import ProgressBars
 from turnwise.train.config import TrainConfig
-from turnwise.train.sinks import JsonLines, Sink, append_lines, keep_steps, open_sinks, step_of
+from turnwise.train.sinks import JsonLines, Sink, append_lines, keep_steps, open_sinks, read_lines
 from turnwise.train.token_text import token_texts
 from turnwise.types import GenerateResult, Tokenizer
 
@@ -96,14 +94,19 @@ class RunLog:
         """Print one line, above the bars where there are any."""
         self.bars.note(text)
 
-    def rewind(self, step: int) -> None:
-        """Drop what stands there of later steps, and a line that a kill cut off, so that each step is written once."""
+    def rewind(self, step: int) -> int:
+        """Drop what stands there of later steps, and a line that a kill cut off, so that each step is written once.
+
+        Returns how many later steps there were.
+        """
+        later = len({row["step"] for row in read_metrics(self.folder) if row["step"] > step})
         for sink in self.sinks:
             sink.rewind(step)
         for name in ("rollouts.jsonl", "warnings.jsonl"):
             keep_steps(self.folder / name, step)
         validated = [row for row in read_metrics(self.folder) if "validation" in row]
         self.bars.rewind(step, validated[-1] if validated else None)
+        return later
 
     def _plain(self, result: GenerateResult) -> dict[str, Any]:
         row = plain_result(result)
@@ -121,7 +124,8 @@ def _write_tokens(row: dict[str, Any], tokenizer: Tokenizer) -> None:
 
 
 def read_metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl``, or of another file; an unfinished last line is left out."""
-    path = folder / name
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if step_of(line) < math.inf]
+    """The lines of ``metrics.jsonl``, or of another file; an unfinished last line is left out.
+
+    Raises ``ValueError`` naming a bad one.
+    """
+    return [row for _, row in read_lines(folder / name)]

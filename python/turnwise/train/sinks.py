@@ -6,12 +6,12 @@ Nothing is opened before the first step is logged, so a run that is only looked 
 from __future__ import annotations
 
 import json
-import math
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 from turnwise.arena.plain import json_line
 
@@ -159,7 +159,7 @@ class WandB:
 
     def _remember(self) -> None:
         text = json.dumps({"id": self._id, "project": self.project, "last_step": self._last})
-        replace_text(self._place, text + "\n")
+        replace_file(self._place, text + "\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,25 +172,57 @@ def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
             stream.write(json_line(row) + "\n")
 
 
+def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each line of ``path``, as it stands and parsed; none where there is no file.
+
+    A last line that is still being written, or that a kill cut off, is left out. Raises ``ValueError`` naming the file
+    and the line of anything else that is no JSON object with a step.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                yield line.rstrip(b"\n") + b"\n", parse_line(line, path, number)
+            except ValueError:
+                if line.endswith(b"\n"):
+                    raise
+
+
+def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    """Line ``number`` of the records in ``path``. Raises ``ValueError`` naming both."""
+    try:
+        row: dict[str, Any] = json.loads(line.decode("utf-8"))
+        float(row["step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path}, line {number}: expected a JSON object with a step, got {line[:40]!r} ({error}). Mend or delete "
+            "the line"
+        ) from error
+    return row
+
+
 def keep_steps(path: Path, last: int) -> None:
     """Drop the lines of steps after ``last``, and a line that a kill cut off."""
     if path.exists():
-        temporary = path.with_suffix(".tmp")
-        with path.open(encoding="utf-8") as old, temporary.open("w", encoding="utf-8") as kept:
-            kept.writelines(line.rstrip("\n") + "\n" for line in old if step_of(line) <= last)
-        os.replace(temporary, path)
+        with replacing(path) as kept:
+            kept.writelines(line for line, row in read_lines(path) if row["step"] <= last)
 
 
-def step_of(line: str) -> float:
-    """The step of a JSON line; infinity for one that was cut off while it was written."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
-
-
-def replace_text(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     """Write ``path`` whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    with replacing(path) as stream:
+        stream.write(text.encode("utf-8"))
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """What is written takes the place of ``path`` at the end; where that fails, all is as it was."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as stream:
+            yield stream
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

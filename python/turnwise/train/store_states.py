@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from turnwise.arena import Arena, ArtifactStore
-from turnwise.train.sinks import replace_text
+from turnwise.train.sinks import replace_file
 
 STORES_FILE = "stores.json"
 """In the run folder: the state of each store in a file when the run began."""
@@ -35,7 +35,7 @@ def begin_stores(arena: Arena, folder: Path) -> None:
             except ValueError as error:
                 raise ValueError(f"{error}; delete {note} to begin with the store as it is now") from error
     folder.mkdir(parents=True, exist_ok=True)
-    replace_text(note, json.dumps({name: store.state_dict() for name, store in stores.items()}))
+    replace_file(note, json.dumps({name: store.state_dict() for name, store in stores.items()}))
 
 
 def forget_old_states(arena: Arena, oldest: Path) -> None:

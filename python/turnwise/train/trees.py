@@ -24,7 +24,7 @@ def sampler_of(config: TrainConfig, actors: Sequence[str]) -> TreeSampler | None
     if branches == 1 and not tree.playouts:
         raise ConfigError("config key 'rollout.tree': needs rollout.branches > 1, or rollout.tree.playouts > 0")
     try:
-        return TreeSampler(branches, **tree.model_dump())
+        return TreeSampler(branches, **tree.model_dump(), share_steps=config.steps)
     except ValueError as error:
         raise ConfigError(f"config key 'rollout.tree': {error}") from error
 

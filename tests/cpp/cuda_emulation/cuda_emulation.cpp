@@ -149,6 +149,7 @@ void run_together(int64_t first, int64_t count) {
 }  // namespace
 
 void run(const Launch& launch, const std::function<void()>& body) {
+    if (emulated_status() != cudaSuccess) throw std::runtime_error("CUDA: launch failed: emulated");
     std::lock_guard<std::mutex> lock(one_at_a_time);
     if (launch.grid < 1 || launch.grid > INT_MAX) refuse("a grid of " + std::to_string(launch.grid) + " blocks");
     if (launch.threads < 32 || launch.threads > 1024 || launch.threads % 32 != 0) {

@@ -9,6 +9,7 @@
 #include <climits>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <stdexcept>
@@ -48,7 +49,8 @@ inline float4 make_float4(float x, float y, float z, float w) {
 }
 
 // ---- Host calls ----------------------------------------------------------------------------------------------------
-enum cudaError_t { cudaSuccess };
+enum cudaError_t { cudaSuccess, cudaErrorInsufficientDriver = 35, cudaErrorNoKernelImageForDevice = 209 };
+struct cudaFuncAttributes {};
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 using cudaStream_t = struct CUstream_st*;
@@ -84,8 +86,17 @@ extern dim3 thread_index, block_index, block_size, grid_size;
 #define blockDim (::turnwise::emulation::block_size)
 #define gridDim (::turnwise::emulation::grid_size)
 
+// What the emulated device answers: TURNWISE_EMULATED_ERROR, the number of an error, makes it refuse every kernel.
+inline cudaError_t emulated_status() {
+    const char* error = std::getenv("TURNWISE_EMULATED_ERROR");
+    return error ? cudaError_t(std::atoi(error)) : cudaSuccess;
+}
 inline const char* cudaGetErrorString(cudaError_t) {
     return "emulated";
+}
+template <class Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel) {
+    return emulated_status();
 }
 inline cudaError_t cudaGetLastError() {
     return cudaSuccess;

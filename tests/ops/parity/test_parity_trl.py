@@ -1,9 +1,11 @@
-"""The losses of TRL's ``GRPOTrainer``: its own ``_compute_loss``, on a trainer without a model (``bench/peers.py``)."""
+"""The losses of TRL's ``GRPOTrainer``: its own ``_compute_loss``, on a trainer without a model (``bench/peers.py``).
+
+Its ``GRPOConfig`` keeps its defaults but for what a test names.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from turnwise.ops import CISPO, GSPO, KL, SAPO, Clip, policy_loss
 
-MAX_COMPLETION = 23
+MAX_COMPLETION = 512  # TRL's default
 
 
 @pytest.fixture(scope="session")
@@ -28,15 +30,25 @@ def trl_loss(peer: Any) -> Callable[..., Tensor]:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 
-    def loss(
-        loss_type: str, s: Any, logprobs: Tensor, taus: tuple[float, float] = (1.0, 1.05), **options: Any
-    ) -> Tensor:
+    def loss(s: Any, logprobs: Tensor, *, metrics: dict[str, list[float]] | None = None, **options: Any) -> Tensor:
         streams = {name: getattr(s, name).to(logprobs.dtype) for name in ("old", "advantages", "ref")}
-        step = module.TRLLoss(loss_type, mask=s.mask.long(), max_completion_length=MAX_COMPLETION, **streams, **options)
-        step.trainer.args.sapo_temperature_pos, step.trainer.args.sapo_temperature_neg = taus
-        return step(logprobs)
+        step = module.TRLLoss(module.trl_config(**options), mask=s.mask.long(), **streams)
+        result = step(logprobs)
+        if metrics is not None:
+            metrics.update(step.metrics)
+        return result
 
     return loss
+
+
+def draw_kl(choose: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Our arguments and TRL's for no KL term, as is its default, one weighted by the ratio, as is its default where
+    there is one, or a plain one."""
+    beta, weighted = choose.choice([0.0, 0.04]), choose.random() < 0.7
+    if not beta:
+        return {}, {}
+    kl = KL("k3", beta, importance_weighted=weighted)
+    return {"kl": kl, "optional": ("ref",)}, {"beta": beta, **({} if weighted else {"use_bias_correction_kl": False})}
 
 
 def aggregation_of(loss_type: str, mask: Tensor) -> dict[str, Any]:
@@ -52,6 +64,16 @@ def aggregation_of(loss_type: str, mask: Tensor) -> dict[str, Any]:
     }[loss_type]
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+def test_defaults(trl_loss: Any, streams: Any, same_loss: Any, target: Any, seeds: Any, beta: float) -> None:
+    """All of TRL's, and of its KL term where one is asked for: ``dapo``, clipped at 0.2, the KL weighted."""
+    for seed in seeds(4):
+        s = streams(seed)
+        lp, leaf = s.leaves()
+        kl = {"kl": KL("k3", beta, importance_weighted=True), "optional": ("ref",)} if beta else {}
+        same_loss(s.loss(target, lp, **kl), lp, trl_loss(s, leaf, **({"beta": beta} if beta else {})), leaf)
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
 def test_clipped(trl_loss: Any, streams: Any, same_loss: Any, target: Any, seeds: Any, loss_type: str) -> None:
     """Clip-higher, TRL's ``delta`` (a dual clip: it bounds the ratio where the advantage is negative) and its KL."""
@@ -59,46 +81,46 @@ def test_clipped(trl_loss: Any, streams: Any, same_loss: Any, target: Any, seeds
         s = streams(seed)
         dual = s.choose.choice([None, s.choose.uniform(1.6, 4)])
         clip = Clip(s.choose.uniform(0.05, 0.5), s.choose.uniform(0.05, 0.5), dual=dual)
-        beta = s.choose.choice([0.0, 0.04])
+        kl, options = draw_kl(s.choose)
         lp, leaf = s.leaves()
-        kl = {"kl": KL("k3", beta), "optional": ("ref",)} if beta else {}
         ours = s.loss(target, lp, clip=clip, **kl, **aggregation_of(loss_type, s.mask))
-        expected = trl_loss(loss_type, s, leaf, beta=beta, epsilon_low=clip.low, epsilon_high=clip.high, delta=dual)
-        same_loss(ours, lp, expected, leaf)
+        options |= {"loss_type": loss_type, "epsilon": clip.low, "epsilon_high": clip.high, "delta": dual}
+        same_loss(ours, lp, trl_loss(s, leaf, **options), leaf)
 
 
 @pytest.mark.parametrize("name", ["cispo", "sapo", "gspo"])
 def test_variants(trl_loss: Any, streams: Any, same_loss: Any, target: Any, seeds: Any, name: str) -> None:
-    """TRL's CISPO has no lower bound and takes the upper one as the ratio itself; its GSPO is ``grpo`` by sequence."""
+    """TRL's CISPO has no lower bound and takes the upper one as the ratio itself; its GSPO is ``grpo`` by sequence, and
+    weighs the KL by the sequence's ratio."""
     for seed in seeds():
         s = streams(seed)
         low, high = s.choose.uniform(0.01, 0.1), s.choose.uniform(0.01, 0.5)
         taus = s.choose.uniform(0.5, 2), s.choose.uniform(0.5, 2)
-        beta = s.choose.choice([0.0, 0.04])
-        variant, loss_type, options = {
+        kl, options = draw_kl(s.choose)
+        variant, loss_type, chosen = {
             "cispo": (CISPO(low=1.0, high=high), "cispo", {"epsilon_high": 1 + high}),
-            "sapo": (SAPO(*taus), "sapo", {"taus": taus}),
+            "sapo": (SAPO(*taus), "sapo", {"sapo_temperature_pos": taus[0], "sapo_temperature_neg": taus[1]}),
             "gspo": (
                 GSPO(low, high),
                 "grpo",
-                {"importance_sampling_level": "sequence", "epsilon_low": low, "epsilon_high": high},
+                {"importance_sampling_level": "sequence", "epsilon": low, "epsilon_high": high},
             ),
         }[name]
         if name == "gspo" and s.advantages.dim() == 2:  # a difference, see below
             s.advantages = s.advantages[:, 0]
         lp, leaf = s.leaves()
-        kl = {"kl": KL("k3", beta), "optional": ("ref",)} if beta else {}
         ours = s.loss(target, lp, variant=variant, **kl, **aggregation_of(loss_type, s.mask))
-        same_loss(ours, lp, trl_loss(loss_type, s, leaf, beta=beta, **options), leaf)
+        same_loss(ours, lp, trl_loss(s, leaf, loss_type=loss_type, **options, **chosen), leaf)
 
 
 def test_metrics(trl_loss: Any, streams: Any) -> None:
-    """Clip fractions and KL as TRL logs them."""
+    """Clip fractions and KL as TRL logs them. By default it logs the KL with its weight; ours is always without."""
     for seed in range(300):
         s = streams(seed, spread=1.0, empty_rows=False)
-        metrics: dict[str, list[float]] = defaultdict(list)
-        trl_loss("dapo", s, s.double("logprobs"), beta=0.04, _metrics={"train": metrics})
-        got = policy_loss(s.logprobs, s.old, s.advantages, mask=s.mask, kl=KL("k3", 0.04), ref_logprobs=s.ref).metrics
+        metrics: dict[str, list[float]] = {}
+        trl_loss(s, s.double("logprobs"), beta=0.04, use_bias_correction_kl=False, metrics=metrics)
+        kl = KL("k3", 0.04, importance_weighted=True)
+        got = policy_loss(s.logprobs, s.old, s.advantages, mask=s.mask, kl=kl, ref_logprobs=s.ref).metrics
         assert got["clip_fraction_low"].item() == pytest.approx(metrics["clip_ratio/low_mean"][0], abs=1e-5)
         assert got["clip_fraction_high"].item() == pytest.approx(metrics["clip_ratio/high_mean"][0], abs=1e-5)
         if (s.ref - s.logprobs).abs().max() < 2:  # beyond e² - 3 > 4 TRL's estimate is not clamped, ours at 10
@@ -112,7 +134,7 @@ def test_kl_of_a_far_reference(trl_loss: Any, streams: Any) -> None:
     """TRL's k3 is not clamped: a reference 100 nats off makes the float32 loss inf or NaN; ours stays finite."""
     s = streams(3)
     s.ref = s.logprobs + 100
-    theirs = trl_loss("dapo", s, s.logprobs, beta=0.04)
+    theirs = trl_loss(s, s.logprobs, beta=0.04)
     ours = policy_loss(s.logprobs, s.old, s.advantages, mask=s.mask, kl=KL("k3", 0.04), ref_logprobs=s.ref).loss
     assert not theirs.isfinite() and ours.isfinite()
 
@@ -121,7 +143,7 @@ def test_ratio_of_a_far_policy(trl_loss: Any, streams: Any) -> None:
     """Nor is its ratio, exp(100) = inf, which a negative advantage lets through; ours is clamped at exp(20)."""
     s = streams(3)
     s.old, s.advantages = s.logprobs - 100, -torch.ones_like(s.advantages)
-    assert not trl_loss("dapo", s, s.logprobs).isfinite()
+    assert not trl_loss(s, s.logprobs).isfinite()
     assert policy_loss(s.logprobs, s.old, s.advantages, mask=s.mask).loss.isfinite()
 
 
@@ -136,7 +158,7 @@ def test_gspo_with_advantages_per_token(trl_loss: Any) -> None:
             loss = policy_loss(leaf, logprobs, advantages, variant=GSPO(), aggregation="seq-mean-token-mean").loss
         else:
             s = SimpleNamespace(old=logprobs, ref=logprobs, advantages=advantages, mask=torch.ones(1, 2))
-            loss = trl_loss("grpo", s, leaf, importance_sampling_level="sequence")
+            loss = trl_loss(s, leaf, loss_type="grpo", importance_sampling_level="sequence")
         assert loss.item() == pytest.approx(-2.0)
         loss.backward()
         assert leaf.grad is not None
@@ -150,6 +172,6 @@ def test_empty_rows_dilute_grpo(trl_loss: Any, streams: Any) -> None:
     rows = s.mask.shape[0]
     s.mask[0] = False
     assert rows > 1 and s.mask.any(1).sum() == rows - 1
-    theirs = trl_loss("grpo", s, s.double("logprobs"))
+    theirs = trl_loss(s, s.double("logprobs"), loss_type="grpo")
     ours = policy_loss(s.logprobs, s.old, s.advantages, mask=s.mask, aggregation="seq-mean-token-mean").loss
     assert ours.item() == pytest.approx(theirs.item() * rows / (rows - 1), rel=1e-5)

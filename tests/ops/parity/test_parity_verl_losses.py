@@ -125,6 +125,39 @@ def test_variants(verl: Any, config: Any, streams: Any, same_loss: Any, target: 
         same_loss(ours, lp, getattr(verl, function)(**given)[0], leaf)
 
 
+DEFAULTS: dict[str, Variant] = {
+    "vanilla": Clip(0.2, 0.2, dual=3.0),
+    "gspo": GSPO(0.2, 0.2),
+    "cispo": CISPO(0.2, 0.2),
+    "gpg": GPG(),
+    "reinforce": Reinforce(),
+    "sapo": SAPO(1.0, 1.05),
+    "kl_cov": KLCov(share=2e-4, coef=0.1),
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_defaults(verl: Any, config: Any, streams: Any, same_loss: Any, target: Any, seeds: Any, name: str) -> None:
+    """An ``ActorConfig`` with nothing set, the coefficient and kind of the KL loss that it has included."""
+    settings = config()
+    agg = "seq-mean-token-mean" if name == "sapo" else settings.loss_agg_mode  # SAPO knows one
+    for seed in seeds(8):
+        s = streams(seed)
+        if name == "kl_cov":  # where covariances tie, either token may be taken: two tokens, or one advantage for all
+            s.advantages = torch.randn(s.mask.shape, generator=torch.Generator().manual_seed(seed))
+            if s.mask.sum() < 3:
+                continue
+        lp, leaf = s.leaves()
+        options = {"variant": DEFAULTS[name], "kl": KL("k3", 0.001), "optional": ("ref",)}
+        ours = s.loss(target, lp, **options, **aggregation_of(agg, s.mask))
+        given = arguments(s, leaf, agg, settings)
+        if name == "reinforce":
+            given["rollout_log_prob"] = given.pop("old_log_prob")
+        expected = getattr(verl, f"compute_policy_loss_{name}")(**given)[0]
+        kl = verl.agg_loss(verl.kl_penalty(leaf, s.double("ref"), settings.kl_loss_type), s.mask.double(), agg)
+        same_loss(ours, lp, expected + settings.kl_loss_coef * kl, leaf)
+
+
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_covariance_variants(
     verl: Any, config: Any, streams: Any, same_loss: Any, target: Any, seeds: Any, name: str

@@ -9,6 +9,7 @@ import signal
 import socket
 import statistics
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -22,6 +23,8 @@ pytestmark = pytest.mark.skipif(not LOCKED, reason="programs can be locked in on
 
 SECRET = "a secret of the parent"
 WAIT = "import _thread\nlock = _thread.allocate_lock()\nlock.acquire()\nlock.acquire()"
+
+WAIT_LINES = WAIT.replace("\n", "\n    ")
 
 
 def sandbox(**limits):
@@ -146,6 +149,42 @@ async def test_sleeping_is_refused_and_waiting_for_ever_ends_at_the_wall_limit()
     await refused("import time\ntime.sleep(600)")
     result = await run(WAIT, wall_seconds=2.0)
     assert result.reason == "wall" and result.seconds >= 2.0 and not processes()
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return input('Your move? ')", "EOFError: EOF when reading a line"),
+        ("return sys.stdin.read()", None),
+        ("return list(os.read(0, 100))", None),
+        ("return os.read(1, 100)", "OSError"),
+        ("return os.read(3, 100)", "OSError"),
+    ],
+)
+async def test_there_is_no_input_to_wait_for(body, said):
+    result = await run(body, wall_seconds=30.0)
+    (returned,) = result.results
+    assert result.seconds < 30 and not processes()
+    if said is None:
+        assert result.reason == "ok" and returned.value in ("", [])
+    else:
+        assert result.reason == "error" and said in returned.error, result
+
+
+async def test_the_wall_limit_holds_while_the_loops_threads_are_busy():
+    """Programs that wait for what never comes, more of them than asyncio has threads, which others hold besides."""
+    done = threading.Event()
+    loop = asyncio.get_running_loop()
+    busy = [loop.run_in_executor(None, done.wait, 60) for _ in range(64)]
+    try:
+        results = await asyncio.gather(
+            *(sandbox(wall_seconds=1.0).call(f"def f(x):\n    {WAIT_LINES}", "f", [(0,)]) for _ in range(3))
+        )
+    finally:
+        done.set()
+        await asyncio.gather(*busy)
+    assert {result.reason for result in results} == {"wall"} and not processes()
+    assert all(result.results == [Returned(error="wall")] and result.seconds < 50 for result in results)
 
 
 async def test_closing_the_pipes_hides_nothing():

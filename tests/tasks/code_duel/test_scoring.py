@@ -82,6 +82,14 @@ def test_the_share_of_passed_tests():
         ([1, [2]], [1, [2]], True),
         ([1], [True], False),
         ("a", "a", True),
+        ({"a": [1]}, {"a": [1]}, True),
+        ({1: 2}, {"1": 2}, False),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, False),
+        (float("nan"), float("nan"), True),
+        (b"x", b"x", False),
+        ([b"x"], [b"x"], False),
+        ({1}, {1}, False),
+        ([{"a": 1j}], [{"a": 1j}], False),
     ],
 )
 def test_types_count(value, expected, equal):

@@ -71,6 +71,12 @@ function facts(step) {
   return el("div", { class: "facts" }, shown.map(([name, value]) => el("span", {}, el("i", {}, name), " ", value)));
 }
 
+function whySelected(step) {
+  if (!step.selected) return "not selected";
+  const by = { best: "selected as the best", draw: "selected by a draw among all branches" };
+  return `${by[step.info.selected_by] || "selected"}: the episode went on from here`;
+}
+
 function branchView(run, step, scale, tint) {
   const answer = step.info.env_response;
   return el("div", { class: "branch-view", "data-branch": step.branch },
@@ -88,9 +94,9 @@ function groupView(run, steps, scale, view) {
     if (steps.length < 2) return;
     chips.replaceChildren(...steps.map((step) => el("button", {
       type: "button", class: "branch" + (step.selected ? " selected" : ""), "data-branch": step.branch,
-      "aria-pressed": String(step === shown), title: step.selected ? "selected: the episode went on from here" : "not selected",
+      "aria-pressed": String(step === shown), title: whySelected(step),
       onclick: () => { shown = step; draw(); },
-    }, el("b", {}, step.selected ? "★ " : "", `branch ${step.branch}`), status(step),
+    }, el("b", {}, !step.selected ? "" : step.info.selected_by === "draw" ? "⚄ " : "★ ", `branch ${step.branch}`), status(step),
     step.reward === null ? null : el("span", {}, number(step.reward, 3)),
     step.advantage === null ? null : el("span", { class: signOf(step.advantage) }, signed(step.advantage, 2)))));
   };

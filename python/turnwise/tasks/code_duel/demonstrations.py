@@ -12,6 +12,7 @@ from .prompts import View, code_duel_messages
 from .sandbox import Returned
 from .scoring import Case, describe_failures, format_case
 
+UNREAD = 0.1  # share of these whose own last reply could not be read
 LATER = 0.25  # share of a coder's demonstrations that begin with a program that failed, as in a second round
 
 
@@ -33,7 +34,8 @@ def demonstrations(
     for index, statement in enumerate(statements):
         actor, problem = actors[index % len(actors)], find_problem(statement)
         view, answer = (_code if actor == "coder" else _test)(problem, quality, cases, rng, "tester" in actors)
-        made.append((actor, code_duel_messages(actor, view), answer))
+        turn = int(view.failed is not None)
+        made.append((actor, code_duel_messages(actor, view, turn, unread=rng.random() < UNREAD), answer))
     return made
 
 

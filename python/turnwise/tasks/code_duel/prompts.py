@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from turnwise.tasks.base import with_round, without_round
 from turnwise.types import Message, Messages
 
 from .problems import MAX_ITEMS, MAX_LETTERS, NUMBERS
@@ -37,13 +38,14 @@ def view_message(view: View) -> Message:
     return {"role": "user", "content": "".join(parts)}
 
 
-def code_duel_messages(actor_id: str, view: View) -> Messages:
-    """The whole prompt of one call: the actor's instruction and the view."""
-    return [{"role": "system", "content": SYSTEM_PROMPTS[actor_id]}, view_message(view)]
+def code_duel_messages(actor_id: str, view: View, turn: int = 0, *, unread: bool = False) -> Messages:
+    """The whole prompt of one call: the actor's instruction, the view, and from the second on the round."""
+    system: Message = {"role": "system", "content": SYSTEM_PROMPTS[actor_id]}
+    return [system, with_round(view_message(view), turn, unread=unread)]
 
 
 def read_view(messages: Messages) -> View:
     """The view back from a prompt."""
-    shown, failed, report = messages[-1]["content"].partition(_FAILED)
+    shown, failed, report = without_round(messages).partition(_FAILED)
     statement, written, program = shown.partition(_PROGRAM)
     return View(statement, program if written else None, report if failed else None)

@@ -5,6 +5,7 @@ On Linux (x86-64 and aarch64, kernel 4.14 or newer, no privilege needed, root bo
 ============== =====================================================================================================
 processes      one, with one thread: starting another is forbidden, so every limit below is of the whole program
 time           CPU seconds by the kernel; wall seconds by the parent, with which it dies as well; sleeping is refused
+input          there is none: who asks for it is told so at once (``EOFError``)
 memory         address space (``MemoryError``)
 files          none can be opened, listed, looked at or made, the parent's and ``/proc`` among them
 network        none: no socket can be made
@@ -38,6 +39,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -159,7 +161,10 @@ class Sandbox:
     async def _run(self, job: bytes, calls: int, folder: str) -> SandboxRun:
         started = time.perf_counter()
         child = _Child(job, folder, self.limits)
-        watching = asyncio.get_running_loop().run_in_executor(None, child.watch)
+        # A thread of its own: those of the loop's executor may all be busy, and a program would outlive its limit.
+        watcher = ThreadPoolExecutor(1, thread_name_prefix="turnwise-sandbox")
+        watching = asyncio.get_running_loop().run_in_executor(watcher, child.watch)
+        watcher.shutdown(wait=False)
         try:
             stopped = await asyncio.shield(watching)
         except asyncio.CancelledError:
@@ -182,6 +187,7 @@ class _Child:
 
     def __init__(self, job: bytes, folder: str, limits: Limits) -> None:
         self.limits = limits
+        self.deadline = time.monotonic() + limits.wall_seconds
         self.lines, self.printed = bytearray(), bytearray()
         with tempfile.TemporaryFile() as given:
             given.write(job)
@@ -199,7 +205,7 @@ class _Child:
     def watch(self) -> Reason | None:
         """Read until the process has ended, by itself or because it must; blocks. Why it was killed, if it was."""
         try:
-            return self._read(time.monotonic() + self.limits.wall_seconds)
+            return self._read(self.deadline)
         except subprocess.TimeoutExpired:
             return "wall"
         finally:
@@ -269,9 +275,10 @@ def _read_results(lines: bytes, calls: int) -> list[Returned]:
 
 
 def _read_line(line: str) -> dict[str, Any]:
-    """A line's object; an empty one where it has none."""
+    """A line's object; an empty one where it has none, or a text that no file could hold."""
     try:
         said = json.loads(line)
+        json.dumps(said, ensure_ascii=False).encode()  # halves of surrogate pairs
     except (ValueError, RecursionError):
         return {}
     return said if isinstance(said, dict) else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Sequence
 from random import Random
@@ -95,8 +94,18 @@ def describe_failures(cases: Sequence[Case], results: Sequence[Returned]) -> str
 
 
 def same(value: Any, expected: Any) -> bool:
-    """Whether two plain values are equal and of one type: ``1`` is neither ``1.0`` nor ``True``."""
-    return type(value) is type(expected) and json.dumps(value) == json.dumps(expected)
+    """Whether two values are equal and of one type, and so is all in them: ``1`` is neither ``1.0`` nor ``True``.
+
+    Numbers are compared as they are written, so NaN equals itself; a dict's keys have an order. What a program can't
+    return, such as a set, equals nothing.
+    """
+    if type(value) is not type(expected):
+        return False
+    if isinstance(value, (list, tuple)):
+        return len(value) == len(expected) and all(map(same, value, expected))
+    if isinstance(value, dict):
+        return same(list(value), list(expected)) and same(list(value.values()), list(expected.values()))
+    return isinstance(value, (str, int, float, type(None))) and repr(value) == repr(expected)
 
 
 def passed_share(results: Sequence[Returned], expected: Sequence[Any]) -> float:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler, logged
-from turnwise.tasks.base import Demonstration, Player, Split, TeamOptions
+from turnwise.tasks.base import Demonstration, Player, Split, TeamOptions, with_round
 from turnwise.tasks.generated import GeneratedTask
 from turnwise.tasks.rewards import MixMode, invalid_penalty, mix_rewards, mix_weights
 from turnwise.types import EpisodeState, Messages
@@ -73,10 +73,11 @@ class CodeDuelEpisode(MultiTurnEpisode):
         }
 
     def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
-        """Statement, standing program and, for the coder, what it failed; nothing else piles up."""
-        data = state.data
-        failed = data["failed"] if state.current_actor == "coder" else None
-        return [view_message(View(data["problem"], data["program"], failed))]
+        """Statement, standing program, round and, for the coder, what it failed; nothing else piles up."""
+        data, actor = state.data, state.current_actor
+        view = View(data["problem"], data["program"], data["failed"] if actor == "coder" else None)
+        unread = not all(act["valid"] for act in data["acts"].get(actor, [])[-1:])
+        return [with_round(view_message(view), state.turn, unread=unread)]
 
     async def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
         act = await (self._code if state.current_actor == "coder" else self._test)(state)

@@ -75,8 +75,8 @@ class NegotiationRules(Rules):
         return f"Pool: {listed(game['pool'])}.\n{values}\n{said or 'Nothing was said.'}\nAnswers left: {left}."
 
     def parse(self, text: str) -> str | None:
-        """The last ``[accept]``, ``[reject]``, ``[walk]`` or ``[keep ...]`` in the text."""
-        found = re.findall(r"\[\s*(accept|reject|walk|keep(?:\s+\d+)+)\s*\]", text.casefold())
+        """The last ``[accept]``, ``[reject]``, ``[walk]`` or ``[keep ...]`` in the text; no count has ten digits."""
+        found = re.findall(r"\[\s*(accept|reject|walk|keep(?:\s+\d{1,9})+)\s*\]", text.casefold())
         return " ".join(found[-1].split()) if found else None
 
     def is_legal(self, game: Mapping[str, Any], action: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field, field_validator
 
 from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler
-from turnwise.tasks.base import Demonstration, Player, Split, TeamOptions
+from turnwise.tasks.base import Demonstration, Player, Split, TeamOptions, with_round, without_round
 from turnwise.tasks.generated import GeneratedTask
 from turnwise.tasks.rewards import MixMode, invalid_penalty, mix_rewards, mix_weights
 from turnwise.types import EpisodeState, Message, Messages
@@ -38,6 +38,7 @@ SYSTEM_PROMPTS = {
     GENERATOR: "Write the numbers. Reply with them alone, such as 2 3 4.",
     CRITIC: "Say which rules the draft breaks, such as wrong: sum, count. If none, say ok.",
 }
+UNREAD = 0.1  # share of these whose own last reply could not be read
 LATER = 0.5  # share of a generator's demonstrations in a team that begin with a draft and its review
 _DRAFT, _REVIEW, _NONE = "\nDraft: ", "\nReview: ", "none"
 
@@ -62,7 +63,7 @@ def view_message(actor_id: str, view: View) -> Message:
 
 def read_view(messages: Messages) -> View:
     """The view back from a prompt."""
-    shown, reviewed, review = messages[-1]["content"].partition(_REVIEW)
+    shown, reviewed, review = without_round(messages).partition(_REVIEW)
     question, _, draft = shown.partition(_DRAFT)
     return View(question, parse_draft(draft), review if reviewed else None)
 
@@ -108,10 +109,11 @@ class RefineLoopEpisode(MultiTurnEpisode):
         return text.rpartition("</think>")[2]
 
     def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
-        """Question, draft and, for the generator, its review; nothing else piles up."""
-        data = state.data
-        review = data["review"] if state.current_actor == GENERATOR else None
-        return [view_message(state.current_actor, View(data["question"], _draft(state), review))]
+        """Question, draft, round and, for the generator, its review; nothing else piles up."""
+        data, actor = state.data, state.current_actor
+        view = View(data["question"], _draft(state), data["review"] if actor == GENERATOR else None)
+        unread = not all(act["valid"] for act in data["acts"].get(actor, [])[-1:])
+        return [with_round(view_message(actor, view), state.turn, unread=unread)]
 
     def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
         said = self.public(state.last_completion_text)
@@ -294,8 +296,9 @@ def _demonstrate(text: str, actor: str, team: bool, quality: float, rng: Random)
     if team and rng.random() < LATER:
         draft = _near_miss(answers(question), rng)
         view = View(text, draft, format_review(broken_rules(question, draft)))
+    message = with_round(view_message(actor, view), int(view.draft is not None), unread=rng.random() < UNREAD)
     reply = rng.choice(answers(question)) if right else _near_miss(answers(question), rng)
-    return actor, [system, view_message(actor, view)], format_draft(reply)
+    return actor, [system, message], format_draft(reply)
 
 
 def _near_miss(solutions: Sequence[Draft], rng: Random) -> Draft:

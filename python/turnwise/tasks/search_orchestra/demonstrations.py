@@ -36,7 +36,7 @@ def demonstrations(
             found.insert(rng.randint(0, len(found)), _distraction(world, question, rng))
         right = rng.random() < quality
         reply = _right(actor, question, have) if right else _any(actor, question, found, rng)
-        made.append((actor, search_messages(actor, View(text, tuple(found))), reply))
+        made.append((actor, search_messages(actor, View(text, tuple(found)), len(found)), reply))
     return made
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from turnwise.tasks.base import with_round, without_round
 from turnwise.types import Message, Messages
 
 from .corpus import Passage
@@ -37,14 +38,15 @@ def view_message(question: str, found: Sequence[Passage]) -> Message:
     return {"role": "user", "content": question + (_FOUND + "\n".join(lines) if lines else "")}
 
 
-def search_messages(actor_id: str, view: View) -> Messages:
-    """The whole prompt of one call: the actor's instruction and the view."""
-    return [{"role": "system", "content": SYSTEM_PROMPTS[actor_id]}, view_message(*view)]
+def search_messages(actor_id: str, view: View, turn: int = 0, *, unread: bool = False) -> Messages:
+    """The whole prompt of one call: the actor's instruction, the view, and from the second on the round."""
+    system: Message = {"role": "system", "content": SYSTEM_PROMPTS[actor_id]}
+    return [system, with_round(view_message(*view), turn, unread=unread)]
 
 
 def read_view(messages: Messages) -> View:
     """The view back from a prompt."""
-    question, _, found = messages[-1]["content"].partition(_FOUND)
+    question, _, found = without_round(messages).partition(_FOUND)
     lines = [line.partition(": ") for line in found.splitlines()]
     return View(question, tuple(Passage(title, text) for title, _, text in lines))
 

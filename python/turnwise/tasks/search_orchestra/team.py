@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler
-from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, check_split, split_of
+from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, check_split, split_of, with_round
 from turnwise.tasks.generated import GeneratedTask
 from turnwise.types import EpisodeState, Messages
 
@@ -51,7 +51,8 @@ class SearchOrchestraEpisode(MultiTurnEpisode):
         state.data = {"found": [], "queries": [], "route": None, "answer": None, "worth": 0.0, "read": {}}
 
     def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
-        return [view_message(artifact["question"], _found(state))]
+        unread = not all(state.data["read"].get(state.current_actor, [True])[-1:])
+        return [with_round(view_message(artifact["question"], _found(state)), state.turn, unread=unread)]
 
     def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
         act = {VERIFIER: self._route, SEARCHER: self._search, ANSWERER: self._answer}[state.current_actor]

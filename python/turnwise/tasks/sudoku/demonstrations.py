@@ -23,9 +23,9 @@ def demonstrations(
 
     ``quality`` in [0, 1] is the chance that a row is answered right. A faulty row still obeys the row rule: by habit
     its missing digits stand in ascending order, columns and boxes ignored; a reviser's habit is to keep the row as the
-    draft has it. In a later round of the ``rounds`` that there are, a wrong row gives way to another one. Below one
-    half the habit is the likeliest answer, so a model that has learnt the demonstrations well fails most puzzles when
-    greedy and solves some when sampled, which is where reinforcement learning starts.
+    draft has it, in the later ones of the ``rounds`` too. Below one half the habit is the likeliest answer, so a model
+    that has learnt the demonstrations well fails most puzzles when greedy and solves some when sampled, which is where
+    reinforcement learning starts.
     """
     if not 0 <= quality <= 1:
         raise ValueError(f"quality={quality!r}: expected a number in [0, 1]")
@@ -39,7 +39,7 @@ def demonstrations(
         # Who acts first meets no draft in the first round.
         draft = faulty_draft(puzzle, quality, rng) if place or turn else None
         unread = turn > 0 and rng.random() < UNREAD
-        answer = repair(puzzle, draft, quality, rng, stands=not turn) if draft else fill(puzzle, quality, rng)
+        answer = repair(puzzle, draft, quality, rng) if draft else fill(puzzle, quality, rng)
         messages = sudoku_messages(actors[place], puzzle.givens, draft, turn, unread=unread)
         made.append((actors[place], messages, format_grid(answer)))
     return made
@@ -58,24 +58,17 @@ def fill(puzzle: Puzzle, quality: float, rng: Random) -> str:
     return "".join(rows)
 
 
-def repair(puzzle: Puzzle, draft: str, quality: float, rng: Random, *, stands: bool = True) -> str:
-    """``draft`` with each wrong row put right with chance ``quality``, else left standing or filled at random.
-
-    Without ``stands`` no wrong row is left as it was, where its givens allow another.
-    """
+def repair(puzzle: Puzzle, draft: str, quality: float, rng: Random) -> str:
+    """``draft`` with each wrong row put right with chance ``quality``, else left standing or filled at random."""
     rows = []
     for row in ROWS:
         givens, right, had = ("".join(grid[cell] for cell in row) for grid in (puzzle.givens, puzzle.solution, draft))
         if had == right or rng.random() < quality:
             rows.append(right)
-        elif stands and BLANK not in had and rng.random() < HABIT:
+        elif BLANK not in had and rng.random() < HABIT:
             rows.append(had)
-        elif stands or givens.count(BLANK) < 2:
-            rows.append(_fill_row(givens, rng))
         else:
-            while (other := _fill_row(givens, rng)) == had:
-                pass
-            rows.append(other)
+            rows.append(_fill_row(givens, rng))
     return "".join(rows)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from turnwise.naming import construct, find
+from turnwise.naming import construct, find_class
 from turnwise.train.config import TrainConfig
 from turnwise.train.config_files import ConfigError
 from turnwise.train.health.actions import ACTIONS, Action
@@ -37,7 +37,8 @@ def build_guard(config: TrainConfig, seats: Sequence[str]) -> Guard | None:
 
 def _signal(config: TrainConfig, name: str, seats: Sequence[str]) -> Signal:
     try:
-        kind = find(SIGNALS, name, f"health.signals.{name}")
+        like = "turnwise.train.health.signals.Signal"
+        kind = find_class(SIGNALS, name, f"health.signals.{name}", methods=["measure", "judge"], like=like)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     signal: Signal = kind(config.health.signals[name].threshold, seats)
@@ -48,7 +49,11 @@ def _actions(config: TrainConfig, name: str) -> dict[str, Action]:
     key = f"health.signals.{name}.actions"
     try:
         return {
-            kind: construct(find(ACTIONS, kind, key), options, f"{key}.{kind}")
+            kind: construct(
+                find_class(ACTIONS, kind, key, methods=["apply"], like="turnwise.train.health.actions.Action"),
+                options,
+                f"{key}.{kind}",
+            )
             for kind, options in config.health.signals[name].actions.items()
         }
     except ValueError as error:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import nn
 
 from turnwise.inference.adapters import AdaptedModel
-from turnwise.naming import construct, find
+from turnwise.naming import construct, find_class
 from turnwise.train.config import TrainConfig
 from turnwise.train.config_files import ConfigError
 from turnwise.train.league.league import League
@@ -79,15 +78,11 @@ def _lacks_of_client(config: TrainConfig) -> list[str]:
 def build_matchmaker(config: TrainConfig) -> Matchmaker:
     """The matchmaker that ``league.opponents`` names, with ``league.options``; raises :class:`ConfigError`."""
     try:
-        kind = find(MATCHMAKERS, config.league.opponents, "league.opponents")
-        maker: Any = construct(kind, config.league.options, "league.options")
+        like = "turnwise.train.league.matchmaking.Uniform"
+        kind = find_class(MATCHMAKERS, config.league.opponents, "league.opponents", methods=["weights"], like=like)
+        maker: Matchmaker = construct(kind, config.league.options, "league.options")
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if not callable(getattr(maker, "weights", None)):
-        raise ConfigError(
-            f"config key 'league.opponents' = {config.league.opponents!r}: expected a class with weights(p_win), such "
-            f"as {', '.join(MATCHMAKERS)}"
-        )
     return maker
 
 

@@ -1,0 +1,176 @@
+"""One process writes a run folder at a time, and no run buries what another one left there."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Callable, Collection
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from turnwise.train.checkpoint import ignored_checkpoints, list_checkpoints
+from turnwise.train.config import TrainConfig
+from turnwise.train.config_files import CONFIG_FILE, ConfigError, differences
+from turnwise.train.sinks import read_lines
+
+LOCK = ".run.lock"
+"""In the run folder: locked while a run writes there, and says which one does."""
+
+RECORDS = ("metrics.jsonl", "rollouts.jsonl")
+
+
+class RunLock:
+    """Held by the process that writes ``folder``; entering it again only counts.
+
+    The operating system's lock ends with the process, however that ends. Raises ``ValueError`` naming the process that
+    holds it. ``note`` then tells what the lock can't rule out: a file system without locks, or a run on another host.
+    Reading needs no lock.
+
+    Example::
+
+        with RunLock(Path("runs/sudoku")):
+            train()
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.note: str | None = None
+        self._depth, self._file = 0, -1
+
+    def __enter__(self) -> Self:
+        if not self._depth:
+            self._take()
+        self._depth += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if not self._depth:
+            os.ftruncate(self._file, 0)
+            os.close(self._file)
+
+    def _take(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        self.note, before = None, _holder(os.pread(file, 4096, 0))
+        host = socket.gethostname()
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if before and before["host"] != host:
+                self.note = f"{_described(before)} wrote {self.folder} and never said that it ended: see that it has"
+        except BlockingIOError:
+            os.close(file)
+            raise ValueError(
+                f"run_dir={str(self.folder)!r}: expected a folder that no other run writes, but "
+                f"{_described(before) if before else 'another process'} does. Wait for it, stop it, or choose another "
+                "run_dir"
+            ) from None
+        except OSError as error:
+            others = f"; {_described(before)} wrote it last" if before else ""
+            self.note = f"{self.folder} can't be locked ({error.strerror}): see that no other run writes it{others}"
+        now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        os.ftruncate(file, 0)
+        os.pwrite(file, json.dumps({"pid": os.getpid(), "host": host, "since": now}).encode(), 0)
+        self._file = file
+
+
+def _holder(content: bytes) -> dict[str, Any] | None:
+    """What a lock file says; ``None`` where it is empty or half written."""
+    try:
+        found = json.loads(content)
+        return {key: found[key] for key in ("pid", "host", "since")}
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _described(holder: dict[str, Any]) -> str:
+    """``process 123 on host 'a', since 2026-11-23 07:40:00 UTC``."""
+    text = f"process {holder['pid']} on host {holder['host']!r}, since {holder['since']},"
+    if holder["host"] != socket.gethostname():
+        return text
+    try:
+        os.kill(int(holder["pid"]), 0)
+    except ProcessLookupError:
+        return f"a process that {text.removesuffix(',')} started before it ended"
+    except PermissionError:  # another user's
+        pass
+    return text
+
+
+def refuse_running(folder: Path) -> None:
+    """Raise ``ValueError`` where a run writes ``folder``, or a folder below it."""
+    for lock in sorted(folder.rglob(LOCK)):
+        with RunLock(lock.parent):
+            pass
+
+
+def _has_a_line(file: Path) -> bool:
+    if not file.is_file():
+        return False
+    with file.open("rb") as stream:
+        return stream.readline().endswith(b"\n")
+
+
+def refuse_buried(config: TrainConfig, tell: Callable[[str], None] | None = None) -> None:
+    """Raise :class:`ConfigError` where a run of ``config`` would bury what the run folder holds.
+
+    These are checkpoints that it would not go on from, and records of steps that no checkpoint is left of. ``tell``
+    hears of what looks like a checkpoint and is none.
+    """
+    folder = config.run_dir
+    if tell is not None:
+        for ignored, why in ignored_checkpoints(folder / "checkpoints").items():
+            tell(f"{ignored} is ignored: {why}")
+    if list_checkpoints(folder / "checkpoints"):
+        if not config.resume:
+            raise ConfigError(
+                f"config key 'resume' = {config.resume!r}: {folder} holds checkpoints: choose another run_dir"
+            )
+        return
+    if held := [name for name in RECORDS if _has_a_line(folder / name)]:
+        raise ConfigError(
+            f"config key 'run_dir' = {str(folder)!r}: {' and '.join(held)} hold the records of a run, and there is no "
+            f"checkpoint under {folder / 'checkpoints'} to go on from. Choose another run_dir, bring the checkpoints "
+            "back, or move the records away to begin again (checkpoint.every saves while a run goes on)"
+        )
+
+
+def changes(config: TrainConfig) -> list[str]:
+    """What a run that goes on with ``config`` says of its settings, where they are not those that the folder holds."""
+    changed = differences(config.run_dir / CONFIG_FILE, config)
+    if not changed:
+        return []
+    notes = [f"settings changed since then: {', '.join(changed)}"]
+    falling = [
+        name
+        for name, policy in config.policies.items()
+        if policy.trainable and config.optimizer_of(name).min_lr_ratio < 1
+    ]
+    if falling and any(line.startswith("steps ") for line in changed):
+        notes.append(
+            f"the learning rate of {', '.join(map(repr, falling))} falls over all steps (min_lr_ratio < 1): the steps "
+            "so far had other rates than in a run that was as long from its start"
+        )
+    return notes
+
+
+def refuse_own_arena(config: TrainConfig, episodes: Collection[str]) -> None:
+    """Raise ``ValueError`` where the run folder's first recorded episode is of a type that is none of ``episodes``."""
+    first = next((row for _, row in read_lines(config.run_dir / "rollouts.jsonl")), None)
+    if first is not None and first["episode_type"] not in episodes:
+        raise ValueError(own_arena(config, first["id"], first["episode_type"]))
+
+
+def own_arena(config: TrainConfig, episode: str, kind: str) -> str:
+    """What is said of a run whose ``episode`` no task of its config plays."""
+    return (
+        f"episode {episode!r} is of type {kind!r}, which task {config.task!r} of {config.run_dir / CONFIG_FILE} "
+        "doesn't have: a program with an arena of its own ran it. Make it a task, task = 'module:Class' "
+        "(turnwise.tasks.OwnTask), or play it with turnwise.arena.playback.play_again"
+    )

@@ -1,0 +1,176 @@
+"""One process writes a run folder, and none buries what another one left."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+
+import pytest
+
+from turnwise import cli
+from turnwise import run as run_module
+from turnwise.run import train_from_config
+from turnwise.train.config import TrainConfig
+from turnwise.train.config_files import ConfigError
+from turnwise.train.run_folder import LOCK, RECORDS, RunLock, refuse_running
+
+
+def holder_of(folder):
+    """The id of a process that holds the folder until it is killed."""
+    told, tell = os.pipe()
+    pid = os.fork()
+    if not pid:
+        RunLock(folder).__enter__()
+        os.write(tell, b"held")
+        signal.pause()
+    assert os.read(told, 4) == b"held"
+    return pid
+
+
+def notes_of(trainer):
+    trainer.log.note, notes = (lambda text: notes.append(text)), []
+    return notes
+
+
+def left_by(folder, **holder):
+    folder.mkdir(exist_ok=True)
+    (folder / LOCK).write_text(json.dumps({"pid": 7, "host": socket.gethostname(), "since": "noon", **holder}))
+
+
+def test_the_second_process_is_told_of_the_first_and_a_killed_one_holds_nothing(tmp_path):
+    first = holder_of(tmp_path)
+    told = rf"run_dir=.*: expected .* but process {first} on host .*, since 20\d\d-.* UTC, does\. Wait"
+    with pytest.raises(ValueError, match=told), RunLock(tmp_path):
+        pass
+    with pytest.raises(ValueError, match=f"process {first}"):
+        refuse_running(tmp_path.parent)
+    with pytest.raises(ValueError, match=f"process {first}"):
+        train_from_config(TrainConfig(run_dir=tmp_path))
+    os.kill(first, signal.SIGKILL)
+    os.waitpid(first, 0)
+    with RunLock(tmp_path) as lock:
+        assert lock.note is None and f'"pid": {os.getpid()}' in (tmp_path / LOCK).read_text()
+    assert (tmp_path / LOCK).read_text() == ""
+
+
+async def test_a_second_trainer_of_one_process_is_refused_and_changes_nothing(make_trainer):
+    first, second = make_trainer(steps=2, checkpoint={"every": 1}), make_trainer(steps=2)
+    update, refused = first.update, []
+
+    def watched(batch):
+        before = {path: path.read_bytes() for path in first.config.run_dir.rglob("*") if path.is_file()}
+        with pytest.raises(ValueError, match=f"process {os.getpid()}"):
+            second.lock.__enter__()
+        assert before == {path: path.read_bytes() for path in first.config.run_dir.rglob("*") if path.is_file()}
+        refused.append(batch)
+        return update(batch)
+
+    first.update = watched
+    await first.run()
+    assert len(refused) == 2
+    assert (await second.run()).step == 2, "the lock went with the first"
+
+
+def test_the_lock_counts_and_is_let_go_on_failure(tmp_path):
+    lock = RunLock(tmp_path)
+    with pytest.raises(KeyError), lock, lock:
+        raise KeyError
+    with RunLock(tmp_path):
+        pass
+
+
+async def test_what_the_lock_can_not_rule_out_is_said(make_trainer, monkeypatch):
+    elsewhere = make_trainer("elsewhere", steps=0)
+    left_by(elsewhere.config.run_dir, host="other")
+    notes = notes_of(elsewhere)
+    await elsewhere.run()
+    assert any("process 7 on host 'other', since noon, wrote" in note for note in notes)
+
+    def unable(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unable)
+    unlocked = make_trainer("unlocked", steps=0)
+    left_by(unlocked.config.run_dir, pid=os.getpid())
+    notes = notes_of(unlocked)
+    await unlocked.run()
+    (note,) = (note for note in notes if "can't be locked" in note)
+    assert "(No locks available)" in note and f"process {os.getpid()} on host" in note
+
+
+def test_a_child_that_outlives_its_run_is_not_taken_for_it(tmp_path):
+    with RunLock(tmp_path):
+        left_by(tmp_path, pid=2**22 + 1)
+        with pytest.raises(ValueError, match=r"a process that process 4194305 on host .* started before it ended does"):
+            RunLock(tmp_path).__enter__()
+
+
+@pytest.mark.parametrize("kept", RECORDS)
+@pytest.mark.parametrize("resume", [True, False])
+async def test_records_without_a_checkpoint_are_refused_and_stay(make_trainer, monkeypatch, kept, resume):
+    """They were wiped: a run whose checkpoints were moved away began again over its own log."""
+    trainer = make_trainer("run", steps=2, checkpoint={"every": 1})
+    await trainer.run()
+    folder = trainer.config.run_dir
+    shutil.rmtree(folder / "checkpoints")
+    for other in set(RECORDS) - {kept}:
+        (folder / other).unlink()
+    before = (folder / kept).read_bytes()
+    told = rf"{kept} hold the records of a run, and there is no checkpoint under .*checkpoints to go on from\. Choose"
+    with pytest.raises(ConfigError, match=told):
+        await make_trainer("run", steps=2, resume=resume).run()
+    monkeypatch.setattr(run_module, "load_models", lambda *_, **__: pytest.fail("models were loaded"))
+    with pytest.raises(ConfigError, match=told):
+        train_from_config(TrainConfig(run_dir=folder, resume=resume))
+    assert (folder / kept).read_bytes() == before
+    (folder / kept).unlink()
+    assert (await make_trainer("run", steps=2).run()).step == 2
+
+
+async def test_a_run_killed_before_its_first_step_was_saved_goes_on(make_trainer):
+    """``checkpoint.every`` saves the start too, so that what was logged before the first save is no lost record."""
+    whole = make_trainer("whole", steps=3)
+    await whole.run()
+    killed = make_trainer("killed", steps=3, checkpoint={"every": 2})
+    killed.leave = lambda **_: killed.producer.cancel()
+    update = killed.update
+    killed.update = lambda batch: update(batch) if killed.progress.step < 1 else 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        await killed.run()
+    assert len((killed.config.run_dir / "metrics.jsonl").read_text().splitlines()) == 1
+    second = make_trainer("killed", steps=3, checkpoint={"every": 2})
+    notes = notes_of(second)
+    assert (await second.run()).step == 3
+    assert any("(step 0); the records of 1 later steps give way to theirs" in note for note in notes)
+    fingerprint = {name: policy.fingerprint() for name, policy in whole.policies.items()}
+    assert {name: policy.fingerprint() for name, policy in second.policies.items()} == fingerprint
+
+
+async def test_a_run_that_goes_on_says_what_it_ignores(make_trainer):
+    trainer = make_trainer(steps=2)
+    await trainer.run()
+    shutil.copytree(trainer.checkpoints / "step_00000002", trainer.checkpoints / "step_00000009.bak")
+    second = make_trainer(steps=3)
+    notes = notes_of(second)
+    assert (await second.run()).step == 3
+    assert any("step_00000009.bak is ignored: its name is not 'step_' and eight digits" in note for note in notes)
+    assert (trainer.checkpoints / "step_00000009.bak" / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("command", ["eval", "replay", "tournament"])
+async def test_the_run_of_a_program_with_its_own_arena_says_what_it_is(make_trainer, capsys, command):
+    """``eval`` said that the policy doesn't fit the checkpoint."""
+    trainer = make_trainer(steps=1)
+    await trainer.run()
+    folder = trainer.config.run_dir
+    assert await asyncio.to_thread(cli.main, [command, str(folder)]) == 2
+    told = capsys.readouterr().err
+    assert (
+        "is of type 'letters', which task 'sudoku' of" in told and "an arena of its own ran it. Make it a task" in told
+    )
