@@ -35,7 +35,7 @@ PUBLIC = [
     "train",
 ]
 
-THIRD_PARTY = ["httpx", "pydantic", "rich", "safetensors", "tokenizers", "transformers"]
+THIRD_PARTY = ["pydantic", "rich", "safetensors", "tokenizers", "transformers"]
 
 
 def fresh(code: str) -> dict[str, object]:
