@@ -114,9 +114,9 @@ static Tokens make_tokens(size_t n) {
 }
 
 // The vector kernel against the same formulas over single floats, which is what a GPU runs. `advantage`: of all tokens,
-// or NaN: each has its own.
+// or NaN: each has its own. `weighted`: the KL term is multiplied by the ratio, through which its gradient goes too.
 template <KlKind kind>
-static void test_formulas(float advantage, bool with_rollout) {
+static void test_formulas(float advantage, bool with_rollout, bool weighted) {
     constexpr size_t n = 1013;
     const Tokens t = make_tokens(n);
     std::vector<float> grad(n, NAN);
@@ -137,9 +137,10 @@ static void test_formulas(float advantage, bool with_rollout) {
     tile.row_weight = 1;
     tile.variant = {VariantKind::clip, 0.8f, 1.28f, with_rollout ? INFINITY : 3.0f};  // the dual clip off, and on
     tile.kl = kind;
+    tile.kl_weighted = weighted;
     tile.kl_coef = 0.25f;
     TileSums sums;
-    kernels().clip[int(kind)](tile, sums);
+    kernels().clip[weighted][int(kind)](tile, sums);
 
     double loss = 0, size = 0, k3 = 0;
     float ratio_max = 0;
@@ -160,15 +161,20 @@ static void test_formulas(float advantage, bool with_rollout) {
             token.loss *= weight;
             token.grad *= weight;
         }
-        loss += double(token.loss) + 0.25 * double(kl.value);
-        size += std::fabs(double(token.loss)) + 0.25 * std::fabs(double(kl.value));
+        const double scale = weighted ? double(ratio) : 1, slope = weighted && bounded == raw ? double(kl.value) : 0;
+        loss += double(token.loss) + 0.25 * scale * double(kl.value);
+        size += std::fabs(double(token.loss)) + 0.25 * scale * std::fabs(double(kl.value));
         k3 += double(ratio) - 1 - double(bounded);
         ratio_max = std::max(ratio_max, ratio);
         tokens += 1;
         low += token.clipped_low;
         high += token.clipped_high;
         dual += token.third;
-        EXPECT(close(grad[i], 0.5 * (double(token.grad) - 0.25 * double(kl.slope)), 1e-5));
+        // The parts may cancel: they are held to their own size.
+        const double parts[] = {double(token.grad), 0.25 * scale * slope, -0.25 * scale * double(kl.slope)};
+        const double expected = 0.5 * (parts[0] + parts[1] + parts[2]);
+        const double part_size = std::fabs(parts[0]) + std::fabs(parts[1]) + std::fabs(parts[2]);
+        EXPECT(close(grad[i], expected, 1e-5) || std::fabs(double(grad[i]) - expected) <= 1e-6 * part_size);
     }
     EXPECT(std::fabs(sums.loss - loss) <= 1e-6 * size);
     EXPECT(close(sums.k3, k3, 1e-6));
@@ -186,15 +192,20 @@ static void test_formulas(float advantage, bool with_rollout) {
     tile.mask = nothing.data();
     tile.advantage = NAN;
     TileSums none;
-    kernels().clip[int(kind)](tile, none);
+    kernels().clip[weighted][int(kind)](tile, none);
     EXPECT(none.loss == 0 && none.k3 == 0 && none.tokens == 0 && none.ratio_max == 0);
     for (float value : grad) EXPECT(value == 0);
 }
 
 template <KlKind kind>
 static void test_formulas() {
+    constexpr bool can_be_weighted =
+        kind == KlKind::k1 || kind == KlKind::abs || kind == KlKind::k2 || kind == KlKind::k3;
     for (const bool with_rollout : {false, true}) {
-        for (const float advantage : {NAN, 0.7f, -0.7f, 0.0f}) test_formulas<kind>(advantage, with_rollout);
+        for (const float advantage : {NAN, 0.7f, -0.7f, 0.0f}) {
+            test_formulas<kind>(advantage, with_rollout, false);
+            if (can_be_weighted) test_formulas<kind>(advantage, with_rollout, true);
+        }
     }
 }
 

@@ -390,7 +390,9 @@ class Trainer:
         self.producer = self._new_producer()
         if queue is not None:
             self.producer.put(pickle.loads(queue))
-        dropped = self.log.rewind(self.progress.step)
+        # The checkpoint of the start was saved before the first validation, which is logged again then.
+        again_from_start = self.progress.step == 0 and not self.progress.evaluations
+        dropped = self.log.rewind(-1 if again_from_start else self.progress.step)
         again = f"; the records of {dropped} later steps give way to theirs" if dropped else ""
         self.log.note(f"resumed from {found[-1]} (step {self.progress.step}){again}")
         for note in changes(self.config):

@@ -145,8 +145,9 @@ class Producer:
 
     async def settle(self) -> None:
         """Wait until nothing is under way. What failed is raised by :meth:`oldest`."""
-        if self._batches:
-            await asyncio.wait([batch.results for batch in self._batches])
+        running = [batch.results for batch in self._batches if not batch.results.done()]
+        if running:
+            await asyncio.wait(running)
 
     def failed_spare(self) -> BaseException | None:
         """What the first spare batch failed with, where one did."""
