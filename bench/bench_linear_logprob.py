@@ -164,7 +164,7 @@ def forward_alone(method: Method, i: Inputs) -> Callable[[], Any]:
 
 
 def verify(methods: dict[str, Method], i: Inputs, tolerance: float) -> None:
-    """All give what eager gives, value and gradients, or the bench stops here."""
+    """Stops the bench unless all methods agree with eager, in value and gradients."""
     expected: list[Tensor] = []
     for name, out in served(methods, lambda method: method(i)):
         backward(i, out)

@@ -1,10 +1,10 @@
-"""Policy loss, forward and backward: ours beside eager PyTorch, torch.compile, TRL, verl, Liger. Verifies, then times.
+"""Policy loss, forward and backward: turnwise, eager PyTorch, torch.compile, TRL, verl, Liger. Verifies, then times.
 
 PPO with clip-higher and dual clip, k3 KL, token mean, fp32; each with its own metrics. Two forms of the same batch:
 "lean" has a uint8 mask and one advantage per sequence, "full" a float mask and an advantage per token. Inputs rotate
 through memory. "share of copy" is the time in which this machine copies the fewest bytes that the op must move, over
-the op's time. "autograd alone" computes nothing: what PyTorch takes to make a loss and a gradient of an op's own and to
-hand them over.
+the op's time. "autograd alone" computes nothing: it is the time of PyTorch to allocate a loss and a
+gradient and to pass them on.
 
 A second table starts from logits ``[B, T + 1, V]``, bfloat16 on a GPU, as Liger-Kernel's Triton loss does: forward, and
 backward into the logits' memory where a method can.
@@ -13,18 +13,17 @@ backward into the logits' memory where a method can.
 from __future__ import annotations
 
 import gc
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from common import RotatingCopy, arguments, finish, medians, peak_memory, peer, served, sets_needed
+from common import against_copy, arguments, finish, forward_backward, peer, served, sets_needed
 from peers import TRLLoss, trl_config, verl_config
 from torch import Tensor
 
 from turnwise.ops import KL, Clip, logprob, policy_loss
 
-CLIP, KL_TERM = Clip(0.2, 0.28, dual=3.0), KL("k3", 1e-2)
+CLIP, KL_TERM = Clip(0.2, 0.28, dual_clip=3.0), KL("k3", 1e-2)
 BYTES_PER_TOKEN = {"lean": 4 * 4 + 1, "full": 4 * 6}  # logprob, old, reference, mask, advantage in; gradient out
 SIZES = {"cpu": [(8, 256), (64, 1024), (512, 2048)], "cuda": [(64, 1024), (1024, 4096), (8192, 4096)]}
 FORMS = ["lean", "full"]
@@ -45,7 +44,7 @@ def eager(lp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, ref: Tensor
     ratio = log_ratio.exp()
     plain, clipped = -a * ratio, -a * ratio.clamp(1 - CLIP.low, 1 + CLIP.high)
     largest = torch.maximum(plain, clipped)
-    bound = -a * CLIP.dual
+    bound = -a * CLIP.dual_clip
     loss = torch.where(a < 0, torch.minimum(largest, bound), largest)
     d = (ref - lp).clamp(-20, 20)
     kl = (d.exp() - d - 1).clamp(-10, 10)
@@ -84,7 +83,7 @@ def by_trl() -> Callable[[Inputs], Tensor]:
         beta=KL_TERM.coef,
         epsilon=CLIP.low,
         epsilon_high=CLIP.high,
-        delta=CLIP.dual,
+        delta=CLIP.dual_clip,
         use_bias_correction_kl=False,  # as in all the others
     )
 
@@ -95,7 +94,7 @@ def by_trl() -> Callable[[Inputs], Tensor]:
 
 
 def by_verl(algorithms: Any) -> Callable[[Inputs], Tensor]:
-    config = verl_config(clip_ratio_low=CLIP.low, clip_ratio_high=CLIP.high, clip_ratio_c=CLIP.dual)
+    config = verl_config(clip_ratio_low=CLIP.low, clip_ratio_high=CLIP.high, clip_ratio_c=CLIP.dual_clip)
 
     def call(i: Inputs) -> Tensor:
         advantages = i.advantages if i.advantages.dim() == 2 else i.advantages[:, None].expand_as(i.lp)
@@ -140,7 +139,7 @@ def make(rows: int, width: int, form: str, device: str, seed: int) -> Inputs:
 
 
 def verify(calls: dict[str, Callable[[Inputs], Any]], inputs: Inputs) -> None:
-    """All give the same loss and gradient, ours and eager the same metrics, or the bench stops here."""
+    """Stops the bench unless all methods give the same loss and gradient, and turnwise and eager the same metrics."""
     expected: Any = None
     for name, result in served(calls, lambda call: call(inputs)):
         loss, metrics = result if isinstance(result, tuple) else (result, None)
@@ -170,16 +169,6 @@ class _Handed(torch.autograd.Function):
 def autograd_alone(i: Inputs) -> Tensor:
     loss, grad = torch.empty((), device=i.lp.device), torch.empty_like(i.lp, requires_grad=False)
     return _Handed.apply(i.lp, loss, grad)
-
-
-def step(call: Callable[[Inputs], Any], ring: Any) -> Callable[[], None]:
-    def run() -> None:
-        inputs = next(ring)
-        inputs.lp.grad = None
-        result = call(inputs)
-        (result[0] if isinstance(result, tuple) else result).backward()
-
-    return run
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -242,7 +231,7 @@ def by_liger(liger: Any) -> Callable[[Logits], Tensor]:
             beta=KL_TERM.coef,
             eps_low=CLIP.low,
             eps_high=CLIP.high,
-            delta=CLIP.dual,
+            delta=CLIP.dual_clip,
             inplace=True,
             loss_type="bnpo",
             reduce=True,
@@ -260,7 +249,7 @@ def from_logits(options: Any) -> list[dict[str, Any]]:
     calls["turnwise"] = ours_from_logits("native")
     if device == "cuda":
         calls["turnwise, Triton"] = ours_from_logits("triton")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for shape in LOGITS[device]:
         inputs = make_logits(*shape, device)
         whole = inputs.logits.detach().clone()
@@ -281,22 +270,8 @@ def from_logits(options: Any) -> list[dict[str, Any]]:
             call(given).backward()
 
         timed = {name: (lambda c=call: run(c)) for name, call in calls.items()}
-        copy = RotatingCopy(moved, device)
-        seconds = medians({**timed, "copy": copy}, max(3, options.rounds // 2), device=device)
-        for name in calls:
-            peak = peak_memory(timed[name], device)
-            rows.append(
-                {
-                    "logits": str(list(shape)),
-                    "method": name,
-                    "µs": seconds[name] * 1e6,
-                    "× eager": seconds["eager"] / seconds[name],
-                    "GB/s": moved / seconds[name] / 1e9,
-                    "share of copy": seconds["copy"] / seconds[name],
-                    "peak MB": None if peak is None else peak / 1e6,
-                }
-            )
-        del inputs, whole, timed, copy
+        rows += against_copy({"logits": str(list(shape))}, timed, moved, max(3, options.rounds // 2), device)
+        del inputs, whole, timed
         gc.collect()
     return rows
 
@@ -313,25 +288,10 @@ def main() -> None:
             moved = tokens * BYTES_PER_TOKEN[form]
             sets = [make(height, width, form, device, seed) for seed in range(sets_needed(moved, device))]
             with_floor = {**calls, "autograd alone": autograd_alone}
-            timed = {name: step(call, itertools.cycle(sets)) for name, call in with_floor.items()}
-            copy = RotatingCopy(moved, device)
-            seconds = medians({**timed, "copy": copy}, options.rounds, device=device)
-            memory = {name: peak_memory(call, device) for name, call in timed.items()}
-            for name in timed:
-                peak, moves = memory[name], name in calls
-                rows.append(
-                    {
-                        "shape": f"[{height}, {width}]",
-                        "form": form,
-                        "method": name,
-                        "µs": seconds[name] * 1e6,
-                        "× eager": seconds["eager"] / seconds[name],
-                        "GB/s": moved / seconds[name] / 1e9 if moves else None,
-                        "share of copy": seconds["copy"] / seconds[name] if moves else None,
-                        "peak MB": None if peak is None else peak / 1e6,
-                    }
-                )
-            del sets, timed, copy
+            timed = {name: forward_backward(call, sets) for name, call in with_floor.items()}
+            case = {"shape": f"[{height}, {width}]", "form": form}
+            rows += against_copy(case, timed, moved, options.rounds, device, unmoved=["autograd alone"])
+            del sets, timed
             gc.collect()
     finish("policy_loss", "policy_loss, forward and backward, fp32", rows, options)
     finish("policy_loss", "from logits: log-probabilities, policy_loss and back", from_logits(options), options)

@@ -1,4 +1,4 @@
-"""The state store beside copy.deepcopy, copium, pickle, immutables and pyrsistent. Verifies first, then times.
+"""The state store, copy.deepcopy, copium, pickle, immutables and pyrsistent. Verifies first, then times.
 
 Four states: S a board game, M a transcript of 40 turns with a tool's answers, L one of 440 with 65,536 token ids and
 two arrays, XL four such agents in a world of 8,000 things. Times are medians of statements run in turns, with the loop
@@ -50,8 +50,8 @@ CHUNK = {  # a place in the state's largest container
     "XL": ("agents", 3, "token_ids", 32_768),
 }
 
-# A method's own way to say each thing. `held` is the state, `fork` the method's copy, `eight` a range; eight copies are
-# kept until all are there, as branches are.
+# The statements of each method. `held` is the state, `fork` the method's copy, `eight` a range; eight copies are
+# kept until all exist, as branches are.
 COPY = {
     "fork": "fork(held)",
     "8 copies": "kept = [fork(held) for _ in eight]",
@@ -99,7 +99,7 @@ def described(size: str) -> Row:
 # Copies
 # ---------------------------------------------------------------------------------------------------------------------
 def verify(size: str, ways: Mapping[str, Method]) -> None:
-    """Every way's fork, written to, is what plain containers become, and leaves the state it came from alone."""
+    """Checks that a written fork of every method equals plain containers and leaves its origin unchanged."""
     data = make(size)
     changes = [*writes(data, "leaves"), *writes(data, "containers"), FIRST_WRITE]
     expected = Method("plain", copy.deepcopy).write_all(make(size), changes)
@@ -142,7 +142,7 @@ def copies(size: str, ways: Mapping[str, Method], rounds: int) -> list[Row]:
 
 
 def first_writes(size: str, rounds: int) -> list[Row]:
-    """The write to a held container of a fresh fork, which copies what it shares."""
+    """The first write to a held container of a new fork, which copies the shared part."""
     held = Turnwise().hold(make(size))
     rows = []
     for place, path in (("counter", FIRST_WRITE[0]), ("largest container", CHUNK[size])):

@@ -1,4 +1,4 @@
-"""The training step: ours beside TRL's GRPOTrainer, on the same rows of ragged lengths and equal weights, on a CPU.
+"""The training step: turnwise and TRL's GRPOTrainer, on the same rows of ragged lengths and equal weights, on a CPU.
 
 Verifies first: the gradients of all methods are one. Then times whole steps (forward, loss, backward, clipping, AdamW)
 in turns; tokens are those of the rows, without padding. "TRL" is its own `training_step` over its own padded batch,
@@ -13,14 +13,10 @@ activations, gradients and optimizer state. Liger's kernels, which TRL can use, 
 
 from __future__ import annotations
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-import torch
 from common import arguments, finish
-from timing import first_peak
-from train_cases import METHODS, Case, Trained, make_batch, make_trained, seconds_per_step
+from train_cases import METHODS, Case, Trained, make_batch, make_trained, peak_of_two_steps, seconds_per_step
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}  # of the gradient's norm
 QUICK = Case("quick", 16, "float32", False)
@@ -33,24 +29,11 @@ LEAST_SPEED, MOST_MEMORY = 1.5, 0.7  # × TRL's
 
 
 def verify(case: Case, trained: dict[str, Trained]) -> None:
-    """All have the gradient of TRL's step, or the bench stops here."""
+    """Stops the bench unless all methods have the gradient of TRL's step."""
     expected = trained["TRL"].gradient()
     for name, one in trained.items():
         off = float((one.gradient() - expected).norm() / expected.norm())
         assert off < TOLERANCE[case.dtype], f"{name}, {case}: the gradient is off by {off:.3g} of its norm"
-
-
-def peak_of(method: str, case: Case, threads: int) -> int | None:
-    """Bytes above what the process holds with the model loaded, at the highest point of its first two steps."""
-    torch.set_num_threads(threads)
-    step = make_trained(method, case).step
-    return first_peak(lambda: (step(), step()))
-
-
-def peak_memory(method: str, case: Case, threads: int) -> int | None:
-    """In a process of its own, which holds nothing of the other methods."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(peak_of, method, case, threads).result()
 
 
 def measure(case: Case, rounds: int, threads: int) -> list[dict[str, Any]]:
@@ -59,7 +42,7 @@ def measure(case: Case, rounds: int, threads: int) -> list[dict[str, Any]]:
     seconds = seconds_per_step(trained, rounds)
     del trained
     weighed = ["turnwise"] if case == QUICK else METHODS  # a process each
-    peaks = {name: peak_memory(name, case, threads) for name in weighed}
+    peaks = {name: peak_of_two_steps(make_trained, name, case, threads) for name in weighed}
     batch = make_batch(case)
     rows = []
     for name in METHODS:
@@ -83,7 +66,7 @@ def measure(case: Case, rounds: int, threads: int) -> list[dict[str, Any]]:
 
 
 def goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row per goal and case."""
+    """One row per goal and case."""
     figures = [
         (row, *goal)
         for row in rows

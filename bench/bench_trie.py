@@ -1,11 +1,11 @@
-"""Rows that share what they begin with: whole training steps over their trie beside padded, packed and PrefixGrouper's.
+"""Rows with shared prefixes: training steps over their trie, padded, packed and by PrefixGrouper.
 
 Verifies first: the gradients are one. Then times whole steps (forward, loss, backward, clipping, AdamW) in turns.
 "padded" is plain PyTorch, as TRL does it: padded rows, logits of the completions; "packed" is our stream, each row by
 itself; "prefix_grouper" is the package of that name, each prompt once for its siblings, all in one pass, with our head
 on the completions; "turnwise trie" is what `layout = "auto"` takes where rows share. "ideal" is tokens over unique
 tokens. "peak MB" is what a process of its own takes above the loaded model in its first two steps. From 20,000 tokens
-the model has one layer in the place of four, and memory is not measured.
+the model has one layer instead of four, and memory is not measured.
 
     python bench/bench_trie.py                       # the cases with goals, and one of 4 turns
     python bench/bench_trie.py --prompt 256 --turns 1 2 --shared yes   # all that these make, with every other option
@@ -14,21 +14,18 @@ the model has one layer in the place of four, and memory is not measured.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import time
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 from common import arguments, finish, peer
-from timing import first_peak
-from train_cases import Trained, seconds_per_step
+from train_cases import Trained, peak_of_two_steps, seconds_per_step
 from trie_cases import LARGE, Case, make_batch, make_trained, unique_tokens
 
-from turnwise.train.trie import Trie
+from turnwise.train.model.prefix_tree import Trie
 
 TOLERANCE = 1e-4  # of the gradient's norm
 GRID: dict[str, tuple[Any, ...]] = {
@@ -56,26 +53,13 @@ def methods_of(case: Case) -> list[str]:
 
 
 def verify(case: Case, trained: dict[str, Trained]) -> None:
-    """All have one gradient, or the bench stops here."""
+    """Stops the bench unless all methods have the same gradient."""
     expected: torch.Tensor | None = None
     for name, one in trained.items():
         found = one.gradient()
         expected = found if expected is None else expected
         off = float((found - expected).norm() / expected.norm())
         assert off < TOLERANCE, f"{name}, {case}: the gradient is off by {off:.3g} of its norm"
-
-
-def peak_of(method: str, case: Case, threads: int) -> int | None:
-    """Bytes above what the process holds with the model loaded, at the highest point of its first two steps."""
-    torch.set_num_threads(threads)
-    step = make_trained(method, case).step
-    return first_peak(lambda: (step(), step()))
-
-
-def peak_memory(method: str, case: Case, threads: int) -> int | None:
-    """In a process of its own, which holds nothing of the other methods."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(peak_of, method, case, threads).result()
 
 
 def measure(case: Case, rounds: int, threads: int) -> list[dict[str, Any]]:
@@ -85,7 +69,7 @@ def measure(case: Case, rounds: int, threads: int) -> list[dict[str, Any]]:
     seconds = seconds_per_step(trained, 1 if large else rounds, warm=0 if large else 1)  # `verify` has warmed it up
     del trained
     weighed = [] if large else names[-1:] if case == QUICK else names  # a process each
-    peaks = {name: peak_memory(name, case, threads) for name in weighed}
+    peaks = {name: peak_of_two_steps(make_trained, name, case, threads) for name in weighed}
     unique = unique_tokens(make_batch(case))
     return [
         {
@@ -126,7 +110,7 @@ def build(quick: bool) -> dict[str, Any]:
 
 
 def goals(rows: list[dict[str, Any]], built: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row per goal whose case was run."""
+    """One row per goal whose case was run."""
     found: list[dict[str, Any]] = []
 
     def add(case: str, method: str, goal: str, figure: float | None, least: float | None, most: float | None) -> None:
@@ -154,7 +138,7 @@ def goals(rows: list[dict[str, Any]], built: dict[str, Any]) -> list[dict[str, A
 
 
 def chosen(options: argparse.Namespace) -> list[Case]:
-    """The cases with goals and one more; with options given, all that those make."""
+    """The cases with goals and one more; with options given, all their combinations."""
     if options.quick:
         return [QUICK]
     if all(tuple(getattr(options, key)) == values for key, values in GRID.items()):

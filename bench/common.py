@@ -1,4 +1,4 @@
-"""What all benches share: their options, the machine and its versions, JSON rows and a markdown table.
+"""Shared by all benches: options, the machine and its versions, JSON rows and a markdown table.
 
 Every bench is a file ``bench_<name>.py`` that verifies, then times. ``python bench/bench_<name>.py`` runs one;
 ``turnwise bench`` and ``make bench`` run them all (``run.py``).
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -29,9 +30,11 @@ __all__ = [
     "RESULTS",
     "RotatingCopy",
     "RotatingRead",
+    "against_copy",
     "arguments",
     "environment",
     "finish",
+    "forward_backward",
     "medians",
     "peak_memory",
     "peer",
@@ -55,8 +58,8 @@ Result = TypeVar("Result")
 def arguments(
     description: str | None, counts: Mapping[str, int] | None = None, **cases: Sequence[Any]
 ) -> argparse.Namespace:
-    """The options of every bench, one for each of ``counts`` with its default, and one for each of ``cases`` to choose
-    from its values, which are all there by default. ``device`` is a GPU where there is one."""
+    """Parses the options of every bench, one per count with its default, and one per case to choose from its values
+    (default: all). ``device`` is a GPU where there is one."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU, else cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads")
@@ -82,7 +85,7 @@ def arguments(
 
 
 def peer(module: str) -> Any | None:
-    """Another trainer's module, or ``None`` where it is not installed (`make bench` installs it)."""
+    """Imports another trainer's module; ``None`` where it is not installed (`make bench` installs it)."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -93,8 +96,7 @@ def peer(module: str) -> Any | None:
 
 
 def served(methods: dict[Name, Method], call: Callable[[Method], Result]) -> Iterator[tuple[Name, Result]]:
-    """Each method's name and what it returns, for a bench to verify. What can't serve is left out of ``methods``,
-    aloud."""
+    """Yields each method's name and result, for a bench to verify. Prints and removes methods that can't serve."""
     for name, method in list(methods.items()):
         try:
             result = call(method)
@@ -103,6 +105,47 @@ def served(methods: dict[Name, Method], call: Callable[[Method], Result]) -> Ite
             del methods[name]
         else:
             yield name, result
+
+
+def forward_backward(call: Callable[[Any], Any], sets: Sequence[Any]) -> Callable[[], None]:
+    """A call to time: the loss of the next set of inputs and its gradient with respect to ``lp``."""
+    ring = itertools.cycle(sets)
+
+    def run() -> None:
+        inputs = next(ring)
+        inputs.lp.grad = None
+        result = call(inputs)
+        (result[0] if isinstance(result, tuple) else result).backward()
+
+    return run
+
+
+def against_copy(
+    case: Mapping[str, Any],
+    timed: Mapping[str, Callable[[], Any]],
+    moved: int,
+    rounds: int,
+    device: str,
+    unmoved: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """Times every method beside a copy of ``moved`` bytes and gives a row for each, which begins with ``case``.
+    Methods in ``unmoved`` do not move these bytes."""
+    seconds = medians({**timed, "copy": RotatingCopy(moved, device)}, rounds, device=device)
+    rows = []
+    for name, call in timed.items():
+        peak, moves = peak_memory(call, device), name not in unmoved
+        rows.append(
+            {
+                **case,
+                "method": name,
+                "µs": seconds[name] * 1e6,
+                "× eager": seconds["eager"] / seconds[name],
+                "GB/s": moved / seconds[name] / 1e9 if moves else None,
+                "share of copy": seconds["copy"] / seconds[name] if moves else None,
+                "peak MB": None if peak is None else peak / 1e6,
+            }
+        )
+    return rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -124,7 +167,7 @@ def _output(*command: str) -> str:
 
 
 def processor() -> str:
-    """Its name, with family and model where Linux knows them: clouds call several generations by one name."""
+    """The processor's name, with family and model on Linux: clouds use one name for several generations."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}

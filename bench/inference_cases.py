@@ -1,4 +1,4 @@
-"""What ``bench_inference.py`` samples: models, workloads whose requests are equal for all, and what answers them."""
+"""Models, workloads and clients for ``bench_inference.py``. Every client gets the same requests."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from train_cases import Case, make_model
 
 from turnwise.inference import VLLMServerClient
 from turnwise.inference.scripted import ByteTokenizer
-from turnwise.inference.vllm_build import vllm_or_raise
-from turnwise.serve import Server, ServeSettings
+from turnwise.inference.server.server import Server
+from turnwise.inference.server.settings import ServeSettings
+from turnwise.inference.vllm.build import vllm_or_raise
+from turnwise.run.clients import KINDS
 from turnwise.tasks.tiny import build_tokenizer
-from turnwise.train.clients import KINDS
-from turnwise.train.config_files import config_from_dict
+from turnwise.train.validate import config_from_dict
 from turnwise.types import ModelRequest, ModelResponse, Sampling
 
 PLAIN = "Hugging Face generate"
@@ -30,7 +31,7 @@ ROWS = 256  # completions at a time
 
 
 class Endless(ByteTokenizer):
-    """No token ends a completion, so that every method samples as many tokens."""
+    """A tokenizer without an end token, so that every method samples the same number of tokens."""
 
     eos_token_id: int | None = None  # type: ignore[assignment]
 
@@ -59,8 +60,9 @@ def flat(size: Size, seed: int) -> Turns:
 
 
 def tree(size: Size, seed: int) -> Turns:
-    """Each prompt goes on from the one before by an answer and what the environment said to it: drawn here, and not
-    taken from what was sampled, so that the requests are the same for all."""
+    """Build prompts that each extend the one before by an answer and the environment's reply.
+
+    Both are drawn here and not sampled, so that all methods get the same requests."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, ALPHABET, size.prompt) for _ in range(size.trees)]
     turns: Turns = []
@@ -78,12 +80,12 @@ def request(prompt: np.ndarray, tokens: int, seed: int) -> ModelRequest:
 
 
 def first_token(size: Size, seed: int) -> Turns:
-    """One request for one token, after a prompt that nothing has seen."""
+    """One request for one token, after a new prompt."""
     return [[request(np.random.default_rng(seed).integers(0, ALPHABET, size.prompt), 1, seed)]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Who answers
+# Clients
 # ---------------------------------------------------------------------------------------------------------------------
 class PlainGenerate:
     """``model.generate`` over the whole list at once, with the log-probabilities that training needs. Prompts of one
@@ -118,12 +120,12 @@ class PlainGenerate:
         self.model.load_state_dict(dict(weights), strict=False)  # a tied head comes once
 
     async def close(self) -> None:
-        """There is nothing to free."""
+        """Free nothing."""
 
 
 def methods(model: nn.Module, kinds: Sequence[str], kv_cache_gb: float) -> dict[str, Any]:
-    """What is there to answer requests with ``model``: ``generate`` itself, the clients among ``kinds`` that can be had
-    here, and the first vLLM of them without its prefix cache. What can't be had is left out aloud."""
+    """Return the methods that answer requests with ``model``: ``generate`` itself, the clients among ``kinds`` that are
+    available, and the first vLLM of them without its prefix cache. Prints a line for each one left out."""
     made: dict[str, Any] = {PLAIN: PlainGenerate(model)}
     for kind in kinds:
         _add(made, f"turnwise {kind}", kind, model, {"kv_cache_gb": kv_cache_gb})
@@ -147,7 +149,7 @@ def _add(made: dict[str, Any], name: str, kind: str, model: nn.Module, vllm: Map
 
 
 class Served:
-    """The client of a server that starts and ends with it."""
+    """A client with a server that starts and ends with it."""
 
     def __init__(self, model: Any, kv_cache_gb: float) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="turnwise-bench-")
@@ -193,8 +195,10 @@ def teacher_forced(model: Any, response: ModelResponse) -> Tensor:
 
 
 def resident() -> int | None:
-    """Bytes of memory that this process and all below it hold; ``None`` where there is no ``/proc``. What this process
-    has freed and kept is handed back before: a leak could fill it unseen."""
+    """Return the memory in bytes of this process and all below it; ``None`` without ``/proc``.
+
+    Returns this process's freed memory to the kernel first, because a leak could hide in it.
+    """
     if not Path("/proc/self/status").exists():
         return None
     give_back_freed_memory()
@@ -211,7 +215,7 @@ def resident() -> int | None:
 
 
 def _line(pid: int, parents: Mapping[int, int]) -> list[int]:
-    """``pid`` and all above it."""
+    """``pid`` and its ancestors."""
     line = [pid]
     while parents.get(line[-1]):
         line.append(parents[line[-1]])

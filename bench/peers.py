@@ -1,4 +1,4 @@
-"""Other trainers' own functions, with as little around them as they need to run. Nothing of them is retyped here."""
+"""Other trainers' own functions, called from their packages with the least setup that they need."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class _OneProcess:
-    """What TRL asks of an accelerator, for a single process."""
+    """The parts of an accelerator that TRL uses, for a single process."""
 
     num_processes = 1
     sync_gradients = True
@@ -24,7 +24,7 @@ class _OneProcess:
 
 
 class TRLLoss:
-    """``GRPOTrainer._compute_loss`` on given log-probabilities ``[B, T]``, which stand in the place of a model's.
+    """``GRPOTrainer._compute_loss`` on given log-probabilities ``[B, T]``, in place of a model's.
 
     One micro-batch that is a whole optimizer step. Token ids, which the loss itself never reads, are left empty, so
     that joining prompts and completions costs nothing. From ``args``, a ``GRPOConfig``, the trainer takes what
@@ -76,14 +76,14 @@ class TRLLoss:
 
 
 def trl_config(**options: Any) -> Any:
-    """TRL's own ``GRPOConfig``, with its defaults. It has to be told where there is no GPU."""
+    """TRL's ``GRPOConfig`` with its defaults; it must be told where there is no GPU."""
     from trl import GRPOConfig
 
     return GRPOConfig(output_dir="unused", use_cpu=not torch.cuda.is_available(), **options)
 
 
 def verl_config(**options: Any) -> Any:
-    """verl's own ``ActorConfig``, which its losses read, with its defaults. The three named here have none."""
+    """verl's ``ActorConfig``, which its losses read. The three options set here have no defaults."""
     from verl.workers.config import ActorConfig
 
     return ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **options)

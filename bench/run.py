@@ -1,4 +1,4 @@
-"""All benches, or some, each in a process of its own with a time limit: ``turnwise bench`` and ``make bench``.
+"""Runs all benches, or some, each in a process with a time limit: ``turnwise bench`` and ``make bench``.
 
 python bench/run.py                       # every bench, tables to stdout
 python bench/run.py policy_loss --json    # one, its rows as JSON lines
@@ -26,7 +26,7 @@ NARROWER = {"policy_loss": {"TURNWISE_ISA": "avx2"}}
 
 
 class Outcome(NamedTuple):
-    """One bench's run: its printed tables, its JSON rows, and what went wrong, if anything."""
+    """One bench's run: printed tables, JSON rows and the failure, if any."""
 
     name: str
     command: str
@@ -101,12 +101,12 @@ PACKAGES = (
 
 
 def busy() -> str:
-    """A sentence, where the machine is at work already: PyTorch's threads wait for one another, so a second program
-    makes its methods up to hundreds of times slower, and every ratio false."""
+    """A warning if the machine is busy: PyTorch's threads wait for one another, so a second program makes its methods
+    up to hundreds of times slower and every ratio wrong."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load <= 0.5 * cores:
         return ""
-    return f"Other programs were running when this began (load {load:.1f} on {cores} cores): quote nothing from it."
+    return f"Other programs were running at the start (load {load:.1f} on {cores} cores): quote nothing from it."
 
 
 def report(outcomes: Sequence[Outcome], warning: str = "") -> str:

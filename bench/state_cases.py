@@ -1,7 +1,7 @@
-"""States of four sizes, the writes made to them, and every way to copy and write them. No torch, no third package but
-numpy: processes whose memory is measured import this.
+"""States of four sizes, writes to them, and methods to copy and write them. Imports numpy alone: processes whose memory
+is measured import this.
 
-A way (``Method``) holds a state in its own form: plain containers, persistent maps, or a ``turnwise.state.State``.
+A ``Method`` holds a state in its own form: plain containers, persistent maps, or a ``turnwise.state.State``.
 ``write`` and ``append`` give the form to go on with, for persistent maps are changed by making another.
 """
 
@@ -27,7 +27,7 @@ SEED = 20_26
 # The states
 # ---------------------------------------------------------------------------------------------------------------------
 def make(size: str) -> dict[str, Any]:
-    """The state of this size, the same at every call and sharing nothing with the one before."""
+    """Makes the state of this size: equal at every call, and sharing nothing with earlier ones."""
     return {"S": _board_game, "M": _transcript, "L": _long_transcript, "XL": _society}[size](random.Random(SEED))
 
 
@@ -158,7 +158,7 @@ def census(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def turn(size: str, branch: int, number: int) -> tuple[list[tuple[Path, Any]], list[Write]]:
-    """What one turn of a rollout appends, and what it overwrites: counters, and squares, a token or things."""
+    """The writes of one turn of a rollout: one append, and counters, squares, a token or things to overwrite."""
     rng = random.Random(f"{size}/{branch}/{number}")
     new: list[Write] = [
         (("game", "turn"), number + 1),
@@ -178,7 +178,7 @@ def turn(size: str, branch: int, number: int) -> tuple[list[tuple[Path, Any]], l
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Ways to copy
+# Methods to copy
 # ---------------------------------------------------------------------------------------------------------------------
 class Method:
     """Plain containers, and a function that copies them."""
@@ -280,7 +280,7 @@ def method(name: str) -> Method:
 
 
 def methods() -> dict[str, Method]:
-    """Every way that is installed, ours last."""
+    """Every method that is installed, turnwise last."""
     found = [name for name in PEERS if importlib.util.find_spec(name)]
     for name in sorted(set(PEERS) - set(found)):
         print(f"without {name}: not installed")
@@ -288,7 +288,7 @@ def methods() -> dict[str, Method]:
 
 
 def has(name: str) -> bool:
-    """Whether this store has it: a bench may be run on an older one, and then says less."""
+    """True if this store has the attribute. On older ones a bench reports less."""
     import turnwise.state
 
     return hasattr(turnwise.state, name)

@@ -17,7 +17,7 @@ BRANCHES, TURNS = 8, 10
 
 
 def config(documents: int) -> dict[str, Any]:
-    """What an environment is told once and never changes: tools, and documents of about 700 bytes."""
+    """The constant config of an environment: tools, and documents of about 700 bytes."""
     rng = random.Random(SEED)
     tools = [{"name": f"tool_{i}", "parameters": {"q": {"type": "string", "about": text(rng, 80)}}} for i in range(20)]
     library = {
@@ -73,13 +73,13 @@ class Warehouse:
         return self.prompt(), reward, self.counters["turn"] >= self.config["limits"]["turns"]
 
     def prompt(self) -> str:
-        """What the model is shown next: the latest of the transcript, and where the robot stands."""
+        """The model's next prompt: the end of the transcript, and the robot's position."""
         shown = [f"{message['role']}: {message['content']}" for message in self.transcript[-6:]]
         return "\n".join([*shown, f"You are at {self.robot['at'][0]}, {self.robot['at'][1]}."])
 
 
 class SharedWarehouse(Warehouse):
-    """As people write it by hand: ``__deepcopy__`` leaves the config out."""
+    """A hand-written fork: ``__deepcopy__`` leaves the config out."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedWarehouse:
         memo[id(self.config)] = self.config
@@ -98,7 +98,7 @@ def forkable_warehouse(documents: int) -> Warehouse:
 
 
 def replies(documents: int) -> list[list[str]]:
-    """``[TURNS][BRANCHES]``: what a model said, replayed."""
+    """``[TURNS][BRANCHES]``: replayed replies of a model."""
     rng = random.Random(SEED)
 
     def reply() -> str:

@@ -1,4 +1,4 @@
-"""The goals of the state store, and our figures beside them."""
+"""The goals of the state store, and the figures measured."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ READS = {  # at most, × plain
 
 
 def goals(copied: list[Row], written: list[Row], read: list[Row], grown: list[Row]) -> list[Row]:
-    """A row per goal and size. What a missing peer or a small tree leaves unknown has none."""
+    """Return a row per goal and size, except figures that a missing peer or a small tree leaves unknown."""
     return [
         {
             "goal": goal,

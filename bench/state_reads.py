@@ -1,4 +1,4 @@
-"""What is done with a state between copies: reads and owned writes, steps of environments, the replay of a rollout."""
+"""Work between copies of a state: reads and owned writes, steps of environments, the replay of a rollout."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def total(message_list: Any) -> int:
 
 
 def leaves(value: Any) -> int:
-    """Every leaf, asked for as plain code asks."""
+    """Reads every leaf as plain code does."""
     if isinstance(value, dict):
         return sum(leaves(inner) for inner in value.values())
     return sum(map(leaves, value)) if isinstance(value, list) else 1

@@ -1,4 +1,4 @@
-"""A tree of versions, all kept, in a process of its own: memory, gc pauses, checkpoint, pruning. Prints JSON.
+"""A tree of versions, all kept, in a new process: memory, gc pauses, checkpoint, pruning. Prints JSON.
 
 python bench/state_tree.py unit M                 # resident bytes of one kept deepcopy
 python bench/state_tree.py tree M turnwise 64 32  # 64 branches x 32 turns, each turn a fork that is written to
@@ -27,7 +27,7 @@ UNIT_BYTES = 64 << 20  # so many bytes of deepcopies are kept to measure one
 
 
 class Pauses:
-    """How long the garbage collector stops the program."""
+    """Times the garbage collector's pauses."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -41,7 +41,7 @@ class Pauses:
 
 
 def resident() -> int | None:
-    """Bytes of this process in memory, after what free() has kept was given back. ``None`` where nobody says."""
+    """Resident bytes of this process, without freed memory. ``None`` where the system doesn't tell."""
     gc.collect()
     try:
         ctypes.CDLL(None).malloc_trim(0)

@@ -17,8 +17,8 @@ import torch
 
 
 def keep_freed_memory() -> None:
-    """Asks glibc to keep what is freed, as a training process in its stride does: otherwise large temporaries go back
-    to the kernel and come in again page by page, which eager methods pay for most and which varies from run to run."""
+    """Make glibc keep freed memory, as a long training process does. Otherwise large temporaries go back to the kernel
+    and return page by page; eager methods pay most for that, and it varies from run to run."""
     try:
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)  # M_MMAP_MAX: all from the heap, for what is mapped by itself is given back when freed
@@ -28,26 +28,26 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Hands what is freed and kept back to the kernel, so that a process's size tells what it uses."""
+    """Returns freed memory to the kernel, so that a process's size is the memory that it uses."""
     gc.collect()
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
-# What must not stay in a cache between two calls: a GPU's L2 holds tens of MB, a server CPU's L3 too.
+# Bytes that no cache holds between two calls: a GPU's L2 has tens of MB, and so has a server CPU's L3.
 WORKING_SET = {"cpu": 192 << 20, "cuda": 512 << 20}
 Call = Callable[[], Any]
 
 
 def sets_needed(bytes_per_set: int, device: str) -> int:
-    """How many sets of inputs to rotate through, so that each is read from memory and not from a cache."""
+    """The number of input sets to rotate through, so that each is read from memory and not from a cache."""
     return max(1, min(64, -(-WORKING_SET[device] // max(bytes_per_set, 1))))
 
 
 def medians(
     calls: Mapping[str, Call], rounds: int, seconds_per_round: float = 0.01, device: str = "cpu"
 ) -> dict[str, float]:
-    """Seconds per call of each, in turns, so that a busy minute hurts all alike.
+    """Median seconds per call. Calls take turns, so that a busy minute affects all alike.
 
     On a GPU the seconds are the device's, between events, with the host some milliseconds ahead: launches are queued
     behind a pause, so that what is timed is the work and not Python.
@@ -71,7 +71,7 @@ def statements(
     """Seconds per run of each statement, given as its source and the names in it: for what takes nanoseconds, where a
     call would cost more than the statement. Medians in turns, with the loop around it and garbage collection as ever.
 
-    What is slow sits out rounds, so that each takes about ``seconds`` in all, but has three at least.
+    Slow statements skip rounds, so that each takes about ``seconds`` in all, but has at least three.
     """
     timers, repeats, turns = {}, {}, {}
     for name, (source, names) in cases.items():
@@ -157,7 +157,7 @@ def peak_memory(call: Call, device: str = "cpu") -> int | None:
 
 
 def first_peak(call: Call, device: str = "cpu") -> int | None:
-    """The same of the very first call, with all that it sets up."""
+    """As ``peak_memory``, for the first call, with its setup."""
     if device == "cuda":
         gc.collect()
         torch.cuda.synchronize()

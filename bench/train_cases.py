@@ -1,26 +1,29 @@
-"""What ``bench_train.py`` trains on: two models, rows of ragged lengths, and a step of each trainer over them."""
+"""Models, batches and trainers for ``bench_train.py``: rows of ragged lengths, and a step of each trainer over them."""
 
 from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
 import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from timing import first_peak
 from torch import Tensor, nn
 
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train import Policy
-from turnwise.train.batch import MicroBatch, micro_batches, pad
-from turnwise.train.config import LossConfig, UpdateConfig
-from turnwise.train.forward import Forward, like_lengths
-from turnwise.train.update import update_policy
+from turnwise.train.config.optimization import LossConfig, UpdateConfig
+from turnwise.train.model.forward import Forward, like_lengths
+from turnwise.train.model.micro_batch import MicroBatch, micro_batches, pad
+from turnwise.train.update.update import update_policy
 from turnwise.types import TrainingBatch
 
 GROUP = 8  # completions of a prompt; also TRL's default rows per forward pass
@@ -28,7 +31,7 @@ SHORTEST, LONGEST = 64, 1024
 TEMPERATURE = 1.0
 LR = 1e-6
 LOSS = LossConfig(
-    kind="ppo", aggregation="token-mean"
+    type="ppo", aggregation="token-mean"
 )  # TRL's default, "dapo": clip at 0.2 both ways, mean over tokens
 
 
@@ -119,7 +122,7 @@ class Trained(NamedTuple):
 
 
 def seconds_per_step(trained: dict[str, Trained], rounds: int, warm: int = 1) -> dict[str, float]:
-    """Medians in turns, after ``warm`` rounds that don't count: the first makes the optimizers' states."""
+    """Median seconds per step, in turns, after ``warm`` rounds: the first makes the optimizers' states."""
     samples: dict[str, list[float]] = {name: [] for name in trained}
     for _ in range(warm + rounds):
         for name, one in trained.items():
@@ -127,6 +130,19 @@ def seconds_per_step(trained: dict[str, Trained], rounds: int, warm: int = 1) ->
             one.step()
             samples[name].append(time.perf_counter() - start)
     return {name: statistics.median(times[warm:]) for name, times in samples.items()}
+
+
+def _peak_here(make: Callable[[str, Any], Trained], method: str, case: Any, threads: int) -> int | None:
+    torch.set_num_threads(threads)
+    step = make(method, case).step
+    return first_peak(lambda: (step(), step()))
+
+
+def peak_of_two_steps(make: Callable[[str, Any], Trained], method: str, case: Any, threads: int) -> int | None:
+    """Bytes that the first two steps of ``make(method, case)`` need beyond the loaded model. Measured in a new process,
+    which holds nothing of the other methods."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_peak_here, make, method, case, threads).result()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -204,7 +220,7 @@ class EagerForward:
 def trl(case: Case, batch: TrainingBatch) -> Trained:
     """``GRPOTrainer``: its own batch of padded rows, ``training_step`` for each 8 of them, and its optimizer.
 
-    Only sampling is left out: in the place of what it generates stand the rows of ``batch``, padded as it pads them,
+    Only sampling is left out: the rows of ``batch`` replace its completions, padded as it pads them,
     prompts on the left and completions on the right over the whole batch.
     """
     trainer = make_trl(case)
@@ -296,7 +312,7 @@ def flat_gradient(model: nn.Module) -> Tensor:
 
 
 def eager(case: Case, batch: TrainingBatch) -> Trained:
-    """Our step with a plain forward pass in it."""
+    """turnwise's step with a plain forward pass."""
     return turnwise(case, batch, EagerForward)
 
 

@@ -1,4 +1,4 @@
-"""What ``bench_trie.py`` trains on: siblings that share prompts, turn after turn, and four ways to run such rows."""
+"""Batches and methods for ``bench_trie.py``: siblings that share prompts over turns, and four ways to run such rows."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from train_cases import EagerForward, Trained, updates
 
 from turnwise.ops import linear_logprob
-from turnwise.train.batch import MicroBatch
-from turnwise.train.config import UpdateConfig
-from turnwise.train.forward import Forward
-from turnwise.train.trie import Trie
+from turnwise.train.config.optimization import UpdateConfig
+from turnwise.train.model.forward import Forward
+from turnwise.train.model.micro_batch import MicroBatch
+from turnwise.train.model.prefix_tree import Trie
 from turnwise.types import TrainingBatch
 
 OBSERVATION = 16  # tokens between a completion and the next turn's
@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Those of all rows."""
+        """Tokens of all rows."""
         grown = self.turns * (self.turns - 1) // 2 * (self.completion + OBSERVATION)
         return self.siblings * (self.turns * (self.prompt + self.completion) + grown)
 
@@ -98,7 +98,7 @@ def make_batch(case: Case, seed: int = 0) -> TrainingBatch:
 
 
 def unique_tokens(batch: TrainingBatch) -> int:
-    """Tokens of the rows' trie, all that is shared merged."""
+    """The number of tokens in the rows' trie."""
     return len(Trie(batch.token_ids, batch.cu_seqlens, least=0))
 
 
@@ -178,7 +178,7 @@ def sdpa_of_padding(module: Any, query: Tensor, key: Tensor, value: Tensor, padd
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The ways
+# Methods
 # ---------------------------------------------------------------------------------------------------------------------
 class Method(NamedTuple):
     """``forward`` of the model; ``whole`` where one pass takes all rows, as prompts must not be cut apart."""

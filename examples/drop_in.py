@@ -20,7 +20,7 @@ LOW, HIGH, TEMPERATURE = 0.2, 0.28, 0.9
 
 
 class Model(nn.Module):
-    """Any causal language model: a body that makes hidden states, and a head that makes logits of them."""
+    """Any causal language model: a body that computes hidden states and a head that computes logits."""
 
     def __init__(self, hidden: int = 64) -> None:
         super().__init__()
@@ -34,8 +34,8 @@ class Model(nn.Module):
 
 
 class Batch(NamedTuple):
-    """Completions of one step: ``tokens [B, L]``, which of them train (``mask [B, L-1]``), the sampler's
-    log-probabilities ``old [B, L-1]``, ``rewards [B]``, and the question of each row ``groups [B]``."""
+    """Completions of one step: ``tokens [B, L]``, the trained ones (``mask [B, L-1]``), the sampler's log-probabilities
+    ``old [B, L-1]``, ``rewards [B]``, and the question of each row ``groups [B]``."""
 
     tokens: Tensor
     mask: Tensor
@@ -61,11 +61,11 @@ def plain_loss(model: Model, batch: Batch) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# After: the same in three lines, over the tokens that train
+# After: three ops, only over the trained tokens
 # ---------------------------------------------------------------------------------------------------------------------
 def fused_loss(model: Model, batch: Batch) -> Tensor:
     hidden, mask = model(batch.tokens)[:, :-1], batch.mask
-    ends = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))  # where each row of the packed stream begins
+    ends = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))  # offsets of the rows in the packed stream
 
     advantages = ops.group_advantage(batch.rewards, batch.groups)
     logprobs = ops.linear_logprob(hidden[mask], model.head.weight, batch.tokens[:, 1:][mask], temperature=TEMPERATURE)
@@ -77,7 +77,7 @@ def fused_loss(model: Model, batch: Batch) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def sample(model: Model, generator: torch.Generator) -> Batch:
-    """``ANSWERS`` completions of each question, token by token, each of its own length."""
+    """Sample ``ANSWERS`` completions of random length for each question."""
     groups = torch.arange(QUESTIONS).repeat_interleave(ANSWERS)
     tokens = torch.randint(VOCABULARY, (QUESTIONS, PROMPT), generator=generator)[groups]
     old = torch.zeros(len(groups), PROMPT - 1)
@@ -111,12 +111,12 @@ def main(steps: int = 25) -> None:
                 losses.append(loss.detach())
                 optimizer.step()
             torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=1e-4)
-            if step == 0:  # before rounding has had steps to add up in
+            if step == 0:  # later, rounding errors accumulate
                 for ours, theirs in zip(fused.parameters(), plain.parameters(), strict=True):
                     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5)
     reached = sample(fused, generator).rewards.mean().item()
     assert reached > rewards[0] + 0.2, (rewards[0], reached)
-    print(f"{steps} steps, reward {rewards[0]:.2f} -> {reached:.2f}; losses and gradients alike both ways")
+    print(f"{steps} steps, reward {rewards[0]:.2f} -> {reached:.2f}; losses and gradients agree")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""TRL's GRPOTrainer over the trie of its batch: what rows share passes through the model once. Seconds on a CPU:
-python trl_trie.py
+"""TRL's GRPOTrainer with shared prefixes computed once. Runs in seconds on a CPU: `python trl_trie.py`
 
 Two trainers with equal weights take one batch of TRL's own form, prompts padded on the left and completions on the
-right: one as TRL is, one with its log-probs from `turnwise.train.trie`. Loss and gradient must be the same.
+right: one as TRL is, one with its log-probs from `turnwise.train.model.prefix_tree`. Loss and gradient must be
+the same.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ from trl.trainer.utils import pad
 
 from turnwise.ops import linear_logprob
 from turnwise.tasks.tiny import build_model, build_tokenizer
-from turnwise.train.trie import Trie, use_trees
+from turnwise.train.model.prefix_tree import Trie, use_trees
 
 QUESTIONS, ANSWERS, PROMPT, LONGEST = 2, 8, 200, 24
 
 
 class TrieTrainer(GRPOTrainer):
-    """TRL's trainer but for the one method that runs the model. Of text alone, and without an auxiliary loss."""
+    """Replaces the one method of TRL's trainer that runs the model. Supports text only, without an auxiliary loss."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        use_trees(self.model)  # raises ValueError for a model that can't
+        use_trees(self.model)  # raises ValueError for unsupported models
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **others
     ) -> tuple[Tensor, Tensor | None, None]:
-        assert not any(value is not None and value is not False for value in others.values()), f"text alone: {others}"
+        assert not any(value is not None and value is not False for value in others.values()), (
+            f"only text is supported: {others}"
+        )
         lm = self.accelerator.unwrap_model(model)
         real = attention_mask.bool()
         kept = real[:, -logits_to_keep:]
@@ -72,7 +74,7 @@ def make_trainer(kind: type[GRPOTrainer], model: torch.nn.Module, tokenizer: Any
 
 
 def make_rows() -> dict[str, Tensor]:
-    """What the trainer's sampling hands to its loss: prompts of several lengths, completions of other ones."""
+    """A batch in TRL's form: prompts and completions of different lengths."""
     prompts, completions = [], []
     for question in range(QUESTIONS):
         prompt = torch.randint(10, 250, (PROMPT - 30 * question,))

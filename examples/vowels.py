@@ -1,4 +1,4 @@
-"""A game of one's own in 40 lines: a tiny random model learns to write vowels. `python examples/vowels.py [STEPS]`"""
+"""Your own game in 40 lines: a tiny random model learns to write vowels. `python examples/vowels.py [STEPS]`"""
 
 import asyncio
 import sys

@@ -1,8 +1,16 @@
-"""What all tests share: no network, and property tests that do not time out on a busy machine."""
+"""What all tests share: no network, no time limit on property tests, and which tests `make test` leaves out.
+
+Marks: `slow` is for `make test-all`. Products of three or more parameters run in pairs: each pair of values meets in a
+case of `make test`, the rest of the product is slow. Tests marked `gpu` or `vllm` exist only where torch sees a CUDA
+device, or vLLM is installed: `make test-all` runs the latter in an environment of its own.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import os
+import re
 import signal
 
 import pytest
@@ -19,14 +27,71 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("turnwise", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("turnwise")
 
+# Marks of the tests that ask for a fixture: one builds for minutes, one starts servers.
+MARKED_FIXTURES = {"emulator": "slow", "vllm_servers": "vllm"}
+# Values of parameters that are told apart by what they are; others by which object they are.
+PLAIN = (str, int, float, type(None))
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` skip where there is none."""
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
-        return
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
     import torch
 
-    if not torch.cuda.is_available():
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none here"))
+    from turnwise.ops.common import dispatch
+
+    kernels = "native and torch" if dispatch.extension is not None else "torch alone: the compiled module did not load"
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none, so cases for a GPU are not generated"
+    vllm = "tested here" if importlib.util.find_spec("vllm") else "not installed here: `make test-vllm` tests it"
+    slow = "left out: `make test-all` runs them" if "not slow" in config.option.markexpr else "included"
+    return [f"backends: {kernels}", f"GPU: {gpu}", f"vLLM: {vllm}", f"slow tests: {slow}"]
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import torch
+
+    missing = set() if torch.cuda.is_available() else {"gpu"}
+    missing |= set() if importlib.util.find_spec("vllm") else {"vllm"}
+    for item in items:
+        for fixture in set(getattr(item, "fixturenames", ())) & MARKED_FIXTURES.keys():
+            item.add_marker(MARKED_FIXTURES[fixture])
+    without = {item for item in items if missing & {mark.name for mark in item.iter_markers()}}
+    config.hook.pytest_deselected(items=list(without))
+    items[:] = [item for item in items if item not in without]
+
+    quick: dict[tuple[str, str], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+            quick.setdefault((str(item.path), item.originalname), []).append(item)
+    for cases in quick.values():
+        chosen = pairs([axes(case) for case in cases])
+        for index, case in enumerate(cases):
+            if index not in chosen:
+                case.add_marker(pytest.mark.slow)
+
+
+def axes(case: pytest.Function) -> tuple[tuple[str, object], ...]:
+    """The parameters of a case, those of one `parametrize` as one: ``(names, value)`` each."""
+    given = {name: value if isinstance(value, PLAIN) else id(value) for name, value in case.callspec.params.items()}
+    together = [mark.args[0] for mark in case.iter_markers("parametrize")]
+    names = [tuple(re.findall(r"\w+", n)) if isinstance(n, str) else tuple(n) for n in together]
+    alone = [(name,) for name in given if not any(name in some for some in names)]
+    return tuple((",".join(some), tuple(given[name] for name in some)) for some in [*names, *alone])
+
+
+def pairs(cases: list[tuple[tuple[str, object], ...]]) -> set[int]:
+    """Indices of few cases in which each pair of values that meets in any case meets.
+
+    >>> cases = [(("a", a), ("b", b), ("c", c)) for a in (0, 1) for b in (0, 1) for c in (0, 1)]
+    >>> sorted(pairs(cases))
+    [0, 3, 5, 6]
+    """
+    if len(cases[0]) < 3:
+        return set(range(len(cases)))
+    of_case = [set(itertools.combinations(case, 2)) for case in cases]
+    missing: set[object] = set().union(*of_case)
+    chosen: set[int] = set()
+    while missing:
+        best = max(range(len(cases)), key=lambda index: len(of_case[index] & missing))
+        chosen.add(best)
+        missing -= of_case[best]
+    return chosen

@@ -32,36 +32,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turnwise import cli
-from turnwise.train.config import TrainConfig
-from turnwise.train.config_files import config_from_dict, to_toml
+from turnwise.cli import main as cli
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import to_toml
+from turnwise.train.validate import config_from_dict
 
 COMMON: dict[str, Any] = {
     "threads": 1,
     "task_options": {"blanks": [4, 6]},
     "warm_start": {"steps": 3, "batch_size": 8},
-    "rollout": {"questions": 4},
+    "rollout": {"prompts_per_step": 4},
     # Its running baselines give every row an advantage, however little the model knows.
     "credit": {"rule": "rae"},
-    "update": {"lr": 1e-4, "warmup": 5, "min_lr_ratio": 0.1, "minibatches": 2},
-    "eval": {"questions": 2, "every": 7},
-    "checkpoint": {"every": 1, "keep": 2, "best": True},
+    "update": {"lr": 1e-4, "warmup": 5, "min_lr_ratio": 0.1, "num_minibatches": 2},
+    "eval": {"num_prompts": 2, "every": 7},
+    "checkpoint": {"every": 1, "keep_last": 2, "keep_best": True},
 }
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "tree": {
         "warm_start": {"steps": 60, "batch_size": 32},  # until branches earn unlike rewards
-        "rollout": {"questions": 4, "branches": 3, "tree": {"select": "mixed", "best_share": [1.0, 0.0]}},
+        "rollout": {"prompts_per_step": 4, "branches": 3, "tree": {"select": "mixed", "best_share": [1.0, 0.0]}},
         "credit": {"rule": "at_grpo"},
     },
-    "lora": {"specialization": "lora"},
-    "full": {"specialization": "full"},
+    "lora": {"policy_sharing": "lora_per_actor"},
+    "full": {"policy_sharing": "model_per_actor"},
     "async": {"loop": {"max_staleness": 2, "deterministic": True}},
     "league": {
         "task": "kuhn_poker",
         "task_options": {"max_tokens": 4},
-        "rollout": {"questions": 8},
-        "league": {"share": 0.5, "every": 2, "size": 3, "at_once": 2},
+        "rollout": {"prompts_per_step": 8},
+        "league": {"share": 0.5, "every": 2, "size": 3, "opponents_per_step": 2},
         "loop": {"max_staleness": 1, "deterministic": True},
     },
 }
@@ -106,7 +107,7 @@ def forked(config: Path, log: Path) -> Process:
 
 def fresh(config: Path, log: Path) -> Process:
     """The run in a new interpreter."""
-    command = [sys.executable, "-P", "-m", "turnwise.cli", "train", str(config), "--traceback"]
+    command = [sys.executable, "-P", "-m", "turnwise", "train", str(config), "--traceback"]
     with log.open("w") as stream:
         return Process(subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT).pid, log)
 

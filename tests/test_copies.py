@@ -8,9 +8,9 @@ import warnings
 
 import pytest
 
-from turnwise.copies import check_copies, deep_copy, dumps
 from turnwise.state import forkable
 from turnwise.types import EpisodeState
+from turnwise.utils.copies import check_copies, deep_copy, dumps
 
 
 class EzPickle:

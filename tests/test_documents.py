@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from turnwise import cli
+import turnwise
+from turnwise.cli import main as cli
 from turnwise.credit import registry
-from turnwise.train.config_files import config_from_dict
+from turnwise.train.validate import config_from_dict
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
@@ -72,10 +73,75 @@ def test_turnwise_commands_parse(words: list[str]) -> None:
     assert config is None or config.suffix != ".toml" or (ROOT / config).is_file()
 
 
+def test_every_page_is_in_the_navigation() -> None:
+    """So are the two pages that the build generates, the config reference and the API."""
+    named = set(re.findall(r"(\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    assert named == {path.name for path in (ROOT / "docs").glob("*.md")} | {"api.md", "config.md"}
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(path: Path) -> None:
-    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
-    assert [link for link in links if not (path.parent / link).exists()] == []
+    text = path.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#:]*)(?:#([^):]*))?\)", text)
+    links += [(source, "") for source in re.findall(r"""(?:src|srcset)="([^":]+)\"""", text)]
+    broken = []
+    for file, anchor in links:
+        target = path.parent / file if file else path
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(f"{file}#{anchor}")
+    assert broken == []
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_architecture_names_every_room() -> None:
+    package = Path(turnwise.__file__).parent
+    folders = {".".join(path.parent.relative_to(package).parts) for path in package.rglob("__init__.py")} - {""}
+    rooms = {room for room in folders if not room.startswith("tasks.")}
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert rooms - set(re.findall(r"`([a-z_.]+)`", text)) == set()
+
+
+def test_architecture_floors_hold() -> None:
+    """Each room lists only rooms of lower floors in its docstring, and its own sub-rooms."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    floors, floor = {}, 0
+    for number, room in re.findall(r"^\| (\d?) ?\| `(\w+)` \|", text, flags=re.MULTILINE):
+        floor = int(number or floor)
+        floors[room] = floor
+    wrong = []
+    for path in Path(turnwise.__file__).parent.rglob("__init__.py"):
+        room = path.relative_to(Path(turnwise.__file__).parent).parts[0]
+        for listed in re.findall(r"^May import: ([\w., ]+)\.$", path.read_text(encoding="utf-8"), flags=re.MULTILINE):
+            names = {name.split(".")[0] for name in listed.split(", ")} - {room}
+            wrong += [f"{path.parent}: {name}" for name in names & set(floors) if floors[name] >= floors[room]]
+    assert len(floors) > 12 and wrong == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_named_files_exist(path: Path) -> None:
+    """Paths in backticks, from the checkout's root or, as ``turnwise/...``, from the package."""
+    folders = "bench|csrc|docs|examples|python|scripts|tests|turnwise"
+    named = set(re.findall(rf"`((?:{folders})/[\w/.-]+)[`:]", path.read_text(encoding="utf-8")))
+    assert {name for name in named if not ((ROOT / name).exists() or (ROOT / "python" / name).exists())} == set()
+
+
+def test_architecture_names_files_that_exist() -> None:
+    """Its paths are relative to the package as well."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = {name for name in re.findall(r"`([\w/]+\.(?:py|cpp|cu)|\w+/(?:\w+/)?)`", text)}
+    assert len(named) > 10
+    assert {
+        name for name in named if not ((ROOT / name).exists() or (ROOT / "python/turnwise" / name).exists())
+    } == set()
 
 
 def test_every_credit_rule_is_in_the_table() -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vLLM: make test-vllm", allow_module_level=True)
+from turnwise.cli.commands import demo
+from turnwise.run.build import train_from_config
+from turnwise.train.validate import config_from_dict, load_config
 
-from turnwise import demo
-from turnwise.run import train_from_config
-from turnwise.train.config_files import config_from_dict, load_config
+pytestmark = pytest.mark.vllm
 
 EXACT = 1e-5  # nats, in float32
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -25,10 +23,10 @@ SHORT: dict[str, object] = {
     "threads": 1,
     "warm_start.steps": 2,
     "warm_start.batch_size": 8,
-    "rollout.questions": 2,
+    "rollout.prompts_per_step": 2,
     "eval.every": 0,
-    "checkpoint.best": False,
-    "eval.questions": 2,
+    "checkpoint.keep_best": False,
+    "eval.num_prompts": 2,
     # A model that can't write a grid yet ties every group; here every sample trains, whatever it was worth.
     "credit.rule": "constant",
 }
@@ -71,7 +69,7 @@ def test_math_orchestra(tmp_path: Path) -> None:
     path = tmp_path / "questions.jsonl"
     rows = [{"question": f"What is {n} + 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"} for n in range(60)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    changes = {"task_options.path": str(path), "steps": 2, "rollout.copies": 2, "task_options.max_tokens": 16}
+    changes = {"task_options.path": str(path), "steps": 2, "rollout.group_size": 2, "task_options.max_tokens": 16}
     errors = short_run("math_orchestra.toml", tmp_path / "run", **changes, **{"warm_start.steps": 0})
     assert len(errors) == 2 and all(0 < error < EXACT for of_step in errors for error in of_step), errors
 
@@ -81,7 +79,8 @@ def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
     def shortened(run_dir: Path, seed: int, client: str) -> Any:
         config = shipped(run_dir, seed, client).model_dump(mode="json")
-        for key, value in {**SHORT, "steps": 2, "rollout.branches": 2, "warm_start.steps": 2}.items():
+        evals = {"eval.every": 1, "eval.target_success": None}
+        for key, value in {**SHORT, **evals, "steps": 2, "rollout.branches": 2}.items():
             *sections, name = key.split(".")
             table = config
             for section in sections:

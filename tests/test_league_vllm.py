@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vLLM: make test-vllm", allow_module_level=True)
-
 from turnwise.inference import TransformersClient
-from turnwise.run import Run, build_run
+from turnwise.run.build import Run, build_run
 from turnwise.tasks.two_player import SEATS
-from turnwise.train.config_files import config_from_dict
 from turnwise.train.league.league import MARK
+from turnwise.train.validate import config_from_dict
 from turnwise.types import ModelRequest, Sampling, Step
+
+pytestmark = pytest.mark.vllm
 
 EXACT = 1e-5
 TOKENS = 6
@@ -32,13 +30,13 @@ def run_of(folder: Path, client: str, **changes: Any) -> Run:
         "steps": 4,
         "threads": 1,
         "task_options": {"max_tokens": TOKENS},
-        "specialization": "lora",
+        "policy_sharing": "lora_per_actor",
         "warm_start": {"steps": 30, "batch_size": 12, "warmup": 5, "lr": 4e-3},
-        "rollout": {"questions": 8, "client": client, "vllm": {"kv_cache_gb": 0.03125}},
+        "rollout": {"prompts_per_step": 8, "client": client, "vllm": {"kv_cache_gb": 0.03125}},
         "update": {"lr": 1e-2},
         "checkpoint": {"every": 1},
         "log": {"rollouts_per_step": 100},
-        "league": {"share": 1.0, "every": 1, "size": 8, "at_once": 2, "opponents": "uniform"},
+        "league": {"share": 1.0, "every": 1, "size": 8, "opponents_per_step": 2, "matchmaker": "uniform"},
     }
     return build_run(config_from_dict(settings | changes))
 

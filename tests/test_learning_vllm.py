@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vLLM: make test-vllm", allow_module_level=True)
-
-from turnwise.run import build_run
+from turnwise.run.build import build_run
 from turnwise.tasks import build_task
 from turnwise.tasks.tiny import build_model, build_tokenizer
-from turnwise.train.config import TrainConfig
-from turnwise.train.config_files import config_from_dict
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.validate import config_from_dict
+
+pytestmark = pytest.mark.vllm
 
 STEPS, PUZZLES, BRANCHES = 16, 12, 8
 OPTIONS = {"blanks": [1, 3], "max_turns": 1, "quality": 0.4}
@@ -39,14 +37,14 @@ def config_of(folder: Path) -> TrainConfig:
             "policies": {"default": {"path": str(folder / "model")}},
             "warm_start": {"steps": 220, "batch_size": 32},
             "rollout": {
-                "questions": PUZZLES,
+                "prompts_per_step": PUZZLES,
                 "branches": BRANCHES,
                 "max_tokens": 24,
                 "client": "vllm",
                 "vllm": {"kv_cache_gb": 0.03125},
             },
             "credit": {"rule": "at_grpo"},
-            "update": {"lr": 5e-4, "warmup": 2, "minibatches": 2},
+            "update": {"lr": 5e-4, "warmup": 2, "num_minibatches": 2},
         }
     )
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -50,8 +54,8 @@ def test_tests_run_against_what_is_installed() -> None:
 
 
 def test_every_extra_is_documented() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [name for name in EXTRAS if f"`{name}`" not in readme] == []
+    text = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    assert [name for name in EXTRAS if f"`{name}`" not in text] == []
 
 
 @pytest.mark.parametrize("requirement", requirements("test", "plot"), ids=str)
@@ -75,3 +79,52 @@ def test_the_build_needs_no_torch() -> None:
 def test_typing_files_are_installed() -> None:
     package = Path(turnwise.__file__).parent
     assert [name for name in ("py.typed", "_C.pyi") if not (package / name).exists()] == []
+
+
+CHOOSE = f"""
+include({ROOT}/cmake/choose_cuda.cmake)
+turnwise_choose_cuda(${{MODE}} "${{PYTHON}}")
+message("${{with_cuda}}: ${{cuda_reason}}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "gpu", "torch_cuda", "nvcc", "expected"),
+    [
+        ("AUTO", True, None, True, "ON: found nvcc and a GPU (NVIDIA H100 80GB HBM3)"),
+        ("AUTO", False, "12.8", True, "ON: found nvcc and a torch for CUDA 12.8"),
+        ("AUTO", True, "12.8", False, "OFF: found a GPU (NVIDIA H100 80GB HBM3) but no nvcc"),
+        ("AUTO", False, None, True, "OFF: found no GPU and no torch for CUDA"),
+        ("ON", False, None, True, "ON: TURNWISE_CUDA=ON"),
+        ("ON", True, "12.8", False, "expected nvcc on the PATH"),
+        ("OFF", True, "12.8", True, "OFF: TURNWISE_CUDA=OFF"),
+    ],
+)
+def test_cuda_is_built_where_it_serves(
+    tmp_path: Path, mode: str, gpu: bool, torch_cuda: str | None, nvcc: bool, expected: str
+) -> None:
+    """A machine in files: an nvidia-smi, a torch that nobody may import, and CMake's own look for nvcc."""
+    answer = "echo 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)'" if gpu else "echo 'no driver is loaded'; exit 9"
+    files = {
+        "bin/nvidia-smi": f"#!/bin/sh\n{answer}\n",
+        "torch/__init__.py": "raise RuntimeError('imported')",
+        "torch/version.py": f"cuda = {torch_cuda!r}",
+        "modules/CheckLanguage.cmake": "macro(check_language name)\n"
+        f"set(CMAKE_CUDA_COMPILER {'nvcc' * nvcc})\nendmacro()",
+        "choose.cmake": CHOOSE,
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "bin/nvidia-smi").chmod(0o755)
+    cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    assert cmake is not None, "no cmake: pip install 'turnwise[test]'"
+    settings = [f"-DMODE={mode}", f"-DPYTHON={sys.executable}", f"-DCMAKE_MODULE_PATH={tmp_path / 'modules'}"]
+    done = subprocess.run(
+        [cmake, *settings, "-P", str(tmp_path / "choose.cmake")],
+        env={**os.environ, "PATH": str(tmp_path / "bin"), "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert expected in " ".join(done.stderr.split()), done.stderr

@@ -72,7 +72,7 @@ def test_import_turnwise_is_quick() -> None:
     assert min(seconds) < 0.3, f"import turnwise took {seconds} s"
 
 
-@pytest.mark.parametrize("module", ["turnwise.types", "turnwise.samples", "turnwise.state", "turnwise.cli"])
+@pytest.mark.parametrize("module", ["turnwise.types", "turnwise.samples.collect", "turnwise.state", "turnwise.cli"])
 def test_imports_without_torch(module: str) -> None:
     fresh(f"sys.modules['torch'] = None\nimport {module}")  # None makes `import torch` raise
 

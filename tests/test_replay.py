@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from turnwise import cli
-from turnwise.replay import load_run, parse_swaps, replay
-from turnwise.run import build_run, train_from_config
+from turnwise.cli import main as cli
+from turnwise.replay.replay import load_run, parse_swaps, replay
+from turnwise.run.build import build_run, train_from_config
 from turnwise.tasks.kuhn_poker.game import KuhnRules
 from turnwise.tasks.sudoku.team import SudokuEpisode
-from turnwise.train.config_files import read_config
+from turnwise.train.validate import read_config
 
 from .test_run import SMALL, config_of, questions_file
 
@@ -51,12 +51,13 @@ def test_sudoku_in_a_tree(sudoku):
     assert all(len(row["steps"]) >= 4 and not all(step["selected"] for step in row["steps"]) for row in rows)
 
 
+@pytest.mark.slow
 def test_kuhn_poker_for_two(tmp_path):
     rows = check_all(
         trained(
             tmp_path,
             "kuhn_poker",
-            rollout={"questions": 3, "copies": 2},
+            rollout={"prompts_per_step": 3, "group_size": 2},
             credit={"rule": "task"},
             warm_start={"steps": 40, "batch_size": 16},
         ),
@@ -65,11 +66,12 @@ def test_kuhn_poker_for_two(tmp_path):
     assert {step["actor_id"] for row in rows for step in row["steps"]} == {"player0", "player1"}
 
 
+@pytest.mark.slow
 def test_proposer_solver_with_nested_episodes_and_a_store(tmp_path):
     folder = trained(
         tmp_path,
         "proposer_solver",
-        rollout={"questions": 3, "copies": 2, "branches": 2},
+        rollout={"prompts_per_step": 3, "group_size": 2, "branches": 2},
         warm_start={"steps": 30, "batch_size": 24},
     )
     rows = check_all(folder, 12)
@@ -80,6 +82,7 @@ def test_proposer_solver_with_nested_episodes_and_a_store(tmp_path):
     assert all(any("read" in event[2] for event in row["replay"]["events"] if len(event) > 2) for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("branches", [1, 2])
 def test_math_orchestra(tmp_path, branches):
     path = questions_file(tmp_path / "questions.jsonl")
@@ -87,18 +90,19 @@ def test_math_orchestra(tmp_path, branches):
         tmp_path / "run",
         "math_orchestra",
         task_options={"path": str(path), "max_tokens": 12},
-        rollout={"questions": 2, "copies": 2, "branches": branches},
+        rollout={"prompts_per_step": 2, "group_size": 2, "branches": branches},
         credit={"rule": "dr_mas"},
     )
     check_all(folder, 8)
 
 
+@pytest.mark.slow
 def test_overlong_penalties_and_draws_are_not_the_episodes_own(tmp_path):
     folder = trained(
         tmp_path,
         "sudoku",
         reward={"overlong_buffer": 12, "overlong_penalty": 0.5},
-        filter={"resample": 1},
+        filter={"dynamic_sampling_rounds": 1},
         credit={"rule": "at_grpo"},
     )
     rows = check_all(folder, len(rows_of(folder)))
@@ -109,13 +113,14 @@ class KilledError(BaseException):
     """Nothing catches it, as nothing catches a kill."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", [{}, {"select": "mixed", "best_share": [0.9, 0.1]}], ids=["best", "mixed"])
 def test_a_run_that_was_killed_in_the_middle_of_its_trees(tmp_path, monkeypatch, tree):
     settings = {
         "rollout": {**SMALL["rollout"], "tree": tree},
         "log": {"rollouts_per_step": 99, "progress": False},
         "warm_start": {"steps": 0},
-        "checkpoint": {"every": 1, "keep": 2, "episodes": True},
+        "checkpoint": {"every": 1, "keep_last": 2, "save_running_episodes": True},
     }
     run = build_run(config_of(tmp_path, **settings))
     client, asked = run.arena.client, []
@@ -175,18 +180,19 @@ def test_changed_task_code(sudoku, monkeypatch):
 
 
 def test_a_changed_environment(sudoku, monkeypatch):
-    monkeypatch.setattr("turnwise.tasks.sudoku.team.invalid_penalty", lambda valid, cost: 0.0 if valid else -cost - 0.5)
+    monkeypatch.setattr("turnwise.tasks.teams.invalid_penalty", lambda valid, cost: 0.0 if valid else -cost - 0.5)
     row = next(row for row in rows_of(sudoku) if row["metrics"]["valid_format/proposer"] < 1)
     divergence = replay(sudoku, row["id"]).divergence
     assert divergence.what == "the reward" and "turn 0, actor 'proposer'" in divergence.where
     assert float(divergence.found) == float(divergence.expected) - 0.5
 
 
+@pytest.mark.slow
 def test_a_changed_game(tmp_path, monkeypatch):
     folder = trained(
         tmp_path,
         "kuhn_poker",
-        rollout={"questions": 2},
+        rollout={"prompts_per_step": 2},
         credit={"rule": "task"},
     )
     start = KuhnRules.start
@@ -228,11 +234,11 @@ LEAGUE = {
     "steps": 4,
     "task_options": {"max_tokens": 6},
     "warm_start": {"steps": 80, "batch_size": 12, "lr": 4e-3},
-    "rollout": {"questions": 4},
+    "rollout": {"prompts_per_step": 4},
     "update": {"lr": 2e-2},
-    "checkpoint": {"every": 1, "keep": 4},
-    "league": {"share": 1.0, "every": 1, "opponents": "uniform", "size": 4, "at_once": 2},
-    "eval": {"questions": 2},
+    "checkpoint": {"every": 1, "keep_last": 4},
+    "league": {"share": 1.0, "every": 1, "matchmaker": "uniform", "size": 4, "opponents_per_step": 2},
+    "eval": {"num_prompts": 2},
 }
 SEATS = ["player0", "player1"]
 
@@ -278,6 +284,7 @@ def with_record(folder, copied, row):
     return copied
 
 
+@pytest.mark.slow
 def test_games_against_the_past(league, tmp_path):
     met = set()
     for row in check_pairs(league):
@@ -285,9 +292,10 @@ def test_games_against_the_past(league, tmp_path):
     assert met == {"default", "default@past0", "default@past1"}
 
 
+@pytest.mark.slow
 def test_adapters_against_their_past(tmp_path):
     pytest.importorskip("peft")
-    folder = trained(tmp_path / "run", "kuhn_poker", **LEAGUE, specialization="lora")
+    folder = trained(tmp_path / "run", "kuhn_poker", **LEAGUE, policy_sharing="lora_per_actor")
     met = set()
     for row in check_pairs(folder):
         if row["meta"]["league"]["member"]:  # before it an adapter changes nothing
@@ -295,6 +303,7 @@ def test_adapters_against_their_past(tmp_path):
     assert any("@past" in name for name in met) and {name.partition("@past")[0] for name in met} <= {*SEATS}
 
 
+@pytest.mark.slow
 def test_a_past_policy_is_swapped_by_its_snapshot(league):
     """The checkpoint of step 0 is gone, only the league has it."""
     assert not (league / "checkpoints" / "step_00000000").exists()
@@ -313,6 +322,7 @@ def test_a_past_policy_is_swapped_by_its_snapshot(league):
         assert now == then and len(played.sampled) == len(then)
 
 
+@pytest.mark.slow
 def test_a_past_policy_that_is_gone(league, tmp_path):
     row = rows_of(league)[0]
     row["replay"]["request"]["meta"]["league"]["member"] = 77
@@ -338,8 +348,8 @@ def test_swaps_that_cannot_be(sudoku):
 
 
 def test_without_the_switch_nothing_is_kept(tmp_path):
-    folder = trained(tmp_path, "sudoku", log={"replay": False, "progress": False}, steps=1)
+    folder = trained(tmp_path, "sudoku", log={"record_for_replay": False, "progress": False}, steps=1)
     [row] = rows_of(folder)
     assert "replay" not in row
-    with pytest.raises(ValueError, match=r"written without what a replay needs: see log.replay"):
+    with pytest.raises(ValueError, match=r"written without what a replay needs: see log.record_for_replay"):
         replay(folder)

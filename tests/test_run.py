@@ -14,27 +14,29 @@ import pytest
 import torch
 
 from turnwise.arena import Filters, OverlongPenalty
-from turnwise.evaluation import evaluate_from_config
-from turnwise.inference.adapters import shared_bases
-from turnwise.replay import replay
+from turnwise.cli.commands.eval import evaluate_from_config
+from turnwise.inference.weights.lora import shared_bases
+from turnwise.replay.replay import replay
 from turnwise.report.credit import compare_credit
-from turnwise.run import build_run, dry_run, train_from_config
-from turnwise.train.checkpoint import CheckpointError, CheckpointMismatch, list_checkpoints
-from turnwise.train.config import TrainConfig
-from turnwise.train.config_files import ConfigError, config_from_dict, to_toml
-from turnwise.train.evaluate import Evaluation, describe
+from turnwise.run.build import build_run, train_from_config
+from turnwise.run.checks import dry_run
+from turnwise.train.checkpoint.checkpoint import CheckpointError, CheckpointMismatch, list_checkpoints
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError, to_toml
+from turnwise.train.eval.evaluate import Evaluation, describe
+from turnwise.train.validate import config_from_dict
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
 SMALL = {
     "steps": 2,
     "threads": 1,
     "warm_start": {"steps": 3, "batch_size": 8},
-    "rollout": {"questions": 2, "branches": 2},
+    "rollout": {"prompts_per_step": 2, "branches": 2},
     # A model that was hardly taught ties every group: rules that compare would train nothing.
     "credit": {"rule": "constant"},
     "update": {"lr": 1e-3},
-    "eval": {"questions": 3},
-    "checkpoint": {"every": 1, "keep": 2},
+    "eval": {"num_prompts": 3},
+    "checkpoint": {"every": 1, "keep_last": 2},
 }
 
 
@@ -75,7 +77,7 @@ def test_sudoku_run_leaves_a_folder_that_stands_alone(tmp_path):
 def test_resumed_run_equals_an_uninterrupted_one(tmp_path):
     """Warm start, tree, credit, two epochs, a learning-rate schedule and a reference model, all of them."""
     changes = {
-        "update": {"lr": 1e-3, "ppo_epochs": 2, "minibatches": 2},
+        "update": {"lr": 1e-3, "ppo_epochs": 2, "num_minibatches": 2},
         "loss": {"kl": {"coef": 0.1}},
         # A rule with a state, which gives every row an advantage.
         "credit": {"rule": "rae"},
@@ -94,16 +96,16 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path):
 def test_questions_are_drawn_again_until_enough_say_something_and_so_after_a_resume(tmp_path):
     """An untrained model is mostly wrong, but not always cut off: the overlong penalty tells its answers apart."""
     changes = {
-        "rollout": {"questions": 3, "branches": 2},
-        "filter": {"resample": 3},
+        "rollout": {"prompts_per_step": 3, "branches": 2},
+        "filter": {"dynamic_sampling_rounds": 3},
         "reward": {"overlong_buffer": 1, "overlong_penalty": 0.5},
         "credit": {"rule": "task"},
         "warm_start": {"steps": 0},
     }
     train_from_config(config_of(tmp_path / "whole", steps=3, **changes))
     lines = lines_of(tmp_path / "whole")
-    assert [line["kept_questions"] for line in lines] == [3, 3, 3]
-    drawn = [line["resampled_questions"] for line in lines]
+    assert [line["informative_groups"] for line in lines] == [3, 3, 3]
+    drawn = [line["resampled_groups"] for line in lines]
     assert any(drawn) and [line["episodes"] for line in lines] == [3 + more for more in drawn]
     for line in lines:
         truncated = line["truncated/proposer"]
@@ -133,7 +135,7 @@ def test_a_credit_rule_of_ones_own_goes_by_import_path(tmp_path, monkeypatch):
 
 
 def test_filters_and_the_overlong_penalty_reach_the_arena(tmp_path):
-    filters = {"truncated": True, "max_length": 90, "zero_advantage": False, "resample": 1}
+    filters = {"drop_truncated": True, "max_length": 90, "drop_zero_advantage": False, "dynamic_sampling_rounds": 1}
     reward = {"overlong_buffer": 5, "overlong_penalty": 0.25}
     run = build_run(config_of(tmp_path, filter=filters, reward=reward, warm_start={"steps": 0}))
     assert run.arena.filters == Filters(**filters) and run.arena.overlong == OverlongPenalty(5, 0.25)
@@ -147,7 +149,7 @@ def test_math_orchestra_trains_on_a_jsonl(tmp_path, branches):
         tmp_path / "run",
         task="math_orchestra",
         task_options={"path": str(path), "max_tokens": 12},
-        rollout={"questions": 2, "copies": 2, "branches": branches},
+        rollout={"prompts_per_step": 2, "group_size": 2, "branches": branches},
         credit={"rule": "dr_mas"},
         warm_start={"steps": 0},
     )
@@ -163,7 +165,7 @@ def test_plan_path_trains_with_and_without_a_tree(tmp_path, branches):
         tmp_path,
         task="plan_path",
         task_options={"side": 5, "min_route": 3, "max_turns": 2, "max_tokens": 12},
-        rollout={"questions": 2, "copies": 2, "branches": branches, "max_tokens": 12},
+        rollout={"prompts_per_step": 2, "group_size": 2, "branches": branches, "max_tokens": 12},
         credit={"rule": "at_grpo"},
         warm_start={"steps": 40, "batch_size": 16},
     )
@@ -181,7 +183,7 @@ def test_math_orchestra_on_gsm8k(tmp_path):
         tmp_path / "run",
         task="math_orchestra",
         task_options={"path": str(GSM8K / "train.jsonl"), "eval_path": str(GSM8K / "test.jsonl"), "max_tokens": 24},
-        rollout={"questions": 2, "copies": 4},
+        rollout={"prompts_per_step": 2, "group_size": 4},
         credit={"rule": "dr_mas"},
         warm_start={"steps": 3, "batch_size": 4},
     )
@@ -193,9 +195,9 @@ def test_math_orchestra_on_gsm8k(tmp_path):
 @pytest.mark.parametrize(
     ("tree", "rule", "options"),
     [
-        ({"survivors": 2}, "at_grpo", {}),
+        ({"beam_width": 2}, "at_grpo", {}),
         ({"select": "none"}, "turn_returns", {"gamma": 1.0}),
-        ({"playouts": 2, "select_by": "value"}, "vine", {"team": True}),
+        ({"playouts": 2, "score_by": "value"}, "vine", {"team": True}),
     ],
 )
 def test_trees_of_every_kind_train(tmp_path, tree, rule, options):
@@ -203,7 +205,7 @@ def test_trees_of_every_kind_train(tmp_path, tree, rule, options):
         tmp_path,
         task="plan_path",
         task_options={"side": 5, "min_route": 3, "max_turns": 2, "max_tokens": 12},
-        rollout={"questions": 2, "copies": 1, "branches": 3, "max_tokens": 12, "tree": tree},
+        rollout={"prompts_per_step": 2, "group_size": 1, "branches": 3, "max_tokens": 12, "tree": tree},
         credit={"rule": rule, "options": options},
         warm_start={"steps": 40, "batch_size": 16},
         log={"rollouts_per_step": 9, "progress": False},
@@ -222,27 +224,27 @@ def test_trees_of_every_kind_train(tmp_path, tree, rule, options):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rollout": {"branches": 1, "tree": {"survivors": 2}}}, r"'rollout.tree': needs rollout.branches > 1"),
+        ({"rollout": {"branches": 1, "tree": {"beam_width": 2}}}, r"'rollout.tree': needs rollout.branches > 1"),
         ({"rollout": {"tree": {"branch_at": ["reviewer"]}}}, r"'rollout.tree.branch_at': no actor 'reviewer'"),
         ({"credit": {"rule": "vine"}, "rollout": {"branches": 1}}, r"'credit.rule' = 'vine': .*values of states"),
         ({"credit": {"rule": "gropo"}}, r"'credit.rule' = 'gropo': unknown; did you mean 'grpo'\?"),
         ({"credit": {"rule": "gigpo"}}, r"'credit.rule' = 'gigpo': .*expected rollout.branches = 1, not 2"),
         ({"credit": {"rule": "json:JSONDecoder"}}, r"expected a class with compute, .*'compute' is missing"),
         (
-            {"credit": {"rule": "rae"}, "filter": {"resample": 1}},
-            r"'filter.resample' = 1: .*RAECredit learns from each",
+            {"credit": {"rule": "rae"}, "filter": {"dynamic_sampling_rounds": 1}},
+            r"'filter.dynamic_sampling_rounds' = 1: .*RAECredit learns from each",
         ),
         ({"rollout": {"max_tokens": 16}}, r"'rollout.max_tokens' = 16: has no effect.* own \(24\).*task_options"),
         (
-            {"rollout": {"quotas": {"revisor": 2}}},
-            r"'rollout.quotas.revisor' = 2: task 'sudoku' has no such actor; did you mean 'reviser'\?",
+            {"rollout": {"max_concurrency_per_actor": {"revisor": 2}}},
+            r"'rollout.max_concurrency_per_actor.revisor' = 2: .* has no such actor; did you mean 'reviser'\?",
         ),
-        ({"rollout": {"quotas": {"reviser": 0}}}, r"rollout.quotas.reviser"),
-        ({"rollout": {"quotas": {"reviser": True}}}, r"rollout.quotas.reviser"),
+        ({"rollout": {"max_concurrency_per_actor": {"reviser": 0}}}, r"rollout.max_concurrency_per_actor.reviser"),
+        ({"rollout": {"max_concurrency_per_actor": {"reviser": True}}}, r"rollout.max_concurrency_per_actor.reviser"),
         ({"credit": {"options": {"ddof": 7}}}, r"'credit.options' = \{'ddof': 7\}: ddof=7"),
         (
             {"credit": {"options": {"include_truncated": True}}},
-            r"'credit.options.include_truncated' = True: this option is gone.*Delete the key.*filter.truncated = true",
+            r"'credit.options.include_truncated' = True: .*is gone.*Delete the key.*filter.drop_truncated = true",
         ),
         ({"credit": {"options": {"ddoff": 1}}}, r"unknown config key 'credit.options.ddoff'; did you mean 'ddof'\?"),
         ({"device": "gpu9"}, r"config key 'device' = 'gpu9': .*expected auto, cpu or cuda"),
@@ -260,7 +262,7 @@ def test_bad_configs_are_refused_before_anything_runs(tmp_path, changes, message
 
 
 @pytest.mark.parametrize(
-    "role", ["task", "credit.rule", "level", "edge", "loss.kind", "league.opponents", "signal", "action"]
+    "role", ["task", "credit.rule", "level", "edge", "loss.type", "league.matchmaker", "signal", "action"]
 )
 def test_a_class_of_another_kind_is_never_constructed(tmp_path, role):
     """``subprocess:Popen`` would run a command when it is made, with options that the config holds."""
@@ -271,8 +273,8 @@ def test_a_class_of_another_kind_is_never_constructed(tmp_path, role):
         "credit.rule": {"credit": {"rule": other, "options": options}},
         "level": {"credit": {"rule": "levels", "options": {"rule": other, "options": options}}},
         "edge": {"credit": {"rule": "levels", "options": {"edges": [{"kind": other, **options}]}}},
-        "loss.kind": {"loss": {"kind": other, "options": options}},
-        "league.opponents": {"task": "kuhn_poker", "league": {"share": 0.5, "opponents": other, "options": options}},
+        "loss.type": {"loss": {"type": other, "options": options}},
+        "league.matchmaker": {"task": "kuhn_poker", "league": {"share": 0.5, "matchmaker": other, "options": options}},
         "signal": {"task": "kuhn_poker", "health": {"signals": {other: {}}}},
         "action": {"task": "kuhn_poker", "health": {"signals": {"entropy": {"actions": {other: options}}}}},
     }[role]
@@ -306,7 +308,7 @@ def test_a_run_in_which_nothing_would_train_is_refused(tmp_path):
 
 
 def test_the_timeout_reaches_every_episode(tmp_path):
-    rollout = {"questions": 2, "copies": 2, "timeout": 1.5}
+    rollout = {"prompts_per_step": 2, "group_size": 2, "timeout": 1.5}
     run = build_run(config_of(tmp_path, rollout=rollout, warm_start={"steps": 0}))
     assert [request.timeout for request in run.arena.get_batch()] == [1.5] * 4
 
@@ -320,14 +322,14 @@ def test_evaluation_leaves_the_runs_config_alone(tmp_path):
 def test_too_few_held_out_questions_show_before_the_training(tmp_path):
     options = {"path": str(questions_file(tmp_path / "questions.jsonl"))}
     with pytest.raises(ValueError, match=r"1000"):
-        build_run(config_of(tmp_path / "run", task="math_orchestra", task_options=options, eval={"questions": 1000}))
+        build_run(config_of(tmp_path / "run", task="math_orchestra", task_options=options, eval={"num_prompts": 1000}))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_used_folder_is_not_overwritten(tmp_path, monkeypatch):
     train_from_config(config_of(tmp_path, steps=1))
     written = (tmp_path / "config.toml").read_text()
-    monkeypatch.setattr("turnwise.run.load_models", None)  # nothing is loaded, nor trained, before the refusal
+    monkeypatch.setattr("turnwise.run.build.load_models", None)  # nothing is loaded, nor trained, before the refusal
     with pytest.raises(ConfigError, match="choose another run_dir"):
         train_from_config(config_of(tmp_path, steps=2, resume=False))
     assert (tmp_path / "config.toml").read_text() == written
@@ -337,7 +339,7 @@ def test_a_folder_of_other_policies_is_refused_and_stays_as_it_was(tmp_path):
     train_from_config(config_of(tmp_path, steps=1))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(CheckpointMismatch, match=r"holds policies \['default'\].*choose another run_dir") as refused:
-        train_from_config(config_of(tmp_path, steps=2, specialization="full"))
+        train_from_config(config_of(tmp_path, steps=2, policy_sharing="model_per_actor"))
     assert "delete" not in str(refused.value), "the checkpoint is fine: nobody should be told to throw it away"
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
@@ -393,17 +395,21 @@ def save_tiny(folder, texts="0123456789 grid", **sizes):
     return str(folder)
 
 
-LEVELS = {"prompt": {"default"}, "lora": {"proposer", "reviser"}, "full": {"proposer", "reviser"}}
+LEVELS = {
+    "shared": {"default"},
+    "lora_per_actor": {"proposer", "reviser"},
+    "model_per_actor": {"proposer", "reviser"},
+}
 
 
 @pytest.mark.parametrize("level", list(LEVELS))
 def test_one_line_of_the_config_chooses_the_level(tmp_path, level):
-    run = build_run(config_of(tmp_path, specialization=level))
+    run = build_run(config_of(tmp_path, policy_sharing=level))
     before = weights_of(run)
     run.train()
     assert run.trainer.policies.keys() == LEVELS[level] == moved(run, before)
     assert {actor.policy for actor in run.arena.actors.values()} == LEVELS[level]
-    assert len(shared_bases(policy.model for policy in run.trainer.policies.values())) == (level == "lora")
+    assert len(shared_bases(policy.model for policy in run.trainer.policies.values())) == (level == "lora_per_actor")
     for name, policy in run.trainer.policies.items():
         assert run.arena.client.version(name) == policy.version == 2
         held = run.arena.client._policies[name].model.state_dict()
@@ -411,8 +417,8 @@ def test_one_line_of_the_config_chooses_the_level(tmp_path, level):
 
 
 def test_the_base_of_adapters_is_warm_started_and_then_stays(tmp_path):
-    cold = build_run(config_of(tmp_path / "cold", specialization="lora", warm_start={"steps": 0}))
-    run = build_run(config_of(tmp_path / "warm", specialization="lora"))
+    cold = build_run(config_of(tmp_path / "cold", policy_sharing="lora_per_actor", warm_start={"steps": 0}))
+    run = build_run(config_of(tmp_path / "warm", policy_sharing="lora_per_actor"))
     (cold_base,) = shared_bases(policy.model for policy in cold.trainer.policies.values())
     (base,) = shared_bases(policy.model for policy in run.trainer.policies.values())
     before = {name: tensor.clone() for name, tensor in base.weights().items()}
@@ -453,11 +459,11 @@ def test_a_mix_of_bases_adapters_and_frozen_weights(tmp_path):
     assert {name: policy.version for name, policy in policies.items()} == {"solver": 4, "proposer": 0, "rival": 2}
 
 
-@pytest.mark.parametrize("level", ["lora", "full"])
+@pytest.mark.parametrize("level", ["lora_per_actor", "model_per_actor"])
 def test_a_resumed_team_equals_an_uninterrupted_one(tmp_path, level):
     """Warm-started base, adapters with dropout, two optimizers and schedules, references: all of it comes back."""
     changes = {
-        "specialization": level,
+        "policy_sharing": level,
         "task_options": {"max_turns": 1, "max_tokens": 8},
         "policies": {"default": {"lora": {"rank": 2, "dropout": 0.2}}, "proposer": {"optimizer": {"lr": 3e-3}}},
         "loss": {"kl": {"coef": 0.1}},
@@ -495,7 +501,7 @@ def test_everything_wrong_is_told_at_once(tmp_path):
 def start(config, path):
     path.write_text(to_toml(config))
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "turnwise.cli", "train", str(path)]
+    command = [sys.executable, "-m", "turnwise", "train", str(path)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 

@@ -9,19 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from turnwise import cli
-from turnwise.evaluation import evaluate_from_config
-from turnwise.run import build_run, train_from_config
-from turnwise.train.checkpoint import list_checkpoints
-from turnwise.train.config_files import config_from_dict, to_toml
+from turnwise.cli import main as cli
+from turnwise.cli.commands.eval import evaluate_from_config
+from turnwise.cli.options import EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from turnwise.run.build import build_run, train_from_config
+from turnwise.train.checkpoint.checkpoint import list_checkpoints
+from turnwise.train.config.toml import to_toml
+from turnwise.train.validate import config_from_dict
 
 SMALL = {
     "steps": 2,
     "threads": 1,
     "warm_start": {"steps": 3, "batch_size": 8},
-    "rollout": {"questions": 2, "branches": 2},
+    "rollout": {"prompts_per_step": 2, "branches": 2},
     "update": {"lr": 1e-3},
-    "eval": {"questions": 3},
+    "eval": {"num_prompts": 3},
     "checkpoint": {"every": 1},
 }
 
@@ -82,27 +84,29 @@ def test_a_start_from_rows_of_one_actor(tmp_path, capsys):
     rows.append({"messages": chat, "completion": "1 " * 3000, "actor": "reviser"})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     warm_start = {**SMALL["warm_start"], "data": str(path)}
-    run = train_from_config(config_of(tmp_path / "run", steps=0, specialization="full", warm_start=warm_start))
+    run = train_from_config(
+        config_of(tmp_path / "run", steps=0, policy_sharing="model_per_actor", warm_start=warm_start)
+    )
     said = "".join(capsys.readouterr().out.split())  # the console breaks lines anywhere in a long path
     told = f"1 of 2 rows left out, longer than the model's context of 2048 tokens; the longest, {path}:2"
     for sentence in (told, "warm start of policy 'proposer': no row is of its actors"):
         assert "".join(sentence.split()) in said
-    fresh = build_run(config_of(tmp_path / "fresh", steps=0, specialization="full", warm_start={"steps": 0}))
+    fresh = build_run(config_of(tmp_path / "fresh", steps=0, policy_sharing="model_per_actor", warm_start={"steps": 0}))
     for name, moves in (("proposer", False), ("reviser", True)):
         pairs = zip(run.trainer.policies[name].weights(), fresh.trainer.policies[name].weights(), strict=True)
         assert any((a != b).any() for (_, a), (_, b) in pairs) is moves, name
 
 
 def test_checkpoints_are_evaluated_by_name(tmp_path, capsys):
-    config = config_of(tmp_path / "run", steps=3, eval={"questions": 3, "every": 1}, checkpoint={"best": True})
+    config = config_of(tmp_path / "run", steps=3, eval={"num_prompts": 3, "every": 1}, checkpoint={"keep_best": True})
     run = train_from_config(config)
     best = run.trainer.progress.best_step
     (tmp_path / "run.toml").write_text(to_toml(config))
     capsys.readouterr()
     for name, step in (("best", best), ("newest", 3), (f"step_{best:08d}", best)):
-        assert cli.main(["eval", str(tmp_path / "run.toml"), "--checkpoint", name]) == cli.EXIT_OK
+        assert cli.main(["eval", str(tmp_path / "run.toml"), "--checkpoint", name]) == EXIT_OK
         assert f"step_{step:08d}: success" in capsys.readouterr().out.replace("\n", "")
-    assert cli.main(["eval", str(tmp_path / "run.toml"), "--checkpoint", "step_9"]) == cli.EXIT_FAILED
+    assert cli.main(["eval", str(tmp_path / "run.toml"), "--checkpoint", "step_9"]) == EXIT_FAILED
     assert "step_9/manifest.json can't be read" in capsys.readouterr().err
     assert evaluate_from_config(config, "newest") == run.evaluate()
 
@@ -117,9 +121,9 @@ branches = 0
 [update]
 lr = "fast"
 [loss.kl]
-kind = "k9"
+estimator = "k9"
 [eval]
-stop_at = 0.5
+target_success = 0.5
 """
 SECOND_LOOK = """
 run_dir = "{run_dir}"
@@ -128,7 +132,7 @@ run_dir = "{run_dir}"
 [credit]
 rule = "gropo"
 [loss]
-kind = "pppo"
+type = "pppo"
 [actors]
 nobody = "default"
 [warm_start]
@@ -140,15 +144,15 @@ data = "nowhere.jsonl"
 @pytest.mark.parametrize(
     ("text", "keys"),
     [
-        (MISTAKES, ["stepz", "policies.default.dtype", "rollout.branches", "update.lr", "loss.kl.kind", "eval"]),
-        (SECOND_LOOK, ["policies.extra", "credit.rule", "loss.kind", "actors.nobody", "warm_start.data"]),
+        (MISTAKES, ["stepz", "policies.default.dtype", "rollout.branches", "update.lr", "loss.kl.estimator", "eval"]),
+        (SECOND_LOOK, ["policies.extra", "credit.rule", "loss.type", "actors.nobody", "warm_start.data"]),
     ],
 )
 def test_all_mistakes_at_once_and_nothing_on_disk(tmp_path, monkeypatch, capsys, text, keys):
     monkeypatch.chdir(tmp_path)
     config = tmp_path / "run.toml"
     config.write_text(text.format(run_dir=tmp_path / "run"))
-    assert cli.main(["train", str(config)]) == cli.EXIT_USAGE
+    assert cli.main(["train", str(config)]) == EXIT_USAGE
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == len(keys), lines
     for key in keys:
@@ -158,7 +162,7 @@ def test_all_mistakes_at_once_and_nothing_on_disk(tmp_path, monkeypatch, capsys,
 
 @pytest.mark.parametrize(("quotas", "most"), [({}, 4), ({"reviser": 1}, 1), ({"reviser": 2, "proposer": 3}, 2)])
 def test_quotas_bound_an_actors_calls_and_change_no_token(tmp_path, quotas, most):
-    rollout = {"questions": 4, "copies": 1, "branches": 1, "quotas": quotas}
+    rollout = {"prompts_per_step": 4, "group_size": 1, "branches": 1, "max_concurrency_per_actor": quotas}
     run = build_run(config_of(tmp_path, rollout=rollout, steps=1, warm_start={"steps": 0}))
     prompts = {actor.system_prompt: actor.id for actor in run.task.actors}
     client, under_way, peak = run.arena.client, Counter(), Counter()
@@ -175,6 +179,8 @@ def test_quotas_bound_an_actors_calls_and_change_no_token(tmp_path, quotas, most
 
     client.generate = counted
     batch = asyncio.run(run.arena.step())
-    plain = build_run(config_of(tmp_path / "plain", rollout={**rollout, "quotas": {}}, warm_start={"steps": 0}))
+    plain = build_run(
+        config_of(tmp_path / "plain", rollout={**rollout, "max_concurrency_per_actor": {}}, warm_start={"steps": 0})
+    )
     assert peak["reviser"] == most and peak["proposer"] == quotas.get("proposer", 4)
     assert batch.token_ids.tolist() == asyncio.run(plain.arena.step()).token_ids.tolist()

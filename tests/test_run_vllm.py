@@ -14,21 +14,22 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.evaluation import evaluate_from_config
-from turnwise.run import build_run, task_of, tiny, train_from_config
-from turnwise.serve import Server, ServeSettings
-from turnwise.train.config_files import ConfigError, config_from_dict
+from turnwise.cli.commands.eval import evaluate_from_config
+from turnwise.inference.server.server import Server
+from turnwise.inference.server.settings import ServeSettings
+from turnwise.run.build import build_run, train_from_config
+from turnwise.run.checks import task_of, tiny_model
+from turnwise.train.config.toml import ConfigError
+from turnwise.train.validate import config_from_dict
 
-HERE = importlib.util.find_spec("vllm") is not None
-needs_vllm = pytest.mark.skipif(not HERE, reason="needs vLLM: make test-vllm")
 SMALL = {
     "steps": 4,
     "threads": 1,
     "warm_start": {"steps": 10, "batch_size": 16},
-    "rollout": {"questions": 4, "branches": 2, "client": "vllm", "vllm": {"kv_cache_gb": 0.0625}},
+    "rollout": {"prompts_per_step": 4, "branches": 2, "client": "vllm", "vllm": {"kv_cache_gb": 0.0625}},
     "credit": {"rule": "constant"},  # every sample trains, whatever it was worth
     "update": {"lr": 1e-3},
-    "eval": {"questions": 3},
+    "eval": {"num_prompts": 3},
 }
 
 
@@ -44,7 +45,7 @@ def errors_of(line):
     return [value for key, value in line.items() if key.endswith("sampler_trainer_logprob_max_diff")]
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_the_trainer_computes_what_vllm_sampled(tmp_path):
     run = train_from_config(config_of(tmp_path))
     lines = lines_of(tmp_path)
@@ -56,7 +57,7 @@ def test_the_trainer_computes_what_vllm_sampled(tmp_path):
     assert evaluate_from_config(run.config).episodes == 3
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_an_engine_that_is_killed_in_the_middle_costs_no_row(tmp_path):
     """In a process of its own it is started again with the last weights, and what it lost is sampled anew."""
     rollout = {**SMALL["rollout"], "client": "vllm-process"}
@@ -90,8 +91,8 @@ def test_an_engine_that_is_killed_in_the_middle_costs_no_row(tmp_path):
     asyncio.run(run.arena.client.close())
 
 
-@needs_vllm
-@pytest.mark.parametrize("loop", [{"max_staleness": 1}, {"max_staleness": 1, "in_flight": True}])
+@pytest.mark.vllm
+@pytest.mark.parametrize("loop", [{"max_staleness": 1}, {"max_staleness": 1, "in_flight_updates": True}])
 def test_adapters_train_beside_sampling(tmp_path, loop):
     lora = {"path": "tiny", "lora": {"rank": 4, "alpha": 8}}
     config = config_of(
@@ -119,11 +120,11 @@ def engines_of(server):
     return found
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_a_run_goes_on_where_its_server_dies_on_the_way(tmp_path):
     """The engine is killed between two steps or within one: its server ends, another starts and gets the weights."""
     config = config_of(tmp_path / "run")
-    for part in tiny(config, task_of(config)):
+    for part in tiny_model(config, task_of(config)):
         part.save_pretrained(tmp_path / "model")
     killed = []
 
@@ -136,7 +137,7 @@ def test_a_run_goes_on_where_its_server_dies_on_the_way(tmp_path):
             os.kill(pid, signal.SIGKILL)
 
     with Server(ServeSettings(str(tmp_path / "model"), port=0, kv_cache_gb=0.0625), log=print) as server:
-        rollout = {"questions": 4, "branches": 2, "client": "vllm-server", "server": {"url": server.url}}
+        rollout = {"prompts_per_step": 4, "branches": 2, "client": "vllm-server", "server": {"url": server.url}}
         threading.Thread(target=kill, daemon=True).start()
         policies = {"default": {"path": str(tmp_path / "model")}}
         run = train_from_config(config_of(tmp_path / "run", rollout=rollout, policies=policies, steps=6))
@@ -164,7 +165,7 @@ def test_servers_that_can_not_be(tmp_path):
             build_run(config_of(tmp_path, rollout={**rollout, "server": said}))
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_settings_that_vllm_refuses(tmp_path):
     rollout = SMALL["rollout"]
     with pytest.raises(ConfigError, match=r"'rollout.vllm.engine_args'.*'blocks'"):
@@ -173,7 +174,7 @@ def test_settings_that_vllm_refuses(tmp_path):
         build_run(config_of(tmp_path, rollout={**rollout, "vllm": {"kv_cache_gb": 1e-5}}), warm=False)
 
 
-@pytest.mark.skipif(HERE, reason="vLLM is here")
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is here")
 def test_without_vllm_the_extra_is_named(tmp_path):
     with pytest.raises(ImportError, match=r"pip install 'turnwise\[vllm\]'"):
         build_run(config_of(tmp_path))

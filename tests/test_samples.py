@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from turnwise.samples import collect_samples, trainable_calls
+from turnwise.samples.collect import collect_samples, trainable_steps
 from turnwise.types import GenerateResult, Rollout, Step
 
 
@@ -36,16 +36,16 @@ def test_every_field_comes_across() -> None:
     given = step(
         turn=2,
         branch=3,
-        parent=5,
+        tree_node=5,
         policy="p",
         reward=0.25,
         group=("g",),
         info={"temperature": 0.7, "loss_mask": [1, 0]},
     )
-    [sample] = collect_samples([result("r", [given], {"solver": 1.0}, uid="q-1", parent_id="top")])
-    assert (sample.uid, sample.episode_type, sample.actor) == ("q-1", "solve", "solver")
-    assert (sample.turn, sample.branch, sample.parent, sample.parent_node) == (2, 3, 5, "top")
-    assert (sample.trajectory, sample.step_index, sample.policy, sample.group) == ("r", 0, "p", ("g",))
+    [sample] = collect_samples([result("r", [given], {"solver": 1.0}, group_id="q-1", parent_id="top")])
+    assert (sample.group_id, sample.episode_type, sample.actor) == ("q-1", "solve", "solver")
+    assert (sample.turn, sample.branch, sample.tree_node, sample.parent_rollout_id) == (2, 3, 5, "top")
+    assert (sample.rollout_id, sample.step_index, sample.policy, sample.group) == ("r", 0, "p", ("g",))
     assert (sample.prompt_token_ids, sample.completion_token_ids) == ([1, 17], [20, 2])
     assert (sample.rollout_logprobs, sample.policy_versions) == ([-0.1, -0.2], [(2, 7)])
     assert (sample.reward, sample.trajectory_reward) == (0.25, 1.0)
@@ -56,7 +56,7 @@ def test_every_field_comes_across() -> None:
 def test_the_rollouts_reward_stands_in_for_the_steps() -> None:
     first, second = collect_samples([result("r", [step(), step(reward=0.5)], {"solver": 1.0})])
     assert (first.reward, second.reward, second.trajectory_reward) == (1.0, 0.5, 1.0)
-    assert (first.scored, second.scored) == (False, True)
+    assert (first.has_step_reward, second.has_step_reward) == (False, True)
     [only_step] = collect_samples([result("r", [step(reward=0.5)], {})])
     assert (only_step.reward, only_step.trajectory_reward) == (0.5, 0.5)
 
@@ -77,7 +77,7 @@ def test_children_are_asked_for_themselves() -> None:
     grandchild = result("c", [step()], {"solver": 1.0}, parent_id="b")
     failed = result("b", [step()], {}, children=[grandchild], error="Traceback")
     top = result("a", [step()], {}, children=[failed, result("d", [step()], {"solver": 0.0})], is_trainable=False)
-    assert [sample.trajectory for sample in collect_samples([top])] == ["c", "d"]
+    assert [sample.rollout_id for sample in collect_samples([top])] == ["c", "d"]
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
@@ -141,7 +141,7 @@ def drawn_result(draw: random.Random, name: str, depth: int = 0) -> GenerateResu
 
 
 def plainly(results: Sequence[GenerateResult]) -> list[tuple[Any, ...]]:
-    """:func:`trainable_calls` by one look after another."""
+    """:func:`trainable_steps` by one look after another."""
     found = []
     for top in results:
         for node in top.walk():
@@ -159,7 +159,7 @@ def plainly(results: Sequence[GenerateResult]) -> list[tuple[Any, ...]]:
 def test_calls_are_those_that_one_look_after_another_finds(seed: int) -> None:
     draw = random.Random(seed)
     results = [drawn_result(draw, str(number)) for number in range(draw.choice([0, 1, 40]))]
-    calls, expected = trainable_calls(results), plainly(results)
+    calls, expected = trainable_steps(results), plainly(results)
     columns = calls.places, calls.steps, calls.actors, calls.rewards, calls.trajectory_rewards
     found = [(*calls.episodes[owner], *call) for owner, *call in zip(calls.owners, *columns, strict=True)]
     assert len(found) == len(expected), f"seed {seed}"
@@ -176,7 +176,7 @@ def test_references_are_counted() -> None:
     held += [thing for top in results for node in top.walk() for thing in (node.rollout.rewards, node.rollout.meta)]
     before = [sys.getrefcount(thing) for thing in held]
     for _ in range(3):
-        assert trainable_calls(results).steps
+        assert trainable_steps(results).steps
     assert [sys.getrefcount(thing) for thing in held] == before
 
 
@@ -205,5 +205,5 @@ def test_steps_may_go_while_they_are_looked_at() -> None:
     steps += [first, *(step(turn=turn) for turn in range(1, 50))]
     results = [result("r", steps, {"solver": 1.0}), result("s", [step()], {"solver": 0.0})]
     del first
-    assert trainable_calls(results).places == [*range(50), 0]
+    assert trainable_steps(results).places == [*range(50), 0]
     assert steps == []

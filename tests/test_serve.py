@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 
-from turnwise import cli, serve
-from turnwise.inference.endpoint import Endpoint
-from turnwise.serve import Server, ServerFailed, ServeSettings, server_command, serving
+from turnwise.cli import main as cli
+from turnwise.inference.common.http import Endpoint
+from turnwise.inference.server import server as serve
+from turnwise.inference.server.server import Server, ServerFailed, serving
+from turnwise.inference.server.settings import ServeSettings, server_command
 
 PROGRAM = """
 import http.server, os, pathlib, subprocess, sys, threading, time
@@ -164,7 +166,8 @@ async def test_serving_ends_with_the_block(stand_in: Any, tmp_path: Path) -> Non
 
 COMMAND = """
 import sys
-from turnwise import cli, serve
+from turnwise.inference.server import server as serve
+from turnwise.cli import main as cli
 serve.server_command = lambda settings, port: [sys.executable, "-c", {program!r}, str(port), {folder!r}, "well"]
 sys.exit(cli.main(["serve", "some/model", "--port", "0"]))
 """
@@ -192,7 +195,7 @@ def test_turnwise_serve_ends_what_it_started(tmp_path: Path, number: signal.Sign
 
 # -- settings ----------------------------------------------------------------------------------------------------------
 def test_every_server_has_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "_dtype_option", lambda model: {})
+    monkeypatch.setattr("turnwise.inference.server.settings._dtype_option", lambda model: {})
     monkeypatch.setenv("VLLM_API_KEY", "of another server")
     plain = Server(ServeSettings("m", port=0))
     with pytest.raises(ValueError, match=r"'SOME_KEY'.* does not exist or is empty"):
@@ -208,7 +211,7 @@ def test_every_server_has_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(plain._key) > 40 and plain._key != Server(ServeSettings("m", port=0))._key
     for server in (plain, named):
         words = server_command(server.settings, 8000)
-        assert "--middleware=turnwise.inference.vllm_launch.Gate" in words
+        assert "--middleware=turnwise.inference.server.launch.Gate" in words
         assert not any(server._key in word for word in words), "everybody on the machine can read a command line"
         assert serve._environment(server.settings, server._key)["VLLM_API_KEY"] == server._key
 
@@ -244,7 +247,7 @@ def test_no_key_goes_where_others_can_read_it(stand_in: Any, tmp_path: Path) -> 
     server = stand_in()
     server.key_file.parent.mkdir()
     server.key_file.parent.chmod(0o777)
-    with pytest.raises(OSError, match="no folder of this user's alone"):
+    with pytest.raises(OSError, match="can be used by others"):
         server.start()
     assert not started(tmp_path)
 
@@ -266,13 +269,13 @@ def test_what_vllm_is_told(tmp_path: Path) -> None:
         },
     )
     words = server_command(settings, 8123)
-    assert words[:4] == [sys.executable, "-P", "-m", "turnwise.inference.vllm_launch"]
+    assert words[:4] == [sys.executable, "-P", "-m", "turnwise.inference.server.launch"]
     for word in (
         f"--model={tmp_path}", "--host=127.0.0.1", "--port=8123", "--dtype=float32", "--enable-scale-out",
         "--logprobs-mode=processed_logprobs", "--generation-config=vllm", "--no-async-scheduling",
-        "--worker-extension-cls=turnwise.inference.vllm_worker.WorkerExtension", "--enable-lora", "--max-loras=4",
-        "--max-lora-rank=32", f"--kv-cache-memory-bytes={2**29}", "--max-model-len=64", "--enforce-eager",
-        '--hf-overrides={"a": 1}', "--no-enable-log-requests",
+        "--worker-extension-cls=turnwise.inference.vllm.engine_process.WorkerExtension", "--max-loras=4",
+        "--enable-lora", "--max-lora-rank=32", f"--kv-cache-memory-bytes={2**29}", "--max-model-len=64",
+        "--enforce-eager", '--hf-overrides={"a": 1}', "--no-enable-log-requests",
     ):  # fmt: skip
         assert word in words
     assert words[-2:] == ["--lora-modules", f"critic={tmp_path}"]
@@ -305,7 +308,7 @@ def test_a_port_that_is_taken() -> None:
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[ServeSettings] = []
-    monkeypatch.setattr(serve, "serve_until_stopped", seen.append)
+    monkeypatch.setattr("turnwise.cli.commands.serve.serve_until_stopped", seen.append)
     words = [
         "serve",
         "m",

@@ -1,5 +1,5 @@
-// Reads attributes of many objects that were made long ago. They lie anywhere, and each look at one waits for memory:
-// so what is read kNear steps from now is fetched already, and what that is found through kFar steps ahead.
+// Reads attributes of many objects that were made long ago. They are spread over memory, and reading one waits for it.
+// Values are therefore prefetched kNear steps ahead, and the objects that hold them kFar steps ahead.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -25,7 +25,7 @@ class Attribute {
     explicit Attribute(pybind11::handle name) : name_(pybind11::reinterpret_borrow<pybind11::str>(name)) {}
     explicit Attribute(const char* name) : name_(name) {}
 
-    // What the slot holds, borrowed; null where there is no slot, or none known yet.
+    // The slot's value, borrowed; null where there is no slot, or none known yet.
     PyObject* peek(PyObject* object) const {
         return object && Py_TYPE(object) == type_ && offset_ != 0 ? *slot(object) : nullptr;
     }
@@ -69,7 +69,7 @@ inline void fetch_keys(PyObject* mapping) {
     if (mapping && PyDict_CheckExact(mapping)) fetch(reinterpret_cast<PyDictObject*>(mapping)->ma_keys, 2 * kLine);
 }
 
-// What mapping.get(key, fallback) gives.
+// mapping.get(key, fallback)
 inline pybind11::object item_of(pybind11::handle mapping, pybind11::handle key, pybind11::handle fallback) {
     if (!PyDict_CheckExact(mapping.ptr())) return mapping.attr("get")(key, fallback);
     PyObject* value = PyDict_GetItemWithError(mapping.ptr(), key.ptr());

@@ -29,7 +29,7 @@ void bind_cuda(py::module_& module) {
                "(major, minor) that the driver supports; (0, 0): no driver.");
     module.def("cuda_device_count", &cuda::device_count, "How many CUDA devices there are.");
     module.def("cuda_device", &describe, py::arg("device"), "Name, capability and memory of a CUDA device.");
-    module.def("cuda_obstacle", &cuda::obstacle, py::arg("device"),
+    module.def("cuda_unsupported_reason", &cuda::unsupported_reason, py::arg("device"),
                "Why this module's kernels can't run on a CUDA device (-1: the current one); empty where they can.");
 }
 

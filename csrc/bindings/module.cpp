@@ -5,12 +5,12 @@
 namespace py = pybind11;
 
 PYBIND11_MODULE(_C, module) {
-    module.doc() =
-        "The compiled core of turnwise. Use turnwise.ops; these functions take their arguments as they come.";
+    module.doc() = "The compiled core of turnwise. Use turnwise.ops: these functions convert no arguments.";
     py::register_exception<turnwise::InvalidInput>(module, "InvalidInput", PyExc_ValueError);
     module.def("isa", &turnwise::isa_name, "The instruction set in use: baseline, avx2 or avx512.");
     turnwise::bind_columns(module);
     turnwise::bind_factorize(module);
+    turnwise::bind_gae(module);
     turnwise::bind_group_advantage(module);
     turnwise::bind_logprob(module);
     turnwise::bind_grouped_policy_loss(module);
@@ -19,7 +19,7 @@ PYBIND11_MODULE(_C, module) {
     turnwise::bind_scale(module);
     turnwise::bind_state(module);
     turnwise::bind_token_rewards(module);
-    turnwise::bind_trainable_calls(module);
+    turnwise::bind_trainable_steps(module);
     turnwise::bind_trie(module);
     turnwise::bind_cuda(module);
 }

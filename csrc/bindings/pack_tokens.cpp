@@ -62,7 +62,7 @@ struct Logprob {
     }
 };
 
-// What the rows are called in errors, and who can tell which row it is.
+// The name of the rows in errors, and the function that describes a row.
 struct Blame {
     const char* name;
     const py::function& where;

@@ -4,7 +4,7 @@
 #include "bindings/tensor.h"
 #include "core/check.h"
 #include "cuda/policy_loss.h"
-#include "ops/policy_loss_kernel.h"
+#include "ops/policy_loss_tile.h"
 
 namespace py = pybind11;
 
@@ -51,9 +51,9 @@ PolicyLossInput policy_loss_input(const py::tuple& streams, Reader read) {
 PolicyLossOutput policy_loss_output(py::handle loss, py::handle grad, py::handle metrics, const PolicyLossInput& input,
                                     const PolicyLossOptions& options, Reader read) {
     const PolicyLossOutput output{read(loss, "loss"), read(grad, "grad"), read(metrics, "metrics")};
-    require(output.metrics.size() == metric_columns(input) * (1 + options.num_actors), "metrics: wrong shape");
-    require(output.grad.size() == input.logprobs.size() && output.grad.dtype == input.logprobs.dtype,
-            "grad: wrong shape");
+    require_shape("metrics", output.metrics, {1 + options.num_actors, metric_columns(input)});
+    require_shape_of("grad", output.grad, "logprobs", input.logprobs);
+    require_dtype("grad", output.grad, {input.logprobs.dtype});
     return output;
 }
 
@@ -82,7 +82,7 @@ void exp_values(py::object values, py::object out) {
     const View from = view_of(values, "values"), to = view_of(out, "out");
     require(is_contiguous_1d(from) && is_contiguous_1d(to) && from.size() == to.size(), "values, out: expected [N]");
     require(from.dtype == DType::f32 && to.dtype == DType::f32, "values, out: expected float32");
-    kernels().exp(from.as<float>(), from.size(), to.as<float>());
+    policy_loss_kernels().exp(from.as<float>(), from.size(), to.as<float>());
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// How the policy loss's arguments come from Python, for the ops that take them.
+// The policy loss's arguments as Python passes them, for the ops that take them.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,7 +9,7 @@
 namespace turnwise {
 
 // Numbers and modes, as ops.policy_loss packs them: two tuples cost less than so many arguments.
-//   numbers: low, high, third (of the variant), KL coefficient, cap, reject_below, reject_above, max_length
+//   numbers: low, high, dual (of the variant), KL coefficient, cap, reject_below, reject_above, max_length
 //   modes: variant, kind of KL, correction level, aggregation, actors; 0 stands for no KL, no correction
 PolicyLossOptions policy_loss_options(const pybind11::tuple& numbers, const pybind11::tuple& modes, int threads);
 

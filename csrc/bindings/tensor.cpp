@@ -83,7 +83,7 @@ bool known_dtype(const dlpack::Tensor& tensor, DType& dtype) {
     return false;
 }
 
-// The view without a call into Python: a tenth of the time. False for what it can't say; `read` then finds out why.
+// The view without a call into Python, in a tenth of the time. False where that is not possible; `read` finds out why.
 bool read_by_exchange(py::handle tensor, dlpack::DeviceType device, View& view, const TorchNames& names) {
     if (names.exchange == nullptr || !PyObject_TypeCheck(tensor.ptr(), names.tensor_type)) return false;
     dlpack::Tensor found;
@@ -102,7 +102,7 @@ bool read_by_exchange(py::handle tensor, dlpack::DeviceType device, View& view, 
     return true;
 }
 
-// What a tensor of any device is, but for where it lies, from its attributes.
+// Dtype, shape and strides of a tensor on any device, from its attributes.
 View read(py::handle tensor, const char* name, const TorchNames& names) {
     View view;
     const py::object dtype = checked(PyObject_GetAttr(tensor.ptr(), names.dtype));

@@ -2,9 +2,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/tensor.h"
-#include "cuda/gae.h"
 #include "cuda/token_rewards.h"
-#include "ops/gae.h"
 
 namespace py = pybind11;
 
@@ -28,15 +26,6 @@ bool returns_of(py::object rewards, py::object mask, py::object cu_seqlens, doub
     return token_returns(input, gamma, out, threads);
 }
 
-bool gae_of(py::object rewards, py::object values, py::object mask, py::object cu_seqlens, double gamma, double lam,
-            py::object advantages, py::object returns, int threads) {
-    const GaeInput input{view_of(rewards, "rewards"), view_of(values, "values"), view_of(mask, "mask"),
-                         view_of(cu_seqlens, "cu_seqlens")};
-    const View advantages_out = view_of(advantages, "advantages"), returns_out = view_of(returns, "returns");
-    py::gil_scoped_release unlocked;
-    return gae(input, gamma, lam, advantages_out, returns_out, threads);
-}
-
 void cuda_sum(py::object rewards, py::object mask, py::object cu_seqlens, py::object lengths, py::object sums,
               py::object workspace, uintptr_t stream) {
     const TokenRewardsInput input{cuda_view_of(rewards, "token_rewards"), cuda_view_of(mask, "mask"),
@@ -55,17 +44,15 @@ void cuda_returns(py::object rewards, py::object mask, py::object cu_seqlens, do
     cuda::token_returns(input, gamma, out, space, {stream});
 }
 
-void cuda_gae(py::object rewards, py::object values, py::object mask, py::object cu_seqlens, double gamma, double lam,
-              py::object advantages, py::object returns, py::object workspace, uintptr_t stream) {
-    const GaeInput input{cuda_view_of(rewards, "rewards"), cuda_view_of(values, "values"), cuda_view_of(mask, "mask"),
-                         cuda_view_of(cu_seqlens, "cu_seqlens")};
-    const View advantages_out = cuda_view_of(advantages, "advantages"), returns_out = cuda_view_of(returns, "returns");
-    const View space = cuda_view_of(workspace, "workspace");
-    py::gil_scoped_release unlocked;
-    cuda::gae(input, gamma, lam, advantages_out, returns_out, space, {stream});
-}
+}  // namespace
 
-void bind_cuda_functions(py::module_& module) {
+void bind_token_rewards(py::module_& module) {
+    module.def("token_reward_sum", &sum, py::arg("token_rewards"), py::arg("mask"), py::arg("cu_seqlens"),
+               py::arg("lengths"), py::arg("sums"), py::arg("threads"),
+               "Writes the sum of each row's rewards; false where they are not finite.");
+    module.def("token_returns", &returns_of, py::arg("token_rewards"), py::arg("mask"), py::arg("cu_seqlens"),
+               py::arg("gamma"), py::arg("returns"), py::arg("threads"),
+               "Writes discounted rewards to go; false where rewards are not finite.");
     module.def("cuda_token_reward_sum_workspace", &cuda::token_reward_sum_workspace, py::arg("tokens"),
                "Bytes of workspace that cuda_token_reward_sum needs.");
     module.def("cuda_token_scan_workspace", &cuda::token_scan_workspace, py::arg("tokens"),
@@ -76,24 +63,6 @@ void bind_cuda_functions(py::module_& module) {
     module.def("cuda_token_returns", &cuda_returns, py::arg("token_rewards"), py::arg("mask"), py::arg("cu_seqlens"),
                py::arg("gamma"), py::arg("returns"), py::arg("workspace"), py::arg("stream"),
                "token_returns on a CUDA stream.");
-    module.def("cuda_gae", &cuda_gae, py::arg("rewards"), py::arg("values"), py::arg("mask"), py::arg("cu_seqlens"),
-               py::arg("gamma"), py::arg("lam"), py::arg("advantages"), py::arg("returns"), py::arg("workspace"),
-               py::arg("stream"), "gae on a CUDA stream.");
-}
-
-}  // namespace
-
-void bind_token_rewards(py::module_& module) {
-    module.def("token_reward_sum", &sum, py::arg("token_rewards"), py::arg("mask"), py::arg("cu_seqlens"),
-               py::arg("lengths"), py::arg("sums"), py::arg("threads"),
-               "Writes the sum of each row's rewards; false where they are not finite.");
-    module.def("token_returns", &returns_of, py::arg("token_rewards"), py::arg("mask"), py::arg("cu_seqlens"),
-               py::arg("gamma"), py::arg("returns"), py::arg("threads"),
-               "Writes discounted rewards to go; false where rewards are not finite.");
-    module.def("gae", &gae_of, py::arg("rewards"), py::arg("values"), py::arg("mask"), py::arg("cu_seqlens"),
-               py::arg("gamma"), py::arg("lam"), py::arg("advantages"), py::arg("returns"), py::arg("threads"),
-               "Writes generalised advantage estimates and returns; false where rewards or values are not finite.");
-    bind_cuda_functions(module);
 }
 
 }  // namespace turnwise

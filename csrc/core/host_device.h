@@ -1,4 +1,4 @@
-// TW_HD marks what host and device share.
+// TW_HD marks functions for host and device.
 #pragma once
 
 #if defined(__CUDACC__)

@@ -5,7 +5,8 @@ namespace turnwise {
 
 enum class Isa { baseline, avx2, avx512 };
 
-// The best that the processor has, or what TURNWISE_ISA (baseline, avx2, avx512) lowers it to; decided once.
+// The best instruction set of the processor, or a lower one named by TURNWISE_ISA (baseline, avx2, avx512). Decided
+// once.
 Isa isa();
 const char* isa_name();
 

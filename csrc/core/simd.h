@@ -322,7 +322,7 @@ TW_INLINE void load_into(const uint8_t* from, VecM& out) {
 TW_INLINE void all_true_into(VecM& out) {
     out = all_true();
 }
-// The same number in every lane of a vector, or of what stands for one.
+// The same number in every lane of a vector or pair of vectors.
 template <class V>
 TW_INLINE V broadcast_to(float x) {
     V out;

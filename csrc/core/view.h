@@ -1,4 +1,4 @@
-// A tensor as the core sees it: where it lies, what it holds, how to step through it. No ownership.
+// A tensor as the core sees it: address, dtype, shape and strides. No ownership.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@ enum class DType : int8_t { f32, f64, bf16, f16, i64, i32, i16, i8, u8, boolean 
 struct View {
     void* data = nullptr;  // nullptr: the tensor was not given
     DType dtype = DType::f32;
-    int dims = 0;
-    int64_t shape[2] = {1, 1};
+    int dims = 0;                // 0, 1 or 2
+    int64_t shape[2] = {1, 1};   // the first `dims` count
     int64_t stride[2] = {0, 0};  // in elements
     int device = -1;             // the CUDA device that holds it; -1: the CPU
 

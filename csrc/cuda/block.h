@@ -1,4 +1,4 @@
-// What kernels share: sums over a warp and a block in a fixed order, 16-byte accesses, a ticket for the last block.
+// Shared by kernels: sums over a warp and a block in a fixed order, 16-byte accesses, a ticket for the last block.
 #pragma once
 
 #include "cuda/launch.h"
@@ -48,7 +48,7 @@ struct alignas(sizeof(T) * count) Pack {
 };
 
 template <int bytes>
-struct WordOf;  // what one instruction moves
+struct WordOf;  // the widest type of these bytes that one instruction moves
 template <>
 struct WordOf<4> {
     using type = unsigned;
@@ -123,7 +123,7 @@ __device__ __forceinline__ Half from_float<Half>(float value) {
 }
 
 // ---- The last block ------------------------------------------------------------------------------------------------
-// True in the block that comes last: it sees what all others wrote before. `ticket` starts at 0 and is left at 0 again,
+// True in the last block to arrive, which sees all writes of the others. `ticket` starts at 0 and is left at 0 again,
 // so that a captured graph can replay. `flag`: one int of shared memory.
 __device__ __forceinline__ bool is_last_block(unsigned* ticket, int* flag) {
     __threadfence();

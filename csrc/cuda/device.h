@@ -1,4 +1,5 @@
-// What `turnwise doctor` wants to know of the machine's GPUs. A build without CUDA has the same functions, which throw.
+// The machine's GPUs, for `turnwise doctor` and the choice of a backend. A build without CUDA has the same functions,
+// which throw.
 #pragma once
 
 #include <cstdint>
@@ -10,17 +11,17 @@ namespace turnwise::cuda {
 
 struct Device {
     std::string name;
-    int major, minor;
-    int64_t memory_bytes;
+    int major, minor;      // compute capability
+    int64_t memory_bytes;  // of global memory
     int multiprocessors;
 };
 
 bool compiled();
 bool emulated();              // kernels run on the host, for the tests
 std::string architectures();  // "" without CUDA
-// Why this module's kernels can't run on a device (-1: the current one): a driver that is too old, no code for it. ""
-// where they can. Loads an empty kernel, launches nothing. Not for a thread that captures a graph.
-std::string obstacle(int device);
+// The reason why this module's kernels cannot run on a device (-1: the current one), such as a driver that is too old;
+// "" where they can. Loads an empty kernel and launches nothing. Do not call it while a graph is captured.
+std::string unsupported_reason(int device);
 // These throw std::runtime_error, with the reason, where there is no CUDA, no driver or no such device.
 std::pair<int, int> runtime_version();
 std::pair<int, int> driver_version();

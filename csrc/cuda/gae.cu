@@ -6,13 +6,16 @@ namespace turnwise::cuda {
 
 void gae(const GaeInput& input, double gamma, double lam, const View& advantages, const View& returns,
          const View& workspace, Stream stream) {
-    const TokenRows rows = token_rows(input.rewards, input.cu_seqlens, "rewards");
-    check_kernel_mask(input.rewards, input.mask);
-    check_same_shape(input.rewards, input.values, "values: wrong shape");
-    check_same_shape(input.rewards, advantages, "advantages: wrong shape");
-    check_same_shape(input.rewards, returns, "returns: wrong shape");
-    const ScanFactors factors{float(gamma * lam), float(gamma * (1 - lam))};
-    scan<true>(input.rewards, input.values, input.mask, rows, factors, advantages, returns, workspace, stream);
+    const ScanCall call{input.rewards,
+                        input.values,
+                        input.mask,
+                        advantages,
+                        returns,
+                        token_rows(input.rewards, input.cu_seqlens, "rewards"),
+                        {float(gamma * lam), float(gamma * (1 - lam))}};
+    require_given("values", input.values, "gae reads it");
+    require_given("advantages", advantages, "gae writes it");
+    scan<true>("rewards", call, workspace, stream);
 }
 
 }  // namespace turnwise::cuda

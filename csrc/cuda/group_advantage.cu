@@ -24,8 +24,8 @@ __device__ __forceinline__ void put(T* to, double value) {
     *to = from_float<T>(float(value));
 }
 
-// Trajectories within groups: a hash table of rows, each slot the row that came first with its pair of ids. Which row
-// that is depends on timing, but nothing else does.
+// Trajectories within groups: a hash table of rows. Each slot holds the first row with its pair of ids. Timing decides
+// which row that is, and nothing else depends on it.
 struct Trajectories {
     const int64_t* ids;  // null: every row counts by itself
     int* slots;          // -1: empty
@@ -36,10 +36,10 @@ struct Trajectories {
 
 template <class T>
 struct Input {
-    const T* rewards;
-    const int64_t* group_ids;
-    const bool* valid;
-    const double* lengths;
+    const T* rewards;          // [rows]
+    const int64_t* group_ids;  // [rows]
+    const bool* valid;         // [rows]: rows that enter the statistics; null: all
+    const double* lengths;     // [rows]: weights; null: 1
     int64_t rows;
 };
 
@@ -97,6 +97,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     grid_barrier();
     if (pooled) pool_rows(in, t, table.slots);
+    // Statistics of the groups, over rows or over one row per trajectory.
     const auto member = [&](int64_t row) -> Member {
         if (!pooled) return enters(in, row, table.slots) ? member_of(in, row, in.group_ids[row]) : Member{};
         if (t.entry[row] != int(row)) return {};
@@ -106,6 +107,7 @@ __global__ void __launch_bounds__(kThreads)
     grid_barrier();
     add_offsets(table, in.rows, member);
     grid_barrier();
+    // Every row's advantage; NaN for a group id out of range.
     for (int64_t row = thread_of_grid(); row < in.rows; row += threads_of_grid()) {
         double advantage = 0;
         if (enters(in, row, table.slots)) {
@@ -126,15 +128,15 @@ int64_t capacity_of(int64_t rows) {
     return capacity;
 }
 
-// Takes pieces of a workspace one after the other.
-class Pieces {
+// Takes slices of a workspace one after the other.
+class WorkspaceSlices {
   public:
-    explicit Pieces(void* start) : next_(static_cast<char*>(start)) {}
+    explicit WorkspaceSlices(void* start) : next_(static_cast<char*>(start)) {}
     template <class T>
     T* take(int64_t count) {
-        T* piece = reinterpret_cast<T*>(next_);
+        T* slice = reinterpret_cast<T*>(next_);
         next_ += (count * int64_t(sizeof(T)) + 15) / 16 * 16;
-        return piece;
+        return slice;
     }
     GroupTable take_table(int64_t slots, bool weighted) {
         GroupSums* sums = take<GroupSums>(slots);
@@ -150,63 +152,78 @@ struct Layout {
     GroupTable table;
     Trajectories trajectories{};
 
-    Layout(Pieces& pieces, int64_t rows, int64_t groups, bool by_trajectory, bool weighted)
-        : table(pieces.take_table(groups < 0 ? rows : groups, weighted)) {
+    Layout(WorkspaceSlices& slices, int64_t rows, int64_t groups, bool by_trajectory, bool weighted)
+        : table(slices.take_table(groups < 0 ? rows : groups, weighted)) {
         if (!by_trajectory) return;
         trajectories.capacity = capacity_of(rows);
-        trajectories.slots = pieces.take<int>(trajectories.capacity);
-        trajectories.entry = pieces.take<int>(rows);
-        trajectories.table = pieces.take_table(rows, weighted);
+        trajectories.slots = slices.take<int>(trajectories.capacity);
+        trajectories.entry = slices.take<int>(rows);
+        trajectories.table = slices.take_table(rows, weighted);
     }
 };
 
-template <class T>
-void run(const GroupAdvantageInput& in, const GroupAdvantageOptions& o, const View& advantages, const View& workspace,
-         Stream stream) {
+void check_inputs(const GroupAdvantageInput& in, const GroupAdvantageOptions& o, const View& advantages,
+                  const View& workspace) {
+    check_group_advantage(in, o, advantages);
+    require_one_device(in.rewards,
+                       {&in.group_ids, &in.trajectory_ids, &in.lengths, &in.valid, &advantages, &workspace});
     const int64_t rows = in.rewards.shape[0];
+    require(rows < (int64_t(1) << 30), "rewards: expected fewer than 2**30 rows");
     const bool weighted = o.center == Center::length_weighted;
-    Pieces pieces(workspace.data);
-    Layout layout(pieces, rows, in.num_groups, o.by_trajectory, weighted);
+    require_bytes("workspace", workspace, group_advantage_workspace(rows, in.num_groups, o.by_trajectory, weighted));
+}
+
+template <class T>
+Input<T> bind(const GroupAdvantageInput& in, const GroupAdvantageOptions& o) {
+    return {in.rewards.as<const T>(), in.group_ids.as<const int64_t>(), in.valid.as<const bool>(),
+            o.center == Center::length_weighted ? in.lengths.as<const double>() : nullptr, in.rewards.shape[0]};
+}
+
+Layout plan(const GroupAdvantageInput& in, const GroupAdvantageOptions& o, const View& workspace) {
+    WorkspaceSlices slices(workspace.data);
+    Layout layout(slices, in.rewards.shape[0], in.num_groups, o.by_trajectory, o.center == Center::length_weighted);
     if (o.by_trajectory) layout.trajectories.ids = in.trajectory_ids.as<const int64_t>();
-    const Input<T> input{in.rewards.as<const T>(), in.group_ids.as<const int64_t>(), in.valid.as<const bool>(),
-                         weighted ? in.lengths.as<const double>() : nullptr, rows};
-    const int64_t grid =
-        std::min<int64_t>((rows + kThreads - 1) / kThreads, resident_blocks(group_kernel<T>, kThreads));
+    return layout;
+}
+
+template <class T>
+void launch_groups(const Input<T>& input, const Layout& layout, const GroupAdvantageOptions& o, T* advantages,
+                   Stream stream) {
+    const int64_t blocks = (input.rows + kThreads - 1) / kThreads;
+    const int64_t grid = std::min<int64_t>(blocks, resident_blocks(group_kernel<T>, kThreads));
     launch_cooperative(group_kernel<T>, grid, kThreads, 0, stream, input, layout.trajectories, layout.table, o,
-                       advantages.as<T>());
+                       advantages);
 }
 
 }  // namespace
 
 int64_t group_advantage_workspace(int64_t rows, int64_t groups, bool by_trajectory, bool weighted) {
-    Pieces pieces(nullptr);
-    Layout(pieces, rows, groups, by_trajectory, weighted);
-    return pieces.bytes();
+    WorkspaceSlices slices(nullptr);
+    Layout(slices, rows, groups, by_trajectory, weighted);
+    return slices.bytes();
 }
 
 void group_advantage(const GroupAdvantageInput& input, const GroupAdvantageOptions& options, const View& advantages,
                      const View& workspace, Stream stream) {
-    check_group_advantage(input, options, advantages);
-    require_one_device(input.rewards, {&input.group_ids, &input.trajectory_ids, &input.lengths, &input.valid,
-                                       &advantages, &workspace});
-    const int64_t rows = input.rewards.shape[0];
-    const int64_t bytes = group_advantage_workspace(rows, input.num_groups, options.by_trajectory,
-                                                    options.center == Center::length_weighted);
-    require(workspace.size() >= bytes, "workspace: too small");
-    require(rows < (int64_t(1) << 30), "rewards: expected fewer than 2**30 rows");
-    if (rows == 0) return;
+    check_inputs(input, options, advantages, workspace);
+    if (input.rewards.shape[0] == 0) return;
     const DeviceGuard guard(input.rewards.device);
+    const Layout layout = plan(input, options, workspace);
+    const auto run = [&](auto type) {
+        using T = decltype(type);
+        launch_groups(bind<T>(input, options), layout, options, advantages.as<T>(), stream);
+    };
     switch (input.rewards.dtype) {
         case DType::f32:
-            return run<float>(input, options, advantages, workspace, stream);
+            return run(float{});
         case DType::f64:
-            return run<double>(input, options, advantages, workspace, stream);
+            return run(double{});
         case DType::bf16:
-            return run<BFloat16>(input, options, advantages, workspace, stream);
+            return run(BFloat16{});
         case DType::f16:
-            return run<Half>(input, options, advantages, workspace, stream);
+            return run(Half{});
         default:
-            throw InvalidInput("rewards: expected a floating type");
+            throw InvalidInput(std::string("rewards.dtype=") + name_of(input.rewards.dtype) + ": expected a float");
     }
 }
 

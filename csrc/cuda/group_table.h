@@ -1,4 +1,4 @@
-// Statistics of groups of rows in kernels: what group_advantage does, in steps that a fused kernel can take too.
+// Group statistics in kernels, in steps that group_advantage and the fused kernel share.
 //
 // All sums are of integers, so they don't depend on the order of the atomics. A value counts as its offset from the
 // group's smallest in steps of 2^-31 of the group's span: equal values give exactly 0, an offset of all values costs
@@ -17,30 +17,32 @@ using Word = unsigned long long;
 constexpr double kSteps = 2147483648.0;
 
 struct GroupSums {
-    Word low, high;  // the smallest and the largest value, as keys
-    Word count, sum;
+    Word low, high;                // the smallest and the largest value, as keys
+    Word count;                    // members
+    Word sum;                      // of offsets, in steps
     Word square_high, square_low;  // the sum of squares is square_high 2^31 + square_low
 };
 
 struct GroupWeights {
-    Word longest;  // the bits of the largest length; lengths count in steps of 2^-31 of it
-    Word total;
+    Word longest;                      // the bits of the largest length; lengths count in steps of 2^-31 of it
+    Word total;                        // of lengths, in steps
     Word weighted_high, weighted_low;  // sum of length times offset, split like the squares
 };
 
 struct GroupTable {
-    GroupSums* sums;
-    GroupWeights* weights;  // null: lengths don't count
-    int64_t slots;
+    GroupSums* sums;        // [slots]
+    GroupWeights* weights;  // [slots]; null: lengths don't count
+    int64_t slots;          // groups, or trajectories
 };
 
-// What one row brings: to which slot (-1: none), its value, its length.
+// A row's part in the statistics.
 struct Member {
-    int64_t slot = -1;
-    double value = 0, length = 1;
+    int64_t slot = -1;  // of its group; -1: it has no part
+    double value = 0;   // reward
+    double length = 1;  // weight
 };
 
-// Doubles as integers in the same order; NaN lies beyond the infinities, so it shows as an extreme.
+// Doubles as integers in the same order; NaN is beyond the infinities, so it shows as an extreme.
 __device__ __forceinline__ Word key_of(double value) {
     const Word bits = Word(__double_as_longlong(value));
     return bits >> 63 ? ~bits : bits | Word(1) << 63;
@@ -74,10 +76,11 @@ __device__ __forceinline__ void clear_table(const GroupTable& table) {
     }
 }
 
-// Neighbouring lanes of one slot, which rows of a group often are: the first of them speaks for all.
+// A run of neighbouring lanes with one slot, as rows of a group often are adjacent: its first lane adds for all.
 struct LaneRun {
-    int last;
-    bool first, alone;
+    int last;    // the run's last lane
+    bool first;  // this lane is the run's first
+    bool alone;  // every run of the warp has one lane
 
     __device__ explicit LaneRun(int64_t slot) {
         const int lane = int(threadIdx.x) % kWarp;

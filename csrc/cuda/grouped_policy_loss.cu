@@ -3,10 +3,12 @@
 #include <algorithm>
 
 #include "cuda/group_table.h"
-#include "cuda/policy_loss_kernel.h"
+#include "cuda/policy_loss.h"
+#include "cuda/policy_loss_launch.h"
 
-// The first launch is cooperative: its warps walk the spans of policy_loss.cu and add up rewards, and counts where the
-// loss needs them; then, barrier by barrier, rows become groups and groups advantages.
+// Two launches. The first is cooperative: its warps walk the same spans as policy_loss.cu and add up rewards, and the
+// counts that the loss needs; behind a grid barrier each, rows are gathered into groups and get their advantages. The
+// second is loss_grad_kernel.
 namespace turnwise::cuda {
 namespace {
 
@@ -15,25 +17,26 @@ using loss::kWarps;
 using loss::Params;
 
 struct Grouping {
-    AnyStream token_rewards;
-    const int64_t* group_ids;
-    const bool* valid;
-    const double* lengths;
-    GroupTable table;
+    AnyStream token_rewards;   // one per token
+    const int64_t* group_ids;  // [rows]
+    const bool* valid;         // [rows]: rows that enter the statistics; null: all
+    const double* lengths;     // [rows]: weights for Center::length_weighted; null: 1
+    GroupTable table;          // by group id
     GroupAdvantageOptions options;
-    double* records;  // [rows + warps]: of the piece of a row in a warp's span
-    float *sums, *advantages;
+    double* reward_partials;  // [rows + warps]: a warp's share of a row's reward, at index row + warp
+    float* sums;              // [rows]: rewards
+    float* advantages;        // [rows]
 };
 
-// The sum of a piece's rewards, this lane's share; counts its trained tokens.
+// This lane's share of a segment's rewards; adds the segment's trained tokens to `count`.
 template <class T, bool fast>
-__device__ double sum_rewards(const Params& p, const AnyStream& rewards, const RowPiece& piece, long long& count) {
+__device__ double sum_rewards(const Params& p, const AnyStream& rewards, const RowSegment& segment, long long& count) {
     constexpr int kPack = 16 / int(sizeof(T));
     const int lane = int(threadIdx.x) % kWarp;
     double sum = 0;
 #pragma unroll 2
-    for (int64_t i = piece.begin / kPack * kPack + lane * kPack; i < piece.end; i += kWarp * kPack) {
-        const PackAt<T, fast> at{piece, i};
+    for (int64_t i = segment.begin / kPack * kPack + lane * kPack; i < segment.end; i += kWarp * kPack) {
+        const PackAt<T, fast> at{segment, i};
         const auto mask = at.ask(p.mask);
         const auto pack = at.load(rewards);
         const unsigned trained = at.truths(p.mask, mask);
@@ -46,17 +49,17 @@ __device__ double sum_rewards(const Params& p, const AnyStream& rewards, const R
     return sum;
 }
 
-// Calls body(piece, place) on all pieces of all spans.
+// Calls body(segment, place) on every segment of every span; `place` is the span's number.
 template <class Body>
-__device__ void each_piece(const Params& p, const Body& body) {
+__device__ void each_segment(const Params& p, const Body& body) {
     const int64_t step = int64_t(gridDim.x) * kWarps;
     for (int64_t place = int64_t(blockIdx.x) * kWarps + int(threadIdx.x) / kWarp; place < p.warps; place += step) {
-        RowPieces pieces(p.rows, place);
-        for (RowPiece piece; pieces.next(piece);) body(piece, place);
+        RowSegments segments(p.rows, place);
+        for (RowSegment segment; segments.next(segment);) body(segment, place);
     }
 }
 
-// Each row's reward, by a warp.
+// Adds up each row's reward, one warp per row.
 __device__ void join_rewards(const Params& p, const Grouping& g) {
     const int lane = int(threadIdx.x) % kWarp;
     const int64_t step = int64_t(gridDim.x) * kWarps;
@@ -65,8 +68,8 @@ __device__ void join_rewards(const Params& p, const Grouping& g) {
         double sum = 0;
         if (start < stop) {
             const int64_t last = (stop - 1) / p.rows.span;
-            for (int64_t piece = start / p.rows.span + lane; piece <= last; piece += kWarp) {
-                sum += __ldcg(g.records + row + piece);
+            for (int64_t segment = start / p.rows.span + lane; segment <= last; segment += kWarp) {
+                sum += __ldcg(g.reward_partials + row + segment);
             }
         }
         sum = warp_sum(sum);
@@ -74,6 +77,7 @@ __device__ void join_rewards(const Params& p, const Grouping& g) {
     }
 }
 
+// Group statistics by row reward, then every row's advantage. NaN for a group id out of range.
 __device__ void write_advantages(const Params& p, const Grouping& g) {
     const auto member = [&](int64_t row) -> Member {
         const int64_t group = g.group_ids[row];
@@ -98,21 +102,23 @@ __device__ void write_advantages(const Params& p, const Grouping& g) {
 }
 
 template <class T, bool fast>
-__global__ void __launch_bounds__(kThreads) group_kernel(const Params p, const Grouping g, int64_t zeroed) {
-    // Only GMPO's sums depend on the sign of the advantage, and so must wait for it.
+__global__ void __launch_bounds__(kThreads)
+    rewards_to_advantages_kernel(const Params p, const Grouping g, int64_t zeroed) {
+    // Only GMPO's row sums depend on the sign of the advantage, and so come after it.
     const bool late = p.options.variant.kind == VariantKind::gmpo;
     int* words = reinterpret_cast<int*>(p.counts);
     for (int64_t i = thread_of_grid(); i < zeroed / 4; i += threads_of_grid()) words[i] = 0;
     clear_table(g.table);
     grid_barrier();
+    // Rewards, counts and row sums in one pass over the tokens.
     long long all = 0;
-    each_piece(p, [&](const RowPiece& piece, int64_t place) {
+    each_segment(p, [&](const RowSegment& segment, int64_t place) {
         long long count = 0;
-        const double reward = warp_sum(sum_rewards<T, fast>(p, g.token_rewards, piece, count));
-        if (threadIdx.x % kWarp == 0) g.records[piece.row + place] = reward;
+        const double reward = warp_sum(sum_rewards<T, fast>(p, g.token_rewards, segment, count));
+        if (threadIdx.x % kWarp == 0) g.reward_partials[segment.row + place] = reward;
         double sums[loss::kRowSums] = {};
-        if (p.sum_rows && !late) loss::sum_piece<T, fast>(p, piece, sums);
-        loss::record_piece(p, piece, place, count, sums, p.sum_rows && !late, all);
+        if (p.sum_rows && !late) loss::sum_segment<T, fast>(p, segment, sums);
+        loss::record_segment(p, segment, place, count, sums, p.sum_rows && !late, all);
     });
     loss::record_span(p, all);
     grid_barrier();
@@ -121,39 +127,79 @@ __global__ void __launch_bounds__(kThreads) group_kernel(const Params p, const G
     write_advantages(p, g);
     if (!late) return;
     grid_barrier();
-    each_piece(p, [&](const RowPiece& piece, int64_t place) {
+    each_segment(p, [&](const RowSegment& segment, int64_t place) {
         double sums[loss::kRowSums] = {};
-        loss::sum_piece<T, fast>(p, piece, sums);
+        loss::sum_segment<T, fast>(p, segment, sums);
 #pragma unroll
         for (int k = 0; k < loss::kRowSums; ++k) {
             const double total = warp_sum(sums[k]);
-            if (threadIdx.x % kWarp == 0) p.records[(piece.row + place) * loss::kRowSums + k] = total;
+            if (threadIdx.x % kWarp == 0) p.row_partials[(segment.row + place) * loss::kRowSums + k] = total;
         }
     });
 }
 
-// What stands in the workspace behind the loss's own.
+// Offsets into the workspace in bytes, behind the loss's own.
 struct GroupLayout {
     GroupLayout(int64_t loss_bytes, int64_t rows, int64_t warps, int64_t groups, bool weighted) {
         slots = groups < 0 ? rows : groups;
         sums = loss_bytes;
         weights = sums + slots * int64_t(sizeof(GroupSums));
-        records = weights + (weighted ? slots * int64_t(sizeof(GroupWeights)) : 0);
-        bytes = records + (rows + warps) * 8;
+        reward_partials = weights + (weighted ? slots * int64_t(sizeof(GroupWeights)) : 0);
+        bytes = reward_partials + (rows + warps) * 8;
     }
-    int64_t slots, sums, weights, records, bytes;
+    int64_t slots;  // of the group table: groups, or rows where their number is not given
+    int64_t sums, weights, reward_partials;
+    int64_t bytes;  // of all
 };
 
-void check(const GroupedPolicyLossInput& in, const GroupAdvantageOptions& group) {
+void check_inputs(const GroupedPolicyLossInput& in, const GroupAdvantageOptions& group,
+                  const PolicyLossOptions& options, const PolicyLossOutput& output) {
     check_group_advantage(in.group, group, in.loss.advantages);
-    check_same_shape(in.loss.logprobs, in.token_rewards, "token_rewards: wrong shape");
+    loss::check_inputs(in.loss, options, output);
+    require_shape_of("token_rewards", in.token_rewards, "logprobs", in.loss.logprobs);
+    require_float_stream("token_rewards", in.token_rewards);
     require_one_device(in.loss.logprobs,
                        {&in.token_rewards, &in.group.rewards, &in.group.group_ids, &in.group.lengths, &in.group.valid});
-    require(is_floating(in.token_rewards.dtype) && in.token_rewards.dtype != DType::f64,
-            "token_rewards: expected float32, bf16 or f16");
-    require(in.group.rewards.dtype == DType::f32 && in.loss.advantages.dtype == DType::f32,
-            "sums, advantages: expected float32");
-    require(!group.by_trajectory, "pool: this kernel takes every row by itself");
+    require_dtype("sums", in.group.rewards, {DType::f32});
+    require_dtype("advantages", in.loss.advantages, {DType::f32});
+    require_shape("group_ids", in.group.group_ids, {token_rows(in.loss.logprobs, in.loss.cu_seqlens, "logprobs").rows});
+    require(!group.by_trajectory, "pool='trajectory': this kernel takes every row by itself, expected 'rows'");
+}
+
+Grouping bind(const GroupedPolicyLossInput& in, const GroupAdvantageOptions& group) {
+    Grouping g{};
+    g.token_rewards = any_stream(in.token_rewards);
+    g.group_ids = in.group.group_ids.as<const int64_t>();
+    g.valid = in.group.valid.as<const bool>();
+    g.lengths = group.center == Center::length_weighted ? in.group.lengths.as<const double>() : nullptr;
+    g.options = group;
+    g.sums = in.group.rewards.as<float>();
+    g.advantages = in.loss.advantages.as<float>();
+    return g;
+}
+
+// Divides the part of the workspace behind the loss's own.
+void plan(Grouping& g, const Params& p, int64_t num_groups, const View& workspace) {
+    const bool weighted = g.options.center == Center::length_weighted;
+    const loss::Layout common(p.rows.rows, loss::most_warps(), p.actors);
+    const GroupLayout layout(common.bytes, p.rows.rows, loss::most_warps(), num_groups, weighted);
+    require_bytes("workspace", workspace, layout.bytes);
+    char* base = workspace.as<char>();
+    GroupWeights* weights = weighted ? reinterpret_cast<GroupWeights*>(base + layout.weights) : nullptr;
+    g.table = {reinterpret_cast<GroupSums*>(base + layout.sums), weights, layout.slots};
+    g.reward_partials = reinterpret_cast<double*>(base + layout.reward_partials);
+}
+
+void launch_advantages(const Params& p, const Grouping& g, Stream stream) {
+    const int64_t zeroed = loss::Layout(p.rows.rows, loss::most_warps(), p.actors).zeroed;
+    const bool fast = p.fast && loss::fits_fast(p.rows, g.token_rewards, p.grad_dtype);
+    loss::dispatch(fast, p.grad_dtype, [&](auto kind) {
+        using K = decltype(kind);
+        const auto kernel = rewards_to_advantages_kernel<typename K::Type, K::fast>;
+        const int64_t wanted = std::max(loss::blocks_of(p), (p.rows.rows + kThreads - 1) / kThreads);
+        const int64_t grid = std::min<int64_t>(wanted, resident_blocks(kernel, kThreads));
+        launch_cooperative(kernel, grid, kThreads, 0, stream, p, g, zeroed);
+    });
 }
 
 }  // namespace
@@ -168,35 +214,15 @@ int64_t grouped_policy_loss_workspace(int64_t rows, int64_t tokens, int num_acto
 void grouped_policy_loss(const GroupedPolicyLossInput& input, const GroupAdvantageOptions& group,
                          const PolicyLossOptions& options, const PolicyLossOutput& output, const View& workspace,
                          Stream stream) {
-    check(input, group);
+    check_inputs(input, group, options, output);
+    require_one_device(input.loss.logprobs, {&workspace});
     const DeviceGuard guard(input.loss.logprobs.device);
-    const Params p = loss::plan(input.loss, options, output, workspace);
-    require(p.rows.rows == input.group.rewards.shape[0], "group_ids: expected one per sequence");
-    const bool weighted = group.center == Center::length_weighted;
-    const loss::Layout common(p.rows.rows, loss::most_warps(), p.actors);
-    const GroupLayout layout(common.bytes, p.rows.rows, loss::most_warps(), input.group.num_groups, weighted);
-    require(workspace.size() >= layout.bytes, "workspace: too small");
-    char* base = workspace.as<char>();
-    const GroupTable table{reinterpret_cast<GroupSums*>(base + layout.sums),
-                           weighted ? reinterpret_cast<GroupWeights*>(base + layout.weights) : nullptr, layout.slots};
-    const Grouping g{any_stream(input.token_rewards),
-                     input.group.group_ids.as<const int64_t>(),
-                     input.group.valid.as<const bool>(),
-                     weighted ? input.group.lengths.as<const double>() : nullptr,
-                     table,
-                     group,
-                     reinterpret_cast<double*>(base + layout.records),
-                     input.group.rewards.as<float>(),
-                     input.loss.advantages.as<float>()};
-    const bool fast = p.fast && loss::fits_fast(p.rows, g.token_rewards, p.grad_dtype);
-    loss::dispatch(fast, p.grad_dtype, [&](auto kind) {
-        using K = decltype(kind);
-        const auto kernel = group_kernel<typename K::Type, K::fast>;
-        const int64_t wanted = std::max(loss::blocks_of(p), (p.rows.rows + kThreads - 1) / kThreads);
-        const int64_t grid = std::min<int64_t>(wanted, resident_blocks(kernel, kThreads));
-        launch_cooperative(kernel, grid, kThreads, 0, stream, p, g, common.zeroed);
-    });
-    loss::launch_main(p, stream);
+    Params p = loss::bind(input.loss, options, output);
+    Grouping g = bind(input, group);
+    loss::plan(p, workspace);
+    plan(g, p, input.group.num_groups, workspace);
+    launch_advantages(p, g, stream);
+    loss::launch_loss_grad(p, stream);
 }
 
 }  // namespace turnwise::cuda

@@ -1,4 +1,4 @@
-// The op of ops/grouped_policy_loss.h on a GPU in two launches: rewards, groups and what rows must know; then the loss.
+// The op of ops/grouped_policy_loss.h on a GPU in two launches: rewards, advantages and row sums; then the loss.
 #pragma once
 
 #include "core/view.h"

@@ -26,13 +26,13 @@ namespace turnwise::cuda {
 
 inline void check(cudaError_t status, const char* what) {
     if (status == cudaSuccess) return;
-    cudaGetLastError();  // said here: the next launch must not report it as its own
+    cudaGetLastError();  // clears the error, so that the next launch does not report it again
     throw std::runtime_error(std::string("CUDA: ") + what + " failed: " + cudaGetErrorString(status) + " (error " +
                              std::to_string(int(status)) + ")");
 }
 
-// A kernel reads and writes the memory of its own device: that of another would be an illegal address, after which no
-// call works any more. Views that are not given may lie anywhere.
+// Throws unless all given views are on one device. Memory of another device would be an illegal address to a kernel,
+// after which no CUDA call works.
 inline void require_one_device(const View& first, std::initializer_list<const View*> others) {
     for (const View* other : others) {
         require(!*other || other->device == first.device, "expected all tensors on one device");

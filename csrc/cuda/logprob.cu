@@ -20,10 +20,11 @@ constexpr int kStep = 16;
 constexpr int kBlockStep = kThreads * kStep;
 
 struct Columns {
-    const float* bias;  // or null
-    float scale;
-    int64_t width, row_stride;
-    bool aligned;  // every row begins at a multiple of 16 bytes
+    const float* bias;   // or null
+    float scale;         // 1 / temperature
+    int64_t width;       // columns of the tile
+    int64_t row_stride;  // in elements
+    bool aligned;        // every row begins at a multiple of 16 bytes
 };
 
 // The column of a thread's i-th value.
@@ -62,7 +63,9 @@ __device__ __forceinline__ int64_t covered(const Columns& c) {
 // ---- Scan ----------------------------------------------------------------------------------------------------------
 // A thread's sums relative to its own maximum so far.
 struct Running {
-    float max, sum, weighted;
+    float max;
+    float sum;       // of exp(x - max)
+    float weighted;  // sum of exp(x - max) (x - max)
 };
 
 template <bool weighted, int n>
@@ -146,9 +149,10 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // ---- Gradient ------------------------------------------------------------------------------------------------------
+// A row's inputs of the gradient, see LogprobGradient.
 struct Upstream {
-    const float *lse, *grad_logprob, *entropy, *grad_entropy;  // the last two: both or null
-    int64_t lse_stride, logprob_stride, entropy_stride, grad_entropy_stride;
+    const float *lse, *grad_logprob, *entropy, *grad_entropy;                 // the last two: both or null
+    int64_t lse_stride, logprob_stride, entropy_stride, grad_entropy_stride;  // in elements
 };
 
 template <class T>
@@ -195,18 +199,8 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- Host ----------------------------------------------------------------------------------------------------------
 void check_tile(const LogitTile& tile) {
-    const View& logits = tile.logits;
-    require_one_device(logits, {&tile.targets, &tile.bias});
-    require(logits.dims == 2 && has_contiguous_rows(logits), "logits: expected [N, V] with contiguous rows");
-    require(tile.targets.dims == 1 && tile.targets.shape[0] == logits.shape[0], "targets: expected [N]");
-    require(tile.targets.dtype == DType::i64 || tile.targets.dtype == DType::i32, "targets: expected int64 or int32");
-    require(!tile.bias ||
-                (is_contiguous_1d(tile.bias) && tile.bias.shape[0] == logits.shape[1] && tile.bias.dtype == DType::f32),
-            "bias: expected float32 [V], contiguous");
-}
-
-void check_floats(const View& values, int64_t n, const char* message) {
-    require(values.dims == 1 && values.shape[0] == n && values.dtype == DType::f32, message);
+    check_logit_tile(tile);
+    require_one_device(tile.logits, {&tile.targets, &tile.bias});
 }
 
 bool rows_aligned(const View& view, size_t size) {
@@ -244,11 +238,9 @@ void run_grad(const LogitTile& tile, const Upstream& up, const View& out, Stream
 }  // namespace
 
 void logprob_scan(const LogitTile& tile, const View& state, bool weighted, Stream stream) {
-    check_tile(tile);
     const int64_t rows = tile.logits.shape[0];
-    require(state.dims == 2 && state.shape[0] == 4 && state.shape[1] == rows && state.dtype == DType::f64 &&
-                is_contiguous(state),
-            "state: expected float64 [4, N], contiguous");
+    check_tile(tile);
+    check_logprob_state(state, rows);
     require_one_device(tile.logits, {&state});
     if (rows == 0) return;
     const DeviceGuard guard(tile.logits.device);
@@ -263,14 +255,14 @@ void logprob_scan(const LogitTile& tile, const View& state, bool weighted, Strea
 
 void logprob_finish(const View& state, const View& logprob, const View& lse, const View& entropy, Stream stream) {
     const int64_t rows = logprob.size();
-    require(state.dims == 2 && state.shape[0] == 4 && state.shape[1] == rows && state.dtype == DType::f64 &&
-                is_contiguous(state),
-            "state: expected float64 [4, N], contiguous");
-    for (const View* out : {&logprob, &lse, &entropy}) {
-        if (!*out) continue;
-        check_floats(*out, rows, "logprob, lse, entropy: expected float32 [N]");
-        require(is_contiguous_1d(*out), "logprob, lse, entropy: expected contiguous tensors");
-    }
+    check_logprob_state(state, rows);
+    const auto check_output = [&](const char* name, const View& out) {
+        check_row_floats(name, out, rows);
+        require(is_contiguous_1d(out), "logprob, lse, entropy: expected contiguous tensors");
+    };
+    check_output("logprob", logprob);
+    check_output("lse", lse);
+    if (entropy) check_output("entropy", entropy);
     require_one_device(state, {&logprob, &lse, &entropy});
     if (rows == 0) return;
     const DeviceGuard guard(state.device);
@@ -279,21 +271,15 @@ void logprob_finish(const View& state, const View& logprob, const View& lse, con
 }
 
 void logprob_grad(const LogitTile& tile, const LogprobGradient& gradient, const View& out, Stream stream) {
-    check_tile(tile);
     const int64_t rows = tile.logits.shape[0];
-    check_floats(gradient.lse, rows, "lse: expected float32 [N]");
-    check_floats(gradient.grad_logprob, rows, "grad_logprob: expected float32 [N]");
-    require(bool(gradient.entropy) == bool(gradient.grad_entropy), "entropy, grad_entropy: expected both or none");
+    check_tile(tile);
+    check_logprob_gradient(gradient, rows);
     require_one_device(tile.logits,
                        {&gradient.lse, &gradient.grad_logprob, &gradient.entropy, &gradient.grad_entropy, &out});
-    if (gradient.entropy) {
-        check_floats(gradient.entropy, rows, "entropy: expected float32 [N]");
-        check_floats(gradient.grad_entropy, rows, "grad_entropy: expected float32 [N]");
-    }
-    require(out.dims == 2 && out.shape[0] == rows && out.shape[1] == tile.logits.shape[1] && has_contiguous_rows(out),
-            "out: expected the shape of logits, with contiguous rows");
-    require(out.dtype == tile.logits.dtype || tile.logits.dtype == DType::f32,
-            "out: expected the dtype of logits, unless they are float32");
+    require_shape_of("out", out, "logits", tile.logits);
+    require(has_contiguous_rows(out), "out: expected contiguous rows");
+    if (tile.logits.dtype != DType::f32) require_dtype("out", out, {tile.logits.dtype});
+    require_float_stream("out", out);
     if (rows == 0) return;
     const Upstream up{gradient.lse.as<const float>(),
                       gradient.grad_logprob.as<const float>(),
@@ -308,7 +294,6 @@ void logprob_grad(const LogitTile& tile, const LogprobGradient& gradient, const 
         using T = decltype(example);
         if (out.dtype == tile.logits.dtype) return run_grad<T, T>(tile, up, out, stream);
         if (out.dtype == DType::bf16) return run_grad<float, BFloat16>(tile, up, out, stream);
-        require(out.dtype == DType::f16, "out: expected float32, bfloat16 or float16");
         return run_grad<float, Half>(tile, up, out, stream);
     });
 }

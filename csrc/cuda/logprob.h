@@ -1,4 +1,4 @@
-// Log-probability, entropy and their gradient on tiles of logits; what csrc/ops/logprob.h does, on a GPU.
+// The ops of ops/logprob.h on a GPU: log-probability, entropy and their gradient on tiles of logits.
 #pragma once
 
 #include "cuda/stream.h"

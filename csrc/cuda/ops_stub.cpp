@@ -10,7 +10,7 @@
 
 namespace turnwise::cuda {
 
-std::string obstacle(int) {
+std::string unsupported_reason(int) {
     refuse_without_cuda();
 }
 void logprob_scan(const LogitTile&, const View&, bool, Stream) {

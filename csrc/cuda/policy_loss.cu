@@ -1,25 +1,43 @@
 #include "cuda/policy_loss.h"
 
-#include "cuda/policy_loss_kernel.h"
+#include "cuda/policy_loss_launch.h"
 
-// Every warp takes an equal span of the tokens, whatever the rows, and walks the pieces of rows in it: long rows
-// balance by themselves. Two launches: `prepare` counts tokens and sums what a whole row must know, where that is
-// needed; `main` gives gradients and metrics, and its last block adds up.
+// Every warp takes an equal span of the tokens, whatever the rows, and walks the segments of rows in it, so that long
+// rows do not unbalance the load. At most two launches: count_tokens_kernel counts tokens and adds up what a whole row
+// must know, where the options need that; loss_grad_kernel writes gradients, and its last block writes loss and
+// metrics.
 namespace turnwise::cuda {
 namespace loss {
 namespace {
 
-enum Column { tokens, low, high, third, log_ratio, k3, loss, kl, mismatch, weight, weight_square, rejected, entropy };
-constexpr int kSums = entropy + 1;  // then comes the largest ratio
-constexpr int kColumns = kSums + 1;
-constexpr int kSlices = kThreads / 16;  // of blocks, as the last one adds them up
+// Columns of the running sums over trained tokens. l: loss, r: ratio, d: log-ratio, w: importance weight.
+enum Column {
+    tokens,         // 1
+    clipped_low,    // 1 where clipped from below
+    clipped_high,   // 1 where clipped from above
+    clipped_dual,   // 1 where the dual clip applies, or the token is selected
+    log_ratio,      // d
+    k3,             // r - 1 - d
+    loss,           // l times the row's weight
+    kl,             // KL estimate against the reference
+    mismatch,       // old_logprob - rollout_logprob
+    weight,         // w
+    weight_square,  // w^2
+    rejected,       // 1 where w is outside its bounds
+    entropy,        // entropy, as given
+    ratio_max,      // max(r): the only column that is not a sum
+};
+constexpr int kColumns = ratio_max + 1;
+constexpr int kColumnStride = 16;                  // threads that reduce_blocks gives a slice: kColumns, rounded up
+constexpr int kSlices = kThreads / kColumnStride;  // of the blocks, each added up by its own threads
+static_assert(kColumns <= kColumnStride);
 
 // ---- One row --------------------------------------------------------------------------------------------------------
 __device__ double inverse(double value) {
     return value > 0 ? 1 / value : value == 0 ? 0 : double(NAN);
 }
 
-// A row's trained tokens divided by: the batch's number, or its actor's.
+// Denominator of a row's loss: trained tokens of the batch, or of its actor (agent-mean).
 __device__ double normalizer_of(const Params& p, int actor) {
     if (p.normalizer.data) return p.normalizer.number(p.options.aggregation == Aggregation::agent_mean ? actor : 0);
     switch (p.options.aggregation) {
@@ -34,7 +52,7 @@ __device__ double normalizer_of(const Params& p, int actor) {
     }
 }
 
-// What all rows of an actor share of their weight; the rest depends on the row's length.
+// The factor that all rows of an actor share in their weight; the other factor depends on the row's length.
 __device__ double actor_weight(const Params& p, int actor) {
     if (p.options.aggregation != Aggregation::agent_mean) return inverse(normalizer_of(p, 0));
     double active = 0;
@@ -43,18 +61,20 @@ __device__ double actor_weight(const Params& p, int actor) {
 }
 
 struct Row {
-    float weight = 0, advantage = 0;
-    RowTerms terms{1, 0, 0, false};
-    float importance = 1;
-    bool rejected = false;
-    ClipRange<ScalarMath> range;
+    float weight = 0;                // of a token's loss in the batch's
+    float advantage = 0;             // A, where it is given per row
+    RowTerms terms{1, 0, 0, false};  // gspo, gmpo
+    float importance = 1;            // sequence-level importance weight
+    bool rejected = false;           // that weight is outside its bounds
+    ClipRange<ScalarMath> range;     // for `advantage`
 };
 
+// A row's sum: one partial sum per span that the row touches. By a whole warp.
 __device__ double row_sum(const Params& p, int64_t row, RowSum which) {
     const int64_t first = row_start(p.rows, row) / p.rows.span, last = (row_start(p.rows, row + 1) - 1) / p.rows.span;
     double total = 0;
-    for (int64_t piece = first + threadIdx.x % kWarp; piece <= last; piece += kWarp) {
-        total += p.records[(row + piece) * kRowSums + which];
+    for (int64_t segment = first + threadIdx.x % kWarp; segment <= last; segment += kWarp) {
+        total += p.row_partials[(row + segment) * kRowSums + which];
     }
     return warp_sum(total);
 }
@@ -83,27 +103,33 @@ __device__ Row read_row(const Params& p, int64_t row, double shared_weight) {
 
 // ---- Tokens ---------------------------------------------------------------------------------------------------------
 struct Sums {
-    float of[kColumns] = {};
+    float of[kColumns] = {};  // by Column
 };
 
-// What a kernel is made for; the rest of the code, and the registers that it takes, are left out of it. `clip`: PPO's
-// clip with the k3 estimator, if any, weighted by the ratio or not. `lean`: besides, neither rollouts nor entropies.
-enum class Form { any, clip, lean, clip_weighted, lean_weighted };
+// The cases that loss_grad_kernel is compiled for. A narrower case needs fewer registers.
+enum class Specialization {
+    full,                      // every variant and KL estimator
+    clip_only,                 // PPO's clip, with the k3 estimator or none
+    clip_minimal,              // clip_only without rollout log-probabilities and entropies
+    clip_only_weighted_kl,     // clip_only, the KL term weighted by the ratio
+    clip_minimal_weighted_kl,  // clip_minimal, the KL term weighted by the ratio
+};
 
-TW_HD constexpr bool is_lean(Form form) {
-    return form == Form::lean || form == Form::lean_weighted;
+TW_HD constexpr bool is_minimal(Specialization s) {
+    return s == Specialization::clip_minimal || s == Specialization::clip_minimal_weighted_kl;
 }
-TW_HD constexpr bool weighs_kl(Form form) {
-    return form == Form::clip_weighted || form == Form::lean_weighted;
+TW_HD constexpr bool weighs_kl(Specialization s) {
+    return s == Specialization::clip_only_weighted_kl || s == Specialization::clip_minimal_weighted_kl;
 }
 
-// One token's gradient, without what masks it.
-template <Form form>
-__device__ float one_token(const Params& p, const Row& row, float logprob, float old, float ref, float rollout,
-                           float advantage, float entropy_value, bool chosen, Sums& sums) {
+// d loss / d logprob of a trained token, times the row's weight; adds the token to `sums`.
+template <Specialization special>
+__device__ float token_grad(const Params& p, const Row& row, float logprob, float old, float ref, float rollout,
+                            float advantage, float entropy_value, bool chosen, Sums& sums) {
     using Math = ScalarMath;
-    constexpr bool clip_only = form != Form::any;
+    constexpr bool clip_only = special != Specialization::full;
     const PolicyLossOptions& o = p.options;
+    // The variant's loss and derivative.
     const float raw = logprob - old, bounded = clamp_symmetric<Math>(raw, kLogRatioBound);
     const float ratio = Math::exp(bounded);
     const bool open = Math::unless_differs(true, bounded, raw);
@@ -118,7 +144,8 @@ __device__ float one_token(const Params& p, const Row& row, float logprob, float
             !row.terms.cut};
         out = token_loss<Math>(token, o.variant);
     }
-    if (!is_lean(form) && p.rollout.data) {
+    // Importance sampling: both are weighted by old / rollout.
+    if (!is_minimal(special) && p.rollout.data) {
         const float difference = old - rollout;
         const float w = Math::exp(clamp_symmetric<Math>(difference, kLogRatioBound));
         float applied = row.importance;
@@ -135,11 +162,12 @@ __device__ float one_token(const Params& p, const Row& row, float logprob, float
         sums.of[weight] += w;
         sums.of[weight_square] += w * w;
     }
+    // The KL term.
     if (p.ref.data) {
         const float d = ref - logprob;
         const auto estimate = clip_only ? kl_term<Math, KlKind::k3>(d) : kl_term<Math>(kl_kind(o), d);
         auto term = estimate;
-        if (weighs_kl(form) || (!clip_only && o.kl_weighted)) {
+        if (weighs_kl(special) || (!clip_only && o.kl_weighted)) {
             const bool by_row = !clip_only && kl_by_row(o);
             const float carried = by_row ? row.terms.kl : open ? estimate.value : 0.0f;
             term = importance_weighted<Math>(estimate, by_row ? row.terms.ratio : ratio, carried);
@@ -148,20 +176,21 @@ __device__ float one_token(const Params& p, const Row& row, float logprob, float
         out.grad = fmaf(-o.kl_coef, term.slope, out.grad);
         sums.of[kl] += estimate.value;
     }
-    if (!is_lean(form)) sums.of[entropy] += entropy_value;
+    // The metrics.
+    if (!is_minimal(special)) sums.of[entropy] += entropy_value;
     sums.of[tokens] += 1;
-    sums.of[low] += out.clipped_low;
-    sums.of[high] += out.clipped_high;
-    sums.of[third] += out.third;
+    sums.of[clipped_low] += out.clipped_low;
+    sums.of[clipped_high] += out.clipped_high;
+    sums.of[clipped_dual] += out.clipped_dual;
     sums.of[log_ratio] += bounded;
     sums.of[k3] += ratio - 1 - bounded;
     sums.of[loss] += row.weight == 0 ? 0.0f : out.loss * row.weight;
-    sums.of[kSums] = Math::max(sums.of[kSums], ratio);
+    sums.of[ratio_max] = Math::max(sums.of[ratio_max], ratio);
     return out.grad * row.weight;
 }
 
-// A pack of every stream, none of which is looked at here: all loads are on their way at once.
-template <class T, bool fast, Form form>
+// One pack of every stream. None is read from here, so that all loads are in flight at once.
+template <class T, bool fast, Specialization special>
 struct TokenPacks {
     using At = PackAt<T, fast>;
     typename At::Floats logprob, old, ref{}, rollout{}, advantage{}, entropy_of{};
@@ -171,78 +200,79 @@ struct TokenPacks {
         : logprob(at.load(p.logprobs)), old(at.load(p.old_logprobs)), mask(at.ask(p.mask)) {
         if (p.ref.data) ref = at.load(p.ref);
         if (p.advantages.data) advantage = at.load(p.advantages);
-        if (!is_lean(form) && p.rollout.data) rollout = at.load(p.rollout);
-        if (!is_lean(form) && p.entropy.data) entropy_of = at.load(p.entropy);
-        if (form == Form::any && p.selected.data) selected = at.ask(p.selected);
+        if (!is_minimal(special) && p.rollout.data) rollout = at.load(p.rollout);
+        if (!is_minimal(special) && p.entropy.data) entropy_of = at.load(p.entropy);
+        if (special == Specialization::full && p.selected.data) selected = at.ask(p.selected);
     }
 };
 
-// The tokens of [begin, end) of one row. A lane takes a 16-byte pack of every stream at a time; the lean form, which
-// has the registers for it, asks for the next before it computes this one.
-template <class T, bool fast, Form form>
-__device__ void row_piece(const Params& p, const Row& row, const RowPiece& piece, Sums& sums) {
+// Gradients and sums of a segment. A lane takes a 16-byte pack of every stream at a time. The minimal cases have
+// registers left, and load the next pack before they compute this one.
+template <class T, bool fast, Specialization special>
+__device__ void process_segment(const Params& p, const Row& row, const RowSegment& segment, Sums& sums) {
     constexpr int kPack = 16 / int(sizeof(T)), kStep = kWarp * kPack;
-    using Packs = TokenPacks<T, fast, form>;
+    using Packs = TokenPacks<T, fast, special>;
     const int lane = int(threadIdx.x) % kWarp;
-    constexpr bool ahead = is_lean(form);
-    int64_t i = piece.begin / kPack * kPack + lane * kPack;
-    if (i >= piece.end) return;
-    Packs now(p, {piece, i}), next = now;
-    for (; i < piece.end; i += kStep, now = next) {
-        if (ahead && i + kStep < piece.end) next = Packs(p, {piece, i + kStep});
-        const PackAt<T, fast> at{piece, i};
+    constexpr bool ahead = is_minimal(special);
+    int64_t i = segment.begin / kPack * kPack + lane * kPack;
+    if (i >= segment.end) return;
+    Packs now(p, {segment, i}), next = now;
+    for (; i < segment.end; i += kStep, now = next) {
+        if (ahead && i + kStep < segment.end) next = Packs(p, {segment, i + kStep});
+        const PackAt<T, fast> at{segment, i};
         const unsigned trained = at.truths(p.mask, now.mask);
-        const unsigned chosen = form == Form::any && p.selected.data ? at.truths(p.selected, now.selected) : 0;
+        const unsigned chosen =
+            special == Specialization::full && p.selected.data ? at.truths(p.selected, now.selected) : 0;
         Pack<T, kPack> grad;
 #pragma unroll
         for (int k = 0; k < kPack; ++k) {
             float slope = 0;
             if (trained >> k & 1) {
                 const float own = p.advantages.data ? to_float(now.advantage[k]) : row.advantage;
-                slope =
-                    one_token<form>(p, row, to_float(now.logprob[k]), to_float(now.old[k]), to_float(now.ref[k]),
-                                    to_float(now.rollout[k]), own, to_float(now.entropy_of[k]), chosen >> k & 1, sums);
+                slope = token_grad<special>(p, row, to_float(now.logprob[k]), to_float(now.old[k]),
+                                            to_float(now.ref[k]), to_float(now.rollout[k]), own,
+                                            to_float(now.entropy_of[k]), chosen >> k & 1, sums);
             }
             grad.value[k] = from_float<T>(slope);
         }
         at.store(p.grad, p.grad_dtype, grad);
-        if (!ahead && i + kStep < piece.end) next = Packs(p, {piece, i + kStep});
+        if (!ahead && i + kStep < segment.end) next = Packs(p, {segment, i + kStep});
     }
 }
 
 // ---- Adding up ------------------------------------------------------------------------------------------------------
-// Column by column: sums, but the largest of the ratios.
-__device__ double combine(int column, double a, double b) {
-    return column < kSums ? a + b : a < b ? b : a;
+__device__ double add_or_max(int column, double a, double b) {
+    return column != ratio_max ? a + b : a < b ? b : a;
 }
 
-// A warp's sums of one actor into its own table, in the order in which the warp comes by.
-__device__ void flush(Sums& sums, double* table, int actor) {
+// Adds a warp's sums to the row of `actor` in the warp's table, and clears them. The order of additions is fixed: a
+// warp meets its rows in order.
+__device__ void store_warp_sums(Sums& sums, double* table, int actor) {
     const int lane = int(threadIdx.x) % kWarp;
     double mine = 0;
 #pragma unroll
     for (int column = 0; column < kColumns; ++column) {
-        const float total = column < kSums ? warp_sum(sums.of[column]) : warp_max(sums.of[column]);
+        const float total = column != ratio_max ? warp_sum(sums.of[column]) : warp_max(sums.of[column]);
         if (lane == column) mine = total;
         sums.of[column] = 0;
     }
     if (lane < kColumns) {
         double* to = table + actor * kColumns + lane;
-        *to = combine(lane, *to, mine);
+        *to = add_or_max(lane, *to, mine);
     }
 }
 
-// Writes one row of metrics in the order of policy_loss_reference.METRICS.
+// Writes one row of metrics, in the order of METRICS in the Python reference.
 __device__ void write_metrics(const Params& p, const double* s, float* to) {
     const double share = s[tokens] > 0 ? 1 / s[tokens] : 0;
     *to++ = float(s[tokens]);
-    *to++ = float(s[low] * share);
-    *to++ = float(s[high] * share);
-    *to++ = float(s[third] * share);
+    *to++ = float(s[clipped_low] * share);
+    *to++ = float(s[clipped_high] * share);
+    *to++ = float(s[clipped_dual] * share);
     *to++ = float(-s[log_ratio] * share);
     *to++ = float(s[k3] * share);
     *to++ = float((s[tokens] + s[log_ratio] + s[k3]) * share);
-    *to++ = s[log_ratio] == s[log_ratio] ? float(s[kSums]) : NAN;  // a maximum forgets NaN
+    *to++ = s[log_ratio] == s[log_ratio] ? float(s[ratio_max]) : NAN;  // the maximum drops NaN, the sum keeps it
     if (p.ref.data) *to++ = float(s[kl] * share);
     if (p.rollout.data) {
         *to++ = float(-s[mismatch] * share);
@@ -252,100 +282,107 @@ __device__ void write_metrics(const Params& p, const double* s, float* to) {
     if (p.entropy.data) *to++ = float(s[entropy] * share);
 }
 
-// The last block: all blocks' sums, in the order of the blocks.
-__device__ void finish(const Params& p, double* scratch) {
-    const int column = int(threadIdx.x) % 16, slice = int(threadIdx.x) / 16;
+// By the last block: adds up the sums of all blocks in a fixed order, and writes loss and metrics.
+__device__ void reduce_blocks(const Params& p, double* scratch) {
+    const int column = int(threadIdx.x) % kColumnStride, slice = int(threadIdx.x) / kColumnStride;
     const int blocks = int(gridDim.x);
+    // Actor by actor: each slice of threads adds up its blocks, then the first slice adds up the slices.
     for (int actor = 0; actor < p.actors; ++actor) {
         double total = 0;
         if (column < kColumns) {
 #pragma unroll 8
             for (int block = slice; block < blocks; block += kSlices) {
-                total = combine(column, total, p.partials[(int64_t(block) * p.actors + actor) * kColumns + column]);
+                total = add_or_max(column, total,
+                                   p.block_partials[(int64_t(block) * p.actors + actor) * kColumns + column]);
             }
         }
         scratch[threadIdx.x] = total;
         __syncthreads();
         if (threadIdx.x < kColumns) {
-            for (int k = 1; k < kSlices; ++k) total = combine(column, total, scratch[k * 16 + column]);
-            p.finals[actor * kColumns + column] = total;
+            for (int k = 1; k < kSlices; ++k) total = add_or_max(column, total, scratch[k * kColumnStride + column]);
+            p.actor_totals[actor * kColumns + column] = total;
         }
         __syncthreads();
     }
     const int columns = 8 + (p.ref.data ? 1 : 0) + (p.rollout.data ? 3 : 0) + (p.entropy.data ? 1 : 0);
     if (p.options.num_actors > 0) {
         for (int actor = int(threadIdx.x); actor < p.actors; actor += kThreads) {
-            write_metrics(p, p.finals + actor * kColumns, p.metrics + (1 + actor) * columns);
+            write_metrics(p, p.actor_totals + actor * kColumns, p.metrics + (1 + actor) * columns);
         }
     }
+    // The batch: all actors together.
     if (threadIdx.x == 0) {
         double all[kColumns] = {};
         for (int actor = 0; actor < p.actors; ++actor) {
-            for (int k = 0; k < kColumns; ++k) all[k] = combine(k, all[k], p.finals[actor * kColumns + k]);
+            for (int k = 0; k < kColumns; ++k) all[k] = add_or_max(k, all[k], p.actor_totals[actor * kColumns + k]);
         }
         write_metrics(p, all, p.metrics);
         *p.loss = float(all[loss]);
     }
 }
 
-template <class T, bool fast, Form form>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 && form != Form::any ? 3 : 2) main_kernel(const Params p) {
+template <class T, bool fast, Specialization special>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 && special != Specialization::full ? 3 : 2)
+    loss_grad_kernel(const Params p) {
     const int warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
     const int64_t place = int64_t(blockIdx.x) * kWarps + warp;
     const int size = p.actors * kColumns;
-    // Shared: a table per warp where they fit, and room to add up.
+    // Shared memory: scratch for reduce_blocks, then a table per warp where they fit.
     double* scratch = shared<double>();
-    double* tables = p.shared_tables ? scratch + kThreads : p.tables + int64_t(blockIdx.x) * kWarps * size;
+    double* tables = p.shared_tables ? scratch + kThreads : p.warp_tables + int64_t(blockIdx.x) * kWarps * size;
     double* table = tables + warp * size;
     for (int i = lane; i < size; i += kWarp) table[i] = 0;
     __syncwarp();
 
+    // The span of this warp, segment by segment. An actor id out of range makes its rows' weight and the loss NaN.
     Sums sums;
     int actor = -1;
-    bool lost = false;
+    bool bad_actor_id = false;
     double shared_weight = 0;
-    RowPieces pieces(p.rows, place);
-    for (RowPiece piece; pieces.next(piece);) {
-        int owner = actor_of(p, piece.row);
-        const bool wrong = owner < 0;
-        if (wrong) owner = 0;
-        lost = lost || wrong;
-        if (owner != actor) {
-            if (actor >= 0) flush(sums, table, actor);
-            actor = owner;
+    RowSegments segments(p.rows, place);
+    for (RowSegment segment; segments.next(segment);) {
+        const int id = actor_of(p, segment.row), row_actor = id < 0 ? 0 : id;
+        bad_actor_id = bad_actor_id || id < 0;
+        if (row_actor != actor) {
+            if (actor >= 0) store_warp_sums(sums, table, actor);
+            actor = row_actor;
             shared_weight = actor_weight(p, actor);
         }
-        row_piece<T, fast, form>(p, read_row(p, piece.row, wrong ? double(NAN) : shared_weight), piece, sums);
+        const Row row = read_row(p, segment.row, id < 0 ? double(NAN) : shared_weight);
+        process_segment<T, fast, special>(p, row, segment, sums);
     }
-    if (lost) sums.of[loss] = NAN;
-    flush(sums, table, actor < 0 ? 0 : actor);
+    if (bad_actor_id) sums.of[loss] = NAN;
+    store_warp_sums(sums, table, actor < 0 ? 0 : actor);
     __syncthreads();
+
+    // The block: its warps' tables in order.
     for (int i = int(threadIdx.x); i < size; i += kThreads) {
         double total = tables[i];
-        for (int k = 1; k < kWarps; ++k) total = combine(i % kColumns, total, tables[k * size + i]);
-        p.partials[int64_t(blockIdx.x) * size + i] = total;
+        for (int k = 1; k < kWarps; ++k) total = add_or_max(i % kColumns, total, tables[k * size + i]);
+        p.block_partials[int64_t(blockIdx.x) * size + i] = total;
     }
     if (is_last_block(&p.counts->ticket, reinterpret_cast<int*>(scratch))) {
         __syncthreads();
-        finish(p, scratch);
+        reduce_blocks(p, scratch);
     }
 }
 
-// ---- Before ---------------------------------------------------------------------------------------------------------
+// ---- Counts that precede the first gradient ------------------------------------------------------------------------
 template <class T, bool fast>
-__global__ void __launch_bounds__(kThreads) prepare_kernel(const Params p) {
+__global__ void __launch_bounds__(kThreads) count_tokens_kernel(const Params p) {
     const int64_t place = int64_t(blockIdx.x) * kWarps + int(threadIdx.x) / kWarp;
     long long all = 0;
-    RowPieces pieces(p.rows, place);
-    for (RowPiece piece; pieces.next(piece);) {
+    RowSegments segments(p.rows, place);
+    for (RowSegment segment; segments.next(segment);) {
         double sums[kRowSums] = {};
-        const long long count = p.sum_rows ? sum_piece<T, fast>(p, piece, sums) : count_trained<fast>(p.mask, piece);
-        record_piece(p, piece, place, count, sums, p.sum_rows, all);
+        const long long count =
+            p.sum_rows ? sum_segment<T, fast>(p, segment, sums) : count_trained<fast>(p.mask, segment);
+        record_segment(p, segment, place, count, sums, p.sum_rows, all);
     }
     record_span(p, all);
 }
 
-// ---- Host -----------------------------------------------------------------------------------------------------------
+// ---- Host ----------------------------------------------------------------------------------------------------------
 int shared_bytes_of(int64_t actors) {
     return int(8 * (kThreads + actors * kWarps * kColumns));
 }
@@ -353,72 +390,10 @@ bool fits_shared(int64_t actors) {
     return actors < 1000 && shared_bytes_of(actors) <= 24 << 10;
 }
 
-bool fits(const View& tokens, const View& stream) {
-    return stream.dims == tokens.dims && stream.shape[0] == tokens.shape[0] &&
-           (tokens.dims == 1 || stream.shape[1] == tokens.shape[1]);
-}
-
-Params params_of(const PolicyLossInput& in, const PolicyLossOptions& o, const PolicyLossOutput& out) {
-    Params p{};
-    static_cast<TokenRows&>(p.rows) = token_rows(in.logprobs, in.cu_seqlens, "logprobs");
-    p.options = o;
-    p.actors = std::max(o.num_actors, 1);
-    const View* streams[] = {&in.logprobs, &in.old_logprobs, &in.ref_logprobs, &in.rollout_logprobs, &in.entropy};
-    for (const View* stream : streams) {
-        require(!*stream || fits(in.logprobs, *stream),
-                "old_logprobs, ref_logprobs, rollout_logprobs, entropy: wrong shape");
-        require(is_floating(stream->dtype) && stream->dtype != DType::f64, "logprobs: expected float32, bf16 or f16");
-    }
-    require(bool(in.old_logprobs), "old_logprobs: missing");
-    require_one_device(in.logprobs, {&in.old_logprobs, &in.advantages, &in.mask, &in.cu_seqlens, &in.ref_logprobs,
-                                     &in.rollout_logprobs, &in.normalizer, &in.actor_ids, &in.entropy, &in.selected,
-                                     &out.loss, &out.grad, &out.metrics});
-    require(o.kl == KlKind::none || in.ref_logprobs, "ref_logprobs: missing");
-    require(o.correction == Correction::none || in.rollout_logprobs, "rollout_logprobs: missing");
-    require(!in.mask || fits(in.logprobs, in.mask), "mask: wrong shape");
-    require(in.mask.dtype != DType::f64, "mask: float64 is not read here");
-    require(is_floating(in.advantages.dtype) && in.advantages.dtype != DType::f64, "advantages: wrong dtype");
-    const View& a = in.advantages;
-    const bool per_sequence = a.shape[0] == p.rows.rows && (a.dims == 1 || (a.dims == 2 && a.shape[1] == 1));
-    require(per_sequence || fits(in.logprobs, a), "advantages: wrong shape");
-    const bool by_actor = o.aggregation == Aggregation::agent_mean;
-    require(!in.actor_ids || (in.actor_ids.dims == 1 && in.actor_ids.shape[0] == p.rows.rows),
-            "actor_ids: wrong shape");
-    require(!by_actor || in.actor_ids, "actor_ids: missing");
-    require(!in.normalizer ||
-                (in.normalizer.dtype == DType::f32 && in.normalizer.size() == (by_actor ? int64_t(o.num_actors) : 1)),
-            "normalizer: wrong shape or dtype");
-    require(!selects(o.variant.kind) || (in.selected && fits(in.logprobs, in.selected)), "selected: missing");
-    p.logprobs = any_stream(in.logprobs);
-    p.old_logprobs = any_stream(in.old_logprobs);
-    p.ref = any_stream(in.ref_logprobs);
-    p.rollout = any_stream(in.rollout_logprobs);
-    p.entropy = any_stream(in.entropy);
-    p.mask = any_stream(in.mask);
-    p.selected = any_stream(in.selected);
-    if (per_sequence) {
-        p.row_advantages = RowStream(a);
-    } else {
-        p.advantages = any_stream(a);
-    }
-    p.actor_ids = RowStream(in.actor_ids);
-    p.normalizer = RowStream(in.normalizer);
-    p.grad = out.grad.data;
-    p.grad_dtype = out.grad.dtype;
-    p.loss = out.loss.as<float>();
-    p.metrics = out.metrics.as<float>();
-    p.sum_rows = is_by_row(o.variant.kind) || o.correction == Correction::sequence;
-    p.count_rows = o.aggregation == Aggregation::seq_mean_token_mean || is_by_row(o.variant.kind) ||
-                   (!in.normalizer && o.aggregation == Aggregation::seq_mean_token_sum);
-    p.count_actors = by_actor && !in.normalizer;
-    p.clip_only = o.variant.kind == VariantKind::clip && (o.kl == KlKind::none || o.kl == KlKind::k3);
-    return p;
-}
-
-// Packs of 16 bytes serve where the streams lie like the gradient, which is contiguous.
-bool is_fast(const Params& p, DType dtype) {
+// True where 16-byte packs serve: every stream lies like the gradient, which is contiguous.
+bool is_fast(const Params& p) {
     for (const AnyStream* stream : {&p.logprobs, &p.old_logprobs, &p.ref, &p.rollout, &p.entropy, &p.advantages}) {
-        if (!fits_fast(p.rows, *stream, dtype)) return false;
+        if (!fits_fast(p.rows, *stream, p.grad_dtype)) return false;
     }
     for (const AnyStream* stream : {&p.mask, &p.selected}) {
         if (!fits_fast(p.rows, *stream, stream->dtype)) return false;
@@ -426,17 +401,27 @@ bool is_fast(const Params& p, DType dtype) {
     return is_aligned(p.grad, 16);
 }
 
+// The narrowest specialization of loss_grad_kernel that serves.
 template <class K>
-auto main_of(const Params& p, K) {
+auto kernel_for(const Params& p, K) {
     using T = typename K::Type;
-    if (!p.clip_only) return main_kernel<T, K::fast, Form::any>;
+    if (!p.clip_only) return loss_grad_kernel<T, K::fast, Specialization::full>;
     const bool weighted = p.options.kl_weighted;
     if constexpr (K::fast) {
         if (!p.rollout.data && !p.entropy.data) {
-            return weighted ? main_kernel<T, true, Form::lean_weighted> : main_kernel<T, true, Form::lean>;
+            return weighted ? loss_grad_kernel<T, true, Specialization::clip_minimal_weighted_kl>
+                            : loss_grad_kernel<T, true, Specialization::clip_minimal>;
         }
     }
-    return weighted ? main_kernel<T, K::fast, Form::clip_weighted> : main_kernel<T, K::fast, Form::clip>;
+    return weighted ? loss_grad_kernel<T, K::fast, Specialization::clip_only_weighted_kl>
+                    : loss_grad_kernel<T, K::fast, Specialization::clip_only>;
+}
+
+void launch_count_tokens(const Params& p, Stream stream) {
+    dispatch(p.fast, p.grad_dtype, [&](auto kind) {
+        using K = decltype(kind);
+        launch(count_tokens_kernel<typename K::Type, K::fast>, blocks_of(p), kThreads, 0, stream, p);
+    });
 }
 
 }  // namespace
@@ -445,11 +430,11 @@ Layout::Layout(int64_t rows, int64_t warps, int64_t actors) {
     actor_tokens = sizeof(Counts);
     lengths = actor_tokens + actors * 8;
     zeroed = (lengths + rows * 4 + 15) / 16 * 16;
-    records = zeroed;
-    partials = records + (rows + warps) * kRowSums * 8;
-    finals = partials + (warps / kWarps + 1) * actors * kColumns * 8;
-    tables = finals + actors * kColumns * 8;
-    bytes = (tables + (fits_shared(actors) ? 0 : warps * actors * kColumns * 8) + 15) / 16 * 16;
+    row_partials = zeroed;
+    block_partials = row_partials + (rows + warps) * kRowSums * 8;
+    actor_totals = block_partials + (warps / kWarps + 1) * actors * kColumns * 8;
+    warp_tables = actor_totals + actors * kColumns * 8;
+    bytes = (warp_tables + (fits_shared(actors) ? 0 : warps * actors * kColumns * 8) + 15) / 16 * 16;
 }
 
 int64_t most_warps() {
@@ -462,35 +447,74 @@ bool fits_fast(const SpannedRows& rows, const AnyStream& stream, DType dtype) {
     return contiguous && stream.dtype == dtype && is_aligned(stream.data, 16);
 }
 
-Params plan(const PolicyLossInput& input, const PolicyLossOptions& options, const PolicyLossOutput& output,
-            const View& workspace) {
-    Params p = params_of(input, options, output);
-    p.fast = is_fast(p, p.grad_dtype);
+void check_inputs(const PolicyLossInput& in, const PolicyLossOptions& o, const PolicyLossOutput& out) {
+    check_policy_loss(in, o, token_rows(in.logprobs, in.cu_seqlens, "logprobs").rows);
+    require_one_device(in.logprobs, {&in.old_logprobs, &in.advantages, &in.mask, &in.cu_seqlens, &in.ref_logprobs,
+                                     &in.rollout_logprobs, &in.normalizer, &in.actor_ids, &in.entropy, &in.selected,
+                                     &out.loss, &out.grad, &out.metrics});
+}
+
+Params bind(const PolicyLossInput& in, const PolicyLossOptions& o, const PolicyLossOutput& out) {
+    Params p{};
+    static_cast<TokenRows&>(p.rows) = token_rows(in.logprobs, in.cu_seqlens, "logprobs");
+    p.options = o;
+    p.actors = std::max(o.num_actors, 1);
+    p.logprobs = any_stream(in.logprobs);
+    p.old_logprobs = any_stream(in.old_logprobs);
+    p.ref = any_stream(in.ref_logprobs);
+    p.rollout = any_stream(in.rollout_logprobs);
+    p.entropy = any_stream(in.entropy);
+    p.mask = any_stream(in.mask);
+    p.selected = any_stream(in.selected);
+    if (has_row_advantages(in.advantages, p.rows.rows)) {
+        p.row_advantages = RowStream(in.advantages);
+    } else {
+        p.advantages = any_stream(in.advantages);
+    }
+    p.actor_ids = RowStream(in.actor_ids);
+    p.normalizer = RowStream(in.normalizer);
+    p.grad = out.grad.data;
+    p.grad_dtype = out.grad.dtype;
+    p.loss = out.loss.as<float>();
+    p.metrics = out.metrics.as<float>();
+    return p;
+}
+
+void plan(Params& p, const View& workspace) {
+    // What must be known before the first gradient.
+    const PolicyLossOptions& o = p.options;
+    const bool own_normalizer = !p.normalizer.data;
+    p.sum_rows = is_by_row(o.variant.kind) || o.correction == Correction::sequence;
+    p.count_rows = o.aggregation == Aggregation::seq_mean_token_mean || is_by_row(o.variant.kind) ||
+                   (own_normalizer && o.aggregation == Aggregation::seq_mean_token_sum);
+    p.count_actors = own_normalizer && o.aggregation == Aggregation::agent_mean;
+    const bool count_tokens = own_normalizer && p.mask.data && o.aggregation == Aggregation::token_mean;
+    p.count_first = p.sum_rows || p.count_rows || p.count_actors || count_tokens;
+    // Kernel and grid.
+    p.clip_only = o.variant.kind == VariantKind::clip && (o.kl == KlKind::none || o.kl == KlKind::k3);
+    p.fast = is_fast(p);
     p.shared_tables = fits_shared(p.actors);
     p.shared_bytes = p.shared_tables ? shared_bytes_of(p.actors) : 8 * kThreads;
     dispatch(p.fast, p.grad_dtype, [&](auto kind) {
-        const int64_t resident = resident_blocks(main_of(p, kind), kThreads, p.shared_bytes);
+        const int64_t resident = resident_blocks(kernel_for(p, kind), kThreads, p.shared_bytes);
         p.warps = p.rows.cut(std::min(resident * kWarps, most_warps()));
     });
+    // Workspace.
     const Layout layout(p.rows.rows, most_warps(), p.actors);
-    require_one_device(input.logprobs, {&workspace});
-    require(workspace.size() >= layout.bytes, "workspace: too small");
+    require_bytes("workspace", workspace, layout.bytes);
     char* base = workspace.as<char>();
     p.counts = reinterpret_cast<Counts*>(base);
     p.actor_tokens = reinterpret_cast<unsigned long long*>(base + layout.actor_tokens);
     p.lengths = reinterpret_cast<int*>(base + layout.lengths);
-    p.records = reinterpret_cast<double*>(base + layout.records);
-    p.partials = reinterpret_cast<double*>(base + layout.partials);
-    p.finals = reinterpret_cast<double*>(base + layout.finals);
-    p.tables = reinterpret_cast<double*>(base + layout.tables);
-    const bool count_tokens = p.mask.data && !p.normalizer.data && options.aggregation == Aggregation::token_mean;
-    p.prepare = p.sum_rows || p.count_rows || p.count_actors || count_tokens;
-    return p;
+    p.row_partials = reinterpret_cast<double*>(base + layout.row_partials);
+    p.block_partials = reinterpret_cast<double*>(base + layout.block_partials);
+    p.actor_totals = reinterpret_cast<double*>(base + layout.actor_totals);
+    p.warp_tables = reinterpret_cast<double*>(base + layout.warp_tables);
 }
 
-void launch_main(const Params& p, Stream stream) {
+void launch_loss_grad(const Params& p, Stream stream) {
     dispatch(p.fast, p.grad_dtype,
-             [&](auto kind) { launch(main_of(p, kind), blocks_of(p), kThreads, p.shared_bytes, stream, p); });
+             [&](auto kind) { launch(kernel_for(p, kind), blocks_of(p), kThreads, p.shared_bytes, stream, p); });
 }
 
 }  // namespace loss
@@ -502,17 +526,15 @@ int64_t policy_loss_workspace(int64_t rows, int64_t, int num_actors, int device)
 
 void policy_loss(const PolicyLossInput& input, const PolicyLossOptions& options, const PolicyLossOutput& output,
                  const View& workspace, Stream stream) {
+    loss::check_inputs(input, options, output);
+    require_one_device(input.logprobs, {&workspace});
     const DeviceGuard guard(input.logprobs.device);
-    const loss::Params p = loss::plan(input, options, output, workspace);
+    loss::Params p = loss::bind(input, options, output);
+    loss::plan(p, workspace);
     const loss::Layout layout(p.rows.rows, loss::most_warps(), p.actors);
-    fill_bytes(workspace.data, 0, p.prepare ? layout.zeroed : int64_t(sizeof(loss::Counts)), stream);
-    if (p.prepare) {
-        loss::dispatch(p.fast, p.grad_dtype, [&](auto kind) {
-            using K = decltype(kind);
-            launch(loss::prepare_kernel<typename K::Type, K::fast>, loss::blocks_of(p), loss::kThreads, 0, stream, p);
-        });
-    }
-    loss::launch_main(p, stream);
+    fill_bytes(workspace.data, 0, p.count_first ? layout.zeroed : int64_t(sizeof(loss::Counts)), stream);
+    if (p.count_first) loss::launch_count_tokens(p, stream);
+    loss::launch_loss_grad(p, stream);
 }
 
 }  // namespace turnwise::cuda

@@ -1,4 +1,4 @@
-// Policy loss on a CUDA device: what csrc/ops/policy_loss.h says, in at most two launches and without a host sync.
+// The op of ops/policy_loss.h on a GPU, in at most two launches and without a host sync.
 #pragma once
 
 #include "core/view.h"

@@ -8,7 +8,7 @@ __global__ void probe_kernel() {}
 
 }  // namespace
 
-std::string obstacle(int device) {
+std::string unsupported_reason(int device) {
     try {
         const DeviceGuard guard(device);
         cudaFuncAttributes attributes{};

@@ -39,20 +39,15 @@ void run(const View& values, const View& factor, Stream stream) {
 }  // namespace
 
 void scale(const View& values, const View& factor, Stream stream) {
-    require(factor.dtype == DType::f32 && factor.size() == 1, "factor: expected one float32");
+    require_float_stream("values", values);
+    require_dtype("factor", factor, {DType::f32});
+    if (factor.size() != 1) refuse_shape("factor", factor, "one value");
     require_one_device(values, {&factor});
     if (values.size() == 0) return;
     const DeviceGuard guard(values.device);
-    switch (values.dtype) {
-        case DType::f32:
-            return run<float>(values, factor, stream);
-        case DType::bf16:
-            return run<BFloat16>(values, factor, stream);
-        case DType::f16:
-            return run<Half>(values, factor, stream);
-        default:
-            throw InvalidInput("values: expected float32, bfloat16 or float16");
-    }
+    if (values.dtype == DType::bf16) return run<BFloat16>(values, factor, stream);
+    if (values.dtype == DType::f16) return run<Half>(values, factor, stream);
+    run<float>(values, factor, stream);
 }
 
 }  // namespace turnwise::cuda

@@ -19,34 +19,56 @@ __global__ void __launch_bounds__(kSumThreads) join_kernel(TokenRows rows, const
     if (row < rows.rows) join_row(rows, row, edges, sums);
 }
 
-void set_lengths(TokenRows& rows, const TokenRewardsInput& in) {
-    const View& lengths = in.lengths;
-    require(!in.mask && !in.cu_seqlens, "lengths: expected neither a mask nor cu_seqlens");
-    require(is_contiguous_1d(lengths) && lengths.shape[0] == rows.rows, "lengths: expected [B], contiguous");
-    require(lengths.dtype == DType::i64 || lengths.dtype == DType::i32, "lengths: expected int32 or int64");
-    rows.lengths = lengths.data;
-    rows.wide_lengths = lengths.dtype == DType::i64;
+struct SumPlan {
+    int64_t chunk;   // tokens per block
+    int64_t chunks;  // blocks
+    bool aligned;    // chunks begin at multiples of 16 bytes
+    Edges* edges;    // [chunks]: the parts of rows that chunks cut; null where none is cut
+};
+
+void check_inputs(const TokenRewardsInput& in, const View& sums, const View& workspace) {
+    check_kernel_mask("token_rewards", in.rewards, in.mask);
+    require_float_stream("token_rewards", in.rewards);
+    require(is_contiguous(in.rewards), "token_rewards: expected a contiguous tensor");
+    const TokenRows rows = token_rows(in.rewards, in.cu_seqlens, "token_rewards");
+    if (in.lengths) {
+        require(!in.mask && !in.cu_seqlens, "lengths: expected neither a mask nor cu_seqlens");
+        require_shape("lengths", in.lengths, {rows.rows});
+        require_dtype("lengths", in.lengths, {DType::i64, DType::i32});
+        require(is_contiguous_1d(in.lengths), "lengths: expected a contiguous tensor");
+    }
+    require_shape("sums", sums, {rows.rows});
+    require_dtype("sums", sums, {DType::f32});
+    require(is_contiguous_1d(sums), "sums: expected a contiguous tensor");
+    require_one_device(in.rewards, {&in.mask, &in.lengths, &sums, &workspace});
+    require_bytes("workspace", workspace, token_reward_sum_workspace(rows.tokens));
+}
+
+TokenRows bind(const TokenRewardsInput& in) {
+    TokenRows rows = token_rows(in.rewards, in.cu_seqlens, "token_rewards");
+    if (!in.lengths) return rows;
+    rows.lengths = in.lengths.data;
+    rows.wide_lengths = in.lengths.dtype == DType::i64;
+    return rows;
+}
+
+SumPlan plan(const TokenRewardsInput& in, const TokenRows& rows, const View& workspace) {
+    SumPlan p{};
+    // Padded rows that fit a chunk are never cut.
+    const bool whole = rows.starts == nullptr && rows.width <= kSumChunk;
+    p.chunk = whole ? kSumChunk / rows.width * rows.width : kSumChunk;
+    p.chunks = (rows.tokens + p.chunk - 1) / p.chunk;
+    p.aligned = p.chunk % kSumPack == 0 && is_aligned(in.rewards.data, 16) && is_aligned(in.mask.data, 16);
+    p.edges = whole ? nullptr : workspace.as<Edges>();
+    return p;
 }
 
 template <class T, class Mask>
-void run(const TokenRewardsInput& in, const TokenRows& rows, float* sums, const View& workspace, Stream stream) {
-    // Padded rows that fit a chunk are never cut.
-    const bool whole = rows.starts == nullptr && rows.width <= kSumChunk;
-    const int64_t chunk = whole ? kSumChunk / rows.width * rows.width : kSumChunk;
-    const bool aligned = chunk % kSumPack == 0 && is_aligned(in.rewards.data, 16) && is_aligned(in.mask.data, 16);
-    Edges* edges = whole ? nullptr : workspace.as<Edges>();
-    const int64_t chunks = (rows.tokens + chunk - 1) / chunk;
-    if (chunks > 0) {
-        launch(sum_kernel<T, Mask>, chunks, kSumThreads, int(sizeof(UnitParts)) * kSumWarps, stream,
-               in.rewards.as<const T>(), in.mask.as<const Mask>(), rows, chunk, aligned, sums, edges);
-    }
-    if (!whole) launch(join_kernel, (rows.rows + kSumWarps - 1) / kSumWarps, kSumThreads, 0, stream, rows, edges, sums);
-}
-
-template <class T>
-void run(const TokenRewardsInput& in, const TokenRows& rows, float* sums, const View& workspace, Stream stream) {
-    if (in.mask.dtype == DType::f32 && in.mask) return run<T, float>(in, rows, sums, workspace, stream);
-    run<T, uint8_t>(in, rows, sums, workspace, stream);
+void launch_sums(const TokenRewardsInput& in, const TokenRows& rows, const SumPlan& p, float* sums, Stream stream) {
+    launch(sum_kernel<T, Mask>, p.chunks, kSumThreads, int(sizeof(UnitParts)) * kSumWarps, stream,
+           in.rewards.as<const T>(), in.mask.as<const Mask>(), rows, p.chunk, p.aligned, sums, p.edges);
+    if (!p.edges) return;
+    launch(join_kernel, (rows.rows + kSumWarps - 1) / kSumWarps, kSumThreads, 0, stream, rows, p.edges, sums);
 }
 
 }  // namespace
@@ -56,27 +78,21 @@ int64_t token_reward_sum_workspace(int64_t tokens) {
 }
 
 void token_reward_sum(const TokenRewardsInput& input, const View& sums, const View& workspace, Stream stream) {
-    check_kernel_mask(input.rewards, input.mask);
-    TokenRows rows = token_rows(input.rewards, input.cu_seqlens, "token_rewards");
-    if (input.lengths) set_lengths(rows, input);
-    require(is_contiguous(input.rewards), "token_rewards: expected a contiguous tensor");
-    require_one_device(input.rewards, {&input.mask, &input.lengths, &sums, &workspace});
-    require(is_contiguous_1d(sums) && sums.shape[0] == rows.rows && sums.dtype == DType::f32, "sums: expected [B]");
-    require(workspace.size() >= token_reward_sum_workspace(rows.tokens), "workspace: too small");
+    check_inputs(input, sums, workspace);
+    const TokenRows rows = bind(input);
     if (rows.rows == 0) return;
     const DeviceGuard guard(input.rewards.device);
     if (rows.tokens == 0) return fill_bytes(sums.data, 0, rows.rows * 4, stream);
-    float* to = sums.as<float>();
-    switch (input.rewards.dtype) {
-        case DType::f32:
-            return run<float>(input, rows, to, workspace, stream);
-        case DType::bf16:
-            return run<BFloat16>(input, rows, to, workspace, stream);
-        case DType::f16:
-            return run<Half>(input, rows, to, workspace, stream);
-        default:
-            throw InvalidInput("token_rewards: expected float32, bf16 or f16");
-    }
+    const SumPlan p = plan(input, rows, workspace);
+    const auto launch_for = [&](auto type) {
+        using T = decltype(type);
+        const bool float_mask = input.mask && input.mask.dtype == DType::f32;
+        float_mask ? launch_sums<T, float>(input, rows, p, sums.as<float>(), stream)
+                   : launch_sums<T, uint8_t>(input, rows, p, sums.as<float>(), stream);
+    };
+    if (input.rewards.dtype == DType::bf16) return launch_for(BFloat16{});
+    if (input.rewards.dtype == DType::f16) return launch_for(Half{});
+    launch_for(float{});
 }
 
 int64_t token_scan_workspace(int64_t tokens) {
@@ -86,10 +102,8 @@ int64_t token_scan_workspace(int64_t tokens) {
 void token_returns(const TokenRewardsInput& input, double gamma, const View& returns, const View& workspace,
                    Stream stream) {
     const TokenRows rows = token_rows(input.rewards, input.cu_seqlens, "token_rewards");
-    check_kernel_mask(input.rewards, input.mask);
-    check_same_shape(input.rewards, returns, "returns: wrong shape");
-    const ScanFactors factors{float(gamma), 0.0f};
-    scan<false>(input.rewards, {}, input.mask, rows, factors, {}, returns, workspace, stream);
+    scan<false>("token_rewards", {input.rewards, {}, input.mask, {}, returns, rows, {float(gamma), 0.0f}}, workspace,
+                stream);
 }
 
 }  // namespace turnwise::cuda

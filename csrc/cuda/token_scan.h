@@ -1,10 +1,10 @@
 // Scans over the tokens of each row, from the last to the first: discounted returns and generalised advantages.
 //
-// A block takes a chunk of neighbouring tokens, a thread kRun of them. A run of tokens is a map from what lies behind
-// it (the returns R and the value V of the next trained token) to the same before it; maps of threads are composed by a
-// scan over the block. Where a row goes on behind a chunk, the block publishes its own map first and then composes the
-// maps of the chunks behind, up to the row's end, in that order: long rows don't wait for one another, and the bits of
-// the result don't depend on who came first.
+// A block takes a chunk of neighbouring tokens, a thread kRun of them. A run of tokens is a map from the state behind
+// it (the returns R and the value V of the next trained token) to the state before it; a scan over the block composes
+// the threads' maps. Where a row continues behind a chunk, the block first publishes its own map and then composes the
+// maps of the chunks behind, up to the row's end, in that order. Long rows therefore do not wait for one another, and
+// the bits of the result do not depend on timing.
 #pragma once
 
 #include "cuda/token_stream.h"
@@ -19,12 +19,14 @@ struct ScanFactors {
     float value;    // 0, or gamma * (1 - lambda)
 };
 
-// R = constant + by_returns R' + by_value V'; V = value if it has one, else V'. Closed: what lies behind doesn't count,
-// as a row ended in between (and not by factors of 0, which NaN would survive).
+// From (R', V') behind a run to (R, V) before it: R = constant + by_returns R' + by_value V'; V = value, or V' without
+// one. A closed map ignores (R', V'), as a row ended in the run: factors of 0 would not do, as NaN survives them.
 struct ScanMap {
-    double constant = 0;
-    float by_returns = 1, by_value = 0, value = 0;
-    int flags = 0;
+    double constant = 0;   // reward units
+    float by_returns = 1;  // product of the factors on R
+    float by_value = 0;    // factor on V'
+    float value = 0;       // V of the run's first trained token
+    int flags = 0;         // kHasValue, kClosed
 
     static constexpr int kHasValue = 1, kClosed = 2;
 };
@@ -66,8 +68,8 @@ __device__ __forceinline__ ScanMap warp_scan(ScanMap map) {
 
 // R and V behind some token.
 struct ScanState {
-    double returns = 0;
-    float value = 0;
+    double returns = 0;  // R of the next trained token
+    float value = 0;     // V of the next trained token
 };
 
 __device__ __forceinline__ ScanState apply(const ScanMap& map, const ScanState& behind) {
@@ -78,15 +80,15 @@ __device__ __forceinline__ ScanState apply(const ScanMap& map, const ScanState& 
 
 struct alignas(16) PublishedMap {
     ScanMap map;
-    unsigned ready;
-    unsigned unused;
+    unsigned ready;   // 1 once `map` is written
+    unsigned unused;  // fills 16 bytes
 };
 
 struct ScanShared {
     unsigned row_ends[kScanChunk / 32];  // a bit for each token that is the last of its row
     ScanMap warps[kScanWarps];           // in the end: the maps of all warps behind
     ScanState behind;                    // of the chunk
-    int64_t chunk;
+    int64_t chunk;                       // the block's chunk, taken from the counter
 };
 
 // Marks the last tokens of the rows in [begin, end). By all threads.
@@ -105,8 +107,8 @@ __device__ __forceinline__ void mark_row_ends(const TokenRows& r, int64_t begin,
     __syncthreads();
 }
 
-// By one warp: what lies behind a chunk whose row goes on. `published` of the chunks behind are ready or on their way,
-// as chunks are taken from the last to the first.
+// By one warp: the state behind a chunk whose row continues there. The maps of the chunks behind are published or being
+// computed, as chunks are taken from the last to the first.
 __device__ __forceinline__ ScanState look_behind(PublishedMap* published, int64_t chunk, int64_t chunks) {
     const int lane = int(threadIdx.x) % kWarp;
     ScanMap total;
@@ -175,8 +177,8 @@ __device__ __forceinline__ void store_run(float* to, int64_t first, int64_t end,
     }
 }
 
-// What lies behind this thread's run: first within its warp, then in the warps behind, then behind the chunk. Publishes
-// the chunk's map where others may ask for it.
+// The state behind this thread's run, composed from its warp, the warps behind and the chunks behind. Publishes the
+// chunk's map where other blocks may need it.
 __device__ __forceinline__ ScanState state_behind(const ScanMap& run, ScanShared& s, PublishedMap* published,
                                                   int64_t chunk, int64_t chunks) {
     const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp;
@@ -221,7 +223,7 @@ __global__ void __launch_bounds__(kScanThreads)
     }
     const int64_t begin = chunk * chunk_tokens, end = min(begin + chunk_tokens, rows.tokens);
     const int64_t first = begin + int64_t(threadIdx.x) * kRun;
-    // Asked for here, and looked at when the ends of rows are known.
+    // Loaded here and used once the ends of rows are known.
     const TokenRun<T, kRun> rewards_here(rewards, first, end, aligned);
     const TokenRun<T, kRun> values_here(has_values ? values : nullptr, first, end, aligned);
     const TokenRun<Mask, kRun> mask_here(mask, first, end, aligned);
@@ -260,56 +262,84 @@ inline int64_t scan_workspace(int64_t tokens) {
     return 16 + (tokens / kScanChunk + 1) * int64_t(sizeof(PublishedMap));
 }
 
-template <class T, class Mask, bool has_values>
-void run_scan(const View& rewards, const View& values, const View& mask, const TokenRows& rows, ScanFactors factors,
-              const View& advantages, const View& returns, const View& workspace, Stream stream) {
-    const bool whole = rows.starts == nullptr && rows.width <= kScanChunk;
-    const int64_t chunk = whole ? kScanChunk / rows.width * rows.width : kScanChunk;
-    bool aligned = chunk % kRun == 0;
-    for (const View* view : {&rewards, &values, &mask, &advantages, &returns}) {
-        aligned = aligned && is_aligned(view->data, 16);
+// ---- Host: check_inputs, plan, launch -------------------------------------------------------------------------------
+// The tensors of one scan; values and advantages are not given for returns.
+struct ScanCall {
+    View rewards, values, mask, advantages, returns;
+    TokenRows rows;
+    ScanFactors factors;
+};
+
+struct ScanPlan {
+    int64_t chunk;            // tokens per block
+    int64_t chunks;           // blocks
+    bool aligned;             // chunks of every stream begin at multiples of 16 bytes
+    unsigned* counter;        // chunks taken so far; null where no row crosses the edge of a chunk
+    PublishedMap* published;  // [chunks]; null as `counter`
+};
+
+// `name`: the argument that the rewards came by.
+inline void check_inputs(const char* name, const ScanCall& call, const View& workspace) {
+    check_kernel_mask(name, call.rewards, call.mask);
+    require_float_stream(name, call.rewards);
+    require(is_contiguous(call.rewards), "rewards: expected a contiguous tensor");
+    if (call.values) {
+        require_shape_of("values", call.values, name, call.rewards);
+        require_dtype("values", call.values, {call.rewards.dtype});
+        require(is_contiguous(call.values), "values: expected a contiguous tensor");
     }
-    const int64_t chunks = (rows.tokens + chunk - 1) / chunk;
-    unsigned* counter = nullptr;
-    PublishedMap* published = nullptr;
-    if (!whole) {
-        counter = workspace.as<unsigned>();
-        published = reinterpret_cast<PublishedMap*>(workspace.as<char>() + 16);
-        fill_bytes(workspace.data, 0, 16 + chunks * int64_t(sizeof(PublishedMap)), stream);
-    }
-    launch(scan_kernel<T, Mask, has_values>, chunks, kScanThreads, int(sizeof(ScanShared)), stream,
-           rewards.as<const T>(), values.as<const T>(), mask.as<const Mask>(), rows, chunk, aligned, factors, counter,
-           published, advantages.as<float>(), returns.as<float>());
+    const auto check_output = [&](const char* output_name, const View& output) {
+        require_shape_of(output_name, output, name, call.rewards);
+        require_dtype(output_name, output, {DType::f32});
+        require(is_contiguous(output), "advantages, returns: expected contiguous tensors");
+    };
+    if (call.advantages) check_output("advantages", call.advantages);
+    check_output("returns", call.returns);
+    require_one_device(call.rewards, {&call.values, &call.mask, &call.advantages, &call.returns, &workspace});
+    require_bytes("workspace", workspace, scan_workspace(call.rows.tokens));
 }
 
-// Checks what both ops ask of their tensors, and runs the kernel for their types.
-template <bool has_values>
-void scan(const View& rewards, const View& values, const View& mask, const TokenRows& rows, ScanFactors factors,
-          const View& advantages, const View& returns, const View& workspace, Stream stream) {
-    require(is_contiguous(rewards) && is_contiguous(values), "rewards, values: expected contiguous tensors");
-    require(!has_values || values.dtype == rewards.dtype, "values: expected the type of rewards");
-    require(is_contiguous(returns) && returns.dtype == DType::f32, "returns: expected float32, contiguous");
-    require(is_contiguous(advantages) && advantages.dtype == DType::f32, "advantages: expected float32, contiguous");
-    require_one_device(rewards, {&values, &mask, &advantages, &returns, &workspace});
-    require(workspace.size() >= scan_workspace(rows.tokens), "workspace: too small");
-    if (rows.tokens == 0 || rows.rows == 0) return fill_bytes(returns.data, 0, rows.tokens * 4, stream);
-    const DeviceGuard guard(rewards.device);
-    const auto with_mask = [&](auto type) {
-        using T = decltype(type);
-        const auto run =
-            mask && mask.dtype == DType::f32 ? run_scan<T, float, has_values> : run_scan<T, uint8_t, has_values>;
-        run(rewards, values, mask, rows, factors, advantages, returns, workspace, stream);
-    };
-    switch (rewards.dtype) {
-        case DType::f32:
-            return with_mask(float{});
-        case DType::bf16:
-            return with_mask(BFloat16{});
-        case DType::f16:
-            return with_mask(Half{});
-        default:
-            throw InvalidInput("rewards: expected float32, bf16 or f16");
+inline ScanPlan plan(const ScanCall& call, const View& workspace) {
+    ScanPlan p{};
+    // Padded rows that fit a chunk are never cut.
+    const bool whole = call.rows.starts == nullptr && call.rows.width <= kScanChunk;
+    p.chunk = whole ? kScanChunk / call.rows.width * call.rows.width : kScanChunk;
+    p.chunks = (call.rows.tokens + p.chunk - 1) / p.chunk;
+    p.aligned = p.chunk % kRun == 0;
+    for (const View* view : {&call.rewards, &call.values, &call.mask, &call.advantages, &call.returns}) {
+        p.aligned = p.aligned && is_aligned(view->data, 16);
     }
+    if (whole) return p;
+    p.counter = workspace.as<unsigned>();
+    p.published = reinterpret_cast<PublishedMap*>(workspace.as<char>() + 16);
+    return p;
+}
+
+template <class T, class Mask, bool has_values>
+void launch_scan(const ScanCall& call, const ScanPlan& p, Stream stream) {
+    if (p.counter) fill_bytes(p.counter, 0, 16 + p.chunks * int64_t(sizeof(PublishedMap)), stream);
+    launch(scan_kernel<T, Mask, has_values>, p.chunks, kScanThreads, int(sizeof(ScanShared)), stream,
+           call.rewards.as<const T>(), call.values.as<const T>(), call.mask.as<const Mask>(), call.rows, p.chunk,
+           p.aligned, call.factors, p.counter, p.published, call.advantages.as<float>(), call.returns.as<float>());
+}
+
+template <bool has_values>
+void scan(const char* name, const ScanCall& call, const View& workspace, Stream stream) {
+    check_inputs(name, call, workspace);
+    if (call.rows.tokens == 0 || call.rows.rows == 0) {
+        return fill_bytes(call.returns.data, 0, call.rows.tokens * 4, stream);
+    }
+    const DeviceGuard guard(call.rewards.device);
+    const ScanPlan p = plan(call, workspace);
+    const auto launch_for = [&](auto type) {
+        using T = decltype(type);
+        const bool float_mask = call.mask && call.mask.dtype == DType::f32;
+        float_mask ? launch_scan<T, float, has_values>(call, p, stream)
+                   : launch_scan<T, uint8_t, has_values>(call, p, stream);
+    };
+    if (call.rewards.dtype == DType::bf16) return launch_for(BFloat16{});
+    if (call.rewards.dtype == DType::f16) return launch_for(Half{});
+    launch_for(float{});
 }
 
 }  // namespace turnwise::cuda

@@ -1,18 +1,19 @@
-// Reading token streams in kernels: neighbouring tokens of a contiguous stream, and which row a token belongs to.
+// Reading token streams in kernels: neighbouring tokens of a contiguous stream, and the row that a token belongs to.
 #pragma once
 
 #include "cuda/block.h"
+#include "ops/token_layout.h"
 
 namespace turnwise::cuda {
 
 // The rows of a stream whose tokens are numbered one after the other, row by row.
 struct TokenRows {
-    int64_t rows, tokens;
-    int64_t width;                  // padded: the length of every row
+    int64_t rows, tokens;           // B, and N or B * T
+    int64_t width;                  // padded: T, the length of every row
     const void* starts;             // packed: [rows + 1] i32 or i64; null: padded
     bool wide;                      // starts are i64
     const void* lengths = nullptr;  // padded: [rows] i32 or i64, how many tokens of each row count; null: all
-    bool wide_lengths = false;
+    bool wide_lengths = false;      // lengths are i64
 };
 
 // Clamped, so that wrong boundaries give wrong sums at worst.
@@ -23,7 +24,7 @@ __device__ __forceinline__ int64_t row_start(const TokenRows& r, int64_t row) {
     return start < 0 ? 0 : start > r.tokens ? r.tokens : start;
 }
 
-// How many of a row's tokens count.
+// The number of a row's tokens that count.
 __device__ __forceinline__ int64_t row_length(const TokenRows& r, int64_t row, int64_t tokens) {
     if (r.lengths == nullptr) return tokens;
     const int64_t length = r.wide_lengths ? static_cast<const int64_t*>(r.lengths)[row]
@@ -78,13 +79,12 @@ class TokenRun {
 
 inline TokenRows token_rows(const View& tokens, const View& cu_seqlens, const char* name) {
     if (!cu_seqlens) {
-        require(tokens.dims == 2, (std::string(name) + ": expected [B, T], or [N] with cu_seqlens").c_str());
+        if (tokens.dims != 2) refuse_shape(name, tokens, "[B, T], or [N] with cu_seqlens");
         return {tokens.shape[0], tokens.size(), tokens.shape[1], nullptr, false};
     }
-    require(tokens.dims == 1, (std::string(name) + ": expected [N], as cu_seqlens is given").c_str());
+    if (tokens.dims != 1) refuse_shape(name, tokens, "[N], as cu_seqlens is given");
     require_one_device(tokens, {&cu_seqlens});
-    require(is_contiguous_1d(cu_seqlens) && cu_seqlens.shape[0] >= 1, "cu_seqlens: expected [B + 1], contiguous");
-    require(cu_seqlens.dtype == DType::i64 || cu_seqlens.dtype == DType::i32, "cu_seqlens: expected int32 or int64");
+    check_cu_seqlens(cu_seqlens);
     return {cu_seqlens.shape[0] - 1, tokens.size(), 0, cu_seqlens.data, cu_seqlens.dtype == DType::i64};
 }
 
@@ -92,15 +92,9 @@ __host__ __device__ inline bool is_byte(DType dtype) {
     return dtype == DType::boolean || dtype == DType::u8 || dtype == DType::i8;
 }
 
-inline void check_same_shape(const View& tokens, const View& other, const char* message) {
-    bool same = tokens.dims == other.dims;
-    for (int d = 0; d < tokens.dims; ++d) same = same && tokens.shape[d] == other.shape[d];
-    require(same, message);
-}
-
-inline void check_kernel_mask(const View& tokens, const View& mask) {
+inline void check_kernel_mask(const char* name, const View& tokens, const View& mask) {
     if (!mask) return;
-    check_same_shape(tokens, mask, "mask: wrong shape");
+    require_shape_of("mask", mask, name, tokens);
     require(is_contiguous(mask) && (is_byte(mask.dtype) || mask.dtype == DType::f32),
             "mask: expected bytes or float32, contiguous");
 }

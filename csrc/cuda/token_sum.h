@@ -11,16 +11,17 @@ namespace turnwise::cuda {
 constexpr int kSumWarps = 8, kSumThreads = kSumWarps * kWarp;
 constexpr int kSumPack = 4, kSumPacks = 4, kSumUnit = kSumPack * kSumPacks * kWarp, kSumChunk = kSumUnit * kSumWarps;
 
-// Parts of rows that cross a chunk's edges: `head` of the row that began before, `tail` of the one that goes on behind.
+// Sums of the rows that a chunk cuts.
 struct Edges {
-    double head, tail;
+    double head;  // the chunk's part of the row that began before it
+    double tail;  // the chunk's part of the row that continues behind it
 };
 
 struct UnitParts {
-    double head, tail;  // the same for a unit
-    int64_t tail_row;   // -1: no row goes on behind
-    int64_t tail_end;
-    int64_t head_end;  // where the row that began before the unit ends; its begin: none did
+    double head, tail;  // as Edges, of a unit
+    int64_t tail_row;   // the row that continues behind the unit; -1: none
+    int64_t tail_end;   // the end of that row
+    int64_t head_end;   // the end of the row that began before the unit; the unit's begin: none did
 };
 
 // A lane's tokens are kSumPacks packs of kSumPack neighbours, or single ones a warp apart where the memory is not
@@ -37,7 +38,7 @@ __device__ __forceinline__ void load_whole_unit(const TokenRows& r, const T* rew
     const int64_t first = begin + place_in_unit(0, 0, int(threadIdx.x) % kWarp, true);
     Loaded<T, kSumPack> packs[kSumPacks]{};
     Loaded<Mask, kSumPack> on[kSumPacks];
-    // What lies behind a row's length need not be read, where that is soon found out.
+    // Tokens behind a row's length need not be read, where finding the length is cheap.
     const bool lengths = r.lengths != nullptr && r.width % kSumPack == 0 && r.width >= kSumPack * kWarp;
     int64_t row = lengths ? first / r.width : 0, place = first - row * r.width;
     bool counts[kSumPacks];
@@ -63,7 +64,7 @@ __device__ __forceinline__ void load_whole_unit(const TokenRows& r, const T* rew
     for (int p = 0; p < kSumPacks; ++p) {
 #pragma unroll
         for (int k = 0; k < kSumPack; ++k) {
-            const bool hidden = mask != nullptr && on[p][k] == Mask(0);  // what is hidden may be NaN
+            const bool hidden = mask != nullptr && on[p][k] == Mask(0);  // a masked value may be NaN
             values[p][k] = hidden ? 0.0f : to_float(packs[p][k]);
         }
     }
@@ -125,7 +126,7 @@ __device__ __forceinline__ UnitParts sum_rows(const TokenRows& r, const float (&
     return parts;
 }
 
-// By the first lanes of a block, one for each unit: joins what its units hold of one row.
+// By the first lanes of a block, one for each unit: adds up the parts of rows that several units hold.
 __device__ __forceinline__ void join_units(const UnitParts* parts, int units, int64_t begin, int64_t end, float* sums,
                                            Edges* edges) {
     const int unit = int(threadIdx.x);
@@ -163,7 +164,7 @@ __device__ __forceinline__ void sum_chunk(const T* rewards, const Mask* mask, co
     __syncthreads();  // the parts may be written anew
 }
 
-// By a warp, once all chunks are summed: adds up what the row has in several of them; an empty row gets 0.
+// By a warp, once all chunks are summed: adds up the parts of a row that several chunks hold; an empty row gets 0.
 __device__ __forceinline__ void join_row(const TokenRows& rows, int64_t row, const Edges* edges, float* sums) {
     const int lane = int(threadIdx.x) % kWarp;
     const int64_t start = row_start(rows, row), stop = row_start(rows, row + 1);

@@ -31,7 +31,7 @@ int64_t by_hash(Key key, int64_t count, int64_t* ids) {
     while (capacity < size_t(count) * 2) capacity *= 2;
     struct Slot {
         int64_t key;
-        int64_t id;
+        int64_t id;  // -1: free
     };
     std::vector<Slot> slots(capacity, Slot{0, -1});
     int64_t found = 0;

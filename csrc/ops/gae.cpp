@@ -6,11 +6,12 @@ namespace turnwise {
 
 bool gae(const GaeInput& input, double gamma, double lam, const View& advantages, const View& returns, int threads) {
     const TokenLayout layout(input.rewards, input.cu_seqlens, "rewards");
-    check_token_stream(layout, input.rewards, "rewards");
-    check_token_stream(layout, input.values, "values");
-    for (const View* out : {&advantages, &returns}) {
-        require(layout.fits(*out) && out->dtype == DType::f32, "advantages, returns: expected float32, as rewards");
-    }
+    check_token_stream(layout, "rewards", input.rewards);
+    check_token_stream(layout, "values", input.values);
+    layout.check_shape("advantages", advantages);
+    layout.check_shape("returns", returns);
+    require_dtype("advantages", advantages, {DType::f32});
+    require_dtype("returns", returns, {DType::f32});
     ScanPowers powers{};
     token_rewards_kernels().powers(gamma * lam, powers);
     powers.value = float(gamma * (1 - lam));

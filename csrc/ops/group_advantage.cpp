@@ -49,8 +49,10 @@ Half from_double<Half>(double value) {
 // Sums of a group's values, as offsets from its first: equal values then give exact zeros, and since the first value
 // is a member of the group, sum of squares minus squared sum loses no more than log2(n) bits (Samuelson's inequality).
 struct Sums {
-    int64_t count = 0;
-    double base = 0, sum = 0, square = 0;
+    int64_t count = 0;  // members
+    double base = 0;    // the first value
+    double sum = 0;     // of value - base
+    double square = 0;  // of (value - base)^2
 
     double add(double value) {
         if (count == 0) base = value;
@@ -67,10 +69,11 @@ struct Sums {
     double mean_offset() const { return sum / double(count); }
 };
 
-// What a division by the number of members takes: groups are often of one size, and divisions are slow.
+// Reciprocals of a group's size, kept for the next group: groups are often of one size, and divisions are slow.
 struct Shares {
-    int64_t count = 0;
-    double of_mean = 0, of_variance = 0;
+    int64_t count = 0;       // members
+    double of_mean = 0;      // 1 / members
+    double of_variance = 0;  // 1 / (members - ddof)
 
     void prepare(int64_t members, int ddof) {
         if (members == count) return;
@@ -81,7 +84,8 @@ struct Shares {
 };
 
 struct Weights {
-    double total = 0, weighted = 0;
+    double total = 0;     // sum of lengths
+    double weighted = 0;  // sum of length * (value - base)
 
     void add(double length, double offset) {
         total += length;
@@ -89,10 +93,11 @@ struct Weights {
     }
 };
 
-// What turns a value into an advantage: (value * scale - center) * factor. The scale is 1, but for groups whose values
-// are too large to be squared.
+// advantage = (value * scale - center) * factor
 struct Line {
-    double scale = 1, center = 0, factor = 0;
+    double scale = 1;   // kSmaller for groups whose values are too large to be squared
+    double center = 0;  // scaled
+    double factor = 0;  // 1 / (std + eps), or 1
 };
 
 constexpr double kSmaller = 0x1p-600;  // brings the largest double to where its square is finite, and is exact
@@ -127,9 +132,9 @@ inline Line line_of(const Sums& g, const Weights* weights, const GroupAdvantageO
 
 struct Rows {
     int64_t count;
-    const int64_t* group;
-    const bool* valid;
-    const double* length;
+    const int64_t* group;  // [count]
+    const bool* valid;     // [count]: rows that enter the statistics; null: all
+    const double* length;  // [count]: weights; null: 1
 
     bool enters(int64_t row) const { return valid == nullptr || valid[row]; }
 };
@@ -140,11 +145,12 @@ int64_t checked_group(const Rows& rows, int64_t row, int64_t groups) {
     return group;
 }
 
-// One entry per row, or per (group, trajectory): the mean of its rows.
+// One entry per (group, trajectory), with the mean of its rows.
 struct Entries {
-    std::vector<int64_t> of_row, group;
-    std::vector<Sums> sums;
-    std::vector<double> length;
+    std::vector<int64_t> of_row;  // [rows]: the row's entry
+    std::vector<int64_t> group;   // [entries]
+    std::vector<Sums> sums;       // [entries]: of rewards
+    std::vector<double> length;   // [entries]: sum of its rows' lengths
 };
 
 template <class T>
@@ -210,9 +216,9 @@ double apply(const Line& line, double value) {
     return (value * line.scale - line.center) * line.factor;
 }
 
-// Rows that stand in order of their groups, as rollouts of one question usually do: each group is dealt with at once,
-// without a table, and groups are shared by threads. False: they don't, or something is wrong, which the other way
-// finds out. Gives the same bits as the other way.
+// The fast path for rows sorted by group, as rollouts of one prompt usually are: no table is needed, and threads share
+// the groups. `run` is false where rows are not sorted or an input is wrong; by_rows then computes or reports it. Both
+// paths give the same bits.
 template <class T>
 class Runs {
   public:
@@ -298,8 +304,8 @@ class Runs {
     T* advantages_;
 };
 
-// The number of groups where the caller did not say; ids far above the number of rows, which would ask for any amount
-// of memory, are numbered anew into `numbered`.
+// The number of groups, found where the caller gave none. Ids far above the number of rows would need unbounded memory:
+// they are renumbered into `numbered`.
 int64_t settle_groups(Rows& rows, int64_t groups, std::vector<int64_t>& numbered) {
     if (groups < 0) {
         int64_t largest = -1;
@@ -382,20 +388,24 @@ void run(const GroupAdvantageInput& in, const GroupAdvantageOptions& o, const Vi
 void check_group_advantage(const GroupAdvantageInput& input, const GroupAdvantageOptions& options,
                            const View& advantages) {
     const View& rewards = input.rewards;
-    require(rewards.dims == 1, "rewards: expected one dimension");
-    for (const View* column : {&input.group_ids, &input.trajectory_ids, &input.lengths, &input.valid, &advantages}) {
-        if (!*column) continue;
-        require(column->dims == 1 && column->shape[0] == rewards.shape[0],
-                "every column must have the shape of rewards");
-        require(is_contiguous_1d(*column), "every column must be contiguous");
+    if (rewards.dims != 1) refuse_shape("rewards", rewards, "[B]");
+    require(is_contiguous_1d(rewards), "rewards: expected a contiguous tensor");
+    const auto check_column = [&](const char* name, const View& column, DType dtype) {
+        if (!column) return;
+        require_shape_of(name, column, "rewards", rewards);
+        require(is_contiguous_1d(column),
+                "group_ids, trajectory_ids, lengths, valid, advantages: expected contiguous tensors");
+        require_dtype(name, column, {dtype});
+    };
+    if (options.by_trajectory) require_given("trajectory_ids", input.trajectory_ids, "pool is 'trajectory'");
+    if (options.center == Center::length_weighted) {
+        require_given("lengths", input.lengths, "center is 'length_weighted'");
     }
-    require(is_contiguous_1d(rewards) && advantages.dtype == rewards.dtype, "rewards: expected a contiguous tensor");
-    require(input.group_ids.dtype == DType::i64, "group_ids: expected int64");
-    require(!options.by_trajectory || input.trajectory_ids, "trajectory_ids: missing");
-    require(!input.trajectory_ids || input.trajectory_ids.dtype == DType::i64, "trajectory_ids: expected int64");
-    require(options.center != Center::length_weighted || input.lengths, "lengths: missing");
-    require(!input.lengths || input.lengths.dtype == DType::f64, "lengths: expected float64");
-    require(!input.valid || input.valid.dtype == DType::boolean, "valid: expected bool");
+    check_column("group_ids", input.group_ids, DType::i64);
+    check_column("trajectory_ids", input.trajectory_ids, DType::i64);
+    check_column("lengths", input.lengths, DType::f64);
+    check_column("valid", input.valid, DType::boolean);
+    check_column("advantages", advantages, rewards.dtype);
 }
 
 void group_advantage(const GroupAdvantageInput& input, const GroupAdvantageOptions& options, const View& advantages,
@@ -411,7 +421,7 @@ void group_advantage(const GroupAdvantageInput& input, const GroupAdvantageOptio
         case DType::f16:
             return run<Half>(input, options, advantages, threads);
         default:
-            throw InvalidInput("rewards: expected a floating type");
+            throw InvalidInput(std::string("rewards.dtype=") + name_of(input.rewards.dtype) + ": expected a float");
     }
 }
 

@@ -5,18 +5,33 @@
 
 namespace turnwise {
 
-enum class Center { mean, leave_one_out, none, length_weighted };
-enum class Scale { std, none };
-enum class Singleton { zero, raw, error };
+// The value that is subtracted from a reward.
+enum class Center {
+    mean,             // of the group
+    leave_one_out,    // mean of the group's other members
+    none,             // 0
+    length_weighted,  // sum(length * reward) / sum(length) of the group
+};
+// The value that a centred reward is divided by.
+enum class Scale {
+    std,   // the group's standard deviation + eps
+    none,  // 1
+};
+// The advantage of a group's only member.
+enum class Singleton {
+    zero,   // 0
+    raw,    // its reward, divided by 1 + eps if scaled
+    error,  // InvalidInput
+};
 
 struct GroupAdvantageOptions {
-    bool by_trajectory;
+    bool by_trajectory;  // statistics over one value per trajectory, the mean of its rows
     Center center;
     Scale scale;
     Singleton singleton;
-    int ddof;
-    double eps;
-    double min_std;
+    int ddof;        // the variance is divided by members - ddof
+    double eps;      // added to the standard deviation
+    double min_std;  // groups with a smaller standard deviation get 0
 };
 
 struct GroupAdvantageInput {

@@ -32,20 +32,8 @@ const LogprobKernels& kernels() {
     return logprob_kernels_baseline();
 }
 
-bool is_narrow_float(DType dtype) {
-    return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16;
-}
-
-void check_floats(const View& values, int64_t n, const char* message) {
-    require(values.dims == 1 && values.shape[0] == n && values.dtype == DType::f32, message);
-}
-
 struct State {
-    State(const View& view, int64_t n) : data(view.as<double>()), n(n) {
-        require(view.dims == 2 && view.shape[0] == 4 && view.shape[1] == n && view.dtype == DType::f64 &&
-                    is_contiguous(view),
-                "state: expected float64 [4, N], contiguous");
-    }
+    State(const View& view, int64_t n) : data(view.as<double>()), n(n) { check_logprob_state(view, n); }
     Seen seen(int64_t row) const { return {data[row], data[n + row], data[2 * n + row]}; }
     double& picked(int64_t row) const { return data[3 * n + row]; }
     void keep(int64_t row, const Seen& s) const {
@@ -54,28 +42,20 @@ struct State {
         data[2 * n + row] = s.weighted;
     }
 
-    double* data;
-    int64_t n;
+    double* data;  // [4, n]
+    int64_t n;     // tokens
 };
 
 class Tile {
   public:
     explicit Tile(const LogitTile& tile) : tile_(tile), rows_(tile.logits.shape[0]), width_(tile.logits.shape[1]) {
-        const View& logits = tile.logits;
-        require(logits.dims == 2 && is_narrow_float(logits.dtype), "logits: expected float32, bf16 or f16 [N, V]");
-        require(has_contiguous_rows(logits), "logits: expected contiguous rows");
-        const View& targets = tile.targets;
-        require(targets.dims == 1 && targets.shape[0] == rows_, "targets: expected [N]");
-        require(targets.dtype == DType::i64 || targets.dtype == DType::i32, "targets: expected int64 or int32");
-        const View& bias = tile.bias;
-        require(!bias || (is_contiguous_1d(bias) && bias.shape[0] == width_ && bias.dtype == DType::f32),
-                "bias: expected float32 [V], contiguous");
+        check_logit_tile(tile);
     }
 
     int64_t rows() const { return rows_; }
     int64_t width() const { return width_; }
 
-    // The column of a row's target in this tile; -1: it lies in another.
+    // The column of a row's target in this tile; -1: it is in another tile.
     int64_t target(int64_t row) const {
         const View& targets = tile_.targets;
         const int64_t place = row * targets.stride[0];
@@ -90,11 +70,11 @@ class Tile {
     }
 
     template <class Body>
-    void each_piece(int64_t row, const Body& body) const {
-        for (int64_t begin = 0; begin < width_; begin += kLogitPiece) {
-            const int n = int(std::min<int64_t>(kLogitPiece, width_ - begin));
+    void each_segment(int64_t row, const Body& body) const {
+        for (int64_t begin = 0; begin < width_; begin += kLogitSegment) {
+            const int n = int(std::min<int64_t>(kLogitSegment, width_ - begin));
             const float* bias = tile_.bias ? tile_.bias.as<float>() + begin : nullptr;
-            body(LogitPiece{tile_.logits, row * tile_.logits.stride[0] + begin, bias, n, tile_.scale}, begin);
+            body(LogitSegment{tile_.logits, row * tile_.logits.stride[0] + begin, bias, n, tile_.scale}, begin);
         }
     }
 
@@ -134,6 +114,39 @@ class Tile {
 
 }  // namespace
 
+void check_logit_tile(const LogitTile& tile) {
+    const View& logits = tile.logits;
+    if (logits.dims != 2) refuse_shape("logits", logits, "[N, V]");
+    require_float_stream("logits", logits);
+    require(has_contiguous_rows(logits), "logits: expected contiguous rows");
+    require_shape("targets", tile.targets, {logits.shape[0]});
+    require_dtype("targets", tile.targets, {DType::i64, DType::i32});
+    if (!tile.bias) return;
+    require_shape("bias", tile.bias, {logits.shape[1]});
+    require_dtype("bias", tile.bias, {DType::f32});
+    require(is_contiguous_1d(tile.bias), "bias: expected a contiguous tensor");
+}
+
+void check_logprob_state(const View& state, int64_t rows) {
+    require_shape("state", state, {4, rows});
+    require_dtype("state", state, {DType::f64});
+    require(is_contiguous(state), "state: expected a contiguous tensor");
+}
+
+void check_row_floats(const char* name, const View& values, int64_t rows) {
+    require_shape(name, values, {rows});
+    require_dtype(name, values, {DType::f32});
+}
+
+void check_logprob_gradient(const LogprobGradient& gradient, int64_t rows) {
+    check_row_floats("lse", gradient.lse, rows);
+    check_row_floats("grad_logprob", gradient.grad_logprob, rows);
+    require(bool(gradient.entropy) == bool(gradient.grad_entropy), "entropy, grad_entropy: expected both or none");
+    if (!gradient.entropy) return;
+    check_row_floats("entropy", gradient.entropy, rows);
+    check_row_floats("grad_entropy", gradient.grad_entropy, rows);
+}
+
 void logprob_scan(const LogitTile& given, const View& state_view, bool weighted, int threads) {
     const Tile tile(given);
     const State state(state_view, tile.rows());
@@ -141,8 +154,8 @@ void logprob_scan(const LogitTile& given, const View& state_view, bool weighted,
     tile.each_row(threads, [&](int64_t row) {
         Seen seen = given.first == 0 ? nothing_seen() : state.seen(row);
         if (given.first == 0) state.picked(row) = std::numeric_limits<double>::quiet_NaN();
-        tile.each_piece(row,
-                        [&](const LogitPiece& piece, int64_t) { seen = together(seen, kernel.scan(piece, weighted)); });
+        tile.each_segment(
+            row, [&](const LogitSegment& segment, int64_t) { seen = together(seen, kernel.scan(segment, weighted)); });
         state.keep(row, seen);
         const int64_t target = tile.target(row);
         if (target >= 0) state.picked(row) = tile.value(row, target);
@@ -152,9 +165,9 @@ void logprob_scan(const LogitTile& given, const View& state_view, bool weighted,
 void logprob_finish(const View& state_view, const View& logprob, const View& lse, const View& entropy) {
     const int64_t n = logprob.shape[0];
     const State state(state_view, n);
-    check_floats(logprob, n, "logprob: expected float32 [N]");
-    check_floats(lse, n, "lse: expected float32 [N]");
-    if (entropy) check_floats(entropy, n, "entropy: expected float32 [N]");
+    check_row_floats("logprob", logprob, n);
+    check_row_floats("lse", lse, n);
+    if (entropy) check_row_floats("entropy", entropy, n);
     for (int64_t row = 0; row < n; ++row) {
         const Seen seen = state.seen(row);
         const double sum = log_sum_exp(seen);
@@ -166,16 +179,10 @@ void logprob_finish(const View& state_view, const View& logprob, const View& lse
 
 void logprob_grad(const LogitTile& given, const LogprobGradient& gradient, const View& out, int threads) {
     const Tile tile(given);
-    check_floats(gradient.lse, tile.rows(), "lse: expected float32 [N]");
-    check_floats(gradient.grad_logprob, tile.rows(), "grad_logprob: expected float32 [N]");
-    require(bool(gradient.entropy) == bool(gradient.grad_entropy), "entropy, grad_entropy: expected both or none");
-    if (gradient.entropy) {
-        check_floats(gradient.entropy, tile.rows(), "entropy: expected float32 [N]");
-        check_floats(gradient.grad_entropy, tile.rows(), "grad_entropy: expected float32 [N]");
-    }
-    require(out.dims == 2 && out.shape[0] == tile.rows() && out.shape[1] == tile.width() &&
-                out.dtype == given.logits.dtype && has_contiguous_rows(out),
-            "out: expected the shape and dtype of logits, with contiguous rows");
+    check_logprob_gradient(gradient, tile.rows());
+    require_shape_of("out", out, "logits", given.logits);
+    require_dtype("out", out, {given.logits.dtype});
+    require(has_contiguous_rows(out), "out: expected contiguous rows");
     const LogprobKernels& kernel = kernels();
     const auto at = [](const View& values, int64_t row) {
         return values ? values.as<float>()[row * values.stride[0]] : 0.0f;
@@ -184,23 +191,24 @@ void logprob_grad(const LogitTile& given, const LogprobGradient& gradient, const
         const RowGradient g = row_gradient(at(gradient.lse, row), at(gradient.entropy, row),
                                            at(gradient.grad_logprob, row), at(gradient.grad_entropy, row), given.scale);
         const int64_t target = tile.target(row);
-        // The target's own is made in float32, before its logit may be overwritten.
+        // The target's gradient is computed in float32, before its logit may be overwritten.
         const float x = target >= 0 ? tile.value(row, target) : 0.0f;
         const int64_t start = row * out.stride[0];
         if (is_zero(g)) {  // a token that does not train, whatever its logits are
             tile.clear(out, start);
             return;
         }
-        tile.each_piece(row,
-                        [&](const LogitPiece& piece, int64_t begin) { kernel.grad(piece, g, out, start + begin); });
+        tile.each_segment(
+            row, [&](const LogitSegment& segment, int64_t begin) { kernel.grad(segment, g, out, start + begin); });
         if (target >= 0) Tile::write(out, start + target, g.target + logit_gradient<ScalarMath>(x, g));
     });
 }
 
 void add_narrow(const View& total, const View& part, int threads) {
-    require(total.dims == 2 && part.dims == 2 && total.shape[0] == part.shape[0] && total.shape[1] == part.shape[1],
-            "part: expected the shape of total");
-    require(total.dtype == DType::f32 && is_narrow_float(part.dtype), "total, part: expected float32 and a float");
+    if (total.dims != 2) refuse_shape("total", total, "[N, H]");
+    require_shape_of("part", part, "total", total);
+    require_dtype("total", total, {DType::f32});
+    require_float_stream("part", part);
     const int64_t rows = total.shape[0], width = total.shape[1];
     require(has_contiguous_rows(total) && has_contiguous_rows(part), "total, part: expected contiguous rows");
     const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(threads, rows * width / kValuesPerThread));

@@ -21,10 +21,10 @@ constexpr float kInfinity = INFINITY;
 
 template <class T>
 struct Row {
-    const T* logits;
-    const float* bias;
-    int n;
-    VecF scale;
+    const T* logits;    // [n]
+    const float* bias;  // [n], or null
+    int n;              // columns
+    VecF scale;         // 1 / temperature, in every lane
 
     TW_INLINE VecF scaled(VecF x, VecF b) const { return (x + b) * scale; }
     TW_INLINE VecF at(int i) const {
@@ -38,8 +38,9 @@ struct Row {
 };
 
 template <class T>
-Row<T> row_of(const LogitPiece& piece) {
-    return {static_cast<const T*>(piece.logits.data) + piece.offset, piece.bias, piece.n, broadcast(piece.scale)};
+Row<T> row_of(const LogitSegment& segment) {
+    return {static_cast<const T*>(segment.logits.data) + segment.offset, segment.bias, segment.n,
+            broadcast(segment.scale)};
 }
 
 template <class T>
@@ -77,13 +78,13 @@ Seen scan_row(const Row<T> row) {
 }
 
 template <class T>
-Seen scan_as(const LogitPiece& piece, bool weighted) {
-    return weighted ? scan_row<T, true>(row_of<T>(piece)) : scan_row<T, false>(row_of<T>(piece));
+Seen scan_as(const LogitSegment& segment, bool weighted) {
+    return weighted ? scan_row<T, true>(row_of<T>(segment)) : scan_row<T, false>(row_of<T>(segment));
 }
 
 template <class T>
-void grad_as(const LogitPiece& piece, const RowGradient& given, const View& out, int64_t out_offset) {
-    const Row<T> row = row_of<T>(piece);
+void grad_as(const LogitSegment& segment, const RowGradient& given, const View& out, int64_t out_offset) {
+    const Row<T> row = row_of<T>(segment);
     const RowGradient gradient = given;  // a copy that no store can alias
     T* to = static_cast<T*>(out.data) + out_offset;
     int i = 0;
@@ -99,16 +100,16 @@ void add_as(const View& part, int64_t offset, int64_t n, float* total) {
     for (; i < n; ++i) total[i] += to_float(from[i]);
 }
 
-Seen scan(const LogitPiece& piece, bool weighted) {
-    if (piece.logits.dtype == DType::bf16) return scan_as<BFloat16>(piece, weighted);
-    if (piece.logits.dtype == DType::f16) return scan_as<Half>(piece, weighted);
-    return scan_as<float>(piece, weighted);
+Seen scan(const LogitSegment& segment, bool weighted) {
+    if (segment.logits.dtype == DType::bf16) return scan_as<BFloat16>(segment, weighted);
+    if (segment.logits.dtype == DType::f16) return scan_as<Half>(segment, weighted);
+    return scan_as<float>(segment, weighted);
 }
 
-void grad(const LogitPiece& piece, const RowGradient& gradient, const View& out, int64_t out_offset) {
-    if (piece.logits.dtype == DType::bf16) return grad_as<BFloat16>(piece, gradient, out, out_offset);
-    if (piece.logits.dtype == DType::f16) return grad_as<Half>(piece, gradient, out, out_offset);
-    return grad_as<float>(piece, gradient, out, out_offset);
+void grad(const LogitSegment& segment, const RowGradient& gradient, const View& out, int64_t out_offset) {
+    if (segment.logits.dtype == DType::bf16) return grad_as<BFloat16>(segment, gradient, out, out_offset);
+    if (segment.logits.dtype == DType::f16) return grad_as<Half>(segment, gradient, out, out_offset);
+    return grad_as<float>(segment, gradient, out, out_offset);
 }
 
 void add(const View& part, int64_t offset, int64_t n, float* total) {

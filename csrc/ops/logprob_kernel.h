@@ -1,5 +1,4 @@
-// What the driver of the log-probabilities asks of a kernel: a piece of one row at a time. Compiled once per
-// instruction set.
+// The kernel of the log-probabilities, which takes one segment of a row at a time. Compiled once per instruction set.
 #pragma once
 
 #include "core/view.h"
@@ -7,20 +6,20 @@
 
 namespace turnwise {
 
-constexpr int kLogitPiece = 2048;  // columns: stays in L1 between the two looks at it, and float32 lanes lose nothing
+constexpr int kLogitSegment = 2048;  // columns: stays in L1 between the two looks at it, and float32 lanes lose nothing
 
-// n <= kLogitPiece logits of one row, contiguous from `offset` of `logits`.
-struct LogitPiece {
+// n <= kLogitSegment logits of one row, contiguous from `offset` of `logits`.
+struct LogitSegment {
     View logits;
-    int64_t offset;
+    int64_t offset;     // of the segment, in elements
     const float* bias;  // or null
-    int n;
-    float scale;
+    int n;              // columns
+    float scale;        // 1 / temperature
 };
 
 struct LogprobKernels {
-    Seen (*scan)(const LogitPiece&, bool weighted);
-    void (*grad)(const LogitPiece&, const RowGradient&, const View& out, int64_t out_offset);
+    Seen (*scan)(const LogitSegment&, bool weighted);
+    void (*grad)(const LogitSegment&, const RowGradient&, const View& out, int64_t out_offset);
     void (*add)(const View& part, int64_t offset, int64_t n, float* total);
 };
 

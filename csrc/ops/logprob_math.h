@@ -1,5 +1,5 @@
-// Log-softmax of a row of logits met piece by piece: what is kept of the row, and the gradient of one logit. Written
-// once for host and device, over a Math as policy_loss_math.h describes it.
+// Log-softmax of a row of logits, segment by segment: its running state, and the gradient of one logit. Written once
+// for host and device, over a Math as policy_loss_math.h describes it.
 //
 // Online softmax: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
 #pragma once
@@ -15,7 +15,8 @@ constexpr float kLeastLog = -87.0f;  // exp of less counts as 0; there every ste
 // exp(x) for logits x relative to about the largest: x <= 0, or what rounding leaves above it. NaN stays NaN.
 template <class Math>
 struct Weight {
-    typename Math::F log, value;
+    typename Math::F log;    // x, at least kLeastLog
+    typename Math::F value;  // exp(x)
 };
 template <class Math>
 TW_HD Weight<Math> softmax_weight(typename Math::F x) {
@@ -24,9 +25,11 @@ TW_HD Weight<Math> softmax_weight(typename Math::F x) {
     return {log, Math::select(x < least, Math::set(0.0f), Math::exp(log))};
 }
 
-// What is kept of the logits x seen so far: their maximum, sum(exp(x - max)) and sum(exp(x - max) * (x - max)).
+// The state of an online softmax over logits x.
 struct Seen {
-    double max, sum, weighted;
+    double max;
+    double sum;       // of exp(x - max)
+    double weighted;  // sum of exp(x - max) (x - max), for the entropy
 };
 
 TW_HD Seen nothing_seen() {
@@ -56,9 +59,9 @@ TW_HD double entropy_of(const Seen& s) {
 // With p = exp(x - lse) and H = -sum(p log p), upstream gradients g of log p[target] and h of H: the gradient of a
 // logit before its scaling is  g ([target] - p) - h p (log p + H).
 struct RowGradient {
-    float lse;
-    float flat, slope;  // p (flat + slope log p)
-    float target;       // what the target's logit gets besides
+    float lse;          // log(sum(exp(x)))
+    float flat, slope;  // every logit gets p (flat + slope log p)
+    float target;       // the target's logit gets this in addition
 };
 
 TW_HD RowGradient row_gradient(float lse, float entropy, float grad_logprob, float grad_entropy, float scale) {

@@ -8,7 +8,7 @@
 #include "core/check.h"
 #include "core/isa.h"
 #include "core/parallel.h"
-#include "ops/policy_loss_kernel.h"
+#include "ops/policy_loss_tile.h"
 #include "ops/token_layout.h"
 
 namespace turnwise {
@@ -19,7 +19,7 @@ const PolicyLossKernels& policy_loss_kernels_avx2();
 const PolicyLossKernels& policy_loss_kernels_avx512();
 #endif
 
-const PolicyLossKernels& kernels() {
+const PolicyLossKernels& policy_loss_kernels() {
 #if defined(TURNWISE_X86)
     if (isa() == Isa::avx512) return policy_loss_kernels_avx512();
     if (isa() == Isa::avx2) return policy_loss_kernels_avx2();
@@ -29,7 +29,7 @@ const PolicyLossKernels& kernels() {
 
 namespace {
 
-constexpr int64_t kPiece = 16 * kTile;
+constexpr int64_t kSegment = 16 * kTile;
 constexpr int64_t kTokensPerThread = 16 * kTile;  // below this a second thread costs more than it brings
 
 double inverse(double value) {
@@ -39,76 +39,51 @@ double inverse(double value) {
 class Run {
   public:
     Run(const PolicyLossInput& input, const PolicyLossOptions& options, const PolicyLossOutput& output)
-        : in_(input), o_(options), out_(output), layout_(input.logprobs, input.cu_seqlens), kernels_(kernels()) {
-        check();
-        pieces_ = cut_into_pieces(layout_, kPiece);
+        : in_(input),
+          o_(options),
+          out_(output),
+          layout_(input.logprobs, input.cu_seqlens),
+          kernels_(policy_loss_kernels()) {
+        check_policy_loss(in_, o_, layout_.rows());
+        check_values();
+        segments_ = cut_into_segments(layout_, kSegment);
     }
 
     void run() {
         count_tokens();
         set_row_weights();
-        std::vector<TileSums> sums(pieces_.size());
+        std::vector<TileSums> sums(segments_.size());
         rows_.assign(needs_row_sums() ? size_t(layout_.rows()) : 0, {});
         if (!needs_row_sums()) {
-            each_piece([&](size_t i) { sums[i] = piece(pieces_[i]); });
+            each_segment([&](size_t i) { sums[i] = segment(segments_[i]); });
         } else if (layout_.rows() >= 8 * o_.threads) {
-            // Row by row: the second pass over a row finds it in the cache.
+            // Row by row, so that the second pass over a row finds it in the cache.
             each_run([&](size_t first, size_t last) {
                 sum_row(first, last);
-                for (size_t i = first; i < last; ++i) sums[i] = piece(pieces_[i]);
+                for (size_t i = first; i < last; ++i) sums[i] = segment(segments_[i]);
             });
         } else {
-            std::vector<RowSums> parts(pieces_.size());
-            each_piece([&](size_t i) { parts[i] = row_sums(pieces_[i]); });
-            for (size_t i = 0; i < pieces_.size(); ++i) rows_[size_t(pieces_[i].row)].add(parts[i]);
-            each_piece([&](size_t i) { sums[i] = piece(pieces_[i]); });
+            std::vector<RowSums> parts(segments_.size());
+            each_segment([&](size_t i) { parts[i] = row_sums(segments_[i]); });
+            for (size_t i = 0; i < segments_.size(); ++i) rows_[size_t(segments_[i].row)].add(parts[i]);
+            each_segment([&](size_t i) { sums[i] = segment(segments_[i]); });
         }
         require(!bad_mask_, "mask: expected 0 or 1");
         finish(sums);
     }
 
   private:
-    void check() const {
-        const View* streams[] = {&in_.logprobs, &in_.old_logprobs, &in_.ref_logprobs, &in_.rollout_logprobs,
-                                 &in_.entropy};
-        for (const View* stream : streams) {
-            require(!*stream || layout_.fits(*stream),
-                    "old_logprobs, ref_logprobs, rollout_logprobs, entropy: wrong shape");
-            require(is_floating(stream->dtype) && stream->dtype != DType::f64,
-                    "logprobs: expected float32, bf16 or f16");
-        }
-        require(bool(in_.old_logprobs), "old_logprobs: missing");
-        require(o_.kl == KlKind::none || in_.ref_logprobs, "ref_logprobs: missing");
-        require(o_.correction == Correction::none || in_.rollout_logprobs, "rollout_logprobs: missing");
-        require(is_floating(in_.advantages.dtype) && in_.advantages.dtype != DType::f64, "advantages: wrong dtype");
-        require(per_sequence() || layout_.fits(in_.advantages), "advantages: wrong shape");
-        require(!in_.mask || layout_.fits(in_.mask), "mask: wrong shape");
-        require(in_.mask.dtype != DType::f64, "mask: float64 is not read here");
-        require(!selects(o_.variant.kind) ||
-                    (in_.selected && layout_.fits(in_.selected) && in_.selected.dtype == DType::boolean),
-                "selected: expected a boolean per token");
-        if (in_.actor_ids) {
-            require(in_.actor_ids.dims == 1 && in_.actor_ids.shape[0] == layout_.rows(), "actor_ids: wrong shape");
-            for (int64_t row = 0; row < layout_.rows(); ++row) {
-                require(actor(row) >= 0 && actor(row) < o_.num_actors, "actor_ids: an id is out of range");
-            }
-        }
-        require(o_.aggregation != Aggregation::agent_mean || in_.actor_ids, "actor_ids: missing");
-        if (in_.normalizer) {
-            const bool by_actor = o_.aggregation == Aggregation::agent_mean;
-            require(in_.normalizer.size() == (by_actor ? o_.num_actors : 1), "normalizer: wrong shape");
-            require(in_.normalizer.dtype == DType::f32, "normalizer: expected float32");
+    // The checks that read values, which a GPU leaves out.
+    void check_values() const {
+        for (int64_t row = 0; in_.actor_ids && row < layout_.rows(); ++row) {
+            require(actor(row) >= 0 && actor(row) < o_.num_actors, "actor_ids: an id is out of range");
         }
     }
 
-    // A reference without a KL term: its metric is still wanted.
+    // Reference log-probabilities without a KL term still give the metric, by the k3 estimator.
     KlKind kl_kind() const { return in_.ref_logprobs && o_.kl == KlKind::none ? KlKind::k3 : o_.kl; }
 
-    // Advantages [B] or [B, 1]: one per row, wherever that fits.
-    bool per_sequence() const {
-        const View& a = in_.advantages;
-        return a.shape[0] == layout_.rows() && (a.dims == 1 || (a.dims == 2 && a.shape[1] == 1));
-    }
+    bool per_sequence() const { return has_row_advantages(in_.advantages, layout_.rows()); }
 
     int64_t actor(int64_t row) const {
         const int64_t place = row * in_.actor_ids.stride[0];
@@ -116,37 +91,37 @@ class Run {
                                                  : in_.actor_ids.as<int32_t>()[place];
     }
 
-    // Cuts the tokens into one part per thread and runs body(first piece, last piece) on each; `whole_rows`: parts end
-    // where rows do.
+    // Cuts the tokens into one part per thread and runs body(first segment, last segment) on each; `whole_rows`: parts
+    // end where rows do.
     template <class Body>
     void each_part(bool whole_rows, const Body& body) const {
         const int64_t tokens = layout_.tokens();
         const int parts = int(std::max<int64_t>(1, std::min<int64_t>(o_.threads, tokens / kTokensPerThread)));
         const auto first_of = [&](int part) {
-            if (part == parts) return int64_t(pieces_.size());
+            if (part == parts) return int64_t(segments_.size());
             const int64_t place = tokens * part / parts;
-            const auto before = [&](const Piece& piece, int64_t value) {
-                return layout_.start(piece.row) + (whole_rows ? 0 : piece.begin) < value;
+            const auto before = [&](const Segment& segment, int64_t value) {
+                return layout_.start(segment.row) + (whole_rows ? 0 : segment.begin) < value;
             };
-            return int64_t(std::lower_bound(pieces_.begin(), pieces_.end(), place, before) - pieces_.begin());
+            return int64_t(std::lower_bound(segments_.begin(), segments_.end(), place, before) - segments_.begin());
         };
         run_parts(parts, [&](int part) { body(size_t(first_of(part)), size_t(first_of(part + 1))); });
     }
 
-    // Runs body on every piece.
+    // Runs body on every segment.
     template <class Body>
-    void each_piece(const Body& body) const {
+    void each_segment(const Body& body) const {
         each_part(false, [&](size_t first, size_t last) {
             for (size_t i = first; i < last; ++i) body(i);
         });
     }
 
-    // Runs body on the first and the last piece of every row.
+    // Runs body on the first and the last segment of every row.
     template <class Body>
     void each_run(const Body& body) const {
         each_part(true, [&](size_t first, size_t last) {
             for (size_t end = first; first < last; first = end) {
-                while (end < last && pieces_[end].row == pieces_[first].row) ++end;
+                while (end < last && segments_[end].row == segments_[first].row) ++end;
                 body(first, end);
             }
         });
@@ -165,25 +140,25 @@ class Run {
                              (!in_.normalizer && o_.aggregation != Aggregation::seq_mean_token_sum_norm);
         if (!counted) return;
         if (!is_bytes(in_.mask)) converted_mask_.reset(new uint8_t[size_t(layout_.tokens())]);
-        std::vector<double> length_of(pieces_.size());
-        each_piece([&](size_t i) {
-            for (int64_t t = pieces_[i].begin; t < pieces_[i].end; t += kTile) {
-                const int n = int(std::min<int64_t>(kTile, pieces_[i].end - t));
-                length_of[i] += double(kernels_.count(make_mask(pieces_[i].row, t, n), n));
+        std::vector<double> length_of(segments_.size());
+        each_segment([&](size_t i) {
+            for (int64_t t = segments_[i].begin; t < segments_[i].end; t += kTile) {
+                const int n = int(std::min<int64_t>(kTile, segments_[i].end - t));
+                length_of[i] += double(kernels_.count(make_mask(segments_[i].row, t, n), n));
             }
         });
         require(!bad_mask_, "mask: expected 0 or 1");
-        for (size_t i = 0; i < pieces_.size(); ++i) lengths_[size_t(pieces_[i].row)] += length_of[i];
+        for (size_t i = 0; i < segments_.size(); ++i) lengths_[size_t(segments_[i].row)] += length_of[i];
     }
 
-    RowSums row_sums(const Piece& piece) {
+    RowSums row_sums(const Segment& segment) {
         RowSums sums;
-        each_tile(piece, false, [&](Tile& tile, int64_t, int) { kernels_.row_sums(tile, sums); });
+        each_tile(segment, false, [&](Tile& tile, int64_t, int) { kernels_.row_sums(tile, sums); });
         return sums;
     }
 
     void sum_row(size_t first, size_t last) {
-        for (size_t i = first; i < last; ++i) rows_[size_t(pieces_[i].row)].add(row_sums(pieces_[i]));
+        for (size_t i = first; i < last; ++i) rows_[size_t(segments_[i].row)].add(row_sums(segments_[i]));
     }
 
     void set_row_weights() {
@@ -233,7 +208,7 @@ class Run {
         return (dtype == DType::boolean || dtype == DType::u8 || dtype == DType::i8) && layout_.step(flags) == 1;
     }
 
-    // A tile's values as float32, where they lie or converted into scratch.
+    // A tile's values as float32: in place, or converted into scratch.
     const float* floats(const View& stream, int64_t row, int64_t token, int n, float* scratch) const {
         if (!stream) return nullptr;
         const int64_t offset = layout_.offset(stream, row, token), step = layout_.step(stream);
@@ -242,7 +217,7 @@ class Run {
         return scratch;
     }
 
-    // The same for a mask, or what is selected, as bytes.
+    // A mask or the selected tokens as bytes: in place, or converted into scratch.
     const uint8_t* bytes(const View& flags, int64_t row, int64_t token, int n, uint8_t* scratch) {
         const int64_t offset = layout_.offset(flags, row, token);
         if (is_bytes(flags)) return flags.as<uint8_t>() + offset;
@@ -254,11 +229,11 @@ class Run {
                      converted_mask_ ? converted_mask_.get() + layout_.start(row) + token : nullptr);
     }
 
-    // Runs body(tile, token, n) on a piece's tiles, their streams at hand as float32; `all`: not only what row sums
-    // need.
+    // Runs body(tile, token, n) on a segment's tiles, with their streams as float32. `all`: every stream; otherwise
+    // those that row sums need.
     template <class Body>
-    void each_tile(const Piece& piece, bool all, const Body& body) {
-        const int64_t row = piece.row, start = layout_.start(row);
+    void each_tile(const Segment& segment, bool all, const Body& body) {
+        const int64_t row = segment.row, start = layout_.start(row);
         float scratch[6][kTile];
         uint8_t mask_scratch[kTile], selected_scratch[kTile];
         Tile tile{};
@@ -270,8 +245,8 @@ class Run {
         const bool ratios = all || is_by_row(o_.variant.kind);
         const bool rollout = all || o_.correction == Correction::sequence;
         const bool ref = all || (o_.kl_weighted && o_.variant.kind == VariantKind::gspo);
-        for (int64_t t = piece.begin; t < piece.end; t += kTile) {
-            const int n = int(std::min<int64_t>(kTile, piece.end - t));
+        for (int64_t t = segment.begin; t < segment.end; t += kTile) {
+            const int n = int(std::min<int64_t>(kTile, segment.end - t));
             tile.n = n;
             tile.old_logprobs = floats(in_.old_logprobs, row, t, n, scratch[1]);
             if (ratios) tile.logprobs = floats(in_.logprobs, row, t, n, scratch[0]);
@@ -291,8 +266,8 @@ class Run {
         }
     }
 
-    TileSums piece(const Piece& piece) {
-        const int64_t row = piece.row, start = layout_.start(row);
+    TileSums segment(const Segment& segment) {
+        const int64_t row = segment.row, start = layout_.start(row);
         const bool direct = out_.grad.dtype == DType::f32;
         const bool large = layout_.tokens() * int64_t(sizeof(float)) >= kStreamBytes;
         const bool clip = o_.variant.kind == VariantKind::clip;
@@ -307,7 +282,7 @@ class Run {
         float grad[kTile];
 
         TileSums sums;
-        each_tile(piece, true, [&](Tile& tile, int64_t t, int n) {
+        each_tile(segment, true, [&](Tile& tile, int64_t t, int n) {
             tile.weight = float(row_weight_[size_t(row)]);
             tile.row_weight = row_weight;
             tile.row = terms;
@@ -338,7 +313,7 @@ class Run {
         TileSums all;
         std::vector<TileSums> by_actor(in_.actor_ids ? size_t(o_.num_actors) : 0);
         for (size_t i = 0; i < sums.size(); ++i) {
-            const int64_t row = pieces_[i].row;
+            const int64_t row = segments_[i].row;
             if (row_weight_[size_t(row)] > 0) loss += sums[i].loss * row_weight_[size_t(row)];
             all.add(sums[i]);
             if (in_.actor_ids) by_actor[size_t(actor(row))].add(sums[i]);
@@ -348,10 +323,10 @@ class Run {
         for (const TileSums& actor : by_actor) metrics = write_metrics(actor, metrics);
     }
 
-    // The order is that of policy_loss_reference.METRICS.
+    // In the order of METRICS in the Python reference.
     float* write_metrics(const TileSums& s, float* to) const {
         const double share = inverse(s.tokens);
-        for (double value : {s.tokens, s.clipped_low * share, s.clipped_high * share, s.third * share,
+        for (double value : {s.tokens, s.clipped_low * share, s.clipped_high * share, s.clipped_dual * share,
                              -s.log_ratio * share, s.k3 * share, (s.tokens + s.log_ratio + s.k3) * share}) {
             *to++ = float(value);
         }
@@ -372,7 +347,7 @@ class Run {
     const PolicyLossOutput& out_;
     TokenLayout layout_;
     const PolicyLossKernels& kernels_;
-    std::vector<Piece> pieces_;
+    std::vector<Segment> segments_;
     std::vector<double> lengths_, row_weight_;
     std::vector<RowSums> rows_;
     std::unique_ptr<uint8_t[]> converted_mask_;
@@ -380,6 +355,45 @@ class Run {
 };
 
 }  // namespace
+
+void check_policy_loss(const PolicyLossInput& in, const PolicyLossOptions& o, int64_t rows) {
+    require_float_stream("logprobs", in.logprobs);
+    require_given("old_logprobs", in.old_logprobs, "the ratio needs it");
+    if (o.kl != KlKind::none) require_given("ref_logprobs", in.ref_logprobs, "kl is given");
+    if (o.correction != Correction::none) require_given("rollout_logprobs", in.rollout_logprobs, "correction is given");
+    const auto check_stream = [&](const char* name, const View& stream) {
+        if (!stream) return;
+        require_shape_of(name, stream, "logprobs", in.logprobs);
+        require_float_stream(name, stream);
+    };
+    check_stream("old_logprobs", in.old_logprobs);
+    check_stream("ref_logprobs", in.ref_logprobs);
+    check_stream("rollout_logprobs", in.rollout_logprobs);
+    check_stream("entropy", in.entropy);
+    if (!has_row_advantages(in.advantages, rows)) {
+        require_shape_of("advantages", in.advantages, "logprobs", in.logprobs);
+    }
+    require_float_stream("advantages", in.advantages);
+    if (in.mask) require_shape_of("mask", in.mask, "logprobs", in.logprobs);
+    require(in.mask.dtype != DType::f64, "mask.dtype=float64: expected bool, an integer type or a narrower float");
+    if (selects(o.variant.kind)) {
+        require_given("selected", in.selected, "the variant selects tokens");
+        require_shape_of("selected", in.selected, "logprobs", in.logprobs);
+        require_dtype("selected", in.selected, {DType::boolean});
+    }
+    // Columns of one value per row or actor.
+    const bool by_actor = o.aggregation == Aggregation::agent_mean;
+    if (by_actor) require_given("actor_ids", in.actor_ids, "aggregation is agent-mean");
+    if (in.actor_ids) {
+        require_shape("actor_ids", in.actor_ids, {rows});
+        require_dtype("actor_ids", in.actor_ids, {DType::i64, DType::i32});
+    }
+    if (in.normalizer) {
+        require_dtype("normalizer", in.normalizer, {DType::f32});
+        const int64_t count = by_actor ? o.num_actors : 1;
+        if (in.normalizer.size() != count) refuse_shape("normalizer", in.normalizer, std::to_string(count) + " values");
+    }
+}
 
 void policy_loss(const PolicyLossInput& input, const PolicyLossOptions& options, const PolicyLossOutput& output) {
     Run(input, options, output).run();

@@ -1,4 +1,4 @@
-// Policy loss over a batch: loss, gradient and metrics in one pass over the tokens.
+// The policy loss of a batch: loss, gradient and metrics in one pass over the tokens.
 #pragma once
 
 #include "core/view.h"
@@ -6,8 +6,21 @@
 
 namespace turnwise {
 
-enum class Aggregation { token_mean, seq_mean_token_sum, seq_mean_token_mean, seq_mean_token_sum_norm, agent_mean };
-enum class Correction { none, token, sequence };
+// How token losses l become one number. n: trained tokens; "rows": rows with a trained token.
+enum class Aggregation {
+    token_mean,               // sum(l) / n
+    seq_mean_token_sum,       // sum(l) / rows
+    seq_mean_token_mean,      // sum over rows of (sum(l) / n of the row) / rows
+    seq_mean_token_sum_norm,  // sum(l) / max_length
+    agent_mean,               // mean over actors of (sum(l) / n of the actor)
+};
+
+// Importance sampling between the rollout engine and the old policy: w = exp(old_logprob - rollout_logprob).
+enum class Correction {
+    none,
+    token,     // w per token
+    sequence,  // the product of w over the row's trained tokens
+};
 
 struct PolicyLossInput {
     View logprobs;          // [B, T], or [N] with cu_seqlens; f32, bf16, f16; any strides, as all streams
@@ -17,23 +30,24 @@ struct PolicyLossInput {
     View cu_seqlens;        // [B + 1] i32 or i64; or none
     View ref_logprobs;      // as logprobs; or none
     View rollout_logprobs;  // as logprobs; or none
-    View normalizer;        // 0-dim or [num_actors] f32; or none
-    View actor_ids;         // [B] i64 or i32; or none
-    View entropy;           // as logprobs; or none: for its mean alone
-    View selected;          // as logprobs, boolean; for variants that select
+    View normalizer;  // 0-dim, or [num_actors] for agent_mean, f32: denominator of the loss; or none: the batch's own
+    View actor_ids;   // [B] i64 or i32; or none
+    View entropy;     // as logprobs; or none. Only its mean is used, as a metric
+    View selected;    // as logprobs, boolean; for variants that select
 };
 
 struct PolicyLossOptions {
     Variant variant;
     KlKind kl;
-    float kl_coef;
-    bool kl_weighted;  // by the importance ratio: the token's, under gspo its row's
+    float kl_coef;     // the KL term is kl_coef * estimate
+    bool kl_weighted;  // the KL term is weighted by the importance ratio: the token's, under gspo its row's
     Correction correction;
-    float cap, reject_below, reject_above;  // a weight outside the last two counts as 0
+    float cap;                         // largest importance weight
+    float reject_below, reject_above;  // an importance weight outside these counts as 0
     Aggregation aggregation;
-    int num_actors;
-    double max_length;
-    int threads;
+    int num_actors;     // 0: no metrics per actor
+    double max_length;  // divisor of seq_mean_token_sum_norm, in tokens
+    int threads;        // of the CPU; ignored on a GPU
 };
 
 struct PolicyLossOutput {
@@ -44,6 +58,14 @@ struct PolicyLossOutput {
 
 inline int64_t metric_columns(const PolicyLossInput& in) {
     return 8 + (in.ref_logprobs ? 1 : 0) + (in.rollout_logprobs ? 3 : 0) + (in.entropy ? 1 : 0);
+}
+
+// Throws InvalidInput where a tensor is missing or its shape or dtype does not fit `rows` rows of logprobs.
+void check_policy_loss(const PolicyLossInput& input, const PolicyLossOptions& options, int64_t rows);
+
+// Advantages [rows] or [rows, 1]: one per row.
+inline bool has_row_advantages(const View& advantages, int64_t rows) {
+    return advantages.shape[0] == rows && (advantages.dims == 1 || (advantages.dims == 2 && advantages.shape[1] == 1));
 }
 
 // Results do not depend on the number of threads. Throws InvalidInput.

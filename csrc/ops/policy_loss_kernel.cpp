@@ -1,15 +1,15 @@
 // The token loop. Compiled once per instruction set with TW_ISA naming the function that it exports, so nothing here
 // may be an inline function with external linkage.
-#include "ops/policy_loss_kernel.h"
+#include "ops/policy_loss_tile.h"
 
 #include "core/float16.h"
-#include "ops/policy_loss_loops.h"
+#include "ops/policy_loss_loop.h"
 
 namespace turnwise {
 namespace {
 
-// The arithmetic of a few tokens fills the processor's window, so it sees too little of the next loads by itself.
-// Of every stream: the processor by itself follows few of several at once.
+// Prefetches every stream. The arithmetic of a few tokens fills the processor's window, which then holds too few of the
+// next loads, and its own prefetcher follows only a few streams at once.
 template <bool has_ref, bool per_token>
 TW_INLINE void prefetch(const Tile& t, int i) {
     constexpr int ahead = 512, line = 16;  // tokens
@@ -46,6 +46,7 @@ TW_INLINE void step(const Loop& kind, const Tile& t, int i, Running& sums) {
     token.open = unless_differs(everywhere(), token.log_ratio, log_ratio);
     const Floats growth = token.ratio - VectorMath::set(1.0f);
     Part part = kind.part(t, i, token, growth, sums);
+    // Importance sampling.
     if (Loop::has_rollout(t)) {
         const Floats mismatch = masked(old - load_floats(t.rollout_logprobs + i));
         const Floats weight = VectorMath::near_exp(clamp_symmetric<VectorMath>(mismatch, kLogRatioBound));
@@ -56,6 +57,7 @@ TW_INLINE void step(const Loop& kind, const Tile& t, int i, Running& sums) {
         sums.weight = add_where(mask, sums.weight, weight);
         sums.weight_square = add_where(mask, sums.weight_square, weight * weight);
     }
+    // The KL term.
     if (Loop::has_ref(t)) {
         auto kl = Loop::kl(t, masked(load_floats(t.ref_logprobs + i) - logprob));  // 0 where masked, as d is
         sums.kl = add(sums.kl, kl.value);
@@ -65,6 +67,7 @@ TW_INLINE void step(const Loop& kind, const Tile& t, int i, Running& sums) {
         }
         part.grad = fma(kind.kl_scale, kl.slope, part.grad);
     }
+    // Gradient and metrics.
     if (t.entropy) sums.entropy = add_where(mask, sums.entropy, load_floats(t.entropy + i));
     const Floats grad = Loop::gradient(t, mask, part.grad);
     if (t.stream) {
@@ -79,7 +82,7 @@ TW_INLINE void step(const Loop& kind, const Tile& t, int i, Running& sums) {
     sums.tokens = count(sums.tokens, mask);
 }
 
-// The last, partial vector of a tile, copied out with its missing lanes masked: a lane always takes the same tokens, so
+// A copy of the last, partial vector of a tile, with the missing lanes masked. A lane always takes the same tokens, so
 // a row's sums do not depend on the padding behind it.
 struct Tail {
     Tail(const Tile& t, int i) : tile(t) {
@@ -100,9 +103,9 @@ struct Tail {
         tile.grad = grad;
         tile.stream = false;
     }
-    Tile tile;
-    float values[6][kLanes] = {}, grad[kLanes];
-    uint8_t mask[kLanes] = {}, selected[kLanes] = {};
+    Tile tile;                                         // its streams are the arrays below
+    float values[6][kLanes] = {}, grad[kLanes];        // the streams above, and the gradient
+    uint8_t mask[kLanes] = {}, selected[kLanes] = {};  // 0 in missing lanes
 };
 
 template <class Loop>
@@ -124,6 +127,7 @@ void loop(const Tile& given, TileSums& out) {
         step(kind, t, i, sums);
     }
     if (i < t.n) tail_step(kind, t, i, sums);
+    // The lanes' sums, in double.
     const double log_ratio = sum_lanes(sums.log_ratio), kl = sum_lanes(sums.kl);
     out.loss += Loop::loss(t, sums) + double(t.kl_coef) * (Loop::weighs_kl(t) ? sum_lanes(sums.weighted_kl) : kl);
     out.log_ratio += log_ratio;
@@ -164,6 +168,7 @@ void any_tile(const Tile& t, TileSums& sums) {
     loop<AnyLoop>(t, sums);
 }
 
+// RowSums by lane.
 struct RunningRow {
     VecF log_ratio, advantage, mismatch, kl;
 };

@@ -1,9 +1,9 @@
-// The policy loss of one token: loss, derivative and what the metrics count. Written once for host and device, over a
-// Math that says what a number is: a float on a GPU, a vector of floats on a CPU.
+// The policy loss of one token: its loss, its derivative and the flags that the metrics count. Written once for host
+// and device, over a Math that defines a number: a float on a GPU, a vector of floats on a CPU.
 //
-// Math gives: F (number) with + - * / < >, M (truth value) with & |, and set(float) -> F, min, max, exp (of values
-// within +-80), near_exp (within +-kLogRatioBound), select(M, F, F), unless(M m, M n), which is m and not n, and in the
-// same way unless_less(m, a, b) and unless_differs(m, a, b).
+// Math provides: F (number) with + - * / < >, M (truth value) with & |, and set(float) -> F, min, max, exp (of values
+// within +-80), near_exp (within +-kLogRatioBound), select(M, F, F), unless(m, n) = m and not n, unless_less(m, a, b) =
+// m and not a < b, unless_differs(m, a, b) = m and a == b.
 // min and max give their second argument where either is NaN, and no comparison holds: NaN reaches loss and gradient.
 #pragma once
 
@@ -13,22 +13,31 @@
 
 namespace turnwise {
 
-enum class KlKind : int { none, k1, abs, k2, k3, k1_plus, k3_plus };
-
-constexpr float kLogRatioBound = 20.0f;
-constexpr float kKlBound = 10.0f;
-
-// As options.Variant numbers them.
-enum class VariantKind : int { clip, gspo, cispo, policy_gradient, sapo, gmpo, clip_cov, kl_cov };
-
-// What the three numbers are: clip, gspo, clip_cov: bounds of the ratio, dual clip (infinity: off); cispo: bounds of
-// the ratio; sapo: tau where A <= 0, tau where A > 0; gmpo: bounds of the log-ratio; kl_cov: third is the coefficient.
-struct Variant {
-    VariantKind kind;
-    float low, high, third;
+// Estimators of KL(policy || reference) per token, with d = ref - logprob.
+enum class KlKind : int {
+    none,
+    k1,       // -d
+    abs,      // |d|
+    k2,       // d^2 / 2
+    k3,       // exp(d) - 1 - d, at most kKlBound
+    k1_plus,  // the value of k1 with the gradient of k2
+    k3_plus,  // the value of k3 with the gradient of k2
 };
 
-// Variants whose ratio is that of a whole row, and those that single out tokens.
+constexpr float kLogRatioBound = 20.0f;  // log-ratios are clamped to +-20 before exp
+constexpr float kKlBound = 10.0f;        // largest value of k3
+
+// Numbered as in options.Variant of the Python package. Each function below has its variant's formula.
+enum class VariantKind : int { clip, gspo, cispo, policy_gradient, sapo, gmpo, clip_cov, kl_cov };
+
+struct Variant {
+    VariantKind kind;
+    float low;   // clip, gspo, cispo, clip_cov: least ratio; gmpo: least log-ratio; sapo: tau where A <= 0
+    float high;  // clip, gspo, cispo, clip_cov: largest ratio; gmpo: largest log-ratio; sapo: tau where A > 0
+    float dual;  // clip, gspo, clip_cov: largest ratio where A < 0 (infinity: off); kl_cov: coefficient of |d|
+};
+
+// Variants with one ratio per row, and variants that need a set of selected tokens.
 TW_HD constexpr bool is_by_row(VariantKind kind) {
     return kind == VariantKind::gspo || kind == VariantKind::gmpo;
 }
@@ -41,31 +50,36 @@ TW_HD typename Math::F clamp_symmetric(typename Math::F x, float bound) {
     return Math::max(Math::set(-bound), Math::min(Math::set(bound), x));
 }
 
-// What a variant sees of a token; all of it 0 (a ratio: 1) where masked.
+// A token as a variant sees it; everything is 0 (a ratio: 1) where the token is masked.
 template <class Math>
 struct Token {
-    typename Math::F logprob, log_ratio, ratio;  // log_ratio: clamped
-    typename Math::M trained, open;              // open: not clamped, so the derivative passes
-    typename Math::F advantage;
-    typename Math::M selected;
-    typename Math::F row_ratio, row_advantage;  // for variants by row
-    typename Math::M row_open;
+    typename Math::F logprob;        // log-probability under the policy
+    typename Math::F log_ratio;      // logprob - old_logprob, clamped to +-kLogRatioBound
+    typename Math::F ratio;          // exp(log_ratio)
+    typename Math::M trained;        // the mask
+    typename Math::M open;           // log_ratio was not clamped, so the derivative passes
+    typename Math::F advantage;      // A
+    typename Math::M selected;       // clip_cov, kl_cov: one of the selected tokens
+    typename Math::F row_ratio;      // gspo, gmpo: exp(mean log-ratio of the row)
+    typename Math::F row_advantage;  // gmpo: mean advantage of the row
+    typename Math::M row_open;       // gspo: the row's mean log-ratio was not clamped
 };
 
-// One variant's loss per token, its derivative by the log-probability, and which tokens it clipped: low, high, and a
-// third way (the dual clip, or the selection).
 template <class Math>
 struct TokenLoss {
-    typename Math::F loss, grad;
-    typename Math::M clipped_low, clipped_high, third;
+    typename Math::F loss;          // before the row's weight
+    typename Math::F grad;          // d loss / d logprob
+    typename Math::M clipped_low;   // ratio below the range
+    typename Math::M clipped_high;  // ratio above the range, where A > 0
+    typename Math::M clipped_dual;  // ratio above the dual clip, where A < 0; clip_cov, kl_cov: the token is selected
 };
 
-// The range outside which PPO's loss no longer follows the ratio: with the sign of A known, max(-A ratio, -A
-// clip(ratio)) bounds the ratio on one side only, and the dual clip of A < 0 on the other.
+// The range within which PPO's loss follows the ratio. max(-A ratio, -A clip(ratio)) bounds the ratio from above where
+// A > 0 and from below where A < 0; the dual clip bounds it from above where A < 0.
 template <class Math>
 struct ClipRange {
-    typename Math::F low, high;
-    typename Math::M negative, positive;
+    typename Math::F low, high;           // of the ratio; infinite where unbounded
+    typename Math::M negative, positive;  // A < 0, A > 0
 };
 
 template <class Math>
@@ -75,15 +89,15 @@ TW_HD ClipRange<Math> clip_range(typename Math::F advantage, const Variant& v) {
     out.negative = advantage < zero;
     out.positive = advantage > zero;
     out.low = Math::select(out.negative, Math::set(v.low), -infinity);
-    out.high = Math::select(out.positive, Math::set(v.high), Math::select(out.negative, Math::set(v.third), infinity));
+    out.high = Math::select(out.positive, Math::set(v.high), Math::select(out.negative, Math::set(v.dual), infinity));
     return out;
 }
 
-// A ratio brought into its range, and which of the trained were not below it, and of these not above it.
 template <class Math>
 struct ClippedRatio {
-    typename Math::F value;
-    typename Math::M not_below, within;
+    typename Math::F value;      // the ratio, clipped to its range
+    typename Math::M not_below;  // trained, and ratio >= low
+    typename Math::M within;     // trained, and low <= ratio <= high
 };
 
 template <class Math>
@@ -106,7 +120,7 @@ TW_HD TokenLoss<Math> clipped_surrogate(typename Math::F ratio, typename Math::M
     out.grad = Math::select(clipped.within & open, -advantage * ratio, Math::set(0.0f));
     out.clipped_low = Math::unless(trained, clipped.not_below);
     out.clipped_high = above & range.positive;
-    out.third = above & range.negative;
+    out.clipped_dual = above & range.negative;
     return out;
 }
 template <class Math>
@@ -163,21 +177,21 @@ TW_HD TokenLoss<Math> gmpo(const Token<Math>& t, const Variant& v) {
     return {loss, grad, low, high, zero > zero};
 }
 
-// PPO's clip, and nothing at all where selected.
+// PPO's clip; 0 where selected.
 template <class Math>
 TW_HD TokenLoss<Math> clip_cov(const Token<Math>& t, const Variant& v) {
     const auto zero = Math::set(0.0f);
     auto out = clipped_surrogate<Math>(t, v);
     out.loss = Math::select(t.selected, zero, out.loss);
     out.grad = Math::select(t.selected, zero, out.grad);
-    out.third = t.selected;
+    out.clipped_dual = t.selected;
     return out;
 }
 
-// -A ratio, and coef |d| on top where selected.
+// -A ratio, plus coef |log-ratio| where selected.
 template <class Math>
 TW_HD TokenLoss<Math> kl_cov(const Token<Math>& t, const Variant& v) {
-    const auto zero = Math::set(0.0f), coef = Math::set(v.third), d = t.log_ratio;
+    const auto zero = Math::set(0.0f), coef = Math::set(v.dual), d = t.log_ratio;
     const auto none = zero > zero;
     const auto plain = -t.advantage * t.ratio;
     const auto sign = Math::select(d > zero, coef, Math::select(d < zero, -coef, zero));
@@ -211,10 +225,11 @@ TW_HD TokenLoss<Math> token_loss(const Token<Math>& t, const Variant& v) {
 
 template <class Math>
 struct KlTerm {
-    typename Math::F value, slope;
+    typename Math::F value;  // the estimate
+    typename Math::F slope;  // its derivative by d; the derivative by logprob is -slope
 };
 
-// An estimator of KL(policy || reference) and its derivative by d = ref - logprob, which is less the one by logprob.
+// An estimator of KL(policy || reference) from d = ref - logprob.
 template <class Math, KlKind kind>
 TW_HD KlTerm<Math> kl_term(typename Math::F d) {
     using F = typename Math::F;
@@ -256,21 +271,22 @@ TW_HD KlTerm<Math> kl_term(KlKind kind, typename Math::F d) {
     }
 }
 
-// The estimator times an importance ratio, differentiated through both. `carried`: the estimate that the derivative of
-// the ratio brings to a token, its own, or its row's mean where the ratio is the row's.
+// The estimate times an importance ratio, differentiated through both. `carried`: the estimate that the ratio's
+// derivative multiplies: the token's own, or its row's mean where the ratio is the row's.
 template <class Math>
 TW_HD KlTerm<Math> importance_weighted(const KlTerm<Math>& kl, typename Math::F ratio, typename Math::F carried) {
     return {ratio * kl.value, ratio * (kl.slope - carried)};
 }
 
-// What a row's variant needs to know of the row before its first token can be done.
+// Terms of a row that its variant needs before the row's first token.
 struct RowTerms {
-    float ratio, advantage;
-    float kl;  // mean estimate, if that is weighted by the row's ratio; 0 where the ratio is clamped
-    bool cut;
+    float ratio;      // exp(mean log-ratio)
+    float advantage;  // mean advantage
+    float kl;         // mean KL estimate, where weighted by the row's ratio; 0 where that ratio is clamped
+    bool cut;         // gspo: the mean log-ratio was clamped
 };
 
-// From sums over a row's trained tokens: of the log-ratio (gmpo: bounded), of the advantages and of the KL estimates.
+// `log_ratio` (gmpo: bounded), `advantage` and `kl` are sums over the row's `length` trained tokens.
 TW_HD RowTerms row_terms(const Variant& v, double length, double log_ratio, double advantage, double kl) {
     const double share = length > 0 ? 1 / length : 0;
     const double mean = log_ratio * share, bound = kLogRatioBound;

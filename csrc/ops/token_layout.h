@@ -1,8 +1,7 @@
-// Where the rows of a token stream lie: padded [B, T], or packed [N] with cu_seqlens [B + 1].
+// The layout of a token stream in rows: padded [B, T], or packed [N] with cu_seqlens [B + 1].
 #pragma once
 
 #include <algorithm>
-#include <string>
 #include <vector>
 
 #include "core/check.h"
@@ -10,25 +9,28 @@
 
 namespace turnwise {
 
-// Outputs of this size or more go past the caches: they would push out what is there, and a store to a cache reads its
-// line first.
+// Outputs of this many bytes or more bypass the caches: they would evict the inputs, and a cached store reads its line
+// first.
 constexpr int64_t kStreamBytes = int64_t(2) << 20;
+
+inline void check_cu_seqlens(const View& cu_seqlens) {
+    if (cu_seqlens.dims != 1 || cu_seqlens.shape[0] < 1) refuse_shape("cu_seqlens", cu_seqlens, "[B + 1]");
+    require(is_contiguous_1d(cu_seqlens), "cu_seqlens: expected a contiguous tensor");
+    require_dtype("cu_seqlens", cu_seqlens, {DType::i64, DType::i32});
+}
 
 class TokenLayout {
   public:
-    // `name` is what the caller calls the tokens.
-    TokenLayout(const View& tokens, const View& cu_seqlens, const std::string& name = "logprobs")
-        : packed_(bool(cu_seqlens)) {
+    // `name` is the argument that `tokens` came by, for messages.
+    TokenLayout(const View& tokens, const View& cu_seqlens, const char* name = "logprobs") : packed_(bool(cu_seqlens)) {
         if (!packed_) {
-            require(tokens.dims == 2, (name + ": expected [B, T], or [N] with cu_seqlens").c_str());
+            if (tokens.dims != 2) refuse_shape(name, tokens, "[B, T], or [N] with cu_seqlens");
             rows_ = tokens.shape[0];
             width_ = tokens.shape[1];
             return;
         }
-        require(tokens.dims == 1, (name + ": expected [N], as cu_seqlens is given").c_str());
-        require(is_contiguous_1d(cu_seqlens) && cu_seqlens.shape[0] >= 1, "cu_seqlens: expected [B + 1], contiguous");
-        require(cu_seqlens.dtype == DType::i64 || cu_seqlens.dtype == DType::i32,
-                "cu_seqlens: expected int32 or int64");
+        if (tokens.dims != 1) refuse_shape(name, tokens, "[N], as cu_seqlens is given");
+        check_cu_seqlens(cu_seqlens);
         rows_ = cu_seqlens.shape[0] - 1;
         if (cu_seqlens.dtype == DType::i64) {
             starts_ = cu_seqlens.as<int64_t>();
@@ -38,8 +40,11 @@ class TokenLayout {
             starts_ = widened_.data();
         }
         require(starts_[0] == 0, "cu_seqlens: expected 0 first");
-        require(std::is_sorted(starts_, starts_ + rows_ + 1), "cu_seqlens: expected values that never fall");
-        require(starts_[rows_] == tokens.shape[0], "cu_seqlens: expected the number of tokens last");
+        require(std::is_sorted(starts_, starts_ + rows_ + 1), "cu_seqlens: expected values that never decrease");
+        if (starts_[rows_] != tokens.shape[0]) {
+            throw InvalidInput("cu_seqlens[-1]=" + std::to_string(starts_[rows_]) + ": expected " +
+                               std::to_string(tokens.shape[0]) + ", the number of tokens");
+        }
     }
     TokenLayout(const TokenLayout&) = delete;
 
@@ -48,11 +53,12 @@ class TokenLayout {
     int64_t start(int64_t row) const { return packed_ ? starts_[row] : row * width_; }
     int64_t length(int64_t row) const { return packed_ ? starts_[row + 1] - starts_[row] : width_; }
 
-    bool fits(const View& stream) const {
-        return packed_ ? stream.dims == 1 && stream.shape[0] == tokens()
-                       : stream.dims == 2 && stream.shape[0] == rows_ && stream.shape[1] == width_;
+    // Throws unless a stream has one value per token.
+    void check_shape(const char* name, const View& stream) const {
+        if (packed_) return require_shape(name, stream, {tokens()});
+        require_shape(name, stream, {rows_, width_});
     }
-    // The place of a row's token in a stream, and the step from one token to the next, in elements.
+    // The offset of a row's token in a stream, and the step from one token to the next, in elements.
     int64_t offset(const View& stream, int64_t row, int64_t token) const {
         return packed_ ? (starts_[row] + token) * stream.stride[0] : row * stream.stride[0] + token * stream.stride[1];
     }
@@ -65,20 +71,21 @@ class TokenLayout {
     std::vector<int64_t> widened_;
 };
 
-// A run of tokens of one row. Rows are cut at fixed places, so that sums never depend on who adds them up.
-struct Piece {
-    int64_t row, begin, end;
+// Tokens [begin, end) of one row. Rows are cut at fixed offsets, so that sums do not depend on the number of threads.
+struct Segment {
+    int64_t row;
+    int64_t begin, end;  // counted from the row's start
 };
 
-inline std::vector<Piece> cut_into_pieces(const TokenLayout& layout, int64_t longest) {
-    std::vector<Piece> pieces;
-    pieces.reserve(size_t(layout.rows() + layout.tokens() / longest));
+inline std::vector<Segment> cut_into_segments(const TokenLayout& layout, int64_t longest) {
+    std::vector<Segment> segments;
+    segments.reserve(size_t(layout.rows() + layout.tokens() / longest));
     for (int64_t row = 0; row < layout.rows(); ++row) {
         for (int64_t begin = 0; begin < layout.length(row); begin += longest) {
-            pieces.push_back({row, begin, std::min(begin + longest, layout.length(row))});
+            segments.push_back({row, begin, std::min(begin + longest, layout.length(row))});
         }
     }
-    return pieces;
+    return segments;
 }
 
 }  // namespace turnwise

@@ -1,4 +1,4 @@
-// Rewards per token: their sum over each row, and the discounted sum of what follows each token.
+// Token rewards: their sum over each row, and their discounted sum from each token on.
 #pragma once
 
 #include "core/view.h"

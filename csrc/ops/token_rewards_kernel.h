@@ -1,5 +1,5 @@
-// What the drivers of token_rewards.h and gae.h ask of a kernel: one piece of one row at a time. The kernel is compiled
-// once per instruction set; token_rewards_kernels() gives the ones for this machine.
+// The kernel of token_rewards.h and gae.h, which takes one segment of a row at a time. Compiled once per instruction
+// set; token_rewards_kernels() gives the best for this machine.
 #pragma once
 
 #include <cstdint>
@@ -16,23 +16,24 @@ struct ScanPowers {
     float value;        // gamma * (1 - lambda), for gae
 };
 
-// n <= kScanTile tokens of one row, contiguous. Null: not given.
+// n <= kScanTile tokens of one row, contiguous. Streams are null where not given.
 struct ScanTile {
     int n;
     const float* rewards;
     const float* values;  // for gae
-    const uint8_t* mask;
-    float* advantages;  // for gae
-    float* returns;
-    bool stream;  // write past the caches; the addresses are multiples of 64
+    const uint8_t* mask;  // 0 or not 0; null: every token trains
+    float* advantages;    // output of gae
+    float* returns;       // output
+    bool stream;          // write past the caches; the addresses are multiples of 64
 };
 
-// What the trained tokens behind a tile hand to it.
+// The state behind a tile.
 struct ScanCarry {
-    double returns = 0;
-    float value = 0;
+    double returns = 0;  // R of the next trained token
+    float value = 0;     // V of the next trained token
 };
 
+// Addresses of the tokens that are summed next, to be prefetched; null: none.
 struct NextTokens {
     const void* rewards = nullptr;
     const void* mask = nullptr;
@@ -41,7 +42,7 @@ struct NextTokens {
 struct TokenRewardsKernels {
     // The sum of n rewards by reward type (f32, bf16, f16) and mask type (none, bytes, f32). Sets `bad` where a float
     // mask holds anything but 0 and 1. A token's lane depends on its place alone, so zeros behind change nothing.
-    // `next`: where the rewards and masks of what is summed afterwards lie, to be fetched in time; or null.
+    // `next`: the rewards and masks that are summed afterwards, to be prefetched.
     double (*sum[3][3])(const void* rewards, const void* mask, int64_t n, const NextTokens& next, bool& bad);
     void (*powers)(double factor, ScanPowers& powers);
     void (*returns)(const ScanTile& tile, const ScanPowers& powers, ScanCarry& carry);

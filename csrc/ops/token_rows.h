@@ -5,36 +5,36 @@
 #include <atomic>
 
 #include "core/parallel.h"
-#include "ops/policy_loss_kernel.h"
+#include "ops/policy_loss_tile.h"
 #include "ops/token_layout.h"
 
 namespace turnwise {
 
 constexpr int64_t kRowTokensPerThread = 16384;  // below this a second thread costs more than it brings
 
-// body(first, last) on runs of pieces with about equal shares of the tokens.
+// body(first, last) on runs of segments with about equal shares of the tokens.
 template <class Body>
-void share_pieces(const std::vector<Piece>& pieces, int threads, const Body& body) {
+void share_segments(const std::vector<Segment>& segments, int threads, const Body& body) {
     int64_t tokens = 0;
-    for (const Piece& piece : pieces) tokens += piece.end - piece.begin;
+    for (const Segment& segment : segments) tokens += segment.end - segment.begin;
     const int parts = int(std::max<int64_t>(1, std::min<int64_t>(threads, tokens / kRowTokensPerThread)));
     std::vector<size_t> first{0};
     int64_t seen = 0;
-    for (size_t i = 0; i < pieces.size(); ++i) {
+    for (size_t i = 0; i < segments.size(); ++i) {
         while (int64_t(first.size()) < parts && seen >= tokens * int64_t(first.size()) / parts) first.push_back(i);
-        seen += pieces[i].end - pieces[i].begin;
+        seen += segments[i].end - segments[i].begin;
     }
-    first.resize(size_t(parts), pieces.size());
-    first.push_back(pieces.size());
+    first.resize(size_t(parts), segments.size());
+    first.push_back(segments.size());
     run_parts(parts, [&](int part) { body(first[size_t(part)], first[size_t(part) + 1]); });
 }
 
-// A stream's tokens [token, token + n) of a row as float32: where they lie, or converted into scratch.
+// A stream's tokens [token, token + n) of a row as float32: in place, or converted into scratch.
 inline const float* row_floats(const TokenLayout& layout, const View& stream, int64_t row, int64_t token, int n,
                                float* scratch) {
     const int64_t offset = layout.offset(stream, row, token), step = layout.step(stream);
     if (stream.dtype == DType::f32 && step == 1) return stream.as<float>() + offset;
-    kernels().to_floats(stream, offset, step, n, scratch);
+    policy_loss_kernels().to_floats(stream, offset, step, n, scratch);
     return scratch;
 }
 
@@ -48,19 +48,19 @@ inline const uint8_t* row_mask(const TokenLayout& layout, const View& mask, int6
                                uint8_t* scratch, bool& bad) {
     const int64_t offset = layout.offset(mask, row, token);
     if (is_byte_mask(layout, mask)) return mask.as<uint8_t>() + offset;
-    if (!kernels().to_mask(mask, offset, layout.step(mask), n, scratch)) bad = true;
+    if (!policy_loss_kernels().to_mask(mask, offset, layout.step(mask), n, scratch)) bad = true;
     return scratch;
 }
 
-inline void check_token_stream(const TokenLayout& layout, const View& stream, const char* name) {
-    require(layout.fits(stream), (std::string(name) + ": wrong shape").c_str());
-    require(is_floating(stream.dtype) && stream.dtype != DType::f64,
-            (std::string(name) + ": expected float32, bf16 or f16").c_str());
+inline void check_token_stream(const TokenLayout& layout, const char* name, const View& stream) {
+    layout.check_shape(name, stream);
+    require_float_stream(name, stream);
 }
 
 inline void check_mask(const TokenLayout& layout, const View& mask) {
-    require(!mask || layout.fits(mask), "mask: wrong shape");
-    require(mask.dtype != DType::f64, "mask: float64 is not read here");
+    if (!mask) return;
+    layout.check_shape("mask", mask);
+    require(mask.dtype != DType::f64, "mask.dtype=float64: expected bool, an integer type or a narrower float");
 }
 
 }  // namespace turnwise

@@ -1,4 +1,4 @@
-// Scans over the tokens of each row, from the last to the first: what returns and gae share.
+// Scans over the tokens of each row, from the last to the first, for returns and gae.
 #pragma once
 
 #include <cmath>
@@ -10,17 +10,17 @@ namespace turnwise {
 
 struct TokenScan {
     const TokenLayout& layout;
-    const View& rewards;
-    const View& values;  // none for returns
-    const View& mask;
-    const View& advantages;  // f32, contiguous; none for returns
-    const View& returns;     // f32, contiguous
-    const ScanPowers& powers;
+    const View& rewards;       // one value per token, as all streams
+    const View& values;        // none for returns
+    const View& mask;          // none: every token trains
+    const View& advantages;    // f32, contiguous; none for returns
+    const View& returns;       // f32, contiguous
+    const ScanPowers& powers;  // of gamma, or gamma * lambda
     void (*kernel)(const ScanTile&, const ScanPowers&, ScanCarry&);
 };
 
-// Asks for the tile that comes kScanAhead tiles later, maybe at the end of the next row: going backwards through
-// several streams is more than the processor foresees.
+// Prefetches the tile that comes kScanAhead tiles later, maybe at the end of the next row: the processor does not
+// prefetch several streams backwards.
 constexpr int kScanAhead = 4;
 
 inline void fetch_tile(const TokenScan& s, int64_t row, int64_t token) {
@@ -66,11 +66,11 @@ inline bool scan_row(const TokenScan& s, int64_t row, bool stream, bool& bad) {
 inline bool scan_rows(const TokenScan& s, int threads) {
     check_mask(s.layout, s.mask);
     const bool stream = s.layout.tokens() * int64_t(sizeof(float)) >= kStreamBytes;
-    std::vector<Piece> rows;
+    std::vector<Segment> rows;
     rows.reserve(size_t(s.layout.rows()));
     for (int64_t row = 0; row < s.layout.rows(); ++row) rows.push_back({row, 0, s.layout.length(row)});
     std::atomic<bool> wrong{false}, finite{true};
-    share_pieces(rows, threads, [&](size_t first, size_t last) {
+    share_segments(rows, threads, [&](size_t first, size_t last) {
         bool bad = false, all_finite = true;
         for (size_t i = first; i < last; ++i) all_finite &= scan_row(s, rows[i].row, stream, bad);
         if (bad) wrong = true;

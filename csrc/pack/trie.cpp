@@ -11,12 +11,12 @@ constexpr int64_t kPart = 512;  // what a part more costs, in tokens: small matr
 
 // A node is an edge: the tokens from its parent's end to its own. Node 0 is the root, without tokens.
 struct Node {
-    int64_t source;
-    int64_t length;
-    int64_t parent;
+    int64_t source;  // its first token's place in the stream
+    int64_t length;  // in tokens
+    int64_t parent;  // node; -1 for the root
 };
 
-// (node, token) -> the child that begins with it.
+// A hash table: (node, token) -> the child that begins with the token.
 class Children {
   public:
     Children() : slots_(256, Slot{-1, 0, 0}) {}

@@ -1,4 +1,4 @@
-// A trie over rows of tokens: what rows begin with in common stands once, in depth-first order.
+// A trie over rows of tokens: common beginnings of rows are stored once, in depth-first order.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,9 @@ namespace turnwise {
 // Rows of one stream: row i is tokens[starts[i]] .. tokens[ends[i] - 1].
 struct TokenRows {
     const int64_t* tokens;
-    const int64_t* starts;
-    const int64_t* ends;
-    int64_t count;
+    const int64_t* starts;  // [count], in tokens
+    const int64_t* ends;    // [count], in tokens
+    int64_t count;          // rows
 };
 
 // The layout: unique tokens have places 0, 1, ... in depth-first order, children by their first token, so that it does
@@ -31,9 +31,9 @@ struct TokenTrie {
     int64_t segments() const { return int64_t(parent.size()); }
 };
 
-// In linear time: of a row only what it shares with earlier ones is compared, and what it has alone is laid out.
-// Sharing that saves fewer than `least` tokens is given up: each child then has its own copy of the few tokens above
-// it, as a branch costs time too.
+// Takes linear time: only the part of a row that earlier rows share is compared.
+// Sharing that saves fewer than `least` tokens is dropped, as a branch costs time too: each child then has a copy of
+// the tokens above it.
 TokenTrie build_trie(const TokenRows& rows, int64_t least);
 
 // For each row i the places of its positions firsts[i] .. firsts[i] + counts[i] - 1, row after row, into `places`.

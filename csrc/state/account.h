@@ -1,4 +1,4 @@
-// What versions cost, and what they would cost if they shared nothing.
+// The memory of versions, and the memory that they would need if they shared nothing.
 #pragma once
 
 #include <unordered_map>

@@ -1,5 +1,5 @@
-// Versions as bytes, and back. What they share in memory stands once in the bytes and is shared again after reading;
-// leaves are the host's, who numbers them.
+// Versions as bytes, and back. Shared blocks are written once and are shared again after reading. The host stores and
+// numbers the leaves.
 //
 // The bytes are a program of records, each making the next block, node or heap out of earlier ones: whole, or as an
 // earlier one with a few places changed. Numbers are of variable length (seven bits per byte, low ones first).
@@ -30,7 +30,7 @@ class LeafWriter {
     ~LeafWriter() = default;
 };
 
-// What a leaf is for, so that the host can say whether it may be that.
+// The role of a leaf, so that the host can refuse a leaf that must not have it.
 enum class Use : uint8_t { Value, Key, Object, TupleType };
 
 // Its functions may throw what they like: `read_archive` then leaves nothing behind.
@@ -58,7 +58,7 @@ struct Restored {
 // Every number is checked: damaged bytes raise Damaged and never harm.
 Restored read_archive(const uint8_t* bytes, size_t size, LeafReader& leaves);
 
-// ---- what writer and reader agree on
+// ---- the format
 namespace archive {
 
 constexpr uint8_t kFormat = 1;
@@ -75,7 +75,7 @@ constexpr uint8_t kNode = 16;
 constexpr uint8_t kNodeLike = 24;
 constexpr uint8_t kHeap = 32;
 
-// The two low bits of a value.
+// The two low bits of a value in the archive.
 enum Tag : uint8_t { IsLeaf, IsSlot, IsInteger, IsEmpty };
 
 template <class Array>

@@ -68,7 +68,8 @@ class Heap {
     SlotIndex add(Node* node);
     // The slots that the next calls of `add` will give, without adding anything.
     struct Cursor {
-        SlotIndex free, end;
+        SlotIndex free;  // head of the chain of free slots
+        SlotIndex end;   // the first slot behind the table
     };
     Cursor cursor() const noexcept { return {free_, static_cast<SlotIndex>(table_.size())}; }
     SlotIndex plan(Cursor& cursor) const noexcept;

@@ -12,8 +12,8 @@
 namespace turnwise::state {
 
 struct Entry {
-    int64_t hash;
-    Leaf* key;  // null where the entry was erased
+    int64_t hash;  // of the key, as the host gave it
+    Leaf* key;     // null where the entry was erased
     Value value;
 };
 
@@ -40,13 +40,11 @@ struct ItemPolicy<Entry> {
 enum class Kind : uint8_t { Dict, List, Tuple, Tokens, Opaque };
 
 struct Node {
-    Count count;
+    Count count;  // references from tables of heaps
     const Kind kind;
-    // In the list of its heap's owner of what has to be settled before the next fork.
-    bool pending = false;
-    Epoch epoch;
-    // The container's own name, kept by all its copies in all versions: slots are used again, this is not.
-    const Epoch birth;
+    bool pending = false;  // in the owner's list of nodes to settle before the next fork
+    Epoch epoch;           // of the heap that may write to it
+    const Epoch birth;  // the container's identity, kept by all its copies in all versions; unlike slots never reused
 
     static void* operator new(size_t bytes) {
         if (void* memory = host_allocate(bytes)) return memory;
@@ -173,10 +171,10 @@ struct TokensNode : Node {
     }
 
     RadixArray<int32_t, 9> tokens;
-    Leaf* cached = nullptr;
+    Leaf* cached = nullptr;  // null: not made yet
 };
 
-// An object that the store can't look into. In the heap whose epoch it bears it is the host's live object; elsewhere it
+// An object that the store cannot look into. In the heap of its epoch it is the host's live object; in other heaps it
 // is a snapshot, which is copied before it is handed out.
 struct OpaqueNode : Node {
     OpaqueNode(Epoch epoch, Leaf* object, Leaf* policy) noexcept : OpaqueNode(epoch, next_epoch(), object, policy) {}
@@ -191,7 +189,7 @@ struct OpaqueNode : Node {
     }
 
     Leaf* const object;
-    Leaf* const policy;
+    Leaf* const policy;  // the host's rule for copying it
 };
 
 // ---- inline ---------------------------------------------------------------------------------------------------------

@@ -37,10 +37,10 @@ class RadixArray {
     static constexpr size_t kLeaf = size_t{1} << kLeafBits;
 
     struct Block {
-        Count count;
-        uint16_t used;
-        uint16_t capacity;
-        Epoch epoch;
+        Count count;        // references from arrays and inner blocks
+        uint16_t used;      // items or children
+        uint16_t capacity;  // items or children that fit
+        Epoch epoch;        // of the heap that may write to it
 
         Item* items() noexcept { return reinterpret_cast<Item*>(this + 1); }
         Block** children() noexcept { return reinterpret_cast<Block**>(this + 1); }

@@ -1,4 +1,7 @@
-"""Chats to token ids. Text that spells a control token of the chat template stays text: nobody can forge a turn."""
+"""Chats to token ids. Text that spells a control token of the chat template stays text, so it can't forge a turn.
+
+May import: types.
+"""
 
 from __future__ import annotations
 
@@ -166,7 +169,7 @@ def _rendered(tokenizer: Tokenizer, messages: Messages, add_generation_prompt: b
 
 
 def _any_text(value: Any, holds: Callable[[str], bool]) -> bool:
-    """Whether ``holds`` is true of any text in ``value``, or of what its list of texts gives when joined."""
+    """True if ``holds`` is true of any text in ``value``, or of what its list of texts gives when joined."""
     if isinstance(value, str):
         return holds(value)
     if isinstance(value, Mapping):

@@ -6,11 +6,10 @@ import asyncio
 import json
 from typing import Any
 
-from turnwise.arena.divergence import first_difference
-from turnwise.arena.idle_loop import IdleLoop
-from turnwise.arena.plain import json_line, plain_result
-from turnwise.arena.playback import Playback, play_again
-from turnwise.arena.record import Record
+from turnwise.arena.recording.rollouts_jsonl import Record, json_line, plain_result
+from turnwise.replay.diff import first_difference
+from turnwise.replay.event_loop import DeadlockDetectingLoop
+from turnwise.replay.replayer import Replayer, replay_episode
 
 
 def row_of(result) -> dict[str, Any]:
@@ -19,7 +18,7 @@ def row_of(result) -> dict[str, Any]:
 
 
 def record(arena, requests) -> list[dict[str, Any]]:
-    arena.keep_tapes = True
+    arena.record_episodes = True
     results = asyncio.run(arena.generate_rollouts(requests))
     return [row_of(result) for result in results]
 
@@ -28,11 +27,11 @@ def play(arena, row, **options):
     """``(result or None, the first difference or None, the playback)`` of a re-run in ``arena``."""
 
     async def main():
-        playback = Playback(Record(row), arena.tokenizer, **options)
+        playback = Replayer(Record(row), arena.tokenizer, **options)
         asyncio.get_running_loop().on_idle = playback.idle
-        return await play_again(arena, playback), playback
+        return await replay_episode(arena, playback), playback
 
-    with asyncio.Runner(loop_factory=IdleLoop) as runner:
+    with asyncio.Runner(loop_factory=DeadlockDetectingLoop) as runner:
         result, playback = runner.run(main())
     divergence = playback.divergence
     if result is not None and divergence is None and playback.live is None:

@@ -55,7 +55,7 @@ def test_zero_advantages_are_dropped_counted_and_switchable(make_arena):
 
     for drop, rows in ((True, 2), (False, 3)):
         arena = make_arena(partial(lambda replies, *call: next(replies), iter("567")), credit=Centred())
-        arena.filters = Filters(zero_advantage=drop)
+        arena.filters = Filters(drop_zero_advantage=drop)
         arena.add_episode(Guess())
         arena.source = lambda: [guess(), guess(), guess()]
         batch = asyncio.run(arena.step())
@@ -74,7 +74,7 @@ def test_truncated_answers_count_in_their_group_whether_they_train_or_not(make_a
         text = next(said[next(uid for uid in texts if uid in prompt)])
         return response(text, finish_reason="length" if text == "5" else "stop")
 
-    arena = make_arena(reply, credit=GRPOCredit(normalize=False), filters=Filters(truncated=drop))
+    arena = make_arena(reply, credit=GRPOCredit(normalize=False), filters=Filters(drop_truncated=drop))
     arena.add_episode(Guess())
     arena.source = lambda: [EpisodeRequest("guess", uid) for uid, text in texts.items() for _ in text]
     batch = asyncio.run(arena.step())
@@ -135,9 +135,9 @@ def test_lifecycle_hooks_run_also_when_training_fails(make_arena):
 # -- questions and groups ---------------------------------------------------------------------------------------------
 def test_different_questions_never_share_a_top_level_group(arena):
     questions = [{"q": 1}, {"q": 2}, {"q": 1}, {"q": True}, {"q": 1.0}]
-    uids = [result.uid for result in run(arena, *map(guess, questions))]
+    uids = [result.group_id for result in run(arena, *map(guess, questions))]
     assert uids[0] == uids[2] and len(set(uids)) == 4
-    assert [r.uid for r in run(arena, guess("x", group_id="g"), guess("y", group_id="g"))] == ["g", "g"]
+    assert [r.group_id for r in run(arena, guess("x", group_id="g"), guess("y", group_id="g"))] == ["g", "g"]
     with pytest.raises(TypeError, match="group_id"):
         run(arena, guess([bytearray(b"no key")]))
 
@@ -159,12 +159,12 @@ def test_an_episode_without_a_rubric_is_refused_when_added(make_arena):
 
 
 def test_what_is_registered_twice_or_unknown_is_refused(arena):
-    with pytest.raises(ValueError, match="actor 'solver' is already there"):
+    with pytest.raises(ValueError, match="actor id 'solver' is already registered"):
         arena.add_actor(Actor("solver"))
-    with pytest.raises(ValueError, match="episode 'guess' is already there"):
+    with pytest.raises(ValueError, match="episode 'guess' is already registered"):
         arena.add_episode(Guess())
     arena.add_store("questions")
-    with pytest.raises(ValueError, match="store 'questions' is already there"):
+    with pytest.raises(ValueError, match="store 'questions' is already registered"):
         arena.add_store("questions")
     with pytest.raises(ValueError, match=r"episode_type='gues': no such episode, expected one of \['guess'\]"):
         run(arena, EpisodeRequest("gues", "x"))

@@ -39,11 +39,11 @@ def test_untrainable_children_stay_out_and_trainable_children_of_an_untrainable_
     arena = nested(make_arena, trainable=False)
     arena.source = lambda: [EpisodeRequest("propose", "sums")]
     batch = asyncio.run(arena.step())
-    assert batch.actors == ["proposer"] and len(batch) == 1 and batch.dropped == {"untrainable": 4}
+    assert batch.actors == ["proposer"] and len(batch) == 1 and batch.dropped == {"not_trainable": 4}
     arena = nested(make_arena)
     arena.source = lambda: [EpisodeRequest("propose", "sums", is_trainable=False)]
     batch = asyncio.run(arena.step())
-    assert batch.actors == ["solver"] and len(batch) == 4 and batch.dropped == {"untrainable": 1}
+    assert batch.actors == ["solver"] and len(batch) == 4 and batch.dropped == {"not_trainable": 1}
 
 
 def test_children_inherit_the_policy_version_and_priority(make_arena):

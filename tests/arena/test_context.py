@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from turnwise.arena import Episode, Rubric
-from turnwise.arena.context import content_key, current_context, derive_seed
+from turnwise.arena.runtime.content_key import content_key
+from turnwise.arena.runtime.context import current_context
+from turnwise.arena.runtime.rng import derive_seed
 from turnwise.types import Artifact, EpisodeRequest
 
 
 def test_seeds_are_stable_across_processes_and_differ_by_every_part():
-    code = "from turnwise.arena.context import derive_seed; print(derive_seed(0, 'episode', 3))"
+    code = "from turnwise.arena.runtime.rng import derive_seed; print(derive_seed(0, 'episode', 3))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(other.stdout) == derive_seed(0, "episode", 3)
     seeds = {derive_seed(a, b, c) for a in range(10) for b in "xyz" for c in range(10)}

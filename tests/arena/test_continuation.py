@@ -188,7 +188,7 @@ def test_children_are_continued_at_their_own_level(make_arena):
     arena.add_episode(Parent())
     edge = FromChildren(parent="parent", actor="lead", child="round", child_actor="solver", by="sum")
     arena.credit = LevelCredit(rule="episodic", edges=[edge])
-    arena.filters = type(arena.filters)(zero_advantage=False)
+    arena.filters = type(arena.filters)(drop_zero_advantage=False)
     arena.source = lambda: [EpisodeRequest("parent", None)]
     batch = asyncio.run(arena.step())
     [top] = arena.last_results
@@ -198,7 +198,7 @@ def test_children_are_continued_at_their_own_level(make_arena):
     assert len(nested) == 6 and {node.parent_id for node in nested} == {top.rollout.id}
     paid = sum(child.rollout.rewards["solver"] for child in top.children)
     assert top.rollout.steps[0].advantage == paid, "what continues a child is no child"
-    assert batch.dropped == {"untrainable": 1} and len(batch) == 6, "each request says for itself whether it trains"
+    assert batch.dropped == {"not_trainable": 1} and len(batch) == 6, "each request says for itself whether it trains"
 
 
 class Compared(Round):

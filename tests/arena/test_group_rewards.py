@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from turnwise.arena import BatchFailedError, DropRolloutError, Judge, Rubric, logged
+from turnwise.arena import BatchFailedError, DropRolloutError, Judge, Rubric, record_input
 from turnwise.types import EpisodeRequest, ModelError
 
 from .helpers import Guess, Propose
@@ -159,7 +159,9 @@ def test_judges_in_it_draw_by_the_group_and_are_counted(make_arena):
         results = play(arena, "x", "x", *others)
         assert [[step.actor_id for step in result.rollout.steps] for result in results] == [["solver"]] * len(results)
         # A guess of two tokens each, and two opinions of two tokens for each group.
-        assert arena.finish(results).metrics["sampled_tokens"] == 2 * len(results) + 4 * len(results) // 2
+        assert (
+            arena.assign_credit_and_pack(results).metrics["sampled_tokens"] == 2 * len(results) + 4 * len(results) // 2
+        )
         told.append(results[0].rollout.rewards)
     assert told[0] == told[1]
 
@@ -217,7 +219,7 @@ def test_what_is_asked_at_the_top_is_in_the_record(make_arena):
     async def ask(rollouts, arena):
         value = await judge.score(f"Rate {rollouts[0].artifact}", arena)
         value += await judge.score(f"Rate {rollouts[0].artifact}", arena)
-        value += logged("length", len, "tool")
+        value += record_input("length", len, "tool")
         try:
             await arena.call_model(None, "No answer?")
         except ModelError:
@@ -270,7 +272,7 @@ def test_what_was_asked_is_counted_once_whatever_becomes_of_the_group(make_arena
         results = play(arena, "x", "x")
         assert [result.rollout.error is None for result in results] == ["solver" in said] * 2
         # Two guesses of two tokens, and once two of the opinion and two of the judge.
-        assert arena.finish(results).metrics["sampled_tokens"] == 2 * 2 + 2 + 2
+        assert arena.assign_credit_and_pack(results).metrics["sampled_tokens"] == 2 * 2 + 2 + 2
         asked = [result.rollout.meta["group"].get("asked", []) for result in results]
         assert [[step["actor_id"] for step in steps] for steps in asked] == [["solver", None], []]
         assert len(arena.build_training_batch(results)) == (2 if "solver" in said else 0)

@@ -17,7 +17,7 @@ from turnwise.arena import (
 )
 from turnwise.arena.episode import Episode
 from turnwise.inference.scripted import ScriptedClient
-from turnwise.samples import collect_samples
+from turnwise.samples.collect import collect_samples
 from turnwise.types import Actor, EpisodeRequest
 
 

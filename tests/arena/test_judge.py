@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from turnwise.arena import Judge, Rubric, read_choice, read_number
-from turnwise.arena.judge import AnswerCache
+from turnwise.arena.rewards.judge import AnswerCache
 from turnwise.types import EpisodeRequest, ModelError, ModelResponse
 
 from .helpers import Guess
@@ -52,7 +52,7 @@ def test_equal_questions_are_asked_once_and_stand_in_every_record(make_arena):
     assert sum("cached" not in own[0].info for own in steps) == 1
     assert not any(own[0].trainable for own in steps)
     # Six guesses and one opinion were sampled, of two tokens each.
-    assert arena.finish(results).metrics["sampled_tokens"] == 14
+    assert arena.assign_credit_and_pack(results).metrics["sampled_tokens"] == 14
 
 
 def test_an_answer_does_not_depend_on_who_asks_first(make_arena):
@@ -160,6 +160,10 @@ def test_reading_answers():
         read_number("no idea")
     with pytest.raises(ValueError, match="expected A, B or tie"):
         read_choice("ABBA")
+
+
+def test_answers_are_greedy_unless_asked_for_otherwise():
+    assert Judge().sampling == {"temperature": 0.0} and Judge(temperature=0.7).sampling == {"temperature": 0.7}
 
 
 def test_options_are_checked_at_once():

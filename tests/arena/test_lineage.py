@@ -8,7 +8,8 @@ import sqlite3
 import pytest
 
 from turnwise.arena import ArtifactStore
-from turnwise.arena.context import EpisodeContext, Luck, inside
+from turnwise.arena.runtime.context import EpisodeContext, use_context
+from turnwise.arena.runtime.rng import LazyRandom
 from turnwise.types import EpisodeState, Rollout
 
 
@@ -61,27 +62,27 @@ def test_lineage_survives_saving_and_files(tmp_path):
 
 def test_inside_an_episode_the_source_is_its_rollout():
     store = ArtifactStore("q")
-    with inside(EpisodeContext(Rollout("e7.1", "propose", None), EpisodeState(), Luck(0))):
+    with use_context(EpisodeContext(Rollout("e7.1", "propose", None), EpisodeState(), LazyRandom(0))):
         assert store.add("x").source == "e7.1" and store.add("y", source="mine").source == "mine"
     assert store.add("z").source is None
 
 
 # -- whose rollout made it ---------------------------------------------------------------------------------------------
 def made_by(store, rollout_id, data):
-    with inside(EpisodeContext(Rollout(rollout_id, "author", None), EpisodeState(), Luck(0))):
+    with use_context(EpisodeContext(Rollout(rollout_id, "author", None), EpisodeState(), LazyRandom(0))):
         return store.add(data)
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_two_runs_on_one_file_number_their_rollouts_alike_and_are_told_apart(tmp_path, shared):
     first = ArtifactStore("q", path=tmp_path / "q.db", shared=shared)
-    first.name_run("solve")
+    first.set_run_name("solve")
     one = made_by(first, "e0.0", "a")
     state = in_json(first.state_dict())
     if not shared:
         first.close()
     second = ArtifactStore("q", path=tmp_path / "q.db", shared=shared)
-    second.name_run("solve")
+    second.set_run_name("solve")
     two = made_by(second, "e0.0", "b")
     assert one.source == two.source == "e0.0" and one.run != two.run == second.run == second.frozen().run
     assert one.run.startswith("solve@") and two.run.startswith("solve@")
@@ -89,13 +90,13 @@ def test_two_runs_on_one_file_number_their_rollouts_alike_and_are_told_apart(tmp
     second.close()
     first.close()
     resumed = ArtifactStore("q", path=tmp_path / "q.db", shared=True)
-    resumed.name_run("solve")
+    resumed.set_run_name("solve")
     with pytest.warns(UserWarning, match="changes by other runs"):
         resumed.load_state_dict(state)
     assert made_by(resumed, "e1", "c").run == one.run, "a resumed run is the same one"
     assert [a.run for a in ArtifactStore("q", path=tmp_path / "q.db")] == [one.run, two.run, one.run]
     memory = ArtifactStore("q")
-    memory.name_run("solve")
+    memory.set_run_name("solve")
     assert memory.run is None and memory.add("x").run is None
 
 

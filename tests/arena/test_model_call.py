@@ -8,7 +8,7 @@ from collections import UserDict
 import numpy as np
 import pytest
 
-from turnwise.arena.model_call import PromptCache, well_formed
+from turnwise.arena.runtime.model_call import PromptCache, well_formed
 from turnwise.chat import ChatRenderer
 from turnwise.types import Actor, ModelError, Sampling
 

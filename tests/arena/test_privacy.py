@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from turnwise.arena import (
-    EpisodeProgress,
+    EpisodeCheckpoints,
     LeakError,
     MultiTurnEpisode,
     Rubric,
@@ -18,7 +18,8 @@ from turnwise.arena import (
     private,
     reveal,
 )
-from turnwise.arena.privacy import PrivateTexts, check_batch, comparable, hidden_parts, holds, is_stated
+from turnwise.arena.runtime.privacy import check_batch
+from turnwise.arena.runtime.private_text import PrivateTexts, contains_phrase, hidden_parts, is_stated, normalize_text
 from turnwise.types import EpisodeRequest, Rollout
 
 SEED = random.SystemRandom().randrange(2**32)
@@ -166,7 +167,7 @@ def test_random_games_that_keep_their_secrets_pass(make_arena, number, tmp_path)
     episode = Secrets(actors, rounds=rng.randint(1, 3), sampler=tree)
     arena = make_arena(thoughts, actors=NAMES, check_private=True, seed=rng.randrange(1000), max_concurrency=3)
     if rng.random() < 0.5:
-        arena.progress = EpisodeProgress(tmp_path)
+        arena.episode_checkpoints = EpisodeCheckpoints(tmp_path)
     arena.add_episode(episode)
     arena.source = lambda: [EpisodeRequest("secrets", "q", group_id="q") for _ in range(3)]
     batch = asyncio.run(arena.step())
@@ -352,7 +353,7 @@ def test_marks_survive_a_kill(make_arena, tmp_path):
             episode = Told(rounds=2)
             episode.tells = tells
             arena = make_arena(reply, actors=NAMES, check_private=True)
-            arena.progress = EpisodeProgress(tmp_path / str(tells))
+            arena.episode_checkpoints = EpisodeCheckpoints(tmp_path / str(tells))
             arena.add_episode(episode)
             made[0] = 0
             try:
@@ -567,7 +568,7 @@ def test_the_arena_checks_the_batch_that_it_builds(make_arena, monkeypatch):
     ],
 )
 def test_texts_are_compared_as_whole_words(text, part, expected):
-    assert holds(text, part) is expected
+    assert contains_phrase(text, part) is expected
 
 
 @pytest.mark.parametrize(
@@ -590,7 +591,7 @@ def test_a_statement_has_nothing_beside_it(text, part, expected):
 
 
 def test_case_and_white_space_do_not_count():
-    assert comparable("  Your\n CARD:\tK ") == "your card: k"
+    assert normalize_text("  Your\n CARD:\tK ") == "your card: k"
 
 
 @pytest.mark.parametrize(

@@ -78,19 +78,19 @@ FLAWS = {
     ),
     # of tree sampling
     "D1 later agents got equal rewards": (
-        "arena/test_tree.py",
+        "arena/test_sampler.py",
         "test_d1_every_actor_is_scored_by_its_own_action",
     ),
     "D2 old environments stepped": (
-        "arena/test_tree.py",
+        "arena/test_sampler.py",
         "test_d2_each_branch_steps_its_own_fork_and_the_winners_state_goes_on",
     ),
     "D3 later agents saw nothing": (
-        "arena/test_tree.py",
+        "arena/test_sampler.py",
         "test_d3_a_later_actor_sees_what_the_earlier_one_wrote_in_the_same_turn",
     ),
     "D4 groups mixed problems, in the tree": (
-        "arena/test_tree.py",
+        "arena/test_sampler.py",
         "test_d4_a_group_holds_one_state_of_one_problem",
     ),
     "D4 groups mixed problems, in credit": (
@@ -98,11 +98,11 @@ FLAWS = {
         "test_eight_problems_are_eight_groups",
     ),
     "D5 early successes were dropped": (
-        "arena/test_tree.py",
+        "arena/test_sampler.py",
         "test_d5_without_a_tree_early_successes_keep_all_their_rows",
     ),
     "failed calls became rows": (
-        "arena/test_tree.py",
+        "arena/test_sampler.py",
         "test_a_failed_call_is_no_row_and_costs_only_its_branch",
     ),
 }

@@ -118,7 +118,7 @@ def test_a_nested_program_with_hooks_stores_and_a_credit_rule_in_second_place():
     assert arena.credit_assigner.normalize is False
     assert {r.rollout.extras["word"]: r.rewards["Maker"] for r in arena.last_results} == {"ash": 0.5, "fir": 1.0}
     assert sorted(batch.advantages.tolist()) == [-0.25, 0.25]
-    assert batch.actors == ["Maker"] and batch.dropped == {"untrainable": 8}
+    assert batch.actors == ["Maker"] and batch.dropped == {"not_trainable": 8}
     assert arena.left[0] == 2 and arena.left[1] in ("oak", "elm")
 
 

@@ -9,7 +9,8 @@ from collections import Counter
 import pytest
 
 from turnwise.arena import ArtifactStore
-from turnwise.arena.context import EpisodeContext, Luck, inside
+from turnwise.arena.runtime.context import EpisodeContext, use_context
+from turnwise.arena.runtime.rng import LazyRandom
 from turnwise.types import Artifact, EpisodeState, Rollout
 
 
@@ -125,8 +126,8 @@ def test_sampling_has_its_own_seed_and_survives_saving():
 
 def test_inside_an_episode_samples_come_from_that_episodes_generator():
     def draw(seed, store):
-        context = EpisodeContext(Rollout("r", "e", None), EpisodeState(), Luck(seed))
-        with inside(context):
+        context = EpisodeContext(Rollout("r", "e", None), EpisodeState(), LazyRandom(seed))
+        with use_context(context):
             return numbers(store.sample(5))
 
     store, untouched = filled(20), filled(20)
@@ -146,16 +147,16 @@ def test_a_frozen_view_reads_and_writes_nothing():
     view.sample(3)
     assert numbers(store.sample(3)) == numbers(untouched.sample(3))
     assert numbers(store.frozen().sample(3)) == numbers(store.frozen().sample(3)), "paired"
-    with view.together():
+    with view.transaction():
         assert view.add({"n": 9}).id in view and view.count() == 5
     assert view.count() == 4
 
 
 def episode(root=0, seed=1):
-    return EpisodeContext(Rollout(f"e{root}", "e", None), EpisodeState(), Luck(seed), root=root)
+    return EpisodeContext(Rollout(f"e{root}", "e", None), EpisodeState(), LazyRandom(seed), root=root)
 
 
-@pytest.mark.parametrize("sampling", ["uniform", "weighted", "prioritised", "learnability"])
+@pytest.mark.parametrize("sampling", ["uniform", "weighted", "prioritized", "learnability"])
 @pytest.mark.parametrize("seed", range(5))
 def test_an_episode_can_not_tell_a_frozen_view_from_a_store(sampling, seed):
     options = {"max_size": 12, "dedup": True, "sampling": sampling, "window": 3}
@@ -165,7 +166,7 @@ def test_an_episode_can_not_tell_a_frozen_view_from_a_store(sampling, seed):
     before, view, other = json.dumps(store.state_dict()), store.frozen(), store.frozen()
     answers = []
     for each in (view, twin):
-        with inside(episode()):
+        with use_context(episode()):
             said = random_uses(each, seed + 9)
             said += [[*each], [each.outcome(artifact.id) for artifact in each]]
             said += [artifact.id for artifact in each.split("train", share=0.5).sample(2)]
@@ -184,7 +185,7 @@ def test_an_episode_can_not_tell_a_frozen_view_from_a_store(sampling, seed):
                 said.append(str(caught.value))
         answers.append(said)
     assert answers[0] == answers[1]
-    with inside(episode(root=1)):
+    with use_context(episode(root=1)):
         assert [*view] == [*other], "another episode's writes are its own"
     assert json.dumps(store.state_dict()) == before
 
@@ -192,7 +193,7 @@ def test_an_episode_can_not_tell_a_frozen_view_from_a_store(sampling, seed):
 def test_episodes_of_a_frozen_view_draw_from_their_own_and_may_give_an_id_again():
     view, drawn = filled(3, sampling="weighted").frozen(), []
     for root in range(2):
-        with inside(episode(root)):
+        with use_context(episode(root)):
             for number in range(3):
                 view.remove(f"q-{number}")
             view.add({"n": 7 + root}, id="q-0")

@@ -11,7 +11,7 @@
 #include "core/float16.h"
 #include "core/parallel.h"
 #include "ops/factorize.h"
-#include "ops/policy_loss_kernel.h"
+#include "ops/policy_loss_tile.h"
 #include "ops/scalar_math.h"
 
 using namespace turnwise;
@@ -140,7 +140,7 @@ static void test_formulas(float advantage, bool with_rollout, bool weighted) {
     tile.kl_weighted = weighted;
     tile.kl_coef = 0.25f;
     TileSums sums;
-    kernels().clip[weighted][int(kind)](tile, sums);
+    policy_loss_kernels().clip[weighted][int(kind)](tile, sums);
 
     double loss = 0, size = 0, k3 = 0;
     float ratio_max = 0;
@@ -169,7 +169,7 @@ static void test_formulas(float advantage, bool with_rollout, bool weighted) {
         tokens += 1;
         low += token.clipped_low;
         high += token.clipped_high;
-        dual += token.third;
+        dual += token.clipped_dual;
         // Of a weighted term the parts may cancel: they are held to their own size.
         const double parts[] = {double(token.grad), 0.25 * scale * slope, -0.25 * scale * double(kl.slope)};
         const double expected = 0.5 * (parts[0] + parts[1] + parts[2]);
@@ -183,7 +183,7 @@ static void test_formulas(float advantage, bool with_rollout, bool weighted) {
     EXPECT(sums.tokens == tokens);
     EXPECT(sums.clipped_low == low);
     EXPECT(sums.clipped_high == high);
-    EXPECT(sums.third == dual);
+    EXPECT(sums.clipped_dual == dual);
     EXPECT((low > 0) == (per_token || advantage < 0));
     EXPECT((high > 0) == (per_token || advantage > 0));
     EXPECT((dual > 0) == (!with_rollout && (per_token || advantage < 0)));
@@ -193,7 +193,7 @@ static void test_formulas(float advantage, bool with_rollout, bool weighted) {
     tile.mask = nothing.data();
     tile.advantage = NAN;
     TileSums none;
-    kernels().clip[weighted][int(kind)](tile, none);
+    policy_loss_kernels().clip[weighted][int(kind)](tile, none);
     EXPECT(none.loss == 0 && none.k3 == 0 && none.tokens == 0 && none.ratio_max == 0);
     for (float value : grad) EXPECT(value == 0);
 }

@@ -22,7 +22,8 @@ BUILDS = {
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.skipif(not CSRC.exists(), reason="the C++ sources are not here")
-@pytest.mark.parametrize(("name", "build"), [*(("test_state", build) for build in BUILDS), ("test_archive", "address")])
+@pytest.mark.parametrize("build", ["plain", *(pytest.param(b, marks=pytest.mark.slow) for b in ("address", "thread"))])
+@pytest.mark.parametrize("name", ["test_state", "test_archive"])
 def test_state(name: str, build: str, tmp_path: Path) -> None:
     flags = [str(COMPILER), "-std=c++17", "-pthread", f"-I{CSRC}", *BUILDS[build]]
     if build != "plain":
@@ -38,9 +39,3 @@ def test_state(name: str, build: str, tmp_path: Path) -> None:
     environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_leaks=1"}
     result = subprocess.run([str(program)], capture_output=True, text=True, timeout=120, env=environment)
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
-
-
-def test_the_store_knows_no_python() -> None:
-    for source in CSRC.glob("state/*"):
-        text = source.read_text(encoding="utf-8")
-        assert not any(name in text for name in ("Python.h", "PyObject", "pybind11")), source

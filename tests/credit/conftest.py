@@ -11,13 +11,13 @@ import pytest
 from turnwise.types import Sample
 
 
-def sample(trajectory: str = "a", actor: str = "solver", reward: float = 0.0, **fields: Any) -> Sample:
+def sample(rollout_id: str = "a", actor: str = "solver", reward: float = 0.0, **fields: Any) -> Sample:
     defaults: dict[str, Any] = {
-        "uid": "q",
+        "group_id": "q",
         "episode_type": "solve",
         "turn": 0,
         "branch": 0,
-        "parent": None,
+        "tree_node": None,
         "step_index": 0,
         "policy": "default",
         "prompt_token_ids": [1],
@@ -26,7 +26,7 @@ def sample(trajectory: str = "a", actor: str = "solver", reward: float = 0.0, **
         "policy_versions": [(1, 0)],
         "trajectory_reward": reward,
     }
-    return Sample(actor=actor, trajectory=trajectory, reward=reward, **(defaults | fields))
+    return Sample(actor=actor, rollout_id=rollout_id, reward=reward, **(defaults | fields))
 
 
 def brute_force(

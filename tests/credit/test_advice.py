@@ -64,17 +64,17 @@ def test_one_actor_against_a_frozen_one_is_no_reason(make: Any) -> None:
 
 
 def test_groups_of_one_alone_are_told(make: Any) -> None:
-    alone = [make(f"t{n}", reward=float(n), uid=n) for n in range(3)]
+    alone = [make(f"t{n}", reward=float(n), group_id=n) for n in range(3)]
     [told] = advice_of(GRPOCredit(), alone, alone)
     assert "each of the 3 values of this batch is alone in its group, so all advantages are 0" in told
-    assert not advice_of(GRPOCredit(), [*alone, make("t3", uid=0)]), "two share a question"
+    assert not advice_of(GRPOCredit(), [*alone, make("t3", group_id=0)]), "two share a question"
     assert not advice_of(GRPOCredit(), alone[:1]), "an evaluation of one, or a demo"
     assert not advice_of(GRPOCredit(singleton="raw"), alone)
 
 
 def test_after_eight_batches_nobody_looks_any_more(make: Any) -> None:
     pair = [make("a", reward=1.0), make("b")]
-    alone = [make(f"t{n}", uid=n) for n in range(3)]
+    alone = [make(f"t{n}", group_id=n) for n in range(3)]
     assert advice_of(GRPOCredit(), *[pair] * 7, alone) and not advice_of(GRPOCredit(), *[pair] * 8, alone)
 
 

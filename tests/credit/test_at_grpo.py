@@ -11,7 +11,7 @@ from turnwise.credit import ATGRPOCredit
 
 def test_eight_problems_are_eight_groups(make: Any) -> None:
     samples = [
-        make(f"{problem}-{copy}", reward=10.0 * problem + copy, uid=problem)
+        make(f"{problem}-{copy}", reward=10.0 * problem + copy, group_id=problem)
         for problem in range(8)
         for copy in range(4)
     ]
@@ -33,7 +33,7 @@ def test_an_early_success_trains(make: Any) -> None:
 
 def test_branches_are_compared_with_their_siblings_alone(make: Any) -> None:
     samples = [
-        make(trajectory, reward=reward + offset, parent=parent, branch=branch, turn=1)
+        make(trajectory, reward=reward + offset, tree_node=parent, branch=branch, turn=1)
         for offset, (trajectory, parent) in enumerate([("t1", 3), ("t1", 4), ("t2", 3)])
         for branch, reward in enumerate((0.0, 0.5))
     ]
@@ -42,7 +42,9 @@ def test_branches_are_compared_with_their_siblings_alone(make: Any) -> None:
 
 
 def test_losers_of_the_selection_train_too(make: Any) -> None:
-    samples = [make("t", reward=float(branch == 2), parent=0, branch=branch, step_index=branch) for branch in range(4)]
+    samples = [
+        make("t", reward=float(branch == 2), tree_node=0, branch=branch, step_index=branch) for branch in range(4)
+    ]
     advantages = ATGRPOCredit().compute_columns(samples)
     np.testing.assert_allclose(advantages, [-0.5, -0.5, 1.5, -0.5], atol=1e-6)
 

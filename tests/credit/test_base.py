@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.credit import ATGRPOCredit, Credit, DrMASCredit, GRPOCredit, HierarchyCredit, registry
-from turnwise.samples import collect_samples
+from turnwise.samples.collect import collect_samples
 from turnwise.types import CreditAssigner, GenerateResult, Rollout, Sample, Step
 
 ROWS = st.lists(
@@ -30,18 +30,18 @@ ROWS = st.lists(
 )
 # rule, key, what counts as one value, which reward
 GROUPED: dict[str, tuple[Callable[[], Credit], Any, Any, Any, dict[str, Any]]] = {
-    "grpo": (GRPOCredit, lambda s: s.uid, lambda s: s.trajectory, lambda s: s.reward, {}),
+    "grpo": (GRPOCredit, lambda s: s.group_id, lambda s: s.rollout_id, lambda s: s.reward, {}),
     "hierarchy": (
         HierarchyCredit,
-        lambda s: (s.parent_node, s.uid, s.episode_type, s.actor),
-        lambda s: s.trajectory,
+        lambda s: (s.parent_rollout_id, s.group_id, s.episode_type, s.actor),
+        lambda s: s.rollout_id,
         lambda s: s.trajectory_reward,
         {"ddof": 0},
     ),
-    "dr_mas": (DrMASCredit, lambda s: (s.uid, s.actor), id, lambda s: s.reward, {}),
+    "dr_mas": (DrMASCredit, lambda s: (s.group_id, s.actor), id, lambda s: s.reward, {}),
     "at_grpo": (
         ATGRPOCredit,
-        lambda s: (s.uid, s.actor, s.turn, s.parent is not None and (s.trajectory, s.parent)),
+        lambda s: (s.group_id, s.actor, s.turn, s.tree_node is not None and (s.rollout_id, s.tree_node)),
         id,
         lambda s: s.reward,
         {"eps": 1e-8},
@@ -56,12 +56,12 @@ def samples_of(make: Any, rows: list[tuple[Any, ...]]) -> list[Sample]:
             f"{uid}-{name}",
             actor,
             reward,
-            uid=uid,
+            group_id=uid,
             turn=turn,
-            parent=parent,
+            tree_node=parent,
             step_index=index,
             trajectory_reward=float(ord(name)),
-            parent_node=None if name < "c" else "top",
+            parent_rollout_id=None if name < "c" else "top",
         )
         for index, (uid, name, actor, turn, parent, reward) in enumerate(rows)
     ]
@@ -123,7 +123,7 @@ def test_compute_walks_children_and_skips_failures() -> None:
         step = Step("solver", 0, [], "4", [1], [2], [-0.1], [(1, 0)], "stop", reward=reward)
         judge = Step(None, 0, [], "ok", [1], [2], [-0.1], [(1, 0)], "stop")
         error = fields.pop("error", None)
-        return GenerateResult(Rollout(name, "solve", "q", [judge, step], error=error), uid="q", **fields)
+        return GenerateResult(Rollout(name, "solve", "q", [judge, step], error=error), group_id="q", **fields)
 
     parent = result("p", 9.0, is_trainable=False, children=[result("a", 1.0), result("b", 0.0)])
     advantages = DrMASCredit().compute([parent, result("x", 5.0, error="Traceback")])
@@ -131,7 +131,7 @@ def test_compute_walks_children_and_skips_failures() -> None:
 
 
 def test_a_group_of_one_gets_zero_and_is_not_lost(make: Any) -> None:
-    samples = [make("a", reward=1.0, uid="alone"), make("b", reward=1.0), make("c", reward=0.0)]
+    samples = [make("a", reward=1.0, group_id="alone"), make("b", reward=1.0), make("c", reward=0.0)]
     for rule in (GRPOCredit, HierarchyCredit, DrMASCredit, ATGRPOCredit):
         advantages = rule().compute_columns(samples)
         assert advantages[0] == 0 and advantages[1] > 0 > advantages[2]
@@ -157,7 +157,7 @@ def test_no_rule_looks_at_how_a_call_ended(make: Any, name: str) -> None:
             [
                 GenerateResult(
                     Rollout(id, "solve", "q", [Step("solver", 0, [], "4", [1], [2], [-0.1], [(1, 0)], how, reward=r)]),
-                    uid="q",
+                    group_id="q",
                 )
                 for id, r, how in [("a", 1.0, "stop"), ("b", 0.5, finish), ("c", 0.25, "stop"), ("d", 0.0, finish)]
             ]
@@ -174,7 +174,7 @@ def test_no_rule_looks_at_how_a_call_ended(make: Any, name: str) -> None:
 def test_a_zero_names_its_cause(make: Any, name: str) -> None:
     groups = {"tied": [0.1, 0.1, 0.1], "lonely": [1.0], "close": [0.0, 0.05], "middle": [0.0, 0.5, 1.0]}
     samples = [
-        make(f"{uid}{copy}", reward=reward, uid=uid, prompt_token_ids=[1, len(uid)])
+        make(f"{uid}{copy}", reward=reward, group_id=uid, prompt_token_ids=[1, len(uid)])
         for uid, rewards in groups.items()
         for copy, reward in enumerate(rewards)
     ]
@@ -194,7 +194,7 @@ def test_units_of_several_calls_are_tied_by_their_means(make: Any) -> None:
 
 
 def test_the_samples_own_group_and_a_custom_key_go_first(make: Any) -> None:
-    samples = [make("a", reward=1.0, uid=1), make("b", reward=0.0, uid=2), make("c", reward=4.0, uid=2)]
+    samples = [make("a", reward=1.0, group_id=1), make("b", reward=0.0, group_id=2), make("c", reward=4.0, group_id=2)]
     assert DrMASCredit().compute_columns(samples)[0] == 0
     assert DrMASCredit(key=lambda s: (s.actor,)).compute_columns(samples)[0] < 0
     for sample in samples[:2]:

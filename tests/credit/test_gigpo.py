@@ -35,16 +35,16 @@ def test_equals_brute_force(make: Any, reference: Any, seed: int) -> None:
     for copy in range(10):
         size = int(rng.integers(1, 6))
         states = "".join(rng.choice(list("STUV"), size=size))
-        samples += walk(make, f"t{copy}", rng.random(size).tolist(), states, uid=f"q{copy % 2}")
+        samples += walk(make, f"t{copy}", rng.random(size).tolist(), states, group_id=f"q{copy % 2}")
     returns = {
         id(s): sum(
-            0.9 ** (o.turn - s.turn) * o.reward for o in samples if o.trajectory == s.trajectory and o.turn >= s.turn
+            0.9 ** (o.turn - s.turn) * o.reward for o in samples if o.rollout_id == s.rollout_id and o.turn >= s.turn
         )
         for s in samples
     }
-    totals = {s.trajectory: sum(o.reward for o in samples if o.trajectory == s.trajectory) for s in samples}
-    episodes = reference(samples, lambda s: s.uid, lambda s: s.trajectory, lambda s: totals[s.trajectory])
-    steps = reference(samples, lambda s: (s.uid, s.info["state"]), id, lambda s: returns[id(s)])
+    totals = {s.rollout_id: sum(o.reward for o in samples if o.rollout_id == s.rollout_id) for s in samples}
+    episodes = reference(samples, lambda s: s.group_id, lambda s: s.rollout_id, lambda s: totals[s.rollout_id])
+    steps = reference(samples, lambda s: (s.group_id, s.info["state"]), id, lambda s: returns[id(s)])
     advantages = GiGPOCredit(gamma=0.9, omega=0.5).compute_columns(samples)
     np.testing.assert_allclose(advantages, episodes + 0.5 * steps, rtol=1e-5, atol=1e-6, err_msg=f"seed {seed}")
 
@@ -63,7 +63,7 @@ def test_without_a_named_state_the_prompt_is_the_anchor(make: Any) -> None:
 
 
 def test_questions_and_actors_do_not_share_anchors(make: Any) -> None:
-    samples = [make("a", reward=1.0), make("b", reward=0.0, uid="other"), make("c", "verifier", reward=5.0)]
+    samples = [make("a", reward=1.0), make("b", reward=0.0, group_id="other"), make("c", "verifier", reward=5.0)]
     assert GiGPOCredit().compute_columns(samples).tolist() == [0, 0, 0]
 
 

@@ -3,8 +3,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
-from turnwise.credit import GRPOCredit, HierarchyCredit
+from turnwise.credit import DrGRPOCredit, GRPOCredit, HierarchyCredit, OPOCredit, RLOOCredit
 from turnwise.types import Sample
 
 S = 0.70711
@@ -26,12 +27,12 @@ def test_a_trajectory_counts_once_however_long(make: Any) -> None:
 def test_questions_levels_types_and_actors_are_not_compared(make: Any) -> None:
     """In the hierarchy each pair below is a group of its own; a top level with two questions is two groups."""
     pairs = [
-        {"uid": "q1"},
-        {"uid": "q2"},
-        {"uid": "q1", "parent_node": "p1"},
-        {"uid": "q1", "parent_node": "p2"},
-        {"uid": "q1", "episode_type": "propose"},
-        {"uid": "q1", "actor": "critic"},
+        {"group_id": "q1"},
+        {"group_id": "q2"},
+        {"group_id": "q1", "parent_rollout_id": "p1"},
+        {"group_id": "q1", "parent_rollout_id": "p2"},
+        {"group_id": "q1", "episode_type": "propose"},
+        {"group_id": "q1", "actor": "critic"},
     ]
     samples = [
         make(f"t{index}-{name}", reward=100.0 * index + reward, **pair)
@@ -45,3 +46,53 @@ def test_questions_levels_types_and_actors_are_not_compared(make: Any) -> None:
 def test_the_hierarchy_looks_at_the_rollouts_reward(make: Any) -> None:
     samples = [make("a", reward=0.0, trajectory_reward=1.0), make("b", reward=5.0, trajectory_reward=0.0)]
     assert HierarchyCredit().compute_columns(samples)[0] > 0 > GRPOCredit().compute_columns(samples)[0]
+
+
+def test_dr_grpo_worked_values(worked: list[Sample]) -> None:
+    gap = ((0.9 + 1 + 1) / 3) / 2
+    np.testing.assert_allclose(DrGRPOCredit().compute_columns(worked), [gap] * 3 + [-gap] * 2, rtol=1e-6)
+
+
+def test_dr_grpo_keeps_small_differences_small(worked: list[Sample]) -> None:
+    for sample in worked:
+        sample.reward = sample.trajectory_reward = 1e-3 * sample.reward
+    assert abs(DrGRPOCredit().compute_columns(worked)).max() < 1e-3
+    assert abs(GRPOCredit().compute_columns(worked)).max() > 0.5
+
+
+def test_rloo_worked_values(make: Any) -> None:
+    samples = [make(name, reward=reward) for name, reward in zip("abcd", [1.0, 0.0, 1.0, 1.0], strict=True)]
+    np.testing.assert_allclose(RLOOCredit().compute_columns(samples), [1 / 3, -1, 1 / 3, 1 / 3], rtol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rloo_compares_with_the_mean_of_the_others(make: Any, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rewards = 1000 + rng.random(7)
+    samples = [make(f"t{index}", reward=reward) for index, reward in enumerate(rewards)]
+    expected = [reward - np.delete(rewards, index).mean() for index, reward in enumerate(rewards)]
+    np.testing.assert_allclose(RLOOCredit().compute_columns(samples), expected, atol=1e-6, err_msg=f"seed {seed}")
+
+
+def test_rloo_counts_a_long_trajectory_once(make: Any) -> None:
+    samples = [make("a", reward=1.0, step_index=index) for index in range(5)] + [make("b"), make("c")]
+    np.testing.assert_allclose(RLOOCredit().compute_columns(samples), [1] * 5 + [-0.5, -0.5], rtol=1e-6)
+
+
+def test_opo_worked_values(make: Any) -> None:
+    """A right answer of 3 tokens, a wrong one of 1: the baseline is 3 / 4."""
+    samples = [make("a", reward=1.0, completion_token_ids=[1, 2, 3]), make("b", reward=0.0)]
+    np.testing.assert_allclose(OPOCredit().compute_columns(samples), [0.25, -0.75], rtol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_opo_adds_up_the_lengths_of_a_trajectory(make: Any, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    samples, rewards, lengths = [], rng.random(5), []
+    for index, reward in enumerate(rewards):
+        calls = rng.integers(1, 9, size=rng.integers(1, 4)).tolist()
+        samples += [make(f"t{index}", reward=reward, completion_token_ids=[2] * length) for length in calls]
+        lengths.append(sum(calls))
+    baseline = np.average(rewards, weights=lengths)
+    expected = [rewards[int(sample.rollout_id[1:])] - baseline for sample in samples]
+    np.testing.assert_allclose(OPOCredit().compute_columns(samples), expected, atol=1e-6, err_msg=f"seed {seed}")

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from turnwise.arena import samples as rows
 from turnwise.credit import Difference, EpisodicCredit, FromChildren, HierarchyCredit, LevelCredit, RAECredit, registry
-from turnwise.samples import collect_samples
-from turnwise.train.config_files import config_from_dict, to_toml
+from turnwise.samples import pack as rows
+from turnwise.samples.collect import collect_samples
+from turnwise.train.config.toml import to_toml
+from turnwise.train.validate import config_from_dict
 from turnwise.types import GenerateResult, Rollout, Step
 
 PROPOSED = FromChildren(parent="propose", actor="proposer", child="solve", child_actor="solver", by="mean")
@@ -27,7 +28,7 @@ def episode(
 ) -> GenerateResult:
     steps = fields.pop("steps", None) or [step(actor)]
     trainable = fields.pop("is_trainable", True)
-    result = GenerateResult(Rollout(name, kind, "q", steps, {actor: reward}, **fields), list(children), uid="q")
+    result = GenerateResult(Rollout(name, kind, "q", steps, {actor: reward}, **fields), list(children), group_id="q")
     result.is_trainable = trainable
     for child in children:
         child.parent_id = name
@@ -47,7 +48,7 @@ def proposals() -> list[GenerateResult]:
 
 
 def by_place(samples: list[Any], values: Any) -> dict[tuple[str, int], float]:
-    return {(s.trajectory, s.step_index): float(v) for s, v in zip(samples, values, strict=True)}
+    return {(s.rollout_id, s.step_index): float(v) for s, v in zip(samples, values, strict=True)}
 
 
 def test_rewards_are_paid_and_then_compared() -> None:
@@ -69,7 +70,7 @@ def test_rewards_are_paid_and_then_compared() -> None:
 def test_own_step_rewards_no_longer_count_where_an_edge_pays() -> None:
     samples = LevelCredit(rule="episodic", edges=[PROPOSED]).paid(collect_samples(proposals()))
     proposer = [s for s in samples if s.actor == "proposer"]
-    assert [s.scored for s in proposer] == [False] * 3
+    assert [s.has_step_reward for s in proposer] == [False] * 3
     assert {s.trajectory_reward for s in proposer} == {2 / 3, 0.0}
     assert all(s.reward == s.trajectory_reward for s in proposer)
 
@@ -93,7 +94,7 @@ def test_three_levels_end_to_end() -> None:
 
 def test_penalties_stay_taken() -> None:
     samples = collect_samples(proposals())
-    rows.penalize(samples, [0.25 if s.trajectory == "p1.0" else 0.0 for s in samples])
+    rows.penalize(samples, [0.25 if s.rollout_id == "p1.0" else 0.0 for s in samples])
     paid = LevelCredit(rule="episodic", edges=[SOLVED]).paid(samples)
     assert by_place(paid, [s.reward for s in paid])["p1.0", 0] == pytest.approx(1 / 6 - 0.25)
 
@@ -131,7 +132,7 @@ def test_the_rules_state_is_saved() -> None:
 def test_branched_siblings_and_samples_without_a_tree_are_refused(make: Any) -> None:
     rule = LevelCredit(rule="episodic", edges=[PROPOSED])
     [top, _] = proposals()
-    top.rollout.steps[0].parent = 5
+    top.rollout.steps[0].tree_node = 5
     with pytest.raises(ValueError, match=r"step 0 of rollout 'p1' grew in a tree"):
         rule.compute([top])
     with pytest.raises(ValueError, match=r"step 0 of rollout 'a' tells no tree of episodes"):

@@ -55,7 +55,11 @@ def test_trajectories_and_questions(make: Any) -> None:
     rows = [make("a", reward=1.0), make("a", reward=1.0, step_index=1), make("b"), make("c")]
     alone = PassAtKCredit(k=2).compute_columns(rows)
     assert alone[0] == alone[1] > 0 > alone[2] == alone[3], "a trajectory counts once, and its calls share its value"
-    others = [make("x", uid="other"), make("y", uid="other", reward=1.0), *(make(name, uid="tied") for name in "stu")]
+    others = [
+        make("x", group_id="other"),
+        make("y", group_id="other", reward=1.0),
+        *(make(name, group_id="tied") for name in "stu"),
+    ]
     rule = PassAtKCredit(k=2)
     assert rule.compute_columns(rows + others).tolist() == [*alone, 0, 0, 0, 0, 0], "two answers are one subset"
     assert rule.zero_causes(rows + others, range(4, 9)) == ["alone"] * 2 + ["equal_rewards"] * 3

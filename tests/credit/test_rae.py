@@ -21,7 +21,9 @@ def test_the_baseline_before_the_batch_and_one_update_after_it(make: Any) -> Non
 def test_identical_children_of_different_parents_get_identical_advantages(make: Any) -> None:
     rule = RAECredit(decay=0.5)
     rule.compute_columns([make("z", reward=1.0)])
-    batch = [make(f"t{index}", reward=1.0, parent_node=f"p{index // 2}", uid=index // 2) for index in range(6)]
+    batch = [
+        make(f"t{index}", reward=1.0, parent_rollout_id=f"p{index // 2}", group_id=index // 2) for index in range(6)
+    ]
     assert len(set(rule.compute_columns(batch).tolist())) == 1
 
 

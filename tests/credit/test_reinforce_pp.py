@@ -12,7 +12,7 @@ from turnwise.credit import ReinforcePPCredit
 
 def test_worked_values(make: Any) -> None:
     """Four tokens with 1, 1, 1, 0: mean 0.75, standard deviation sqrt(0.1875) = 0.4330."""
-    samples = [make("a", reward=1.0, completion_token_ids=[1, 2, 3]), make("b", reward=0.0, uid="other")]
+    samples = [make("a", reward=1.0, completion_token_ids=[1, 2, 3]), make("b", reward=0.0, group_id="other")]
     np.testing.assert_allclose(ReinforcePPCredit().compute_columns(samples), [0.57735, -1.73205], atol=1e-5)
     assert ReinforcePPCredit(baseline=True).compute_columns(samples).tolist() == [0, 0], "each alone with its question"
 
@@ -25,7 +25,7 @@ def test_equals_whitening_of_every_token(make: Any, baseline: bool, seed: int) -
         make(
             f"t{index}",
             reward=1000 + float(rng.random()),
-            uid=f"q{index % 3}",
+            group_id=f"q{index % 3}",
             policy=f"p{index // 3 % 2}",
             completion_token_ids=[2] * 6,
             loss_mask=(rng.random(6) < 0.6).astype(int).tolist(),
@@ -36,7 +36,7 @@ def test_equals_whitening_of_every_token(make: Any, baseline: bool, seed: int) -
     counts = np.array([sum(s.loss_mask or []) for s in samples])
     if baseline:
         for uid in ("q0", "q1", "q2"):
-            rows = [i for i, s in enumerate(samples) if s.uid == uid]
+            rows = [i for i, s in enumerate(samples) if s.group_id == uid]
             rewards[rows] -= np.mean(rewards[rows])
     expected = np.zeros(len(samples))
     for policy in ("p0", "p1"):

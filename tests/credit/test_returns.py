@@ -20,12 +20,12 @@ def test_worked_values_by_actor_and_rollout_in_the_order_of_the_steps(make: Any)
 
 def test_the_rollouts_reward_is_earned_once_at_the_end(make: Any) -> None:
     """Calls without a reward of their own all carry the rollout's: summed up, it would count once per call."""
-    samples = [make("a", reward=3.0, step_index=index, scored=False) for index in range(3)]
+    samples = [make("a", reward=3.0, step_index=index, has_step_reward=False) for index in range(3)]
     assert discounted_returns(samples, 0.5).tolist() == [0.75, 1.5, 3.0]
-    samples[2].reward, samples[2].scored = 7.0, True
+    samples[2].reward, samples[2].has_step_reward = 7.0, True
     assert discounted_returns(samples, 1.0).tolist() == [7, 7, 7]
 
 
 def test_trees_are_refused(make: Any) -> None:
     with pytest.raises(ValueError, match=r"step 2 of rollout 'a' grew in a tree"):
-        discounted_returns([make("a"), make("a", parent=5, step_index=2)], 1.0)
+        discounted_returns([make("a"), make("a", tree_node=5, step_index=2)], 1.0)

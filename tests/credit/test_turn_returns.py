@@ -25,7 +25,7 @@ def test_an_early_move_is_paid_for_what_it_made_possible(make: Any) -> None:
 def test_without_a_future_it_is_at_grpo(make: Any, seed: int) -> None:
     rng = np.random.default_rng(seed)
     samples = [
-        make(f"t{copy}", actor, float(rng.random()), turn=turn, step_index=2 * turn + place, uid=f"q{copy % 2}")
+        make(f"t{copy}", actor, float(rng.random()), turn=turn, step_index=2 * turn + place, group_id=f"q{copy % 2}")
         for copy in range(8)
         for turn in range(3)
         for place, actor in enumerate(("solver", "verifier"))

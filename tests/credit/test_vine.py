@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from turnwise.credit import ATGRPOCredit, VineCredit
-from turnwise.samples import collect_samples
+from turnwise.samples.collect import collect_samples
 from turnwise.types import GenerateResult, Rollout, Step
 
 
@@ -19,7 +19,7 @@ def act(actor: str, reward: float | None, node: int | None = None, branch: int =
         info["playouts"] = [played(*one) for one in fields.pop("after")]
     defaults: dict[str, Any] = {"finish_reason": "stop", "selected": True}
     return Step(
-        actor, 0, [], "", [1], [2], [-0.1], [(1, 0)], reward=reward, parent=node, branch=branch, info=info,
+        actor, 0, [], "", [1], [2], [-0.1], [(1, 0)], reward=reward, tree_node=node, branch=branch, info=info,
         **(defaults | fields),
     )  # fmt: skip
 
@@ -30,7 +30,7 @@ def played(rewards: Any, outcome: Any = None) -> dict[str, Any]:
 
 def advantages(steps: list[Step], rewards: dict[str, float] | None = None, meta: Any = None, **options: Any) -> list:
     rollout = Rollout("r", "game", None, steps, rewards or {}, meta=meta or {})
-    samples = collect_samples([GenerateResult(rollout, uid="q")])
+    samples = collect_samples([GenerateResult(rollout, group_id="q")])
     return VineCredit(**options).compute_columns(samples).tolist()
 
 
@@ -42,9 +42,9 @@ def test_a_tree_of_two_nodes_by_hand() -> None:
     steps = [
         act("a", 1.0, 7, 0, selected=True),
         act("a", 3.0, 7, 1, selected=False),
-        act("a", 1.0, 8, 0, selected=False, origin=(7, 0)),
-        act("a", 4.0, 8, 1, origin=(7, 0)),
-        act("a", 1.0, 8, 2, selected=False, origin=(7, 0)),
+        act("a", 1.0, 8, 0, selected=False, from_branch=(7, 0)),
+        act("a", 4.0, 8, 1, from_branch=(7, 0)),
+        act("a", 1.0, 8, 2, selected=False, from_branch=(7, 0)),
     ]
     assert advantages(steps) == pytest.approx([-1.0, 1.0, -1.0, 2.0, -1.0])
 
@@ -58,12 +58,12 @@ def test_two_beams_tell_their_states_apart() -> None:
         act("a", 0.0, 7, 0),
         act("a", 2.0, 7, 1, selected=False),
         act("a", 1.0, 7, 2, selected=False),
-        act("a", 4.0, 8, 0, origin=(7, 0)),
-        act("a", 2.0, 8, 1, origin=(7, 0), selected=False),
-        act("a", 1.0, 9, 0, origin=(7, 1), selected=False),
-        act("a", 1.0, 9, 1, origin=(7, 1), selected=False),
+        act("a", 4.0, 8, 0, from_branch=(7, 0)),
+        act("a", 2.0, 8, 1, from_branch=(7, 0), selected=False),
+        act("a", 1.0, 9, 0, from_branch=(7, 1), selected=False),
+        act("a", 1.0, 9, 1, from_branch=(7, 1), selected=False),
     ]
-    ends = {"ends": [{"origin": [8, 0], "rewards": {}}, {"origin": [9, 0], "rewards": {}}], "own_end": 0}
+    ends = {"ends": [{"from_branch": [8, 0], "rewards": {}}, {"from_branch": [9, 0], "rewards": {}}], "own_end": 0}
     assert advantages(steps, meta=ends) == pytest.approx([0.0, 0.0, 0.0, 1.0, -1.0, 0.0, 0.0])
     # with a discount of 1/2: Q = (0 + 1.5, 2 + .5, 1 + 1), V = 2
     assert advantages(steps, meta=ends, gamma=0.5)[:3] == pytest.approx([-0.5, 0.5, 0.0])
@@ -74,7 +74,7 @@ def test_playouts_tell_what_pruned_states_were_worth() -> None:
     steps = [
         act("a", 1.0, 7, 0, after=[([("a", 0.0)],), ([("a", 2.0)],)]),
         act("a", 0.0, 7, 1, selected=False, after=[([("a", 4.0)],), ([("a", 5.0), ("a", 1.0)],)]),
-        act("a", 2.0, origin=(7, 0), after=[([],)]),
+        act("a", 2.0, from_branch=(7, 0), after=[([],)]),
     ]
     # the second action did not branch: V before it is the mean of the playouts, 1, and it earned 2
     assert advantages(steps) == pytest.approx([-1.5, 1.5, 1.0])
@@ -103,12 +103,12 @@ def test_an_actor_is_paid_for_its_own_actions_or_for_the_teams() -> None:
     steps = [
         act("proposer", 0.0, 7, 0),
         act("proposer", 0.0, 7, 1, selected=False),
-        act("reviser", 0.0, 8, 0, origin=(7, 0), selected=False),
-        act("reviser", 2.0, 8, 1, origin=(7, 0)),
-        act("reviser", 3.0, 9, 0, origin=(7, 1), selected=False),
-        act("reviser", 3.0, 9, 1, origin=(7, 1), selected=False),
+        act("reviser", 0.0, 8, 0, from_branch=(7, 0), selected=False),
+        act("reviser", 2.0, 8, 1, from_branch=(7, 0)),
+        act("reviser", 3.0, 9, 0, from_branch=(7, 1), selected=False),
+        act("reviser", 3.0, 9, 1, from_branch=(7, 1), selected=False),
     ]
-    ends = {"ends": [{"origin": [8, 1], "rewards": {}}, {"origin": [9, 0], "rewards": {}}], "own_end": 0}
+    ends = {"ends": [{"from_branch": [8, 1], "rewards": {}}, {"from_branch": [9, 0], "rewards": {}}], "own_end": 0}
     assert advantages(steps, meta=ends) == pytest.approx([0, 0, -1, 1, 0, 0])
     assert advantages(steps, meta=ends, team=True) == pytest.approx([-1, 1, -1, 1, 0, 0])
     assert advantages(steps, meta=ends, team=True, gamma=0.5)[:2] == pytest.approx([-0.5, 0.5])
@@ -117,9 +117,9 @@ def test_an_actor_is_paid_for_its_own_actions_or_for_the_teams() -> None:
 def test_outcomes_count_where_the_last_action_earned_nothing_by_itself() -> None:
     """Three ways that were all played on (no selection), each with its own end: A = R_i - mean(R) at the node."""
     steps = [act("a", None, 7, branch, info={"ends": [branch]}) for branch in range(3)]
-    steps += [act("b", None, origin=(7, branch), info={"ends": [branch]}) for branch in range(3)]
+    steps += [act("b", None, from_branch=(7, branch), info={"ends": [branch]}) for branch in range(3)]
     outcomes = [1.0, 0.0, 0.5]
-    ends = [{"origin": [7, branch], "rewards": {"a": won, "b": won}} for branch, won in enumerate(outcomes)]
+    ends = [{"from_branch": [7, branch], "rewards": {"a": won, "b": won}} for branch, won in enumerate(outcomes)]
     found = advantages(steps, {"a": 0.5, "b": 0.5}, {"ends": ends, "own_end": None})
     assert found == pytest.approx([0.5, -0.5, 0.0, 0.0, 0.0, 0.0])
 
@@ -129,10 +129,10 @@ def test_a_branch_that_ended_is_worth_its_reward_alone() -> None:
     steps = [
         act("a", 2.0, 7, 0),
         act("a", 0.0, 7, 1, selected=False),
-        act("a", 3.0, 8, 0, origin=(7, 1), selected=False),
-        act("a", 3.0, 8, 1, origin=(7, 1), selected=False),
+        act("a", 3.0, 8, 0, from_branch=(7, 1), selected=False),
+        act("a", 3.0, 8, 1, from_branch=(7, 1), selected=False),
     ]
-    ends = {"ends": [{"origin": [7, 0], "rewards": {}}, {"origin": [8, 0], "rewards": {}}], "own_end": 0}
+    ends = {"ends": [{"from_branch": [7, 0], "rewards": {}}, {"from_branch": [8, 0], "rewards": {}}], "own_end": 0}
     assert advantages(steps, meta=ends) == pytest.approx([-0.5, 0.5, 0.0, 0.0])
 
 
@@ -141,12 +141,12 @@ def test_a_state_behind_which_all_was_pruned_tells_nothing() -> None:
     steps = [
         act("a", 1.0, 7, 0),
         act("a", 1.0, 7, 1, selected=False),
-        act("a", 5.0, 8, 0, origin=(7, 0)),
-        act("a", 5.0, 8, 1, origin=(7, 0), selected=False),
-        act("a", 2.0, 9, 0, origin=(7, 1), selected=False),
-        act("a", 0.0, 9, 1, origin=(7, 1), selected=False),
+        act("a", 5.0, 8, 0, from_branch=(7, 0)),
+        act("a", 5.0, 8, 1, from_branch=(7, 0), selected=False),
+        act("a", 2.0, 9, 0, from_branch=(7, 1), selected=False),
+        act("a", 0.0, 9, 1, from_branch=(7, 1), selected=False),
     ]
-    ends = {"ends": [{"origin": [8, 0], "rewards": {}}, {"origin": [8, 1], "rewards": {}}], "own_end": 0}
+    ends = {"ends": [{"from_branch": [8, 0], "rewards": {}}, {"from_branch": [8, 1], "rewards": {}}], "own_end": 0}
     assert advantages(steps, meta=ends) == pytest.approx([0.0, 0.0, 0.0, 0.0, 1.0, -1.0])
 
 
@@ -155,7 +155,7 @@ def test_the_outcome_is_for_actors_whose_last_action_earned_nothing() -> None:
 
     def steps(first: float | None, last: float | None) -> list[Step]:
         nodes = [act("b", 0.0, 7, 0), act("b", 0.0, 7, 1, selected=False, after=[([], {})])]
-        return [*nodes, act("b", first, origin=(7, 0)), act("b", last, origin=(7, 0))]
+        return [*nodes, act("b", first, from_branch=(7, 0)), act("b", last, from_branch=(7, 0))]
 
     # Q = (what the way earned, 0)
     assert advantages(steps(1.0, None), {"b": 10.0})[:2] == pytest.approx([5.5, -5.5])
@@ -167,22 +167,22 @@ def test_an_action_after_which_nothing_is_known_says_nothing() -> None:
     steps = [
         act("a", 1.0, 7, 0, after=[([("a", 2.0)],)]),
         act("a", 1.0, 7, 1, selected=False, after=[([("a", 4.0)],)]),
-        act("a", 3.0, origin=(7, 1), selected=False),
+        act("a", 3.0, from_branch=(7, 1), selected=False),
     ]
-    ends = {"ends": [{"origin": [7, 0], "rewards": {}}], "own_end": 0}
+    ends = {"ends": [{"from_branch": [7, 0], "rewards": {}}], "own_end": 0}
     assert advantages(steps, meta=ends) == pytest.approx([-2.0, 2.0, 0.0])
 
 
 def test_a_zero_names_its_cause() -> None:
     """A tied pair, an only action, and the middle one of three."""
-    steps = [act("a", 1.0, 7, 0), act("a", 1.0, 7, 1, selected=False), act("a", 5.0, origin=(7, 0))]
-    steps += [act("a", reward, 8, branch, origin=(7, 0)) for branch, reward in enumerate([0.0, 1.0, 2.0])]
-    samples = collect_samples([GenerateResult(Rollout("r", "game", None, steps), uid="q")])
+    steps = [act("a", 1.0, 7, 0), act("a", 1.0, 7, 1, selected=False), act("a", 5.0, from_branch=(7, 0))]
+    steps += [act("a", reward, 8, branch, from_branch=(7, 0)) for branch, reward in enumerate([0.0, 1.0, 2.0])]
+    samples = collect_samples([GenerateResult(Rollout("r", "game", None, steps), group_id="q")])
     zeros = np.flatnonzero(VineCredit().compute_columns(samples) == 0).tolist()
     assert zeros == [0, 1, 2, 4]
     assert VineCredit().zero_causes(samples, zeros) == ["equal_rewards"] * 2 + ["alone", "zero_advantage"]
-    played_from = [act("a", 0.0, 7, 0, after=[([("a", 2.0)],)]), act("a", 2.0, origin=(7, 0)), act("a", 0.0, 7, 1)]
-    samples = collect_samples([GenerateResult(Rollout("r", "game", None, played_from), uid="q")])
+    played_from = [act("a", 0.0, 7, 0, after=[([("a", 2.0)],)]), act("a", 2.0, from_branch=(7, 0)), act("a", 0.0, 7, 1)]
+    samples = collect_samples([GenerateResult(Rollout("r", "game", None, played_from), group_id="q")])
     assert VineCredit().zero_causes(samples, [1]) == ["zero_advantage"], "playouts are something to compare with"
 
 
@@ -200,18 +200,21 @@ def test_truncated_failed_and_hooks_calls() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_with_one_survivor_and_no_playouts_it_is_at_grpo_without_the_deviation(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    steps, origin = [], None
+    steps, from_branch = [], None
     for node in range(4):
-        steps += [act("ab"[node % 2], float(rng.random()), node, b, selected=b == 1, origin=origin) for b in range(3)]
-        origin = (node, 1)
-    samples = collect_samples([GenerateResult(Rollout("r", "game", None, steps), uid="q")])
+        steps += [
+            act("ab"[node % 2], float(rng.random()), node, b, selected=b == 1, from_branch=from_branch)
+            for b in range(3)
+        ]
+        from_branch = (node, 1)
+    samples = collect_samples([GenerateResult(Rollout("r", "game", None, steps), group_id="q")])
     expected = ATGRPOCredit(scale="none").compute_columns(samples)
     np.testing.assert_allclose(VineCredit().compute_columns(samples), expected, atol=1e-6, err_msg=f"seed {seed}")
 
 
 def test_penalties_count_where_they_are_paid() -> None:
     rollout = Rollout("r", "game", None, [act("a", 1.0, 7, 0), act("a", 1.0, 7, 1, selected=False)])
-    samples = collect_samples([GenerateResult(rollout, uid="q")])
+    samples = collect_samples([GenerateResult(rollout, group_id="q")])
     samples[1].reward -= 0.5
     assert VineCredit().compute_columns(samples).tolist() == pytest.approx([0.25, -0.25])
 

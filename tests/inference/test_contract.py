@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -20,43 +19,41 @@ from turnwise.inference import (
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.types import ContextLengthError, InferenceClient, ModelError, ModelRequest, ModelResponse, Sampling
 
-CONTEXT = 64
+from .helpers import CONTEXT, build
+
 STOPS = tuple(range(100, 256))  # half of what a random model says, and the letters d to z of a script
 
-CLIENTS: dict[str, Callable[[Any], InferenceClient]] = {
-    "scripted": lambda helpers: ScriptedClient(
+CLIENTS: dict[str, Callable[[Callable[[], Any]], InferenceClient]] = {
+    "scripted": lambda servers: ScriptedClient(
         lambda request: "a big answer",
         versions={"default": 0, "other": 0},
         context_length=CONTEXT,
     ),
-    "transformers": lambda helpers: TransformersClient(
-        {"default": helpers.build("served", seed=0), "other": helpers.build("served", seed=1)}, ByteTokenizer()
+    "transformers": lambda servers: TransformersClient(
+        {"default": build("served", seed=0), "other": build("served", seed=1)}, ByteTokenizer()
     ),
-    "vllm": lambda helpers: VLLMClient(
-        {"default": helpers.build("served", seed=0), "other": helpers.build("served", seed=1)},
+    "vllm": lambda servers: VLLMClient(
+        {"default": build("served", seed=0), "other": build("served", seed=1)},
         ByteTokenizer(),
         kv_cache_bytes=2**25,
     ),
-    "vllm-process": lambda helpers: VLLMProcessClient(
-        {"default": helpers.build("served", seed=0), "other": helpers.build("served", seed=1)},
+    "vllm-process": lambda servers: VLLMProcessClient(
+        {"default": build("served", seed=0), "other": build("served", seed=1)},
         ByteTokenizer(),
         kv_cache_bytes=2**25,
     ),
     # a server has one base, so two full policies take two
-    "vllm-server": lambda helpers: RoutingClient(
+    "vllm-server": lambda servers: RoutingClient(
         {
             name: VLLMServerClient(
                 server.endpoint(),
                 ByteTokenizer(),
-                {name: helpers.build("served", seed=seed)},
+                {name: build("served", seed=seed)},
             )
-            for seed, (name, server) in enumerate(zip(("default", "other"), helpers.servers(), strict=True))
+            for seed, (name, server) in enumerate(zip(("default", "other"), servers(), strict=True))
         }
     ),
 }
-NEEDS = {"vllm": "vllm", "vllm-process": "vllm", "vllm-server": "vllm"}
-"""The package without which a client's tests skip."""
-
 KEPT = {"vllm-process"}
 """Clients that take long to start: one serves all tests until one of them closes it."""
 
@@ -69,18 +66,15 @@ def kept() -> Any:
         asyncio.run(client.close())
 
 
-@pytest.fixture(params=list(CLIENTS))
-async def client(request: pytest.FixtureRequest, helpers: Any, kept: dict[str, Any]) -> Any:
-    assert helpers.context == CONTEXT
-    needed = NEEDS.get(request.param)
-    if needed is not None and importlib.util.find_spec(needed) is None:
-        pytest.skip(f"needs {needed}: make test-{needed}")
+@pytest.fixture(params=[pytest.param(n, marks=pytest.mark.vllm if "vllm" in n else ()) for n in CLIENTS])
+async def client(request: pytest.FixtureRequest, kept: dict[str, Any]) -> Any:
+    make, servers = CLIENTS[request.param], lambda: request.getfixturevalue("vllm_servers")
     if request.param in KEPT:
         if request.param not in kept:
-            kept[request.param] = CLIENTS[request.param](helpers)
+            kept[request.param] = make(servers)
         yield kept[request.param]
         return
-    async with CLIENTS[request.param](helpers) as client:
+    async with make(servers) as client:
         yield client
 
 
@@ -184,12 +178,12 @@ async def test_pause_holds_and_resume_lets_go(client: Any) -> None:
     check((await waiting)[0], ask(), version=0)
 
 
-async def test_versions(client: Any, helpers: Any) -> None:
+async def test_versions(client: Any) -> None:
     with pytest.raises(ValueError, match=r"'nobody'.*'default', 'other'"):
         client.version("nobody")
     with pytest.raises(ValueError, match=r"'nobody'.*'default', 'other'"):
         client.load_weights("nobody", [], 1)
-    client.load_weights("other", helpers.build("served", seed=2).state_dict().items(), 7)
+    client.load_weights("other", build("served", seed=2).state_dict().items(), 7)
     assert (client.version("default"), client.version("other")) == (0, 7)
     other = ModelRequest(ask().prompt_token_ids, ask().sampling, policy="other")
     first, second = await client.generate([ask(), other])

@@ -7,42 +7,44 @@ from typing import Any
 import pytest
 import torch
 
-from turnwise.inference import caches
-from turnwise.inference.decode import Completion, Row, complete
+from turnwise.inference.local import kv_cache as caches
+from turnwise.inference.local.decode import Completion, SequenceSpec, complete
 from turnwise.types import ModelResponse, Sampling
+
+from .helpers import VOCABULARY, build, teacher_forced
 
 CPU = torch.device("cpu")
 
 
-def rows_of(helpers: Any, counts: list[int], seed: int = 0, stop_ids: tuple[int, ...] = ()) -> list[Row]:
+def rows_of(counts: list[int], seed: int = 0, stop_ids: tuple[int, ...] = ()) -> list[SequenceSpec]:
     """``counts[i]`` siblings of prompt ``i``, interleaved, all lengths and settings different."""
     generator = torch.Generator().manual_seed(seed)
     prompts = [
-        tuple(torch.randint(0, helpers.vocabulary, (3 + 4 * index,), generator=generator).tolist())
+        tuple(torch.randint(0, VOCABULARY, (3 + 4 * index,), generator=generator).tolist())
         for index in range(len(counts))
     ]
     order = [prompt for nth in range(max(counts)) for prompt, count in enumerate(counts) if nth < count]
     temperatures = (0.0, 0.7, 1.0, 1.3)
     return [
-        Row(prompts[prompt], Sampling(temperature=temperatures[place % 4]), place, 1 + place % 17, stop_ids)
+        SequenceSpec(prompts[prompt], Sampling(temperature=temperatures[place % 4]), place, 1 + place % 17, stop_ids)
         for place, prompt in enumerate(order)
     ]
 
 
-def run(model: Any, rows: list[Row]) -> list[Completion]:
+def run(model: Any, rows: list[SequenceSpec]) -> list[Completion]:
     with torch.inference_mode():
         return complete(model, rows, CPU)[0]
 
 
 @pytest.mark.parametrize("counts", [[1], [5], [4, 4, 4], [1, 9, 2], [1, 1, 1, 1]])
 @pytest.mark.parametrize("stop_ids", [(), tuple(range(0, 60))])
-def test_logprobs_equal_a_forward_pass(helpers: Any, family: str, counts: list[int], stop_ids: tuple[int, ...]) -> None:
-    model = helpers.build(family)
-    rows = rows_of(helpers, counts, stop_ids=stop_ids)
+def test_logprobs_equal_a_forward_pass(family: str, counts: list[int], stop_ids: tuple[int, ...]) -> None:
+    model = build(family)
+    rows = rows_of(counts, stop_ids=stop_ids)
     completions = run(model, rows)
     for row, completion in zip(rows, completions, strict=True):
         response = ModelResponse("", completion.token_ids, [], completion.finish_reason, [], list(row.prompt))
-        expected = helpers.teacher_forced(model, response, row.sampling.temperature)
+        expected = teacher_forced(model, response, row.sampling.temperature)
         torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, atol=1e-5, rtol=1e-5)
         if completion.finish_reason == "stop":
             assert completion.token_ids[-1] in stop_ids
@@ -50,9 +52,9 @@ def test_logprobs_equal_a_forward_pass(helpers: Any, family: str, counts: list[i
             assert len(completion.token_ids) == row.limit
 
 
-def test_greedy_takes_the_likeliest(helpers: Any) -> None:
-    model = helpers.build()
-    row = Row((5, 6, 7), Sampling(temperature=0), 0, 10, ())
+def test_greedy_takes_the_likeliest() -> None:
+    model = build()
+    row = SequenceSpec((5, 6, 7), Sampling(temperature=0), 0, 10, ())
     ids = list(row.prompt)
     for token in run(model, [row])[0].token_ids:
         with torch.no_grad():
@@ -61,17 +63,17 @@ def test_greedy_takes_the_likeliest(helpers: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_tokens_do_not_depend_on_the_batch(helpers: Any, family: str, seed: int) -> None:
-    model = helpers.build(family)
-    rows = rows_of(helpers, [3, 1, 6], seed=seed, stop_ids=(1, 2, 3, 4, 5))
+def test_tokens_do_not_depend_on_the_batch(family: str, seed: int) -> None:
+    model = build(family)
+    rows = rows_of([3, 1, 6], seed=seed, stop_ids=(1, 2, 3, 4, 5))
     together = run(model, rows)
     alone = [run(model, [row])[0] for row in rows]
     assert [completion.token_ids for completion in together] == [completion.token_ids for completion in alone]
 
 
-def test_the_two_decoders_agree(helpers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = helpers.build()
-    rows = rows_of(helpers, [8, 1, 3, 8], stop_ids=tuple(range(40)))
+def test_the_two_decoders_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build()
+    rows = rows_of([8, 1, 3, 8], stop_ids=tuple(range(40)))
     shared = run(model, rows)
     monkeypatch.setattr(caches, "SHARED_PREFIX_MODELS", frozenset())
     repeated = run(model, rows)
@@ -80,28 +82,28 @@ def test_the_two_decoders_agree(helpers: Any, monkeypatch: pytest.MonkeyPatch) -
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
-def test_shared_prefix_grows_past_its_reserve(helpers: Any) -> None:
-    model = helpers.build()
-    row = Row((1, 2, 3), Sampling(), 0, 60, ())
+def test_shared_prefix_grows_past_its_reserve() -> None:
+    model = build()
+    row = SequenceSpec((1, 2, 3), Sampling(), 0, 60, ())
     [completion] = run(model, [row])
     response = ModelResponse("", completion.token_ids, [], "length", [], [1, 2, 3])
     torch.testing.assert_close(
-        torch.tensor(completion.logprobs).double(), helpers.teacher_forced(model, response, 1.0), atol=1e-5, rtol=1e-5
+        torch.tensor(completion.logprobs).double(), teacher_forced(model, response), atol=1e-5, rtol=1e-5
     )
     assert len(completion.token_ids) == 60 > caches._RESERVE
 
 
-def test_the_models_attention_is_put_back(helpers: Any) -> None:
-    model = helpers.build()
+def test_the_models_attention_is_put_back() -> None:
+    model = build()
     before = model.config._attn_implementation
-    run(model, rows_of(helpers, [2]))
+    run(model, rows_of([2]))
     assert model.config._attn_implementation == before
 
 
-def test_siblings_are_prefilled_once(helpers: Any) -> None:
-    rows = rows_of(helpers, [5, 2])
+def test_siblings_are_prefilled_once() -> None:
+    rows = rows_of([5, 2])
     seen = []
-    model = helpers.build()
+    model = build()
     model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True)
     with torch.inference_mode():
         _, prefilled = complete(model, rows, CPU)
@@ -109,11 +111,11 @@ def test_siblings_are_prefilled_once(helpers: Any) -> None:
     assert prefilled == 3 + 7
 
 
-def test_finished_and_abandoned_rows_leave_the_batch(helpers: Any) -> None:
-    model = helpers.build()
+def test_finished_and_abandoned_rows_leave_the_batch() -> None:
+    model = build()
     sizes: list[int] = []
     model.register_forward_pre_hook(lambda _, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True)
-    rows = [Row((1, 2, 3), Sampling(), seed, limit, ()) for seed, limit in enumerate([2, 2, 2, 9, 9, 9])]
+    rows = [SequenceSpec((1, 2, 3), Sampling(), seed, limit, ()) for seed, limit in enumerate([2, 2, 2, 9, 9, 9])]
     with torch.inference_mode():
         completions, _ = complete(model, rows, CPU, abandoned=lambda: [4, 5] if len(sizes) > 4 else [])
     assert sizes == [1, 6, 3, 3, 3, 1, 1, 1, 1]

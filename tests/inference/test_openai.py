@@ -212,7 +212,7 @@ async def test_opponents_and_judges_never_train() -> None:
         ("opponent", "opponent", False),
     ]
     assert not any(step.trainable for step in steps if step.policy == "opponent")
-    assert (len(batch), batch.policies, batch.dropped) == (3, ["default"], {"untrainable": 3})
+    assert (len(batch), batch.policies, batch.dropped) == (3, ["default"], {"not_trainable": 3})
     roles = [[message["role"] for message in body["messages"]] for _, body in server.asked]
     assert all(found[-1] == "user" for found in roles)
 

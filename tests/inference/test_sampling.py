@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.inference.sampling import RowSampler, _filter, _inverse_cdf
+from turnwise.inference.local.sampling import RowSampler, _filter, _inverse_cdf
 from turnwise.types import Sampling
 
 CPU = torch.device("cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +13,11 @@ import pytest
 import torch
 
 from turnwise.inference import TransformersClient
+from turnwise.inference.local.models import FairLock
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.types import ModelError, ModelRequest, ModelResponse, Sampling
+
+from .helpers import build, teacher_forced
 
 
 def client_of(policies: Any, **options: Any) -> TransformersClient:
@@ -47,8 +51,8 @@ def before_forward(client: TransformersClient, hook: Callable[[], object], polic
         handle.remove()
 
 
-async def test_concurrent_callers_share_one_batch_and_one_prefill(helpers: Any) -> None:
-    async with client_of(helpers.build()) as client:
+async def test_concurrent_callers_share_one_batch_and_one_prefill() -> None:
+    async with client_of(build()) as client:
         responses = await one_by_one(client, requests_of(prompts=3, siblings=4))
         stats = client.stats()
         assert (stats["requests"], stats["batches"]) == (12, 1)
@@ -58,20 +62,20 @@ async def test_concurrent_callers_share_one_batch_and_one_prefill(helpers: Any) 
         assert stats["seconds"] > 0
 
 
-async def test_callers_that_arrive_some_ticks_later_join_the_batch(helpers: Any) -> None:
+async def test_callers_that_arrive_some_ticks_later_join_the_batch() -> None:
     async def late(client: TransformersClient, request: ModelRequest, ticks: int) -> None:
         for _ in range(ticks):
             await asyncio.sleep(0)
         await client.generate([request])
 
-    async with client_of(helpers.build()) as client:
+    async with client_of(build()) as client:
         await asyncio.gather(*(late(client, request, 2 * nth) for nth, request in enumerate(requests_of())))
         assert client.stats()["batches"] == 1
 
 
 @pytest.mark.parametrize(("limits", "batches"), [({"max_batch_rows": 5}, 3), ({"max_batch_tokens": 60}, 3)])
-async def test_splitting_a_batch_changes_nothing(helpers: Any, limits: dict[str, int], batches: int) -> None:
-    async with client_of(helpers.build()) as whole, client_of(helpers.build(), **limits) as split:
+async def test_splitting_a_batch_changes_nothing(limits: dict[str, int], batches: int) -> None:
+    async with client_of(build()) as whole, client_of(build(), **limits) as split:
         first = await one_by_one(whole, requests_of())
         second = await one_by_one(split, requests_of())
         assert split.stats()["batches"] == batches
@@ -80,31 +84,29 @@ async def test_splitting_a_batch_changes_nothing(helpers: Any, limits: dict[str,
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
-async def test_each_policy_answers_with_its_own_weights(helpers: Any) -> None:
-    models = {"a": helpers.build(seed=0), "b": helpers.build("llama", seed=1)}
+async def test_each_policy_answers_with_its_own_weights() -> None:
+    models = {"a": build(seed=0), "b": build("llama", seed=1)}
     async with client_of(models) as client:
         asked = [ModelRequest(r.prompt_token_ids, r.sampling, policy) for r in requests_of() for policy in models]
         for response, request in zip(await one_by_one(client, asked), asked, strict=True):
-            expected = helpers.teacher_forced(models[request.policy], response, 1.0)
+            expected = teacher_forced(models[request.policy], response)
             assert response.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-async def test_the_clients_copy_waits_for_load_weights(helpers: Any) -> None:
-    model, other = helpers.build(seed=0), helpers.build(seed=1)
+async def test_the_clients_copy_waits_for_load_weights() -> None:
+    model, other = build(seed=0), build(seed=1)
     async with client_of(model) as client:
         model.load_state_dict(other.state_dict())
         [before] = await client.generate(requests_of(1, 1))
-        assert before.logprobs == pytest.approx(
-            helpers.teacher_forced(helpers.build(seed=0), before, 1.0).tolist(), abs=1e-5
-        )
+        assert before.logprobs == pytest.approx(teacher_forced(build(seed=0), before).tolist(), abs=1e-5)
         client.load_weights("default", model.state_dict().items(), 1)
         [after] = await client.generate(requests_of(1, 1))
-        assert after.logprobs == pytest.approx(helpers.teacher_forced(other, after, 1.0).tolist(), abs=1e-5)
+        assert after.logprobs == pytest.approx(teacher_forced(other, after).tolist(), abs=1e-5)
         assert (before.policy_versions, after.policy_versions) == ([(6, 0)], [(6, 1)])
 
 
-async def test_refused_weights_leave_version_and_answers(helpers: Any) -> None:
-    async with client_of(helpers.build()) as client:
+async def test_refused_weights_leave_version_and_answers() -> None:
+    async with client_of(build()) as client:
         [before] = await client.generate(requests_of(1, 1))
         with pytest.raises(ValueError, match="missing"):
             client.load_weights("default", [], 5)
@@ -112,22 +114,20 @@ async def test_refused_weights_leave_version_and_answers(helpers: Any) -> None:
         assert (client.version("default"), before) == (0, after)
 
 
-async def test_load_weights_waits_for_the_running_batch(helpers: Any) -> None:
-    async with client_of(helpers.build()) as client:
+async def test_load_weights_waits_for_the_running_batch() -> None:
+    async with client_of(build()) as client:
         with before_forward(client, lambda: time.sleep(0.02)):
             running = asyncio.ensure_future(client.generate(requests_of()))
             while not client._busy.locked():
                 await asyncio.sleep(0.001)
-            client.load_weights("default", helpers.build(seed=1).state_dict().items(), 1)
+            client.load_weights("default", build(seed=1).state_dict().items(), 1)
             for response in await running:
                 assert response.policy_versions == [(6, 0)]
-                assert response.logprobs == pytest.approx(
-                    helpers.teacher_forced(helpers.build(seed=0), response, 1.0).tolist(), abs=1e-5
-                )
+                assert response.logprobs == pytest.approx(teacher_forced(build(seed=0), response).tolist(), abs=1e-5)
 
 
-async def test_a_shared_module_stays_trainable(helpers: Any) -> None:
-    model = helpers.build().train()
+async def test_a_shared_module_stays_trainable() -> None:
+    model = build().train()
     async with client_of(model, share=True) as client:
         await client.generate(requests_of(2, 2))
         assert model.training
@@ -137,11 +137,11 @@ async def test_a_shared_module_stays_trainable(helpers: Any) -> None:
             model.lm_head.weight.mul_(0.5)
         client.load_weights("default", model.state_dict().items(), 1)
         [response] = await client.generate(requests_of(1, 1))
-        expected = helpers.teacher_forced(model.eval(), response, 1.0)
+        expected = teacher_forced(model.eval(), response)
         assert response.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-async def test_what_a_shared_module_keeps_from_sampling_may_enter_its_training(helpers: Any) -> None:
+async def test_what_a_shared_module_keeps_from_sampling_may_enter_its_training() -> None:
     kept: list[torch.Tensor] = []
 
     def scale(_: Any, args: tuple[torch.Tensor]) -> torch.Tensor:
@@ -149,18 +149,18 @@ async def test_what_a_shared_module_keeps_from_sampling_may_enter_its_training(h
             kept.append(torch.ones(1))
         return args[0] * kept[0]
 
-    model = helpers.build()
+    model = build()
     model.lm_head.register_forward_pre_hook(scale)
     async with client_of(model, share=True) as client:
         await client.generate(requests_of(1, 1))
     model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
 
 
-async def test_a_failing_forward_reaches_every_caller_and_no_later_one(helpers: Any) -> None:
+async def test_a_failing_forward_reaches_every_caller_and_no_later_one() -> None:
     def fail() -> None:
         raise FloatingPointError("out of luck")
 
-    async with client_of(helpers.build()) as client:
+    async with client_of(build()) as client:
         with before_forward(client, fail):
             results = await asyncio.gather(
                 *(client.generate([request]) for request in requests_of()), return_exceptions=True
@@ -173,8 +173,8 @@ async def test_a_failing_forward_reaches_every_caller_and_no_later_one(helpers: 
         assert len(await client.generate(requests_of())) == 12
 
 
-async def test_the_event_loop_runs_while_a_batch_computes(helpers: Any) -> None:
-    async with client_of(helpers.build()) as client:
+async def test_the_event_loop_runs_while_a_batch_computes() -> None:
+    async with client_of(build()) as client:
         with before_forward(client, lambda: time.sleep(0.02)):
             running = asyncio.ensure_future(client.generate(requests_of()))
             ticks = 0
@@ -184,8 +184,8 @@ async def test_the_event_loop_runs_while_a_batch_computes(helpers: Any) -> None:
         assert ticks >= 10, "6 forward passes of 20 ms"
 
 
-async def test_a_timeout_stops_the_batch_early_and_spares_the_others(helpers: Any) -> None:
-    async with client_of(helpers.build()) as client:
+async def test_a_timeout_stops_the_batch_early_and_spares_the_others() -> None:
+    async with client_of(build()) as client:
         passes = []
         with before_forward(client, lambda: (passes.append(1), time.sleep(0.01))):
             short = asyncio.ensure_future(client.generate(requests_of(1, 1, max_tokens=3)))
@@ -199,8 +199,8 @@ async def test_a_timeout_stops_the_batch_early_and_spares_the_others(helpers: An
         assert len(await client.generate(requests_of())) == 12
 
 
-def test_the_client_outlives_an_interrupted_event_loop(helpers: Any) -> None:
-    client = client_of(helpers.build())
+def test_the_client_outlives_an_interrupted_event_loop() -> None:
+    client = client_of(build())
 
     async def interrupted() -> None:
         task = asyncio.ensure_future(client.generate(requests_of(1, 2, max_tokens=50)))
@@ -215,8 +215,8 @@ def test_the_client_outlives_an_interrupted_event_loop(helpers: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_the_client_outlives_an_event_loop_that_was_left_behind(helpers: Any) -> None:
-    client = client_of(helpers.build())
+def test_the_client_outlives_an_event_loop_that_was_left_behind() -> None:
+    client = client_of(build())
     loop = asyncio.new_event_loop()
     task = loop.create_task(client.generate(requests_of(1, 2)))
     loop.run_until_complete(asyncio.sleep(0))
@@ -226,15 +226,15 @@ def test_the_client_outlives_an_event_loop_that_was_left_behind(helpers: Any) ->
     asyncio.run(client.close())
 
 
-async def test_closing_fails_what_waits(helpers: Any) -> None:
-    client = client_of(helpers.build())
+async def test_closing_fails_what_waits() -> None:
+    client = client_of(build())
     await client.pause()
     waiting = asyncio.ensure_future(client.generate(requests_of(1, 1)))
     await asyncio.sleep(0)
     await client.close()
     with pytest.raises(ModelError, match="closed before"):
         await waiting
-    running_client = client_of(helpers.build())
+    running_client = client_of(build())
     with before_forward(running_client, lambda: time.sleep(0.01)):
         running = asyncio.ensure_future(running_client.generate(requests_of(1, 1, max_tokens=50)))
         await asyncio.sleep(0.03)
@@ -243,11 +243,11 @@ async def test_closing_fails_what_waits(helpers: Any) -> None:
             await running
 
 
-async def test_requests_without_a_seed_differ_and_repeat(helpers: Any) -> None:
+async def test_requests_without_a_seed_differ_and_repeat() -> None:
     asked = requests_of(1, 4, seed=None, max_tokens=12)
 
     async def play(seed: int) -> list[list[int]]:
-        async with client_of(helpers.build(), seed=seed) as client:
+        async with client_of(build(), seed=seed) as client:
             return [response.completion_token_ids for response in await client.generate(asked)]
 
     first = await play(0)
@@ -256,26 +256,26 @@ async def test_requests_without_a_seed_differ_and_repeat(helpers: Any) -> None:
     assert await play(1) != first
 
 
-async def test_text_leaves_out_special_tokens(helpers: Any) -> None:
-    async with client_of(helpers.build()) as client:
+async def test_text_leaves_out_special_tokens() -> None:
+    async with client_of(build()) as client:
         [response] = await client.generate(requests_of(1, 1, stop_token_ids=tuple(range(256)), max_tokens=30))
         ids = response.completion_token_ids
         assert response.text == ByteTokenizer().decode(ids, skip_special_tokens=True)
 
 
-async def test_bad_arguments(helpers: Any) -> None:
+async def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="policies is empty"):
         client_of({})
     with pytest.raises(ValueError, match="max_batch_rows=0"):
-        client_of(helpers.build(), max_batch_rows=0)
-    async with client_of(helpers.build()) as client:
+        client_of(build(), max_batch_rows=0)
+    async with client_of(build()) as client:
         with pytest.raises(ValueError, match=r"expected 0..299"):
             await client.generate([ModelRequest([1, 300])])
 
 
-async def test_in_flight_weights_land_between_two_tokens(helpers: Any) -> None:
+async def test_in_flight_weights_land_between_two_tokens() -> None:
     """Each token's log-prob is that of the weights that sampled it, over the keys and values that stood then."""
-    model, other = helpers.build(seed=0), helpers.build(seed=1)
+    model, other = build(seed=0), build(seed=1)
     async with client_of(model, in_flight=True) as client:
         passes = 0
 
@@ -313,15 +313,43 @@ def replayed(model: Any, other: Any, response: ModelResponse, switch: int) -> li
     return logprobs
 
 
-async def test_weights_are_let_in_by_a_worker_that_never_rests(helpers: Any) -> None:
+async def test_weights_are_let_in_by_a_worker_that_never_rests() -> None:
     """The worker takes its lock again at once; who waits for it must come first all the same."""
-    async with client_of(helpers.build(), in_flight=True) as client:
+    async with client_of(build(), in_flight=True) as client:
         running = asyncio.ensure_future(client.generate(requests_of(1, 1, max_tokens=50, stop_token_ids=())))
         while not client._busy.locked():
             await asyncio.sleep(0)
         for version in range(1, 6):
-            client.load_weights("default", helpers.build(seed=version).state_dict().items(), version)
+            client.load_weights("default", build(seed=version).state_dict().items(), version)
         [response] = await running
         # new weights may say the end of the sequence before the 50 tokens are full
         assert sum(count for count, _ in response.policy_versions) == len(response.completion_token_ids)
         assert len(response.policy_versions) > 1, response.policy_versions
+
+
+def test_one_at_a_time_and_the_waiter_first() -> None:
+    lock, order = FairLock(), []
+    holding, go = threading.Event(), threading.Event()
+
+    def hold_twice() -> None:
+        with lock:
+            holding.set()
+            go.wait()
+        with lock:
+            order.append("again")
+
+    def wait() -> None:
+        with lock:
+            order.append("waiter")
+
+    holder, waiter = threading.Thread(target=hold_twice), threading.Thread(target=wait)
+    holder.start()
+    holding.wait()
+    waiter.start()
+    while not lock._gate.locked():
+        pass
+    assert lock.locked() and not order
+    go.set()
+    for thread in (holder, waiter):
+        thread.join()
+    assert order == ["waiter", "again"] and not lock.locked()

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from turnwise.inference import vllm_launch
-from turnwise.inference.vllm_worker import WorkerExtension
+from turnwise.inference.server import launch as vllm_launch
+from turnwise.inference.vllm.engine_process import WorkerExtension
 
 KEYED = (b"authorization", b"Bearer sesame")
 HERE = (b"host", b"127.0.0.1:8000")
@@ -158,7 +158,7 @@ STARTER = """
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-P", "-c", '''
 import subprocess, sys, threading, time
-from turnwise.inference.vllm_launch import _end_with_starter
+from turnwise.inference.server.launch import _end_with_starter
 grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 print(grandchild.pid, flush=True)
 threading.Thread(target=_end_with_starter, daemon=True).start()

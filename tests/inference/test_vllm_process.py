@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import random
 import signal
@@ -20,17 +19,14 @@ import numpy as np
 import pytest
 import torch
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vLLM: make test-vllm", allow_module_level=True)
-
-from turnwise.inference import VLLMProcessClient, vllm_host
-from turnwise.inference.adapters import SharedBase
+from turnwise.inference import VLLMProcessClient
 from turnwise.inference.scripted import ByteTokenizer
-from turnwise.inference.transfer import open_parcel
-from turnwise.types import ModelError, ModelRequest, ModelResponse, Sampling
+from turnwise.inference.vllm import process_host as vllm_host
+from turnwise.types import ModelError
 
-EXACT = 1e-5  # of float32 log-probabilities between two programs that add up in other orders
-PROMPT = [5, 6, 7, 8] * 10
+from .helpers import EXACT, adapted, build, check_adapters, error_of, move, requests_of, tokens_of, versions_of
+
+pytestmark = pytest.mark.vllm
 
 
 def client_of(policies: Any, **settings: Any) -> VLLMProcessClient:
@@ -38,9 +34,9 @@ def client_of(policies: Any, **settings: Any) -> VLLMProcessClient:
 
 
 @pytest.fixture(scope="module")
-def served(helpers: Any) -> Any:
+def served() -> Any:
     """One client for many tests: a process takes seconds to start."""
-    client = client_of(helpers.build("served"), in_flight=True)
+    client = client_of(build("served"), in_flight=True)
     yield client
     asyncio.run(client.close())
 
@@ -50,21 +46,6 @@ def holding(client: VLLMProcessClient, model: Any) -> tuple[VLLMProcessClient, A
     client.load_weights("default", model.state_dict().items(), 0)
     [host] = client._hosts
     return client, host
-
-
-def requests_of(count: int = 4, tokens: int = 8, policy: str = "default") -> list[ModelRequest]:
-    return [
-        ModelRequest(PROMPT[: 40 - 3 * i], Sampling(max_tokens=tokens, seed=i), policy=policy) for i in range(count)
-    ]
-
-
-def error_of(helpers: Any, model: Any, responses: list[ModelResponse]) -> float:
-    """The largest difference between what the sampler told and a plain forward pass of ``model``."""
-    return max(float((helpers.teacher_forced(model, r, 1.0) - torch.tensor(r.logprobs)).abs().max()) for r in responses)
-
-
-def tokens_of(responses: list[ModelResponse]) -> list[list[int]]:
-    return [response.completion_token_ids for response in responses]
 
 
 def alive(process: int) -> bool:
@@ -107,88 +88,46 @@ async def stopped_in_the_middle(client: VLLMProcessClient, host: Any, tokens: in
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
-async def test_exact_after_each_of_ten_updates(helpers: Any, served: VLLMProcessClient) -> None:
-    model = helpers.build("served")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for version in range(11):
-        if version:
-            model(torch.tensor([PROMPT]), labels=torch.tensor([PROMPT])).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        served.load_weights("default", model.state_dict().items(), version)
-        responses = await served.generate(requests_of())
-        assert error_of(helpers, model, responses) < EXACT, f"after update {version}"
-        assert all(response.policy_versions == [(8, version)] for response in responses)
-    peaks = served.peaks()
-    assert peaks["running"] == 4
-    assert 0 < peaks["kv_cache_use"] < 1
-
-
-async def test_the_engine_keeps_nothing_of_the_parcel(helpers: Any, served: VLLMProcessClient) -> None:
+async def test_the_engine_keeps_no_sent_weights(served: VLLMProcessClient) -> None:
     """The next weights are written over the last ones while those still sample."""
-    model = helpers.build("served")
+    model = build("served")
     client, host = holding(served, model)
+    client.peaks()
     before = tokens_of(await client.generate(requests_of()))
+    peaks = client.peaks()
+    assert peaks["running"] == 4 and 0 < peaks["kv_cache_use"] < 1
     host._transfer.send({name: torch.full_like(t, 7.0) for name, t in model.state_dict().items()})
     responses = await client.generate(requests_of())
     assert tokens_of(responses) == before
-    assert error_of(helpers, model, responses) < EXACT
+    assert error_of(model, responses) < EXACT
 
 
-async def test_each_token_in_flight_is_of_its_own_weights(helpers: Any, served: VLLMProcessClient) -> None:
-    models = [helpers.build("served", seed=seed) for seed in range(2)]
-    client, host = holding(served, models[0])
-    running, process = await stopped_in_the_middle(client, host)
-    updates = host._label
-    load = asyncio.ensure_future(asyncio.to_thread(client.load_weights, "default", models[1].state_dict().items(), 1))
-    await until(lambda: host._label > updates)
-    await asyncio.sleep(0.1)  # laid out, and handed in
-    os.kill(process, signal.SIGCONT)
-    await load
-    responses = await running
-    split = [response for response in responses if len(response.policy_versions) == 2]
-    assert split, "no response was under way when the weights changed"
-    for response in split:
-        (before, first), (after, second) = response.policy_versions
-        assert (first, second) == (0, 1)
-        assert before + after == len(response.completion_token_ids)
-        expected = torch.cat(
-            [
-                helpers.teacher_forced(models[0], response, 1.0)[:before],
-                helpers.teacher_forced(models[1], response, 1.0)[before:],
-            ]
-        )
-        assert response.logprobs == pytest.approx(expected.tolist(), abs=EXACT)
-
-
-async def test_a_failed_update_is_sent_once_more(
-    helpers: Any, served: VLLMProcessClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client, host = holding(served, helpers.build("served"))
-    model, process = helpers.build("served", seed=1), list(host.processes)
+async def test_a_failed_update_is_sent_once_more(served: VLLMProcessClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, host = holding(served, build("served"))
+    model, process = build("served", seed=1), list(host.processes)
     sent: list[dict[str, Any]] = []
     plain = host._transfer.send
 
     def send(weights: Any) -> Any:
-        parcel = plain(weights)
-        sent.append(parcel)
-        return {**parcel, "sequence": 999} if len(sent) == 1 else parcel
+        handle = plain(weights)
+        sent.append(handle)
+        return {**handle, "sequence": 999} if len(sent) == 1 else handle
 
     monkeypatch.setattr(host._transfer, "send", send)
     client.load_weights("default", model.state_dict().items(), 5)
     assert len(sent) == 2
     responses = await client.generate(requests_of())
-    assert error_of(helpers, model, responses) < EXACT
-    assert {version for r in responses for _, version in r.policy_versions} == {5}
+    assert error_of(model, responses) < EXACT
+    assert versions_of(responses) == {5}
     assert host.processes == process
 
 
 async def test_after_an_update_that_fails_again_nothing_is_sampled_until_one_succeeds(
-    helpers: Any, served: VLLMProcessClient, monkeypatch: pytest.MonkeyPatch
+    served: VLLMProcessClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, host = holding(served, helpers.build("served"))
+    client, host = holding(served, build("served"))
     [process] = host.processes
-    model = helpers.build("served", seed=1)
+    model = build("served", seed=1)
     running, _ = await stopped_in_the_middle(client, host)
     plain = host._transfer.send
     with monkeypatch.context() as patch:
@@ -198,30 +137,19 @@ async def test_after_an_update_that_fails_again_nothing_is_sampled_until_one_suc
             await asyncio.to_thread(client.load_weights, "default", model.state_dict().items(), 5)
     assert not alive(process)
     done = await asyncio.gather(running, return_exceptions=True)
-    assert isinstance(done[0], ModelError) or {v for r in done[0] for _, v in r.policy_versions} == {0}
+    assert isinstance(done[0], ModelError) or versions_of(done[0]) == {0}
     with pytest.raises(ModelError, match="send them again"):
         await client.generate(requests_of())
     assert client.version("default") == 0
     client.load_weights("default", model.state_dict().items(), 6)
     responses = await client.generate(requests_of())
-    assert error_of(helpers, model, responses) < EXACT
-    assert {version for r in responses for _, version in r.policy_versions} == {6}
-
-
-def test_wrong_names_and_shapes_never_leave(helpers: Any, served: VLLMProcessClient) -> None:
-    client, host = holding(served, helpers.build("served"))
-    parcel = host._parcel
-    weights = helpers.build("served", seed=1).state_dict()
-    weights.pop("model.layers.0.self_attn.k_proj.weight")
-    with pytest.raises(ValueError, match=r"k_proj\.weight' is missing"):
-        client.load_weights("default", weights.items(), 1)
-    assert host._parcel == parcel
-    assert open_parcel(parcel)
+    assert error_of(model, responses) < EXACT
+    assert versions_of(responses) == {6}
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
-async def test_a_killed_engine_comes_back_with_its_weights(helpers: Any, served: VLLMProcessClient) -> None:
-    model = helpers.build("served", seed=2)
+async def test_a_killed_engine_comes_back_with_its_weights(served: VLLMProcessClient) -> None:
+    model = build("served", seed=2)
     client, host = holding(served, model)
     client.load_weights("default", model.state_dict().items(), 3)
     expected = tokens_of(await client.generate(requests_of(tokens=20)))
@@ -234,16 +162,16 @@ async def test_a_killed_engine_comes_back_with_its_weights(helpers: Any, served:
     later = asyncio.ensure_future(client.generate(requests_of(tokens=20)))
     for responses in (await running, await later):
         assert tokens_of(responses) == expected, "whole responses from the same seeds"
-        assert error_of(helpers, model, responses) < EXACT
-        assert {version for r in responses for _, version in r.policy_versions} == {3}
+        assert error_of(model, responses) < EXACT
+        assert versions_of(responses) == {3}
     assert host.stats.restarts == restarts + 1, "one new engine for all that were lost"
     assert host.stats.requests == answered + 8, "each is answered once"
     assert not alive(process)
     assert state_of_this_process() == state, "the trainer may be training meanwhile"
 
 
-async def test_an_engine_that_hangs_is_killed_and_started_again(helpers: Any, served: VLLMProcessClient) -> None:
-    model = helpers.build("served")
+async def test_an_engine_that_hangs_is_killed_and_started_again(served: VLLMProcessClient) -> None:
+    model = build("served")
     client, host = holding(served, model)
     expected = tokens_of(await client.generate(requests_of(tokens=20)))
     restarts = host.stats.restarts
@@ -256,8 +184,8 @@ async def test_an_engine_that_hangs_is_killed_and_started_again(helpers: Any, se
     assert not alive(process)
 
 
-async def test_a_slow_request_is_given_up_and_the_engine_lives(helpers: Any, served: VLLMProcessClient) -> None:
-    client, host = holding(served, helpers.build("served"))
+async def test_a_slow_request_is_given_up_and_the_engine_lives(served: VLLMProcessClient) -> None:
+    client, host = holding(served, build("served"))
     [process] = host.processes
     plain, host._engine._timeout = host._engine._timeout, 2.0
     os.kill(process, signal.SIGSTOP)
@@ -270,8 +198,8 @@ async def test_a_slow_request_is_given_up_and_the_engine_lives(helpers: Any, ser
     assert client.stats()["timeouts"] >= 1
 
 
-async def test_a_cancelled_request_leaves_the_engine(helpers: Any, served: VLLMProcessClient) -> None:
-    client, host = holding(served, helpers.build("served"))
+async def test_a_cancelled_request_leaves_the_engine(served: VLLMProcessClient) -> None:
+    client, host = holding(served, build("served"))
     running, process = await stopped_in_the_middle(client, host)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -282,10 +210,10 @@ async def test_a_cancelled_request_leaves_the_engine(helpers: Any, served: VLLMP
     assert len(await client.generate(requests_of())) == 4
 
 
-async def test_too_many_restarts_end_it_until_weights_are_sent(helpers: Any, served: VLLMProcessClient) -> None:
-    model = helpers.build("served")
+async def test_too_many_restarts_end_it_until_weights_are_sent(served: VLLMProcessClient) -> None:
+    model = build("served")
     client, host = holding(served, model)
-    plain, host._limits = host._limits, vllm_host.Limits(600.0, restarts=0)
+    plain, host._limits = host._limits, vllm_host.HostLimits(600.0, restarts=0)
     running, process = await stopped_in_the_middle(client, host)
     os.kill(process, signal.SIGKILL)
     with pytest.raises(ModelError, match=r"the engine of 'default' died, also after 0 restarts in a row"):
@@ -297,46 +225,28 @@ async def test_too_many_restarts_end_it_until_weights_are_sent(helpers: Any, ser
     host._limits, before = plain, host.stats.restarts
     client.load_weights("default", model.state_dict().items(), 2)
     assert host.stats.restarts == before + 1
-    assert error_of(helpers, model, await client.generate(requests_of())) < EXACT
+    assert error_of(model, await client.generate(requests_of())) < EXACT
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("transfer", ["safetensors", "gloo"])
-async def test_adapters_and_base_stay_exact_also_in_a_new_engine(helpers: Any, transfer: str) -> None:
-    peft = pytest.importorskip("peft")
+async def test_adapters_and_base_stay_exact_also_in_a_new_engine(transfer: str) -> None:
     torch.manual_seed(0)
-    shared = SharedBase(helpers.build("served"))
-    config = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
-    adapters = {
-        name: shared.add_adapter(name, peft.LoraConfig(**config), i) for i, name in enumerate(("solver", "critic"))
-    }
+    shared, adapters = adapted(build("served"))
 
-    def move(model: Any) -> None:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    async def check(version: int) -> None:
+        versions = {"solver": version, "critic": 0}
+        await check_adapters(client, lambda: build("served"), shared, adapters, versions)
 
-    async def check(client: VLLMProcessClient, versions: dict[str, int]) -> None:
-        responses = await client.generate([request for name in adapters for request in requests_of(2, policy=name)])
-        for number, (name, model) in enumerate(adapters.items()):
-            mine = responses[2 * number : 2 * number + 2]
-            merged = helpers.build("served")
-            merged.load_state_dict(shared.merged_weights(model))
-            assert error_of(helpers, merged, mine) < EXACT, f"{name} at {versions}"
-            assert {v for r in mine for _, v in r.policy_versions} == {versions[name]}
-
-    for model in adapters.values():
-        move(model)
     async with client_of(adapters, transfer=transfer) as client:
         [host] = client._hosts
-        await check(client, {"solver": 0, "critic": 0})
-        for version in (1, 2, 3):
-            move(adapters["solver"])
-            client.load_weights("solver", adapters["solver"].state_dict().items(), version)
-            await check(client, {"solver": version, "critic": 0})
+        await check(0)
+        move(adapters["solver"])
+        client.load_weights("solver", adapters["solver"].state_dict().items(), 3)
+        await check(3)
         [process] = host.processes
         os.kill(process, signal.SIGKILL)
-        await check(client, {"solver": 3, "critic": 0})
+        await check(3)
         assert host.stats.restarts == 1
         [process] = host.processes
     assert not alive(process)
@@ -346,7 +256,7 @@ async def test_adapters_and_base_stay_exact_also_in_a_new_engine(helpers: Any, t
 TRAINER = """
     import asyncio, sys, time
     sys.path.insert(0, sys.argv[1])
-    from conftest import build
+    from helpers import build
     from turnwise.inference import VLLMProcessClient
     from turnwise.inference.scripted import ByteTokenizer
     from turnwise.types import ModelRequest, Sampling
@@ -384,7 +294,7 @@ def test_ctrl_c_spares_the_engine_and_a_killed_trainer_takes_it_along(tmp_path: 
     assert not alive(process)
 
 
-def test_settings(helpers: Any) -> None:
+def test_settings() -> None:
     for settings, message in (
         ({"restarts": -1}, "restarts=-1"),
         ({"timeout": 0}, "timeout=0"),
@@ -393,9 +303,9 @@ def test_settings(helpers: Any) -> None:
         ({"engine_args": {"worker_extension_cls": "x"}}, "'worker_extension_cls'"),
     ):
         with pytest.raises(ValueError, match=message):
-            client_of(helpers.build("served"), **settings)
+            client_of(build("served"), **settings)
 
 
-def test_an_engine_that_does_not_start(helpers: Any) -> None:
+def test_an_engine_that_does_not_start() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)vLLM's process for 'default' did not start.*max_model_len"):
-        client_of(helpers.build("served"), engine_args={"max_model_len": 10**6})
+        client_of(build("served"), engine_args={"max_model_len": 10**6})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from turnwise.inference.vllm_stats import Peaks, SchedulerWatch, Stats, largest, total
+from turnwise.inference.vllm.stats import EnginePeaks, EngineStats, SchedulerWatch, max_peaks, sum_stats
 
 
 class Scheduler:
@@ -26,19 +26,23 @@ class Scheduler:
 
 
 def test_the_watch_keeps_the_most_and_counts_preemptions():
-    stats = Stats()
+    stats = EngineStats()
     scheduler = Scheduler((2, 4, 0.5, set()), (3, 1, 0.25, {"a", "b"}), (1, 0, 0.125, None))
     watch = SchedulerWatch(scheduler, stats)
     assert scheduler.schedule("passed on").preempted_req_ids == set()
     scheduler.schedule("passed on")
-    assert watch.take() == Peaks(3, 4, 0.5)
+    assert watch.take() == EnginePeaks(3, 4, 0.5)
     scheduler.schedule("passed on")
-    assert (watch.take(), watch.take()) == (Peaks(1, 0, 0.125), Peaks())
+    assert (watch.take(), watch.take()) == (EnginePeaks(1, 0, 0.125), EnginePeaks())
     assert stats.preemptions == 2
 
 
 def test_several_engines():
-    one, two = Stats(requests=1, seconds=0.5), Stats(requests=2, seconds=0.25)
-    assert total([one, two]) == {**total([Stats()]), "requests": 3, "seconds": 0.75}
-    assert largest([Peaks(1, 5, 0.5), Peaks(2, 0, 0.25)]) == {"running": 2, "waiting": 5, "kv_cache_use": 0.5}
-    assert largest([]) == {"running": 0, "waiting": 0, "kv_cache_use": 0}
+    one, two = EngineStats(requests=1, seconds=0.5), EngineStats(requests=2, seconds=0.25)
+    assert sum_stats([one, two]) == {**sum_stats([EngineStats()]), "requests": 3, "seconds": 0.75}
+    assert max_peaks([EnginePeaks(1, 5, 0.5), EnginePeaks(2, 0, 0.25)]) == {
+        "running": 2,
+        "waiting": 5,
+        "kv_cache_use": 0.5,
+    }
+    assert max_peaks([]) == {"running": 0, "waiting": 0, "kv_cache_use": 0}

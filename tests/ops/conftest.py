@@ -22,7 +22,8 @@ from filelock import FileLock
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from turnwise.ops import KL, Clip, ImportanceCorrection, backends
+from turnwise.ops import KL, Clip, ImportanceCorrection
+from turnwise.ops.common import dispatch as backends
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,27 +39,36 @@ class Target(NamedTuple):
     emulated: bool = False  # CUDA kernels on CPU tensors
 
 
-def _targets() -> list[Any]:
+def _targets(reference: bool) -> list[Any]:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return [pytest.param(Target("triton", "cpu"), id="triton-interpreted")]
-    gpu = pytest.mark.gpu
-    return [
+    targets = [
         pytest.param(Target("native", "cpu"), id="native"),
-        pytest.param(Target("torch", "cpu"), id="torch"),
-        pytest.param(Target("native", "cpu", emulated=True), id="cuda-emulated"),
-        pytest.param(Target("native", "cuda"), id="cuda", marks=gpu),
-        pytest.param(Target("triton", "cuda"), id="triton", marks=gpu),
-        pytest.param(Target("torch", "cuda"), id="torch-cuda", marks=gpu),
+        pytest.param(Target("native", "cpu", emulated=True), id="cuda-emulated", marks=pytest.mark.slow),
     ]
+    targets += [pytest.param(Target("torch", "cpu"), id="torch")] if reference else []
+    if torch.cuda.is_available():
+        names = {"cuda": "native", "triton": "triton"} | ({"torch-cuda": "torch"} if reference else {})
+        targets += [pytest.param(Target(to, "cuda"), id=name, marks=pytest.mark.gpu) for name, to in names.items()]
+    return targets
 
 
-@pytest.fixture(params=_targets())
+def _use(target: Target, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
+    if target.emulated:
+        monkeypatch.setattr(backends, "emulator", request.getfixturevalue("emulator"))
+    return target
+
+
+@pytest.fixture(params=_targets(reference=True))
 def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
     """Each backend in turn. ``cuda-emulated`` runs the CUDA kernels on the host, a fibre per thread: keep it small."""
-    chosen: Target = request.param
-    if chosen.emulated:
-        monkeypatch.setattr(backends, "emulator", request.getfixturevalue("emulator"))
-    return chosen
+    return _use(request.param, request, monkeypatch)
+
+
+@pytest.fixture(params=_targets(reference=False))
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
+    """Each backend but PyTorch, for tests that compare with PyTorch's own float64."""
+    return _use(request.param, request, monkeypatch)
 
 
 @pytest.fixture(scope="session")
@@ -190,15 +200,15 @@ class Batch:
                 log_ratio = clamp((self.logprobs[b, t] - self.old[b, t]).item(), 20)
                 ratio = math.exp(log_ratio)
                 loss = max(-a * ratio, -a * max(1 - clip.low, min(1 + clip.high, ratio)))
-                dual = clip.dual is not None and a < 0 and loss > -a * clip.dual
-                loss = -a * clip.dual if dual else loss
+                dual = clip.dual_clip is not None and a < 0 and loss > -a * clip.dual_clip
+                loss = -a * clip.dual_clip if dual else loss
                 if correction:
                     sequence = correction.level == "sequence"
                     total = sum(mismatch.values()) if sequence else mismatch[t]
                     loss *= min(math.exp(clamp(total, 20)), correction.cap)
                 d = (self.ref[b, t] - self.logprobs[b, t]).item()
                 if kl:
-                    loss += kl.coef * (ratio if kl.importance_weighted else 1) * kl_value(d, kl.kind)
+                    loss += kl.coef * (ratio if kl.importance_weighted else 1) * kl_value(d, kl.estimator)
                 tokens[-1].append(
                     {
                         "loss": loss,
@@ -208,7 +218,7 @@ class Batch:
                         "approx_kl_k1": -log_ratio,
                         "approx_kl_k3": ratio - 1 - log_ratio,
                         "ratio_mean": ratio,
-                        **({"kl": kl_value(d, kl.kind)} if kl else {}),
+                        **({"kl": kl_value(d, kl.estimator)} if kl else {}),
                         **(
                             {"mismatch_kl": -mismatch[t], "weight": math.exp(clamp(mismatch[t], 20))}
                             if correction

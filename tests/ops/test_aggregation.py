@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from turnwise.ops import aggregate, loss_normalizer
+from turnwise.ops import loss_normalizer
 
 MASK = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 1, 1]])
 ACTORS = torch.tensor([0, 1, 0])
@@ -70,21 +70,3 @@ def test_normalizer(aggregation, expected, form) -> None:
 def test_mistakes_are_named(arguments, error, message) -> None:
     with pytest.raises(error, match=message):
         loss_normalizer(**arguments)
-
-
-@pytest.mark.parametrize("form", ["padded", "packed", "actors"])
-def test_compiles_whole(form) -> None:
-    layout = {
-        "padded": {"mask": MASK.bool()},
-        "packed": {"mask": torch.tensor([1, 1, 0, 1, 1, 1]), "cu_seqlens": torch.tensor([0, 3, 3, 6])},
-        "actors": {"mask": MASK.bool(), "actor_ids": ACTORS, "num_actors": 2},
-    }[form]
-    aggregation = "agent-mean" if form == "actors" else "seq-mean-token-mean"
-
-    def both(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return aggregate(values * 2, aggregation, **layout), loss_normalizer(aggregation, **layout)
-
-    values = torch.randn(layout["mask"].shape)
-    torch._dynamo.reset()
-    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(values), both(values))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from turnwise import _C, ops
-from turnwise.ops import backends
+from turnwise.ops.common import dispatch as backends
 
 REWARDS, GROUPS = torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.int64)
 
@@ -40,7 +40,7 @@ def test_a_missing_backend_says_how_to_get_it(monkeypatch) -> None:
         ops.group_advantage(REWARDS, GROUPS, backend="triton")
     monkeypatch.setattr(backends, "extension", SimpleNamespace(with_cuda=False))
     with pytest.raises(ops.BackendUnavailable, match="built without CUDA; build it with TURNWISE_CUDA=ON"):
-        backends.resolve("native", on_gpu())
+        backends.select_backend("native", on_gpu())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, int]]
 
             return ask
 
-        core = SimpleNamespace(with_cuda=with_cuda, cuda_obstacle=asking("native", native), isa=_C.isa)
+        core = SimpleNamespace(with_cuda=with_cuda, cuda_unsupported_reason=asking("native", native), isa=_C.isa)
         monkeypatch.setattr(backends, "extension", core)
         monkeypatch.setattr(backends, "_has_triton", True)
         monkeypatch.setitem(backends._ASK, "triton", asking("triton", triton))
@@ -86,7 +86,7 @@ def test_a_device_that_does_not_take_the_native_kernels_gets_the_next(gpus, reas
     asked = gpus(native={1: reason, 2: reason}, triton={2: "no C compiler"})
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        served = [backends.resolve(None, on_gpu(index)) for index in (0, 1, 2, 1, 2, 0)]
+        served = [backends.select_backend(None, on_gpu(index)) for index in (0, 1, 2, 1, 2, 0)]
     assert served == ["native", "triton", "torch", "triton", "torch", "native"]
     assert sorted(asked) == [("native", 0), ("native", 1), ("native", 2), ("triton", 1), ("triton", 2)]
     assert [str(w.message) for w in said] == [
@@ -100,24 +100,24 @@ def test_a_named_backend_that_the_device_does_not_take_raises_with_the_reason(gp
     gpus(native={0: NO_CODE}, triton={0: "no C compiler"})
     for name, reason in (("native", "no kernel image is available"), ("triton", "no C compiler")):
         with pytest.raises(ops.BackendUnavailable, match=f"backend '{name}' can't serve this call: .*{reason}"):
-            backends.resolve(name, on_gpu())
+            backends.select_backend(name, on_gpu())
         with pytest.raises(ops.BackendUnavailable, match=reason), ops.backend(name):
-            backends.resolve(None, on_gpu())
+            backends.select_backend(None, on_gpu())
         monkeypatch.setattr(backends, "_environment", name)
         with pytest.raises(ops.BackendUnavailable, match=reason):
-            backends.resolve(None, on_gpu())
+            backends.select_backend(None, on_gpu())
         monkeypatch.setattr(backends, "_environment", None)
-    assert backends.resolve("torch", on_gpu()) == "torch"
+    assert backends.select_backend("torch", on_gpu()) == "torch"
 
 
 def test_a_build_without_cuda_is_no_news_while_triton_serves(gpus) -> None:
     gpus(native={}, triton={1: "no C compiler"}, with_cuda=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert backends.resolve(None, on_gpu(0)) == "triton"
-        assert backends.resolve(None, on_gpu(0), native="float64", triton="float64") == "torch"
+        assert backends.select_backend(None, on_gpu(0)) == "triton"
+        assert backends.select_backend(None, on_gpu(0), native="float64", triton="float64") == "torch"
     with pytest.warns(RuntimeWarning, match="plain PyTorch for cuda:1 .*built without CUDA.*; triton: no C compiler"):
-        assert backends.resolve(None, on_gpu(1)) == "torch"
+        assert backends.select_backend(None, on_gpu(1)) == "torch"
 
 
 def test_a_capture_is_not_disturbed_by_a_question(gpus, monkeypatch) -> None:
@@ -126,12 +126,12 @@ def test_a_capture_is_not_disturbed_by_a_question(gpus, monkeypatch) -> None:
     capturing = [True]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    assert backends.resolve(None, on_gpu()) == "native" and not asked
+    assert backends.select_backend(None, on_gpu()) == "native" and not asked
     capturing[0] = False
     with pytest.warns(RuntimeWarning, match="no kernel image"):
-        assert backends.resolve(None, on_gpu()) == "triton"
+        assert backends.select_backend(None, on_gpu()) == "triton"
     capturing[0] = True
-    assert backends.resolve(None, on_gpu()) == "triton" and asked == [("native", 0), ("triton", 0)]
+    assert backends.select_backend(None, on_gpu()) == "triton" and asked == [("native", 0), ("triton", 0)]
 
 
 @pytest.mark.parametrize("name", [None, "triton"])
@@ -141,7 +141,7 @@ def test_a_question_stays_out_of_a_compiled_graph(gpus, name) -> None:
     gpu = on_gpu()
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        return x * (2 if backends.resolve(name, gpu) == "triton" else 3)
+        return x * (2 if backends.select_backend(name, gpu) == "triton" else 3)
 
     torch._dynamo.reset()
     with warnings.catch_warnings(record=True) as said:
@@ -183,12 +183,12 @@ def test_an_emulated_device_that_refuses(emulator, monkeypatch) -> None:
     """The probe of the compiled module itself, and a call that would have failed in its first launch."""
     monkeypatch.setattr(backends, "emulator", emulator)
     monkeypatch.setattr(backends, "_answers", {})
-    assert emulator.cuda_obstacle(0) == ""
+    assert emulator.cuda_unsupported_reason(0) == ""
     want = ops.group_advantage(REWARDS, GROUPS)
     monkeypatch.setenv("TURNWISE_EMULATED_ERROR", "209")
     with pytest.raises(RuntimeError, match="launch failed"):
         ops.group_advantage(REWARDS, GROUPS)
-    assert emulator.cuda_obstacle(-1) == "CUDA: cudaFuncGetAttributes failed: emulated (error 209)"
+    assert emulator.cuda_unsupported_reason(-1) == "CUDA: cudaFuncGetAttributes failed: emulated (error 209)"
     monkeypatch.setattr(backends, "_answers", {})
     monkeypatch.setattr(backends, "_warned", set())
     with pytest.warns(
@@ -199,10 +199,18 @@ def test_an_emulated_device_that_refuses(emulator, monkeypatch) -> None:
         ops.group_advantage(REWARDS, GROUPS, backend="native")
 
 
+def test_an_emulator_is_asked_as_a_device_is(monkeypatch) -> None:
+    refusing = SimpleNamespace(cuda_unsupported_reason=lambda index: f"device {index} is too old")
+    monkeypatch.setattr(backends, "emulator", refusing)
+    monkeypatch.setattr(backends, "_answers", {})
+    with pytest.raises(ops.BackendUnavailable, match="device -1 is too old"):
+        ops.group_advantage(REWARDS, GROUPS, backend="native")
+
+
 def test_a_build_without_cuda_has_no_device_to_ask() -> None:
     if not _C.with_cuda:
         with pytest.raises(RuntimeError, match="built without CUDA"):
-            _C.cuda_obstacle(0)
+            _C.cuda_unsupported_reason(0)
 
 
 def test_unknown_names_raise() -> None:

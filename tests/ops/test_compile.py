@@ -107,7 +107,11 @@ def values(call: Callable[..., Any], given: list[Tensor], **options: Any) -> lis
 
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [c for c in itertools.product(CALLS, ("native", "torch")) if c[0] not in NO_BACKEND or c[1] == "torch"],
+    [
+        pytest.param(*c, marks=[] if c[1] == "native" or c[0] in NO_BACKEND else pytest.mark.slow)
+        for c in itertools.product(CALLS, ("native", "torch"))
+        if c[0] not in NO_BACKEND or c[1] == "torch"
+    ],
 )
 def test_one_graph_for_batches_of_any_shape(name, backend) -> None:
     """And with `check=True`, which a compiled graph has no room for."""
@@ -127,6 +131,7 @@ def loss_of(s: dict[str, Tensor], **options: Any) -> Tensor:
     return policy_loss(s["x"], s["old"], s["advantages"], **options).loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "call",
     [

@@ -112,7 +112,7 @@ def policy_loss(x: Inputs, backend: str) -> list[Tensor]:
         "backend": backend,
     }
     actors = {"aggregation": "agent-mean", "actor_ids": x["actor_ids"], "num_actors": ACTORS}
-    for variant in (ops.Clip(0.2, 0.28, dual=3.0), ops.GSPO(), ops.GMPO(), ops.KLCov()):
+    for variant in (ops.Clip(0.2, 0.28, dual_clip=3.0), ops.GSPO(), ops.GMPO(), ops.KLCov()):
         for start, form in (("", {"mask": x["mask"]}), ("packed_", {"cu_seqlens": x["cu_seqlens"]})):
             streams = {f"{name}_logprobs": x[start + name] for name in ("old", "ref", "rollout")}
             lp = leaves(x, f"{start}lp")

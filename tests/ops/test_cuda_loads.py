@@ -85,12 +85,12 @@ KERNELS = [
     ("token_rewards", r"scan_kernelI\w+fLb0", 3),  # two-byte rewards, one pack
     ("gae", r"scan_kernelIff", 6),  # values as well
     ("gae", r"scan_kernelI\w+fLb1", 4),
-    # Log-probabilities, old, reference, advantages, and a mask in one of two ways; in other forms rollout and entropy,
-    # or what is selected too.
-    ("policy_loss", r"main_kernelI\w+Lb1ELNS\d_4FormE[24]", 6),
-    ("policy_loss", r"main_kernelI\w+Lb1ELNS\d_4FormE[13]", 8),
-    ("policy_loss", r"prepare_kernelI\w+Lb1", 6),
-    ("grouped_policy_loss", r"group_kernelI\w+Lb1", 6),
+    # Log-probabilities, old, reference, advantages, and a mask in one of two ways; outside the minimal specializations
+    # rollout and entropy too.
+    ("policy_loss", r"loss_grad_kernelI\w+Lb1ELNS\d_14SpecializationE[24]", 6),
+    ("policy_loss", r"loss_grad_kernelI\w+Lb1ELNS\d_14SpecializationE[13]", 8),
+    ("policy_loss", r"count_tokens_kernelI\w+Lb1", 6),
+    ("grouped_policy_loss", r"rewards_to_advantages_kernelI\w+Lb1", 6),
 ]
 
 
@@ -99,6 +99,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[s
     return functools.cache(lambda name: kernels(name, tmp_path_factory.mktemp(name)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 @pytest.mark.parametrize(("name", "kernel", "least"), KERNELS)
 def test_loads_are_on_their_way_together(compiled, name: str, kernel: str, least: int) -> None:

@@ -31,6 +31,8 @@ from turnwise.ops import (
     policy_loss,
 )
 
+pytestmark = pytest.mark.slow
+
 WORLD = 2
 VOCABULARY, WIDTH, ACTORS = 97, 24, 3
 LENGTHS = [7, 0, 12, 1, 30, 9, 5]

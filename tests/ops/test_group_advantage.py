@@ -1,17 +1,15 @@
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 from turnwise.ops import factorize, group_advantage
-from turnwise.ops.group_advantage_reference import CENTERS, POOLS, SCALES
+from turnwise.ops.advantage.reference import CENTERS, POOLS, SCALES
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 STEPS = 1e-8  # of float64 on a GPU, where offsets count in steps of 2**-31 of the group's span
@@ -73,7 +71,10 @@ def batch(seed: int, rows: int = 60, groups: int = 9):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize(("pool", "center", "scale", "ddof"), list(itertools.product(POOLS, CENTERS, SCALES, [0, 1])))
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("center", CENTERS)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("ddof", [0, 1])
 def test_every_rule_equals_its_definition(target, seed, pool, center, scale, ddof) -> None:
     rewards, ids, trajectories, lengths, valid = batch(seed)
     if seed == 1:  # groups that stand together take another way on the CPU
@@ -266,18 +267,28 @@ def test_a_gpu_that_checks_nothing_gives_nan(target) -> None:
     assert not got[:2].isnan().any()
 
 
+def test_lengths_of_zero_weigh_alike(target) -> None:
+    """A group without tokens has its plain mean as centre, beside one whose lengths count."""
+    rewards, ids = torch.tensor([1.0, 2.0, 6.0, 1.0, 3.0]), torch.tensor([0, 0, 0, 1, 1])
+    lengths = torch.tensor([0, 0, 0, 3, 1])
+    got = advantage(target, rewards, ids, center="length_weighted", scale="none", lengths=lengths)
+    assert got.tolist() == pytest.approx([-2.0, -1.0, 3.0, -0.5, 1.5], abs=1e-6)
+
+
+# 513 and more: squares are beyond float64; less than 900: the power of two that makes them smaller still shows.
+@pytest.mark.parametrize("exponent", [513, 700, 900])
 @pytest.mark.parametrize("sort", [True, False])
 @pytest.mark.parametrize("scale", SCALES)
-def test_rewards_too_large_to_be_squared(target, sort: bool, scale: str) -> None:
+def test_rewards_too_large_to_be_squared(target, sort: bool, scale: str, exponent: int) -> None:
     small, large = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 2.0, 4.0]) * 2.0
-    rewards = torch.cat([small.double(), large.double() * 2.0**900])
+    rewards = torch.cat([small.double(), large.double() * 2.0**exponent])
     ids = torch.tensor([0, 0, 0, 1, 1, 1])
     if not sort:
         rewards, ids = rewards.view(2, 3).t().reshape(-1), ids.view(2, 3).t().reshape(-1)
     got = advantage(target, rewards, ids, scale=scale, eps=0.0)
     a = small.double()
     one = (a - a.mean()) / (a.std() if scale == "std" else 1)
-    two = one if scale == "std" else one * 2.0**901
+    two = one if scale == "std" else one * 2.0 ** (exponent + 1)
     torch.testing.assert_close(got[ids == 0], one, rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(got[ids == 1], two, rtol=1e-8, atol=1e-8)
     extremes = torch.tensor([1.7e308, -1.7e308], dtype=torch.float64)
@@ -338,30 +349,9 @@ def test_order_and_threads_change_no_bit() -> None:
         torch.set_num_threads(before)
 
 
-def test_eight_threads_at_once() -> None:
-    inputs = [batch(seed, 4000, 500)[:2] for seed in range(8)]
-    expected = [group_advantage(r, i) for r, i in inputs]
-    with ThreadPoolExecutor(8) as pool:
-        same = pool.map(
-            lambda k: all(torch.equal(group_advantage(*inputs[k]), expected[k]) for _ in range(20)), range(8)
-        )
-        assert all(same)
-
-
 def test_no_gradient_and_no_graph() -> None:
     rewards = torch.tensor([1.0, 0.0], requires_grad=True)
     assert not group_advantage(rewards, torch.zeros(2, dtype=torch.int64)).requires_grad
-
-
-def test_compiles_whole_and_passes_opcheck() -> None:
-    rewards, ids, trajectories, lengths, valid = batch(5)
-
-    def scored(rewards: torch.Tensor) -> torch.Tensor:
-        return group_advantage(rewards * 2, ids, center="length_weighted", lengths=lengths, valid=valid) + 1
-
-    torch.testing.assert_close(torch.compile(scored, fullgraph=True, backend="aot_eager")(rewards), scored(rewards))
-    arguments = (rewards.float(), ids, -1, trajectories, lengths, valid, True, 0, 0, 0, 1, 1e-6, 0.0, "native")
-    torch.library.opcheck(torch.ops.turnwise.group_advantage.default, arguments)
 
 
 def test_a_rule_of_before_does_not_stick() -> None:

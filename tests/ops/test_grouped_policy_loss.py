@@ -81,7 +81,7 @@ def assert_same(got, want, rtol: float = 1e-5, atol: float = 1e-6) -> None:
 @pytest.mark.parametrize(("rows", "width"), [(24, 37), (3, 1), (5, 700), (0, 4), (4, 0)])
 def test_equals_the_ops_in_turn(make_batch, target, form, aggregation, rows, width) -> None:
     kl = KL("k3", 0.1, importance_weighted=form == "padded")
-    arguments = inputs(make_batch, rows + width, form, rows, width, kl=kl, clip=Clip(dual=3.0))
+    arguments = inputs(make_batch, rows + width, form, rows, width, kl=kl, clip=Clip(dual_clip=3.0))
     arguments = on(target, {**arguments, "aggregation": aggregation})
     assert_same(at_once(arguments), in_turn(arguments))
 
@@ -186,38 +186,9 @@ def test_mistakes_are_named(target, change, error, message) -> None:
 
 
 @pytest.mark.parametrize("form", ["padded", "packed"])
-def test_compiles_whole(make_batch, form) -> None:
-    arguments = inputs(make_batch, 13, form, kl=KL("k3", 0.1))
-    logprobs = arguments.pop("logprobs")
-
-    def scaled(x):
-        result = grouped_policy_loss(x * 1.5, **arguments)
-        return result.loss * 2, result.advantages
-
-    results = []
-    for function in (scaled, torch.compile(scaled, fullgraph=True, backend="aot_eager")):
-        x = logprobs.clone().requires_grad_()
-        loss, advantages = function(x)
-        loss.backward()
-        results.append((loss.detach(), advantages, x.grad))
-    torch.testing.assert_close(results[0], results[1])
-
-
-@pytest.mark.parametrize("form", ["padded", "packed"])
 def test_opcheck(make_batch, target, opcheck_calls, form) -> None:
     arguments = on(target, inputs(make_batch, 15, form, rows=8, kl=KL("k3", 0.1)))
     called = opcheck_calls(lambda: at_once(arguments))
     suffix = "_triton" if target.backend == "triton" else ""
     ops = {"token_reward_sum", "group_advantage", f"policy_loss{suffix}", "policy_loss_backward"}
     assert called == (set() if target.backend == "torch" else ops)
-
-
-def test_calls_from_eight_threads(make_batch, in_threads) -> None:
-    arguments = inputs(make_batch, 2, rows=40, width=700) | {"backend": "native"}
-    want = at_once(arguments)
-
-    def work(_: int) -> bool:
-        results = [at_once(arguments) for _ in range(4)]
-        return all(torch.equal(got[0].loss, want[0].loss) and torch.equal(got[2], want[2]) for got in results)
-
-    assert all(in_threads(work))

@@ -206,7 +206,7 @@ def test_kernels_narrow_actor_ids_once_they_are_in_range(target, monkeypatch) ->
     """As on a GPU, where nothing looks at the ids before; the CPU's kernels do themselves."""
     if target == ("native", "cpu", False) or target.backend == "torch":
         pytest.skip("looks at the ids")
-    monkeypatch.setattr(importlib.import_module("turnwise.ops.policy_loss"), "check_call", lambda *_: None)
+    monkeypatch.setattr(importlib.import_module("turnwise.ops.loss.policy_loss"), "check_call", lambda *_: None)
     given = {k: v.to(target.device) for k, v in streams().items()}
     actors = torch.tensor([0, 2**32 + 1, 1], device=target.device)
     for aggregation in ("token-mean", "agent-mean"):
@@ -292,6 +292,7 @@ def test_numbers_may_be_those_of_numpy(op) -> None:
     clip = Clip(np.float32(0.25), np.float64(0.5))
     got = OPS[op](given, clip=clip, normalizer=np.float32(7), num_actors=np.int64(2), **actors)
     assert torch.equal(got, want)
+    assert torch.equal(OPS[op](given, clip=clip, normalizer=7, num_actors=torch.tensor(2), **actors), want)
     assert torch.equal(OPS[op](given, clip=clip, normalizer=7, num_actors=2, **actors), want)
 
 

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from turnwise.ops import (
+    AGGREGATIONS,
     GSPO,
     KL,
     Clip,
-    backends,
+    ImportanceCorrection,
+    PolicyLoss,
     factorize,
     gae,
     group_advantage,
@@ -25,6 +27,7 @@ from turnwise.ops import (
     token_returns,
     token_reward_sum,
 )
+from turnwise.ops.common import dispatch as backends
 
 pytestmark = pytest.mark.skipif(backends.extension is None, reason="the compiled module did not load")
 ROWS, WIDTH, HIDDEN, VOCABULARY = 24, 900, 16, 600
@@ -67,16 +70,41 @@ def graded(function: Callable[..., tuple[Tensor, ...]], *leaves: Tensor) -> list
     return [*(value.detach() for value in made), *(leaf.grad for leaf in copies)]  # type: ignore[misc]
 
 
+def values_of(result: PolicyLoss) -> tuple[Tensor, ...]:
+    return result.loss, *result.metrics.values(), *result.actor_metrics.values()
+
+
+CLIP = Clip(dual_clip=3.0)
 TOKENS: dict[str, Callable[..., list[Tensor]]] = {
     "token_reward_sum": lambda s, **o: [token_reward_sum(s["rewards"], **o)],
     "token_returns": lambda s, **o: [token_returns(s["rewards"], 0.97, **o)],
     "gae": lambda s, **o: list(gae(s["rewards"], s["old"], gamma=0.99, lam=0.9, **o)),
     "policy_loss": lambda s, **o: graded(
-        lambda x: policy_loss(
-            x, s["old"], s["advantages"], clip=Clip(dual=3.0), kl=KL("k3", 0.1), ref_logprobs=s["old"], **o
-        )[:1],
+        lambda x: values_of(
+            policy_loss(
+                x, s["old"], s["advantages"], clip=Clip(dual_clip=3.0), kl=KL("k3", 0.1), ref_logprobs=s["old"], **o
+            )
+        ),
         s["logprobs"],
     ),
+    **{
+        f"policy_loss {aggregation}": lambda s, aggregation=aggregation, **o: graded(
+            lambda x: values_of(
+                policy_loss(
+                    *(x, s["old"], s["advantages"]),
+                    aggregation=aggregation,
+                    correction=ImportanceCorrection("sequence", 1.5),
+                    rollout_logprobs=s["rewards"],
+                    actor_ids=s["ids"],
+                    num_actors=5,
+                    max_length=WIDTH,
+                    **o,
+                )
+            ),
+            s["logprobs"],
+        )
+        for aggregation in AGGREGATIONS
+    },
     "policy_loss GSPO": lambda s, **o: graded(
         lambda x: policy_loss(x, s["old"], s["advantages"], variant=GSPO(), aggregation="seq-mean-token-mean", **o)[:1],
         s["logprobs"],

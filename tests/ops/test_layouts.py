@@ -247,7 +247,8 @@ CASES: dict[str, Case] = {
     ),
     # They differ in what must be known before the first gradient: counts of the batch, rows or actors; sums of rows.
     **both(
-        "policy_loss", Case(loss(*POLICY, clip=Clip(dual=3.0)), {**STREAMS, "advantages": "B"}, leaves=("logprobs",))
+        "policy_loss",
+        Case(loss(*POLICY, clip=Clip(dual_clip=3.0)), {**STREAMS, "advantages": "B"}, leaves=("logprobs",)),
     ),
     **both("policy_loss, all streams", Case(loss(*POLICY, **FULL), {**ALL, "advantages": "BT"}, leaves=("logprobs",))),
     **both(

@@ -23,7 +23,7 @@ from turnwise.ops import (
     select_tokens,
 )
 
-CHUNKS = sys.modules["turnwise.ops.linear_policy_loss"]  # the package has a function of that name
+CHUNKS = sys.modules["turnwise.ops.loss.linear_policy_loss"]  # the package has a function of that name
 LENGTHS = [7, 0, 1, 30, 12]
 
 

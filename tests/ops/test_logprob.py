@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from turnwise.ops import backends, logprob
-from turnwise.ops.backends import BackendUnavailable
+from turnwise.ops import logprob
+from turnwise.ops.common import dispatch as backends
+from turnwise.ops.common.dispatch import BackendUnavailable
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 NATIVE = pytest.mark.skipif(backends.interpreted, reason="native backends, in their own process")
@@ -175,22 +176,6 @@ def test_the_gradient_takes_the_logits_memory(target, dtype) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Invariances, torch
 # ---------------------------------------------------------------------------------------------------------------------
-@NATIVE
-def test_threads_change_no_bit() -> None:
-    given = make(8, (40, 3000))
-    target = type("Target", (), {"backend": "native", "device": "cpu"})
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2, 3, 7):
-            torch.set_num_threads(threads)
-            results.append(run(given, target))
-    finally:
-        torch.set_num_threads(before)
-    for result in results[1:]:
-        assert all(torch.equal(result[name], results[0][name]) for name in result)
-
-
 @NATIVE
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
 def test_every_instruction_set(isa) -> None:

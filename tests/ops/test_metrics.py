@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from turnwise.ops.metrics import Metrics
+from turnwise.ops.loss.arguments import Metrics
 
 
 def test_reads_like_a_dict() -> None:

@@ -15,15 +15,15 @@ from turnwise.ops import CISPO, GMPO, GSPO, KL, SAPO, Clip, ClipCov, ImportanceC
     [
         (lambda: Clip(low=-0.1), r"Clip\.low=-0\.1"),
         (lambda: Clip(high=math.nan), r"Clip\.high=nan"),
-        (lambda: Clip(dual=0.5), r"Clip\.dual=0\.5"),
-        (lambda: Clip(high=0.5, dual=1.4), r"Clip\.dual=1\.4.*1 \+ high"),
-        (lambda: KL("k4"), r"KL\.kind='k4'.*k1, abs"),
+        (lambda: Clip(dual_clip=0.5), r"Clip\.dual_clip=0\.5"),
+        (lambda: Clip(high=0.5, dual_clip=1.4), r"Clip\.dual_clip=1\.4.*1 \+ high"),
+        (lambda: KL("k4"), r"KL\.estimator='k4'.*k1, abs"),
         (lambda: KL("k3", coef=-1), r"KL\.coef=-1"),
         (
             lambda: KL("k1+", 0.1, importance_weighted=True),
-            r"weighted=True: expected False with kind='k1\+'.*kind='k1'",
+            r"weighted=True: expected False with estimator='k1\+'.*estimator='k1'",
         ),
-        (lambda: KL("k3+", 0.1, importance_weighted=True), r"KL\.importance_weighted=True.*kind='k3\+'"),
+        (lambda: KL("k3+", 0.1, importance_weighted=True), r"KL\.importance_weighted=True.*estimator='k3\+'"),
         (lambda: KL("k3", importance_weighted=1), r"KL\.importance_weighted=1: expected True or False"),
         (lambda: ImportanceCorrection(level="row"), r"ImportanceCorrection\.level='row'"),
         (lambda: ImportanceCorrection(cap=0), r"ImportanceCorrection\.cap=0"),
@@ -55,12 +55,14 @@ def test_nonsense_raises_when_built(build, message) -> None:
 
 
 def test_defaults_are_the_usual_ones() -> None:
-    assert Clip() == Clip(low=0.2, high=0.2, dual=None)
+    assert Clip() == Clip(low=0.2, high=0.2, dual_clip=None)
     assert ImportanceCorrection() == ImportanceCorrection(level="token", cap=2.0)
-    assert KL() == KL(kind="k3", coef=1e-3, importance_weighted=False)
+    assert KL() == KL(estimator="k3", coef=1e-3, importance_weighted=False)
 
 
-@pytest.mark.parametrize("option", [Clip(dual=3), GSPO(), CISPO(), SAPO(), GMPO(), ClipCov(), KLCov(), KL()], ids=str)
+@pytest.mark.parametrize(
+    "option", [Clip(dual_clip=3), GSPO(), CISPO(), SAPO(), GMPO(), ClipCov(), KLCov(), KL()], ids=str
+)
 def test_options_are_values(option) -> None:
     """Copied, sent to another process, used as keys: they stay equal, and nothing about them changes."""
     for same in (copy.deepcopy(option), pickle.loads(pickle.dumps(option)), dataclasses.replace(option)):

@@ -10,11 +10,11 @@ from turnwise.ops import AGGREGATIONS, KL, Clip, ImportanceCorrection, policy_lo
 TOKEN, SEQUENCE = ImportanceCorrection("token", 1.5), ImportanceCorrection("sequence", 3.0)
 OPTIONS = [
     {},
-    {"clip": Clip(0.1, 0.3, dual=1.5)},
+    {"clip": Clip(0.1, 0.3, dual_clip=1.5)},
     {"kl": KL("k1", 0.1)},
     {"kl": KL("abs", 0.1)},
     {"kl": KL("k2", 0.1), "correction": TOKEN},
-    {"kl": KL("k3", 0.1), "clip": Clip(dual=3.0)},
+    {"kl": KL("k3", 0.1), "clip": Clip(dual_clip=3.0)},
     {"kl": KL("k3+", 0.1), "correction": SEQUENCE},
     {"kl": KL("k1+", 0.1)},
 ]

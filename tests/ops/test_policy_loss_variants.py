@@ -52,8 +52,8 @@ def one_row(v: Any, lp: list[float], old: list[float], a: list[float], chosen: l
             out = []
             for r, adv in zip(ratio, a, strict=True):
                 loss, grad = surrogate(r, adv, v.low, v.high)
-                if v.dual is not None and adv < 0 and loss > -adv * v.dual:
-                    loss, grad = -adv * v.dual, 0.0
+                if v.dual_clip is not None and adv < 0 and loss > -adv * v.dual_clip:
+                    loss, grad = -adv * v.dual_clip, 0.0
                 out.append((loss, grad))
             return out
         case GSPO():
@@ -169,7 +169,7 @@ def unpad(batch: Any, values: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("form", ["padded", "packed"])
 @pytest.mark.parametrize("level", ["token", "sequence", None])
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_float32_equals_float64(make_batch, target, variant, form, level) -> None:
+def test_float32_equals_float64(make_batch, kernel, variant, form, level) -> None:
     if isinstance(variant, GMPO) and level == "token":
         pytest.skip("refused")
     correction = ImportanceCorrection(level, 1.5, bounds=(0.6, 1.4)) if level else None
@@ -178,7 +178,7 @@ def test_float32_equals_float64(make_batch, target, variant, form, level) -> Non
         batch.options |= {"aggregation": aggregation}
         want, want_grad = run(getattr(batch, form)(entropy=-getattr(batch, form)()["old_logprobs"]), backend="torch")
         arguments = getattr(batch, form)(torch.float32)
-        got, grad = run(arguments, target, entropy=-arguments["old_logprobs"])
+        got, grad = run(arguments, kernel, entropy=-arguments["old_logprobs"])
         torch.testing.assert_close(got.loss.cpu().double(), want.loss, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(grad.double(), want_grad, rtol=2e-5, atol=1e-7)
         for name, value in want.metrics.items():
@@ -188,7 +188,7 @@ def test_float32_equals_float64(make_batch, target, variant, form, level) -> Non
 
 @pytest.mark.parametrize("form", ["padded", "packed"])
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_importance_weighted_kl(make_batch, target, variant, form) -> None:
+def test_importance_weighted_kl(make_batch, kernel, variant, form) -> None:
     """Long rows, far ones (GSPO: a mean log-ratio beyond its clamp), and rejected ones."""
     correction = ImportanceCorrection("sequence", 1.5, bounds=(0.6, 1.4))
     for seed, rows, width, aggregation in ((1, 9, 37, "token-mean"), (2, 5, 150, "seq-mean-token-mean")):
@@ -197,7 +197,7 @@ def test_importance_weighted_kl(make_batch, target, variant, form) -> None:
         batch.old[3] += 25
         batch.options |= {"aggregation": aggregation}
         want, want_grad = run(getattr(batch, form)(), backend="torch")
-        got, grad = run(getattr(batch, form)(torch.float32), target)
+        got, grad = run(getattr(batch, form)(torch.float32), kernel)
         torch.testing.assert_close(got.loss.cpu().double(), want.loss, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(grad.double(), want_grad, rtol=2e-5, atol=1e-7)
         torch.testing.assert_close(got.metrics["kl"].cpu(), want.metrics["kl"], rtol=1e-5, atol=1e-6)
@@ -285,6 +285,16 @@ def test_rejection(make_batch, target, level) -> None:
     share = (rejected & batch.mask).sum() / batch.mask.sum()
     assert 0 < share < 1
     assert got.metrics["rejected"].item() == pytest.approx(share.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("bounds", [(0.5, 1.0), (1.0, 2.0)])
+def test_a_weight_at_a_bound_is_kept(target, level, bounds) -> None:
+    """Equal policies weigh exactly 1."""
+    lp = torch.tensor([[-1.0, -2.0]])
+    arguments = {"logprobs": lp, "old_logprobs": lp, "rollout_logprobs": lp, "advantages": torch.tensor([-1.0])}
+    got, _ = run(arguments, target, correction=ImportanceCorrection(level, 2.0, bounds=bounds))
+    assert got.metrics["rejected"].item() == 0 and got.loss.item() == 1
 
 
 def test_entropy_is_a_metric_alone(make_batch, target) -> None:

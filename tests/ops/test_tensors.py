@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from turnwise.ops.backends import extension
+from turnwise.ops.common.dispatch import extension
 
 pytestmark = pytest.mark.skipif(extension is None, reason="the compiled module did not load")
 

@@ -13,7 +13,8 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
 
 from turnwise import ops
-from turnwise.ops import BackendUnavailable, streams
+from turnwise.ops import BackendUnavailable
+from turnwise.ops.common import layout as streams
 
 ROWS, WIDTH, HIDDEN, VOCABULARY, COPIES = 4, 5, 3, 11, 3
 

@@ -16,7 +16,12 @@ import pytest
 from turnwise import ops
 
 HERE = Path(__file__).parent
-MODULES = sorted(path.stem for path in Path(ops.__file__).parent.glob("*_triton.py"))
+OPS = Path(ops.__file__).parent
+MODULES = sorted(
+    ".".join(path.relative_to(OPS).with_suffix("").parts)
+    for path in OPS.rglob("*triton.py")
+    if "COMPILE_CASES" in path.read_text()
+)
 OF_TARGETS = sorted(path for path in HERE.rglob("test_*.py") if re.search(r"\btarget\b", path.read_text()))
 PARTS = 6  # to be shared by the processes that run the tests
 
@@ -45,15 +50,17 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize(
+    "module", [m if m.endswith("gae_triton") else pytest.param(m, marks=pytest.mark.slow) for m in MODULES]
+)
 def test_compiles_ahead_of_time(module: str, tmp_path: Path) -> None:
     result = run("-P", "-c", COMPILE, module, TRITON_CACHE_DIR=str(tmp_path))
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("\n") >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the interpreter's run")
-@pytest.mark.skipif(not MODULES, reason="no Triton kernels")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_op_in_the_interpreter(part: int) -> None:
     files = map(str, OF_TARGETS[part::PARTS])

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.run import train_from_config
-from turnwise.train.config_files import config_from_dict
+from turnwise.run.build import train_from_config
+from turnwise.train.validate import config_from_dict
 
 from .hand_made import hand_made
 
@@ -28,11 +28,11 @@ def real_run(tmp_path_factory) -> Path:
         "steps": 3,
         "threads": 1,
         "warm_start": {"steps": 40, "batch_size": 16, "lr": 4e-3},
-        "rollout": {"questions": 3, "branches": 4, "max_tokens": 24},
+        "rollout": {"prompts_per_step": 3, "branches": 4, "max_tokens": 24},
         "update": {"lr": 1e-4},
         # So few demonstrations may leave all branches equally bad: the steps must have an update to show all the same.
-        "filter": {"zero_advantage": False},
-        "eval": {"every": 1, "questions": 3},
+        "filter": {"drop_zero_advantage": False},
+        "eval": {"every": 1, "num_prompts": 3},
     }
     train_from_config(config_from_dict(settings))
     hand_made(folder, 4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from turnwise.train.run_log import RunLog
+from turnwise.train.log.run_log import RunLog
 from turnwise.types import GenerateResult, Rollout, Step
 
 HOSTILE = "</script><b id=injected>bold</b><!-- {{data}} & \u2028"
@@ -57,7 +57,7 @@ def hand_made(folder: Path, step: int) -> None:
     """Log an episode with hostile and private text, a failed branch, a judge, and a nested episode that failed."""
     words = Words()
     prompt = [{"role": "user", "content": "the board. Your card: ace", "private": "Your card: ace"}]
-    node = {"prompt": prompt, "parent": 2**47}
+    node = {"prompt": prompt, "tree_node": 2**47}
     steps = [
         call(words, "alice", 0, HOSTILE, reward=1.0, advantage=0.5, info={"selected_by": "draw"}, **node),
         call(words, "alice", 0, "a worse move", reward=-1.0, advantage=-0.5, branch=1, selected=False, **node),

@@ -14,6 +14,8 @@ from turnwise.report import write_report
 
 from .hand_made import HOSTILE
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 

@@ -9,31 +9,32 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from turnwise import cli
 from turnwise.arena import DropRolloutError, Rubric
-from turnwise.arena.plain import json_line, plain_result, uid_text
+from turnwise.arena.recording.rollouts_jsonl import group_text, json_line, plain_result
+from turnwise.cli import main as cli
+from turnwise.cli.options import EXIT_OK, EXIT_USAGE
 from turnwise.credit import RAECredit
 from turnwise.report.credit import Call, Comparison, compare_credit, differences, recorded_steps, render, result_of
-from turnwise.run import train_from_config
-from turnwise.samples import collect_samples
+from turnwise.run.build import train_from_config
+from turnwise.samples.collect import collect_samples
 from turnwise.tasks import TASKS
 from turnwise.tasks.proposer_solver import ProposerSolverTask
 from turnwise.tasks.proposer_solver.episodes import correct, worth
-from turnwise.train.config_files import config_from_dict
+from turnwise.train.validate import config_from_dict
 from turnwise.types import GenerateResult, Rollout, Step
 
 RUNS = {
-    "trees": {"task": "sudoku", "rollout": {"questions": 2, "branches": 3}, "credit": {"rule": "at_grpo"}},
-    "games": {"task": "kuhn_poker", "rollout": {"questions": 4}, "credit": {"rule": "rae"}},
+    "trees": {"task": "sudoku", "rollout": {"prompts_per_step": 2, "branches": 3}, "credit": {"rule": "at_grpo"}},
+    "games": {"task": "kuhn_poker", "rollout": {"prompts_per_step": 4}, "credit": {"rule": "rae"}},
     "nested": {
         "task": "proposer_solver",
-        "rollout": {"questions": 2, "copies": 3},
+        "rollout": {"prompts_per_step": 2, "group_size": 3},
         "credit": {"rule": "hierarchy"},
         "task_options": {"attempts": 3},
     },
     "groups": {
         "task": "grouped",
-        "rollout": {"questions": 4, "copies": 3, "failure_threshold": 1.0},
+        "rollout": {"prompts_per_step": 4, "group_size": 3, "failure_threshold": 1.0},
         "credit": {"rule": "hierarchy"},
         "task_options": {"attempts": 3, "numbers": 2, "largest": 9},
     },
@@ -70,7 +71,7 @@ def place(rollouts):
 def record(folder: Path, name: str) -> Path:
     """Three steps of a tiny model that knows next to nothing, all episodes written down."""
     settings = {k: dict(v) if isinstance(v, dict) else v for k, v in RUNS[name].items()}
-    shared = {"steps": 3, "threads": 1, "update": {"lr": 1e-4}, "eval": {"every": 0, "questions": 1}}
+    shared = {"steps": 3, "threads": 1, "update": {"lr": 1e-4}, "eval": {"every": 0, "num_prompts": 1}}
     shared |= {
         "warm_start": {"steps": 80, "batch_size": 16, "lr": 4e-3},
         "checkpoint": {"every": 1},
@@ -148,7 +149,7 @@ def test_the_runs_own_rule_gives_back_what_was_recorded(any_run):
 def test_another_rule_is_that_rule(any_run):
     found = compare_credit(any_run, "episodic")
     rewards = {
-        (step, s.trajectory, s.step_index): s.trajectory_reward
+        (step, s.rollout_id, s.step_index): s.trajectory_reward
         for step, results in recorded_steps(any_run / "rollouts.jsonl")
         for s in collect_samples(results)
     }
@@ -254,11 +255,11 @@ def test_numbers_by_hand():
 
 
 def test_the_command(games, capsys, tmp_path, monkeypatch):
-    assert cli.main(["credit", str(games), "--rule", "dr_grpo", "--set", "singleton=raw"]) == cli.EXIT_OK
+    assert cli.main(["credit", str(games), "--rule", "dr_grpo", "--set", "singleton=raw"]) == EXIT_OK
     text = capsys.readouterr().out
     shown = []
     for switch in ("yes", "true", "no"):
-        assert cli.main(["credit", str(games), "--rule", "rae", "--set", f"bias_correction={switch}"]) == cli.EXIT_OK
+        assert cli.main(["credit", str(games), "--rule", "rae", "--set", f"bias_correction={switch}"]) == EXIT_OK
         shown.append(capsys.readouterr().out)
     assert shown[0] == shown[1] != shown[2], "a switch is read as the rule's own type says"
     assert "rule 'dr_grpo'" in text and "the run's own rule 'rae' gives" in text
@@ -267,7 +268,7 @@ def test_the_command(games, capsys, tmp_path, monkeypatch):
         "    def compute_columns(self, samples):\n        return super().compute_columns(samples) / 2\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert cli.main(["credit", str(games), "--rule", "halved:Halved", "--step", "2", "--json"]) == cli.EXIT_OK
+    assert cli.main(["credit", str(games), "--rule", "halved:Halved", "--step", "2", "--json"]) == EXIT_OK
     shown = json.loads(capsys.readouterr().out)
     whole = {(c.rollout, c.index): c.after for c in compare_credit(games, "episodic", step=2).calls}
     assert {(c["rollout"], c["index"]): c["after"] * 2 for c in shown["calls"]} == pytest.approx(whole)
@@ -284,7 +285,7 @@ def test_the_command(games, capsys, tmp_path, monkeypatch):
     ],
 )
 def test_mistakes_are_one_line(games, capsys, arguments, message):
-    assert cli.main(["credit", str(games), *arguments]) == cli.EXIT_USAGE
+    assert cli.main(["credit", str(games), *arguments]) == EXIT_USAGE
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
@@ -301,19 +302,19 @@ def test_folders_without_a_record(tmp_path):
 
 def test_groups_and_states_are_hashable_again():
     step = Step("solver", 0, [], "", [1], [2], [-0.5], [(1, 7)], "stop", group=("q", (1, 2)), info={"state": (0, (3,))})
-    result = GenerateResult(Rollout("r", "solve", "q", [step], {"solver": 1.0}), uid=("int", 5), parent_id="top")
+    result = GenerateResult(Rollout("r", "solve", "q", [step], {"solver": 1.0}), group_id=("int", 5), parent_id="top")
     again = result_of(json.loads(json_line(plain_result(result))))
     [sample], [expected] = collect_samples([again]), collect_samples([result])
     assert (sample.group, sample.info, sample.policy_versions) == (("q", (1, 2)), {"state": (0, (3,))}, [(1, 7)])
-    sample.uid = expected.uid
+    sample.group_id = expected.group_id
     assert sample == expected
 
 
 def test_questions_that_are_equal_have_one_text():
-    assert uid_text("puzzle-5") == "puzzle-5"
+    assert group_text("puzzle-5") == "puzzle-5"
     one, other = (
         ("dict", frozenset({("a", ("int", 1)), ("b", "x")})),
         ("dict", frozenset({("b", "x"), ("a", ("int", 1))})),
     )
-    assert uid_text(one) == uid_text(other) != uid_text(("dict", frozenset({("a", ("int", 2)), ("b", "x")})))
-    assert uid_text(None).startswith("#") and uid_text(object).startswith("<class")
+    assert group_text(one) == group_text(other) != group_text(("dict", frozenset({("a", ("int", 2)), ("b", "x")})))
+    assert group_text(None).startswith("#") and group_text(object).startswith("<class")

@@ -8,7 +8,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from turnwise import cli
+from turnwise.cli import main as cli
+from turnwise.cli.options import EXIT_OK, EXIT_USAGE
 from turnwise.report import read_run, write_report
 from turnwise.report.page import embed, render
 
@@ -95,7 +96,7 @@ def test_a_view_that_fails_leaves_nothing_behind(made_run, tmp_path, monkeypatch
 
 def test_a_view_takes_the_place_of_no_folder(made_run, tmp_path, capsys):
     (tmp_path / "mine").mkdir()
-    assert cli.main(["view", str(made_run), "--out", str(tmp_path / "mine")]) == cli.EXIT_USAGE
+    assert cli.main(["view", str(made_run), "--out", str(tmp_path / "mine")]) == EXIT_USAGE
     assert "mine': expected the name of a file to write, got a folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir() if path != made_run] == ["mine"]
 
@@ -103,23 +104,23 @@ def test_a_view_takes_the_place_of_no_folder(made_run, tmp_path, capsys):
 def test_the_view_command(made_run, tmp_path, capsys, monkeypatch):
     opened = []
     monkeypatch.setattr("webbrowser.open", opened.append)
-    assert cli.main(["view", str(made_run)]) == cli.EXIT_OK
+    assert cli.main(["view", str(made_run)]) == EXIT_OK
     assert capsys.readouterr().out.strip() == str(made_run / "report.html")
     assert opened == []
     out = tmp_path / "x.html"
-    assert cli.main(["view", str(made_run), "--out", str(out), "--open"]) == cli.EXIT_OK
+    assert cli.main(["view", str(made_run), "--out", str(out), "--open"]) == EXIT_OK
     assert opened == [out.as_uri()] and out.is_file()
 
 
 def test_the_view_command_refuses_other_folders(tmp_path, capsys):
-    assert cli.main(["view", str(tmp_path / "nowhere")]) == cli.EXIT_USAGE
+    assert cli.main(["view", str(tmp_path / "nowhere")]) == EXIT_USAGE
     assert "no run folder" in capsys.readouterr().err
 
 
 def test_train_leaves_a_report(tmp_path):
     config = tmp_path / "run.toml"
-    config.write_text("steps = 1\n[rollout]\nquestions = 1\nbranches = 2\n[eval]\nquestions = 1\n")
-    assert cli.main(["train", str(config), "--run_dir", str(tmp_path / "run")]) == cli.EXIT_OK
+    config.write_text("steps = 1\n[rollout]\nprompts_per_step = 1\nbranches = 2\n[eval]\nnum_prompts = 1\n")
+    assert cli.main(["train", str(config), "--run_dir", str(tmp_path / "run")]) == EXIT_OK
     elements = Elements((tmp_path / "run" / "report.html").read_text(encoding="utf-8"))
     data = json.loads(elements.scripts[0])
     assert data["curves"]["step"] == [1] and len(data["episodes"]) == 1

@@ -10,7 +10,7 @@ import pytest
 
 from turnwise.report import Limits, read_run
 from turnwise.report.read import choose, spread
-from turnwise.train.run_log import RunLog
+from turnwise.train.log.run_log import RunLog
 from turnwise.types import GenerateResult, Rollout
 
 from .hand_made import HOSTILE

@@ -567,13 +567,14 @@ class Histories(RuleBasedStateMachine):
         assert store.states() == []
 
 
-Histories.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, derandomize=True, deadline=None, print_blob=True
-)
+def some(examples: int) -> settings:
+    return settings(max_examples=examples, stateful_step_count=40, derandomize=True, deadline=None, print_blob=True)
 
 
 class TestHistories(Histories.TestCase):  # type: ignore[misc, valid-type]
     """What other tests imported is kept out of the many collections."""
+
+    settings = some(40)
 
     @classmethod
     def setUpClass(cls) -> None:
@@ -583,3 +584,8 @@ class TestHistories(Histories.TestCase):  # type: ignore[misc, valid-type]
     @classmethod
     def tearDownClass(cls) -> None:
         gc.unfreeze()
+
+
+@pytest.mark.slow
+class TestMoreHistories(TestHistories):
+    settings = some(150)

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from turnwise.arena.episode import make_forkable
+from turnwise.arena.runtime.context import make_forkable
 from turnwise.state import ForkableMixin, PrunedError, StateList, fork_many, prune, to_python
 from turnwise.tasks.plan_path import Difficulty, PlanPathEnv, PlanPathEpisode, draw_mazes, format_maze
 from turnwise.tasks.sudoku import SudokuEpisode, sudoku_puzzles

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import pytest
 
-from turnwise.run import train_from_config
+from turnwise.run.build import train_from_config
 from turnwise.tasks.generated import GeneratedTask
-from turnwise.train.config_files import config_from_dict
+from turnwise.train.validate import config_from_dict
 
 SMALL = {
     "steps": 2,
@@ -18,7 +18,7 @@ SMALL = {
     "warm_start": {"steps": 20, "batch_size": 8},
     "credit": {"rule": "at_grpo"},
     "update": {"lr": 1e-3},
-    "eval": {"questions": 3},
+    "eval": {"num_prompts": 3},
     "log": {},
 }
 
@@ -61,7 +61,7 @@ def test_held_out_questions_do_not_depend_on_the_task_s_seed():
 
 def train(tmp_path, task, options, settings=None, **rollout):
     """Train; the run, and a line of metrics per step. Every line must have sampled, and lost nothing."""
-    rollout = {"questions": 2, "copies": 2, "branches": 1, **rollout}
+    rollout = {"prompts_per_step": 2, "group_size": 2, "branches": 1, **rollout}
     config = config_from_dict(
         {
             **SMALL,
@@ -82,7 +82,7 @@ def train(tmp_path, task, options, settings=None, **rollout):
 
 def test_code_duel_trains_in_a_tree(tmp_path):
     options = {"families": ["sums"], "max_cases": 2, "max_tokens": 48}
-    _, lines = train(tmp_path, "code_duel", options, branches=2, copies=1)
+    _, lines = train(tmp_path, "code_duel", options, branches=2, group_size=1)
     assert all("reward/tester" in line for line in lines)
 
 

@@ -6,12 +6,14 @@ import json
 
 import pytest
 
-from turnwise import run as run_module
-from turnwise.cli import main
-from turnwise.run import build_run, dry_run
+from turnwise.cli.main import main
+from turnwise.run import build as run_module
+from turnwise.run.build import build_run
+from turnwise.run.checks import dry_run
 from turnwise.tasks import OwnTask, build_task
 from turnwise.tasks.base import held_out, split_of
-from turnwise.train.config_files import ConfigError, config_from_dict
+from turnwise.train.config.toml import ConfigError
+from turnwise.train.validate import config_from_dict
 
 MODULE = """
 from turnwise import MultiTurnEpisode, Rubric
@@ -149,8 +151,10 @@ def test_fewer_questions_than_the_default_are_all_asked(module, tmp_path, capsys
     assert len(run.trainer.validation.requests) == expected["validation"]
     said = f"task 'talk' has {min(expected.values())} held-out questions, fewer than the default of 200"
     assert capsys.readouterr().out.replace("\n", " ").count(said) == 1
-    with pytest.raises(ConfigError, match=r"'eval.questions' = 200: n=200: the eval split of task 'talk' has \d+ ques"):
-        build_run(config_from_dict(settings | {"eval": {"questions": 200}}))
+    with pytest.raises(
+        ConfigError, match=r"'eval.num_prompts' = 200: n=200: the eval split of task 'talk' has \d+ ques"
+    ):
+        build_run(config_from_dict(settings | {"eval": {"num_prompts": 200}}))
 
 
 @pytest.mark.parametrize("there", [0, 1, 2, 137, 199, 200, 201])
@@ -181,7 +185,7 @@ def test_the_command_line_trains_evaluates_credits_replays_and_lets_it_play(modu
     settings = {
         "task": "own_talk:TalkTask", "run_dir": "runs/talk", "steps": 2, "threads": 1,
         "task_options.words": 70, "task_options.max_tokens": 5, "policies.default.path": "tiny",
-        "rollout.questions": 2, "rollout.copies": 2, "rollout.check_private": "true", "eval.questions": 2,
+        "rollout.prompts_per_step": 2, "rollout.group_size": 2, "rollout.check_private": "true", "eval.num_prompts": 2,
         "log.rollouts_per_step": 9, "checkpoint.every": 1,
     }  # fmt: skip
     (tmp_path / "empty.toml").write_text("")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from turnwise.arena import TreeSampler
-from turnwise.run import build_credit, with_credit_of
+from turnwise.run.checks import build_credit, with_default_credit
 from turnwise.tasks import build_task
 from turnwise.tasks.plan_path import maze, parse_route
 from turnwise.tasks.plan_path.demonstrations import straight_route
@@ -22,7 +22,7 @@ from turnwise.tasks.plan_path.prompts import read_messages as read_maze
 from turnwise.tasks.routes import format_route
 from turnwise.tasks.sokoban import level
 from turnwise.tasks.sokoban.prompts import read_messages as read_level
-from turnwise.train.config_files import config_from_dict
+from turnwise.train.validate import config_from_dict
 
 BINS = (-2, -0.5, 0.5)
 """Edges of the bins of how much closer an answer led than the mean of its group, in moves."""
@@ -84,18 +84,18 @@ PLAYERS = {"random": random_player, "blind": blind_walker}
 async def answers_of(table, name, player, *, actors, tree, seed):
     """Groups as the trainer forms them, by the credit rule that the task's run has."""
     task = build_task(name, {"actors": actors, "max_turns": 2 if tree else 1, "seed": seed})
-    credit = build_credit(with_credit_of(task, config_from_dict({"task": name})))
+    credit = build_credit(with_default_credit(task, config_from_dict({"task": name})))
     sampler = TreeSampler(branches=8) if tree else None
     requests = task.requests(0, questions=16 if tree else 40, copies=1 if tree else 8)
     results = await table(task, PLAYERS[player](Random(seed)), tree=sampler).play(requests)
-    steps = {result.rollout.id: (result.uid, result.rollout.steps) for result in results}
+    steps = {result.rollout.id: (result.group_id, result.rollout.steps) for result in results}
     groups = defaultdict(list)
     for (rollout, index), advantage in credit.compute(results).items():
         uid, taken = steps[rollout]
         step = taken[index]
         before, left = distances_of(name, step.prompt, step.completion)
         readable = parse_route(step.completion) is not None
-        key = (uid, step.actor_id, step.turn, step.parent)
+        key = (uid, step.actor_id, step.turn, step.tree_node)
         groups[key].append(Answer(advantage, before - left, left, readable, len(step.completion.split())))
     assert {len(group) for group in groups.values()} == {8}
     return list(groups.values())
@@ -152,7 +152,7 @@ async def test_a_whole_episode_is_paid_by_where_it_ended(table, name, player):
         assert paid + unread / len(steps) == pytest.approx(earned + unread, abs=1e-6)
         _, left = distances_of(name, steps[-1].prompt, steps[-1].completion)
         assert metrics["solved/solver"] == (left == 0)
-        groups[result.uid].append((left, paid + unread / len(steps)))
+        groups[result.group_id].append((left, paid + unread / len(steps)))
     for group in groups.values():
         for (left, paid), (other_left, other_paid) in permutations(group, 2):
             assert left >= other_left or paid > other_paid

@@ -14,7 +14,7 @@ from turnwise.credit import ATGRPOCredit
 from turnwise.inference import TransformersClient
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train import EvalSet, Policy, TrainConfig, Trainer
-from turnwise.train.config_files import config_from_dict
+from turnwise.train.validate import config_from_dict
 from turnwise.types import Actor, EpisodeRequest, Sampling, TrainingBatch
 
 WIDTH = 6
@@ -60,7 +60,7 @@ def letters_trainer(
             "run_dir": str(run_dir),
             "steps": steps,
             "policies": {name: {} for name in policies.values()},
-            "update": {"lr": 3e-3, "minibatches": 2, "micro_batch_tokens": 64},
+            "update": {"lr": 3e-3, "num_minibatches": 2, "micro_batch_tokens": 64},
             **changes,
         }
     )

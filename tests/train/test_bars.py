@@ -8,7 +8,7 @@ import re
 import pytest
 from rich.console import Console
 
-from turnwise.train.bars import ProgressBars
+from turnwise.train.log.progress_bars import ProgressBars, curve_line
 
 METRICS = {"success": 0.25, "reward": 1.5, "tokens_per_second": 812.3, "staleness": 0.5, "loss": 9.0}
 
@@ -75,3 +75,11 @@ def test_a_new_round_of_a_stage_starts_again():
     bars.stage("rollouts", 1, 30)
     bars.stop()
     assert "1/30" in plain(out).splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("success", "bar"), [(0.0, ""), (0.25, "██▌"), (0.5, "█████"), (1.0, "█" * 10), (-0.5, ""), (1.75, "█" * 10)]
+)
+def test_a_line_of_the_learning_curve(success, bar):
+    line = curve_line(5, {"validation": success, "total_sampled_tokens": 12345}, width=10)
+    assert line == f"  step   5  ▐{bar.ljust(10)}▌ {success:6.1%}  12,345 tokens"

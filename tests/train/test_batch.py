@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from turnwise.train.batch import micro_batches, minibatches, pack, pad
+from turnwise.train.model.micro_batch import micro_batches, minibatches, pack, pad
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from turnwise.train.callbacks import Callback
-from turnwise.train.checkpoint import list_checkpoints
+from turnwise.train.checkpoint.checkpoint import list_checkpoints
 
 
 class Counting(Callback):
@@ -48,7 +48,7 @@ def with_callback(make_trainer, folder, **changes):
 
 
 async def test_callbacks_are_told_and_saved(make_trainer, tmp_path):
-    trainer, callback = with_callback(make_trainer, tmp_path, steps=3, checkpoint={"every": 1, "keep": 1})
+    trainer, callback = with_callback(make_trainer, tmp_path, steps=3, checkpoint={"every": 1, "keep_last": 1})
     await trainer.run()
     assert callback.told == [("start", 0), (1, 1, {0}), (2, 2, {1}), (3, 3, {2})], "after the step was published"
     rows = [json.loads(line) for line in (trainer.config.run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from turnwise.inference.adapters import SharedBase
-from turnwise.train import checkpoint_files
-from turnwise.train.checkpoint import (
+from turnwise.inference.weights.lora import SharedBase
+from turnwise.train.checkpoint import files as checkpoint_files
+from turnwise.train.checkpoint.checkpoint import (
     CheckpointError,
     ignored_checkpoints,
     list_checkpoints,
@@ -20,11 +20,12 @@ from turnwise.train.checkpoint import (
     load_weights,
     save_checkpoint,
 )
-from turnwise.train.checkpoint_files import write_manifest
-from turnwise.train.config import KLConfig, LoraConfig, LossConfig, UpdateConfig
-from turnwise.train.models import peft_config
-from turnwise.train.policy import Policy
-from turnwise.train.update import update_policy
+from turnwise.train.checkpoint.files import write_manifest
+from turnwise.train.config.optimization import KLConfig, LossConfig, UpdateConfig
+from turnwise.train.config.policies import LoraConfig
+from turnwise.train.model.loading import peft_config
+from turnwise.train.model.policy import Policy
+from turnwise.train.update.update import update_policy
 
 UPDATE = UpdateConfig(lr=1e-3, warmup=2, min_lr_ratio=0.5)
 

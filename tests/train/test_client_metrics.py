@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from turnwise.train.client_metrics import ClientMetrics
+from turnwise.train.log.client_metrics import ClientMetrics
 
 
 def totals(*values):
@@ -49,7 +49,7 @@ def test_a_client_that_tells_nothing():
 
 
 async def test_a_run_writes_them_down(make_trainer):
-    trainer = make_trainer(steps=2, eval={"every": 1, "questions": 4})
+    trainer = make_trainer(steps=2, eval={"every": 1, "num_prompts": 4})
     await trainer.run()
     lines = [json.loads(line) for line in (trainer.config.run_dir / "metrics.jsonl").read_text().splitlines()]
     for line in lines:

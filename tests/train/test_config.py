@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 import tomllib
@@ -8,8 +9,11 @@ from types import SimpleNamespace
 import pytest
 from pydantic import BaseModel
 
-from turnwise.train.config import TrainConfig
-from turnwise.train.config_files import ConfigError, config_from_dict, differences, load_config, read_config, to_toml
+from turnwise.arena import Arena
+from turnwise.train.config.sampling import RolloutConfig
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError, differences, section_in, to_toml
+from turnwise.train.validate import config_from_dict, load_config, read_config
 
 
 def written(tmp_path, text):
@@ -20,8 +24,10 @@ def written(tmp_path, text):
 
 def test_file_and_overrides(tmp_path):
     path = written(tmp_path, 'task = "sudoku"\n[update]\nlr = 1e-4\n[policies.coder]\npath = "x/y"\n')
-    config = load_config(path, [("update.minibatches", "4"), ("eval.stop-at", "none"), ("policies.coder.path", "z")])
-    assert (config.update.lr, config.update.minibatches, config.policies["coder"].path) == (1e-4, 4, "z")
+    config = load_config(
+        path, [("update.num_minibatches", "4"), ("eval.target-success", "none"), ("policies.coder.path", "z")]
+    )
+    assert (config.update.lr, config.update.num_minibatches, config.policies["coder"].path) == (1e-4, 4, "z")
 
 
 def test_a_policys_name_keeps_its_dashes():
@@ -33,22 +39,22 @@ def test_a_policys_name_keeps_its_dashes():
     ("overrides", "value"),
     [
         ({"rollout.tree.select": "none"}, "none"),
-        ({"eval.stop_at": "none"}, None),
+        ({"eval.target_success": "none"}, None),
         ({"log.wandb": "null"}, None),
         ({"log.wandb": "2024"}, "2024"),
         ({"task": "true"}, "true"),
         ({"policies.my-coder.path": "none"}, "none"),
         ({"policies.coder.lora": "none"}, None),
         ({"actors.solver": "7"}, "7"),
-        ({"rollout.quotas.solver": "7"}, 7),
+        ({"rollout.max_concurrency_per_actor.solver": "7"}, 7),
         ({"policies.p.optimizer.schedule": "linear"}, "linear"),
         ({"credit.options.scale": "none", "credit.rule": "grpo"}, "none"),
         ({"credit.options.scale": "none"}, "none"),
         ({"credit.options.min_std": "inf", "credit.rule": "dr_mas"}, math.inf),
         ({"credit.options.bias_correction": "off", "credit.rule": "rae"}, False),
         ({"credit.options.new": "none", "credit.rule": "nothing"}, None),
-        ({"loss.options.dual": "none", "loss.kind": "ppo"}, None),
-        ({"loss.options.shape": "none", "loss.kind": "words_of_mine:shaped"}, "none"),
+        ({"loss.options.dual_clip": "none", "loss.type": "ppo"}, None),
+        ({"loss.options.shape": "none", "loss.type": "words_of_mine:shaped"}, "none"),
         ({"task_options.name": "none", "task": "one:Own"}, "none"),
         ({"task_options.level": "none", "task": "one:Own"}, None),
         ({"credit.options.floor": "none", "task": "one:Own"}, "none"),
@@ -117,7 +123,7 @@ def test_unknown_keys_name_the_nearest(key, message):
         ("loss.entropy_coef", "nan"),
         ("steps", "many"),
         ("steps", "True"),
-        ("eval.stop_at", "True"),
+        ("eval.target_success", "True"),
         ("loss.aggregation", "sum"),
         ("rollout.branches", "0"),
         ("seed", "-3"),
@@ -132,7 +138,7 @@ def test_bad_values_name_key_and_value(key, value):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"eval.stop_at": 0.9}, "stop_at needs every > 0"),
+        ({"eval.target_success": 0.9}, "target_success needs every > 0"),
         ({"loss.aggregation": "seq-mean-token-sum-norm"}, "needs max_length"),
         ({"warm_start.min_reward": 1}, "'warm_start.min_reward': needs warm_start.data"),
     ],
@@ -179,6 +185,32 @@ def test_the_flags_are_these():
     """A new flag is a decision: add it here too."""
     assert sorted(TrainConfig.model_fields) == [
         "actors", "checkpoint", "credit", "device", "eval", "filter", "health", "league", "log", "loop", "loss",
-        "max_sampled_tokens", "max_seconds", "phases", "policies", "resume", "reward", "rollout", "run_dir", "seed",
-        "specialization", "steps", "task", "task_options", "threads", "update", "warm_start",
+        "max_sampled_tokens", "max_seconds", "phases", "policies", "policy_sharing", "resume", "reward", "rollout",
+        "run_dir", "seed", "steps", "task", "task_options", "threads", "update", "warm_start",
     ]  # fmt: skip
+
+
+def test_every_key_has_a_description_of_one_line():
+    """The reference of the config is made of them."""
+    sections, seen = [TrainConfig], set()
+    while sections:
+        section = sections.pop()
+        if section not in seen:
+            seen.add(section)
+            for name, field in section.model_fields.items():
+                assert field.description and "\n" not in field.description, f"{section.__name__}.{name}"
+                below = section_in(field.annotation)
+                sections += [] if below is None else [below]
+    assert len(seen) > 15
+
+
+def test_a_limit_of_the_arena_has_one_default():
+    arena = inspect.signature(Arena.__init__).parameters
+    for name in ("max_concurrency", "failure_threshold"):
+        assert arena[name].default == RolloutConfig.model_fields[name].default
+
+
+@pytest.mark.parametrize("key", ["rollout.questions", "rollout.copies", "loss.kind", "eval.stop_at", "specialization"])
+def test_a_key_that_was_renamed_is_unknown(key):
+    with pytest.raises(ConfigError, match=f"unknown config key '{key}'; (did you mean|known: )"):
+        load_config(None, {key: 1})

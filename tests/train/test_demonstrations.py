@@ -5,9 +5,9 @@ import json
 import pytest
 
 from turnwise.chat import ChatRenderer
-from turnwise.train.config_files import ConfigError
-from turnwise.train.demonstrations import Row, RowReader, fitting, tokenize
-from turnwise.train.run_log import RunLog
+from turnwise.train.config.toml import ConfigError
+from turnwise.train.log.run_log import RunLog
+from turnwise.train.update.sft_data import Row, RowReader, fitting, tokenize
 from turnwise.types import GenerateResult, Rollout, Step
 
 CHAT = [{"role": "user", "content": "2 + 2 = ?"}]

@@ -23,16 +23,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from turnwise.inference.transfer import make_transfer
-from turnwise.inference.vllm_weights import shapes_of
-from turnwise.inference.weights import copy_weights
+from turnwise.inference.vllm.lora import shapes_of
+from turnwise.inference.weights.load import copy_weights
+from turnwise.inference.weights.sync import make_transfer
 from turnwise.tasks.tiny import build_model, build_tokenizer
-from turnwise.train.batch import MicroBatch, pack
-from turnwise.train.checkpoint_files import write_tensors
-from turnwise.train.forward import Forward
-from turnwise.train.policy import bit_sum, named_weights
-from turnwise.train.trie import Trie
+from turnwise.train.checkpoint.files import write_tensors
+from turnwise.train.model.forward import Forward
+from turnwise.train.model.micro_batch import MicroBatch, pack
+from turnwise.train.model.policy import bit_sum, named_weights
+from turnwise.train.model.prefix_tree import Trie
 from turnwise.types import TrainingBatch
+
+pytestmark = pytest.mark.slow
 
 WORLD, SIBLINGS, PROMPT, COMPLETION = 2, 4, 40, 6
 TOLERANCE = 1e-5  # of a gradient's largest entry

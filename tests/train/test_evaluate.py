@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from turnwise.train.evaluate import compare, evaluate
+from turnwise.train.eval.evaluate import compare, evaluate
 
 
 async def test_greedy_evaluation_repeats_and_leaves_training_alone(make_trainer):

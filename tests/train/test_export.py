@@ -6,11 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from turnwise.inference.adapters import SharedBase
-from turnwise.train.config import LoraConfig, UpdateConfig
-from turnwise.train.export import export_policies, export_policy
-from turnwise.train.models import peft_config
-from turnwise.train.policy import Policy
+from turnwise.inference.weights.lora import SharedBase
+from turnwise.train.config.optimization import UpdateConfig
+from turnwise.train.config.policies import LoraConfig
+from turnwise.train.model.export import export_policies, export_policy
+from turnwise.train.model.loading import peft_config
+from turnwise.train.model.policy import Policy
 
 peft = pytest.importorskip("peft")
 IDS = torch.tensor([[5, 3, 9, 250, 7, 1]])

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from turnwise.train.batch import pack
-from turnwise.train.forward import LAYOUTS, Forward, like_lengths
-from turnwise.train.trie import Trie
+from turnwise.train.model.forward import LAYOUTS, Forward, like_lengths
+from turnwise.train.model.micro_batch import pack
+from turnwise.train.model.prefix_tree import Trie
 
 SIZES = {
     "vocab_size": 200,
@@ -280,7 +280,7 @@ def test_adapters_take_part_and_get_the_gradient(targets, fused, random_batch):
 
 def test_each_adapter_of_a_shared_base_gets_its_own(random_batch):
     peft = pytest.importorskip("peft")
-    from turnwise.inference.adapters import SharedBase
+    from turnwise.inference.weights.lora import SharedBase
 
     shared = SharedBase(build("qwen3", head_dim=16).double())
     config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)

@@ -6,10 +6,10 @@ from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from turnwise.train.forward import Forward
-from turnwise.train.forward_probe import causal_lm, obstacle_to_fusing, obstacle_to_packing
-from turnwise.train.packed_attention import packed_attention
-from turnwise.train.tree_attention import ATTENTION, tree_attention
+from turnwise.train.model.forward import Forward
+from turnwise.train.model.packed_attention import packed_attention
+from turnwise.train.model.prefix_tree_attention import ATTENTION, tree_attention
+from turnwise.train.model.support import causal_lm, obstacle_to_fusing, obstacle_to_packing
 
 SIZES = {
     "vocab_size": 200,

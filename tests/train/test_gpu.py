@@ -7,20 +7,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from turnwise.run import train_from_config
-from turnwise.train.batch import pack
-from turnwise.train.config_files import config_from_dict
-from turnwise.train.tree_attention import Tree, tree_attention
+from turnwise.run.build import train_from_config
+from turnwise.train.model.micro_batch import pack
+from turnwise.train.model.prefix_tree_attention import Tree, tree_attention
+from turnwise.train.validate import config_from_dict
 
 SMALL = {
     "steps": 2,
     "device": "cuda",
     "warm_start": {"steps": 3, "batch_size": 8},
-    "rollout": {"questions": 2, "branches": 2},
+    "rollout": {"prompts_per_step": 2, "branches": 2},
     "credit": {"rule": "episodic"},
-    "update": {"lr": 1e-3, "ppo_epochs": 2, "minibatches": 2, "old_logprobs": "recompute"},
-    "loss": {"kl": {"coef": 0.1}, "entropy_coef": 0.01, "correction": {"level": "token"}},
-    "eval": {"questions": 3},
+    "update": {"lr": 1e-3, "ppo_epochs": 2, "num_minibatches": 2, "old_logprobs": "recompute"},
+    "loss": {"kl": {"coef": 0.1}, "entropy_coef": 0.01, "importance_correction": {"level": "token"}},
+    "eval": {"num_prompts": 3},
     "checkpoint": {"every": 1},
 }
 
@@ -34,10 +34,10 @@ def test_a_micro_batch_moves_whole(random_batch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("level", ["prompt", "lora", "full"])
+@pytest.mark.parametrize("level", ["shared", "lora_per_actor", "model_per_actor"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_trains_and_resumes_on_a_gpu(tmp_path, level, dtype):
-    config = {**SMALL, "run_dir": str(tmp_path), "specialization": level, "policies": {"default": {"dtype": dtype}}}
+    config = {**SMALL, "run_dir": str(tmp_path), "policy_sharing": level, "policies": {"default": {"dtype": dtype}}}
     run = train_from_config(config_from_dict(config))
     for policy in run.trainer.policies.values():
         assert policy.device.type == "cuda" and policy.version == 2
@@ -64,6 +64,6 @@ def test_attention_over_a_tree_on_a_gpu(kv_heads):
 
 @pytest.mark.gpu
 def test_sampling_beside_training_on_a_gpu(tmp_path):
-    loop = {"max_staleness": 1, "in_flight": True}
+    loop = {"max_staleness": 1, "in_flight_updates": True}
     run = train_from_config(config_from_dict({**SMALL, "run_dir": str(tmp_path), "steps": 4, "loop": loop}))
     assert run.trainer.policies["default"].version == 4

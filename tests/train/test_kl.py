@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from turnwise.train.checkpoint import load_checkpoint, save_checkpoint
-from turnwise.train.config import KLConfig, LossConfig, UpdateConfig
-from turnwise.train.kl import KLPenalty, adapted
-from turnwise.train.policy import Policy
-from turnwise.train.update import update_policy
+from turnwise.train.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from turnwise.train.config.optimization import KLConfig, LossConfig, UpdateConfig
+from turnwise.train.model.policy import Policy
+from turnwise.train.update.kl import KLPenalty, adapted
+from turnwise.train.update.update import update_policy
 from turnwise.types import Sample
 
 TARGET = KLConfig(coef=0.1, target=0.05, horizon=100)
@@ -29,8 +29,8 @@ def moved_policy(model, name="default", **options):
 
 
 def sample_of(place, prompt, completion, logprobs, **changes):
-    settings = {"uid": 0, "episode_type": "e", "actor": "solver", "turn": 0, "branch": 0, "parent": None}
-    settings |= {"trajectory": f"r{place}", "step_index": 0, "policy": "default", "policy_versions": [(0, 9)]}
+    settings = {"group_id": 0, "episode_type": "e", "actor": "solver", "turn": 0, "branch": 0, "tree_node": None}
+    settings |= {"rollout_id": f"r{place}", "step_index": 0, "policy": "default", "policy_versions": [(0, 9)]}
     settings |= {"reward": 1.0, "trajectory_reward": 1.0}
     return Sample(
         **settings | changes, prompt_token_ids=prompt, completion_token_ids=completion, rollout_logprobs=logprobs
@@ -81,7 +81,7 @@ def test_the_penalty_is_the_sum_over_the_rows_tokens(small_model):
         changes |= {"policy": "frozen"} if place == 5 else {}
         changes |= {"loss_mask": [0, 1, 1]} if place == 2 else {}
         samples.append(sample_of(place, prompt, completion, (-rng.random(len(completion))).tolist(), **changes))
-    penalty = KLPenalty({"default": policy, "frozen": frozen}, KLConfig(coef=0.25, place="reward"), 12)
+    penalty = KLPenalty({"default": policy, "frozen": frozen}, KLConfig(coef=0.25, apply_to="reward"), 12)
     got = penalty(samples)
     reference = copy.deepcopy(policy.reference).double()
     want, counts = [], []
@@ -109,7 +109,7 @@ def test_the_penalty_is_the_sum_over_the_rows_tokens(small_model):
 
 def test_in_the_reward_it_reaches_credit_and_leaves_the_record_whole(make_trainer, monkeypatch):
     """A run whose sampler left the reference: credit sees the reward less the penalty, metrics the reward itself."""
-    kl = {"coef": 0.5, "place": "reward", "target": 1e-4, "horizon": 30}
+    kl = {"coef": 0.5, "apply_to": "reward", "target": 1e-4, "horizon": 30}
     trainer = make_trainer("kl", steps=3, loss={"kl": kl}, with_reference=True)
     seen = []
     inner = trainer.arena.credit.compute_columns
@@ -128,7 +128,7 @@ def test_in_the_reward_it_reaches_credit_and_leaves_the_record_whole(make_traine
 
 
 def test_a_resumed_run_repeats_the_coefficients(make_trainer):
-    kl = {"coef": 0.5, "place": "reward", "target": 1e-4, "horizon": 30}
+    kl = {"coef": 0.5, "apply_to": "reward", "target": 1e-4, "horizon": 30}
     whole, half = (make_trainer(name, steps=4, loss={"kl": kl}, with_reference=True) for name in ("whole", "half"))
     asyncio.run(whole.run())
     half.config.steps = 2

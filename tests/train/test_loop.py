@@ -10,8 +10,8 @@ import torch
 from turnwise.arena import Arena, ArtifactStore, Filters, TreeSampler
 from turnwise.inference import RoutingClient, ScriptedClient
 from turnwise.train import ConfigError, Evaluation, Policy, Trainer
-from turnwise.train.checkpoint import CheckpointError, list_checkpoints
-from turnwise.train.config import CorrectionConfig, LossConfig
+from turnwise.train.checkpoint.checkpoint import CheckpointError, list_checkpoints
+from turnwise.train.config.optimization import CorrectionConfig, LossConfig
 from turnwise.types import Actor
 
 
@@ -26,7 +26,7 @@ def metrics_of(trainer):
 
 
 async def test_training_pays(make_trainer):
-    trainer = make_trainer(steps=25, update={"lr": 1e-2, "minibatches": 2})
+    trainer = make_trainer(steps=25, update={"lr": 1e-2, "num_minibatches": 2})
     await trainer.run()
     reward = [line["reward"] for line in metrics_of(trainer)]
     assert sum(reward[-3:]) > 1.5 * sum(reward[:3]), reward
@@ -41,7 +41,7 @@ async def test_weights_move_and_reach_the_client(make_trainer):
     assert trainer.arena.client.version("default") == trainer.policies["default"].version == 2
     # the sampler's log-probs of the next batch are those of the new weights
     batch = await trainer.arena.step()
-    metrics = trainer.update(batch)
+    metrics = trainer.update_policies(batch)
     assert 0 < metrics["sampler_trainer_logprob_max_diff"] < 1e-4
 
 
@@ -65,7 +65,7 @@ async def test_frozen_policy_stays(make_trainer):
 
 @pytest.mark.parametrize("old_logprobs", ["rollout", "recompute"])
 async def test_resume_equals_uninterrupted_run(make_trainer, old_logprobs):
-    update = {"lr": 3e-3, "minibatches": 2, "warmup": 3, "min_lr_ratio": 0.1, "old_logprobs": old_logprobs}
+    update = {"lr": 3e-3, "num_minibatches": 2, "warmup": 3, "min_lr_ratio": 0.1, "old_logprobs": old_logprobs}
     whole = make_trainer("whole", steps=4, update=update)
     await whole.run()
     first = make_trainer("parts", steps=2, update=update)
@@ -81,7 +81,7 @@ async def test_resume_after_kill_drops_later_lines(make_trainer):
     """The log may be ahead of the last checkpoint, its last line cut off: each step is written once all the same."""
     whole = make_trainer("whole", steps=4)
     await whole.run()
-    first = make_trainer("killed", steps=3, checkpoint={"every": 2, "keep": 5})
+    first = make_trainer("killed", steps=3, checkpoint={"every": 2, "keep_last": 5})
     await first.run()
     newest = list_checkpoints(first.checkpoints)[-1]
     assert newest.name.endswith("3")
@@ -99,7 +99,7 @@ async def test_a_run_killed_within_its_trees_goes_on_there(make_trainer):
         pass
 
     def trainer_of(run, die_at):
-        trainer = make_trainer(run, steps=2, checkpoint={"episodes": True})
+        trainer = make_trainer(run, steps=2, checkpoint={"save_running_episodes": True})
         trainer.arena.episodes["letters"].max_turns = 4
         generate, calls = trainer.arena.client.generate, []
 
@@ -158,7 +158,7 @@ def test_an_arena_with_a_step_of_its_own_is_refused(make_trainer):
             raise NotImplementedError
 
     trainer.arena.__class__ = Own
-    with pytest.raises(TypeError, match=r"arena=Own: its own step\(\) would never be called.*sample\(\)"):
+    with pytest.raises(TypeError, match=r"arena=Own: training never calls its own step\(\): it calls sample\(\)"):
         Trainer(trainer.arena, trainer.policies, trainer.config)
 
     class Stage(Own):
@@ -206,16 +206,16 @@ async def test_empty_batch_trains_nothing_and_goes_on(make_trainer):
 
 
 async def test_stops_at_success_and_at_time(make_trainer):
-    reached = make_trainer("reached", steps=9, eval={"every": 2, "stop_at": 0.5})
+    reached = make_trainer("reached", steps=9, eval={"every": 2, "target_success": 0.5})
 
     async def growing():
         success = reached.progress.step / 8
         return Evaluation(success, 0, 1, 1, 0, 0, {})
 
     reached.evaluate = growing
-    assert (await reached.run()).step == 4
+    assert (await reached.run()).step == 6, "success held once more"
     validated = [(line["step"], line["validation"]) for line in metrics_of(reached) if "validation" in line]
-    assert validated == [(0, 0.0), (2, 0.25), (4, 0.5)]
+    assert validated == [(0, 0.0), (2, 0.25), (4, 0.5), (6, 0.75)]
     late = make_trainer("late", steps=5, max_seconds=1e-9)
     assert (await late.run()).step == 1
 
@@ -237,7 +237,7 @@ def scored(trainer, successes):
         (TreeSampler(4), "success_selected"),
         (TreeSampler({"second": 4}, "sample"), "success_selected"),
         (TreeSampler(4, lambda steps, rng: 1), "success_selected"),
-        (TreeSampler(4, survivors=2), "success_selected"),
+        (TreeSampler(4, beam_width=2), "success_selected"),
         (TreeSampler(4, "first"), "success"),
         (TreeSampler(4, "none"), "success"),
     ],
@@ -246,7 +246,7 @@ async def test_success_of_the_best_of_n_has_a_name_of_its_own(make_trainer, samp
     """A tree that selects by reward plays better than its policies do alone; what they reach alone stands beside it."""
     trainer = make_trainer(steps=1, eval={"every": 1})
     trainer.arena.episodes["letters"].sampler = sampler
-    trainer.arena.filters = Filters(zero_advantage=False)
+    trainer.arena.filters = Filters(drop_zero_advantage=False)
     await trainer.run()
     row = metrics_of(trainer)[-1]
     assert row[name] == row["metric/success/first"] and 0 <= row["validation"] <= 1
@@ -263,7 +263,7 @@ async def test_stops_when_no_validation_is_better_also_after_a_resume(make_train
 
 @pytest.mark.parametrize(("curve", "kept"), [([0.1, 0.4, 0.2, 0.3, 0.4], [1, 4]), ([0.5, 0.4, 0.2, 0.3, 0.4], [0, 4])])
 async def test_the_best_checkpoint_stays(make_trainer, curve, kept):
-    settings = {"eval": {"every": 1}, "checkpoint": {"best": True, "keep": 1}}
+    settings = {"eval": {"every": 1}, "checkpoint": {"keep_best": True, "keep_last": 1}}
     trainer = scored(make_trainer(steps=4, **settings), curve)
     await trainer.run()
     assert [int(path.name.removeprefix("step_")) for path in list_checkpoints(trainer.checkpoints)] == kept
@@ -337,15 +337,15 @@ async def test_an_update_that_touches_a_frozen_policy_is_a_broken_invariant(make
     trainer = make_two_policies("shared", steps=1)
     trainer.policies["rival"].model = trainer.policies["learner"].model
     with pytest.raises(AssertionError, match=r"changed the weights of \['rival'\]"):
-        trainer.update(await trainer.arena.step())
+        trainer.update_policies(await trainer.arena.step())
 
 
 async def test_a_step_whose_updates_were_all_skipped_makes_no_new_version(make_trainer, capsys):
-    trainer = make_trainer(update={"max_skipped": 9})
-    await trainer.publish()
+    trainer = make_trainer(update={"max_nonfinite_updates": 9})
+    await trainer.sync_weights()
     batch = await trainer.arena.step()
     batch.rollout_logprobs[:] = float("nan")
-    metrics = trainer.update(batch)
+    metrics = trainer.update_policies(batch)
     assert (metrics["updates"], metrics["skipped_updates"]) == (0, 1)
     policy = trainer.policies["default"]
     assert (policy.version, policy.skipped) == (0, 1)
@@ -355,7 +355,7 @@ async def test_a_step_whose_updates_were_all_skipped_makes_no_new_version(make_t
 async def test_weights_that_are_not_finite_reach_no_client(make_trainer):
     """Neither those of an update that overflowed, nor those of a checkpoint: the client keeps what it had."""
     trainer = make_trainer(steps=3, checkpoint={"every": 1})
-    policy, update = trainer.policies["default"], trainer.update
+    policy, update = trainer.policies["default"], trainer.update_policies
 
     def poisoned(batch):
         metrics = update(batch)
@@ -363,7 +363,7 @@ async def test_weights_that_are_not_finite_reach_no_client(make_trainer):
             next(iter(policy.model.parameters())).data[0, 0] = float("inf")
         return metrics
 
-    trainer.update = poisoned
+    trainer.update_policies = poisoned
     told = "policy 'default': weight 'model.embed_tokens.weight' is not finite at version {}, so it is not published"
     with pytest.raises(FloatingPointError, match=told.format(2)):
         await trainer.run()
@@ -379,7 +379,7 @@ async def test_weights_that_are_not_finite_reach_no_client(make_trainer):
 
 def test_a_loss_that_can_not_be_is_refused_before_anything_runs(make_trainer):
     trainer = make_trainer()
-    loss = LossConfig(kind="gmpo", correction=CorrectionConfig())
+    loss = LossConfig(type="gmpo", importance_correction=CorrectionConfig())
     with pytest.raises(ConfigError, match=r"update.old_logprobs = 'recompute'\n.*GMPO has one ratio per sequence"):
         Trainer(trainer.arena, trainer.policies, trainer.config.model_copy(update={"loss": loss}))
 
@@ -439,14 +439,14 @@ async def test_a_policy_trains_in_the_steps_of_its_phases(make_two_policies):
     phases = [{"train": ["learner"], "steps": 1}, {"train": ["rival"], "steps": 2}]
     trainer = make_two_policies("phases", steps=4, phases=phases)
     versions = []
-    update = trainer.update
+    update = trainer.update_policies
 
     def watched(batch):
         measured = update(batch)
         versions.append(trainer.policies["learner"].version)
         return measured
 
-    trainer.update = watched
+    trainer.update_policies = watched
     await trainer.run()
     assert versions == [1, 1, 1, 2]
 

@@ -14,9 +14,9 @@ import torch
 
 from turnwise.arena import Arena
 from turnwise.credit import RAECredit
-from turnwise.train.checkpoint import CheckpointError, list_checkpoints
-from turnwise.train.checkpoint_files import read_listed, write_manifest
-from turnwise.train.loop import QUEUE
+from turnwise.train.checkpoint.checkpoint import CheckpointError, list_checkpoints
+from turnwise.train.checkpoint.files import read_listed, write_manifest
+from turnwise.train.resume import QUEUE, rewound_state, sampler_state
 
 TIMINGS = ("seconds_rollout", "seconds_update", "tokens_per_second")
 
@@ -38,7 +38,7 @@ def assert_equal_runs(left, right):
 
 def watch(trainer):
     """The ids of the rollouts of each batch that trains, and how stale the batch was."""
-    trained, update = [], trainer.update
+    trained, update = [], trainer.update_policies
 
     def watched(batch):
         trained.append([result.rollout.id for result in trainer.arena.last_results])
@@ -46,7 +46,7 @@ def watch(trainer):
         assert not batch.dropped.get("stale")
         return update(batch)
 
-    trainer.update = watched
+    trainer.update_policies = watched
     return trained
 
 
@@ -61,9 +61,9 @@ async def assert_nothing_runs(trainer):
     assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
 
 
-@pytest.mark.parametrize("loop", [{"max_staleness": 2}, {"max_staleness": 1, "in_flight": True}])
+@pytest.mark.parametrize("loop", [{"max_staleness": 2}, {"max_staleness": 1, "in_flight_updates": True}])
 async def test_training_pays_beside_sampling(make_trainer, loop):
-    trainer = make_trainer(steps=25, update={"lr": 1e-2, "minibatches": 2}, loop=loop)
+    trainer = make_trainer(steps=25, update={"lr": 1e-2, "num_minibatches": 2}, loop=loop)
     trained = watch(trainer)
     await trainer.run()
     assert trained == ids(0, 25)
@@ -75,7 +75,7 @@ async def test_training_pays_beside_sampling(make_trainer, loop):
 async def test_updates_and_sampling_overlap(make_trainer):
     """While the first update runs the second batch is sampled, in another thread."""
     trainer = make_trainer(steps=3, loop={"max_staleness": 1})
-    update, play, whole = trainer.update, trainer.arena.sample, []
+    update, play, whole = trainer.update_policies, trainer.arena.sample, []
     played = threading.Event()
 
     async def counted(drawn):
@@ -90,7 +90,7 @@ async def test_updates_and_sampling_overlap(make_trainer):
         assert played.wait(timeout=60), "the second batch must not wait for the first update"
         return update(batch)
 
-    trainer.arena.sample, trainer.update = counted, waiting
+    trainer.arena.sample, trainer.update_policies = counted, waiting
     await trainer.run()
     assert len(whole) == 3
 
@@ -132,7 +132,7 @@ async def test_a_deterministic_run_repeats_and_resumes_bit_for_bit(make_trainer,
 
 @pytest.mark.parametrize(("ahead", "every"), [(1, 0), (2, 1)])
 async def test_a_deterministic_run_that_is_extended_equals_a_straight_one(make_trainer, ahead, every):
-    """The producer stopped at the last step, so newer weights sampled what a straight run has sampled by then."""
+    """The queue stopped at the last step, so newer weights sampled what a straight run has sampled by then."""
     settings = {"loop": {"max_staleness": ahead, "deterministic": True}, "checkpoint": {"every": every}}
     whole = make_trainer("whole", steps=6, **settings)
     await whole.run()
@@ -260,14 +260,14 @@ async def test_ctrl_c_loses_no_question_and_trains_none_twice(make_trainer):
 
 async def test_a_failing_update_ends_the_run_cleanly(make_trainer):
     trainer = make_trainer(steps=5, loop={"max_staleness": 2}, checkpoint={"every": 1})
-    update = trainer.update
+    update = trainer.update_policies
 
     def failing(batch):
         if trainer.progress.step == 2:
             raise FloatingPointError("no number")
         return update(batch)
 
-    trainer.update = failing
+    trainer.update_policies = failing
     with pytest.raises(FloatingPointError, match="no number"):
         await trainer.run()
     await assert_nothing_runs(trainer)
@@ -320,14 +320,14 @@ async def test_a_client_that_samples_with_the_trainers_own_weights_is_refused(ma
     trainer = make_trainer(steps=1, loop={"max_staleness": 1})
     model = trainer.policies["default"].model
     shared = Arena(TransformersClient(model, trainer.arena.tokenizer, share=True), trainer.arena.tokenizer)
-    with pytest.raises(ValueError, match=r"loop.max_staleness=1: .*share=True"):
+    with pytest.raises(ValueError, match=r"loop.max_staleness=1: .*share=False"):
         Trainer(shared, trainer.policies, trainer.config)
 
 
 @pytest.mark.parametrize(("allowed", "trains"), [(1, False), (2, True)])
 async def test_rows_older_than_allowed_are_left_out_and_no_others(make_trainer, allowed, trains):
     trainer = make_trainer("stale", steps=1, loop={"max_staleness": allowed})
-    trainer.producer.put([await trainer.arena.sample(lambda: None)])
+    trainer.rollouts.restore([await trainer.arena.sample(lambda: None)])
     trainer.policies["default"].version = 2
     batch = await trainer.next_batch()
     assert batch is not None and bool(len(batch)) == trains
@@ -338,12 +338,12 @@ async def test_a_batch_drawn_again_leaves_what_others_have_taught(make_trainer, 
     trainer = make_trainer("again", loop={"max_staleness": 1})
     taught = {"baseline": 0.0}
     monkeypatch.setattr(trainer.arena.credit, "state_dict", lambda: dict(taught), raising=False)
-    before = trainer._sampler_state()
+    before = sampler_state(trainer)
     await trainer.arena.sample(lambda: None)  # draws, so that there is something to take back
     taught["baseline"] = 1.0
     trainer.rng.random()
-    arena, generators = trainer._rewound(before)
-    now, generators_now = trainer._sampler_state()
+    arena, generators = rewound_state(trainer, before)
+    now, generators_now = sampler_state(trainer)
     assert arena["credit"] == {"baseline": 1.0} and generators["trainer"] == generators_now["trainer"]
     assert generators["trainer"] != before[1]["trainer"], "the trainer's own draws since then stand"
     drawn_from = set(before[0]) - {"credit", "stores"}
@@ -353,7 +353,7 @@ async def test_a_batch_drawn_again_leaves_what_others_have_taught(make_trainer, 
 
 async def test_a_deterministic_run_hands_over_while_nothing_is_sampled(make_trainer):
     trainer = make_trainer("settled", steps=3, loop={"max_staleness": 1, "deterministic": True})
-    sample, update, hand_over = trainer.arena.sample, trainer.update, trainer.hand_over
+    sample, update, send_weights = trainer.arena.sample, trainer.update_policies, trainer.send_weights
     drawn, updated, under_way = [], [], []
 
     async def slow_sample(tell):
@@ -371,9 +371,9 @@ async def test_a_deterministic_run_hands_over_while_nothing_is_sampled(make_trai
         return measured
 
     async def watched(policy):
-        under_way.append(sum(not batch.results.done() for batch in trainer.producer._batches))
-        await hand_over(policy)
+        under_way.append(sum(not batch.results.done() for batch in trainer.rollouts._batches))
+        await send_weights(policy)
 
-    trainer.arena.sample, trainer.update, trainer.hand_over = slow_sample, counted_update, watched
+    trainer.arena.sample, trainer.update_policies, trainer.send_weights = slow_sample, counted_update, watched
     await trainer.run()
     assert len(under_way) > 1 and set(under_way) == {0}

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from turnwise.ops import KLCov
-from turnwise.train.batch import micro_batches
-from turnwise.train.config import CorrectionConfig, KLConfig, LossConfig
-from turnwise.train.config_files import ConfigError, load_config
-from turnwise.train.loss import Loss, check_loss
+from turnwise.train.config.optimization import CorrectionConfig, KLConfig, LossConfig
+from turnwise.train.config.toml import ConfigError
+from turnwise.train.model.micro_batch import micro_batches
+from turnwise.train.update.loss import Loss, check_loss
+from turnwise.train.validate import load_config
 
 OWN = """
 def mean(logprobs, old_logprobs, advantages):
@@ -38,7 +39,7 @@ def test_a_stale_batch_gets_the_truncated_weights(random_batch, level):
     micro = one_micro(batch)
     mask, row = micro.mask_N.bool(), micro.row_N
     old = micro.rollout_logprobs_N + torch.where(row % 2 == 0, math.log(1.5), math.log(0.5))
-    config = LossConfig(kind="ppo", correction=CorrectionConfig(level=level, cap=2.0, bounds=(0.3, 8.0)))
+    config = LossConfig(type="ppo", importance_correction=CorrectionConfig(level=level, cap=2.0, bounds=(0.3, 8.0)))
     logprobs = old.clone().requires_grad_()
     out = call(config, micro, logprobs, old)
     out.loss.backward()
@@ -62,7 +63,7 @@ def test_the_kl_term_is_weighted_by_the_ratio_where_asked(random_batch, weighted
     micro = one_micro(random_batch(1, rows=4))
     old = micro.rollout_logprobs_N
     lp, kl = old + math.log(2), 0.5 + math.log(2) - 1
-    config = LossConfig(kind="gpg", kl=KLConfig(coef=0.25, importance_weighted=weighted))
+    config = LossConfig(type="gpg", kl=KLConfig(coef=0.25, importance_weighted=weighted))
     loss = Loss(config, num_actors=2)
     out = loss(lp, micro, old, old, loss.normalizer([micro]))
     plain = loss(lp, micro, old, lp, loss.normalizer([micro]))
@@ -102,7 +103,7 @@ def test_entropy_is_taken_from_the_loss_the_way_it_is_aggregated(random_batch, a
 
 def test_tokens_are_singled_out_among_the_whole_minibatch(random_batch):
     batch = random_batch(4, rows=20)
-    loss = Loss(LossConfig(kind="kl-cov", options={"share": 0.1}), num_actors=2)
+    loss = Loss(LossConfig(type="kl-cov", options={"share": 0.1}), num_actors=2)
     assert isinstance(loss.variant, KLCov)
     logprobs = torch.randn(len(batch.token_ids), generator=torch.Generator().manual_seed(1))
     chosen = []
@@ -117,7 +118,7 @@ def test_tokens_are_singled_out_among_the_whole_minibatch(random_batch):
 
 def test_a_draw_does_not_depend_on_the_order_of_the_micro_batches(random_batch):
     batch = random_batch(4, rows=20)
-    loss = Loss(LossConfig(kind="clip-cov", options={"share": 0.1, "lower": -9.0, "upper": 9.0}), num_actors=2)
+    loss = Loss(LossConfig(type="clip-cov", options={"share": 0.1, "lower": -9.0, "upper": 9.0}), num_actors=2)
     logprobs = torch.randn(len(batch.token_ids), generator=torch.Generator().manual_seed(1))
     chosen = []
     for direction in (1, -1):
@@ -132,15 +133,18 @@ def test_a_draw_does_not_depend_on_the_order_of_the_micro_batches(random_batch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "gmpo", "correction": {}}, "level='sequence', as GMPO has one ratio per sequence"),
-        ({"correction": {"bounds": [2.0, 1.0]}}, r"ImportanceCorrection.bounds=\(2.0, 1.0\)"),
-        ({"kind": "pppo"}, r"'loss.kind' = 'pppo'"),
-        ({"kind": "own_loss_of_test:mean"}, r"kind 'own_loss_of_test:mean'.*expected the loss of each token"),
-        ({"kind": "own_loss_of_test:broken"}, r"tried on four tokens: NameError: .*no_such_name"),
-        ({"kl": {"coef": 0.1, "importance_weighted": True, "kind": "k3+"}}, r"KL.importance_weighted=True: .*'k3\+'"),
+        ({"type": "gmpo", "importance_correction": {}}, "level='sequence', as GMPO has one ratio per sequence"),
+        ({"importance_correction": {"bounds": [2.0, 1.0]}}, r"ImportanceCorrection.bounds=\(2.0, 1.0\)"),
+        ({"type": "pppo"}, r"'loss.type' = 'pppo'"),
+        ({"type": "own_loss_of_test:mean"}, r"type 'own_loss_of_test:mean'.*expected the loss of each token"),
+        ({"type": "own_loss_of_test:broken"}, r"tried on four tokens: NameError: .*no_such_name"),
         (
-            {"kl": {"coef": 0.1, "importance_weighted": True, "place": "reward"}},
-            r"'loss.kl.importance_weighted' = True: expected False with loss.kl.place = 'reward'",
+            {"kl": {"coef": 0.1, "importance_weighted": True, "estimator": "k3+"}},
+            r"KL.importance_weighted=True: .*'k3\+'",
+        ),
+        (
+            {"kl": {"coef": 0.1, "importance_weighted": True, "apply_to": "reward"}},
+            r"'loss.kl.importance_weighted' = True: expected False with loss.kl.apply_to = 'reward'",
         ),
         ({"kl": {"target": 0.1}}, r"'loss.kl.target': needs loss.kl.coef > 0"),
     ],
@@ -149,11 +153,11 @@ def test_what_can_not_be_is_found_before_anything_starts(tmp_path, monkeypatch, 
     (tmp_path / "own_loss_of_test.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=message) as caught:
-        load_config(None, {"loss": options, "update.old_logprobs": "recompute", "checkpoint.best": True})
-    assert "checkpoint.best" in str(caught.value), "all problems are told at once"
+        load_config(None, {"loss": options, "update.old_logprobs": "recompute", "checkpoint.keep_best": True})
+    assert "checkpoint.keep_best" in str(caught.value), "all problems are told at once"
 
 
 def test_every_kind_with_every_correction_that_goes_with_it_is_fine():
     for correction in (None, CorrectionConfig(level="sequence")):
         for kind in ("ppo", "gspo", "gmpo", "clip-cov", "kl-cov", "sapo"):
-            assert check_loss(LossConfig(kind=kind, correction=correction, kl=KLConfig(coef=0.1))) == []
+            assert check_loss(LossConfig(type=kind, importance_correction=correction, kl=KLConfig(coef=0.1))) == []

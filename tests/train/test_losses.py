@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from turnwise.ops import GSPO, Clip, Custom, policy_loss
-from turnwise.train.config import LossConfig
-from turnwise.train.config_files import load_config
-from turnwise.train.losses import make_variant, registry
+from turnwise.train.config.optimization import LossConfig
+from turnwise.train.update.loss_types import make_variant, registry
+from turnwise.train.validate import load_config
 
 OWN = """
 import torch
@@ -51,28 +51,28 @@ def own_losses(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", sorted(registry))
 def test_every_name_makes_a_loss(kind):
-    assert make_variant(LossConfig(kind=kind)).compiled
+    assert make_variant(LossConfig(type=kind)).compiled
 
 
 def test_options_go_to_the_loss():
-    assert make_variant(LossConfig(kind="clip-higher")) == Clip(0.2, 0.28)
-    assert make_variant(LossConfig(kind="clip-higher", options={"high": 0.4, "dual": 3.0})) == Clip(0.2, 0.4, 3.0)
-    assert make_variant(LossConfig(kind="turnwise.ops:GSPO", options={"low": 0.1})) == GSPO(low=0.1)
+    assert make_variant(LossConfig(type="clip-higher")) == Clip(0.2, 0.28)
+    assert make_variant(LossConfig(type="clip-higher", options={"high": 0.4, "dual_clip": 3.0})) == Clip(0.2, 0.4, 3.0)
+    assert make_variant(LossConfig(type="turnwise.ops:GSPO", options={"low": 0.1})) == GSPO(low=0.1)
 
 
 def test_functions_and_classes_of_ones_own(own_losses):
     streams = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -2.0]), torch.tensor([1.0, -3.0])
-    loss = make_variant(LossConfig(kind=f"{own_losses}:ppo", options={"high": 0.5}))
+    loss = make_variant(LossConfig(type=f"{own_losses}:ppo", options={"high": 0.5}))
     assert isinstance(loss, Custom)
     assert loss.function(*streams).tolist() == pytest.approx([-1.5, 3.0])
-    scaled = make_variant(LossConfig(kind=f"{own_losses}:Scaled", options={"by": 2.0}))
+    scaled = make_variant(LossConfig(type=f"{own_losses}:Scaled", options={"by": 2.0}))
     assert scaled.function(*streams).tolist() == [2.0, -12.0]
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("pppo", {}, r"'loss.kind' = 'pppo': unknown; did you mean 'ppo'\?"),
+        ("pppo", {}, r"'loss.type' = 'pppo': unknown; did you mean 'ppo'\?"),
         ("ppo", {"hihg": 0.3}, r"unknown config key 'loss.options.hihg'; did you mean 'high'\?"),
         ("ppo", {"low": -1}, r"config key 'loss.options' = \{'low': -1\}: Clip.low=-1"),
         ("own_losses_of_test:ppo", {"hihg": 0.3}, r"unknown config key 'loss.options.hihg'; did you mean 'high'\?"),
@@ -89,7 +89,7 @@ def test_functions_and_classes_of_ones_own(own_losses):
 @pytest.mark.usefixtures("own_losses")
 def test_what_makes_no_loss_is_named(kind, options, message):
     with pytest.raises(ValueError, match=message):
-        make_variant(LossConfig(kind=kind, options=options))
+        make_variant(LossConfig(type=kind, options=options))
 
 
 def test_the_loss_of_the_documentation_is_that_of_its_formula(tmp_path, monkeypatch):

@@ -3,11 +3,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from turnwise.inference.adapters import AdaptedModel, shared_bases
+from turnwise.inference.weights.lora import AdaptedModel, shared_bases
 from turnwise.tasks.tiny import build_model, build_tokenizer
-from turnwise.train.config import LoraConfig, PolicyConfig
-from turnwise.train.config_files import ConfigError
-from turnwise.train.models import attach_adapters, check_models, check_targets, load_models, load_references, sharing
+from turnwise.train.config.policies import LoraConfig, PolicyConfig
+from turnwise.train.config.toml import ConfigError
+from turnwise.train.model.loading import (
+    attach_adapters,
+    check_models,
+    check_targets,
+    load_models,
+    load_references,
+    sharing,
+)
 
 LORA = LoraConfig(rank=2)
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from turnwise.train.packed_attention import NotPackable, Packing, packed_attention
+from turnwise.train.model.packed_attention import NotPackable, Packing, packed_attention
 
 
 def plain(query, key, value, lengths, scale, window):

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from turnwise.train.config import PhaseConfig
-from turnwise.train.phases import policies_at, steps_in_training
+from turnwise.train.config.policies import PhaseConfig
+from turnwise.train.config.schedule import policies_at, steps_in_training
 
 PHASES = [PhaseConfig(train=["a"], steps=2), PhaseConfig(train=["b"], steps=1), PhaseConfig(train=["a", "b"], steps=1)]
 

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from turnwise.inference.adapters import SharedBase
-from turnwise.train.batch import micro_batches
-from turnwise.train.checkpoint_files import read_tensors, write_tensors
-from turnwise.train.config import KLConfig, LoraConfig, LossConfig, UpdateConfig
-from turnwise.train.models import peft_config
-from turnwise.train.policy import Policy, _count_not_finite, fingerprints, named_weights
-from turnwise.train.update import update_policy
+from turnwise.inference.weights.lora import SharedBase
+from turnwise.train.checkpoint.files import read_tensors, write_tensors
+from turnwise.train.config.optimization import KLConfig, LossConfig, UpdateConfig
+from turnwise.train.config.policies import LoraConfig
+from turnwise.train.model.loading import peft_config
+from turnwise.train.model.micro_batch import micro_batches
+from turnwise.train.model.policy import Policy, _count_not_finite, fingerprints, named_weights
+from turnwise.train.update.update import update_policy
 
 
 def test_the_rate_warms_up_and_falls_to_its_floor(small_model):
@@ -136,7 +137,7 @@ def test_an_adapters_optimizer_holds_the_adapter_alone(adapters):
 
 def test_adapters_trained_in_turns_equal_adapters_trained_alone(adapters, random_batch):
     """Two over one base and one optimizer each: what one does leaves no trace in the other's gradient or moments."""
-    loss, update = LossConfig(kl=KLConfig(coef=0.1)), UpdateConfig(lr=1e-2, micro_batch_tokens=64, minibatches=2)
+    loss, update = LossConfig(kl=KLConfig(coef=0.1)), UpdateConfig(lr=1e-2, micro_batch_tokens=64, num_minibatches=2)
 
     def train(policy, seed):
         batch = random_batch(seed, rows=12, policies=("a", "b"))

@@ -7,9 +7,9 @@ from dataclasses import asdict
 
 import pytest
 
-from turnwise.train.checkpoint import CheckpointError
-from turnwise.train.config_files import config_from_dict
-from turnwise.train.progress import Progress, find_checkpoint
+from turnwise.train.checkpoint.checkpoint import CheckpointError
+from turnwise.train.checkpoint.progress import Progress, find_checkpoint
+from turnwise.train.validate import config_from_dict
 
 
 def config_of(**changes):
@@ -37,9 +37,23 @@ def test_the_best_is_the_first_of_equal_ones():
         (Progress(seconds=7.0), {"max_seconds": 7}, "max_seconds = 7.0"),
         (Progress(sampled_tokens=49), {"max_sampled_tokens": 50}, None),
         (Progress(sampled_tokens=50), {"max_sampled_tokens": 50}, "max_sampled_tokens = 50"),
-        (validated(0.2, 0.6), {"eval": {"every": 10, "stop_at": 0.61}}, None),
-        (validated(0.6, 0.2), {"eval": {"every": 10, "stop_at": 0.6}}, "eval.stop_at = 0.6: .* 60.0%"),
-        (Progress(), {"eval": {"every": 10, "stop_at": 0.1, "patience": 1}}, None),
+        (validated(0.2, 0.6), {"eval": {"every": 10, "target_success": 0.61}}, None),
+        (validated(0.6, 0.2), {"eval": {"every": 10, "target_success": 0.6}}, None),
+        (validated(0.6, 0.2, 0.6), {"eval": {"every": 10, "target_success": 0.6}}, None),
+        (validated(0.6), {"eval": {"every": 10, "target_success": 0.6}}, None),
+        (
+            validated(0.6),
+            {"eval": {"every": 10, "target_success": 0.6, "hold": 1}},
+            "eval.target_success = 0.6: .* 60.0%",
+        ),
+        (
+            validated(0.2, 0.6, 0.7),
+            {"eval": {"every": 10, "target_success": 0.6}},
+            "eval.target_success = 0.6: .* 60.0% and 70.0%",
+        ),
+        (validated(0.7, 0.8, 0.5), {"eval": {"every": 10, "target_success": 0.6, "hold": 2}}, None),
+        (validated(0.7, 0.5, 0.8, 0.9), {"eval": {"every": 10, "target_success": 0.6, "hold": 3}}, None),
+        (Progress(), {"eval": {"every": 10, "target_success": 0.1, "patience": 1}}, None),
         (validated(0.5), {"eval": {"every": 10, "patience": 1}}, None),
         (validated(0.2, 0.5, 0.4), {"eval": {"every": 10, "patience": 2}}, None),
         (validated(0.2, 0.5, 0.4, 0.5), {"eval": {"every": 10, "patience": 2}}, "eval.patience = 2: .* step 10 "),
@@ -56,7 +70,7 @@ def test_which_steps_are_kept():
     assert [step for step in range(1, 12) if Progress(step=step).checkpoint_due(every)] == [5, 10]
     never = config_of()
     assert not any(Progress(step=step).checkpoint_due(never) for step in range(12))
-    best = config_of(eval={"every": 10}, checkpoint={"best": True})
+    best = config_of(eval={"every": 10}, checkpoint={"keep_best": True})
     assert validated(0.1, 0.5).checkpoint_due(best) and validated(0.1, 0.5).best_kept(best) == 10
     assert not validated(0.5, 0.5).checkpoint_due(best)
     assert validated(0.5, 0.5).best_kept(every) is None
@@ -83,5 +97,5 @@ def test_checkpoints_by_name(tmp_path):
     assert find_checkpoint(tmp_path, "step_00000010") == tmp_path / "step_00000010"
     assert find_checkpoint(tmp_path, tmp_path / "elsewhere") == tmp_path / "elsewhere"
     shutil.rmtree(tmp_path / "step_00000010")
-    with pytest.raises(CheckpointError, match=r"that of step 10 is gone; checkpoint.best = true keeps it"):
+    with pytest.raises(CheckpointError, match=r"that of step 10 is gone; checkpoint.keep_best = true keeps it"):
         find_checkpoint(tmp_path, "best")

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import torch
 
-from turnwise.train.random_state import random_state, seed_generators, set_random_state
+from turnwise.train.checkpoint.run_state import random_state, seed_generators, set_random_state
 
 
 def draw():

@@ -13,11 +13,11 @@ import socket
 
 import pytest
 
-from turnwise import cli
-from turnwise import run as run_module
-from turnwise.run import train_from_config
-from turnwise.train.config import TrainConfig
-from turnwise.train.config_files import ConfigError
+from turnwise.cli import main as cli
+from turnwise.run import build as run_module
+from turnwise.run.build import train_from_config
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError
 from turnwise.train.run_folder import LOCK, RECORDS, RunLock, refuse_running
 
 
@@ -138,7 +138,7 @@ async def test_a_run_killed_before_its_first_step_was_saved_goes_on(make_trainer
     whole = make_trainer("whole", steps=3)
     await whole.run()
     killed = make_trainer("killed", steps=3, checkpoint={"every": 2})
-    killed.leave = lambda **_: killed.producer.cancel()
+    killed.stop_and_save = lambda **_: killed.rollouts.cancel()
     update = killed.update
     killed.update = lambda batch: update(batch) if killed.progress.step < 1 else 1 / 0
     with pytest.raises(ZeroDivisionError):

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from turnwise.tasks.tiny import build_tokenizer
-from turnwise.train.config import TrainConfig
-from turnwise.train.run_log import RunLog, read_metrics
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.log.run_log import RunLog, read_metrics
 from turnwise.types import Actor, GenerateResult, Rollout, Step
 
 

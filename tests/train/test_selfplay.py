@@ -7,16 +7,18 @@ import json
 
 import pytest
 
-from turnwise.run import build_run, dry_run
+from turnwise.run.build import build_run
+from turnwise.run.checks import dry_run
 from turnwise.tasks.two_player import score_policy
-from turnwise.train.config_files import ConfigError, config_from_dict
+from turnwise.train.config.toml import ConfigError
+from turnwise.train.validate import config_from_dict
 
 
 def settings_of(folder, **changes):
     return {
         "task": "kuhn_poker", "run_dir": str(folder), "steps": 3, "threads": 1, "task_options": {"max_tokens": 4},
         "warm_start": {"steps": 20, "batch_size": 12, "warmup": 5, "lr": 4e-3},
-        "rollout": {"questions": 4}, "update": {"lr": 1e-3}, "eval": {"exploitability": 2}, **changes,
+        "rollout": {"prompts_per_step": 4}, "update": {"lr": 1e-3}, "eval": {"exploitability_every": 2}, **changes,
     }  # fmt: skip
 
 
@@ -67,7 +69,7 @@ def test_where_it_can_not_be_measured(tmp_path, changes, told):
 def test_callbacks_come_as_they_are_asked_for(tmp_path):
     plain = settings_of(tmp_path, warm_start={}, eval={})
     assert not build_run(config_from_dict(plain)).trainer.callbacks
-    asked = {"league": {"share": 0.5}, "health": {"signals": {"entropy": {}}}, "eval": {"exploitability": 1}}
+    asked = {"league": {"share": 0.5}, "health": {"signals": {"entropy": {}}}, "eval": {"exploitability_every": 1}}
     run = build_run(config_from_dict({**plain, **asked}))
     assert list(run.trainer.callbacks) == ["league", "health", "probe"]
-    assert run.arena.seating is run.trainer.callbacks["league"].seating
+    assert run.arena.opponent_assignment is run.trainer.callbacks["league"].seating

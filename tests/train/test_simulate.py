@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnwise.train.config import LogConfig, LoopConfig, TrainConfig
-from turnwise.train.simulate import LatencyModel, SimulatedTrainer, simulate
-from turnwise.train.virtual_clock import run_virtually
+from turnwise.train.config.sampling import LoopConfig
+from turnwise.train.config.schema import LogConfig, TrainConfig
+from turnwise.train.simulate.simulate import LatencyModel, SimulatedTrainer, simulate
+from turnwise.train.simulate.virtual_clock import run_virtually
 
-MODES = ({}, {"in_flight": True}, {"deterministic": True})
+MODES = ({}, {"in_flight_updates": True}, {"deterministic": True})
 
 
 def names(steps, episodes):
@@ -29,7 +30,7 @@ def names(steps, episodes):
     seed=st.integers(0, 1000),
 )
 def test_no_sample_is_lost_doubled_or_too_old(ahead, mode, sigma, update, publish, slots, turns, seed):
-    mode = mode if ahead or "in_flight" not in mode else {}
+    mode = mode if ahead or "in_flight_updates" not in mode else {}
     latency = LatencyModel(tokens=6, sigma=sigma, max_tokens=60, update=update, publish=publish, slots=slots)
     loop = LoopConfig(max_staleness=ahead, **mode)
     result = simulate(latency, loop, steps=5, episodes=3, turns=turns, seed=seed)
@@ -47,7 +48,7 @@ def test_throughput_is_what_the_latencies_say(ahead, update):
     latency = LatencyModel(tokens=100, prefill=1.0, per_token=0.05, update=update, publish=0.25)
     sampling, steps, turns = 2 * (1.0 + 100 * 0.05), 12, 2
     result = simulate(
-        latency, LoopConfig(max_staleness=ahead, in_flight=ahead > 0), steps=steps, episodes=4, turns=turns
+        latency, LoopConfig(max_staleness=ahead, in_flight_updates=ahead > 0), steps=steps, episodes=4, turns=turns
     )
     out = [0.25]  # the starting weights are handed over too
     for batch in range(steps):
@@ -60,14 +61,14 @@ def test_throughput_is_what_the_latencies_say(ahead, update):
 
 def test_slots_bound_the_throughput():
     latency = LatencyModel(tokens=100, prefill=0.0, per_token=0.01, slots=4, update=0.01)
-    result = simulate(latency, LoopConfig(max_staleness=3, in_flight=True), steps=10, episodes=16)
+    result = simulate(latency, LoopConfig(max_staleness=3, in_flight_updates=True), steps=10, episodes=16)
     assert 0.95 * 400 < result.tokens_per_second <= 400
     assert result.slots_busy > 0.95
 
 
 def test_the_same_arguments_give_the_same_result():
     latency = LatencyModel(tokens=20, sigma=1.0, slots=5)
-    loop = LoopConfig(max_staleness=2, in_flight=True)
+    loop = LoopConfig(max_staleness=2, in_flight_updates=True)
     first, again = (simulate(latency, loop, steps=6, episodes=8, turns=2, seed=3) for _ in range(2))
     assert first == again
     assert first != simulate(latency, loop, steps=6, episodes=8, turns=2, seed=4)
@@ -79,9 +80,9 @@ def test_tokens_of_one_call_name_the_version_of_their_moment(tmp_path):
     seen = []
 
     class Watching(SimulatedTrainer):
-        async def train(self, batch):
+        async def update(self, batch):
             seen.extend(step.policy_versions for result in self.arena.last_results for step in result.rollout.steps)
-            return await super().train(batch)
+            return await super().update(batch)
 
     def runs_of(folder, **mode):
         seen.clear()
@@ -90,15 +91,15 @@ def test_tokens_of_one_call_name_the_version_of_their_moment(tmp_path):
         run_virtually(Watching(latency, config, episodes=8, turns=1, max_concurrency=99).simulate())
         return list(seen)
 
-    mixed = [runs for runs in runs_of(tmp_path / "in_flight", in_flight=True) if len(runs) > 1]
+    mixed = [runs for runs in runs_of(tmp_path / "in_flight", in_flight_updates=True) if len(runs) > 1]
     assert mixed and all([v for _, v in runs] == sorted({v for _, v in runs}) for runs in mixed)
     assert all(len(runs) == 1 for runs in runs_of(tmp_path / "plain")), "a call ends with the weights it began with"
 
 
-def test_a_producer_that_runs_ahead_of_its_bound_would_be_seen(monkeypatch):
-    """The bound is the producer's: take its pacing away, and old samples are dropped and counted."""
-    unpaced = lambda self: self.producer.allow(self.progress.step + 4, until=8)  # noqa: E731
-    monkeypatch.setattr(SimulatedTrainer, "allow", unpaced)
+def test_a_queue_that_runs_ahead_of_its_bound_would_be_seen(monkeypatch):
+    """The queue keeps the bound: take its pacing away, and old samples are dropped and counted."""
+    unpaced = lambda self: self.rollouts.start_up_to(self.progress.step + 4, until=8)  # noqa: E731
+    monkeypatch.setattr(SimulatedTrainer, "start_rollouts", unpaced)
     result = simulate(LatencyModel(tokens=5), LoopConfig(max_staleness=1), steps=8, episodes=2)
     assert result.staleness_max > 1 and result.dropped_stale > 0
 

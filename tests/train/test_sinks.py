@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from turnwise.train.config import TrainConfig
-from turnwise.train.sinks import JsonLines, TensorBoard, WandB, open_sinks
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.log.writers import JsonLines, TensorBoard, WandB, open_sinks
 
 
 def test_only_the_sinks_that_are_asked_for(tmp_path):
@@ -87,7 +87,7 @@ def test_tensorboard_shows_each_step_once(tmp_path):
 SESSION = """
 import sys
 from pathlib import Path
-from turnwise.train.sinks import WandB
+from turnwise.train.log.writers import WandB
 
 folder, resumed_at, first, last = Path(sys.argv[1]), *map(int, sys.argv[2:])
 sink = WandB(folder, "sudoku", mode="offline", config={"seed": 7})
@@ -134,6 +134,7 @@ def wandb_rows(folder: Path) -> list[tuple[str, dict[str, float]]]:
     return found
 
 
+@pytest.mark.slow
 def test_wandb_offline_is_one_run_with_each_step_once(tmp_path):
     wandb_session(tmp_path, -1, 1, 3)
     wandb_session(tmp_path, 1, 2, 4)

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from turnwise.train.config_files import ConfigError, config_from_dict, to_toml
-from turnwise.train.specialization import resolve_policies
+from turnwise.run.policy_sharing import resolve_policies
+from turnwise.train.config.toml import ConfigError, to_toml
+from turnwise.train.validate import config_from_dict
 from turnwise.types import Actor
 
 TEAM = [Actor("solver"), Actor("critic")]
@@ -23,38 +24,40 @@ def test_prompts_share_one_policy_and_the_config_stays():
     assert actors == TEAM and resolved == config
 
 
-@pytest.mark.parametrize("level", ["lora", "full"])
+@pytest.mark.parametrize("level", ["lora_per_actor", "model_per_actor"])
 def test_each_actor_gets_a_policy_that_bears_its_id(level):
     default = {"path": "some/model", "dtype": "bfloat16", "lora": {"rank": 3}}
     own = {"optimizer": {"lr": 1e-4}, "trainable": False}
-    actors, resolved = resolve(specialization=level, policies={"default": default, "critic": own})
+    actors, resolved = resolve(policy_sharing=level, policies={"default": default, "critic": own})
     assert played(actors) == {"solver": "solver", "critic": "critic"}
     assert list(resolved.policies) == ["solver", "critic"]
     for settings in resolved.policies.values():
         assert (settings.path, settings.dtype) == ("some/model", "bfloat16")
-        assert (settings.lora.rank if settings.lora else None) == (3 if level == "lora" else None)
+        assert (settings.lora.rank if settings.lora else None) == (3 if level == "lora_per_actor" else None)
     assert resolved.policies["solver"].trainable and not resolved.policies["critic"].trainable
     assert resolved.optimizer_of("critic").lr == 1e-4 != resolved.optimizer_of("solver").lr
 
 
 def test_lora_without_settings_takes_the_default_ones():
-    _, resolved = resolve(specialization="lora")
+    _, resolved = resolve(policy_sharing="lora_per_actor")
     assert {settings.lora.rank for settings in resolved.policies.values()} == {16}
 
 
 def test_the_word_of_actors_goes_first():
-    actors, resolved = resolve(specialization="lora", actors={"critic": "judge"}, policies={"judge": {"path": "big"}})
+    actors, resolved = resolve(
+        policy_sharing="lora_per_actor", actors={"critic": "judge"}, policies={"judge": {"path": "big"}}
+    )
     assert played(actors) == {"solver": "solver", "critic": "judge"}
     assert resolved.policies["judge"].lora is None and resolved.policies["solver"].lora is not None
-    shared, resolved = resolve(specialization="full", actors={"critic": "solver"})
+    shared, resolved = resolve(policy_sharing="model_per_actor", actors={"critic": "solver"})
     assert played(shared) == {"solver": "solver", "critic": "solver"} and list(resolved.policies) == ["solver"]
 
 
 def test_the_resolved_config_says_the_same_again(tmp_path):
-    from turnwise.train.config_files import load_config
+    from turnwise.train.validate import load_config
 
     policies = {"default": {"path": "m"}, "critic": {"optimizer": {"lr": 1e-4}}}
-    actors, resolved = resolve(specialization="lora", policies=policies)
+    actors, resolved = resolve(policy_sharing="lora_per_actor", policies=policies)
     (tmp_path / "config.toml").write_text(to_toml(resolved))
     again, twice = resolve_policies(load_config(tmp_path / "config.toml"), TEAM, "sums")
     assert again == actors and twice == resolved

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from turnwise.train.statistics import estimate, mcnemar, paired_difference, pass_at_k, wilson
+from turnwise.train.eval.statistics import estimate, mcnemar, paired_difference, pass_at_k, wilson
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from turnwise.types import EpisodeRequest
 
 def with_store(trainer, path):
     """Questions come from the store, which each batch adds to, in the middle of play."""
-    store = trainer.arena.add_store(ArtifactStore("q", path=path, sampling="prioritised", max_size=9, seed=2))
+    store = trainer.arena.add_store(ArtifactStore("q", path=path, sampling="prioritized", max_size=9, seed=2))
     episode = trainer.arena.episodes["letters"]
     setup = type(episode).setup
 
@@ -58,7 +58,7 @@ def killed_at(trainer, step, where):
 
     def die(*arguments):
         if trainer.progress.step == step:
-            trainer.leave = trainer.save = lambda **options: asyncio.sleep(0)
+            trainer.stop_and_save = trainer.save = lambda **options: asyncio.sleep(0)
             raise KilledError
         return done(*arguments)
 
@@ -82,7 +82,7 @@ async def test_a_killed_run_ends_with_the_store_of_one_that_never_was(make_train
 
 
 async def test_checkpoints_hold_a_revision_and_old_ones_are_forgotten(make_trainer, tmp_path):
-    trainer = with_store(make_trainer(steps=4, checkpoint={"every": 1, "keep": 2}), tmp_path / "q.db")
+    trainer = with_store(make_trainer(steps=4, checkpoint={"every": 1, "keep_last": 2}), tmp_path / "q.db")
     await trainer.run()
     states = [
         json.loads((trainer.checkpoints / f"step_0000000{step}" / "manifest.json").read_text())["state"]

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from turnwise.tasks.tiny import build_tokenizer
-from turnwise.train.token_text import token_texts
+from turnwise.train.log.token_text import token_texts
 
 
 @pytest.mark.parametrize("text", ["", "1 2\n3", "a 🎲 b", "</script><b>", "naïve – 数独", "tail 🎲"])

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from turnwise.train.packed_attention import NotPackable
-from turnwise.train.tree_attention import Tree, tree_attention
+from turnwise.train.model.packed_attention import NotPackable
+from turnwise.train.model.prefix_tree_attention import Tree, tree_attention
 
 TREES = {
     "one row": ([0, 5], [5]),

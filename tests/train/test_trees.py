@@ -7,9 +7,10 @@ import tomllib
 import pytest
 
 from turnwise.credit import GRPOCredit, LevelCredit, TurnReturnsCredit, VineCredit
-from turnwise.train.config import TreeConfig
-from turnwise.train.config_files import ConfigError, config_from_dict, load_config, to_toml
-from turnwise.train.trees import sampler_of, tree_problem
+from turnwise.run.tree_settings import sampler_of, tree_problem
+from turnwise.train.config.sampling import TreeConfig
+from turnwise.train.config.toml import ConfigError, to_toml
+from turnwise.train.validate import config_from_dict, load_config
 
 
 def config_of(branches=1, rule="at_grpo", **tree):
@@ -18,8 +19,8 @@ def config_of(branches=1, rule="at_grpo", **tree):
 
 def test_every_key_reaches_the_sampler():
     assert sampler_of(config_of(), ["a"]) is None
-    sampler = sampler_of(config_of(6, survivors=2, select_by="value", playouts=3, branch_at=["b"]), ["a", "b"])
-    assert (sampler.branches, sampler.survivors, sampler.select_by, sampler.playouts) == (6, 2, "value", 3)
+    sampler = sampler_of(config_of(6, beam_width=2, score_by="value", playouts=3, branch_at=["b"]), ["a", "b"])
+    assert (sampler.branches, sampler.beam_width, sampler.score_by, sampler.playouts) == (6, 2, "value", 3)
     assert list(sampler.branch_at) == ["b"]
     assert sampler_of(config_of(6, select="sample", temperature=0.5), []).select.temperature == 0.5
     assert sampler_of(config_of(6, select="none"), []).select is None
@@ -28,18 +29,18 @@ def test_every_key_reaches_the_sampler():
     assert sampler_of(config_of(6, select="mixed", best_share=0.25), []).best_share_at(50) == 0.25
     assert sampler_of(config_of(1, playouts=2), []).playouts == 2
     assert set(TreeConfig.model_fields) == {
-        "select", "best_share", "survivors", "select_by", "temperature", "playouts", "branch_at",
+        "select", "best_share", "beam_width", "score_by", "temperature", "playouts", "branch_at",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"survivors": 2}, "'rollout.tree': needs rollout.branches > 1, or rollout.tree.playouts > 0"),
-        ({"playouts": 1, "survivors": 2}, "'rollout.tree': survivors=2: needs branches > 1"),
-        ({"branches": 4, "select_by": "value"}, "'rollout.tree': select_by='value': needs playouts > 0"),
-        ({"branches": 4, "select": "none", "survivors": 2}, "select='none' lets all branches go on"),
-        ({"branches": 4, "select": "mixed", "survivors": 2}, "'rollout.tree': select='mixed': survivors=2 compete"),
+        ({"beam_width": 2}, "'rollout.tree': needs rollout.branches > 1, or rollout.tree.playouts > 0"),
+        ({"playouts": 1, "beam_width": 2}, "'rollout.tree': beam_width=2: needs branches > 1"),
+        ({"branches": 4, "score_by": "value"}, "'rollout.tree': score_by='value': needs playouts > 0"),
+        ({"branches": 4, "select": "none", "beam_width": 2}, "select='none' lets all branches go on"),
+        ({"branches": 4, "select": "mixed", "beam_width": 2}, "'rollout.tree': select='mixed': beam_width=2 compete"),
         ({"branches": 4, "best_share": 0.2}, "'rollout.tree': best_share=0.2: has no effect"),
         ({"branches": 4, "branch_at": ["revisor"]}, "'rollout.tree.branch_at': no actor 'revisor'; .*reviser"),
     ],
@@ -85,5 +86,5 @@ def test_rules_and_trees():
     assert "has no effect: expected credit.rule = 'vine'" in tree_problem(
         GRPOCredit(), config_of(4, "grpo", playouts=2)
     )
-    assert tree_problem(GRPOCredit(), config_of(4, "grpo", playouts=2, select_by="value")) == ""
+    assert tree_problem(GRPOCredit(), config_of(4, "grpo", playouts=2, score_by="value")) == ""
     assert tree_problem(object(), config_of(4, "mine:Rule", playouts=2)) == ""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from turnwise.train.trie import Trie, use_trees
+from turnwise.train.model.prefix_tree import Trie, use_trees
 
 
 def stream(rows):

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from turnwise.train.batch import pack, pad
-from turnwise.train.config import CorrectionConfig, KLConfig, LossConfig, UpdateConfig
-from turnwise.train.losses import registry
-from turnwise.train.policy import Policy
-from turnwise.train.update import old_logprobs, update_policy
+from turnwise.train.config.optimization import CorrectionConfig, KLConfig, LossConfig, UpdateConfig
+from turnwise.train.model.micro_batch import pack, pad
+from turnwise.train.model.policy import Policy
+from turnwise.train.update.loss_types import registry
+from turnwise.train.update.update import old_logprobs, update_policy
 
 AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "agent-mean"]
 
@@ -63,13 +63,13 @@ def test_any_cut_gives_the_same_update_with_every_loss(monkeypatch, kind, random
     model, _ = small_model()
     batch = random_batch(5, rows=11)
     options = {"clip-cov": {"share": 0.2, "lower": 0.0}, "kl-cov": {"share": 0.2}}.get(kind, {})
-    assert_same_moves(moves_of(model, batch, LossConfig(kind=kind, options=options)))
+    assert_same_moves(moves_of(model, batch, LossConfig(type=kind, options=options)))
 
 
 def test_tokens_are_singled_out_anew_for_each_minibatch(random_batch, small_model):
     model, _ = small_model()
-    batch, loss = random_batch(5, rows=12), LossConfig(kind="kl-cov", options={"share": 0.25})
-    _, metrics = updated_weights(model, batch, UpdateConfig(minibatches=3, micro_batch_tokens=20), loss)
+    batch, loss = random_batch(5, rows=12), LossConfig(type="kl-cov", options={"share": 0.25})
+    _, metrics = updated_weights(model, batch, UpdateConfig(num_minibatches=3, micro_batch_tokens=20), loss)
     parts = np.array_split(np.random.default_rng(0).permutation(12), 3)
     tokens = [int(pack(batch, part).mask_N.sum()) for part in parts]
     want = sum(int(count * 0.25) for count in tokens) / sum(tokens)
@@ -82,13 +82,13 @@ def test_each_actor_counts_alike_within_its_policy(monkeypatch, random_batch, sm
     model, _ = small_model()
     batch = random_batch(7, rows=16, policies=("default", "other"))
     assert {0, 1} == set(batch.actor_index[batch.policy_index == 0]) == set(batch.actor_index[batch.policy_index == 1])
-    whole = moves_of(model, batch, LossConfig(kind="reinforce", aggregation="agent-mean"))
+    whole = moves_of(model, batch, LossConfig(type="reinforce", aggregation="agent-mean"))
     assert_same_moves(whole)
     alone = []
     for actor in (0, 1):
         only = copy.deepcopy(batch)
         only.policy_index[batch.actor_index != actor] = 1
-        alone.append(moves_of(model, only, LossConfig(kind="reinforce", aggregation="token-mean"))[0])
+        alone.append(moves_of(model, only, LossConfig(type="reinforce", aggregation="token-mean"))[0])
     torch.testing.assert_close(whole[0], (alone[0] + alone[1]) / 2, rtol=1e-3, atol=1e-6)
     assert (alone[0] - alone[1]).abs().max() > 1e-3
 
@@ -118,7 +118,7 @@ def test_the_gradient_is_that_of_the_formula(monkeypatch, random_batch, small_mo
 def test_counts_updates_and_only_touches_own_rows(random_batch, small_model):
     model, _ = small_model()
     batch = random_batch(0, rows=12, policies=("default", "other"))
-    update = UpdateConfig(ppo_epochs=2, minibatches=3)
+    update = UpdateConfig(ppo_epochs=2, num_minibatches=3)
     _, metrics = updated_weights(model, batch, update)
     assert metrics["updates"] == 6
     own = np.flatnonzero(batch.policy_index == 0)
@@ -200,11 +200,11 @@ def test_a_stale_batch_weighs_less_where_the_sampler_was_surer(random_batch, sma
     with torch.no_grad():
         batch.rollout_logprobs[micro.token_N] = policy.logprobs(micro).numpy() + np.log(2)
     plain = updated_weights(model, batch, update)[1]
-    weighed = updated_weights(model, batch, update, LossConfig(correction=CorrectionConfig()))[1]
+    weighed = updated_weights(model, batch, update, LossConfig(importance_correction=CorrectionConfig()))[1]
     assert weighed["grad_norm"] == pytest.approx(0.5 * plain["grad_norm"], rel=1e-3)
     assert plain["mismatch_kl"] == weighed["mismatch_kl"] == pytest.approx(np.log(2), rel=1e-3)
     assert weighed["ess"] == pytest.approx(1, rel=1e-4)
-    bounded = LossConfig(correction=CorrectionConfig(bounds=(0.6, 2.0)))
+    bounded = LossConfig(importance_correction=CorrectionConfig(bounds=(0.6, 2.0)))
     rejected = updated_weights(model, batch, update, bounded)[1]
     assert rejected["grad_norm"] == 0 and rejected["rejected"] == 1
 
@@ -218,7 +218,7 @@ def poisoned(batch, row):
 
 def test_an_update_that_is_not_finite_is_skipped_and_the_others_count(random_batch, small_model):
     model, _ = small_model()
-    update = UpdateConfig(minibatches=3, max_skipped=1)
+    update = UpdateConfig(num_minibatches=3, max_nonfinite_updates=1)
     policy = Policy("default", model, update, total_steps=9)
     rng = np.random.default_rng(0)
     metrics = update_policy(policy, poisoned(random_batch(0, rows=12), 5), update, LossConfig(), rng)
@@ -231,7 +231,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_the_others_count(random_bat
 @pytest.mark.parametrize("max_skipped", [0, 2])
 def test_after_too_many_in_a_row_the_run_stops(random_batch, small_model, max_skipped):
     model, _ = small_model()
-    update = UpdateConfig(max_skipped=max_skipped)
+    update = UpdateConfig(max_nonfinite_updates=max_skipped)
     policy = Policy("default", model, update, total_steps=9)
     before = [tensor.clone() for _, tensor in policy.weights()]
     sound = random_batch(0, rows=4)
@@ -242,7 +242,8 @@ def test_after_too_many_in_a_row_the_run_stops(random_batch, small_model, max_sk
         assert metrics == {"updates": 0, "skipped_updates": 1}
     actor = batch.actors[batch.actor_index[2]]
     message = (
-        rf"policy 'default': loss is nan at update 0; {max_skipped + 1} in a row, update.max_skipped = {max_skipped}; "
+        rf"policy 'default': loss is nan at update 0; {max_skipped + 1} in a row, "
+        rf"update.max_nonfinite_updates = {max_skipped}; "
         rf"1 rows are not finite: row 2 \(actor '{actor}', reward {batch.rewards[2]:g}, "
     )
     with pytest.raises(FloatingPointError, match=message):
@@ -254,7 +255,7 @@ def test_after_too_many_in_a_row_the_run_stops(random_batch, small_model, max_sk
 
 def test_weights_that_are_not_finite_are_named_at_once(random_batch, small_model):
     """However many updates may be skipped: no batch does better."""
-    policy = Policy("default", small_model()[0], UpdateConfig(max_skipped=9), total_steps=9)
+    policy = Policy("default", small_model()[0], UpdateConfig(max_nonfinite_updates=9), total_steps=9)
     with torch.no_grad():
         policy.model.model.layers[0].input_layernorm.weight[0] = np.nan
     told = (
@@ -262,13 +263,17 @@ def test_weights_that_are_not_finite_are_named_at_once(random_batch, small_model
     )
     with pytest.raises(FloatingPointError, match=told):
         update_policy(
-            policy, random_batch(0, rows=4), UpdateConfig(max_skipped=9), LossConfig(), np.random.default_rng(0)
+            policy,
+            random_batch(0, rows=4),
+            UpdateConfig(max_nonfinite_updates=9),
+            LossConfig(),
+            np.random.default_rng(0),
         )
 
 
 def test_a_gradient_that_overflows_is_skipped_too(random_batch, small_model):
     model, _ = small_model()
-    update = UpdateConfig(max_skipped=1)
+    update = UpdateConfig(max_nonfinite_updates=1)
     policy = Policy("default", model, update, total_steps=9)
     handle = next(policy.model.parameters()).register_hook(lambda grad: grad * float("inf"))
     metrics = update_policy(policy, random_batch(0, rows=4), update, LossConfig(), np.random.default_rng(0))
@@ -276,3 +281,12 @@ def test_a_gradient_that_overflows_is_skipped_too(random_batch, small_model):
     with pytest.raises(FloatingPointError, match="the log-probs and advantages of all rows are finite"):
         update_policy(policy, random_batch(0, rows=4), update, LossConfig(), np.random.default_rng(0))
     handle.remove()
+
+
+def test_the_loss_is_the_mean_over_updates(random_batch, small_model):
+    model, _ = small_model()
+    once, twice = (
+        updated_weights(model, random_batch(0, rows=6), UpdateConfig(lr=1e-9, ppo_epochs=epochs))[1]["loss"]
+        for epochs in (1, 2)
+    )
+    assert once != 0 and twice == pytest.approx(once, rel=1e-4)

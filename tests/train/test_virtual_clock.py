@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from turnwise.train.virtual_clock import run_virtually
+from turnwise.train.simulate.virtual_clock import run_virtually
 
 
 def test_an_hour_passes_at_once_and_in_order():

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from turnwise.train.config import WarmStartConfig
-from turnwise.train.warm_start import Demonstration, constant_credit, warm_start
+from turnwise.train.config.policies import WarmStartConfig
+from turnwise.train.update.sft import Demonstration, constant_credit, warm_start
 
 ROWS = [Demonstration([1, 10 + i], [20 + i, 40 + i, 2]) for i in range(8)]
 
@@ -70,7 +70,7 @@ def test_every_row_is_drawn_before_any_is_drawn_again(small_model, monkeypatch):
         drawn.extend(batch.token_ids.reshape(-1, 5)[:, 1].tolist())
         return {"loss": 0.0}
 
-    monkeypatch.setattr(importlib.import_module("turnwise.train.warm_start"), "update_policy", record)
+    monkeypatch.setattr(importlib.import_module("turnwise.train.update.sft"), "update_policy", record)
     warm_start(small_model()[0], ROWS, WarmStartConfig(steps=4, batch_size=6), seed=0)
     every = sorted(row.prompt_token_ids[1] for row in ROWS)
     assert sorted(drawn[:8]) == sorted(drawn[8:16]) == sorted(drawn[16:]) == every
@@ -94,3 +94,30 @@ def test_equal_seeds_give_equal_weights(small_model):
 def test_no_demonstrations_is_an_error(small_model):
     with pytest.raises(ValueError, match=r"demonstrations=\[\]"):
         warm_start(small_model()[0], [], WarmStartConfig(steps=1), seed=0)
+
+
+def test_it_ends_at_the_target_loss(small_model, monkeypatch):
+    falling = iter([1.0] * 5 + [0.5] * 30)
+    monkeypatch.setattr(
+        importlib.import_module("turnwise.train.update.sft"), "update_policy", lambda *rest: {"loss": next(falling)}
+    )
+    seen = []
+    config = WarmStartConfig(steps=30, batch_size=2, target_loss=0.75)
+    warm_start(small_model()[0], ROWS, config, seed=0, on_step=lambda step, loss: seen.append(step))
+    assert seen[-1] == 10, "the mean of ten steps, five of each loss"
+
+
+def test_rows_of_one_prompt_that_follow_one_another_are_drawn_together(small_model, monkeypatch):
+    drawn = []
+
+    def record(policy, batch, *rest):
+        drawn.append(batch.token_ids.reshape(-1, 5)[:, 1:3].tolist())
+        return {"loss": 0.0}
+
+    monkeypatch.setattr(importlib.import_module("turnwise.train.update.sft"), "update_policy", record)
+    rows = [Demonstration([1, 10 + i // 2], [20 + i, 40 + i, 2]) for i in range(12)]
+    warm_start(small_model()[0], rows, WarmStartConfig(steps=6, batch_size=4), seed=0)
+    for batch in drawn:
+        assert batch[0][0] == batch[1][0] != batch[2][0] == batch[3][0]
+    assert sorted(last for batch in drawn[:3] for _, last in batch) == list(range(20, 32))
+    assert [batch[::2] for batch in drawn[:3]] != [batch[::2] for batch in drawn[3:]], "in another order each time"

@@ -1,51 +1,56 @@
-"""The arena: actors, episodes (nested too), rubrics, stores, tree sampling; requests in, a training batch out."""
+"""The arena: actors, episodes (nested too), rubrics, stores and tree sampling; requests in, a training batch out.
+
+Read in this order: arena, episode, multi_turn, runner, dynamic_sampling, episode_checkpoints, setup.
+May import: types, utils, state, samples.
+"""
 
 from turnwise.arena.arena import Arena
-from turnwise.arena.drawing import Learnability, Outcome, Prioritised
 from turnwise.arena.episode import Episode, SingleTurnEpisode
-from turnwise.arena.filters import Filters
-from turnwise.arena.invalid_action import InvalidActionError, parsing
-from turnwise.arena.judge import Judge, read_choice, read_number
+from turnwise.arena.episode_checkpoints import EpisodeCheckpoints
 from turnwise.arena.multi_turn import MultiTurnEpisode
-from turnwise.arena.overlong import OverlongPenalty
-from turnwise.arena.privacy import LeakError, private, reveal
-from turnwise.arena.progress import EpisodeProgress
-from turnwise.arena.rubric import DropRolloutError, Rubric, Score
-from turnwise.arena.samples import drop_stale, pack, select
-from turnwise.arena.scheduler import BatchFailedError
-from turnwise.arena.seating import Seating
-from turnwise.arena.store import ArtifactStore
-from turnwise.arena.tape import logged
-from turnwise.arena.tree import TreeSampler
+from turnwise.arena.rewards.invalid_action import InvalidActionError, parsing
+from turnwise.arena.rewards.judge import Judge, read_choice, read_number
+from turnwise.arena.rewards.length_penalty import OverlongPenalty
+from turnwise.arena.rewards.rubric import DropRolloutError, Rubric, Score
+from turnwise.arena.runtime.concurrency import BatchFailedError
+from turnwise.arena.runtime.privacy import private, reveal
+from turnwise.arena.runtime.private_text import LeakError
+from turnwise.arena.runtime.recording_hooks import record_input
+from turnwise.arena.stores.sampling import AttemptStats, Learnability, PrioritizedLevelReplay
+from turnwise.arena.stores.store import ArtifactStore
+from turnwise.arena.trees.sampler import TreeSampler
+from turnwise.samples.filters import Filters
+from turnwise.samples.pack import drop_stale, pack, select
+from turnwise.types.protocols import OpponentAssignment
 
 __all__ = [
     "Arena",
     "ArtifactStore",
+    "AttemptStats",
     "BatchFailedError",
     "DropRolloutError",
     "Episode",
-    "EpisodeProgress",
+    "EpisodeCheckpoints",
     "Filters",
     "InvalidActionError",
     "Judge",
     "LeakError",
     "Learnability",
     "MultiTurnEpisode",
-    "Outcome",
+    "OpponentAssignment",
     "OverlongPenalty",
-    "Prioritised",
+    "PrioritizedLevelReplay",
     "Rubric",
     "Score",
-    "Seating",
     "SingleTurnEpisode",
     "TreeSampler",
     "drop_stale",
-    "logged",
     "pack",
     "parsing",
     "private",
     "read_choice",
     "read_number",
+    "record_input",
     "reveal",
     "select",
 ]

@@ -1,31 +1,20 @@
-"""Episodes: how actors play together. One model call, a chat over several turns, or whatever ``rollout`` does."""
+"""Episodes: how actors play together. One model call, a chat over several turns, or any ``rollout``."""
 
 from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from turnwise.arena.context import EpisodeContext, current_context, resolve
-from turnwise.arena.ends import score_ends, score_state, settle
-from turnwise.arena.invalid_action import INVALID, InvalidActionError, fail_step, failed_step, leave_out_unpaid
-from turnwise.arena.reward_values import keep_tokens
-from turnwise.arena.rubric import Rubric
-from turnwise.arena.store import ArtifactStore
-from turnwise.state import forkable
+from turnwise.arena.rewards.invalid_action import INVALID, InvalidActionError, fail_step, failed_step, leave_out_unpaid
+from turnwise.arena.rewards.leaves import finalize_steps, score_leaves, score_state
+from turnwise.arena.rewards.rubric import Rubric
+from turnwise.arena.rewards.token_rewards import check_rewarded, keep_tokens
+from turnwise.arena.runtime.context import EpisodeContext, make_forkable, maybe_await, require_context
+from turnwise.arena.stores.store import ArtifactStore
 from turnwise.types import EpisodeRequest, EpisodeState, GenerateResult, Messages, ModelResponse, Rollout
-
-if TYPE_CHECKING:
-    from turnwise.arena.arena import Arena
-
-
-def running() -> EpisodeContext:
-    """The context of the running episode. Raises ``RuntimeError`` outside of one."""
-    context = current_context()
-    if context is None:
-        raise RuntimeError("no episode is running here: start episodes with arena.generate_rollouts(requests)")
-    return context
+from turnwise.types.protocols import ArenaForHooks
 
 
 class Episode(ABC):
@@ -59,40 +48,42 @@ class Episode(ABC):
     """What a completion that is no action earns, see :class:`~turnwise.arena.InvalidActionError`."""
 
     @abstractmethod
-    async def rollout(self, arena: Arena, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
-        """Play to the end and return the final state. ``state`` arrives fresh, with nothing in it."""
+    async def rollout(self, arena: ArenaForHooks, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
+        """Play to the end and return the final state. ``state`` arrives empty."""
 
     def get_extras(self, state: EpisodeState) -> Any:
-        """What the reward functions may see of the final state, as a dict. Sync or async."""
+        """The part of the final state that reward functions may see, as a dict. Sync or async."""
         return {}
 
     def get_continuation(self, state: EpisodeState, rollout: Rollout) -> Any:
-        """What to play next, as a list of requests: asked once this episode is over and scored. Sync or async.
+        """Requests to run next, returned once this episode is over and scored. Sync or async.
 
-        For games of several rounds, or a harder question for whoever solved this one. They start at once, in the same
-        batch, and ask the same of theirs. Each is an episode of its own, of this one's level: it keeps its deadline,
-        lineage and private texts, but if it fails, only it does. Group functions have not spoken yet.
+        For games of several rounds, or a harder question after a solved one. They start at once, in the same batch, and
+        may ask for more. Each is an episode of its own on this one's level: it keeps the deadline, lineage and private
+        texts, and a failure stays its own. Group functions have not run yet.
         """
         return ()
 
     def stores(self) -> Sequence[ArtifactStore]:
-        """The stores that the episode feeds or draws from, empty; the arena that gets it adds those that it lacks."""
+        """The stores that the episode writes to or samples from. The arena registers those that it lacks."""
         return ()
 
     async def call_model(
-        self, actor_id: str | None, prompt: str | Messages, arena: Arena, **options: Any
+        self, actor_id: str | None, prompt: str | Messages, arena: ArenaForHooks, **options: Any
     ) -> ModelResponse:
-        """Shorthand for :meth:`Arena.call_model`, in the order that reads well inside an episode."""
+        """Shorthand for :meth:`Arena.call_model` with the arena last, which reads well inside an episode."""
         return await arena.call_model(actor_id, prompt, **options)
 
     @property
     def rng(self) -> random.Random:
-        """The generator of the running episode. Each branch of a tree starts with a copy: siblings meet equal luck."""
-        return running().rng
+        """The generator of the running episode. Each branch of a tree starts with a copy, so siblings draw the same
+        numbers.
+        """
+        return require_context().rng
 
-    async def generate(self, arena: Arena) -> GenerateResult:
+    async def generate(self, arena: ArenaForHooks) -> GenerateResult:
         """Run once: ``rollout``, then ``get_extras``, then the rubric. The arena calls this, once per request."""
-        context = running()
+        context = require_context()
         rollout = context.rollout
         make_forkable(context.state)
         try:
@@ -103,9 +94,9 @@ class Episode(ABC):
             raise TypeError(f"{type(self).__name__}.rollout returned {state!r}, expected the EpisodeState")
         context.state = state
         rollout.steps = [step for step in context.steps if step is not None]
-        settle(state, rollout, context.children)
+        finalize_steps(state, rollout, context.children)
         if context.ends:
-            score = await score_ends(self, arena, context)
+            score = await score_leaves(self, arena, context)
         else:
             score = await score_state(self, arena, rollout, state)
             keep_tokens(rollout, score.token_rewards)
@@ -117,32 +108,19 @@ class Episode(ABC):
         elif not self.rubric.is_grouped:  # else what the group says is still to come
             check_rewarded(rollout)
         if failed_step(state) is None:
-            context.following = _checked(await resolve(self.get_continuation(state, rollout)), type(self).__name__)
+            context.continuations = _checked(
+                await maybe_await(self.get_continuation(state, rollout)), type(self).__name__
+            )
         return context.result()
 
     def _failed(self, context: EpisodeContext, error: InvalidActionError) -> EpisodeState:
-        """The state where ``rollout`` found that its last action was none. Nobody's fault is a bug, which is raised."""
+        """The state after an invalid action ended ``rollout``. Without one, ``error`` is a bug and is raised."""
         acted = [step for step in context.state.trajectory if step.actor_id is not None]
         if not acted:
             raise error
         fail_step(acted[-1], error, self.invalid_reward)
         context.rollout.meta["ended"] = INVALID
         return context.state
-
-
-def make_forkable(state: EpisodeState) -> None:
-    """Put the episode's data into a State, if it is in none: then each fork of it costs nothing until it is written."""
-    state.data = forkable(state.data)
-
-
-def check_rewarded(rollout: Rollout) -> None:
-    """A step that trains needs a reward; here the mistake costs one episode, later it would cost the batch."""
-    for step in rollout.steps:
-        if step.trainable and step.reward is None and step.actor_id not in rollout.rewards_of(step):
-            raise ValueError(
-                f"actor {step.actor_id!r} of episode {rollout.episode_type!r} acted and has no reward: the rubric "
-                f"rewards {sorted(rollout.rewards_of(step))}, and the step has no reward of its own"
-            )
 
 
 def _checked(following: Any, where: str) -> list[EpisodeRequest]:
@@ -173,19 +151,19 @@ class SingleTurnEpisode(Episode):
         """The prompt, a string or messages. Sync or async."""
 
     def get_initial_actor(self) -> Any:
-        """Who answers: ``actor``; where that is empty, the arena's one actor, or the one called "solver"."""
+        """The actor that answers: ``actor``, else the arena's only actor, or the one called "solver"."""
         return self.actor
 
-    async def rollout(self, arena: Arena, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
+    async def rollout(self, arena: ArenaForHooks, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
         state = EpisodeState() if state is None else state
-        state.current_actor = await resolve(self.get_initial_actor()) or _only_actor(arena)
-        await self.call_model(state.current_actor, await resolve(self.get_prompt(artifact)), arena)
+        state.current_actor = await maybe_await(self.get_initial_actor()) or _only_actor(arena)
+        await self.call_model(state.current_actor, await maybe_await(self.get_prompt(artifact)), arena)
         state.done = True
         return state
 
 
-def _only_actor(arena: Arena) -> str:
-    """Who answers where nobody is named: the arena's one actor, or the one that is called "solver" or "Solver"."""
+def _only_actor(arena: ArenaForHooks) -> str:
+    """The actor that answers if none is named: the arena's only actor, or the one called "solver" or "Solver"."""
     names = list(arena.actors)
     found = names if len(names) == 1 else [name for name in names if name.lower() == "solver"]
     if len(found) == 1:

@@ -1,31 +1,26 @@
-"""Chats over several turns: actors take turns on one state, an environment answers, and some text stays private."""
+"""Multi-turn chats: actors take turns on one state, an environment answers, and some text stays private."""
 
 from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from turnwise.arena.beams import TreePlay
-from turnwise.arena.context import resolve
-from turnwise.arena.episode import Episode, make_forkable, running
-from turnwise.arena.invalid_action import INVALID, InvalidActionError, fail_step, failed_step
-from turnwise.arena.privacy import MIN_HIDDEN_WORDS, hidden_parts
-from turnwise.arena.reward_values import is_by_token, set_reward
+from turnwise.arena.episode import Episode
+from turnwise.arena.rewards.invalid_action import INVALID, InvalidActionError, fail_step, failed_step
+from turnwise.arena.rewards.token_rewards import is_by_token, set_reward
+from turnwise.arena.runtime.context import make_forkable, maybe_await, require_context
+from turnwise.arena.runtime.private_text import MIN_HIDDEN_WORDS, hidden_parts
+from turnwise.arena.trees.sampler import TreeSampler
+from turnwise.arena.trees.search import TreeSearch
 from turnwise.types import EpisodeState, Messages, Step
-
-if TYPE_CHECKING:
-    from turnwise.arena.arena import Arena
-    from turnwise.arena.tree import TreeSampler
+from turnwise.types.protocols import ArenaForHooks
 
 
 class MultiTurnEpisode(Episode, ABC):
-    """Actors act one after another; each action is answered by the environment before the next actor sees the state.
+    """Actors act in turn; the environment answers each action before the next actor sees the state.
 
-    A turn is a round: a new one begins when the next actor has already acted in the present one. The episode ends when
-    ``is_done`` says so, or after ``max_turns`` rounds. With a ``sampler``, training branches at each action.
-
-    Example: two players name numbers, and whoever says 7 ends the game::
+    Example: two players name numbers; the one who says 7 ends the game::
 
         class Sevens(MultiTurnEpisode):
             episode_type = "sevens"
@@ -47,6 +42,9 @@ class MultiTurnEpisode(Episode, ABC):
                 return float(state.data["last"] == "7")
 
         arena.add_episode(Sevens(sampler=TreeSampler(branches=8)))
+
+    A turn is a round: a new one begins when an actor acts again. The episode ends when ``is_done`` returns true, or
+    after ``max_turns`` rounds. With a ``sampler``, training branches at each action.
     """
 
     actors: Sequence[str] = ()
@@ -62,75 +60,77 @@ class MultiTurnEpisode(Episode, ABC):
             self.max_turns = max_turns
 
     # -- hooks: override what the game needs; each may be sync or async ------------------------------------------------
-    def setup(self, state: EpisodeState, arena: Arena, artifact: Any) -> Any:
-        """Fill ``state.data`` before anybody acts."""
+    def setup(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Any:
+        """Fill ``state.data`` before the first action."""
 
     def get_initial_actor(self) -> Any:
-        """Who acts first: the first of ``actors``."""
+        """The actor that acts first: the first of ``actors``."""
         if not self.actors:
             raise ValueError(f"{type(self).__name__}.actors is empty: expected the ids of the actors, in acting order")
         return self.actors[0]
 
     def get_prompt(self, artifact: Any) -> Any:
-        """The opening text. It stands at the start of every actor's prompt, whoever acts first.
+        """The opening text, at the start of every actor's prompt.
 
-        None is needed where ``get_observation`` says all.
+        Not needed if ``get_observation`` is overridden.
         """
         if type(self).get_observation is not MultiTurnEpisode.get_observation:
             return ""
         raise NotImplementedError(f"{type(self).__name__}: override get_prompt(artifact) or build_messages(...)")
 
-    def get_observation(self, state: EpisodeState, arena: Arena, artifact: Any) -> Any:
-        """What only the acting actor sees, now. It never enters the transcript, and counts as private to that actor."""
+    def get_observation(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Any:
+        """Text that only the acting actor sees, now. It never enters the transcript, and is private to that actor."""
         return None
 
-    def env_response(self, state: EpisodeState, arena: Arena, artifact: Any) -> Any:
+    def env_response(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Any:
         """Apply ``state.last_completion_text`` of ``state.current_actor`` to ``state.data``.
 
-        What it returns enters the transcript, for everybody. Runs after every action, the last one included.
+        The text that it returns enters the transcript, for all actors. Runs after every action, the last one included.
         """
         return None
 
-    def step_reward(self, state: EpisodeState, arena: Arena, artifact: Any) -> Any:
-        """Reward of the action just taken, after ``env_response``; ``None`` leaves it to the rubric.
+    def step_reward(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Any:
+        """Reward of the last action, after ``env_response``; ``None`` leaves it to the rubric.
 
-        A number, or one for each token of the completion, as a list, an array or a tensor. These are kept in
-        ``step.info["token_rewards"]``, and their sum is the reward. A token counts where it trains: a ``"loss_mask"``
-        belongs into ``step.info`` before.
+        Return a number, or one per token of the completion as a list, array or tensor. Token rewards are kept in
+        ``step.info["token_rewards"]``; their sum over the tokens that train is the reward. Put a ``"loss_mask"`` into
+        ``step.info`` first.
         """
         return None
 
-    def is_done(self, state: EpisodeState, arena: Arena, artifact: Any) -> Any:
-        """Whether the game is over, asked after each action. ``max_turns`` holds besides."""
+    def is_done(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Any:
+        """True when the game is over; called after each action. ``max_turns`` applies as well."""
         return state.done
 
-    def next_actor(self, state: EpisodeState, arena: Arena, artifact: Any) -> Any:
-        """Who acts after ``state.current_actor``: the next of ``actors`` (else of the arena's), in a circle."""
+    def next_actor(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Any:
+        """The actor after ``state.current_actor``: the next of ``actors`` (or of the arena's actors), in a circle."""
         order = list(self.actors or arena.actors)
         if state.current_actor not in order:
             raise ValueError(f"actors={order!r} lacks {state.current_actor!r}: override next_actor, or add it")
         return order[(order.index(state.current_actor) + 1) % len(order)]
 
     def public(self, text: str) -> str:
-        """What the others see of a completion; strip private reasoning here."""
+        """The part of a completion that the other actors see; strip private reasoning here."""
         return text
 
     def public_to(self, text: str, actor: str, to: str) -> Any:
-        """What ``to`` sees of ``actor``'s completion: ``public(text)`` for all; ``None`` leaves it out of the chat."""
+        """The part of ``actor``'s completion that ``to`` sees, by default ``public(text)``; ``None`` leaves it out of
+        the chat.
+        """
         return self.public(text)
 
-    def build_messages(self, state: EpisodeState, arena: Arena, artifact: Any) -> Any:
+    def build_messages(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Any:
         """The chat for ``state.current_actor``, or ``None`` if it skips this turn.
 
-        By default: the opening prompt, then what was said: own completions as the assistant's, those of others (their
-        ``public`` part) and of the environment as the user's; at the end the private observation.
+        By default the opening prompt, then the transcript: own completions as the assistant, the ``public`` part of
+        others' completions and the environment's answers as the user, and the private observation at the end.
         """
         return self.transcript(state, arena, artifact)
 
     # -- how it runs ---------------------------------------------------------------------------------------------------
-    async def transcript(self, state: EpisodeState, arena: Arena, artifact: Any) -> Messages:
+    async def transcript(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Messages:
         """The default chat of ``state.current_actor``, see :meth:`build_messages`."""
-        opening = await resolve(self.get_prompt(artifact))
+        opening = await maybe_await(self.get_prompt(artifact))
         messages: Messages = []
         if isinstance(opening, str):
             _say(messages, "user", opening)
@@ -142,42 +142,53 @@ class MultiTurnEpisode(Episode, ABC):
             if step.actor_id == state.current_actor:
                 messages.append({"role": "assistant", "content": step.completion})
             else:
-                shown = await resolve(self.public_to(step.completion, str(step.actor_id), state.current_actor))
+                shown = await maybe_await(self.public_to(step.completion, str(step.actor_id), state.current_actor))
                 _say(messages, "user", None if shown is None else f"{step.actor_id}: {shown}")
             _say(messages, "user", step.info["env_response"])
-        observation = await resolve(self.get_observation(state, arena, artifact))
+        observation = await maybe_await(self.get_observation(state, arena, artifact))
         if observation and observation.strip():
-            running().private.add(observation, [state.current_actor], observation=True)
+            require_context().private.add(observation, [state.current_actor], observation=True)
         _say(messages, "user", observation)
         return messages
 
-    async def rollout(self, arena: Arena, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
+    async def rollout(self, arena: ArenaForHooks, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
         state = EpisodeState() if state is None else state
-        context = running()
+        context = require_context()
         context.state = state
-        progress = None if arena.is_evaluation else arena.progress
-        left = progress.load(context) if progress is not None else None
+        checkpoints = None if arena.is_evaluation else arena.episode_checkpoints
+        left = checkpoints.load(context) if checkpoints is not None else None
         if left is None:
-            await resolve(self.setup(state, arena, artifact))
+            await maybe_await(self.setup(state, arena, artifact))
         else:
             state = left
         make_forkable(state)
-        state.current_actor = state.current_actor or await resolve(self.get_initial_actor())
+        state.current_actor = state.current_actor or await maybe_await(self.get_initial_actor())
         if self.sampler is not None and not arena.is_evaluation:
-            del state, left  # of what the tree leaves behind nothing is to be held
-            return await TreePlay(self, arena, artifact, context).play(progress)
+            del state, left  # the tree frees what it leaves behind, so nothing may hold it here
+            search = TreeSearch(self, self.sampler, arena, artifact, context)
+            try:
+                while search.is_running:
+                    await search.expand_once()
+                    if checkpoints is not None:
+                        checkpoints.save(context, context.state)
+                return search.finish()
+            except BaseException:
+                search.abandon()
+                raise
         while not state.done:
-            messages = await resolve(self.build_messages(state, arena, artifact))
+            messages = await maybe_await(self.build_messages(state, arena, artifact))
             if messages is not None:
                 await self.take_action(state, messages, arena, artifact)
             ended = await self.pass_on(state, arena, artifact, skipped=messages is None)
             if ended:
                 context.rollout.meta["ended"] = ended
-            if progress is not None:
-                progress.save(context, state)
+            if checkpoints is not None:
+                checkpoints.save(context, state)
         return state
 
-    async def take_action(self, state: EpisodeState, messages: str | Messages, arena: Arena, artifact: Any) -> Step:
+    async def take_action(
+        self, state: EpisodeState, messages: str | Messages, arena: ArenaForHooks, artifact: Any
+    ) -> Step:
         """One model call, the environment's answer, and the reward of this action, all on ``state``."""
         await self.call_model(state.current_actor, messages, arena)
         step = state.trajectory[-1]
@@ -185,9 +196,9 @@ class MultiTurnEpisode(Episode, ABC):
             await self._mark_hidden(step)
         # The key marks an action of this loop, so that a tool call made inside a hook is no part of the transcript.
         try:
-            step.info["env_response"] = await resolve(self.env_response(state, arena, artifact)) or ""
+            step.info["env_response"] = await maybe_await(self.env_response(state, arena, artifact)) or ""
             state.last_completion_text = step.completion
-            reward = await resolve(self.step_reward(state, arena, artifact))
+            reward = await maybe_await(self.step_reward(state, arena, artifact))
         except InvalidActionError as error:
             step.info["env_response"] = ""
             fail_step(step, error, self.invalid_reward)
@@ -200,29 +211,31 @@ class MultiTurnEpisode(Episode, ABC):
         return step
 
     async def _mark_hidden(self, step: Step) -> None:
-        """What ``public_to`` hides of a completion is private to those who see it; what it shows is so no more."""
+        """Mark the hidden parts of a completion as private and unmark the shown parts."""
         actor = str(step.actor_id)
         heard = {
-            to: await resolve(self.public_to(step.completion, actor, to)) or "" for to in self.actors if to != actor
+            to: await maybe_await(self.public_to(step.completion, actor, to)) or "" for to in self.actors if to != actor
         }
-        texts = running().private
+        texts = require_context().private
         for shown in heard.values():
             for part in hidden_parts(step.completion, shown):
                 if len(part.split()) < MIN_HIDDEN_WORDS and texts.is_open(part, step.prompt):
                     continue
                 texts.add(part, [actor, *(to for to, words in heard.items() if part in " ".join(words.split()))])
-        texts.spoken(actor, heard)
+        texts.mark_heard(actor, heard)
 
-    async def pass_on(self, state: EpisodeState, arena: Arena, artifact: Any, *, skipped: bool) -> str:
-        """Whose turn is next after ``state.current_actor``'s; how the episode ended, if it did: ``"done"``,
-        ``"invalid_action"``, or ``"max_turns"``, which is not the same as over: rewards may want to tell them apart."""
+    async def pass_on(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any, *, skipped: bool) -> str:
+        """Set the next actor after ``state.current_actor``. Returns how the episode ended, or ``""`` if it goes on.
+
+        The ends are ``"done"``, ``"invalid_action"`` and ``"max_turns"``, so that rewards can tell them apart.
+        """
         state.acted = (*state.acted, state.current_actor)
         # Nothing has changed after a skip, and before the first action there may be nothing for is_done to look at.
         if not skipped:
-            state.done = bool(state.done or await resolve(self.is_done(state, arena, artifact)))
+            state.done = bool(state.done or await maybe_await(self.is_done(state, arena, artifact)))
         if state.done:
             return "done" if failed_step(state) is None else INVALID
-        following = await resolve(self.next_actor(state, arena, artifact))
+        following = await maybe_await(self.next_actor(state, arena, artifact))
         if following in state.acted:
             state.turn, state.acted = state.turn + 1, ()
         if state.turn >= self.max_turns:

@@ -1,21 +1,18 @@
-"""What to tell who compares trajectories where nothing can come of it: groups of one, both sides of a game in one."""
+"""Advice when comparing trajectories can't work: groups of one, or both sides of a game in one group."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from turnwise.credit.base import GroupCredit
 from turnwise.types import Sample
 
-if TYPE_CHECKING:
-    from turnwise.credit.base import GroupCredit
-
 ENOUGH = 4
-"""So many games with the same sum of rewards are taken for no accident."""
+"""Number of games with the same reward sum that counts as a constant-sum game."""
 
 
 def first_advice(rule: GroupCredit, samples: Sequence[Sample]) -> str | None:
-    """What is wrong with comparing ``samples`` by ``rule``, which has one value per trajectory; ``None`` if nothing."""
+    """Describe what prevents comparing ``samples`` by ``rule`` (one value per trajectory), or ``None``."""
     units = len({rule.unit_key(sample) for sample in samples})
     if rule.singleton == "zero" and 1 < units == len({rule.key_of(sample) for sample in samples}):
         return (
@@ -31,8 +28,10 @@ def first_advice(rule: GroupCredit, samples: Sequence[Sample]) -> str | None:
 
 
 def constant_sum(rule: GroupCredit, samples: Sequence[Sample]) -> bool:
-    """Whether several actors divide up a fixed sum in ``samples``, and ``rule`` puts them together: at least ``ENOUGH``
-    trajectories, an actor's rewards not all alike, and their sum over the actors always the same."""
+    """True if several actors divide up a fixed sum in ``samples``, and ``rule`` groups them together.
+
+    Requires at least ``ENOUGH`` trajectories, unequal rewards within an actor, and always the same sum over the actors.
+    """
     if len({sample.actor for sample in samples}) < 2:
         return False
     games: dict[object, dict[str, float]] = {}

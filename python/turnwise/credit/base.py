@@ -1,9 +1,10 @@
-"""What all credit rules share: the walk over results, and the grouped form ``A = (r - centre) / scale``."""
+"""Base of all credit rules: the walk over results, and the grouped form ``A = (r - centre) / scale``."""
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,54 +12,60 @@ import numpy as np
 import torch
 
 from turnwise.ops import factorize, group_advantage
-from turnwise.samples import collect_samples
+from turnwise.samples.collect import collect_samples
 from turnwise.types import GenerateResult, Sample
+from turnwise.utils.registry import build_with_options, import_class
 
 Key = tuple[Hashable, ...]
 
 RULE_METHODS = ("compute", "compute_columns", "state_dict", "load_state_dict")
-"""What a class must have to train with."""
+"""Methods that a class needs to be a credit rule."""
+
 EQUAL, ALONE, MIN_STD, CENTERED = "equal_rewards", "alone", "min_std", "zero_advantage"
-"""Why an advantage is 0: all rewards of the group are equal; the group has nothing to compare with; its deviation is
-below ``min_std``; the reward is exactly what the rule expected (the group's mean, a baseline)."""
+"""Causes of an advantage of 0: all rewards of the group are equal; the group has one member; its standard deviation
+is below ``min_std``; the reward equals the rule's expectation (the group's mean, a baseline).
+"""
+
+registry: dict[str, type[Credit]] = {}
+"""All rules by their configuration names; ``turnwise.credit`` fills it."""
 
 
 class Credit(ABC):
     """Base of the credit rules; see ``turnwise.types.CreditAssigner``. A rule writes ``compute_columns``."""
 
     trees: ClassVar[bool] = True
-    """Whether the rule can judge the siblings of a tree."""
+    """True if the rule can judge the siblings of a tree."""
 
     ends: ClassVar[bool] = True
-    """Whether it can tell the trajectories of one rollout apart, which ``select="none"`` gives (``Sample.play``)."""
+    """True if it can tell apart the trajectories of one rollout (``select="none"``): ``Sample.trajectory_key``."""
 
     values_of_states: ClassVar[bool] = False
-    """Whether it asks what states are worth, which branches tell, or playouts."""
+    """True if it needs values of states, estimated from branches or playouts."""
 
     def compute(self, results: Sequence[GenerateResult]) -> dict[tuple[str, int], float]:
-        """``(rollout id, step index) -> advantage`` for every trainable step of ``results`` and their children.
+        """Return ``(rollout id, step index) -> advantage`` for every trainable step of ``results`` and their children.
 
         Call it once per batch: a rule with state (RAE) updates it here.
         """
         samples = collect_samples(results)
         advantages = self.compute_columns(samples)
-        places = [(sample.trajectory, sample.step_index) for sample in samples]
+        places = [(sample.rollout_id, sample.step_index) for sample in samples]
         return dict(zip(places, advantages.tolist(), strict=True))
 
     @abstractmethod
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Advantages ``[B]`` float32 of ``samples``, in their order."""
+        """Return advantages ``[B]`` float32 of ``samples``, in their order."""
 
     def zero_causes(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[str]:
-        """Why each of ``rows`` of ``samples`` has the advantage 0: a name that ``dropped/<name>`` counts it under."""
+        """Return the cause of the advantage 0 for each of ``rows`` of ``samples``; ``dropped/<name>`` counts it."""
         return [CENTERED] * len(rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the rule; empty for rules that look at one batch alone."""
+        """Return the state that a checkpoint keeps; empty for rules that use only the current batch."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave."""
+        """Restore the result of :meth:`state_dict`."""
         if state:
             raise ValueError(f"state has {sorted(state)}: {type(self).__name__} keeps no state")
 
@@ -67,8 +74,8 @@ class Credit(ABC):
 class GroupCredit(Credit):
     """Advantages within groups, by ``ops.group_advantage``, whose options these are.
 
-    ``key`` replaces the rule's own group key, for example ``key=lambda sample: (sample.uid, sample.turn)``;
-    a sample's ``group`` goes before both. A call that ran into its token limit counts like any other.
+    ``key`` replaces the rule's own group key, for example ``key=lambda sample: (sample.group_id, sample.turn)``.
+    A sample's ``group`` overrides both. A call that reached its token limit counts like any other.
     """
 
     key: Callable[[Sample], Key] | None = None
@@ -82,7 +89,7 @@ class GroupCredit(Credit):
     def __post_init__(self) -> None:
         if self.key is not None and not callable(self.key):
             raise TypeError(f"key={self.key!r}: expected a callable, sample -> tuple, or None")
-        # A wrong option must show now, not when the first batch has been sampled.
+        # Report a wrong option now, before the first batch is sampled.
         two = torch.ones(2)
         group_advantage(two, two.long() - 1, num_groups=1, lengths=two, **self._options())
 
@@ -92,30 +99,30 @@ class GroupCredit(Credit):
 
     @abstractmethod
     def group_key(self, sample: Sample) -> Key:
-        """The group that ``sample`` is compared within."""
+        """Return the key of the group in which ``sample`` is compared."""
 
     def unit_key(self, sample: Sample) -> Key | None:
-        """Samples with one unit key enter the statistics as one value, their mean; ``None``: every row for itself."""
+        """Samples with one unit key enter the statistics as one value, their mean; ``None``: each row counts."""
         return None
 
     def value(self, sample: Sample) -> float:
-        """The reward that counts."""
+        """Return the reward to compare."""
         return sample.reward
 
     def values(self, samples: Sequence[Sample]) -> np.ndarray:
-        """The rewards that count, ``[B]`` float64, for a rule to which a sample alone does not tell its own."""
+        """Return the rewards to compare, ``[B]`` float64. Override it if a value depends on other samples."""
         return np.array([self.value(sample) for sample in samples], dtype=np.float64)
 
     def key_of(self, sample: Sample) -> Key:
-        """The sample's own group where it brings one, else what ``key`` says, else the rule's."""
+        """Return ``sample.group`` if set, else ``key(sample)`` if given, else the rule's ``group_key``."""
         return sample.group if sample.group is not None else (self.key or self.group_key)(sample)
 
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Advantages ``[B]`` float32 of ``samples``, in their order."""
+        """Return advantages ``[B]`` float32 of ``samples``, in their order."""
         return self.grouped_by_key(samples).astype(np.float32)
 
     def grouped_by_key(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Advantages ``[B]`` float64 within the rule's own groups."""
+        """Return advantages ``[B]`` float64 within the rule's own groups."""
         return self.grouped(samples, [self.key_of(s) for s in samples], self.values(samples), self._units(samples))
 
     def _units(self, samples: Sequence[Sample]) -> list[Key | None] | None:
@@ -123,7 +130,7 @@ class GroupCredit(Credit):
         return units if units and units[0] is not None else None
 
     def zero_causes(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[str]:
-        """Why each of ``rows`` of ``samples`` has the advantage 0, by what its group holds."""
+        """Return the cause of the advantage 0 for each of ``rows`` of ``samples``, from the rewards of its group."""
         keys, units = [self.key_of(sample) for sample in samples], self._units(samples) or range(len(samples))
         groups: dict[Key, dict[Hashable, list[float]]] = {}
         for key, unit, value in zip(keys, units, self.values(samples).tolist(), strict=True):
@@ -132,8 +139,8 @@ class GroupCredit(Credit):
         return [causes[keys[row]] for row in rows]
 
     def _zero_cause(self, units: Sequence[Sequence[float]]) -> str:
-        """Of a group with these rewards, unit by unit."""
-        # Offsets from the smallest: the mean of equal rewards is then exactly that reward.
+        """Return the cause for a group with these rewards, unit by unit."""
+        # Offsets from the smallest, so that the mean of equal rewards is exactly that reward.
         means = [min(rewards) + sum(reward - min(rewards) for reward in rewards) / len(rewards) for rewards in units]
         if len(means) == 1:
             compared = (self.center, self.scale) != ("none", "none")
@@ -145,7 +152,7 @@ class GroupCredit(Credit):
     def grouped(
         self, samples: Sequence[Sample], keys: Sequence[Key], values: np.ndarray, units: Sequence[Any] | None = None
     ) -> np.ndarray:
-        """Advantages ``[B]`` float64 of ``values`` within ``keys``; rows of one unit count as one, their mean."""
+        """Return advantages ``[B]`` float64 of ``values`` within ``keys``; rows of one unit count as their mean."""
         if not samples:
             return np.zeros(0)
         group_ids, num_groups = factorize(keys)
@@ -160,3 +167,27 @@ class GroupCredit(Credit):
             **self._options(),
         )
         return advantages.numpy()
+
+
+def build_rule(
+    name: str,
+    options: Mapping[str, Any],
+    key: str = "credit.rule",
+    options_key: str = "credit.options",
+    *,
+    methods: Iterable[str] = RULE_METHODS,
+) -> Any:
+    """Build the rule that ``name`` names in :data:`registry`, or ``"module:Class"``, with ``options``.
+
+    ``key`` and ``options_key`` are their configuration keys. Raises ``ValueError`` naming them, also for a class
+    without ``methods``.
+    """
+    rule = import_class(registry, name, key, methods=methods, like="turnwise.credit.Credit")
+    gone = "include_truncated"
+    if gone in options and callable(rule) and gone not in inspect.signature(rule).parameters:
+        raise ValueError(
+            f"config key '{options_key}.{gone}' = {options[gone]!r}: this option is gone: completions that ran into "
+            "their token limit now always count with their reward. Delete the key; to keep them out of the loss, set "
+            "filter.drop_truncated = true"
+        )
+    return build_with_options(rule, options, options_key)

@@ -1,7 +1,7 @@
-"""Who is paid by whom in a tree of episodes: edges between a kind of parent and a kind of child.
+"""Payments in a tree of episodes: edges between a kind of parent and a kind of child.
 
-An edge changes rewards, not advantages, so any rule can follow: :class:`turnwise.credit.LevelCredit` puts the two
-together. Episodes that failed, or that their rubric dropped, pay nothing and are paid nothing.
+An edge changes rewards, not advantages, so any rule can follow; :class:`turnwise.credit.LevelCredit` combines the
+two. Episodes that failed, or that their rubric dropped, neither pay nor are paid.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from turnwise.naming import construct, find, find_class
 from turnwise.types import GenerateResult
+from turnwise.utils.registry import build_with_options, import_by_name, import_class
 
 Pay = dict[tuple[str, str], float]
 """``(rollout id, actor) -> reward``."""
@@ -25,26 +25,28 @@ WAYS: dict[str, Aggregate] = {
     "max": lambda rewards: max(rewards),
     "min": lambda rewards: min(rewards),
 }
-"""What becomes of several rewards, by the name that ``by`` takes; never called without any."""
+"""Aggregates of several rewards, by the name that ``by`` takes; never called with an empty list."""
 
 
 class Edge(Protocol):
     """One kind of payment along a tree."""
 
     def pay(self, nodes: Sequence[GenerateResult], rewards: Mapping[tuple[str, str], float]) -> Pay:
-        """The rewards that the edge sets. ``nodes`` are the finished episodes, parents before their children;
-        ``rewards`` are as they were or as earlier edges set them."""
+        """Return the rewards that the edge sets.
+
+        ``nodes`` are finished episodes, parents before their children. ``rewards`` include earlier edges.
+        """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class FromChildren:
-    """A parent is paid by its children: ``R = own * R + by(r_1 ... r_n)``.
+    """Pays a parent from its children: ``R = own * R + by(r_1 ... r_n)``.
 
-    ``r_i`` are the rewards of ``child_actor`` in the parent's finished children of type ``child``; where all of them
-    failed ``empty`` stands for ``by``, and a parent that spawned none keeps its reward. ``by`` is a name of
-    :data:`WAYS`, an import path, or a function of a list of rewards. The deepest are paid first, so with one type for
-    ``parent`` and ``child`` a single edge goes through all levels.
+    ``r_i`` are the rewards of ``child_actor`` in the parent's finished children of type ``child``. If all of them
+    failed, ``empty`` replaces ``by``; a parent that spawned none keeps its reward. ``by`` is a name of :data:`WAYS`,
+    an import path, or a function of a list of rewards. The deepest parents are paid first. With one type for
+    ``parent`` and ``child``, a single edge therefore covers all levels.
 
     Example: ``FromChildren(parent="propose", actor="proposer", child="solve", child_actor="solver", by="mean")``
     """
@@ -81,11 +83,11 @@ class FromChildren:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A child is paid what its parent's outcome would lack without it: ``r_i = own * r_i + G(all) - G(all but i)``.
+    """Pays a child its contribution to the parent's outcome: ``r_i = own * r_i + G(all) - G(all but i)``.
 
-    ``G`` is ``by`` of the rewards of ``child_actor`` in the parent's finished children of type ``child``; or what
-    ``outcome`` says, a function of the parent's result and a list of its children's. ``empty`` is ``G`` of nobody.
-    What raises such a difference raises ``G`` (Wolpert and Tumer, 2001, https://doi.org/10.1142/S0219525901000188).
+    ``G`` is ``by`` of the rewards of ``child_actor`` in the parent's finished children of type ``child``, or
+    ``outcome``, a function of the parent's result and a list of its children's. ``empty`` is ``G`` of no children.
+    Raising this difference raises ``G`` (Wolpert and Tumer, 2001, https://doi.org/10.1142/S0219525901000188).
 
     Example: ``Difference(parent="plan", child="solve", child_actor="solver", by="max")``
     """
@@ -132,32 +134,32 @@ EDGES: dict[str, Callable[..., Edge]] = {"children": FromChildren, "difference":
 
 
 def build_edge(edge: Edge | Mapping[str, Any]) -> Edge:
-    """An edge as it is, or from a table such as ``{"kind": "children", "parent": "propose", ...}``."""
+    """Return an edge unchanged, or build it from a table such as ``{"kind": "children", "parent": "propose", ...}``."""
     if isinstance(edge, Mapping):
         options = {name: value for name, value in edge.items() if name != "kind"}
         like = "turnwise.credit.FromChildren"
-        kind = find_class(EDGES, edge.get("kind", ""), "edges.kind", methods=["pay"], like=like)
-        return construct(kind, options, "edges")
+        kind = import_class(EDGES, edge.get("kind", ""), "edges.kind", methods=["pay"], like=like)
+        return build_with_options(kind, options, "edges")
     if isinstance(edge, type) or not callable(getattr(edge, "pay", None)):
         raise TypeError(f"edges holds {edge!r}: expected objects with pay(), or tables with a kind of {sorted(EDGES)}")
     return edge
 
 
 def way(by: str | Aggregate) -> Aggregate:
-    """The function that ``by`` names or is."""
-    found = find(WAYS, by, "by") if isinstance(by, str) else by
+    """Return the function that ``by`` names or is."""
+    found = import_by_name(WAYS, by, "by") if isinstance(by, str) else by
     if not callable(found):
         raise TypeError(f"by={by!r}: expected one of {sorted(WAYS)}, or a function of a list of rewards")
     return found
 
 
 def is_finished(result: GenerateResult) -> bool:
-    """Whether the episode ended well and was scored."""
+    """True if the episode ended without an error and was scored."""
     return result.rollout.error is None and "dropped" not in result.rollout.meta
 
 
 def finished(results: Iterable[GenerateResult], episode_type: str) -> list[GenerateResult]:
-    """Those of ``results`` of this type that are finished, in their order; what continued the parent is no child."""
+    """Return the finished ``results`` of this type, in order; continuations of the parent are not children."""
     own = (result for result in results if "continues" not in result.rollout.meta)
     return [result for result in own if result.rollout.episode_type == episode_type and is_finished(result)]
 
@@ -167,7 +169,7 @@ def _plays(node: GenerateResult, actor: str) -> bool:
 
 
 def _warn_of_strangers(edge: Edge, nodes: Sequence[GenerateResult], episode_type: str, actor: str) -> None:
-    """A mistyped actor would change nothing, and nobody would see it."""
+    """Warn of an actor that never occurs: a mistyped name would silently change nothing."""
     there = [node for node in nodes if node.rollout.episode_type == episode_type]
     if there and not any(_plays(node, actor) for node in there):
         warnings.warn(

@@ -2,9 +2,9 @@
 
     R' = edges(R)        A = rule(R')
 
-Edges apply in their order, each to what those before it left: pay the parents of the leaves first, then their parents,
-and what a level is paid by may itself have been paid. See :mod:`turnwise.credit.edges`. The edges are turnwise's own;
-the rule has its source in its own file.
+Edges apply in order, each to the rewards that earlier edges left. Pay the parents of the leaves first, then their
+parents, so that a level can pass on its payment. See :mod:`turnwise.credit.edges`. The edges are turnwise's own;
+the rule's file names its source.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from turnwise.credit.base import Credit
+from turnwise.credit.base import Credit, build_rule
 from turnwise.credit.edges import Edge, Pay, build_edge, is_finished
 from turnwise.types import CreditAssigner, GenerateResult, Sample
 
@@ -24,8 +24,8 @@ from turnwise.types import CreditAssigner, GenerateResult, Sample
 class LevelCredit(Credit):
     """``rule``, an object or a name with its ``options``, over rewards that ``edges`` have paid.
 
-    Who is paid by an edge earns that, in every call of the episode: rewards of single steps no longer count there. For
-    plain trajectories, not for trees: which branch a child belongs to is not known.
+    An actor that an edge pays earns that amount in every call of the episode; its step rewards no longer count.
+    For plain trajectories, not for trees: the branch of a child is unknown.
 
     Example::
 
@@ -43,8 +43,6 @@ class LevelCredit(Credit):
 
     def __post_init__(self) -> None:
         if isinstance(self.rule, str):
-            from turnwise.credit import build_rule
-
             self._rule: CreditAssigner = build_rule(self.rule, self.options, "rule", "options")
         elif self.options:
             raise ValueError(f"options={dict(self.options)!r}: they are for a rule's name, and rule is {self.rule!r}")
@@ -55,17 +53,19 @@ class LevelCredit(Credit):
         self._edges = [build_edge(edge) for edge in self.edges]
 
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Advantages ``[B]`` float32 of ``samples``, in their order."""
+        """Return advantages ``[B]`` float32 of ``samples``, in their order."""
         return np.asarray(self._rule.compute_columns(self.paid(samples)))
 
     def zero_causes(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[str]:
-        """What the rule says, of the rewards that the edges paid."""
+        """Return the rule's causes, computed on the rewards that the edges paid."""
         inner: Any = self._rule if hasattr(self._rule, "zero_causes") else super()
         return list(inner.zero_causes(self.paid(samples), rows))
 
     def paid(self, samples: Sequence[Sample]) -> list[Sample]:
-        """``samples`` with the rewards that the edges pay. Raises ``ValueError`` for samples that tell no tree, and for
-        siblings of a branched one."""
+        """Return ``samples`` with the rewards that the edges pay.
+
+        Raises ``ValueError`` for samples without their tree, and for siblings of a branched one.
+        """
         nodes = _finished_nodes(samples)
         before: Pay = {
             (node.rollout.id, actor): float(reward) for node in nodes for actor, reward in node.rollout.rewards.items()
@@ -76,7 +76,7 @@ class LevelCredit(Credit):
         return [_with_reward(sample, before, paid) for sample in samples]
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the rule."""
+        """Return the rule's state."""
         return self._rule.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -84,27 +84,27 @@ class LevelCredit(Credit):
 
 
 def _finished_nodes(samples: Sequence[Sample]) -> list[GenerateResult]:
-    """The finished episodes of all trees that ``samples`` come from, parents before their children."""
+    """Return the finished episodes of all trees of ``samples``, parents before their children."""
     tops: dict[int, GenerateResult] = {}
     for sample in samples:
-        if sample.top is None:
+        if sample.root_result is None:
             raise ValueError(
-                f"step {sample.step_index} of rollout {sample.trajectory!r} tells no tree of episodes: expected "
-                "samples of turnwise.samples.collect_samples(results)"
+                f"step {sample.step_index} of rollout {sample.rollout_id!r} tells no tree of episodes: expected "
+                "samples of turnwise.samples.collect.collect_samples(results)"
             )
-        tops.setdefault(id(sample.top), sample.top)
+        tops.setdefault(id(sample.root_result), sample.root_result)
     return [node for top in tops.values() for node in top.walk() if is_finished(node)]
 
 
 def _with_reward(sample: Sample, before: Pay, paid: Pay) -> Sample:
-    key = (sample.trajectory, sample.actor)
+    key = (sample.rollout_id, sample.actor)
     if key not in paid:
         return sample
-    if sample.parent is not None or "ends" in sample.info:
+    if sample.tree_node is not None or "ends" in sample.info:
         raise ValueError(
-            f"step {sample.step_index} of rollout {sample.trajectory!r} grew in a tree: which of its branches spawned "
+            f"step {sample.step_index} of rollout {sample.rollout_id!r} grew in a tree: which of its branches spawned "
             "which child is not known; edges need plain trajectories (rollout.branches = 1)"
         )
-    # What a penalty took from the sample is no reward of the rollout, and stays taken.
+    # A penalty on the sample is not part of the rollout's reward, and stays subtracted.
     taken = sample.trajectory_reward - before[key] if key in before else 0.0
-    return replace(sample, reward=paid[key] + taken, trajectory_reward=paid[key] + taken, scored=False)
+    return replace(sample, reward=paid[key] + taken, trajectory_reward=paid[key] + taken, has_step_reward=False)

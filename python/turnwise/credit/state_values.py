@@ -1,6 +1,6 @@
-"""What the states of a rollout are worth, from the branches and playouts that were sampled there.
+"""Values of the states of a rollout, from the branches and playouts sampled there.
 
-The formulas stand in :mod:`turnwise.credit.vine`. A state is named by the action that led to it.
+See :mod:`turnwise.credit.vine` for the formulas. The action that led to a state names it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from turnwise.credit.base import ALONE, CENTERED, EQUAL
 from turnwise.types import Rollout, Sample, Step
 
 Edge = tuple[int, int] | None
-"""A branch as (node, index); ``None`` is what lies before the first node."""
+"""A branch as (node, index); ``None`` is the place before the first node."""
 
 START = -1
 """The place before the first action."""
 
 
 class StateValues:
-    """What the states of one rollout are worth, by the rewards that ``samples`` have after penalties.
+    """Values of the states of one rollout, from the rewards of ``samples`` after penalties.
 
-    ``A`` is the number of actors; values are arrays ``[A]`` float64, ``None`` where nothing tells them.
+    ``A`` is the number of actors. Values are arrays ``[A]`` float64, or ``None`` if unknown.
     """
 
     def __init__(self, rollout: Rollout, samples: Sequence[Sample], *, gamma: float, team: bool) -> None:
@@ -40,33 +40,33 @@ class StateValues:
         )
         self.values: dict[int, np.ndarray | None] = {}
         self.advantages: dict[int, float] = {}
-        for place in (*sorted(self.steps, reverse=True), START):  # what follows stands behind: it is known before
+        for place in (*sorted(self.steps, reverse=True), START):  # backwards, so that later values are known first
             self._settle(place)
 
     def advantage(self, place: int) -> float:
-        """Of the step at ``place`` in the rollout; 0 for one that is no action."""
+        """Return the advantage of the step at ``place`` in the rollout; 0 if the step is no action."""
         return self.advantages.get(place, 0.0)
 
     def zero_cause(self, place: int) -> str:
-        """Why the step at ``place`` has the advantage 0."""
-        origin, siblings = next((pair for pair in self.following.items() if place in pair[1]), (START, []))
+        """Return the cause of the advantage 0 of the step at ``place``."""
+        from_branch, siblings = next((pair for pair in self.following.items() if place in pair[1]), (START, []))
         if len(siblings) == 1:
-            return CENTERED if self._playouts(origin) else ALONE
+            return CENTERED if self._playouts(from_branch) else ALONE
         return EQUAL if siblings and not any(map(self.advantage, siblings)) else CENTERED
 
     def _links(self) -> tuple[dict[int, list[int]], dict[int, np.ndarray]]:
-        """The actions that were taken after each action, and what the ends are worth, by the last action there."""
+        """Return the actions taken after each action, and the values of the ends, by their last action."""
         by_origin: defaultdict[Edge, list[int]] = defaultdict(list)
         at: dict[Edge, int] = {None: START}
         for place, step in self.steps.items():
-            by_origin[step.origin].append(place)
-            if step.parent is not None:
-                at[step.parent, step.branch] = place
+            by_origin[step.from_branch].append(place)
+            if step.tree_node is not None:
+                at[step.tree_node, step.branch] = place
         following: dict[int, list[int]] = {}
         last = dict(at)
         for edge, places in by_origin.items():
             for place in places:
-                if self.steps[place].parent is None:
+                if self.steps[place].tree_node is None:
                     following[last[edge]], last[edge] = [place], place
                 else:
                     following.setdefault(last[edge], []).append(place)
@@ -74,35 +74,43 @@ class StateValues:
         return following, ends
 
     def _ends(self) -> list[tuple[Edge, Mapping[str, float]]]:
-        """Where the rollout ended, and what the rubric gave there; where it has one end, that of its own trajectory."""
+        """Return the ends of the rollout with the rubric's rewards; a single end is that of its own trajectory."""
         several = self.rollout.meta.get("ends")
         if several is not None:
-            return [(end["origin"] and tuple(end["origin"]), end["rewards"]) for end in several]
+            return [(end["from_branch"] and tuple(end["from_branch"]), end["rewards"]) for end in several]
         own = [step for step in self.steps.values() if step.selected]
-        edge = None if not own else (own[-1].parent, own[-1].branch) if own[-1].parent is not None else own[-1].origin
+        edge = (
+            None
+            if not own
+            else (own[-1].tree_node, own[-1].branch)
+            if own[-1].tree_node is not None
+            else own[-1].from_branch
+        )
         return [(edge, self.rollout.rewards)]
 
     def _outcome(self, edge: Edge, rewards: Mapping[str, float], at: Mapping[Edge, int]) -> np.ndarray:
         last: dict[str, Step] = {}
         while True:
-            for step in (step for step in reversed(self.steps.values()) if step.parent is None and step.origin == edge):
+            for step in (
+                step for step in reversed(self.steps.values()) if step.tree_node is None and step.from_branch == edge
+            ):
                 last.setdefault(str(step.actor_id), step)
             if edge is None:
                 break
             step = self.steps[at[edge]]
             last.setdefault(str(step.actor_id), step)
-            edge = step.origin
+            edge = step.from_branch
         return self._earned({actor: rewards.get(actor, 0.0) for actor, step in last.items() if step.reward is None})
 
     def _earned(self, rewards: Mapping[str, float]) -> np.ndarray:
-        """Rewards by actor as each actor counts them, ``[A]``."""
+        """Return rewards by actor, as each actor counts them, ``[A]``."""
         counted = np.zeros(len(self.actors))
         for actor, reward in rewards.items():
             counted[slice(None) if self.team else self.actors[actor]] += reward
         return counted
 
     def _before(self, actor: str, reward: float, after: np.ndarray) -> np.ndarray:
-        """``r + gamma V(s')`` for an action of ``actor``, ``[A]``."""
+        """Return ``r + gamma V(s')`` for an action of ``actor``, ``[A]``."""
         discount = np.ones(len(self.actors))
         discount[slice(None) if self.team else self.actors[actor]] = self.gamma
         return self._earned({actor: reward}) + discount * after
@@ -113,12 +121,12 @@ class StateValues:
         return found
 
     def _playing_out(self) -> list[str]:
-        """Who acts in playouts."""
+        """Return the actors that act in playouts."""
         found = [one for place in (START, *self.steps) for one in self._playouts(place)]
         return [str(actor) for one in found for actor in (*(actor for actor, _ in one["rewards"]), *one["outcome"])]
 
     def _played_out(self, place: int) -> np.ndarray | None:
-        """The mean return of the playouts after ``place``."""
+        """Return the mean return of the playouts after ``place``."""
         returns = []
         for one in self._playouts(place):
             value = self._earned(one["outcome"])
@@ -128,7 +136,7 @@ class StateValues:
         return np.mean(returns, axis=0) if returns else None
 
     def _settle(self, place: int) -> None:
-        """The value of the state after ``place``, and the advantages of the actions that were taken there."""
+        """Set the value of the state after ``place``, and the advantages of the actions taken there."""
         actions, played_out = self.following.get(place, []), self._played_out(place)
         after = {action: self.values[action] for action in actions}
         known = [value for value in after.values() if value is not None]
@@ -141,14 +149,14 @@ class StateValues:
             value = base = np.mean([worth[action] for action in actions], axis=0)
         else:
             value = played_out if played_out is not None else worth[actions[0]] if actions else None
-            base = value if known else None  # of an action whose consequence nobody knows there is nothing to say
+            base = value if known else None  # an action with unknown consequences gets no advantage
         for action in actions:
             column = self.actors[str(self.steps[action].actor_id)]
             self.advantages[action] = 0.0 if base is None else float(worth[action][column] - base[column])
         if place in self.ends:
             value = self.ends[place]
         elif not known:
-            value = played_out  # where all that follows was pruned, it tells nothing of what would have come
+            value = played_out  # if all later actions were pruned, nothing else tells the value
         self.values[place] = value
 
 
@@ -157,6 +165,6 @@ def _is_action(step: Step) -> bool:
 
 
 def _reward_before(rollout: Rollout, sample: Sample) -> float:
-    """What the sample was paid before penalties."""
+    """Return the sample's reward before penalties."""
     step = rollout.steps[sample.step_index]
     return rollout.rewards_of(step).get(sample.actor, 0.0) if step.reward is None else step.reward

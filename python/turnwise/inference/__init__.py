@@ -1,5 +1,8 @@
 """Inference clients: token ids in, token ids and log-probabilities out.
 
+Read in this order: scripted, common, openai, routing, weights, local, vllm, server.
+May import: types, utils, chat.
+
 ``ScriptedClient`` plays a script (tests, docs); ``TransformersClient`` is the embedded default; ``VLLMClient`` runs
 vLLM in this process, ``VLLMProcessClient`` in one of its own, ``VLLMServerClient`` asks a server of it at an
 ``Endpoint``; ``OpenAIClient`` is for judges and fixed opponents. ``RoutingClient`` puts several together. What they
@@ -16,12 +19,12 @@ from turnwise.inference.scripted import Reply, ScriptedClient
 from turnwise.types import ContextLengthError, InferenceClient, ModelError, ModelRequest, ModelResponse
 
 if TYPE_CHECKING:
-    from turnwise.inference.endpoint import Endpoint
+    from turnwise.inference.common.http import Endpoint
+    from turnwise.inference.local.client import TransformersClient
     from turnwise.inference.openai import OpenAIClient
-    from turnwise.inference.transformers import TransformersClient
-    from turnwise.inference.vllm import VLLMClient
-    from turnwise.inference.vllm_process import VLLMProcessClient
-    from turnwise.inference.vllm_server import VLLMServerClient
+    from turnwise.inference.server.client import VLLMServerClient
+    from turnwise.inference.vllm.client import VLLMClient
+    from turnwise.inference.vllm.process_client import VLLMProcessClient
 
 __all__ = [
     "ContextLengthError",
@@ -41,12 +44,12 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Endpoint": "turnwise.inference.endpoint",
+    "Endpoint": "turnwise.inference.common.http",
     "OpenAIClient": "turnwise.inference.openai",
-    "TransformersClient": "turnwise.inference.transformers",
-    "VLLMClient": "turnwise.inference.vllm",
-    "VLLMProcessClient": "turnwise.inference.vllm_process",
-    "VLLMServerClient": "turnwise.inference.vllm_server",
+    "TransformersClient": "turnwise.inference.local.client",
+    "VLLMClient": "turnwise.inference.vllm.client",
+    "VLLMProcessClient": "turnwise.inference.vllm.process_client",
+    "VLLMServerClient": "turnwise.inference.server.client",
 }
 
 

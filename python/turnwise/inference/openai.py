@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from turnwise.chat import ChatRenderer
-from turnwise.inference.endpoint import Endpoint, EndpointError
+from turnwise.inference.common.base import ClientBase, gather_all, policy_of
+from turnwise.inference.common.http import Endpoint, EndpointError
 from turnwise.types import ContextLengthError, FinishReason, ModelError, ModelRequest, ModelResponse
 
 FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 TOO_LONG = ("context_length_exceeded", "maximum context length", "maximum model length", "context length is only")
-"""How servers say that a prompt is too long."""
+"""Phrases in which servers report that a prompt is too long."""
 
 
-class OpenAIClient:
+class OpenAIClient(ClientBase):
     """Completes chats with a server of OpenAI's API: OpenAI's own, a vLLM or Ollama server, a proxy.
 
-    ``server`` is the address that such clients call the base URL, or an
-    :class:`~turnwise.inference.endpoint.Endpoint` with key, timeout and retries. ``models`` is a model's name, whose
-    policy is then called ``"default"``, or names of models by policy. With ``chat`` the request's messages are sent,
-    which an arena puts into it; without, the prompt as ``tokenizer`` (a Hugging Face one) decodes it, to the older
-    completions endpoint. Either way a zero-width space breaks the control tokens of ``tokenizer`` that messages spell:
-    the server might take them for its own. ``options`` are further fields of every request; ``None`` leaves one out, as
-    ``{"max_tokens": None, "max_completion_tokens": 2000}`` does for models that want it so.
+    - ``server``: the base URL, or an :class:`~turnwise.inference.common.http.Endpoint` with key, timeout and retries.
+    - ``models``: a model's name, whose policy is then called ``"default"``, or names of models by policy.
+    - ``chat``: send the request's messages, which an arena sets. Else send the prompt, decoded by ``tokenizer`` (a
+      Hugging Face one), to the older completions endpoint. Either way a zero-width space breaks control tokens that
+      messages spell, so that the server can't read them as its own.
+    - ``options``: further fields of every request. ``None`` leaves a field out:
+      ``{"max_tokens": None, "max_completion_tokens": 2000}``.
 
-    What comes back is text. Its responses are marked as not trainable: their token ids are the tokenizer's reading of
-    the text, and their log-probabilities, which nobody told, are 0. Arenas record such calls as steps that never train.
+    Responses are text and never train: their token ids are the tokenizer's reading of it, and their log-probabilities,
+    which the server doesn't report, are 0.
 
     Raises ``ImportError`` where aiohttp is missing.
 
@@ -94,8 +94,7 @@ class OpenAIClient:
 
     def version(self, policy: str) -> int:
         """0, for each of the policies."""
-        if policy not in self.models:
-            raise ValueError(f"policy={policy!r}: expected one of {sorted(self.models)}")
+        policy_of(self.models, policy)
         return 0
 
     async def pause(self) -> None:
@@ -110,14 +109,6 @@ class OpenAIClient:
         """Fail what waits and what runs, and end the connections. May be called again."""
         self._closed = True
         await asyncio.to_thread(self._endpoint.close)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     def _body(self, request: ModelRequest) -> dict[str, Any]:
         self.version(request.policy)
@@ -160,13 +151,9 @@ class OpenAIClient:
         tasks = [asyncio.ensure_future(self._one(*pair)) for pair in zip(requests, bodies, strict=True)]
         self._running.update(tasks)
         try:
-            results = await asyncio.gather(*tasks, return_exceptions=True)
+            return await gather_all(tasks)
         finally:
             self._running.difference_update(tasks)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return results  # type: ignore[return-value]  # exceptions were raised above
 
     async def _one(self, request: ModelRequest, body: Mapping[str, Any]) -> ModelResponse:
         try:

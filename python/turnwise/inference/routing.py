@@ -1,21 +1,21 @@
-"""Several clients as one: each policy is served by the client that is named for it."""
+"""Several clients as one: each policy has its client."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from turnwise.inference.common.base import ClientBase, gather_all, policy_of
 from turnwise.types import InferenceClient, ModelRequest, ModelResponse
 
 
-class RoutingClient:
+class RoutingClient(ClientBase):
     """Sends each request to the client of its policy.
 
-    ``clients`` names them by policy; one client may serve several. ``fixed_policies`` are those that nobody trains, as
-    a judge behind an API is; a trainer needs no weights for them.
+    ``clients`` names them by policy; one client may serve several. ``fixed_policies`` are those that are never trained,
+    such as a judge behind an API; a trainer needs no weights for them.
 
     Example::
 
@@ -31,35 +31,33 @@ class RoutingClient:
 
     @property
     def fixed_policies(self) -> frozenset[str]:
-        """The policies whose clients say that they take no weights."""
+        """The policies whose clients take no weights."""
         return frozenset(name for name, client in self.clients.items() if name in getattr(client, "fixed_policies", ()))
 
     @property
     def shares_weights(self) -> bool:
-        """Whether one of the clients samples with the trainer's own modules."""
+        """True if a client samples with the trainer's own modules."""
         return any(getattr(client, "shares_weights", False) for client in self._distinct())
 
     async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
         """One response per request, in order. Raises what the clients raise, and ``ValueError`` for other policies."""
         places: dict[int, list[int]] = {}
         for place, request in enumerate(requests):
-            places.setdefault(id(self._client(request.policy)), []).append(place)
+            places.setdefault(id(policy_of(self.clients, request.policy)), []).append(place)
         shares = [[requests[place] for place in share] for share in places.values()]
-        calls = [self._client(share[0].policy).generate(share) for share in shares]
+        calls = [policy_of(self.clients, share[0].policy).generate(share) for share in shares]
         responses: dict[int, ModelResponse] = {}
-        for share, result in zip(places.values(), await asyncio.gather(*calls, return_exceptions=True), strict=True):
-            if isinstance(result, BaseException):
-                raise result
+        for share, result in zip(places.values(), await gather_all(calls), strict=True):
             responses |= zip(share, result, strict=True)
         return [responses[place] for place in range(len(requests))]
 
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """Hand ``weights`` to the client of ``policy``."""
-        self._client(policy).load_weights(policy, weights, version)
+        policy_of(self.clients, policy).load_weights(policy, weights, version)
 
     def version(self, policy: str) -> int:
         """The version of the weights that ``policy`` samples with."""
-        return self._client(policy).version(policy)
+        return policy_of(self.clients, policy).version(policy)
 
     async def pause(self) -> None:
         """Pause all clients; returns once all are."""
@@ -71,18 +69,7 @@ class RoutingClient:
 
     async def close(self) -> None:
         """Close all clients, the others also where one fails."""
-        results = await asyncio.gather(*(client.close() for client in self._distinct()), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
+        await gather_all(client.close() for client in self._distinct())
 
     def stats(self) -> dict[str, float]:
         """The sums over all clients that count."""
@@ -98,11 +85,6 @@ class RoutingClient:
             for name, value in getattr(client, "peaks", dict)().items():
                 largest[name] = max(value, largest.get(name, value))
         return largest
-
-    def _client(self, policy: str) -> InferenceClient:
-        if policy not in self.clients:
-            raise ValueError(f"policy={policy!r}: expected one of {sorted(self.clients)}")
-        return self.clients[policy]
 
     def _distinct(self) -> list[InferenceClient]:
         return list({id(client): client for client in self.clients.values()}.values())

@@ -6,9 +6,9 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from turnwise.inference.common.base import ClientBase, policy_of
 from turnwise.types import ContextLengthError, FinishReason, Messages, ModelError, ModelRequest, ModelResponse
 
 
@@ -76,7 +76,7 @@ class ByteTokenizer:
         return {"input_ids": self.encode(text)} if kwargs.get("return_dict") else self.encode(text)
 
 
-class ScriptedClient:
+class ScriptedClient(ClientBase):
     """Answers from ``script`` and keeps every request in ``calls``.
 
     ``script`` is a sequence (one line per request, in order), a mapping (the key is a part of the prompt's text, or
@@ -129,9 +129,7 @@ class ScriptedClient:
 
     def version(self, policy: str) -> int:
         """The version that answers for ``policy`` now."""
-        if policy not in self._versions:
-            raise ValueError(f"policy={policy!r}: expected one of {sorted(self._versions)}")
-        return self._versions[policy]
+        return policy_of(self._versions, policy)
 
     async def pause(self) -> None:
         """Hold back requests until :meth:`resume`."""
@@ -147,14 +145,6 @@ class ScriptedClient:
         """Refuse further requests. May be called again."""
         self._closed = True
         await self.resume()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     def _check(self, request: ModelRequest) -> None:
         self.version(request.policy)

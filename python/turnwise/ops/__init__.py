@@ -1,17 +1,20 @@
-"""Fused ops: grouped advantages, reward reductions and the clipped policy loss. Needs torch and numpy alone."""
+"""Fused ops: grouped advantages, reward reductions, log-probabilities and policy losses. Needs torch and numpy alone.
+
+Read in this order: common, advantage, rewards, logprob, loss.
+May import: _C.
+"""
 
 from __future__ import annotations
 
-from .aggregation import AGGREGATIONS, aggregate, loss_normalizer
-from .backends import BackendUnavailable, available_backends, backend
-from .factorize import factorize
-from .gae import gae
-from .group_advantage import group_advantage
-from .grouped_policy_loss import GroupedPolicyLoss, grouped_policy_loss
-from .linear_logprob import linear_logprob
-from .linear_policy_loss import linear_policy_loss
-from .logprob import logprob
-from .options import (
+from turnwise.ops.advantage.factorize import factorize
+from turnwise.ops.advantage.group_advantage import group_advantage
+from turnwise.ops.common.dispatch import BackendUnavailable, available_backends, backend
+from turnwise.ops.logprob.linear_logprob import linear_logprob
+from turnwise.ops.logprob.logprob import logprob
+from turnwise.ops.loss.aggregation import AGGREGATIONS, aggregate, loss_normalizer
+from turnwise.ops.loss.grouped_policy_loss import GroupedPolicyLoss, grouped_policy_loss
+from turnwise.ops.loss.linear_policy_loss import linear_policy_loss
+from turnwise.ops.loss.options import (
     CISPO,
     GMPO,
     GPG,
@@ -26,9 +29,10 @@ from .options import (
     Reinforce,
     Variant,
 )
-from .policy_loss import PolicyLoss, policy_loss
-from .policy_loss_variants import select_tokens
-from .token_rewards import token_returns, token_reward_sum
+from turnwise.ops.loss.policy_loss import PolicyLoss, policy_loss
+from turnwise.ops.loss.variants import select_tokens
+from turnwise.ops.rewards.gae import gae
+from turnwise.ops.rewards.token_rewards import token_returns, token_reward_sum
 
 __all__ = [
     "AGGREGATIONS",

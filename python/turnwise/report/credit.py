@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.arena.samples import advantages_of
-from turnwise.command_words import literal
 from turnwise.credit import build_rule, registry
-from turnwise.naming import find, option_types
 from turnwise.report.read import parse_config, read_config_text
-from turnwise.samples import collect_samples
-from turnwise.train.run_log import read_metrics
-from turnwise.train.sinks import read_lines
+from turnwise.samples.collect import collect_samples
+from turnwise.samples.pack import advantages_of
+from turnwise.train.log.run_log import read_metrics
+from turnwise.train.log.writers import read_lines
 from turnwise.types import CreditAssigner, GenerateResult, Rollout, Step
+from turnwise.utils.literals import literal
+from turnwise.utils.registry import import_by_name, option_types
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class ActorDifference:
-    """What the other rule changes for one actor; shares are of its ``calls``, ``correlation`` is Pearson's, ``None``
+    """Differences of the other rule for one actor; shares are of its ``calls``, ``correlation`` is Pearson's, ``None``
     where one side does not vary. A call changes sign if neither advantage is 0."""
 
     actor: str
@@ -74,7 +74,7 @@ def compare_credit(
     """The recorded calls of the run in ``folder`` (of one ``step``, or all) under ``rule``, by default the run's own.
 
     ``rule`` and ``options`` are as in a config's ``credit`` section; of the run's own rule they change its options.
-    Options given as text are read as the rule expects them (:func:`turnwise.command_words.literal`).
+    Options given as text are read as the rule expects them (:func:`turnwise.utils.literals.literal`).
     Raises ``ValueError`` for a folder without recorded episodes, and for a step that has none.
     """
     config = parse_config(read_config_text(folder / "config.toml"))
@@ -84,7 +84,7 @@ def compare_credit(
     if (rule or own_name) is None:
         raise ValueError(f"rule=None: {folder} has no config.toml that names the run's own; name one by --rule")
     name = str(rule or own_name)
-    types = option_types(find(registry, name, "rule"))
+    types = option_types(import_by_name(registry, name, "rule"))
     given = {
         key: literal(value, types.get(key, Any)) if isinstance(value, str) else value
         for key, value in (options or {}).items()
@@ -173,8 +173,10 @@ def recorded_steps(path: Path) -> Iterator[tuple[int, list[GenerateResult]]]:
 
 def result_of(row: Mapping[str, Any], parent: str | None = None) -> GenerateResult:
     """A line of ``rollouts.jsonl``, as far as credit rules look at results."""
-    if "uid" not in row:
-        raise ValueError(f"episode {row.get('id')!r} was recorded without its question (uid), by an older version")
+    if "group_id" not in row:
+        raise ValueError(
+            f"episode {row.get('id')!r} was recorded without its question (`group_id`), by an older version"
+        )
     rollout = Rollout(
         row["id"],
         row["episode_type"],
@@ -189,7 +191,11 @@ def result_of(row: Mapping[str, Any], parent: str | None = None) -> GenerateResu
     )
     children = [result_of(child, rollout.id) for child in row["children"]]
     return GenerateResult(
-        rollout, children, is_trainable=row["is_trainable"], uid=row["uid"], parent_id=row.get("parent_id", parent)
+        rollout,
+        children,
+        is_trainable=row["is_trainable"],
+        group_id=row["group_id"],
+        parent_id=row.get("parent_id", parent),
     )
 
 
@@ -197,14 +203,14 @@ def _step_of(row: Mapping[str, Any]) -> Step:
     known = {name: row[name] for name in Step.__dataclass_fields__ if name in row}
     known["policy_versions"] = [(count, version) for count, version in row["policy_versions"]]
     known["group"] = _hashable(row["group"])
-    known["origin"] = _hashable(row.get("origin"))
+    known["from_branch"] = _hashable(row.get("from_branch"))
     if "state" in row["info"]:  # GiGPO's anchor
         known["info"] = {**row["info"], "state": _hashable(row["info"]["state"])}
     return Step(**known)
 
 
 def _hashable(value: Any) -> Any:
-    """What JSON made lists of, as the tuples that it was."""
+    """Convert the lists that JSON made back into tuples."""
     return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
@@ -219,7 +225,7 @@ def _compare_step(
     after = advantages_of(samples, other, results).tolist()
     again = advantages_of(samples, own, results).tolist() if own is not None else after
     rows = [
-        (Call(number, s.trajectory, s.step_index, s.actor, s.advantage, new), old == s.advantage)
+        (Call(number, s.rollout_id, s.step_index, s.actor, s.advantage, new), old == s.advantage)
         for s, new, old in zip(samples, after, again, strict=True)
         if s.advantage is not None
     ]

@@ -8,16 +8,15 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
-from importlib import resources
+from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
-from turnwise import __version__
 from turnwise.report.read import Limits, read_run
-from turnwise.train.sinks import replace_file
+from turnwise.utils.files import replace_text
 
 SCRIPTS = ("dom.js", "chart.js", "curves.js", "tokens.js", "episodes.js", "main.js")
-"""In the order in which they stand in the page: each uses those before it."""
+"""Scripts in page order: each uses those before it."""
 
 
 def write_report(run_dir: str | Path, out: str | Path | None = None, limits: Limits | None = None) -> Path:
@@ -34,7 +33,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None, limits: Lim
     made = [parent for parent in path.parents if not parent.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, page)
+        replace_text(path, page)
     except BaseException:
         for parent in made:
             with suppress(OSError):
@@ -50,7 +49,7 @@ def render(data: Mapping[str, Any]) -> str:
         "title": html.escape(f"{data['name']} · turnwise"),
         "style": asset("style.css"),
         "script": "\n".join(asset(name) for name in SCRIPTS),
-        "data": embed({**data, "written": written, "version": __version__}),
+        "data": embed({**data, "written": written, "version": metadata.version("turnwise")}),
     }
     # One pass: what a run wrote may itself hold the name of a part.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], asset("page.html"))

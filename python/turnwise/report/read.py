@@ -1,4 +1,4 @@
-"""From a run folder to what its report shows: plain data, small enough to stand in one page.
+"""Reads a run folder into the data of its report: plain, and small enough for one page.
 
 Reading changes nothing and needs no finished run: lines that are still being written are left out.
 """
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turnwise.train.run_log import read_metrics
-from turnwise.train.sinks import parse_line
+from turnwise.train.log.run_log import read_metrics
+from turnwise.train.log.writers import parse_line
 
 _EXACT = 2**53  # beyond it a browser rounds whole numbers, and a seed must not be rounded
 
@@ -136,7 +136,7 @@ def spread(count: int, wanted: int) -> list[int]:
 # Episodes
 # ---------------------------------------------------------------------------------------------------------------------
 def read_episodes(path: Path, limits: Limits) -> tuple[int, list[dict[str, Any]]]:
-    """How many episodes ``rollouts.jsonl`` holds, and the chosen ones. Lines that were not chosen are never parsed."""
+    """Return the number of episodes in ``rollouts.jsonl``, and the chosen ones. Other lines are never parsed."""
     if not path.is_file():
         return 0, []
     places: list[tuple[int, int, int]] = []
@@ -186,7 +186,7 @@ def call(step: Mapping[str, Any], prompts: dict[str, int]) -> dict[str, Any]:
     return {
         **{name: plain(step.get(name)) for name in kept},
         "actor": step["actor_id"],
-        "node": None if step.get("parent") is None else str(step["parent"]),
+        "node": None if step.get("tree_node") is None else str(step["tree_node"]),
         "prompt": prompts.setdefault(prompt, len(prompts)),
         "prompt_tokens": len(step["prompt_token_ids"]),
         "text": step["completion"],

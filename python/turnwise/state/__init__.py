@@ -1,4 +1,8 @@
-"""Forkable Python state: a copy-on-write store for tree-structured rollouts. Imports neither torch nor numpy."""
+"""Forkable Python state: a copy-on-write store for tree-structured rollouts. Imports neither torch nor numpy.
+
+Read in this order: store, forks, versions, forkable, files.
+May import: _C, utils.
+"""
 
 from turnwise._C import (
     CheckpointError,
@@ -13,11 +17,10 @@ from turnwise._C import (
 )
 from turnwise.state import containers as _containers  # noqa: F401 - completes the compiled types
 from turnwise.state import tokens as _tokens  # noqa: F401
-from turnwise.state.files import load
 from turnwise.state.forkable import ForkableMixin
 from turnwise.state.forks import fork_many, forkable, prune
 from turnwise.state.plain import to_python
-from turnwise.state.store import Policy, Store
+from turnwise.state.store import Policy, Store, load
 from turnwise.state.versions import ABSENT, Change, Stats
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The facades' rarer methods, in Python: they are added to the compiled types StateDict, StateList and their views."""
+"""Adds the less common dict and list methods to the compiled StateDict, StateList and their views."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from reprlib import recursive_repr
 from typing import Any
 
 from turnwise._C import StateDict, StateDictItems, StateDictKeys, StateDictValues, StateList
-from turnwise.state.joint import copy_facade
+from turnwise.state.deep_copies import copy_facade
 
 _MISSING = object()
 _OF_THE_CLASS = frozenset(vars(type("_", (), {"__eq__": None}))) - {"__eq__"} | {
@@ -19,7 +19,7 @@ _OF_THE_CLASS = frozenset(vars(type("_", (), {"__eq__": None}))) - {"__eq__"} | 
 
 
 def _add_to(kind: type) -> Any:
-    """Puts what a class body defines onto a compiled type."""
+    """Copy the attributes of a class body onto a compiled type."""
 
     def add(body: type) -> type:
         for name, member in vars(body).items():
@@ -89,7 +89,7 @@ class _DictMethods:
 
 
 def _bound(place: Any, size: int) -> int:
-    """A start or stop of ``list.index``, counted from the front."""
+    """Return a start or stop of ``list.index``, counted from the front."""
     try:
         index = operator.index(place)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Which values only one object leads to, so that a copy-on-write container can take their place unseen."""
+"""Finds the values that only one object refers to; a copy-on-write container can replace them unnoticed."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from typing import Any
 from turnwise._C import State, StateDict, StateList, TokenArray
 
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
-"""Types whose objects never change and lead nowhere; exactly these, no subclasses."""
+"""Types whose objects never change and refer to nothing; exact types, no subclasses."""
 
 HOLDERS = frozenset({set, frozenset, collections.deque, collections.OrderedDict, collections.Counter, bytearray})
-"""Containers that a State copies as wholes; they may hold only what never changes."""
+"""Containers that a State copies as a whole; they may hold only constants."""
 
 
 def _references(values: list[Any]) -> list[int]:
     return [sys.getrefcount(value) for value in values]
 
 
-# What a value has that only the list holds: the number differs between Python versions.
+# Reference count of a value that only the list holds; the number differs between Python versions.
 _BASE = _references([[]])[0]
 
 
 def held_once(values: list[Any]) -> list[bool]:
-    """For each value of the list: whether the list and one other place hold it, and nobody else."""
+    """For each value: true if only the list and one other place hold it."""
     return [count == _BASE + 1 for count in _references(values)]
 
 
 def is_constant(value: Any) -> bool:
-    """Whether the value is an atom, or a tuple or frozenset of such."""
+    """True for an atom, or a tuple or frozenset of atoms."""
     return _all_constant((value,))
 
 
@@ -47,18 +47,18 @@ def _all_constant(values: Iterable[Any]) -> bool:
                 continue
             if kind is not tuple and kind is not frozenset:
                 return False
-            if id(item) not in seen:  # one tuple may lie in many
+            if id(item) not in seen:  # one tuple may occur in many
                 seen.add(id(item))
                 open_.append(item)
     return True
 
 
 def exclusive_graphs(values: list[Any], home: State | None, is_shared: Callable[[type], bool]) -> list[bool]:
-    """For each value: whether a State may take it over, with everything it leads to, without anybody noticing.
+    """For each value: true if a State may take it over, with everything it refers to, unnoticed.
 
-    Each value must be held by ``values`` and by one other place, its owner. Graphs of several values may overlap: then
-    all of them can go, or none. Containers, constants, arrays, generators and facades of ``home`` can;
-    anything that something outside of the graphs refers to can't. ``is_shared`` says which other types are leaves.
+    ``values`` and one other place, the owner, must hold each value. If graphs of several values overlap, all of them
+    can be taken over or none. Containers, constants, arrays, generators and facades of ``home`` qualify.
+    An object that something outside the graphs refers to doesn't. ``is_shared`` tells which other types are leaves.
     """
     search = _Search(home, is_shared)
     for part in range(len(values)):
@@ -69,7 +69,7 @@ def exclusive_graphs(values: list[Any], home: State | None, is_shared: Callable[
 
 
 def graph_of(value: Any, is_shared: Callable[[type], bool]) -> set[int] | None:
-    """Ids of all that ``value`` leads to, itself among them; ``None`` if a State can't hold a copy of it."""
+    """Return the ids of ``value`` and all it refers to; ``None`` if a State can't hold a copy of it."""
     search = _Search(None, is_shared)
     search.parts.append(0)
     search.walk(value, 0)
@@ -109,7 +109,7 @@ class _Search:
                 return
 
     def enter(self, item: Any, kind: type, open_: list[Any]) -> bool:
-        """Note what the walk goes on with; false for what a State can't take over."""
+        """Push the contents of ``item`` for the walk; false if a State can't take ``item`` over."""
         if kind is StateList or kind is StateDict:
             return item._state is self.home
         if kind is list or kind is tuple:
@@ -148,13 +148,13 @@ class _Search:
 
 
 def is_whole(value: Any, kind: type) -> bool:
-    """Whether the value is an object that leads to no other Python object: a generator, or an array of numbers."""
+    """True for an object that refers to no other Python object: a generator, or an array of numbers."""
     if kind is random.Random:
         return True
     if kind.__module__ == "numpy":
         return kind.__name__ == "ndarray" and not value.dtype.hasobject
     if kind.__module__ == "numpy.random._generator":
-        # Somebody may hold the bit generator alone.
+        # Another object may hold only the bit generator.
         return sys.getrefcount(value.bit_generator) <= _BIT_GENERATOR
     return kind.__module__ == "numpy.random.mtrand" and kind.__name__ == "RandomState"
 

@@ -1,10 +1,10 @@
-"""Files of States, and their pickles: what versions share in memory is written once, and shared again after reading.
+"""Saves and pickles States. Parts that versions share in memory are written once, and shared again after reading.
 
 A file is a head and four sections::
 
     magic, format, number of sections
     for each section: offset, length, blake2b digest      (little-endian)
-    digest of all that
+        digest of all of the above
     header      JSON: names, commits, the lengths of the buffers
     structure   blocks, containers and versions, see csrc/state/archive.h
     leaves      one pickle of everything else, see leaves.py
@@ -22,15 +22,13 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from turnwise import _C
 from turnwise._C import CheckpointError, OpaqueError, State
-from turnwise.copies import is_made_anew, refusal
 from turnwise.state.leaves import dump_leaves, first_unpicklable, freeze_leaves, load_leaves
-
-if TYPE_CHECKING:
-    from turnwise.state.store import Store
+from turnwise.utils.copies import is_made_anew, refusal
+from turnwise.utils.files import sync_folder
 
 MAGIC = b"\x89TWSTATE"
 FORMAT = 1
@@ -42,12 +40,12 @@ _DIGEST = 16
 _HEAD_BYTES = _HEAD.size + SECTIONS * _SECTION.size + _DIGEST
 
 Version = tuple[bool, int]
-"""``(frozen, commit)``: where in the list of versions the commit stands that a rollback goes to, or -1."""
+"""``(frozen, commit)``: the index, in the list of versions, of the commit to roll back to, or -1."""
 
 
 # ---- saving ---------------------------------------------------------------------------------------------------------
 def save(store: _C.StoreBase, path: str | os.PathLike[str], states: Mapping[str, State]) -> None:
-    """What :meth:`Store.save` does."""
+    """Implement :meth:`Store.save`."""
     if not isinstance(states, Mapping):
         raise TypeError(f"states={states!r}: expected a mapping of names to States")
     for name, state in states.items():
@@ -88,7 +86,7 @@ def _unless_counting(places: list[int]) -> list[int] | None:
 
 
 def _unpicklable(leaves: Sequence[Any], states: Mapping[str, State]) -> TypeError | None:
-    """The error that says which object of which State can't be written, and where it lies."""
+    """Return an error that names the object that can't be written, its State and its path."""
     found = first_unpicklable(leaves)
     if found is None:
         return None
@@ -129,7 +127,7 @@ def _digest_of(data: bytes) -> bytes:
 
 
 class _replacing:
-    """A stream whose bytes take ``path``'s place at the end, or, after an error, never were there."""
+    """A stream whose bytes replace ``path`` at the end; after an error ``path`` is unchanged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -145,7 +143,7 @@ class _replacing:
                 self.stream.flush()
                 mask = os.umask(0)
                 os.umask(mask)
-                os.chmod(self.temporary, 0o666 & ~mask)  # mkstemp gives the owner alone access
+                os.chmod(self.temporary, 0o666 & ~mask)  # mkstemp gives access to the owner only
                 os.fsync(self.stream.fileno())
                 self.stream.close()
                 os.replace(self.temporary, self.path)
@@ -156,40 +154,15 @@ class _replacing:
                 os.unlink(self.temporary)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make what was renamed in ``folder`` last through a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 # ---- loading --------------------------------------------------------------------------------------------------------
-def load(
+def read(
     path: str | os.PathLike[str],
+    store_for: Callable[[str], _C.StoreBase],
     *,
-    store: Store | None = None,
-    allow: Iterable[type | Callable[..., Any]] = (),
-    allow_pickle: bool = False,
+    allow: Iterable[type | Callable[..., Any]],
+    allow_pickle: bool,
 ) -> dict[str, State]:
-    """The States of a file that :meth:`Store.save` wrote, by name; what they shared they share again.
-
-    They belong to ``store``, or to a new :class:`Store`; it has to know the types of the objects that forks copy
-    (:meth:`Store.register`). Arrays are read-only views of one block of memory.
-
-    A file may name classes: those of its objects, members of enums, classes that are values themselves. Values of
-    Python, numpy and torch are read; any other name is refused before it is imported, unless it is one of the classes
-    and functions in ``allow``. Their own code runs then: constructors, ``__setstate__``. No file can make a class, or
-    change one that it names. ``allow_pickle=True`` allows everything, any code that the file's author wanted among it.
-
-    Example: ``load("tree.state", allow=[Board])["root"]``
-
-    Raises :class:`CheckpointError`, which names the path, for files that are damaged, cut off, of another format, or
-    not States at all; :class:`OpaqueError` for a type that the store has no policy for.
-    """
-    from turnwise.state.store import Store  # which imports this file
-
+    """Read a file's States, by name, into the store that ``store_for`` returns for the file's ``arrays`` option."""
     allowed = list(allow)
     for each in allowed:
         if not callable(each) or not hasattr(each, "__qualname__"):
@@ -198,9 +171,7 @@ def load(
         with open(path, "rb") as stream:
             header, structure, pickled, buffers = _read(stream)
         leaves = load_leaves(pickled, header.views(buffers), allow=allowed, allow_pickle=allow_pickle)
-        if store is None:
-            store = Store(arrays=header.arrays)
-        states = restore(store, structure, leaves, header.versions)
+        states = restore(store_for(header.arrays), structure, leaves, header.versions)
         return {name: states[place] for name, place in zip(header.names, header.places, strict=True)}
     except CheckpointError as error:
         raise CheckpointError(f"{os.fspath(path)}: {error}") from error
@@ -208,8 +179,8 @@ def load(
         raise OpaqueError(f"{os.fspath(path)}: {error}") from error
 
 
-def restore(store: Store, structure: Any, leaves: list[Any], versions: list[Version]) -> list[State]:
-    """States of ``store`` from what ``store._archive`` gave."""
+def restore(store: Any, structure: Any, leaves: list[Any], versions: list[Version]) -> list[State]:
+    """Build States of ``store``, a :class:`Store`, from the result of ``store._archive``."""
     return store._restore(structure, freeze_leaves(leaves) if store.arrays == "frozen" else leaves, versions)
 
 
@@ -297,14 +268,14 @@ def _save_state(self: State, path: str | os.PathLike[str]) -> None:
 
 
 def _reduce(self: State, protocol: Any) -> tuple[Any, ...]:
-    """With protocol 5 the structure and the arrays go out of band. The Store, with its policies, comes along."""
+    """Pickle the State with its Store and policies; protocol 5 passes the structure and arrays out of band."""
     structure, leaves, versions = self.store._archive([self])
     for kind in filter(is_made_anew, set(map(type, leaves))):
         raise refusal(kind)
     return _unpickle, (self.store, pickle.PickleBuffer(structure) if protocol >= 5 else structure, leaves, versions)
 
 
-def _unpickle(store: Store, structure: Any, leaves: list[Any], versions: list[Version]) -> State:
+def _unpickle(store: Any, structure: Any, leaves: list[Any], versions: list[Version]) -> State:
     return restore(store, structure, leaves, versions)[0]
 
 

@@ -9,18 +9,17 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any, ClassVar
 
 from turnwise._C import State, StateDict, StateList, TokenArray
-from turnwise.copies import check_copies, is_ez_pickle
+from turnwise.state.deep_copies import EXPLAINING, explained, fork_within, keep_alive
 from turnwise.state.exclusive import ATOMS, HOLDERS, exclusive_graphs, held_once, is_whole
-from turnwise.state.joint import fork_within, keep_alive
-from turnwise.state.opaque import EXPLAINING, explained
 from turnwise.state.store import LINKED_OBJECT, SHARE, PolicyTuple, Store, _copy_random
+from turnwise.utils.copies import check_copies, is_ez_pickle
 
 _LATER = "(turnwise: copied when asked for)"
-"""In an instance dict: the attributes that are copied at their first use, by name."""
+"""Key in an instance dict: the attributes to copy on first use, by name."""
 
 
 class _Objects(Store):
-    """The store of forkable objects. What it has no policy for is copied as deepcopy does it, with the same memo."""
+    """The store of forkable objects. Objects without a policy are deep-copied, with the same memo."""
 
     def __init__(self) -> None:
         super().__init__(arrays="copy")
@@ -39,24 +38,21 @@ OBJECTS = _Objects()
 
 
 class _HasDict:
-    """Where the instance dict comes from; :class:`ForkableMixin` shows it with nothing left out."""
+    """Defines the instance dict; :class:`ForkableMixin` shows it complete."""
 
 
 _instance_dict = vars(_HasDict)["__dict__"].__get__
 
 
 class ForkableMixin(_HasDict):
-    """Makes ``copy.deepcopy`` of a class's objects a fork: containers are shared until somebody writes to them.
+    """Makes ``copy.deepcopy`` of a class's objects a fork: containers are shared until one side writes to them.
 
-    The copies are what :func:`copy.deepcopy` would have made: independent, with aliasing and cycles kept, one memo with
-    whatever else is copied, and with the class's own pickling hooks in use, but for EzPickle's, which would make a new
-    object by the constructor. What makes them cheap: at the first fork
-    lists and dicts of the object that nothing else refers to become facades of a :class:`State`, in the object itself
-    too; arrays, generators and sets are copied when the object or its fork first uses them. Everything else, also what
-    something outside of the object refers to, is deep-copied as ever. ``share`` names attributes that are never copied:
-    a large configuration, say. Facades are lists and dicts to Python, but not to C code such as ``heapq`` and ``json``.
-
-    An object with an attribute that can't be copied (a lock, a file) raises :class:`OpaqueError` with its path.
+    Copies are independent and equal those of :func:`copy.deepcopy`: aliasing, cycles, memo and pickling hooks are kept
+    (except EzPickle's, which rebuild an object by its constructor). The first fork replaces lists and dicts that only
+    the object refers to by facades of a :class:`State`, in the object too. Arrays, generators and sets are copied on
+    first use by either side. The rest is deep-copied. Attributes named in ``share``, e.g. a large config, are never
+    copied. Facades are lists and dicts to Python, but not to C code such as ``heapq`` and ``json``. An attribute that
+    can't be copied (a lock, a file) raises :class:`OpaqueError` with its path.
 
     Example::
 
@@ -78,7 +74,7 @@ class ForkableMixin(_HasDict):
         if isinstance(own, str):
             raise TypeError(f"share={own!r} of {cls.__name__}: expected a tuple of names, such as ({own!r},)")
         if share is None and not (isinstance(own, tuple) and all(isinstance(name, str) for name in own)):
-            return  # an attribute of the class's own, with another meaning
+            return  # an attribute of the class, with another meaning
         if not all(isinstance(name, str) for name in own):
             raise TypeError(f"share={own!r} of {cls.__name__}: expected names of attributes")
         cls._turnwise_share = tuple(dict.fromkeys((*cls._turnwise_share, *own)))
@@ -124,13 +120,13 @@ class ForkableMixin(_HasDict):
         return fresh
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """What pickle writes: its containers are plain ones, as those of facades are."""
+        """Reduce the object with plain containers instead of facades."""
         return _reduced(self, protocol)
 
 
-# ---- what there is to know of a class -------------------------------------------------------------------------------
+# ---- the copy plan of a class ---------------------------------------------------------------------------------------
 class _Plan:
-    """How objects of one class are copied."""
+    """The way that objects of one class are copied."""
 
     def __init__(self, cls: type) -> None:
         self.slots: dict[str, Any] = {
@@ -141,10 +137,10 @@ class _Plan:
         }
         hooks = (cls.__reduce_ex__ is not ForkableMixin.__reduce_ex__, cls.__reduce__ is not object.__reduce__)
         own_state = cls.__getstate__ is not object.__getstate__ or hasattr(cls, "__setstate__")
-        own_state &= not is_ez_pickle(cls)  # it would lose all that happened since the constructor
+        own_state &= not is_ez_pickle(cls)  # EzPickle would lose everything since the constructor
         own_new = hasattr(cls, "__getnewargs__") or hasattr(cls, "__getnewargs_ex__")
         self.has_hooks = any(hooks) or own_state or own_new or issubclass(cls, list | dict | tuple | set)
-        # Whoever reads __dict__ must find everything there; a class before the mixin may show the bare one.
+        # Readers of __dict__ must find every attribute; a class before the mixin may show the bare dict.
         shown = next(vars(base)["__dict__"] for base in cls.__mro__ if "__dict__" in vars(base))
         self.copies_later = shown is vars(ForkableMixin)["__dict__"]
 
@@ -160,7 +156,7 @@ def _plan_of(cls: type) -> _Plan:
 
 
 class _Slots(MutableMapping[str, Any]):
-    """The attributes of an object that lie in ``__slots__``, as a dict."""
+    """The attributes of an object that are stored in ``__slots__``, as a dict."""
 
     def __init__(self, owner: Any, members: dict[str, Any]) -> None:
         self.owner, self.members = owner, members
@@ -188,12 +184,12 @@ class _Slots(MutableMapping[str, Any]):
 
 # ---- copying --------------------------------------------------------------------------------------------------------
 _PLAIN = frozenset({list, dict, tuple, TokenArray})
-# Not sets: whether one is a copy or the original shows in its order, which must not depend on who came last.
+# Sets are excluded: their order differs between copy and original, and must not depend on which came last.
 _LATER_KINDS = HOLDERS - {set, frozenset}
 
 
 def _take_over(attributes: MutableMapping[str, Any], memo: dict[int, Any]) -> None:
-    """Containers that came into the object since its last fork become facades, if only it leads to them."""
+    """Turn containers added since the last fork into facades, if only this object refers to them."""
     names = [
         name for name, value in attributes.items() if type(value) in _PLAIN and id(value) not in memo and _is_new(value)
     ]
@@ -211,7 +207,7 @@ def _take_over(attributes: MutableMapping[str, Any], memo: dict[int, Any]) -> No
 
 
 def _is_new(value: Any) -> bool:
-    """Whether a State can take the value over, and has not: a tuple counts by what it holds."""
+    """True if a State can take the value over and has not yet; a tuple counts by its contents."""
     kind = type(value)
     if kind is TokenArray:
         return value._state is None
@@ -219,7 +215,7 @@ def _is_new(value: Any) -> bool:
 
 
 def _home_of(attributes: MutableMapping[str, Any], memo: dict[int, Any]) -> State | None:
-    """The State that the object's containers lie in, unless it has been forked for this copy already."""
+    """Return the State of the object's containers, unless this copy has already forked it."""
     for value in attributes.values():
         if type(value) is StateDict or type(value) is StateList:
             state = value._state
@@ -257,8 +253,8 @@ def _copy_attributes(source: Any, attributes: dict[str, Any], plan: _Plan, memo:
 
 
 def _reduced(source: Any, protocol: int) -> Any:
-    """What the class's pickling hooks give, facades left in it."""
-    vars(source)  # copies what is still to be copied
+    """Return the result of the class's pickling hooks, with facades left in it."""
+    vars(source)  # copies the attributes that are still pending
     if type(source).__reduce_ex__ is not ForkableMixin.__reduce_ex__:
         return source.__reduce_ex__(protocol)
     if not is_ez_pickle(type(source)):
@@ -269,7 +265,7 @@ def _reduced(source: Any, protocol: int) -> Any:
 
 
 def _rebuild(source: Any, memo: dict[int, Any] | None) -> Any:
-    """A copy through the class's own pickling hooks, as the copy module does it; a shallow one without a memo."""
+    """Copy through the class's own pickling hooks, as the copy module does; shallow without a memo."""
 
     def copied(value: Any) -> Any:
         return value if memo is None else copy.deepcopy(value, memo)
@@ -301,9 +297,9 @@ def _set_state(fresh: Any, state: Any) -> None:
         setattr(fresh, name, value)
 
 
-# ---- attributes that are copied when somebody asks for them ---------------------------------------------------------
+# ---- attributes copied on first use ---------------------------------------------------------------------------------
 class _Cell:
-    """A value that waits: the objects that hold the cell copy it when they need it, the last one takes it."""
+    """A pending value: objects that hold the cell copy it when they need it; the last one takes it."""
 
     __slots__ = ("value",)
 
@@ -312,7 +308,7 @@ class _Cell:
 
 
 class _Waiting(dict[str, _Cell]):
-    """The cells of one object."""
+    """The pending cells of one object."""
 
     __slots__ = ()
 
@@ -322,7 +318,7 @@ def _copy_now(attributes: dict[str, Any], name: str) -> Any:
     held = [later.pop(name)]
     if not later:
         del attributes[_LATER]
-    if name not in attributes:  # else it was assigned meanwhile
+    if name not in attributes:  # otherwise it has been assigned since
         attributes[name] = _value_of(held)
     return attributes[name]
 
@@ -345,9 +341,9 @@ _ONLY_HERE = _references_here([_Cell(None)])
 
 
 class _Later:
-    """Stands in the class for an attribute that some objects have yet to copy.
+    """A descriptor for an attribute that some objects have yet to copy.
 
-    Python asks it only for what an object's own dict lacks.
+    Python calls it only if the object's own dict lacks the attribute.
     """
 
     def __init__(self, name: str, otherwise: Any) -> None:
@@ -370,10 +366,10 @@ class _Later:
 def _put_off(
     source: Any, attributes: dict[str, Any], target: dict[str, Any], names: list[str], memo: dict[int, Any]
 ) -> None:
-    """The attributes ``names`` become cells that both objects hold; those that others refer to are copied."""
+    """Turn the attributes ``names`` into cells that both objects hold; copy those that others refer to."""
     cells = attributes.get(_LATER) or _Waiting()
     for name in [name for name in cells if name in attributes]:
-        del cells[name]  # assigned meanwhile
+        del cells[name]  # it has been assigned since
     if names:
         values = [attributes[name] for name in names]
         good = held_once(values)
@@ -391,7 +387,7 @@ def _put_off(
 
 
 def _stand_in(cls: type, name: str) -> bool:
-    """Whether the class can be asked for ``name`` where an object lacks it; puts the descriptor there."""
+    """Install the descriptor for ``name``; true if the class can serve ``name`` for objects that lack it."""
     known = vars(cls).get(name)
     if type(known) is _Later:
         return True

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from turnwise._C import State, StateDict, StateList
-from turnwise.copies import check_copies
 from turnwise.state.exclusive import graph_of
 from turnwise.state.forkable import OBJECTS
+from turnwise.utils.copies import check_copies
 
 
 def fork_many(objects: Sequence[Any], n: int) -> list[list[Any]]:
-    """``n`` independent copies of ``objects``, each a list of as many: what the objects share, their copies share.
+    """Make ``n`` independent copies of ``objects``, each a list of the same length. Sharing among objects is kept.
 
-    Objects may be :class:`ForkableMixin` objects, States, facades, and whatever :func:`copy.deepcopy` copies. Copies of
-    lists and dicts are facades, unless another of the objects leads into them. Raises what deepcopy raises; the objects
-    then stay as they are.
+    Objects may be :class:`ForkableMixin` objects, States, facades, and anything :func:`copy.deepcopy` copies. Lists and
+    dicts are copied as facades, unless another of the objects refers into them. Raises the errors of deepcopy; the
+    objects are then unchanged.
 
     Example: ``for env, agents in fork_many([env, agents], 8): ...``
     """
@@ -48,10 +48,10 @@ def fork_many(objects: Sequence[Any], n: int) -> list[list[Any]]:
 
 
 def forkable(data: Any) -> Any:
-    """``data`` as something that deep-copies in constant time: the facade that a dict or list becomes, else itself.
+    """Return ``data`` in a form that deep-copies in constant time: a facade for a dict or list, else ``data`` itself.
 
-    The State takes its contents over, as it does with what is written into one: objects in it stay the very objects,
-    and copies of them are deep copies with one memo.
+    The State takes the contents over, as it does on a write: it keeps the same objects, and copies them as
+    deep copies with one memo.
 
     Example: ``state.data = forkable({"board": board, "env": env})``
     """
@@ -62,7 +62,7 @@ def forkable(data: Any) -> Any:
 
 
 def prune(data: Any) -> None:
-    """Free the version that a facade belongs to; nothing for what is no facade. Later use raises PrunedError."""
+    """Free the version that a facade belongs to; other objects are ignored. Later use raises PrunedError."""
     if type(data) is StateDict or type(data) is StateList:
         data._state.prune()
 
@@ -72,7 +72,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _apart_from(memo: dict[int, Any], objects: Sequence[Any], graphs: dict[int, set[int] | None]) -> list[int]:
-    """The containers that nothing in the memo leads into; the others are copied, which may reach more of them."""
+    """Return the containers that nothing in the memo refers into. The others are copied, which may reach more."""
     apart = [index for index, graph in graphs.items() if graph is not None]
     while met := [index for index in apart if not memo.keys().isdisjoint(graphs[index] or ())]:
         for index in met:

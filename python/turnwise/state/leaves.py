@@ -1,4 +1,4 @@
-"""The objects in States as pickles, apart from their structure, and a loader for them that runs no foreign code."""
+"""Pickles the objects in States apart from their structure, and loads them without running foreign code."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 from turnwise._C import CheckpointError
-from turnwise.copies import Pickler
-from turnwise.state.arrays import freeze_array
+from turnwise.utils.copies import Pickler
 
-_NUMPY_CORE = ("numpy._core", "numpy.core")  # since numpy 2, before
+_NUMPY_CORE = ("numpy._core", "numpy.core")  # numpy 2 and later, earlier versions
 HARMLESS: dict[str, frozenset[str]] = {
     "builtins": frozenset(
         {"bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "object", "range"}
@@ -44,11 +43,11 @@ HARMLESS: dict[str, frozenset[str]] = {
     "turnwise.state.leaves": frozenset({"_torch_generator"}),
     "turnwise.state.versions": frozenset({"ABSENT"}),
 }
-"""What a file may name: types and functions that build values and do nothing else."""
+"""Names allowed in a file: types and functions that only build values."""
 
 
 def _torch_generator(device: str, state: bytes) -> Any:
-    """What a pickled ``torch.Generator`` is read by; its own way goes through an unrestricted pickle."""
+    """Rebuild a pickled ``torch.Generator``; torch's own method uses an unrestricted pickle."""
     import torch
 
     generator = torch.Generator(device=device)
@@ -65,11 +64,11 @@ class _Pickler(Pickler):
 
 
 Find = Callable[[str, str], Any]
-"""What a pickle means by a module and a name in it; raises :class:`CheckpointError` for what it may not name."""
+"""Resolves a module and a name in a pickle; raises :class:`CheckpointError` for a forbidden name."""
 
 
 def find_harmless(module: str, name: str) -> Any:
-    """What builds a value and does nothing else; anything else is refused before it is imported."""
+    """Return a type or function that only builds values; any other name is refused before import."""
     if name in HARMLESS.get(module, ()):
         return getattr(importlib.import_module(module), name)
     if module in ("numpy", "torch") and "." not in name:
@@ -89,9 +88,9 @@ def find_harmless(module: str, name: str) -> Any:
 
 
 def load_pickle(pickled: bytes | memoryview, find: Find, buffers: Iterable[memoryview] = ()) -> Any:
-    """What was pickled, made with nothing but what ``find`` gives.
+    """Unpickle, using only the names that ``find`` resolves.
 
-    No class is made, and nothing that has a name is changed: an attribute set on a class would hold for the process.
+    No class is created and no named object is changed: an attribute set on a class would last for the process.
     """
     buffers = list(buffers)
     with contextlib.suppress(_NeedsGuard):
@@ -100,11 +99,11 @@ def load_pickle(pickled: bytes | memoryview, find: Find, buffers: Iterable[memor
 
 
 class _NeedsGuard(Exception):
-    """The pickle names something that a pickle could change, or make classes with."""
+    """The pickle names an object that a pickle could change or create classes with."""
 
 
 class _Quick(pickle.Unpickler):
-    """In C, for pickles that name nothing but what none can change: builtin functions and types written in C."""
+    """The C unpickler, for pickles that name only immutable objects: builtin functions and types written in C."""
 
     def __init__(self, pickled: bytes | memoryview, find: Find, buffers: list[memoryview]) -> None:
         super().__init__(io.BytesIO(pickled), buffers=buffers)
@@ -119,11 +118,11 @@ class _Quick(pickle.Unpickler):
         raise _NeedsGuard
 
 
-_InPython: Any = pickle._Unpickler  # the module's own fallback, whose steps can be looked at
+_InPython: Any = pickle._Unpickler  # the pure-Python fallback, whose steps can be inspected
 
 
 class _Guarded(_InPython):
-    """Makes objects, and changes those that it made."""
+    """Creates objects, and changes only objects that it created."""
 
     def __init__(self, pickled: bytes | memoryview, find: Find, buffers: list[memoryview]) -> None:
         super().__init__(io.BytesIO(pickled), buffers=buffers)
@@ -178,11 +177,11 @@ class _Guarded(_InPython):
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: its attributes can be set
 _TYPES_OF = ((None,), (Ellipsis,), (NotImplemented,))
-"""How the types of these are written: they have no name of their own."""
+"""Reducers for these types, which have no importable name."""
 
 
 def dump_leaves(leaves: Sequence[Any]) -> tuple[bytes, list[memoryview]]:
-    """The pickle of ``leaves``, and the memory of their read-only arrays, which the pickle only refers to."""
+    """Return the pickle of ``leaves``, and the memory of their read-only arrays, which the pickle refers to."""
     buffers: list[memoryview] = []
 
     def out_of_band(buffer: pickle.PickleBuffer) -> bool:
@@ -198,7 +197,7 @@ def dump_leaves(leaves: Sequence[Any]) -> tuple[bytes, list[memoryview]]:
 
 
 def first_unpicklable(leaves: Iterable[Any]) -> tuple[Any, Exception] | None:
-    """The first leaf that can't be pickled, and why."""
+    """Return the first leaf that can't be pickled, with the error."""
     for leaf in leaves:
         try:
             dump_leaves([leaf])
@@ -210,7 +209,7 @@ def first_unpicklable(leaves: Iterable[Any]) -> tuple[Any, Exception] | None:
 def load_leaves(
     pickled: bytes | memoryview, buffers: Iterable[memoryview], *, allow: Iterable[Any] = (), allow_pickle: bool = False
 ) -> list[Any]:
-    """What :func:`dump_leaves` wrote; arrays are views of ``buffers``. ``allow`` has the caller's own classes."""
+    """Load the output of :func:`dump_leaves`; arrays are views of ``buffers``. ``allow`` has the caller's classes."""
     allowed = {(each.__module__, each.__qualname__): each for each in allow}
 
     def find(module: str, name: str) -> Any:
@@ -223,7 +222,7 @@ def load_leaves(
             leaves = load_pickle(pickled, find, buffers)
     except CheckpointError:
         raise
-    except Exception as error:  # whatever a pickle may raise
+    except Exception as error:  # a pickle can raise any exception
         raise CheckpointError(f"its objects can't be read: {type(error).__name__}: {error}") from error
     if type(leaves) is not list:
         raise CheckpointError("its objects are no list")
@@ -231,13 +230,13 @@ def load_leaves(
 
 
 def freeze_leaves(leaves: list[Any]) -> list[Any]:
-    """The same leaves; arrays in memory that somebody could write to become read-only copies."""
+    """Return the same leaves; arrays in writable memory become read-only copies."""
     ndarray = getattr(sys.modules.get("numpy"), "ndarray", None)
     return [freeze_array(leaf) if type(leaf) is ndarray and not _read_only(leaf) else leaf for leaf in leaves]
 
 
 def _read_only(array: Any) -> bool:
-    """Whether the memory's owner says that it is read-only: bytes, or what Ray shares between processes."""
+    """True if the owner of the memory declares it read-only: bytes, or memory that Ray shares between processes."""
     if array.flags.writeable:
         return False
     owner = array
@@ -246,3 +245,30 @@ def _read_only(array: Any) -> bool:
     if type(owner) is memoryview:
         owner = owner.obj
     return owner is not None and memoryview(owner).readonly
+
+
+def freeze_array(array: Any) -> Any:
+    """Return a read-only array with the same values: itself if its memory can't be written to, else a copy.
+
+    A flag is not enough: a holder of the base, or of a view of it, could still write and change every version at once.
+    So the copy is stored in a bytes object, which numpy never makes writable.
+    """
+    import numpy as np
+
+    if array.dtype.hasobject:
+        raise TypeError(
+            f"an array of dtype {array.dtype}: the store can't look into the objects in it. Use a list, or "
+            "Store(arrays='copy'), where each version copies the array and the objects"
+        )
+    base = array
+    while type(base) is np.ndarray:
+        base = base.base
+    if type(base) is memoryview:  # memory of a file or a pickle
+        base = base.obj
+    if type(base) is bytes:
+        return array
+    # Keep the memory order: code that is fast on columns stays fast.
+    turned = array.flags.f_contiguous and not array.flags.c_contiguous
+    rows = array.T if turned else array
+    frozen = np.ndarray(rows.shape, rows.dtype, rows.tobytes())
+    return frozen.T if turned else frozen

@@ -1,4 +1,4 @@
-"""From facades back to plain containers."""
+"""Converts facades back to plain containers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _CONTAINERS = frozenset({StateDict, StateList, dict, list})
 
 
 def to_python(value: Any) -> Any:
-    """Plain containers with the contents of ``value``: a State, one of its facades, or anything that holds some.
+    """Return plain containers with the contents of ``value``: a State, a facade, or a container that holds some.
 
-    Aliasing and cycles within it are kept; leaves, and objects that the store can't look into, are the same objects. A
-    :class:`TokenArray` becomes a list of ints. Also a ``default=`` for :func:`json.dumps` and ``orjson.dumps``.
+    Aliasing and cycles are kept. Leaves, and objects that the store can't look into, are the same objects. A
+    :class:`TokenArray` becomes a list of ints. Works as ``default=`` for :func:`json.dumps` and ``orjson.dumps``.
 
     Example: ``json.dumps(state.data, default=to_python)``
     """
     memo: dict[int, Any] = {}
-    kept: list[Any] = []  # what `memo` and `shown` know stays alive, so that the ids stay theirs
+    kept: list[Any] = []  # keeps objects in `memo` and `shown` alive, so that their ids stay valid
     shown: dict[int, dict[int, Any]] = {}  # by the id of a State: the tuples that were read in it
     open_: list[tuple[Any, Any]] = []
 

@@ -1,4 +1,4 @@
-"""Shared objects that somebody changed in place: every version sees it, and none can tell. A debugging aid."""
+"""Detects shared objects that were changed in place, which affects every version. A debugging aid."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from turnwise._C import State, StateDict, StateError, StateList
 
 
 class SharedObjects:
-    """Fingerprints of a Store's shared objects: taken when they are put in, and compared at forks and commits."""
+    """Fingerprints of a Store's shared objects: taken on insertion, and compared at forks and commits."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Callable[[], Any], bytes]] = {}
@@ -26,11 +26,11 @@ class SharedObjects:
         place, known = id(value), self._known
         try:
             self._known[place] = (weakref.ref(value, lambda _: known.pop(place, None)), digest)
-        except TypeError:  # no weak references to it: it stays alive with the store
+        except TypeError:  # no weak references: the object lives as long as the store
             self._known[place] = (lambda: value, digest)
 
     def check(self, state: State) -> None:
-        """Raises :class:`StateError` for the first object that is not what it was."""
+        """Raise :class:`StateError` for the first object that has changed."""
         for reference, digest in list(self._known.values()):
             value = reference()
             if value is not None and _digest(value) != digest:
@@ -43,13 +43,13 @@ class SharedObjects:
 def _digest(value: Any) -> bytes | None:
     try:
         written = pickle.dumps(value, 5)
-    except Exception:  # a lock, a client: what can't be written can't be compared
+    except Exception:  # a lock or a client can't be pickled, so it can't be compared
         return None
     return hashlib.blake2b(written, digest_size=16).digest()
 
 
 def _path_of(state: State, value: Any) -> str:
-    """Where the State holds ``value``."""
+    """Return the path of ``value`` in the State."""
     seen: set[int] = set()
     alive: list[Any] = []
     open_: list[tuple[str, Any]] = [("data", state.data)]

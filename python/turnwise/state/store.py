@@ -1,4 +1,4 @@
-"""The store: what a fork does with objects that it can't look into, and how the versions share memory."""
+"""The store: policies for forking objects that it can't look into, and the memory that versions share."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ import re
 import sys
 import types
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from turnwise import _C, copies
+from turnwise import _C
 from turnwise.state import files
-from turnwise.state.arrays import freeze_array
-from turnwise.state.joint import copy_linked
+from turnwise.state.deep_copies import copy_linked
+from turnwise.state.leaves import freeze_array
 from turnwise.state.shared import SharedObjects
 from turnwise.state.versions import Stats, stats
+from turnwise.utils import copies
 
 PolicyTuple = tuple[int, Callable[[Any], Any] | None, bool]
-"""``(mode, copy, private)``, as the core reads it; see ``Policy`` in ``csrc/bindings/state.h``."""
+"""``(mode, copy, private)``, as the core reads it; see ``Policy`` in ``csrc/bindings/state/policy.h``."""
 
 SHARE, COPY, FREEZE, LINKED = 0, 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a fork does with objects of one type.
+    """The rule by which a fork handles objects of one type.
 
-    ``copy(object)`` makes the copy that another version gets; ``None`` shares the object itself. ``private=False`` says
-    that nobody changes the copies, so that all versions may read one.
+    ``copy(object)`` makes the copy for another version; ``None`` shares the object itself. ``private=False`` promises
+    that copies are never changed, so that all versions may read one.
 
     Example: ``Policy(copy=lambda board: board.clone())``
     """
@@ -79,8 +80,10 @@ NAMED: dict[str, Policy] = {
     "pickle": Policy(_through_pickle),
     "hooks": Policy(_through_hooks),
 }
-"""The policies by name. ``hooks``: a shallow copy of the object takes its ``snapshot()`` by ``restore(snapshot)``,
-which must put new members in the place of those that it would change, since the two share them until then."""
+"""Policies by name. ``hooks``: a shallow copy of the object takes its ``snapshot()`` by ``restore(snapshot)``.
+
+``restore`` must replace the members that it would change, because both objects share them until then.
+"""
 
 SHARED_TYPES: tuple[type, ...] = (
     *(complex, type(None), type(Ellipsis), type(NotImplemented), range, frozenset, type, property, slice),
@@ -88,32 +91,31 @@ SHARED_TYPES: tuple[type, ...] = (
     *(enum.Enum, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal),
     *(fractions.Fraction, uuid.UUID, pathlib.PurePath, bytes, str, int, float),
 )
-"""Types of which no object changes, nor objects of their subclasses without attributes."""
+"""Immutable types; objects of their subclasses are immutable too if they have no attributes."""
 
 COPIED_TYPES: tuple[type, ...] = (
     *(set, bytearray, array.array),
     *(collections.deque, collections.OrderedDict, collections.defaultdict, collections.Counter),
 )
-"""Types whose objects are copied by :func:`copy.deepcopy` at forks."""
+"""Types whose objects forks copy with :func:`copy.deepcopy`."""
 
 
 def _foreign_type(module: str, name: str) -> type | None:
-    """A type of a library, if something has imported that library."""
+    """Return a type of a library, if the library has been imported."""
     return getattr(sys.modules.get(module), name, None)
 
 
 LINKED_OBJECT: PolicyTuple = (LINKED, copies.deep_copy, True)
-"""Of objects that may lead to one another and to containers of their State: a fork copies them together."""
+"""Policies for objects that may refer to one another and to containers of their State: a fork copies them together."""
 
 
 class Store(_C.StoreBase):
-    """Where States come from: it knows how to fork the objects in them, and what they all share.
+    """Creates States. It knows how to fork the objects in them, and holds the memory that they share.
 
-    ``arrays`` says what a numpy array becomes: ``"frozen"`` (default), a read-only leaf that all versions share, of
-    which :meth:`State.writable` hands out a private copy; or ``"copy"``, one of its own in each version that asks.
-    ``check_shared=True`` looks at every object registered with ``"share"`` when it is put in and at each fork and
-    commit, and raises :class:`StateError` if one was changed in place: slow, for debugging. Objects that pickle can't
-    write are not looked at.
+    ``arrays`` says how numpy arrays are stored. ``"frozen"`` (default): a read-only leaf that all versions share;
+    :meth:`State.writable` returns a private copy. ``"copy"``: a separate array in each version that reads it.
+    ``check_shared=True`` checks objects registered with ``"share"`` on insertion and at each fork and commit. It raises
+    :class:`StateError` if one was changed in place: slow, for debugging. Unpicklable objects are not checked.
 
     Example::
 
@@ -132,11 +134,11 @@ class Store(_C.StoreBase):
         self._checks_shared = check_shared
 
     def register(self, type_: type, policy: str | Policy) -> None:
-        """Say what forks do with objects of ``type_`` and its subclasses.
+        """Set the policy for objects of ``type_`` and its subclasses.
 
-        ``"share"``: all versions hold the same object. ``"copy"``: each gets a :func:`copy.deepcopy` when it first asks
-        for it. ``"pickle"``: the same through pickle. ``"hooks"``: through the object's ``snapshot()`` and
-        ``restore(snapshot)``. Or a :class:`Policy`. It holds for objects that are put in from now on.
+        ``"share"``: all versions hold the same object. ``"copy"``: each version gets a :func:`copy.deepcopy` on first
+        access. ``"pickle"``: the same through pickle. ``"hooks"``: through the object's ``snapshot()`` and
+        ``restore(snapshot)``. Or a :class:`Policy`. It applies to objects inserted from now on.
         """
         if not isinstance(type_, type):
             raise TypeError(f"type_={type_!r}: expected a class")
@@ -151,36 +153,36 @@ class Store(_C.StoreBase):
         self._policies.clear()
 
     def stats(self) -> Stats:
-        """What the living versions cost together, and what they would cost without sharing."""
+        """Return the memory of the living versions, with and without sharing."""
         return stats(self)
 
     def save(self, path: str | os.PathLike[str], states: Mapping[str, _C.State]) -> None:
-        """Write versions of this store to a file; what they share is written once. :func:`load` reads it.
+        """Write versions of this store to a file; shared parts are written once. :func:`load` reads it.
 
-        The file appears whole or not at all. Objects that forks copy are written as they are now.
+        The file is written whole or not at all. Objects that forks copy are written in their current state.
 
         Example: ``store.save("tree.states", {"root": root, "best": best})``
         """
         files.save(self, path, states)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """A store with the same policies and none of the States, which bring their contents themselves."""
+        """Pickle the store with its policies and without its States, which bring their own contents."""
         attributes = {name: value for name, value in vars(self).items() if name != "_shared"}
         return _store_with, (type(self), attributes, self._checks_shared)
 
     def __deepcopy__(self, memo: Any) -> Store:
-        """Itself: copies of what refers to it go on living in it."""
+        """Return the store itself: copies of objects that refer to it stay in it."""
         return self
 
     _copy_linked = staticmethod(copy_linked)
 
     def _check_shared(self, state: _C.State) -> None:
-        """What the core calls before a fork, if ``_checks_shared`` says so."""
+        """Check shared objects before a fork; the core calls this if ``_checks_shared`` is set."""
         if self._shared is not None:
             self._shared.check(state)
 
     def _policy_of(self, kind: type) -> PolicyTuple | None:
-        """The policy of a type, which the core remembers; ``None`` where there is none."""
+        """Return the policy of a type, which the core caches; ``None`` if there is none."""
         for base in kind.__mro__:
             if base in self._registered:
                 policy = self._registered[base].as_tuple()
@@ -212,6 +214,32 @@ class Store(_C.StoreBase):
         if issubclass(kind, SHARED_TYPES) and (not _has_attributes(kind) or issubclass(kind, SHARED_TYPES[5:])):
             return NAMED["share"].as_tuple()
         return None
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    store: Store | None = None,
+    allow: Iterable[type | Callable[..., Any]] = (),
+    allow_pickle: bool = False,
+) -> dict[str, _C.State]:
+    """Read the States of a file written by :meth:`Store.save`, by name. Sharing is restored.
+
+    They belong to ``store``, or to a new :class:`Store`, which must know the types of objects that forks copy
+    (:meth:`Store.register`). Arrays are read-only views of one block of memory.
+
+    A file may name classes: of its objects, of enum members, or stored as values. Values of Python, numpy and torch
+    are read. Any other name is refused before import, unless ``allow`` has that class or function; its own code then
+    runs (constructors, ``__setstate__``). No file can create a class, or change one that it names.
+    ``allow_pickle=True`` allows everything, including arbitrary code by the file's author.
+
+    Example: ``load("tree.state", allow=[Board])["root"]``
+
+    Raises :class:`CheckpointError`, which names the path, for files that are damaged, cut off, of another format, or
+    not States at all. Raises :class:`OpaqueError` for a type without a policy in the store.
+    """
+    make = (lambda arrays: Store(arrays=arrays)) if store is None else (lambda _: store)
+    return files.read(path, make, allow=allow, allow_pickle=allow_pickle)
 
 
 def _store_with(kind: type[Store], attributes: dict[str, Any], check_shared: bool) -> Store:

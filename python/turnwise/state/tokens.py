@@ -1,4 +1,4 @@
-"""TokenArray's rarer methods, in Python: they are added to the compiled type."""
+"""Adds the less common TokenArray methods to the compiled type."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _from_buffer(buffer: Any) -> TokenArray:
 
 
 def _numpy(self: TokenArray) -> Any:
-    """The ids as a read-only int32 array; no copy until the next write. ``torch.from_numpy`` takes it as it is."""
+    """Return the ids as a read-only int32 array; no copy until the next write. ``torch.from_numpy`` accepts it."""
     import numpy as np
 
     return np.frombuffer(self._bytes(), np.int32)
@@ -35,7 +35,7 @@ def _array(self: TokenArray, dtype: Any = None, copy: bool | None = None) -> Any
 
 
 def _tolist(self: TokenArray) -> list[int]:
-    """The ids as a list of ints."""
+    """Return the ids as a list of ints."""
     return _view(self).tolist()
 
 
@@ -62,7 +62,7 @@ def _repr(self: TokenArray) -> str:
 
 
 def _copy(self: TokenArray, memo: Any = None) -> TokenArray:
-    """An array of its own, in no State; within a deep copy of the State that it lies in, that copy's."""
+    """Return an array outside any State; within a deep copy of its State, that copy's array."""
     known = None if memo is None or self._state is None else memo.get(id(self._state))
     return self[:] if known is None else known._facade(self)
 

@@ -1,4 +1,4 @@
-"""What a State and a Store do with whole versions: differences, private arrays, sizes."""
+"""Operations on whole versions of a State or a Store: differences, private arrays, sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from turnwise import _C
 from turnwise._C import State, StateDict, StateList, TokenArray
-from turnwise.state.arrays import freeze_array
+from turnwise.state.leaves import freeze_array
 from turnwise.state.plain import to_python
 
 
@@ -22,14 +22,14 @@ class _Absent:
 
 
 ABSENT = _Absent()
-"""Stands where a version has nothing."""
+"""Marks a value that a version lacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One difference between two versions: at ``path`` stood ``before``, and stands ``after``; plain values.
+    """One difference between two versions: the value at ``path`` changed from ``before`` to ``after``; plain values.
 
-    Example: ``Change(path=("board", 0, 2), before=0, after=5)``; ``before`` is :data:`ABSENT` for what is new.
+    Example: ``Change(path=("board", 0, 2), before=0, after=5)``; ``before`` is :data:`ABSENT` for a new value.
     """
 
     path: tuple[Hashable, ...]
@@ -39,10 +39,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What the living versions of a store cost, leaves (strings, numbers, arrays) left out.
+    """Memory of the living versions of a store, without leaves (strings, numbers, arrays).
 
-    ``bytes`` counts each block once, ``unshared_bytes`` once for every version that holds it: their ratio is how much
-    sharing saves.
+    ``bytes`` counts each block once, ``unshared_bytes`` once for every version that holds it. Their ratio is the
+    saving from sharing.
 
     Example: ``Stats(versions=2049, containers=6400, bytes=1_300_000, unshared_bytes=410_000_000)``
     """
@@ -54,16 +54,16 @@ class Stats:
 
 
 def stats(store: _C.StoreBase) -> Stats:
-    """Counts over all living versions; takes time in proportion to what they hold."""
+    """Count over all living versions; takes time proportional to their contents."""
     return Stats(*store._account())
 
 
 # ---- differences ----------------------------------------------------------------------------------------------------
 def diff(self: State, other: State) -> list[Change]:
-    """Where ``other`` differs from this version, in the order of a walk from the root.
+    """Return the differences of ``other`` from this version, in the order of a walk from the root.
 
-    Containers that both share are not walked; lists are compared place by place. Where several paths lead to a pair of
-    containers, or from a tuple to a pair of tuples in it, what differs stands at the first.
+    Containers that both share are skipped; lists are compared index by index. If several paths lead to a pair of
+    containers, or from a tuple to a pair of tuples in it, the difference is reported at the first.
     """
     if type(other) is not State:
         raise TypeError(f"other={other!r}: expected a State")
@@ -71,7 +71,7 @@ def diff(self: State, other: State) -> list[Change]:
     other._settle()
     marks = self._differing(other) if self.store is other.store else None
     seen: set[tuple[int, int]] = set()
-    alive: list[Any] = []  # facades and tuples, so that the ids in `seen` and `nested` stay theirs
+    alive: list[Any] = []  # facades and tuples kept alive, so that the ids in `seen` and `nested` stay valid
     changes: list[Change] = []
     # The last, in a tuple, are the pairs of tuples that were met in the outermost one.
     open_: list[tuple[tuple[Hashable, ...], Any, Any, set[tuple[int, int]] | None]] = []
@@ -118,11 +118,11 @@ def _equal(old: Any, new: Any) -> bool:
     try:
         if type(old) is type(new) and old == new:
             return True
-    except ValueError:  # arrays have no single truth
+    except ValueError:  # arrays have no single truth value
         pass
     if isinstance(old, str | int | float | bytes | type(None)) or type(old) is not type(new):
         return False
-    try:  # generators, arrays: equal if they would be written equally
+    try:  # generators and arrays are equal if their pickles are
         return pickle.dumps(old) == pickle.dumps(new)
     except Exception:  # an object that can't be written differs from every other
         return False
@@ -133,7 +133,7 @@ _WRITABLE_ARRAY = (1, freeze_array, False)
 
 
 def writable(self: State, *path: Hashable) -> Any:
-    """The numpy array at ``path``, to write to: this version's own from now on. A fork takes what is in it then.
+    """Return the numpy array at ``path`` for writing: private to this version from now on. Forks copy its contents.
 
     Example: ``state.writable("maps", 0)[2, 3] = 1.0``
     """

@@ -1,7 +1,10 @@
-"""Shipped tasks: what the team plays, how it is rewarded, and how success is measured. None needs a network or a key.
+"""Tasks: who plays what, how it is rewarded, and how success is measured. None needs a network or a key.
+
+Read in this order: base, generated, own, teams, rewards, routes, tiny.
+May import: types, utils, arena.
 
 ``build_task("sudoku", {"blanks": [4, 6]})`` gives a :class:`Task`, which the training loop and the command line take;
-``build_task("my_game:HighCard")`` one of your own, best made from :class:`OwnTask`.
+``build_task("my_game:HighCard")`` gives a task that you write, best as a subclass of :class:`OwnTask`.
 """
 
 from __future__ import annotations
@@ -12,9 +15,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from turnwise.naming import find, nearest
 from turnwise.tasks.base import Demonstration, Player, Split, Task, TaskOptions
 from turnwise.tasks.own import OwnOptions, OwnTask
+from turnwise.utils.registry import did_you_mean, import_by_name
 
 __all__ = [
     "TASKS",
@@ -68,14 +71,14 @@ def task_type(name: str) -> Any:
 
 def _shipped_type(name: str) -> Any:
     if name not in TASKS:
-        raise ValueError(f"task={name!r}: unknown; {nearest(name, list(TASKS))} (or 'module:Class' for your own)")
+        raise ValueError(f"task={name!r}: unknown; {did_you_mean(name, list(TASKS))} (or 'module:Class' for your own)")
     module, _, title = TASKS[name].partition(":")
     return getattr(importlib.import_module(module), title)
 
 
 def _own_type(name: str) -> Any:
     """A class with all that the training loop asks of a task."""
-    found = find({}, name, "task")
+    found = import_by_name({}, name, "task")
     needed = ("options_type", *(member for member in dir(Task) if member[0] != "_"))
     missing = sorted(member for member in needed if not hasattr(found, member))
     if not isinstance(found, type) or missing:

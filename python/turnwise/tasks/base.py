@@ -1,21 +1,17 @@
-"""What every shipped task offers to the training loop and the command line."""
+"""Interface of every shipped task to the training loop and the command line."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 
-from turnwise.naming import nearest
-from turnwise.tasks.rewards import MixMode
+from turnwise.arena import Episode, Rubric, TreeSampler
 from turnwise.types import Actor, EpisodeRequest, Message, Messages
-
-if TYPE_CHECKING:
-    from turnwise.arena.episode import Episode
-    from turnwise.arena.tree import TreeSampler
+from turnwise.utils.registry import did_you_mean
 
 Split = Literal["train", "validation", "eval"]
 
@@ -23,7 +19,7 @@ Split = Literal["train", "validation", "eval"]
 SPLIT_OF_RESIDUE: tuple[Split, ...] = ("eval", "validation", *("train",) * 8)
 
 QUESTIONS = 200
-"""So many held-out questions are asked by default, of a task that has them."""
+"""Default number of held-out questions, if the task has as many."""
 
 Demonstration = tuple[str, Messages, str]
 """``(actor id, prompt, completion)``: ``("solver", [{"role": "user", "content": "2 + 2 = ?"}], "#### 4")``."""
@@ -91,27 +87,8 @@ class TaskOptions(BaseModel):
     def _refuse_unknown(cls, values: Any) -> Any:
         for name in values if isinstance(values, dict) else ():
             if name not in cls.model_fields:
-                raise ValueError(f"unknown option {name!r}; {nearest(str(name), list(cls.model_fields))}")
+                raise ValueError(f"unknown option {name!r}; {did_you_mean(str(name), list(cls.model_fields))}")
         return values
-
-
-class TeamOptions(TaskOptions):
-    """What the options of games for a team have in common; ``actors`` is each game's own.
-
-    A step earns ``mix_rewards(outcome, own part, alpha, mode)``, less ``invalid_cost`` for what can't be read.
-    """
-
-    alpha: float = Field(default=1.0, ge=0)
-    mode: MixMode = "weighted_sum"
-    invalid_cost: float = Field(default=0.25, ge=0)
-    quality: float = Field(default=0.4, ge=0, le=1)
-
-    @field_validator("actors", check_fields=False)
-    @classmethod
-    def _once_each(cls, actors: tuple[str, ...]) -> tuple[str, ...]:
-        if len(set(actors)) != len(actors):
-            raise ValueError("expected each actor once")
-        return actors
 
 
 _ROUND = re.compile(r"\nRound \d+\.( Your last reply could not be read\.)?$")
@@ -164,16 +141,22 @@ def check_success_metric(task: Task, episodes: Mapping[str, Episode], requests: 
 
     Whose reward it is shows only in play. A rubric with a ``score`` of its own may make any metric.
     """
-    from turnwise.arena.rubric import Rubric
-
     function = task.success_metric.partition("/")[0]
     for kind in dict.fromkeys(request.episode_type for request in requests):
         rubric = getattr(episodes.get(kind), "rubric", None)
         if type(rubric) is Rubric and function not in rubric.names:
             raise ValueError(
                 f"task {task.name!r}: success_metric={task.success_metric!r}: the rubric of episode {kind!r} has no "
-                f"function {function!r}; {nearest(function, rubric.names)}"
+                f"function {function!r}; {did_you_mean(function, rubric.names)}"
             )
+
+
+def check_demonstrations(actors: Sequence[str], quality: float) -> None:
+    """Raise ``ValueError`` unless there are actors and ``quality`` is a chance."""
+    if not 0 <= quality <= 1:
+        raise ValueError(f"quality={quality!r}: expected a number in [0, 1]")
+    if not actors:
+        raise ValueError("actors=(): expected at least one actor id")
 
 
 def check_counts(**counts: int) -> None:

@@ -1,4 +1,4 @@
-"""What tasks with generated questions have in common: a question is a text, and each split has its own."""
+"""Bases of tasks that draw their questions: a question is a text, and each split has its own questions."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
-from turnwise.arena.context import derive_seed
-from turnwise.tasks.base import Split, check_counts
+from turnwise.arena.runtime.rng import derive_seed
+from turnwise.tasks.base import Demonstration, Split, check_counts
 from turnwise.types import Actor, EpisodeRequest
 
 
 class PlayedOptions(Protocol):
-    """The options that every such task has."""
+    """Options that every such task has."""
 
     @property
     def seed(self) -> int: ...
@@ -24,14 +24,18 @@ class PlayedOptions(Protocol):
 class GeneratedTask(ABC):
     """Requests, held-out questions and actors of a task that draws its questions; see ``turnwise.tasks.base.Task``.
 
-    A task names itself, its ``system_prompts`` by actor and the ``key`` under which an artifact holds the question, and
-    writes :meth:`draw`.
+    A task names itself, its ``options_type``, its ``system_prompts`` by actor and the ``key`` under which an artifact
+    holds the question, and writes :meth:`draw`.
     """
 
     name: ClassVar[str]
     key: ClassVar[str] = "question"
     system_prompts: ClassVar[Mapping[str, str]]
-    options: PlayedOptions
+    options_type: ClassVar[type]
+    options: Any
+
+    def __init__(self, options: PlayedOptions | None = None) -> None:
+        self.options = options or self.options_type()
 
     @abstractmethod
     def draw(self, split: Split, n: int, seed: int | str) -> Sequence[str]:
@@ -43,8 +47,12 @@ class GeneratedTask(ABC):
         return tuple(self.system_prompts)
 
     def artifact(self, question: str) -> dict[str, Any]:
-        """What the episode gets to know of ``question``."""
+        """The artifact that the episode gets for ``question``."""
         return {self.key: question}
+
+    def seed_parts(self, question: str) -> Sequence[Any]:
+        """The values from which the seed of an episode about ``question`` is derived."""
+        return (question,)
 
     @property
     def actors(self) -> list[Actor]:
@@ -56,20 +64,29 @@ class GeneratedTask(ABC):
         check_counts(questions=questions, copies=copies)
         seed = self.options.seed
         return [
-            self._request(question, f"{step}", derive_seed(self.name, seed, step, question, copy), is_trainable=True)
+            self._request(question, f"{step}", (seed, step), (copy,), is_trainable=True)
             for question in self.draw("train", questions, f"{seed}/step-{step}")
             for copy in range(copies)
         ]
 
     def eval_requests(self, split: Split, n: int) -> list[EpisodeRequest]:
         """The same questions whatever the task's seed, so that runs compare."""
-        return [
-            self._request(question, split, derive_seed(self.name, split, question), is_trainable=False)
-            for question in self.draw(split, n, 0)
-        ]
+        return [self._request(question, split, (split,), (), is_trainable=False) for question in self.draw(split, n, 0)]
 
-    def _request(self, question: str, group: str, seed: int, *, is_trainable: bool) -> EpisodeRequest:
-        group_id = f"{group}/{question}"
+    def _request(
+        self, question: str, group: str, before: Sequence[Any], after: Sequence[Any], *, is_trainable: bool
+    ) -> EpisodeRequest:
+        """A request whose seed is derived from ``before``, the question and ``after``."""
         return EpisodeRequest(
-            self.name, self.artifact(question), group_id=group_id, seed=seed, is_trainable=is_trainable
+            self.name,
+            self.artifact(question),
+            group_id=f"{group}/{question}",
+            seed=derive_seed(self.name, *before, *self.seed_parts(question), *after),
+            is_trainable=is_trainable,
         )
+
+
+def texts_of(demonstrations: Sequence[Demonstration]) -> list[str]:
+    """Every message and reply of ``demonstrations``, for a tokenizer. Replies count as often as prompts, so that a
+    frequent answer becomes one token."""
+    return [text for _, messages, reply in demonstrations for text in (*(m["content"] for m in messages), reply)]

@@ -32,7 +32,7 @@ _VERDICT = re.compile(r"verdict\W{1,8}(approve|reject)", re.IGNORECASE)
 
 
 class View(NamedTuple):
-    """What a prompt shows: the question, the standing solution, and the verifier's review of it."""
+    """Contents of a prompt: the question, the current solution, and the verifier's review of it."""
 
     question: str
     solution: str | None = None
@@ -50,7 +50,7 @@ def view_message(view: View) -> Message:
 
 
 def read_view(messages: Messages) -> View:
-    """The view back from a prompt."""
+    """Parse the view from a prompt."""
     shown, reviewed, review = without_round(messages).partition(_REVIEW)
     question, answered, solution = shown.partition(_SOLUTION)
     return View(question, solution if answered else None, review if reviewed else None)

@@ -1,4 +1,4 @@
-"""What a task of one's own begins from, so that the command line can train, evaluate and replay it."""
+"""The base of a task that you write, so that the command line can train, evaluate and replay it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class OwnTask(GeneratedTask):
     success_metric: ClassVar[str] = ""
 
     def __init__(self, options: Any = None) -> None:
-        self.options: Any = options or self.options_type()
+        super().__init__(options)
         for known, expected in (("name", "a name"), ("system_prompts", "a prompt, or '', by actor")):
             if not getattr(self, known, None):
                 raise ValueError(f"{type(self).__name__}.{known}: expected {expected}")

@@ -29,7 +29,7 @@ def mix_rewards(global_reward: float, local_reward: float, alpha: float = 1.0, m
 
 
 def mix_weights(alpha: float, mode: MixMode) -> list[float]:
-    """What the outcome alone and the own part alone are worth: a rubric's sum with these weights is the steps' mix."""
+    """Return the weights of outcome and own part: a rubric's sum with these weights is the steps' mix."""
     return [mix_rewards(1.0, 0.0, alpha, mode), mix_rewards(0.0, 1.0, alpha, mode)]
 
 

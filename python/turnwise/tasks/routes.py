@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from pydantic import Field, field_validator
 
 from turnwise.arena import MultiTurnEpisode, Rubric, TreeSampler
-from turnwise.tasks.base import TeamOptions
+from turnwise.tasks.base import Demonstration, check_demonstrations
 from turnwise.tasks.rewards import MixMode, invalid_penalty, mix_rewards, mix_weights
+from turnwise.tasks.teams import TeamOptions
 from turnwise.types import EpisodeState, Message, Messages
 
 Role = Literal["tool", "planner", "solver"]
@@ -59,7 +61,7 @@ def _read_moves(part: str) -> str | None:
 
 
 def describe_failure(outcome: Mapping[str, Any]) -> str:
-    """How far a route that did not solve the board came, and what stopped it.
+    """Describe how far a route that did not solve the board came, and what stopped it.
 
     Example: ``"3 moves, then R is blocked"``, ``"4 moves"`` or ``"no moves read"``
     """
@@ -94,7 +96,7 @@ def read_board(messages: Messages) -> tuple[str, str | None]:
 # Play
 # ---------------------------------------------------------------------------------------------------------------------
 class Outcome(NamedTuple):
-    """What one action came to.
+    """Outcome of one action.
 
     ``valid``: a route could be read. ``legal``: the share of its moves that were made before one was blocked or the
     board solved; 1 where nothing was read. ``closeness``: the potential of the state that it led to, 1 where the board
@@ -157,7 +159,7 @@ class Scoring:
 
 
 class StepResult(NamedTuple):
-    """What a step gives back: the board after it, its reward, whether the board is solved, and its outcome."""
+    """Result of a step: the board after it, its reward, whether the board is solved, and its outcome."""
 
     observation: str
     reward: float
@@ -216,7 +218,7 @@ class RouteEpisode(MultiTurnEpisode):
 
     @abstractmethod
     def start(self, artifact: Any) -> dict[str, Any]:
-        """What ``state.data`` holds of the game before anybody acts."""
+        """Return the game's part of ``state.data`` before the first action."""
 
     @abstractmethod
     def environment(self, state: EpisodeState) -> RouteEnv:
@@ -283,17 +285,17 @@ def solved(extras: dict[str, Any]) -> dict[str, float]:
 
 
 def goal(extras: dict[str, Any]) -> dict[str, float]:
-    """What the team's solution is worth, 0 without one: for every actor of the team, acted or not."""
+    """Value of the team's solution, 0 without one: for every actor of the team, acted or not."""
     return extras["goal"]
 
 
 def closeness(extras: dict[str, Any]) -> dict[str, float]:
-    """How close to the end each actor's last action led, by the true distance: 1 at the end, 0 farthest from it."""
+    """Closeness to the end after each actor's last action, by the true distance: 1 at the end, 0 farthest from it."""
     return extras["closeness"]
 
 
 def gained(extras: dict[str, Any]) -> dict[str, float]:
-    """How much closer than the start each actor's last action led."""
+    """Gain in closeness from the start to each actor's last action."""
     return extras["gained"]
 
 
@@ -313,7 +315,7 @@ def legal_moves(extras: dict[str, Any]) -> dict[str, float]:
 
 
 def moves(extras: dict[str, Any]) -> dict[str, float]:
-    """How many moves each actor's routes came to."""
+    """Number of moves of each actor's routes."""
     return extras["moves"]
 
 
@@ -340,3 +342,48 @@ class RouteOptions(TeamOptions):
     @property
     def scoring(self) -> Scoring:
         return Scoring(self.alpha, self.mode, self.invalid_cost, self.shaping)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Demonstrations
+# ---------------------------------------------------------------------------------------------------------------------
+LATER = 0.25  # share of the demonstrations that follow a failed round, which their prompt describes
+UNREAD = 0.1  # share of the replies before a demonstration that could not be read
+
+
+class RouteGame(NamedTuple):
+    """The functions by which a game demonstrates its routes; ``board`` is its maze or level.
+
+    ``messages(actor, board, route=, note=)`` is the prompt, ``suggest(board, quality, rng, blocked)`` a route,
+    ``decide(board, suggestion, quality, rng, blocked)`` the planner's, and ``failed_round(board, rng)`` the board after
+    a round that failed, with the outcomes of its walk and of its suggestion.
+    """
+
+    messages: Callable[..., Messages]
+    suggest: Callable[[Any, float, Random, str], str]
+    decide: Callable[[Any, str, float, Random, str], str]
+    failed_round: Callable[[Any, Random], tuple[Any, Outcome, Outcome]]
+
+
+def demonstrate_routes(
+    game: RouteGame, boards: Sequence[Any], actors: Sequence[str], rng: Random, quality: float, rounds: int
+) -> list[Demonstration]:
+    """One demonstration per board, the actors taking turns; some are of a later round than the first."""
+    check_demonstrations(actors, quality)
+    made: list[Demonstration] = []
+    for index, drawn in enumerate(boards):
+        actor = actors[index % len(actors)]
+        board, note, blocked = drawn, "", ""
+        if rounds > 1 and rng.random() < LATER:
+            board, walked, suggested = game.failed_round(drawn, rng)
+            own = None if actor == actors[-1] else suggested._asdict()
+            note, blocked = failure_note(rng.randrange(1, rounds), walked._asdict(), own), walked.blocked
+        suggestion = None
+        if actor == "planner" and rng.random() >= UNREAD:
+            suggestion = game.suggest(board, quality, rng, blocked)
+        if suggestion:
+            answer = game.decide(board, suggestion, quality, rng, blocked)
+        else:
+            answer = game.suggest(board, quality, rng, blocked)
+        made.append((actor, game.messages(actor, board, route=suggestion, note=note), format_route(answer)))
+    return made

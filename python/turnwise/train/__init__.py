@@ -1,13 +1,18 @@
-"""The trainer: batches, policies, losses, checkpoints, and the loop that ties them to an arena."""
+"""The training loop and its rooms: config, model, update, checkpoints, evaluation, logs, league, health.
 
-from turnwise.train.config import TrainConfig
-from turnwise.train.config_files import ConfigError, load_config
-from turnwise.train.evaluate import Evaluation, evaluate
+Read in this order: loop, rollout_queue, callbacks, validate, run_folder.
+May import: types, utils, samples, credit, arena, train.
+"""
+
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError
+from turnwise.train.eval.evaluate import Evaluation, evaluate
+from turnwise.train.log.run_log import RunLog
 from turnwise.train.loop import EvalSet, Trainer
-from turnwise.train.models import attach_adapters, build_policies
-from turnwise.train.policy import Policy
-from turnwise.train.run_log import RunLog
-from turnwise.train.warm_start import Demonstration, warm_start
+from turnwise.train.model.loading import attach_adapters, build_policies
+from turnwise.train.model.policy import Policy
+from turnwise.train.update.sft import Demonstration, warm_start
+from turnwise.train.validate import load_config
 
 __all__ = [
     "ConfigError",

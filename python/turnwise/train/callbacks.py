@@ -1,43 +1,81 @@
-"""What may take part in the training loop beside it: told when a run starts and after each step, and saved with it."""
+"""Callbacks of the training loop, and the view of the trainer that they get."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from turnwise.train.loop import Trainer
-    from turnwise.types import GenerateResult
+import numpy as np
+
+from turnwise.arena import Arena
+from turnwise.train.checkpoint.progress import Progress
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.log.client_metrics import ClientMetrics
+from turnwise.train.log.run_log import RunLog
+from turnwise.train.model.policy import Policy
+from turnwise.train.rollout_queue import RolloutQueue
+from turnwise.types import GenerateResult
+
+
+class TrainerView(Protocol):
+    """The part of :class:`~turnwise.train.loop.Trainer` that callbacks, health checks and checkpoints use."""
+
+    arena: Arena
+    policies: dict[str, Policy]
+    config: TrainConfig
+    progress: Progress
+    log: RunLog
+    client_metrics: ClientMetrics
+    rollouts: RolloutQueue
+    rng: np.random.Generator
+
+    @property
+    def callbacks(self) -> Mapping[str, Callback]:
+        """The run's callbacks by name."""
+        ...
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the run's checkpoints."""
+        ...
+
+    async def sync_weights(self) -> None:
+        """Send changed weights to the client."""
+        ...
+
+    def save(self) -> Path:
+        """Write a checkpoint."""
+        ...
 
 
 class Callback:
-    """Override what is needed; all of it runs in the event loop's thread, while no policy is updated.
+    """Override what is needed; every method runs in the event loop's thread, while no policy is updated.
 
-    ``name`` is unique in a run. What :meth:`state_dict` gives, fit for JSON, and :meth:`files` is in every checkpoint,
-    so a resumed run has the callback as it was.
+    ``name`` is unique in a run. Every checkpoint holds :meth:`state_dict`, which must be fit for JSON, and
+    :meth:`files`, so a resumed run restores the callback.
     """
 
     name: str
 
-    async def on_start(self, trainer: Trainer) -> None:
-        """The client has the starting weights, or those that the run resumed with; nothing was sampled yet."""
+    async def on_start(self, trainer: TrainerView) -> None:
+        """Run before the first sample; the client has the starting weights, or those that the run resumed with."""
 
-    async def after_step(self, trainer: Trainer, results: Sequence[GenerateResult]) -> Mapping[str, float]:
-        """Step ``trainer.progress.step`` was trained on ``results`` and published; the metrics to log with it."""
+    async def after_step(self, trainer: TrainerView, results: Sequence[GenerateResult]) -> Mapping[str, float]:
+        """Return metrics of step ``trainer.progress.step``, which was trained on ``results`` and published."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs of this object."""
+        """Return the state that a resumed run needs."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Undo :meth:`state_dict`; ``folder`` is the checkpoint, with what :meth:`files` named in it."""
+        """Restore :meth:`state_dict`; ``folder`` is the checkpoint, which holds the :meth:`files`."""
 
     def protected_steps(self) -> Collection[int]:
-        """Steps whose checkpoints must stay."""
+        """Return steps whose checkpoints must stay."""
         return ()
 
     def files(self) -> Mapping[str, Path]:
-        """Files that never change once written, by their names in a checkpoint, which links them."""
+        """Return files that never change once written, by their names in a checkpoint, which links them."""
         return {}

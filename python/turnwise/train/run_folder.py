@@ -12,10 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from turnwise.train.checkpoint import ignored_checkpoints, list_checkpoints
-from turnwise.train.config import TrainConfig
-from turnwise.train.config_files import CONFIG_FILE, ConfigError, differences
-from turnwise.train.sinks import read_lines
+from turnwise.train.checkpoint.checkpoint import ignored_checkpoints, list_checkpoints
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import CONFIG_FILE, ConfigError, differences
+from turnwise.train.log.writers import read_lines
 
 LOCK = ".run.lock"
 """In the run folder: locked while a run writes there, and says which one does."""
@@ -81,7 +81,7 @@ class RunLock:
 
 
 def _holder(content: bytes) -> dict[str, Any] | None:
-    """What a lock file says; ``None`` where it is empty or half written."""
+    """Return the contents of a lock file, or ``None`` if it is empty or half written."""
     try:
         found = json.loads(content)
         return {key: found[key] for key in ("pid", "host", "since")}
@@ -168,9 +168,9 @@ def refuse_own_arena(config: TrainConfig, episodes: Collection[str]) -> None:
 
 
 def own_arena(config: TrainConfig, episode: str, kind: str) -> str:
-    """What is said of a run whose ``episode`` no task of its config plays."""
+    """Return the message for a run whose ``episode`` no task of its config plays."""
     return (
         f"episode {episode!r} is of type {kind!r}, which task {config.task!r} of {config.run_dir / CONFIG_FILE} "
         "doesn't have: a program with an arena of its own ran it. Make it a task, task = 'module:Class' "
-        "(turnwise.tasks.OwnTask), or play it with turnwise.arena.playback.play_again"
+        "(turnwise.tasks.OwnTask), or play it with turnwise.replay.replayer.replay_episode"
     )

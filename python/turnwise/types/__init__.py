@@ -1,8 +1,10 @@
-"""The nouns: what the rooms of turnwise hand to one another.
+"""The nouns that the rooms of turnwise exchange, and the protocols through which they call each other.
 
-Stages meet only here. Nothing in this folder imports torch or another room of the package.
+Read in this order: play, model_calls, training, protocols.
+May import: utils.
 
-Legend for array shapes: ``B`` samples, ``N`` tokens of a packed stream, ``P`` prompt tokens, ``C`` completion tokens.
+Nothing here imports torch. Array shapes: ``B`` samples, ``N`` tokens of a packed stream, ``P`` prompt tokens,
+``C`` completion tokens.
 """
 
 from __future__ import annotations

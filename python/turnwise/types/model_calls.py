@@ -1,4 +1,4 @@
-"""What is asked of a model, and what it gives."""
+"""Requests to a model and its responses."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ FinishReason = Literal["stop", "length", "abort"]
 """``stop``: a stop token was sampled (and is kept); ``length``: the token limit; ``abort``: cut off from outside."""
 
 PolicyVersions = list[tuple[int, int]]
-"""Which weights sampled which tokens, as runs: ``[(5, 12), (3, 13)]`` is 5 tokens by version 12, then 3 by 13."""
+"""Weight versions of the tokens, as runs: ``[(5, 12), (3, 13)]`` is 5 tokens by version 12, then 3 by 13."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn.
+    """Settings for drawing tokens.
 
     ``temperature`` 0 means greedy. ``max_tokens`` counts completion tokens, the stop token included.
     ``stop_token_ids`` are added to the tokenizer's end-of-sequence token. ``seed`` fixes the draw of this one request,
-    whatever else is in the batch; ``None`` lets the client choose one.
+    independent of the batch; with ``None`` the client chooses one.
 
     Example: ``Sampling(temperature=1.0, max_tokens=32)``
     """
@@ -48,13 +48,13 @@ class Sampling:
             raise ValueError(f"top_k={self.top_k!r}: expected 0 (off) or a positive count")
 
     def with_(self, **changes: Any) -> Sampling:
-        """A copy with some fields changed: ``sampling.with_(temperature=0.0)``; unknown names raise ``TypeError``."""
+        """Copy with changed fields: ``sampling.with_(temperature=0.0)``; unknown names raise ``TypeError``."""
         return replace(self, **changes)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
-    """One completion asked of an inference client. Siblings of a tree are requests with equal prompts, own seeds.
+    """A request for one completion. Siblings of a tree are requests with equal prompts and different seeds.
 
     ``messages`` is the chat behind the prompt, for clients that send text.
 
@@ -69,12 +69,12 @@ class ModelRequest:
 
 @dataclass(slots=True)
 class ModelResponse:
-    """What one model call gave. Lists run over the ``C`` completion tokens, the stop token included.
+    """The result of one model call. Lists run over the ``C`` completion tokens, the stop token included.
 
-    ``logprobs`` are those of the distribution sampled from: ``log_softmax(logits / temperature)``, and for greedy
-    decoding ``log_softmax(logits)``. ``text`` is the completion without special tokens. What is not ``trainable`` came
-    as text: its token ids are a tokenizer's reading of it, and its log-probabilities are unknown. What is ``cached``
-    was sampled for another call that asked the same.
+    ``logprobs`` belong to the distribution sampled from: ``log_softmax(logits / temperature)``, for greedy decoding
+    ``log_softmax(logits)``. ``text`` is the completion without special tokens. A response that is not ``trainable``
+    arrived as text: the tokenizer encoded its token ids, and its log-probabilities are unknown. A ``cached`` response
+    was sampled for an earlier identical call.
 
     Example: ``ModelResponse(text="4", completion_token_ids=[20, 2], logprobs=[-0.1, -0.01], finish_reason="stop",
     policy_versions=[(2, 7)], prompt_token_ids=[1, 17, 9])``
@@ -102,8 +102,8 @@ class ContextLengthError(ModelError):
 class InferenceClient(Protocol):
     """Token ids in, token ids out. One response per request, in the order of the requests.
 
-    ``generate`` raises :class:`ModelError` (``ContextLengthError`` for a prompt that is too long) where it can't serve.
-    ``load_weights`` checks names and shapes before it changes a byte, and then answers for ``version``.
+    ``generate`` raises :class:`ModelError` if it can't serve (``ContextLengthError`` for a prompt that is too long).
+    ``load_weights`` checks names and shapes before it changes any weight; later responses carry ``version``.
     """
 
     async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]: ...
@@ -121,11 +121,13 @@ class InferenceClient(Protocol):
 
 @runtime_checkable
 class ScoringClient(Protocol):
-    """A client that can also tell how likely a given completion is."""
+    """A client that can also score a given completion."""
 
     async def score(self, requests: Sequence[ModelRequest], completions: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probabilities of ``completions[i]``, token by token, after the prompt of ``requests[i]``: those of
-        ``log_softmax(logits / temperature)``, before top-p and top-k, as in a response of :meth:`generate`."""
+        """Return log-probabilities of ``completions[i]``, token by token, after the prompt of ``requests[i]``.
+
+        They are ``log_softmax(logits / temperature)``, before top-p and top-k, as in a response of :meth:`generate`.
+        """
         ...
 
 

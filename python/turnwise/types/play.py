@@ -1,4 +1,4 @@
-"""Who plays, and what happened: actors, steps, rollouts, and episodes from the request to the result."""
+"""Players and records: actors, steps, rollouts, and episodes from the request to the result."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from turnwise.copies import deep_copy
 from turnwise.types.model_calls import FinishReason, Messages, PolicyVersions, Sampling
+from turnwise.utils.copies import deep_copy
+
+MAX_CONCURRENCY = 1024
+"""Default of an arena's and a run's ``max_concurrency``: model calls at the same time, over all actors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """Who plays: a configuration, not a model. ``policy`` names the weights behind it.
+    """A player: a configuration, not a model. ``policy`` names its weights.
 
-    ``max_tokens`` and ``sampling`` override the arena's defaults for this actor. At most ``max_concurrency`` of its
-    model calls are in flight at once, whatever room the arena's own limit leaves; ``None`` sets no limit of its own.
+    ``max_tokens`` and ``sampling`` override the arena's defaults for this actor. ``max_concurrency`` limits its model
+    calls in flight, in addition to the arena's own limit; ``None`` sets no such limit.
 
     Example: ``Actor("solver", system_prompt="Solve the problem.", policy="default", max_tokens=256)``
     """
@@ -45,12 +48,11 @@ class Step:
     """One model call of an episode.
 
     ``turn`` counts rounds from 0: a new one begins when the next actor has already acted in the present one.
-    ``branch`` is the index among siblings of a tree (0 without one); ``parent`` names the node of the tree that the
-    siblings grew from; ``origin`` is the branch that led to this call's state, as its (parent, branch), ``None`` before
-    the first node; ``selected`` says whether the episode's own trajectory holds the step. ``reward`` is this step's own
-    reward, ``None`` until scored: then its actor's by :meth:`Rollout.rewards_of`. Where it was given token by token, it
-    is their sum, and ``info["token_rewards"]`` has them. ``group`` overrides the group key that a credit rule would
-    build.
+    ``branch`` is the index among siblings of a tree (0 without one); ``tree_node`` names the node of the tree that the
+    siblings grew from; ``from_branch`` is the branch that led to this call's state, as its (tree node, branch),
+    ``None`` before the first node. ``selected`` is true if the episode's own trajectory holds the step. ``reward`` is
+    the step's own reward; while it is ``None``, its actor's counts (:meth:`Rollout.rewards_of`). For token rewards it
+    is their sum, and ``info["token_rewards"]`` has them. ``group`` overrides the group key of the credit rule.
 
     Example: ``Step("solver", turn=0, prompt=[{"role": "user", "content": "2 + 2 = ?"}], completion="4",
     prompt_token_ids=[1, 17, 9], completion_token_ids=[20, 2], completion_logprobs=[-0.1, -0.01],
@@ -71,15 +73,15 @@ class Step:
     advantage: float | None = None
     group: tuple[Hashable, ...] | None = None
     branch: int = 0
-    parent: int | None = None
+    tree_node: int | None = None
     selected: bool = True
     trainable: bool = True
     info: dict[str, Any] = field(default_factory=dict)
-    origin: tuple[int, int] | None = None
+    from_branch: tuple[int, int] | None = None
 
     @property
     def completion_text(self) -> str:
-        """``completion``, by the name that a response's text goes by elsewhere."""
+        """Alias of ``completion``."""
         return self.completion
 
 
@@ -87,7 +89,7 @@ class Step:
 class Rollout:
     """The trace of one episode, every branch of a tree included.
 
-    ``rewards`` holds one number per actor, from the rubric; ``metrics`` what the rubric measured besides;
+    ``rewards`` holds one number per actor, from the rubric; ``metrics`` its further measurements;
     ``error`` is the traceback of a failed episode, which never trains.
 
     Example: ``Rollout(id="r-17", episode_type="sudoku", artifact={"puzzle": "1_3_..."}, rewards={"proposer": 1.25})``
@@ -105,8 +107,11 @@ class Rollout:
     error: str | None = None
 
     def rewards_of(self, step: Step) -> Mapping[str, float]:
-        """The rewards by actor that hold for ``step``: where a tree has several ends (``meta["ends"]``) and it led to
-        one alone, those of that end; else the rollout's."""
+        """Return the rewards by actor for ``step``.
+
+        In a tree with several ends (``meta["ends"]``), a step that led to only one of them has the rewards of that end;
+        any other step has the rollout's.
+        """
         ends = step.info.get("ends", ())
         return self.meta["ends"][ends[0]]["rewards"] if len(ends) == 1 else self.rewards
 
@@ -115,8 +120,8 @@ class Rollout:
 class EpisodeRequest:
     """An episode to run. Copies of one question share ``group_id``; ``timeout`` is in seconds.
 
-    Lineage, seed, policy version and deadline reach nested episodes by themselves. ``policies`` names, by actor, whose
-    weights play for it here and in nested episodes in place of its own; what they say never trains.
+    Nested episodes inherit lineage, seed, policy version and deadline. ``policies`` maps actors to the policies that
+    replace their own, here and in nested episodes; completions of these policies never train.
 
     Example: ``EpisodeRequest("sudoku", {"puzzle": "1_3_..."}, group_id="puzzle-5", seed=11)``
     """
@@ -134,12 +139,12 @@ class EpisodeRequest:
 
 @dataclass(slots=True)
 class GenerateResult:
-    """A finished episode: its rollout, the results of the episodes that it spawned, and what it asked to run next.
+    """A finished episode: its rollout, the results of the episodes that it spawned, and its requests to run next.
 
-    ``uid`` names the question (the request's ``group_id``, else its artifact); ``parent_id`` the rollout that spawned
-    this one. Episodes that continue it stand among the ``children`` as well, with its own ``parent_id``, and its id
-    under ``rollout.meta["continues"]``. A top episode's ``tape`` has what a replay of it needs
-    (:mod:`turnwise.arena.tape`), where one was kept.
+    ``group_id`` names the question (the request's, else its artifact); ``parent_id`` the rollout that spawned
+    this one. ``children`` also holds the episodes that continue it: they have its own ``parent_id``, and its id
+    under ``rollout.meta["continues"]``. A top episode's ``recording``, if kept, has the data for a replay
+    (:mod:`turnwise.arena.recording.recorder`).
 
     Example: ``GenerateResult(Rollout("r-1", "propose", None), children=[GenerateResult(Rollout("r-2", "solve", 1))])``
     """
@@ -148,17 +153,22 @@ class GenerateResult:
     children: list[GenerateResult] = field(default_factory=list)
     continuation: list[EpisodeRequest] = field(default_factory=list)
     is_trainable: bool = True
-    uid: Hashable = None
+    group_id: Hashable = None
     parent_id: str | None = None
-    tape: Any = field(default=None, compare=False, repr=False)
+    recording: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def uid(self) -> Hashable:
+        """Alias of ``group_id``."""
+        return self.group_id
 
     @property
     def rewards(self) -> dict[str, float]:
-        """The rollout's rewards by actor; none where it failed."""
+        """Return the rollout's rewards by actor; empty if it failed."""
         return self.rollout.rewards
 
     def walk(self) -> Iterable[GenerateResult]:
-        """This result and all below it, parents first."""
+        """Yield this result and all below it, parents first."""
         yield self
         for child in self.children:
             yield from child.walk()
@@ -166,7 +176,7 @@ class GenerateResult:
 
 @dataclass(slots=True)
 class EpisodeState:
-    """What an episode knows while it runs; ``data`` is its scratch space and the only part that ``fork`` copies.
+    """The state of a running episode; ``data`` is its scratch space and the only part that ``fork`` copies.
 
     Example: ``EpisodeState(current_actor="proposer", data={"grid": [[1, 0], [0, 1]]})``
     """
@@ -181,17 +191,16 @@ class EpisodeState:
     acted: tuple[str, ...] = ()
 
     def fork(self, n: int) -> list[EpisodeState]:
-        """``n`` independent copies. Finished steps and child results are shared, ``data`` is copied.
+        """Return ``n`` independent copies. Finished steps and child results are shared, ``data`` is copied.
 
-        Raises ``TypeError`` for data whose copies would not be what it is, as those of an
-        environment that pickles by its constructor.
+        Raises ``TypeError`` for data that a copy would lose, such as an environment that pickles by its constructor.
         """
         if n < 0:
             raise ValueError(f"n={n!r}: expected a count >= 0")
         return [self._copy() for _ in range(n)]
 
     def snapshot(self) -> EpisodeState:
-        """A copy to go back to with :meth:`restore`."""
+        """Return a copy for :meth:`restore`."""
         return self._copy()
 
     def restore(self, snapshot: EpisodeState) -> None:
@@ -211,9 +220,10 @@ class EpisodeState:
 
 @dataclass(slots=True)
 class Artifact:
-    """A thing that episodes work on, as a store keeps it. ``source`` is the rollout that made it, ``parents`` holds the
-    ids of the artifacts that it was made from. Rollouts are numbered anew in each run: in a file that several write to,
-    ``run`` says whose ``source`` is.
+    """An object that episodes work on, as a store keeps it. ``source`` is the rollout that made it.
+
+    ``parents`` holds the ids of the artifacts that it was made from. Each run numbers its rollouts from the start; in a
+    file that several runs write to, ``run`` identifies the run of ``source``.
 
     Example: ``Artifact(id="q-3", data={"question": "2 + 2 = ?", "answer": "4"}, source="r-17", parents=("q-1",))``
     """

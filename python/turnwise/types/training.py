@@ -1,4 +1,4 @@
-"""What the trainer sees: samples, batches, and the rules that turn rewards into advantages."""
+"""The trainer's inputs: samples, batches, and the rules that turn rewards into advantages."""
 
 from __future__ import annotations
 
@@ -14,52 +14,58 @@ from turnwise.types.play import GenerateResult
 
 @dataclass(slots=True)
 class Sample:
-    """One trainable model call. ``uid`` names the question, ``trajectory`` the rollout, ``parent_node`` the rollout
-    that spawned it (``None`` at the top), ``parent`` the tree node that its siblings grew from. ``reward`` is the
-    step's own where ``scored``, else the rollout's; ``info`` is the step's; ``top`` is the result at the top of its
-    tree of episodes.
+    """One trainable model call, as the trainer and the credit rules see it.
 
-    Example: ``Sample(uid="puzzle-5", episode_type="sudoku", actor="proposer", turn=0, branch=3, parent=0,
-    trajectory="r-17", step_index=3, policy="default", prompt_token_ids=[1, 17, 9], completion_token_ids=[20, 2],
+    Example: ``Sample(group_id="puzzle-5", episode_type="sudoku", actor="proposer", turn=0, branch=3, tree_node=0,
+    rollout_id="r-17", step_index=3, policy="default", prompt_token_ids=[1, 17, 9], completion_token_ids=[20, 2],
     rollout_logprobs=[-0.1, -0.01], policy_versions=[(2, 7)], reward=1.25, trajectory_reward=1.0)``
     """
 
-    uid: Hashable
+    group_id: Hashable
+    """The question; rollouts of one question share it."""
     episode_type: str
     actor: str
     turn: int
     branch: int
-    parent: int | None
-    trajectory: str
+    tree_node: int | None
+    """The tree node that this call and its siblings branch from; ``None`` outside a tree."""
+    rollout_id: str
     step_index: int
+    """The place in ``rollout.steps``."""
     policy: str
     prompt_token_ids: list[int]
     completion_token_ids: list[int]
     rollout_logprobs: list[float]
     policy_versions: PolicyVersions
     reward: float
+    """The step's own reward where ``has_step_reward``, else the rollout's for this actor."""
     trajectory_reward: float
     advantage: float | None = None
     finish_reason: FinishReason = "stop"
     loss_mask: list[int] | None = None
     temperature: float = 1.0
-    parent_node: str | None = None
+    parent_rollout_id: str | None = None
+    """The rollout that spawned this one; ``None`` at the top."""
     group: tuple[Hashable, ...] | None = None
-    scored: bool = True
+    has_step_reward: bool = True
     info: Mapping[str, Any] = field(default_factory=dict)
-    top: GenerateResult | None = field(default=None, repr=False, compare=False)
+    """The step's own ``info``."""
+    root_result: GenerateResult | None = field(default=None, repr=False, compare=False)
+    """The result at the top of this call's tree of episodes."""
 
     @property
-    def play(self) -> tuple[str, int | None]:
-        """The trajectory as rules compare it: the rollout, and the end that the step alone led to where it has several
-        (``Step.info["ends"]``)."""
+    def trajectory_key(self) -> tuple[str, int | None]:
+        """Return the trajectory for credit rules: the rollout, and its end.
+
+        The end is set if a tree has several and this step led to only one of them (``Step.info["ends"]``).
+        """
         ends = self.info.get("ends", ())
-        return (self.trajectory, ends[0] if len(ends) == 1 else None)
+        return (self.rollout_id, ends[0] if len(ends) == 1 else None)
 
 
 @dataclass(slots=True)
 class TrainingBatch:
-    """Many samples, packed column by column: prompt and completion of each sample stand one after the other.
+    """Many samples, packed column by column: each sample's prompt is followed by its completion.
 
     ``token_ids [N]`` int64, ``cu_seqlens [B+1]`` int64, ``loss_mask [N]`` uint8 (1 on the completion tokens that
     train), ``rollout_logprobs [N]`` float32 (0 on prompts), ``advantages [B]`` float32, ``rewards [B]`` float32,
@@ -90,7 +96,7 @@ class TrainingBatch:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """How many model calls don't train, by cause: with the rows they are all calls of actors in the step."""
+        """Count the model calls that don't train, by cause; with the rows they are all calls of the step's actors."""
         counts: dict[str, int] = {}
         for (_, cause), count in self.drops.items():
             counts[cause] = counts.get(cause, 0) + count

@@ -24,9 +24,9 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def load(module: str) -> Any:
-    """A module of another trainer. A bare machine may lack it; `make test` installs it, so in CI it must load."""
+    """A module of another trainer. A bare machine may lack it; `make test-all` installs it, so in CI it must load."""
     if os.environ.get("CI") != "true":
-        pytest.importorskip(module.split(".")[0], reason="compared with where it is installed: make test")
+        pytest.importorskip(module.split(".")[0], reason="compared where it is installed: make test-all")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module(module)

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from turnwise.ops import factorize, group_advantage
 
+pytestmark = pytest.mark.slow
+
 SEEDS = 2000
 AGENTS = ("solver", "verifier", "searcher")
 

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from turnwise.ops import CISPO, GSPO, KL, SAPO, Clip, policy_loss
 
+pytestmark = pytest.mark.slow
+
 MAX_COMPLETION = 512  # TRL's default
 
 
@@ -80,7 +82,7 @@ def test_clipped(trl_loss: Any, streams: Any, same_loss: Any, target: Any, seeds
     for seed in seeds():
         s = streams(seed)
         dual = s.choose.choice([None, s.choose.uniform(1.6, 4)])
-        clip = Clip(s.choose.uniform(0.05, 0.5), s.choose.uniform(0.05, 0.5), dual=dual)
+        clip = Clip(s.choose.uniform(0.05, 0.5), s.choose.uniform(0.05, 0.5), dual_clip=dual)
         kl, options = draw_kl(s.choose)
         lp, leaf = s.leaves()
         ours = s.loss(target, lp, clip=clip, **kl, **aggregation_of(loss_type, s.mask))

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from turnwise.ops import factorize, group_advantage
 
+pytestmark = pytest.mark.slow
+
 SEEDS = 2000
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 

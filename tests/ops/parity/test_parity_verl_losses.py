@@ -29,6 +29,8 @@ from turnwise.ops import (
     policy_loss,
 )
 
+pytestmark = pytest.mark.slow
+
 AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
@@ -67,8 +69,8 @@ def test_vanilla(verl: Any, config: Any, streams: Any, same_loss: Any, target: A
     for seed in seeds():
         s = streams(seed)
         agg = s.choose.choice(AGGREGATIONS)
-        clip = Clip(s.choose.uniform(0.05, 0.5), s.choose.uniform(0.05, 0.5), dual=s.choose.uniform(1.6, 4))
-        settings = config(clip_ratio_low=clip.low, clip_ratio_high=clip.high, clip_ratio_c=clip.dual)
+        clip = Clip(s.choose.uniform(0.05, 0.5), s.choose.uniform(0.05, 0.5), dual_clip=s.choose.uniform(1.6, 4))
+        settings = config(clip_ratio_low=clip.low, clip_ratio_high=clip.high, clip_ratio_c=clip.dual_clip)
         lp, leaf = s.leaves()
         ours = s.loss(target, lp, clip=clip, **aggregation_of(agg, s.mask))
         expected = verl.compute_policy_loss_vanilla(**arguments(s, leaf, agg, settings))[0]
@@ -89,8 +91,8 @@ def _clipped(variant: Any, most: float = 0.5) -> Callable[[Any], tuple[Variant, 
 
 
 def _vanilla(choose: Any) -> tuple[Variant, dict[str, Any]]:
-    clip = Clip(*_ranges(choose), dual=choose.uniform(1.6, 4))
-    return clip, {"clip_ratio_low": clip.low, "clip_ratio_high": clip.high, "clip_ratio_c": clip.dual}
+    clip = Clip(*_ranges(choose), dual_clip=choose.uniform(1.6, 4))
+    return clip, {"clip_ratio_low": clip.low, "clip_ratio_high": clip.high, "clip_ratio_c": clip.dual_clip}
 
 
 def _sapo(choose: Any) -> tuple[Variant, dict[str, Any]]:
@@ -126,7 +128,7 @@ def test_variants(verl: Any, config: Any, streams: Any, same_loss: Any, target: 
 
 
 DEFAULTS: dict[str, Variant] = {
-    "vanilla": Clip(0.2, 0.2, dual=3.0),
+    "vanilla": Clip(0.2, 0.2, dual_clip=3.0),
     "gspo": GSPO(0.2, 0.2),
     "cispo": CISPO(0.2, 0.2),
     "gpg": GPG(),
@@ -187,7 +189,7 @@ def test_covariance_variants(
 def test_vanilla_metrics(verl: Any, config: Any, streams: Any) -> None:
     for seed in range(500):
         s = streams(seed, spread=1.0)
-        clip = Clip(0.2, 0.28, dual=3.0)
+        clip = Clip(0.2, 0.28, dual_clip=3.0)
         settings = config(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0)
         expected = verl.compute_policy_loss_vanilla(**arguments(s, s.double("logprobs"), "token-mean", settings))[1]
         got = policy_loss(s.logprobs, s.old, s.advantages, mask=s.mask, clip=clip).metrics

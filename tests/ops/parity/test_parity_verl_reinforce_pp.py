@@ -12,6 +12,8 @@ import torch
 from turnwise.credit import ReinforcePPCredit
 from turnwise.types import Sample
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("baseline", [False, True])
 @pytest.mark.parametrize("seed", range(5))
@@ -21,13 +23,13 @@ def test_whitened_batch(verl: Any, seed: int, baseline: bool) -> None:
     uids = np.array([f"q{index % 4}" for index in range(12)], dtype=object)
     samples = [
         Sample(
-            uid=uid,
+            group_id=uid,
             episode_type="e",
             actor="a",
             turn=0,
             branch=0,
-            parent=None,
-            trajectory=f"t{index}",
+            tree_node=None,
+            rollout_id=f"t{index}",
             step_index=0,
             policy="p",
             prompt_token_ids=[1],

@@ -5,10 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from turnwise.ops import gae, token_returns, token_reward_sum
+
+pytestmark = pytest.mark.slow
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 

@@ -10,6 +10,8 @@ import torch
 
 from turnwise.ops import Clip, factorize, grouped_policy_loss, linear_policy_loss
 
+pytestmark = pytest.mark.slow
+
 AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 
 
@@ -24,7 +26,7 @@ def vanilla(verl: Any) -> Any:
             ppo_micro_batch_size_per_gpu=1,
             clip_ratio_low=clip.low,
             clip_ratio_high=clip.high,
-            clip_ratio_c=clip.dual,
+            clip_ratio_c=clip.dual_clip,
         )
         return verl.compute_policy_loss_vanilla(s.double("old"), log_prob, advantages, s.mask.double(), agg, settings)[
             0
@@ -34,7 +36,7 @@ def vanilla(verl: Any) -> Any:
 
 
 def draw_clip(choose: Any) -> Clip:
-    return Clip(choose.uniform(0.05, 0.5), choose.uniform(0.05, 0.5), dual=choose.uniform(1.6, 4))
+    return Clip(choose.uniform(0.05, 0.5), choose.uniform(0.05, 0.5), dual_clip=choose.uniform(1.6, 4))
 
 
 @pytest.mark.parametrize("by_std", [True, False], ids=["std", "no-std"])

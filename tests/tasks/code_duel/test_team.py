@@ -130,7 +130,7 @@ async def test_a_tree_runs_each_branch_s_own_program(table):
 
 
 async def test_a_foreign_artifact_is_named(table):
-    from turnwise.arena.scheduler import BatchFailedError
+    from turnwise.arena.runtime.concurrency import BatchFailedError
 
     with pytest.raises(BatchFailedError, match=r"statement='Do it\.'"):
         await table(team(), []).one({"problem": "Do it."})

@@ -7,9 +7,10 @@ import pytest
 
 from turnwise.arena import TreeSampler
 from turnwise.credit import GRPOCredit
-from turnwise.run import build_run
+from turnwise.run.build import build_run
 from turnwise.tasks import build_task
-from turnwise.train.config_files import ConfigError, config_from_dict
+from turnwise.train.config.toml import ConfigError
+from turnwise.train.validate import config_from_dict
 
 ARTIFACT = {"question": "2 + 2?", "answer": "4"}
 
@@ -71,13 +72,13 @@ def test_demonstrations_are_worked_solutions_of_training_questions(task):
 def settings(path, folder, **changes):
     return {
         "task": "gsm8k", "task_options": {"path": str(path), "max_tokens": 16}, "run_dir": str(folder),
-        "steps": 1, "threads": 1, "rollout": {"questions": 4, "copies": 4}, "eval": {"questions": 4},
+        "steps": 1, "threads": 1, "rollout": {"prompts_per_step": 4, "group_size": 4}, "eval": {"num_prompts": 4},
         "warm_start": {"steps": 4, "batch_size": 8}, **changes,
     }  # fmt: skip
 
 
 def test_a_step_of_training_credits_the_copies_of_a_question_by_grpo(path, tmp_path):
-    run = build_run(config_from_dict(settings(path, tmp_path / "run", **{"filter": {"zero_advantage": False}})))
+    run = build_run(config_from_dict(settings(path, tmp_path / "run", **{"filter": {"drop_zero_advantage": False}})))
     assert type(run.arena.credit) is GRPOCredit
     # The tiny model solves nothing in one step: its answers are scored by their length here, so that something trains.
     run.arena.episodes["gsm8k"].rubric.funcs[0] = lambda completion, artifact: {"solver": len(completion) / 100}
@@ -85,8 +86,8 @@ def test_a_step_of_training_credits_the_copies_of_a_question_by_grpo(path, tmp_p
     assert run.train().step == 1
     results = run.arena.last_results
     assert len(results) == 16 and all(len(result.rollout.steps) == 1 for result in results)
-    for question in {result.uid for result in results}:
-        steps = [r.rollout.steps[0] for r in results if r.uid == question]
+    for question in {result.group_id for result in results}:
+        steps = [r.rollout.steps[0] for r in results if r.group_id == question]
         rewards = np.array([len(step.completion) / 100 for step in steps])
         expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6) if rewards.std() else 0 * rewards
         assert np.allclose([step.advantage for step in steps], expected, atol=1e-4)
@@ -97,5 +98,5 @@ def test_a_step_of_training_credits_the_copies_of_a_question_by_grpo(path, tmp_p
 def test_a_tree_is_refused(path, task, tmp_path):
     with pytest.raises(ValueError, match=r"'gsm8k' has one call a question"):
         task.episodes(TreeSampler(branches=2))
-    with pytest.raises(ConfigError, match=r"'rollout.branches' = 2: .*branch with rollout.copies"):
+    with pytest.raises(ConfigError, match=r"'rollout.branches' = 2: .*branch with rollout.group_size"):
         build_run(config_from_dict(settings(path, tmp_path / "run", rollout={"branches": 2})))

@@ -122,7 +122,7 @@ async def test_attempts_train_if_asked_and_each_level_is_compared_with_itself(ta
     expected = {(None, 0): pytest.approx([-1.0, 1.0], abs=1e-4)}
     assert [first.rollout.steps[0].advantage, second.rollout.steps[0].advantage] == expected[None, 0]
     if not train_solver:
-        assert batch.actors == [PROPOSER] and batch.dropped == {"untrainable": 8}
+        assert batch.actors == [PROPOSER] and batch.dropped == {"not_trainable": 8}
         return
     assert [got[OURS, place] for place in range(1, 5)] == pytest.approx([3**0.5, *[-(3**-0.5)] * 3], abs=1e-4)
     assert [got[OTHER, place] for place in range(1, 5)] == pytest.approx([1, 1, -1, -1], abs=1e-4)

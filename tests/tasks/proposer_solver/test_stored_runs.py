@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 
 from turnwise.arena import ArtifactStore
-from turnwise.replay import replay
-from turnwise.run import build_run, dry_run
+from turnwise.replay.replay import replay
+from turnwise.run.build import build_run
+from turnwise.run.checks import dry_run
 from turnwise.tasks.proposer_solver.episodes import STORE
-from turnwise.train.config_files import ConfigError, config_from_dict
+from turnwise.train.config.toml import ConfigError
+from turnwise.train.resume import resume_run
+from turnwise.train.validate import config_from_dict
 
 
 def run_of(folder: Path, store: Path | None, **changes):
@@ -20,8 +23,8 @@ def run_of(folder: Path, store: Path | None, **changes):
     settings = {
         "task": "proposer_solver", "run_dir": str(folder), "steps": 4, "threads": 1,
         "task_options": options if store is None else {**options, "store_path": str(store)},
-        "warm_start": {"steps": 120, "batch_size": 24, "lr": 4e-3}, "update": {"lr": 1e-4}, "eval": {"questions": 1},
-        "rollout": {"questions": 8, "copies": 2}, "credit": {"rule": "hierarchy"},
+        "warm_start": {"steps": 120, "batch_size": 24, "lr": 4e-3}, "update": {"lr": 1e-4}, "eval": {"num_prompts": 1},
+        "rollout": {"prompts_per_step": 8, "group_size": 2}, "credit": {"rule": "hierarchy"},
         "checkpoint": {"every": 2}, "log": {"rollouts_per_step": 99, "progress": False},
     }  # fmt: skip
     return build_run(config_from_dict({**settings, **changes}))
@@ -51,15 +54,15 @@ class KilledError(BaseException):
 
 def killed(run, step: int):
     """Train until the batch of the step after ``step`` was sampled; the problems that are stored by then."""
-    trainer, update = run.trainer, run.trainer.update
+    trainer, update = run.trainer, run.trainer.update_policies
 
     def die(*arguments):
         if trainer.progress.step == step:
-            trainer.leave = trainer.save = lambda **options: asyncio.sleep(0)  # a killed process says nothing
+            trainer.stop_and_save = trainer.save = lambda **options: asyncio.sleep(0)  # a killed process says nothing
             raise KilledError
         return update(*arguments)
 
-    trainer.update = die
+    trainer.update_policies = die
     with pytest.raises(KilledError):
         run.train()
     found = stored(run)
@@ -80,9 +83,9 @@ def test_a_killed_run_ends_with_the_problems_of_one_that_never_was(first, tmp_pa
     left = killed(run_of(folder, path), step=3)
     assert {meta["step"] for *_, meta in left} >= {3, 4}, "what was solved after the checkpoint of step 2 is there"
     resumed = run_of(folder, path)
-    resumed.trainer.resume()
+    resume_run(resumed.trainer)
     assert stored(resumed) == [problem for problem in whole if problem[-1]["step"] <= 2], "gone with what solved it"
-    assert not resumed.arena.stores[STORE].inherited, "the run's own problems are no earlier run's"
+    assert not resumed.arena.stores[STORE].preexisting_ids, "the run's own problems are no earlier run's"
     resumed.arena.stores[STORE].close()
     assert finished(run_of(folder, path)) == whole
 
@@ -93,7 +96,7 @@ def test_the_next_run_begins_with_what_the_last_one_solved(first, tmp_path):
     shown = examples(folder / "run", 1)
     assert len(shown) == 16 and all(example == own for example, own in shown), "in an empty store there is nothing"
     second = run_of(tmp_path / "second", path, seed=1, steps=2)
-    assert second.arena.stores[STORE].inherited == {id for id, *_ in whole}
+    assert second.arena.stores[STORE].preexisting_ids == {id for id, *_ in whole}
     after = finished(second)
     runs = {item.id: item.run for item in ArtifactStore(STORE, path=path)}
     by_first, by_second = ({runs[id] for id, *_ in some} for some in (whole, after[len(whole) :]))
@@ -107,7 +110,7 @@ def test_the_next_run_begins_with_what_the_last_one_solved(first, tmp_path):
 
 def test_without_a_path_each_run_begins_with_nothing(tmp_path):
     run = run_of(tmp_path / "run", None)
-    assert run.arena.stores[STORE].path is None and not run.arena.stores[STORE].inherited
+    assert run.arena.stores[STORE].path is None and not run.arena.stores[STORE].preexisting_ids
 
 
 def test_a_dry_run_makes_no_file_and_others_are_refused(tmp_path):

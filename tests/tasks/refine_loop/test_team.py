@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from turnwise.arena import TreeSampler
-from turnwise.arena.scheduler import BatchFailedError
+from turnwise.arena.runtime.concurrency import BatchFailedError
 from turnwise.tasks import build_task
 from turnwise.tasks.base import split_of
 from turnwise.tasks.refine_loop import (

@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from turnwise.tasks.sudoku import SudokuOptions, SudokuTask
 from turnwise.tasks.sudoku.demonstrations import demonstrations, faulty_draft, fill, repair
 from turnwise.tasks.sudoku.grid import BLANK, ROWS, Puzzle, is_solved, parse_grid, sudoku_puzzles
 from turnwise.tasks.sudoku.prompts import read_messages
@@ -53,6 +54,18 @@ def test_every_demonstration_is_well_formed(quality):
         if draft is None:
             assert all(given in (BLANK, cell) for given, cell in zip(givens, answer, strict=True))
             assert all(sorted(row) == list("1234") for row in rows(answer))
+
+
+def test_answers_to_one_prompt_follow_one_another():
+    made = demonstrations(PUZZLES[:40], TEAM, 1, answers=3)
+    fours = [made[i : i + 3] for i in range(0, len(made), 3)]
+    assert len(made) == 120 and all(len({(actor, str(chat)) for actor, chat, _ in four}) == 1 for four in fours)
+    assert [four[0][0] for four in fours] == [TEAM[i % 2] for i in range(40)]
+    assert [read_messages(four[0][1])[0] for four in fours] == [puzzle.givens for puzzle in PUZZLES[:40]]
+    assert sum(len({text for *_, text in four}) > 1 for four in fours) > 20
+    task = SudokuTask(SudokuOptions(answers=3))
+    shown = task.demonstrations(10, seed=0)
+    assert len(shown) == 10 and shown == task.demonstrations(12, seed=0)[:10]
 
 
 def test_quality_is_the_chance_of_a_right_row():

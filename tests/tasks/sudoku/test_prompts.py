@@ -14,6 +14,16 @@ def test_prompts_read_back(actor):
     assert read_messages(sudoku_messages(actor, PUZZLE, PUZZLE)) == (PUZZLE, PUZZLE)
 
 
+@pytest.mark.parametrize("turn", [0, 1])
+def test_the_grids_end_the_prompt(turn):
+    """Each cell stands as far before the reply's own, whatever the notes say."""
+    alone, corrected = (sudoku_messages("reviser", PUZZLE, draft, turn)[1]["content"] for draft in (None, DRAFT))
+    assert alone.endswith("1_3_\n3412\n_143\n4_21") and corrected.endswith("Draft:\n1432\n3412\n2143\n4321")
+    assert corrected.startswith(
+        "Round 2.\nWrong: columns 2 4, boxes 1 2." if turn else "Wrong: columns 2 4, boxes 1 2."
+    )
+
+
 def test_each_actor_has_its_own_instruction():
     first = [sudoku_messages(actor, PUZZLE)[0]["content"] for actor in SYSTEM_PROMPTS]
     assert len(set(first)) == len(first) == 3

@@ -5,15 +5,21 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from turnwise.run import build_run
-from turnwise.train.config_files import load_config
+from turnwise.run.build import build_run
+from turnwise.train.validate import load_config
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "kuhn_poker.toml"
 
 
 def test_self_play_makes_kuhn_poker_less_exploitable(tmp_path):
     """Between two seeds the start differs by 0.02; ten steps took 0.11 and 0.13 off it (docs/self_play.md)."""
-    changes = {"run_dir": str(tmp_path), "steps": 10, "threads": 1, "eval.exploitability": 10, "eval.questions": 2}
+    changes = {
+        "run_dir": str(tmp_path),
+        "steps": 10,
+        "threads": 1,
+        "eval.exploitability_every": 10,
+        "eval.num_prompts": 2,
+    }
     run = build_run(load_config(EXAMPLE, changes))
     notes = []
     run.trainer.log.note = notes.append

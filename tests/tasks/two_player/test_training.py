@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from turnwise.credit import RAECredit
-from turnwise.run import build_run, dry_run
+from turnwise.run.build import build_run
+from turnwise.run.checks import dry_run
 from turnwise.tasks.two_player import SEATS, sample_policy, score_policy
-from turnwise.train.config_files import ConfigError, config_from_dict, load_config
+from turnwise.train.config.toml import ConfigError
+from turnwise.train.validate import config_from_dict, load_config
 
 GAMES = {"kuhn_poker": 30, "negotiation": 80, "tic_tac_toe": 30}
 """How many steps of a warm start it takes until both seats mostly say something legal."""
@@ -21,8 +23,8 @@ def run_of(game, folder, **changes):
     settings = {
         "task": game, "run_dir": str(folder), "steps": 1, "threads": 1,
         "warm_start": {"steps": GAMES[game], "batch_size": 12, "warmup": 5, "lr": 4e-3},
-        "rollout": {"questions": 16, "check_private": True},
-        "eval": {"questions": 8},
+        "rollout": {"prompts_per_step": 16, "check_private": True},
+        "eval": {"num_prompts": 8},
     }  # fmt: skip
     return build_run(config_from_dict({**settings, **changes}))
 
@@ -31,11 +33,11 @@ def train(run):
     """One step, and the batch that it trained on with the episodes behind it."""
     seen = []
 
-    def finish(results):
-        seen.append((type(run.arena).finish(run.arena, results), results))
+    def assign_credit_and_pack(results):
+        seen.append((type(run.arena).assign_credit_and_pack(run.arena, results), results))
         return seen[-1][0]
 
-    run.arena.finish = finish
+    run.arena.assign_credit_and_pack = assign_credit_and_pack
     progress = run.train()
     assert progress.step == 1 and len(seen) == 1
     return seen[0]

@@ -7,10 +7,11 @@ import json
 import pytest
 import torch
 
-from turnwise.run import build_run
-from turnwise.train.checkpoint import checkpoint_at, list_checkpoints
-from turnwise.train.config_files import ConfigError, config_from_dict
+from turnwise.run.build import build_run
+from turnwise.train.checkpoint.checkpoint import checkpoint_at, list_checkpoints
+from turnwise.train.config.toml import ConfigError
 from turnwise.train.health import Sums
+from turnwise.train.validate import config_from_dict
 
 ALWAYS = 1e9
 """A threshold that entropy always falls below."""
@@ -19,7 +20,7 @@ ALWAYS = 1e9
 def settings_of(folder, **changes):
     return {
         "task": "kuhn_poker", "run_dir": str(folder), "steps": 4, "threads": 1, "task_options": {"max_tokens": 4},
-        "rollout": {"questions": 4}, "update": {"lr": 1e-3}, "checkpoint": {"every": 1, "keep": 1},
+        "rollout": {"prompts_per_step": 4}, "update": {"lr": 1e-3}, "checkpoint": {"every": 1, "keep_last": 1},
         "credit": {"rule": "rae"}, **changes,
     }  # fmt: skip
 

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from turnwise.arena import Filters, TreeSampler
-from turnwise.run import build_run
-from turnwise.train.config_files import config_from_dict
+from turnwise.run.build import build_run
 from turnwise.train.health.watch import CAUSES, PATIENCE
-from turnwise.train.run_log import read_metrics
+from turnwise.train.log.run_log import read_metrics
+from turnwise.train.validate import config_from_dict
 from turnwise.types import EpisodeRequest
 
 
@@ -41,7 +41,7 @@ async def test_a_run_of_tied_groups_says_so_once_and_everywhere(make_trainer, ca
 
 async def test_an_update_without_a_gradient_is_told_from_one_that_is_too_small(make_trainer):
     trainer = make_trainer(steps=2)
-    trainer.arena.filters = Filters(zero_advantage=False)
+    trainer.arena.filters = Filters(drop_zero_advantage=False)
     pay(trainer, lambda state: 0.0)
     await trainer.run()
     ((step, warning),) = warnings_of(trainer)
@@ -88,7 +88,7 @@ async def test_frozen_seats_and_other_phases_are_no_matter(make_two_policies):
     )
 
 
-@pytest.mark.parametrize("cause", sorted(set(CAUSES) - {"untrainable", "surplus", "resample"}))
+@pytest.mark.parametrize("cause", sorted(set(CAUSES) - {"not_trainable", "over_quota", "resample"}))
 def test_most_samples_lost_is_told_once_per_cause(make_trainer, random_batch, cause):
     trainer = make_trainer()
     batch = random_batch(0, 9)
@@ -105,7 +105,7 @@ def test_most_samples_lost_is_told_once_per_cause(make_trainer, random_batch, ca
 def test_questions_that_others_stand_in_for_are_not_lost(make_trainer, random_batch):
     trainer = make_trainer()
     batch = random_batch(0, 9)
-    batch.drops = {("first", name): 50 for name in ("untrainable", "surplus", "resample")}
+    batch.drops = {("first", name): 50 for name in ("not_trainable", "over_quota", "resample")}
     trainer.watch.samples(batch, {"default"})
     assert warnings_of(trainer) == []
 
@@ -113,7 +113,7 @@ def test_questions_that_others_stand_in_for_are_not_lost(make_trainer, random_ba
 @pytest.mark.parametrize(("minibatches", "advice"), [(4, "lower update.lr"), (1, "there was one update")])
 async def test_ratios_that_explode_name_policy_value_and_rate(make_trainer, minibatches, advice):
     """At 0.3 a few updates make tokens hundreds of times as likely; with a single one the samples must be stale."""
-    update = {"lr": 0.3, "minibatches": minibatches, "ppo_epochs": minibatches, "max_skipped": 99}
+    update = {"lr": 0.3, "num_minibatches": minibatches, "ppo_epochs": minibatches, "max_nonfinite_updates": 99}
     trainer = make_trainer(steps=2, update=update)
     if minibatches == 1:
         trainer.watch.updates(trainer.policies["default"], {"ratio_max": 20.0, "updates": 1})
@@ -144,7 +144,7 @@ def test_a_move_that_was_cut_off_loses_and_trains_as_lost(tmp_path, seed):
         config_from_dict(
             {
                 "task": "kuhn_poker", "run_dir": str(tmp_path), "threads": 1, "seed": seed,
-                "task_options": {"max_tokens": 4}, "rollout": {"questions": 8}, "log": {"progress": False},
+                "task_options": {"max_tokens": 4}, "rollout": {"prompts_per_step": 8}, "log": {"progress": False},
             }
         )
     )  # fmt: skip
@@ -157,7 +157,7 @@ def test_a_move_that_was_cut_off_loses_and_trains_as_lost(tmp_path, seed):
 
 async def test_answers_learn_to_end(make_trainer):
     """A policy that is nearly always cut off, and is paid for ending by itself, learns to end."""
-    trainer = make_trainer(steps=12, update={"lr": 1e-2, "minibatches": 2})
+    trainer = make_trainer(steps=12, update={"lr": 1e-2, "num_minibatches": 2})
     trainer.arena.episodes["letters"].sampler = TreeSampler(branches=16)
     pay(trainer, lambda state: float(state.trajectory[-1].finish_reason != "length"))
     trainer.arena.source = lambda: [EpisodeRequest("letters", question) for question in range(4)]

@@ -6,17 +6,17 @@ import json
 
 import pytest
 
-from turnwise.run import build_run
-from turnwise.train.config_files import config_from_dict
+from turnwise.run.build import build_run
+from turnwise.train.validate import config_from_dict
 
 
 def settings_of(folder, **changes):
     return {
         "task": "kuhn_poker", "run_dir": str(folder), "steps": 3, "threads": 1, "task_options": {"max_tokens": 6},
         "warm_start": {"steps": 30, "batch_size": 12, "warmup": 5, "lr": 4e-3},
-        "rollout": {"questions": 8, "check_private": True}, "update": {"lr": 1e-4},
+        "rollout": {"prompts_per_step": 8, "check_private": True}, "update": {"lr": 1e-4},
         "checkpoint": {"every": 1}, "log": {"rollouts_per_step": 100},
-        "league": {"share": 0.5, "every": 2, "size": 2, "at_once": 2}, **changes,
+        "league": {"share": 0.5, "every": 2, "size": 2, "opponents_per_step": 2}, **changes,
     }  # fmt: skip
 
 

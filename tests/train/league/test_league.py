@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from turnwise.inference import TransformersClient
-from turnwise.run import dry_run
+from turnwise.run.checks import dry_run
 from turnwise.tasks.two_player import SEATS
-from turnwise.train.config_files import ConfigError, config_from_dict
+from turnwise.train.config.toml import ConfigError
 from turnwise.train.league import Game, League
 from turnwise.train.league.league import MARK
+from turnwise.train.resume import resume_run
+from turnwise.train.validate import config_from_dict
 from turnwise.types import EpisodeRequest, ModelRequest, Sampling
 
 
@@ -22,11 +24,11 @@ def batches_of(run):
     """Train; each step's batch with the episodes behind it."""
     seen = []
 
-    def finish(results):
-        seen.append((type(run.arena).finish(run.arena, results), results))
+    def assign_credit_and_pack(results):
+        seen.append((type(run.arena).assign_credit_and_pack(run.arena, results), results))
         return seen[-1][0]
 
-    run.arena.finish = finish
+    run.arena.assign_credit_and_pack = assign_credit_and_pack
     run.train()
     return seen
 
@@ -50,7 +52,7 @@ def test_no_token_of_the_past_trains(make_run):
                 (live if step.actor_id == seat else past).append(step)
         assert past and all(step.policy.startswith("default@past") and not step.trainable for step in past)
         assert live and all(step.policy == "default" and step.trainable for step in live)
-        assert batch.policies == ["default"] and batch.dropped["untrainable"] == len(past)
+        assert batch.policies == ["default"] and batch.dropped["not_trainable"] == len(past)
         ends = zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)
         trained = Counter(tuple(batch.token_ids[start:end].tolist()) for start, end in ends)
         assert trained <= Counter((*step.prompt_token_ids, *step.completion_token_ids) for step in live)
@@ -59,7 +61,9 @@ def test_no_token_of_the_past_trains(make_run):
 
 def test_the_past_plays_with_the_weights_that_it_had(make_run):
     """Log-probs of a member's tokens are those of its snapshot, bit by bit the weights of that step."""
-    run = make_run(steps=4, league={"share": 1.0, "every": 1, "size": 8, "at_once": 3, "opponents": "uniform"})
+    run = make_run(
+        steps=4, league={"share": 1.0, "every": 1, "size": 8, "opponents_per_step": 3, "matchmaker": "uniform"}
+    )
     history = {0: weights_of(run)}
     seen = []
     record = run.trainer.record
@@ -98,7 +102,9 @@ def score(client, step):
 
 
 def test_matches_are_paired_and_seats_swapped(make_run):
-    run = make_run(steps=1, rollout={"questions": 12, "copies": 2, "check_private": True}, league={"share": 0.5})
+    run = make_run(
+        steps=1, rollout={"prompts_per_step": 12, "group_size": 2, "check_private": True}, league={"share": 0.5}
+    )
     [(_, results)] = batches_of(run)
     assert len(results) == 24 and len(marked(results)) == 12 and not marked(results[:12])
     matches = defaultdict(list)
@@ -107,7 +113,7 @@ def test_matches_are_paired_and_seats_swapped(make_run):
     assert len(matches) == 6
     for pair in matches.values():
         assert [result.rollout.meta[MARK]["seat"] for result in pair] == list(SEATS)
-        assert pair[0].rollout.artifact == pair[1].rollout.artifact and pair[0].uid == pair[1].uid
+        assert pair[0].rollout.artifact == pair[1].rollout.artifact and pair[0].group_id == pair[1].group_id
         assert pair[0].rollout.meta[MARK]["member"] == pair[1].rollout.meta[MARK]["member"]
     record = league_of(run).payoffs.between("live", "step 0")
     assert (record.matches, record.games) == (6, 12)
@@ -116,6 +122,7 @@ def test_matches_are_paired_and_seats_swapped(make_run):
     assert record.wins == sum(payoff > 0 for payoff in payoffs)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_one_left_alone(make_run, read_lines):
     whole = make_run("whole", steps=6)
     whole.train()
@@ -142,15 +149,18 @@ def test_a_checkpoint_holds_the_pool_and_a_later_file_goes(make_run):
     kept = lost.read_bytes()
     lost.unlink()
     again = make_run(steps=2)
-    again.trainer.resume()
+    resume_run(again.trainer)
     assert lost.read_bytes() == kept and not stray.exists()
     assert lost.stat().st_nlink > 2, "the checkpoints and the pool share one file"
 
 
+@pytest.mark.slow
 def test_adapters_meet_their_own_past(make_run):
     """Each seat's adapter over one base: a member brings the other seat's."""
     pytest.importorskip("peft")
-    run = make_run(steps=3, specialization="lora", league={"share": 1.0, "every": 1, "size": 2, "at_once": 2})
+    run = make_run(
+        steps=3, policy_sharing="lora_per_actor", league={"share": 1.0, "every": 1, "size": 2, "opponents_per_step": 2}
+    )
     for batch, results in batches_of(run):
         assert set(batch.policies) <= {"player0", "player1"}
         for result in results:
@@ -165,7 +175,9 @@ def test_adapters_meet_their_own_past(make_run):
 
 def test_sampling_ahead_gives_each_batch_under_way_its_own_places(make_run):
     run = make_run(
-        steps=5, loop={"max_staleness": 1, "deterministic": True}, league={"share": 1.0, "every": 1, "at_once": 2}
+        steps=5,
+        loop={"max_staleness": 1, "deterministic": True},
+        league={"share": 1.0, "every": 1, "opponents_per_step": 2},
     )
     used = [
         {step.policy for result in results for step in result.rollout.steps if not step.trainable}
@@ -185,7 +197,7 @@ def test_opponents_have_the_matchmakers_chances(make_run):
     drawn = Counter(member.step for batch in range(2000) for member in league.draw(batch, 5))
     assert drawn[0] == 0 and drawn[2] / drawn[1] == pytest.approx(3.0, rel=0.15)
     assert [m.step for m in league.draw(7, 9)] == [m.step for m in league.draw(7, 9)]
-    assert len({member.step for member in league.draw(0, 9)}) <= league.config.at_once
+    assert len({member.step for member in league.draw(0, 9)}) <= league.config.opponents_per_step
 
 
 class Stub:
@@ -221,11 +233,11 @@ def league_game(share):
     [
         ({"task": "sudoku", "task_options": {}}, "task 'sudoku' has no seats"),
         ({"league": {"share": 0.1}}, "no question from each of 2 seats"),
-        ({"league": {"share": 0.5, "opponents": "latets"}}, "did you mean 'latest'"),
+        ({"league": {"share": 0.5, "matchmaker": "latets"}}, "did you mean 'latest'"),
         ({"league": {"share": 0.5, "options": {"powr": 1}}}, "league.options.powr"),
-        ({"filter": {"resample": 1}, "credit": {"rule": "grpo"}}, "filter.resample = 0"),
-        ({"rollout": {"client": "vllm", "questions": 8}}, "policies.default is a whole model"),
-        ({"rollout": {"client": "vllm-server", "questions": 8}}, "serves the live policies alone"),
+        ({"filter": {"dynamic_sampling_rounds": 1}, "credit": {"rule": "grpo"}}, "filter.dynamic_sampling_rounds = 0"),
+        ({"rollout": {"client": "vllm", "prompts_per_step": 8}}, "policies.default is a whole model"),
+        ({"rollout": {"client": "vllm-server", "prompts_per_step": 8}}, "serves the live policies alone"),
         (
             {"actors": {"player1": "rival"}, "policies": {"default": {}, "rival": {"trainable": False}}},
             "actor 'player1' plays with policy 'rival', which is frozen",
@@ -239,7 +251,7 @@ def test_what_can_not_be_is_told_before_anything_runs(settings, changes, told):
 
 def test_without_a_share_there_is_no_league(make_run):
     run = make_run(steps=1, league={})
-    assert not run.trainer.callbacks and run.arena.seating is None
+    assert not run.trainer.callbacks and run.arena.opponent_assignment is None
     assert all(not marked(results) for _, results in batches_of(run))
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from turnwise.train.league.matchmaking import MATCHMAKERS, Latest, Prioritised, Uniform, chances
+from turnwise.train.league.matchmaking import MATCHMAKERS, Latest, Prioritized, Uniform, chances
 
 P_WIN = np.array([0.9, 0.5, 0.1])
 
@@ -14,18 +14,18 @@ def test_uniform_and_latest():
     assert chances(Latest(k=9), P_WIN) == pytest.approx([1 / 3] * 3)
 
 
-def test_prioritised_is_alphastars_weighting():
+def test_prioritized_is_alphastars_weighting():
     weights = np.array([0.1**2, 0.5**2, 0.9**2])
-    assert chances(Prioritised(), P_WIN) == pytest.approx(weights / weights.sum())
-    assert chances(Prioritised(power=1.0), P_WIN) == pytest.approx(np.array([0.1, 0.5, 0.9]) / 1.5)
-    assert chances(Prioritised(), np.ones(4)) == pytest.approx([0.25] * 4), "all beaten: each as likely"
+    assert chances(Prioritized(), P_WIN) == pytest.approx(weights / weights.sum())
+    assert chances(Prioritized(power=1.0), P_WIN) == pytest.approx(np.array([0.1, 0.5, 0.9]) / 1.5)
+    assert chances(Prioritized(), np.ones(4)) == pytest.approx([0.25] * 4), "all beaten: each as likely"
 
 
 def test_mistakes_are_told():
     with pytest.raises(ValueError, match="k=0"):
         Latest(k=0)
     with pytest.raises(ValueError, match="power=-1"):
-        Prioritised(power=-1)
+        Prioritized(power=-1)
 
     class Odd:
         def weights(self, p_win):
@@ -36,4 +36,4 @@ def test_mistakes_are_told():
 
 
 def test_the_registry_has_them_all():
-    assert set(MATCHMAKERS) == {"uniform", "latest", "prioritised"}
+    assert set(MATCHMAKERS) == {"uniform", "latest", "prioritized"}

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
+from turnwise.train.eval.statistics import wilson
 from turnwise.train.league.payoffs import Game, Payoffs, Record, game_of, student_t
-from turnwise.train.statistics import wilson
 from turnwise.types import Rollout
 
 WIN, DRAW, LOSS = Game(1.0, 2.0, -2.0), Game(0.5, 0.0, 0.0), Game(0.0, -1.0, 1.0)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from turnwise.train.checkpoint import CheckpointError
+from turnwise.train.checkpoint.checkpoint import CheckpointError
 from turnwise.train.league.pool import Member, Pool, Slots, slot_name, slot_names
 
 

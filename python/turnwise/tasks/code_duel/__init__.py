@@ -1,13 +1,17 @@
-"""Programs and tests: a coder solves a small problem, a tester tries to find its program out, both in a sandbox."""
+"""Programs and tests: a coder solves a small problem, a tester tries to find its program out, both in a sandbox.
+
+Read in this order: team, problems, prompts, scoring, sandbox.
+May import: types, arena, tasks.
+"""
 
 from __future__ import annotations
 
-from .demonstrations import demonstrations
-from .problems import FAMILIES, Problem, draw_problems, find_problem
-from .prompts import View, code_duel_messages, read_view
-from .sandbox import Limits, Returned, Sandbox, SandboxError, SandboxRun
-from .scoring import Case, Judgement, judge_cases, parse_cases, parse_program
-from .team import CodeDuelEpisode, CodeDuelOptions, CodeDuelTask
+from turnwise.tasks.code_duel.demonstrations import demonstrations
+from turnwise.tasks.code_duel.problems import FAMILIES, Problem, draw_problems, find_problem
+from turnwise.tasks.code_duel.prompts import View, code_duel_messages, read_view
+from turnwise.tasks.code_duel.sandbox import Limits, Returned, Sandbox, SandboxError, SandboxRun
+from turnwise.tasks.code_duel.scoring import Case, Judgement, judge_cases, parse_cases, parse_program
+from turnwise.tasks.code_duel.team import CodeDuelEpisode, CodeDuelOptions, CodeDuelTask
 
 __all__ = [
     "FAMILIES",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
+from turnwise.tasks.base import check_demonstrations
+from turnwise.tasks.code_duel.problems import Problem, find_family, find_problem, run_trusted
+from turnwise.tasks.code_duel.prompts import View, code_duel_messages
+from turnwise.tasks.code_duel.sandbox import Returned
+from turnwise.tasks.code_duel.scoring import Case, describe_failures, format_case
 from turnwise.types import Messages
-
-from .problems import Problem, find_family, find_problem, run_trusted
-from .prompts import View, code_duel_messages
-from .sandbox import Returned
-from .scoring import Case, describe_failures, format_case
 
 UNREAD = 0.1  # share of these whose own last reply could not be read
 LATER = 0.25  # share of a coder's demonstrations that begin with a program that failed, as in a second round
@@ -25,10 +25,7 @@ def demonstrations(
     it is a wrong program's, which differs in one part. So a model that has learnt them well writes programs that run,
     and half of them do something else: there reinforcement learning starts.
     """
-    if not 0 <= quality <= 1:
-        raise ValueError(f"quality={quality!r}: expected a number in [0, 1]")
-    if not actors:
-        raise ValueError("actors=(): expected at least one actor id")
+    check_demonstrations(actors, quality)
     rng = Random(f"code-duel-demonstrations/{seed}")
     made = []
     for index, statement in enumerate(statements):

@@ -313,5 +313,5 @@ def _compiled(program: str) -> Callable[..., Any]:
 
 
 def run_trusted(program: str, arguments: Arguments) -> Any:
-    """What a program *of this module* returns, in this process: never one that a model wrote."""
+    """Run a program *of this module* in this process and return its result; never one that a model wrote."""
     return _compiled(program)(*arguments)

@@ -1,13 +1,12 @@
-"""What coder and tester are told: short, so that a tiny model trains fast, and clear to a large one."""
+"""Prompts of coder and tester: short, so that a tiny model trains fast, and clear to a large one."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from turnwise.tasks.base import with_round, without_round
+from turnwise.tasks.code_duel.problems import MAX_ITEMS, MAX_LETTERS, NUMBERS
 from turnwise.types import Message, Messages
-
-from .problems import MAX_ITEMS, MAX_LETTERS, NUMBERS
 
 _PROGRAM, _FAILED = "\nProgram:\n", "\nFailed:\n"
 
@@ -21,7 +20,7 @@ SYSTEM_PROMPTS = {
 
 
 class View(NamedTuple):
-    """What a prompt shows: the statement, the standing program, and which test cases it failed."""
+    """Contents of a prompt: the statement, the current program, and the test cases that it failed."""
 
     statement: str
     program: str | None = None
@@ -45,7 +44,7 @@ def code_duel_messages(actor_id: str, view: View, turn: int = 0, *, unread: bool
 
 
 def read_view(messages: Messages) -> View:
-    """The view back from a prompt."""
+    """Parse the view from a prompt."""
     shown, failed, report = without_round(messages).partition(_FAILED)
     statement, written, program = shown.partition(_PROGRAM)
     return View(statement, program if written else None, report if failed else None)

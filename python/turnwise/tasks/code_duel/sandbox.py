@@ -44,9 +44,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from turnwise.arena.scheduler import CallBudget
-
-from .seccomp import MACHINES, build_filter
+from turnwise.arena.runtime.concurrency import PrioritySemaphore
+from turnwise.tasks.code_duel.seccomp import MACHINES, build_filter
 
 Reason = Literal["ok", "error", "memory", "cpu", "wall", "output", "forbidden", "crash"]
 
@@ -60,7 +59,7 @@ class SandboxError(RuntimeError):
 
 
 class Returned(NamedTuple):
-    """What one call came to: ``error`` is ``None`` where it returned, else for example ``"KeyError: 3"``."""
+    """Result of one call: ``error`` is ``None`` if it returned, else for example ``"KeyError: 3"``."""
 
     value: Any = None
     error: str | None = None
@@ -68,7 +67,7 @@ class Returned(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SandboxRun:
-    """What came of a program. ``results`` has one entry per input; those that it did not get to have ``reason`` there.
+    """Result of a program. ``results`` has one entry per input; inputs that it did not reach have ``reason`` there.
 
     ``reason``: ``"ok"`` all calls returned; ``"error"`` one raised; ``"memory"`` one ran out of memory; ``"cpu"``,
     ``"wall"``, ``"output"``: killed at that limit; ``"forbidden"``: killed for asking for a process, a socket, a signal
@@ -130,7 +129,7 @@ class Sandbox:
     def __init__(self, limits: Limits | None = None, *, parallel: int | None = None, strict: bool = True) -> None:
         self.limits = Limits() if limits is None else limits
         self._filter = find_filter(strict=strict)
-        self._budget = CallBudget((os.cpu_count() or 1) if parallel is None else parallel)
+        self._budget = PrioritySemaphore((os.cpu_count() or 1) if parallel is None else parallel)
 
     async def call(self, program: str, function: str, inputs: Sequence[Sequence[Any]]) -> SandboxRun:
         """Define ``program`` and call its ``function`` on each of ``inputs``, tuples of plain arguments, in order.

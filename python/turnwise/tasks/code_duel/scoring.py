@@ -1,4 +1,4 @@
-"""What programs and test cases are worth: programs by hidden inputs, cases by the wrong programs that they find out."""
+"""Scores programs by hidden inputs, and test cases by the wrong programs that they detect."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any, NamedTuple
 
-from .problems import Arguments, Problem, find_family, run_trusted
-from .sandbox import Returned
+from turnwise.tasks.code_duel.problems import Arguments, Problem, find_family, run_trusted
+from turnwise.tasks.code_duel.sandbox import Returned
 
 LINE_CHARS = 200  # of a test case; a longer line is none
 GOT_CHARS = 80  # of what a failed call gave, in the report
@@ -25,7 +25,7 @@ class Case(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """Of the cases that a tester wrote: how many of them are right, and how many wrong programs those find out."""
+    """Score of a tester's cases: how many of them are right, and how many wrong programs those detect."""
 
     right: float
     found: float
@@ -94,7 +94,7 @@ def describe_failures(cases: Sequence[Case], results: Sequence[Returned]) -> str
 
 
 def same(value: Any, expected: Any) -> bool:
-    """Whether two values are equal and of one type, and so is all in them: ``1`` is neither ``1.0`` nor ``True``.
+    """Return True if two values and all their elements are equal and of one type: ``1`` is not ``1.0`` or ``True``.
 
     Numbers are compared as they are written, so NaN equals itself; a dict's keys have an order. What a program can't
     return, such as a set, equals nothing.
@@ -114,7 +114,7 @@ def passed_share(results: Sequence[Returned], expected: Sequence[Any]) -> float:
 
 
 def judge_cases(problem: Problem, cases: Sequence[Case]) -> Judgement:
-    """How well ``cases`` tell right programs from wrong ones.
+    """Judge how well ``cases`` tell right programs from wrong ones.
 
     A case is right where its arguments are such as the problem speaks of, and the problem's program returns what it
     expects. A wrong program is found out where a right case fails on it: ``found`` is the mutation score (DeMillo,

@@ -23,7 +23,7 @@ ALLOWED: dict[str, _Numbers] = {
     "restart_syscall": (219, 128),
     "getrandom": (318, 278), "exit": (60, 93), "exit_group": (231, 94),
 }  # fmt: skip
-"""What a computation needs once everything is imported. No call opens, lists or looks at a file, and none sleeps."""
+"""Calls that a computation needs after imports. None opens, lists or looks at a file, and none sleeps."""
 
 FATAL: dict[str, _Numbers] = {
     "clone": (56, 220), "clone3": (435, 435), "fork": (57, None), "vfork": (58, None),
@@ -34,7 +34,7 @@ FATAL: dict[str, _Numbers] = {
     "bind": (49, 200), "io_uring_setup": (425, 425), "bpf": (321, 280), "unshare": (272, 97), "setns": (308, 268),
     "mount": (165, 40), "setrlimit": (160, 164),
 }  # fmt: skip
-"""What no computation asks for by accident: the process is killed at once, so that the attempt can't go unseen."""
+"""Calls that no computation makes by accident: the kernel kills the process at once, so the attempt is visible."""
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Machine name -> column of the tables above, and the kernel's name of its calling convention (AUDIT_ARCH)."""

@@ -8,131 +8,27 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler, logged
-from turnwise.tasks.base import Demonstration, Player, Split, TeamOptions, with_round
-from turnwise.tasks.generated import GeneratedTask
-from turnwise.tasks.rewards import MixMode, invalid_penalty, mix_rewards, mix_weights
+from turnwise.arena import Episode, TreeSampler, record_input
+from turnwise.tasks.base import Demonstration, Player, Split, with_round
+from turnwise.tasks.code_duel.demonstrations import demonstrations, write_cases
+from turnwise.tasks.code_duel.problems import FAMILIES, catalogue, draw_problems, find_family, find_problem, in_turns
+from turnwise.tasks.code_duel.prompts import SYSTEM_PROMPTS, View, read_view, view_message
+from turnwise.tasks.code_duel.sandbox import Limits, Sandbox
+from turnwise.tasks.code_duel.scoring import (
+    best_cases,
+    describe_failures,
+    format_case,
+    judge_cases,
+    parse_cases,
+    parse_program,
+    passed_share,
+)
+from turnwise.tasks.generated import texts_of
+from turnwise.tasks.teams import ActingEpisode, TeamOptions, TeamTask
 from turnwise.types import EpisodeState, Messages
-
-from .demonstrations import demonstrations, write_cases
-from .problems import FAMILIES, catalogue, draw_problems, find_family, find_problem, in_turns
-from .prompts import SYSTEM_PROMPTS, View, read_view, view_message
-from .sandbox import Limits, Sandbox
-from .scoring import best_cases, describe_failures, format_case, judge_cases, parse_cases, parse_program, passed_share
 
 Role = Literal["coder", "tester"]
 TEAM: tuple[Role, ...] = ("coder", "tester")
-
-
-class CodeDuelEpisode(MultiTurnEpisode):
-    """One problem, played by ``actors`` in order for up to ``max_turns`` rounds, until program and test cases agree.
-
-    The artifact is ``{"problem": "Return the sum of ..."}``. The coder's program runs in ``sandbox``; the tester sees
-    it, and the first ``max_cases`` of its test cases run on it; what failed is what the coder sees next. What can't be
-    read leaves program and report as they were and costs ``invalid_cost``. A step earns ``mix_rewards(solved, own part,
-    alpha, mode)``: ``solved`` is 1 where the standing program passes all hidden tests; the coder's own part is the
-    share that it passes, the tester's how well its cases tell right programs from wrong ones
-    (:func:`~turnwise.tasks.code_duel.scoring.judge_cases`). ``rubric`` mixes the same for the whole episode: the
-    outcome for every actor, and the own part of its last action. Nobody else sees an actor's ``<think>`` text.
-
-    Example: ``CodeDuelEpisode(Sandbox(), sampler=TreeSampler(branches=8))`` for the team,
-    ``CodeDuelEpisode(Sandbox(), actors=("coder",), max_turns=1)`` for one agent.
-    """
-
-    episode_type = "code_duel"
-
-    def __init__(
-        self,
-        sandbox: Sandbox,
-        *,
-        actors: Sequence[str] = TEAM,
-        max_turns: int = 2,
-        max_cases: int = 4,
-        alpha: float = 1.0,
-        mode: MixMode = "weighted_sum",
-        invalid_cost: float = 0.25,
-        sampler: TreeSampler | None = None,
-    ) -> None:
-        super().__init__(sampler=sampler, max_turns=max_turns)
-        self.sandbox, self.actors, self.max_cases = sandbox, tuple(actors), max_cases
-        self.alpha, self.mode, self.invalid_cost = alpha, mode, invalid_cost
-        outcome, own = mix_weights(alpha, mode)
-        metrics = [valid_format, right_cases, contained]
-        self.rubric = Rubric([solved, hidden_tests, discernment, *metrics], [outcome, own, own, 0.0, 0.0, 0.0])
-
-    def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
-        find_problem(artifact["problem"])  # an artifact that states no problem fails here, by name
-        state.data = {
-            "problem": artifact["problem"],
-            "program": None,
-            "failed": None,
-            "agreed": False,
-            "passed": 0.0,
-            "acts": {},
-            "stopped": [],
-        }
-
-    def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
-        """Statement, standing program, round and, for the coder, what it failed; nothing else piles up."""
-        data, actor = state.data, state.current_actor
-        view = View(data["problem"], data["program"], data["failed"] if actor == "coder" else None)
-        unread = not all(act["valid"] for act in data["acts"].get(actor, [])[-1:])
-        return [with_round(view_message(view), state.turn, unread=unread)]
-
-    async def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
-        act = await (self._code if state.current_actor == "coder" else self._test)(state)
-        state.data["acts"].setdefault(state.current_actor, []).append(act)
-
-    async def _code(self, state: EpisodeState) -> dict[str, Any]:
-        data, problem = state.data, find_problem(state.data["problem"])
-        program = parse_program(state.last_completion_text)
-        if program is not None:
-            run = await logged("sandbox", self.sandbox.call, program, "f", problem.hidden)
-            data["program"], data["failed"], data["agreed"] = program, None, False
-            data["passed"] = passed_share(run.results, problem.expected)
-            if run.reason not in ("ok", "error"):
-                data["stopped"].append(run.reason)
-        return {"valid": program is not None, "own": data["passed"], "right": 0.0}
-
-    async def _test(self, state: EpisodeState) -> dict[str, Any]:
-        data, problem = state.data, find_problem(state.data["problem"])
-        cases = parse_cases(state.last_completion_text, self.max_cases)
-        judged = judge_cases(problem, cases)
-        if cases and data["program"] is not None:
-            inputs = [case.arguments for case in cases]
-            run = await logged("sandbox", self.sandbox.call, data["program"], "f", inputs)
-            data["failed"] = describe_failures(cases, run.results)
-            data["agreed"] = data["failed"] is None
-        return {"valid": bool(cases), "own": judged.score, "right": judged.right}
-
-    def step_reward(self, state: EpisodeState, arena: Any, artifact: Any) -> float:
-        act = state.data["acts"][state.current_actor][-1]
-        reward = mix_rewards(float(_is_solved(state)), act["own"], self.alpha, self.mode)
-        return reward + invalid_penalty(act["valid"], self.invalid_cost)
-
-    def is_done(self, state: EpisodeState, arena: Any, artifact: Any) -> bool:
-        return state.data["agreed"]
-
-    def get_extras(self, state: EpisodeState) -> dict[str, Any]:
-        """``solved`` by actor; ``own``, ``valid``, ``right`` by actor that acted; ``program``, ``stopped``, ``rounds``.
-
-        ``stopped`` says why the sandbox ended a program, for each that it had to: ``["cpu", "forbidden"]``.
-        """
-        acts = state.data["acts"]
-        return {
-            "solved": dict.fromkeys(self.actors, float(_is_solved(state))),
-            "own": {actor: done[-1]["own"] for actor, done in acts.items()},
-            "valid": {actor: sum(act["valid"] for act in done) / len(done) for actor, done in acts.items()},
-            "right": {actor: done[-1]["right"] for actor, done in acts.items()},
-            "program": state.data["program"],
-            "stopped": list(state.data["stopped"]),
-            "agreed": state.data["agreed"],
-            "rounds": 1 + max((step.turn for step in state.trajectory), default=0),
-        }
-
-
-def _is_solved(state: EpisodeState) -> bool:
-    return state.data["passed"] == 1.0
 
 
 def _of(actor: str, values: dict[str, float]) -> dict[str, float]:
@@ -165,8 +61,95 @@ def valid_format(extras: dict[str, Any]) -> dict[str, float]:
 
 
 def contained(extras: dict[str, Any]) -> dict[str, float]:
-    """How many of the coder's programs the sandbox had to stop."""
+    """Number of the coder's programs that the sandbox stopped."""
     return {"coder": float(len(extras["stopped"]))}
+
+
+class CodeDuelEpisode(ActingEpisode):
+    """One problem, played by ``actors`` in order for up to ``max_turns`` rounds, until program and test cases agree.
+
+    The artifact is ``{"problem": "Return the sum of ..."}``. The coder's program runs in ``sandbox``; the tester sees
+    it, and the first ``max_cases`` of its test cases run on it; what failed is what the coder sees next. What can't be
+    read leaves program and report as they were and costs ``invalid_cost``. A step earns ``mix_rewards(solved, own part,
+    alpha, mode)``: ``solved`` is 1 where the standing program passes all hidden tests; the coder's own part is the
+    share that it passes, the tester's how well its cases tell right programs from wrong ones
+    (:func:`~turnwise.tasks.code_duel.scoring.judge_cases`). ``rubric`` mixes the same for the whole episode: the
+    outcome for every actor, and the own part of its last action. Nobody else sees an actor's ``<think>`` text.
+
+    Example: ``CodeDuelEpisode(Sandbox(), sampler=TreeSampler(branches=8))`` for the team,
+    ``CodeDuelEpisode(Sandbox(), actors=("coder",), max_turns=1)`` for one agent.
+    """
+
+    episode_type = "code_duel"
+    team = TEAM
+    outcomes, own_parts = (solved,), (hidden_tests, discernment)
+    measures = (valid_format, right_cases, contained)
+
+    def __init__(self, sandbox: Sandbox, *, max_cases: int = 4, **team: Any) -> None:
+        super().__init__(**team)
+        self.sandbox, self.max_cases = sandbox, max_cases
+
+    def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
+        find_problem(artifact["problem"])  # an artifact that states no problem fails here, by name
+        state.data = {
+            "problem": artifact["problem"],
+            "program": None,
+            "failed": None,
+            "agreed": False,
+            "passed": 0.0,
+            "acts": {},
+            "stopped": [],
+        }
+
+    def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
+        """Statement, standing program, round and, for the coder, what it failed; nothing else piles up."""
+        data, actor = state.data, state.current_actor
+        view = View(data["problem"], data["program"], data["failed"] if actor == "coder" else None)
+        return [with_round(view_message(view), state.turn, unread=self.is_unread(state))]
+
+    async def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
+        self.add_act(state, await (self._code if state.current_actor == "coder" else self._test)(state))
+
+    async def _code(self, state: EpisodeState) -> dict[str, Any]:
+        data, problem = state.data, find_problem(state.data["problem"])
+        program = parse_program(state.last_completion_text)
+        if program is not None:
+            run = await record_input("sandbox", self.sandbox.call, program, "f", problem.hidden)
+            data["program"], data["failed"], data["agreed"] = program, None, False
+            data["passed"] = passed_share(run.results, problem.expected)
+            if run.reason not in ("ok", "error"):
+                data["stopped"].append(run.reason)
+        return {"valid": program is not None, "own": data["passed"], "right": 0.0}
+
+    async def _test(self, state: EpisodeState) -> dict[str, Any]:
+        data, problem = state.data, find_problem(state.data["problem"])
+        cases = parse_cases(state.last_completion_text, self.max_cases)
+        judged = judge_cases(problem, cases)
+        if cases and data["program"] is not None:
+            inputs = [case.arguments for case in cases]
+            run = await record_input("sandbox", self.sandbox.call, data["program"], "f", inputs)
+            data["failed"] = describe_failures(cases, run.results)
+            data["agreed"] = data["failed"] is None
+        return {"valid": bool(cases), "own": judged.score, "right": judged.right}
+
+    def is_solved(self, state: EpisodeState) -> bool:
+        return state.data["passed"] == 1.0
+
+    def is_done(self, state: EpisodeState, arena: Any, artifact: Any) -> bool:
+        return state.data["agreed"]
+
+    def get_extras(self, state: EpisodeState) -> dict[str, Any]:
+        """``solved`` by actor; ``own``, ``valid``, ``right`` by actor that acted; ``program``, ``stopped``, ``rounds``.
+
+        ``stopped`` says why the sandbox ended a program, for each that it had to: ``["cpu", "forbidden"]``.
+        """
+        return {
+            **self.team_extras(state),
+            "right": {actor: done[-1]["right"] for actor, done in state.data["acts"].items()},
+            "program": state.data["program"],
+            "stopped": list(state.data["stopped"]),
+            "agreed": state.data["agreed"],
+        }
 
 
 class CodeDuelOptions(TeamOptions):
@@ -200,7 +183,7 @@ class CodeDuelOptions(TeamOptions):
         return families
 
 
-class CodeDuelTask(GeneratedTask):
+class CodeDuelTask(TeamTask):
     """Programs and the tests that find them out; see :class:`turnwise.tasks.base.Task` for what each method promises.
 
     Example: ``CodeDuelTask(CodeDuelOptions(families=("lists",)))``
@@ -209,30 +192,13 @@ class CodeDuelTask(GeneratedTask):
     name = "code_duel"
     key = "problem"
     system_prompts = SYSTEM_PROMPTS
-    success_metric = "solved/coder"
     options_type = CodeDuelOptions
     options: CodeDuelOptions
 
-    def __init__(self, options: CodeDuelOptions | None = None) -> None:
-        self.options = options or CodeDuelOptions()
-
-    @property
-    def roles(self) -> tuple[Role, ...]:
-        return self.options.actors
-
-    def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
+    def episode(self, tree: TreeSampler | None = None) -> Episode:
         options = self.options
-        episode = CodeDuelEpisode(
-            Sandbox(Limits(cpu_seconds=options.cpu_seconds), strict=options.strict),
-            actors=options.actors,
-            max_turns=options.max_turns,
-            max_cases=options.max_cases,
-            alpha=options.alpha,
-            mode=options.mode,
-            invalid_cost=options.invalid_cost,
-            sampler=tree,
-        )
-        return {self.name: episode}
+        sandbox = Sandbox(Limits(cpu_seconds=options.cpu_seconds), strict=options.strict)
+        return CodeDuelEpisode(sandbox, max_cases=options.max_cases, **options.of_episode(), sampler=tree)
 
     def draw(self, split: Split, n: int, seed: int | str) -> list[str]:
         return draw_problems(split, n, seed, self.options.families)
@@ -244,7 +210,7 @@ class CodeDuelTask(GeneratedTask):
     def texts(self) -> list[str]:
         """The words of every role's prompts and replies, the same for each choice of actors."""
         shown = self._demonstrate(120, tuple(SYSTEM_PROMPTS), "texts", 0.4)
-        return [text for _, messages, reply in shown for text in (*(m["content"] for m in messages), reply)]
+        return texts_of(shown)
 
     def oracle(self) -> Player:
         """Writes the problem's own program, and right cases, each the one of many that finds out most."""

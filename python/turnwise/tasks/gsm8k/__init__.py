@@ -1,9 +1,13 @@
-"""GSM8K's questions: their format, answers and splits, and the task of one solver alone."""
+"""GSM8K's questions: their format, answers and splits, and the task of one solver alone.
+
+Read in this order: task, questions, reader.
+May import: types, arena, tasks.
+"""
 
 from __future__ import annotations
 
-from .questions import QuestionOptions, QuestionTask
-from .reader import (
+from turnwise.tasks.gsm8k.questions import QuestionOptions, QuestionTask
+from turnwise.tasks.gsm8k.reader import (
     MARK,
     Question,
     answers_match,
@@ -12,7 +16,7 @@ from .reader import (
     read_questions,
     without_thoughts,
 )
-from .task import SYSTEM_PROMPT, GSM8KEpisode, GSM8KOptions, GSM8KTask
+from turnwise.tasks.gsm8k.task import SYSTEM_PROMPT, GSM8KEpisode, GSM8KOptions, GSM8KTask
 
 __all__ = [
     "MARK",

@@ -1,4 +1,4 @@
-"""What tasks over files of questions have in common: where the questions are, their splits, and passes over them."""
+"""Bases of tasks over files of questions: the files, their splits, and passes over them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from turnwise.arena.context import derive_seed
+from turnwise.arena.runtime.rng import derive_seed
 from turnwise.tasks.base import Split, TaskOptions, check_counts, check_split, split_of
+from turnwise.tasks.gsm8k.reader import Question, read_dataset, read_questions
 from turnwise.types import EpisodeRequest
-
-from .reader import Question, read_dataset, read_questions
 
 
 class QuestionOptions(TaskOptions):
@@ -43,7 +42,7 @@ class QuestionOptions(TaskOptions):
 
     @property
     def source(self) -> str:
-        """What the questions are of, as an error names it."""
+        """Source of the questions, as errors name it."""
         return str(self.path or self.dataset)
 
     def read(self) -> tuple[list[Question], list[Question] | None]:

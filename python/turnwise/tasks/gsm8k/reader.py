@@ -126,7 +126,7 @@ def extract_answer(text: str) -> str | None:
 
 
 def answers_match(given: str | None, gold: str) -> bool:
-    """Whether two answers are the same number, exactly; ``None`` and what is no number match nothing.
+    """Return True if two answers are exactly the same number; ``None`` and non-numbers match nothing.
 
     Example: ``answers_match("$18.00", "18")`` and ``not answers_match("180", "18")``
     """

@@ -7,10 +7,9 @@ from typing import Any
 
 from turnwise.arena import Episode, Rubric, SingleTurnEpisode, TreeSampler
 from turnwise.tasks.base import Demonstration, Player
+from turnwise.tasks.gsm8k.questions import QuestionOptions, QuestionTask
+from turnwise.tasks.gsm8k.reader import MARK, answers_match, extract_answer, without_thoughts
 from turnwise.types import Actor
-
-from .questions import QuestionOptions, QuestionTask
-from .reader import MARK, answers_match, extract_answer, without_thoughts
 
 SOLVER = "solver"
 SYSTEM_PROMPT = f"Solve the problem step by step. End with a line {MARK} and the answer, a number."
@@ -19,7 +18,7 @@ SYSTEM_PROMPT = f"Solve the problem step by step. End with a line {MARK} and the
 class GSM8KEpisode(SingleTurnEpisode):
     """One question, one answer. The artifact is ``{"question": ..., "answer": "72"}``; the right number earns 1.
 
-    What stands in ``<think>`` is no answer.
+    Text in ``<think>`` is not an answer.
     """
 
     episode_type = "gsm8k"
@@ -71,7 +70,7 @@ class GSM8KTask(QuestionTask):
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
         """Raises ``ValueError`` for a tree: of one call, its branches are the copies of a question."""
         if tree is not None:
-            raise ValueError(f"task {self.name!r} has one call a question: branch with rollout.copies")
+            raise ValueError(f"task {self.name!r} has one call a question: branch with rollout.group_size")
         return {self.name: GSM8KEpisode()}
 
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:

@@ -1,10 +1,14 @@
-"""Kuhn poker for two seats: rules, equilibria, and the exact exploitability of a policy."""
+"""Kuhn poker for two seats: rules, equilibria, and the exact exploitability of a policy.
+
+Read in this order: task, game, exact.
+May import: types, arena, tasks.
+"""
 
 from __future__ import annotations
 
-from .exact import kuhn_tree, solve
-from .game import DEALS, INFORMATION_SETS, VALUE, KuhnRules, equilibrium, payoff, table_player
-from .task import KuhnOptions, KuhnPokerTask
+from turnwise.tasks.kuhn_poker.exact import kuhn_tree, solve
+from turnwise.tasks.kuhn_poker.game import DEALS, INFORMATION_SETS, VALUE, KuhnRules, equilibrium, payoff, table_player
+from turnwise.tasks.kuhn_poker.task import KuhnOptions, KuhnPokerTask
 
 __all__ = [
     "DEALS",

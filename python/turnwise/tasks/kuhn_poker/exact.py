@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from turnwise.tasks.kuhn_poker.game import BET, DEALS, ENDS, INFORMATION_SETS, PASS, WORDS, KuhnRules, payoff
 from turnwise.tasks.two_player import SEATS, Decision
 from turnwise.tasks.two_player.tree import Exploitability, GameTree, build_tree, check_policy
-
-from .game import BET, DEALS, ENDS, INFORMATION_SETS, PASS, WORDS, KuhnRules, payoff
 
 INVALID = "x"
 LEGAL = np.ones((len(INFORMATION_SETS), 2), dtype=bool)
@@ -54,7 +53,7 @@ def solve(policy: Any, invalid_cost: float = 3.0) -> Exploitability:
 
 
 def decisions() -> list[Decision]:
-    """What is asked of a player at each information set, in their order."""
+    """Return the query to a player at each information set, in their order."""
     asked = []
     for card, history in INFORMATION_SETS:
         seat = len(history) % 2

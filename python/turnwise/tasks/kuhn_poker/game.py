@@ -24,12 +24,12 @@ from turnwise.types import Messages
 
 CARDS = "JQK"
 DEALS = tuple("".join(pair) for pair in permutations(CARDS, 2))
-"""What seat 0 and seat 1 hold, each as likely."""
+"""Deals: the cards of seat 0 and seat 1, all equally likely."""
 
 ENDS = ("pp", "pbp", "pbb", "bp", "bb")
 PASS, BET = "p", "b"
 WORDS = {"": ("check", "bet"), "p": ("check", "bet"), "b": ("fold", "call"), "pb": ("fold", "call")}
-"""How ``p`` and ``b`` are called after each history."""
+"""Names of ``p`` and ``b`` after each history."""
 
 INFORMATION_SETS = tuple(
     (card, history) for histories in (("", "pb"), ("p", "b")) for history in histories for card in CARDS
@@ -37,7 +37,7 @@ INFORMATION_SETS = tuple(
 """``(own card, history)``: the first six are seat 0's, the others seat 1's. The rows of every policy."""
 
 VALUE = -1 / 18
-"""What seat 0 gets at an equilibrium."""
+"""Value of the game for seat 0 at an equilibrium."""
 
 _CARD, _BETS = "Your card: {}.", "Bets so far: {}."
 
@@ -97,7 +97,7 @@ def payoff(cards: str, history: str) -> float:
 
 
 def board(card: str, history: str) -> str:
-    """What a seat is shown; ``card`` is the sentence that names its own."""
+    """Return the text that a seat sees; ``card`` is the sentence that names its own card."""
     bets = ", ".join(WORDS[history[:place]][(PASS, BET).index(one)] for place, one in enumerate(history)) or "none"
     first, second = WORDS[history]
     return f"{card}\n{_BETS.format(bets)}\nReply with [{first}] or [{second}]."

@@ -26,9 +26,9 @@ from turnwise.types import Messages
 
 RESOURCES = ("wood", "gold", "wheat")
 MOST = 4
-"""How many of a resource there are at most; at least there is one."""
+"""Largest count of a resource; the smallest is 1."""
 WORTH = 10
-"""What the whole pool is worth to each seat, in its own values."""
+"""Value of the whole pool to each seat, in its own values."""
 
 Payoff = Literal["zero_sum", "general_sum"]
 Division = tuple[int, ...]
@@ -122,7 +122,7 @@ def listed(counts: Sequence[int]) -> str:
 
 
 def kept_by(action: str) -> Division | None:
-    """What ``"keep 2 0 1"`` keeps; ``None`` for an action that is no offer."""
+    """Return the counts that ``"keep 2 0 1"`` keeps, or ``None`` for an action that is not an offer."""
     head, *numbers = action.split()
     return tuple(map(int, numbers)) if head == "keep" else None
 
@@ -132,12 +132,12 @@ def rest(pool: Sequence[int], kept: Sequence[int]) -> list[int]:
 
 
 def utility(values: Sequence[int], share: Sequence[int]) -> float:
-    """What a share is worth, the whole pool being 1."""
+    """Return the utility of a share; the whole pool is 1."""
     return sum(value * count for value, count in zip(values, share, strict=True)) / WORTH
 
 
 def utilities(game: Mapping[str, Any]) -> tuple[float, float]:
-    """Of both seats at the end; ``(0.0, 0.0)`` without a deal."""
+    """Return the utilities of both seats at the end; ``(0.0, 0.0)`` without a deal."""
     if game["deal"] is None:
         return 0.0, 0.0
     first, second = game["values"]

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from turnwise.tasks.base import Player
+from turnwise.tasks.negotiation.game import Division, Payoff, divisions, read_prompt, rest, utility, value_rows
 from turnwise.types import Messages
-
-from .game import Division, Payoff, divisions, read_prompt, rest, utility, value_rows
 
 LEAST = 0.25
 """In a zero-sum negotiation the bargainer leaves the other at least so much, on average, or nobody would accept."""
@@ -50,7 +49,7 @@ def bargainer(payoff: Payoff) -> Player:
 
 @cache
 def best_bargain(pool: Division, values: Division, payoff: Payoff) -> Division:
-    """What the bargainer keeps when it offers."""
+    """Return the share that the bargainer keeps when it offers."""
 
     def worth(kept: Division) -> tuple[float, float]:
         mine, theirs = utility(values, kept), expected_utility(pool, rest(pool, kept))
@@ -61,7 +60,7 @@ def best_bargain(pool: Division, values: Division, payoff: Payoff) -> Division:
 
 
 def expected_utility(pool: Division, share: Sequence[int]) -> float:
-    """What ``share`` is worth on average to a seat whose values are any that the pool allows."""
+    """Return the mean utility of ``share`` to a seat, over all values that the pool allows."""
     return float(np.mean([utility(row, share) for row in value_rows(pool)]))
 
 

@@ -9,10 +9,9 @@ from typing import Any
 from pydantic import Field
 
 from turnwise.tasks.base import Split, check_split, split_of
+from turnwise.tasks.negotiation.game import MOST, RESOURCES, NegotiationRules, Payoff, nash_solution, value_rows
+from turnwise.tasks.negotiation.players import bargainer, random_player
 from turnwise.tasks.two_player import SEATS, PlayerFactory, TwoPlayerOptions, TwoPlayerTask
-
-from .game import MOST, RESOURCES, NegotiationRules, Payoff, nash_solution, value_rows
-from .players import bargainer, random_player
 
 _PROMPT = (
     f"Divide the pool with the other player. [keep 1 0 2] offers to keep so much {', '.join(RESOURCES)}; "

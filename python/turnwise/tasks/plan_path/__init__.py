@@ -1,12 +1,14 @@
-"""Plan-Path: routes through a walled grid, for a tool agent and a planner, or for one solver."""
+"""Plan-Path: routes through a walled grid, for a tool agent and a planner, or for one solver.
+
+Read in this order: team, env, maze, prompts, demonstrations.
+May import: types, arena, tasks.
+"""
 
 from __future__ import annotations
 
-from turnwise.tasks.routes import Outcome, StepResult, parse_route
-
-from .demonstrations import demonstrations
-from .env import PlanPathEnv, Scoring
-from .maze import (
+from turnwise.tasks.plan_path.demonstrations import demonstrations
+from turnwise.tasks.plan_path.env import PlanPathEnv, Scoring
+from turnwise.tasks.plan_path.maze import (
     Difficulty,
     Maze,
     draw_mazes,
@@ -16,8 +18,9 @@ from .maze import (
     split_of_maze,
     walk,
 )
-from .prompts import plan_path_messages
-from .team import PlanPathEpisode, PlanPathOptions, PlanPathTask
+from turnwise.tasks.plan_path.prompts import plan_path_messages
+from turnwise.tasks.plan_path.team import PlanPathEpisode, PlanPathOptions, PlanPathTask
+from turnwise.tasks.routes import Outcome, StepResult, parse_route
 
 __all__ = [
     "Difficulty",

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from turnwise.tasks.routes import MOVES, Outcome, failure_note, format_route
+from turnwise.tasks.plan_path.env import PlanPathEnv
+from turnwise.tasks.plan_path.maze import Maze, neighbour, shortest_route, walk
+from turnwise.tasks.plan_path.prompts import plan_path_messages
+from turnwise.tasks.routes import MOVES, UNREAD, Outcome, RouteGame, demonstrate_routes
 from turnwise.types import Messages
 
-from .env import PlanPathEnv
-from .maze import Maze, neighbour, shortest_route, walk
-from .prompts import plan_path_messages
-
 HABIT = 0.8  # share of the faulty routes that follow the habit; the others have its moves in a random order
-LATER = 0.25  # share of the demonstrations that follow a failed round, which their prompt tells of
-UNREAD = 0.1  # share of the replies before a demonstration that could not be read
 
 
 def demonstrations(
@@ -28,23 +25,9 @@ def demonstrations(
     Below one half the habit is the likeliest answer, so a model that has learnt the demonstrations well fails most
     mazes when greedy and solves some when sampled, which is where reinforcement learning starts.
     """
-    if not 0 <= quality <= 1:
-        raise ValueError(f"quality={quality!r}: expected a number in [0, 1]")
-    if not actors:
-        raise ValueError("actors=(): expected at least one actor id")
     rng = Random(f"plan-path-demonstrations/{seed}")
-    made = []
-    for index, drawn in enumerate(mazes):
-        actor = actors[index % len(actors)]
-        maze, note, blocked = drawn, "", ""
-        if rounds > 1 and rng.random() < LATER:
-            maze, walked, suggested = failed_round(drawn, rng)
-            own = None if actor == actors[-1] else suggested._asdict()
-            note, blocked = failure_note(rng.randrange(1, rounds), walked._asdict(), own), walked.blocked
-        suggestion = suggest(maze, quality, rng, blocked) if actor == "planner" and rng.random() >= UNREAD else None
-        answer = decide(maze, suggestion, quality, rng, blocked) if suggestion else suggest(maze, quality, rng, blocked)
-        made.append((actor, plan_path_messages(actor, maze, route=suggestion, note=note), format_route(answer)))
-    return made
+    game = RouteGame(plan_path_messages, suggest, decide, failed_round)
+    return demonstrate_routes(game, mazes, actors, rng, quality, rounds)
 
 
 def straight_route(maze: Maze, first: str = "U") -> str:

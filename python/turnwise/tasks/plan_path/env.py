@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from turnwise.tasks import routes
+from turnwise.tasks.plan_path.maze import GOAL, Maze, distance, distances, format_maze, walk
 from turnwise.tasks.routes import Outcome, StepResult, outcome_of
-
-from .maze import GOAL, Maze, distance, distances, format_maze, walk
 
 TRAIL = "+"
 Goal = Literal["efficiency", "solved"]
@@ -16,7 +15,7 @@ Goal = Literal["efficiency", "solved"]
 
 @dataclass(frozen=True, slots=True)
 class Scoring(routes.Scoring):
-    """What an action earns, see :class:`turnwise.tasks.routes.Scoring`.
+    """Reward of an action, see :class:`turnwise.tasks.routes.Scoring`.
 
     The goal is worth the efficiency of the way there, with ``goal="solved"`` 1 by any way. Raises ``ValueError`` for
     another ``goal`` too.
@@ -76,7 +75,7 @@ class PlanPathEnv:
         return self._efficiency(self.position, 0)
 
     def reset(self) -> str:
-        """Back to the start of the same maze; returns the board."""
+        """Return to the start of the same maze; returns the board."""
         self.path = [self.maze.start]
         return self.observe()
 
@@ -95,7 +94,7 @@ class PlanPathEnv:
         return "\n".join([*rows, f"walked {walked}, at least {left} to go"])
 
     def preview(self, route: str | None) -> Outcome:
-        """What ``step(route)`` would come to; nothing moves. ``None`` is an action that could not be read."""
+        """Return the outcome of ``step(route)`` without moving. ``None`` is an action that could not be read."""
         walked = walk(self.maze, self.position, route or "")
         end = walked.cells[-1] if walked.cells else self.position
         made = len(walked.cells)
@@ -120,7 +119,7 @@ class PlanPathEnv:
         return 1.0 - distance(self.maze, cell) / farthest
 
     def _efficiency(self, end: int, more: int) -> float:
-        """Of the path so far and ``more`` moves that lead to ``end``."""
+        """Efficiency of the path so far and ``more`` moves that lead to ``end``."""
         if end != self.maze.goal:
             return 0.0
         return distance(self.maze, self.maze.start) / (len(self.path) - 1 + more)

@@ -1,11 +1,10 @@
-"""What the players of Plan-Path are told: short, so that a tiny model trains fast, and clear to a large one."""
+"""Prompts of the Plan-Path players: short, so that a tiny model trains fast, and clear to a large one."""
 
 from __future__ import annotations
 
+from turnwise.tasks.plan_path.maze import Maze, format_maze, parse_maze
 from turnwise.tasks.routes import board_message, read_board
 from turnwise.types import Message, Messages
-
-from .maze import Maze, format_maze, parse_maze
 
 _REPLY = "Reply with moves, such as U R R D."
 

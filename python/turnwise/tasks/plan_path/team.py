@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 from pydantic import Field, model_validator
 
 from turnwise.arena import Episode, TreeSampler
-from turnwise.arena.context import derive_seed
-from turnwise.tasks.base import Demonstration, Player, Split, check_counts
-from turnwise.tasks.routes import MOVES, RouteEpisode, RouteOptions, format_route
-from turnwise.types import Actor, EpisodeRequest, EpisodeState, Messages
-
-from .demonstrations import demonstrations
-from .env import Goal, PlanPathEnv, Scoring
-from .maze import (
+from turnwise.tasks.base import Demonstration, Player, Split
+from turnwise.tasks.generated import texts_of
+from turnwise.tasks.plan_path.demonstrations import demonstrations
+from turnwise.tasks.plan_path.env import Goal, PlanPathEnv, Scoring
+from turnwise.tasks.plan_path.maze import (
     MAX_WALLS,
     SIDES,
     Difficulty,
-    Maze,
     check_difficulty,
     draw_mazes,
     format_maze,
     parse_maze,
     shortest_route,
 )
-from .prompts import SYSTEM_PROMPTS, read_messages
+from turnwise.tasks.plan_path.prompts import SYSTEM_PROMPTS, read_messages
+from turnwise.tasks.routes import MOVES, RouteEpisode, RouteOptions, format_route
+from turnwise.tasks.teams import TeamTask
+from turnwise.types import EpisodeState, Messages
 
 
 class PlanPathEpisode(RouteEpisode):
@@ -84,55 +84,39 @@ class PlanPathOptions(RouteOptions):
         return Scoring(self.alpha, self.mode, self.invalid_cost, self.shaping, self.goal)
 
 
-class PlanPathTask:
+class PlanPathTask(TeamTask):
     """Routes through mazes; see :class:`turnwise.tasks.base.Task` for what each method promises.
 
     Example: ``PlanPathTask(PlanPathOptions(side=6, min_route=3))``
     """
 
     name = "plan_path"
+    key = "maze"
+    system_prompts = SYSTEM_PROMPTS
     options_type = PlanPathOptions
+    options: PlanPathOptions
 
-    def __init__(self, options: PlanPathOptions | None = None) -> None:
-        self.options = options or PlanPathOptions()
-        self.success_metric = f"solved/{self.options.actors[0]}"
-
-    @property
-    def actors(self) -> list[Actor]:
-        limit = self.options.max_tokens
-        return [Actor(actor, SYSTEM_PROMPTS[actor], max_tokens=limit) for actor in self.options.actors]
-
-    def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
+    def episode(self, tree: TreeSampler | None = None) -> Episode:
         options = self.options
-        episode = PlanPathEpisode(
+        return PlanPathEpisode(
             actors=options.actors, max_turns=options.max_turns, scoring=options.scoring, sampler=tree
         )
-        return {self.name: episode}
 
-    def requests(self, step: int, questions: int, copies: int) -> list[EpisodeRequest]:
-        """Fresh mazes at every step, drawn from the 8 in 10 that belong to training."""
-        check_counts(questions=questions, copies=copies)
-        return [
-            self._request(maze, f"{step}", derive_seed(self.name, self.options.seed, step, *maze, copy), True)
-            for maze in self._draw("train", questions, f"{self.options.seed}/step-{step}")
-            for copy in range(copies)
-        ]
+    def draw(self, split: Split, n: int, seed: int | str) -> list[str]:
+        return [format_maze(maze) for maze in draw_mazes(split, n, seed, self.options.difficulty)]
 
-    def eval_requests(self, split: Split, n: int) -> list[EpisodeRequest]:
-        """The same mazes whatever the task's seed, so that runs compare."""
-        return [
-            self._request(maze, split, derive_seed(self.name, split, *maze), False) for maze in self._draw(split, n, 0)
-        ]
+    def seed_parts(self, question: str) -> Sequence[Any]:
+        return parse_maze(question)
 
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
-        mazes = self._draw("train", n, f"demonstrations/{seed}")
-        return demonstrations(mazes, self.options.actors, seed, self.options.quality, self.options.max_turns)
+        options = self.options
+        mazes = draw_mazes("train", n, f"demonstrations/{seed}", options.difficulty)
+        return demonstrations(mazes, options.actors, seed, options.quality, options.max_turns)
 
     def texts(self) -> list[str]:
         """The words of every role's prompts, the same for each choice of actors: one tokenizer serves them all."""
-        shown = demonstrations(self._draw("train", 60, "texts"), tuple(SYSTEM_PROMPTS), "texts")
-        # Replies stand as often as prompts, so that a move with its blank becomes one token.
-        return [text for _, messages, reply in shown for text in (*(m["content"] for m in messages), reply)]
+        mazes = draw_mazes("train", 60, "texts", self.options.difficulty)
+        return texts_of(demonstrations(mazes, tuple(SYSTEM_PROMPTS), "texts"))
 
     def oracle(self) -> Player:
         def play(actor_id: str, messages: Messages) -> str:
@@ -149,11 +133,3 @@ class PlanPathTask:
             return format_route("".join(rng.choice(list(MOVES)) for _ in range(rng.randint(1, 2 * side))))
 
         return play
-
-    def _draw(self, split: Split, n: int, seed: int | str) -> list[Maze]:
-        return draw_mazes(split, n, seed, self.options.difficulty)
-
-    def _request(self, maze: Maze, group: str, seed: int, is_trainable: bool) -> EpisodeRequest:
-        board = format_maze(maze)
-        group_id = f"{group}/{board}"
-        return EpisodeRequest(self.name, {"maze": board}, group_id=group_id, seed=seed, is_trainable=is_trainable)

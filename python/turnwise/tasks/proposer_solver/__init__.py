@@ -1,11 +1,15 @@
-"""A proposer and a solver: the one writes problems that the other solves half of the time, and both learn."""
+"""A proposer and a solver: the one writes problems that the other solves half of the time, and both learn.
+
+Read in this order: team, episodes, arithmetic, curves.
+May import: types, arena, tasks.
+"""
 
 from __future__ import annotations
 
-from .arithmetic import Size, draw_problems, read_answer, read_problem, value_of
-from .curves import CURVES
-from .episodes import ProposeEpisode, SolveEpisode
-from .team import ProposerSolverOptions, ProposerSolverTask
+from turnwise.tasks.proposer_solver.arithmetic import Size, draw_problems, read_answer, read_problem, value_of
+from turnwise.tasks.proposer_solver.curves import CURVES
+from turnwise.tasks.proposer_solver.episodes import ProposeEpisode, SolveEpisode
+from turnwise.tasks.proposer_solver.team import ProposerSolverOptions, ProposerSolverTask
 
 __all__ = [
     "CURVES",

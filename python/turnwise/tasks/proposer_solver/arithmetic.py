@@ -28,7 +28,7 @@ _NUMBER = re.compile(r"-?\d+")
 
 
 class Size(NamedTuple):
-    """Of a problem: at most so many numbers (at least 2), each from 0 to ``largest``."""
+    """Size of a problem: at most ``numbers`` numbers (at least 2), each from 0 to ``largest``."""
 
     numbers: int = 3
     largest: int = 20

@@ -1,4 +1,4 @@
-"""What a problem is worth to its proposer, by the share of attempts that solved it."""
+"""Value of a problem to its proposer, by the share of attempts that solved it."""
 
 from __future__ import annotations
 

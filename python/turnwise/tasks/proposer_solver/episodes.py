@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from turnwise.arena import ArtifactStore, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler, logged
+from turnwise.arena import ArtifactStore, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler, record_input
 from turnwise.tasks.base import split_of
+from turnwise.tasks.proposer_solver.arithmetic import Size, read_answer, read_problem, value_of
+from turnwise.tasks.proposer_solver.curves import CURVES, Curve
 from turnwise.types import EpisodeRequest, EpisodeState, Message, Messages
-
-from .arithmetic import Size, read_answer, read_problem, value_of
-from .curves import CURVES, Curve
 
 PROPOSER, SOLVER = "proposer", "solver"
 PROPOSE, SOLVE = "proposer_solver", "solve"
@@ -24,12 +23,12 @@ LEAST_WEIGHT = 0.05  # of a stored problem: what everybody solves still comes up
 
 
 def propose_message(example: str, size: Size) -> Message:
-    """What the proposer sees: how large a problem may be, and an example of one."""
+    """Return the proposer's message: how large a problem may be, and an example of one."""
     return {"role": "user", "content": f"2 to {size.numbers} numbers up to {size.largest}, such as: {example}"}
 
 
 def read_example(messages: Messages) -> str:
-    """The example back from a prompt."""
+    """Parse the example from a prompt."""
     return str(messages[-1]["content"]).partition(": ")[2]
 
 
@@ -78,7 +77,7 @@ class ProposeEpisode(MultiTurnEpisode):
         return [ArtifactStore(STORE, path=self.store_path, dedup=True, sampling="weighted")]
 
     def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
-        example = logged("example", lambda: choose_example(arena.stores[STORE], artifact))
+        example = record_input("example", lambda: choose_example(arena.stores[STORE], artifact))
         state.data = {"example": example, "problem": None, "pass_rate": None, "worth": 0.0}
 
     def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
@@ -120,7 +119,7 @@ def choose_example(store: ArtifactStore, artifact: Any) -> str:
 
     What this step's episodes store meanwhile is left out, so the order in which they end decides nothing.
     """
-    inherited, step = store.inherited, artifact["step"]
+    inherited, step = store.preexisting_ids, artifact["step"]
     rng = Random(f"proposer-solver/{artifact['step']}/{artifact['example']}")
     earlier = sorted(
         ((item.data, item.weight) for item in store if item.id in inherited or item.meta["step"] < step),
@@ -132,7 +131,7 @@ def choose_example(store: ArtifactStore, artifact: Any) -> str:
 
 
 def worth(extras: dict[str, Any]) -> dict[str, float]:
-    """What the problem was worth."""
+    """Value of the problem."""
     return {PROPOSER: extras["worth"]}
 
 

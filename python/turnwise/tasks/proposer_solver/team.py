@@ -10,12 +10,10 @@ from pydantic import Field
 
 from turnwise.arena import Episode, TreeSampler
 from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions
-from turnwise.tasks.generated import GeneratedTask
-from turnwise.types import EpisodeRequest, Message, Messages
-
-from .arithmetic import Size, draw_problem, draw_problems, draw_training, value_of
-from .curves import Curve
-from .episodes import (
+from turnwise.tasks.generated import GeneratedTask, texts_of
+from turnwise.tasks.proposer_solver.arithmetic import Size, draw_problem, draw_problems, draw_training, value_of
+from turnwise.tasks.proposer_solver.curves import Curve
+from turnwise.tasks.proposer_solver.episodes import (
     PROPOSE,
     PROPOSER,
     SOLVE,
@@ -25,6 +23,7 @@ from .episodes import (
     SolveEpisode,
     propose_message,
 )
+from turnwise.types import EpisodeRequest, Message, Messages
 
 
 class ProposerSolverOptions(TaskOptions):
@@ -65,9 +64,6 @@ class ProposerSolverTask(GeneratedTask):
     options_type = ProposerSolverOptions
     options: ProposerSolverOptions
 
-    def __init__(self, options: ProposerSolverOptions | None = None) -> None:
-        self.options = options or ProposerSolverOptions()
-
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
         options = self.options
         propose = ProposeEpisode(
@@ -107,7 +103,7 @@ class ProposerSolverTask(GeneratedTask):
 
     def texts(self) -> list[str]:
         shown = self._demonstrate(200, "texts", 0.4)
-        return [text for _, messages, reply in shown for text in (*(m["content"] for m in messages), reply)]
+        return texts_of(shown)
 
     def oracle(self) -> Player:
         """Solves every problem, and proposes any."""

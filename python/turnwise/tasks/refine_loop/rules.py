@@ -118,7 +118,7 @@ def draw_training(rules: int, rng: Random) -> str:
 
 
 def _draw(rules: int, rng: Random) -> Question:
-    """What is true of a list that nobody gets to see."""
+    """Draw a hidden list and state what is true of it."""
     while True:
         draft = tuple(rng.randint(LOWEST, HIGHEST) for _ in range(rng.randint(*COUNTS)))
         if rng.random() < 0.5:
@@ -177,7 +177,7 @@ def format_review(broken: frozenset[str] | Sequence[str]) -> str:
 
 
 def parse_review(text: str) -> frozenset[str] | None:
-    """What the last line of ``text`` that is a review calls broken, nothing for ``ok``; ``None`` without a review.
+    """Return the rules that the last review line of ``text`` calls broken, none for ``ok``; ``None`` without a review.
 
     Example: ``parse_review("Let me see.\\nWrong: sum and largest") == {"sum", "largest"}``
     """

@@ -8,13 +8,10 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator
 
-from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler
-from turnwise.tasks.base import Demonstration, Player, Split, TeamOptions, with_round, without_round
-from turnwise.tasks.generated import GeneratedTask
-from turnwise.tasks.rewards import MixMode, invalid_penalty, mix_rewards, mix_weights
-from turnwise.types import EpisodeState, Message, Messages
-
-from .rules import (
+from turnwise.arena import Episode, TreeSampler
+from turnwise.tasks.base import Demonstration, Player, Split, with_round, without_round
+from turnwise.tasks.generated import texts_of
+from turnwise.tasks.refine_loop.rules import (
     COUNTS,
     HIGHEST,
     KINDS,
@@ -30,6 +27,8 @@ from .rules import (
     parse_question,
     parse_review,
 )
+from turnwise.tasks.teams import ActingEpisode, TeamOptions, TeamTask
+from turnwise.types import EpisodeState, Message, Messages
 
 GENERATOR, CRITIC = "generator", "critic"
 Role = Literal["generator", "critic"]
@@ -44,7 +43,7 @@ _DRAFT, _REVIEW, _NONE = "\nDraft: ", "\nReview: ", "none"
 
 
 class View(NamedTuple):
-    """What a prompt shows: the question, the standing draft, and the review of it."""
+    """Contents of a prompt: the question, the current draft, and the review of it."""
 
     question: str
     draft: Draft | None = None
@@ -62,13 +61,35 @@ def view_message(actor_id: str, view: View) -> Message:
 
 
 def read_view(messages: Messages) -> View:
-    """The view back from a prompt."""
+    """Parse the view from a prompt."""
     shown, reviewed, review = without_round(messages).partition(_REVIEW)
     question, _, draft = shown.partition(_DRAFT)
     return View(question, parse_draft(draft), review if reviewed else None)
 
 
-class RefineLoopEpisode(MultiTurnEpisode):
+def solved(extras: dict[str, Any]) -> dict[str, float]:
+    """1.0 for every actor of the team where the last draft breaks no rule, acted or not."""
+    return extras["solved"]
+
+
+def own_part(extras: dict[str, Any]) -> dict[str, float]:
+    """Own part of each actor's last action: the share of the rules that the draft keeps, or that it judged rightly."""
+    return extras["own"]
+
+
+def valid_format(extras: dict[str, Any]) -> dict[str, float]:
+    """The share of each actor's completions that held a list, or a review."""
+    return extras["valid"]
+
+
+def found_faults(extras: dict[str, Any]) -> dict[str, float]:
+    """1.0 where the last review says of the last draft exactly what is so."""
+    if CRITIC not in extras["own"] or extras["review"] is None:
+        return {}
+    return {CRITIC: float(extras["review"] == format_review(extras["broken"]))}
+
+
+class RefineLoopEpisode(ActingEpisode):
     """One question, played by ``actors`` in order for up to ``max_turns`` rounds, until the critic says ok.
 
     The artifact is ``{"question": "Write 4 numbers from 1 to 9: sum 17, different."}``. A generator's action is a whole
@@ -83,22 +104,8 @@ class RefineLoopEpisode(MultiTurnEpisode):
     """
 
     episode_type = "refine_loop"
-
-    def __init__(
-        self,
-        *,
-        actors: Sequence[str] = TEAM,
-        max_turns: int = 2,
-        alpha: float = 1.0,
-        mode: MixMode = "weighted_sum",
-        invalid_cost: float = 0.25,
-        sampler: TreeSampler | None = None,
-    ) -> None:
-        super().__init__(sampler=sampler, max_turns=max_turns)
-        self.actors = tuple(actors)
-        self.alpha, self.mode, self.invalid_cost = alpha, mode, invalid_cost
-        weights = [*mix_weights(alpha, mode), 0.0, 0.0]
-        self.rubric = Rubric([solved, own_part, valid_format, found_faults], weights)
+    team = TEAM
+    outcomes, own_parts, measures = (solved,), (own_part,), (valid_format, found_faults)
 
     def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
         parse_question(artifact["question"])  # an artifact that is no question fails here, by name
@@ -112,13 +119,11 @@ class RefineLoopEpisode(MultiTurnEpisode):
         """Question, draft, round and, for the generator, its review; nothing else piles up."""
         data, actor = state.data, state.current_actor
         view = View(data["question"], _draft(state), data["review"] if actor == GENERATOR else None)
-        unread = not all(act["valid"] for act in data["acts"].get(actor, [])[-1:])
-        return [with_round(view_message(actor, view), state.turn, unread=unread)]
+        return [with_round(view_message(actor, view), state.turn, unread=self.is_unread(state))]
 
     def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
         said = self.public(state.last_completion_text)
-        act = (self._generate if state.current_actor == GENERATOR else self._criticize)(state, said)
-        state.data["acts"].setdefault(state.current_actor, []).append(act)
+        self.add_act(state, (self._generate if state.current_actor == GENERATOR else self._criticize)(state, said))
 
     def _generate(self, state: EpisodeState, said: str) -> dict[str, float]:
         draft = parse_draft(said)
@@ -136,25 +141,20 @@ class RefineLoopEpisode(MultiTurnEpisode):
         # A rule that the question does not have counts as one more that was judged wrongly.
         return {"valid": True, "own": max(0.0, 1.0 - len(called ^ _broken(state)) / len(names))}
 
-    def step_reward(self, state: EpisodeState, arena: Any, artifact: Any) -> float:
-        act = state.data["acts"][state.current_actor][-1]
-        reward = mix_rewards(float(not _broken(state)), act["own"], self.alpha, self.mode)
-        return reward + invalid_penalty(act["valid"], self.invalid_cost)
+    def is_solved(self, state: EpisodeState) -> bool:
+        return not _broken(state)
 
     def is_done(self, state: EpisodeState, arena: Any, artifact: Any) -> bool:
         return state.data["approved"]
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
         """``solved`` by actor; ``own``, ``valid`` by who acted; ``draft``, ``review``, ``broken``, ``rounds``."""
-        acts, draft = state.data["acts"], _draft(state)
+        draft = _draft(state)
         return {
-            "solved": dict.fromkeys(self.actors, float(not _broken(state))),
-            "own": {actor: done[-1]["own"] for actor, done in acts.items()},
-            "valid": {actor: sum(act["valid"] for act in done) / len(done) for actor, done in acts.items()},
+            **self.team_extras(state),
             "draft": None if draft is None else list(draft),
             "review": state.data["review"],
             "broken": sorted(_broken(state)),
-            "rounds": 1 + max((step.turn for step in state.trajectory), default=0),
         }
 
 
@@ -164,28 +164,6 @@ def _draft(state: EpisodeState) -> Draft | None:
 
 def _broken(state: EpisodeState) -> frozenset[str]:
     return broken_rules(parse_question(state.data["question"]), _draft(state))
-
-
-def solved(extras: dict[str, Any]) -> dict[str, float]:
-    """1.0 for every actor of the team where the last draft breaks no rule, acted or not."""
-    return extras["solved"]
-
-
-def own_part(extras: dict[str, Any]) -> dict[str, float]:
-    """Of each actor's last action: the share of the rules that the draft keeps, or that were judged rightly."""
-    return extras["own"]
-
-
-def valid_format(extras: dict[str, Any]) -> dict[str, float]:
-    """The share of each actor's completions that held a list, or a review."""
-    return extras["valid"]
-
-
-def found_faults(extras: dict[str, Any]) -> dict[str, float]:
-    """1.0 where the last review says of the last draft exactly what is so."""
-    if CRITIC not in extras["own"] or extras["review"] is None:
-        return {}
-    return {CRITIC: float(extras["review"] == format_review(extras["broken"]))}
 
 
 class RefineLoopOptions(TeamOptions):
@@ -208,7 +186,7 @@ class RefineLoopOptions(TeamOptions):
         return actors
 
 
-class RefineLoopTask(GeneratedTask):
+class RefineLoopTask(TeamTask):
     """Drafts and reviews; see :class:`turnwise.tasks.base.Task` for what each method promises.
 
     Example: ``RefineLoopTask(RefineLoopOptions(rules=4, max_turns=3))``
@@ -216,28 +194,11 @@ class RefineLoopTask(GeneratedTask):
 
     name = "refine_loop"
     system_prompts = SYSTEM_PROMPTS
-    success_metric = f"solved/{GENERATOR}"
     options_type = RefineLoopOptions
     options: RefineLoopOptions
 
-    def __init__(self, options: RefineLoopOptions | None = None) -> None:
-        self.options = options or RefineLoopOptions()
-
-    @property
-    def roles(self) -> Sequence[str]:
-        return self.options.actors
-
-    def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
-        options = self.options
-        episode = RefineLoopEpisode(
-            actors=options.actors,
-            max_turns=options.max_turns,
-            alpha=options.alpha,
-            mode=options.mode,
-            invalid_cost=options.invalid_cost,
-            sampler=tree,
-        )
-        return {self.name: episode}
+    def episode(self, tree: TreeSampler | None = None) -> Episode:
+        return RefineLoopEpisode(**self.options.of_episode(), sampler=tree)
 
     def draw(self, split: Split, n: int, seed: int | str) -> list[str]:
         return draw_questions(split, n, seed, self.options.rules)
@@ -248,7 +209,7 @@ class RefineLoopTask(GeneratedTask):
     def texts(self) -> list[str]:
         """The words of every role's prompts and replies, the same for each choice of actors."""
         shown = self._demonstrate(120, TEAM, "texts", 0.4)
-        return [text for _, messages, reply in shown for text in (*(m["content"] for m in messages), reply)]
+        return texts_of(shown)
 
     def oracle(self) -> Player:
         """The first list that breaks no rule, and exact reviews."""

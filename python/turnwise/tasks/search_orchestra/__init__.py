@@ -1,10 +1,14 @@
-"""Search by a team: a verifier, a searcher and an answerer over a folder of text, or over a made-up world."""
+"""Search by a team: a verifier, a searcher and an answerer over a folder of text, or over a made-up world.
+
+Read in this order: team, corpus, index, prompts, demonstrations.
+May import: types, arena, tasks.
+"""
 
 from __future__ import annotations
 
-from .corpus import Passage, Question, World, made_up_world, read_world
-from .index import SearchIndex
-from .team import SearchOrchestraEpisode, SearchOrchestraOptions, SearchOrchestraTask
+from turnwise.tasks.search_orchestra.corpus import Passage, Question, World, made_up_world, read_world
+from turnwise.tasks.search_orchestra.index import SearchIndex
+from turnwise.tasks.search_orchestra.team import SearchOrchestraEpisode, SearchOrchestraOptions, SearchOrchestraTask
 
 __all__ = [
     "Passage",

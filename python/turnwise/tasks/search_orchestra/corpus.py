@@ -158,7 +158,7 @@ def normalize(text: str) -> str:
 
 
 def sufficient(question: Question, found: Sequence[Passage]) -> bool:
-    """Whether ``found`` has what the answer takes: every supporting page; where none is known, the answer's text."""
+    """Return True if ``found`` has every supporting page, or the answer's text where no page is known."""
     if question.supports:
         return support_share(question, found) == 1.0
     return any(f" {normalize(question.answer)} " in f" {normalize(passage.text)} " for passage in found)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
+from turnwise.tasks.search_orchestra.corpus import Passage, Question, World
+from turnwise.tasks.search_orchestra.prompts import ANSWERER, SEARCHER, SYSTEM_PROMPTS, VERIFIER, View, search_messages
 from turnwise.types import Messages
-
-from .corpus import Passage, Question, World
-from .prompts import ANSWERER, SEARCHER, SYSTEM_PROMPTS, VERIFIER, View, search_messages
 
 
 def demonstrations(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .corpus import Passage
+from turnwise.tasks.search_orchestra.corpus import Passage
 
 
 class SearchIndex:

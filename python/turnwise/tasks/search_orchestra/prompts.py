@@ -1,4 +1,4 @@
-"""What verifier, searcher and answerer are told, and how what they reply is read."""
+"""Prompts of verifier, searcher and answerer, and the parsers of their replies."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from turnwise.tasks.base import with_round, without_round
+from turnwise.tasks.search_orchestra.corpus import Passage
 from turnwise.types import Message, Messages
-
-from .corpus import Passage
 
 VERIFIER, SEARCHER, ANSWERER = "verifier", "searcher", "answerer"
 SYSTEM_PROMPTS = {
@@ -26,7 +25,7 @@ _LABEL = re.compile(r"^\W*(?:search query|query|answer)\s*:\s*", re.IGNORECASE)
 
 
 class View(NamedTuple):
-    """What a prompt shows: the question, and all that was found so far."""
+    """Contents of a prompt: the question, and all passages found so far."""
 
     question: str
     found: tuple[Passage, ...] = ()
@@ -45,7 +44,7 @@ def search_messages(actor_id: str, view: View, turn: int = 0, *, unread: bool = 
 
 
 def read_view(messages: Messages) -> View:
-    """The view back from a prompt."""
+    """Parse the view from a prompt."""
     question, _, found = without_round(messages).partition(_FOUND)
     lines = [line.partition(": ") for line in found.splitlines()]
     return View(question, tuple(Passage(title, text) for title, _, text in lines))

@@ -11,13 +11,30 @@ from pydantic import Field, model_validator
 
 from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler
 from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, check_split, split_of, with_round
-from turnwise.tasks.generated import GeneratedTask
+from turnwise.tasks.generated import GeneratedTask, texts_of
+from turnwise.tasks.search_orchestra.corpus import (
+    MAX_HOPS,
+    Passage,
+    Question,
+    made_up_world,
+    normalize,
+    read_world,
+    sufficient,
+    support_share,
+)
+from turnwise.tasks.search_orchestra.demonstrations import demonstrations, next_query, random_answer
+from turnwise.tasks.search_orchestra.index import SearchIndex
+from turnwise.tasks.search_orchestra.prompts import (
+    ANSWERER,
+    SEARCHER,
+    SYSTEM_PROMPTS,
+    VERIFIER,
+    parse_line,
+    parse_route,
+    read_view,
+    view_message,
+)
 from turnwise.types import EpisodeState, Messages
-
-from .corpus import MAX_HOPS, Passage, Question, made_up_world, normalize, read_world, sufficient, support_share
-from .demonstrations import demonstrations, next_query, random_answer
-from .index import SearchIndex
-from .prompts import ANSWERER, SEARCHER, SYSTEM_PROMPTS, VERIFIER, parse_line, parse_route, read_view, view_message
 
 
 class SearchOrchestraEpisode(MultiTurnEpisode):
@@ -125,7 +142,7 @@ def found_share(extras: dict[str, Any], artifact: Any) -> dict[str, float]:
 
 
 def searches(extras: dict[str, Any]) -> dict[str, float]:
-    """How many queries were asked."""
+    """Number of queries asked."""
     return {SEARCHER: float(len(extras["queries"]))}
 
 
@@ -170,7 +187,7 @@ class SearchOrchestraTask(GeneratedTask):
     options: SearchOrchestraOptions
 
     def __init__(self, options: SearchOrchestraOptions | None = None) -> None:
-        self.options = options or SearchOrchestraOptions()
+        super().__init__(options)
         if self.options.corpus is not None and self.options.questions is not None:
             self.world = read_world(self.options.corpus, self.options.questions)
         else:
@@ -207,7 +224,7 @@ class SearchOrchestraTask(GeneratedTask):
 
     def texts(self) -> list[str]:
         shown = self._demonstrate(240, "texts", 0.4)
-        made = [text for _, messages, reply in shown for text in (*(m["content"] for m in messages), reply)]
+        made = texts_of(shown)
         return [*made, *(passage.text for passage in self.world.passages[:240]), *SYSTEM_PROMPTS.values()]
 
     def oracle(self) -> Player:

@@ -1,13 +1,24 @@
-"""Sokoban for a tool agent and a planner, or for one solver: boxes onto goals."""
+"""Sokoban for a tool agent and a planner, or for one solver: boxes onto goals.
+
+Read in this order: team, env, level, prompts, demonstrations.
+May import: types, arena, tasks.
+"""
 
 from __future__ import annotations
 
 from turnwise.tasks.routes import Outcome, Scoring, StepResult
-
-from .env import SokobanEnv
-from .level import Difficulty, Level, State, draw_levels, format_level, parse_level, shortest_route
-from .prompts import sokoban_messages
-from .team import SokobanEpisode, SokobanOptions, SokobanTask
+from turnwise.tasks.sokoban.env import SokobanEnv
+from turnwise.tasks.sokoban.level import (
+    Difficulty,
+    Level,
+    State,
+    draw_levels,
+    format_level,
+    parse_level,
+    shortest_route,
+)
+from turnwise.tasks.sokoban.prompts import sokoban_messages
+from turnwise.tasks.sokoban.team import SokobanEpisode, SokobanOptions, SokobanTask
 
 __all__ = [
     "Difficulty",

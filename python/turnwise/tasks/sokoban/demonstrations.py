@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from turnwise.tasks.routes import MOVES, Outcome, failure_note, format_route
+from turnwise.tasks.routes import MOVES, UNREAD, Outcome, RouteGame, demonstrate_routes
+from turnwise.tasks.sokoban.env import SokobanEnv
+from turnwise.tasks.sokoban.level import Level, distances, is_solved, shortest_route, walk
+from turnwise.tasks.sokoban.prompts import sokoban_messages
 from turnwise.types import Messages
-
-from .env import SokobanEnv
-from .level import Level, distances, is_solved, shortest_route, walk
-from .prompts import sokoban_messages
-
-LATER = 0.25  # share of the demonstrations that follow a failed round, which their prompt tells of
-UNREAD = 0.1  # share of the replies before a demonstration that could not be read
 
 
 def demonstrations(
@@ -26,25 +22,9 @@ def demonstrations(
     with chance ``quality``. Some are of a later round of the ``rounds`` that there are: what the prompt calls blocked
     is not tried again there.
     """
-    if not 0 <= quality <= 1:
-        raise ValueError(f"quality={quality!r}: expected a number in [0, 1]")
-    if not actors:
-        raise ValueError("actors=(): expected at least one actor id")
     rng = Random(f"sokoban-demonstrations/{seed}")
-    made = []
-    for index, drawn in enumerate(levels):
-        actor = actors[index % len(actors)]
-        level, note, blocked = drawn, "", ""
-        if rounds > 1 and rng.random() < LATER:
-            level, walked, suggested = failed_round(drawn, rng)
-            own = None if actor == actors[-1] else suggested._asdict()
-            note, blocked = failure_note(rng.randrange(1, rounds), walked._asdict(), own), walked.blocked
-        suggestion = suggest(level, quality, rng, blocked) if actor == "planner" and rng.random() >= UNREAD else None
-        answer = (
-            decide(level, suggestion, quality, rng, blocked) if suggestion else suggest(level, quality, rng, blocked)
-        )
-        made.append((actor, sokoban_messages(actor, level, route=suggestion, note=note), format_route(answer)))
-    return made
+    game = RouteGame(sokoban_messages, suggest, decide, failed_round)
+    return demonstrate_routes(game, levels, actors, rng, quality, rounds)
 
 
 def suggest(level: Level, quality: float, rng: Random, blocked: str = "") -> str:

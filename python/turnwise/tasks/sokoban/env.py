@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from turnwise.tasks.routes import Outcome, Scoring, StepResult, outcome_of
-
-from .level import Level, State, distances, farthest, format_level, is_solved, walk
+from turnwise.tasks.sokoban.level import Level, State, distances, farthest, format_level, is_solved, walk
 
 
 @dataclass
@@ -61,7 +60,7 @@ class SokobanEnv:
         return f"{self.observe()}\n" + ("no solution is left" if left is None else f"at least {left} moves to go")
 
     def preview(self, route: str | None) -> Outcome:
-        """What ``step(route)`` would come to; nothing moves. ``None`` is an action that could not be read."""
+        """Return the outcome of ``step(route)`` without moving. ``None`` is an action that could not be read."""
         walked = walk(self.level, self.state, route or "")
         made = len(walked.states)
         end = walked.states[-1] if walked.states else self.state

@@ -1,11 +1,10 @@
-"""What the players of Sokoban are told: short, so that a tiny model trains fast, and clear to a large one."""
+"""Prompts of the Sokoban players: short, so that a tiny model trains fast, and clear to a large one."""
 
 from __future__ import annotations
 
 from turnwise.tasks.routes import board_message, read_board
+from turnwise.tasks.sokoban.level import Level, State, format_level, parse_level
 from turnwise.types import Message, Messages
-
-from .level import Level, State, format_level, parse_level
 
 _RULES = "Sokoban: A pushes each box B onto a goal G, * is done, # a wall."
 _REPLY = "Reply with moves, such as U R R D."

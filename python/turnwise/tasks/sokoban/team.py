@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -10,13 +9,11 @@ from pydantic import Field, model_validator
 
 from turnwise.arena import Episode, TreeSampler
 from turnwise.tasks.base import Demonstration, Player, Split
-from turnwise.tasks.generated import GeneratedTask
+from turnwise.tasks.generated import texts_of
 from turnwise.tasks.routes import MOVES, RouteEpisode, RouteOptions, format_route
-from turnwise.types import EpisodeState, Messages
-
-from .demonstrations import demonstrations
-from .env import SokobanEnv
-from .level import (
+from turnwise.tasks.sokoban.demonstrations import demonstrations
+from turnwise.tasks.sokoban.env import SokobanEnv
+from turnwise.tasks.sokoban.level import (
     SIDES,
     Difficulty,
     Level,
@@ -27,7 +24,9 @@ from .level import (
     parse_level,
     shortest_route,
 )
-from .prompts import SYSTEM_PROMPTS, read_messages
+from turnwise.tasks.sokoban.prompts import SYSTEM_PROMPTS, read_messages
+from turnwise.tasks.teams import TeamTask
+from turnwise.types import EpisodeState, Messages
 
 
 class SokobanEpisode(RouteEpisode):
@@ -78,7 +77,7 @@ class SokobanOptions(RouteOptions):
         return Difficulty(self.side, self.boxes, self.min_route)
 
 
-class SokobanTask(GeneratedTask):
+class SokobanTask(TeamTask):
     """Boxes onto goals; see :class:`turnwise.tasks.base.Task` for what each method promises.
 
     Example: ``SokobanTask(SokobanOptions(side=7, boxes=2, min_route=8))``
@@ -90,20 +89,9 @@ class SokobanTask(GeneratedTask):
     options_type = SokobanOptions
     options: SokobanOptions
 
-    def __init__(self, options: SokobanOptions | None = None) -> None:
-        self.options = options or SokobanOptions()
-        self.success_metric = f"solved/{self.options.actors[0]}"
-
-    @property
-    def roles(self) -> Sequence[str]:
-        return self.options.actors
-
-    def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
+    def episode(self, tree: TreeSampler | None = None) -> Episode:
         options = self.options
-        episode = SokobanEpisode(
-            actors=options.actors, max_turns=options.max_turns, scoring=options.scoring, sampler=tree
-        )
-        return {self.name: episode}
+        return SokobanEpisode(actors=options.actors, max_turns=options.max_turns, scoring=options.scoring, sampler=tree)
 
     def draw(self, split: Split, n: int, seed: int | str) -> list[str]:
         return [format_level(level) for level in draw_levels(split, n, seed, self.options.difficulty)]
@@ -115,7 +103,7 @@ class SokobanTask(GeneratedTask):
     def texts(self) -> list[str]:
         """The words of every role's prompts, the same for each choice of actors: one tokenizer serves them all."""
         shown = demonstrations(self._levels(60, "texts"), tuple(SYSTEM_PROMPTS), "texts")
-        return [text for _, messages, reply in shown for text in (*(m["content"] for m in messages), reply)]
+        return texts_of(shown)
 
     def oracle(self) -> Player:
         """The shortest solution; any move where none is left."""

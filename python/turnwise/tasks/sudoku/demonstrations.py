@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
+from turnwise.tasks.base import check_demonstrations
+from turnwise.tasks.sudoku.grid import BLANK, DIGITS, ROWS, Puzzle, format_grid, is_solved
+from turnwise.tasks.sudoku.prompts import sudoku_messages
 from turnwise.types import Messages
-
-from .grid import BLANK, DIGITS, ROWS, Puzzle, format_grid, is_solved
-from .prompts import sudoku_messages
 
 HABIT = 0.8  # share of the faulty rows that follow the habit; the others are random
 LATER = 0.25  # share of the demonstrations that are of a later round, where an actor's own last reply has failed
@@ -17,9 +17,16 @@ DRAFT_KINDS = {"fill": 0.8, "slip": 0.1, "unread": 0.1}  # filled by rows; with 
 
 
 def demonstrations(
-    puzzles: Sequence[Puzzle], actors: Sequence[str], seed: int | str, quality: float = 0.4, rounds: int = 2
+    puzzles: Sequence[Puzzle],
+    actors: Sequence[str],
+    seed: int | str,
+    quality: float = 0.4,
+    rounds: int = 2,
+    answers: int = 1,
 ) -> list[tuple[str, Messages, str]]:
-    """One ``(actor id, messages, completion)`` per puzzle, the actors taking turns.
+    """``answers`` times ``(actor id, messages, completion)`` per puzzle, the actors taking turns.
+
+    The answers to one prompt follow one another, so that a trie computes the prompt once for all of them.
 
     ``quality`` in [0, 1] is the chance that a row is answered right. A faulty row still obeys the row rule: by habit
     its missing digits stand in ascending order, columns and boxes ignored; a reviser's habit is to keep the row as the
@@ -27,10 +34,7 @@ def demonstrations(
     that has learnt the demonstrations well fails most puzzles when greedy and solves some when sampled, which is where
     reinforcement learning starts.
     """
-    if not 0 <= quality <= 1:
-        raise ValueError(f"quality={quality!r}: expected a number in [0, 1]")
-    if not actors:
-        raise ValueError("actors=(): expected at least one actor id")
+    check_demonstrations(actors, quality)
     rng = Random(f"sudoku-demonstrations/{seed}")
     made = []
     for index, puzzle in enumerate(puzzles):
@@ -39,9 +43,10 @@ def demonstrations(
         # Who acts first meets no draft in the first round.
         draft = faulty_draft(puzzle, quality, rng) if place or turn else None
         unread = turn > 0 and rng.random() < UNREAD
-        answer = repair(puzzle, draft, quality, rng) if draft else fill(puzzle, quality, rng)
         messages = sudoku_messages(actors[place], puzzle.givens, draft, turn, unread=unread)
-        made.append((actors[place], messages, format_grid(answer)))
+        for _ in range(answers):
+            answer = repair(puzzle, draft, quality, rng) if draft else fill(puzzle, quality, rng)
+            made.append((actors[place], messages, format_grid(answer)))
     return made
 
 

@@ -106,7 +106,7 @@ def broken_units(puzzle: str, grid: str) -> dict[str, list[int]]:
 
 
 def is_solved(puzzle: str, grid: str) -> bool:
-    """Whether ``grid`` is complete, right, and keeps every given."""
+    """Return True if ``grid`` is complete, right, and keeps every given."""
     return not any(broken_units(puzzle, grid).values())
 
 

@@ -1,15 +1,14 @@
-"""What the players of the sudoku task are told: short, so that a tiny model trains fast, and clear to a large one."""
+"""Prompts of the sudoku players: short, so that a tiny model trains fast, and clear to a large one."""
 
 from __future__ import annotations
 
+from turnwise.tasks.sudoku.grid import broken_units, format_grid, parse_grid
 from turnwise.types import Message, Messages
-
-from .grid import broken_units, format_grid, parse_grid
 
 _REPLY = "Reply with four rows of digits."
 _DRAFT = "\nDraft:\n"
-_WRONG = "\nWrong: {}."
-_ROUND = "\nRound {}."
+_WRONG = "Wrong: {}.\n"
+_ROUND = "Round {}.{}\n"
 _UNREAD = " Your last reply had no grid."
 
 SYSTEM_PROMPTS = {
@@ -25,13 +24,13 @@ def board_message(puzzle: str, draft: str | None = None, turn: int = 0, *, unrea
     From the second round on (``turn`` counts from 0) it names the round, and says where the actor's own last reply was
     ``unread``. So no actor meets one prompt twice: a greedy policy too may try something else.
     """
-    shown = format_grid(puzzle)
+    # The grids come last: each cell then stands a fixed number of tokens before the reply's own, whatever the notes
+    # say, and a tiny model learns to copy them sooner.
+    notes = _ROUND.format(turn + 1, _UNREAD if unread else "") if turn else ""
     if draft:
-        shown += _DRAFT + format_grid(draft)
         broken = [f"{kind} {' '.join(map(str, found))}" for kind, found in broken_units(puzzle, draft).items() if found]
-        shown += _WRONG.format(", ".join(broken)) if broken else ""
-    if turn:
-        shown += _ROUND.format(turn + 1) + (_UNREAD if unread else "")
+        notes += _WRONG.format(", ".join(broken)) if broken else ""
+    shown = notes + format_grid(puzzle) + (_DRAFT + format_grid(draft) if draft else "")
     return {"role": "user", "content": shown}
 
 

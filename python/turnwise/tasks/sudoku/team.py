@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from random import Random
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler
-from turnwise.tasks.base import Demonstration, Player, Split, TeamOptions
-from turnwise.tasks.generated import GeneratedTask
-from turnwise.tasks.rewards import MixMode, invalid_penalty, mix_rewards, mix_weights
+from turnwise.arena import Episode, TreeSampler
+from turnwise.tasks.base import Demonstration, Player, Split
+from turnwise.tasks.sudoku.demonstrations import demonstrations
+from turnwise.tasks.sudoku.grid import (
+    BLANK,
+    DIGITS,
+    MAX_BLANKS,
+    format_grid,
+    is_solved,
+    parse_grid,
+    satisfied_share,
+    solve,
+)
+from turnwise.tasks.sudoku.grid import sudoku_puzzles as draw_puzzles
+from turnwise.tasks.sudoku.prompts import SYSTEM_PROMPTS, board_message, read_messages
+from turnwise.tasks.teams import TeamEpisode, TeamOptions, TeamTask
 from turnwise.types import EpisodeState, Messages
-
-from .demonstrations import demonstrations
-from .grid import BLANK, DIGITS, MAX_BLANKS, Puzzle, format_grid, is_solved, parse_grid, satisfied_share, solve
-from .grid import sudoku_puzzles as draw_puzzles
-from .prompts import SYSTEM_PROMPTS, board_message, read_messages
 
 Role = Literal["proposer", "reviser", "solver"]
 TEAM: tuple[Role, ...] = ("proposer", "reviser")
 
 
-class SudokuEpisode(MultiTurnEpisode):
+def solved(extras: dict[str, Any]) -> dict[str, float]:
+    """1.0 for every actor of the team where the last grid is the solution, acted or not."""
+    return extras["solved"]
+
+
+def satisfied(extras: dict[str, Any]) -> dict[str, float]:
+    """The share of the 12 units that each actor's last action left right."""
+    return extras["satisfied"]
+
+
+def valid_format(extras: dict[str, Any]) -> dict[str, float]:
+    """The share of each actor's completions that held a grid."""
+    return extras["valid"]
+
+
+class SudokuEpisode(TeamEpisode):
     """One puzzle, played by ``actors`` in order for up to ``max_turns`` rounds, until the grid is solved.
 
     The artifact is ``{"puzzle": "1_3_..."}``, 16 characters. Each action is a whole grid, which becomes the draft that
@@ -37,22 +58,8 @@ class SudokuEpisode(MultiTurnEpisode):
     """
 
     episode_type = "sudoku"
-
-    def __init__(
-        self,
-        *,
-        actors: Sequence[str] = TEAM,
-        max_turns: int = 2,
-        alpha: float = 1.0,
-        mode: MixMode = "weighted_sum",
-        invalid_cost: float = 0.25,
-        sampler: TreeSampler | None = None,
-    ) -> None:
-        super().__init__(sampler=sampler, max_turns=max_turns)
-        self.actors = tuple(actors)
-        self.alpha, self.mode, self.invalid_cost = alpha, mode, invalid_cost
-        weights = [*mix_weights(alpha, mode), 0.0]
-        self.rubric = Rubric([solved, satisfied, valid_format], weights)
+    team = TEAM
+    outcomes, own_parts, measures = (solved,), (satisfied,), (valid_format,)
 
     def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
         state.data = {"puzzle": artifact["puzzle"], "draft": None, "valid": True, "satisfied": {}, "read": {}}
@@ -73,9 +80,8 @@ class SudokuEpisode(MultiTurnEpisode):
         data["read"].setdefault(actor, []).append(data["valid"])
 
     def step_reward(self, state: EpisodeState, arena: Any, artifact: Any) -> float:
-        own = state.data["satisfied"][state.current_actor]
-        reward = mix_rewards(float(_is_solved(state)), own, self.alpha, self.mode)
-        return reward + invalid_penalty(state.data["valid"], self.invalid_cost)
+        data = state.data
+        return self.mixed_reward(_is_solved(state), data["satisfied"][state.current_actor], data["valid"])
 
     def is_done(self, state: EpisodeState, arena: Any, artifact: Any) -> bool:
         return _is_solved(state)
@@ -87,7 +93,7 @@ class SudokuEpisode(MultiTurnEpisode):
             "satisfied": dict(state.data["satisfied"]),
             "valid": {actor: sum(read) / len(read) for actor, read in state.data["read"].items()},
             "draft": state.data["draft"],
-            "rounds": 1 + max((step.turn for step in state.trajectory), default=0),
+            "rounds": self.rounds(state),
         }
 
 
@@ -95,31 +101,18 @@ def _is_solved(state: EpisodeState) -> bool:
     return state.data["draft"] is not None and is_solved(state.data["puzzle"], state.data["draft"])
 
 
-def solved(extras: dict[str, Any]) -> dict[str, float]:
-    """1.0 for every actor of the team where the last grid is the solution, acted or not."""
-    return extras["solved"]
-
-
-def satisfied(extras: dict[str, Any]) -> dict[str, float]:
-    """The share of the 12 units that each actor's last action left right."""
-    return extras["satisfied"]
-
-
-def valid_format(extras: dict[str, Any]) -> dict[str, float]:
-    """The share of each actor's completions that held a grid."""
-    return extras["valid"]
-
-
 class SudokuOptions(TeamOptions):
     """Options of the task ``sudoku``. ``actors = ["solver"]`` with ``max_turns = 1`` is the single agent.
 
     ``blanks`` are the fewest and most blank cells of a puzzle, ``quality`` the chance that a demonstrated row is right,
-    ``max_tokens`` the limit of one completion (19 tokens of grid and the end of turn, where digits are tokens).
+    ``answers`` the demonstrations of each prompt, ``max_tokens`` the limit of one completion (19 tokens of grid and the
+    end of turn, where digits are tokens).
     """
 
     actors: tuple[Role, ...] = Field(default=TEAM, min_length=1)
     max_turns: int = Field(default=2, ge=1)
     blanks: tuple[int, int] = (6, 8)
+    answers: int = Field(default=1, ge=1)
     max_tokens: int = Field(default=24, ge=1)
 
     @field_validator("blanks")
@@ -130,7 +123,7 @@ class SudokuOptions(TeamOptions):
         return blanks
 
 
-class SudokuTask(GeneratedTask):
+class SudokuTask(TeamTask):
     """4x4 sudoku; see :class:`turnwise.tasks.base.Task` for what each method promises.
 
     Example: ``SudokuTask(SudokuOptions(actors=("solver",), max_turns=1))``
@@ -142,32 +135,17 @@ class SudokuTask(GeneratedTask):
     options_type = SudokuOptions
     options: SudokuOptions
 
-    def __init__(self, options: SudokuOptions | None = None) -> None:
-        self.options = options or SudokuOptions()
-        self.success_metric = f"solved/{self.options.actors[0]}"
-
-    @property
-    def roles(self) -> Sequence[str]:
-        return self.options.actors
-
-    def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
-        options = self.options
-        episode = SudokuEpisode(
-            actors=options.actors,
-            max_turns=options.max_turns,
-            alpha=options.alpha,
-            mode=options.mode,
-            invalid_cost=options.invalid_cost,
-            sampler=tree,
-        )
-        return {self.name: episode}
+    def episode(self, tree: TreeSampler | None = None) -> Episode:
+        return SudokuEpisode(**self.options.of_episode(), sampler=tree)
 
     def draw(self, split: Split, n: int, seed: int | str) -> list[str]:
         return [puzzle.givens for puzzle in draw_puzzles(split, n, seed, self.options.blanks)]
 
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
-        puzzles: list[Puzzle] = draw_puzzles("train", n, f"demonstrations/{seed}", self.options.blanks)
-        return demonstrations(puzzles, self.options.actors, seed, self.options.quality, self.options.max_turns)
+        options = self.options
+        puzzles = draw_puzzles("train", -(-n // options.answers), f"demonstrations/{seed}", options.blanks)
+        made = demonstrations(puzzles, options.actors, seed, options.quality, options.max_turns, options.answers)
+        return made[:n]
 
     def texts(self) -> list[str]:
         """The words of every role's prompts, the same for each choice of actors: one tokenizer serves them all."""

@@ -1,10 +1,14 @@
-"""Tic-tac-toe for two seats: rules, minimax, and the exact exploitability of a policy."""
+"""Tic-tac-toe for two seats: rules, minimax, and the exact exploitability of a policy.
+
+Read in this order: task, board, exact.
+May import: types, arena, tasks.
+"""
 
 from __future__ import annotations
 
-from .board import TicTacToeRules, format_board
-from .exact import optimal_policy, outcomes, positions, solve, uniform_policy
-from .task import TicTacToeOptions, TicTacToeTask, table_player
+from turnwise.tasks.tic_tac_toe.board import TicTacToeRules, format_board
+from turnwise.tasks.tic_tac_toe.exact import optimal_policy, outcomes, positions, solve, uniform_policy
+from turnwise.tasks.tic_tac_toe.task import TicTacToeOptions, TicTacToeTask, table_player
 
 __all__ = [
     "TicTacToeOptions",

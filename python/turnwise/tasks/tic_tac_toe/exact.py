@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from turnwise.tasks.tic_tac_toe.board import CELLS, EMPTY, TicTacToeRules, is_over, mover, outcome, place
 from turnwise.tasks.two_player import SEATS, Decision
 from turnwise.tasks.two_player.tree import Exploitability, check_policy
-
-from .board import CELLS, EMPTY, TicTacToeRules, is_over, mover, outcome, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ def outcomes(policy: Any) -> np.ndarray:
 
 
 def decisions() -> list[Decision]:
-    """What is asked of a player in each position where somebody is to move, in the order of the policy's rows."""
+    """Return the query to a player in each non-terminal position, in the order of the policy's rows."""
     asked = []
     for board, seat in zip(positions().open_boards, positions().mover.tolist(), strict=True):
         actions = tuple(str(cell) if mark == "." else None for cell, mark in enumerate(board))

@@ -10,11 +10,10 @@ import numpy as np
 from pydantic import Field
 
 from turnwise.tasks.base import Player, Split
+from turnwise.tasks.tic_tac_toe.board import CELLS, MARKS, TicTacToeRules, read_board
+from turnwise.tasks.tic_tac_toe.exact import decisions, optimal_policy, positions, solve, uniform_policy
 from turnwise.tasks.two_player import SEATS, Decision, Exploitability, PlayerFactory, TwoPlayerOptions, TwoPlayerTask
 from turnwise.types import Messages
-
-from .board import CELLS, MARKS, TicTacToeRules, read_board
-from .exact import decisions, optimal_policy, positions, solve, uniform_policy
 
 
 class TicTacToeOptions(TwoPlayerOptions):

@@ -1,12 +1,24 @@
-"""Games for two seats: rules, the episode that plays them, what their tasks share, and how good a policy is."""
+"""Games for two seats: rules, the episode that plays them, what their tasks share, and how good a policy is.
+
+Read in this order: task, rules, episode, query, tree.
+May import: types, arena, tasks.
+"""
 
 from __future__ import annotations
 
-from .episode import TwoPlayerEpisode
-from .query import Decision, QueriedPolicy, SolvedGame, interval, measure_exploitability, sample_policy, score_policy
-from .rules import SEATS, PlayerFactory, Rules
-from .task import TwoPlayerOptions, TwoPlayerTask
-from .tree import Exploitability, GameTree
+from turnwise.tasks.two_player.episode import TwoPlayerEpisode
+from turnwise.tasks.two_player.query import (
+    Decision,
+    QueriedPolicy,
+    SolvedGame,
+    interval,
+    measure_exploitability,
+    sample_policy,
+    score_policy,
+)
+from turnwise.tasks.two_player.rules import SEATS, PlayerFactory, Rules
+from turnwise.tasks.two_player.task import TwoPlayerOptions, TwoPlayerTask
+from turnwise.tasks.two_player.tree import Exploitability, GameTree
 
 __all__ = [
     "SEATS",

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from turnwise.arena import MultiTurnEpisode, Rubric
+from turnwise.tasks.two_player.rules import SEATS, PlayerFactory, Rules
 from turnwise.types import EpisodeState, Messages
-
-from .rules import SEATS, PlayerFactory, Rules
 
 MODEL = "model"
 """In metrics, the seat that the model plays against a scripted player, whichever it is."""
@@ -78,7 +77,7 @@ class TwoPlayerEpisode(MultiTurnEpisode):
         }
 
     def payoffs(self, data: Mapping[str, Any]) -> tuple[float, float]:
-        """What each seat gets, from an episode's ``state.data``."""
+        """Return each seat's payoff, from an episode's ``state.data``."""
         if data["invalid"] is not None:
             return self.rules.invalid_payoffs(data["invalid"])
         return self.rules.payoffs(data["game"])
@@ -111,12 +110,12 @@ class TwoPlayerEpisode(MultiTurnEpisode):
 
 
 def payoff(extras: dict[str, Any]) -> dict[str, float]:
-    """What each of the model's seats won or lost."""
+    """Payoff of each of the model's seats."""
     return extras["payoffs"]
 
 
 def score(extras: dict[str, Any]) -> dict[str, float]:
-    """How each of the model's seats did, from 0 to 1, and ``model`` if it played only one; see ``Rules.score``."""
+    """Score of each of the model's seats, from 0 to 1, and ``model`` if it played only one; see ``Rules.score``."""
     return extras["scores"]
 
 

@@ -23,11 +23,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from turnwise.arena import Arena
-from turnwise.arena.scheduler import run_all
+from turnwise.arena.runtime.concurrency import gather_or_cancel
+from turnwise.tasks.two_player.rules import Rules
+from turnwise.tasks.two_player.tree import Exploitability
 from turnwise.types import Messages, ModelRequest, Sampling, ScoringClient
-
-from .rules import Rules
-from .tree import Exploitability
 
 CALLS_AT_ONCE = 4096
 """Calls that are begun together; the arena's own limit says how many of them run."""
@@ -89,7 +88,7 @@ async def sample_policy(
 
     calls = [row for row in range(len(decisions)) for _ in range(samples)]
     for start in range(0, len(calls), CALLS_AT_ONCE):
-        await run_all(ask(row) for row in calls[start : start + CALLS_AT_ONCE])
+        await gather_or_cancel(ask(row) for row in calls[start : start + CALLS_AT_ONCE])
     return QueriedPolicy(counts / samples, counts=counts)
 
 

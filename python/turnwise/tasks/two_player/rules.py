@@ -1,4 +1,4 @@
-"""What a game for two seats is: its rules on plain data, and nothing of models."""
+"""Interface of a game for two seats: its rules on plain data, independent of models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SEATS = ("player0", "player1")
 """The actors of every game for two, in acting order."""
 
 Verdict = str
-"""What became of an action: ``"legal"``, ``"illegal"`` or ``"unreadable"``."""
+"""Verdict on an action: ``"legal"``, ``"illegal"`` or ``"unreadable"``."""
 
 PlayerFactory = Callable[[Random], Player]
 """Makes a player that draws from the given generator."""
@@ -41,7 +41,7 @@ class Rules(ABC):
 
     @abstractmethod
     def observe(self, game: Mapping[str, Any], seat: int) -> str:
-        """What ``seat`` is shown when it is its turn; what only it may know is marked ``private``."""
+        """Return what ``seat`` sees on its turn; text that only it may know is marked ``private``."""
 
     @abstractmethod
     def parse(self, text: str) -> str | None:
@@ -49,7 +49,7 @@ class Rules(ABC):
 
     @abstractmethod
     def is_legal(self, game: Mapping[str, Any], action: str) -> bool:
-        """Whether the seat to move may do this now."""
+        """Return True if the seat to move may take this action now."""
 
     @abstractmethod
     def apply(self, game: dict[str, Any], action: str) -> None:
@@ -57,10 +57,10 @@ class Rules(ABC):
 
     @abstractmethod
     def payoffs(self, game: Mapping[str, Any]) -> tuple[float, float]:
-        """What each seat gets at the end of a game whose actions were all legal."""
+        """Return each seat's payoff at the end of a game whose actions were all legal."""
 
     def invalid_payoffs(self, seat: int) -> tuple[float, float]:
-        """What each seat gets when an invalid action of ``seat`` ended the game."""
+        """Return each seat's payoff when an invalid action of ``seat`` ended the game."""
         return (-self.invalid_cost, self.invalid_cost) if seat == 0 else (self.invalid_cost, -self.invalid_cost)
 
     def describe(self, game: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Rules(ABC):
         return {}
 
     def score(self, payoffs: tuple[float, float], seat: int) -> float:
-        """How ``seat`` did, from 0 to 1: 1 for a win, 0.5 for a draw, 0 for a loss, as in chess."""
+        """Return the score of ``seat``, from 0 to 1: 1 for a win, 0.5 for a draw, 0 for a loss, as in chess."""
         mine, theirs = payoffs[seat], payoffs[other(seat)]
         return 0.5 if mine == theirs else float(mine > theirs)
 

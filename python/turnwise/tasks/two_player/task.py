@@ -1,4 +1,4 @@
-"""What the tasks for two players have in common: requests from both seats, demonstrations, options."""
+"""Base of the tasks for two players: requests from both seats, demonstrations, options."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from turnwise.arena import Episode, TreeSampler
-from turnwise.arena.context import derive_seed
+from turnwise.arena.runtime.rng import derive_seed
 from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, check_counts, check_split
+from turnwise.tasks.two_player.episode import MODEL, TwoPlayerEpisode
+from turnwise.tasks.two_player.rules import SEATS, PlayerFactory, Rules
 from turnwise.types import Actor, EpisodeRequest
-
-from .episode import MODEL, TwoPlayerEpisode
-from .rules import SEATS, PlayerFactory, Rules
 
 
 class TwoPlayerOptions(TaskOptions):
-    """What the options of games for two have in common.
+    """Common options of games for two.
 
     ``opponent`` plays the other seat in evaluations. ``quality`` is the chance that a demonstrated action is the
     oracle's; the others are random ones. ``invalid_cost``, each game's own, is what an invalid action costs.
@@ -61,7 +60,7 @@ class TwoPlayerTask(ABC):
     @property
     @abstractmethod
     def system_prompts(self) -> dict[str, str]:
-        """What each seat is told of the game."""
+        """Return each seat's system prompt."""
 
     @abstractmethod
     def questions(self, split: Split, n: int, seed: int | str) -> Iterator[Mapping[str, Any]]:

@@ -16,7 +16,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Exploitability:
-    """How far a policy for both seats of a zero-sum game is from an equilibrium.
+    """Distance of a policy for both seats of a zero-sum game from an equilibrium.
 
     ``value`` is what player 0 gets when both seats follow the policy; ``best_response[p]`` what player ``p`` gets
     by playing best against it. ``nash_conv`` is what both could gain together, ``exploitability`` half of it: 0 at an
@@ -51,7 +51,7 @@ class GameTree:
     actions: int
 
     def value(self, policy: np.ndarray) -> float:
-        """What player 0 gets on average when both follow ``policy``."""
+        """Return player 0's mean payoff when both follow ``policy``."""
         reach = self.chance * self._reach(policy, 0) * self._reach(policy, 1)
         return float(reach @ self.payoff)
 

@@ -1,5 +1,8 @@
-"""What is watched over: in every run what spoils it without failing it, in self-play signals and the actions that an
-unhealthy one asks for."""
+"""Watches training: warnings in every run, self-play signals with thresholds, and actions on them.
+
+Read in this order: watch, guard, signals, actions, build.
+May import: types, utils, train, train.config, train.checkpoint, train.eval, train.league, train.model.
+"""
 
 from turnwise.train.health.actions import ACTIONS, Action, LowerRate, MixAnchors, RollBack
 from turnwise.train.health.build import build_guard, check_health

@@ -1,23 +1,20 @@
-"""What can be done about an unhealthy run: one class per action, found by name in :data:`ACTIONS`."""
+"""Actions on an unhealthy run: one class per action, found by name in :data:`ACTIONS`."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from turnwise.train.checkpoint import checkpoint_at, list_checkpoints, load_learners
+from turnwise.train.callbacks import TrainerView
+from turnwise.train.checkpoint.checkpoint import checkpoint_at, list_checkpoints, load_learners
 from turnwise.train.league.league import League
-
-if TYPE_CHECKING:
-    from turnwise.train.loop import Trainer
 
 
 class Action(ABC):
     """Its fields are the options of the configuration."""
 
     @abstractmethod
-    async def apply(self, trainer: Trainer, healthy_step: int | None) -> str:
+    async def apply(self, trainer: TrainerView, healthy_step: int | None) -> str:
         """Do it between two steps; what was done, in words. ``healthy_step`` is that of the last healthy checkpoint."""
 
 
@@ -32,7 +29,7 @@ class MixAnchors(Action):
         if not 0 < self.by <= 1 or not 0 < self.most <= 1:
             raise ValueError(f"by={self.by!r}, most={self.most!r}: expected shares above 0")
 
-    async def apply(self, trainer: Trainer, healthy_step: int | None) -> str:
+    async def apply(self, trainer: TrainerView, healthy_step: int | None) -> str:
         league = trainer.callbacks["league"]
         assert isinstance(league, League)
         league.raised = max(league.raised, min(league.raised + self.by, self.most - league.config.share))
@@ -49,7 +46,7 @@ class LowerRate(Action):
         if not 0 < self.factor < 1:
             raise ValueError(f"factor={self.factor!r}: expected a number in (0, 1)")
 
-    async def apply(self, trainer: Trainer, healthy_step: int | None) -> str:
+    async def apply(self, trainer: TrainerView, healthy_step: int | None) -> str:
         for policy in trainer.policies.values():
             if policy.trainable:
                 policy.scale_rate(self.factor)
@@ -63,7 +60,7 @@ class RollBack(Action):
     Steps, questions and all generators go on, else the same would happen again; so do versions and lowered rates.
     """
 
-    async def apply(self, trainer: Trainer, healthy_step: int | None) -> str:
+    async def apply(self, trainer: TrainerView, healthy_step: int | None) -> str:
         path = None if healthy_step is None else checkpoint_at(trainer.checkpoints, healthy_step)
         if path is None or path not in list_checkpoints(trainer.checkpoints):
             return "there is no healthy checkpoint to go back to"
@@ -75,9 +72,9 @@ class RollBack(Action):
             policy.version = version + 1 if policy.trainable else version
         if trainer.arena.credit is not None and state["arena"]["credit"] is not None:
             trainer.arena.credit.load_state_dict(state["arena"]["credit"])
-        await trainer.publish()
+        await trainer.sync_weights()
         return f"weights and optimizers are those of step {healthy_step}"
 
 
 ACTIONS: dict[str, type[Action]] = {"mix_anchors": MixAnchors, "lower_rate": LowerRate, "roll_back": RollBack}
-"""By their names in ``health.signals.<name>.actions``."""
+"""Actions by their names in ``health.signals.<name>.actions``."""

@@ -1,19 +1,19 @@
-"""A health guard from a configuration, and what is wrong with one."""
+"""Builds a health guard from a configuration, and lists the configuration's problems."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from turnwise.naming import construct, find_class
-from turnwise.train.config import TrainConfig
-from turnwise.train.config_files import ConfigError
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError
 from turnwise.train.health.actions import ACTIONS, Action
 from turnwise.train.health.guard import Guard
 from turnwise.train.health.signals import SIGNALS, Signal
+from turnwise.utils.registry import build_with_options, import_class
 
 
 def check_health(config: TrainConfig, seats: Sequence[str]) -> list[str]:
-    """What keeps the guard of ``config`` from watching, a line each."""
+    """List the problems that keep the guard of ``config`` from watching, one line each."""
     problems = []
     for name in config.health.signals:
         try:
@@ -27,7 +27,7 @@ def check_health(config: TrainConfig, seats: Sequence[str]) -> list[str]:
 
 
 def build_guard(config: TrainConfig, seats: Sequence[str]) -> Guard | None:
-    """The guard of ``config``; ``None`` where nothing is to be watched. Raises :class:`ConfigError`."""
+    """Return the guard of ``config``, or ``None`` if no signal is watched. Raises :class:`ConfigError`."""
     if not config.health.signals:
         return None
     signals = {name: _signal(config, name, seats) for name in config.health.signals}
@@ -38,7 +38,7 @@ def build_guard(config: TrainConfig, seats: Sequence[str]) -> Guard | None:
 def _signal(config: TrainConfig, name: str, seats: Sequence[str]) -> Signal:
     try:
         like = "turnwise.train.health.signals.Signal"
-        kind = find_class(SIGNALS, name, f"health.signals.{name}", methods=["measure", "judge"], like=like)
+        kind = import_class(SIGNALS, name, f"health.signals.{name}", methods=["measure", "judge"], like=like)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     signal: Signal = kind(config.health.signals[name].threshold, seats)
@@ -49,8 +49,8 @@ def _actions(config: TrainConfig, name: str) -> dict[str, Action]:
     key = f"health.signals.{name}.actions"
     try:
         return {
-            kind: construct(
-                find_class(ACTIONS, kind, key, methods=["apply"], like="turnwise.train.health.actions.Action"),
+            kind: build_with_options(
+                import_class(ACTIONS, kind, key, methods=["apply"], like="turnwise.train.health.actions.Action"),
                 options,
                 f"{key}.{kind}",
             )

@@ -1,4 +1,4 @@
-"""The health guard: signals over a window of steps, warnings, and what is done about them."""
+"""The health guard: signals over a window of steps, warnings, and actions."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from turnwise.train.callbacks import Callback
+from turnwise.train.callbacks import Callback, TrainerView
 from turnwise.train.health.actions import Action, RollBack
 from turnwise.train.health.signals import Signal, Sums
 from turnwise.types import GenerateResult
-
-if TYPE_CHECKING:
-    from turnwise.train.loop import Trainer
 
 Series = dict[str, list[Sums]]
 """One signal's sums of the latest steps, by actor."""
@@ -38,14 +35,14 @@ class Guard(Callback):
         self._first: dict[str, dict[str, Sums]] = {name: {} for name in signals}
         self._warned: set[str] = set()
 
-    async def on_start(self, trainer: Trainer) -> None:
-        """With a roll back among the actions there is something to go back to from the start."""
+    async def on_start(self, trainer: TrainerView) -> None:
+        """Save a first checkpoint if an action rolls back, so that one exists from the start."""
         rolls_back = any(isinstance(action, RollBack) for chosen in self.actions.values() for action in chosen.values())
         if rolls_back and self.healthy_step is None:
             self.healthy_step = trainer.progress.step
             trainer.save()
 
-    async def after_step(self, trainer: Trainer, results: Sequence[GenerateResult]) -> dict[str, float]:
+    async def after_step(self, trainer: TrainerView, results: Sequence[GenerateResult]) -> dict[str, float]:
         for name, signal in self.signals.items():
             measured = signal.measure(results)
             if not measured and trainer.progress.step == 1:
@@ -66,7 +63,7 @@ class Guard(Callback):
         return metrics
 
     def _judged(self) -> tuple[dict[str, float], dict[tuple[str, str], str]]:
-        """The means of all full windows, and what is wrong with whom."""
+        """Return the means of all full windows, and the problem of each unhealthy actor."""
         metrics: dict[str, float] = {}
         ill: dict[tuple[str, str], str] = {}
         for name, series in self._recent.items():
@@ -80,8 +77,8 @@ class Guard(Callback):
                     ill[name, actor] = reason
         return metrics, ill
 
-    async def _act(self, ill: Collection[str], trainer: Trainer) -> None:
-        """Each action that an unhealthy signal asks for, once, in the order of the configuration."""
+    async def _act(self, ill: Collection[str], trainer: TrainerView) -> None:
+        """Take each action that an unhealthy signal asks for once, in the order of the configuration."""
         wanted = {kind: action for name in self.signals if name in ill for kind, action in self.actions[name].items()}
         for kind, action in wanted.items():
             done = await action.apply(trainer, self.healthy_step)

@@ -1,4 +1,4 @@
-"""What can go wrong in self-play, as numbers: one class per signal, found by name in :data:`SIGNALS`.
+"""Signals that measure failures of self-play: one class per signal, found by name in :data:`SIGNALS`.
 
 A signal measures each step: for each actor that it speaks of a :class:`Sums`. Over the last window of steps these are
 added up, and :meth:`Signal.judge` says whether they are healthy. Only what live policies did counts, no past ones.
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
+from turnwise.train.eval.statistics import wilson
 from turnwise.train.league.payoffs import game_of
-from turnwise.train.statistics import wilson
 from turnwise.types import GenerateResult, Rollout, Step
 
 
@@ -43,11 +43,11 @@ class Signal(ABC):
 
     @abstractmethod
     def measure(self, results: Sequence[GenerateResult]) -> dict[str, Sums]:
-        """One step's observations, by actor; actors of whom there is nothing to say are left out."""
+        """Return one step's observations by actor, without actors that have none."""
 
     @abstractmethod
     def judge(self, window: Sums, first: Sums) -> str | None:
-        """What is wrong with the last ``window``, in words; ``None`` for nothing. ``first`` is the run's first one."""
+        """Describe the problem of the last ``window``, or return ``None``. ``first`` is the run's first window."""
 
 
 class SeatSkew(Signal):
@@ -124,7 +124,7 @@ class Entropy(_Fallen):
 
 
 class Distinct(_Fallen):
-    """How many different completions an actor gave in a step, as a share of all that it gave."""
+    """Share of distinct completions among all completions of an actor in a step."""
 
     default, what = 0.3, "share of distinct completions"
 
@@ -156,7 +156,7 @@ SIGNALS: dict[str, type[Signal]] = {
     "distinct": Distinct,
     "distinct_2": Distinct2,
 }
-"""By their names in ``health.signals``."""
+"""Signals by their names in ``health.signals``."""
 
 
 def _finished(results: Sequence[GenerateResult]) -> Iterator[Rollout]:

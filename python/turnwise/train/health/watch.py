@@ -7,46 +7,44 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
 
+from turnwise.train.callbacks import TrainerView
+from turnwise.train.model.policy import Policy
 from turnwise.types import TrainingBatch
 
-if TYPE_CHECKING:
-    from turnwise.train.loop import Trainer
-    from turnwise.train.policy import Policy
-
 PATIENCE = 5
-"""So many steps in a row an actor may act without a sample that trains, or with nearly all completions cut off."""
+"""Steps in a row that an actor may act without a training sample, or with nearly all completions cut off."""
 
 MOST_TRUNCATED = 0.9
 """The share of an actor's completions that may run into their token limit."""
 
 RATIO_BOUND = 20.0
-"""Of the probability ratio of updated to sampling weights, per token; clipped losses mean it to stay near 1."""
+"""Limit of the probability ratio of updated to sampling weights, per token; clipped losses keep it near 1."""
 
-REPLACED = ("untrainable", "surplus", "resample")
+REPLACED = ("not_trainable", "over_quota", "resample")
 """Causes that take no sample which a step counts on: seats that don't train, and questions that others stand in for."""
 
 CAUSES = {
     "truncated": "ran into its token limit: raise rollout.max_tokens or the actor's own limit, or let such calls train "
-    "(filter.truncated = false)",
+    "(filter.drop_truncated = false)",
     "equal_rewards": "earned the same as all that it was compared with: ask easier or harder questions, raise "
-    "rollout.copies or rollout.branches, or pay for partial success",
-    "alone": "had nothing to be compared with: raise rollout.copies or rollout.branches, or give attempts that belong "
-    "together one group_id",
+    "rollout.group_size or rollout.branches, or pay for partial success",
+    "alone": "had nothing to be compared with: raise rollout.group_size or rollout.branches, or give attempts "
+    "that belong together one group_id",
     "min_std": "is in a group whose rewards hardly differ: lower credit.options.min_std",
     "zero_advantage": "earned exactly what the credit rule expected: see whether the rewards in rollouts.jsonl differ",
     "max_length": "is longer than filter.max_length: raise it, or shorten prompts and completions",
     "stale": "was sampled by weights that are too old: raise loop.max_staleness, or sample fewer questions per step",
-    "resample": "is of a question that says nothing, and filter.resample draws no better ones: ask easier or harder "
-    "questions, or raise rollout.copies",
+    "resample": "is of a question without information, and filter.dynamic_sampling_rounds found no better ones: ask "
+    "easier or harder questions, or raise rollout.group_size",
     "failed": "failed, or its episode did: the errors are in rollouts.jsonl",
     "reward_error": "is of an episode that its rubric dropped: see meta.dropped in rollouts.jsonl",
     "aborted": "was aborted: see the client's own messages",
     "no_tokens": "has no token: see the prompts in rollouts.jsonl",
-    "untrainable": "is of an episode or a seat that does not train: see EpisodeRequest.is_trainable and Step.trainable",
+    "not_trainable": "belongs to an episode or seat that does not train: see EpisodeRequest.is_trainable, "
+    "Step.trainable",
 }
-"""What a call that is counted in ``dropped/<cause>`` did, and what to do about it."""
+"""Description and remedy of each cause that is counted in ``dropped/<cause>``."""
 
 RELAY = (
     ". What it does may never be paid: in a tree, branches are compared by the reward of the step alone. Reward that "
@@ -59,7 +57,7 @@ RELAY = (
 class Watch:
     """Looks at each step's samples and updates; what was told once is not told again, until the run is resumed."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: TrainerView) -> None:
         self._trainer = trainer
         self._told: set[tuple[str, ...]] = set()
         self._idle: dict[str, Counter[str]] = {}
@@ -78,7 +76,7 @@ class Watch:
         )
         drops = {place: count for place, count in batch.drops.items() if policy_of.get(place[0]) in training}
         self._step(trained.total(), drops)
-        acted = {*trained, *(actor for actor, cause in drops if cause != "untrainable")}
+        acted = {*trained, *(actor for actor, cause in drops if cause != "not_trainable")}
         for actor in sorted(acted):
             self._actor(actor, trained[actor], drops, alone=len(acted) == 1)
             self._truncation(actor, batch.metrics.get(f"truncated/{actor}", 0.0))
@@ -92,11 +90,11 @@ class Watch:
             return
         assert policy.optimizer is not None
         rate = policy.optimizer.param_groups[0]["lr"]
-        advice = "lower update.lr, update.minibatches or update.ppo_epochs"
+        advice = "lower update.lr, update.num_minibatches or update.ppo_epochs"
         if measured["updates"] == 1:
             advice = (
                 "there was one update, so the samples are stale, or sampler and trainer disagree "
-                "(sampler_trainer_logprob_max_diff); see update.old_logprobs and loss.correction"
+                "(sampler_trainer_logprob_max_diff); see update.old_logprobs and loss.importance_correction"
             )
         self._warn(
             ("ratio", policy.name),

@@ -1,8 +1,12 @@
-"""Past policies as opponents: a pool of snapshots, how they are chosen, who beat whom, and ratings from that."""
+"""Past policies as opponents: snapshots, matchmaking, results, ratings.
+
+Read in this order: league, pool, matchmaking, payoffs, ratings, build.
+May import: types, utils, inference.weights, train, train.config, train.checkpoint, train.eval, train.model.
+"""
 
 from turnwise.train.league.build import build_league, check_league, past_models, plays_past
 from turnwise.train.league.league import League
-from turnwise.train.league.matchmaking import MATCHMAKERS, Latest, Matchmaker, Prioritised, Uniform
+from turnwise.train.league.matchmaking import MATCHMAKERS, Latest, Matchmaker, Prioritized, Uniform
 from turnwise.train.league.payoffs import Game, Payoffs, Record, game_of
 from turnwise.train.league.pool import Member, Pool, Slots
 from turnwise.train.league.ratings import Ratings, bradley_terry
@@ -16,7 +20,7 @@ __all__ = [
     "Member",
     "Payoffs",
     "Pool",
-    "Prioritised",
+    "Prioritized",
     "Ratings",
     "Record",
     "Slots",

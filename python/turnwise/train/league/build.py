@@ -1,4 +1,4 @@
-"""A league from a configuration: what it needs of the task and of the client, and its parts."""
+"""Builds a league from a configuration, and checks its requirements on the task and the client."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from turnwise.inference.adapters import AdaptedModel
-from turnwise.naming import construct, find_class
-from turnwise.train.config import TrainConfig
-from turnwise.train.config_files import ConfigError
+from turnwise.inference.weights.lora import AdaptedModel
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError
 from turnwise.train.league.league import League
 from turnwise.train.league.matchmaking import MATCHMAKERS, Matchmaker
 from turnwise.train.league.pool import Slots, slot_names
-from turnwise.train.models import peft_config
+from turnwise.train.model.loading import peft_config
 from turnwise.types import Actor, InferenceClient
+from turnwise.utils.registry import build_with_options, import_class
 
 FOLDER = "league"
-"""Where a run keeps its past policies, inside its folder."""
+"""Folder of past policies, inside the run folder."""
 
 CLIENTS: dict[str, bool] = {"transformers": True, "vllm": False, "vllm-process": False}
 """The clients that can hold frozen policies beside the live ones: whether whole models too, or adapters alone.
@@ -25,12 +25,12 @@ A vLLM engine serves one base model, so each whole copy would be an engine more.
 
 
 def plays_past(config: TrainConfig) -> bool:
-    """Whether ``config`` has games against past policies, or may come to have them."""
+    """Return True if ``config`` has games against past policies, or an action may add them."""
     return config.league.share > 0 or "mix_anchors" in config.health.actions()
 
 
 def check_league(config: TrainConfig, actors: Sequence[Actor], seats: Sequence[str], task: str) -> list[str]:
-    """What keeps the league of ``config`` (its policies resolved) from being played, a line each."""
+    """List the problems that keep the league of ``config`` (its policies resolved) from playing, one line each."""
     if not plays_past(config):
         return []
     problems = []
@@ -44,15 +44,15 @@ def check_league(config: TrainConfig, actors: Sequence[Actor], seats: Sequence[s
 
 
 def _lacks(config: TrainConfig, actors: Sequence[Actor], seats: Sequence[str], task: str) -> list[str]:
-    """What the task and the settings lack for games against the past."""
+    """List what the task and the settings lack for games against past policies."""
     lacks = []
-    questions, share = config.rollout.questions, config.league.share
+    questions, share = config.rollout.prompts_per_step, config.league.share
     if len(seats) < 2:
         lacks.append(f"task {task!r} has no seats that play against each other")
     elif share and share * questions < len(seats) / 2:
-        lacks.append(f"of rollout.questions = {questions} that is no question from each of {len(seats)} seats")
-    if config.filter.resample:
-        lacks.append("needs filter.resample = 0, as each draw would seat others")
+        lacks.append(f"of rollout.prompts_per_step = {questions} that is no question from each of {len(seats)} seats")
+    if config.filter.dynamic_sampling_rounds:
+        lacks.append("needs filter.dynamic_sampling_rounds = 0, as each draw would seat others")
     if config.rollout.branches > 1 or config.rollout.tree.playouts:
         lacks.append("needs rollout.branches = 1, games that are played to their end")
     return lacks + [
@@ -76,18 +76,18 @@ def _lacks_of_client(config: TrainConfig) -> list[str]:
 
 
 def build_matchmaker(config: TrainConfig) -> Matchmaker:
-    """The matchmaker that ``league.opponents`` names, with ``league.options``; raises :class:`ConfigError`."""
+    """The matchmaker that ``league.matchmaker`` names, with ``league.options``; raises :class:`ConfigError`."""
     try:
         like = "turnwise.train.league.matchmaking.Uniform"
-        kind = find_class(MATCHMAKERS, config.league.opponents, "league.opponents", methods=["weights"], like=like)
-        maker: Matchmaker = construct(kind, config.league.options, "league.options")
+        kind = import_class(MATCHMAKERS, config.league.matchmaker, "league.matchmaker", methods=["weights"], like=like)
+        maker: Matchmaker = build_with_options(kind, config.league.options, "league.options")
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return maker
 
 
 def groups_of(config: TrainConfig) -> int:
-    """How many batches may be under way at once, each with opponents of its own."""
+    """Return the number of batches that may run at once, each with its own opponents."""
     return config.loop.max_staleness + 1
 
 
@@ -100,7 +100,7 @@ def past_models(config: TrainConfig, models: Mapping[str, nn.Module]) -> dict[st
         return {}
     trained = [name for name in models if config.policies[name].trainable]
     held: dict[str, nn.Module] = {}
-    for slot, policy in slot_names(trained, config.league.at_once * groups_of(config)).items():
+    for slot, policy in slot_names(trained, config.league.opponents_per_step * groups_of(config)).items():
         model, lora = models[policy], config.policies[policy].lora
         if isinstance(model, AdaptedModel) and lora is not None:
             held[slot] = model.shared.add_adapter(slot, peft_config(lora), config.seed)
@@ -122,7 +122,7 @@ def build_league(
         config.league,
         build_matchmaker(config),
         {actor.id: actor.policy for actor in actors if actor.id in seats},
-        Slots(client, trained, config.league.at_once * groups),
+        Slots(client, trained, config.league.opponents_per_step * groups),
         config.run_dir / FOLDER,
         groups=groups,
         seed=config.seed,

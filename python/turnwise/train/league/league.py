@@ -12,24 +12,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from turnwise.train.callbacks import Callback
-from turnwise.train.config_selfplay import LeagueConfig
+from turnwise.train.callbacks import Callback, TrainerView
+from turnwise.train.config.selfplay import LeagueConfig
 from turnwise.train.league.matchmaking import Matchmaker, chances
 from turnwise.train.league.payoffs import Game, Payoffs, game_of
 from turnwise.train.league.pool import LIVE, Member, Pool, Slots, slot_name
 from turnwise.train.league.ratings import bradley_terry
-from turnwise.train.policy import Policy
+from turnwise.train.model.policy import Policy
 from turnwise.types import EpisodeRequest, GenerateResult
 
-if TYPE_CHECKING:
-    from turnwise.train.loop import Trainer
-
 MARK = "league"
-"""Where a league game's rollout says, in ``meta``, which member it met and in which seat the live policies sat."""
+"""Key in a league rollout's ``meta``: the member it met, and the seat of the live policies."""
 
 
 class League(Callback):
@@ -66,12 +63,12 @@ class League(Callback):
         return min(1.0, self.config.share + self.raised)
 
     # -- the pool ------------------------------------------------------------------------------------------------------
-    async def on_start(self, trainer: Trainer) -> None:
+    async def on_start(self, trainer: TrainerView) -> None:
         """The starting weights are the first member."""
         if not self.pool.members:
             self.snapshot(trainer.progress.step, trainer.policies)
 
-    async def after_step(self, trainer: Trainer, results: Sequence[GenerateResult]) -> dict[str, float]:
+    async def after_step(self, trainer: TrainerView, results: Sequence[GenerateResult]) -> dict[str, float]:
         metrics = self.record(results)
         if trainer.progress.step % self.config.every == 0:
             self.snapshot(trainer.progress.step, trainer.policies)
@@ -103,7 +100,7 @@ class League(Callback):
         Each question's opponent has the matchmaker's chances; questions that share a draw are not independent.
         """
         rng = np.random.default_rng([self.seed, batch])
-        size = min(count, self.config.at_once)
+        size = min(count, self.config.opponents_per_step)
         drawn = rng.choice(len(self.pool.members), size=size, p=chances(self.matchmaker, self.p_win()))
         return [self.pool.members[drawn[place % size]] for place in range(count)]
 
@@ -117,7 +114,7 @@ class League(Callback):
         if not count or not self.pool.members:
             return list(requests)
         opponents = self.draw(batch, count)
-        first = batch % self.groups * self.config.at_once
+        first = batch % self.groups * self.config.opponents_per_step
         slot_of = {step: first + place for place, step in enumerate(sorted({member.step for member in opponents}))}
         for member in opponents:
             await self._hold(slot_of[member.step], member)
@@ -132,7 +129,7 @@ class League(Callback):
         return [request for games in questions[:kept] for request in games] + paired
 
     def against(self, request: EpisodeRequest, member: Member, slot: int, seat: str, match: str) -> EpisodeRequest:
-        """``request`` with the live policies in ``seat`` alone."""
+        """Return ``request`` with the live policies only in ``seat``."""
         others = {other: slot_name(self.policy_of[other], slot) for other in self.seats if other != seat}
         mark = {"member": member.step, "seat": seat, "match": match}
         return replace(request, policies={**request.policies, **others}, meta={**request.meta, MARK: mark})

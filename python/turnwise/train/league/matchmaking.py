@@ -1,4 +1,4 @@
-"""Which past policies are played against: a weight for each member of the pool, oldest first.
+"""Matchmakers choose past policies as opponents: a weight for each member of the pool, oldest first.
 
 A matchmaker is called with the learner's chances ``[M]`` against the members and gives their weights ``[M]`` >= 0;
 where they are all 0, each member is as likely.
@@ -41,8 +41,8 @@ class Latest:
 
 
 @dataclass(frozen=True, slots=True)
-class Prioritised:
-    """Prioritised fictitious self-play: ``(1 - p_win) ** power``, so that the hardest are met most often (Vinyals et
+class Prioritized:
+    """Prioritized fictitious self-play: ``(1 - p_win) ** power``, so that the hardest are met most often (Vinyals et
     al., "Grandmaster level in StarCraft II using multi-agent reinforcement learning", Nature 575, 2019, Methods)."""
 
     power: float = 2.0
@@ -55,12 +55,12 @@ class Prioritised:
         return np.clip(1 - p_win, 0, 1) ** self.power
 
 
-MATCHMAKERS: dict[str, type[Uniform] | type[Latest] | type[Prioritised]] = {
+MATCHMAKERS: dict[str, type[Uniform] | type[Latest] | type[Prioritized]] = {
     "uniform": Uniform,
     "latest": Latest,
-    "prioritised": Prioritised,
+    "prioritized": Prioritized,
 }
-"""By the values of ``league.opponents``."""
+"""Matchmakers by the values of ``league.matchmaker``."""
 
 
 def chances(maker: Matchmaker, p_win: np.ndarray) -> np.ndarray:

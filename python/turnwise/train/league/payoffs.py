@@ -1,4 +1,4 @@
-"""Who did how well against whom: a matrix of results, kept match by match.
+"""Payoff matrix of results between players, updated match by match.
 
 A match is one question played from both seats against the same opponent, so that neither the deal nor the first move
 favours anybody. It counts as one observation: its two games are not independent.
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.train.statistics import Z, wilson
+from turnwise.train.eval.statistics import Z, wilson
 from turnwise.types import Rollout
 
 
@@ -61,7 +61,7 @@ class Record:
         self.theirs, self.theirs2 = self.theirs + theirs, self.theirs2 + theirs * theirs
 
     def mirrored(self) -> Record:
-        """The same as the other side has it."""
+        """Return this record from the other side."""
         return Record(
             self.matches, self.games, self.losses, self.draws, self.wins, self.matches - self.share,
             self.theirs, self.theirs2, self.payoff, self.payoff2,
@@ -71,7 +71,7 @@ class Record:
         return Record(*(mine + more for mine, more in zip(astuple(self), astuple(other), strict=True)))
 
     def mean_share(self) -> float:
-        """Of the games' worth; 0.5 where nothing was played."""
+        """Mean share of the games, 0.5 if none was played."""
         return self.share / self.matches if self.matches else 0.5
 
     def share_interval(self) -> tuple[float, float]:

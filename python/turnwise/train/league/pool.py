@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from turnwise.train.checkpoint_files import CheckpointError, link_or_copy, read_tensors, write_tensors
-from turnwise.train.policy import Policy
+from turnwise.train.checkpoint.files import CheckpointError, read_tensors, write_tensors
+from turnwise.train.model.policy import Policy
 from turnwise.types import InferenceClient
+from turnwise.utils.files import link_or_copy
 
 LIVE = "live"
 """In a league's matrix, the policies that train."""
@@ -118,7 +119,7 @@ class Slots:
 
 
 def slot_name(policy: str, slot: int) -> str:
-    """What the client calls a place of ``policy``'s past; no policy of a config can have this name."""
+    """Return the client's name for a slot of ``policy``'s past; no policy of a config can have this name."""
     return f"{policy}@past{slot}"
 
 

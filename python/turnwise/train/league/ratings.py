@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from turnwise.train.statistics import Z
+from turnwise.train.eval.statistics import Z
 
 ELO = 400 / math.log(10)
 """Points of Elo per unit of log-strength: 400 are odds of 10 to 1."""

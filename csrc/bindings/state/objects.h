@@ -1,0 +1,148 @@
+// The objects behind turnwise.state, as raw CPython types: a pybind11 method costs several dictionary reads.
+//
+// A State owns one heap. StateDict, StateList and TokenArray are proxies of one slot in it; there is at most one living
+// proxy per slot, so that `s["a"] is s["a"]`.
+#pragma once
+
+#include <Python.h>
+#include <structmember.h>
+
+#include <new>
+#include <vector>
+
+#include "state/heap.h"
+
+namespace turnwise::state {
+
+inline PyObject* object_of(Leaf* leaf) noexcept {
+    return reinterpret_cast<PyObject*>(leaf);
+}
+inline Leaf* leaf_of(PyObject* object) noexcept {
+    return reinterpret_cast<Leaf*>(object);
+}
+
+struct Proxy;
+
+// The proxies of a State by slot: open addressing, borrowed references. One that nobody refers to any more rests here
+// (its count is zero) until it is asked for again or the State forks: walks through a State make few new objects.
+class ProxyMap {
+  public:
+    ~ProxyMap() { give_back(); }
+    inline Proxy* find(SlotIndex slot) const noexcept;
+    void insert(Proxy* proxy);
+    void erase(Proxy* proxy) noexcept;
+    template <class Function>
+    void for_each(Function&& f) const {
+        for (size_t i = 0; i < size_t(capacity_); ++i) {
+            if (cells_[i]) f(cells_[i]);
+        }
+    }
+
+  private:
+    static constexpr uint32_t kFirst = 8;
+    // Multiplying by the golden ratio spreads runs of neighbours, the most frequent case, without a collision.
+    size_t home(SlotIndex slot) const noexcept { return slot * 2654435769u >> shift_; }
+    void grow();
+    void give_back() noexcept;
+    Proxy** cells_ = nullptr;
+    uint32_t capacity_ = 0;
+    uint16_t shift_ = 0;
+    uint32_t used_ = 0;
+};
+
+struct StateObject;
+
+// The base of turnwise.state.Store: what C++ needs of it.
+struct StoreObject {
+    PyObject_HEAD PyObject* policies;  // dict: type -> policy tuple, see Policy
+    StateObject* states;               // the living ones, a doubly linked list
+    char checks_shared;                // whether forks call `_check_shared(state)` first
+};
+
+struct StateObject {
+    PyObject_HEAD StoreObject* store;
+    PyObject* base;  // the last commit, or null
+    PyObject* weakrefs;
+    StateObject* next;
+    StateObject** link;  // what points here
+    bool frozen;
+    bool pruned;
+    uint32_t writes;   // counts calls of `write`: pointers into chunks are good until the next
+    uint32_t resting;  // how many of its proxies rest
+    bool locked;       // its objects are being copied: Python code runs that must not change it
+    Heap heap;
+    ProxyMap proxies;
+    // Owned nodes that hold plain containers not yet taken over, and live opaque objects.
+    std::vector<SlotIndex> pending;
+};
+
+// A view of the container in `slot`. A TokenArray that lies in no State yet owns its node and has no state.
+struct Proxy {
+    PyObject_HEAD StateObject* state;
+    Node* node;
+    uint64_t stamp;
+    SlotIndex slot;
+    Epoch birth;
+};
+
+inline Proxy* ProxyMap::find(SlotIndex slot) const noexcept {
+    if (!used_) return nullptr;
+    for (size_t at = home(slot); cells_[at]; at = (at + 1) & (capacity_ - 1)) {
+        if (cells_[at]->slot == slot) return cells_[at];
+    }
+    return nullptr;
+}
+
+struct Types {
+    PyTypeObject *store, *state, *dict, *list, *tokens;
+    PyTypeObject *keys, *values, *items, *iterator, *list_iterator;
+    PyObject *error, *pruned, *frozen, *opaque, *checkpoint;
+};
+extern Types types;
+
+// Objects whose destruction may run Python code are destroyed when the operation is over, not in its middle.
+struct Operation {
+    ~Operation() {
+        if (waiting) destroy_waiting();
+    }
+    static void destroy_waiting();
+    static inline bool waiting = false;
+};
+
+// While a State's objects are copied, Python code runs that must not change it.
+struct Lock {
+    explicit Lock(StateObject* state) : state(state) { state->locked = true; }
+    ~Lock() { state->locked = false; }
+    StateObject* state;
+};
+
+inline StateObject* state_of(PyObject* object) noexcept {
+    return reinterpret_cast<StateObject*>(object);
+}
+inline Proxy* proxy_of(PyObject* object) noexcept {
+    return reinterpret_cast<Proxy*>(object);
+}
+
+StateObject* new_state(StoreObject* store);
+// False with PrunedError set for a State that was pruned.
+bool check_alive(StateObject* state);
+// True with an error set where `state` is frozen or locked.
+bool refuse_writing(StateObject* state);
+// Remembers that the next `settle` must look at the node in `slot`.
+void note_pending(StateObject* state, SlotIndex slot, Node* node);
+
+PyTypeObject* make_type(PyObject* module, PyType_Spec& spec, const char* name);
+// Adds a method or attribute to a finished type; takes `member` over. False with an error set.
+bool add_member(PyTypeObject* type, const char* name, PyObject* member);
+// Runs `body`; where memory runs out, sets MemoryError and gives `failed`.
+template <class Result, class Body>
+Result guarded(Result failed, Body&& body) {
+    try {
+        return body();
+    } catch (const std::bad_alloc&) {
+        PyErr_NoMemory();
+        return failed;
+    }
+}
+
+}  // namespace turnwise::state

@@ -1,0 +1,215 @@
+#include "bindings/state/proxy.h"
+
+#include "bindings/state/policy.h"
+
+namespace turnwise::state {
+
+namespace {
+constexpr size_t kSpares = 128;
+struct Spares {
+    PyObject* objects[kSpares];
+    size_t count = 0;
+};
+Spares spare_dicts, spare_lists;
+
+Spares* spares_of(PyTypeObject* type) noexcept {
+    return type == types.dict ? &spare_dicts : type == types.list ? &spare_lists : nullptr;
+}
+}  // namespace
+
+constexpr uint32_t kResting = 256;
+
+static void free_proxy(Proxy* proxy, PyTypeObject* type) {
+    Spares* spares = spares_of(type);
+    if (spares && spares->count < kSpares) {
+        spares->objects[spares->count++] = reinterpret_cast<PyObject*>(proxy);
+    } else {
+        PyObject_GC_Del(proxy);
+    }
+}
+
+Proxy* new_proxy(PyTypeObject* type, StateObject* state, SlotIndex slot, Node* node) {
+    Spares* spares = spares_of(type);
+    Proxy* proxy = nullptr;
+    if (spares && spares->count) {
+        proxy = reinterpret_cast<Proxy*>(PyObject_Init(spares->objects[--spares->count], type));
+    } else {
+        proxy = PyObject_GC_New(Proxy, type);
+        if (!proxy) return nullptr;
+    }
+    Py_XINCREF(reinterpret_cast<PyObject*>(state));
+    proxy->state = state;
+    proxy->node = node;
+    proxy->slot = slot;
+    proxy->birth = node->birth;
+    proxy->stamp = state ? state->heap.stamp() : 0;
+    if (state) state->proxies.insert(proxy);
+    PyObject_GC_Track(proxy);
+    return proxy;
+}
+
+int traverse_proxy(PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(reinterpret_cast<Proxy*>(self)->state);
+    return 0;
+}
+
+void dealloc_proxy(PyObject* self) {
+    Operation operation;
+    PyObject_GC_UnTrack(self);
+    auto* proxy = reinterpret_cast<Proxy*>(self);
+    PyTypeObject* type = Py_TYPE(self);
+    if (StateObject* state = proxy->state) {
+        const bool known = proxy->slot != kNoSlot;
+        if (known && state->resting < kResting && type != types.tokens) {
+            ++state->resting;
+            Py_DECREF(reinterpret_cast<PyObject*>(state));  // which may end the State, and the proxy with it
+            return;
+        }
+        if (known) state->proxies.erase(proxy);
+        Py_DECREF(reinterpret_cast<PyObject*>(state));
+    } else {
+        Node::drop(proxy->node);
+    }
+    free_proxy(proxy, type);
+    Py_DECREF(type);
+}
+
+PyObject* wake(Proxy* proxy) {
+    StateObject* state = proxy->state;
+    --state->resting;
+    Py_INCREF(reinterpret_cast<PyObject*>(state));
+    PyObject* object = reinterpret_cast<PyObject*>(proxy);
+#ifdef Py_REF_DEBUG
+    _Py_NewReference(object);
+#else
+    Py_SET_REFCNT(object, 1);  // it has kept its type
+#endif
+    PyObject_GC_Track(object);
+    return object;
+}
+
+void drop_resting(StateObject* state) {
+    if (!state->resting) return;
+    Proxy* gone[kResting];
+    size_t count = 0;
+    state->proxies.for_each([&](Proxy* proxy) {
+        if (Py_REFCNT(reinterpret_cast<PyObject*>(proxy)) == 0) gone[count++] = proxy;
+    });
+    state->resting = 0;
+    for (size_t i = 0; i < count; ++i) {
+        state->proxies.erase(gone[i]);
+        PyTypeObject* type = Py_TYPE(reinterpret_cast<PyObject*>(gone[i]));
+        free_proxy(gone[i], type);
+        Py_DECREF(type);
+    }
+}
+
+Node* refresh(Proxy* proxy) {
+    StateObject* state = proxy->state;
+    if (state->pruned) {
+        PyErr_SetString(types.pruned, "this State was pruned: its contents are gone");
+        return nullptr;
+    }
+    Node* node = proxy->slot == kNoSlot ? nullptr : state->heap.at(proxy->slot);
+    if (!node || node->birth != proxy->birth) {
+        PyErr_SetString(types.error,
+                        "this container does not exist in its State any more: a rollback undid its creation");
+        return nullptr;
+    }
+    proxy->node = node;
+    proxy->stamp = state->heap.stamp();
+    return node;
+}
+
+namespace {
+PyObject* open_opaque(StateObject* state, SlotIndex slot) {
+    auto* node = static_cast<OpaqueNode*>(state->heap.at(slot));
+    PyObject* object = object_of(node->object);
+    const Policy policy = Policy::of(object_of(node->policy));
+    Py_INCREF(object);
+    if (state->heap.owns(node) || !policy.hands_out_copies) return object;
+    // A commit changes nothing by this, and several threads may do it at once.
+    if (!state->frozen && state->locked && refuse_writing(state)) {
+        Py_DECREF(object);
+        return nullptr;
+    }
+    const Epoch birth = node->birth;
+    Leaf* rule = node->policy;
+    retain(rule);
+    PyObject* copy;
+    if (state->frozen) {
+        copy = PyObject_CallOneArg(policy.copy, object);
+    } else {
+        Lock lock(state);
+        copy = PyObject_CallOneArg(policy.copy, object);
+    }
+    Py_DECREF(object);
+    if (copy && !state->frozen) {
+        auto* own = new OpaqueNode(state->heap.epoch(), birth, leaf_of(copy), rule);
+        state->heap.replace(slot, own);
+        note_pending(state, slot, own);
+    }
+    release(rule);
+    return copy;
+}
+
+// A tuple is immutable: a fresh one, with proxies of the containers in it, is as good as the same one.
+PyObject* build_tuple(StateObject* state, const TupleNode* tuple, PyObject*& shown) {
+    const Values items = tuple->items;  // code that runs below may free the node
+    PyObject* type = tuple->type ? object_of(tuple->type) : nullptr;
+    if (Py_EnterRecursiveCall(" while a tuple is read")) return nullptr;
+    PyObject* result = PyTuple_New(Py_ssize_t(items.size()));
+    for (size_t i = 0; result && i < items.size(); ++i) {
+        PyObject* item = wrap_once(state, items[i], shown);
+        if (!item)
+            Py_CLEAR(result);
+        else
+            PyTuple_SET_ITEM(result, Py_ssize_t(i), item);
+    }
+    Py_LeaveRecursiveCall();
+    if (!result || !type) return result;
+    PyObject* named = PyObject_CallMethod(reinterpret_cast<PyObject*>(&PyTuple_Type), "__new__", "OO", type, result);
+    Py_DECREF(result);
+    return named;
+}
+}  // namespace
+
+PyObject* wrap_once(StateObject* state, Value value, PyObject*& shown) {
+    const Node* node = value.is_slot() ? state->heap.at(value.slot()) : nullptr;
+    if (!node || (node->kind != Kind::Tuple && node->kind != Kind::Opaque)) return wrap(state, value);
+    if (!shown && !(shown = PyDict_New())) return nullptr;
+    PyObject* birth = PyLong_FromUnsignedLongLong(node->birth);
+    if (!birth) return nullptr;
+    PyObject* object = PyDict_GetItemWithError(shown, birth);
+    Py_XINCREF(object);
+    if (!object && !PyErr_Occurred()) {
+        const bool is_tuple = node->kind == Kind::Tuple;
+        object = is_tuple ? build_tuple(state, static_cast<const TupleNode*>(node), shown) : wrap(state, value);
+        if (object && PyDict_SetItem(shown, birth, object) < 0) Py_CLEAR(object);
+    }
+    Py_DECREF(birth);
+    return object;
+}
+
+PyObject* wrap_new(StateObject* state, SlotIndex slot) {
+    Node* node = state->heap.at(slot);
+    switch (node->kind) {
+        case Kind::Dict:
+            return reinterpret_cast<PyObject*>(new_proxy(types.dict, state, slot, node));
+        case Kind::List:
+            return reinterpret_cast<PyObject*>(new_proxy(types.list, state, slot, node));
+        case Kind::Tokens:
+            return reinterpret_cast<PyObject*>(new_proxy(types.tokens, state, slot, node));
+        case Kind::Opaque:
+            return open_opaque(state, slot);
+        case Kind::Tuple:
+            break;
+    }
+    PyObject* shown = nullptr;
+    PyObject* tuple = build_tuple(state, static_cast<const TupleNode*>(node), shown);
+    Py_XDECREF(shown);
+    return tuple;
+}
+
+}  // namespace turnwise::state

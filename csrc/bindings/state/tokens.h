@@ -1,0 +1,10 @@
+// TokenArray: int32 token ids in chunks that versions share. One that lies in no State owns its node.
+#pragma once
+
+#include "bindings/state/objects.h"
+
+namespace turnwise::state {
+
+bool make_tokens_type(PyObject* module);
+
+}  // namespace turnwise::state

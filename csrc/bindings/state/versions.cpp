@@ -1,0 +1,180 @@
+#include "bindings/state/versions.h"
+
+#include "bindings/state/adopt.h"
+#include "bindings/state/dict.h"
+#include "bindings/state/list.h"
+#include "state/account.h"
+
+namespace turnwise::state {
+namespace {
+
+// The container of this State, a fork of the facade's, that stands where the facade's does; null with an error set.
+PyObject* same_place(StateObject* self, PyObject* facade) {
+    if (!is_proxy(facade)) return PyErr_Format(PyExc_TypeError, "facade=%R: expected one", facade);
+    auto* proxy = reinterpret_cast<Proxy*>(facade);
+    const Node* node = proxy->slot == kNoSlot ? nullptr : self->heap.at(proxy->slot);
+    if (!node || node->birth != proxy->birth) {
+        return PyErr_Format(types.error, "the facade shows no container of this State");
+    }
+    return guarded<PyObject*>(nullptr, [&] { return wrap_slot(self, proxy->slot); });
+}
+
+// _facade(facade): what shows the same container in this State, a fork of the facade's.
+PyObject* facade_here(PyObject* object, PyObject* facade) {
+    return check_alive(state_of(object)) ? same_place(state_of(object), facade) : nullptr;
+}
+
+// _rooted_at(facade): the same, and that container becomes the root of this State.
+PyObject* rooted_at(PyObject* object, PyObject* facade) {
+    Operation operation;
+    PyObject* root = same_place(state_of(object), facade);
+    if (root) state_of(object)->heap.exchange_root(Value::of(reinterpret_cast<Proxy*>(facade)->slot)).drop();
+    return root;
+}
+
+// _take_over(objects): facades of what the objects of a list are in this State from now on; the root stays what it is.
+PyObject* take_over_objects(PyObject* object, PyObject* objects) {
+    Operation operation;
+    StateObject* self = state_of(object);
+    if (!check_alive(self) || ((self->frozen || self->locked) && refuse_writing(self))) return nullptr;
+    if (!PyList_CheckExact(objects)) return PyErr_Format(PyExc_TypeError, "objects=%R: expected a list", objects);
+    return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
+        std::vector<Value> values;
+        if (!take_over(self, objects, values)) return nullptr;
+        PyObject* facades = PyList_New(Py_ssize_t(values.size()));
+        for (size_t i = 0; i < values.size(); ++i) {
+            PyObject* facade = facades ? wrap(self, values[i]) : nullptr;
+            if (facade)
+                PyList_SET_ITEM(facades, Py_ssize_t(i), facade);
+            else
+                Py_CLEAR(facades);
+            values[i].drop();
+        }
+        return facades;
+    });
+}
+
+// _differing(other): one byte per slot, 1 where the containers differ or lead to such.
+PyObject* differing(PyObject* object, PyObject* other) {
+    if (!Py_IS_TYPE(other, types.state)) return PyErr_Format(PyExc_TypeError, "other=%R: expected a State", other);
+    if (!check_alive(state_of(object)) || !check_alive(state_of(other))) return nullptr;
+    return guarded<PyObject*>(nullptr, [&] {
+        const std::vector<bool> differs = state_of(object)->heap.differing(state_of(other)->heap);
+        PyObject* bytes = PyBytes_FromStringAndSize(nullptr, Py_ssize_t(differs.size()));
+        if (bytes) std::copy(differs.begin(), differs.end(), PyBytes_AS_STRING(bytes));
+        return bytes;
+    });
+}
+
+// _put_live(container, key, object, policy): container[key], which is there, becomes an object that this State owns,
+// and forks by `policy`.
+PyObject* put_live(PyObject* object, PyObject* args) {
+    Operation operation;
+    StateObject* self = state_of(object);
+    PyObject *container, *key, *live, *policy;
+    if (!PyArg_ParseTuple(args, "OOOO!", &container, &key, &live, &PyTuple_Type, &policy)) return nullptr;
+    const bool is_dict = Py_IS_TYPE(container, types.dict);
+    auto* proxy = reinterpret_cast<Proxy*>(container);
+    if ((!is_dict && !Py_IS_TYPE(container, types.list)) || proxy->state != self) {
+        return PyErr_Format(PyExc_TypeError, "container=%R: expected a dict or list of this State", container);
+    }
+    return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
+        Value* place = is_dict ? place_in_dict(proxy, key) : place_in_list(proxy, key);
+        if (!place) return nullptr;
+        auto* node = new OpaqueNode(self->heap.epoch(), leaf_of(live), leaf_of(policy));
+        const SlotIndex slot = self->heap.add(node);
+        note_pending(self, slot, node);
+        std::exchange(*place, Value::of(slot)).drop();
+        Py_RETURN_NONE;
+    });
+}
+
+// _values(shown): the values of a dict, the items of a list, as a list. Two reads of one State with one dict `shown`
+// give the same tuples, see wrap_once.
+PyObject* facade_values(PyObject* self, PyObject* shown) {
+    if (!PyDict_CheckExact(shown)) return PyErr_Format(PyExc_TypeError, "shown=%R: expected a dict", shown);
+    auto* proxy = reinterpret_cast<Proxy*>(self);
+    PyObject* values = PyList_New(0);
+    for (size_t place = 0; values; ++place) {
+        // Anew each time: an object that is copied for this version runs code.
+        Node* node = node_of(proxy);
+        Value value;
+        if (!node) {
+            Py_CLEAR(values);
+            break;
+        }
+        if (node->kind == Kind::Dict) {
+            const auto* dict = static_cast<DictNode*>(node);
+            place = dict->next(place);
+            if (place >= dict->entries.size()) break;
+            value = dict->entries[place].value;
+        } else {
+            const Values& items = static_cast<ListNode*>(node)->items;
+            if (place >= items.size()) break;
+            value = items[place];
+        }
+        PyObject* item = guarded<PyObject*>(nullptr, [&] { return wrap_once(proxy->state, value, shown); });
+        if (!item || PyList_Append(values, item) < 0) Py_CLEAR(values);
+        Py_XDECREF(item);
+    }
+    return values;
+}
+
+// _values(shown) of a State: its root, in a list.
+PyObject* state_values(PyObject* self, PyObject* shown) {
+    if (!PyDict_CheckExact(shown)) return PyErr_Format(PyExc_TypeError, "shown=%R: expected a dict", shown);
+    StateObject* state = state_of(self);
+    if (!check_alive(state)) return nullptr;
+    PyObject* root = guarded<PyObject*>(nullptr, [&] { return wrap_once(state, state->heap.root(), shown); });
+    return root ? Py_BuildValue("[N]", root) : nullptr;
+}
+
+PyObject* facade_slot(PyObject* self, void*) {
+    return PyLong_FromUnsignedLong(reinterpret_cast<Proxy*>(self)->slot);
+}
+
+// _account(): (versions, containers, bytes, unshared_bytes) of all living States of a Store.
+PyObject* account(PyObject* object, PyObject*) {
+    return guarded<PyObject*>(nullptr, [&] {
+        Account account;
+        Py_ssize_t versions = 0;
+        for (StateObject* state = reinterpret_cast<StoreObject*>(object)->states; state; state = state->next) {
+            if (state->pruned) continue;
+            ++versions;
+            account.add(state->heap);
+        }
+        return Py_BuildValue("nnnn", versions, Py_ssize_t(account.containers()), Py_ssize_t(account.bytes()),
+                             Py_ssize_t(account.unshared_bytes()));
+    });
+}
+
+PyMethodDef state_methods[] = {{"_facade", facade_here, METH_O, nullptr},
+                               {"_take_over", take_over_objects, METH_O, nullptr},
+                               {"_rooted_at", rooted_at, METH_O, nullptr},
+                               {"_differing", differing, METH_O, nullptr},
+                               {"_put_live", put_live, METH_VARARGS, nullptr},
+                               {"_values", state_values, METH_O, nullptr},
+                               {nullptr, nullptr, 0, nullptr}};
+PyMethodDef store_methods[] = {{"_account", account, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyMethodDef values_method = {"_values", facade_values, METH_O, nullptr};
+PyGetSetDef slot_getter = {"_slot", facade_slot, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+bool add_version_methods() {
+    for (PyMethodDef* method = state_methods; method->ml_name; ++method) {
+        if (!add_member(types.state, method->ml_name, PyDescr_NewMethod(types.state, method))) return false;
+    }
+    for (PyMethodDef* method = store_methods; method->ml_name; ++method) {
+        if (!add_member(types.store, method->ml_name, PyDescr_NewMethod(types.store, method))) return false;
+    }
+    for (PyTypeObject* type : {types.dict, types.list}) {
+        if (!add_member(type, values_method.ml_name, PyDescr_NewMethod(type, &values_method))) return false;
+    }
+    for (PyTypeObject* type : {types.dict, types.list, types.tokens}) {
+        if (!add_member(type, slot_getter.name, PyDescr_NewGetSet(type, &slot_getter))) return false;
+    }
+    return true;
+}
+
+}  // namespace turnwise::state

@@ -1,0 +1,103 @@
+"""Dynamic sampling: replace questions that give no gradient by more questions.
+
+A question gives no gradient if all its samples have advantage 0: every attempt was right, or every attempt wrong.
+More batches are drawn until as many questions are informative as the first batch held. Extra questions are dropped, the
+last drawn first (DAPO, https://arxiv.org/abs/2503.14476, section 3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from turnwise.arena.runtime.context import maybe_await
+from turnwise.samples import pack as rows
+from turnwise.samples.collect import collect_samples
+from turnwise.types import CreditAssigner, EpisodeRequest, GenerateResult, Step
+from turnwise.types.protocols import ArenaRuntime
+
+
+async def sample_until_full(
+    arena: ArenaRuntime, requests: Sequence[EpisodeRequest], on_requests_fixed: Callable[[], None]
+) -> list[GenerateResult]:
+    """Run ``requests`` and up to ``filters.dynamic_sampling_rounds`` more draws; all results in order of the draws.
+
+    As many questions stay trainable as ``requests`` have, or fewer if the draws had fewer informative ones. A question
+    is the ``group_id`` of a top episode, with everything spawned below it. The others stay in the log;
+    ``TrainingBatch.dropped`` counts their samples under ``resample`` and ``over_quota``. Once no more draws can follow,
+    ``on_requests_fixed`` is called.
+    """
+    results: list[GenerateResult] = []
+    draws, wanted, informative = arena.filters.dynamic_sampling_rounds, 0, []
+    for draw in range(draws + 1):
+        if draw == draws:
+            on_requests_fixed()
+        more = await arena.generate_rollouts(requests)
+        for top in more:
+            top.rollout.meta["draw"] = draw
+        results += more
+        wanted = wanted or len({top.group_id for top in results})
+        informative = informative_groups(arena, results)
+        if draw == draws:
+            break
+        if len(informative) >= wanted:
+            on_requests_fixed()
+            break
+        requests = await maybe_await(arena.get_batch())
+    kept, over_quota = set(informative[:wanted]), set(informative[wanted:])
+    for top in results:
+        if top.group_id not in kept:
+            _exclude(top, "over_quota" if top.group_id in over_quota else "resample")
+    return results
+
+
+def informative_groups(arena: ArenaRuntime, results: Sequence[GenerateResult]) -> list[Hashable]:
+    """The questions with a sample that would train at a nonzero advantage, in order of first appearance."""
+    arena.shape_rewards(results)
+    samples = collect_samples(results)
+    advantages = rows.advantages_of(samples, arena.credit, results)
+    for sample, advantage in zip(samples, advantages, strict=True):
+        sample.advantage = float(advantage)
+    informative = [sample for sample in samples if sample.advantage != 0]
+    causes = arena.filters.causes(informative)
+    found = {
+        s.root_result.group_id
+        for s, cause in zip(informative, causes, strict=True)
+        if cause is None and s.root_result is not None
+    }
+    return [group_id for group_id in dict.fromkeys(top.group_id for top in results) if group_id in found]
+
+
+def state_of(credit: CreditAssigner | None) -> dict[str, Any] | None:
+    """``credit.state_dict()``, or ``{}`` if the rule has none."""
+    return None if credit is None else getattr(credit, "state_dict", dict)()
+
+
+def check_stateless(credit: CreditAssigner | None) -> None:
+    """Raise ``ValueError`` for a rule that can't see one batch twice."""
+    if credit is None:
+        raise ValueError(
+            "filters.dynamic_sampling_rounds needs credit=...: questions are dropped when all their advantages are 0"
+        )
+    if state_of(credit):
+        raise ValueError(
+            "filters.dynamic_sampling_rounds calls the credit rule before a batch is whole, and "
+            f"{type(credit).__name__} learns from each batch. Use a rule without state, or dynamic_sampling_rounds=0"
+        )
+
+
+def describe_draws(results: Sequence[GenerateResult], trained: Sequence[Step]) -> dict[str, float]:
+    """``resampled_groups``: questions drawn after the first batch; ``informative_groups``: questions that train."""
+    later = {top.group_id for top in results if top.rollout.meta.get("draw", 0)}
+    first = {top.group_id for top in results if not top.rollout.meta.get("draw", 0)}
+    found = set(map(id, trained))
+    kept = {
+        top.group_id for top in results if any(id(step) in found for node in top.walk() for step in node.rollout.steps)
+    }
+    return {"resampled_groups": len(later - first), "informative_groups": len(kept)}
+
+
+def _exclude(top: GenerateResult, reason: str) -> None:
+    for result in top.walk():
+        result.rollout.meta["drop_reason"] = reason
+        result.is_trainable = False

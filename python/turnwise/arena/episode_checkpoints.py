@@ -1,0 +1,151 @@
+"""Checkpoints of running episodes: a run that was killed in the middle of a tree resumes after its last node."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+from contextlib import suppress
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from turnwise.arena.recording.recorder import EpisodeRecorder
+from turnwise.arena.runtime.context import Beam, EpisodeContext
+from turnwise.types import EpisodeState
+from turnwise.utils.copies import dumps
+
+FORMAT = 6
+MANIFEST = "manifest.jsonl"
+"""A line for each file that was written, before it was: its name and SHA-256. Nothing else is unpickled."""
+_KEPT = (
+    "calls",
+    "spawned",
+    "nodes",
+    "steps",
+    "children",
+    "unselected_children",
+    "lazy_rng",
+    "private",
+    "sampled_completions",
+    "record_count",
+)
+_KEPT_OF_BEAM = (*_KEPT, "state", "scope", "record_key")
+
+
+class EpisodeCheckpoints:
+    """Saves each running multi-turn episode of the present batch, one small file each in ``folder``.
+
+    Example: ``arena.episode_checkpoints = EpisodeCheckpoints(run_folder / "episodes")``
+
+    Files are written after every turn, whole or not at all. In the resuming process, load the arena's ``state_dict``
+    and the same weights: episodes with the same id and seed then continue after their last finished turn. Files hold
+    pickles; one whose SHA-256 is not in ``manifest.jsonl`` is refused. A folder from someone else can run code, so use
+    only yours.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def save(self, context: EpisodeContext, state: EpisodeState) -> None:
+        """Save ``state`` and the records of ``context``. Raises ``TypeError`` for data that can't be pickled."""
+        saved = {name: getattr(context, name) for name in _KEPT}
+        rollout = context.rollout
+        saved["beams"] = [_beam_to_save(beam, context) for beam in context.beams]
+        saved |= {"state": state, "metrics": rollout.metrics, "meta": rollout.meta, "key": _key_of(context)}
+        if isinstance(context.recorder, EpisodeRecorder):
+            saved["recording"] = context.recorder.events_below(context.record_key)
+        path = self._path(rollout.id)
+        temporary = path.with_suffix(".tmp")
+        try:
+            content = dumps((FORMAT, saved))
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise TypeError(f"the data of episode {rollout.id!r} can't be saved on the way: {error}") from error
+        line = json.dumps({"file": path.name, "sha256": hashlib.sha256(content).hexdigest()}) + "\n"
+        _write(self.folder / MANIFEST, line.encode(), "ab")
+        _write(temporary, content, "wb")
+        temporary.replace(path)
+
+    def load(self, context: EpisodeContext) -> EpisodeState | None:
+        """Restore ``context`` and return the episode's state; ``None`` for an episode that was not saved.
+
+        Raises ``ValueError`` for a file that can't be read.
+        """
+        path = self._path(context.rollout.id)
+        if not path.is_file():
+            return None
+        try:
+            content = path.read_bytes()
+            if hashlib.sha256(content).hexdigest() not in self._listed(path.name):
+                raise ValueError(f"its SHA-256 is not in {MANIFEST}: it is damaged, or of another run")
+            version, saved = pickle.loads(content)
+            key = saved["key"]
+        except Exception as error:
+            raise ValueError(f"{path}: no progress of an episode can be read from it ({error}); delete it") from error
+        if version != FORMAT or key != _key_of(context):
+            return None
+        for name in _KEPT:
+            setattr(context, name, saved[name])
+        context.rollout.metrics, context.rollout.meta = saved["metrics"], saved["meta"]
+        context.state = saved["state"]
+        context.beams = [_saved_beam(kept, context) for kept in saved["beams"]]
+        if isinstance(context.recorder, EpisodeRecorder) and "recording" in saved:
+            context.recorder.restore(*saved["recording"])
+        return context.state
+
+    def drop_before(self, number: int) -> None:
+        """Delete the files of episodes before ``number`` and of those that they spawned: their batch is finished.
+
+        Later ones stay, because a killed batch may have drawn more than once.
+        """
+        for path in self.folder.glob("e*.episode"):
+            if int(path.name.partition("-")[0].removeprefix("e")) < number:
+                path.unlink(missing_ok=True)
+        if not any(self.folder.glob("e*.episode")):
+            (self.folder / MANIFEST).unlink(missing_ok=True)
+
+    def _listed(self, name: str) -> set[str]:
+        """SHA-256 of every version written under ``name``: a kill may have come before the last one was in place."""
+        listed = set()
+        with suppress(FileNotFoundError):
+            for line in (self.folder / MANIFEST).read_text(encoding="utf-8", errors="replace").splitlines():
+                with suppress(ValueError):  # cut short by a kill
+                    entry = json.loads(line)
+                    listed |= {entry["sha256"]} if entry["file"] == name else set()
+        return listed
+
+    def _path(self, id: str) -> Path:
+        name = hashlib.blake2b(id.encode(), digest_size=12).hexdigest()
+        return self.folder / f"{_root_of(id)}-{name}.episode"
+
+
+def _write(path: Path, content: bytes, mode: str) -> None:
+    """Write or append ``content`` and sync it to disk."""
+    with path.open(mode) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _beam_to_save(beam: Beam, context: EpisodeContext) -> dict[str, Any]:
+    """``beam`` without what its context shares with the episode's own ``context``."""
+    own = None if beam.context is context else {name: getattr(beam.context, name) for name in _KEPT_OF_BEAM}
+    return {field.name: getattr(beam, field.name) for field in fields(Beam)} | {"context": own}
+
+
+def _saved_beam(kept: dict[str, Any], context: EpisodeContext) -> Beam:
+    own = kept["context"]
+    return Beam(**{**kept, "context": context if own is None else replace(context, beams=[], **own)})
+
+
+def _root_of(id: str) -> str:
+    """Id of the top episode: spawned episodes have its id as a prefix."""
+    return id.partition(".")[0].partition("/")[0]
+
+
+def _key_of(context: EpisodeContext) -> Any:
+    """Question, seed and weights, which must be equal for an episode to resume."""
+    rollout = context.rollout
+    return (rollout.id, rollout.episode_type, rollout.seed, repr(context.group_id), rollout.meta["policy_versions"])

@@ -1,0 +1,245 @@
+"""Records every nondeterministic input of an episode, so that it can be replayed exactly.
+
+A top episode has one recorder, shared by its nested episodes, branches and reward functions. It keeps, in order: every
+model call with its response or error, every answer of a clock, store or tool (``record_input``), every time limit that
+ran out, and the state of each episode's generator at its end. A call's content is stored once, in its
+:class:`~turnwise.types.Step`; the recording points there.
+
+:class:`turnwise.replay.replayer.Replayer` implements the same protocol when the episode is replayed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+from turnwise.arena.recording.lossless_json import encode
+from turnwise.arena.runtime.context import EpisodeContext, ModelCall
+from turnwise.arena.runtime.model_call import to_step
+from turnwise.types import Artifact, EpisodeRequest, GenerateResult, Messages, ModelRequest, ModelResponse, Step
+
+T = TypeVar("T")
+
+FORMAT = 1
+ASK, ANSWER, READ, EXPIRED, ENDED = "ask", "answer", "read", "expired", "ended"
+"""Kinds of events: a call or an awaited input starts; it finishes; an input; a time limit runs out; an episode ends."""
+
+
+@dataclass(slots=True, eq=False)
+class RecordedInput:
+    """One answer of a clock, a store or a tool. ``arguments`` and ``value`` are kept as JSON."""
+
+    key: str
+    name: str
+    arguments: Any
+    value: Any = None
+    error: Any = None
+    awaited: bool = False
+
+
+Event = tuple[str, Any]
+"""Kind and subject: a :class:`ModelCall`, a :class:`RecordedInput`, or the key of a time limit or ended episode."""
+
+
+class EpisodeRecorder:
+    """Records one top episode. ``seed`` is that of its first attempt; ``arena`` has settings that no config holds."""
+
+    def __init__(self, request: EpisodeRequest, seed: int, arena: Mapping[str, Any]) -> None:
+        self.request, self.seed, self.arena = request, seed, dict(arena)
+        self.events: list[Event] = []
+        self.keys: dict[str, int] = {}
+
+    def unique_key(self, key: str) -> str:
+        return unique_key(self.keys, key)
+
+    def start_call(
+        self, context: EpisodeContext, actor_id: str | None, messages: Messages, request: ModelRequest
+    ) -> ModelCall:
+        call = ModelCall(context.next_record_key(), actor_id, context.state.turn, messages, request)
+        self.events.append((ASK, call))
+        return call
+
+    async def replayed(self, call: ModelCall) -> ModelResponse | None:
+        return None
+
+    def finish_call(self, call: ModelCall, response: ModelResponse | Exception) -> None:
+        if isinstance(response, Exception):
+            call.error = (type(response).__name__, str(response))
+        else:
+            call.text_only = not response.trainable
+        self.events.append((ANSWER, call))
+
+    def record_input(
+        self, context: EpisodeContext, name: str, arguments: Sequence[Any], compute: Callable[[], Any]
+    ) -> Any:
+        reading = RecordedInput(context.next_record_key(), name, comparable(arguments))
+        try:
+            value = compute()
+        except Exception as error:
+            reading.error = encode(error)
+            self.events.append((READ, reading))
+            raise
+        if inspect.isawaitable(value):
+            return self._await(reading, value)
+        reading.value = freeze_value(value)
+        self.events.append((READ, reading))
+        return value
+
+    async def _await(self, reading: RecordedInput, value: Awaitable[T]) -> T:
+        reading.awaited = True
+        self.events.append((ASK, reading))
+        try:
+            result = await value
+        except Exception as error:
+            reading.error = encode(error)
+            self.events.append((ANSWER, reading))
+            raise
+        reading.value = freeze_value(result)
+        self.events.append((ANSWER, reading))
+        return result
+
+    def timeout(self, context: EpisodeContext, when: float | None) -> AbstractAsyncContextManager[Any]:
+        return asyncio.timeout_at(None) if when is None else _RecordedTimeout(self, context.next_record_key(), when)
+
+    def finish_episode(self, context: EpisodeContext) -> None:
+        self.events.append((ENDED, (context.record_key, context.lazy_rng.state_marker())))
+
+    # -- on disk -------------------------------------------------------------------------------------------------------
+    def events_below(self, place: str) -> tuple[list[Event], dict[str, int]]:
+        """The events of the episode at ``record_key`` and of all below it, and the places that they took."""
+        inside_of = functools.partial(_is_below, place=place)
+        events = [event for event in self.events if inside_of(record_key_of(event))]
+        return events, {name: count for name, count in self.keys.items() if inside_of(name)}
+
+    def restore(self, events: Sequence[Event], claimed: Mapping[str, int]) -> None:
+        """Restore the result of :meth:`events_below`, in the process that resumes a killed one."""
+        there = {(kind, _key_of(thing)) for kind, thing in self.events}
+        self.events += [event for event in events if (event[0], _key_of(event[1])) not in there]
+        self.keys |= claimed
+
+    def to_json(self, result: GenerateResult) -> dict[str, Any]:
+        """The recording of the finished ``result`` as JSON."""
+        places = {
+            id(step): [node.rollout.id, index]
+            for node in result.walk()
+            for index, step in enumerate(node.rollout.steps)
+        }
+        return {
+            "format": FORMAT,
+            "request": {field.name: encode(getattr(self.request, field.name)) for field in fields(self.request)},
+            "seed": self.seed,
+            "arena": self.arena,
+            "events": [_event_to_json(kind, thing, places) for kind, thing in self.events],
+        }
+
+
+class _RecordedTimeout:
+    """``asyncio.timeout_at(when)`` that records when time ran out."""
+
+    def __init__(self, recorder: EpisodeRecorder, key: str, when: float) -> None:
+        self.recorder, self.key = recorder, key
+        self.timeout = asyncio.timeout_at(when)
+
+    async def __aenter__(self) -> asyncio.Timeout:
+        return await self.timeout.__aenter__()
+
+    async def __aexit__(self, *exception: Any) -> None:
+        try:
+            await self.timeout.__aexit__(*exception)
+        finally:
+            if self.timeout.expired():
+                self.recorder.events.append((EXPIRED, self.key))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Inside
+# ---------------------------------------------------------------------------------------------------------------------
+def unique_key(claimed: dict[str, int], place: str) -> str:
+    """``record_key`` as it is the first time, then ``place+1``, ``place+2``: attempts and scores may come again."""
+    count = claimed.get(place, 0)
+    claimed[place] = count + 1
+    return f"{place}+{count}" if count else place
+
+
+def comparable(value: Any) -> Any:
+    """The arguments of an input as a replay compares them: plain values as JSON, other objects by type."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): comparable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [comparable(item) for item in value]
+    return f"<{type(value).__name__}>"
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenArtifacts:
+    """Artifacts that a store returned: the same objects, and their weights at that moment (only weights change)."""
+
+    items: list[tuple[Artifact, float]]
+    alone: bool
+
+    def encoded(self) -> Any:
+        found = [encode(replace(artifact, weight=weight)) for artifact, weight in self.items]
+        return found[0] if self.alone else found
+
+
+def freeze_value(value: Any) -> Any:
+    """``value`` as it is now, as JSON; artifacts of stores are kept more cheaply."""
+    if isinstance(value, Artifact):
+        return FrozenArtifacts([(value, value.weight)], alone=True)
+    if type(value) is list and value and all(isinstance(item, Artifact) for item in value):
+        return FrozenArtifacts([(item, item.weight) for item in value], alone=False)
+    return encode(value)
+
+
+def record_key_of(event: Event) -> str:
+    """The episode or branch of an event: ``"e5/n0b1"`` is the second branch of the first node of episode ``e5``."""
+    return _key_of(event[1]).partition("#")[0]
+
+
+def _key_of(thing: Any) -> str:
+    if isinstance(thing, (ModelCall, RecordedInput)):
+        return thing.key
+    return str(thing[0] if isinstance(thing, tuple) else thing)
+
+
+def _is_below(name: str, *, place: str) -> bool:
+    return name == place or (name.startswith(place) and name[len(place)] in "./+~#")
+
+
+def _event_to_json(kind: str, thing: Any, places: Mapping[int, list[Any]]) -> list[Any]:
+    if kind == ENDED:
+        return [kind, *thing]
+    if kind in (EXPIRED, ANSWER):
+        return [kind, _key_of(thing)]
+    if isinstance(thing, RecordedInput):
+        return [kind, thing.key, input_to_json(thing)]
+    return [kind, thing.key, _call_to_json(thing, places)]
+
+
+def input_to_json(reading: RecordedInput) -> dict[str, Any]:
+    """One input as JSON: name, arguments, and the answer or error."""
+    value = reading.value.encoded() if isinstance(reading.value, FrozenArtifacts) else reading.value
+    return {"read": reading.name, "of": reading.arguments, "value": value, "error": reading.error}
+
+
+def _call_to_json(call: ModelCall, places: Mapping[int, list[Any]]) -> dict[str, Any]:
+    said: dict[str, Any] = {"text_only": True} if call.text_only else {}
+    if call.error is not None:
+        said["error"] = list(call.error)
+    if call.step is not None and id(call.step) in places:
+        return {"step": places[id(call.step)], **said}
+    return {"call": encode(call.step or empty_step(call)), **said}
+
+
+def empty_step(call: ModelCall) -> Step:
+    """The step of a call without a response: its prompt, and no token."""
+    assert call.request is not None, "a call without a step has its request"
+    nothing = ModelResponse("", [], [], "abort", [])
+    return to_step(call.actor_id, call.turn, call.messages, call.request, nothing)

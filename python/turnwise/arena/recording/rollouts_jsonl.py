@@ -1,0 +1,144 @@
+"""Episodes as JSON lines, as a run's ``rollouts.jsonl`` holds them: written here, and read for a replay."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from typing import Any
+
+from turnwise.arena.recording.lossless_json import UnserializableValueError, UntrustedValueError, decode
+from turnwise.arena.recording.recorder import ENDED, FORMAT
+from turnwise.arena.runtime.content_key import content_digest
+from turnwise.types import EpisodeRequest, GenerateResult, Step
+
+
+def plain_result(result: GenerateResult) -> dict[str, Any]:
+    """A top result and everything below it as JSON, with its recording if there is one."""
+    tape = {} if result.recording is None else {"replay": result.recording.to_json(result)}
+    return {**_plain(result), **tape}
+
+
+def _plain(result: GenerateResult) -> dict[str, Any]:
+    children = [_plain(child) for child in result.children]
+    return {
+        **jsonable(result.rollout),
+        "parent_id": result.parent_id,
+        "group_id": group_text(result.group_id),
+        "is_trainable": result.is_trainable,
+        "children": children,
+    }
+
+
+def group_text(group_id: Hashable) -> str:
+    """The question as a text, the same where questions are: a text as it is, of anything else a digest of its content,
+    or its ``repr`` where the content is unknown."""
+    if isinstance(group_id, str):
+        return group_id
+    try:
+        return f"#{content_digest(group_id).hex()}"
+    except TypeError:
+        return repr(group_id)
+
+
+def jsonable(value: Any) -> Any:
+    """``value`` in JSON types. Extras may hold anything, and logging them must not end a run."""
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(item) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: jsonable(getattr(value, field.name)) for field in fields(value)}
+    return value
+
+
+def json_line(row: Mapping[str, Any]) -> str:
+    """``row`` as one line; objects without a JSON form become numbers or text."""
+    return json.dumps(row, default=_json_default)
+
+
+def _json_default(value: Any) -> Any:
+    """A number of numpy or torch as Python's; any other object as its text."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    return str(value)
+
+
+class ReplayError(ValueError):
+    """A line of ``rollouts.jsonl`` that can't be replayed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """A model call of the record: its number in order, its step as JSON, and its error."""
+
+    number: int
+    step: Mapping[str, Any]
+    error: tuple[str, str] | None
+    text_only: bool
+    seen: bool
+    """Whether the step stands in the episode; those of failed attempts and unrecorded calls do not."""
+
+
+class Record:
+    """One line of ``rollouts.jsonl``, parsed. Raises :class:`ReplayError` if it holds no recording.
+
+    ``allow_pickle`` makes objects of any class, which can run code.
+    """
+
+    def __init__(self, row: Mapping[str, Any], *, allow_pickle: bool = False) -> None:
+        tape = row.get("replay")
+        if tape is None:
+            raise ReplayError(
+                f"episode {row.get('id')!r} was written without what a replay needs: see log.record_for_replay"
+            )
+        if tape["format"] != FORMAT:
+            raise ReplayError(f"episode {row['id']!r} has format {tape['format']}, this version plays {FORMAT}")
+        self.decode = partial(decode, allow_pickle=allow_pickle)
+        self.row, self.seed, self.arena = row, int(tape["seed"]), dict(tape["arena"])
+        self.events: list[tuple[str, str]] = []
+        self.calls: dict[str, RecordedCall] = {}
+        self.readings: dict[str, Mapping[str, Any]] = {}
+        self.draws: dict[str, float | None] = {}
+        try:
+            self.request = EpisodeRequest(**{name: self.decode(value) for name, value in tape["request"].items()})
+            self._take(tape["events"])
+        except (UnserializableValueError, UntrustedValueError) as error:
+            raise ReplayError(f"episode {row['id']!r} can't be played again: {error}{_way_out(error)}") from error
+        self.happened = set(self.events)
+
+    def _take(self, events: Sequence[Sequence[Any]]) -> None:
+        steps = {node["id"]: node["steps"] for node in nodes_of(self.row)}
+        for kind, key, *rest in events:
+            self.events.append((kind, key))
+            if kind == ENDED:
+                self.draws[key] = rest[0]
+            elif rest and "read" in rest[0]:
+                self.readings[key] = rest[0]
+            elif rest:
+                self.calls[key] = self._call(len(self.calls), rest[0], steps)
+
+    def _call(self, number: int, said: Mapping[str, Any], steps: Mapping[str, Sequence[Any]]) -> RecordedCall:
+        error = tuple(said["error"]) if "error" in said else None
+        if "step" in said:
+            rollout, index = said["step"]
+            return RecordedCall(number, steps[rollout][index], error, said.get("text_only", False), seen=True)
+        step = self.decode(said["call"])
+        plain = {field.name: getattr(step, field.name) for field in fields(Step)}
+        return RecordedCall(number, plain, error, said.get("text_only", False), seen=False)
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """The versions of the policies when the episode began."""
+        return dict(self.row["meta"]["policy_versions"])
+
+
+def nodes_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """An episode of ``rollouts.jsonl`` and all below it, parents first."""
+    return [row, *(node for child in row["children"] for node in nodes_of(child))]
+
+
+def _way_out(error: ValueError) -> str:
+    trust = "; if you trust the record: Record(row, allow_pickle=True), or `turnwise replay --allow-pickle`"
+    return trust if isinstance(error, UntrustedValueError) else ""

@@ -1,0 +1,130 @@
+"""Group rewards: the rubric's functions of ``rollouts``, called once all rollouts of a question are finished."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from turnwise.arena.recording.recorder import ASK, READ, EpisodeRecorder, RecordedInput, empty_step, input_to_json
+from turnwise.arena.recording.rollouts_jsonl import jsonable
+from turnwise.arena.rewards.invalid_action import INVALID
+from turnwise.arena.rewards.token_rewards import check_reward, check_rewarded, keep_tokens
+from turnwise.arena.runtime.concurrency import FailureBudget, gather_or_cancel
+from turnwise.arena.runtime.context import EpisodeContext, ModelCall, use_context
+from turnwise.arena.runtime.private_text import LeakError
+from turnwise.types import EpisodeRequest, GenerateResult
+from turnwise.types.protocols import ArenaRuntime
+
+
+async def score_groups(
+    arena: ArenaRuntime,
+    results: Sequence[GenerateResult],
+    contexts: Sequence[EpisodeContext],
+    parent: EpisodeContext | None,
+    failures: FailureBudget,
+) -> None:
+    """Add what group functions say to the rewards of ``results``, which are those of one ``generate_rollouts``.
+
+    A group is the finished rollouts of one episode type and one question (``GenerateResult.group_id``); rollouts that
+    an invalid action ended are left out. Where a function fails, all of its group fail, unless ``on_error`` says
+    otherwise. ``rollout.meta["group"]`` records what the functions paid, since a replay of one episode can't ask the
+    others; the first of the group also records what the functions asked of judges and tools (:func:`recorded_calls`),
+    none of which trains.
+    """
+    groups: dict[Hashable, list[tuple[int, GenerateResult]]] = {}
+    for place, head in enumerate(results):
+        for result in with_continuations(head):
+            rollout = result.rollout
+            played = rollout.error is None and "dropped" not in rollout.meta and rollout.meta.get("ended") != INVALID
+            if played and arena.episodes[rollout.episode_type].rubric.is_grouped:
+                groups.setdefault((rollout.episode_type, result.group_id), []).append((place, result))
+    running = []
+    for members in groups.values():
+        place, first = members[0]
+        # Judges get seeds of the group's own. The parent records their answers; at the top, where each episode is
+        # replayed alone, the group has its own recorder, which goes into ``meta``.
+        name = "group" if parent is None and first is results[place] else f"group {first.rollout.id}"
+        part = (contexts[place] if parent is None else parent).branch(name)
+        if parent is None:
+            part.recorder = EpisodeRecorder(
+                EpisodeRequest(first.rollout.episode_type, first.rollout.artifact), part.rollout.seed, {}
+            )
+        running.append(_score(arena, [result for _, result in members], part, parent, failures))
+    await gather_or_cancel(running)
+
+
+def with_continuations(head: GenerateResult) -> list[GenerateResult]:
+    """An episode and those that continue it."""
+    return [head, *(child for child in head.children if "continues" in child.rollout.meta)]
+
+
+async def _score(
+    arena: ArenaRuntime,
+    group: Sequence[GenerateResult],
+    part: EpisodeContext,
+    parent: EpisodeContext | None,
+    failures: FailureBudget,
+) -> None:
+    rubric = arena.episodes[group[0].rollout.episode_type].rubric
+    told: list[dict[str, Any]]
+    try:
+        with use_context(part):
+            scores = await rubric.score_group([result.rollout for result in group], arena)
+        told = [asdict(score) for score in scores]
+    except LeakError:
+        raise
+    except Exception as error:
+        told = [{"error": "".join(traceback.format_exception(error))} for _ in group]
+    finally:
+        if parent is not None:
+            parent.merge(part, selected=False)
+    if parent is None and isinstance(part.recorder, EpisodeRecorder):
+        told[0] |= recorded_calls(part.recorder)
+    for result, said in zip(group, told, strict=True):
+        apply_group_scores(result, said)
+        if result.rollout.error is not None:
+            failures.add(result.rollout.error)
+
+
+def recorded_calls(recorder: EpisodeRecorder) -> dict[str, Any]:
+    """The recorded model calls and inputs as JSON, in the order in which they began, and their number of tokens.
+
+    In ``"asked"`` a call is its step, with ``"error"`` if it failed; an input is ``{"read", "of", "value", "error"}``.
+    """
+    calls = [thing for kind, thing in recorder.events if kind == ASK and isinstance(thing, ModelCall)]
+    sampled = [call.step.completion_token_ids for call in calls if call.step and "cached" not in call.step.info]
+    asked = [_plain(thing) for kind, thing in recorder.events if kind in (ASK, READ)]
+    return {"sampled_tokens": sum(map(len, sampled)), **({"asked": asked} if asked else {})}
+
+
+def _plain(thing: ModelCall | RecordedInput) -> dict[str, Any]:
+    if isinstance(thing, RecordedInput):
+        return input_to_json(thing)
+    failed = {} if thing.error is None else {"error": list(thing.error)}
+    return {**jsonable(thing.step or empty_step(thing)), **failed}
+
+
+def apply_group_scores(result: GenerateResult, said: Mapping[str, Any]) -> None:
+    """Add the group functions' values ``said`` to this rollout's rewards and ``meta``."""
+    rollout = result.rollout
+    rollout.meta["group"] = dict(said)
+    rollout.metrics.update(said.get("metrics", {}))
+    try:
+        if "error" not in said and said["dropped"] is None:
+            for actor, reward in said["rewards"].items():
+                total = rollout.rewards.get(actor, 0.0) + reward
+                where = f"the rewards of {rollout.id!r} with its group's, actor {actor!r}"
+                rollout.rewards[actor] = check_reward(total, where)
+            keep_tokens(rollout, said.get("token_rewards", {}))
+            check_rewarded(rollout)
+            return
+    except (TypeError, ValueError) as error:
+        spent = {name: said[name] for name in ("sampled_tokens", "asked") if name in said}
+        rollout.meta["group"] = said = {"error": "".join(traceback.format_exception(error)), **spent}
+    rollout.rewards = {}
+    if "error" in said:
+        rollout.error = said["error"]
+    else:
+        rollout.meta["dropped"], result.is_trainable = said["dropped"], False

@@ -1,0 +1,146 @@
+"""Judges: a model's opinion as a reward, cached by content, and asked in both orders where order could matter.
+
+Models prefer the first or the last answer regardless of content (Zheng et al., "Judging LLM-as-a-Judge with MT-Bench
+and Chatbot Arena", https://arxiv.org/abs/2306.05685, section 3.3): :meth:`Judge.compare` asks both orders and takes the
+mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import replace
+from typing import Any
+
+from turnwise.arena.runtime.concurrency import gather_or_cancel
+from turnwise.arena.runtime.context import derive_seed
+from turnwise.state import to_python
+from turnwise.types import InferenceClient, Messages, ModelResponse, Sampling
+from turnwise.types.protocols import ArenaForHooks
+
+
+def read_number(text: str) -> float:
+    """The last number in ``text``. Raises ``ValueError`` where there is none.
+
+    Example: ``read_number("Clear, but too long. Score: 7.5")`` is 7.5.
+    """
+    numbers = re.findall(r"-?\d+(?:\.\d+)?", text)
+    if not numbers:
+        raise ValueError(f"the judge said {text!r}: expected a number in it")
+    return float(numbers[-1])
+
+
+def read_choice(text: str) -> float:
+    """1 for an answer whose last verdict is ``A``, 0 for ``B``, 0.5 for ``tie``. Raises ``ValueError`` for neither.
+
+    Example: ``read_choice("Both are short, A is right. Verdict: A")`` is 1.
+    """
+    verdicts = re.findall(r"\b(A|B|[Tt]ie|TIE)\b", text)
+    if not verdicts:
+        raise ValueError(f"the judge said {text!r}: expected A, B or tie")
+    return {"A": 1.0, "B": 0.0}.get(verdicts[-1], 0.5)
+
+
+class AnswerCache:
+    """The ``size`` latest answers, by question. A question that is being asked already waits for that answer."""
+
+    def __init__(self, size: int) -> None:
+        if size < 0:
+            raise ValueError(f"cache_size={size!r}: expected a count >= 0 (0 keeps nothing)")
+        self.size = size
+        self._known: OrderedDict[Hashable, ModelResponse] = OrderedDict()
+        self._asked: dict[Hashable, asyncio.Future[None]] = {}
+        self._client: InferenceClient | None = None
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    async def answer(
+        self, client: InferenceClient, key: Hashable, ask: Callable[[], Awaitable[ModelResponse]]
+    ) -> ModelResponse:
+        """The answer to ``key``, marked ``cached`` if it was known; otherwise ``ask()``, whose failures are not kept.
+
+        Another ``client`` than last time has other weights under the same names, so the cache is cleared.
+        """
+        if client is not self._client:
+            self._client = client
+            self._known.clear()
+        key = (id(client), key)  # an answer of the last client may still come in
+        while key not in self._known and key in self._asked:
+            await asyncio.wait([self._asked[key]])  # it may fail or be cancelled: then it is asked again
+        if key in self._known:
+            self._known.move_to_end(key)
+            known = self._known[key]
+            return replace(known, completion_token_ids=list(known.completion_token_ids), cached=True)
+        if not self.size:
+            return await ask()
+        done = self._asked[key] = asyncio.get_running_loop().create_future()
+        try:
+            response = self._known[key] = await ask()
+        finally:
+            del self._asked[key]
+            done.set_result(None)
+        if len(self._known) > self.size:
+            self._known.popitem(last=False)
+        return response
+
+
+class Judge:
+    """A model that reward functions ask for an opinion. It is no actor, and its answers never train.
+
+    Example::
+
+        judge = Judge(policy="judge", max_tokens=16)
+
+        async def clarity(completion, arena):
+            return await judge.score(f"Rate from 0 to 10 how clear this is.\\n\\n{completion}", arena) / 10
+
+        rubric = Rubric([clarity], on_error="drop")
+
+    ``read`` turns an answer into a number. ``policy`` names the weights that answer, for example a policy that a
+    ``RoutingClient`` sends to an ``OpenAIClient``. ``sampling`` overrides fields of the arena's sampling; the default
+    is greedy. ``cache_size`` answers are kept: equal questions to equal weights are asked once, and their seed comes
+    from their content. Each answer is a step of the episode that asked; ``step.info["cached"]`` marks free ones. Calls
+    of a group function at the top are kept in ``rollout.meta["group"]["asked"]`` of the group's first rollout.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[str], float] | None = None,
+        *,
+        policy: str = "default",
+        cache_size: int = 4096,
+        **sampling: Any,
+    ) -> None:
+        self.read = read
+        self.policy = policy
+        self.sampling = {"temperature": 0.0, **sampling}
+        Sampling().with_(**self.sampling)  # a wrong field or value must show now
+        self.cache = AnswerCache(cache_size)
+
+    async def ask(self, prompt: str | Messages, arena: ArenaForHooks) -> str:
+        """The judge's answer to ``prompt``."""
+        content = prompt if isinstance(prompt, str) else repr(to_python(prompt))
+        seed = derive_seed(arena.seed, "judge", self.policy, content)
+        options = {"seed": seed, **self.sampling}
+        response = await arena.call_model(None, prompt, policy=self.policy, cache=self.cache, **options)
+        return response.text
+
+    async def score(self, prompt: str | Messages, arena: ArenaForHooks) -> float:
+        """The answer to ``prompt`` as a number, by ``read`` (``read_number`` unless given)."""
+        return (self.read or read_number)(await self.ask(prompt, arena))
+
+    async def compare(
+        self, prompt: Callable[[str, str], str | Messages], first: str, second: str, arena: ArenaForHooks
+    ) -> float:
+        """Share of the win of ``first`` over ``second``, 0 to 1: the mean over both orders, so position cancels out.
+
+        ``prompt(a, b)`` asks which of two is better and shows A first. ``read`` (default ``read_choice``) returns the
+        share of A. ``compare(p, x, y) + compare(p, y, x) == 1``.
+        """
+        read = self.read or read_choice
+        shown = [prompt(first, second), prompt(second, first)]
+        one, other = await gather_or_cancel(self.ask(question, arena) for question in shown)
+        return (read(one) + 1.0 - read(other)) / 2

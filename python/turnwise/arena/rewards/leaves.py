@@ -1,0 +1,131 @@
+"""Scores each end of an episode that has several, as if it were the only one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from turnwise.arena.rewards.invalid_action import failed_step
+from turnwise.arena.rewards.rubric import Rubric, Score
+from turnwise.arena.rewards.token_rewards import keep_tokens
+from turnwise.arena.runtime.concurrency import gather_or_cancel
+from turnwise.arena.runtime.context import EpisodeContext, maybe_await, use_context
+from turnwise.state import prune, to_python
+from turnwise.types import EpisodeState, GenerateResult, Rollout, Step
+from turnwise.types.protocols import ArenaForHooks
+
+
+class ScoredEpisode(Protocol):
+    """The part of an episode that scores a final state."""
+
+    @property
+    def rubric(self) -> Rubric: ...
+
+    def get_extras(self, state: EpisodeState) -> Any: ...
+
+
+def finalize_steps(state: EpisodeState, rollout: Rollout, children: Sequence[GenerateResult]) -> None:
+    """Sort steps by the order in which they were asked for, and keep each child once."""
+    order = {id(step): index for index, step in enumerate(rollout.steps)}
+    state.trajectory = sorted(state.trajectory or rollout.steps, key=lambda step: order.get(id(step), len(order)))
+    unique = {id(result): result for result in (*state.child_results, *children)}
+    state.child_results = list(unique.values())
+
+
+def scratch_rollout(rollout: Rollout, steps: Sequence[Step]) -> Rollout:
+    """A rollout of ``steps`` that hooks and reward functions may write to without a trace."""
+    return replace(rollout, steps=list(steps), rewards={}, extras={}, metrics={}, meta=dict(rollout.meta))
+
+
+async def score_leaf(
+    episode: ScoredEpisode, arena: ArenaForHooks, scope: EpisodeContext, children: Sequence[GenerateResult] = ()
+) -> tuple[Score, dict[str, Any]]:
+    """Score ``scope.state`` after ``scope.rollout.steps``; returns the score and the extras."""
+    rollout, state = scope.rollout, scope.state
+    with use_context(scope):
+        finalize_steps(state, rollout, children)
+        return await score_state(episode, arena, rollout, state), rollout.extras
+
+
+async def score_state(episode: ScoredEpisode, arena: ArenaForHooks, rollout: Rollout, state: EpisodeState) -> Score:
+    """Score ``state`` with the rubric, and set the rollout's extras.
+
+    After an invalid action the rubric is not called: that step's reward is its actor's, and every metric is 0.
+    """
+    if (failed := failed_step(state)) is not None:
+        actors = {step.actor_id for step in rollout.steps} - {None}
+        zeros = {f"{name}/{actor}": 0.0 for name in episode.rubric.names for actor in sorted(map(str, actors))}
+        return Score({str(failed.actor_id): float(failed.reward or 0.0)}, zeros)
+    rollout.extras = to_python(dict(await maybe_await(episode.get_extras(state)) or {}))
+    return await episode.rubric.score(rollout, arena, state)
+
+
+async def score_leaves(episode: ScoredEpisode, arena: ArenaForHooks, context: EpisodeContext) -> Score:
+    """Score each of ``context.ends``, set the rollout's extras, and return the score of the whole rollout.
+
+    ``meta["ends"]`` gets a dict per end: ``rewards`` and ``metrics`` by name, ``origin`` (node, branch), ``ended``,
+    ``score``, and ``dropped``, the rubric's reason for dropping it. ``step.info["ends"]`` lists the ends of a step.
+    """
+    rollout, ends, own = context.rollout, context.ends, context.rollout.meta["own_end"]
+    places = {id(step): place for place, step in enumerate(rollout.steps)}
+    scopes = []
+    for number, end in enumerate(ends):
+        end.steps.sort(key=lambda step: places[id(step)])
+        for step in end.steps:
+            step.info.setdefault("ends", []).append(number)
+        scope = context.branch(f"end{number}", end.state)
+        scope.lazy_rng, scope.private = end.context.lazy_rng.fork(), end.context.private.copy()
+        scope.rollout = scratch_rollout(rollout, end.steps)
+        scopes.append(scope)
+    try:
+        scored = await gather_or_cancel(
+            score_leaf(episode, arena, scope, end.children) for scope, end in zip(scopes, ends, strict=True)
+        )
+    finally:
+        for scope in scopes:
+            context.merge(scope, selected=False)
+            rollout.steps += [step for step in scope.steps if step is not None]
+    for scope, (score, _) in zip(scopes, scored, strict=True):
+        keep_tokens(scope.rollout, score.token_rewards)
+    for number, end in enumerate(ends):
+        if number != (own or 0):
+            prune(end.state.data)
+    rollout.extras = scored[own or 0][1]
+    rollout.meta["ends"] = [
+        {
+            "rewards": dict(score.rewards),
+            "metrics": dict(score.metrics),
+            "from_branch": end.from_branch and list(end.from_branch),
+            "ended": end.ended,
+            "score": end.score,
+            "dropped": score.dropped,
+        }
+        for (score, _), end in zip(scored, ends, strict=True)
+    ]
+    for step in rollout.steps:
+        led_to = [rollout.meta["ends"][number]["dropped"] for number in step.info.get("ends", ())]
+        if led_to and None not in led_to:
+            step.trainable = False
+            step.info["error"] = f"the rubric dropped it: {led_to[0]}"
+    return Score(*reward_summary(rollout.meta))
+
+
+def reward_summary(meta: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, float], str | None]:
+    """Rewards, metrics and drop reason of a rollout with several ends: those of its own end, else the mean."""
+    ends, own = meta["ends"], meta["own_end"]
+    if own is not None:
+        return dict(ends[own]["rewards"]), dict(ends[own]["metrics"]), ends[own]["dropped"]
+    kept = [end for end in ends if end["dropped"] is None]
+    if not kept:
+        return {}, {}, ends[0]["dropped"]
+    return _means([end["rewards"] for end in kept]), _means([end["metrics"] for end in kept]), None
+
+
+def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each name over the rows that have it."""
+    columns: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            columns.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in columns.items()}

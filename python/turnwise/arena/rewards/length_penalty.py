@@ -1,0 +1,68 @@
+"""Soft overlong punishment: a completion that comes close to its token limit loses some of its reward.
+
+    penalty * min(1, max(0, tokens - (limit - buffer)) / buffer)
+
+is taken away: nothing up to ``buffer`` tokens before the limit, then linearly more, all of ``penalty`` at the limit
+(DAPO, https://arxiv.org/abs/2503.14476, eq. 13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from turnwise.arena.rewards.leaves import reward_summary
+from turnwise.types import GenerateResult, Rollout, Step
+
+
+@dataclass(frozen=True, slots=True)
+class OverlongPenalty:
+    """``buffer`` in tokens, ``penalty`` in reward. The limit is the model call's, ``step.info["max_tokens"]``.
+
+    Example: ``OverlongPenalty(100, 1.0).of(tokens=450, limit=500) == 0.5``
+
+    It lowers the step's own reward, and the rollout's reward of its actor unless the step lost its selection in a tree.
+    In a tree with several ends it lowers the reward of each end of the step.
+    """
+
+    buffer: int
+    penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.buffer < 1:
+            raise ValueError(f"buffer={self.buffer!r}: expected at least 1 token")
+        if not self.penalty >= 0:
+            raise ValueError(f"penalty={self.penalty!r}: expected a number >= 0")
+
+    def of(self, tokens: int, limit: int) -> float:
+        """Reward that a completion of ``tokens`` loses under ``limit``."""
+        return self.penalty * min(1.0, max(0, tokens - (limit - self.buffer)) / self.buffer)
+
+    def apply(self, results: Sequence[GenerateResult]) -> None:
+        """Lower the rewards of ``results`` and their children, once: a step that was seen before keeps its reward.
+
+        ``step.info`` then has ``"overlong_penalty"`` and ``"raw_reward"``, ``rollout.meta`` ``"raw_rewards"``.
+        """
+        for top in results:
+            for result in top.walk():
+                if result.rollout.error is None:
+                    for step in result.rollout.steps:
+                        self._apply(result.rollout, step)
+
+    def _apply(self, rollout: Rollout, step: Step) -> None:
+        limit, actor = step.info.get("max_tokens"), step.actor_id
+        if actor is None or not step.trainable or limit is None or "overlong_penalty" in step.info:
+            return
+        lost = self.of(len(step.completion_token_ids), limit)
+        step.info |= {"overlong_penalty": lost, "raw_reward": step.reward}
+        rollout.meta.setdefault("raw_rewards", dict(rollout.rewards))
+        if step.reward is not None:
+            step.reward -= lost
+        for number in step.info.get("ends", ()):
+            rewards = rollout.meta["ends"][number]["rewards"]
+            if actor in rewards:
+                rewards[actor] -= lost
+        if "ends" in rollout.meta:
+            rollout.rewards = reward_summary(rollout.meta)[0]
+        elif step.selected and actor in rollout.rewards:
+            rollout.rewards[actor] -= lost

@@ -1,0 +1,297 @@
+"""Rewards: a rubric is a weighted sum of reward functions, each naming the arguments that it wants."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnwise.arena.rewards.invalid_action import InvalidActionError
+from turnwise.arena.rewards.token_rewards import add_tokens, check_reward, is_by_token, reward_of, settle_steps
+from turnwise.arena.runtime.concurrency import gather_or_cancel
+from turnwise.arena.runtime.context import current_context, maybe_await, use_context
+from turnwise.arena.runtime.private_text import LeakError
+from turnwise.arena.runtime.recording_hooks import recorded_timeout
+from turnwise.types import EpisodeState, RewardFunction, Rollout
+from turnwise.types.protocols import ArenaForHooks
+
+ARGUMENTS = ("rollout", "arena", "artifact", "extras", "completion", "state")
+"""What a reward function may ask for. ``completion`` is the text of the last selected action, "" if nobody acted."""
+
+GROUP_ARGUMENTS = ("rollouts", "arena")
+"""What a group function may ask for; one that asks for ``rollouts`` is one."""
+
+RETRIES = 2
+"""Further attempts of a reward function under ``on_error="retry"``."""
+
+Call = Callable[[], Awaitable[Any]]
+
+
+class DropRolloutError(Exception):
+    """Raised by a reward function to keep its rollout out of the batch; counted as ``reward_error``."""
+
+
+async def _raise(call: Call, error: Exception) -> Any:
+    raise error
+
+
+async def _zero(call: Call, error: Exception) -> Any:
+    return 0.0
+
+
+async def _drop(call: Call, error: Exception) -> Any:
+    raise DropRolloutError(f"{type(error).__name__}: {error}") from error
+
+
+async def _retry(call: Call, error: Exception) -> Any:
+    for _ in range(RETRIES):
+        try:
+            return await call()
+        except Exception as again:
+            error = again
+    raise error
+
+
+ON_ERROR: dict[str, Callable[[Call, Exception], Awaitable[Any]]] = {
+    "raise": _raise,
+    "zero": _zero,
+    "drop": _drop,
+    "retry": _retry,
+}
+
+
+@dataclass(slots=True)
+class Score:
+    """``rewards`` actor -> weighted sum; ``metrics`` "function/actor" -> unweighted value; ``dropped`` the reason;
+    ``token_rewards`` actor -> weighted sum, token by token, of what was given so."""
+
+    rewards: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    dropped: str | None = None
+    token_rewards: dict[str, list[float]] = field(default_factory=dict)
+
+
+class Rubric:
+    """``rewards[actor] = sum over functions of weight * value[actor]``.
+
+    A function returns ``{actor: reward}``, or one number for every actor that acted. Where an actor made one model
+    call, its reward may also be a list, an array or a tensor of one number for each token of the completion: their sum
+    over the tokens that train counts, and ``step.info["token_rewards"]`` keeps them. A function may be ``def`` or
+    ``async def``; all run concurrently. Weight 0 makes it a metric only. ``on_error`` says what an exception (or a
+    ``timeout`` in seconds, for each function) does: ``"raise"`` fails the episode, ``"zero"`` counts as reward 0,
+    ``"drop"`` keeps the rollout out of the batch, ``"retry"`` tries twice more and then fails. An InvalidActionError is
+    no such exception: it gives its reward. A NaN or infinite reward always fails the episode. With a ``timeout``, plain
+    functions run in a thread, which is abandoned when time is up.
+
+    A function gets what it names, see ``ARGUMENTS``; one of two arguments with names of their own gets the rollout and
+    the arena, in this order. A function that names ``rollouts`` is a group function: it gets all rollouts of one
+    question that came to their end, after the last of them, and returns a value for each; a failure of it is one of its
+    whole group.
+
+    Example::
+
+        def correct(extras, artifact):
+            return {"solver": float(extras["answer"] == artifact["answer"])}
+
+        def unlike_others(rollouts):
+            answers = [rollout.extras["answer"] for rollout in rollouts]
+            return [1.0 / answers.count(answer) for answer in answers]
+
+        rubric = Rubric([correct, brevity, unlike_others], weights=[1.0, 0.1, 0.1])
+    """
+
+    def __init__(
+        self,
+        funcs: Sequence[RewardFunction],
+        weights: Sequence[float] | None = None,
+        on_error: str = "raise",
+        timeout: float | None = None,
+    ) -> None:
+        if callable(funcs) or not isinstance(funcs, Iterable):
+            raise TypeError(f"funcs={funcs!r}: expected a list of reward functions")
+        self.funcs = list(funcs)
+        self.weights = [1.0] * len(self.funcs) if weights is None else [float(weight) for weight in weights]
+        if len(self.weights) != len(self.funcs):
+            raise ValueError(f"weights={self.weights!r}: expected one for each of the {len(self.funcs)} functions")
+        if not all(math.isfinite(weight) for weight in self.weights):
+            raise ValueError(f"weights={self.weights!r}: expected finite numbers")
+        if on_error not in ON_ERROR:
+            raise ValueError(f"on_error={on_error!r}: expected one of {sorted(ON_ERROR)}")
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout={timeout!r}: expected seconds > 0, or None")
+        self.timeout = timeout
+        self.names = _unique_names(self.funcs)
+        self._arguments = [_wanted_arguments(func, name) for func, name in zip(self.funcs, self.names, strict=True)]
+        grouped = [index for index, wanted in enumerate(self._arguments) if "rollouts" in wanted.values()]
+        self._grouped = grouped
+        self._single = [index for index in range(len(self.funcs)) if index not in grouped]
+        self._handle = ON_ERROR[on_error]
+
+    async def score(
+        self, rollout: Rollout, arena: ArenaForHooks | None = None, state: EpisodeState | None = None
+    ) -> Score:
+        """Rewards and metrics of one rollout. Raises ``ValueError``/``TypeError`` unless all are finite numbers."""
+        available = {
+            "rollout": rollout,
+            "arena": arena,
+            "artifact": rollout.artifact,
+            "extras": rollout.extras,
+            "completion": _last_completion(rollout, state),
+            "state": state,
+        }
+        score = Score()
+        settle_steps(rollout)  # reward functions see sums
+        try:
+            values = await self._run(self._single, available)
+        except DropRolloutError as error:
+            score.dropped = str(error)
+            return score
+        finally:
+            settle_steps(rollout)  # and may set steps' rewards themselves
+        for index, value in zip(self._single, values, strict=True):
+            self._add(score, index, value, rollout)
+        return score
+
+    @property
+    def is_grouped(self) -> bool:
+        """True if some function takes ``rollouts``, all rollouts of a group."""
+        return bool(self._grouped)
+
+    async def score_group(self, rollouts: Sequence[Rollout], arena: ArenaForHooks | None = None) -> list[Score]:
+        """Scores by the group functions for each of ``rollouts``, added to :meth:`score`. Raises as that does."""
+        scores = [Score() for _ in rollouts]
+        try:
+            columns = await self._run(self._grouped, {"rollouts": list(rollouts), "arena": arena})
+        except DropRolloutError as error:
+            return [Score(dropped=str(error)) for _ in rollouts]
+        finally:
+            for rollout in rollouts:
+                settle_steps(rollout)
+        for index, column in zip(self._grouped, columns, strict=True):
+            values = [column] * len(rollouts) if isinstance(column, (int, float)) else list(column)
+            if len(values) != len(rollouts):
+                raise ValueError(
+                    f"group function {self.names[index]!r} gave {len(values)} values: expected one for each of the "
+                    f"{len(rollouts)} rollouts"
+                )
+            for score, rollout, value in zip(scores, rollouts, values, strict=True):
+                self._add(score, index, value, rollout)
+        return scores
+
+    def _add(self, score: Score, index: int, value: Any, rollout: Rollout) -> None:
+        name, weight = self.names[index], self.weights[index]
+        for actor, (reward, tokens) in _by_actor(name, value, rollout).items():
+            score.metrics[f"{name}/{actor}"] = reward
+            if weight:
+                total = score.rewards.get(actor, 0.0) + weight * reward
+                score.rewards[actor] = check_reward(total, f"weighted rewards up to {name!r}, actor {actor!r}")
+                if tokens is not None:
+                    score.token_rewards[actor] = add_tokens(score.token_rewards.get(actor), tokens, weight)
+
+    async def _run(self, indices: Sequence[int], available: Mapping[str, Any]) -> list[Any]:
+        context = current_context()
+        if context is None:
+            return await gather_or_cancel(self._value(index, available) for index in indices)
+        # Each function gets a scope of its own, so the seeds of judge calls don't depend on who came first.
+        parts = {index: context.branch(f"reward{index}") for index in indices}
+
+        async def in_scope(index: int) -> Any:
+            with use_context(parts[index]):
+                return await self._value(index, available)
+
+        try:
+            if len(parts) == 1:  # alone, it needs no task
+                return [await in_scope(indices[0])]
+            return await gather_or_cancel(in_scope(index) for index in indices)
+        finally:
+            for part in parts.values():
+                context.merge(part, selected=False)
+
+    async def _value(self, index: int, available: Mapping[str, Any]) -> Any:
+        func = self.funcs[index]
+        arguments = {parameter: available[name] for parameter, name in self._arguments[index].items()}
+
+        async def call() -> Any:
+            if self.timeout is None:
+                return await maybe_await(func(**arguments))
+            when = asyncio.get_running_loop().time() + self.timeout
+            async with recorded_timeout(current_context(), when):
+                if inspect.iscoroutinefunction(func):
+                    return await func(**arguments)
+                return await maybe_await(await asyncio.to_thread(func, **arguments))
+
+        try:
+            return await call()
+        except (DropRolloutError, LeakError):
+            raise
+        except InvalidActionError as error:
+            return error.reward or 0.0
+        except Exception as error:
+            return await self._handle(call, error)
+
+
+def _wanted_arguments(func: RewardFunction, name: str) -> dict[str, str]:
+    """The offered argument for each parameter of ``func``."""
+    if not callable(func):
+        raise TypeError(f"funcs: {func!r} is not callable")
+    wanted = {}
+    parameters = inspect.signature(func).parameters
+    offered = GROUP_ARGUMENTS if "rollouts" in parameters else ARGUMENTS
+    by_place = _by_place(parameters, offered)
+    for parameter in parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            return dict(zip(offered, offered, strict=True))
+        if parameter.name in offered:
+            wanted[parameter.name] = parameter.name
+        elif parameter.name in by_place:
+            wanted[parameter.name] = by_place[parameter.name]
+        elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL:
+            raise TypeError(f"reward function {name!r} asks for {parameter.name!r}: expected names of {offered}")
+    return wanted
+
+
+def _by_place(parameters: Mapping[str, inspect.Parameter], offered: Sequence[str]) -> dict[str, str]:
+    """Positional arguments of a function of two with names of its own, or ``_`` for one that it ignores.
+
+    One unknown name beside a known one counts as a mistake.
+    """
+    asked = [
+        one.name for one in parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD and one.default is one.empty
+    ]
+    own = [name for name in asked if name not in offered]
+    if len(asked) != 2 or (len(own) < 2 and not all(name.startswith("_") for name in own)):
+        return {}
+    return {name: place for name, place in zip(asked, ("rollout", "arena"), strict=True) if name in own}
+
+
+def _unique_names(funcs: Sequence[RewardFunction]) -> list[str]:
+    names: list[str] = []
+    for func in funcs:
+        base = str(getattr(func, "__name__", type(func).__name__)).strip("<>")
+        name, number = base, 2
+        while name in names:
+            name, number = f"{base}_{number}", number + 1
+        names.append(name)
+    return names
+
+
+def _actors_of(rollout: Rollout) -> list[str]:
+    return list(dict.fromkeys(step.actor_id for step in rollout.steps if step.actor_id is not None))
+
+
+def _last_completion(rollout: Rollout, state: EpisodeState | None) -> str:
+    steps = state.trajectory if state is not None and state.trajectory else rollout.steps
+    taken = [step.completion for step in steps if step.actor_id is not None and step.selected]
+    return taken[-1] if taken else ""
+
+
+def _by_actor(name: str, value: Any, rollout: Rollout) -> dict[str, tuple[float, list[float] | None]]:
+    where = f"reward function {name!r}"
+    if isinstance(value, Mapping):
+        return {actor: reward_of(one, actor, rollout, f"{where}, actor {actor!r}") for actor, one in value.items()}
+    if not is_by_token(value):
+        return dict.fromkeys(_actors_of(rollout), (check_reward(value, where), None))
+    return {actor: reward_of(value, actor, rollout, f"{where}, actor {actor!r}") for actor in _actors_of(rollout)}

@@ -1,0 +1,124 @@
+"""Rewards are one finite number, or one number per token of a completion, which add up to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from turnwise.types import Rollout, Step
+
+TOKEN_REWARDS = "token_rewards"
+"""Where ``step.info`` keeps them, as a list of floats."""
+
+
+def check_reward(value: Any, where: str) -> float:
+    """``value`` as a finite float; ``where`` names its origin in the error."""
+    if isinstance(value, (str, bytes)) or value is None:
+        raise TypeError(f"{where}: got {value!r}, expected a number")
+    try:
+        reward = float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{where}: got {value!r}, expected a number") from error
+    if not math.isfinite(reward):
+        raise ValueError(f"{where}: the reward is {reward!r}, expected a finite number")
+    return reward
+
+
+def is_by_token(value: Any) -> bool:
+    """True for a sequence, array or tensor: one number per token."""
+    if isinstance(value, (str, bytes)):
+        return False
+    return isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
+
+
+def sum_tokens(value: Any, step: Step, where: str) -> tuple[float, list[float]]:
+    """The sum of ``value`` over the tokens of ``step`` that train, and ``value`` as a list.
+
+    ``value`` has one finite number for each completion token. Those that ``step.info["loss_mask"]`` leaves out add
+    nothing. Raises ``ValueError`` or ``TypeError`` that begins with ``where``.
+    """
+    import torch  # here, as an arena without rewards by token needs none
+
+    from turnwise.ops import token_reward_sum
+
+    given = value.tolist() if hasattr(value, "tolist") else list(value)
+    count = len(step.completion_token_ids)
+    if len(given) != count:
+        raise ValueError(
+            f"{where}: got {len(given)} rewards by token, expected a number, or one for each of the {count} tokens of "
+            "the completion"
+        )
+    rewards = [check_reward(reward, f"{where}, token {place}") for place, reward in enumerate(given)]
+    mask = step.info.get("loss_mask")
+    if mask is not None:
+        mask = torch.as_tensor([float(trains) for trains in mask])[None]
+        if mask.shape[1] != count:
+            raise ValueError(f"{where}: loss_mask has {mask.shape[1]} entries, expected one for each of {count} tokens")
+    # In float64, which the reference alone adds up, whatever backend is asked for elsewhere.
+    total = token_reward_sum(torch.tensor([rewards], dtype=torch.float64), mask=mask, backend="torch")
+    return check_reward(total, f"{where}, the sum over its tokens"), rewards
+
+
+def set_reward(step: Step, value: Any, where: str) -> None:
+    """Make ``value``, a number or one for each token, the reward of ``step``."""
+    if is_by_token(value):
+        step.reward, step.info[TOKEN_REWARDS] = sum_tokens(value, step, where)
+    else:
+        step.reward = check_reward(value, where)
+        step.info.pop(TOKEN_REWARDS, None)
+
+
+def settle_steps(rollout: Rollout) -> None:
+    """Sum the token rewards that an episode or a reward function set on steps of ``rollout``."""
+    for place, step in enumerate(rollout.steps):
+        if type(step.reward) not in _SINGLE and is_by_token(step.reward):
+            where = f"reward of step {place} (actor {step.actor_id!r}) of rollout {rollout.id!r}"
+            set_reward(step, step.reward, f"{where}, episode type {rollout.episode_type!r}")
+
+
+_SINGLE = frozenset({type(None), float, int, bool})
+
+
+def reward_of(value: Any, actor: str, rollout: Rollout, where: str) -> tuple[float, list[float] | None]:
+    """A reward function's value for one actor: its sum, and its token rewards if it has them."""
+    if not is_by_token(value):
+        return check_reward(value, where), None
+    steps = _steps_of(rollout, actor)
+    if len(steps) != 1:
+        raise ValueError(
+            f"{where}: got rewards by token, and the actor has {len(steps)} model calls here: expected a number. Only "
+            "where there is one call is it known which is meant; else set step.reward, as step_reward does"
+        )
+    return sum_tokens(value, steps[0], where)
+
+
+def keep_tokens(rollout: Rollout, by_actor: Mapping[str, Sequence[float]]) -> None:
+    """Add token rewards of :func:`reward_of` to the steps.
+
+    Skipped for a step with a reward of its own, and for one that led to several ends.
+    """
+    for actor, rewards in by_actor.items():
+        for step in _steps_of(rollout, actor):
+            if step.reward is None and len(step.info.get("ends", ())) < 2:
+                step.info[TOKEN_REWARDS] = add_tokens(step.info.get(TOKEN_REWARDS), rewards)
+
+
+def add_tokens(one: Iterable[float] | None, other: Sequence[float], weight: float = 1.0) -> list[float]:
+    """``one + weight * other``, token by token."""
+    weighted = [weight * reward for reward in other]
+    return weighted if one is None else [a + b for a, b in zip(one, weighted, strict=True)]
+
+
+def _steps_of(rollout: Rollout, actor: str) -> list[Step]:
+    return [step for step in rollout.steps if step.actor_id == actor]
+
+
+def check_rewarded(rollout: Rollout) -> None:
+    """Raise for a trainable step without a reward: here it costs one episode, later the whole batch."""
+    for step in rollout.steps:
+        if step.trainable and step.reward is None and step.actor_id not in rollout.rewards_of(step):
+            raise ValueError(
+                f"actor {step.actor_id!r} of episode {rollout.episode_type!r} acted and has no reward: the rubric "
+                f"rewards {sorted(rollout.rewards_of(step))}, and the step has no reward of its own"
+            )

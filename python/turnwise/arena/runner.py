@@ -1,0 +1,190 @@
+"""Runs one request: creates the episode's context, runs it, retries it if it fails, then runs its continuations."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable
+from numbers import Integral
+from typing import Any
+
+from turnwise.arena.recording.recorder import EpisodeRecorder
+from turnwise.arena.runtime.concurrency import FailureBudget, gather_or_cancel
+from turnwise.arena.runtime.content_key import content_key, detach_from_state
+from turnwise.arena.runtime.context import EpisodeContext, Recorder, use_context
+from turnwise.arena.runtime.privacy import check_episode_end
+from turnwise.arena.runtime.private_text import LeakError, PrivateTexts
+from turnwise.arena.runtime.recording_hooks import recorded_timeout
+from turnwise.arena.runtime.rng import LazyRandom, derive_seed
+from turnwise.types import EpisodeRequest, EpisodeState, GenerateResult, Rollout
+from turnwise.types.protocols import ArenaRuntime
+
+
+def check_requests(requests: Any) -> list[EpisodeRequest]:
+    """``requests`` as a list. Raises ``TypeError`` for anything but a list of valid requests."""
+    if isinstance(requests, EpisodeRequest) or not isinstance(requests, Iterable):
+        raise TypeError(f"requests={requests!r}: expected a list of EpisodeRequests")
+    found = list(requests)
+    for request in found:
+        if not isinstance(request, EpisodeRequest):
+            raise TypeError(f"requests holds {request!r}: expected EpisodeRequests")
+        try:
+            hash(request.group_id)
+        except TypeError:
+            raise TypeError(f"group_id={request.group_id!r}: expected a hashable value, such as a string") from None
+        if request.seed is not None and not isinstance(request.seed, Integral):
+            raise TypeError(f"seed={request.seed!r}: expected a whole number, or None")
+    return found
+
+
+def create_context(
+    arena: ArenaRuntime, request: EpisodeRequest, parent: EpisodeContext | None, seen: Counter[Any]
+) -> EpisodeContext:
+    """The context of one requested episode: its id, seed, question and lineage, fixed before anything runs.
+
+    ``seen`` counts the copies of one question and seed in this call of ``generate_rollouts``.
+    """
+    _check_request(arena, request)
+    group_id = content_key(request.artifact) if request.group_id is None else request.group_id
+    kind = "evaluation" if arena.is_evaluation else "episode"
+    if parent is None:
+        number, arena.started = arena.started, arena.started + 1
+        rollout_id, seed = f"{kind[0]}{number}", derive_seed(arena.seed, kind, number)
+    else:
+        rollout_id, seed = parent.next_child()
+    if request.seed is not None:
+        # Copies of one question with one seed still differ, and do so whatever else is in the batch.
+        copy_number = seen[request.episode_type, group_id, request.seed]
+        seen[request.episode_type, group_id, request.seed] += 1
+        seed = derive_seed(arena.seed, "request", request.seed, copy_number)
+    policies = {**(parent.policies if parent else {}), **request.policies}
+    rollout = Rollout(rollout_id, request.episode_type, detach_from_state(request.artifact), seed=seed)
+    rollout.meta = {**request.meta, "policy_versions": _policy_versions(arena, request, parent)}
+    rollout.meta |= {"policies": policies} if policies else {}
+
+    # A nested episode shares the recorder, the batch and the deadline of its parent.
+    batch = parent.batch if parent else max(arena.batches - 1, 0)
+    recorder: Recorder | None = parent.recorder if parent else None
+    if parent is None and arena.record_episodes and not arena.is_evaluation:
+        settings = {"seed": arena.seed, "retries": arena.retries, "max_context": arena.max_context, "batch": batch}
+        recorder = EpisodeRecorder(request, seed, settings)
+    record_key = f"{parent.record_key}.{rollout_id.rpartition('.')[2]}" if parent else rollout_id
+    return EpisodeContext(
+        rollout,
+        EpisodeState(),
+        LazyRandom(derive_seed(seed, "environment")),
+        group_id=group_id,
+        parent_id=parent.rollout.id if parent else None,
+        is_trainable=request.is_trainable,
+        priority=request.priority + (parent.priority if parent else 0),
+        depth=parent.depth + 1 if parent else 0,
+        root=parent.root if parent else number,
+        batch=batch,
+        deadline=_deadline(request, parent),
+        private=parent.private.copy() if parent else PrivateTexts(),
+        parent_private=parent.private if parent else None,
+        recorder=recorder,
+        record_key="" if recorder is None else recorder.unique_key(record_key),
+        policies=policies,
+    )
+
+
+def _check_request(arena: ArenaRuntime, request: EpisodeRequest) -> None:
+    if request.episode_type not in arena.episodes:
+        raise ValueError(
+            f"episode_type={request.episode_type!r}: no such episode, expected one of {sorted(arena.episodes)}"
+        )
+    if unknown := [actor for actor in request.policies if actor not in arena.actors]:
+        raise ValueError(
+            f"policies={dict(request.policies)!r}: no actor {unknown[0]!r}, expected some of {sorted(arena.actors)}"
+        )
+    if request.timeout is not None and not request.timeout > 0:
+        raise ValueError(f"timeout={request.timeout!r}: expected seconds > 0, or None")
+
+
+def _policy_versions(arena: ArenaRuntime, request: EpisodeRequest, parent: EpisodeContext | None) -> dict[str, int]:
+    """Versions of the policies when the top episode starts, and of the policies that this request adds."""
+    if parent is None:
+        versions = {policy: arena.client.version(policy) for policy in arena.policies}
+    else:
+        versions = parent.rollout.meta["policy_versions"]
+    return {**versions, **{policy: arena.client.version(policy) for policy in request.policies.values()}}
+
+
+def _deadline(request: EpisodeRequest, parent: EpisodeContext | None) -> float | None:
+    """The earlier of the request's own deadline and its parent's, in seconds of the event loop."""
+    deadline = None if request.timeout is None else asyncio.get_running_loop().time() + request.timeout
+    if parent is None or parent.deadline is None:
+        return deadline
+    return parent.deadline if deadline is None else min(deadline, parent.deadline)
+
+
+async def run_episode(
+    arena: ArenaRuntime, request: EpisodeRequest, context: EpisodeContext, failures: FailureBudget
+) -> GenerateResult:
+    """Run one episode, then those that continue it, which become its children.
+
+    An exception becomes a result with ``error``; only cancellation and ``LeakError`` are raised.
+    """
+    result, following = await _run_with_retries(arena, request, context, failures)
+    while following:
+        failures.total += len(following)
+        played = await gather_or_cancel(_run_with_retries(arena, *link, failures) for link in following)
+        result.children.extend(link for link, _ in played)
+        following = [link for _, links in played for link in links]
+    return result
+
+
+Continuation = tuple[EpisodeRequest, EpisodeContext]
+
+
+async def _run_with_retries(
+    arena: ArenaRuntime, request: EpisodeRequest, context: EpisodeContext, failures: FailureBudget
+) -> tuple[GenerateResult, list[Continuation]]:
+    """Run one episode up to ``1 + arena.retries`` times; its result and the episodes to run next."""
+    attempt, result = 0, None
+    following: list[Continuation] = []
+    while True:
+        try:
+            with use_context(context):
+                async with recorded_timeout(context, context.deadline):
+                    result = await arena.episodes[request.episode_type].generate(arena)
+            following = _create_continuations(arena, context)
+            if arena.check_private:
+                check_episode_end(context)
+            if context.parent_private is not None:
+                context.parent_private.merge(context.private)
+            break
+        except LeakError:
+            raise
+        except Exception as error:
+            text, result, following = context.explain(error), None, []
+        if attempt == arena.retries or context.out_of_time():
+            break
+        _end_attempt(context)
+        attempt += 1
+        context = context.for_retry(attempt)
+    _end_attempt(context)
+    if result is None:
+        result = context.result()
+        result.rollout.error, result.continuation = text, []
+        result.rollout.rewards = {}
+        failures.add(text)
+    if context.depth == 0:
+        result.recording = context.recorder
+    return result, following
+
+
+def _create_continuations(arena: ArenaRuntime, before: EpisodeContext) -> list[Continuation]:
+    """Contexts of the episodes to run next. They have the level and the parent of the episode that asked."""
+    seen: Counter[Any] = Counter()
+    links = [(request, create_context(arena, request, before, seen)) for request in before.continuations]
+    for _, context in links:
+        context.parent_id = before.parent_id
+        context.rollout.meta["continues"] = before.rollout.id
+    return links
+
+
+def _end_attempt(context: EpisodeContext) -> None:
+    if context.recorder is not None:
+        context.recorder.finish_episode(context)

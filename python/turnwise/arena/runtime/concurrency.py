@@ -1,0 +1,183 @@
+"""Limits concurrent model calls over the whole tree of episodes, and isolates failures.
+
+Only model calls hold a slot. An episode that waits for its children holds none, so nesting can neither deadlock nor
+multiply the limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import itertools
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Order = tuple[int, ...]
+
+
+class BatchFailedError(RuntimeError):
+    """More episodes failed than ``failure_threshold`` allows; the message ends with the first traceback."""
+
+
+class PrioritySemaphore:
+    """At most ``limit`` holders at once; the others wait in ascending ``order``, first come first served among equals.
+
+    Bound to no event loop, so one arena may be used in several ``asyncio.run`` calls.
+    """
+
+    def __init__(self, limit: int) -> None:
+        if limit < 1:
+            raise ValueError(f"max_concurrency={limit!r}: expected at least 1")
+        self.limit = limit
+        self.in_use = 0
+        self._waiting: list[tuple[Order, int, asyncio.Future[None]]] = []
+        self._ticket = itertools.count()
+
+    @contextlib.contextmanager
+    def limited_to(self, limit: int | None) -> Iterator[None]:
+        """A lower limit for the block; ``None`` keeps the limit."""
+        if limit is not None and limit < 1:
+            raise ValueError(f"concurrency={limit!r}: expected at least 1, or None")
+        before = self.limit
+        self.limit = before if limit is None else min(before, limit)
+        try:
+            yield
+        finally:
+            self.limit = before
+
+    def slot(self, order: Order) -> Slot:
+        """``async with`` holds one slot for the block. A call that is cancelled while waiting gives up its place."""
+        return Slot(self, order)
+
+    async def acquire(self, order: Order) -> None:
+        if self.in_use < self.limit and not self._waiting:
+            self.in_use += 1
+            return
+        granted = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (order, next(self._ticket), granted))
+        if self.in_use < self.limit:
+            self._grant_soon()
+        try:
+            await granted
+        except asyncio.CancelledError:
+            # The slot may have been granted in the same tick as the cancellation: pass it on.
+            if granted.done() and not granted.cancelled():
+                self.release()
+            raise
+
+    def release(self) -> None:
+        self.in_use -= 1
+        if self._waiting:
+            self._grant_soon()
+
+    def _grant_soon(self) -> None:
+        # Two turns of the loop later: whoever just finished a call can ask for its next one, or start its children,
+        # before the free slot goes to a new root.
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, self._grant)
+
+    def _grant(self) -> None:
+        while self._waiting and self.in_use < self.limit:
+            _, _, granted = heapq.heappop(self._waiting)
+            if not granted.done():
+                self.in_use += 1
+                granted.set_result(None)
+
+
+class Slot:
+    """One slot of a :class:`PrioritySemaphore`. A class, because generators are slower."""
+
+    __slots__ = ("_budget", "_order")
+
+    def __init__(self, budget: PrioritySemaphore, order: Order) -> None:
+        self._budget, self._order = budget, order
+
+    async def __aenter__(self) -> None:
+        await self._budget.acquire(self._order)
+
+    async def __aexit__(self, *failure: object) -> None:
+        self._budget.release()
+
+
+async def gather_or_cancel(
+    coroutines: Iterable[Coroutine[Any, Any, T]], ended: Callable[[], None] | None = None
+) -> list[T]:
+    """Run concurrently. The first exception, or a cancellation from outside, cancels the rest and is raised.
+
+    ``ended`` is called whenever one of them has ended, in any way.
+    """
+    tasks = list(map(asyncio.create_task, coroutines))
+    if ended is not None:
+        for task in tasks:
+            task.add_done_callback(lambda task: ended())
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def run_limited(
+    starts: Iterable[Callable[[], Coroutine[Any, Any, T]]], limit: int | None
+) -> list[Coroutine[Any, Any, T]]:
+    """Coroutines of ``starts``, of which at most ``limit`` run at once; ``None`` is no limit."""
+    if limit is None:
+        return [start() for start in starts]
+    if limit < 1:
+        raise ValueError(f"concurrency={limit!r}: expected at least 1, or None")
+    gate = asyncio.Semaphore(limit)
+
+    async def gated(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        async with gate:
+            return await start()  # begun only here: whoever is cancelled before leaves no coroutine behind
+
+    return [gated(start) for start in starts]
+
+
+class EpisodeCounter:
+    """Counts the episodes of all running batches; calls ``show(ended, asked)``, if set, whenever one has ended."""
+
+    def __init__(self) -> None:
+        self.show: Callable[[int, int], None] | None = None
+        self.ended = self.asked = 0
+
+    @contextlib.contextmanager
+    def batch(self, asked: int) -> Iterator[Callable[[], None]]:
+        """Count ``asked`` more episodes inside the block. Call the function that it yields when one has ended."""
+        own = 0
+        self.asked += asked
+
+        def one_ended() -> None:
+            nonlocal own
+            own += 1
+            self.ended += 1
+            if self.show is not None:
+                self.show(self.ended, self.asked)
+
+        try:
+            yield one_ended
+        finally:
+            self.asked -= asked
+            self.ended -= own
+
+
+class FailureBudget:
+    """Counts the failures of one batch, and raises with the first traceback once there are too many."""
+
+    def __init__(self, total: int, threshold: float) -> None:
+        self.total, self.threshold = total, threshold
+        self.failed = 0
+        self.first = ""
+
+    def add(self, error: str) -> None:
+        self.failed += 1
+        self.first = self.first or error
+        if self.failed > self.threshold * self.total:
+            raise BatchFailedError(
+                f"{self.failed} of {self.total} episodes failed, more than failure_threshold={self.threshold:g} "
+                f"allows. The first failure:\n{self.first}"
+            )

@@ -1,0 +1,82 @@
+"""Identity of artifacts by content: keys of questions in memory, and digests that hold in every process."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from turnwise.state import StateDict, StateList, to_python
+from turnwise.types import Artifact
+
+
+def detach_from_state(value: Any) -> Any:
+    """``value`` in plain containers if it comes from an episode's state, whose data may be freed."""
+    facades = (StateDict, StateList)
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return to_python(value) if type(value) in facades or any(type(part) in facades for part in parts) else value
+
+
+def content_key(value: Any) -> Hashable:
+    """A hashable that is equal for equal content: identifies a question that has no ``group_id``.
+
+    Types count: ``1``, ``1.0`` and ``True`` differ. Raises ``TypeError`` for an object without a key.
+    """
+    if value is None or isinstance(value, (str, bytes)):
+        return value
+    if isinstance(value, (bool, int, float, complex)):
+        return (type(value).__name__, value)
+    if isinstance(value, Artifact):
+        return ("artifact", value.id)
+    if isinstance(value, (list, tuple)):
+        # Not type(value): a facade of a list is a list here too.
+        return (value.__class__.__name__, *map(content_key, value))
+    if isinstance(value, dict):
+        return ("dict", frozenset((content_key(key), content_key(item)) for key, item in value.items()))
+    if isinstance(value, (set, frozenset)):
+        return ("set", frozenset(map(content_key, value)))
+    if isinstance(value, np.ndarray):
+        return ("ndarray", str(value.dtype), value.shape, value.tobytes())
+    if is_dataclass(value) and not isinstance(value, type):
+        return (type(value).__qualname__, *((f.name, content_key(getattr(value, f.name))) for f in fields(value)))
+    if isinstance(value, Hashable):
+        return value
+    raise TypeError(
+        f"artifact of type {type(value).__name__!r} can't be told apart from others: give the request a group_id, "
+        "the same for all copies of one question"
+    )
+
+
+def content_digest(value: Any) -> bytes:
+    """16 bytes that are equal for equal content, in every process and after a round trip through JSON.
+
+    So a tuple equals a list, a set equals a list in some order, and 1, 1.0, True and the keys 1 and "1" are equal.
+    Raises ``TypeError`` for an object of unknown content.
+    """
+    if value is None or isinstance(value, (str, bytes)):
+        text = value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
+        parts = [type(value).__name__.encode(), text]
+    elif isinstance(value, (bool, int, float, np.number, np.bool_)):
+        number = value.item() if isinstance(value, (np.number, np.bool_)) else value
+        whole = isinstance(number, (bool, int)) or (isinstance(number, float) and number.is_integer())
+        parts = [b"number", repr(int(number) if whole else number).encode()]
+    elif isinstance(value, Mapping):
+        items = (content_digest(str(key)) + content_digest(item) for key, item in value.items())
+        parts = [b"dict", *sorted(items)]
+    elif isinstance(value, (set, frozenset)):
+        parts = [b"list", *sorted(map(content_digest, value))]
+    elif isinstance(value, (list, tuple, np.ndarray)):
+        parts = [b"list", *map(content_digest, value.tolist() if isinstance(value, np.ndarray) else value)]
+    elif is_dataclass(value) and not isinstance(value, type):
+        return content_digest({field.name: getattr(value, field.name) for field in fields(value)})
+    else:
+        raise TypeError(
+            f"data of type {type(value).__name__!r} can't be put on a side: give split() a key=, data -> what counts"
+        )
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.digest()

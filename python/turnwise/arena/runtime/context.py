@@ -1,0 +1,341 @@
+"""The context of a running episode: its lineage, seed, deadline, and everything recorded so far."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import random
+import traceback
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from turnwise.arena.runtime.private_text import PrivateTexts
+from turnwise.arena.runtime.rng import LazyRandom, derive_seed
+from turnwise.state import forkable
+from turnwise.types import (
+    EpisodeRequest,
+    EpisodeState,
+    GenerateResult,
+    Messages,
+    ModelRequest,
+    ModelResponse,
+    Rollout,
+    Step,
+)
+
+_OF_ONE_ATTEMPT = ("dropped", "ended", "ends", "own_end", "playouts")
+"""Keys of ``rollout.meta`` that belong to one attempt; a retry starts without them."""
+
+
+@dataclass(slots=True)
+class EpisodeContext:
+    """One running episode, or one branch of it.
+
+    A context variable holds the current one, so nested episodes, branches and reward functions inherit it.
+
+    Example: ``with use_context(context.branch("n0b1", fork)): ...`` runs one branch of a tree.
+    """
+
+    rollout: Rollout
+    state: EpisodeState
+    lazy_rng: LazyRandom
+    group_id: Hashable = None
+    """The question; copies of it share this id."""
+    parent_id: str | None = None
+    """Id of the rollout that spawned this episode."""
+    is_trainable: bool = True
+    priority: int = 0
+    depth: int = 0
+    """Levels of nesting above this episode."""
+    root: int = 0
+    """Number of the top episode."""
+    batch: int = 0
+    """Number of the training batch, from 0."""
+    deadline: float | None = None
+    """Time of the event loop at which the episode is cancelled."""
+    scope: str = ""
+    """Branch or reward function inside the episode; empty for the episode itself."""
+    calls: int = 0
+    """Model calls so far; with ``scope`` it fixes the seed of the next one."""
+    spawned: int = 0
+    """Nested episodes so far."""
+    nodes: int = 0
+    """Tree nodes so far."""
+    steps: list[Step | None] = field(default_factory=list)
+    """Recorded model calls, in the order in which they were asked for; ``None`` while one is running."""
+    children: list[GenerateResult] = field(default_factory=list)
+    """Results of nested episodes."""
+    unselected_children: list[GenerateResult] = field(default_factory=list)
+    """Results spawned by branches that lost: they may train, but the episode's state never saw them."""
+    private: PrivateTexts = field(default_factory=PrivateTexts)
+    """Text that only some actors may see."""
+    parent_private: PrivateTexts | None = None
+    """Private text of the episode that spawned this one."""
+    sampled_completions: set[Hashable] = field(default_factory=set)
+    """Actor and tokens of every completion sampled here, for ``check_private``."""
+    recorder: Recorder | None = None
+    """Records this episode for replay, or replays it."""
+    record_key: str = ""
+    """Name of this episode or branch in the recording."""
+    record_count: int = 0
+    """Events recorded here so far."""
+    policies: Mapping[str, str] = field(default_factory=dict)
+    """Policies that replace those of the actors, by actor id."""
+    continuations: list[EpisodeRequest] = field(default_factory=list)
+    """Episodes that this one asked to run next."""
+    beams: list[Beam] = field(default_factory=list)
+    """Paths of a tree-sampled episode that are still being played."""
+    ends: list[Beam] = field(default_factory=list)
+    """Finished paths, where a tree-sampled episode has several."""
+
+    @property
+    def rng(self) -> random.Random:
+        """Generator of the episode, or of the branch."""
+        return self.lazy_rng.rng
+
+    def next_call_seed(self) -> int:
+        self.calls += 1
+        return derive_seed(self.rollout.seed, self.scope, "call", self.calls - 1)
+
+    def next_child(self) -> tuple[str, int]:
+        """Id and default seed of the next episode spawned from here."""
+        index, self.spawned = self.spawned, self.spawned + 1
+        return f"{self.rollout.id}{self.scope}.{index}", derive_seed(self.rollout.seed, self.scope, "child", index)
+
+    def next_node(self) -> int:
+        """Id of the next tree node: unique over rollouts, so that two trees never share a group."""
+        self.nodes += 1
+        return derive_seed(self.rollout.id, "node", self.nodes - 1) >> 15
+
+    def next_record_key(self) -> str:
+        """Key of the next event in the recording."""
+        self.record_count += 1
+        return f"{self.record_key}#{self.record_count - 1}"
+
+    def scratch_copy(self, *, draws: bool) -> EpisodeContext:
+        """A context for work of which only the return value counts: nothing in it is recorded.
+
+        With ``draws`` it has a generator of its own, seeded from the episode's.
+        """
+        return replace(
+            self,
+            lazy_rng=LazyRandom(self.rng.getrandbits(64)) if draws else self.lazy_rng,
+            scope=f"{self.scope}/aside{self.record_count}",
+            calls=0,
+            steps=[],
+            children=[],
+            unselected_children=[],
+            sampled_completions=set(),
+            recorder=None,
+        )
+
+    def branch(self, name: str, state: EpisodeState | None = None) -> EpisodeContext:
+        """A context for one concurrent part of this episode: own call seeds, own records, a copy of the generator."""
+        return EpisodeContext(
+            rollout=self.rollout,
+            state=self.state if state is None else state,
+            lazy_rng=self.lazy_rng.fork(),
+            group_id=self.group_id,
+            parent_id=self.parent_id,
+            is_trainable=self.is_trainable,
+            priority=self.priority,
+            depth=self.depth,
+            root=self.root,
+            batch=self.batch,
+            deadline=self.deadline,
+            scope=f"{self.scope}/{name}",
+            private=self.private.copy(),
+            parent_private=self.parent_private,
+            recorder=self.recorder,
+            record_key="" if self.recorder is None else self.recorder.unique_key(f"{self.record_key}/{name}"),
+            policies=self.policies,
+        )
+
+    def merge(self, part: EpisodeContext, *, selected: bool) -> None:
+        """Add what a finished branch recorded. The selected branch also passes on its state and its generator."""
+        self.steps.extend(part.steps)
+        self.unselected_children.extend(part.unselected_children)
+        self.sampled_completions |= part.sampled_completions
+        if not selected:
+            self.unselected_children.extend(part.children)
+            return
+        self.children.extend(part.children)
+        self.state, self.lazy_rng, self.private = part.state, part.lazy_rng, part.private
+
+    def for_retry(self, attempt: int) -> EpisodeContext:
+        """A fresh context for one more attempt at the same request, with another seed."""
+        old = self.rollout
+        lost = sum(len(step.completion_token_ids) for step in self.steps if step and "cached" not in step.info)
+        lost += int(old.metrics.get("tree/playout_tokens", 0))
+        meta = {key: value for key, value in old.meta.items() if key not in _OF_ONE_ATTEMPT}
+        meta |= {"attempt": attempt, "lost_tokens": meta.get("lost_tokens", 0) + lost}
+        fresh = self.branch("", EpisodeState())
+        fresh.scope = ""
+        fresh.record_key = "" if self.recorder is None else self.recorder.unique_key(f"{self.record_key}~")
+        fresh.private = PrivateTexts() if self.parent_private is None else self.parent_private.copy()
+        fresh.rollout = Rollout(old.id, old.episode_type, old.artifact, seed=derive_seed(old.seed, "retry"), meta=meta)
+        fresh.lazy_rng = LazyRandom(derive_seed(fresh.rollout.seed, "environment"))
+        return fresh
+
+    def out_of_time(self) -> bool:
+        if self.deadline is None:
+            return False
+        deadline = self.deadline
+
+        def past() -> bool:
+            return asyncio.get_running_loop().time() >= deadline
+
+        return past() if self.recorder is None else bool(self.recorder.record_input(self, "deadline", (), past))
+
+    def explain(self, error: Exception) -> str:
+        """The traceback of what failed this episode."""
+        text = "".join(traceback.format_exception(error))
+        if isinstance(error, TimeoutError) and self.out_of_time():
+            return f"episode {self.rollout.episode_type!r} ({self.rollout.id}) ran past its deadline\n{text}"
+        return text
+
+    def result(self) -> GenerateResult:
+        """The episode so far, complete or failed."""
+        self.rollout.steps = [step for step in self.steps if step is not None]
+        return GenerateResult(
+            self.rollout,
+            children=self.children + self.unselected_children,
+            continuation=list(self.continuations),
+            # A rubric that dropped the rollout leaves it without rewards, so nothing of it can train.
+            is_trainable=self.is_trainable and "dropped" not in self.rollout.meta,
+            group_id=self.group_id,
+            parent_id=self.parent_id,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Beam:
+    """One path through a tree-sampled episode, as far as it has been played.
+
+    Example: an unbranched episode is one beam, ``Beam(context)``.
+    """
+
+    context: EpisodeContext
+    """Its state, generator and private texts; the first beam uses the episode's own context."""
+    steps: list[Step] = field(default_factory=list)
+    """All model calls on the path, in order."""
+    children: list[GenerateResult] = field(default_factory=list)
+    """Results of the episodes spawned on the path."""
+    from_branch: tuple[int, int] | None = None
+    """The branch the path took last, as ``(node, index)``; ``None`` before the first node."""
+    total_reward: float = 0.0
+    """Sum of the rewards on the path."""
+    score: float = 0.0
+    """Number that selection compares."""
+    skipped: bool = False
+    """The current actor skipped its turn."""
+    ended: str = ""
+    """How the path ended, for example ``"done"``; empty while it goes on."""
+
+    @property
+    def state(self) -> EpisodeState:
+        return self.context.state
+
+    @property
+    def last_action(self) -> Step | None:
+        return next((step for step in reversed(self.steps) if "env_response" in step.info), None)
+
+
+@dataclass(slots=True, eq=False)
+class ModelCall:
+    """One model call of an episode that is recorded or replayed."""
+
+    key: str
+    """Key of the call in the recording."""
+    actor_id: str | None
+    turn: int
+    messages: Messages
+    request: ModelRequest | None
+    """Dropped once ``step`` holds the same."""
+    step: Step | None = None
+    """``None`` while the call runs, or if it failed or was cancelled."""
+    error: tuple[str, str] | None = None
+    """Type and text of the exception that the call raised."""
+    text_only: bool = False
+    """The response came as text, so it does not train."""
+
+
+class Recorder(Protocol):
+    """Receives the events of a running episode: records them, or replays recorded ones."""
+
+    def unique_key(self, key: str) -> str:
+        """``record_key``, with a number behind it if it is taken."""
+        ...
+
+    def start_call(
+        self, context: EpisodeContext, actor_id: str | None, messages: Messages, request: ModelRequest
+    ) -> ModelCall:
+        """Start a model call."""
+        ...
+
+    async def replayed(self, call: ModelCall) -> ModelResponse | None:
+        """The recorded response, or its error raised; ``None`` if the call must be sampled."""
+        ...
+
+    def finish_call(self, call: ModelCall, response: ModelResponse | Exception) -> None:
+        """Finish a sampled call with its response or exception."""
+        ...
+
+    def record_input(
+        self, context: EpisodeContext, name: str, arguments: Sequence[Any], compute: Callable[[], Any]
+    ) -> Any:
+        """Return what ``compute()`` returns or raises, which may be an awaitable."""
+        ...
+
+    def timeout(self, context: EpisodeContext, when: float | None) -> AbstractAsyncContextManager[Any]:
+        """``asyncio.timeout_at(when)``."""
+        ...
+
+    def finish_episode(self, context: EpisodeContext) -> None:
+        """End one attempt at an episode, after its rewards are known."""
+        ...
+
+
+_current: ContextVar[EpisodeContext | None] = ContextVar("turnwise_episode", default=None)
+
+
+def current_context() -> EpisodeContext | None:
+    """The episode or branch that this coroutine runs in; ``None`` outside of episodes."""
+    return _current.get()
+
+
+def require_context() -> EpisodeContext:
+    """The context of the running episode. Raises ``RuntimeError`` outside of one."""
+    context = _current.get()
+    if context is None:
+        raise RuntimeError("no episode is running here: start episodes with arena.generate_rollouts(requests)")
+    return context
+
+
+@contextlib.contextmanager
+def use_context(context: EpisodeContext) -> Iterator[EpisodeContext]:
+    """Make ``context`` the current one for the block, and for the tasks started in it."""
+    token = _current.set(context)
+    try:
+        yield context
+    finally:
+        _current.reset(token)
+
+
+_PLAIN_TYPES = frozenset({type(None), bool, int, float, str, list, dict})
+
+
+async def maybe_await(value: Any) -> Any:
+    """``value``, awaited if it is awaitable: hooks may be ``def`` or ``async def``."""
+    if type(value) in _PLAIN_TYPES:  # nearly all hooks return one of these, and ``isawaitable`` is slow
+        return value
+    return await value if inspect.isawaitable(value) else value
+
+
+def make_forkable(state: EpisodeState) -> None:
+    """Move ``state.data`` into a copy-on-write State, unless it is in one: forks then cost nothing until a write."""
+    state.data = forkable(state.data)

@@ -1,0 +1,247 @@
+"""A model call: from a chat to token ids, and from the client's response to a recorded step."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from turnwise.arena.runtime.context import EpisodeContext, ModelCall, current_context
+from turnwise.arena.runtime.privacy import sampled_key
+from turnwise.chat import ChatRenderer
+from turnwise.state import to_python
+from turnwise.types import (
+    Actor,
+    ContextLengthError,
+    Messages,
+    ModelError,
+    ModelRequest,
+    ModelResponse,
+    Sampling,
+    Step,
+    Tokenizer,
+)
+
+FINISH_REASONS = ("stop", "length", "abort")
+
+
+class PendingCall:
+    """One model call, from its request to its step in the running episode, if there is one.
+
+    Its place among the episode's steps is reserved at once, so steps keep the order in which they were asked for.
+    """
+
+    def __init__(
+        self,
+        context: EpisodeContext | None,
+        actor_id: str | None,
+        messages: Messages,
+        request: ModelRequest,
+        *,
+        record: bool,
+    ) -> None:
+        self.context, self.actor_id, self.messages, self.request = context, actor_id, messages, request
+        self.index: int | None = None
+        self.recorded: ModelCall | None = None
+        if context is not None and record:
+            self.index = len(context.steps)
+            context.steps.append(None)
+        if context is not None and context.recorder is not None:
+            self.recorded = context.recorder.start_call(context, actor_id, messages, request)
+
+    async def replayed(self) -> ModelResponse | None:
+        """The response that a replay has for this call; ``None`` if it must be sampled."""
+        if self.context is None or self.context.recorder is None or self.recorded is None:
+            return None
+        return await self.context.recorder.replayed(self.recorded)
+
+    def fail(self, error: Exception) -> None:
+        if self.context is not None and self.context.recorder is not None and self.recorded is not None:
+            self.context.recorder.finish_call(self.recorded, error)
+
+    def finish(self, response: ModelResponse, tokenizer: Tokenizer, *, check_private: bool) -> ModelResponse:
+        """Fill in text and prompt tokens of ``response``, and record it."""
+        context, recorded, actor_id = self.context, self.recorded, self.actor_id
+        if context is not None and context.recorder is not None and recorded is not None:
+            context.recorder.finish_call(recorded, response)
+        response.prompt_token_ids = list(self.request.prompt_token_ids)
+        text = response.text or tokenizer.decode(response.completion_token_ids, skip_special_tokens=True)
+        response.text = well_formed(text)
+        if context is None or (self.index is None and recorded is None):
+            return response
+        step = to_step(actor_id, context.state.turn, self.messages, self.request, response)
+        if recorded is not None:
+            recorded.step, recorded.request = step, None
+        if self.index is not None:
+            if texts := context.private.shown(actor_id, self.messages):
+                step.info["private"] = texts
+            step.trainable = step.trainable and actor_id not in context.policies
+            if check_private:
+                context.sampled_completions.add(sampled_key(actor_id, response.completion_token_ids))
+            context.steps[self.index] = step
+            context.state.trajectory.append(step)
+            if actor_id is not None:
+                context.state.last_completion_text = step.completion
+        return response
+
+
+def well_formed(text: str) -> str:
+    """``text`` with U+FFFD for lone surrogates, which no tokenizer or file can encode."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def playing(actor: Actor | None) -> str:
+    """The policy that plays ``actor`` now: the one named by its episode's request, else its own."""
+    if actor is None:
+        return "default"
+    context = current_context()
+    return actor.policy if context is None else context.policies.get(actor.id, actor.policy)
+
+
+def sampling_for(actor: Actor | None, default: Sampling, evaluation: Sampling | None) -> Sampling:
+    """Sampling of an actor's calls, without ``Actor.max_tokens``; ``evaluation`` replaces it in an evaluation."""
+    own = (actor.sampling if actor else None) or default
+    if evaluation is None:
+        return own
+    limits = own if actor and actor.sampling else evaluation
+    return evaluation.with_(max_tokens=limits.max_tokens, stop_token_ids=own.stop_token_ids)
+
+
+def to_messages(prompt: str | Messages, actor: Actor | None) -> Messages:
+    """A chat from a prompt: a string becomes one user message; the actor's system prompt opens it if none is there."""
+    if isinstance(prompt, str):
+        messages: Messages = [{"role": "user", "content": prompt}]
+    elif type(prompt) is list and all(map(_is_text, prompt)):
+        messages = [message.copy() for message in prompt]
+    else:
+        messages = list(to_python(prompt))
+        for message in messages:
+            if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+                raise TypeError(f"prompt: got the message {message!r}, expected a dict with 'role' and 'content'")
+    if not messages:
+        raise ValueError(f"prompt={prompt!r}: expected a string or at least one message")
+    if actor is not None and actor.system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": actor.system_prompt})
+    return messages
+
+
+def _is_text(message: Any) -> bool:
+    """True for ``{"role": str, "content": str}``, as nearly all messages are."""
+    return (
+        type(message) is dict
+        and len(message) == 2
+        and type(message.get("role")) is str
+        and type(message.get("content")) is str
+    )
+
+
+class PromptCache:
+    """Token ids of the latest prompts: siblings of a tree share one prompt, and chat templates are slow."""
+
+    SIZE = 256
+
+    def __init__(self) -> None:
+        self._renderer: ChatRenderer | None = None
+        self._ids: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()
+
+    def token_ids(self, tokenizer: Tokenizer, messages: Messages) -> list[int]:
+        if self._renderer is None or tokenizer is not self._renderer.tokenizer:
+            self._renderer = ChatRenderer(tokenizer)
+            self._ids.clear()
+        plain = all(map(_is_text, messages))
+        key = tuple(text for message in messages for text in message.items()) if plain else repr(messages)
+        known = self._ids.get(key)
+        if known is None:
+            known = self._ids[key] = tuple(self._renderer.prompt_ids(messages))
+            if len(self._ids) > self.SIZE:
+                self._ids.popitem(last=False)
+        else:
+            self._ids.move_to_end(key)
+        return list(known)
+
+
+def fit_to_context(prompt_tokens: int, max_tokens: int, max_context: int | None, who: str) -> int:
+    """Number of tokens that may be sampled. Raises ``ContextLengthError`` if the prompt leaves room for none."""
+    if max_context is None:
+        return max_tokens
+    if prompt_tokens > max_context - 1:
+        raise ContextLengthError(
+            f"the prompt of {who} has {prompt_tokens} tokens, and max_context={max_context} leaves no room for a "
+            f"completion: at most {max_context - 1} fit"
+        )
+    return min(max_tokens, max_context - prompt_tokens)
+
+
+@contextmanager
+def client_errors() -> Iterator[None]:
+    """Turn what an inference client raises in this block into a ``ModelError``."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{type(error).__name__} in the inference client: {error}") from error
+
+
+def only_response(request: ModelRequest, responses: Sequence[ModelResponse]) -> ModelResponse:
+    """The checked response to ``request``. Raises ``ModelError`` for none, several, or a malformed one."""
+    if len(responses) != 1:
+        raise ModelError(f"the inference client gave {len(responses)} responses to 1 request")
+    check_response(request, responses[0])
+    return responses[0]
+
+
+def check_response(request: ModelRequest, response: ModelResponse) -> None:
+    """Raise ``ModelError`` unless token ids, log-probabilities, versions and finish reason are all there and agree."""
+    tokens = len(response.completion_token_ids)
+    problem: str | None = None
+    if tokens == 0:
+        problem = "no completion token ids"
+    elif len(response.logprobs) != tokens:
+        problem = f"{tokens} completion token ids but {len(response.logprobs)} log-probabilities"
+    elif not _all_finite(response.logprobs):
+        problem = "log-probabilities that are not finite numbers"
+    elif sum(count for count, _ in response.policy_versions) != tokens:
+        problem = f"{tokens} completion token ids but policy versions {response.policy_versions}"
+    elif response.finish_reason not in FINISH_REASONS:
+        problem = f"the finish reason {response.finish_reason!r}, expected one of {FINISH_REASONS}"
+    elif response.prompt_token_ids and list(response.prompt_token_ids) != list(request.prompt_token_ids):
+        problem = "other prompt token ids than were asked"
+    if problem is not None:
+        raise ModelError(f"the inference client gave a response with {problem} (policy {request.policy!r})")
+
+
+def to_step(
+    actor_id: str | None, turn: int, messages: Messages, request: ModelRequest, response: ModelResponse
+) -> Step:
+    """The record of one call. A judge (``actor_id=None``) and responses that came as text never train."""
+    return Step(
+        actor_id,
+        turn=turn,
+        prompt=messages,
+        completion=response.text,
+        prompt_token_ids=list(request.prompt_token_ids),
+        completion_token_ids=list(response.completion_token_ids),
+        completion_logprobs=list(response.logprobs),
+        policy_versions=list(response.policy_versions),
+        finish_reason=response.finish_reason,
+        policy=request.policy,
+        trainable=actor_id is not None and response.trainable,
+        info={
+            "temperature": request.sampling.temperature,
+            "seed": request.sampling.seed,
+            "max_tokens": request.sampling.max_tokens,
+            **({"cached": True} if response.cached else {}),
+        },
+    )
+
+
+def _all_finite(values: Sequence[Any]) -> bool:
+    try:
+        return all(map(math.isfinite, values))
+    except TypeError:  # no number
+        return False

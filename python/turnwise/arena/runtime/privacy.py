@@ -1,0 +1,112 @@
+"""Private text in running episodes: marking it, and the checks that no other actor saw it or trains on it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+
+import numpy as np
+
+from turnwise.arena.runtime.context import EpisodeContext, current_context
+from turnwise.arena.runtime.private_text import LeakError, Mark, PrivateTexts
+from turnwise.types import GenerateResult, Messages, Step, TrainingBatch
+
+
+def private(text: str, to: str | Collection[str]) -> str:
+    """Mark ``text`` as private to the actor ``to`` (or several) in the running episode; returns ``text``.
+
+    Example: ``f"{board}\\n{private('Your card: K.', to=state.current_actor)}"``
+
+    Outside of episodes it only returns the text. Raises ``ValueError`` for a blank text, or without readers.
+    """
+    readers = [to] if isinstance(to, str) else list(to)
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"text={text!r}: expected a text that is not blank")
+    if not readers or not all(isinstance(reader, str) and reader for reader in readers):
+        raise ValueError(f"to={to!r}: expected the id of an actor, or several")
+    context = current_context()
+    if context is not None:
+        context.private.add(text, readers)
+    return text
+
+
+def reveal(text: str) -> str:
+    """Make ``text`` public from now on, as at a showdown; returns ``text``."""
+    context = current_context()
+    if context is not None:
+        context.private.reveal(text)
+    return text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The checks; the arena calls them
+# ---------------------------------------------------------------------------------------------------------------------
+def check_prompt(context: EpisodeContext, actor: str | None, messages: Messages) -> None:
+    """Raise :class:`LeakError` if ``actor``'s prompt holds a text that is private to others. Judges may see all."""
+    if actor is None:
+        return
+    mark = context.private.leak(actor, messages, (*context.state.trajectory, *context.steps))
+    if mark is not None:
+        raise LeakError(_describe_leak(context, len(context.steps), actor, mark))
+
+
+def check_episode_end(context: EpisodeContext) -> None:
+    """Raise :class:`LeakError` for a prompt with text that was marked later, or for another actor's completion."""
+    if context.ends:
+        # Each has marks of its own: what is secret on one way through a game may be open on another.
+        for end in context.ends:
+            check_path(context, end.context.private, end.steps)
+    else:
+        check_path(context, context.private, context.rollout.steps)
+    for index, step in enumerate(context.rollout.steps):
+        if step.actor_id is None:
+            continue
+        if step.trainable and sampled_key(step.actor_id, step.completion_token_ids) not in context.sampled_completions:
+            raise LeakError(
+                f"step {index} of rollout {context.rollout.id!r}: the completion of actor {step.actor_id!r} was not "
+                "sampled for it, and it would train on it"
+            )
+
+
+def check_path(context: EpisodeContext, private: PrivateTexts, steps: Sequence[Step]) -> None:
+    """Raise :class:`LeakError` for a prompt of ``steps`` with text that ``private`` hides from its reader."""
+    for step in steps:
+        mark = None if step.actor_id is None else private.leak(step.actor_id, step.prompt, steps)
+        if mark is not None:
+            known = (other for other in context.steps if other is not None)
+            number = next(place for place, other in enumerate(known) if other is step)
+            raise LeakError(_describe_leak(context, number, str(step.actor_id), mark))
+
+
+def check_batch(batch: TrainingBatch, results: Sequence[GenerateResult]) -> None:
+    """Raise :class:`LeakError` unless each row of ``batch`` trains only on tokens that its own actor sampled.
+
+    A row is the prompt and completion of one recorded call of its actor, and its mask is 0 on the prompt.
+    """
+    prompts: dict[Hashable, set[int]] = {}
+    for step in (step for top in results for result in top.walk() for step in result.rollout.steps):
+        key = (step.actor_id, tuple(step.prompt_token_ids) + tuple(step.completion_token_ids))
+        prompts.setdefault(key, set()).add(len(step.prompt_token_ids))
+    for row in range(len(batch)):
+        start, end = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1])
+        actor = batch.actors[int(batch.actor_index[row])]
+        lengths = prompts.get((actor, tuple(batch.token_ids[start:end].tolist())))
+        if lengths is None:
+            raise LeakError(f"row {row} of the batch: no recorded call of actor {actor!r} has its tokens")
+        trained = np.flatnonzero(batch.loss_mask[start:end])
+        if len(trained) and trained[0] < min(lengths):
+            raise LeakError(
+                f"row {row} of the batch: actor {actor!r} would train on token {int(trained[0])}, and its own "
+                f"completion begins at {min(lengths)}"
+            )
+
+
+def sampled_key(actor: str | None, token_ids: Sequence[int]) -> Hashable:
+    return actor, tuple(token_ids)
+
+
+def _describe_leak(context: EpisodeContext, index: int, actor: str, mark: Mark) -> str:
+    readers = ", ".join(repr(reader) for reader in sorted(mark.readers or ()))
+    return (
+        f"step {index} of rollout {context.rollout.id!r} ({context.rollout.episode_type}{context.scope}): the prompt "
+        f"of actor {actor!r} holds what is private to {readers}: {mark.text!r}"
+    )

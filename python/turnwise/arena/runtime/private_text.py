@@ -1,0 +1,203 @@
+"""Private text: text for some actors only, and how prompts are compared with it.
+
+    observation = "Your move.\\n" + private("Your card: K.", to="player0")
+
+marks the sentence in the running episode and returns it unchanged. A ``MultiTurnEpisode`` marks the text of
+``get_observation`` and the parts of a completion that ``public`` hides. The report shows marked text in its reader's
+prompts. With ``Arena(check_private=True)``, :class:`LeakError` stops the batch unless all of this holds:
+
+- no prompt of another actor holds a marked text, neither at the call nor by the marks known at the end;
+- each recorded completion of an actor was sampled by the client for that actor;
+- the training batch trains on nothing else: prompts, and opponents' words in them, have mask 0.
+
+Texts are compared as whole words, without case and white space: "You hold 1" is not in "You hold 12". So mark
+sentences, not single letters. An actor may see parts of its own texts and completions. A marked text that is a
+statement by itself inside another's marked text was copied there.
+
+The check can't see a secret in other words; an unmarked observation inside another observation, since a public board is
+in both; and fewer than four hidden words, unless their tags (``<think>fold</think>``) were copied too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from turnwise.types import Messages, Step
+
+MIN_HIDDEN_WORDS = 4
+"""Fewer words that ``public`` hides of a completion may stand anywhere by chance: only the tags around them tell."""
+
+MIN_STATED_WORDS = 3
+"""Fewer words are no statement that must have been copied: they may be an item of two lists."""
+
+_TAG = re.compile(r"</?\w[^<>]*>|<\|[^<>]*\|>|\[/?\w+\]")
+_TAGGED = re.compile(r"<(\w+)[^<>]*>(?P<a>.*?)</\1>|\[(\w+)\](?P<b>.*?)\[/\3\]")
+
+
+class LeakError(RuntimeError):
+    """An actor saw another one's private text, or would train on tokens that it did not sample.
+
+    A bug of the episode, not of one play: it stops the whole ``generate_rollouts`` call at any ``failure_threshold``.
+    """
+
+
+@dataclass(slots=True)
+class Mark:
+    """A private text as it was written, and its readers; ``None`` is everybody, after it was revealed.
+
+    ``observation`` texts come from ``get_observation``, unmarked by the author: they may hold another's secret.
+    """
+
+    text: str
+    readers: frozenset[str] | None
+    observation: bool = False
+
+
+@dataclass(slots=True)
+class PrivateTexts:
+    """The private texts of an episode or branch, by their normalized form."""
+
+    marks: dict[str, Mark] = field(default_factory=dict)
+
+    def copy(self) -> PrivateTexts:
+        return PrivateTexts({key: replace(mark) for key, mark in self.marks.items()})
+
+    def add(self, text: str, readers: Iterable[str], *, observation: bool = False) -> None:
+        """Mark ``text`` for ``readers``. A text marked twice is for all of them; a revealed text stays public."""
+        key = normalize_text(text)
+        known = self.marks.setdefault(key, Mark(text, frozenset(readers), observation))
+        known.observation &= observation
+        if known.readers is not None:
+            known.readers |= frozenset(readers)
+
+    def reveal(self, text: str) -> None:
+        self.marks[normalize_text(text)] = Mark(text, None)
+
+    def merge(self, other: PrivateTexts) -> None:
+        """Add the marks of a finished nested episode."""
+        for mark in other.marks.values():
+            if mark.readers is None:
+                self.reveal(mark.text)
+            else:
+                self.add(mark.text, mark.readers, observation=mark.observation)
+
+    def mark_heard(self, speaker: str, heard: Mapping[str, str]) -> None:
+        """Let those who hear ``speaker`` say a text read it too; ``heard`` maps reader to words."""
+        for reader, words in heard.items():
+            said = normalize_text(words)
+            for key, mark in self.marks.items():
+                if mark.readers is not None and speaker in mark.readers and contains_phrase(said, key):
+                    mark.readers |= {reader}
+
+    def shown(self, actor: str | None, messages: Messages) -> list[str]:
+        """The texts marked for ``actor`` that occur literally in ``messages``, for the report."""
+        mine = [mark.text for mark in self.marks.values() if mark.readers is not None and actor in mark.readers]
+        return [text for text in mine if any(text in text_of(message["content"]) for message in messages)]
+
+    def leak(self, actor: str, messages: Messages, steps: Iterable[Step | None]) -> Mark | None:
+        """A mark in ``messages`` that ``actor`` may not see. Its own completions in ``steps`` are allowed."""
+        hidden = {
+            key: mark for key, mark in self.marks.items() if mark.readers is not None and actor not in mark.readers
+        }
+        if not hidden:
+            return None
+        prompt = "\0".join(normalize_text(text_of(message["content"])) for message in messages)
+        found = [key for key in hidden if contains_phrase(prompt, key)]
+        if not found:
+            return None
+        own = {step.completion for step in steps if step is not None and step.actor_id == actor}
+        said = [normalize_text(text) for text in own]
+        seen = {key: mark for key, mark in self.marks.items() if key not in hidden}
+        for key in found:
+            # What may be seen may be seen in part; but an observation can't make another's marked secret its own.
+            marked = not hidden[key].observation
+            excuses = [text for text in said if key in text]
+            excuses += [
+                text
+                for text, mark in seen.items()
+                if key in text and not (marked and (mark.observation or is_stated(mark.text, key)))
+            ]
+            if contains_phrase(remove_phrases(prompt, excuses), key):
+                return hidden[key]
+        return None
+
+    def is_open(self, text: str, messages: Messages) -> bool:
+        """True if ``messages`` hold ``text`` outside of private texts, for example as the format of an answer."""
+        shut = [key for key, mark in self.marks.items() if mark.readers is not None]
+        key = normalize_text(text)
+        return any(
+            contains_phrase(remove_phrases(normalize_text(text_of(message["content"])), shut), key)
+            for message in messages
+        )
+
+
+def hidden_parts(text: str, shown: str) -> list[str]:
+    """Parts of ``text`` missing from ``shown``: runs of ``MIN_HIDDEN_WORDS`` or more, fewer with their tags.
+
+    Example: ``hidden_parts("<think>He may hold the king.</think> fold", "fold") == ["He may hold the king"]``, and
+    ``hidden_parts("<think>the king</think> fold", "fold") == ["<think>the king</think>"]``
+    """
+    if shown and shown in text:
+        before, _, after = text.partition(shown)
+        runs = [before.split(), after.split()]
+    else:
+        words, left = text.split(), shown.split()
+        codes = difflib.SequenceMatcher(None, words, left, autojunk=False).get_opcodes()
+        runs = [words[start:end] for kind, start, end, _, _ in codes if kind in ("delete", "replace")]
+    return [part for run in runs for part in _parts_of(" ".join(run))]
+
+
+def _parts_of(run: str) -> list[str]:
+    """Parts of a hidden run of words that can't be mistaken for ordinary words."""
+    between = [re.sub(r"^\W+|\W+$", "", words) for words in _TAG.split(run)]
+    if long := [words for words in between if len(words.split()) >= MIN_HIDDEN_WORDS]:
+        return long
+    if len(run.split()) >= MIN_HIDDEN_WORDS:
+        return [run]
+    return [found[0] for found in _TAGGED.finditer(run) if re.search(r"\w", found["a"] or found["b"] or "")]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How texts are compared
+# ---------------------------------------------------------------------------------------------------------------------
+def normalize_text(text: str) -> str:
+    """``text`` in lower case, with single blanks for white space."""
+    return " ".join(text.split()).casefold()
+
+
+def contains_phrase(text: str, part: str) -> bool:
+    """True if ``part`` occurs in ``text`` as whole words and numbers; both normalized."""
+    if part not in text:
+        return False
+    before = r"(?<!\w)" * part[0].isalnum() + r"(?<!\d[.,])" * part[0].isdigit()
+    after = r"(?!\w)" * part[-1].isalnum() + r"(?![.,]\d)" * part[-1].isdigit()
+    return re.search(before + re.escape(part) + after, text) is not None
+
+
+def is_stated(text: str, part: str) -> bool:
+    """True if ``part`` (normalized) is a statement in ``text``: whole sentences or lines."""
+    words = part.split()
+    if len(words) < MIN_STATED_WORDS:
+        return False
+    pattern = r"\s+".join(map(re.escape, words))
+    end = r"(?!\w|[.,]\d)" if words[-1][-1] in ".!?;" else r"\s*(?:$|[\n.!?;)\]>\"'<](?!\d))"
+    return re.search(rf"(?:^|[\n.!?:;(\[>\"'])\s*{pattern}{end}", text.casefold()) is not None
+
+
+def remove_phrases(text: str, parts: Iterable[str]) -> str:
+    """``text`` with each of ``parts`` cut out, longest first."""
+    for part in sorted(parts, key=len, reverse=True):
+        text = text.replace(part, "\0")
+    return text
+
+
+def text_of(content: Any) -> str:
+    """The words of a message's content, a text or a list of parts."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, (list, tuple)) else [content]
+    return "\n".join(str(part.get("text", part)) if isinstance(part, Mapping) else str(part) for part in parts)

@@ -1,0 +1,85 @@
+"""Hooks that record what an episode reads from clocks, tools and stores, so that a replay has the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, ParamSpec, TypeVar, cast
+
+from turnwise.arena.runtime.context import EpisodeContext, current_context, use_context
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Asked from inside episodes
+# ---------------------------------------------------------------------------------------------------------------------
+def record_input(name: str, call: Callable[..., T], *arguments: Any) -> T:
+    """``call(*arguments)``, recorded: a replay of this episode gets the same answer without calling.
+
+    Example: ``found = await record_input("search", client.search, query)``, ``now = record_input("clock", time.time)``
+
+    Use it for inputs that the episode's seed does not fix: clocks, tools, judges that are no actors. ``call`` may be
+    async; then await the result. Exceptions are recorded too. Answers must be picklable. Inside ``call`` the episode
+    has another generator, and side effects of ``call`` do not happen in a replay. Outside of episodes it just calls.
+    Model calls need no recording, because the arena keeps them as steps.
+    """
+    return _record(name, arguments, lambda: call(*arguments))
+
+
+def _record(name: str, arguments: Sequence[Any], call: Callable[[], Any], *, draws: bool = True) -> Any:
+    """``call()``, recorded under ``name`` and ``arguments``. With ``draws`` it gets a generator of its own."""
+    context = current_context()
+    if context is None:
+        return call()
+    aside = context.scratch_copy(draws=draws)
+
+    def compute() -> Any:
+        with use_context(aside):
+            value = call()
+        return _await_in(aside, value) if inspect.isawaitable(value) else value
+
+    return compute() if context.recorder is None else context.recorder.record_input(context, name, arguments, compute)
+
+
+async def _await_in(aside: EpisodeContext, value: Awaitable[T]) -> T:
+    with use_context(aside):
+        return await value
+
+
+def records_input(*, draws: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Record the answers of a store's method inside episodes, since they depend on other episodes.
+
+    The store has a ``label``. An iterator is recorded as a list.
+    """
+
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
+        iterates = method.__name__ == "__iter__"
+
+        @functools.wraps(method)
+        def asked(self: Any, *arguments: Any, **options: Any) -> Any:
+            if current_context() is None:
+                return method(self, *arguments, **options)
+
+            def call() -> Any:
+                given: Any = method(self, *arguments, **options)
+                return list(given) if iterates else given
+
+            said = (*arguments, options) if options else arguments
+            answer = _record(f"{self.label}.{method.__name__}", said, call, draws=draws)
+            return iter(answer) if iterates else answer
+
+        return cast("Callable[P, T]", asked)
+
+    return decorate
+
+
+def recorded_timeout(context: EpisodeContext | None, when: float | None) -> AbstractAsyncContextManager[Any]:
+    """``asyncio.timeout_at(when)``, recorded in the running episode."""
+    if context is None or context.recorder is None:
+        return asyncio.timeout_at(when)
+    return context.recorder.timeout(context, when)

@@ -1,0 +1,213 @@
+"""The settings of an arena, and the actors, episodes and stores registered with it."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from turnwise.arena.dynamic_sampling import check_stateless
+from turnwise.arena.episode import Episode, check_episode
+from turnwise.arena.episode_checkpoints import EpisodeCheckpoints
+from turnwise.arena.rewards.length_penalty import OverlongPenalty
+from turnwise.arena.runtime.concurrency import EpisodeCounter, PrioritySemaphore
+from turnwise.arena.runtime.model_call import PromptCache
+from turnwise.arena.runtime.rng import derive_seed
+from turnwise.arena.stores.outcomes import Attempt
+from turnwise.arena.stores.store import ArtifactStore
+from turnwise.samples.filters import Filters
+from turnwise.types import (
+    Actor,
+    CreditAssigner,
+    EpisodeRequest,
+    GenerateResult,
+    InferenceClient,
+    Sample,
+    Sampling,
+    Tokenizer,
+)
+from turnwise.types.play import MAX_CONCURRENCY
+from turnwise.types.protocols import OpponentAssignment
+
+
+class ArenaSetup:
+    """The settings of an :class:`~turnwise.arena.Arena`, and what is registered with it."""
+
+    is_evaluation = False
+
+    def __init__(
+        self,
+        client: InferenceClient,
+        *tokenizer_or_credit: Tokenizer | CreditAssigner | None,
+        tokenizer: Tokenizer | None = None,
+        credit: CreditAssigner | None = None,
+        credit_assigner: CreditAssigner | None = None,
+        sampling: Sampling | None = None,
+        max_concurrency: int = MAX_CONCURRENCY,
+        max_context: int | None = None,
+        seed: int = 0,
+        failure_threshold: float = 0.5,
+        retries: int = 0,
+        filters: Filters | None = None,
+        overlong: OverlongPenalty | None = None,
+        check_private: bool = False,
+    ) -> None:
+        check_settings(failure_threshold, retries, max_context)
+        self.tokenizer, self.credit = tokenizer_and_credit(
+            client, tokenizer_or_credit, tokenizer, credit, credit_assigner
+        )
+        """Credit rule; without one the advantage is the reward, and zeros train too."""
+        self.filters = Filters() if filters is None else filters
+        """Which samples train, and whether more questions are drawn (dynamic sampling)."""
+        if self.filters.dynamic_sampling_rounds:
+            check_stateless(self.credit)
+        self.client = client
+        self.sampling = Sampling() if sampling is None else sampling
+        """Default sampling; an actor's own overrides it."""
+        self.max_context = max_context
+        """The model's context in tokens; a prompt that leaves no room raises ``ContextLengthError``."""
+        self.seed = seed
+        self.failure_threshold = failure_threshold
+        """Share of failed episodes above which one call of ``generate_rollouts`` raises ``BatchFailedError``."""
+        self.retries = retries
+        """Further attempts of a failed episode, before it becomes a result with ``error``."""
+        self.overlong = overlong
+        """Lowers the rewards of completions that come close to their token limit."""
+        self.check_private = check_private
+        """Raise ``LeakError`` if an actor saw or would train on another's private text."""
+        self.actors: dict[str, Actor] = {}
+        self.episodes: dict[str, Episode] = {}
+        self.stores: dict[str, ArtifactStore] = {}
+        self.source: Callable[[], Sequence[EpisodeRequest] | Awaitable[Sequence[EpisodeRequest]]] | None = None
+        """Returns the requests of a step, unless :meth:`get_batch` is overridden."""
+        self.rng = random.Random(derive_seed(seed, "arena"))
+        self.last_results: list[GenerateResult] = []
+        """Results of the last step."""
+        self.episode_checkpoints: EpisodeCheckpoints | None = None
+        """Saves running episodes, so that a killed run resumes in the middle of a tree."""
+        self.reward_penalty: Callable[[Sequence[Sample]], Sequence[float]] | None = None
+        """Amount to subtract from each sample's reward before credit; steps and metrics keep the whole reward."""
+        self.record_episodes = False
+        """Record each top episode, as ``turnwise replay`` needs it."""
+        self.opponent_assignment: OpponentAssignment | None = None
+        """Replaces the policies of some seats in training batches, as a league does."""
+        self.episode_counter = EpisodeCounter()
+        self.budget = PrioritySemaphore(max_concurrency)
+        """Limits concurrent model calls over the whole tree of episodes."""
+        self.quotas: dict[str | None, PrioritySemaphore] = {}
+        """Limits of single actors, by id."""
+        self.started = self.batches = 0
+        self._attempts: deque[list[Attempt]] = deque()
+        self._prompts = PromptCache()
+        self._zero_causes: dict[int, str] = {}
+        self._loose_calls = 0
+        self._evaluation_sampling: Sampling | None = None
+
+    # -- registration --------------------------------------------------------------------------------------------------
+    def add_actor(self, actor: Actor) -> Actor:
+        if not isinstance(actor, Actor):
+            raise TypeError(f"actor={actor!r}: expected an Actor")
+        if actor.id in self.actors:
+            raise ValueError(f"actor id {actor.id!r} is already registered; choose another id")
+        self.actors[actor.id] = actor
+        if actor.max_concurrency is not None:
+            self.quotas[actor.id] = PrioritySemaphore(actor.max_concurrency)
+        return actor
+
+    def add_episode(self, episode: Episode | str, named: Episode | None = None) -> Episode:
+        """Register an episode under its ``episode_type``, or under a name: ``add_episode("easy", Sudoku())``."""
+        name = episode if isinstance(episode, str) else getattr(episode, "episode_type", None)
+        target = named if isinstance(episode, str) else episode
+        if not name or not isinstance(name, str):
+            raise ValueError(f"{type(target).__name__}.episode_type={name!r}: expected a non-empty string")
+        check_episode(name, target)
+        assert isinstance(target, Episode)
+        if name in self.episodes:
+            raise ValueError(f"episode {name!r} is already registered; choose another name")
+        self.episodes[name] = target
+        for store in target.stores():
+            if store.name not in self.stores:
+                self.add_store(store)
+        return target
+
+    def add_store(self, store: ArtifactStore | str) -> ArtifactStore:
+        """Register a store, or a new one in memory with this name."""
+        store = ArtifactStore(store, seed=self.seed) if isinstance(store, str) else store
+        if store.name in self.stores:
+            raise ValueError(f"store {store.name!r} is already registered; choose another name")
+        self.stores[store.name] = store
+        return store
+
+    @property
+    def credit_assigner(self) -> CreditAssigner | None:
+        """Alias of ``credit``."""
+        return self.credit
+
+    @credit_assigner.setter
+    def credit_assigner(self, rule: CreditAssigner | None) -> None:
+        self.credit = rule
+
+    @property
+    def policies(self) -> list[str]:
+        """Names of the policies behind the actors, in order of appearance."""
+        return list(dict.fromkeys(actor.policy for actor in self.actors.values()))
+
+
+def tokenizer_and_credit(
+    client: InferenceClient,
+    given: Sequence[Tokenizer | CreditAssigner | None],
+    tokenizer: Tokenizer | None,
+    credit: CreditAssigner | None,
+    credit_assigner: CreditAssigner | None,
+) -> tuple[Tokenizer, CreditAssigner | None]:
+    """The tokenizer (default: the client's) and the credit rule; ``given`` holds either, in any order.
+
+    Raises ``TypeError`` for any other object, and ``ValueError`` if one setting is given twice.
+    """
+    if len(given) > 2:
+        raise TypeError(
+            f"Arena got {1 + len(given)} positional arguments: expected a client, a tokenizer and a credit rule"
+        )
+    tokenizers: list[Any] = [] if tokenizer is None else [tokenizer]
+    rules: list[Any] = [rule for rule in (credit, credit_assigner) if rule is not None]
+    for value in given:
+        if is_credit_rule(value):
+            rules.append(value)
+        elif value is not None:
+            tokenizers.append(value)
+    if len(tokenizers) > 1:
+        raise ValueError(f"tokenizer: got {tokenizers[0]!r:.80} and {tokenizers[1]!r:.80}, expected one")
+    if len(rules) > 1:
+        raise ValueError("credit and credit_assigner are one setting: expected one of them, once")
+    if rules and not is_credit_rule(rules[0]):
+        raise TypeError(f"credit={rules[0]!r:.80}: expected a credit rule, an object with compute(results)")
+    if not tokenizers:
+        return tokenizer_of(client), rules[0] if rules else None
+    if isinstance(tokenizers[0], type) or not callable(getattr(tokenizers[0], "apply_chat_template", None)):
+        raise TypeError(f"tokenizer={tokenizers[0]!r:.80}: expected the model's tokenizer, or a credit rule")
+    return tokenizers[0], rules[0] if rules else None
+
+
+def tokenizer_of(client: InferenceClient) -> Tokenizer:
+    """The client's tokenizer. Raises ``ValueError`` if it has none."""
+    tokenizer: Tokenizer | None = getattr(client, "tokenizer", None)
+    if tokenizer is None:
+        raise ValueError(f"tokenizer=None: {type(client).__name__} brings none, expected the tokenizer of the model")
+    return tokenizer
+
+
+def is_credit_rule(value: object) -> bool:
+    """True for an object with ``compute`` or ``compute_columns``."""
+    methods = (getattr(value, name, None) for name in ("compute", "compute_columns"))
+    return not isinstance(value, type) and any(map(callable, methods))
+
+
+def check_settings(failure_threshold: float, retries: int, max_context: int | None) -> None:
+    """Raise ``ValueError`` for a setting out of its range."""
+    if not 0 <= failure_threshold <= 1:
+        raise ValueError(f"failure_threshold={failure_threshold!r}: expected a share from 0 to 1")
+    if retries < 0:
+        raise ValueError(f"retries={retries!r}: expected a count >= 0")
+    if max_context is not None and max_context < 2:
+        raise ValueError(f"max_context={max_context!r}: expected at least 2 tokens, or None")

@@ -1,0 +1,176 @@
+"""A store's contents in memory: artifacts by id, statistics of their attempts, and an index by content."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, MutableMapping
+from dataclasses import replace
+from typing import TypeVar
+
+from turnwise.arena.runtime.content_key import content_key
+from turnwise.arena.stores.sampling import AttemptStats
+from turnwise.arena.stores.sqlite import ExternalChanges
+from turnwise.types import Artifact
+
+K = TypeVar("K")
+V = TypeVar("V")
+UNKNOWN = AttemptStats()
+"""Of what was never attempted."""
+
+
+class StoreContents:
+    """Artifacts by id, in order of arrival; with ``keyed`` also by content.
+
+    ``version`` counts changes, ``added`` all artifacts that ever arrived, ``plays`` the attempts at any of them.
+    """
+
+    def __init__(self, *, keyed: bool = False) -> None:
+        self.artifacts: MutableMapping[str, Artifact] = {}
+        self.outcomes: MutableMapping[str, AttemptStats] = {}
+        self.version = self.added = self.plays = 0
+        self._keyed = keyed
+        self._id_of: MutableMapping[Hashable, str] = {}
+        self._key_of: MutableMapping[str, Hashable] = {}
+
+    def key(self, artifact: Artifact) -> Hashable:
+        """Key of the artifact's content; ``None`` unless ``keyed``."""
+        return content_key(artifact.data) if self._keyed else None
+
+    def has(self, key: Hashable) -> bool:
+        """True if an artifact with this content :meth:`key` is present."""
+        return key in self._id_of
+
+    def outcome(self, id: str) -> AttemptStats:
+        return self.outcomes.get(id, UNKNOWN)
+
+    def keep(self, artifact: Artifact, outcome: AttemptStats, key: Hashable) -> None:
+        """Add an artifact under its content :meth:`key`."""
+        self.artifacts[artifact.id] = artifact
+        if outcome is not UNKNOWN:
+            self.outcomes[artifact.id] = outcome
+        if self._keyed:
+            self._id_of.setdefault(key, artifact.id)
+            self._key_of[artifact.id] = key
+        self.version += 1
+
+    def drop(self, id: str) -> None:
+        del self.artifacts[id]
+        self.outcomes.pop(id, None)
+        if self._keyed and self._id_of.get(key := self._key_of.pop(id)) == id:
+            del self._id_of[key]
+        self.version += 1
+
+    def put(self, id: str, outcome: AttemptStats) -> None:
+        """Set the statistics of an artifact."""
+        self.outcomes[id] = outcome
+        self.version += 1
+
+    def weigh(self, id: str, weight: float) -> Artifact:
+        """Set an artifact's weight; returns it."""
+        self.artifacts[id].weight = weight
+        return self.artifacts[id]
+
+    def ancestors(self, id: str) -> list[str]:
+        """Ids that ``id`` was made from, then those that they were made from, and so on; nearest first."""
+        found: dict[str, None] = {}
+        generation = list(self.artifacts[id].parents)
+        while generation:
+            new = [parent for parent in dict.fromkeys(generation) if parent not in found and parent != id]
+            found.update(dict.fromkeys(new))
+            generation = [parent for one in new if one in self.artifacts for parent in self.artifacts[one].parents]
+        return list(found)
+
+    def descendants(self, id: str) -> list[str]:
+        """Ids made from ``id``, directly or through others, in order of arrival."""
+        children: dict[str, list[str]] = {}
+        for artifact in self.artifacts.values():
+            for parent in artifact.parents:
+                children.setdefault(parent, []).append(artifact.id)
+        found: set[str] = set()
+        waiting = [id]
+        while waiting:
+            new = [child for child in children.get(waiting.pop(), ()) if child not in found and child != id]
+            found.update(new)
+            waiting += new
+        return [known for known in self.artifacts if known in found]
+
+    def clear(self) -> None:
+        for held in (self.artifacts, self.outcomes, self._id_of, self._key_of):
+            held.clear()
+        self.version += 1
+
+    def take(self, news: ExternalChanges) -> None:
+        """Apply the changes of the file."""
+        if news.whole:
+            self.clear()
+        for id in news.removed:
+            self.drop(id)
+        for artifact, outcome in news.present:
+            if artifact.id in self.artifacts:
+                self.artifacts[artifact.id].weight = artifact.weight
+                self.outcomes[artifact.id] = outcome
+            else:
+                self.keep(artifact, outcome, self.key(artifact))
+        self.added, self.plays = news.made, news.plays
+        self.version += 1
+
+    def copied(self) -> StoreContents:
+        """An independent copy."""
+        copied = self._like(StoreContents)
+        copied.artifacts = {a.id: replace(a, meta=dict(a.meta)) for a in self.artifacts.values()}
+        copied.outcomes = dict(self.outcomes)
+        copied._id_of, copied._key_of = dict(self._id_of), dict(self._key_of)
+        return copied
+
+    def layer(self) -> StoreContents:
+        """An overlay that keeps its changes to itself. This object must not change meanwhile."""
+        layer = self._like(_OverlayContents)
+        layer.artifacts, layer.outcomes = _OverlayDict(self.artifacts), _OverlayDict(self.outcomes)
+        layer._id_of, layer._key_of = _OverlayDict(self._id_of), _OverlayDict(self._key_of)
+        return layer
+
+    def _like(self, kind: type[StoreContents]) -> StoreContents:
+        fresh = kind(keyed=self._keyed)
+        fresh.added, fresh.plays = self.added, self.plays
+        return fresh
+
+
+class _OverlayContents(StoreContents):
+    def weigh(self, id: str, weight: float) -> Artifact:
+        self.artifacts[id] = replace(self.artifacts[id], weight=weight)
+        return self.artifacts[id]
+
+
+class _OverlayDict(MutableMapping[K, V]):
+    """A dict that starts equal to another one and leaves it unchanged; ordered as a copy would be."""
+
+    def __init__(self, below: MutableMapping[K, V]) -> None:
+        self._below = below
+        self._own: dict[K, V] = {}
+        self._gone: set[K] = set()
+
+    def __getitem__(self, key: K) -> V:
+        if key in self._own:
+            return self._own[key]
+        if key in self._gone:
+            raise KeyError(key)
+        return self._below[key]
+
+    def __setitem__(self, key: K, value: V) -> None:
+        self._own[key] = value
+
+    def __delitem__(self, key: K) -> None:
+        if key not in self:
+            raise KeyError(key)
+        self._own.pop(key, None)
+        if key in self._below:
+            self._gone.add(key)
+
+    def __iter__(self) -> Iterator[K]:
+        yield from (key for key in self._below if key not in self._gone)
+        yield from self._new()
+
+    def __len__(self) -> int:
+        return len(self._below) - len(self._gone) + sum(1 for _ in self._new())
+
+    def _new(self) -> Iterator[K]:
+        return (key for key in self._own if key in self._gone or key not in self._below)

@@ -1,0 +1,105 @@
+"""Train and eval sides of a store, decided by a hash of the content, so that order and reloading do not matter."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from turnwise.arena.runtime.content_key import content_digest
+from turnwise.arena.runtime.recording_hooks import records_input
+from turnwise.arena.stores.contents import StoreContents
+from turnwise.arena.stores.sampling import Samplable, SamplingRule, WeightedPool
+from turnwise.types import Artifact
+
+SIDES = ("train", "eval")
+
+
+@dataclass(frozen=True, slots=True)
+class HashSplit:
+    """About ``share`` of all contents go to ``"eval"``; ``key(data)`` selects the part of the data that counts.
+
+    ``any_key`` is a split restored from a saved state, which holds no functions: every key agrees with it.
+    """
+
+    share: float = 0.1
+    key: Callable[[Any], Any] | None = None
+    any_key: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share < 1:
+            raise ValueError(f"share={self.share!r}: expected a number between 0 and 1")
+        if self.key is not None and not callable(self.key):
+            raise TypeError(f"key={self.key!r}: expected a callable, data -> what counts, or None")
+
+    def agrees(self, other: HashSplit) -> bool:
+        return self.share == other.share and (self.key == other.key or other.any_key)
+
+    def check_side(self, side: str) -> str:
+        if side not in SIDES:
+            raise ValueError(f"side={side!r}: expected one of {SIDES}")
+        return side
+
+    def side_of(self, data: Any) -> str:
+        """``"train"`` or ``"eval"``."""
+        digest = content_digest(data if self.key is None else self.key(data))
+        return "eval" if int.from_bytes(digest[:8], "big") < self.share * 2**64 else "train"
+
+
+class StoreView(Protocol):
+    """The part of a store that one side of its split reads."""
+
+    name: str
+    sampling: SamplingRule
+    _rng: random.Random
+
+    @property
+    def _contents(self) -> StoreContents: ...
+
+    def _catch_up(self) -> None: ...
+
+    def get(self, id: str) -> Artifact: ...
+
+    def __contains__(self, id: str) -> bool: ...
+
+    def __iter__(self) -> Iterator[Artifact]: ...
+
+
+class StoreSplit(Samplable):
+    """One side of a store's split, from :meth:`ArtifactStore.split`; samples as its store does."""
+
+    def __init__(self, store: StoreView, side: str, rule: HashSplit) -> None:
+        self._store, self.side, self._rule = store, side, rule
+        self.name, self._rng = store.name, store._rng
+        self._sides: dict[str, tuple[Artifact, str]] = {}
+        self._drawn: tuple[StoreContents, int, WeightedPool] | None = None
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}.{self.side}"
+
+    @records_input()
+    def __contains__(self, id: str) -> bool:
+        return id in self._store and self._holds(self._store.get(id))
+
+    @records_input()
+    def __iter__(self) -> Iterator[Artifact]:
+        return (artifact for artifact in self._store if self._holds(artifact))
+
+    def _holds(self, artifact: Artifact) -> bool:
+        known = self._sides.get(artifact.id)
+        if known is None or known[0] is not artifact:  # an id may be given again, to other data
+            known = self._sides[artifact.id] = artifact, self._rule.side_of(artifact.data)
+        return known[1] == self.side
+
+    def _pool(self) -> WeightedPool:
+        store = self._store
+        store._catch_up()
+        held = store._contents
+        if self._drawn is None or self._drawn[0] is not held or self._drawn[1] != held.version:
+            artifacts = list(self)
+            outcomes = [held.outcome(artifact.id) for artifact in artifacts]
+            self._sides = {id: known for id, known in self._sides.items() if id in held.artifacts}
+            self._drawn = held, held.version, WeightedPool(artifacts, outcomes, held.plays, store.sampling)
+        return self._drawn[2]

@@ -1,0 +1,416 @@
+"""The SQLite file behind a durable store: every change has a revision, and the file can go back to it.
+
+Nothing is overwritten: a removed artifact keeps its row with the revision that removed it, and weights and attempt
+statistics have a row per revision. Going back deletes newer rows. So a checkpoint holds only a number, and rows that no
+checkpoint needs any more are deleted by :meth:`StoreFile.prune_revisions_before`.
+
+Each change is one transaction in a write-ahead log: a kill leaves all of it or nothing. Other processes may read at any
+time; one writes, or several that agreed to (``shared``), and each sees the others' changes before its own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import pickle
+import secrets
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from turnwise.arena.recording.lossless_json import UntrustedValueError, unpickle
+from turnwise.arena.stores.sampling import AttemptStats
+from turnwise.types import Artifact
+from turnwise.utils import copies
+
+APPLICATION = 0x74_77_73_74  # "twst"
+FORMAT = 3
+"""1 had no ``run``, 2 no ``digest``; such a file is brought up to date when it is opened."""
+PATIENCE = 30.0
+"""Seconds that a write waits for another process's."""
+
+TRUST = "If you trust the file: ArtifactStore(..., allow_pickle=True)"
+
+_TABLES = """
+CREATE TABLE store (name TEXT, file TEXT, revision INTEGER, rewinds INTEGER, oldest INTEGER, made INTEGER,
+    plays INTEGER);
+CREATE TABLE artifacts (place INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, data NOT NULL, source TEXT,
+    parents TEXT NOT NULL, meta NOT NULL, added INTEGER NOT NULL, removed INTEGER, run TEXT,
+    digest BLOB);
+CREATE UNIQUE INDEX present ON artifacts (id) WHERE removed IS NULL;
+CREATE INDEX by_added ON artifacts (added);
+CREATE INDEX by_removed ON artifacts (removed) WHERE removed IS NOT NULL;
+CREATE TABLE known (place INTEGER, revision INTEGER, weight REAL, attempts INTEGER, reward REAL, success REAL,
+    score REAL, last INTEGER, PRIMARY KEY (place, revision)) WITHOUT ROWID;
+CREATE INDEX by_revision ON known (revision);
+CREATE TABLE changes (revision INTEGER PRIMARY KEY, writer TEXT NOT NULL);
+CREATE TABLE rewinds (target INTEGER, at INTEGER, writer TEXT);
+"""
+
+_ROWS = """
+SELECT a.place, a.digest, a.id, a.data, a.source, a.parents, a.meta, a.run,
+    k.weight, k.attempts, k.reward, k.success, k.score, k.last, MAX(k.revision)
+FROM artifacts a JOIN known k USING (place)
+WHERE a.removed IS NULL AND k.revision > :seen GROUP BY a.place ORDER BY a.place
+"""
+"""Artifacts added or changed after ``seen``; new ones have a row in ``known`` as well. MAX picks the newest."""
+
+_SUPERSEDED = """
+DELETE FROM known WHERE place NOT IN (SELECT place FROM artifacts) OR EXISTS (
+    SELECT 1 FROM known later
+    WHERE later.place = known.place AND later.revision > known.revision AND later.revision <= ?)
+"""
+
+
+@dataclass(slots=True)
+class ExternalChanges:
+    """Changes of the file since it was last read; ``whole`` replaces everything read before."""
+
+    made: int
+    plays: int
+    whole: bool = False
+    removed: list[str] = field(default_factory=list)
+    present: list[tuple[Artifact, AttemptStats]] = field(default_factory=list)
+
+
+class SqliteStore:
+    """One process's hold on the file at ``path``, which is made where there is none.
+
+    The first write makes this process the only one that writes, or one of those with ``shared``. Raises ``ValueError``
+    for a file that is no store, or another store than ``name``, ``OSError`` for one that can't be opened or written.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], name: str, *, shared: bool = False, allow_pickle: bool = False
+    ) -> None:
+        self.path, self.shared, self._allow_pickle = Path(path), shared, allow_pickle
+        self.writer, self.label = secrets.token_hex(8), ""
+        self._seen = self._rewinds = -1
+        self._wrote, self._synced = -1, False
+        self._changed = False
+        self._claim: int | None = None
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self._explained():
+            self._database = sqlite3.connect(self.path, timeout=PATIENCE, isolation_level=None, check_same_thread=False)
+            # Text that was damaged must get as far as its checksum.
+            self._database.text_factory = lambda text: text.decode(errors="surrogateescape")
+            try:
+                self._prepare(name)
+            except BaseException:
+                self._database.close()
+                raise
+
+    def _prepare(self, name: str) -> None:
+        run = self._database.execute
+        [[tables]] = run("SELECT count(*) FROM sqlite_master")  # first: another process may be making them just now
+        [[application]], [[format]] = run("PRAGMA application_id"), run("PRAGMA user_version")
+        if tables and application != APPLICATION:
+            raise ValueError(f"path={str(self.path)!r}: a database of something else, no artifact store")
+        if tables and not 1 <= format <= FORMAT:
+            raise ValueError(f"path={str(self.path)!r}: format {format}; this version reads formats 1 to {FORMAT}")
+        [[mode]] = run("PRAGMA journal_mode = WAL")
+        # Where shared memory does not work there is no log; then only full syncs keep the file whole.
+        run(f"PRAGMA synchronous = {'NORMAL' if mode == 'wal' else 'FULL'}")
+        run("BEGIN IMMEDIATE")
+        if not run("SELECT count(*) FROM sqlite_master").fetchone()[0]:  # another process may have been faster
+            for statement in _TABLES.split(";"):
+                run(statement)
+            run("INSERT INTO store VALUES (?, ?, 0, 0, 0, 0, 0)", (name, secrets.token_hex(8)))
+            run(f"PRAGMA application_id = {APPLICATION}")
+            run(f"PRAGMA user_version = {FORMAT}")
+        self._bring_up_to_date(run("PRAGMA user_version").fetchone()[0])
+        run("COMMIT")
+        found, self.file, self._begun = run("SELECT name, file, revision FROM store").fetchone()
+        if found != name:
+            raise ValueError(f"path={str(self.path)!r}: holds the store {found!r}, not {name!r}")
+
+    def _bring_up_to_date(self, format: int) -> None:
+        run = self._database.execute
+        if format < 2:
+            run("ALTER TABLE artifacts ADD COLUMN run TEXT")
+        if format < 3:
+            self._database.create_function("digest", 6, _digest)
+            run("ALTER TABLE artifacts ADD COLUMN digest BLOB")
+            run("UPDATE artifacts SET digest = digest(id, data, source, parents, meta, run)")
+        if format < FORMAT:
+            run(f"PRAGMA user_version = {FORMAT}")
+
+    @property
+    def run(self) -> str:
+        """Name of the run: a readable label, and a unique id that a resumed run keeps."""
+        return f"{self.label}@{self.writer}" if self.label else self.writer
+
+    def close(self) -> None:
+        """Close the file; a store that is used afterwards raises."""
+        self._database.close()
+        if self._claim is not None:
+            os.close(self._claim)
+            self._claim = None
+
+    def claim(self) -> None:
+        """Lock the file for writing. Raises ``OSError`` if another process writes and not all of them share."""
+        if self._claim is not None:
+            return
+        claim = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(claim, (fcntl.LOCK_SH if self.shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(claim)
+            raise OSError(
+                f"{self.path}: another run writes to this file; give each its own, or open all of them with shared=True"
+            ) from None
+        self._claim = claim  # the lock ends with the process, however that ends
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+    def news(self) -> ExternalChanges | None:
+        """Changes by others since the last call or write, at first everything; ``None`` if there are none."""
+        with self._lock, self._explained():
+            query = "SELECT revision, rewinds, oldest, made, plays FROM store"
+            revision, rewinds, oldest, made, plays = self._run(query).fetchone()
+            if (revision, rewinds) == (self._seen, self._rewinds):
+                return None
+            # Of what is forgotten the removal can't be seen any more.
+            news = ExternalChanges(made, plays, whole=rewinds != self._rewinds or self._seen < oldest)
+            undone = "SELECT 1 FROM rewinds WHERE writer = ? AND target < ? AND at >= ?"
+            if self._run(undone, (self.writer, self._wrote, self._wrote)).fetchone():
+                raise RuntimeError(f"{self.path}: another process resumed this run, and took back what this one wrote")
+            seen = {"seen": -1 if news.whole else self._seen}
+            gone = "SELECT id FROM artifacts WHERE removed > :seen AND added <= :seen"
+            news.removed = [] if news.whole else [id for (id,) in self._run(gone, seen)]
+            news.present = [_from_row(self.path, row, self._allow_pickle) for row in self._run(_ROWS, seen)]
+            self._seen, self._rewinds = revision, rewinds
+            return news
+
+    def preexisting_ids(self) -> frozenset[str]:
+        """Ids of what is there since before the run began, see :meth:`save_revision`."""
+        with self._lock, self._explained():
+            query = "SELECT id FROM artifacts WHERE added <= ? AND removed IS NULL"
+            return frozenset(id for (id,) in self._run(query, (self._begun,)))
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+    @contextmanager
+    def writing(self, catch_up: Callable[[], None]) -> Iterator[None]:
+        """One transaction, shared by nested ones.
+
+        ``catch_up`` is called at its start, and again if the transaction is rolled back.
+        """
+        with self._lock, self._explained():
+            if self._database.in_transaction:
+                yield
+                return
+            self.claim()
+            self._run("BEGIN IMMEDIATE")
+            self._changed = False
+            try:
+                catch_up()
+                yield
+                if self._changed:
+                    self._run("INSERT INTO changes VALUES (?, ?)", (self._seen + 1, self.writer))
+                    self._run("UPDATE store SET revision = ?", (self._seen + 1,))
+                self._run("COMMIT")
+            except BaseException:
+                with suppress(sqlite3.OperationalError):  # a full disk has already rolled back
+                    self._database.execute("ROLLBACK")
+                if self._changed:
+                    self._changed, self._rewinds = False, -1
+                    catch_up()
+                raise
+            if self._changed:
+                self._changed, self._seen = False, self._seen + 1
+                self._wrote, self._synced = self._seen, False
+
+    def insert(self, artifact: Artifact, outcome: AttemptStats, made: int) -> None:
+        payload = (
+            artifact.id,
+            _packed(artifact.data, self._allow_pickle),
+            artifact.source,
+            json.dumps(artifact.parents),
+            _packed(artifact.meta, self._allow_pickle),
+            artifact.run,
+        )
+        self._write(
+            "INSERT INTO artifacts (id, data, source, parents, meta, run, digest, added) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (*payload, _digest(*payload), self._seen + 1),
+        )
+        self.put(artifact, outcome)
+        self._write("UPDATE store SET made = ?", (made,))
+
+    def put(self, artifact: Artifact, outcome: AttemptStats) -> None:
+        """Write the weight and the attempt statistics of an artifact."""
+        known = (outcome.attempts, outcome.reward, outcome.success, outcome.score, outcome.last)
+        self._write(
+            "INSERT OR REPLACE INTO known SELECT place, ?, ?, ?, ?, ?, ?, ? FROM artifacts "
+            "WHERE id = ? AND removed IS NULL",
+            (self._seen + 1, artifact.weight, *known, artifact.id),
+        )
+
+    def remove(self, id: str) -> None:
+        self._write("UPDATE artifacts SET removed = ? WHERE id = ? AND removed IS NULL", (self._seen + 1, id))
+
+    def set_plays(self, plays: int) -> None:
+        self._write("UPDATE store SET plays = ?", (plays,))
+
+    # -- revisions -----------------------------------------------------------------------------------------------------
+    def save_revision(self) -> dict[str, Any]:
+        """Sync the file, and return its revision now and at the run's start, for :meth:`restore_revision`."""
+        with self._lock, self._explained():
+            self.claim()
+            if not self._synced:
+                self._run("PRAGMA wal_checkpoint(PASSIVE)")
+                self._synced = True
+            return {"file": self.file, "revision": self._seen, "writer": self.writer, "begun": self._begun}
+
+    def restore_revision(self, mark: Mapping[str, Any], made: int, plays: int) -> int:
+        """Undo the changes of the run of ``mark`` after it; returns how many changes of others stay.
+
+        Others' changes are allowed with ``shared`` only. Raises ``ValueError``, and changes nothing, if it can't be
+        done.
+        """
+        with self._lock, self._explained():
+            self.claim()
+            self._run("BEGIN IMMEDIATE")
+            try:
+                others = self._check_mark(mark)
+                target, writer = mark["revision"], mark["writer"]
+                own = {"target": target, "writer": writer, "made": made, "plays": plays}
+                after = "IN (SELECT revision FROM changes WHERE revision > :target AND writer = :writer)"
+                if self._run(f"SELECT 1 FROM changes WHERE revision {after}", own).fetchone():
+                    self._run(f"DELETE FROM artifacts WHERE added {after}", own)
+                    self._run(f"DELETE FROM known WHERE revision {after}", own)
+                    self._run(f"UPDATE OR IGNORE artifacts SET removed = NULL WHERE removed {after}", own)
+                    self._run("INSERT INTO rewinds SELECT :target, revision, :writer FROM store", own)
+                    self._run("DELETE FROM changes WHERE revision > :target AND writer = :writer", own)
+                    self._run("UPDATE store SET revision = revision + 1, rewinds = rewinds + 1")
+                    if not others:
+                        self._run("UPDATE store SET made = :made, plays = :plays", own)
+                self._run("COMMIT")
+            except BaseException:
+                self._database.execute("ROLLBACK")
+                raise
+            self.writer, self._rewinds, self._wrote, self._synced = writer, -1, -1, False
+            self._begun = mark.get("begun", 0)
+            return others
+
+    def _check_mark(self, mark: Mapping[str, Any]) -> int:
+        """Number of changes by others after ``mark``. Raises if the file can't go back to it."""
+        revision, oldest = self._run("SELECT revision, oldest FROM store").fetchone()
+        target, writer = mark["revision"], mark["writer"]
+        where = f"{self.path}: can't go back to revision {target}"
+        if mark["file"] != self.file:
+            raise ValueError(f"{where}: it was saved of another file")
+        if target > revision:
+            raise ValueError(f"{where}: the file is older, it ends at {revision}")
+        if target < oldest:
+            raise ValueError(f"{where}: what came before {oldest} was forgotten when newer checkpoints were saved")
+        query = "SELECT 1 FROM rewinds WHERE writer = ? AND target < ? AND at >= ?"
+        if self._run(query, (writer, target, target)).fetchone():
+            raise ValueError(f"{where}: the run went back to an older one since")
+        query = "SELECT count(*) FROM changes WHERE revision > ? AND writer != ?"
+        [[others]] = self._run(query, (target, writer))
+        if others and not self.shared:
+            raise ValueError(
+                f"{where}: {others} changes by other runs came after it and would be lost: "
+                "give each run a file of its own, or open the store with shared=True, which leaves them"
+            )
+        return int(others)
+
+    def prune_revisions_before(self, revision: int) -> None:
+        """Delete rows that only revisions before ``revision`` need; these can't be restored any more.
+
+        A ``shared`` file keeps them: others may have older checkpoints.
+        """
+        if self.shared:
+            return
+        with self._lock, self._explained():
+            self.claim()
+            self._run("BEGIN IMMEDIATE")
+            try:
+                self._run("DELETE FROM artifacts WHERE removed <= ?", (revision,))
+                self._run(_SUPERSEDED, (revision,))
+                self._run("DELETE FROM changes WHERE revision <= ?", (revision,))
+                self._run("UPDATE store SET oldest = max(oldest, ?)", (revision,))
+                self._run("COMMIT")
+            except BaseException:
+                self._database.execute("ROLLBACK")
+                raise
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+    def _run(self, statement: str, values: Any = ()) -> sqlite3.Cursor:
+        if os.getpid() != self._pid:
+            raise RuntimeError(f"{self.path} was opened in another process: open the store again in this one")
+        return self._database.execute(statement, values)
+
+    def _write(self, statement: str, values: Any) -> None:
+        self._changed = True
+        self._run(statement, values)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """SQLite's errors as ``OSError`` if the file can't be reached or written, ``ValueError`` if it is damaged."""
+        try:
+            yield
+        except (sqlite3.OperationalError, sqlite3.ProgrammingError) as error:
+            raise OSError(f"{self.path}: the artifact store can't be read or written: {error}") from error
+        except sqlite3.DatabaseError as error:
+            raise ValueError(f"path={str(self.path)!r}: no artifact store can be read from it: {error}") from error
+
+
+def _from_row(path: Path, row: tuple[Any, ...], allow_pickle: bool) -> tuple[Artifact, AttemptStats]:
+    place, digest, id, data, source, parents, meta, run, weight, *known = row
+    if digest != _digest(id, data, source, parents, meta, run):
+        raise ValueError(
+            f"path={str(path)!r}: artifact {id!r} (row {place}) is damaged: its checksum does not fit. Take an older "
+            f"copy of the file, or give the artifact up: DELETE FROM artifacts WHERE place = {place}"
+        )
+    try:
+        made = (_unpacked(each, allow_pickle) for each in (data, meta))
+        artifact = Artifact(id, next(made), weight, source, next(made), tuple(json.loads(parents)), run)
+    except UntrustedValueError as error:
+        raise ValueError(f"path={str(path)!r}: artifact {id!r} can't be read: {error}. {TRUST}") from error
+    except Exception as error:
+        raise ValueError(f"path={str(path)!r}: artifact {id!r} can't be read: {error}") from error
+    return artifact, AttemptStats(*known[:5])
+
+
+def _digest(*fields: str | bytes | None) -> bytes:
+    """Checksum of an artifact's row without its revisions, compared before anything is unpickled."""
+    digest = hashlib.blake2b(digest_size=16)
+    for each in fields:
+        raw = each.encode(errors="surrogateescape") if isinstance(each, str) else each or b""
+        digest.update(f"{type(each).__name__} {len(raw)} ".encode() + raw)
+    return digest.digest()
+
+
+def _packed(value: Any, allow_pickle: bool) -> str | bytes:
+    """JSON if it keeps ``value`` exactly, else a pickle. Raises ``TypeError`` for data that can't be read back."""
+    if _is_plain(value):
+        return json.dumps(value)
+    try:
+        written = copies.dumps(value)
+        unpickle(written, allow_pickle=allow_pickle)
+    except UntrustedValueError as error:
+        raise TypeError(f"data={value!r}: can't be read back from a file: {error}. {TRUST}") from error
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise TypeError(f"data={value!r}: can't be kept in a file: {error}") from error
+    return written
+
+
+def _unpacked(value: str | bytes, allow_pickle: bool) -> Any:
+    return json.loads(value) if isinstance(value, str) else unpickle(value, allow_pickle=allow_pickle)
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is list:
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(type(key) is str and _is_plain(item) for key, item in value.items())
+    return value is None or type(value) in (str, int, float, bool)

@@ -1,0 +1,399 @@
+"""Stores of artifacts that episodes make: questions, positions, opponents. In memory, or in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from turnwise.arena.runtime.content_key import detach_from_state
+from turnwise.arena.runtime.context import current_context
+from turnwise.arena.runtime.recording_hooks import records_input
+from turnwise.arena.runtime.rng import derive_seed, rng_state, set_rng_state
+from turnwise.arena.stores.contents import UNKNOWN, StoreContents
+from turnwise.arena.stores.holdout import HashSplit, StoreSplit
+from turnwise.arena.stores.sampling import AttemptStats, Samplable, SamplingRule, WeightedPool, find_rule
+from turnwise.arena.stores.sqlite import SqliteStore
+from turnwise.types import Artifact
+
+_AT_ONCE = contextlib.nullcontext()
+
+
+class ArtifactStore(Samplable):
+    """Artifacts by id, in order of arrival, sampled with the store's own seeded generator.
+
+    Example::
+
+        store = ArtifactStore("questions", path="pool/questions.db", max_size=1000, dedup=True)
+        question = store.add({"question": "2 + 2 = ?"}, source="r-17")
+        store.add({"question": "2 + 2 * 2 = ?"}, parents=[question.id])
+        store.sample_one().data["question"]
+
+    Inside an episode its generator is used, so samples do not depend on the order of episodes. See ``docs/stores.md``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        shared: bool = False,
+        allow_pickle: bool = False,
+        max_size: int | None = None,
+        dedup: bool = False,
+        sampling: str | SamplingRule = "uniform",
+        window: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        for option, count in (("max_size", max_size), ("window", window)):
+            if count is not None and count < 1:
+                raise ValueError(f"{option}={count!r}: expected at least 1, or None")
+        if shared and path is None:
+            raise ValueError("shared=True: a store in memory is no other process's; give it a path")
+        self.name = name
+        self.max_size = max_size
+        """Most artifacts; the oldest are dropped."""
+        self.dedup = dedup
+        """Refuse data that is already present."""
+        self.sampling = find_rule(sampling)
+        self.window = window
+        """Attempts over which an artifact's statistics are averaged, about; ``None`` for all."""
+        self._held = StoreContents(keyed=dedup)
+        self._rng = random.Random(derive_seed("store", name, seed))
+        self._drawn: tuple[StoreContents, int, WeightedPool] | None = None
+        self._split: HashSplit | None = None
+        # A file's checkpoints hold only a revision. One process writes to it, unless all open it with shared=True.
+        self._file = None if path is None else SqliteStore(path, name, shared=shared, allow_pickle=allow_pickle)
+        self._catch_up()
+        self._preexisting_ids: frozenset[str] = frozenset() if self._file is None else self._file.preexisting_ids()
+
+    @property
+    def label(self) -> str:
+        return self.name
+
+    @property
+    def _contents(self) -> StoreContents:
+        return self._held
+
+    @property
+    def path(self) -> str | None:
+        """The file; ``None`` in memory."""
+        return None if self._file is None else str(self._file.path)
+
+    @property
+    def run(self) -> str | None:
+        """Name of the run in the file: ``"solve-3@9f86d081884c7d65"``, or only the part after the ``@``.
+
+        That part is unique, and a resumed run keeps it. ``None`` in memory.
+        """
+        return None if self._file is None else self._file.run
+
+    def set_run_name(self, label: str) -> None:
+        """Set the part before the ``@``; a training run uses its folder's name."""
+        if self._file is not None:
+            self._file.label = label
+
+    @property
+    def preexisting_ids(self) -> frozenset[str]:
+        """Ids present in the file before this run began (for a resumed run, before it first began); empty in memory."""
+        return self._preexisting_ids
+
+    def close(self) -> None:
+        """Close the file. A closed store can't be used."""
+        if self._file is not None:
+            self._file.close()
+
+    def transaction(self) -> contextlib.AbstractContextManager[None]:
+        """``with store.transaction():`` makes many changes one: all or nothing, and faster."""
+        return _AT_ONCE if self._file is None else self._file.writing(self._catch_up)
+
+    # -- artifacts -----------------------------------------------------------------------------------------------------
+    @records_input()
+    def add(
+        self,
+        data: Any,
+        *,
+        id: str | None = None,
+        weight: float = 1.0,
+        source: str | None = None,
+        parents: Sequence[str] = (),
+        meta: Mapping[str, Any] | None = None,
+    ) -> Artifact | None:
+        """Add ``data`` (or an :class:`Artifact`); returns the artifact, or ``None`` if ``dedup`` refused it.
+
+        Without ``id`` one is made. ``source`` names the rollout that made it, by default the running one; ``parents``
+        the artifacts that it was made from. Raises ``ValueError`` for an id that is taken, and for a weight below 0.
+        """
+        with self.transaction():
+            if isinstance(data, Artifact):
+                artifact = data
+            else:
+                context = current_context() if source is None else None
+                made_by = source if context is None else context.rollout.id
+                new_id = self._free_id() if id is None else id
+                ids = _parent_ids(parents)
+                artifact = Artifact(new_id, detach_from_state(data), weight, made_by, dict(meta or {}), ids, self.run)
+            held = self._contents
+            if artifact.id in held.artifacts:
+                raise ValueError(f"id={artifact.id!r}: the store {self.name!r} already has an artifact of this id")
+            _check_weight(artifact.weight)
+            key = held.key(artifact)
+            if held.has(key):
+                return None
+            outcome = AttemptStats(last=held.plays) if held.plays else UNKNOWN
+            if self._file is not None:
+                self._file.insert(artifact, outcome, held.added + 1)
+            held.added += 1
+            held.keep(artifact, outcome, key)
+            while self.max_size is not None and len(held.artifacts) > self.max_size:
+                self._remove(next(iter(held.artifacts)))
+            return artifact
+
+    @records_input()
+    def remove(self, id: str) -> None:
+        """Remove one artifact. Raises ``KeyError`` for an unknown id."""
+        with self.transaction():
+            self._of(id)
+            self._remove(id)
+
+    @records_input()
+    def set_weight(self, id: str, weight: float) -> None:
+        """Set how often an artifact is drawn with ``sampling="weighted"``."""
+        _check_weight(weight)
+        with self.transaction():
+            self._of(id)
+            self._put(self._contents.weigh(id, weight), self._contents.outcome(id))
+
+    @records_input()
+    def get(self, id: str) -> Artifact:
+        self._catch_up()
+        return self._of(id)
+
+    @records_input()
+    def __contains__(self, id: str) -> bool:
+        self._catch_up()
+        return id in self._contents.artifacts
+
+    @records_input()
+    def count(self) -> int:
+        self._catch_up()
+        return len(self._contents.artifacts)
+
+    @records_input()
+    def __iter__(self) -> Iterator[Artifact]:
+        self._catch_up()
+        return iter(list(self._contents.artifacts.values()))
+
+    @records_input()
+    def ancestors(self, id: str) -> list[str]:
+        """Ids that ``id`` was made from, then those that they were made from, and so on; nearest first.
+
+        Removed artifacts are named, but their own parents are unknown.
+        """
+        self.get(id)
+        return self._contents.ancestors(id)
+
+    @records_input()
+    def descendants(self, id: str) -> list[str]:
+        """Ids made from ``id``, directly or through others, in order of arrival. ``id`` may be removed."""
+        self._catch_up()
+        return self._contents.descendants(id)
+
+    # -- outcomes and drawing ------------------------------------------------------------------------------------------
+    @records_input()
+    def record(
+        self, id: str, reward: float | None = None, *, success: float | None = None, score: float | None = None
+    ) -> AttemptStats:
+        """Record one more attempt at artifact ``id``; returns its statistics.
+
+        Without ``success`` a ``reward`` above 0 counts as success; without ``reward`` the success is the reward.
+        ``score`` is the amount to learn, at least 0: by default the distance of the reward from the mean before. An
+        arena records the attempts of its training batches, see ``Arena.record_attempts``.
+        """
+        if reward is None and success is None:
+            raise ValueError(f"reward=None, success=None: expected one of them for artifact {id!r}")
+        if success is None:
+            success = float(reward > 0)  # type: ignore[operator]
+        reward = float(success) if reward is None else float(reward)
+        if not (math.isfinite(reward) and 0 <= success <= 1 and (score is None or 0 <= score < math.inf)):
+            raise ValueError(
+                f"reward={reward!r}, success={success!r}, score={score!r}: expected a finite reward, a success from 0 "
+                "to 1, and a score >= 0"
+            )
+        with self.transaction():
+            artifact = self._of(id)
+            held = self._contents
+            held.plays += 1
+            outcome = held.outcome(id).after(reward, float(success), score, plays=held.plays, window=self.window)
+            self._put(artifact, outcome)
+            if self._file is not None:
+                self._file.set_plays(held.plays)
+            return outcome
+
+    @records_input()
+    def outcome(self, id: str) -> AttemptStats:
+        """Statistics of the attempts at artifact ``id``."""
+        self.get(id)
+        return self._contents.outcome(id)
+
+    def split(self, side: str, *, share: float = 0.1, key: Callable[[Any], Any] | None = None) -> StoreSplit:
+        """The ``"eval"`` or ``"train"`` side of the store: a live view.
+
+        The content decides, or ``key(data)``, so equal data is on one side, also after a reload. About ``share`` goes
+        to ``"eval"``. Use the same share and key for both sides: another split of the store would overlap with the
+        first, and raises ``ValueError``.
+        """
+        rule = HashSplit(share, key)
+        if self._split is not None and not rule.agrees(self._split):
+            raise ValueError(
+                f"share={share!r}, key={key!r}: the store {self.name!r} was split by share={self._split.share!r}, "
+                f"key={self._split.key!r} before, and what was held out then would train now"
+            )
+        self._split = rule
+        return StoreSplit(self, rule.check_side(side), rule)
+
+    def frozen(self) -> ArtifactStore:
+        """A view for evaluation: today's artifacts, another generator, writes visible to their episode only."""
+        return FrozenStore(self)
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs; JSON-ready as far as the artifacts' data are. For a file, a revision."""
+        self._catch_up()
+        state = {
+            "added": self._contents.added,
+            "plays": self._contents.plays,
+            "rng": rng_state(self._rng),
+            "split": None if self._split is None else self._split.share,
+        }
+        if self._file is not None:
+            return {**state, **self._file.save_revision()}
+        outcomes = {id: asdict(outcome) for id, outcome in self._contents.outcomes.items()}
+        names = ("id", "data", "weight", "source", "meta", "parents", "run")
+        artifacts = [{name: getattr(artifact, name) for name in names} for artifact in self]
+        return {**state, "artifacts": artifacts, "outcomes": outcomes}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict`. Raises ``ValueError`` if a file can't go back to it."""
+        where, there = ("file", "in a file") if self._file is not None else ("artifacts", "in memory")
+        if where not in state:
+            raise ValueError(f"state of the store {self.name!r}: it was not saved of a store {there}, as this one is")
+        if self._file is not None:
+            if others := self._file.restore_revision(state, state["added"], state["plays"]):
+                warnings.warn(
+                    f"store {self.name!r}: {others} changes by other runs since the checkpoint stay in {self.path}",
+                    stacklevel=2,
+                )
+            self._catch_up()
+            self._preexisting_ids = self._file.preexisting_ids()
+        else:
+            self._contents.clear()
+            for item in state["artifacts"]:
+                artifact = Artifact(**{**item, "parents": tuple(item.get("parents", ()))})
+                known = state.get("outcomes", {}).get(artifact.id)
+                outcome = UNKNOWN if known is None else AttemptStats(**known)
+                self._contents.keep(artifact, outcome, self._contents.key(artifact))
+            self._contents.added, self._contents.plays = state["added"], state.get("plays", 0)
+        self._split = None if state.get("split") is None else HashSplit(state["split"], None, any_key=True)
+        set_rng_state(self._rng, state["rng"])
+
+    def prune_revisions_before(self, state: Mapping[str, Any]) -> None:
+        """Delete from a file what only states older than ``state`` need; they can't be loaded any more."""
+        if self._file is not None and state.get("file") == self._file.file:
+            self._file.prune_revisions_before(state["revision"])
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+    def _catch_up(self) -> None:
+        """Apply changes that other processes made to the file; everything at first and after going back."""
+        news = None if self._file is None else self._file.news()
+        if news is not None:
+            self._contents.take(news)
+
+    def _of(self, id: str) -> Artifact:
+        if id not in self._contents.artifacts:
+            raise KeyError(f"the store {self.name!r} has no artifact {id!r}")
+        return self._contents.artifacts[id]
+
+    def _remove(self, id: str) -> None:
+        self._contents.drop(id)
+        if self._file is not None:
+            self._file.remove(id)
+
+    def _put(self, artifact: Artifact, outcome: AttemptStats) -> None:
+        self._contents.put(artifact.id, outcome)
+        if self._file is not None:
+            self._file.put(artifact, outcome)
+
+    def _pool(self) -> WeightedPool:
+        self._catch_up()
+        held = self._contents
+        if self._drawn is None or self._drawn[0] is not held or self._drawn[1] != held.version:
+            outcomes = [held.outcome(id) for id in held.artifacts]
+            pool = WeightedPool(list(held.artifacts.values()), outcomes, held.plays, self.sampling)
+            self._drawn = held, held.version, pool
+        return self._drawn[2]
+
+    def _free_id(self) -> str:
+        names = (f"{self.name}-{number}" for number in itertools.count(self._contents.added))
+        return next(name for name in names if name not in self._contents.artifacts)
+
+
+class FrozenStore(ArtifactStore):
+    """A store as an evaluation sees it.
+
+    Writes of a top episode and its children are visible to them only, so no result depends on which episode ran first.
+    Outside of episodes they end with their ``with store.transaction()``.
+    """
+
+    def __init__(self, store: ArtifactStore) -> None:
+        super().__init__(
+            store.name, max_size=store.max_size, dedup=store.dedup, sampling=store.sampling, window=store.window
+        )
+        store._catch_up()
+        self._held = store._contents.copied()
+        self._preexisting_ids, self._split = store.preexisting_ids, store._split
+        self._run, self._layers = store.run, dict[int | None, StoreContents]()
+
+    @property
+    def run(self) -> str | None:
+        return self._run
+
+    @property
+    def _contents(self) -> StoreContents:
+        return self._layers.get(_root(), self._held)
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        root = _root()
+        outermost = root not in self._layers
+        if outermost:
+            self._layers[root] = self._held.layer()
+        try:
+            yield
+        finally:
+            if outermost and root is None:
+                del self._layers[root]
+
+
+def _root() -> int | None:
+    """Number of the running top episode."""
+    context = current_context()
+    return None if context is None else context.root
+
+
+def _check_weight(weight: float) -> None:
+    if not weight >= 0 or weight == float("inf"):
+        raise ValueError(f"weight={weight!r}: expected a finite number >= 0")
+
+
+def _parent_ids(parents: Sequence[str]) -> tuple[str, ...]:
+    """``parents`` as a tuple. Raises ``TypeError`` for a single string, and for items that are no ids."""
+    if isinstance(parents, str) or not all(isinstance(parent, str) for parent in parents):
+        raise TypeError(f"parents={parents!r}: expected ids of artifacts, such as ['questions-3']")
+    return tuple(parents)

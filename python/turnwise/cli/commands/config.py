@@ -1,0 +1,214 @@
+"""``turnwise config``: the reference of the config, generated from its models.
+
+Types, ranges and defaults come from the fields of :class:`turnwise.train.TrainConfig`, descriptions from the string
+below each field. The documentation prints the same reference as a page (:func:`markdown`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from turnwise.cli.options import EXIT_OK
+from turnwise.train import TrainConfig
+
+TOP = "top"
+"""Name of the section of the keys that are in no section."""
+
+NAMES = {int: "integer", float: "number", bool: "true or false", str: "text", Any: "any value"}
+BOUNDS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"), ("min_length", "at least"))
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key. Example: ``Key("update.lr", "number", "> 0", "1e-06", "Peak learning rate.")``"""
+
+    name: str
+    """Dotted name; ``NAME`` stands for a name of the user's choice, as in ``policies.NAME.path``."""
+    type: str
+    """Expected type, in words."""
+    range: str
+    """Bounds of the value, or empty."""
+    default: str
+    """Default as TOML writes it; ``unset`` for no value, ``required`` for none at all."""
+    description: str
+    """One line."""
+
+
+@dataclass(frozen=True, slots=True)
+class SectionEntry:
+    """One section: its dotted name, one line, and its keys without those of the sections below."""
+
+    name: str
+    summary: str
+    keys: tuple[Key, ...]
+
+
+def run(options: argparse.Namespace) -> int:
+    print(explain(options.key))
+    return EXIT_OK
+
+
+def explain(name: str | None = None) -> str:
+    """Describe all sections, or one section, or one key. Raises ``ValueError`` that suggests the nearest name."""
+    sections = {section.name: section for section in list_sections()}
+    if name is None:
+        return (
+            f"Sections of a config file:\n{section_table(indent=2)}\n\n"
+            "`turnwise config SECTION` lists the keys of a section, `turnwise config KEY` explains one."
+        )
+    wanted = name if name.startswith("policies.") else name.replace("-", "_")
+    if section := next((entry for entry in sections.values() if _matches(entry.name, wanted)), None):
+        below = [entry for entry in sections.values() if entry.name.startswith(f"{section.name}.")]
+        lines = [f"{section.name}: {section.summary}", "", *map(_key_lines, section.keys)]
+        lines += ["", "sections below:", _table(below, indent=2)] if below else []
+        return "\n".join(lines)
+    keys = {key.name: key for section in sections.values() for key in section.keys}
+    if key := next((key for key in keys.values() if _matches(key.name, wanted)), None):
+        return _key_lines(key)
+
+    # A mistyped dotted name is close to a whole name, a bare one such as `lr` to the last part of some.
+    known = [*sections, *keys]
+    last = {each.rpartition(".")[2] for each in known}
+    leaves = difflib.get_close_matches(wanted.rpartition(".")[2], last, n=1)
+    near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.8)
+    near = near or [each for each in known if leaves and each.rpartition(".")[2] == leaves[0]]
+    hint = f"did you mean {' or '.join(near)}?" if near else "`turnwise config` lists the sections"
+    raise ValueError(f"KEY={name!r}: no such section or key; {hint}")
+
+
+def markdown() -> str:
+    """Write the whole reference as a page of the documentation."""
+    lines = [
+        "# Config reference",
+        "",
+        "`turnwise config KEY` prints the same. `NAME` stands for a name of your choice.",
+    ]
+    for section in list_sections():
+        lines += ["", f"## {section.name}", "", section.summary, ""]
+        lines += ["| key | type | range | default | description |", "|---|---|---|---|---|"] if section.keys else []
+        for key in section.keys:
+            name = key.name.removeprefix(f"{section.name}.")
+            cells = (f"`{name}`", key.type, key.range, f"`{key.default}`", key.description)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def section_table(indent: int) -> str:
+    return _table(list_sections(), indent)
+
+
+def list_sections(model: type[BaseModel] = TrainConfig, name: str = "") -> Iterator[SectionEntry]:
+    """Yield the section of ``model``, whose dotted name is ``name``, and then every section below it."""
+    dotted = f"{name}." if name else ""
+    below, keys = [], []
+    for field_name, field in model.model_fields.items():
+        if (section := _section_in(field.annotation)) is not None:
+            named = get_origin(field.annotation) is dict
+            below.append((section, f"{dotted}{field_name}{'.NAME' if named else ''}"))
+            continue
+        bounds = [f"{sign} {_number(value)}" for sign, value in _bounds(field.metadata)]
+        description = _plain(field.description or "")
+        type_ = _type_name(field.annotation)
+        keys.append(Key(f"{dotted}{field_name}", type_, ", ".join(bounds), _default_text(field), description))
+    yield SectionEntry(name or TOP, _plain((model.__doc__ or "").strip().splitlines()[0]), tuple(keys))
+    for section, below_name in below:
+        yield from list_sections(section, below_name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text
+# ---------------------------------------------------------------------------------------------------------------------
+def _matches(pattern: str, name: str) -> bool:
+    """Tell whether ``name`` is ``pattern``, in which ``NAME`` is any word; ``policies`` matches ``policies.NAME``."""
+    parts, words = pattern.split("."), name.split(".")
+    parts = parts[:-1] if parts[-1] == "NAME" and len(words) == len(parts) - 1 else parts
+    return len(parts) == len(words) and all(a in ("NAME", b) for a, b in zip(parts, words, strict=True))
+
+
+def _key_lines(key: Key) -> str:
+    shape = ", ".join(filter(None, (key.type, key.range)))
+    return f"{key.name} = {key.default}    ({shape})\n    {key.description}"
+
+
+def _table(sections: Any, indent: int) -> str:
+    rows = [(section.name, section.summary) for section in sections]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{'':{indent}}{name:<{width}}  {summary}" for name, summary in rows)
+
+
+def _plain(text: str) -> str:
+    """Turn a docstring's markup into plain Markdown, on one line."""
+    return re.sub(r":\w+:`~?([^`]+)`", r"`\1`", " ".join(text.split())).replace("``", "`")
+
+
+def _type_name(annotation: Any) -> str:
+    """Describe an annotation in words: ``list[str] | None`` is ``list of text``."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        bounds = ", ".join(f"{sign} {_number(value)}" for sign, value in _bounds(annotation.__metadata__))
+        return _type_name(inner[0]) + (f" {bounds}" if bounds else "")
+    if origin in (Union, types.UnionType):
+        return " or ".join(_type_name(each) for each in inner if each is not types.NoneType)
+    if origin is Literal:
+        return ", ".join(f'"{each}"' if isinstance(each, str) else str(each) for each in inner)
+    if origin is tuple:
+        return f"list of {len(inner)}, each {_type_name(inner[0])}"
+    if origin is list:
+        return f"list of {_type_name(inner[0])}"
+    if origin is dict:
+        return f"table of {_type_name(inner[1])}"
+    return "path" if isinstance(annotation, type) and issubclass(annotation, PurePath) else NAMES[annotation]
+
+
+def _default_text(field: FieldInfo) -> str:
+    """Write the default as TOML does."""
+    return "required" if field.is_required() else _toml(field.get_default(call_default_factory=True))
+
+
+def _toml(value: Any) -> str:
+    if value is None:
+        return "unset"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else f'"{value}"'
+        if isinstance(value, str | PurePath)
+        else str(value)
+    )
+
+
+def _bounds(metadata: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each bound of a field: ``(">", 0)``."""
+    for constraint in metadata:
+        if isinstance(constraint, FieldInfo):
+            yield from _bounds(constraint.metadata)
+            continue
+        for attribute, sign in BOUNDS:
+            if (value := getattr(constraint, attribute, None)) is not None:
+                yield sign, value
+
+
+def _number(value: float) -> str:
+    """Write large powers of two as such: ``2**63``."""
+    power = int(value).bit_length() - 1
+    return f"2**{power}" if power > 52 and value == 2**power else f"{value:g}"
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """Find the section class in an annotation such as ``dict[str, PolicyConfig]`` or ``LoraConfig | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = (_section_in(argument) for argument in get_args(annotation))
+    return next((section for section in found if section is not None), None)

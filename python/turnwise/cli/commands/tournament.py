@@ -1,0 +1,347 @@
+"""``turnwise tournament``: a round robin among checkpoints and scripted players, with payoffs, ratings and intervals.
+
+Every pair plays the same held-out questions from every seat with the same seeds. At most two checkpoints of a run are
+in memory at the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from turnwise.arena import Arena
+from turnwise.cli.options import EXIT_OK
+from turnwise.run.build import Run, build_run
+from turnwise.run.checks import seats_of, task_of
+from turnwise.tasks import Player, Task, build_task
+from turnwise.train.checkpoint.checkpoint import list_checkpoints, load_weights
+from turnwise.train.checkpoint.files import read_tensors
+from turnwise.train.checkpoint.progress import find_checkpoint
+from turnwise.train.config.sampling import FilterConfig, LoopConfig, TreeConfig
+from turnwise.train.config.schema import LogConfig, TrainConfig
+from turnwise.train.config.selfplay import HealthConfig, LeagueConfig
+from turnwise.train.config.toml import CONFIG_FILE
+from turnwise.train.league.build import FOLDER
+from turnwise.train.league.payoffs import Game, Payoffs, game_of
+from turnwise.train.league.pool import members_in, slot_name
+from turnwise.train.league.ratings import Ratings, bradley_terry
+from turnwise.train.run_folder import refuse_own_arena
+from turnwise.train.validate import load_config
+from turnwise.types import ModelError, ModelRequest, ModelResponse
+from turnwise.utils.registry import announce_code_of_run, did_you_mean
+
+ALL = "all"
+"""Stands for every checkpoint of a run, members of its league included."""
+
+
+def run(options: argparse.Namespace) -> int:
+    for run_dir in options.run_dirs:
+        announce_code_of_run(run_dir)
+    result = play_tournament(
+        options.run_dirs,
+        checkpoints=options.checkpoints,
+        games=options.games,
+        task=options.task,
+        baselines=options.baselines,
+    )
+    print(json.dumps(to_json(result), indent=1) if options.json else render(result))
+    return EXIT_OK
+
+
+@dataclass(frozen=True, slots=True)
+class Entrant:
+    """A participant: a checkpoint or league member of run ``run``, or a scripted player of the task, without a run.
+
+    A league member has ``files``, the weights of each policy, instead of a checkpoint.
+    """
+
+    name: str
+    run: int | None = None
+    checkpoint: Path | None = None
+    files: Mapping[str, Path] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The outcome of a round robin; ``payoffs`` has the record of each pair by their names."""
+
+    task: str
+    games: int
+    entrants: tuple[str, ...]
+    payoffs: Payoffs
+    ratings: Ratings
+
+    def ranking(self) -> list[int]:
+        """Return the indices of ``entrants``, best first."""
+        return [int(place) for place in np.argsort(-self.ratings.elo, kind="stable")]
+
+
+def play_tournament(
+    run_dirs: Sequence[Path],
+    *,
+    checkpoints: Sequence[str] = (ALL,),
+    games: int = 200,
+    task: str | None = None,
+    baselines: Sequence[str] | None = None,
+) -> Result:
+    """Play ``games`` games per pair among the checkpoints of ``run_dirs`` and the task's scripted players.
+
+    ``checkpoints`` are names as in ``turnwise eval --checkpoint``, or ``"all"``. By default ``task`` is what the runs
+    trained on, with its options, and ``baselines`` are all of its scripted players. Raises ``ValueError`` for runs
+    with different tokenizers, and for a task without seats that play against each other.
+    """
+    if games < 2:
+        raise ValueError(f"games={games!r}: expected at least 2, one from each seat")
+    configs = [_config_of(folder) for folder in run_dirs]
+    if not configs:
+        raise ValueError("run_dirs is empty: expected at least one run folder")
+    played = _task_for(configs, task)
+    scripted = {name: Entrant(name) for name in _chosen_players(played, baselines)}
+    entrants = [*_checkpointed(run_dirs, configs, checkpoints), *scripted.values()]
+    if len(entrants) < 2:
+        raise ValueError(f"{len(entrants)} entrant: expected at least two, more checkpoints or a baseline")
+    runs = [build_run(config, warm=False) for config in configs]
+    try:
+        hall = Hall(runs, played, entrants)
+        payoffs = asyncio.run(_round_robin(hall, played, entrants, games))
+    finally:
+        for run in runs:
+            run.close()
+    names = tuple(entrant.name for entrant in entrants)
+    return Result(played.name, games, names, payoffs, bradley_terry(*payoffs.matrices(names)))
+
+
+async def _round_robin(hall: Hall, task: Task, entrants: Sequence[Entrant], games: int) -> Payoffs:
+    payoffs, seats = Payoffs(), seats_of(task)
+    arena = hall.arena()
+    for first, second in combinations(entrants, 2):
+        hall.seat(first, 0)
+        hall.seat(second, 1)
+        for match in await _matches(arena, task, seats, games):
+            payoffs.add(first.name, second.name, match)
+    return payoffs
+
+
+async def _matches(arena: Arena, task: Task, seats: Sequence[str], games: int) -> list[list[Game]]:
+    """Play the games of one pair; returns them from the first entrant's side, match by match, without failed games."""
+    requests, sides = [], []
+    for question in task.match_requests("eval", games // 2):  # type: ignore[attr-defined]  # a task with seats
+        for seat in seats:
+            policies = {actor: f"{int(actor != seat)}/{actor}" for actor in seats}
+            requests.append(replace(question, policies=policies))
+            sides.append(seat)
+    results = await arena.evaluation(sampling=arena.sampling).generate_rollouts(requests)
+    matches: list[list[Game]] = [[] for _ in range(0, len(requests), len(seats))]
+    for place, (result, seat) in enumerate(zip(results, sides, strict=True)):
+        if result.rollout.error is None:
+            matches[place // len(seats)].append(game_of(result.rollout, [seat], seats))
+    return [match for match in matches if match]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Entrants
+# ---------------------------------------------------------------------------------------------------------------------
+def _config_of(folder: Path) -> TrainConfig:
+    """Return a run's config for the tournament: two slots for its checkpoints, and the transformers client."""
+    if not (folder / CONFIG_FILE).is_file():
+        raise ValueError(f"run_dirs: {folder} holds no {CONFIG_FILE}: expected the folder of a run")
+    config = load_config(folder / CONFIG_FILE).model_copy(update={"run_dir": folder})
+    refuse_own_arena(config, task_of(config).episodes())
+    rollout = config.rollout.model_copy(update={"client": "transformers", "branches": 1, "tree": TreeConfig()})
+    sections = {"rollout": rollout, "loop": LoopConfig(), "filter": FilterConfig(), "log": LogConfig(progress=False)}
+    places = {"league": LeagueConfig(share=1.0, opponents_per_step=2), "health": HealthConfig()}
+    return config.model_copy(update={**sections, **places, "resume": False})
+
+
+def _task_for(configs: Sequence[TrainConfig], name: str | None) -> Task:
+    names = {config.task for config in configs}
+    if name is None and len(names) > 1:
+        raise ValueError(f"the runs trained on {', '.join(map(repr, sorted(names)))}: name one with task=...")
+    own = next((config for config in configs if name in (None, config.task)), None)
+    task = build_task(str(name)) if own is None else task_of(own)
+    if len(seats_of(task)) < 2 or not hasattr(task, "match_requests"):
+        raise ValueError(f"task={task.name!r}: expected a task with seats that play against each other")
+    return task
+
+
+def _chosen_players(task: Task, chosen: Sequence[str] | None) -> list[str]:
+    known = list(getattr(task, "players", {}))
+    if chosen is None:
+        return known
+    if unknown := [name for name in chosen if name not in known]:
+        raise ValueError(
+            f"baselines={list(chosen)!r}: task {task.name!r} has no {unknown[0]!r}; {did_you_mean(unknown[0], known)}"
+        )
+    return list(chosen)
+
+
+def _checkpointed(folders: Sequence[Path], configs: Sequence[TrainConfig], checkpoints: Sequence[str]) -> list[Entrant]:
+    names = [folder.name for folder in folders]
+    titles = [str(folder) if names.count(folder.name) > 1 else folder.name for folder in folders]
+    found: dict[Path, Entrant] = {}
+    for run, (folder, title) in enumerate(zip(folders, titles, strict=True)):
+        root = folder / "checkpoints"
+        for which in checkpoints:
+            chosen = list_checkpoints(root) if which == ALL else [find_checkpoint(root, which)]
+            for path in chosen:
+                found.setdefault(path.resolve(), Entrant(f"{title}/{path.name}", run, path))
+        if ALL in checkpoints:
+            known = {path.name for path in found}
+            trained = [name for name, settings in configs[run].policies.items() if settings.trainable]
+            for step, files in sorted(members_in(folder / FOLDER, trained).items()):
+                if (name := f"step_{step:08d}") not in known:
+                    found[folder / FOLDER / name] = Entrant(f"{title}/{name}", run, files=files)
+    return sorted(found.values(), key=lambda entrant: (entrant.run or 0, entrant.name))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The client
+# ---------------------------------------------------------------------------------------------------------------------
+class Hall:
+    """An inference client for two entrants, side 0 and side 1; policy ``"1/player0"`` is side 1 in that seat.
+
+    Checkpoints play in their run's client, which has a slot for each side. Scripted players are called directly.
+    """
+
+    def __init__(self, runs: Sequence[Run], task: Task, entrants: Sequence[Entrant]) -> None:
+        self.runs, self.task, self.entrants = runs, task, entrants
+        self.sides: list[Entrant | None] = [None, None]
+        self.tokenizer = runs[0].tokenizer
+        for run in runs[1:]:
+            mine, others = self.tokenizer, run.tokenizer
+            if mine.get_vocab() != others.get_vocab() or mine.chat_template != others.chat_template:
+                raise ValueError(
+                    f"run_dirs: {runs[0].config.run_dir} and {run.config.run_dir} have different tokenizers, so they "
+                    "can't meet"
+                )
+        for run in runs:
+            if newest := list_checkpoints(run.trainer.checkpoints):
+                load_weights(newest[-1], run.trainer.policies)  # bases and what is frozen
+            for policy in run.trainer.policies.values():
+                run.arena.client.load_weights(policy.name, policy.all_weights(), policy.version)
+
+    def arena(self) -> Arena:
+        """Build an arena with the task's actors and episodes."""
+        first = self.runs[0].arena
+        arena = Arena(self, self.tokenizer, sampling=first.sampling, max_context=first.max_context)
+        for actor in self.task.actors:
+            arena.add_actor(replace(actor, policy=f"0/{actor.id}"))
+        for name, episode in self.task.episodes().items():
+            arena.add_episode(name, episode)
+        return arena
+
+    def seat(self, entrant: Entrant, side: int) -> None:
+        """Load the weights of ``entrant`` for ``side``."""
+        if self.sides[side] is entrant:
+            return
+        self.sides[side] = entrant
+        if entrant.run is None:
+            return
+        run = self.runs[entrant.run]
+        trained = {name: policy for name, policy in run.trainer.policies.items() if policy.trainable}
+        if entrant.checkpoint is not None:
+            load_weights(entrant.checkpoint, run.trainer.policies)
+        for name, policy in trained.items():
+            weights = policy.weights() if entrant.files is None else read_tensors(entrant.files[name]).items()
+            run.arena.client.load_weights(slot_name(name, side), weights, 0)
+
+    # -- the client protocol -------------------------------------------------------------------------------------------
+    async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+        return list(await asyncio.gather(*(self._answer(request) for request in requests)))
+
+    async def _answer(self, request: ModelRequest) -> ModelResponse:
+        side, _, seat = request.policy.partition("/")
+        entrant = self.sides[int(side)]
+        assert entrant is not None, "both sides have an entrant before a game"
+        if entrant.run is None:
+            return self._say(request, self._player(entrant, request)(seat, request.messages or []))
+        run = self.runs[entrant.run]
+        policy = run.arena.actors[seat].policy if seat in run.arena.actors else next(iter(run.trainer.policies))
+        name = slot_name(policy, int(side)) if run.trainer.policies[policy].trainable else policy
+        [response] = await run.arena.client.generate([replace(request, policy=name)])
+        return response
+
+    def _player(self, entrant: Entrant, request: ModelRequest) -> Player:
+        """Build a scripted player with the seed of this call."""
+        return self.task.players[entrant.name](Random(request.sampling.seed))  # type: ignore[attr-defined]
+
+    def _say(self, request: ModelRequest, text: str) -> ModelResponse:
+        ids = list(self.tokenizer.encode(text, add_special_tokens=False))
+        ids += [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        return ModelResponse(text, ids, [0.0] * len(ids), "stop", [(len(ids), 0)], trainable=False)
+
+    def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
+        raise ModelError("load_weights is not for tournaments: call seat(entrant, side)")
+
+    def version(self, policy: str) -> int:
+        return 0
+
+    async def pause(self) -> None:
+        """Do nothing: nothing runs between two pairs."""
+
+    async def resume(self) -> None:
+        """Do nothing."""
+
+    async def close(self) -> None:
+        """Do nothing: ``play_tournament`` closes the runs."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Output
+# ---------------------------------------------------------------------------------------------------------------------
+def to_json(result: Result) -> dict[str, Any]:
+    """Convert to plain JSON data: ``ratings`` and, for each ordered pair, the record with its intervals."""
+    pairs = []
+    for player in result.entrants:
+        for opponent in result.entrants:
+            if player != opponent:
+                record = result.payoffs.between(player, opponent)
+                pairs.append(
+                    {
+                        "player": player, "opponent": opponent, "games": record.games, "matches": record.matches,
+                        "wins": record.wins, "draws": record.draws, "losses": record.losses,
+                        "payoff": record.mean_payoff(), "payoff_interval": record.payoff_interval(),
+                        "share": record.mean_share(), "share_interval": record.share_interval(),
+                    }
+                )  # fmt: skip
+    ratings = [
+        {"player": result.entrants[place], "elo": float(result.ratings.elo[place]),
+         "interval": [float(result.ratings.low[place]), float(result.ratings.high[place])]}
+        for place in result.ranking()
+    ]  # fmt: skip
+    return {"task": result.task, "games_per_pair": result.games, "ratings": ratings, "pairs": pairs}
+
+
+def render(result: Result) -> str:
+    """Show the ratings, best first, and the mean payoff of each row against each column, with 95% intervals."""
+    order = result.ranking()
+    names = [result.entrants[place] for place in order]
+    width = max(map(len, names))
+    lines = [f"{result.task}: {len(names)} entrants, {result.games} games per pair, each question from every seat", ""]
+    lines.append(f"{'':4}{'':{width}}  {'Elo':>6}  95% interval")
+    ratings = result.ratings
+    for rank, place in enumerate(order, start=1):
+        elo, low, high = (float(values[place]) for values in (ratings.elo, ratings.low, ratings.high))
+        lines.append(f"{rank:>3} {result.entrants[place]:{width}}  {elo:>6.0f}  {low:.0f} to {high:.0f}")
+    lines += ["", "mean payoff per game of the row against the column:"]
+    lines.append(f"{'':4}{'':{width}}" + "".join(f"{column:>15}" for column in range(1, len(names) + 1)))
+    for rank, player in enumerate(names, start=1):
+        cells = ["-" if player == other else _cell(result.payoffs, player, other) for other in names]
+        lines.append(f"{rank:>3} {player:{width}}" + "".join(f"{cell:>15}" for cell in cells))
+    return "\n".join(lines)
+
+
+def _cell(payoffs: Payoffs, player: str, opponent: str) -> str:
+    record = payoffs.between(player, opponent)
+    interval = record.payoff_interval()
+    half = "" if interval is None else f" ±{(interval[1] - interval[0]) / 2:.2f}"
+    return f"{record.mean_payoff():+.2f}{half}" if record.matches else "?"

@@ -1,0 +1,31 @@
+"""``turnwise train``: train the policies that a config file describes, and write the report of the run."""
+
+from __future__ import annotations
+
+import argparse
+
+from turnwise.cli.options import EXIT_INTERRUPTED, EXIT_OK
+from turnwise.report import write_report
+from turnwise.run.build import train_from_config
+from turnwise.run.checks import dry_run
+from turnwise.tasks import task_type
+from turnwise.train.config.toml import raw_settings
+from turnwise.train.validate import read_config
+from turnwise.utils.registry import announce_code
+
+
+def run(options: argparse.Namespace) -> int:
+    imports = options.import_code or not options.dry_run
+    if options.dry_run:
+        what = "is imported" if imports else "is not imported"
+        announce_code(raw_settings(options.config, options.overrides), what)
+    config = read_config(options.config, options.overrides, task_type=task_type, import_code=imports)
+    if options.dry_run:
+        print(dry_run(config, import_code=options.import_code), end="")
+        return EXIT_OK
+
+    trained = train_from_config(config)
+    trained.close()
+    if config.steps:
+        print(f"report: {write_report(config.run_dir)}")
+    return EXIT_INTERRUPTED if trained.trainer.interrupted else EXIT_OK

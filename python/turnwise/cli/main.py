@@ -1,0 +1,278 @@
+"""The table of commands and the parsing of their arguments.
+
+``turnwise NAME ...`` calls ``run(options)`` in ``turnwise/cli/NAME.py``, which is imported only then. A user's mistake
+prints one line on stderr and exits with 2; a run that fails (out of memory, no backend, a dead server) prints one line
+and exits with 1. ``--traceback`` shows where the error was raised. Ctrl-C exits with 130.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from turnwise.cli.commands.bench import find_benches
+from turnwise.cli.options import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, split_overrides
+from turnwise.utils.registry import did_you_mean
+
+USER_ERRORS = (ValueError, TypeError, OSError, ImportError)
+"""Errors that a user's mistake raises."""
+
+RUN_ERRORS = (RuntimeError, FloatingPointError)
+"""Errors that a failed run raises; every other error is a bug and keeps its traceback."""
+
+Argument = tuple[str, dict[str, Any]]
+"""One call of ``add_argument``: the name and the settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command: a line of help and its arguments. With ``overrides`` it also takes dotted config keys.
+
+    Example: ``Command("Check this machine.", (flag("--json", "print JSON, for scripts"),))``
+    """
+
+    help: str
+    arguments: tuple[Argument, ...] = ()
+    overrides: bool = False
+
+
+def argument(name: str, help: str, **settings: Any) -> Argument:
+    return name, {"help": help, **settings}
+
+
+def flag(name: str, help: str) -> Argument:
+    return argument(name, help, action="store_true")
+
+
+def repeated(name: str, help: str, metavar: str) -> Argument:
+    return argument(name, f"{help}; may be repeated", action="append", default=[], metavar=metavar)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``turnwise`` with ``argv`` (default: the process's arguments) and return the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        options = parse(arguments)
+        code = importlib.import_module(f"turnwise.cli.commands.{options.command}").run(options)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print("turnwise: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe has left (`turnwise doctor | head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except (*USER_ERRORS, *RUN_ERRORS) as error:
+        if "--traceback" in arguments:
+            raise
+        message = str(error).strip() or type(error).__name__
+        if isinstance(error, OSError) and error.strerror and error.filename is not None:
+            message = f"{error.strerror}: {error.filename!r}"
+        print(f"turnwise: {message}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(error, USER_ERRORS) else EXIT_FAILED
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse one call. ``command`` is the command's name, ``overrides`` holds its dotted keys in order."""
+    known = {name: command for name, command in COMMANDS.items() if name != "bench" or find_benches()}
+    parser, parsers = build_parsers(known)
+    name = next((word for word in arguments if not word.startswith("-")), None)
+    if name == "bench" and name not in known:
+        raise ValueError(
+            "bench: the benches are not part of the installed package. Run `turnwise bench` in the folder of a source "
+            "checkout"
+        )
+    if name is not None and name not in known:
+        parser.error(f"unknown command {name!r}; {did_you_mean(name, known)}")
+
+    overrides: dict[str, str] = {}
+    if name is not None and known[name].overrides:
+        arguments, overrides = split_overrides(arguments, known=options_of(known[name]))
+    options, rest = parser.parse_known_args(arguments)
+    if rest:
+        word = rest[0].partition("=")[0]
+        if not word.startswith("--"):
+            parsers[options.command].error(f"unexpected argument {rest[0]!r}")
+        near = did_you_mean(word, options_of(known[options.command]))
+        parsers[options.command].error(f"unknown option {word}; {near}")
+    options.overrides = overrides
+    return options
+
+
+def options_of(command: Command) -> set[str]:
+    return {name for name, _ in (*command.arguments, *COMMON) if name.startswith("-")} | {"-h", "--help"}
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose help ends with the sections of the config, where the command takes overrides."""
+
+    lists_sections = False
+
+    def format_help(self) -> str:
+        if not self.lists_sections:
+            return super().format_help()
+        from turnwise.cli.commands.config import section_table
+
+        return (
+            f"{super().format_help()}\n"
+            "config keys:\n"
+            "  Override any key with --section.key value, such as --update.lr 1e-4. The sections are\n"
+            f"{section_table(indent=4)}\n"
+            "  `turnwise config SECTION` lists the keys of a section, `turnwise config KEY` explains one.\n"
+        )
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(EXIT_USAGE, f"turnwise: {message}\n")
+
+
+def build_parsers(known: dict[str, Command]) -> tuple[CommandParser, dict[str, CommandParser]]:
+    """Build the parser of ``turnwise`` and those of its commands, by name."""
+    from turnwise import __version__
+
+    parser = CommandParser(
+        prog="turnwise", description="Train teams of LLM agents with reinforcement learning.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"turnwise {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    parsers = {}
+    for name, command in known.items():
+        parsers[name] = commands.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
+        parsers[name].lists_sections = command.overrides
+        for option, settings in (*command.arguments, *COMMON):
+            parsers[name].add_argument(option, **settings)
+    return parser, parsers
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The commands
+# ---------------------------------------------------------------------------------------------------------------------
+COMMON: tuple[Argument, ...] = (flag("--traceback", "show where an error was raised"),)
+
+CONFIG = argument("config", "config file: see docs/training.md", type=Path, metavar="CONFIG.toml")
+RUN_DIR = argument("run_dir", "folder of the run", type=Path, metavar="RUN_DIR")
+JSON = flag("--json", "print JSON, for scripts")
+
+COMMANDS: dict[str, Command] = {
+    "demo": Command(
+        "Train a team of two agents to solve 4x4 sudoku on this machine.",
+        (
+            flag("--compare", "also train a single agent on as many tokens; takes longer"),
+            argument("--seed", "seed of puzzles, weights and sampling (default: 0)", type=int, default=0),
+            argument("--out", "folder of the run (default: runs/demo)", type=Path, default=Path("runs/demo")),
+            argument("--client", "engine that samples, as in rollout.client: vllm, ...", default="transformers"),
+        ),
+    ),
+    "init": Command(
+        "Write a config and an episode to start from, or copy a shipped example.",
+        (
+            argument("folder", "where to write (default: here)", type=Path, nargs="?", default=Path(), metavar="DIR"),
+            argument("--example", "copy this example instead, such as sudoku", metavar="NAME"),
+            flag("--list", "list the examples and stop"),
+        ),
+    ),
+    "train": Command(
+        "Train the policies that a config file describes.",
+        (
+            CONFIG,
+            flag("--dry-run", "print the resolved config and stop"),
+            flag("--import-code", "with --dry-run: import the code that the config names, to check it"),
+        ),
+        overrides=True,
+    ),
+    "config": Command(
+        "Explain the config: all sections, one section, or one key.",
+        (argument("key", "a section such as update, or a key such as update.lr", nargs="?", metavar="KEY"),),
+    ),
+    "eval": Command(
+        "Measure the held-out success of a run, or of the policies that a config file describes.",
+        (
+            argument("config", "config file or run folder", type=Path, metavar="CONFIG.toml|RUN_DIR"),
+            argument("--checkpoint", "newest (default), best, start, step_00000010, or a folder"),
+            argument("--against", "checkpoint to compare with, question by question", metavar="CHECKPOINT"),
+            argument("--samples", "answers to each question, for pass@k (default: 1)", type=int, default=1),
+            argument("--temperature", "default: 0, or rollout.temperature for several samples", type=float),
+            JSON,
+        ),
+        overrides=True,
+    ),
+    "tournament": Command(
+        "Play checkpoints of one or more runs against each other: payoffs and ratings, with intervals.",
+        (
+            argument("run_dirs", "folders of runs", type=Path, nargs="+", metavar="RUN_DIR"),
+            argument("--checkpoints", "all (default), newest, best, ...", nargs="+", default=["all"], metavar="NAME"),
+            argument("--games", "games of each pair, half from each seat (default: 200)", type=int, default=200),
+            argument("--task", "task to play (default: the task that the runs trained on)"),
+            argument("--baselines", "scripted players of the task (default: all)", nargs="*", metavar="NAME"),
+            JSON,
+        ),
+    ),
+    "view": Command(
+        "Write the report of a run, finished or not, as one HTML file: curves, episodes, warnings.",
+        (
+            RUN_DIR,
+            argument("--out", "file to write (default: RUN_DIR/report.html)", type=Path, metavar="FILE"),
+            flag("--open", "open the report in the browser"),
+        ),
+    ),
+    "credit": Command(
+        "Recompute the advantages of a run's recorded episodes with another credit rule, and show the differences.",
+        (
+            RUN_DIR,
+            argument("--rule", "name of a rule, or module:Class (default: the run's rule)", metavar="NAME"),
+            argument("--step", "training step to show (default: all)", type=int, metavar="N"),
+            repeated("--set", "option of the rule", "OPTION=VALUE"),
+            flag("--json", "print JSON with every model call, for scripts"),
+        ),
+    ),
+    "replay": Command(
+        "Run a recorded episode again and show the first difference; the exit code is 1 if there is one.",
+        (
+            RUN_DIR,
+            argument("--episode", "such as e5, or e5.0 for a nested one (default: the newest recorded)", metavar="ID"),
+            argument("--step", "training step of the episode", type=int, metavar="N"),
+            argument("--until", "stop after K model calls and show what comes next", type=int, metavar="K"),
+            repeated("--swap", "from there on, sample this actor with another policy", "ACTOR=POLICY[@CHECKPOINT]"),
+            flag("--allow-pickle", "unpickle objects of any class; only for your own records"),
+        ),
+    ),
+    "serve": Command(
+        "Serve a model with vLLM to runs that sample over HTTP; needs vLLM.",
+        (
+            argument("model", "folder or Hugging Face Hub name", metavar="MODEL"),
+            argument("--host", "address to bind (default: 127.0.0.1, this machine only)", default="127.0.0.1"),
+            argument("--port", "port to bind, 0 for a free one (default: 8000)", type=int, default=8000),
+            argument("--api-key-env", "environment variable with the key (default: a new key file)", metavar="NAME"),
+            repeated("--allowed-host", "further host name that clients use", "NAME"),
+            argument("--adapters", "LoRA adapters to serve as well", nargs="+", default=[], metavar="NAME=FOLDER"),
+            argument("--adapter-slots", "adapters that clients may add (default: 0)", type=int, default=0),
+            argument("--adapter-rank", "largest rank of those (default: 16)", type=int, default=16),
+            argument("--kv-cache-gb", "memory for keys and values, in GiB (default: 1)", type=float, default=1.0),
+            argument("--max-num-seqs", "requests in one batch (default: 256)", type=int, default=256),
+            repeated("--engine-arg", "further option of vLLM", "NAME=VALUE"),
+            argument("--restarts", "restarts after crashes in a row (default: 5)", type=int, default=5),
+        ),
+    ),
+    "bench": Command(
+        "Time the ops against PyTorch and other trainers.",
+        (
+            argument("names", "benches to run (default: all)", nargs="*", metavar="NAME"),
+            flag("--json", "print rows as JSON lines, without tables"),
+            flag("--quick", "run the smallest size only"),
+        ),
+    ),
+    "doctor": Command(
+        "Check which parts of turnwise work on this machine, and tell what the others need.",
+        (JSON, argument("--seconds", "time limit of all checks (default: 120)", type=float, default=120.0)),
+    ),
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

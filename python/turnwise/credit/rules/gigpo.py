@@ -1,0 +1,71 @@
+"""GiGPO, group in group: episodes are compared as wholes, and steps wherever episodes came through the same state.
+
+    A = A_episode + omega * A_step
+    A_episode = (R - mean) / (std + eps)        over the attempts of an actor at a question, R the sum of its rewards
+    A_step = (G_t - mean) / (std + eps)         over the calls that met the same anchor state in these attempts,
+                                                G_t = sum over k >= t of gamma^(k - t) r_k
+
+Attempts that start alike meet the same states again and again, so steps get a baseline of their own without one more
+sample. A state that was met once has no peers, and its A_step is 0. (Feng et al., https://arxiv.org/abs/2505.10978;
+``scale = "none"`` is the paper's F_norm = 1.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from turnwise.credit.base import GroupCredit, Key
+from turnwise.credit.returns import check_gamma, discounted_returns
+from turnwise.types import Sample
+
+
+def anchor_state(sample: Sample) -> Hashable:
+    """``step.info["state"]``, any hashable that an episode puts there, else the prompt's token ids.
+
+    A prompt that holds the history of the chat is seldom met twice: then let the episode name the state.
+    """
+    return sample.info["state"] if "state" in sample.info else tuple(sample.prompt_token_ids)
+
+
+@dataclass(kw_only=True)
+class GiGPOCredit(GroupCredit):
+    """Group ``(group_id, actor)``, one value per trajectory; within it ``anchor(sample)``, every row. Not for trees."""
+
+    trees: ClassVar[bool] = False
+    gamma: float = 0.95
+    omega: float = 1.0
+    anchor: Callable[[Sample], Hashable] = anchor_state
+
+    def __post_init__(self) -> None:
+        check_gamma(self.gamma)
+        if not callable(self.anchor):
+            raise TypeError(f"anchor={self.anchor!r}: expected a callable, sample -> state")
+        if not self.omega >= 0:
+            raise ValueError(f"omega={self.omega!r}: expected a number >= 0")
+        super().__post_init__()
+
+    def group_key(self, sample: Sample) -> Key:
+        return (sample.group_id, sample.actor)
+
+    def unit_key(self, sample: Sample) -> Key:
+        return (sample.trajectory_key, sample.actor)
+
+    def values(self, samples: Sequence[Sample]) -> np.ndarray:
+        """The undiscounted sum of an actor's rewards in the rollout: the return of its first call, for all of them."""
+        returns = discounted_returns(samples, 1.0)
+        first: dict[Key, int] = {}
+        for place, sample in enumerate(samples):
+            unit = self.unit_key(sample)
+            if unit not in first or sample.step_index < samples[first[unit]].step_index:
+                first[unit] = place
+        return returns[[first[self.unit_key(sample)] for sample in samples]]
+
+    def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
+        """Advantages ``[B]`` float32 of ``samples``, in their order."""
+        states = [(*self.key_of(sample), self.anchor(sample)) for sample in samples]
+        by_step = self.grouped(samples, states, discounted_returns(samples, self.gamma))
+        return (self.grouped_by_key(samples) + self.omega * by_step).astype(np.float32)

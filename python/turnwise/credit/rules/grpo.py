@@ -1,0 +1,103 @@
+"""GRPO and its family: a trajectory against the other answers to its question.
+
+    GRPO      A_i = (R_i - mean(R)) / (std(R) + eps)            Shao et al., https://arxiv.org/abs/2402.03300
+    Dr. GRPO  A_i = R_i - mean(R)                               Liu et al., https://arxiv.org/abs/2503.20783
+    RLOO      A_i = R_i - mean(R_j, j != i)                     Ahmadian et al., https://arxiv.org/abs/2402.14740
+    OPO       A_i = R_i - sum_j(l_j R_j) / sum_j(l_j)           Hao et al., https://arxiv.org/abs/2505.23585
+
+over the trajectories ``i`` of one question. ``R_i`` is the mean of the trajectory's rewards and ``l_i`` its completion
+tokens; every model call of the trajectory gets ``A_i``.
+
+In a hierarchy of episodes one level must not be compared with another: with ``hierarchy`` the group is the question
+under one parent, one episode type and one actor, and ``R`` is the rollout's reward of that actor.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from turnwise.credit.advice import first_advice
+from turnwise.credit.base import GroupCredit, Key
+from turnwise.types import Sample
+
+
+@dataclass(kw_only=True)
+class GRPOCredit(GroupCredit):
+    """Group ``(group_id,)``, one value per trajectory.
+
+    With ``hierarchy``: group ``(parent_rollout_id, group_id, episode_type, actor)``, one value per rollout and actor.
+    With ``positive_only``, values below the mean get 0.
+    """
+
+    normalize: bool = field(default=True, kw_only=False)
+    positive_only: bool = field(default=False, kw_only=False)
+    hierarchy: bool = False
+
+    _looks_left = 8  # at batches that may call for advice, which comes once
+
+    def __post_init__(self) -> None:
+        if not self.normalize:
+            self.scale = "none"
+        super().__post_init__()
+
+    def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
+        """Advantages ``[B]`` float32 of ``samples``, in their order."""
+        if self._looks_left:
+            advice = first_advice(self, samples)
+            self._looks_left = 0 if advice else self._looks_left - 1
+            if advice:
+                warnings.warn(f"{type(self).__name__}: {advice}", stacklevel=2)
+        advantages = super().compute_columns(samples)
+        return np.maximum(advantages, 0) if self.positive_only else advantages
+
+    def group_key(self, sample: Sample) -> Key:
+        if self.hierarchy:
+            return (sample.parent_rollout_id, sample.group_id, sample.episode_type, sample.actor)
+        return (sample.group_id,)
+
+    def unit_key(self, sample: Sample) -> Key:
+        return (sample.trajectory_key, sample.actor) if self.hierarchy else (sample.trajectory_key,)
+
+    def value(self, sample: Sample) -> float:
+        return sample.trajectory_reward if self.hierarchy else sample.reward
+
+
+@dataclass(kw_only=True)
+class HierarchyCredit(GRPOCredit):
+    """``GRPOCredit(hierarchy=True)`` with the population's standard deviation (``ddof=0``)."""
+
+    hierarchy: bool = True
+    ddof: int = 0
+
+
+@dataclass(kw_only=True)
+class DrGRPOCredit(GRPOCredit):
+    """GRPO without the division by the standard deviation.
+
+    The division gives questions that are almost always solved, or almost never, more weight than those in between. The
+    other half of the method is the loss, a sum over tokens divided by a constant:
+    ``loss.aggregation = "seq-mean-token-sum-norm"``.
+    """
+
+    normalize: bool = field(default=False, kw_only=False)
+
+
+@dataclass(kw_only=True)
+class RLOOCredit(DrGRPOCredit):
+    """Leave-one-out: the baseline does not contain the trajectory's own reward, so the policy gradient has no bias.
+
+    Equals ``n / (n - 1) * (R_i - mean(R))``.
+    """
+
+    center: str = "leave_one_out"
+
+
+@dataclass(kw_only=True)
+class OPOCredit(DrGRPOCredit):
+    """The baseline that minimises the gradient's variance, if the gradient's norm grows with the length."""
+
+    center: str = "length_weighted"

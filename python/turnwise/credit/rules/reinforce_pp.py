@@ -1,0 +1,74 @@
+"""REINFORCE++: rewards whitened over the whole batch, with no groups.
+
+    A_i = (d_i - mean(d)) / (std(d) + eps)        d_i = R_i,  with ``baseline``  d_i = R_i - mean(R of the question)
+
+The mean and the standard deviation are over the tokens that a policy trains on in this batch, so a completion counts
+with its length. A batch is many more samples than a group is, so its statistics are steadier, and a question with one
+answer still teaches. With ``baseline`` the questions' means go first, as their difficulties differ
+(REINFORCE++-baseline). (Hu et al., https://arxiv.org/abs/2501.03262; the KL penalty that the paper takes from the
+reward is ``loss.kl.apply_to = "reward"``.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from turnwise.credit.base import CENTERED, EQUAL, Credit
+from turnwise.credit.rules.grpo import GRPOCredit
+from turnwise.types import Sample
+
+
+@dataclass(kw_only=True)
+class ReinforcePPCredit(Credit):
+    """``R`` is the mean of a trajectory's rewards, as in GRPO. Policies are whitened apart."""
+
+    baseline: bool = False
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        if not self.eps >= 0:
+            raise ValueError(f"eps={self.eps!r}: expected a number >= 0")
+
+    def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
+        """Advantages ``[B]`` float32 of ``samples``, in their order."""
+        deviations = self._deviations(samples)
+        tokens = np.array([trained_tokens(sample) for sample in samples], dtype=np.float64)
+        advantages = np.zeros(len(samples), dtype=np.float32)
+        for of_policy in _by_policy(samples):
+            rows = of_policy & (tokens > 0)
+            if rows.any():
+                advantages[rows] = self._whiten(deviations[rows], tokens[rows])
+        return advantages
+
+    def zero_causes(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[str]:
+        """Why each of ``rows`` of ``samples`` has the advantage 0: the batch is its policy's group."""
+        deviations, causes = self._deviations(samples), np.full(len(samples), CENTERED, dtype=object)
+        for of_policy in _by_policy(samples):
+            if np.ptp(deviations[of_policy]) == 0:
+                causes[of_policy] = EQUAL
+        return [str(cause) for cause in causes[list(rows)]]
+
+    def _deviations(self, samples: Sequence[Sample]) -> np.ndarray:
+        by_question = GRPOCredit(normalize=False, center="mean" if self.baseline else "none")
+        return by_question.grouped_by_key(samples)
+
+    def _whiten(self, values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """``values [b]`` with mean 0 and standard deviation 1 under ``weights [b]``; all equal: exactly 0."""
+        offsets = values - values.min()
+        deviations = offsets - np.average(offsets, weights=weights)
+        std = np.sqrt(np.average(deviations**2, weights=weights))
+        return deviations / (std + self.eps) if offsets.any() else offsets
+
+
+def _by_policy(samples: Sequence[Sample]) -> Iterator[np.ndarray]:
+    """For each policy which of ``samples`` are its own, ``[B]`` bool."""
+    policies = np.array([sample.policy for sample in samples], dtype=object)
+    return (policies == policy for policy in dict.fromkeys(policies.tolist()))
+
+
+def trained_tokens(sample: Sample) -> int:
+    """Completion tokens that the loss counts."""
+    return len(sample.completion_token_ids) if sample.loss_mask is None else sum(sample.loss_mask)

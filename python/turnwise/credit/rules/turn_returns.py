@@ -1,0 +1,41 @@
+"""Turn-level returns within groups: a model call is judged by what its actor earned from it on.
+
+    G_t = sum over k >= t of gamma^(k - t) r_k        A_t = (G_t - mean) / (std + eps)
+
+over the same actor's calls in the same turn of other attempts at the question. Between GRPO, where all turns share one
+number, and AT-GRPO, where a turn is judged by its own reward alone: here an early move is paid for what it made
+possible. ``gamma = 0`` is AT-GRPO.
+
+The combination is turnwise's own: the discounted returns of GiGPO (Feng et al., https://arxiv.org/abs/2505.10978) in
+the groups of AT-GRPO (Zhao et al., https://arxiv.org/abs/2510.11062).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from turnwise.credit.base import GroupCredit, Key
+from turnwise.credit.returns import check_gamma, discounted_returns
+from turnwise.types import Sample
+
+
+@dataclass(kw_only=True)
+class TurnReturnsCredit(GroupCredit):
+    """Group ``(group_id, actor, turn)``, every row, its discounted return. For plain trajectories, not for trees."""
+
+    trees: ClassVar[bool] = False
+    gamma: float = 0.95
+
+    def __post_init__(self) -> None:
+        check_gamma(self.gamma)
+        super().__post_init__()
+
+    def group_key(self, sample: Sample) -> Key:
+        return (sample.group_id, sample.actor, sample.turn)
+
+    def values(self, samples: Sequence[Sample]) -> np.ndarray:
+        return discounted_returns(samples, self.gamma)

@@ -1,0 +1,325 @@
+"""Requests to an HTTP server that answers in JSON: from any thread, retried where that may help, checked answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from turnwise.inference.common.keys import checked_key, key_file, key_from_environment, read_key
+from turnwise.types import ModelError
+
+T = TypeVar("T")
+
+RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""Statuses after which the same request may succeed later."""
+
+LONGEST_WAIT = 10.0
+"""Seconds between two attempts, where the server doesn't ask for more."""
+
+CONNECT_SECONDS = 10.0
+
+
+class EndpointError(ModelError):
+    """A server that can't be reached, refuses, or answers what it must not. ``status`` is that of its answer."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class LoopThread:
+    """An event loop in its own thread: its work goes on while other loops block, and outlives them.
+
+    ``at_end`` are coroutine functions to run when all else there has ended.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.at_end: list[Callable[[], Awaitable[None]]] = []
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run ``work`` there. Once the loop has ended, the future holds a ``ModelError``."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self.loop)
+        except RuntimeError:
+            work.close()
+            ended: Future[T] = Future()
+            ended.set_exception(ModelError("the client is closed"))
+            return ended
+
+    def call(self, function: Callable[[], Any]) -> None:
+        """Run ``function`` there soon, unless the loop has ended."""
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(function)
+
+    def stop(self) -> None:
+        """End the loop and everything that runs in it. May be called again, and by the garbage collector."""
+        self.call(self.loop.stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            left = asyncio.all_tasks(self.loop)
+            for task in left:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            for close in self.at_end:
+                self.loop.run_until_complete(close())
+            self.loop.run_until_complete(self.loop.shutdown_default_executor())
+            self.loop.close()
+
+
+class Endpoint:
+    """The server at ``url``, with key, timeout and retries. All coroutines run in ``thread``'s loop.
+
+    - ``api_key_env``, ``api_key_file``: the environment variable or the file with the key. Without either, the endpoint
+      finds the key that a ``turnwise serve`` of this user on this host made.
+    - ``timeout``: seconds for one attempt; a slower one is the last.
+    - ``retries``: further attempts after one that was cut off, or met a status of :data:`RETRIED`.
+    - ``wait``: seconds to try a server that never answered. One that answered before is tried for ``timeout`` seconds.
+
+    Pauses between attempts double up to :data:`LONGEST_WAIT` seconds, each shortened at random; ``Retry-After`` is
+    obeyed. Redirects are not followed: key and body are for this server only.
+
+    Example: ``Endpoint("http://127.0.0.1:8000", api_key_env="SERVER_KEY", timeout=60)``
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key_env: str | None = None,
+        api_key_file: str | Path | None = None,
+        timeout: float = 600.0,
+        retries: int = 5,
+        wait: float = 0.0,
+    ) -> None:
+        self.url, self.api = parse_server_url(url)
+        if not timeout > 0:
+            raise ValueError(f"timeout={timeout!r}: expected seconds > 0")
+        if retries < 0:
+            raise ValueError(f"retries={retries!r}: expected a count >= 0")
+        if not wait >= 0:
+            raise ValueError(f"wait={wait!r}: expected seconds >= 0")
+        if api_key_env is not None and api_key_file is not None:
+            raise ValueError(f"api_key_env={api_key_env!r}, api_key_file={str(api_key_file)!r}: expected one of them")
+        self.timeout, self.retries, self.wait = timeout, retries, wait
+        self.api_key_env, self.api_key_file = api_key_env, api_key_file
+        self.retried = 0
+        self._answered = False
+        self._key = key_from_environment(api_key_env) if api_key_env is not None else self._key_on_disk()
+        self._random = random.Random()  # not the global generator, whose state belongs to the run
+        self._session: Any = None
+        self._aiohttp = aiohttp_or_raise()
+        self.thread = LoopThread("turnwise-http")
+        self._stop = weakref.finalize(self, self.thread.stop)
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Mapping[str, Any] | None = None,
+        query: Mapping[str, str] | None = None,
+        once: bool = False,
+        reads: bool = True,
+        timeout: float | None = None,
+    ) -> Any:
+        """The decoded JSON of the answer; ``None`` where it is empty or not to be read.
+
+        With ``once`` there is one attempt, whatever comes. Raises :class:`EndpointError`.
+        """
+        tries, missing_since, wait = 1, None, 0.5
+        while True:
+            try:
+                content = await self._attempt(method, path, body, query, timeout or self.timeout)
+                return _decoded(f"{method} {self.url}{path}", content) if reads else None
+            except _RetryableError as again:
+                now = time.monotonic()
+                missing_since = (missing_since or now) if again.unreachable else None
+                tries += not again.unreachable
+                if once:
+                    raise EndpointError(again.message, again.status) from again.__cause__
+                patience = self.timeout if self._answered else self.wait
+                if missing_since is not None and now - missing_since >= patience:
+                    told = f", for {patience:g} seconds" if patience else "; is it started, and is this its address?"
+                    raise EndpointError(again.message + told) from again.__cause__
+                if tries > self.retries + 1:
+                    raise EndpointError(f"{again.message}, {tries - 1} times", again.status) from again.__cause__
+                self.retried += 1
+                pause = max(wait * self._random.uniform(0.5, 1.0), min(again.seconds, self.timeout))
+            await asyncio.sleep(pause)
+            wait = min(2 * wait, LONGEST_WAIT)
+
+    async def _attempt(
+        self, method: str, path: str, body: Mapping[str, Any] | None, query: Mapping[str, str] | None, timeout: float
+    ) -> bytes:
+        aiohttp = self._aiohttp
+        where = f"{method} {self.url}{path}"
+        limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout, CONNECT_SECONDS))
+        asked = {"json": body, "params": query, "timeout": limits, "allow_redirects": False}
+        try:
+            async with self._open_session().request(
+                method, self.url + path, headers=self._authorization(), **asked
+            ) as answer:
+                content = await answer.read()
+                self._answered = True
+                if answer.status == 401 and self._has_new_key():
+                    raise _RetryableError(f"{where} asks for a new key", 401)
+                if answer.status >= 300:
+                    self._refuse(where, answer.status, answer.headers, content)
+        except aiohttp.ConnectionTimeoutError as error:
+            raise _RetryableError(f"{where} can't be reached: {_said(error)}", unreachable=True) from error
+        except TimeoutError as error:
+            raise EndpointError(f"{where} gave no answer within timeout={timeout:g} seconds") from error
+        except aiohttp.ClientConnectorError as error:
+            raise _RetryableError(f"{where} can't be reached: {_said(error)}", unreachable=True) from error
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            raise _RetryableError(f"{where} was cut off in the middle of its answer: {_said(error)}") from error
+        except aiohttp.ClientError as error:
+            raise EndpointError(f"{where} does not speak HTTP: {_said(error)}") from error
+        return content
+
+    def _refuse(self, where: str, status: int, headers: Mapping[str, str], content: bytes) -> None:
+        said = error_message(content)
+        if status in RETRIED:
+            raise _RetryableError(f"{where} answered {status}: {said}", status, _retry_after(headers))
+        if status < 400:
+            said = f"it redirects to {headers.get('Location', '')[:200]!r}, which is not followed; give the final url"
+        if status == 401:
+            source = self.api_key_env or self.api_key_file
+            said += f"; look at the key in {source}" if source else f"; expected a key: {self._how_to_give_one()}"
+        raise EndpointError(f"{where} answered {status}: {said}", status)
+
+    def _open_session(self) -> Any:
+        if self._session is None:
+            connector = self._aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=4
+            )  # servers end idle ones after 5 seconds
+            self._session = self._aiohttp.ClientSession(connector=connector)
+            self.thread.at_end.append(self._session.close)
+        return self._session
+
+    # -- the key -------------------------------------------------------------------------------------------------------
+    def _authorization(self) -> dict[str, str]:
+        return {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
+
+    def _key_on_disk(self) -> str | None:
+        if self.api_key_file is None:
+            return read_key(key_file(self.url))
+        key = Path(self.api_key_file).read_text(encoding="utf-8", errors="replace").rstrip("\n")
+        return checked_key(key, f"api_key_file={str(self.api_key_file)!r}: the file")
+
+    def _has_new_key(self) -> bool:
+        """True if the server was started again with another key, which is then read."""
+        if self.api_key_env is not None:
+            return False
+        before, self._key = self._key, self._key_on_disk()
+        return self._key not in (None, before)
+
+    def _how_to_give_one(self) -> str:
+        return (
+            "api_key_env names the variable with it, api_key_file its file. A `turnwise serve` of this user on this "
+            f"host leaves one at {key_file(self.url)}, where is none of this server"
+        )
+
+    async def wait_until_healthy(self) -> None:
+        """Wait, as :meth:`ask` does, until the server says that it is well."""
+        await self.ask("GET", "/health", timeout=min(self.timeout, 30.0))
+
+    def close(self) -> None:
+        """Cut off running requests. May be called again."""
+        self._stop()
+
+
+class _RetryableError(Exception):
+    """An attempt that failed in a way that may pass, in ``seconds`` at the earliest if the server said so."""
+
+    def __init__(
+        self, message: str, status: int | None = None, seconds: float = 0.0, unreachable: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.message, self.status, self.seconds, self.unreachable = message, status, seconds, unreachable
+
+
+def aiohttp_or_raise() -> Any:
+    """The ``aiohttp`` package. Raises ``ImportError`` naming the extra where it is missing."""
+    try:
+        import aiohttp
+    except ImportError as error:
+        raise ImportError(
+            f"clients of servers need aiohttp, which doesn't import here ({error}): pip install 'turnwise[server]'"
+        ) from error
+    return aiohttp
+
+
+def parse_server_url(url: str) -> tuple[str, str]:
+    """The server's address and, below it, the path of OpenAI's API: ``/v1`` unless ``url`` has another path.
+
+    Raises ``ValueError`` for anything but the address of a server.
+    """
+    parts = urlsplit(str(url))
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ValueError(f"url={url!r}: expected the address of a server, such as 'http://127.0.0.1:8000'")
+    plain = str(url).rstrip("/")
+    below = parts.path.rstrip("/").endswith("/v1") or not parts.path.strip("/")
+    return plain.removesuffix("/v1"), "/v1" if below else ""
+
+
+def error_message(content: bytes) -> str:
+    """The error message of an answer, as OpenAI's API and FastAPI write it, else its first 300 characters."""
+    text = content.decode(errors="replace").strip()
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text[:300] or "(no text)"
+    code = None
+    for key in ("error", "message", "detail"):
+        if isinstance(found, dict) and key in found:
+            code, found = found.get("code"), found[key]
+    said = found if isinstance(found, str) else str(found)[:300]
+    return f"{said} ({code})" if isinstance(code, str) else said
+
+
+def _decoded(where: str, content: bytes) -> Any:
+    if not content:
+        return None
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        start = content[:80].decode(errors="replace")
+        raise EndpointError(f"{where} answered no JSON ({error}): {start!r}") from None
+
+
+def _retry_after(headers: Mapping[str, str]) -> float:
+    """Seconds, whether the server gave them or a date; 0 where it gave neither."""
+    given = headers.get("Retry-After", "").strip()
+    try:
+        return max(0.0, float(given))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(given).timestamp() - time.time())
+    except ValueError:
+        return 0.0
+
+
+def _said(error: BaseException) -> str:
+    return str(error) or type(error).__name__

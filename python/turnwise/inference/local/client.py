@@ -1,0 +1,352 @@
+"""The embedded client: Hugging Face models in this process, many callers batched into few forward passes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from turnwise.inference.common.base import ClientBase, completion_limit, gather_all, policy_of, stop_token_ids
+from turnwise.inference.local.decode import (
+    Completion,
+    ScoredSequence,
+    SequenceSpec,
+    complete,
+    completion_logprobs,
+    length_batches,
+)
+from turnwise.inference.local.models import FairLock, ForwardLock, copy_models, load_model, sampling_mode
+from turnwise.inference.weights.load import copy_weights
+from turnwise.types import ModelError, ModelRequest, ModelResponse, Tokenizer
+
+_QUIET_TICKS = 16
+"""Rounds of the event loop without a new request after which a batch is complete. No clock is involved, so the
+same program makes the same batches."""
+
+
+@dataclass(slots=True)
+class BatchStats:
+    """Totals since the client was made. ``prefilled_tokens`` counts each distinct prompt of a batch once."""
+
+    requests: int = 0
+    batches: int = 0
+    prompt_tokens: int = 0
+    prefilled_tokens: int = 0
+    generated_tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _PendingRequest:
+    """One request on its way. ``abandoned`` is set on the event loop and read by the worker."""
+
+    request: ModelRequest
+    row: SequenceSpec
+    future: asyncio.Future[ModelResponse]
+    abandoned: bool = False
+
+    def resolve(self, result: ModelResponse | BaseException) -> None:
+        if self.future.done():
+            return
+        if isinstance(result, BaseException):
+            self.future.set_exception(result)
+        else:
+            self.future.set_result(result)
+
+
+class TransformersClient(ClientBase):
+    """Completes prompts with Hugging Face causal language models in this process.
+
+    Collects the requests of many coroutines until the event loop is idle, then runs them in one worker thread, policy
+    by policy. Equal prompts are prefilled once. A request's tokens depend on its prompt, its sampling settings, its
+    seed and the weights, not on the rest of the batch (up to float rounding). Log-probabilities are those of
+    ``log_softmax(logits / temperature)`` before top-p and top-k.
+
+    - ``policies``: one model, then called ``"default"``, or models by policy name. Adapters over one shared base share
+      its one copy.
+    - ``max_batch_rows``, ``max_batch_tokens``: limits of a batch, the latter for prompt and new tokens with padding.
+    - ``share``: use the given modules, not copies. The caller must not train them while a batch runs (``await pause()``
+      waits for that).
+    - ``in_flight``: new weights don't wait for the running batch but land between two of its tokens. The key-value
+      cache stays, and ``policy_versions`` of a response says which tokens came from which weights.
+    - ``seed``: requests without a seed draw theirs from it.
+
+    Example::
+
+        client = TransformersClient(model, tokenizer)
+        [response] = await client.generate([ModelRequest([1, 17, 9], Sampling(max_tokens=8, seed=3))])
+    """
+
+    def __init__(
+        self,
+        policies: Mapping[str, nn.Module] | nn.Module,
+        tokenizer: Tokenizer,
+        *,
+        max_batch_rows: int = 512,
+        max_batch_tokens: int = 131072,
+        share: bool = False,
+        in_flight: bool = False,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+    ) -> None:
+        for name, value in (("max_batch_rows", max_batch_rows), ("max_batch_tokens", max_batch_tokens)):
+            if value < 1:
+                raise ValueError(f"{name}={value!r}: expected at least 1")
+        models = {"default": policies} if isinstance(policies, nn.Module) else dict(policies)
+        if not models:
+            raise ValueError("policies is empty: expected at least one model")
+        self.tokenizer = tokenizer
+        self.max_batch_rows = max_batch_rows
+        self.max_batch_tokens = max_batch_tokens
+        self.shares_weights = share
+        self._in_flight = in_flight
+        held = models if share else copy_models(models)
+        self._policies = {name: load_model(model, share, device) for name, model in held.items()}
+        self._seeds = np.random.default_rng(seed)
+        self._stats = BatchStats()
+        self._waiting: list[_PendingRequest] = []
+        self._drain: asyncio.Task[None] | None = None
+        self._paused = False
+        self._closed = False
+        # held while a batch computes (in_flight: while one token of it does) and while weights move
+        self._busy = FairLock()
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="turnwise-inference")
+
+    # -- the client protocol ------------------------------------------------------------------------------------------
+    async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+        """One response per request, in order.
+
+        Raises ``ValueError`` for an unknown policy or an empty prompt, ``ContextLengthError`` for a prompt that
+        leaves no room for a token, and ``ModelError`` if the forward pass fails or the client is closed.
+        """
+        if self._closed:
+            raise ModelError("the client is closed")
+        rows = [self._row(request) for request in requests]
+        loop = asyncio.get_running_loop()
+        jobs = [
+            _PendingRequest(request, row, loop.create_future()) for request, row in zip(requests, rows, strict=True)
+        ]
+        self._waiting.extend(jobs)
+        self._start()
+        try:
+            return await gather_all(job.future for job in jobs)
+        finally:
+            for job in jobs:
+                job.abandoned = not job.future.done() or job.future.cancelled()
+
+    async def score(self, requests: Sequence[ModelRequest], completions: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probabilities of ``completions[i]`` after the prompt of ``requests[i]``; see ``ScoringClient``.
+
+        Raises as :meth:`generate` does, ``ValueError`` also for an empty completion, ``ModelError`` also while paused.
+        """
+        if self._closed or self._paused:
+            raise ModelError(f"the client is {'closed' if self._closed else 'paused'}")
+        rows = [self._scored(*pair) for pair in zip(requests, completions, strict=True)]
+        loop = asyncio.get_running_loop()
+        found: dict[int, list[float]] = {}
+        for policy in sorted({request.policy for request in requests}):
+            own = [place for place, request in enumerate(requests) if request.policy == policy]
+            for batch in length_batches([rows[place] for place in own], self.max_batch_rows, self.max_batch_tokens):
+                places = [own[index] for index in batch]
+                scores = await loop.run_in_executor(
+                    self._worker, self._score, policy, [rows[place] for place in places]
+                )
+                found |= zip(places, scores, strict=True)
+        return [found[place] for place in range(len(rows))]
+
+    def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
+        """Copy ``weights`` (pairs of name and tensor) into ``policy``; later tokens are sampled by ``version``.
+
+        Waits for a running batch, or with ``in_flight`` for the token that it is at. An adapter's policy takes its
+        adapter alone, or with it the whole shared base. Names and shapes are checked before a byte moves; see
+        :func:`copy_weights`.
+        """
+        held = policy_of(self._policies, policy)
+        with self._busy:
+            copy_weights(held.model, weights, policy)
+            held.version = version
+
+    def version(self, policy: str) -> int:
+        """The version of the weights that ``policy`` samples with."""
+        return policy_of(self._policies, policy).version
+
+    async def pause(self) -> None:
+        """Hold back new batches; returns once no batch runs. Requests wait until :meth:`resume`."""
+        self._paused = True
+        if (drain := self._draining()) is not None:
+            await asyncio.wait([drain])
+
+    async def resume(self) -> None:
+        """Let waiting requests go on."""
+        self._paused = False
+        self._start()
+
+    async def close(self) -> None:
+        """Fail what waits, end what runs, free the worker. May be called again."""
+        self._closed = True
+        for job in self._waiting:
+            job.abandoned = True
+            job.resolve(ModelError("the client was closed before this request ran"))
+        self._waiting.clear()
+        if (drain := self._draining()) is not None:
+            drain.cancel()
+            await asyncio.wait([drain])
+        self._worker.shutdown(wait=True)
+
+    def stats(self) -> dict[str, float]:
+        """Totals: ``requests, batches, prompt_tokens, prefilled_tokens, cached_tokens, generated_tokens, seconds``.
+
+        ``cached_tokens`` are those prompt tokens that another row of the batch was prefilled with.
+        """
+        totals = asdict(self._stats)
+        return {**totals, "cached_tokens": totals["prompt_tokens"] - totals["prefilled_tokens"]}
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+    def _row(self, request: ModelRequest) -> SequenceSpec:
+        held, sampling = policy_of(self._policies, request.policy), request.sampling
+        limit = completion_limit(request, held.model.get_input_embeddings().num_embeddings, held.context_length)
+        seed = int(self._seeds.integers(2**63)) if sampling.seed is None else sampling.seed
+        return SequenceSpec(
+            tuple(request.prompt_token_ids), sampling, seed, limit, stop_token_ids(request, self.tokenizer)
+        )
+
+    def _scored(self, request: ModelRequest, completion: Sequence[int]) -> ScoredSequence:
+        held = policy_of(self._policies, request.policy)
+        whole = replace(request, prompt_token_ids=[*request.prompt_token_ids, *completion])
+        room = None if held.context_length is None else held.context_length + 1  # all of it is given, nothing drawn
+        completion_limit(whole, held.model.get_input_embeddings().num_embeddings, room)
+        if not completion:
+            raise ValueError("completions: expected at least one token in each, to be scored")
+        return ScoredSequence(tuple(request.prompt_token_ids), tuple(completion), request.sampling.temperature)
+
+    # -- collecting ---------------------------------------------------------------------------------------------------
+    def _start(self) -> None:
+        if not self._waiting or self._paused or self._draining() is not None:
+            return
+        loop = asyncio.get_running_loop()
+        # an event loop that was left behind has left those that waited in it
+        self._waiting = [job for job in self._waiting if job.future.get_loop() is loop]
+        self._drain = loop.create_task(self._run_waiting())
+
+    def _draining(self) -> asyncio.Task[None] | None:
+        """The task that runs batches in this event loop, while there is one."""
+        drain = self._drain
+        if drain is None or drain.done() or drain.get_loop() is not asyncio.get_running_loop():
+            return None
+        return drain
+
+    async def _run_waiting(self) -> None:
+        """Collect, run, answer, until nothing waits."""
+        running: list[_PendingRequest] = []
+        try:
+            while self._waiting and not self._paused:
+                await self._wait_until_idle()
+                if self._paused:
+                    return
+                running, self._waiting = [job for job in self._waiting if not job.abandoned], []
+                for policy, jobs in _batches(running, self.max_batch_rows, self.max_batch_tokens):
+                    await self._run(policy, jobs)
+        except asyncio.CancelledError:
+            # the event loop ends or the client closes: fail every caller, and stop the worker early
+            for job in [*running, *self._waiting]:
+                job.abandoned = True
+                job.resolve(ModelError("the client was stopped before this request was done"))
+            self._waiting.clear()
+            raise
+
+    async def _wait_until_idle(self) -> None:
+        """Return after ``_QUIET_TICKS`` rounds of the event loop that brought no new request."""
+        seen, ticks = len(self._waiting), 0
+        while ticks < _QUIET_TICKS:
+            await asyncio.sleep(0)
+            ticks = ticks + 1 if len(self._waiting) == seen else 0
+            seen = len(self._waiting)
+
+    async def _run(self, policy: str, jobs: list[_PendingRequest]) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            results: Sequence[ModelResponse | BaseException]
+            results = await loop.run_in_executor(self._worker, self._compute, policy, jobs)
+        except Exception as error:
+            results = [_failure(policy, len(jobs), error) for _ in jobs]
+        for job, result in zip(jobs, results, strict=True):
+            job.resolve(result)
+
+    # -- computing, in the worker thread ------------------------------------------------------------------------------
+    def _compute(self, policy: str, jobs: list[_PendingRequest]) -> list[ModelResponse]:
+        held = self._policies[policy]
+        whole, each = (nullcontext(), ForwardLock(held, self._busy)) if self._in_flight else (self._busy, None)
+        with whole, sampling_mode(held.model, self.shares_weights):
+            began = time.perf_counter()
+            completions, prefilled = complete(
+                held.model,
+                [job.row for job in jobs],
+                device=held.model.get_input_embeddings().weight.device,
+                abandoned=lambda: [place for place, job in enumerate(jobs) if job.abandoned],
+                forward_lock=each or nullcontext(held.version),
+            )
+            responses = [self._response(*pair) for pair in zip(jobs, completions, strict=True)]
+            self._count(jobs, completions, prefilled, time.perf_counter() - began)
+        return responses
+
+    def _score(self, policy: str, rows: Sequence[ScoredSequence]) -> list[list[float]]:
+        held = self._policies[policy]
+        with self._busy, sampling_mode(held.model, self.shares_weights):
+            return completion_logprobs(held.model, rows, held.model.get_input_embeddings().weight.device)
+
+    def _response(self, job: _PendingRequest, completion: Completion) -> ModelResponse:
+        ids = completion.token_ids
+        return ModelResponse(
+            text=self.tokenizer.decode(ids, skip_special_tokens=True),
+            completion_token_ids=ids,
+            logprobs=completion.logprobs,
+            finish_reason=completion.finish_reason,
+            policy_versions=[(len(list(run)), version) for version, run in groupby(completion.versions)],
+            prompt_token_ids=list(job.row.prompt),
+        )
+
+    def _count(
+        self, jobs: list[_PendingRequest], completions: list[Completion], prefilled: int, seconds: float
+    ) -> None:
+        self._stats.requests += len(jobs)
+        self._stats.batches += 1
+        self._stats.prompt_tokens += sum(len(job.row.prompt) for job in jobs)
+        self._stats.prefilled_tokens += prefilled
+        self._stats.generated_tokens += sum(len(completion.token_ids) for completion in completions)
+        self._stats.seconds += seconds
+
+
+def _failure(policy: str, rows: int, error: Exception) -> ModelError:
+    """A fresh exception for each caller: a shared one would collect all their tracebacks."""
+    failure = ModelError(f"policy {policy!r} failed on a batch of {rows}: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def _batches(
+    jobs: Sequence[_PendingRequest], max_rows: int, max_tokens: int
+) -> Iterator[tuple[str, list[_PendingRequest]]]:
+    """Split ``jobs`` by policy, then by prompt length so that little is padded; siblings stay together."""
+    by_policy: dict[str, list[_PendingRequest]] = {}
+    for job in jobs:
+        by_policy.setdefault(job.request.policy, []).append(job)
+    for policy, members in by_policy.items():
+        members.sort(key=lambda job: (len(job.row.prompt), job.row.prompt))
+        batch: list[_PendingRequest] = []
+        limit = 0
+        for job in members:
+            limit = max(limit, job.row.limit)
+            if batch and (len(batch) == max_rows or (len(batch) + 1) * (len(job.row.prompt) + limit) > max_tokens):
+                yield policy, batch
+                batch, limit = [], job.row.limit
+            batch.append(job)
+        yield policy, batch

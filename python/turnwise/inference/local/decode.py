@@ -1,0 +1,207 @@
+"""Complete one batch of prompts with a Hugging Face causal model: prefill each distinct prompt once, then decode.
+
+The decode loop is written out instead of calling ``model.generate(past_key_values=...)``, which copies the whole cache
+for every token, repeats the prompts' part for every sibling, and computes finished rows until the last one is done.
+Each row also has a seed, a temperature and a limit of its own.
+
+Legend: ``R`` rows, ``U`` distinct prompts, ``P`` prompt columns, ``T`` new tokens at most, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from turnwise.inference.local.kv_cache import Decoder, make_decoder
+from turnwise.inference.local.sampling import RowSampler
+from turnwise.types import FinishReason, Sampling
+
+_PACK_BELOW = 0.9
+"""Finished rows leave the batch once less than this share of it goes on."""
+
+
+@dataclass(slots=True)
+class SequenceSpec:
+    """One completion to make: ``limit`` tokens at most, ended early by one of ``stop_ids``."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+    limit: int
+    stop_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Completion:
+    """The tokens of one row (the stop token included), their log-probabilities, and what weights sampled each."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    versions: list[int]
+
+
+def complete(
+    model: Any,
+    rows: Sequence[SequenceSpec],
+    device: torch.device,
+    abandoned: Callable[[], Sequence[int]] = tuple,
+    forward_lock: AbstractContextManager[int] | None = None,
+) -> tuple[list[Completion], int]:
+    """Complete ``rows`` with ``model``, which is in evaluation mode; returns them in order.
+
+    ``abandoned()`` is asked after each token for rows without a caller: they stop with ``"abort"``.
+    ``forward_lock`` is entered for each forward pass and gives the version of the weights, which may change in between.
+    The second value counts the prompt tokens that were prefilled (siblings share one prefill).
+    """
+    forward_lock = forward_lock or nullcontext(0)
+    prompts = list(dict.fromkeys(row.prompt for row in rows))
+    place = {prompt: index for index, prompt in enumerate(prompts)}
+    index = torch.tensor([place[row.prompt] for row in rows], device=device)
+    with forward_lock as version:
+        logits, cache, mask = _prefill(model, prompts, device)
+    decoder = make_decoder(model, cache, mask, index)
+    drawn = _decode(decoder, rows, logits[index], version, abandoned, forward_lock)
+    return _completions(rows, drawn), sum(map(len, prompts))
+
+
+def _prefill(model: Any, prompts: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Any, Tensor | None]:
+    """Next-token logits ``[U, V]``, the cache, and the mask ``[U, P]`` int64 (``None`` where no prompt is padded)."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    pads = torch.tensor([width - len(prompt) for prompt in prompts], device=device)
+    columns = torch.arange(width, device=device)
+    mask = (columns >= pads[:, None]).long() if bool(pads.any()) else None
+    output = model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=(columns - pads[:, None]).clamp(min=0),
+        past_key_values=DynamicCache(config=model.config),
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return output.logits[:, -1], output.past_key_values, mask
+
+
+@dataclass(slots=True)
+class _Drawn:
+    """Tokens ``[R, T]`` int64 and log-probabilities ``[R, T]`` float32 on the CPU, the version of the weights behind
+    each column that was drawn, and the rows that were aborted."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    versions: list[int]
+    aborted: set[int]
+
+
+def _decode(
+    decoder: Decoder,
+    rows: Sequence[SequenceSpec],
+    logits: Tensor,
+    version: int,
+    abandoned: Callable[[], Sequence[int]],
+    forward_lock: AbstractContextManager[int],
+) -> _Drawn:
+    """Draw and decode until every row has ended; ``version`` is that of the weights that gave ``logits [R, V]``.
+
+    ``alive`` lists the rows in the decoder, ``going`` those of them that have not ended.
+    """
+    device, width = logits.device, max(row.limit for row in rows)
+    sampler = RowSampler.build([row.sampling for row in rows], [row.seed for row in rows], width, device)
+    limits = torch.tensor([row.limit for row in rows], device=device)
+    lengths = torch.tensor([len(row.prompt) for row in rows], device=device)
+    stops = _stop_table(rows, device)
+    tokens = torch.zeros((len(rows), width), dtype=torch.int64, device=device)
+    logprobs = torch.zeros((len(rows), width), device=device)
+    alive, going = torch.arange(len(rows), device=device), torch.ones(len(rows), dtype=torch.bool, device=device)
+    aborted: set[int] = set()
+    versions: list[int] = []
+    for step in range(width):
+        drawn, drawn_logprobs = sampler.draw(logits, alive, step)
+        tokens[alive, step], logprobs[alive, step] = drawn, drawn_logprobs
+        versions.append(version)
+        going &= (drawn[:, None] != stops[alive]).all(dim=1) & (step + 1 < limits[alive])
+        if left := set(abandoned()) - aborted:
+            leaving = torch.isin(alive, torch.tensor(sorted(left), device=device)) & going
+            aborted |= set(alive[leaving].tolist())
+            going &= ~leaving
+        count = int(going.sum())
+        if count == 0:
+            break
+        if count < _PACK_BELOW * len(alive):
+            kept = going.nonzero()[:, 0]
+            decoder.keep(kept)
+            alive, drawn, going = alive[kept], drawn[kept], going[kept]
+        with forward_lock as version:
+            logits = decoder.step(drawn, lengths[alive] + step)
+    return _Drawn(tokens.cpu(), logprobs.cpu(), versions, aborted)
+
+
+def _stop_table(rows: Sequence[SequenceSpec], device: torch.device) -> Tensor:
+    """Stop ids ``[R, S]`` int64, filled up with -1, which is no token."""
+    width = max(1, max(len(row.stop_ids) for row in rows))
+    return torch.tensor([[*row.stop_ids, *([-1] * (width - len(row.stop_ids)))] for row in rows], device=device)
+
+
+def _completions(rows: Sequence[SequenceSpec], drawn: _Drawn) -> list[Completion]:
+    """Cut each row after its first stop token or at its limit."""
+    completions = []
+    tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
+    for index, (row, ids, values) in enumerate(zip(rows, tokens, logprobs, strict=True)):
+        if index in drawn.aborted:
+            completions.append(Completion([], [], "abort", []))
+            continue
+        end = next((place for place, token in enumerate(ids[: row.limit]) if token in row.stop_ids), None)
+        reason: FinishReason = "length" if end is None else "stop"
+        count = row.limit if end is None else end + 1
+        completions.append(Completion(ids[:count], values[:count], reason, drawn.versions[:count]))
+    return completions
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class ScoredSequence:
+    """One completion to score after its prompt; ``temperature`` 0 counts as 1, as in a greedy response."""
+
+    prompt: tuple[int, ...]
+    completion: tuple[int, ...]
+    temperature: float
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.completion)
+
+
+def completion_logprobs(model: Any, rows: Sequence[ScoredSequence], device: torch.device) -> list[list[float]]:
+    """Log-probability of each completion token, float32, in the order of ``rows``; no more than the model's context."""
+    width, kept = max(map(len, rows)), max(len(row.completion) for row in rows) + 1
+    ids = torch.tensor([[0] * (width - len(row)) + [*row.prompt, *row.completion] for row in rows], device=device)
+    pads = torch.tensor([width - len(row) for row in rows], device=device)
+    columns = torch.arange(width, device=device)
+    output = model(
+        input_ids=ids,
+        attention_mask=(columns >= pads[:, None]).long() if bool(pads.any()) else None,
+        position_ids=(columns - pads[:, None]).clamp(min=0),
+        use_cache=False,
+        logits_to_keep=kept,
+    )
+    # The logits of column c - 1 give the token in column c; those of the last column are not needed.
+    temperatures = torch.tensor([row.temperature or 1.0 for row in rows], device=device)
+    logprobs = torch.log_softmax(output.logits[:, -kept:-1].float() / temperatures[:, None, None], dim=-1)
+    picked = logprobs.gather(2, ids[:, width - kept + 1 :, None])[..., 0].cpu()
+    return [picked[index, kept - 1 - len(row.completion) :].tolist() for index, row in enumerate(rows)]
+
+
+def length_batches(rows: Sequence[ScoredSequence], max_rows: int, max_tokens: int) -> list[list[int]]:
+    """Indices of ``rows`` in batches within both limits, rows of like length together to pad little."""
+    batches: list[list[int]] = [[]]
+    for index in sorted(range(len(rows)), key=lambda place: len(rows[place])):
+        if batches[-1] and (len(batches[-1]) == max_rows or (len(batches[-1]) + 1) * len(rows[index]) > max_tokens):
+            batches.append([])
+        batches[-1].append(index)
+    return [batch for batch in batches if batch]

@@ -1,0 +1,391 @@
+"""The client of a vLLM server: tokens and log-probabilities over HTTP, weights beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+from torch import Tensor, nn
+
+from turnwise.inference.common.base import (
+    ClientBase,
+    check_sampling_by_vllm,
+    completion_limit,
+    gather_all,
+    policy_of,
+    stop_token_ids,
+)
+from turnwise.inference.common.http import Endpoint, EndpointError
+from turnwise.inference.server.answer import Answer, read_answer
+from turnwise.inference.server.remote import Adapters, RemoteServer
+from turnwise.inference.vllm.lora import Adapter, full_weights, shapes_of
+from turnwise.inference.weights.load import check_weights, collect_weights
+from turnwise.inference.weights.lora import AdaptedModel
+from turnwise.inference.weights.sync import SafetensorsTransfer, WeightTransfer, make_transfer
+from turnwise.inference.weights.sync_gpu import address_towards
+from turnwise.inference.weights.weight_block import WeightHandle
+from turnwise.types import ModelError, ModelRequest, ModelResponse, PolicyVersions, Tokenizer
+
+
+@dataclass(slots=True)
+class _Policy:
+    """``base`` and ``own`` are the shapes that its weights must have; both are empty for what takes none.
+
+    ``served`` is the server's name for it, ``None`` for the server's own model.
+    """
+
+    served: str | None = None
+    config: Any = None
+    dtype: str = ""
+    base: dict[str, Tensor] = field(default_factory=dict)
+    own: dict[str, Tensor] = field(default_factory=dict)
+    adapter: Adapter | None = None
+    version: int = 0
+
+
+class VLLMServerClient(ClientBase):
+    """Completes prompts with a vLLM server that ``turnwise serve`` started, on this host or another.
+
+    - ``server``: its URL, or an :class:`~turnwise.inference.common.http.Endpoint` with key, timeout and retries.
+    - ``policies``: one policy, then called ``"default"``, or policies by name. A policy is the Hugging Face model that
+      the server serves, or an :class:`AdaptedModel` over it, whose weights the client sends, now and by
+      :meth:`load_weights`. Or it is the name of a model that the server has, ``None`` for its own, sampled as it is at
+      version 0. One server has one base; a :class:`~turnwise.inference.routing.RoutingClient` joins several.
+    - ``in_flight``: weights land between two tokens, and ``policy_versions`` says which tokens came from which weights.
+      Else they wait until the server is idle. The server holds requests back while they land.
+    - ``transfer``: how weights travel. ``"auto"``: memory that the server's process reads, or files in ``folder``,
+      which a server on another host must see under the same path. ``"nccl"`` between GPUs and ``"gloo"`` over TCP reach
+      other hosts without a common folder, ``"ipc"`` a server on the same GPU.
+
+    The server stamps every token with a label of the weights that sampled it. A label that this client did not give
+    means that the server restarted: the client sends its weights and the request again, with the same seed. So no token
+    of other weights is ever returned.
+
+    Raises ``ImportError`` where aiohttp is missing.
+
+    Example::
+
+        async with serving("Qwen/Qwen3-0.6B") as server:
+            client = VLLMServerClient(server.endpoint(), tokenizer, model)
+            [response] = await client.generate([ModelRequest([1, 17, 9], Sampling(max_tokens=8, seed=3))])
+    """
+
+    shares_weights = False
+
+    def __init__(
+        self,
+        server: str | Endpoint,
+        tokenizer: Tokenizer,
+        policies: Mapping[str, Any] | nn.Module | str | None = None,
+        *,
+        in_flight: bool = False,
+        folder: str | Path | None = None,
+        transfer: str = "auto",
+        seed: int = 0,
+    ) -> None:
+        if folder is not None and transfer not in ("auto", "safetensors"):
+            raise ValueError(f"transfer={transfer!r}: expected 'auto' or 'safetensors' with folder={str(folder)!r}")
+        models = dict(policies) if isinstance(policies, Mapping) else {"default": policies}
+        if not models:
+            raise ValueError("policies is empty: expected at least one")
+        self.tokenizer = tokenizer
+        self._seeds = np.random.default_rng(seed)
+        self._mark = secrets.token_hex(4)
+        self._temporary = tempfile.TemporaryDirectory(prefix="turnwise-adapters-") if folder is None else None
+        place = Path(folder or self._temporary.name).absolute()  # type: ignore[union-attr]  # one of them is there
+        self._endpoint = server if isinstance(server, Endpoint) else Endpoint(server)
+        self._transfer = _transfer_to(self._endpoint, transfer, folder)
+        self._policies, base = _describe(models, place, self._mark)
+        self._server = RemoteServer(self._endpoint, self._mark, in_flight)
+        self._sends = bool(base)
+        self._handle = self._transfer.send(base) if base else None
+        self._synced = False  # whether the server has ever had what this client holds
+        self._unusable: str | None = None
+        self._lock = asyncio.Lock()
+        self._open, self._idle = asyncio.Event(), asyncio.Event()
+        self._open.set()
+        self._idle.set()
+        self._running = 0
+        self._closed = False
+        self._busy_since = 0.0
+        self._stats: dict[str, float] = dict.fromkeys(STATS, 0)
+
+    # -- the client protocol -------------------------------------------------------------------------------------------
+    async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+        """One response per request, in order.
+
+        Raises ``ValueError`` for an unknown policy, an empty prompt or sampling that vLLM can't report on,
+        ``ContextLengthError`` for a prompt that leaves no room for a token, and ``ModelError`` for a server that can't
+        be reached, refuses, takes too long or answers nonsense, and if the client is closed.
+        """
+        if self._closed:
+            raise ModelError("the client is closed")
+        for request in requests:
+            policy_of(self._policies, request.policy)
+            check_sampling_by_vllm(request.sampling)
+            completion_limit(request, 2**63, None)
+        work = self._endpoint.thread.submit(self._generate(requests))
+        try:
+            return await asyncio.wrap_future(work)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closed and task is not None and not task.cancelling():
+                raise ModelError("the client was closed before this request was done") from None
+            raise
+
+    def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
+        """Hand ``weights`` (pairs of name and tensor, as the model's ``state_dict`` has them) to the server.
+
+        An adapter's policy takes its adapter alone, or with it the whole shared base. Names and shapes are checked
+        before a byte moves. An update that fails is sent once more, whole. If that fails too, this raises
+        ``ModelError``, and nothing is sampled until a later call succeeds.
+        """
+        held = policy_of(self._policies, policy)
+        if self._closed:
+            raise ModelError("the client is closed")
+        if not held.base:
+            raise ValueError(f"policy={policy!r} is what the server has: give its model in `policies` to send weights")
+        sources = collect_weights(weights, policy)
+        with_base = held.adapter is None or any(name in held.base for name in sources)
+        check_weights(sources, held.own | (held.base if with_base else {}), policy)
+        self._endpoint.thread.submit(self._load(policy, sources, version)).result()
+
+    def version(self, policy: str) -> int:
+        """The version of the weights that ``policy`` samples with."""
+        return policy_of(self._policies, policy).version
+
+    async def pause(self) -> None:
+        """Hold back new requests; returns once none of this client's runs. Requests wait until :meth:`resume`."""
+        await asyncio.wrap_future(self._endpoint.thread.submit(self._close_gate()))
+
+    async def resume(self) -> None:
+        """Let waiting requests go on."""
+        self._endpoint.thread.call(self._open.set)
+
+    async def close(self) -> None:
+        """Fail what waits and what runs, and end the connections. The server runs on. May be called again."""
+        self._closed = True
+        await asyncio.to_thread(self._endpoint.close)
+        self._transfer.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def stats(self) -> dict[str, float]:
+        """Totals since the client was made, see :data:`STATS`."""
+        busy = time.perf_counter() - self._busy_since if self._running else 0.0
+        now = {"seconds": self._stats["seconds"] + busy, "retries": self._endpoint.retried}
+        return self._stats | now
+
+    # -- requests, in the endpoint's thread ----------------------------------------------------------------------------
+    async def _close_gate(self) -> None:
+        self._open.clear()
+        await self._idle.wait()
+
+    async def _generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+        await self._open.wait()
+        self._count(len(requests))
+        try:
+            await self._ready()
+            bodies = [self._body(request) for request in requests]
+            return await gather_all(map(self._one, requests, bodies))
+        finally:
+            self._count(-len(requests))
+
+    def _count(self, change: int) -> None:
+        now = time.perf_counter()
+        if not self._running:
+            self._busy_since = now
+        self._running += change
+        if self._running:
+            self._idle.clear()
+            return
+        self._stats["seconds"] += now - self._busy_since
+        self._idle.set()
+
+    def _body(self, request: ModelRequest) -> dict[str, Any]:
+        """The request as the token endpoint takes it."""
+        info, sampling = self._server.info, request.sampling
+        assert info is not None
+        seed = int(self._seeds.integers(2**63)) if sampling.seed is None else sampling.seed
+        return {
+            "model": self._policies[request.policy].served,
+            "token_ids": list(map(int, request.prompt_token_ids)),
+            "sampling_params": {
+                "temperature": sampling.temperature,
+                "max_tokens": completion_limit(request, info.vocabulary, info.context_length),
+                "stop_token_ids": list(stop_token_ids(request, self.tokenizer)),
+                "ignore_eos": True,  # the tokenizer here says what ends a completion, not the server's
+                "seed": seed & (2**63 - 1),  # torch's generators take 63 bits; -1 would mean none to vLLM
+                "logprobs": 0,  # the sampled token's alone
+                "detokenize": False,
+            },
+        }
+
+    async def _one(self, request: ModelRequest, body: dict[str, Any]) -> ModelResponse:
+        """Ask until the answer is wholly of weights that this client sent."""
+        info, limit = self._server.info, body["sampling_params"]["max_tokens"]
+        assert info is not None
+        for _ in range(self._endpoint.retries + 1):
+            if self._unusable is not None:
+                raise ModelError(self._unusable)
+            found = await self._server.generate(body)
+            if found is not None:
+                answer = read_answer(found, self._server.where, limit, info.vocabulary)
+                if (versions := self._versions_of(request.policy, answer)) is not None:
+                    return self._response(request, answer, versions)
+            await self._recover()
+        raise ModelError(f"{self._server.where} answered with weights that were not sent to it, again and again")
+
+    def _versions_of(self, policy: str, answer: Answer) -> PolicyVersions | None:
+        """Labels as runs of ``policy``'s versions; ``None`` if one of them is not of this client."""
+        if not self._sends:
+            return [(len(answer.token_ids), 0)]
+        runs: PolicyVersions = []
+        for count, label in answer.labels:
+            versions = self._server.sent.get(label)
+            if versions is None:
+                return None
+            if runs and runs[-1][1] == versions[policy]:
+                count += runs.pop()[0]
+            if count:
+                runs.append((count, versions[policy]))
+        return runs
+
+    def _response(self, request: ModelRequest, answer: Answer, versions: PolicyVersions) -> ModelResponse:
+        self._stats["requests"] += 1
+        self._stats["prompt_tokens"] += len(request.prompt_token_ids)
+        self._stats["cached_tokens"] += answer.cached_tokens
+        self._stats["generated_tokens"] += len(answer.token_ids)
+        return ModelResponse(
+            text=self.tokenizer.decode(answer.token_ids, skip_special_tokens=True),
+            completion_token_ids=answer.token_ids,
+            logprobs=answer.logprobs,
+            finish_reason=answer.finish_reason,
+            policy_versions=versions,
+            prompt_token_ids=list(request.prompt_token_ids),
+        )
+
+    # -- weights, in the endpoint's thread -----------------------------------------------------------------------------
+    async def _ready(self) -> None:
+        """Know the server, and have it hold what this client holds."""
+        if self._server.info is not None and (self._synced or not self._sends):
+            return
+        async with self._lock:
+            await self._connect()
+            if self._sends and not self._synced:
+                await self._sync(self._handle, self._adapters(), {})
+
+    async def _connect(self) -> None:
+        if self._server.info is None:
+            await self._server.connect(self._sends)
+            for name, held in self._policies.items():
+                if held.base:
+                    self._server.check_model(name, held.config, held.dtype)
+
+    async def _recover(self) -> None:
+        """Give a server that restarted its weights again, once however many requests have noticed."""
+        async with self._lock:
+            if self._unusable is not None:
+                raise ModelError(self._unusable)
+            if self._sends and not await self._server.has_our_weights():
+                self._stats["restarts"] += 1
+                await self._sync(self._handle, self._adapters(), {})
+
+    async def _load(self, policy: str, sources: dict[str, Tensor], version: int) -> None:
+        held = self._policies[policy]
+        base = {name: tensor for name, tensor in sources.items() if name in held.base}
+        own = {name: tensor for name, tensor in sources.items() if name in held.own}
+        async with self._lock:
+            await self._connect()
+            if base:
+                self._handle = await asyncio.to_thread(self._transfer.send, base)
+            whole = not self._synced or self._unusable is not None
+            adapters = self._adapters() if whole else {}
+            if held.adapter is not None:
+                adapters[policy] = (held.adapter, own)
+            await self._sync(self._handle if base or whole else None, adapters, {policy: version})
+            held.version = version
+
+    def _adapters(self) -> Adapters:
+        """All adapters, as they stand in their files."""
+        return {name: (held.adapter, {}) for name, held in self._policies.items() if held.adapter is not None}
+
+    async def _sync(self, handle: WeightHandle | None, adapters: Adapters, new: Mapping[str, int]) -> None:
+        """Put ``handle`` and ``adapters`` into the server, from then on at the versions ``new``; once more if need be.
+
+        After a failure nobody knows what the server holds, so the second time it gets everything.
+        """
+        began = time.perf_counter()
+        versions = {**{name: held.version for name, held in self._policies.items()}, **new}
+        try:
+            try:
+                await self._server.put(handle, adapters, versions)
+            except EndpointError:
+                await self._endpoint.wait_until_healthy()
+                await self._server.put(self._handle, {**self._adapters(), **adapters}, versions)
+        except EndpointError as error:
+            self._unusable = f"new weights did not arrive whole at {self._endpoint.url} ({error}); send them again"
+            raise ModelError(self._unusable) from error
+        self._synced, self._unusable = True, None
+        self._stats["syncs"] += 1
+        self._stats["sync_seconds"] += time.perf_counter() - began
+
+
+STATS = {
+    "requests": "answered",
+    "prompt_tokens": "in them",
+    "cached_tokens": "prompt tokens whose keys and values the server's prefix cache held",
+    "generated_tokens": "in the answers",
+    "seconds": "in which a request ran",
+    "retries": "attempts that failed and were repeated",
+    "restarts": "times that a server lost its weights and got them again",
+    "syncs": "updates of weights",
+    "sync_seconds": "that updates took",
+}
+"""The totals of :meth:`VLLMServerClient.stats`."""
+
+
+def _transfer_to(endpoint: Endpoint, name: str, folder: str | Path | None) -> WeightTransfer:
+    if folder is not None:
+        return SafetensorsTransfer(folder)
+    if name in ("nccl", "gloo"):
+        return make_transfer(name, address_towards(urlsplit(endpoint.url).hostname or ""))
+    return make_transfer(name)
+
+
+def _describe(models: Mapping[str, Any], place: Path, mark: str) -> tuple[dict[str, _Policy], dict[str, Tensor]]:
+    """The policies behind ``models``, their adapters in files below ``place``, and the weights of their one base."""
+    policies: dict[str, _Policy] = {}
+    bases: dict[int, dict[str, Tensor]] = {}
+    shapes: dict[int, dict[str, Tensor]] = {}
+    for name, model in models.items():
+        if not isinstance(model, nn.Module):
+            policies[name] = _Policy(served=model)
+            continue
+        plain: Any = model.shared.model if isinstance(model, AdaptedModel) else model
+        if id(plain) not in bases:
+            bases[id(plain)] = full_weights(model)
+            shapes[id(plain)] = shapes_of(bases[id(plain)])
+        dtype = next(tensor.dtype for tensor in bases[id(plain)].values() if tensor.is_floating_point())
+        held = policies[name] = _Policy(None, plain.config.get_text_config(), str(dtype).removeprefix("torch."))
+        held.base = shapes[id(plain)]
+        if isinstance(model, AdaptedModel) and model.name is not None:
+            held.served = f"{name}-{mark}"
+            held.own = shapes_of(model.state_dict())
+            held.adapter = Adapter(held.served, 0, place / held.served, model.shared.configs[model.name])
+            held.adapter.write(model.state_dict())
+    if len(bases) > 1:
+        own = [name for name, policy in policies.items() if policy.base]
+        raise ValueError(
+            f"policies {', '.join(map(repr, own))} have {len(bases)} bases: expected one per server. Give each "
+            "base a server and a client, and join them by a RoutingClient"
+        )
+    return policies, next(iter(bases.values()), {})

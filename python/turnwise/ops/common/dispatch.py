@@ -1,0 +1,247 @@
+"""Choose the implementation that serves a call.
+
+``native``: C++ for CPU tensors, CUDA C++ for CUDA tensors. ``triton``: CUDA tensors, and CPU tensors in a process that
+runs Triton's interpreter (``TRITON_INTERPRET=1``). ``torch``: the reference, any device.
+
+An automatic choice is ``native`` where it serves, else ``triton``, else ``torch``. On a GPU that also asks, once per
+device, whether its driver takes the kernels. A compiled module that does not load, or kernels that a device does not
+take, are said once per device. A backend asked for by name that can't serve raises.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BACKENDS = ("native", "triton", "torch")
+
+
+class _Forced(threading.local):
+    name: str | None = None  # in the class: a missing attribute of a thread costs as much as a small op
+
+
+_forced = _Forced()
+
+
+class BackendUnavailable(RuntimeError):
+    """The backend asked for by name can't serve this call; the message says why."""
+
+
+_BUILD = "install turnwise from a wheel, or build it in a checkout with: pip install ."
+
+
+def _load_extension() -> tuple[Any, str]:
+    try:
+        return importlib.import_module("turnwise._C"), ""
+    except ImportError as error:
+        return None, f"the compiled module turnwise._C did not load ({error}); {_BUILD}"
+
+
+extension, extension_error = _load_extension()
+emulator: Any = None  # a module whose CUDA kernels run on CPU tensors; set by tests alone
+interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+_has_triton = importlib.util.find_spec("triton") is not None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Availability
+# ---------------------------------------------------------------------------------------------------------------------
+_NO_TRITON = "Triton is not installed; install it with: pip install 'turnwise[triton]'"
+_NO_CUDA = "turnwise._C was built without CUDA; build it with TURNWISE_CUDA=ON and an nvcc on the PATH"
+
+
+def _ask_native(index: int) -> str:
+    return (emulator or extension).cuda_unsupported_reason(index)
+
+
+def _ask_triton(index: int) -> str:
+    try:
+        from turnwise.ops.common.triton import load_probe
+
+        load_probe(index)
+    except Exception as error:  # no driver, an old device or no C compiler: each raises another type
+        return f"Triton can't compile for the device: {type(error).__name__}: {str(error).strip() or 'no reason given'}"
+    return ""
+
+
+_ASK: dict[str, Callable[[int], str]] = {"native": _ask_native, "triton": _ask_triton}
+_answers: dict[tuple[str, int], str] = {}
+
+
+def _device_unsupported_reason(name: str, index: int) -> str:
+    """The reason why a CUDA device (-1: the current one) rejects a backend's kernels; empty where it takes them.
+
+    The device is asked once. No kernel may be loaded while a graph is captured, so such a call goes on unasked.
+    """
+    key = name, index
+    if key not in _answers:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return ""
+        _answers[key] = _ASK[name](index)
+    return _answers[key]
+
+
+def _native_unsupported_reason(device: str, index: int = -1) -> str:
+    """The reason why ``native`` can't serve tensors of a device; empty where it can."""
+    if extension is None:
+        return extension_error
+    if emulator is not None:
+        return _device_unsupported_reason("native", index)
+    if device == "cuda":
+        return _device_unsupported_reason("native", index) if extension.with_cuda else _NO_CUDA
+    return "" if device == "cpu" else f"its kernels run on CPU and CUDA tensors, not on {device}"
+
+
+def _triton_unsupported_reason(device: str, index: int = -1) -> str:
+    if not _has_triton:
+        return _NO_TRITON
+    if device == "cuda":
+        return _device_unsupported_reason("triton", index)
+    if device == "cpu" and interpreted:
+        return ""
+    return f"its kernels run on CUDA tensors, not on {device} (on CPU tensors only with TRITON_INTERPRET=1)"
+
+
+def available_backends() -> dict[str, str]:
+    """Each backend's state, for reports: ``{"native": "available (avx512, CUDA)", "triton": "unavailable: ...", ...}``.
+    Every GPU is asked, and one that does not take the kernels is named with the reason."""
+    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    native = f"unavailable: {extension_error}"
+    if extension:
+        reasons = {index: reason for index in devices if (reason := _native_unsupported_reason("cuda", index))}
+        where = f"{extension.isa()}{', CUDA' if len(reasons) < len(devices) else ''}"
+        native = f"available ({where}){'; not for ' if reasons else ''}{_by_reason(reasons)}"
+    reasons = {index: reason for index in devices if (reason := _triton_unsupported_reason("cuda", index))}
+    triton = f"available{'; not for ' if reasons else ''}{_by_reason(reasons)}"
+    if len(reasons) == len(devices) > 0:
+        triton = f"unavailable: {_by_reason(reasons)}"
+    elif not devices:
+        reason = _triton_unsupported_reason("cpu")
+        triton = f"unavailable: {reason}" if reason else "available (interpreter)"
+    return {"native": native, "triton": triton, "torch": "available"}
+
+
+def _by_reason(reasons: dict[int, str]) -> str:
+    """``cuda:0, cuda:2: what both lack; cuda:1: ...``"""
+    devices: dict[str, list[str]] = {}
+    for index, reason in reasons.items():
+        devices.setdefault(reason, []).append(f"cuda:{index}")
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in devices.items())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Choice
+# ---------------------------------------------------------------------------------------------------------------------
+def _check_name(name: str, source: str) -> str:
+    if name not in BACKENDS:
+        raise ValueError(f"{source}={name!r}: expected one of {', '.join(BACKENDS)}")
+    return name
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Force one backend inside a ``with`` block: ``with ops.backend("torch"): ...``."""
+    before = _forced.name
+    _forced.name = _check_name(name, "backend")
+    try:
+        yield
+    finally:
+        _forced.name = before
+
+
+_environment = os.environ.get("TURNWISE_BACKEND") or None  # read once: asking each time costs as much as a small op
+if _environment is not None:
+    _check_name(_environment, "TURNWISE_BACKEND")
+
+
+def forced_backend() -> str | None:
+    """The backend that :func:`backend` or ``TURNWISE_BACKEND`` names."""
+    return _forced.name or _environment
+
+
+def native_by_default() -> bool:
+    """True if calls on CPU tensors that name no backend run on ``native``, and no emulator replaces it."""
+    return _forced.name is None and _environment is None and extension is not None and emulator is None
+
+
+def select_backend(name: str | None, tensor: Tensor | None = None, *, native: str = "", triton: str = "") -> str:
+    """The backend that serves a call on ``tensor`` (``None``: on the CPU, without tensors).
+
+    The argument ``name`` wins over :func:`backend`, that over ``TURNWISE_BACKEND``. ``native`` and ``triton`` say why
+    that backend can't serve these inputs (empty: it can); device and installation are looked at here.
+    """
+    chosen = forced_backend() if name is None else _check_name(name, "backend")
+    on_cpu = tensor is None or tensor.is_cpu
+    if chosen is None and on_cpu and extension is not None and emulator is None:  # the usual case first, and quickly
+        return "torch" if native else "native"
+    device, index = ("cpu", None) if on_cpu or tensor is None else (tensor.device.type, tensor.device.index)
+    index = -1 if index is None else index  # the current one
+    if chosen is None:
+        return _choose(device, index, native, triton)
+    reason = _unsupported_reason(chosen, device, index) or {"native": native, "triton": triton}.get(chosen, "")
+    if reason:
+        raise BackendUnavailable(f"backend {chosen!r} can't serve this call: {reason}")
+    return chosen
+
+
+def _unsupported_reason(name: str, device: str, index: int) -> str:
+    """The reason why a backend can't serve tensors of a device; empty where it can."""
+    return (
+        {"native": _native_unsupported_reason, "triton": _triton_unsupported_reason}[name](device, index)
+        if name != "torch"
+        else ""
+    )
+
+
+def _choose(device: str, index: int, native: str, triton: str) -> str:
+    """The first backend that serves. Warns once per device where the machine allows only a slower one."""
+    native_reason = _unsupported_reason("native", device, index)
+    if not (native or native_reason):
+        return "native"
+    triton_reason = _unsupported_reason("triton", device, index) if device == "cuda" else ""
+    served = "triton" if device == "cuda" and not (triton or triton_reason) else "torch"
+    # A build without CUDA is no news as long as Triton serves, or could if it took these inputs.
+    expected = native_reason == _NO_CUDA and not triton_reason
+    if native_reason and device in ("cpu", "cuda") and not expected:
+        _warn_once(
+            device if index < 0 else f"{device}:{index}", served, {"native": native_reason, "triton": triton_reason}
+        )
+    return served
+
+
+# A compiler that traces a call takes what these return for a constant instead of looking inside: a probe is nothing
+# that it could trace. This is torch.compiler.assume_constant_result, which would import the compiler with the ops.
+_unsupported_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def native_core(tensor: Tensor) -> tuple[str, Any]:
+    """The side on which ``native`` computes, ``"cpu"`` or ``"cuda"``, and the compiled module to call."""
+    if emulator is not None:
+        return "cuda", emulator
+    return ("cpu" if tensor.is_cpu else "cuda"), extension
+
+
+def stream_of(tensor: Tensor) -> int:
+    """The handle of the stream on which to launch kernels: the current one of the tensor's device."""
+    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
+
+
+_warned: set[str] = set()  # devices
+
+
+def _warn_once(device: str, served: str, reasons: dict[str, str]) -> None:
+    if device not in _warned:
+        _warned.add(device)
+        on = "Triton's kernels" if served == "triton" else "plain PyTorch"
+        told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
+        warnings.warn(f"turnwise.ops runs on {on} for {device} tensors. {told}", RuntimeWarning, stacklevel=5)

@@ -1,0 +1,278 @@
+"""The token streams of a loss in one of two forms, checked: padded ``[B, T]`` or packed ``[N]`` with ``cu_seqlens``."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._C import _functorch
+from torch.autograd import forward_ad
+
+from turnwise.ops.common.dispatch import forced_backend
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATS)
+MOST_ACTORS = 2**31 - 1
+
+
+def is_number(value: object) -> bool:
+    """Tell a number of Python or NumPy from anything else; flags and tensors are none."""
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+
+
+def whole_number(value: Any) -> int | None:
+    """A whole number (Python, NumPy or 0-dim tensor) as an int; ``None`` for anything else."""
+    if isinstance(value, Tensor):
+        return int(value) if value.dim() == 0 and not (value.is_floating_point() or value.is_complex()) else None
+    return int(value) if isinstance(value, int | np.integer) and not isinstance(value, bool) else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tensors that kernels can't read
+# ---------------------------------------------------------------------------------------------------------------------
+def is_transformed(*tensors: Any) -> bool:
+    """True if a tensor belongs to a transform of ``torch.func`` (``grad``, ``vmap``, ``jvp``) or carries a tangent of
+    forward-mode differentiation. Its values then can't be read, or are not everything it holds."""
+    dual = forward_ad._current_level >= 0
+    if not (dual or torch._C._are_functorch_transforms_active()) or torch.compiler.is_compiling():
+        return False
+    return any(
+        isinstance(tensor, Tensor)
+        and (
+            _functorch.is_functorch_wrapped_tensor(tensor)
+            or (dual and forward_ad.unpack_dual(tensor).tangent is not None)
+        )
+        for tensor in tensors
+    )
+
+
+_TRANSFORMED = (
+    "it is inside a transform of torch.func (grad, vmap, jvp) or under forward-mode differentiation, and the kernels "
+    "read and write memory alone; use backend='torch', or with ops.backend('torch'): around it"
+)
+_warned = False
+
+
+def transform_reason(backend: str | None, *tensors: Any) -> str:
+    """The reason why kernels can't serve a call inside ``torch.func``; empty where they can.
+
+    Inside a transform even the result of a plain tensor belongs to the transform. If no backend is named, ``torch``
+    serves, with one warning.
+    """
+    global _warned
+    if not (torch._C._are_functorch_transforms_active() or is_transformed(*tensors)):
+        return ""
+    silent = _warned or torch.compiler.is_compiling()
+    if backend is None and forced_backend() is None and not silent:
+        _warned = True
+        warnings.warn(f"turnwise.ops runs this call on plain PyTorch: {_TRANSFORMED}", RuntimeWarning, stacklevel=3)
+    return _TRANSFORMED
+
+
+def check_memory(**tensors: Tensor | None) -> None:
+    """Refuse wrappers, which name a device but have no memory there. The compiled module checks this itself."""
+    for name, tensor in tensors.items():
+        if tensor is None or type(tensor) is Tensor:
+            continue
+        if tensor.numel() and not tensor.data_ptr():
+            raise TypeError(
+                f"{name}: expected a tensor with memory of its own, not a wrapper such as a DTensor: "
+                "pass x.full_tensor()"
+            )
+
+
+class RowLayout:
+    """The row of each token, for the plain PyTorch reference: sums over rows, and row values per token."""
+
+    def __init__(self, tokens: Tensor, cu_seqlens: Tensor | None) -> None:
+        self.shape = tokens.shape
+        self.count = tokens.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        self.row: Tensor | None = None
+        if cu_seqlens is not None:
+            positions = torch.arange(tokens.shape[0], device=tokens.device)
+            self.row = torch.searchsorted(cu_seqlens[1:].contiguous().long(), positions, right=True)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """``[B]`` sums of per-token ``values``."""
+        if self.row is None:
+            return values.sum(dim=1)
+        return torch.zeros(self.count, dtype=values.dtype, device=values.device).index_add(0, self.row, values)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Row values ``[B]`` at every token; per-token values pass through."""
+        if values.shape == self.shape and (self.row is None or values.shape[0] != self.count):
+            return values
+        values = values.reshape(self.count)
+        return values[:, None].expand(self.shape) if self.row is None else values[self.row]
+
+
+class Streams(NamedTuple):
+    """The inputs of every policy loss. Token streams have the shape of ``logprobs``; ``None`` where not given."""
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor | None
+    cu_seqlens: Tensor | None
+    ref_logprobs: Tensor | None
+    rollout_logprobs: Tensor | None
+    actor_ids: Tensor | None
+    entropy: Tensor | None = None
+
+
+def check_optional(**tensors: Any) -> None:
+    """Each argument is a tensor or ``None``."""
+    for name, value in tensors.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+
+
+def row_count(like: Tensor, cu_seqlens: Tensor | None) -> int:
+    return like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def check_tensors(s: Streams) -> None:
+    """Every stream is a tensor, or ``None`` where it may be missing."""
+    for stream in s:
+        if not (stream is None or isinstance(stream, Tensor)):
+            break
+    else:
+        if s.logprobs is not None and s.old_logprobs is not None and s.advantages is not None:
+            return
+    for name, stream in zip(Streams._fields, s, strict=True):
+        if stream is None and name not in ("logprobs", "old_logprobs", "advantages"):
+            continue
+        if not isinstance(stream, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(stream).__name__}")
+
+
+def check_layout(name: str, tokens: Tensor, cu_seqlens: Tensor | None) -> None:
+    """The form is padded or packed, and ``cu_seqlens`` describes it."""
+    if cu_seqlens is None:
+        if tokens.dim() != 2:
+            raise ValueError(f"{name} has shape {tuple(tokens.shape)}: expected [B, T], or [N] with cu_seqlens")
+        return
+    if tokens.dim() != 1:
+        raise ValueError(f"{name} has shape {tuple(tokens.shape)}: expected [N], as cu_seqlens is given")
+    check_cu_seqlens(cu_seqlens)
+    if cu_seqlens.device != tokens.device:
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}: expected {tokens.device}, as {name}")
+
+
+def check_cu_seqlens(cu_seqlens: Tensor) -> None:
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens has dtype {cu_seqlens.dtype}: expected int32 or int64")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}: expected [B + 1]")
+
+
+def check_cu_seqlens_values(cu_seqlens: Tensor, tokens: int | None) -> None:
+    """Check that the values start at 0, never fall and end at ``tokens``. Reads them, so CPU tensors only.
+
+    Tensors inside a transform of ``torch.func`` hide their values, so they are skipped, here and below.
+    """
+    if is_transformed(cu_seqlens):
+        return
+    if int(cu_seqlens[0]) != 0:
+        raise ValueError(f"cu_seqlens[0]={int(cu_seqlens[0])}: expected 0")
+    falling = (cu_seqlens[1:] < cu_seqlens[:-1]).nonzero()
+    if falling.numel():
+        row = int(falling[0]) + 1
+        raise ValueError(f"cu_seqlens[{row}]={int(cu_seqlens[row])}: expected at least {int(cu_seqlens[row - 1])}")
+    if tokens is not None and int(cu_seqlens[-1]) != tokens:
+        raise ValueError(f"cu_seqlens[-1]={int(cu_seqlens[-1])}: expected {tokens}, the number of tokens")
+
+
+def check_mask(mask: Tensor | None, tokens: Tensor, name: str) -> None:
+    if mask is None:
+        return
+    if mask.shape != tokens.shape:
+        raise ValueError(f"mask has shape {tuple(mask.shape)}: expected {tuple(tokens.shape)}, as {name}")
+    check_mask_type(mask)
+
+
+def check_mask_type(mask: Tensor) -> None:
+    if mask.dtype not in MASKS:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in MASKS)
+        raise TypeError(f"mask has dtype {mask.dtype}: expected one of {names}. Pass mask != 0")
+
+
+def count_actors(num_actors: Any) -> int:
+    """``num_actors`` as an int: beside ``actor_ids`` it must be a whole number, at least 1."""
+    count = whole_number(num_actors)
+    if count is None or not 1 <= count <= MOST_ACTORS:
+        raise ValueError(f"num_actors={num_actors!r}: expected a count >= 1 and below 2**31, as actor_ids is given")
+    return count
+
+
+def check_mask_values(mask: Tensor) -> None:
+    """A mask of floats holds 0 and 1; CPU tensors alone."""
+    if not mask.is_floating_point() or is_transformed(mask):
+        return
+    wrong = ((mask != 0) & (mask != 1)).nonzero()
+    if wrong.numel():
+        raise ValueError(f"mask{wrong[0].tolist()}={mask[tuple(wrong[0])].item()!r}: expected 0 or 1")
+
+
+def check_actors(actor_ids: Tensor, num_actors: int | None, rows: int) -> None:
+    count_actors(num_actors)
+    if actor_ids.shape != (rows,):
+        raise ValueError(f"actor_ids has shape {tuple(actor_ids.shape)}: expected ({rows},), one per sequence")
+    if actor_ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"actor_ids has dtype {actor_ids.dtype}: expected int64 or int32")
+
+
+def check_actor_values(actor_ids: Tensor, num_actors: int) -> None:
+    """Ids are in range; CPU tensors alone."""
+    if is_transformed(actor_ids):
+        return
+    wrong = ((actor_ids < 0) | (actor_ids >= num_actors)).nonzero()
+    if wrong.numel():
+        row = int(wrong[0])
+        raise ValueError(f"actor_ids[{row}]={int(actor_ids[row])}: expected an id in [0, {num_actors})")
+
+
+def check_streams(s: Streams, num_actors: int | None) -> None:
+    """Shapes, dtypes and devices of every stream, by name."""
+    lp = s.logprobs
+    if lp.dtype not in FLOATS:
+        raise TypeError(f"logprobs has dtype {lp.dtype}: expected float32, bfloat16, float16 or float64")
+    check_layout("logprobs", lp, s.cu_seqlens)
+    for name, stream in (
+        ("old_logprobs", s.old_logprobs),
+        ("ref_logprobs", s.ref_logprobs),
+        ("rollout_logprobs", s.rollout_logprobs),
+        ("entropy", s.entropy),
+    ):
+        if stream is not None and stream.shape != lp.shape:
+            raise ValueError(f"{name} has shape {tuple(stream.shape)}: expected {tuple(lp.shape)}, as logprobs")
+    rows = row_count(lp, s.cu_seqlens)
+    if s.advantages.shape not in ((rows,), (rows, 1), lp.shape):
+        raise ValueError(
+            f"advantages has shape {tuple(s.advantages.shape)}: expected ({rows},), one per sequence, "
+            f"or {tuple(lp.shape)}, one per token"
+        )
+    check_mask(s.mask, lp, "logprobs")
+    if s.actor_ids is not None:
+        check_actors(s.actor_ids, num_actors, rows)
+    for name, tensor in s._asdict().items():
+        if tensor is None:
+            continue
+        if tensor.device != lp.device:
+            raise ValueError(f"{name} is on {tensor.device}: expected {lp.device}, as logprobs")
+        if name not in ("mask", "cu_seqlens", "actor_ids") and tensor.dtype not in FLOATS:
+            raise TypeError(f"{name} has dtype {tensor.dtype}: expected float32, bfloat16, float16 or float64")
+
+
+def check_stream_values(s: Streams, num_actors: int | None) -> None:
+    """Check values. Reads them, so CPU tensors only."""
+    if s.cu_seqlens is not None:
+        check_cu_seqlens_values(s.cu_seqlens, s.logprobs.shape[0])
+    if s.actor_ids is not None:
+        assert num_actors is not None
+        check_actor_values(s.actor_ids, num_actors)
+    if s.mask is not None:
+        check_mask_values(s.mask)

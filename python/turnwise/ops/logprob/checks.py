@@ -1,0 +1,80 @@
+"""Checks of the arguments of the log-probability ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turnwise.ops.common.layout import FLOATS, is_number, is_transformed
+
+
+def as_autocast(tensor: Any, dtype: torch.dtype) -> Any:
+    """Cast as autocast casts an argument of ``torch.nn.functional.linear``: float64 and non-floats stay."""
+    casts = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype is not torch.float64
+    return tensor.to(dtype) if casts else tensor
+
+
+def check_temperature(temperature: float) -> None:
+    if not (is_number(temperature) and 0 < temperature < float("inf")):
+        raise ValueError(f"temperature={temperature!r}: expected a finite number > 0")
+
+
+def check_ids(name: str, ids: Tensor, device: torch.device) -> None:
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(ids).__name__}")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name} has dtype {ids.dtype}: expected int64 or int32")
+    if ids.device != device:
+        raise ValueError(f"{name} is on {ids.device}: expected {device}")
+
+
+def check_id_values(name: str, ids: Tensor, count: int) -> None:
+    """Ids are in range. Reads the values, so a GPU waits."""
+    if is_transformed(ids):
+        return
+    wrong = ((ids < 0) | (ids >= count)).nonzero()
+    if wrong.numel():
+        place = wrong[0].tolist()
+        value = int(ids[tuple(place)])
+        hint = ". None is left out by its id: give it any in range, and leave the token out with mask" * (value < 0)
+        raise ValueError(f"{name}[{', '.join(map(str, place))}]={value}: expected an id in [0, {count}){hint}")
+
+
+def check_head(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, positions: Tensor | None) -> None:
+    """Shapes, dtypes and devices, by name."""
+    for name, tensor in (("hidden", hidden), ("weight", weight)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+        if tensor.dtype not in FLOATS:
+            raise TypeError(f"{name} has dtype {tensor.dtype}: expected float32, bfloat16, float16 or float64")
+        if tensor.dim() != 2:
+            axes = "[N, H]" if name == "hidden" else "[V, H]"
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected {axes}")
+    if weight.shape[1] != hidden.shape[1]:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}: expected [V, {hidden.shape[1]}], as hidden")
+    if weight.dtype != hidden.dtype:
+        raise TypeError(f"weight has dtype {weight.dtype}: expected {hidden.dtype}, as hidden")
+    if weight.device != hidden.device:
+        raise ValueError(f"weight is on {weight.device}: expected {hidden.device}, as hidden")
+    if weight.shape[0] == 0:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}: expected at least one row")
+    if weight.shape[1] == 0:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}: expected at least one column")
+    if bias is not None:
+        if not isinstance(bias, Tensor) or not bias.is_floating_point():
+            raise TypeError(f"bias: expected a tensor of floats, got {getattr(bias, 'dtype', type(bias).__name__)}")
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias has shape {tuple(bias.shape)}: expected ({weight.shape[0]},), as weight")
+        if bias.device != weight.device:
+            raise ValueError(f"bias is on {bias.device}: expected {weight.device}, as weight")
+    rows, source = hidden.shape[:1], "hidden"
+    if positions is not None:
+        check_ids("positions", positions, hidden.device)
+        if positions.dim() != 1:
+            raise ValueError(f"positions has shape {tuple(positions.shape)}: expected [M]")
+        rows, source = positions.shape, "positions"
+    check_ids("targets", targets, hidden.device)
+    if targets.shape != rows:
+        raise ValueError(f"targets has shape {tuple(targets.shape)}: expected {tuple(rows)}, as {source}")

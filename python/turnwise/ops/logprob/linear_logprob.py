@@ -1,0 +1,168 @@
+"""Log-probabilities of tokens straight from hidden states: the LM head and its softmax, a tile of logits at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turnwise.ops.common.dispatch import extension, select_backend
+from turnwise.ops.common.layout import transform_reason
+from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, check_temperature
+from turnwise.ops.logprob.linear_native import backward, forward
+from turnwise.ops.logprob.logprob import reference as logprob_reference
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reference
+# ---------------------------------------------------------------------------------------------------------------------
+def reference(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    positions: Tensor | None,
+    temperature: float,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Plain PyTorch with all logits at once, in float32 (float64 if given that), any device."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    rows = (hidden if positions is None else hidden[positions]).to(wide)
+    logits = rows @ weight.to(wide).T
+    if bias is not None:
+        logits = logits + bias.to(wide)
+    return logprob_reference(logits, targets, temperature, entropy)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch.library
+# ---------------------------------------------------------------------------------------------------------------------
+_TWICE = "linear_logprob: this backend has no second derivative; use backend='torch' to differentiate twice"
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    hidden, weight, targets, bias, positions, temperature, entropy, backend = inputs
+    _, lse, entropies = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(hidden, weight, targets, bias, positions, lse, entropies)
+    ctx.temperature, ctx.entropy, ctx.backend = temperature, entropy, backend
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad_logprob: Tensor | None, _: Any, grad_entropy: Tensor | None) -> tuple[Any, ...]:
+    hidden, weight, targets, bias, positions, lse, entropies = ctx.saved_tensors
+    need_hidden, need_weight, _, need_bias, *_ = ctx.needs_input_grad
+    with_entropy = ctx.entropy and grad_entropy is not None
+    if grad_logprob is None:
+        grad_logprob = torch.zeros_like(lse)
+    with torch.autocast(hidden.device.type, enabled=False):
+        grads = torch.ops.turnwise.linear_logprob_backward(
+            grad_logprob,
+            grad_entropy if with_entropy else None,
+            *(hidden, weight, targets, bias, positions, lse),
+            entropies if with_entropy else None,
+            *(ctx.temperature, need_hidden, need_weight, need_bias, ctx.backend),
+        )
+    hidden_grad, weight_grad, bias_grad = (
+        value if needed else None for value, needed in zip(grads, (need_hidden, need_weight, need_bias), strict=True)
+    )
+    return hidden_grad, weight_grad, None, bias_grad, None, None, None, None
+
+
+def _refuse(ctx: Any, *_: Any) -> None:
+    raise RuntimeError(_TWICE)
+
+
+if extension is not None:
+    _op = torch.library.custom_op("turnwise::linear_logprob", forward, mutates_args=())
+    _backward_op = torch.library.custom_op("turnwise::linear_logprob_backward", backward, mutates_args=())
+
+    @_op.register_fake
+    def _fake(hidden: Tensor, weight: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        tokens = targets.shape[0]
+        out = [hidden.new_empty(size, dtype=torch.float32) for size in (tokens, tokens, tokens if rest[-2] else 0)]
+        return out[0], out[1], out[2]
+
+    @_backward_op.register_fake
+    def _fake_backward(
+        _: Tensor, __: Tensor | None, hidden: Tensor, weight: Tensor, *rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        need_hidden, need_weight, need_bias = rest[-4:-1]
+        bias = hidden if rest[1] is None else rest[1]
+        return (
+            hidden.new_empty(hidden.shape if need_hidden else 0),
+            weight.new_empty(weight.shape if need_weight else 0),
+            bias.new_empty(weight.shape[0] if need_bias else 0),
+        )
+
+    _op.register_autograd(_differentiate, setup_context=_save)
+    _backward_op.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Public function
+# ---------------------------------------------------------------------------------------------------------------------
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    entropy: bool = False,
+    positions: Tensor | None = None,
+    check: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``log_softmax((hidden @ weight.T + bias) / temperature)`` at ``targets``, never holding the ``[N, V]`` logits.
+
+    ``hidden [N, H]``, ``weight [V, H]`` (as ``torch.nn.Linear`` has it), both float32, bfloat16, float16 (or float64,
+    reference only); ``targets [N]`` int64 or int32 in ``[0, V)``; ``bias [V]``, any float. Under autocast, hidden and
+    weight are cast as ``torch.nn.functional.linear`` would.
+    ``positions [M]`` (int64 or int32 in ``[0, N)``, repeats allowed) picks hidden rows; ``targets`` is then ``[M]``.
+
+    Returns ``logprob`` float32, ``[N]`` or ``[M]``; with ``entropy=True`` also the entropy of each distribution.
+    Gradients flow to hidden, weight and bias, for what requires one: a frozen weight costs nothing. The backward makes
+    each tile of logits again; beyond the gradients it holds one tile and float32 sums ``[N, H]``.
+
+    Log-sum-exps are float64 over tiles. On a CPU, logits of bfloat16 and float16 are rounded to that type, as
+    ``hidden @ weight.T`` rounds them; on a GPU they stay float32. An id out of range raises on a CPU, and on a GPU with
+    ``check=True``, which waits for it; else it gives NaN. Raises ``ValueError`` or ``TypeError`` naming the
+    argument, ``BackendUnavailable`` if the named backend can't serve. A second derivative needs ``backend="torch"``.
+
+    Example: ``linear_logprob(model(tokens)[:-1], lm_head.weight, tokens[1:], temperature=0.7)``
+    """
+    check_temperature(temperature)
+    kind = hidden.device.type if isinstance(hidden, Tensor) else "cpu"
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        with torch.autocast(kind, enabled=False):
+            return linear_logprob(
+                as_autocast(hidden, dtype),
+                as_autocast(weight, dtype),
+                targets,
+                temperature=temperature,
+                bias=bias,
+                entropy=entropy,
+                positions=positions,
+                check=check,
+                backend=backend,
+            )
+    check_head(hidden, weight, targets, bias, positions)
+    if (hidden.is_cpu or check) and not torch.compiler.is_compiling():
+        check_id_values("targets", targets, weight.shape[0])
+        if positions is not None:
+            check_id_values("positions", positions, hidden.shape[0])
+    unsupported_reason = (
+        "hidden is float64, and the kernels compute in float32" if hidden.dtype is torch.float64 else ""
+    )
+    reason = transform_reason(backend, hidden, weight, targets, bias, positions) or unsupported_reason
+    chosen = select_backend(backend, hidden, native=reason, triton=reason)
+    if chosen == "torch":
+        logprob, entropies = reference(hidden, weight, targets, bias, positions, temperature, entropy)
+    else:
+        logprob, _, entropies = torch.ops.turnwise.linear_logprob(
+            hidden, weight, targets, bias, positions, float(temperature), entropy, chosen
+        )
+    return (logprob, entropies) if entropy else logprob  # type: ignore[return-value]

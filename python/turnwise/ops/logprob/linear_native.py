@@ -1,0 +1,267 @@
+"""The LM head tile by tile: products by torch's BLAS, everything else by the compiled module while a tile is in the
+cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turnwise.ops.common.dispatch import native_core
+from turnwise.ops.logprob.tiles import Tile, Upstream, add_narrow, finish, grad, new_state, scan
+
+_TOKENS = 2048  # rows of a tile
+# Logits of a tile. CPU: a few MiB, which stay in the cache; the backward adds to [tokens, H] per tile, so it takes more
+# columns at once. GPU: large enough to keep the tensor cores busy, at 6 bytes (float32 and the narrow gradient) each.
+_CPU_FORWARD, _CPU_BACKWARD, _GPU = 1 << 20, 1 << 21, 1 << 24
+_GPU_BLOCKS = 4  # whose narrow gradients one product takes into the weight's: each more reads and writes that again
+
+
+def _onednn() -> Any:
+    """oneDNN's product ``x @ w.T`` of float32 on CPUs, twice as fast as MKL's on some; None where torch lacks it."""
+    if not torch.backends.mkldnn.is_available():
+        return None
+    return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+
+
+def _dense(matrix: Tensor) -> Tensor:
+    """A copy where neither rows nor columns are contiguous and apart from one another: no BLAS takes that."""
+    for x in (matrix, matrix.t()):
+        if x.stride(1) == 1 and x.stride(0) >= x.shape[1]:
+            return matrix
+    return matrix.clone(memory_format=torch.contiguous_format)
+
+
+class Products:
+    """The three matrix products, of ``hidden [n, H]``, ``weight [v, H]`` and gradients ``d [n, v]`` of logits."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.on_gpu = native_core(hidden)[0] == "cuda"
+        self.wide = hidden.dtype is torch.float32
+        self.dtype = torch.float32 if self.on_gpu else hidden.dtype  # of the logits
+        self.linear = _onednn() if self.wide and hidden.is_cpu and not self.on_gpu else None
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """On a GPU always float32: tensor cores sum in it, and rounding a logit of 30 to bf16 costs up to 0.06."""
+        if self.linear is not None:
+            return self.linear(hidden, weight, None, "none", [], "")
+        if self.dtype is hidden.dtype:
+            return torch.mm(hidden, weight.t())
+        if hidden.is_cuda:
+            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        return torch.mm(hidden.float(), weight.float().t())  # the GPU's way, emulated
+
+    def add_hidden(self, total: Tensor, d: Tensor, weight: Tensor) -> None:
+        """``total += d @ weight``, in float32."""
+        if self.linear is not None:
+            total.add_(self.linear(d, weight.t(), None, "none", [], ""))
+        elif self.wide:
+            total.addmm_(d, weight)
+        elif d.is_cuda:
+            total.add_(torch.mm(d, weight, out_dtype=torch.float32))
+        else:
+            add_narrow(total, torch.mm(d, weight))
+
+    def weight_gradient(self, out: Tensor, d: Tensor, hidden: Tensor, add: bool = False) -> None:
+        """``out = d.T @ hidden``, or ``out +=``, in the dtype of ``out``: the weight's own, or float32."""
+        if out.dtype is not d.dtype:
+            if not add:
+                out.zero_()
+            self.add_hidden(out, d.t(), hidden)
+        elif self.linear is not None:
+            product = self.linear(d.t(), hidden.t(), None, "none", [], "")
+            out.add_(product) if add else out.copy_(product)
+        elif add:
+            out.addmm_(d.t(), hidden)
+        else:
+            torch.mm(d.t(), hidden, out=out)
+
+
+class Head:
+    """Hidden states, weights and targets, cut into tiles; positions are gathered block by block."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        bias: Tensor | None,
+        positions: Tensor | None,
+        temperature: float,
+        backend: str = "native",
+    ) -> None:
+        self.triton = backend == "triton"
+        self.hidden, self.weight = _dense(hidden), _dense(weight)
+        self.targets, self.positions = targets, positions
+        self.bias = None if bias is None else bias.float().contiguous()
+        self.scale = 1.0 / temperature
+        self.tokens, self.vocabulary = targets.shape[0], weight.shape[0]
+        self.products = Products(hidden)
+
+    def blocks(self, size: int) -> list[slice]:
+        return [slice(i, min(i + size, self.tokens)) for i in range(0, self.tokens, size)]
+
+    def columns(self, backward: bool, tokens: int) -> Iterator[slice]:
+        logits = _GPU if self.products.on_gpu else _CPU_BACKWARD if backward else _CPU_FORWARD
+        width = max(256, logits // max(tokens, 1) // 64 * 64)
+        return (slice(i, min(i + width, self.vocabulary)) for i in range(0, self.vocabulary, width))
+
+    def rows(self, block: slice) -> Tensor:
+        if self.positions is None:
+            return self.hidden[block]
+        return self.hidden.index_select(0, self.positions[block])
+
+    def gradient(self, tile: Tile, upstream: Upstream, out: Tensor | None = None) -> Tensor:
+        """The gradient of a tile's logits, in the weight's dtype; without ``out`` over logits of that dtype."""
+        if out is None:
+            narrow = tile.logits.dtype is not self.weight.dtype
+            out = torch.empty_like(tile.logits, dtype=self.weight.dtype) if narrow else tile.logits
+        grad(tile, upstream, out)
+        return out
+
+    def recompute_gradient(
+        self, rows: Tensor, block: slice, columns: slice, upstream: Upstream, out: Tensor | None = None
+    ) -> Tensor:
+        """The same, with the logits made for it."""
+        if not self.triton:
+            return self.gradient(self.tile(rows, block, columns), upstream, out)
+        from turnwise.ops.logprob import linear_triton as linear_logprob_triton
+
+        bias = None if self.bias is None else self.bias[columns]
+        targets = self.targets[block]
+        return linear_logprob_triton.logit_gradients(
+            rows, self.weight[columns], bias, targets, columns.start, self.scale, upstream
+        )
+
+    def tile(self, rows: Tensor, block: slice, columns: slice) -> Tile:
+        logits = self.products.logits(rows, self.weight[columns])
+        bias = None if self.bias is None else self.bias[columns]
+        return Tile(logits, bias, self.targets[block], columns.start, self.scale)
+
+
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    positions: Tensor | None,
+    temperature: float,
+    entropy: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``logprob``, ``lse`` and ``entropy`` (``[0]`` if not asked for), float32."""
+    head = Head(hidden, weight, targets, bias, positions, temperature, backend)
+    if head.triton:
+        from turnwise.ops.logprob import linear_triton as linear_logprob_triton
+
+        return linear_logprob_triton.forward(hidden, weight, targets, head.bias, positions, head.scale, entropy)
+    blocks = head.blocks(_TOKENS)
+    states = [new_state(block.stop - block.start, hidden) for block in blocks]
+    for columns in head.columns(False, min(head.tokens, _TOKENS)):
+        for block, state in zip(blocks, states, strict=True):
+            scan(head.tile(head.rows(block), block, columns), state, entropy)
+    if not blocks:
+        return finish(new_state(0, hidden), entropy)
+    if len(blocks) == 1:
+        return finish(states[0], entropy)
+    logprob, lse, entropies = zip(*(finish(state, entropy) for state in states), strict=True)
+    return torch.cat(logprob), torch.cat(lse), torch.cat(entropies)
+
+
+class Gradients:
+    """The gradients of hidden, weight and bias that are needed, filled tile by tile, in ``dtype`` or the weight's."""
+
+    def __init__(
+        self, head: Head, need_hidden: bool, need_weight: bool, need_bias: bool, dtype: torch.dtype | None = None
+    ) -> None:
+        self.head, self.products = head, head.products
+        hidden, weight = head.hidden, head.weight
+        self.hidden = hidden.new_zeros(hidden.shape if need_hidden else 0, dtype=dtype)
+        self.weight = weight.new_empty(weight.shape if need_weight else 0, dtype=dtype)
+        self.bias = torch.zeros(head.vocabulary if need_bias else 0, dtype=torch.float32, device=hidden.device)
+        self.need_hidden, self.need_weight, self.need_bias = need_hidden, need_weight, need_bias
+
+    def new_hidden(self, tokens: int) -> Tensor:
+        """Float32 sums for the hidden rows of a block."""
+        return torch.zeros((tokens, self.head.hidden.shape[1]), dtype=torch.float32, device=self.hidden.device)
+
+    def keep_hidden(self, block: slice, sums: Tensor) -> None:
+        """Puts a block's rows where they belong; a position may come more than once."""
+        positions = self.head.positions
+        values = sums.to(self.hidden.dtype)
+        if positions is None:
+            self.hidden[block] = values
+        else:
+            # Sorts on a GPU, where index_add_ would add in any order.
+            self.hidden.index_put_((positions[block],), values, accumulate=True)
+
+    def add_bias(self, columns: slice, d: Tensor) -> None:
+        if self.need_bias:
+            self.bias[columns] += d.sum(0, dtype=torch.float32)
+
+
+def backward(
+    grad_logprob: Tensor,
+    grad_entropy: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    positions: Tensor | None,
+    lse: Tensor,
+    entropy: Tensor | None,
+    temperature: float,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of hidden, weight and bias, ``[0]`` where not needed. Recomputes the logits tile by tile."""
+    head = Head(hidden, weight, targets, bias, positions, temperature, backend)
+    gradients = Gradients(head, need_hidden, need_weight, need_bias)
+    upstream = Upstream(lse, grad_logprob, entropy, grad_entropy)
+    blocks = head.blocks(_TOKENS)
+    sums = [gradients.new_hidden(block.stop - block.start) if need_hidden else None for block in blocks]
+    if not blocks:
+        gradients.weight.zero_()
+    for columns in head.columns(True, min(head.tokens, _TOKENS)):
+        _tile_backward(head, gradients, upstream, blocks, sums, columns)
+    for block, total in zip(blocks, sums, strict=True):
+        if total is not None:
+            gradients.keep_hidden(block, total)
+    return gradients.hidden, gradients.weight, gradients.bias.to(hidden.dtype if bias is None else bias.dtype)
+
+
+def _tile_backward(
+    head: Head,
+    gradients: Gradients,
+    upstream: Upstream,
+    blocks: list[slice],
+    sums: list[Tensor | None],
+    columns: slice,
+) -> None:
+    """All tokens for some columns, so that their weights' gradient is written once."""
+    products, part = head.products, head.weight[columns]
+    # Float32 gradients lie in the place of the logits, block by block, and Triton's come as they do.
+    together = _GPU_BLOCKS if products.on_gpu and not (products.wide or head.triton) and gradients.need_weight else 1
+    groups = [slice(i, i + together) for i in range(0, len(blocks), together)]
+    total = torch.empty_like(part, dtype=torch.float32) if len(groups) > 1 and gradients.need_weight else None
+    for group in groups:
+        whole = slice(blocks[group][0].start, blocks[group][-1].stop)
+        held = part.new_empty(whole.stop - whole.start, part.shape[0]) if together > 1 else None
+        for block, hidden_sums in zip(blocks[group], sums[group], strict=True):
+            rows = head.rows(block)
+            mine = None if held is None else held[block.start - whole.start : block.stop - whole.start]
+            d = head.recompute_gradient(rows, block, columns, upstream.rows(block), mine)
+            gradients.add_bias(columns, d)
+            if hidden_sums is not None:
+                products.add_hidden(hidden_sums, d, part)
+        if gradients.need_weight:
+            out = gradients.weight[columns] if total is None else total
+            if held is not None:
+                d, rows = held, head.rows(whole)
+            products.weight_gradient(out, d, rows, add=whole.start > 0)
+    if total is not None:
+        gradients.weight[columns] = total

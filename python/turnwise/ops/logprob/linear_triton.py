@@ -1,0 +1,316 @@
+"""Triton kernels of the LM head: products on the tensor cores with the softmax in the same kernel.
+
+Forward: a program takes some tokens and a split of the vocabulary, and keeps of each tile of logits what the softmax
+needs; the splits come together in a fixed order. Backward: a tile's logits are made again and leave as their gradient.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from turnwise.ops.common.dispatch import interpreted
+from turnwise.ops.common.triton import FUSED, CompileCase
+from turnwise.ops.logprob.tiles import Upstream
+from turnwise.ops.logprob.triton import add_logits, finish, logit_gradient
+
+# Tokens, columns and depth of a product: 128 x 128 x 64 keeps a wgmma fed from three stages of shared memory.
+ROWS, COLUMNS, DEPTH = (16, 32, 16) if interpreted else (128, 128, 64)
+
+
+def _options(narrow: bool) -> dict[str, Any]:
+    """Two stages for float32: as much shared memory as three of bf16, and no more than a consumer's GPU has."""
+    return {"num_warps": 8, "num_stages": 3 if narrow else 2, **FUSED}
+
+
+@triton.jit
+def product(
+    hidden_ptr,
+    weight_ptr,
+    bias_ptr,
+    source,
+    inside,
+    columns,
+    vocabulary,
+    width,
+    hidden_stride,
+    weight_stride,
+    HAS_BIAS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """``hidden[source] @ weight[columns].T + bias[columns]``, float32. ``ALIGNED``: ``DEPTH`` divides the width."""
+    rows = tl.where(inside, source, 0)  # a token beyond the end is computed with the first and thrown away
+    names = tl.minimum(columns, vocabulary - 1).to(tl.int64)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for begin in range(0, width, DEPTH):
+        depth = begin + tl.arange(0, DEPTH)
+        left = hidden_ptr + rows[:, None] * hidden_stride + depth[None, :]
+        right = weight_ptr + names[None, :] * weight_stride + depth[:, None]
+        if ALIGNED:
+            a, b = tl.load(left), tl.load(right)
+        else:
+            a = tl.load(left, mask=depth[None, :] < width, other=0.0)
+            b = tl.load(right, mask=depth[:, None] < width, other=0.0)
+        if WIDEN:  # the interpreter's dot is wrong for bf16
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + columns, mask=columns < vocabulary, other=0.0)[None, :]
+    return total
+
+
+@triton.jit(do_not_specialize=["tokens", "vocabulary", "tiles", "scale"])
+def forward_kernel(
+    hidden_ptr,
+    weight_ptr,
+    bias_ptr,
+    targets_ptr,
+    positions_ptr,
+    state_ptr,
+    hidden_stride,
+    weight_stride,
+    target_stride,
+    tokens,
+    vocabulary,
+    width,
+    tiles,
+    scale,
+    HAS_BIAS: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = token < tokens
+    split = tl.program_id(1)
+    source = tl.load(positions_ptr + token, mask=inside, other=0).to(tl.int64) if HAS_POSITIONS else token
+    target = tl.load(targets_ptr + token * target_stride, mask=inside, other=-1).to(tl.int64)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    weighted = tl.zeros([ROWS], tl.float32)
+    picked = tl.full([ROWS], float("nan"), tl.float32)
+    for tile in range(split * tiles, tl.minimum((split + 1) * tiles, tl.cdiv(vocabulary, COLUMNS))):
+        columns = tile * COLUMNS + tl.arange(0, COLUMNS)
+        x = product(
+            hidden_ptr, weight_ptr, bias_ptr, source, inside, columns, vocabulary, width, hidden_stride, weight_stride,
+            HAS_BIAS, ALIGNED, PRECISION, WIDEN, ROWS, COLUMNS, DEPTH,
+        )  # fmt: skip
+        x = tl.where((columns < vocabulary)[None, :], x * scale, float("-inf"))
+        hit = columns[None, :] == target[:, None]
+        here = tl.max(hit.to(tl.int32), axis=1) != 0
+        picked = tl.where(here, tl.sum(tl.where(hit, x, 0.0), axis=1), picked)
+        top, total, weighted = add_logits(x, top, total, weighted, ENTROPY)
+    base = state_ptr + split.to(tl.int64) * 4 * tokens + token
+    tl.store(base, top, mask=inside)
+    tl.store(base + tokens, total, mask=inside)
+    tl.store(base + 2 * tokens, weighted, mask=inside)
+    tl.store(base + 3 * tokens, picked, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "vocabulary", "first", "scale"])
+def backward_kernel(
+    hidden_ptr,
+    weight_ptr,
+    bias_ptr,
+    targets_ptr,
+    lse_ptr,
+    grad_logprob_ptr,
+    entropy_ptr,
+    grad_entropy_ptr,
+    out_ptr,
+    hidden_stride,
+    weight_stride,
+    target_stride,
+    out_stride,
+    tokens,
+    vocabulary,
+    width,
+    first,
+    scale,
+    HAS_BIAS: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """The gradient of the logits of all given tokens and ``vocabulary`` columns, of which ``first`` come before."""
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = token < tokens
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    x = product(
+        hidden_ptr, weight_ptr, bias_ptr, token, inside, columns, vocabulary, width, hidden_stride, weight_stride,
+        HAS_BIAS, ALIGNED, PRECISION, WIDEN, ROWS, COLUMNS, DEPTH,
+    )  # fmt: skip
+    target = tl.load(targets_ptr + token * target_stride, mask=inside, other=-1).to(tl.int64) - first
+    if HAS_ENTROPY:
+        entropy = tl.load(entropy_ptr + token, mask=inside, other=0.0)
+        grad_entropy = tl.load(grad_entropy_ptr + token, mask=inside, other=0.0)
+    else:
+        entropy = tl.zeros([ROWS], tl.float32)
+        grad_entropy = entropy
+    d = logit_gradient(
+        x * scale,
+        columns[None, :] == target[:, None],
+        tl.load(lse_ptr + token, mask=inside, other=0.0),
+        tl.load(grad_logprob_ptr + token, mask=inside, other=0.0),
+        entropy,
+        grad_entropy,
+        scale,
+        HAS_ENTROPY,
+    )
+    to = out_ptr + token[:, None] * out_stride + columns[None, :]
+    tl.store(to, d.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (columns < vocabulary)[None, :])
+
+
+def _flags(hidden: Tensor, bias: Tensor | None) -> dict[str, Any]:
+    exact = not (hidden.is_cuda and torch.backends.cuda.matmul.allow_tf32)
+    return {
+        "HAS_BIAS": bias is not None,
+        "ALIGNED": hidden.shape[1] % DEPTH == 0,
+        "PRECISION": "ieee" if exact else "tf32",
+        "WIDEN": interpreted,
+        "ROWS": ROWS,
+        "COLUMNS": COLUMNS,
+        "DEPTH": DEPTH,
+        **_options(hidden.dtype is not torch.float32),
+    }
+
+
+def _rows(matrix: Tensor) -> Tensor:
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def _splits(blocks: int, tiles: int, device: torch.device) -> int:
+    """Enough programs for two waves, each with a few tiles: few tokens are split over the vocabulary."""
+    if device.type != "cuda":
+        return min(3, tiles)
+    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(triton.cdiv(wanted, blocks), triton.cdiv(tiles, 4)))
+
+
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    positions: Tensor | None,
+    scale: float,
+    entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``logprob``, ``lse`` and ``entropy`` (``[0]`` if not asked for), float32; ``bias`` is float32."""
+    tokens, vocabulary = targets.shape[0], weight.shape[0]
+    hidden, weight = _rows(hidden), _rows(weight)
+    blocks, tiles = triton.cdiv(tokens, ROWS), triton.cdiv(vocabulary, COLUMNS)
+    each = triton.cdiv(tiles, _splits(max(blocks, 1), tiles, hidden.device))
+    splits = triton.cdiv(tiles, each)
+    state = torch.empty((splits, 4, tokens), dtype=torch.float32, device=hidden.device)
+    if tokens:
+        with torch.cuda.device_of(hidden):
+            forward_kernel[(blocks, splits)](
+                hidden,
+                weight,
+                hidden if bias is None else bias,
+                targets,
+                targets if positions is None else positions.contiguous(),
+                state,
+                hidden.stride(0),
+                weight.stride(0),
+                targets.stride(0),
+                tokens,
+                vocabulary,
+                hidden.shape[1],
+                each,
+                scale,
+                HAS_POSITIONS=positions is not None,
+                ENTROPY=entropy,
+                **_flags(hidden, bias),
+            )
+    return finish(state, entropy)
+
+
+def logit_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    first: int,
+    scale: float,
+    upstream: Upstream,
+) -> Tensor:
+    """The gradient ``[n, v]`` of the logits of ``hidden [n, H]`` and some rows ``weight [v, H]``, in their dtype."""
+    hidden, weight = _rows(hidden), _rows(weight)
+    tokens, vocabulary = hidden.shape[0], weight.shape[0]
+    out = torch.empty((tokens, vocabulary), dtype=weight.dtype, device=weight.device)
+    lse, grad_logprob, entropy, grad_entropy = (None if u is None else u.contiguous() for u in upstream)
+    with torch.cuda.device_of(hidden):
+        backward_kernel[(triton.cdiv(tokens, ROWS), triton.cdiv(vocabulary, COLUMNS))](
+            hidden,
+            weight,
+            hidden if bias is None else bias,
+            targets,
+            lse,
+            grad_logprob,
+            lse if entropy is None else entropy,
+            lse if grad_entropy is None else grad_entropy,
+            out,
+            hidden.stride(0),
+            weight.stride(0),
+            targets.stride(0),
+            out.stride(0),
+            tokens,
+            vocabulary,
+            hidden.shape[1],
+            first,
+            scale,
+            HAS_ENTROPY=entropy is not None,
+            **_flags(hidden, bias),
+        )
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What must compile
+# ---------------------------------------------------------------------------------------------------------------------
+def _case(kernel: Any, dtype: str, **flags: Any) -> CompileCase:
+    signature = {name: "fp32" if name == "scale" else "i32" for name in kernel.arg_names}
+    signature |= {name: "*fp32" for name in signature if name.endswith("_ptr")}
+    signature |= {"hidden_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}", "targets_ptr": "*i64"}
+    signature |= {
+        name: type_ for name, type_ in (("positions_ptr", "*i64"), ("out_ptr", f"*{dtype}")) if name in signature
+    }
+    shared = {"PRECISION": "ieee", "WIDEN": False, "ALIGNED": True, "ROWS": 128, "COLUMNS": 128, "DEPTH": 64}
+    constants = {**flags, **shared}
+    signature |= dict.fromkeys(constants, "constexpr")
+    aligned = tuple(
+        n for n in signature if n.endswith("_ptr") or n in ("hidden_stride", "weight_stride", "out_stride", "width")
+    )
+    instructions = ("wgmma", "cp.async") if dtype != "fp32" else ()
+    return CompileCase(kernel, signature, constants, aligned, instructions, _options(dtype != "fp32"))
+
+
+COMPILE_CASES = [
+    case
+    for dtype in ("bf16", "fp16", "fp32")
+    for case in (
+        _case(forward_kernel, dtype, HAS_BIAS=True, HAS_POSITIONS=False, ENTROPY=True),
+        _case(backward_kernel, dtype, HAS_BIAS=False, HAS_ENTROPY=True),
+    )
+]

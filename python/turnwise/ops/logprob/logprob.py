@@ -1,0 +1,232 @@
+"""Log-probabilities of tokens from logits that are there already: one read of them, and no second copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turnwise.ops.common.dispatch import extension, select_backend
+from turnwise.ops.common.layout import FLOATS, transform_reason
+from turnwise.ops.logprob import tiles as logprob_tiles
+from turnwise.ops.logprob.checks import check_id_values, check_ids, check_temperature
+from turnwise.ops.logprob.tiles import Tile, Upstream
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reference
+# ---------------------------------------------------------------------------------------------------------------------
+def reference(logits: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """Plain PyTorch in float32 (float64 if given that), any device."""
+    logs = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, dim=-1)
+    logprob = logs.gather(-1, targets.long()[..., None])[..., 0]
+    return logprob, entropy_of(logs) if entropy else None
+
+
+def entropy_of(logs: Tensor) -> Tensor:
+    """The entropy of log-probabilities, where what has probability 0 counts for nothing, in the gradient too."""
+    return -(logs.exp() * logs.masked_fill(logs == -torch.inf, 0.0)).sum(-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Compiled kernels: native or Triton
+# ---------------------------------------------------------------------------------------------------------------------
+def _matrices(logits: Tensor) -> list[Tensor]:
+    """The same memory as matrices: one, or one per sequence where the sequences lie apart, as in ``logits[:, :-1]``."""
+    if logits.dim() == 2:
+        return [logits]
+    if logits.is_contiguous() or logits.shape[0] <= 1:
+        return [logits.reshape(-1, logits.shape[-1])]
+    return list(logits.unbind(0))
+
+
+def _with_rows(logits: Tensor) -> Tensor:
+    """A copy, only where the logits of a token are no neighbours."""
+    return logits if logits.shape[-1] <= 1 or logits.stride(-1) == 1 else logits.contiguous()
+
+
+def _is_writable(logits: Tensor) -> bool:
+    """True if no two elements share memory and the kernels can write to it."""
+    reach = 1  # of the axes with smaller strides
+    for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                return False
+            reach += (size - 1) * stride
+    return _with_rows(logits) is logits
+
+
+def _kernels(backend: str) -> Any:
+    if backend == "native":
+        return logprob_tiles
+    from turnwise.ops.logprob import triton as logprob_triton
+
+    return logprob_triton
+
+
+def _forward(
+    logits: Tensor, targets: Tensor, temperature: float, entropy: bool, inplace_backward: bool, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``logprob``, ``lse`` and ``entropy`` (``[0]`` if not asked for), float32, in the shape of the targets."""
+    matrices = _matrices(_with_rows(logits))
+    parts = []
+    for matrix, row in zip(matrices, targets.reshape(len(matrices), -1), strict=True):
+        parts.append(_kernels(backend).log_softmax(Tile(matrix, None, row, 0, 1.0 / temperature), entropy))
+    if len(parts) == 1:
+        logprob, lse, entropies = parts[0]
+    else:
+        none = (torch.empty(0, dtype=torch.float32, device=logits.device),) * 3
+        logprob, lse, entropies = (torch.cat(values) for values in zip(none, *parts, strict=True))
+    shape = targets.shape
+    return logprob.view(shape), lse.view(shape), entropies.view(shape if entropy else (0,))
+
+
+def _gradient(
+    out: Tensor,
+    grad_logprob: Tensor,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    entropy: Tensor | None,
+    temperature: float,
+    backend: str,
+) -> None:
+    """Writes the gradient of the logits into ``out``, which may be the logits themselves."""
+    matrices = _matrices(logits)
+    streams = targets, lse, grad_logprob, entropy, grad_entropy
+    count = len(matrices)
+    ids, *rest = ([None] * count if s is None else s.reshape(count, -1) for s in streams)
+    outs = out.unbind(0) if count > 1 else _matrices(out)
+    for matrix, to, row, *upstream in zip(matrices, outs, ids, *rest, strict=True):
+        _kernels(backend).grad(Tile(matrix, None, row, 0, 1.0 / temperature), Upstream(*upstream), to)
+
+
+def _backward(
+    grad_logprob: Tensor,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    entropy: Tensor | None,
+    temperature: float,
+    backend: str,
+) -> Tensor:
+    rows = _with_rows(logits)
+    out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    _gradient(out, grad_logprob, grad_entropy, rows, targets, lse, entropy, temperature, backend)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch.library
+# ---------------------------------------------------------------------------------------------------------------------
+_TWICE = "logprob: this backend has no second derivative; use backend='torch' to differentiate twice"
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    logits, targets, temperature, entropy, inplace, backend = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(logits, targets, output[1], output[2])
+    ctx.temperature, ctx.entropy, ctx.inplace, ctx.backend = temperature, entropy, inplace, backend
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad_logprob: Tensor | None, _: Any, grad_entropy: Tensor | None) -> tuple[Any, ...]:
+    logits, targets, lse, entropies = ctx.saved_tensors
+    with_entropy = ctx.entropy and grad_entropy is not None
+    upstream = torch.zeros_like(lse) if grad_logprob is None else grad_logprob
+    streams = targets, lse, entropies if with_entropy else None, ctx.temperature, ctx.backend
+    grad_entropy = grad_entropy if with_entropy else None
+    plain = type(logits) in (Tensor, torch.nn.Parameter)  # no tensor that a compiler traces with
+    if ctx.inplace and plain and _is_writable(logits):
+        memory = logits.detach()
+        _gradient(memory, upstream, grad_entropy, memory, *streams)
+        torch.autograd.graph.increment_version(logits)  # autograd refuses other users of the old logits
+        return memory, None, None, None, None, None
+    out = torch.ops.turnwise.logprob_backward(upstream, grad_entropy, logits, *streams)
+    return out, None, None, None, None, None
+
+
+def _refuse(ctx: Any, *_: Any) -> None:
+    raise RuntimeError(_TWICE)
+
+
+if extension is not None:
+    _op = torch.library.custom_op("turnwise::logprob", _forward, mutates_args=())
+    _backward_op = torch.library.custom_op("turnwise::logprob_backward", _backward, mutates_args=())
+
+    @_op.register_fake
+    def _fake(
+        logits: Tensor, targets: Tensor, temperature: float, entropy: bool, inplace_backward: bool, backend: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        shape = targets.shape
+        out = [logits.new_empty(s, dtype=torch.float32) for s in (shape, shape, shape if entropy else (0,))]
+        return out[0], out[1], out[2]
+
+    @_backward_op.register_fake
+    def _fake_backward(_: Tensor, __: Tensor | None, logits: Tensor, *rest: Any) -> Tensor:
+        return logits.new_empty(logits.shape)
+
+    _op.register_autograd(_differentiate, setup_context=_save)
+    _backward_op.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Public function
+# ---------------------------------------------------------------------------------------------------------------------
+def _check(logits: Tensor, targets: Tensor) -> None:
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"logits: expected a tensor, got {type(logits).__name__}")
+    if logits.dtype not in FLOATS:
+        raise TypeError(f"logits has dtype {logits.dtype}: expected float32, bfloat16, float16 or float64")
+    if logits.dim() not in (2, 3) or logits.shape[-1] == 0:
+        raise ValueError(f"logits has shape {tuple(logits.shape)}: expected [N, V] or [B, T, V], V at least 1")
+    check_ids("targets", targets, logits.device)
+    if targets.shape != logits.shape[:-1]:
+        raise ValueError(f"targets has shape {tuple(targets.shape)}: expected {tuple(logits.shape[:-1])}, as logits")
+
+
+def logprob(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    inplace_backward: bool = False,
+    check: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``log_softmax(logits / temperature)`` at ``targets``, in one read of the logits and without a copy of them.
+
+    ``logits [N, V]`` or ``[B, T, V]``, float32, bfloat16, float16 (computed in float32) or float64 (reference only);
+    ``targets [N]`` or ``[B, T]`` int64 or int32 in ``[0, V)``. Any strides; a copy is made only where a token's logits
+    are no neighbours in memory, and ``logits[:, :-1]`` costs none.
+
+    Returns ``logprob`` float32 in the shape of ``targets``; with ``entropy=True`` also each distribution's entropy.
+    The gradient has the dtype of the logits. With ``inplace_backward=True`` the backward writes it where the logits
+    are, which saves their size in memory: they must not be used after it, and using them in another backward raises.
+    Logits that share memory with one another, as ``expand`` makes them, are left as they are.
+
+    An id out of range raises on a CPU, on a GPU only with ``check=True``, which waits for it; else it gives NaN. Raises
+    ``ValueError`` or ``TypeError`` naming the argument, ``BackendUnavailable`` if the named backend can't serve. A
+    second derivative needs ``backend="torch"``.
+
+    Example: ``logprob(model(tokens).logits[:, :-1], tokens[:, 1:], temperature=0.7)``
+    """
+    check_temperature(temperature)
+    _check(logits, targets)
+    if (logits.is_cpu or check) and not torch.compiler.is_compiling():
+        check_id_values("targets", targets, logits.shape[-1])
+    unsupported_reason = (
+        "logits is float64, and the kernels compute in float32" if logits.dtype is torch.float64 else ""
+    )
+    reason = transform_reason(backend, logits, targets) or unsupported_reason
+    chosen = select_backend(backend, logits, native=reason, triton=reason)
+    if chosen == "torch":
+        values, entropies = reference(logits, targets, temperature, entropy)
+    else:
+        call = torch.ops.turnwise.logprob
+        values, _, entropies = call(logits, targets, float(temperature), entropy, inplace_backward, chosen)
+    return (values, entropies) if entropy else values  # type: ignore[return-value]

@@ -1,0 +1,301 @@
+"""Triton kernels over rows of logits: what is known of a row, its end, and its gradient. A program takes a row.
+
+Sums are float32 within a row or a split of it, relative to its maximum, and come together in float64 in a fixed order.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from turnwise.ops.common.dispatch import interpreted
+from turnwise.ops.common.triton import FUSED, CompileCase
+from turnwise.ops.logprob.tiles import Tile, Upstream
+
+ROW_BLOCK = 128 if interpreted else 4096
+FINISH_BLOCK = 32 if interpreted else 128
+LEAST = tl.constexpr(-87.0)  # exp of less counts as 0, as in csrc/ops/logprob_math.h
+
+
+@triton.jit
+def weight(x):
+    """exp(x) for logits relative to about the largest, and x bounded below."""
+    log = tl.where(x < LEAST, LEAST, x)
+    return tl.where(x < LEAST, 0.0, tl.exp(log)), log
+
+
+@triton.jit
+def add_logits(x, top, total, weighted, ENTROPY: tl.constexpr):
+    """Takes logits ``x [rows, columns]`` into what is known of their rows, ``[rows]`` each."""
+    largest = tl.maximum(top, tl.max(x, axis=1))
+    reference = tl.where(largest == float("-inf"), 0.0, largest)
+    shift = tl.where(top == float("-inf"), 0.0, top - reference)
+    factor = tl.exp(shift)
+    value, log = weight(x - reference[:, None])
+    if ENTROPY:
+        weighted = factor * (weighted + shift * total) + tl.sum(value * log, axis=1)
+    total = factor * total + tl.sum(value, axis=1)
+    return largest, total, weighted
+
+
+@triton.jit
+def load_logits(row_ptr, bias_ptr, begin, width, scale, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of a row's logits; -inf beyond its end. Whole blocks go without a mask, for 16 bytes at a time."""
+    columns = begin + tl.arange(0, BLOCK)
+    if begin + BLOCK <= width:
+        x = tl.load(row_ptr + columns).to(tl.float32)
+    else:
+        x = tl.load(row_ptr + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(bias_ptr + columns, mask=columns < width, other=0.0)
+    return x * scale
+
+
+@triton.jit(do_not_specialize=["width", "first", "scale", "rows"])
+def scan_kernel(
+    logits_ptr,
+    bias_ptr,
+    targets_ptr,
+    state_ptr,
+    row_stride,
+    target_stride,
+    width,
+    first,
+    scale,
+    rows,
+    HAS_BIAS: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets_ptr + row * target_stride).to(tl.int64) - first
+    one = tl.arange(0, 1)
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    weighted = tl.zeros([1], tl.float32)
+    for begin in range(0, width, BLOCK):
+        x = load_logits(logits_ptr + row * row_stride, bias_ptr, begin, width, scale, HAS_BIAS, BLOCK)
+        top, total, weighted = add_logits(x[None, :], top, total, weighted, ENTROPY)
+    found = (target >= 0) & (target < width)
+    picked = tl.load(logits_ptr + row * row_stride + target, mask=found, other=float("nan")).to(tl.float32)
+    if HAS_BIAS:
+        picked += tl.load(bias_ptr + target, mask=found, other=0.0)
+    tl.store(state_ptr + row + one, top)
+    tl.store(state_ptr + rows + row + one, total)
+    tl.store(state_ptr + 2 * rows + row + one, weighted)
+    tl.store(state_ptr + 3 * rows + row, picked * scale)
+
+
+@triton.jit(do_not_specialize=["splits", "rows"])
+def finish_kernel(
+    state_ptr, logprob_ptr, lse_ptr, entropy_ptr, splits, rows, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
+):
+    """States ``[splits, 4, rows]`` to the results, in the order of the splits."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    top = tl.full([BLOCK], float("-inf"), tl.float64)
+    for split in range(0, splits):
+        part = tl.load(state_ptr + split * 4 * rows + row, mask=inside, other=float("-inf")).to(tl.float64)
+        top = tl.maximum(top, part)
+    reference = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros([BLOCK], tl.float64)
+    weighted = tl.zeros([BLOCK], tl.float64)
+    picked = tl.full([BLOCK], float("nan"), tl.float64)
+    for split in range(0, splits):
+        base = state_ptr + split * 4 * rows + row
+        part = tl.load(base, mask=inside, other=float("-inf")).to(tl.float64)
+        some = tl.load(base + rows, mask=inside, other=0.0).to(tl.float64)
+        shift = tl.where(part == float("-inf"), 0.0, part - reference)
+        factor = tl.exp(shift)
+        total += factor * some
+        if ENTROPY:
+            products = tl.load(base + 2 * rows, mask=inside, other=0.0).to(tl.float64)
+            weighted += factor * (products + shift * some)
+        mine = tl.load(base + 3 * rows, mask=inside, other=float("nan")).to(tl.float64)
+        picked = tl.where(mine == mine, mine, picked)
+    log = tl.log(total)
+    tl.store(logprob_ptr + row, (picked - (reference + log)).to(tl.float32), mask=inside)
+    tl.store(lse_ptr + row, (reference + log).to(tl.float32), mask=inside)
+    if ENTROPY:
+        tl.store(entropy_ptr + row, (log - weighted / total).to(tl.float32), mask=inside)
+
+
+@triton.jit
+def logit_gradient(x, hit, lse, grad_logprob, entropy, grad_entropy, scale, HAS_ENTROPY: tl.constexpr):
+    """The gradient of logits ``x [rows, columns]`` before their scaling; ``hit``: the target's column."""
+    p, log = weight(x - lse[:, None])
+    flat = -scale * grad_logprob
+    if HAS_ENTROPY:
+        flat -= scale * grad_entropy * entropy
+        d = p * (flat[:, None] - (scale * grad_entropy)[:, None] * log)
+        idle = (grad_logprob == 0) & (grad_entropy == 0)
+    else:
+        d = p * flat[:, None]
+        idle = grad_logprob == 0
+    d += tl.where(hit, (scale * grad_logprob)[:, None], 0.0)
+    return tl.where(idle[:, None], 0.0, d)  # a token that does not train, whatever its logits are
+
+
+@triton.jit(do_not_specialize=["width", "first", "scale"])
+def grad_kernel(
+    logits_ptr,
+    bias_ptr,
+    targets_ptr,
+    lse_ptr,
+    grad_logprob_ptr,
+    entropy_ptr,
+    grad_entropy_ptr,
+    out_ptr,
+    row_stride,
+    target_stride,
+    out_stride,
+    width,
+    first,
+    scale,
+    HAS_BIAS: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    one = row + tl.arange(0, 1)
+    begin = tl.program_id(1) * BLOCK
+    columns = begin + tl.arange(0, BLOCK)
+    x = load_logits(logits_ptr + row * row_stride, bias_ptr, begin, width, scale, HAS_BIAS, BLOCK)
+    target = tl.load(targets_ptr + row * target_stride).to(tl.int64) - first
+    entropy = tl.load(entropy_ptr + one) if HAS_ENTROPY else tl.zeros([1], tl.float32)
+    grad_entropy = tl.load(grad_entropy_ptr + one) if HAS_ENTROPY else tl.zeros([1], tl.float32)
+    d = logit_gradient(
+        x[None, :],
+        (columns == target)[None, :],
+        tl.load(lse_ptr + one),
+        tl.load(grad_logprob_ptr + one),
+        entropy,
+        grad_entropy,
+        scale,
+        HAS_ENTROPY,
+    )
+    d = tl.reshape(d, [BLOCK]).to(out_ptr.dtype.element_ty)
+    if begin + BLOCK <= width:
+        tl.store(out_ptr + row * out_stride + columns, d)
+    else:
+        tl.store(out_ptr + row * out_stride + columns, d, mask=columns < width)
+
+
+def log_softmax(tile: Tile, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """``logprob``, ``lse`` and ``entropy`` of rows that one tile holds whole."""
+    rows, width = tile.logits.shape
+    state = torch.empty((1, 4, rows), dtype=torch.float32, device=tile.logits.device)
+    if rows:
+        with torch.cuda.device_of(tile.logits):
+            scan_kernel[(rows,)](
+                tile.logits,
+                tile.logits if tile.bias is None else tile.bias,
+                tile.targets,
+                state,
+                tile.logits.stride(0),
+                tile.targets.stride(0),
+                width,
+                tile.first,
+                tile.scale,
+                rows,
+                HAS_BIAS=tile.bias is not None,
+                ENTROPY=entropy,
+                BLOCK=ROW_BLOCK,
+                num_warps=8,
+                **FUSED,
+            )
+    return finish(state, entropy)
+
+
+def finish(state: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """``logprob``, ``lse`` and ``entropy [n]`` (``[0]`` if not asked for) from ``state [splits, 4, n]``, float32."""
+    splits, _, rows = state.shape
+    logprob, lse, entropies = (state.new_empty(size) for size in (rows, rows, rows if entropy else 0))
+    if rows:
+        grid = (triton.cdiv(rows, FINISH_BLOCK),)
+        with torch.cuda.device_of(state):
+            finish_kernel[grid](
+                state, logprob, lse, entropies, splits, rows, ENTROPY=entropy, BLOCK=FINISH_BLOCK, num_warps=4, **FUSED
+            )
+    return logprob, lse, entropies
+
+
+def grad(tile: Tile, upstream: Upstream, out: Tensor) -> None:
+    """Writes the gradient of a tile's logits; ``out`` may be the logits themselves."""
+    rows, width = tile.logits.shape
+    if not rows:
+        return
+    lse, grad_logprob, entropy, grad_entropy = (None if u is None else u.contiguous() for u in upstream)
+    with torch.cuda.device_of(tile.logits):
+        grad_kernel[(rows, triton.cdiv(width, ROW_BLOCK))](
+            tile.logits,
+            tile.logits if tile.bias is None else tile.bias,
+            tile.targets,
+            lse,
+            grad_logprob,
+            lse if entropy is None else entropy,
+            lse if grad_entropy is None else grad_entropy,
+            out,
+            tile.logits.stride(0),
+            tile.targets.stride(0),
+            out.stride(0),
+            width,
+            tile.first,
+            tile.scale,
+            HAS_BIAS=tile.bias is not None,
+            HAS_ENTROPY=entropy is not None,
+            BLOCK=ROW_BLOCK,
+            num_warps=8,
+            **FUSED,
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What must compile
+# ---------------------------------------------------------------------------------------------------------------------
+def _case(kernel: Any, pointers: dict[str, str], **flags: Any) -> CompileCase:
+    signature = {**{name: "fp32" if name == "scale" else "i32" for name in kernel.arg_names}, **pointers}
+    signature.update(dict.fromkeys(flags, "constexpr"))
+    aligned = tuple(name for name in signature if name.endswith("_ptr") or name in ("row_stride", "out_stride"))
+    wide = ("ld.global.v4", "st.global.v4") if kernel is grad_kernel else ("ld.global.v4",)
+    instructions = wide if kernel is not finish_kernel else ()
+    return CompileCase(
+        kernel, signature, flags, aligned, instructions, {"num_warps": 4 if kernel is finish_kernel else 8, **FUSED}
+    )
+
+
+COMPILE_CASES = [
+    _case(
+        scan_kernel,
+        {"logits_ptr": f"*{t}", "bias_ptr": "*fp32", "targets_ptr": "*i64", "state_ptr": "*fp32"},
+        HAS_BIAS=bias,
+        ENTROPY=entropy,
+        BLOCK=4096,
+    )
+    for t, bias, entropy in (("fp32", False, False), ("bf16", False, True), ("fp16", True, False))
+] + [
+    _case(
+        grad_kernel,
+        {
+            **{"logits_ptr": f"*{t}", "out_ptr": f"*{t}", "targets_ptr": "*i64"},
+            **{f"{name}_ptr": "*fp32" for name in ("bias", "lse", "grad_logprob", "entropy", "grad_entropy")},
+        },
+        HAS_BIAS=False,
+        HAS_ENTROPY=entropy,
+        BLOCK=4096,
+    )
+    for t, entropy in (("fp32", False), ("bf16", True))
+]
+COMPILE_CASES.append(
+    _case(
+        finish_kernel,
+        {f"{name}_ptr": "*fp32" for name in ("state", "logprob", "lse", "entropy")},
+        ENTROPY=True,
+        BLOCK=128,
+    )
+)

@@ -1,0 +1,145 @@
+"""Turns the arguments of a policy loss into one checked objective, and its table of metrics into names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turnwise.ops.common.layout import Streams, check_stream_values, check_streams, count_actors
+from turnwise.ops.loss.aggregation import as_normalizer, check_normalizer, check_normalizer_values, find_aggregation
+from turnwise.ops.loss.options import GMPO, KL, Clip, ImportanceCorrection, Variant
+from turnwise.ops.loss.reference import Objective, metric_names
+from turnwise.ops.loss.variants import is_known, select_by_covariance
+
+
+def choose_variant(clip: Clip | None, variant: Variant | None, correction: ImportanceCorrection | None) -> Variant:
+    """The variant to use. Raises for options that contradict each other."""
+    if not (clip is None or type(clip) is Clip):
+        raise TypeError(f"clip={clip!r}: expected a Clip, such as Clip(low=0.2, high=0.28), or None")
+    if variant is None:
+        return _DEFAULT if clip is None else clip
+    if clip is not None:
+        raise ValueError(f"clip={clip!r} and variant={variant!r}: expected one of them, as either says what to clip")
+    if not is_known(variant):
+        raise TypeError(f"variant={variant!r}: expected one of the option objects, such as GSPO()")
+    if isinstance(variant, GMPO) and correction is not None and correction.level == "token":
+        raise ValueError(f"correction={correction!r}: expected level='sequence', as GMPO has one ratio per sequence")
+    return variant
+
+
+_DEFAULT = Clip()
+
+
+def make_objective(
+    s: Streams,
+    clip: Clip | None,
+    variant: Variant | None,
+    kl: KL | None,
+    correction: ImportanceCorrection | None,
+    aggregation: str,
+    num_actors: int | None,
+    max_length: float | None,
+) -> Objective:
+    """The options as one object. Raises where a stream that they need is missing."""
+    found = find_aggregation(aggregation, s.actor_ids, max_length)
+    if not (kl is None or type(kl) is KL):
+        raise TypeError(f"kl={kl!r}: expected a KL, such as KL('k3', coef=1e-3), or None")
+    if not (correction is None or type(correction) is ImportanceCorrection):
+        raise TypeError(f"correction={correction!r}: expected an ImportanceCorrection, or None")
+    chosen = choose_variant(clip, variant, correction)
+    if kl is not None and s.ref_logprobs is None:
+        raise ValueError("ref_logprobs=None: expected log-probabilities, as kl is given")
+    if correction is not None and s.rollout_logprobs is None:
+        raise ValueError("rollout_logprobs=None: expected log-probabilities, as correction is given")
+    actors = 0 if s.actor_ids is None else count_actors(num_actors)
+    return Objective(chosen, kl, correction, found, actors, max_length)
+
+
+def check_call(s: Streams, objective: Objective, normalizer: Tensor | None, check: bool = False) -> None:
+    """Raises for the first argument that is wrong. Values are looked at on a CPU, on a GPU with ``check``."""
+    check_streams(s, objective.num_actors)
+    if (check or s.logprobs.is_cpu) and not torch.compiler.is_compiling():
+        check_stream_values(s, objective.num_actors)
+        if normalizer is not None:
+            check_normalizer_values(normalizer)
+
+
+def make_selected(s: Streams, variant: Variant, selected: Tensor | None) -> Tensor | None:
+    """The tokens that the variant singles out, given or chosen here; ``None`` for a variant that singles out none."""
+    if selected is None:
+        return select_by_covariance(s, variant) if variant.selects else None
+    if not variant.selects:
+        raise ValueError(f"selected: expected None, as variant={variant!r} singles out no tokens")
+    if not isinstance(selected, Tensor) or selected.dtype is not torch.bool:
+        got = getattr(selected, "dtype", type(selected).__name__)
+        raise TypeError(f"selected: expected a bool tensor, from select_tokens, got {got}")
+    if selected.shape != s.logprobs.shape:
+        raise ValueError(f"selected has shape {tuple(selected.shape)}: expected {tuple(s.logprobs.shape)}, as logprobs")
+    if selected.device != s.logprobs.device:
+        raise ValueError(f"selected is on {selected.device}: expected {s.logprobs.device}, as logprobs")
+    return selected
+
+
+def make_normalizer(
+    normalizer: Tensor | float | None, objective: Objective, logprobs: Tensor, num_actors: int | None
+) -> Tensor | None:
+    if normalizer is None:
+        return None
+    normalizer = as_normalizer(normalizer, logprobs.device)
+    check_normalizer(objective.aggregation, normalizer, num_actors)
+    return normalizer
+
+
+class Metrics(Mapping[str, Tensor]):
+    """The columns of ``table[rows]`` under their ``names``, unbound on first use: many steps log none of them.
+
+    Reads like a dict. ``dict(metrics)`` makes one, and so does ``metrics | more``.
+    """
+
+    __slots__ = ("_names", "_rows", "_table", "_values")
+
+    def __init__(self, names: tuple[str, ...], table: Tensor, rows: int | slice) -> None:
+        self._names = names
+        self._table = table
+        self._rows = rows
+        self._values: dict[str, Tensor] | None = None
+
+    def _all(self) -> dict[str, Tensor]:
+        if self._values is None:
+            self._values = dict(zip(self._names, self._table[self._rows].unbind(-1), strict=True))
+        return self._values
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self, **other} if isinstance(other, Mapping) else NotImplemented
+
+    def __ror__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return {**other, **self} if isinstance(other, Mapping) else NotImplemented
+
+    def __repr__(self) -> str:
+        return repr(self._all())
+
+
+def named_metrics(s: Streams, table: Tensor) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    """``metrics`` and ``actor_metrics`` from ``[1 + num_actors, K]``."""
+    names = metric_names(s.ref_logprobs is not None, s.rollout_logprobs is not None, s.entropy is not None)
+    make = _as_dict if torch.compiler.is_compiling() else Metrics
+    return make(names, table, 0), make(names, table, _ACTORS) if s.actor_ids is not None else {}
+
+
+_ACTORS = slice(1, None)
+
+
+def _as_dict(names: tuple[str, ...], table: Tensor, rows: int | slice) -> dict[str, Tensor]:
+    return dict(Metrics(names, table, rows))

@@ -1,0 +1,150 @@
+"""From rewards per token to the loss in one call: reward sums, advantages within groups, policy loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from turnwise.ops.advantage.checks import check_count
+from turnwise.ops.advantage.group_advantage import group_advantage, kernel_columns
+from turnwise.ops.common.dispatch import native_core, select_backend, stream_of
+from turnwise.ops.common.layout import Streams, check_tensors, row_count, transform_reason
+from turnwise.ops.loss.arguments import make_normalizer, make_objective, named_metrics
+from turnwise.ops.loss.options import KL, Clip, ImportanceCorrection, Variant
+from turnwise.ops.loss.policy_loss import allocate_outputs, attach_grad, cast_for_kernel, kernel_options, policy_loss
+from turnwise.ops.loss.reference import Objective
+from turnwise.ops.rewards.token_rewards import as_floats, float64_reason, is_plain, token_reward_sum
+
+
+class GroupedPolicyLoss(NamedTuple):
+    """As :class:`PolicyLoss`, and the ``advantages [B]`` (float32, without gradient) that the loss was made with."""
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor]
+    actor_metrics: Mapping[str, Tensor]
+    advantages: Tensor
+
+
+def _fused(
+    s: Streams,
+    objective: Objective,
+    normalizer: Tensor | None,
+    token_rewards: Tensor,
+    group_ids: Tensor,
+    num_groups: int | None,
+    rule: dict[str, Any],
+) -> GroupedPolicyLoss:
+    """One call of the compiled module: one pass over each stream on a CPU, two launches on a GPU."""
+    rows = max(row_count(s.logprobs, s.cu_seqlens), 0)
+    s = s._replace(advantages=s.logprobs.new_empty(rows, dtype=torch.float32, requires_grad=False))
+    loss, grad, metrics = allocate_outputs(s, objective.num_actors)
+    sums = torch.empty_like(s.advantages)
+    groups = -1 if num_groups is None else num_groups
+    columns, modes = kernel_columns(sums, group_ids, groups, **rule)
+    cu_seqlens = None if s.cu_seqlens is None else s.cu_seqlens.contiguous()
+    streams = (*s._replace(cu_seqlens=cu_seqlens)[:7], normalizer, s.actor_ids, s.entropy, None)
+    call = streams, *kernel_options(objective), token_rewards, columns, modes, loss, grad, metrics
+    place, core = native_core(s.logprobs)
+    if place == "cpu":
+        core.grouped_policy_loss(*call, torch.get_num_threads())
+    else:
+        weighted = rule["center"] == "length_weighted"
+        size = core.cuda_grouped_policy_loss_workspace(
+            sums.shape[0], s.logprobs.numel(), objective.num_actors, groups, weighted, s.logprobs.get_device()
+        )
+        workspace = torch.empty(size, dtype=torch.uint8, device=grad.device)
+        core.cuda_grouped_policy_loss(*call, workspace, stream_of(grad))
+    loss = attach_grad(loss, grad, (*s, None, normalizer, *kernel_options(objective)))
+    return GroupedPolicyLoss(loss, *named_metrics(s, metrics), s.advantages)
+
+
+def grouped_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    token_rewards: Tensor,
+    group_ids: Tensor,
+    *,
+    num_groups: int | None = None,
+    trajectory_ids: Tensor | None = None,
+    lengths: Tensor | None = None,
+    pool: str = "rows",
+    center: str = "mean",
+    scale: str = "std",
+    ddof: int = 1,
+    eps: float = 1e-6,
+    singleton: str = "zero",
+    min_std: float = 0.0,
+    valid: Tensor | None = None,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    clip: Clip | None = None,
+    variant: Variant | None = None,
+    kl: KL | None = None,
+    ref_logprobs: Tensor | None = None,
+    correction: ImportanceCorrection | None = None,
+    rollout_logprobs: Tensor | None = None,
+    entropy: Tensor | None = None,
+    aggregation: str = "token-mean",
+    normalizer: Tensor | float | None = None,
+    actor_ids: Tensor | None = None,
+    num_actors: int | None = None,
+    max_length: float | None = None,
+    check: bool = False,
+    backend: str | None = None,
+) -> GroupedPolicyLoss:
+    """:func:`policy_loss` with the advantages that :func:`group_advantage` makes of :func:`token_reward_sum`.
+
+    ``token_rewards`` has the shape of ``logprobs``; rows of equal ``group_ids [B]`` are compared. All other arguments,
+    checks and errors are those of the three ops. Equal to calling them one after the other, but in one call: one pass
+    over each stream on a CPU, two launches on a GPU.
+
+    Groups must be whole, so split an optimizer step between groups only.
+
+    Example: ``grouped_policy_loss(logprobs, old_logprobs, token_rewards, group_ids, mask=mask, clip=Clip(0.2, 0.28))``
+    """
+    rewards = as_floats("token_rewards", token_rewards)
+    num_groups = None if num_groups is None else check_count(num_groups)
+    rule: dict[str, Any] = {
+        "trajectory_ids": trajectory_ids, "lengths": lengths, "pool": pool, "center": center, "scale": scale,
+        "ddof": ddof, "eps": eps, "singleton": singleton, "min_std": min_std, "valid": valid,
+    }  # fmt: skip
+    objective: dict[str, Any] = {
+        "clip": clip, "variant": variant, "kl": kl, "correction": correction, "aggregation": aggregation,
+        "num_actors": num_actors, "max_length": max_length,
+    }  # fmt: skip
+    given = Streams(
+        logprobs, old_logprobs, rewards, mask, cu_seqlens, ref_logprobs, rollout_logprobs, actor_ids, entropy
+    )
+    made = make_objective(given, **objective)
+    check_tensors(given)
+    if rewards.shape != logprobs.shape:
+        raise ValueError(
+            f"token_rewards has shape {tuple(rewards.shape)}: expected {tuple(logprobs.shape)}, as logprobs"
+        )
+    cast, reason = cast_for_kernel(given, made.variant)
+    others = group_ids, trajectory_ids, lengths, valid, normalizer
+    reason = transform_reason(backend, *cast, *others) or reason or float64_reason(token_rewards=rewards)
+    chosen = select_backend(backend, logprobs, native=reason, triton=reason)
+
+    # The GPU's kernel has no table of trajectories.
+    fused = chosen == "native" and (pool == "rows" or native_core(logprobs)[0] == "cpu")
+    plain = isinstance(group_ids, Tensor) and (is_plain(logprobs) or type(logprobs) is torch.nn.Parameter)
+    wrong: Exception | None = None
+    if fused and plain and not (made.variant.selects or check):
+        try:
+            return _fused(cast, made, make_normalizer(normalizer, made, logprobs, num_actors), rewards, group_ids,
+                          num_groups, rule)  # fmt: skip
+        except (ValueError, TypeError, IndexError) as error:
+            wrong = error  # one op after the other finds out which argument it is
+
+    how: dict[str, Any] = {"check": check, "backend": backend}
+    sums = token_reward_sum(rewards, mask=mask, cu_seqlens=cu_seqlens, **how)
+    advantages = group_advantage(sums, group_ids, num_groups=num_groups, **rule, **how)
+    streams = given._replace(advantages=advantages)._asdict()
+    result = policy_loss(**streams, **objective, normalizer=normalizer, **how)
+    if wrong is not None:
+        raise wrong
+    return GroupedPolicyLoss(*result, advantages)

@@ -1,0 +1,400 @@
+"""LM head and policy loss in one: the gradient of a chunk of tokens is formed while its logits are in memory, so the
+logits are computed once, not twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from turnwise.ops.common.dispatch import native_core, select_backend, stream_of
+from turnwise.ops.common.layout import RowLayout, Streams, check_tensors, transform_reason
+from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, check_temperature
+from turnwise.ops.logprob.linear_logprob import linear_logprob
+from turnwise.ops.logprob.linear_native import Gradients, Head
+from turnwise.ops.logprob.tiles import Upstream, finish, new_state, scan
+from turnwise.ops.loss.aggregation import Aggregation, find_aggregation
+from turnwise.ops.loss.arguments import check_call, make_normalizer, make_objective, make_selected
+from turnwise.ops.loss.options import KL, Clip, ImportanceCorrection, Variant
+from turnwise.ops.loss.policy_loss import PolicyLoss, policy_loss
+
+# Tokens of a chunk: a sixteenth of them, at least _LEAST by the size of a logit, as far as all logits stay within
+# _BYTES. More would not be faster on a CPU.
+_LEAST, _BYTES = {2: 512, 4: 160}, 1 << 28
+_COLUMNS = 2048  # of one product
+# On a GPU as many tokens as this memory holds all logits of, in whole tiles of the products: each chunk reads and
+# writes the weight's gradient again. A product makes two rounds of 128 x 256 logits on 132 multiprocessors.
+_GPU_TILE, _GPU_BYTES, _GPU_LOGITS = 128, 15 << 24, 2 * 132 * 128 * 256
+_FEW = 24  # chunks whose weight gradients may be summed in the weight's own dtype
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fused
+# ---------------------------------------------------------------------------------------------------------------------
+class TokenStreams(NamedTuple):
+    """The inputs of a token's loss, ``[M]`` each, in the order of ``targets``; ``weight`` is its factor in the loss."""
+
+    weight: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor | None
+    ref_logprobs: Tensor | None
+    rollout_logprobs: Tensor | None
+
+    def pick(self, which: slice | Tensor) -> TokenStreams:
+        return TokenStreams(*(None if stream is None else stream[which] for stream in self))  # type: ignore[arg-type]
+
+
+TokenGradient = Callable[[Tensor, TokenStreams], Tensor]  # logprob [m] and its tokens to the gradient [m] of the loss
+
+
+def token_gradient(
+    clip: Clip | None, variant: Variant | None, kl: KL | None, correction: ImportanceCorrection | None
+) -> TokenGradient:
+    """The gradient of a token-level loss, by the policy loss itself, of a chunk as if it were a sequence."""
+
+    def gradient(logprob: Tensor, tokens: TokenStreams) -> Tensor:
+        leaf = logprob.detach().requires_grad_()
+        size = leaf.shape[0]
+        with torch.enable_grad():
+            result = policy_loss(
+                leaf,
+                tokens.old_logprobs,
+                tokens.advantages,
+                mask=tokens.mask,
+                cu_seqlens=torch.arange(0, size + 1, size, device=leaf.device),
+                clip=clip,
+                variant=variant,
+                kl=kl,
+                ref_logprobs=tokens.ref_logprobs,
+                correction=correction,
+                rollout_logprobs=tokens.rollout_logprobs,
+                normalizer=torch.ones((), device=leaf.device),
+            )
+        return torch.autograd.grad(result.loss, leaf)[0] * tokens.weight
+
+    return gradient
+
+
+def _chunk_size(head: Head) -> int:
+    size = head.products.dtype.itemsize
+    if head.products.on_gpu:
+        return max(_GPU_BYTES // (head.vocabulary * size) // _GPU_TILE, 1) * _GPU_TILE
+    least = _LEAST[size]
+    return min(max(least, head.tokens // 16), max(least // 2, _BYTES // (head.vocabulary * size), 1))
+
+
+def _columns(head: Head, tokens: int) -> int:
+    """Columns of one product with ``tokens`` rows."""
+    return max(_GPU_LOGITS // max(tokens, 1) // 256 * 256, 256) if head.products.on_gpu else _COLUMNS
+
+
+def fused(
+    head: Head, gradients: Gradients, tokens: TokenStreams, loss: TokenGradient, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Fills ``gradients``; gives ``logprob`` and ``entropy [M]``. Logits of one chunk are held at a time."""
+    chunks = head.blocks(_chunk_size(head))
+    total = gradients.weight
+    if gradients.need_weight and len(chunks) > _FEW and total.dtype is not torch.float32:
+        total = torch.empty_like(total, dtype=torch.float32)
+    logprobs, entropies = [], []
+    for chunk in chunks:
+        logprob, entropy_of_chunk = _chunk(head, gradients, total, tokens.pick(chunk), loss, entropy, chunk)
+        logprobs.append(logprob)
+        entropies.append(entropy_of_chunk)
+    if gradients.need_weight:
+        if not chunks:
+            gradients.weight.zero_()
+        elif total is not gradients.weight:
+            gradients.weight.copy_(total)
+    none = torch.empty(0, dtype=torch.float32, device=tokens.weight.device)
+    return torch.cat([none, *logprobs]), torch.cat([none, *entropies]) if entropy else None
+
+
+def _chunk(
+    head: Head,
+    gradients: Gradients,
+    total: Tensor,
+    tokens: TokenStreams,
+    loss: TokenGradient,
+    entropy: bool,
+    chunk: slice,
+) -> tuple[Tensor, Tensor]:
+    products, rows = head.products, head.rows(chunk)
+    state = new_state(rows.shape[0], rows)
+    tiles = []
+    width = _columns(head, rows.shape[0])
+    for start in range(0, head.vocabulary, width):
+        tile = head.tile(rows, chunk, slice(start, min(start + width, head.vocabulary)))
+        scan(tile, state, entropy)
+        tiles.append(tile)
+    logprob, lse, entropies = finish(state, entropy)
+    upstream = Upstream(lse, loss(logprob, tokens), None, None)
+    sums = gradients.new_hidden(rows.shape[0])
+    for tile in tiles:
+        columns = slice(tile.first, tile.first + tile.logits.shape[1])
+        part = head.weight[columns]
+        d = head.gradient(tile, upstream)
+        gradients.add_bias(columns, d)
+        if gradients.need_hidden:
+            products.add_hidden(sums, d, part)
+        if gradients.need_weight:
+            products.weight_gradient(total[columns], d, rows, add=chunk.start > 0)
+    if gradients.need_hidden:
+        gradients.keep_hidden(chunk, sums)
+    return logprob, entropies
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Autograd
+# ---------------------------------------------------------------------------------------------------------------------
+class _Attach(torch.autograd.Function):
+    """Attaches to ``loss`` the gradients that were computed with it, those of ``scale`` times the loss.
+
+    They are as large as the weight, so the backward scales them in place and hands them over. A second backward through
+    the same graph recomputes them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss: Tensor,
+        grads: list[Gradients],
+        recompute: Callable[[], Gradients],
+        scale: Tensor | None,
+        *leaves: Tensor | None,
+    ) -> Tensor:
+        ctx.grads, ctx.recompute, ctx.scale = grads, recompute, scale
+        ctx.mark_dirty(loss)  # the same tensor, not a view of it, which the caller could not change in place
+        ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "linear_policy_loss: the gradient can't be differentiated again; use backend='torch' for create_graph"
+            )
+        found = ctx.grads.pop() if ctx.grads else ctx.recompute()
+        factor = grad_loss if ctx.scale is None else grad_loss / ctx.scale
+        needed = found.need_hidden, found.need_weight, found.need_bias
+        out = []
+        for values, wanted, dtype in zip((found.hidden, found.weight, found.bias), needed, ctx.dtypes, strict=True):
+            if wanted:
+                _scale_in_place(values, factor)
+            out.append(values.to(dtype) if wanted else None)
+        return None, None, None, None, *out
+
+
+def _scale_in_place(values: Tensor, factor: Tensor) -> None:
+    """Usually by 1. On a GPU only the device knows; the kernel leaves at once then."""
+    device, core = native_core(values)
+    if device == "cuda" and values.numel():
+        core.cuda_scale(values, factor.float().contiguous(), stream_of(values))
+    elif device == "cpu" and factor.item() != 1.0:
+        values.mul_(factor)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Public function
+# ---------------------------------------------------------------------------------------------------------------------
+def _needs_rows(variant: Variant | None, correction: ImportanceCorrection | None) -> bool:
+    """True if a token's loss depends on other tokens' log-probabilities, so that all must be known first."""
+    if variant is not None and (variant.by_row or variant.selects):
+        return True
+    return correction is not None and correction.level == "sequence"
+
+
+def _serves(hidden: Tensor, backend: str | None, reason: str) -> bool:
+    """True if the chunks run on the compiled kernels; any other backend is chosen or refused by the two passes."""
+    if hidden.dtype is torch.float64:
+        return False
+    return select_backend(backend, hidden, native=reason, triton=reason) == "native"
+
+
+def _scale_of(tokens: TokenStreams) -> Tensor:
+    """A power of two that brings the largest weight of a token near 1."""
+    if not tokens.weight.numel():
+        return torch.ones((), device=tokens.weight.device)
+    return torch.ldexp(torch.ones_like(tokens.weight[0]), -torch.frexp(tokens.weight.max()).exponent)
+
+
+def _tokens(
+    targets: Tensor, old_logprobs: Tensor, advantages: Tensor, aggregation: Aggregation, batch: dict[str, Any]
+) -> TokenStreams:
+    """The streams with a weight and an advantage for each token, known before any logit is."""
+    cu_seqlens, mask, actor_ids = batch["cu_seqlens"], batch["mask"], batch["actor_ids"]
+    rows = RowLayout(targets, cu_seqlens)
+    lengths = rows.sum((torch.ones_like(targets) if mask is None else mask != 0).double())
+    normalizer = batch["normalizer"]
+    if normalizer is None:
+        normalizer = aggregation.normalizer(lengths, actor_ids, batch["num_actors"], batch["max_length"])
+    weights = aggregation.weights(lengths, normalizer.double(), actor_ids)
+    return TokenStreams(
+        rows.spread(weights.float()),
+        old_logprobs,
+        rows.spread(advantages),
+        mask,
+        batch["ref_logprobs"],
+        batch["rollout_logprobs"],
+    )
+
+
+def _trained(head: Head, tokens: TokenStreams) -> tuple[Head, TokenStreams, Tensor | None]:
+    """Without the masked tokens, whose logits are not worth making; to find them on a GPU would wait for it."""
+    if tokens.mask is None or not tokens.mask.is_cpu or bool((tokens.mask != 0).all()):
+        return head, tokens, None
+    keep = (tokens.mask != 0).nonzero()[:, 0]
+    positions = keep if head.positions is None else head.positions[keep]
+    part = Head(head.hidden, head.weight, head.targets[keep], head.bias, positions, 1.0 / head.scale)
+    return part, tokens.pick(keep)._replace(mask=None), keep
+
+
+def _one_pass(
+    whole: Head, tokens: TokenStreams, loss: TokenGradient, leaves: tuple[Tensor | None, ...], entropy: bool
+) -> tuple[Gradients, Tensor, Tensor | None]:
+    """The gradients of ``leaves`` (hidden, weight, bias), and ``logprob`` and ``entropy [M]``, 0 where masked."""
+    part, streams, keep = _trained(whole, tokens)
+    needs = [leaf is not None and leaf.requires_grad for leaf in leaves]
+    wide = torch.float32 if whole.hidden.dtype is torch.float16 else None
+    gradients = Gradients(part, needs[0], needs[1], needs[2], wide)
+    logprob, entropies = fused(part, gradients, streams, loss, entropy)
+    if keep is not None:
+        logprob = logprob.new_zeros(whole.tokens).index_copy_(0, keep, logprob)
+        entropies = None if entropies is None else entropies.new_zeros(whole.tokens).index_copy_(0, keep, entropies)
+    return gradients, logprob, entropies
+
+
+def _checked_normalizer(
+    targets: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    batch: dict[str, Any],
+    objective: dict[str, Any],
+    selected: Tensor | None,
+    check: bool,
+) -> Tensor | None:
+    """The normaliser as a tensor. What is wrong with the streams or options raises here, before the long work."""
+    if batch["cu_seqlens"] is None:
+        raise TypeError("cu_seqlens: expected a tensor, got NoneType, as all streams are packed")
+    nothing = torch.zeros(targets.shape, dtype=torch.float32, device=targets.device)
+    names = ("mask", "cu_seqlens", "ref_logprobs", "rollout_logprobs", "actor_ids")
+    s = Streams(nothing, old_logprobs, advantages, *(batch[name] for name in names))
+    rule = batch["aggregation"], batch["num_actors"], batch["max_length"]
+    made = make_objective(s, **objective, aggregation=rule[0], num_actors=rule[1], max_length=rule[2])
+    check_tensors(s)
+    normalizer = make_normalizer(batch["normalizer"], made, nothing, rule[1])
+    check_call(s, made, normalizer, check)
+    if selected is not None:
+        make_selected(s, made.variant, selected)
+    return normalizer
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    mask: Tensor | None = None,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    positions: Tensor | None = None,
+    clip: Clip | None = None,
+    variant: Variant | None = None,
+    kl: KL | None = None,
+    ref_logprobs: Tensor | None = None,
+    correction: ImportanceCorrection | None = None,
+    rollout_logprobs: Tensor | None = None,
+    entropy: bool = False,
+    aggregation: str = "token-mean",
+    normalizer: Tensor | float | None = None,
+    actor_ids: Tensor | None = None,
+    num_actors: int | None = None,
+    max_length: float | None = None,
+    selected: Tensor | None = None,
+    check: bool = False,
+    backend: str | None = None,
+) -> PolicyLoss:
+    """LM head and policy loss in one: :func:`policy_loss` of :func:`linear_logprob`, with one pass over the logits.
+
+    Packed: ``cu_seqlens [B+1]``, all streams ``[N]`` as ``targets`` (``[M]`` with ``positions``); ``advantages [B]`` or
+    per token. Arguments and errors are those of :func:`linear_logprob` and :func:`policy_loss`; ``entropy=True`` adds
+    the metric. ``backend`` is that of the head; the loss takes the best one for the device.
+
+    Where a token's loss needs no other token's log-probability (PPO, CISPO, GPG, REINFORCE, SAPO, with a correction per
+    token), the forward forms the gradients chunk by chunk, with at most 256 MiB of logits in memory, and the backward
+    scales and returns them. GSPO, GMPO, Clip-Cov, KL-Cov and corrections by sequence need whole rows first, so they
+    compute the logits twice, as do ``torch.compile`` and other backends than ``native``. Masked tokens cost nothing on
+    a CPU. Gradients that are not required are not computed.
+
+    The gradient of a bfloat16 weight is summed in its own dtype over up to 24 chunks, beyond that in float32. Gradients
+    of float16 are kept in float32, and enlarged, until the loss's own gradient has scaled them: a loss scale works as
+    usual.
+
+    Example: ``linear_policy_loss(states, lm_head.weight, targets, old, advantages, cu_seqlens=cu).loss.backward()``
+    """
+    head: dict[str, Any] = {
+        "temperature": temperature, "bias": bias, "positions": positions, "check": check, "backend": backend,
+    }  # fmt: skip
+    objective: dict[str, Any] = {"clip": clip, "variant": variant, "kl": kl, "correction": correction}
+    batch: dict[str, Any] = {
+        "mask": mask, "cu_seqlens": cu_seqlens, "ref_logprobs": ref_logprobs, "rollout_logprobs": rollout_logprobs,
+        "aggregation": aggregation, "normalizer": normalizer, "actor_ids": actor_ids, "num_actors": num_actors,
+        "max_length": max_length,
+    }  # fmt: skip
+    if not isinstance(entropy, bool):
+        raise TypeError(f"entropy: expected True or False, as it is made here, got {type(entropy).__name__}")
+    kind = hidden.device.type if isinstance(hidden, Tensor) else "cpu"
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        with torch.autocast(kind, enabled=False):
+            streams = as_autocast(hidden, dtype), as_autocast(weight, dtype), targets, old_logprobs, advantages
+            return linear_policy_loss(  # type: ignore[misc]
+                *streams, entropy=entropy, **head, **objective, **batch, selected=selected
+            )
+
+    # Validate
+    check_head(hidden, weight, targets, bias, positions)
+    batch["normalizer"] = _checked_normalizer(targets, old_logprobs, advantages, batch, objective, selected, check)
+
+    # Plan: one pass where the loss of a token needs no other token
+    leaves = (hidden, weight, bias)
+    wanted = torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves)
+    once = wanted and not torch.compiler.is_compiling() and not _needs_rows(variant, correction)
+    others = positions, targets, old_logprobs, advantages, selected, *batch.values()
+    reason = transform_reason(backend, *leaves, *others)
+    if not (once and _serves(hidden, backend, reason)):
+        logprob: Any = linear_logprob(hidden, weight, targets, entropy=entropy, **head)
+        logprob, entropies = (logprob[0], logprob[1].detach()) if entropy else (logprob, None)
+        exact = backend if backend == "torch" else None  # for a second derivative, both must be the reference
+        batch |= {"selected": selected, "entropy": entropies, "backend": exact}
+        return policy_loss(logprob, old_logprobs, advantages, **objective, **batch)
+    check_temperature(temperature)
+    if hidden.is_cpu or check:
+        check_id_values("targets", targets, weight.shape[0])
+        if positions is not None:
+            check_id_values("positions", positions, hidden.shape[0])
+
+    # Launch
+    tokens = _tokens(targets, old_logprobs, advantages, find_aggregation(aggregation, actor_ids, max_length), batch)
+    scale = _scale_of(tokens) if hidden.dtype is torch.float16 else None
+    if scale is not None:
+        tokens = tokens._replace(weight=tokens.weight * scale)
+
+    @torch.no_grad()
+    def compute() -> tuple[Gradients, Tensor, Tensor | None]:
+        whole = Head(hidden, weight, targets, bias, positions, temperature)
+        return _one_pass(whole, tokens, token_gradient(**objective), leaves, entropy)
+
+    gradients, logprob, entropies = compute()
+
+    # Wrap
+    with torch.no_grad():
+        result = policy_loss(logprob, old_logprobs, advantages, entropy=entropies, **objective, **batch)
+    attached = _Attach.apply(result.loss, [gradients], lambda: compute()[0], scale, *leaves)
+    return result._replace(loss=attached)

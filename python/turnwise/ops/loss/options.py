@@ -1,0 +1,298 @@
+"""The small option objects of the ops. Combinations that make no sense raise when they are built."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from turnwise.ops.common.layout import is_number
+
+KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
+IS_LEVELS = ("token", "sequence")
+
+
+def _require_finite(owner: str, name: str, value: float, low: float, expected: str) -> None:
+    if not (is_number(value) and low <= value < math.inf):
+        raise ValueError(f"{owner}.{name}={value!r}: expected {expected}")
+
+
+def _require_share(owner: str, share: float) -> None:
+    _require_finite(owner, "share", share, 0.0, "a number in (0, 1]")
+    if not 0 < share <= 1:
+        raise ValueError(f"{owner}.share={share!r}: expected a number in (0, 1]")
+
+
+class Variant:
+    """Base of the loss variants: frozen objects that turn a token's ratio and advantage into its loss.
+
+    ``kind`` is the number by which the kernels know it, ``bounds`` the three numbers that they read.
+    """
+
+    __slots__ = ()
+    kind: ClassVar[int]
+    selects: ClassVar[bool] = False  # some tokens are singled out before the loss
+    by_row: ClassVar[bool] = False  # the ratio is that of a whole sequence
+    compiled: ClassVar[bool] = True  # the kernels know it
+
+    @property
+    def bounds(self) -> tuple[float, float, float]:
+        return 0.0, 0.0, 0.0
+
+    def _check_range(self, low: float, high: float) -> None:
+        name = type(self).__name__
+        _require_finite(name, "low", low, 0.0, "a finite number >= 0")
+        _require_finite(name, "high", high, 0.0, "a finite number >= 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Clip(Variant):
+    """PPO's clip: the policy ratio is held in ``[1 - low, 1 + high]``.
+
+    ``high > low`` is clip-higher (DAPO, https://arxiv.org/abs/2503.14476, eq. 10). ``dual_clip`` bounds the loss of a
+    token with negative advantage by ``-A * dual_clip`` (dual-clip PPO, https://arxiv.org/abs/1912.09729, eq. 5);
+    3 is usual.
+
+    Example: ``Clip(low=0.2, high=0.28, dual_clip=3.0)``
+    """
+
+    kind: ClassVar[int] = 0
+    low: float = 0.2
+    high: float = 0.2
+    dual_clip: float | None = None
+
+    def __post_init__(self) -> None:
+        self._check_range(self.low, self.high)
+        if self.dual_clip is not None:
+            _require_finite("Clip", "dual_clip", self.dual_clip, 1.0, "None or a finite number > 1")
+            if self.dual_clip <= 1.0 + self.high:
+                raise ValueError(
+                    f"Clip.dual_clip={self.dual_clip!r}: expected more than 1 + high = {1.0 + self.high!r}"
+                )
+
+    @property
+    def bounds(self) -> tuple[float, float, float]:
+        return 1.0 - self.low, 1.0 + self.high, math.inf if self.dual_clip is None else self.dual_clip
+
+
+@dataclass(frozen=True, slots=True)
+class GSPO(Variant):
+    """PPO's clip on one ratio per sequence, ``exp(mean(lp - old))``, whose gradient every token carries
+    (https://arxiv.org/abs/2507.18071, eq. 13). Meant for ``aggregation="seq-mean-token-mean"``."""
+
+    kind: ClassVar[int] = 1
+    by_row: ClassVar[bool] = True
+    low: float = 3e-4
+    high: float = 4e-4
+
+    def __post_init__(self) -> None:
+        self._check_range(self.low, self.high)
+
+    @property
+    def bounds(self) -> tuple[float, float, float]:
+        return 1.0 - self.low, 1.0 + self.high, math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class CISPO(Variant):
+    """``-A * clamp(ratio, 1 - low, 1 + high) * lp``, where the clamped ratio carries no gradient, so that no token is
+    lost to the clip (https://arxiv.org/abs/2506.13585, eq. 4). ``low=1`` leaves the ratio without a lower bound."""
+
+    kind: ClassVar[int] = 2
+    low: float = 1.0
+    high: float = 4.0
+
+    def __post_init__(self) -> None:
+        self._check_range(self.low, self.high)
+
+    @property
+    def bounds(self) -> tuple[float, float, float]:
+        return 1.0 - self.low, 1.0 + self.high, 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reinforce(Variant):
+    """``-A * lp``: the policy gradient itself (Williams 1992). The ratio is in the metrics alone."""
+
+    kind: ClassVar[int] = 3
+
+
+@dataclass(frozen=True, slots=True)
+class GPG(Variant):
+    """``-A * lp`` (https://arxiv.org/abs/2504.02546, eq. 5): the loss of :class:`Reinforce` under its other name."""
+
+    kind: ClassVar[int] = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SAPO(Variant):
+    """A soft gate instead of the clip, ``-A * sigmoid(tau * (ratio - 1)) * 4 / tau``, with ``tau_positive`` where
+    ``A > 0`` and ``tau_negative`` elsewhere (https://arxiv.org/abs/2511.20347, eq. 6)."""
+
+    kind: ClassVar[int] = 4
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+
+    def __post_init__(self) -> None:
+        for name in ("tau_positive", "tau_negative"):
+            _require_finite("SAPO", name, getattr(self, name), 1e-6, "a finite number > 0")
+
+    @property
+    def bounds(self) -> tuple[float, float, float]:
+        return self.tau_negative, self.tau_positive, 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GMPO(Variant):
+    """``-A * exp(mean(d))``, the geometric mean of a sequence's ratios, with ``d = lp - old`` at most ``high`` where
+    ``A > 0`` and at least ``-low`` where ``A < 0`` (https://arxiv.org/abs/2507.20673, eq. 4). Advantages per token
+    count with their mean. Meant for ``aggregation="seq-mean-token-mean"``."""
+
+    kind: ClassVar[int] = 5
+    by_row: ClassVar[bool] = True
+    low: float = 0.4
+    high: float = 0.4
+
+    def __post_init__(self) -> None:
+        self._check_range(self.low, self.high)
+
+    @property
+    def bounds(self) -> tuple[float, float, float]:
+        return -self.low, self.high, 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClipCov(Variant):
+    """PPO's clip, and no loss at all for a few tokens with high covariance of advantage and log-probability
+    (https://arxiv.org/abs/2505.22617, eq. 11): of those between ``lower`` and ``upper`` that the clip spares, a random
+    ``share`` of all tokens, at least one. The draw is torch's (``torch.manual_seed``), over the tokens of the call."""
+
+    kind: ClassVar[int] = 6
+    selects: ClassVar[bool] = True
+    low: float = 0.2
+    high: float = 0.2
+    share: float = 2e-4
+    lower: float = 1.0
+    upper: float = 5.0
+
+    def __post_init__(self) -> None:
+        self._check_range(self.low, self.high)
+        _require_share("ClipCov", self.share)
+        if not is_number(self.lower):
+            raise ValueError(f"ClipCov.lower={self.lower!r}: expected a number")
+        if not (is_number(self.upper) and self.lower < self.upper):
+            raise ValueError(f"ClipCov.upper={self.upper!r}: expected more than lower = {self.lower!r}")
+
+    @property
+    def bounds(self) -> tuple[float, float, float]:
+        return 1.0 - self.low, 1.0 + self.high, math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class KLCov(Variant):
+    """``-A * ratio``, and ``coef * |lp - old|`` on top for the ``share`` of tokens (at least one) with the highest
+    covariance of advantage and log-probability (https://arxiv.org/abs/2505.22617, eq. 12)."""
+
+    kind: ClassVar[int] = 7
+    selects: ClassVar[bool] = True
+    share: float = 2e-4
+    coef: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require_share("KLCov", self.share)
+        _require_finite("KLCov", "coef", self.coef, 0.0, "a finite number >= 0")
+
+    @property
+    def bounds(self) -> tuple[float, float, float]:
+        return 0.0, 0.0, self.coef
+
+
+@dataclass(frozen=True, slots=True)
+class Custom(Variant):
+    """A user-defined loss: ``function(logprobs [n], old_logprobs [n], advantages [n])`` gives the loss ``[n]`` of the
+    ``n`` tokens that train, in PyTorch; its gradient is autograd's. What it says of a token may depend on others only
+    where all of an optimizer step come in one call. Correction, KL term, aggregation and metrics are as for the others.
+    Served by the ``"torch"`` backend alone.
+
+    Example: ``Custom(lambda logprobs, old_logprobs, advantages: -advantages * (logprobs - old_logprobs).exp())``
+    """
+
+    by_row: ClassVar[bool] = True  # it may look at all tokens
+    compiled: ClassVar[bool] = False
+    function: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise TypeError(f"Custom.function={self.function!r}: expected a function")
+
+
+@dataclass(frozen=True, slots=True)
+class KL:
+    """A KL term to reference log-probabilities, ``coef`` times an estimator of ``KL(policy || reference)`` per token.
+
+    With ``d = ref - lp``: ``k1`` is ``-d``, ``abs`` is ``|d|``, ``k2`` is ``d**2 / 2``, ``k3`` is ``exp(d) - d - 1``
+    with ``d`` clamped to +-20 and the value to +-10 (http://joschu.net/blog/kl-approx.html). ``k1+`` and ``k3+`` have
+    that value and the gradient of ``k2``, which is the unbiased one.
+
+    ``importance_weighted`` multiplies the estimate by the importance ratio, and the gradient flows through both. Over
+    tokens that the old policy sampled, ``k1`` and ``k3`` then average to the KL of the present one, and their gradients
+    to its gradient (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556; TRL's ``use_bias_correction_kl``). The ratio is
+    the token's, ``exp(clamp(lp - old, -20, 20))``, neither clipped nor corrected; with :class:`GSPO` it is the
+    sequence's. ``k1+`` and ``k3+`` can't be weighted: their gradient is that of the KL already. The metric ``kl`` stays
+    the plain estimate.
+
+    Example: ``KL("k3", coef=1e-3, importance_weighted=True)``
+    """
+
+    estimator: str = "k3"
+    coef: float = 1e-3
+    importance_weighted: bool = False
+
+    def __post_init__(self) -> None:
+        if self.estimator not in KL_ESTIMATORS:
+            raise ValueError(f"KL.estimator={self.estimator!r}: expected one of {', '.join(KL_ESTIMATORS)}")
+        _require_finite("KL", "coef", self.coef, 0.0, "a finite number >= 0")
+        if not isinstance(self.importance_weighted, bool):
+            raise ValueError(f"KL.importance_weighted={self.importance_weighted!r}: expected True or False")
+        if self.importance_weighted and self.estimator.endswith("+"):
+            raise ValueError(
+                f"KL.importance_weighted=True: expected False with estimator={self.estimator!r}, whose gradient is "
+                f"that of the KL already. Use estimator={self.estimator[:-1]!r}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ImportanceCorrection:
+    """Truncated importance weights against the mismatch of sampler and trainer: ``min(exp(old - rollout), cap)``.
+
+    ``old`` are the trainer's log-probabilities before the update, ``rollout`` the sampler's. The weight multiplies the
+    clipped loss (not the KL term) and carries no gradient. ``level="sequence"`` uses the sum over the tokens of a row.
+    ``bounds=(low, high)`` rejects: where ``exp(old - rollout)`` lies outside, the weight is 0.
+
+    Example: ``ImportanceCorrection(level="token", cap=2.0, bounds=(0.5, 5.0))``
+    """
+
+    level: str = "token"
+    cap: float = 2.0
+    bounds: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.level not in IS_LEVELS:
+            raise ValueError(f"ImportanceCorrection.level={self.level!r}: expected one of {', '.join(IS_LEVELS)}")
+        _require_finite("ImportanceCorrection", "cap", self.cap, 0.0, "a finite number > 0")
+        if self.cap == 0:
+            raise ValueError(f"ImportanceCorrection.cap={self.cap!r}: expected a finite number > 0")
+        if self.bounds is None:
+            return
+        bounds = tuple(self.bounds) if isinstance(self.bounds, tuple | list) else ()
+        if not (len(bounds) == 2 and all(map(is_number, bounds)) and 0 <= bounds[0] < bounds[1]):
+            raise ValueError(
+                f"ImportanceCorrection.bounds={self.bounds!r}: expected None or (low, high), 0 <= low < high"
+            )
+        if self.cap <= bounds[0]:
+            raise ValueError(
+                f"ImportanceCorrection.cap={self.cap!r}: expected more than bounds[0] = {bounds[0]!r}, as else every "
+                "token that is kept has the same weight"
+            )
+        object.__setattr__(self, "bounds", bounds)  # a list, as a file of settings has it, can't be hashed

@@ -1,0 +1,375 @@
+"""Policy losses over token streams: loss, gradient and metrics in one pass."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from turnwise.ops.common.dispatch import native_core, select_backend, stream_of
+from turnwise.ops.common.layout import (
+    Streams,
+    check_memory,
+    check_stream_values,
+    check_streams,
+    check_tensors,
+    row_count,
+    transform_reason,
+)
+from turnwise.ops.loss.arguments import check_call, make_normalizer, make_objective, make_selected, named_metrics
+from turnwise.ops.loss.options import IS_LEVELS, KL, KL_ESTIMATORS, Clip, ImportanceCorrection, Variant
+from turnwise.ops.loss.reference import Objective, metric_names, reference
+
+
+class PolicyLoss(NamedTuple):
+    """``loss`` 0-dim; ``metrics`` name -> 0-dim float32; ``actor_metrics`` name -> ``[num_actors]`` float32, empty
+    without ``actor_ids``. Metrics carry no gradient and stay on the device."""
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor]
+    actor_metrics: Mapping[str, Tensor]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Native and Triton: one pass gives loss, gradient and metrics
+# ---------------------------------------------------------------------------------------------------------------------
+def unsupported_reason(s: Streams, variant: Variant) -> str:
+    """The reason why the compiled kernels can't serve; empty where they can."""
+    if not variant.compiled:
+        return f"variant is a {type(variant).__name__}, and the kernels know only their own"
+    for stream in s:
+        if stream is not None and stream.dtype is torch.float64:
+            name = next(name for name, value in s._asdict().items() if value is stream)
+            return f"{name} is float64, and the kernels compute in float32"
+    return ""
+
+
+def cast_for_kernel(s: Streams, variant: Variant) -> tuple[Streams, str]:
+    """The streams as the kernels take them, and the reason why these still can't serve.
+
+    float16 can't hold a token's share of the gradient of a large batch, and a loss scale comes after it: so the
+    gradient is float32 until it is scaled. float64 beside other log-probabilities is computed in float32 anyhow.
+    """
+    lp = s.logprobs
+    if lp.dtype is torch.float16 and lp.requires_grad and torch.is_grad_enabled():
+        s = s._replace(logprobs=lp.float())
+    reason = unsupported_reason(s, variant)
+    if reason and variant.compiled and lp.dtype is not torch.float64:
+        s = s._replace(**{k: x.float() for k, x in s._asdict().items() if x is not None and x.dtype is torch.float64})
+        reason = ""
+    return s, reason
+
+
+def _kernel_options(o: Objective) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """The options as the kernels read them: eight numbers and six modes, 0 for "none"."""
+    kind, coef, weighted = 0, 0.0, False
+    if o.kl:
+        kind, coef, weighted = KL_ESTIMATORS.index(o.kl.estimator) + 1, o.kl.coef, o.kl.importance_weighted
+    level, cap, bounds = 0, 0.0, None
+    if o.correction:
+        level, cap, bounds = IS_LEVELS.index(o.correction.level) + 1, o.correction.cap, o.correction.bounds
+    below, above = bounds or (-math.inf, math.inf)
+    numbers = (*o.variant.bounds, coef, cap, below, above, o.max_length or 0.0)
+    modes = (o.variant.kind, kind, level, o.aggregation.index, o.num_actors, int(weighted))
+    return tuple(map(float, numbers)), modes
+
+
+kernel_options = functools.lru_cache(maxsize=256)(_kernel_options)
+
+
+def allocate_outputs(s: Streams, num_actors: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for loss, gradient and metrics."""
+    device = s.logprobs.device  # by name, as torch.set_default_device may say another
+    columns = len(metric_names(s.ref_logprobs is not None, s.rollout_logprobs is not None, s.entropy is not None))
+    loss = torch.empty((), dtype=torch.float32, device=device)
+    grad = torch.empty_like(s.logprobs, memory_format=torch.contiguous_format, requires_grad=False)
+    return loss, grad, torch.empty((1 + num_actors, columns), dtype=torch.float32, device=device)
+
+
+def _compute(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    ref_logprobs: Tensor | None,
+    rollout_logprobs: Tensor | None,
+    actor_ids: Tensor | None,
+    entropy: Tensor | None,
+    selected: Tensor | None,
+    normalizer: Tensor | None,
+    numbers: Sequence[float],
+    modes: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_actors = modes[4]
+    given = Streams(
+        logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, actor_ids, entropy
+    )
+    loss, grad, metrics = allocate_outputs(given, num_actors)
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.contiguous()
+    streams = logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs
+    rest = normalizer, actor_ids, entropy, selected
+    place, core = native_core(logprobs)
+    try:
+        call = (*streams, *rest), tuple(numbers), tuple(modes), loss, grad, metrics
+        if place == "cpu":
+            core.policy_loss(*call, torch.get_num_threads())
+        else:
+            rows, tokens = row_count(logprobs, cu_seqlens), logprobs.numel()
+            size = core.cuda_policy_loss_workspace(rows, tokens, num_actors, logprobs.get_device())
+            workspace = torch.empty(size, dtype=torch.uint8, device=logprobs.device)
+            core.cuda_policy_loss(*call, workspace, stream_of(logprobs))
+    except (ValueError, TypeError):
+        # The kernel says that something is wrong; the slow checks know which value it is.
+        check_streams(given, num_actors)
+        if logprobs.is_cpu:
+            check_stream_values(given, num_actors)
+        raise
+    return loss, grad, metrics
+
+
+def _compute_triton(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from turnwise.ops.loss.triton import compute
+
+    check_memory(**dict(zip((*Streams._fields, "selected", "normalizer"), arguments, strict=False)))
+    count = len(Streams._fields)
+    return compute(Streams(*arguments[:count]), *arguments[count:])
+
+
+_COMPUTE = {"native": _compute, "triton": _compute_triton}
+
+
+def _scale_in_place(grad: Tensor, by: Tensor, backend: str) -> None:
+    """Without waiting for the device; does nothing where the factor is 1."""
+    if backend == "triton":
+        from turnwise.ops.loss.triton import scale
+
+        scale(grad, by)
+    else:
+        native_core(grad)[1].cuda_scale(grad, by.float().contiguous(), stream_of(grad))
+
+
+_TWICE = "policy_loss: the compiled kernels have no second derivative; use backend='torch' to differentiate twice"
+
+
+class _Scale(torch.autograd.Function):
+    """The gradient times the loss's own, in a backward that is itself recorded.
+
+    Takes ``logprobs`` so that a second derivative meets the refusal below, not a graph that ends here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, grad_loss: Tensor, logprobs: Tensor) -> Tensor:
+        return grad * grad_loss
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise RuntimeError(_TWICE)
+
+
+class _Attach(torch.autograd.Function):
+    """Attaches to ``loss`` the gradient that was computed with it."""
+
+    @staticmethod
+    def forward(ctx: Any, logprobs: Tensor, loss: Tensor, grad: Tensor) -> Tensor:
+        ctx.save_for_backward(grad, logprobs)
+        ctx.mark_dirty(loss)  # the same tensor, not a view of it, which the caller could not change in place
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
+        grad, logprobs = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _Scale.apply(grad, grad_loss, logprobs), None, None
+        # Usually 1: then the gradient is there already. Reading it costs nothing on a CPU.
+        return grad if grad_loss.item() == 1.0 else grad * grad_loss, None, None
+
+
+class _AttachOnDevice(torch.autograd.Function):
+    """The same where reading ``grad_loss`` would wait for the device: a kernel scales the gradient in place, or does
+    nothing where the factor is 1. The caller then owns the gradient, so another backward recomputes it."""
+
+    @staticmethod
+    def forward(ctx: Any, logprobs: Tensor, loss: Tensor, grad: Tensor, *rest: Any) -> Tensor:
+        *tensors, ctx.numbers, ctx.modes, ctx.backend = rest
+        # What was sampled in inference mode can't be saved, and can't change either.
+        ctx.sampled = [t if t is not None and t.is_inference() else None for t in tensors]
+        ctx.save_for_backward(logprobs, *(None if t is s else t for t, s in zip(tensors, ctx.sampled, strict=True)))
+        ctx.mark_dirty(loss)
+        ctx.grad = grad
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        saved: tuple[Any, ...] = ctx.saved_tensors
+        logprobs, *tensors = saved
+        tensors = [t if s is None else s for t, s in zip(tensors, ctx.sampled, strict=True)]
+        none = [None] * (len(tensors) + 5)
+        grad, ctx.grad = ctx.grad, None
+        if grad is None:
+            arguments: list[Any] = [logprobs.detach(), *tensors, ctx.numbers, ctx.modes]
+            grad = _COMPUTE[ctx.backend](*arguments)[1]
+        if torch.is_grad_enabled():
+            return _Scale.apply(grad, grad_loss, logprobs), *none
+        _scale_in_place(grad, grad_loss, ctx.backend)
+        return grad, *none
+
+
+def _fused_loss(
+    s: Streams, objective: Objective, selected: Tensor | None, normalizer: Tensor | None, backend: str
+) -> tuple[Tensor, Tensor]:
+    # The dispatcher costs more than a small batch does, so plain tensors pass it by.
+    if type(s.logprobs) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
+        op = torch.ops.turnwise.policy_loss_triton if backend == "triton" else torch.ops.turnwise.policy_loss
+        loss, _, metrics = op(*s, selected, normalizer, *_kernel_options(objective))
+        return loss, metrics
+    arguments = (*s, selected, normalizer, *kernel_options(objective))
+    loss, grad, metrics = _COMPUTE[backend](*arguments)
+    return attach_grad(loss, grad, arguments, backend), metrics
+
+
+def attach_grad(loss: Tensor, grad: Tensor, arguments: tuple[Any, ...], backend: str = "native") -> Tensor:
+    """The loss with its gradient, for the arguments of the computation."""
+    logprobs = arguments[0]
+    if not (logprobs.requires_grad and torch.is_grad_enabled()):
+        return loss
+    if backend == "native" and native_core(grad)[0] == "cpu":
+        return _Attach.apply(logprobs, loss, grad)
+    return _AttachOnDevice.apply(logprobs, loss, grad, *arguments[1:], backend)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch.library: the same for torch.compile and tensor subclasses
+# ---------------------------------------------------------------------------------------------------------------------
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, grad, metrics = output
+    ctx.mark_non_differentiable(grad, metrics)
+    ctx.save_for_backward(grad, inputs[0])
+    ctx.rest = len(inputs) - 1
+
+
+def _backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Any, ...]:
+    grad, logprobs = ctx.saved_tensors
+    return torch.ops.turnwise.policy_loss_backward(grad, grad_loss, logprobs), *[None] * ctx.rest
+
+
+def _scale(grad: Tensor, grad_loss: Tensor, logprobs: Tensor) -> Tensor:
+    return grad * grad_loss
+
+
+def _refuse(ctx: Any, *_: Tensor) -> None:
+    raise RuntimeError(_TWICE)
+
+
+def _fake(logprobs: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    columns = len(metric_names(rest[4] is not None, rest[5] is not None, rest[7] is not None))
+    loss = logprobs.new_empty((), dtype=torch.float32)
+    grad = logprobs.new_empty(logprobs.shape)
+    return loss, grad, logprobs.new_empty((1 + rest[-1][4], columns), dtype=torch.float32)
+
+
+_SCHEMA = torch.library.infer_schema(_compute, mutates_args=())
+for _name, _function in (("policy_loss", _compute), ("policy_loss_triton", _compute_triton)):
+    _op = torch.library.custom_op(
+        f"turnwise::{_name}", _function, mutates_args=(), device_types=("cpu", "cuda"), schema=_SCHEMA
+    )
+    _op.register_fake(_fake)
+    _op.register_autograd(_backward, setup_context=_save)
+_scale_op = torch.library.custom_op("turnwise::policy_loss_backward", _scale, mutates_args=())
+_scale_op.register_fake(lambda grad, grad_loss, logprobs: torch.empty_like(grad))
+_scale_op.register_autograd(_refuse)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Public function
+# ---------------------------------------------------------------------------------------------------------------------
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    clip: Clip | None = None,
+    variant: Variant | None = None,
+    kl: KL | None = None,
+    ref_logprobs: Tensor | None = None,
+    correction: ImportanceCorrection | None = None,
+    rollout_logprobs: Tensor | None = None,
+    entropy: Tensor | None = None,
+    selected: Tensor | None = None,
+    aggregation: str = "token-mean",
+    normalizer: Tensor | float | None = None,
+    actor_ids: Tensor | None = None,
+    num_actors: int | None = None,
+    max_length: float | None = None,
+    check: bool = False,
+    backend: str | None = None,
+) -> PolicyLoss:
+    """PPO's clipped loss (https://arxiv.org/abs/1707.06347, eq. 7) or a variant, with KL and importance correction.
+
+    Per token, with ``ratio = exp(clamp(logprobs - old_logprobs, -20, 20))``, the loss is
+    ``max(-A * ratio, -A * clamp(ratio, 1 - clip.low, 1 + clip.high))``, for ``A < 0`` at most ``-A * clip.dual_clip``.
+    The weight of ``correction`` multiplies it, and ``kl.coef`` times the KL estimate is added.
+
+    Streams, padded ``[B, T]`` with ``mask``, or packed ``[N]`` with ``cu_seqlens``:
+
+    - ``logprobs``, ``old_logprobs``: of the current and of the old policy. Also ``ref_logprobs`` (needed by ``kl``),
+      ``rollout_logprobs`` (needed by ``correction``) and ``entropy`` (for its metric only).
+    - ``advantages``: ``[B]``, one per sequence (taken so wherever it fits), or per token.
+    - ``mask``: bool, integer or 0/1 float. A token trains where it is not 0; others may hold anything, NaN too.
+    - ``cu_seqlens [B+1]``: int32 or int64, from 0 to N.
+    - ``actor_ids [B]`` with ``num_actors``: gives metrics by actor as well.
+
+    Floats are float32, bfloat16, float16 (computed in float32, and so is the gradient until the loss's own gradient has
+    scaled it) or float64 (reference only; beside other log-probabilities it counts as float32).
+
+    Options:
+
+    - ``clip``, or ``variant`` instead of it: :class:`GSPO`, :class:`CISPO`, :class:`GPG`, :class:`Reinforce`,
+      :class:`SAPO`, :class:`GMPO`, :class:`ClipCov`, :class:`KLCov` or a :class:`Custom` one.
+    - ``selected``: from :func:`select_tokens` over a whole optimizer step; replaces the choice of tokens that
+      :class:`ClipCov` and :class:`KLCov` make in this batch.
+    - ``aggregation``: ``"token-mean"``, ``sum(l) / tokens``; ``"seq-mean-token-sum"``, row sums over the number of
+      non-empty rows; ``"seq-mean-token-mean"``, row means over the same; ``"seq-mean-token-sum-norm"``,
+      ``sum(l) / max_length``; ``"agent-mean"``, the token mean of each actor, then the mean over actors with tokens.
+    - ``normalizer``: from :func:`loss_normalizer` over a whole optimizer step; replaces the count of this batch, so
+      that micro-batches add up to the gradient of the whole. A number or 0-dim, ``[num_actors]`` for ``"agent-mean"``.
+    - ``check=True``: check values (masks, ids, ``cu_seqlens``, ``normalizer``) on a GPU too, which waits for it.
+
+    Metrics are token means: clip fractions low (``A < 0``), high (``A > 0``) and dual (``ClipCov``, ``KLCov``: the
+    share selected); ``approx_kl_k1``, ``approx_kl_k3``, ``ratio_mean`` and ``ratio_max`` of the tokens' own ratios;
+    ``tokens``; ``entropy``; ``kl`` with ``ref_logprobs``. With ``rollout_logprobs``: ``mismatch_kl``, the mean of
+    ``rollout - old``; ``ess``, the effective sample size as a share, ``(sum w)**2 / (n * sum w**2)``; ``rejected``, the
+    share of tokens whose weight the bounds of ``correction`` made 0.
+
+    The gradient flows to ``logprobs`` only, once: a second derivative needs ``backend="torch"``. A batch without
+    trained tokens has loss 0. Raises ``ValueError`` or ``TypeError`` naming the argument, ``BackendUnavailable`` if the
+    named backend can't serve.
+
+    Example: ``policy_loss(logprobs, old, advantages, mask=mask, clip=Clip(0.2, 0.28), kl=KL("k3"), ref_logprobs=ref)``
+    """
+    s = Streams(
+        logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, actor_ids, entropy
+    )
+    objective = make_objective(s, clip, variant, kl, correction, aggregation, num_actors, max_length)
+    check_tensors(s)
+    normalizer = make_normalizer(normalizer, objective, logprobs, num_actors)
+    if check:
+        check_call(s, objective, normalizer, check)
+    s, reason = cast_for_kernel(s, objective.variant)
+    reason = transform_reason(backend, *s, selected, normalizer) or reason
+    served = select_backend(backend, logprobs, native=reason, triton=reason)
+    if served != "native" or objective.variant.selects:  # the kernels look for themselves
+        check_call(s, objective, normalizer)
+    selected = make_selected(s, objective.variant, selected)
+    if served == "torch":
+        loss, table = reference(s, objective, selected, normalizer)
+    else:
+        loss, table = _fused_loss(s, objective, selected, normalizer, served)
+    return PolicyLoss(loss, *named_metrics(s, table))

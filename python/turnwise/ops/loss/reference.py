@@ -1,0 +1,167 @@
+"""The policy loss in plain PyTorch, against which every other backend is tested. Differentiable, any device."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from turnwise.ops.common.layout import RowLayout, Streams
+from turnwise.ops.loss.aggregation import Aggregation
+from turnwise.ops.loss.options import KL, ImportanceCorrection, Variant
+from turnwise.ops.loss.variants import LOG_RATIO_BOUND, Tokens, importance_ratio, token_loss
+
+METRICS = (
+    "tokens",
+    "clip_fraction_low",
+    "clip_fraction_high",
+    "dual_clip_fraction",
+    "approx_kl_k1",
+    "approx_kl_k3",
+    "ratio_mean",
+    "ratio_max",
+)
+METRICS_REF = ("kl",)
+METRICS_ROLLOUT = ("mismatch_kl", "ess", "rejected")
+METRICS_ENTROPY = ("entropy",)
+
+KL_BOUND = 10.0
+
+
+class Objective(NamedTuple):
+    """The options of a policy loss, checked and complete."""
+
+    variant: Variant
+    kl: KL | None
+    correction: ImportanceCorrection | None
+    aggregation: Aggregation
+    num_actors: int
+    max_length: float | None
+
+
+def _metric_names(has_ref: bool, has_rollout: bool, has_entropy: bool) -> tuple[str, ...]:
+    optional = METRICS_REF * has_ref + METRICS_ROLLOUT * has_rollout + METRICS_ENTROPY * has_entropy
+    return METRICS + optional
+
+
+_NAMES = {flags: _metric_names(*flags) for flags in itertools.product((False, True), repeat=3)}
+
+
+def metric_names(has_ref: bool, has_rollout: bool, has_entropy: bool) -> tuple[str, ...]:
+    """The metrics of a call, in the order in which every backend returns them."""
+    return _NAMES[has_ref, has_rollout, has_entropy]
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+    """An estimator of ``KL(policy || reference)`` per token; ``+`` keeps the value and takes the gradient of ``k2``."""
+    d = ref_logprobs - logprobs
+    if estimator.endswith("+"):
+        k2 = 0.5 * d.square()
+        return kl_estimate(logprobs, ref_logprobs, estimator[:-1]).detach() + (k2 - k2.detach())
+    match estimator:
+        case "k1":
+            return -d
+        case "abs":
+            return d.abs()
+        case "k2":
+            return 0.5 * d.square()
+        case _:
+            d = d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+            return (d.exp() - d - 1).clamp(-KL_BOUND, KL_BOUND)
+
+
+def correction_weights(mismatch: Tensor, rows: RowLayout, correction: ImportanceCorrection) -> tuple[Tensor, Tensor]:
+    """``min(exp(old - rollout), cap)`` per token, or the same of a sequence's sum, and which weights were rejected;
+    ``mismatch`` is 0 where masked."""
+    if correction.level == "sequence":
+        mismatch = rows.spread(rows.sum(mismatch))
+    weight = mismatch.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    if correction.bounds is None:
+        return weight.clamp(max=correction.cap), torch.zeros_like(weight, dtype=torch.bool)
+    low, high = correction.bounds
+    rejected = (weight < low) | (weight > high)
+    return torch.where(rejected, 0.0, weight.clamp(max=correction.cap)), rejected
+
+
+def reference(
+    s: Streams, objective: Objective, selected: Tensor | None, normalizer: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The loss, and its metrics ``[1 + num_actors, K]`` in the order of :func:`metric_names`: all, then by actor."""
+    dtype = torch.float64 if s.logprobs.dtype == torch.float64 else torch.float32
+    rows = RowLayout(s.logprobs, s.cu_seqlens)
+    mask = torch.ones_like(s.logprobs, dtype=torch.bool) if s.mask is None else s.mask != 0
+
+    def stream(values: Tensor) -> Tensor:
+        # Masked tokens may hold anything, NaN too: they become 0 before any arithmetic.
+        return torch.where(mask, values.to(dtype), 0.0)
+
+    logprobs, old = stream(s.logprobs), stream(s.old_logprobs.detach())
+    advantages = stream(rows.spread(s.advantages.detach()))
+    log_ratio = (logprobs - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio = log_ratio.exp()
+    tokens = Tokens(logprobs, old, log_ratio, ratio, advantages, mask, selected, rows)
+    token = token_loss(tokens, objective.variant)
+    loss = token.loss
+
+    columns = [mask, token.clipped_low, token.clipped_high, token.clipped_dual]
+    columns += [-log_ratio, ratio - 1 - log_ratio, ratio]
+    rejected = torch.zeros_like(mask)
+    if s.rollout_logprobs is not None:
+        mismatch = old - stream(s.rollout_logprobs.detach())
+        weight = mismatch.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+        if objective.correction is not None:
+            correction, rejected = correction_weights(mismatch, rows, objective.correction)
+            loss = loss * correction
+    if s.ref_logprobs is not None:
+        term = objective.kl or KL("k3", coef=0.0)
+        kl = kl_estimate(logprobs, stream(s.ref_logprobs.detach()), term.estimator)
+        columns.append(kl)
+        weight_of_kl = importance_ratio(tokens, objective.variant) if term.importance_weighted else 1.0
+        loss = loss + term.coef * weight_of_kl * kl
+    if s.rollout_logprobs is not None:
+        columns += [-mismatch, weight, weight.square(), rejected]
+    if s.entropy is not None:
+        columns.append(stream(s.entropy.detach()))
+
+    lengths = rows.sum(mask.double())
+    aggregation = objective.aggregation
+    if normalizer is None:
+        normalizer = aggregation.normalizer(lengths, s.actor_ids, objective.num_actors, objective.max_length)
+    weights = aggregation.weights(lengths, normalizer.double(), s.actor_ids)
+    total = (rows.sum(torch.where(mask, loss, 0.0).double()) * weights).sum().to(dtype)
+    with torch.no_grad():
+        sums = torch.stack([rows.sum(torch.where(mask, c.detach().double(), 0.0)) for c in columns], dim=1)
+        metrics = _metrics(sums, ratio.detach(), mask, rows, s, objective)
+    return total, metrics.float()
+
+
+def _metrics(sums: Tensor, ratio: Tensor, mask: Tensor, rows: RowLayout, s: Streams, objective: Objective) -> Tensor:
+    """Row sums ``[B, columns]`` to metrics ``[1 + num_actors, K]``."""
+    ratios = torch.where(mask, ratio, 0.0).double()
+    if rows.row is None:
+        row_max = ratios.amax(dim=1) if ratios.shape[1] else ratios.new_zeros(rows.count)
+    else:
+        row_max = ratios.new_zeros(rows.count).scatter_reduce(0, rows.row, ratios, "amax")
+    groups = [(sums.sum(dim=0), row_max.amax() if rows.count else ratios.new_zeros(()))]
+    if s.actor_ids is not None:
+        actor_sums = sums.new_zeros(objective.num_actors, sums.shape[1]).index_add(0, s.actor_ids, sums)
+        actor_max = sums.new_zeros(objective.num_actors).scatter_reduce(0, s.actor_ids.long(), row_max, "amax")
+        groups += list(zip(actor_sums, actor_max, strict=True))
+    table = torch.stack([total for total, _ in groups])
+    tokens = table[:, :1]
+    means = table / tokens.clamp(min=1)
+    columns = [tokens, means[:, 1:7], torch.stack([largest for _, largest in groups])[:, None]]
+    extra = 7
+    if s.ref_logprobs is not None:
+        columns.append(means[:, extra : extra + 1])
+        extra += 1
+    if s.rollout_logprobs is not None:
+        total, square = table[:, extra + 1], table[:, extra + 2]
+        ess = torch.where(square > 0, total.square() / (square * tokens[:, 0]).clamp(min=1e-300), 0.0)
+        columns += [means[:, extra : extra + 1], ess[:, None], means[:, extra + 3 : extra + 4]]
+        extra += 4
+    if s.entropy is not None:
+        columns.append(means[:, extra : extra + 1])
+    return torch.cat(columns, dim=1)

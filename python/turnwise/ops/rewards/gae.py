@@ -1,0 +1,157 @@
+"""Generalised advantage estimation over token streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turnwise.ops.common.dispatch import native_core, select_backend, stream_of
+from turnwise.ops.common.layout import check_memory, check_optional, transform_reason
+from turnwise.ops.rewards.reference import gae as reference
+from turnwise.ops.rewards.token_rewards import (
+    as_floats,
+    check_share,
+    check_token_values,
+    check_tokens,
+    cpu_inputs,
+    float64_reason,
+    gpu_inputs,
+    is_plain,
+    wide_type,
+    workspace_of,
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Input
+# ---------------------------------------------------------------------------------------------------------------------
+def _check(rewards: Tensor, values: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    check_tokens("rewards", rewards, mask, cu_seqlens)
+    if values.shape != rewards.shape:
+        raise ValueError(f"values has shape {tuple(values.shape)}: expected {tuple(rewards.shape)}, as rewards")
+    if values.device != rewards.device:
+        raise ValueError(f"values is on {values.device}: expected {rewards.device}, as rewards")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernels
+# ---------------------------------------------------------------------------------------------------------------------
+def _compute(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    gamma: float,
+    lam: float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    if backend == "torch":
+        _check(rewards, values, mask, cu_seqlens)
+        if rewards.is_cpu:
+            check_token_values("rewards", rewards, mask, cu_seqlens)
+        advantages, returns = reference(rewards, values, mask, cu_seqlens, gamma, lam)
+        return advantages.to(wide_type(rewards, values)), returns.to(wide_type(rewards, values))
+    advantages = rewards.new_empty(rewards.shape, dtype=torch.float32)
+    returns = torch.empty_like(advantages)
+    if backend == "triton":
+        from turnwise.ops.rewards import gae_triton
+
+        _check(rewards, values, mask, cu_seqlens)
+        check_memory(rewards=rewards, values=values, mask=mask, cu_seqlens=cu_seqlens)
+        rewards, mask, cu_seqlens = gpu_inputs(rewards, mask, cu_seqlens)
+        gae_triton.gae(rewards, values.contiguous(), mask, cu_seqlens, gamma, lam, advantages, returns)
+        return advantages, returns
+    device, core = native_core(rewards)
+    if device == "cuda":
+        space = workspace_of(rewards, core.cuda_token_scan_workspace(rewards.numel()))
+        if values.dtype is not rewards.dtype:
+            rewards, values = rewards.float(), values.float()
+        rewards, mask, cu_seqlens = gpu_inputs(rewards, mask, cu_seqlens)
+        streams = (rewards, values.contiguous(), mask, cu_seqlens)
+        core.cuda_gae(*streams, gamma, lam, advantages, returns, space, stream_of(rewards))
+    else:
+        mask, cu_seqlens = cpu_inputs(mask, cu_seqlens)
+        streams = (rewards, values, mask, cu_seqlens)
+        if not core.gae(*streams, gamma, lam, advantages, returns, torch.get_num_threads()):
+            check_token_values("rewards", rewards, mask, cu_seqlens)
+    return advantages, returns
+
+
+def _checked(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    gamma: float,
+    lam: float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    try:
+        return _compute(rewards, values, mask, cu_seqlens, gamma, lam, backend)
+    except (ValueError, TypeError, IndexError):
+        # The kernel says that something is wrong; the slow checks know which value it is.
+        _check(rewards, values, mask, cu_seqlens)
+        if rewards.is_cpu:
+            check_token_values("rewards", rewards, mask, cu_seqlens)
+        raise
+
+
+_op = torch.library.custom_op("turnwise::gae", _checked, mutates_args=())
+
+
+@_op.register_fake
+def _fake(rewards: Tensor, values: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    advantages = rewards.new_empty(rewards.shape, dtype=wide_type(rewards, values))
+    return advantages, torch.empty_like(advantages)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Public function
+# ---------------------------------------------------------------------------------------------------------------------
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    *,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    check: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``(advantages, returns)`` by generalised advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16).
+
+    ``A[t] = delta[t] + gamma * lam * A[t + 1]`` with ``delta[t] = r[t] + gamma * V[t + 1] - V[t]``, and
+    ``returns = A + V``. Padded: ``rewards`` and ``values [B, T]``, with ``mask [B, T]``. Packed: ``[N]`` with
+    ``cu_seqlens [B+1]`` (int32 or int64, from 0 to N), and ``mask [N]`` if some tokens don't train. Streams are
+    float32, bfloat16, float16, float64 (reference only) or integers, in any strides. ``gamma`` and ``lam`` are in
+    ``[0, 1]``.
+
+    A token trains where ``mask`` (bool, integer or 0/1 float) is not 0. The others (a tool's answer inside a response,
+    padding) are passed over, as if they were not there, and get 0; they may hold anything, NaN too. The value behind a
+    row's last trained token is 0. Advantages are not whitened.
+
+    Both results are float32 (float64 where ``rewards`` or ``values`` is), in the shape of ``rewards``; no gradient
+    flows. Raises ``ValueError`` or ``TypeError`` naming the argument, for rewards that are not finite too (NaN of
+    ``values`` reaches the results). Values are looked at on the CPU; on a GPU, where that means to wait, with
+    ``check=True`` alone. ``BackendUnavailable`` if the named backend can't serve.
+
+    Example: ``gae(torch.tensor([[0., 1.]]), torch.tensor([[.5, .25]]), lam=1.0)`` gives ``[[.5, .75]]`` and
+    ``[[1., 1.]]``.
+    """
+    rewards, values = as_floats("rewards", rewards), as_floats("values", values)
+    check_optional(mask=mask, cu_seqlens=cu_seqlens)
+    check_share("gamma", gamma)
+    check_share("lam", lam)
+    reason = transform_reason(backend, rewards, values, mask, cu_seqlens) or float64_reason(
+        rewards=rewards, values=values
+    )
+    chosen = select_backend(backend, rewards, native=reason, triton=reason)
+    if check and not torch.compiler.is_compiling():
+        _check(rewards, values, mask, cu_seqlens)
+        check_token_values("rewards", rewards, mask, cu_seqlens)
+    # A compiler can't follow the reference from token to token either.
+    call: Any = _checked if is_plain(rewards) and is_plain(values) else torch.ops.turnwise.gae
+    return call(rewards, values, mask, cu_seqlens, float(gamma), float(lam), chosen)

@@ -1,0 +1,323 @@
+"""Rewards per token: their sum over each sequence, and the discounted sum of what follows each token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turnwise.ops.common.dispatch import native_core, select_backend, stream_of
+from turnwise.ops.common.layout import (
+    FLOATS,
+    check_cu_seqlens_values,
+    check_layout,
+    check_mask,
+    check_mask_type,
+    check_mask_values,
+    check_memory,
+    check_optional,
+    is_number,
+    is_transformed,
+    row_count,
+    transform_reason,
+)
+from turnwise.ops.rewards.reference import returns as returns_reference
+from turnwise.ops.rewards.reference import reward_sum
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Input
+# ---------------------------------------------------------------------------------------------------------------------
+def as_floats(name: str, stream: Any) -> Tensor:
+    """A stream of rewards or values without its graph; integers as float32."""
+    if not isinstance(stream, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(stream).__name__}")
+    if stream.requires_grad or is_transformed(stream):
+        stream = stream.detach()
+    if stream.dtype in FLOATS:
+        return stream
+    if stream.is_complex() or stream.is_floating_point():
+        raise TypeError(f"{name} has dtype {stream.dtype}: expected float32, bfloat16, float16, float64 or integers")
+    return stream.float()
+
+
+def check_share(name: str, value: float) -> None:
+    if not (is_number(value) and 0 <= value <= 1):
+        raise ValueError(f"{name}={value!r}: expected a number in [0, 1]")
+
+
+def float64_reason(**streams: Tensor) -> str:
+    """The reason why the kernels can't serve; empty where they can."""
+    for name, stream in streams.items():
+        if stream.dtype is torch.float64:
+            return f"{name} is float64, and the kernels read float32, bfloat16 and float16"
+    return ""
+
+
+def check_tokens(name: str, tokens: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    """Shapes, dtypes and devices, by name."""
+    check_layout(name, tokens, cu_seqlens)
+    check_mask(mask, tokens, name)
+    if mask is not None and mask.device != tokens.device:
+        raise ValueError(f"mask is on {mask.device}: expected {tokens.device}, as {name}")
+
+
+def check_token_values(name: str, rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    """Check values, those of the rewards too. Reads them, so a GPU waits."""
+    if cu_seqlens is not None:
+        check_cu_seqlens_values(cu_seqlens, rewards.shape[0])
+    if mask is not None:
+        check_mask_values(mask)
+    _check_finite(name, rewards, None if mask is None else mask != 0)
+
+
+def _check_finite(name: str, rewards: Tensor, trained: Tensor | None) -> None:
+    if is_transformed(rewards, trained):
+        return
+    wrong = ~torch.isfinite(rewards) if trained is None else ~torch.isfinite(rewards) & trained
+    where = wrong.nonzero()
+    if where.numel():
+        place = where[0].tolist()
+        value = rewards[tuple(place)].item()
+        raise ValueError(f"{name}[{', '.join(map(str, place))}]={value!r}: expected a finite number")
+
+
+def _check_lengths(rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, lengths: Tensor | None) -> None:
+    if lengths is None:
+        return
+    if mask is not None or cu_seqlens is not None:
+        raise ValueError("lengths: expected neither mask nor cu_seqlens beside it")
+    if lengths.shape != rewards.shape[:1]:
+        raise ValueError(f"lengths has shape {tuple(lengths.shape)}: expected ({rewards.shape[0]},), one per sequence")
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"lengths has dtype {lengths.dtype}: expected int32 or int64")
+    if lengths.device != rewards.device:
+        raise ValueError(f"lengths is on {lengths.device}: expected {rewards.device}, as token_rewards")
+
+
+def _prefixes(rewards: Tensor, lengths: Tensor) -> Tensor:
+    return torch.arange(rewards.shape[1], device=rewards.device)[None] < lengths[:, None]
+
+
+def _check_sum_values(rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, lengths: Tensor | None) -> None:
+    """Check values, ``lengths`` included."""
+    if lengths is None:
+        check_token_values("token_rewards", rewards, mask, cu_seqlens)
+        return
+    if not is_transformed(lengths):
+        wrong = ((lengths < 0) | (lengths > rewards.shape[1])).nonzero()
+        if wrong.numel():
+            row = int(wrong[0])
+            raise ValueError(f"lengths[{row}]={int(lengths[row])}: expected a number in [0, {rewards.shape[1]}]")
+    _check_finite("token_rewards", rewards, _prefixes(rewards, lengths))
+
+
+def cpu_inputs(mask: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The mask in a type that the C++ kernels read, and ``cu_seqlens`` contiguous."""
+    if mask is not None and mask.dtype is torch.float64:
+        mask = mask.float()
+    return mask, None if cu_seqlens is None else cu_seqlens.contiguous()
+
+
+_BYTES = (torch.bool, torch.uint8, torch.int8)
+
+
+def gpu_inputs(
+    tokens: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """All contiguous, and the mask in bytes or float32: other masks and strides are copied."""
+    if mask is not None:
+        check_mask_type(mask)
+        mask = (mask if mask.dtype in _BYTES or mask.dtype is torch.float32 else mask != 0).contiguous()
+    return tokens.contiguous(), mask, None if cu_seqlens is None else cu_seqlens.contiguous()
+
+
+def workspace_of(tokens: Tensor, size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=tokens.device)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernels
+# ---------------------------------------------------------------------------------------------------------------------
+def _sum(
+    token_rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, lengths: Tensor | None, backend: str
+) -> Tensor:
+    sums = token_rewards.new_empty(max(row_count(token_rewards, cu_seqlens), 0), dtype=torch.float32)
+    if backend == "triton":
+        from turnwise.ops.rewards import triton as token_rewards_triton
+
+        check_tokens("token_rewards", token_rewards, mask, cu_seqlens)
+        _check_lengths(token_rewards, mask, cu_seqlens, lengths)
+        check_memory(token_rewards=token_rewards, mask=mask, cu_seqlens=cu_seqlens, lengths=lengths)
+        lengths = None if lengths is None else lengths.contiguous()
+        token_rewards_triton.token_reward_sum(*gpu_inputs(token_rewards, mask, cu_seqlens), lengths, sums)
+        return sums
+    device, core = native_core(token_rewards)
+    if device == "cuda":
+        space = workspace_of(token_rewards, core.cuda_token_reward_sum_workspace(token_rewards.numel()))
+        token_rewards, mask, cu_seqlens = gpu_inputs(token_rewards, mask, cu_seqlens)
+        lengths = None if lengths is None else lengths.contiguous()
+        core.cuda_token_reward_sum(token_rewards, mask, cu_seqlens, lengths, sums, space, stream_of(token_rewards))
+    else:
+        mask, cu_seqlens = cpu_inputs(mask, cu_seqlens)
+        if not core.token_reward_sum(token_rewards, mask, cu_seqlens, lengths, sums, torch.get_num_threads()):
+            _check_sum_values(token_rewards, mask, cu_seqlens, lengths)
+    return sums
+
+
+def _returns(
+    token_rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, gamma: float, backend: str
+) -> Tensor:
+    if backend == "torch":
+        return _reference_returns(token_rewards, mask, cu_seqlens, gamma)
+    returns = token_rewards.new_empty(token_rewards.shape, dtype=torch.float32)
+    if backend == "triton":
+        from turnwise.ops.rewards import triton as token_rewards_triton
+
+        check_tokens("token_rewards", token_rewards, mask, cu_seqlens)
+        check_memory(token_rewards=token_rewards, mask=mask, cu_seqlens=cu_seqlens)
+        token_rewards_triton.token_returns(*gpu_inputs(token_rewards, mask, cu_seqlens), gamma, returns)
+        return returns
+    device, core = native_core(token_rewards)
+    if device == "cuda":
+        space = workspace_of(token_rewards, core.cuda_token_scan_workspace(token_rewards.numel()))
+        token_rewards, mask, cu_seqlens = gpu_inputs(token_rewards, mask, cu_seqlens)
+        core.cuda_token_returns(token_rewards, mask, cu_seqlens, gamma, returns, space, stream_of(token_rewards))
+    else:
+        mask, cu_seqlens = cpu_inputs(mask, cu_seqlens)
+        if not core.token_returns(token_rewards, mask, cu_seqlens, gamma, returns, torch.get_num_threads()):
+            check_token_values("token_rewards", token_rewards, mask, cu_seqlens)
+    return returns
+
+
+def _reference_returns(rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, gamma: float) -> Tensor:
+    check_tokens("token_rewards", rewards, mask, cu_seqlens)
+    if rewards.is_cpu:
+        check_token_values("token_rewards", rewards, mask, cu_seqlens)
+    return returns_reference(rewards, mask, cu_seqlens, gamma).to(wide_type(rewards))
+
+
+def wide_type(*streams: Tensor) -> torch.dtype:
+    """The dtype that the reference returns."""
+    return torch.float64 if any(stream.dtype is torch.float64 for stream in streams) else torch.float32
+
+
+def _checked_sum(
+    token_rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, lengths: Tensor | None, backend: str
+) -> Tensor:
+    try:
+        return _sum(token_rewards, mask, cu_seqlens, lengths, backend)
+    except (ValueError, TypeError, IndexError):
+        # The kernel says that something is wrong; the slow checks know which value it is.
+        check_tokens("token_rewards", token_rewards, mask, cu_seqlens)
+        _check_lengths(token_rewards, mask, cu_seqlens, lengths)
+        if token_rewards.is_cpu:
+            _check_sum_values(token_rewards, mask, cu_seqlens, lengths)
+        raise
+
+
+def _checked_returns(
+    token_rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, gamma: float, backend: str
+) -> Tensor:
+    try:
+        return _returns(token_rewards, mask, cu_seqlens, gamma, backend)
+    except (ValueError, TypeError, IndexError):
+        check_tokens("token_rewards", token_rewards, mask, cu_seqlens)
+        if token_rewards.is_cpu:
+            check_token_values("token_rewards", token_rewards, mask, cu_seqlens)
+        raise
+
+
+_sum_op = torch.library.custom_op("turnwise::token_reward_sum", _checked_sum, mutates_args=())
+_returns_op = torch.library.custom_op("turnwise::token_returns", _checked_returns, mutates_args=())
+
+
+@_sum_op.register_fake
+def _fake_sum(token_rewards: Tensor, mask: object, cu_seqlens: Tensor | None, *_: object) -> Tensor:
+    return token_rewards.new_empty(row_count(token_rewards, cu_seqlens), dtype=torch.float32)
+
+
+@_returns_op.register_fake
+def _fake_returns(token_rewards: Tensor, *_: object) -> Tensor:
+    return token_rewards.new_empty(token_rewards.shape, dtype=wide_type(token_rewards))
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """The dispatcher costs more than a small batch does, so plain tensors pass it by."""
+    return type(tensor) is Tensor and not torch.compiler.is_compiling()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Public functions
+# ---------------------------------------------------------------------------------------------------------------------
+def token_reward_sum(
+    token_rewards: Tensor,
+    *,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    lengths: Tensor | None = None,
+    check: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """Sums ``[B]`` of the trained tokens' rewards, float32 (float64 for float64 rewards); no gradient flows.
+
+    Padded: ``token_rewards [B, T]``, with ``mask [B, T]`` or with ``lengths [B]`` (int32 or int64, in ``[0, T]``: row
+    ``b`` is its first ``lengths[b]`` tokens) if not all count. Packed: ``token_rewards [N]`` with ``cu_seqlens [B+1]``
+    (int32 or int64, from 0 to N), and ``mask [N]`` if some don't count. Rewards are float32, bfloat16, float16, float64
+    (reference only) or integers, in any strides. A token counts where ``mask`` (bool, integer or 0/1 float) is not 0;
+    others may hold anything, NaN too. Sums are added up in double. An empty row has 0.
+
+    Raises ``ValueError`` or ``TypeError`` naming the argument, for rewards that are not finite too. Values are looked
+    at on the CPU; on a GPU, where that means to wait, with ``check=True`` alone. ``BackendUnavailable`` if the named
+    backend can't serve.
+
+    Example: ``token_reward_sum(torch.tensor([[0., 2.], [1., 5.]]), lengths=torch.tensor([2, 1]))`` gives ``[2., 1.]``.
+    """
+    rewards = as_floats("token_rewards", token_rewards)
+    check_optional(mask=mask, cu_seqlens=cu_seqlens, lengths=lengths)
+    reason = transform_reason(backend, rewards, mask, cu_seqlens, lengths) or float64_reason(token_rewards=rewards)
+    chosen = select_backend(backend, rewards, native=reason, triton=reason)
+    if check and not torch.compiler.is_compiling():
+        check_tokens("token_rewards", rewards, mask, cu_seqlens)
+        _check_lengths(rewards, mask, cu_seqlens, lengths)
+        _check_sum_values(rewards, mask, cu_seqlens, lengths)
+    if chosen != "torch":
+        call: Any = _checked_sum if is_plain(rewards) else torch.ops.turnwise.token_reward_sum
+        return call(rewards, mask, cu_seqlens, lengths, chosen)
+    check_tokens("token_rewards", rewards, mask, cu_seqlens)
+    _check_lengths(rewards, mask, cu_seqlens, lengths)
+    if rewards.is_cpu and not torch.compiler.is_compiling():
+        _check_sum_values(rewards, mask, cu_seqlens, lengths)
+    sums = reward_sum(rewards, mask, cu_seqlens, lengths)
+    return sums if rewards.dtype is torch.float64 else sums.float()
+
+
+def token_returns(
+    token_rewards: Tensor,
+    gamma: float,
+    *,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    check: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """Discounted rewards to go: ``G[t] = r[t] + gamma * G[next trained token of the row]``, shape of the rewards.
+
+    Input forms and errors as in :func:`token_reward_sum`, without ``lengths``. ``gamma`` is in ``[0, 1]``. Tokens that
+    don't train are passed over, as if they were not there, and get 0: the answer of a tool costs no discount. float32
+    (float64 for float64 rewards); no gradient flows.
+
+    Example: ``token_returns(torch.tensor([[0., 0., 1.]]), 0.5)`` gives ``[[.25, .5, 1.]]``.
+    """
+    rewards = as_floats("token_rewards", token_rewards)
+    check_optional(mask=mask, cu_seqlens=cu_seqlens)
+    check_share("gamma", gamma)
+    reason = transform_reason(backend, rewards, mask, cu_seqlens) or float64_reason(token_rewards=rewards)
+    chosen = select_backend(backend, rewards, native=reason, triton=reason)
+    if check and not torch.compiler.is_compiling():
+        check_tokens("token_rewards", rewards, mask, cu_seqlens)
+        check_token_values("token_rewards", rewards, mask, cu_seqlens)
+    # A compiler can't follow the reference from token to token either.
+    call: Any = _checked_returns if is_plain(rewards) else torch.ops.turnwise.token_returns
+    return call(rewards, mask, cu_seqlens, float(gamma), chosen)

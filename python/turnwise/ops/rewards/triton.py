@@ -1,0 +1,191 @@
+"""Triton kernels over the tokens of each row: reward sums and discounted returns. A program takes a row.
+
+Blocks lie at multiples of their size, so that loads are aligned wherever a row begins; those wholly inside a row are
+read without a mask, since a masked load moves less than 16 bytes.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from turnwise.ops.common.dispatch import interpreted
+from turnwise.ops.common.layout import row_count
+from turnwise.ops.common.triton import FUSED, CompileCase
+
+SUM_BLOCK = 64 if interpreted else 2048
+SCAN_BLOCK = 32 if interpreted else 1024
+
+
+@triton.jit
+def row_bounds(starts_ptr, width, row, PACKED: tl.constexpr):
+    """The begin and end of a row in its stream; of packed streams ``width`` is the number of tokens."""
+    if PACKED:  # clamped, so that wrong boundaries give wrong sums at worst
+        begin = tl.load(starts_ptr + row).to(tl.int64)
+        stop = tl.load(starts_ptr + row + 1).to(tl.int64)
+        return tl.minimum(tl.maximum(begin, 0), width), tl.minimum(tl.maximum(stop, 0), width)
+    start = row.to(tl.int64) * width
+    return start, start + width
+
+
+@triton.jit
+def load_block(ptr, base, start, end, BLOCK: tl.constexpr):
+    """The tokens of a block that lie in ``[start, end)``, and 0 for the others."""
+    offsets = base + tl.arange(0, BLOCK)
+    if (base >= start) & (base + BLOCK <= end):
+        block = tl.load(ptr + offsets)
+    else:
+        block = tl.load(ptr + offsets, mask=(offsets >= start) & (offsets < end), other=0)
+    return block
+
+
+@triton.jit
+def load_trained(mask_ptr, base, start, end, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr):
+    """The tokens of a block that train."""
+    offsets = base + tl.arange(0, BLOCK)
+    trained = (offsets >= start) & (offsets < end)
+    if HAS_MASK:
+        trained = trained & (load_block(mask_ptr, base, start, end, BLOCK) != 0)
+    return trained
+
+
+@triton.jit(do_not_specialize=["width"])
+def sum_kernel(
+    rewards_ptr,
+    mask_ptr,
+    starts_ptr,
+    lengths_ptr,
+    sums_ptr,
+    width,
+    PACKED: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    start, end = row_bounds(starts_ptr, width, row, PACKED)
+    if HAS_LENGTHS:
+        length = tl.load(lengths_ptr + row).to(tl.int64)
+        end = start + tl.minimum(tl.maximum(length, 0), end - start)
+    total = tl.zeros([BLOCK], tl.float64)
+    for base in range(start // BLOCK * BLOCK, end, BLOCK):
+        base = tl.multiple_of(base, 16)
+        rewards = load_block(rewards_ptr, base, start, end, BLOCK).to(tl.float32)
+        trained = load_trained(mask_ptr, base, start, end, HAS_MASK, BLOCK)
+        total += tl.where(trained, rewards, 0.0).to(tl.float64)
+    tl.store(sums_ptr + row, tl.sum(total, axis=0).to(tl.float32))
+
+
+@triton.jit
+def compose(behind_factor, behind, factor, constant):
+    """``R = constant + factor * R'`` after the same of the tokens behind, which a reversed scan hands over first."""
+    return factor * behind_factor, constant + factor.to(tl.float64) * behind
+
+
+@triton.jit(do_not_specialize=["width", "gamma"])
+def returns_kernel(
+    rewards_ptr,
+    mask_ptr,
+    starts_ptr,
+    returns_ptr,
+    width,
+    gamma,
+    PACKED: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    start, end = row_bounds(starts_ptr, width, row, PACKED)
+    first = start // BLOCK * BLOCK
+    blocks = (end - first + BLOCK - 1) // BLOCK
+    carry = tl.sum(tl.zeros([BLOCK], tl.float64), axis=0)
+    for k in range(0, blocks):
+        base = tl.multiple_of(first + (blocks - 1 - k) * BLOCK, 16)
+        rewards = load_block(rewards_ptr, base, start, end, BLOCK).to(tl.float32)
+        trained = load_trained(mask_ptr, base, start, end, HAS_MASK, BLOCK)
+        factor = tl.where(trained, gamma, 1.0).to(tl.float32)
+        constant = tl.where(trained, rewards, 0.0).to(tl.float64)
+        factor, constant = tl.associative_scan((factor, constant), 0, compose, reverse=True)
+        result = constant + factor.to(tl.float64) * carry
+        offsets = base + tl.arange(0, BLOCK)
+        inside = (offsets >= start) & (offsets < end)
+        tl.store(returns_ptr + offsets, tl.where(trained, result, 0.0).to(tl.float32), mask=inside)
+        # Of the row's first block, which may begin before the row, nothing is carried on.
+        carry = tl.sum(tl.where(offsets == base, result, 0.0), axis=0)
+
+
+def launch_by_row(
+    kernel: Any,
+    block: int,
+    rewards: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    tensors: Sequence[Tensor],
+    numbers: Sequence[float] = (),
+    **flags: bool,
+) -> None:
+    """A program for each row, if there is any. A kernel takes rewards, mask and boundaries (any pointer where they are
+    not given), then ``tensors``, the width of a row and ``numbers``. All contiguous, the mask in bytes or float32."""
+    rows = row_count(rewards, cu_seqlens)
+    if rows == 0:
+        return
+    on = mask.view(torch.uint8) if mask is not None and mask.dtype is torch.bool else mask
+    with torch.cuda.device_of(rewards):
+        kernel[(rows,)](
+            rewards,
+            rewards if on is None else on,
+            rewards if cu_seqlens is None else cu_seqlens,
+            *tensors,
+            rewards.shape[-1],  # packed: of all tokens
+            *numbers,
+            PACKED=cu_seqlens is not None,
+            HAS_MASK=mask is not None,
+            BLOCK=block,
+            **flags,
+            **FUSED,
+        )
+
+
+def token_reward_sum(
+    rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, lengths: Tensor | None, sums: Tensor
+) -> None:
+    """As ``launch_by_row`` takes them."""
+    tensors = (sums if lengths is None else lengths, sums)
+    launch_by_row(sum_kernel, SUM_BLOCK, rewards, mask, cu_seqlens, tensors, HAS_LENGTHS=lengths is not None)
+
+
+def token_returns(
+    rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, gamma: float, returns: Tensor
+) -> None:
+    """As ``launch_by_row`` takes them."""
+    launch_by_row(returns_kernel, SCAN_BLOCK, rewards, mask, cu_seqlens, (returns,), (gamma,))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What must compile
+# ---------------------------------------------------------------------------------------------------------------------
+def row_case(kernel: Any, dtype: str, mask: str, **constants: Any) -> CompileCase:
+    """A kernel as ``launch_by_row`` launches it, with streams of ``dtype`` and a mask of the type ``mask``."""
+    types = {"rewards_ptr": f"*{dtype}", "values_ptr": f"*{dtype}", "mask_ptr": f"*{mask}", "width": "i32"}
+    types |= {"starts_ptr": "*i64", "lengths_ptr": "*i64", **dict.fromkeys(constants, "constexpr")}
+    signature = {name: types.get(name, "*fp32" if name.endswith("_ptr") else "fp32") for name in kernel.arg_names}
+    aligned = tuple(name for name in signature if name.endswith("_ptr"))
+    return CompileCase(kernel, signature, constants, aligned, ("ld.global.v4",), FUSED)
+
+
+def _cases() -> Iterator[CompileCase]:
+    for dtype in ("fp32", "bf16", "fp16"):
+        for mask, packed in (("u8", False), ("fp32", True)):
+            flags = {"PACKED": packed, "HAS_MASK": True}
+            yield row_case(sum_kernel, dtype, mask, **flags, HAS_LENGTHS=False, BLOCK=2048)
+            yield row_case(returns_kernel, dtype, mask, **flags, BLOCK=1024)
+        yield row_case(sum_kernel, dtype, "u8", PACKED=False, HAS_MASK=False, HAS_LENGTHS=True, BLOCK=2048)
+
+
+COMPILE_CASES = list(_cases())

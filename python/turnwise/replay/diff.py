@@ -1,0 +1,137 @@
+"""Finds the first difference between a replayed episode and its record."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from turnwise.types import Tokenizer
+
+AROUND = 8
+"""Tokens shown on each side of the first one that differs."""
+
+_ADDRESS = re.compile(r"\b0x[0-9a-f]+\b")
+_OF_THE_BATCH = ("step", "steps", "children", "replay", "parent_id", "is_trainable", "error", "meta")
+_META_OF_THE_BATCH = ("draw", "drop_reason")
+_STEP_OF_THE_BATCH = ("advantage", "completion_tokens")
+"""Fields that belong to the batch, or are compared separately."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstDifference:
+    """The first difference between a record and its replay.
+
+    Example: ``FirstDifference("the prompt", "turn 1, actor 'reviser', call 7 of 12", "token 9 of 80: …", "…")``
+    """
+
+    what: str
+    where: str
+    """Turn, actor and call."""
+    expected: str
+    """Value in the record."""
+    found: str
+    """Value in the replay."""
+
+    def __str__(self) -> str:
+        return f"{self.what} differs at {self.where}\n  expected {self.expected}\n  found    {self.found}"
+
+
+def token_diff(expected: Sequence[int], found: Sequence[int], tokenizer: Tokenizer) -> tuple[str, str] | None:
+    """Both texts around the first token that differs; ``None`` if all tokens are equal."""
+    if list(expected) == list(found):
+        return None
+    pairs = zip_longest(expected, found)
+    at = next(index for index, (one, other) in enumerate(pairs) if one != other)
+    return _around(expected, at, tokenizer), _around(found, at, tokenizer)
+
+
+def _around(token_ids: Sequence[int], at: int, tokenizer: Tokenizer) -> str:
+    shown = list(token_ids[max(0, at - AROUND) : at + AROUND])
+    text = tokenizer.decode(shown, skip_special_tokens=False)
+    if at >= len(token_ids):
+        return f"the end after {len(token_ids)} tokens, behind {shown} {text!r}"
+    return f"token {at} of {len(token_ids)} ({token_ids[at]}) in {shown} {text!r}"
+
+
+def first_difference(
+    expected: Mapping[str, Any], found: Mapping[str, Any], tokenizer: Tokenizer
+) -> FirstDifference | None:
+    """Compare two episodes as ``rollouts.jsonl`` holds them, with all below them: calls first, in order, then the rest.
+
+    Values that come from the whole batch are left out: advantages, and which questions were dropped.
+    """
+    return next(_differences(_normal(expected), _normal(found), tokenizer), None)
+
+
+def _differences(
+    expected: Mapping[str, Any], found: Mapping[str, Any], tokenizer: Tokenizer
+) -> Iterator[FirstDifference]:
+    episode = f"episode {expected['id']} ({expected['episode_type']})"
+    steps = list(zip_longest(expected["steps"], found["steps"]))
+    for index, (old, new) in enumerate(steps):
+        yield from _step_differences(old, new, f"call {index} of {len(expected['steps'])} of {episode}", tokenizer)
+    for old, new in zip_longest(expected["children"], found["children"]):
+        if old is None or new is None:
+            count = len(expected["children"]), len(found["children"])
+            yield FirstDifference("the number of nested episodes", episode, *map(str, count))
+            return
+        yield from _differences(old, new, tokenizer)
+    for name in expected:
+        if name not in _OF_THE_BATCH and (pair := _pair(expected[name], found.get(name))):
+            yield FirstDifference(_title(name), episode, *pair)
+    if pair := _pair(_of_the_episode(expected["meta"]), _of_the_episode(found["meta"])):
+        yield FirstDifference(_title("meta"), episode, *pair)
+    if "drop_reason" not in expected["meta"] and (pair := _pair(expected["is_trainable"], found["is_trainable"])):
+        yield FirstDifference(_title("is_trainable"), episode, *pair)
+    # The lines of a traceback name files and what stands around a call, which a replay is not bound to.
+    errors = [(episode_["error"] or "none").strip().splitlines()[-1] for episode_ in (expected, found)]
+    if errors[0] != errors[1]:
+        yield FirstDifference("the error", episode, *errors)
+
+
+def _step_differences(
+    old: Mapping[str, Any] | None, new: Mapping[str, Any] | None, where: str, tokenizer: Tokenizer
+) -> Iterator[FirstDifference]:
+    if old is None or new is None:
+        yield FirstDifference("the number of recorded calls", where, _call(old), _call(new))
+        return
+    where = f"turn {old['turn']}, actor {old['actor_id']!r}, {where}"
+    for name in ("prompt_token_ids", "completion_token_ids"):
+        if pair := token_diff(old[name], new[name], tokenizer):
+            yield FirstDifference(_title(name), where, *pair)
+    for name in old:
+        if name not in _STEP_OF_THE_BATCH and (pair := _pair(old[name], new.get(name))):
+            yield FirstDifference(_title(name), where, *pair)
+
+
+def _title(name: str) -> str:
+    return f"the {name.removesuffix('_token_ids').replace('_', ' ')}"
+
+
+def _call(step: Mapping[str, Any] | None) -> str:
+    return "no call" if step is None else f"one by actor {step['actor_id']!r} in turn {step['turn']}"
+
+
+def _of_the_episode(meta: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in meta.items() if name not in _META_OF_THE_BATCH}
+
+
+def _pair(expected: Any, found: Any) -> tuple[str, str] | None:
+    """Both as text, of dicts and lists the first part that differs; ``None`` where they are the same, bit for bit."""
+    one, other = json.dumps(expected, sort_keys=True), json.dumps(found, sort_keys=True)
+    if one == other:
+        return None
+    if isinstance(expected, dict) and isinstance(found, dict):
+        for key in dict.fromkeys([*expected, *found]):
+            if pair := _pair(expected.get(key), found.get(key)):
+                return f"{key}: {pair[0]}", f"{key}: {pair[1]}"
+    return one, other
+
+
+def _normal(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row as it is once it was written and read, without the addresses that a ``repr`` may hold."""
+    return dict(json.loads(_ADDRESS.sub("0x", json.dumps(row))))

@@ -1,0 +1,246 @@
+"""Builds a run from a configuration: the task, its arena, the policies and the trainer.
+
+Read :func:`build_run` to see how the rooms fit together; a script of your own can do the same with other parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from turnwise.arena import Arena, Filters, OverlongPenalty
+from turnwise.run.checks import (
+    build_credit,
+    check_config,
+    episodes_of,
+    eval_sets,
+    exploitability_of,
+    seats_of,
+    task_of,
+    tiny_model,
+)
+from turnwise.run.clients import build_client
+from turnwise.run.selfplay import build_callbacks
+from turnwise.tasks import Task
+from turnwise.tasks.base import QUESTIONS
+from turnwise.train.checkpoint.checkpoint import list_checkpoints
+from turnwise.train.checkpoint.progress import Progress
+from turnwise.train.checkpoint.run_state import seed_generators
+from turnwise.train.config.sampling import RolloutConfig
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError
+from turnwise.train.eval.evaluate import Evaluation, describe
+from turnwise.train.league import past_models
+from turnwise.train.log.run_log import RunLog
+from turnwise.train.loop import EvalSet, Trainer
+from turnwise.train.model.export import export_policies
+from turnwise.train.model.loading import (
+    TINY,
+    attach_adapters,
+    build_policies,
+    check_targets,
+    find_device,
+    load_models,
+    load_references,
+    sharing,
+)
+from turnwise.train.run_folder import RunLock, refuse_buried
+from turnwise.train.update.sft import warm_start
+from turnwise.train.update.sft_data import Rows, fitting
+from turnwise.types import Actor, EpisodeRequest, InferenceClient, Sampling
+
+
+class TaskArena(Arena):
+    """An arena whose step ``k`` plays the ``k``-th batch of a shipped task; ``k`` is saved with it."""
+
+    def __init__(self, *args: Any, task: Task, rollout: RolloutConfig, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.task, self.rollout = task, rollout
+        self.drawn = 0
+
+    def get_batch(self) -> list[EpisodeRequest]:
+        self.drawn += 1
+        requests = self.task.requests(self.drawn, self.rollout.prompts_per_step, self.rollout.group_size)
+        return [replace(request, timeout=self.rollout.timeout) for request in requests]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "drawn": self.drawn}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.drawn = state["drawn"]
+
+
+@dataclass(slots=True)
+class Run:
+    """The parts of one run."""
+
+    config: TrainConfig
+    task: Task
+    tokenizer: Any
+    arena: Arena
+    trainer: Trainer
+    held_out: EvalSet
+
+    def train(self) -> Progress:
+        """Train, and export each policy into a folder under ``run_dir/policies`` (``train.model.export``)."""
+        with self.trainer.lock:
+            progress = asyncio.run(self.trainer.run())
+            adapted = [settings.path for settings in self.config.policies.values() if settings.lora]
+            changed = self.config.warm_start.steps > 0 or TINY in adapted
+            export_policies(self.trainer.policies, self.tokenizer, self.config.run_dir, own_bases=changed)
+        return progress
+
+    def evaluate(self, sampling: Sampling | None = None, *, samples: int = 1) -> Evaluation:
+        """Evaluate success on the held-out questions with the trainer's present weights, by default greedily."""
+        return asyncio.run(self._evaluate(sampling, samples))
+
+    async def _evaluate(self, sampling: Sampling | None, samples: int) -> Evaluation:
+        await self.trainer.sync_weights()
+        return await self.trainer.evaluate(self.held_out, sampling, samples=samples)
+
+    def close(self) -> None:
+        """Free what the client holds, its engines among it. Nothing can be sampled afterwards."""
+        asyncio.run(self.arena.client.close())
+
+
+def train_from_config(config: TrainConfig) -> Run:
+    """Build and train; prints held-out success at the end. Goes on from the run folder's newest checkpoint."""
+    lock = RunLock(config.run_dir)
+    with lock if config.run_dir.is_dir() else nullcontext():  # before models are loaded: another run may write there
+        refuse_buried(config)
+        run = build_run(config)
+        run.trainer.lock = lock
+        config, log = run.config, run.trainer.log
+        if config.steps and not any(policy.trainable for policy in run.trainer.policies.values()):
+            raise ConfigError(f"config key 'policies': none is trainable, so {config.steps} steps would train nothing")
+        if config.steps == 0 and config.warm_start.steps == 0:
+            log.note("steps = 0 and warm_start.steps = 0: nothing to train")
+            return run
+        log.note(f"{run.task.name}: training for {config.steps} steps in {config.run_dir}")
+        progress = run.train()
+        log.note(
+            f"step {progress.step}: {progress.episodes} episodes, {progress.sampled_tokens} sampled tokens, "
+            f"{progress.seconds:.0f} s; {progress.finished(config) or 'stopped'}"
+        )
+        if run.trainer.interrupted:
+            log.note(f"stopped; run the same command again to go on from {run.trainer.checkpoints}")
+        else:
+            log.note(f"held-out {describe(run.evaluate())}")
+        return run
+
+
+def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = None) -> Run:
+    """Build a run that is ready to train. Warm-start it if the config asks for it and there is no checkpoint."""
+    import torch
+
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    seed_generators(config.seed)
+    task = task_of(config)
+    resumes = config.resume and bool(list_checkpoints(config.run_dir / "checkpoints"))
+    config, actors, tokenizer, rows = check_config(
+        config, task, warm=bool(config.warm_start.steps) and warm and not resumes
+    )
+    held, validation = eval_sets(config, task)
+    log = log or RunLog.from_config(config)
+    few = [len(one.requests) for one in (held, validation) if 0 < len(one.requests) < QUESTIONS]
+    if few and config.eval.num_prompts is None:
+        log.note(f"task {task.name!r} has {min(few)} held-out questions, fewer than the default of {QUESTIONS}")
+    device = find_device(config.device)
+    models = load_models(config.policies, partial(tiny_model, config, task), share_frozen=config.warm_start.steps == 0)
+    models = {name: model.to(device) for name, model in models.items()}
+    check_targets(models, config.policies)
+    if rows is not None:
+        run_warm_start(config, rows, actors, tokenizer, models, log.note)
+    models = attach_adapters(models, config.policies, config.seed)
+    arena = build_arena(config, task, actors, tokenizer, {**models, **past_models(config, models)})
+    references = load_references(config.policies, partial(tiny_model, config, task)) if config.loss.kl.coef else {}
+    references = {name: model.to(device) for name, model in references.items()}
+    policies = build_policies(config, models, references)
+    callbacks = build_callbacks(config, actors, seats_of(task), arena, exploitability_of(task))
+    trainer = Trainer(arena, policies, config, validation=validation, log=log, callbacks=callbacks)
+    return Run(config, task, tokenizer, arena, trainer, held)
+
+
+def build_arena(
+    config: TrainConfig, task: Task, actors: Sequence[Actor], tokenizer: Any, models: dict[str, Any]
+) -> Arena:
+    """The task's actors and episodes over the run's client; trees where ``rollout.branches`` > 1."""
+    context = min(model.config.max_position_embeddings for model in models.values())
+    return arena_for_client(build_client(config, tokenizer, models), config, task, actors, tokenizer, context)
+
+
+def arena_for_client(
+    client: InferenceClient,
+    config: TrainConfig,
+    task: Task,
+    actors: Sequence[Actor],
+    tokenizer: Any,
+    max_context: int | None,
+) -> Arena:
+    """:func:`build_arena` with another client, for models with ``max_context`` tokens of context."""
+    rollout, overlong = config.rollout, (config.reward.overlong_buffer, config.reward.overlong_penalty)
+    arena = TaskArena(
+        client,
+        tokenizer,
+        credit=build_credit(config),
+        sampling=Sampling(temperature=rollout.temperature, max_tokens=rollout.max_tokens),
+        max_concurrency=rollout.max_concurrency,
+        max_context=max_context,
+        seed=config.seed,
+        failure_threshold=rollout.failure_threshold,
+        filters=Filters(
+            drop_zero_advantage=config.filter.drop_zero_advantage,
+            drop_truncated=config.filter.drop_truncated,
+            max_length=config.filter.max_length,
+            dynamic_sampling_rounds=config.filter.dynamic_sampling_rounds,
+        ),
+        overlong=OverlongPenalty(*overlong) if overlong[0] else None,
+        check_private=rollout.check_private,
+        task=task,
+        rollout=rollout,
+    )
+    for actor in actors:
+        arena.add_actor(actor)
+    for name, episode in episodes_of(config, task).items():
+        arena.add_episode(name, episode)
+    return arena
+
+
+def run_warm_start(
+    config: TrainConfig,
+    rows: Rows,
+    actors: Sequence[Actor],
+    tokenizer: Any,
+    models: dict[str, Any],
+    note: Callable[[str], None],
+) -> None:
+    """Train each model on the rows of the actors that it plays; a shared base on those of all above it."""
+    note(f"warm start on {rows.source}")
+    policy_of = {actor.id: actor.policy for actor in actors}
+    for names in sharing(config.policies, share_frozen=False):
+        if not any(config.policies[name].trainable for name in names):
+            continue
+        warmed = f"policy {names[0]!r}" if len(names) == 1 else f"the base of policies {', '.join(map(repr, names))}"
+        own = [row for row in rows.rows if row.actor is None or policy_of[row.actor] in names]
+        if not own:
+            note(f"warm start of {warmed}: no row is of its actors, so it starts as it is")
+            continue
+        model = models[names[0]]
+        fit = fitting(tokenizer, own, model.config.max_position_embeddings, note)
+        losses: list[float] = []
+        on_step = partial(_keep_loss, losses, config.warm_start.steps, note)
+        loss = warm_start(model, fit, config.warm_start, seed=config.seed, on_step=on_step)
+        note(f"warm start of {warmed}: {len(losses)} steps, last loss {loss:.3f}")
+
+
+def _keep_loss(losses: list[float], steps: int, note: Callable[[str], None], step: int, loss: float) -> None:
+    """Keep the loss of each step, and note eight of them on the way."""
+    losses.append(loss)
+    if step % max(1, steps // 8) == 0 and step < steps:
+        note(f"  step {step} of at most {steps}, loss {loss:.3f}")

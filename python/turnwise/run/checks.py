@@ -1,0 +1,200 @@
+"""Checks a configuration against its task, and resolves what it leaves to the task, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from turnwise.arena import Episode
+from turnwise.arena.dynamic_sampling import check_stateless
+from turnwise.credit import build_rule
+from turnwise.run.clients import check_client
+from turnwise.run.policy_sharing import resolve_policies
+from turnwise.run.selfplay import Measure, check_selfplay
+from turnwise.run.tree_settings import sampler_of, tree_problem
+from turnwise.tasks import Task, build_task
+from turnwise.tasks.base import check_success_metric, held_out
+from turnwise.train.config.sampling import DEFAULT_CREDIT, RolloutConfig
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError, Problems, to_toml
+from turnwise.train.loop import EvalSet
+from turnwise.train.model.loading import (
+    check_models,
+    find_device,
+)
+from turnwise.train.update.sft_data import Row, RowReader, Rows
+from turnwise.train.validate import contradictions
+from turnwise.types import Actor, CreditAssigner
+from turnwise.utils.registry import code_in, did_you_mean
+
+TINY_CONTEXT = 2048
+"""Context of the tiny model, in tokens: a verifier's prompt holds a question and its whole solution."""
+
+
+def check_config(config: TrainConfig, task: Task, *, warm: bool) -> tuple[TrainConfig, list[Actor], Any, Rows | None]:
+    """The config with a policy for every actor, the actors, the tokenizer, and what a ``warm`` start learns from.
+
+    Nothing is written and no weights are read before everything that can be known to be wrong is told at once.
+    """
+    problems = Problems()
+    tokenizer, rows = None, None
+    resolved, actors = resolve_config(config, task, problems)
+    with problems.gathered():
+        find_device(config.device)
+    with problems.gathered():
+        check_client(config)
+    with problems.gathered():
+        tokenizer = check_models(resolved.policies, partial(tiny_model, config, task))
+    with problems.gathered():
+        rows = warm_start_rows(config, task) if warm else None
+    problems.raise_any()
+    return resolved, actors, tokenizer, rows
+
+
+def resolve_config(config: TrainConfig, task: Task, problems: Problems) -> tuple[TrainConfig, list[Actor]]:
+    """The config with a policy for every actor, and the actors; ``problems`` hears what can't be on any machine."""
+    config = with_default_credit(task, config)
+    resolved, actors = config, list(task.actors)
+    problems.lines += contradictions(config)
+    with problems.gathered():
+        build_credit(config)
+    with problems.gathered():
+        episodes_of(config, task)
+    with problems.gathered():
+        eval_sets(config, task)
+    with problems.gathered():
+        actors, resolved = resolve_policies(config, task.actors, task.name)
+    with problems.gathered():
+        actors = with_quotas(config, actors, task)
+    problems.lines += check_selfplay(resolved, actors, seats_of(task), task.name, exploitability_of(task))
+    limit, own = config.rollout.max_tokens, {actor.max_tokens for actor in actors}
+    if limit != RolloutConfig.model_fields["max_tokens"].default and not own & {None, limit}:
+        problems.lines.append(
+            f"config key 'rollout.max_tokens' = {limit}: has no effect, as the actors of task {task.name!r} have "
+            f"limits of their own ({', '.join(map(str, sorted(filter(None, own))))}): see its task_options"
+        )
+    return resolved, actors
+
+
+def dry_run(config: TrainConfig, *, import_code: bool = True) -> str:
+    """What a run of ``config`` would be, as TOML, who plays with which policy among it; no model is looked for.
+
+    Where ``config`` names code of the user's own, that is imported to look at it; without ``import_code`` such a config
+    is given back with a comment, unchecked beyond its keys. Raises :class:`ConfigError` with a line for each problem.
+    """
+    if not import_code and (named := list(code_in(config.model_dump()))):
+        told = [f"# {key} = {name!r} names code, which was not imported\n" for key, name in named]
+        told += ["# so the keys alone were checked; --import-code runs that code and checks all\n"]
+        return "".join(told) + to_toml(config)
+    problems = Problems()
+    resolved, actors = resolve_config(config, task_of(config), problems)
+    problems.raise_any()
+    players = [f"# actor {actor.id!r} plays with policy {actor.policy!r}\n" for actor in actors]
+    return "".join(players) + to_toml(resolved)
+
+
+def task_of(config: TrainConfig) -> Task:
+    """The task that ``config`` names, with its options."""
+    return build_task(config.task, {"seed": config.seed, **config.task_options})
+
+
+def eval_sets(config: TrainConfig, task: Task) -> tuple[EvalSet, EvalSet]:
+    """The held-out questions and those for validation, none where there is no validation."""
+    n = config.eval.num_prompts
+    try:
+        asked = [held_out(task, "eval", n), held_out(task, "validation", n) if config.eval.every else []]
+    except ValueError as error:
+        raise ConfigError(f"config key 'eval.num_prompts' = {n or 'unset'}: {error}") from None
+    try:
+        check_success_metric(task, task.episodes(), asked[0])
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    left, right = (EvalSet(requests, task.success_metric) for requests in asked)
+    return left, right
+
+
+def seats_of(task: Task) -> Sequence[str]:
+    """Return the actors of ``task`` that play against each other; none if the task names none."""
+    return getattr(task, "seats", ())
+
+
+def exploitability_of(task: Task) -> Measure | None:
+    """Return the exploitability measure of ``task``, or ``None`` for a task that is not solved exactly."""
+    solved: Any = task
+    if not (hasattr(solved, "solve") and hasattr(solved, "decisions")):
+        return None
+    from turnwise.tasks.two_player import measure_exploitability
+
+    return partial(measure_exploitability, game=solved)
+
+
+def episodes_of(config: TrainConfig, task: Task) -> dict[str, Episode]:
+    """The task's episodes, with a tree where ``rollout.branches`` or ``rollout.tree`` asks for one."""
+    sampler = sampler_of(config, [actor.id for actor in task.actors])
+    try:
+        return task.episodes(sampler)
+    except ValueError as error:
+        raise ConfigError(f"config key 'rollout.branches' = {config.rollout.branches}: {error}") from error
+
+
+def with_quotas(config: TrainConfig, actors: Sequence[Actor], task: Task) -> list[Actor]:
+    """The actors with the limits of ``rollout.max_concurrency_per_actor``, which go before their own."""
+    quotas, known = config.rollout.max_concurrency_per_actor, [actor.id for actor in actors]
+    if unknown := [name for name in quotas if name not in known]:
+        raise ConfigError(
+            "\n".join(
+                f"config key 'rollout.max_concurrency_per_actor.{name}' = {quotas[name]}: "
+                f"task {task.name!r} has no such actor; {did_you_mean(name, known)}"
+                for name in unknown
+            )
+        )
+    return [replace(actor, max_concurrency=quotas.get(actor.id, actor.max_concurrency)) for actor in actors]
+
+
+def with_default_credit(task: Task, config: TrainConfig) -> TrainConfig:
+    """The config with the rule that the task names, where the config leaves it to the task."""
+    if config.credit.rule != "task":
+        return config
+    rule = getattr(task, "credit_rule", DEFAULT_CREDIT)
+    return config.model_copy(update={"credit": config.credit.model_copy(update={"rule": rule})})
+
+
+def build_credit(config: TrainConfig) -> CreditAssigner:
+    """The rule that ``credit.rule`` names, with ``credit.options``."""
+    try:
+        credit: CreditAssigner = build_rule(config.credit.rule, config.credit.options)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if problem := tree_problem(credit, config):
+        raise ConfigError(problem)
+    if config.filter.dynamic_sampling_rounds:
+        try:
+            check_stateless(credit)
+        except ValueError as error:
+            raise ConfigError(
+                f"config key 'filter.dynamic_sampling_rounds' = {config.filter.dynamic_sampling_rounds}: {error}"
+            ) from error
+    return credit
+
+
+def tiny_model(config: TrainConfig, task: Task) -> tuple[Any, Any]:
+    """Tokenizer and model of ``path = "tiny"``: made from scratch for the task's own texts, equal at each call."""
+    from turnwise.tasks.tiny import build_model, build_tokenizer
+
+    tokenizer: Any = build_tokenizer(task.texts())
+    return tokenizer, build_model(tokenizer, max_position_embeddings=TINY_CONTEXT, seed=config.seed)
+
+
+def warm_start_rows(config: TrainConfig, task: Task) -> Rows:
+    """The rows of ``warm_start.data``, or as many of the task's own demonstrations as are drawn."""
+    settings = config.warm_start
+    if settings.data is not None:
+        reader = RowReader([actor.id for actor in task.actors], settings.min_reward)
+        recorded = reader.read(Path(settings.data))
+        return Rows(recorded, f"{len(recorded)} rows of {settings.data}{reader.describe()}")
+    shown = task.demonstrations(settings.steps * settings.batch_size, config.seed)
+    rows = [Row(messages, text, actor, f"demonstration {i}") for i, (actor, messages, text) in enumerate(shown)]
+    return Rows(rows, f"{len(rows)} demonstrations of task {task.name!r}")

@@ -1,0 +1,97 @@
+"""Resolves ``policy_sharing`` and ``actors`` of a configuration to one policy per actor.
+
+``"shared"`` gives all actors one policy, ``"lora_per_actor"`` each an adapter over a shared base, ``"model_per_actor"``
+each a model. ``actors`` and sections ``[policies.<name>]`` describe any mix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from turnwise.train.config.policies import LoraConfig, PolicyConfig
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError
+from turnwise.types import Actor
+from turnwise.utils.registry import did_you_mean
+
+TEMPLATE = "default"
+"""The policy from which ``"lora_per_actor"`` and ``"model_per_actor"`` derive each actor's."""
+
+
+def resolve_policies(config: TrainConfig, actors: Sequence[Actor], task: str) -> tuple[list[Actor], TrainConfig]:
+    """Return the actors with their policies, and ``config`` with a section for each of these policies.
+
+    Unless one policy is shared, an actor without an entry in ``config.actors`` gets a policy named after it: the
+    settings of ``policies.default``, overridden by its own section. The returned configuration spells this out as
+    ``policy_sharing = "shared"``. Raises :class:`ConfigError` with a line for each problem.
+    """
+    derive = _DERIVED[config.policy_sharing]
+    ids = [actor.id for actor in actors]
+    policies = dict(config.policies) if derive is None else _derived(config, ids, derive)
+    chosen = {actor.id: config.actors.get(actor.id, actor.policy if derive is None else actor.id) for actor in actors}
+    problems = _misfits(config, chosen, policies, task)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    players = [replace(actor, policy=chosen[actor.id]) for actor in actors]
+    if derive is None:
+        return players, config
+    played = {name: policies[name] for name in dict.fromkeys(chosen.values())}
+    return players, config.model_copy(update={"policy_sharing": "shared", "actors": chosen, "policies": played})
+
+
+def _adapter(settings: PolicyConfig) -> PolicyConfig:
+    return settings if settings.lora else settings.model_copy(update={"lora": LoraConfig()})
+
+
+def _full(settings: PolicyConfig) -> PolicyConfig:
+    return settings.model_copy(update={"lora": None})
+
+
+_DERIVED: dict[str, Callable[[PolicyConfig], PolicyConfig] | None] = {
+    "shared": None,
+    "lora_per_actor": _adapter,
+    "model_per_actor": _full,
+}
+
+
+def _derived(
+    config: TrainConfig, ids: Sequence[str], derive: Callable[[PolicyConfig], PolicyConfig]
+) -> dict[str, PolicyConfig]:
+    """The policies of the file, and one for each actor that has no entry in ``actors``."""
+    template = config.policies.get(TEMPLATE, PolicyConfig())
+    policies = dict(config.policies)
+    for name in ids:
+        if name not in config.actors:
+            own = config.policies.get(name)
+            changes = {} if own is None else {key: getattr(own, key) for key in own.model_fields_set}
+            policies[name] = derive(template.model_copy(update=changes))
+    return policies
+
+
+def _misfits(config: TrainConfig, chosen: dict[str, str], policies: dict[str, PolicyConfig], task: str) -> list[str]:
+    problems = [
+        f"config key 'actors.{name}': task {task!r} has no such actor; {did_you_mean(name, chosen)}"
+        for name in config.actors
+        if name not in chosen
+    ]
+    problems += [
+        f"actor {actor!r} plays with policy {name!r}, which has no section [policies.{name}]; "
+        f"policies: {', '.join(policies)}"
+        for actor, name in chosen.items()
+        if name not in policies
+    ]
+    template = set() if config.policy_sharing == "shared" else {TEMPLATE}
+    played = ", ".join(f"{actor!r} with {name!r}" for actor, name in chosen.items())
+    problems += [
+        f"config key 'policies.{name}': no actor of task {task!r} plays with it: {played}"
+        for name in sorted(set(policies) - set(chosen.values()) - template)
+    ]
+    for place, phase in enumerate(config.phases):
+        for name in phase.train:
+            key = f"config key 'phases.{place}.train' = {phase.train!r}"
+            if name not in chosen.values():
+                problems.append(f"{key}: no actor plays with a policy {name!r}; {did_you_mean(name, chosen.values())}")
+            elif name in policies and not policies[name].trainable:
+                problems.append(f"{key}: policies.{name}.trainable is false")
+    return problems

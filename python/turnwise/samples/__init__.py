@@ -1,0 +1,5 @@
+"""Turns finished rollouts into training samples and packs them into a batch.
+
+Read in this order: collect, pack, filters.
+May import: types, _C.
+"""

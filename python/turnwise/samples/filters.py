@@ -1,0 +1,58 @@
+"""Filters of the training batch. Each dropped sample is counted under its cause."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from turnwise.types import Sample, Step
+
+Call = Sample | Step
+
+ZERO_ADVANTAGE = "zero_advantage"
+"""The cause of an advantage of 0 that its rule says nothing more of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filters:
+    """Samples to drop from a batch, and how often to draw more questions instead.
+
+    Example: ``Arena(client, tokenizer, credit=GRPOCredit(), filters=Filters(dynamic_sampling_rounds=2))``
+
+    All filters act after credit, so dropped samples still count in their group's statistics.
+    """
+
+    drop_zero_advantage: bool = True
+    """Drop samples with advantage 0, as in tied groups."""
+    drop_truncated: bool = False
+    """Drop completions that reached their token limit."""
+    max_length: int | None = None
+    """Most tokens in prompt and completion."""
+    dynamic_sampling_rounds: int = 0
+    """Most further batches to draw until as many questions are informative as the first batch held."""
+
+    def __post_init__(self) -> None:
+        if self.max_length is not None and self.max_length < 2:
+            raise ValueError(f"max_length={self.max_length!r}: expected at least 2 tokens, or None")
+        if self.dynamic_sampling_rounds < 0:
+            raise ValueError(f"dynamic_sampling_rounds={self.dynamic_sampling_rounds!r}: expected a count >= 0")
+
+    def causes(self, calls: Sequence[Call], zero_causes: Mapping[int, str] | None = None) -> list[str | None]:
+        """Why each of ``calls`` is dropped, ``None`` for those that train. All have an advantage.
+
+        ``zero_causes`` has reasons for advantages of 0, by ``id(call)``.
+        """
+        known = zero_causes or {}
+        return [self._cause(call, known) for call in calls]
+
+    def _cause(self, call: Call, zero_causes: Mapping[int, str]) -> str | None:
+        if self.drop_truncated and call.finish_reason == "length":
+            return "truncated"
+        if self.drop_zero_advantage and call.advantage == 0:
+            return zero_causes.get(id(call), ZERO_ADVANTAGE)
+        if (
+            self.max_length is not None
+            and len(call.prompt_token_ids) + len(call.completion_token_ids) > self.max_length
+        ):
+            return "max_length"
+        return None

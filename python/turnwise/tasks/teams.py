@@ -1,0 +1,133 @@
+"""Bases of games for a team: actors play in order, round by round, and share an outcome."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from pydantic import Field, field_validator
+
+from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler
+from turnwise.tasks.base import TaskOptions
+from turnwise.tasks.generated import GeneratedTask
+from turnwise.tasks.rewards import MixMode, invalid_penalty, mix_rewards, mix_weights
+from turnwise.types import EpisodeState
+
+
+class TeamOptions(TaskOptions):
+    """Options of games for a team; each game adds ``actors`` and ``max_turns``.
+
+    A step earns ``mix_rewards(outcome, own part, alpha, mode)``, less ``invalid_cost`` for a reply that can't be read.
+    """
+
+    alpha: float = Field(default=1.0, ge=0)
+    mode: MixMode = "weighted_sum"
+    invalid_cost: float = Field(default=0.25, ge=0)
+    quality: float = Field(default=0.4, ge=0, le=1)
+
+    @field_validator("actors", check_fields=False)
+    @classmethod
+    def _once_each(cls, actors: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(actors)) != len(actors):
+            raise ValueError("expected each actor once")
+        return actors
+
+    def of_episode(self) -> dict[str, Any]:
+        """The arguments that every :class:`TeamEpisode` takes."""
+        names = ("actors", "max_turns", "alpha", "mode", "invalid_cost")
+        return {name: getattr(self, name) for name in names}
+
+
+class TeamEpisode(MultiTurnEpisode):
+    """``actors`` act in order for up to ``max_turns`` rounds; ``team`` are the actors by default.
+
+    A step earns ``mix_rewards(outcome, own part, alpha, mode)``, less ``invalid_cost`` for a reply that can't be read.
+    ``rubric`` mixes the same for the whole episode: the functions in ``outcomes`` and ``own_parts``; those in
+    ``measures`` are reported and pay nothing.
+    """
+
+    team: ClassVar[Sequence[str]]
+    outcomes: ClassVar[Sequence[Callable[..., Any]]]
+    own_parts: ClassVar[Sequence[Callable[..., Any]]]
+    measures: ClassVar[Sequence[Callable[..., Any]]] = ()
+
+    def __init__(
+        self,
+        *,
+        actors: Sequence[str] | None = None,
+        max_turns: int = 2,
+        alpha: float = 1.0,
+        mode: MixMode = "weighted_sum",
+        invalid_cost: float = 0.25,
+        sampler: TreeSampler | None = None,
+    ) -> None:
+        super().__init__(sampler=sampler, max_turns=max_turns)
+        self.actors = tuple(self.team if actors is None else actors)
+        self.alpha, self.mode, self.invalid_cost = alpha, mode, invalid_cost
+        outcome, own = mix_weights(alpha, mode)
+        weights = {**dict.fromkeys(self.outcomes, outcome), **dict.fromkeys(self.own_parts, own)}
+        weights |= dict.fromkeys(self.measures, 0.0)
+        self.rubric = Rubric([*weights], [*weights.values()])
+
+    def mixed_reward(self, outcome: bool, own: float, valid: bool) -> float:
+        """The reward of a step."""
+        return mix_rewards(float(outcome), own, self.alpha, self.mode) + invalid_penalty(valid, self.invalid_cost)
+
+    def rounds(self, state: EpisodeState) -> int:
+        """Number of rounds."""
+        return 1 + max((step.turn for step in state.trajectory), default=0)
+
+
+class ActingEpisode(TeamEpisode):
+    """A team episode that keeps every action in ``state.data["acts"]``, by actor.
+
+    An action is a dict with ``valid``, whether the reply could be read, and ``own``, the actor's own part.
+    """
+
+    @abstractmethod
+    def is_solved(self, state: EpisodeState) -> bool:
+        """Return True if the team has solved its question."""
+
+    def add_act(self, state: EpisodeState, act: dict[str, Any]) -> None:
+        state.data["acts"].setdefault(state.current_actor, []).append(act)
+
+    def is_unread(self, state: EpisodeState) -> bool:
+        """Return True if the current actor's last reply could not be read."""
+        return not all(act["valid"] for act in state.data["acts"].get(state.current_actor, [])[-1:])
+
+    def step_reward(self, state: EpisodeState, arena: Any, artifact: Any) -> float:
+        act = state.data["acts"][state.current_actor][-1]
+        return self.mixed_reward(self.is_solved(state), act["own"], act["valid"])
+
+    def team_extras(self, state: EpisodeState) -> dict[str, Any]:
+        """``solved`` by actor of the team; ``own`` and ``valid`` by actor that acted; ``rounds``."""
+        acts = state.data["acts"]
+        return {
+            "solved": dict.fromkeys(self.actors, float(self.is_solved(state))),
+            "own": {actor: done[-1]["own"] for actor, done in acts.items()},
+            "valid": {actor: sum(act["valid"] for act in done) / len(done) for actor, done in acts.items()},
+            "rounds": self.rounds(state),
+        }
+
+
+class TeamTask(GeneratedTask):
+    """A game for a team, of which one episode type bears the task's name; ``options.actors`` play, in this order.
+
+    A game writes :meth:`episode` and :meth:`draw`. The success that counts is ``solved`` of the first actor.
+    """
+
+    @property
+    def success_metric(self) -> str:
+        return f"solved/{self.roles[0]}"
+
+    @property
+    def roles(self) -> Sequence[str]:
+        return tuple(self.options.actors)
+
+    @abstractmethod
+    def episode(self, tree: TreeSampler | None = None) -> Episode:
+        """The episode that ``options`` describe; with a tree sampler, training branches at each action."""
+
+    def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
+        return {self.name: self.episode(tree)}

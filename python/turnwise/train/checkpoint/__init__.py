@@ -1,0 +1,5 @@
+"""Checkpoints of a run: files, random state, progress.
+
+Read in this order: checkpoint, files, run_state, progress.
+May import: utils, arena, inference.weights, train.config, train.model.
+"""

@@ -1,0 +1,163 @@
+"""The files of a checkpoint: written, fingerprinted, linked where they stand already, and read with care."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from turnwise.inference.weights.weight_block import check_memory
+from turnwise.train.model.policy import bit_sum
+from turnwise.utils.files import link_or_copy, sync_folder
+
+_OWN = "sha256"
+"""Manifest key of the digest of all other keys."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that can't be read or doesn't fit the run: the message names the file and the reason."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """A whole checkpoint, of another run than this: other policies, processes, or another format."""
+
+
+class FrozenFiles:
+    """Weights that never change are not written again: the checkpoint ``before`` has them, and a link is enough.
+
+    A digest in its manifest tells that they are the same, from names, shapes and the sums of all bits; ``digests``
+    are those to write down this time, ``known`` the sizes and SHA-256 of what was linked.
+    """
+
+    def __init__(self, before: Path | None) -> None:
+        self.digests: dict[str, str] = {}
+        self.known: dict[str, list[Any]] = {}
+        self._before = before
+        self._manifest: dict[str, Any] = {}
+        if before is not None:
+            with suppress(CheckpointError):  # of a damaged one nothing is linked; who reads it will be told
+                self._manifest = _parsed(before / "manifest.json")
+
+    def link(self, file: Path, weights: Mapping[str, Tensor]) -> bool:
+        """Make ``file`` a link to what holds ``weights`` already; ``False`` where nothing does."""
+        digest = self.digests[file.name] = _digest(weights)
+        if self._before is None or self._manifest.get("frozen", {}).get(file.name) != digest:
+            return False
+        source, entry = self._before / file.name, self._manifest.get("files", {}).get(file.name)
+        if entry is None or not source.is_file() or source.stat().st_size != entry[0]:
+            return False
+        link_or_copy(source, file)
+        self.known[file.name] = entry
+        return True
+
+    def take(self, source: Path, file: Path) -> None:
+        """Make ``file`` a link to ``source``, which never changes; what ``before`` links too needs no new SHA-256."""
+        link_or_copy(source, file)
+        entry = self._manifest.get("files", {}).get(file.name)
+        if self._before is not None and entry is not None:
+            with suppress(FileNotFoundError):
+                if file.samefile(self._before / file.name):
+                    self.known[file.name] = entry
+
+
+def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    """``save_file``, with ``OSError`` for whatever keeps the bytes from the disk, ``ValueError`` for tensors that have
+    none. Views of one storage are written one by one, which the format asks for."""
+    check_memory(tensors)
+    whole = {name: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for name, t in tensors.items()}
+    try:
+        save_file(whole, file)
+    except SafetensorError as error:
+        raise OSError(f"{file} can't be written: {error}") from error
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """``load_file``, with :class:`CheckpointError` for what can't be read."""
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} can't be read: {error}") from error
+
+
+def write_manifest(manifest: Mapping[str, Any], path: Path) -> None:
+    """Write ``manifest``, fit for JSON, into checkpoint ``path``, with a SHA-256 of itself."""
+    plain = json.loads(json.dumps(manifest))  # as it will be read: keys that were numbers are text
+    signed = {**plain, _OWN: _own_digest(plain)}
+    (path / "manifest.json").write_text(json.dumps(signed, indent=1), encoding="utf-8")
+
+
+def read_manifest(path: Path, version: int) -> dict[str, Any]:
+    """The manifest of checkpoint ``path`` in format ``version``, once it and all files of it are as it says."""
+    manifest = _parsed(path / "manifest.json")
+    if manifest.get("format") != version:
+        raise CheckpointMismatch(f"{path}: format {manifest.get('format')!r}; this version reads format {version}")
+    if manifest.pop(_OWN, None) != _own_digest(manifest):
+        raise CheckpointError(f"{path / 'manifest.json'} is damaged: its SHA-256 differs from what it says")
+    for name, expected in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing")
+        if fingerprint(file) != expected:
+            raise CheckpointError(f"{file} is damaged: its size or SHA-256 differs from the manifest's")
+    return manifest
+
+
+def read_listed(path: Path, name: str) -> bytes | None:
+    """The bytes of file ``name`` of checkpoint ``path``, once they are those that its manifest lists.
+
+    ``None`` where the manifest lists none and none is there. Raises :class:`CheckpointError` for others: what is read
+    here may be unpickled, which runs code.
+    """
+    manifest, file = _parsed(path / "manifest.json"), path / name
+    if manifest.pop(_OWN, None) != _own_digest(manifest):
+        raise CheckpointError(f"{path / 'manifest.json'} is damaged: its SHA-256 differs from what it says")
+    expected = manifest["files"].get(name)
+    if expected is None:
+        if file.exists():
+            raise CheckpointError(f"{file} is not in the checkpoint's manifest, so it is not read: delete it")
+        return None
+    content = file.read_bytes()
+    if [len(content), hashlib.sha256(content).hexdigest()] != expected:
+        raise CheckpointError(f"{file} is damaged: its size or SHA-256 differs from the manifest's")
+    return content
+
+
+def fingerprint(file: Path) -> list[Any]:
+    """Size in bytes and SHA-256."""
+    with file.open("rb") as stream:
+        return [file.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest()]
+
+
+def sync_files(folder: Path) -> None:
+    """Bring every file of ``folder``, and its listing, to the disk."""
+    for file in folder.iterdir():
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+    sync_folder(folder)
+
+
+def _parsed(file: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} can't be read: {error}") from error
+    if not isinstance(manifest, dict):
+        raise CheckpointError(f"{file} can't be read: it holds no table")
+    return manifest
+
+
+def _own_digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _digest(weights: Mapping[str, Tensor]) -> str:
+    described = [[name, list(tensor.shape), str(tensor.dtype), bit_sum(tensor)] for name, tensor in weights.items()]
+    return hashlib.sha256(json.dumps(sorted(described)).encode()).hexdigest()

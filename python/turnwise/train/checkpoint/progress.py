@@ -1,0 +1,98 @@
+"""Where a run stands: its counters and validations, and what they say: whether to stop, and which step was best."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from turnwise.train.checkpoint.checkpoint import CheckpointError, checkpoint_at, list_checkpoints
+from turnwise.train.config.schema import TrainConfig
+
+
+@dataclass(slots=True)
+class Progress:
+    """Saved with every checkpoint. ``evaluations`` is ``{"10": 0.42}``: validation success by step, as JSON has it.
+
+    ``seconds`` are those of finished steps, validation included.
+    """
+
+    step: int = 0
+    episodes: int = 0
+    sampled_tokens: int = 0
+    seconds: float = 0.0
+    evaluations: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best validation, the first of equal ones; ``None`` before any."""
+        if not self.evaluations:
+            return None
+        return min(map(int, self.evaluations), key=lambda step: (-self.evaluations[str(step)], step))
+
+    def finished(self, config: TrainConfig) -> str | None:
+        """Return the reason to end the run, or ``None`` while no limit of ``config`` is reached."""
+        best = self.best_step
+        target, hold, patience = config.eval.target_success, config.eval.hold, config.eval.patience
+        latest = [self.evaluations[step] for step in sorted(self.evaluations, key=int)][-hold:]
+        since = sum(int(step) > best for step in self.evaluations) if best is not None else 0
+        limits = {
+            f"steps = {config.steps}": self.step >= config.steps,
+            f"max_seconds = {config.max_seconds}": config.max_seconds is not None
+            and self.seconds >= config.max_seconds,
+            f"max_sampled_tokens = {config.max_sampled_tokens}": config.max_sampled_tokens is not None
+            and self.sampled_tokens >= config.max_sampled_tokens,
+            f"eval.target_success = {target}: validation success is {' and '.join(f'{s:.1%}' for s in latest)}": (
+                target is not None and len(latest) == hold and min(latest) >= target
+            ),
+            f"eval.patience = {patience}: no validation since step {best} was better": patience is not None
+            and since >= patience,
+        }
+        return next((reason for reason, reached in limits.items() if reached), None)
+
+    def checkpoint_due(self, config: TrainConfig) -> bool:
+        """Return True if ``checkpoint.every`` saves this step, or ``checkpoint.keep_best`` as the best so far."""
+        every = config.checkpoint.every
+        return bool(every and self.step % every == 0) or self.best_kept(config) == self.step
+
+    def best_kept(self, config: TrainConfig) -> int | None:
+        """Return the step that ``checkpoint.keep_best`` keeps; ``None`` where it is off, or before any validation."""
+        return self.best_step if config.checkpoint.keep_best else None
+
+
+START = "start"
+"""Name of the weights that a run begins with, after its warm start; used instead of a checkpoint."""
+
+
+def find_checkpoint(root: Path, which: str | Path) -> Path:
+    """The checkpoint under ``root`` that ``which`` names, by a key of :data:`NAMED` or its own; else a folder.
+
+    Raises :class:`~turnwise.train.checkpoint.checkpoint.CheckpointError` naming what is missing.
+    """
+    if str(which) in NAMED:
+        found = list_checkpoints(root)
+        if not found:
+            raise CheckpointError(f"checkpoint {str(which)!r}: {root} holds none")
+        return NAMED[str(which)](found)
+    inside = root / which
+    return inside if inside.is_dir() else Path(which)
+
+
+def _best(found: list[Path]) -> Path:
+    """The one of the best validation that the newest checkpoint knows of."""
+    try:
+        state = json.loads((found[-1] / "manifest.json").read_text(encoding="utf-8"))["state"]
+        step = Progress(**state["progress"]).best_step
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{found[-1] / 'manifest.json'} can't be read: {error!r}") from error
+    if step is None:
+        raise CheckpointError(f"checkpoint 'best': nothing was validated up to {found[-1]}; set eval.every")
+    best = checkpoint_at(found[-1].parent, step)
+    if best not in found:
+        raise CheckpointError(f"checkpoint 'best': that of step {step} is gone; checkpoint.keep_best = true keeps it")
+    return best
+
+
+NAMED: dict[str, Callable[[list[Path]], Path]] = {"newest": lambda found: found[-1], "best": _best}
+"""Checkpoints by what they are: from all of a run, oldest first, to one."""

@@ -1,0 +1,5 @@
+"""The configuration of a run: sections, defaults, TOML files.
+
+Read in this order: schema, toml, schedule.
+May import: types, utils.
+"""

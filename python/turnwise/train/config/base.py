@@ -1,0 +1,26 @@
+"""The base class of every section of the config file."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A section of the config file; the string below a field describes it."""
+
+    model_config = ConfigDict(
+        extra="forbid", validate_assignment=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """``eval.every = true`` must not mean 1."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and {int, float} & {annotation, *get_args(annotation)}:
+            raise ValueError("expected a number")
+        return value

@@ -1,0 +1,82 @@
+"""Sections of the update: loss, KL term, importance correction, minibatches."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from turnwise.train.config.base import Section
+from turnwise.train.config.policies import OptimizerConfig
+
+
+class KLConfig(Section):
+    """A KL term to the reference policy."""
+
+    coef: float = Field(default=0.0, ge=0)
+    """Coefficient of the term; 0 builds no reference model."""
+    estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
+    """Estimator of the KL divergence: see ``turnwise.ops.KL``."""
+    importance_weighted: bool = False
+    """Multiply a term in the loss by the importance ratio."""
+    apply_to: Literal["loss", "reward"] = "loss"
+    """Where the term goes: into the loss, or as the k1 estimate of each token into the reward before credit."""
+    target: float | None = Field(default=None, gt=0)
+    """KL per token, in nats, that the coefficient adapts to (https://arxiv.org/abs/1909.08593, section 2.2)."""
+    horizon: int = Field(default=10_000, ge=1)
+    """Samples over which the coefficient grows by ``clip(kl / target - 1, ±0.2)``."""
+
+
+class CorrectionConfig(Section):
+    """Truncated importance weights for samples of other weights: see ``turnwise.ops.ImportanceCorrection``."""
+
+    level: Literal["token", "sequence"] = "token"
+    """Unit of a weight."""
+    cap: float = Field(default=2.0, gt=0)
+    """Largest weight; larger ones are truncated."""
+    bounds: tuple[float, float] | None = None
+    """Smallest and largest weight of samples that train; others are rejected."""
+
+
+class LossConfig(Section):
+    """The policy loss, its aggregation, KL term, entropy bonus and importance weights."""
+
+    type: str = "clip-higher"
+    """Name in ``turnwise.train.update.loss_types``, or ``module:Class``."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the loss's class, such as ``{low = 0.2, high = 0.28}``."""
+    aggregation: Literal[
+        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "agent-mean"
+    ] = "token-mean"
+    """What the loss is averaged over: tokens, sequences, or first the tokens of each actor."""
+    max_length: int | None = Field(default=None, ge=1)
+    """Divisor of ``seq-mean-token-sum-norm``, which needs it."""
+    kl: KLConfig = KLConfig()
+    """The KL term to the reference policy."""
+    entropy_coef: float = 0.0
+    """Coefficient of an entropy bonus."""
+    importance_correction: CorrectionConfig | None = None
+    """Truncated importance weights; needs ``update.old_logprobs = "recompute"``."""
+
+    @model_validator(mode="after")
+    def _needs_its_constant(self) -> Self:
+        if self.aggregation == "seq-mean-token-sum-norm" and self.max_length is None:
+            raise ValueError("aggregation 'seq-mean-token-sum-norm' needs max_length, the constant to divide by")
+        return self
+
+
+class UpdateConfig(OptimizerConfig):
+    """Optimizer steps on one batch: epochs, minibatches, sequence layout and AdamW."""
+
+    ppo_epochs: int = Field(default=1, ge=1)
+    """Passes over each batch."""
+    num_minibatches: int = Field(default=1, ge=1)
+    """Optimizer steps per pass."""
+    micro_batch_tokens: int = Field(default=16384, ge=1)
+    """Most tokens of one forward pass; the gradient does not depend on it."""
+    old_logprobs: Literal["rollout", "recompute"] = "rollout"
+    """Denominator of the ratio: the sampler's log-probs, or the trainer's before its first update of the batch."""
+    sequence_layout: Literal["auto", "trie", "packed", "padded"] = "auto"
+    """Rows in the forward pass: ``trie`` shares prefixes; ``auto`` tries trie, packed and padded, in this order."""
+    max_nonfinite_updates: int = Field(default=3, ge=0)
+    """Non-finite updates in a row that are skipped; one more stops the run."""

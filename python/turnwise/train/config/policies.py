@@ -1,0 +1,88 @@
+"""Sections of the policies: models, adapters, optimizers, phases and the supervised warm start."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from turnwise.train.config.base import Section, Share
+
+
+class LoraConfig(Section):
+    """A low-rank adapter (https://arxiv.org/abs/2106.09685): trains ``alpha / rank * B A`` instead of the weights."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rank of the matrices ``A`` and ``B``."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Scale of the adapter; it is divided by ``rank``."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout on the adapter's input during training."""
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    """Modules that get an adapter: every linear layer but the head, or a list of names."""
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = Field(default=1e-6, gt=0)
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear"] = "cosine"
+    """Shape of the decay from ``lr`` to ``min_lr_ratio * lr`` at the end of the run."""
+    min_lr_ratio: float = Field(default=1.0, ge=0, le=1)
+    """Final learning rate as a share of ``lr``; 1 keeps it constant."""
+    warmup: int = Field(default=0, ge=0)
+    """Updates of linear warm-up from 0 to ``lr``."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay of AdamW."""
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    """Decay rates of AdamW's first and second moment, each from 0 to below 1."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients with a larger norm are scaled down to this one."""
+
+
+class PolicyConfig(Section):
+    """Weights, tokenizer and optimizer of one policy."""
+
+    path: str = "tiny"
+    """Folder or Hugging Face Hub name of the model; ``tiny`` builds a random model of about 1M parameters."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Data type of weights and activations."""
+    trainable: bool = True
+    """Whether the run updates this policy."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    lora: LoraConfig | None = None
+    """Train an adapter instead of the weights; adapters of one ``path`` share one copy of the base."""
+    reference: str | None = None
+    """Reference of the KL term, a folder or Hub name; by default the weights at the start, for an adapter the base."""
+    optimizer: dict[str, Any] = Field(default_factory=dict)
+    """Keys of the optimizer in ``[update]`` with other values for this policy, such as ``lr``."""
+
+
+class PhaseConfig(Section):
+    """Training in turns: one phase follows the other, and the first follows the last."""
+
+    train: list[str] = Field(min_length=1)
+    """Policies that this phase updates."""
+    steps: int = Field(ge=1)
+    """Steps of the phase."""
+
+
+class WarmStartConfig(Section):
+    """Supervised training before the first step, on the task's demonstrations or on a file."""
+
+    steps: int = Field(default=0, ge=0)
+    """Updates of supervised training; 0 skips it."""
+    batch_size: int = Field(default=128, ge=1)
+    """Rows of one update."""
+    lr: float = Field(default=2e-3, gt=0)
+    """Peak learning rate."""
+    warmup: int = Field(default=20, ge=0)
+    """Updates of linear warm-up from 0 to ``lr``."""
+    target_loss: float | None = Field(default=None, ge=0)
+    """Mean cross-entropy per token, over ten updates, that ends the warm start."""
+    data: str | None = None
+    """JSONL of ``{"messages": [...], "completion": "..."}``, or a run's ``rollouts.jsonl``; default: demonstrations."""
+    min_reward: float | None = None
+    """Least reward of a recorded step that becomes a row; needs ``data``."""

@@ -1,0 +1,166 @@
+"""Sections of sampling: rollouts, trees, clients, credit, filters, and how far sampling runs ahead of training."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, PlainValidator, model_validator
+
+from turnwise.train.config.base import Section
+from turnwise.types.play import MAX_CONCURRENCY
+
+
+class VLLMConfig(Section):
+    """Engines of the clients ``vllm`` and ``vllm-process``."""
+
+    kv_cache_gb: float = Field(default=1.0, gt=0)
+    """Memory for keys and values of each engine, in GiB."""
+    request_timeout: float | None = Field(default=None, gt=0)
+    """Seconds after which a completion is given up; by default never."""
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """Further fields of vLLM's ``EngineArgs``."""
+    transfer: str = "auto"
+    """Weight sync of ``vllm-process``: auto, shared_memory, safetensors, gloo; on GPUs also ipc and nccl."""
+
+
+class ServerConfig(Section):
+    """Servers of the client ``vllm-server``, started by ``turnwise serve``."""
+
+    url: str | dict[str, str] = "http://127.0.0.1:8000"
+    """Address of the server, or one address per policy where policies have no common base."""
+    api_key_env: str | None = None
+    """Environment variable with the key; a key file of this user on this host is found without it."""
+    api_key_file: str | None = None
+    """File with the key."""
+    timeout: float = Field(default=600.0, gt=0)
+    """Seconds that one answer, or a restart of the server, may take."""
+    wait: float = Field(default=0.0, ge=0)
+    """Seconds to wait for a server that is absent when the run starts."""
+    retries: int = Field(default=5, ge=0)
+    """Repetitions of a failed request."""
+    folder: str | None = None
+    """Folder for weights that other hosts see too; by default weights pass through this host's memory."""
+    transfer: str = "auto"
+    """How weights reach the server; ``gloo`` and ``nccl`` reach other hosts."""
+
+
+def _share(value: Any) -> float | list[float]:
+    pair = list(value) if isinstance(value, list | tuple) else [value, value]
+    if len(pair) != 2 or not all(type(share) in (int, float) and 0 <= share <= 1 for share in pair):
+        raise ValueError("expected a number from 0 to 1, or a pair of them: at the first and at the last step")
+    return [float(share) for share in pair] if isinstance(value, list | tuple) else float(value)
+
+
+class TreeConfig(Section):
+    """Selection among a tree's branches: the arguments of :class:`turnwise.arena.TreeSampler`."""
+
+    select: Literal["best", "first", "mixed", "sample", "none"] = "best"
+    """Branch that goes on: best, first, ``sample`` (softmax), ``mixed`` (best or random); ``none`` continues all."""
+    best_share: Annotated[float | list[float], PlainValidator(_share)] = 0.5
+    """Probability of the best branch under ``mixed``, 0 to 1; a pair is its value at the first and the last step."""
+    beam_width: int = Field(default=1, ge=1)
+    """Branches that go on, 1 or the width of a beam search; each grows ``rollout.branches`` branches."""
+    score_by: Literal["reward", "return", "value"] = "reward"
+    """Score of a branch: its action's reward, the return so far, or the value that ``playouts`` estimate."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Temperature of the softmax under ``sample``."""
+    playouts: int = Field(default=0, ge=0)
+    """Rollouts from each state to the end that estimate its value; they never train."""
+    branch_at: list[str] | None = None
+    """Actors whose actions branch; by default all."""
+
+
+class PlayLimits(Section):
+    """Limits of the episodes of one step."""
+
+    max_concurrency: int = Field(default=MAX_CONCURRENCY, ge=1)
+    """Model calls at the same time, over all actors."""
+    max_concurrency_per_actor: dict[str, Annotated[int, Field(ge=1, strict=True)]] = Field(default_factory=dict)
+    """Model calls at the same time of single actors, by their names."""
+    timeout: float | None = Field(default=None, gt=0)
+    """Seconds that an episode may take; by default no limit."""
+    failure_threshold: float = Field(default=0.5, ge=0, le=1)
+    """Share of a step's episodes that may fail before the run stops."""
+
+
+class RolloutConfig(PlayLimits):
+    """Sampling of one step: prompts, group size, branches, the client and its limits."""
+
+    prompts_per_step: int = Field(default=32, ge=1)
+    """Prompts (questions, games) of one step."""
+    group_size: int = Field(default=1, ge=1)
+    """Episodes of each prompt, whose rewards are compared: GRPO's group."""
+    branches: int = Field(default=1, ge=1)
+    """Completions sampled at each action; more than 1 makes each episode a tree."""
+    tree: TreeConfig = TreeConfig()
+    """Selection among the branches."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature."""
+    max_tokens: int = Field(default=256, ge=1)
+    """Token limit of a completion, for actors without a limit of their own."""
+    client: Literal["transformers", "vllm", "vllm-process", "vllm-server"] = "transformers"
+    """Engine that samples: transformers in this process, vLLM in this process, in child processes, or over HTTP."""
+    vllm: VLLMConfig = VLLMConfig()
+    """Engines of the clients ``vllm`` and ``vllm-process``."""
+    server: ServerConfig = ServerConfig()
+    """Servers of the client ``vllm-server``."""
+    max_batch_rows: int = Field(default=512, ge=1)
+    """Completions that the client computes at the same time."""
+    check_private: bool = False
+    """Stop the run when an actor sees another actor's private text, or would train on its tokens."""
+
+
+class LoopConfig(Section):
+    """Asynchronous training: how far sampling may run ahead of the updates."""
+
+    max_staleness: int = Field(default=0, ge=0)
+    """Weight versions by which a trained token may be behind; 0 samples and trains in turn."""
+    in_flight_updates: bool = False
+    """Hand new weights to the sampler in the middle of its completions; needs ``max_staleness`` > 0."""
+    deterministic: bool = False
+    """Order events by step instead of by clock, so that a resumed run repeats bit for bit."""
+
+    @model_validator(mode="after")
+    def _one_or_the_other(self) -> Self:
+        if self.in_flight_updates and self.deterministic:
+            raise ValueError(
+                "in_flight_updates depend on the clock and can't be deterministic: drop one of the two keys"
+            )
+        if self.in_flight_updates and not self.max_staleness:
+            raise ValueError("in_flight_updates needs max_staleness > 0: otherwise nothing is sampled during an update")
+        return self
+
+
+DEFAULT_CREDIT = "at_grpo"
+"""The rule of a task that names none as its ``credit_rule``."""
+
+
+class CreditConfig(Section):
+    """The credit rule, which turns rewards into advantages."""
+
+    rule: str = "task"
+    """Name in ``turnwise.credit.registry``, or ``module:Class``; ``task`` is the task's own rule."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the rule's class."""
+
+
+class RewardConfig(Section):
+    """Penalties on rewards before credit."""
+
+    overlong_buffer: int = Field(default=0, ge=0)
+    """Tokens before its limit in which a completion loses reward (https://arxiv.org/abs/2503.14476, eq. 13)."""
+    overlong_penalty: float = Field(default=1.0, ge=0)
+    """Reward that a completion at its limit loses."""
+
+
+class FilterConfig(Section):
+    """Samples that don't train; they still count in the statistics of their group."""
+
+    drop_zero_advantage: bool = True
+    """Drop samples whose advantage is 0."""
+    drop_truncated: bool = False
+    """Drop completions that ran into the token limit."""
+    max_length: int | None = Field(default=None, ge=2)
+    """Drop samples with more tokens in prompt and completion; by default none."""
+    dynamic_sampling_rounds: int = Field(default=0, ge=0)
+    """Most extra batches of a step until enough prompts have an advantage (https://arxiv.org/abs/2503.14476, 3.2)."""

@@ -1,0 +1,137 @@
+"""The configuration of a training run: :class:`TrainConfig`, one section per table of the TOML file.
+
+Defaults are the vetted settings. The string below a field is its entry in ``turnwise config`` and in the documentation.
+:mod:`turnwise.train.config.toml` reads the models from TOML and names the nearest known key for a mistyped one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from turnwise.train.config.base import Section
+from turnwise.train.config.optimization import LossConfig, UpdateConfig
+from turnwise.train.config.policies import OptimizerConfig, PhaseConfig, PolicyConfig, WarmStartConfig
+from turnwise.train.config.sampling import CreditConfig, FilterConfig, LoopConfig, RewardConfig, RolloutConfig
+from turnwise.train.config.selfplay import HealthConfig, LeagueConfig
+
+
+class EvalConfig(Section):
+    """Validation during the run, evaluation at its end, and early stopping."""
+
+    every: int = Field(default=0, ge=0)
+    """Steps between two validations; 0 never validates."""
+    num_prompts: int | None = Field(default=None, ge=1)
+    """Prompts of a validation and of the evaluation; by default 200, or all that the task has."""
+    target_success: float | None = Field(default=None, gt=0, le=1)
+    """Validation success that ends the run once it holds for ``hold`` validations; needs ``every``."""
+    hold: int = Field(default=2, ge=1)
+    """Validations in a row at ``target_success`` or above that end the run."""
+    patience: int | None = Field(default=None, ge=1)
+    """Validations without a new best that end the run; needs ``every``."""
+    exploitability_every: int = Field(default=0, ge=0)
+    """Steps between two measurements of exact exploitability, in small games; 0 never measures."""
+
+    @model_validator(mode="after")
+    def _stops_at_what_it_measures(self) -> Self:
+        for name in ("target_success", "patience"):
+            if getattr(self, name) is not None and not self.every:
+                raise ValueError(f"{name} needs every > 0: without validation nothing is ever reached")
+        return self
+
+
+class CheckpointConfig(Section):
+    """Checkpoints of the run."""
+
+    every: int = Field(default=0, ge=0)
+    """Steps between two checkpoints; 0 saves at the end and on Ctrl-C only."""
+    keep_last: int = Field(default=2, ge=1)
+    """Newest checkpoints that stay."""
+    keep_best: bool = False
+    """Also keep the checkpoint of the best validation; needs ``eval.every``."""
+    save_running_episodes: bool = False
+    """Save each multi-turn episode after every turn, so that a run resumes in the middle of a batch."""
+
+
+class LogConfig(Section):
+    """Metrics and recorded episodes, besides ``metrics.jsonl``."""
+
+    tensorboard: bool = False
+    """Write TensorBoard event files into the run folder."""
+    wandb: str | None = None
+    """Project at Weights & Biases that gets the metrics."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """``offline`` keeps Weights & Biases' files in the run folder until ``wandb sync``."""
+    rollouts_per_step: int = Field(default=1, ge=0)
+    """Episodes of each step that go into ``rollouts.jsonl``."""
+    record_for_replay: bool = True
+    """Record in those episodes everything that ``turnwise replay`` needs."""
+    progress: bool = True
+    """Show progress bars on a terminal."""
+
+
+class TrainConfig(Section):
+    """One run: ``TrainConfig(task="sudoku", steps=10)``. :func:`~turnwise.train.validate.load_config` reads TOML."""
+
+    task: str = "sudoku"
+    """Name of a shipped task, or ``module:Class``."""
+    task_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the task."""
+    run_dir: Annotated[Path, BeforeValidator(str)] = Path("runs/default")
+    """Folder of the run: config, metrics, episodes, checkpoints, policies."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of weights, questions and sampling."""
+    steps: int = Field(default=100, ge=0)
+    """Training steps: batches sampled and trained."""
+    max_seconds: float | None = Field(default=None, gt=0)
+    """Seconds of training after which the run stops, at the end of a step."""
+    max_sampled_tokens: int | None = Field(default=None, gt=0)
+    """Sampled tokens after which the run stops, at the end of a step."""
+    device: str = "auto"
+    """Device of the trainer: cpu, cuda, cuda:1; ``auto`` takes a GPU where there is one."""
+    threads: int | None = Field(default=None, ge=1)
+    """Threads of torch; by default torch's own choice."""
+    resume: bool = True
+    """Resume from the newest checkpoint in the run folder."""
+    policy_sharing: Literal["shared", "lora_per_actor", "model_per_actor"] = "shared"
+    """Weights of the actors: one policy for all, an adapter for each, or a model for each."""
+    actors: dict[str, str] = Field(default_factory=dict)
+    """Policy of single actors, by their names; overrides ``policy_sharing``."""
+    policies: dict[str, PolicyConfig] = Field(default_factory=lambda: {"default": PolicyConfig()}, min_length=1)
+    """The policies, by their names."""
+    phases: list[PhaseConfig] = Field(default_factory=list)
+    """Phases in which only some policies train."""
+    warm_start: WarmStartConfig = WarmStartConfig()
+    """Supervised training before the first step."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Sampling of one step."""
+    loop: LoopConfig = LoopConfig()
+    """Sampling ahead of the updates."""
+    credit: CreditConfig = CreditConfig()
+    """The credit rule."""
+    reward: RewardConfig = RewardConfig()
+    """Penalties on rewards before credit."""
+    filter: FilterConfig = FilterConfig()
+    """Samples that don't train."""
+    loss: LossConfig = LossConfig()
+    """The policy loss."""
+    update: UpdateConfig = UpdateConfig()
+    """Optimizer steps on one batch."""
+    eval: EvalConfig = EvalConfig()
+    """Validation and early stopping."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints of the run."""
+    league: LeagueConfig = LeagueConfig()
+    """Games against past policies."""
+    health: HealthConfig = HealthConfig()
+    """Signals that are watched during training."""
+    log: LogConfig = LogConfig()
+    """Metrics and recorded episodes."""
+
+    def optimizer_of(self, policy: str) -> OptimizerConfig:
+        """``[update]`` with the overrides of ``policies.<policy>.optimizer``."""
+        names = OptimizerConfig.model_fields
+        shared = {name: getattr(self.update, name) for name in names}
+        return OptimizerConfig.model_validate({**shared, **self.policies[policy].optimizer})

@@ -1,0 +1,163 @@
+"""Reads a training configuration from TOML and dotted overrides, and writes it back; each problem becomes one line."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+
+from turnwise.train.config.policies import OptimizerConfig, PolicyConfig
+from turnwise.train.config.schema import TrainConfig
+from turnwise.utils.registry import did_you_mean
+
+EXTENDS = "extends"
+"""Key of a config file that names another file, relative to this one, whose settings it overrides."""
+
+CONFIG_FILE = "config.toml"
+"""File in a run folder with the resolved configuration."""
+
+
+class ConfigError(ValueError):
+    """An invalid configuration: the message names the key, its value and what was expected."""
+
+
+class Problems:
+    """Collects configuration errors from several places, so that a user sees all of them at once."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Collect the lines of a :class:`ConfigError` that the block raises, and continue after the block."""
+        try:
+            yield
+        except ConfigError as error:
+            self.lines += str(error).splitlines()
+
+    def raise_any(self) -> None:
+        """Raise one :class:`ConfigError` with all collected lines, if there are any."""
+        if self.lines:
+            raise ConfigError("\n".join(self.lines))
+
+
+def raw_settings(
+    path: str | Path | None, overrides: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()
+) -> dict[str, Any]:
+    """Return the settings of a file and its overrides as plain data, values as written; imports nothing."""
+    data = {} if path is None else _read(Path(path), ())
+    for key, value in dict(overrides).items():
+        set_value(data, split_key(key), value)
+    return data
+
+
+def parse_settings(data: Mapping[str, Any]) -> TrainConfig:
+    """Check plain data key by key; every problem becomes one line of a :class:`ConfigError`."""
+    try:
+        return TrainConfig.model_validate(dict(data))
+    except ValidationError as error:
+        raise ConfigError("\n".join(explain_problem(problem) for problem in error.errors())) from None
+
+
+def _read(file: Path, before: tuple[Path, ...]) -> dict[str, Any]:
+    """Return the settings of ``file`` over those of the file that it extends; ``before`` are the files on the way."""
+    if file.resolve() in before:
+        raise ConfigError(f"config file {str(file)!r} extends itself: {' -> '.join(map(str, before))}")
+    try:
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"config file {str(file)!r} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {str(file)!r} can't be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"config file {str(file)!r} is not valid TOML: {error}") from None
+    parent = data.pop(EXTENDS, None)
+    if parent is None:
+        return data
+    if not isinstance(parent, str):
+        raise ConfigError(f"config file {str(file)!r}: {EXTENDS} = {parent!r}: expected the name of a file")
+    return _merged(_read(file.parent / parent, (*before, file.resolve())), data)
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Merge ``above`` over ``below``, table by table."""
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged
+
+
+def split_key(dotted: str) -> list[str]:
+    """Split a dotted key. ``warm-start.steps`` is ``warm_start.steps``; names of policies keep their dashes."""
+    return dotted.split(".") if dotted.startswith("policies.") else dotted.replace("-", "_").split(".")
+
+
+def set_value(data: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+    """Set ``data[keys[0]][keys[1]]...``, creating tables on the way."""
+    *parents, leaf = keys
+    for name in parents:
+        data = data.setdefault(name, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"override {'.'.join(keys)!r}: {name!r} is not a section")
+    data[leaf] = value
+
+
+def explain_problem(problem: Mapping[str, Any]) -> str:
+    """Turn an entry of pydantic's ``ValidationError`` into one line."""
+    path = [str(part) for part in problem["loc"]]
+    if problem["type"] == "extra_forbidden":
+        return f"unknown config key {'.'.join(path)!r}; {did_you_mean(path[-1], _known_keys(path[:-1]))}"
+    return f"config key {'.'.join(path)!r} = {problem['input']!r}: {problem['msg']}"
+
+
+def _known_keys(parents: list[str]) -> list[str]:
+    """Return the keys of the table at ``parents``, which may contain names of policies and numbers of phases."""
+    section: type[BaseModel] = TrainConfig
+    for name in parents:
+        if name not in section.model_fields:
+            continue
+        if (section, name) == (PolicyConfig, "optimizer"):
+            return list(OptimizerConfig.model_fields)
+        if (below := section_in(section.model_fields[name].annotation)) is not None:
+            section = below
+    return list(section.model_fields)
+
+
+def section_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the section class in an annotation such as ``dict[str, PolicyConfig]`` or ``LoraConfig | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = (section_in(argument) for argument in get_args(annotation))
+    return next((section for section in found if section is not None), None)
+
+
+def to_toml(config: TrainConfig) -> str:
+    """Return the resolved configuration as TOML, which ``load_config`` reads back to an equal one."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def differences(file: Path, config: TrainConfig) -> list[str]:
+    """List the keys where ``config`` differs from a file of :func:`to_toml`, as ``"update.lr 0.001 -> 0.01"``.
+
+    The list is empty where the file is missing or no TOML.
+    """
+    try:
+        before = _leaves(tomllib.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return []
+    now = _leaves(tomllib.loads(to_toml(config)))
+    keys = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
+    return [f"{key} {before.get(key, 'unset')} -> {now.get(key, 'unset')}" for key in keys]
+
+
+def _leaves(data: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for key, value in data.items():
+        leaves |= _leaves(value, f"{above}{key}.") if isinstance(value, dict) else {above + key: value}
+    return leaves

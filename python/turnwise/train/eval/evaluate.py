@@ -1,0 +1,126 @@
+"""Clean evaluation: a view of the arena that trains nothing, greedy by default, with confidence intervals."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from turnwise.arena import Arena
+from turnwise.train.eval.statistics import Estimate, PairedDifference, estimate, paired_difference, pass_at_k
+from turnwise.types import EpisodeRequest, GenerateResult, Rollout, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """``success`` is the mean of the success metric over all ``episodes``; ``low`` and ``high`` bound it at 95%.
+
+    ``failed`` episodes count as 0 there. ``metrics`` holds the mean of every rubric metric over those that finished,
+    ``estimates`` these and ``reward/<actor>`` with their intervals: in a game for two, the reward of each seat.
+    ``pass_at`` has pass@k by ``k`` for ``samples`` attempts at each question, where success is 0 or 1. ``values`` and
+    ``clusters`` hold success and question of every episode, in the order of the requests.
+    """
+
+    success: float
+    low: float
+    high: float
+    episodes: int
+    failed: int
+    sampled_tokens: int
+    metrics: dict[str, float]
+    estimates: dict[str, Estimate] = field(default_factory=dict)
+    pass_at: dict[int, Estimate] = field(default_factory=dict)
+    samples: int = 1
+    values: list[float] = field(default_factory=list, repr=False)
+    clusters: list[Hashable] = field(default_factory=list, repr=False)
+
+
+def describe(result: Evaluation) -> str:
+    """``success 91.0% (95% interval 86.2–94.3%, 200 questions)``."""
+    failed = f", {result.failed} failed" if result.failed else ""
+    each = f", {result.samples} samples of each" if result.samples > 1 else ""
+    return (
+        f"success {result.success:.1%} (95% interval {result.low:.1%}–{result.high:.1%}, "
+        f"{result.episodes // result.samples} questions{each}{failed})"
+    )
+
+
+async def evaluate(
+    arena: Arena,
+    requests: Sequence[EpisodeRequest],
+    metric: str,
+    sampling: Sampling | None = None,
+    *,
+    samples: int = 1,
+) -> Evaluation:
+    """Run ``requests`` without trees, filters or updates, and average ``metric`` (a name in ``rollout.metrics``).
+
+    Each is played ``samples`` times. Seeds are those of the requests, so two policies meet the same luck. Episodes with
+    one ``group_id`` are no independent trials: intervals are over groups. Raises ``ValueError`` where there is nothing
+    to average.
+    """
+    if samples < 1:
+        raise ValueError(f"samples={samples!r}: expected at least 1")
+    view = arena.evaluation(sampling=sampling or arena.sampling.with_(temperature=0.0))
+    results = await view.generate_rollouts([request for request in requests for _ in range(samples)])
+    done = [result.rollout for result in results if result.rollout.error is None]
+    if not done:
+        first = next((r.rollout.error for r in results if r.rollout.error), "no requests")
+        raise ValueError(f"evaluation of {len(results)} episodes: none finished; first error:\n{first}")
+    names = sorted({name for rollout in done for name in rollout.metrics})
+    if metric not in names:
+        raise ValueError(f"metric={metric!r}: expected one of the rubric's metrics: {', '.join(names)}")
+    values = [_success(result.rollout, metric) for result in results]
+    clusters = [result.group_id for result in results]
+    success = estimate(values, clusters)
+    estimates = _estimates(results)
+    return Evaluation(
+        success.mean,
+        success.low,
+        success.high,
+        episodes=len(results),
+        failed=len(results) - len(done),
+        sampled_tokens=sum(len(s.completion_token_ids) for r in results for w in r.walk() for s in w.rollout.steps),
+        metrics={name: estimates[name].mean for name in names},
+        estimates=estimates,
+        pass_at=_pass_at(values, clusters, samples),
+        samples=samples,
+        values=values,
+        clusters=clusters,
+    )
+
+
+def _success(rollout: Rollout, metric: str) -> float:
+    return 0.0 if rollout.error is not None else float(rollout.metrics.get(metric, 0.0))
+
+
+def _estimates(results: Sequence[GenerateResult]) -> dict[str, Estimate]:
+    """Every metric and every actor's reward, over the episodes that finished and have it."""
+    found: defaultdict[str, tuple[list[float], list[Hashable]]] = defaultdict(lambda: ([], []))
+    for result in results:
+        rollout = result.rollout
+        if rollout.error is None:
+            rewards = {f"reward/{actor}": reward for actor, reward in rollout.rewards.items()}
+            for name, value in (rollout.metrics | rewards).items():
+                found[name][0].append(float(value))
+                found[name][1].append(result.group_id)
+    return {name: estimate(*found[name]) for name in sorted(found)}
+
+
+def _pass_at(values: Sequence[float], clusters: Sequence[Hashable], samples: int) -> dict[int, Estimate]:
+    """pass@k for the powers of 2 up to ``samples``, and for ``samples`` itself; none where success is no yes or no."""
+    if samples == 1 or not set(values) <= {0.0, 1.0}:
+        return {}
+    counts = np.array(values).reshape(-1, samples).sum(axis=1).astype(int)
+    ks = sorted({2**power for power in range(samples.bit_length()) if 2**power <= samples} | {samples})
+    return {k: estimate([pass_at_k(samples, int(count), k) for count in counts], clusters[::samples]) for k in ks}
+
+
+def compare(first: Evaluation, second: Evaluation) -> PairedDifference:
+    """Compare the success of ``first`` and ``second`` question by question. Raises ``ValueError`` unless both were
+    asked the same."""
+    if first.clusters != second.clusters or first.samples != second.samples:
+        raise ValueError("first and second were asked different questions: evaluate both with the same requests")
+    return paired_difference(first.values, second.values, first.clusters)

@@ -1,0 +1,149 @@
+"""How sure a measurement is: intervals of means and shares, paired comparisons, pass@k. Fixed seeds: equal data, equal
+results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Z = 1.959964
+"""The 97.5% point of the normal distribution: all intervals are of 95%."""
+
+DRAWS = 10_000
+"""Bootstrap and permutation draws."""
+
+_AT_ONCE = 2_000_000  # numbers that one block of draws may hold
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean of ``count`` values, and the bounds of its 95% interval by ``method``."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+    method: str
+
+
+def wilson(share: float, n: int, z: float = Z) -> tuple[float, float]:
+    """Wilson's score interval of a share of ``n`` trials (E. B. Wilson, JASA 22, 1927)."""
+    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    # At 0 and 1 the bound is exact, which the sums are not.
+    return (0.0 if share == 0 else max(0.0, centre - half)), (1.0 if share == 1 else min(1.0, centre + half))
+
+
+def estimate(values: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Estimate:
+    """The mean of ``values`` and its interval. Values of one cluster, such as the samples of one question, are no
+    independent trials: name the cluster of each.
+
+    Zeros and ones, one per cluster: Wilson's interval; the same where all are equal, with the clusters as trials. All
+    else: percentile bootstrap over clusters (B. Efron and R. Tibshirani, An Introduction to the Bootstrap, 1993,
+    chapter 13). A single cluster bounds nothing: low and high are then infinite. Raises ``ValueError`` for no values.
+    """
+    if not len(values):
+        raise ValueError("values is empty: expected at least one")
+    data = np.asarray(values, dtype=np.float64)
+    sums, sizes = _by_cluster(data, clusters)
+    mean, is_share = float(data.mean()), bool(np.isin(data, (0.0, 1.0)).all())
+    if is_share and (len(sums) == len(data) or mean in (0.0, 1.0)):
+        low, high = wilson(mean, len(sums))
+        return Estimate(mean, low, high, len(data), "wilson")
+    low, high = _bootstrap(sums, sizes)
+    return Estimate(mean, low, high, len(data), "bootstrap")
+
+
+def _by_cluster(data: np.ndarray, clusters: Sequence[Hashable] | None) -> tuple[np.ndarray, np.ndarray]:
+    """Sum and size of each cluster, in order of first appearance."""
+    if clusters is None:
+        return data, np.ones(len(data))
+    ids: dict[Hashable, int] = {}
+    places = np.array([ids.setdefault(cluster, len(ids)) for cluster in clusters])
+    return np.bincount(places, weights=data), np.bincount(places).astype(np.float64)
+
+
+def _bootstrap(sums: np.ndarray, sizes: np.ndarray) -> tuple[float, float]:
+    count, rng = len(sums), np.random.default_rng(0)
+    if count < 2:
+        return -math.inf, math.inf
+    means, block = [], max(1, _AT_ONCE // count)
+    for start in range(0, DRAWS, block):
+        chosen = rng.integers(count, size=(min(block, DRAWS - start), count))
+        means.append(sums[chosen].sum(axis=1) / sizes[chosen].sum(axis=1))
+    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
+    return float(low), float(high)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Paired comparisons
+# ---------------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class PairedDifference:
+    """``first - second`` on the same questions with the same seeds: the mean over all values, its interval, and how
+    likely so large a difference would be by chance (``p``, two-sided) by ``test``. ``better`` and ``worse`` count the
+    clusters in which the first has more, and less."""
+
+    difference: Estimate
+    p: float
+    test: str
+    better: int
+    worse: int
+
+
+def paired_difference(
+    first: Sequence[float], second: Sequence[float], clusters: Sequence[Hashable] | None = None
+) -> PairedDifference:
+    """Compare two measurements of the same questions, value by value.
+
+    The interval is a paired bootstrap: whole clusters of differences are drawn. The test is McNemar's exact one where
+    all is 0 or 1, one value per cluster (Q. McNemar, Psychometrika 12, 1947); else a permutation test that flips the
+    sign of whole clusters (R. A. Fisher, The Design of Experiments, 1935, section 21). Raises ``ValueError`` for other
+    lengths or none.
+    """
+    if len(first) != len(second) or not len(first):
+        raise ValueError(f"first has {len(first)} values, second {len(second)}: expected as many, and at least one")
+    one, other = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
+    sums, sizes = _by_cluster(one - other, clusters)
+    low, high = _bootstrap(sums, sizes)
+    difference = Estimate(float((one - other).mean()), low, high, len(one), "paired bootstrap")
+    better, worse = int((sums > 0).sum()), int((sums < 0).sum())
+    if len(sums) == len(one) and np.isin(np.concatenate([one, other]), (0.0, 1.0)).all():
+        return PairedDifference(difference, mcnemar(better, worse), "McNemar, exact", better, worse)
+    return PairedDifference(difference, _sign_flips(sums), "sign-flip permutation", better, worse)
+
+
+def mcnemar(better: int, worse: int) -> float:
+    """Two-sided exact p of ``better`` against ``worse`` discordant pairs: a fair coin's, thrown for each of them."""
+    n = better + worse
+    tail = sum(math.comb(n, k) for k in range(min(better, worse) + 1))
+    return min(1.0, 2 * tail / 2**n)
+
+
+def _sign_flips(sums: np.ndarray) -> float:
+    """The share of sign patterns whose sum is at least as far from 0; of random ones with the true one among them."""
+    told = sums[sums != 0]
+    if len(told) <= 12:
+        patterns = 1 - 2 * ((np.arange(2 ** len(told))[:, None] >> np.arange(len(told))) & 1)
+        extra = 0
+    else:
+        patterns = np.random.default_rng(0).choice((-1, 1), size=(DRAWS, len(told)))
+        extra = 1
+    # Sums in another order differ in their last bits, and a tie must count.
+    far = np.abs(patterns @ told) >= abs(told.sum()) - 1e-9 * np.abs(told).sum()
+    return float((far.sum() + extra) / (len(patterns) + extra))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several attempts at one question
+# ---------------------------------------------------------------------------------------------------------------------
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Probability that one of ``k`` attempts succeeds, if ``c`` of ``n`` did: ``1 - C(n - c, k) / C(n, k)``, unbiased
+    (M. Chen et al., https://arxiv.org/abs/2107.03374, eq. 1). Raises ``ValueError`` unless ``0 <= c <= n``, ``k <= n``.
+    """
+    if not (1 <= k <= n and 0 <= c <= n):
+        raise ValueError(f"n={n!r}, c={c!r}, k={k!r}: expected 1 <= k <= n and 0 <= c <= n")
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)

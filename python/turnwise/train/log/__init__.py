@@ -1,0 +1,5 @@
+"""Logs of a run: metrics, rollouts, progress bars.
+
+Read in this order: run_log, writers, step_metrics.
+May import: types, utils, arena, train.config.
+"""

@@ -1,0 +1,48 @@
+"""Statistics of the sampling client as metrics of a step, such as ``inference/tokens_per_second``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+RATES = {
+    "tokens_per_second": ("generated_tokens", "seconds"),
+    "prefix_cache_hit_rate": ("cached_tokens", "prompt_tokens"),
+}
+"""Metric to the two totals whose growth is divided."""
+
+GROWTH = ("preemptions", "sync_seconds", "timeouts", "restarts", "retries")
+"""Totals whose growth is the metric."""
+
+PEAKS = {"running": "running", "queue": "waiting", "kv_cache_use": "kv_cache_use"}
+"""Metric to the peak that it is."""
+
+
+class ClientMetrics:
+    """Measures ``client`` step by step: each :meth:`take` tells what it did since the one before.
+
+    A client has ``stats()``, totals since it was made, and ``peaks()``, the largest values since it was last asked, or
+    neither: what it doesn't tell is no metric.
+
+    Example: ``{"inference/tokens_per_second": 812.0, "inference/prefix_cache_hit_rate": 0.83, "inference/queue": 4}``
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._stats: Callable[[], dict[str, float]] = getattr(client, "stats", dict)
+        self._peaks: Callable[[], dict[str, float]] = getattr(client, "peaks", dict)
+        self._before: dict[str, float] = {}
+        self.take()
+
+    def take(self) -> dict[str, float]:
+        """The metrics since the call before, or since this was made."""
+        totals, peaks = self._stats(), self._peaks()
+        grown = {name: total - self._before.get(name, 0.0) for name, total in totals.items()}
+        self._before = totals
+        metrics = {
+            name: grown[part] / grown[whole]
+            for name, (part, whole) in RATES.items()
+            if part in grown and grown.get(whole, 0.0) > 0
+        }
+        metrics |= {name: grown[name] for name in GROWTH if name in grown}
+        metrics |= {name: peaks[peak] for name, peak in PEAKS.items() if peak in peaks}
+        return {f"inference/{name}": value for name, value in metrics.items()}

@@ -1,0 +1,85 @@
+"""Progress bars of a run, its rollouts and its updates; silent where the console is no terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+SHOWN = {
+    "validation": "validation",
+    "success": "success",
+    "success_selected": "selected",
+    "reward": "reward",
+    "tokens_per_second": "tok/s",
+    "inference/kv_cache_use": "kv",
+    "staleness": "stale",
+}
+"""The metrics beside the run's bar, where a step has them, and what they are called there. The latest validation stays:
+where a tree selects, it alone is the policy's own success."""
+
+
+class ProgressBars:
+    """The bar of the run, and below it one per stage, which appears when the stage first reports.
+
+    ``total_steps`` is the run's length. ``shown=False`` draws nothing, as does a console that is no terminal.
+    """
+
+    def __init__(self, total_steps: int, console: Console, *, shown: bool = True) -> None:
+        self.console = console
+        self._progress = Progress(
+            TextColumn("[bold]{task.description:<8}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not (shown and console.is_terminal),
+        )
+        self._run = self._progress.add_task("train", total=total_steps, note="")
+        self._stages: dict[str, TaskID] = {}
+        self._validation: dict[str, float] = {}
+
+    def start(self) -> None:
+        self._progress.start()
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """``step`` steps are done; the last one measured ``metrics``."""
+        if "validation" in metrics:
+            self._validation = {"validation": metrics["validation"]}
+        self._progress.update(self._run, completed=step, note=summary({**self._validation, **metrics}))
+
+    def stage(self, name: str, done: int, total: int) -> None:
+        """``done`` of ``total`` parts of the stage ``name`` are done. A new round starts its clock again."""
+        if name not in self._stages:
+            self._stages[name] = self._progress.add_task(name, total=total, note="")
+        task = self._stages[name]
+        if self._progress.tasks[self._progress.task_ids.index(task)].completed > done:
+            self._progress.reset(task)
+        self._progress.update(task, completed=done, total=total)
+
+    def rewind(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """``step`` steps are done, and ``metrics`` is what the last of them that was validated measured."""
+        self.step(max(step, 0), {name: value for name, value in (metrics or {}).items() if name == "validation"})
+
+    def note(self, text: str) -> None:
+        """Print one line above the bars."""
+        self._progress.console.print(text, highlight=False)
+
+
+def summary(metrics: Mapping[str, float]) -> str:
+    """``success 0.5  reward 1.25  tok/s 812``, of those that ``metrics`` holds."""
+    return "  ".join(f"{label} {metrics[name]:.3g}" for name, label in SHOWN.items() if name in metrics)
+
+
+def curve_line(step: int, metrics: Mapping[str, float], width: int = 30) -> str:
+    """One point of the learning curve: ``  step 10  ▐█████████████████▌            ▌  57.3%  412,608 tokens``."""
+    share = min(max(metrics["validation"], 0.0), 1.0)
+    full, half = divmod(round(2 * width * share), 2)
+    bar = ("█" * full + "▌" * half).ljust(width)
+    tokens = f"  {metrics['total_sampled_tokens']:,.0f} tokens" if "total_sampled_tokens" in metrics else ""
+    return f"  step {step:>3}  ▐{bar}▌ {metrics['validation']:6.1%}{tokens}"

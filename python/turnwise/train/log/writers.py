@@ -1,0 +1,207 @@
+"""Metric writers, each a :class:`Sink`: always ``metrics.jsonl``, on request TensorBoard and Weights & Biases.
+
+Nothing is opened before the first step is logged, so a run that is only looked at leaves no empty log behind.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from turnwise.arena.recording.rollouts_jsonl import json_line
+from turnwise.train.config.schema import TrainConfig
+from turnwise.utils.files import replace_text, replacing
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class Sink(Protocol):
+    """A place that metrics go to. ``rewind`` comes before the first ``log`` of a run that goes on."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record one finished step. Steps come in rising order."""
+        ...
+
+    def rewind(self, step: int) -> None:
+        """Later steps than ``step`` will be logged again (-1: all of them), and must not stand there twice."""
+        ...
+
+    def close(self) -> None:
+        """Write what is pending. Logging may go on after it."""
+        ...
+
+
+def open_sinks(config: TrainConfig) -> list[Sink]:
+    """The sinks that ``config.log`` asks for. Raises ``ImportError`` naming the extra of a package that is missing."""
+    sinks: list[Sink] = [JsonLines(config.run_dir / "metrics.jsonl")]
+    if config.log.tensorboard:
+        sinks.append(TensorBoard(config.run_dir / "tensorboard"))
+    if config.log.wandb is not None:
+        settings = config.model_dump(mode="json")
+        sinks.append(WandB(config.run_dir, config.log.wandb, mode=config.log.wandb_mode, config=settings))
+    return sinks
+
+
+class JsonLines:
+    """One JSON object per step, ``{"step": 3, "reward": 0.5, ...}``, appended to ``path`` and flushed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        append_lines(self.path, [{"step": step, **metrics}])
+
+    def rewind(self, step: int) -> None:
+        keep_steps(self.path, step)
+
+    def close(self) -> None:
+        """Every line is already there."""
+
+
+class TensorBoard:
+    """Event files under ``folder``, a scalar per metric. Look at them with ``tensorboard --logdir RUN_DIR``.
+
+    A run that goes on writes a new file, which tells TensorBoard to forget the steps that come again (``purge_step``).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            import torch.utils.tensorboard  # noqa: F401
+        except ImportError as error:
+            raise ImportError("log.tensorboard needs tensorboard: pip install 'turnwise[tensorboard]'") from error
+        self.folder = folder
+        self._purge_step: int | None = None
+        self._writer: SummaryWriter | None = None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self.folder), purge_step=self._purge_step)
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, float(value), step)
+        self._writer.flush()
+
+    def rewind(self, step: int) -> None:
+        self.close()
+        self._purge_step = step + 1
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class WandB:
+    """One Weights & Biases run per run folder; its id and last step are kept in ``folder/wandb.json``.
+
+    ``mode="offline"`` writes below ``folder/wandb`` and asks nobody; ``wandb sync`` sends it later. W&B can't take a
+    step back, so the steps that a resumed run does again are not sent again: those first sent stay.
+    """
+
+    def __init__(self, folder: Path, project: str, *, mode: str, config: Mapping[str, Any] | None = None) -> None:
+        try:
+            import wandb  # noqa: F401
+        except ImportError as error:
+            raise ImportError("log.wandb needs wandb: pip install 'turnwise[wandb]'") from error
+        self.folder, self.project, self.mode, self.config = folder, project, mode, dict(config or {})
+        self._run: Any = None
+        self._id, self._last = "", -1
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._run is None:
+            self._start()
+        if step <= self._last:
+            return
+        # First the note, then the step: a kill between the two loses a step, and never sends one twice.
+        self._last = step
+        self._remember()
+        self._run.log(dict(metrics), step=step)
+
+    def rewind(self, step: int) -> None:
+        if step < 0:  # nothing was learnt that could go on: the folder starts a run of its own
+            self._place.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+    @property
+    def _place(self) -> Path:
+        return self.folder / "wandb.json"
+
+    def _start(self) -> None:
+        import wandb
+
+        if self._place.exists():
+            known = json.loads(self._place.read_text(encoding="utf-8"))
+            self._id, self._last = known["id"], known["last_step"]
+        else:
+            self._id, self._last = secrets.token_hex(4), -1
+        self._remember()
+        self._run = wandb.init(
+            project=self.project,
+            dir=str(self.folder),
+            id=self._id,
+            name=self.folder.name,
+            mode=self.mode,  # type: ignore[arg-type]
+            resume="allow" if self.mode == "online" else None,
+            config=self.config,
+            settings=wandb.Settings(silent=True, console="off", disable_git=True),
+        )
+
+    def _remember(self) -> None:
+        text = json.dumps({"id": self._id, "project": self.project, "last_step": self._last})
+        replace_text(self._place, text + "\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files of JSON lines, each with a step
+# ---------------------------------------------------------------------------------------------------------------------
+def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Append ``rows`` to ``path``, a line each. What JSON has no word for becomes a number or a text."""
+    with path.open("a", encoding="utf-8") as stream:
+        for row in rows:
+            stream.write(json_line(row) + "\n")
+
+
+def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each line of ``path``, as it stands and parsed; none where there is no file.
+
+    A last line that is still being written, or that a kill cut off, is left out. Raises ``ValueError`` naming the file
+    and the line of anything else that is no JSON object with a step.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                yield line.rstrip(b"\n") + b"\n", parse_line(line, path, number)
+            except ValueError:
+                if line.endswith(b"\n"):
+                    raise
+
+
+def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    """Line ``number`` of the records in ``path``. Raises ``ValueError`` naming both."""
+    try:
+        row: dict[str, Any] = json.loads(line.decode("utf-8"))
+        float(row["step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path}, line {number}: expected a JSON object with a step, got {line[:40]!r} ({error}). Mend or delete "
+            "the line"
+        ) from error
+    return row
+
+
+def keep_steps(path: Path, last: int) -> None:
+    """Drop the lines of steps after ``last``, and a line that a kill cut off."""
+    if path.exists():
+        with replacing(path) as kept:
+            kept.writelines(line for line, row in read_lines(path) if row["step"] <= last)

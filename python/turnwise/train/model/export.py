@@ -1,0 +1,68 @@
+"""Trained policies as folders that transformers, peft and vLLM load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from turnwise.inference.weights.lora import AdaptedModel, shared_bases
+from turnwise.train.model.policy import Policy
+
+
+def export_policy(policy: Policy, tokenizer: Any, folder: str | Path, *, merge: bool = True, base: str = "") -> None:
+    """Write ``policy`` and ``tokenizer`` to ``folder``.
+
+    A model of its own is saved as ``save_pretrained`` does. Of an adapter, ``folder`` holds the adapter in peft's
+    format, whose base is ``base`` (by default the path that it was loaded from), and with ``merge``
+    ``folder/merged`` holds the model that computes the same without peft.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    model: Any = policy.model
+    if not isinstance(model, AdaptedModel):
+        model.save_pretrained(folder)
+    elif model.name is None:
+        _save_merged(model, folder)
+    else:
+        _save_adapter(model, folder, base or model.shared.path)
+        if merge:
+            _save_merged(model, folder / "merged")
+            tokenizer.save_pretrained(folder / "merged")
+    tokenizer.save_pretrained(folder)
+
+
+def export_policies(policies: Mapping[str, Policy], tokenizer: Any, run_dir: Path, *, own_bases: bool) -> None:
+    """Write each policy to ``run_dir/policies/<name>``.
+
+    With ``own_bases`` the bases of adapters are no longer what their paths hold, or never stood anywhere: they are
+    written to ``run_dir/bases``, and the adapters name them there.
+    """
+    places: dict[int, str] = {}
+    for number, shared in enumerate(shared_bases(policy.model for policy in policies.values())):
+        if own_bases:
+            folder = (run_dir / "bases" / str(number)).resolve()
+            _save_merged(shared.plain(), folder)
+            tokenizer.save_pretrained(folder)
+            places[id(shared)] = str(folder)
+    for name, policy in policies.items():
+        export_policy(policy, tokenizer, run_dir / "policies" / name, base=places.get(id(policy.base), ""))
+
+
+def _save_adapter(model: AdaptedModel, folder: Path, base: str) -> None:
+    assert model.name is not None
+    config = model.shared.configs[model.name]
+    # peft keeps the names of the layers as a set, whose order is another one in each process
+    modules = sorted(config.target_modules) if isinstance(config.target_modules, set) else config.target_modules
+    exported = replace(config, base_model_name_or_path=base, inference_mode=True, target_modules=modules)
+    exported.target_modules = modules  # it was made a set again
+    exported.save_pretrained(str(folder))
+    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _save_merged(model: AdaptedModel, folder: Path) -> None:
+    model.shared.model.save_pretrained(folder, state_dict=model.shared.merged_weights(model))

@@ -1,0 +1,245 @@
+"""The models behind the policies: checked against one tokenizer, loaded once where they are shared, and adapted.
+
+A run's models go through stages. :func:`check_models` reads tokenizers and configurations alone.
+:func:`load_models` gives each policy a module; adapters of one ``path`` and ``dtype``, and frozen policies of one, get
+the same. Then, after a warm start of these modules if there is one, :func:`attach_adapters` puts the adapters in, and
+:func:`build_policies` makes policies of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from turnwise.inference.weights.lora import SharedBase, peft_or_raise
+from turnwise.train.config.policies import LoraConfig, PolicyConfig
+from turnwise.train.config.schedule import steps_in_training
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError
+from turnwise.train.model.policy import Policy
+from turnwise.utils.registry import did_you_mean
+
+TINY = "tiny"
+"""The ``path`` of a model that is made from scratch."""
+
+Tiny = Callable[[], tuple[Any, nn.Module]]
+"""Makes the tokenizer and the tiny model; equal ones at each call."""
+
+
+def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> Any:
+    """The one tokenizer of all ``policies``, after a look at what each path holds; no weights are read.
+
+    Raises :class:`ConfigError` with a line for each path that can't be read, whose tokenizer differs, or whose model
+    has fewer embeddings than the tokenizer has tokens; and ``ImportError`` for adapters where ``peft`` is missing.
+    """
+    if any(settings.lora for settings in policies.values()):
+        peft_or_raise()
+    paths = {f"policies.{name}.path": settings.path for name, settings in policies.items()}
+    paths |= {f"policies.{name}.reference": s.reference for name, s in policies.items() if s.reference is not None}
+    if TINY in paths.values():
+        others = [f"config key {key!r} = {path!r}" for key, path in paths.items() if path != TINY]
+        if others:
+            raise ConfigError(
+                "\n".join(f'{other}: can\'t stand beside "tiny", which has a tokenizer of its own' for other in others)
+            )
+        return tiny()[0]
+    tokenizer, problems = None, []
+    first, seen = "", set()
+    for key, path in paths.items():
+        if path in seen:
+            continue
+        seen.add(path)
+        try:
+            loaded, rows = _tokenizer_and_rows(path)
+        except (OSError, ValueError) as error:
+            folder = "there is no such folder" if path.startswith((".", "/", "~")) and not Path(path).exists() else ""
+            problems.append(f"config key {key!r} = {path!r}: {folder or str(error).strip().splitlines()[0]}")
+            continue
+        if tokenizer is None:
+            tokenizer, first = loaded, path
+            if tokenizer.chat_template is None:
+                problems.append(
+                    f"config key {key!r} = {path!r}: its tokenizer has no chat template; use an instruction-tuned model"
+                )
+        elif loaded.get_vocab() != tokenizer.get_vocab():
+            problems.append(
+                f"config key {key!r}: the tokenizer of {path!r} differs from that of {first!r}; "
+                "the policies of one run must share theirs"
+            )
+        if rows < len(loaded):
+            problems.append(
+                f"config key {key!r} = {path!r}: the model embeds {rows} tokens, its tokenizer has {len(loaded)}"
+            )
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return tokenizer
+
+
+def load_models(policies: Mapping[str, PolicyConfig], tiny: Tiny, *, share_frozen: bool = True) -> dict[str, nn.Module]:
+    """A module for each policy, the same one for those that share it (see :func:`sharing`)."""
+    models: dict[str, nn.Module] = {}
+    for names in sharing(policies, share_frozen):
+        settings = policies[names[0]]
+        model = load_model(settings.path, settings.dtype, tiny)
+        if any(policies[name].gradient_checkpointing for name in names):
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        models |= dict.fromkeys(names, model)
+    return {name: models[name] for name in policies}
+
+
+def sharing(policies: Mapping[str, PolicyConfig], share_frozen: bool = True) -> list[list[str]]:
+    """The names of ``policies``, put together where they can stand on one copy of their weights.
+
+    Those are adapters over one path in one dtype, and with ``share_frozen`` the frozen policies of that path.
+    A policy that trains all its weights stands alone.
+    """
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, settings in policies.items():
+        alone = settings.lora is None and (settings.trainable or not share_frozen)
+        key = (settings.path, settings.dtype, name) if alone else (settings.path, settings.dtype)
+        groups.setdefault(key, []).append(name)
+    return list(groups.values())
+
+
+def check_targets(models: Mapping[str, nn.Module], policies: Mapping[str, PolicyConfig]) -> None:
+    """Raise :class:`ConfigError` with a line for each of ``lora.target_modules`` that names no module of its model."""
+    problems = []
+    for name, settings in policies.items():
+        if settings.lora is None or isinstance(settings.lora.target_modules, str):
+            continue
+        known = [module for module, _ in models[name].named_modules()]
+        for target in settings.lora.target_modules:
+            if not any(module == target or module.endswith(f".{target}") for module in known):
+                kinds = {
+                    module.rpartition(".")[2]
+                    for module, part in models[name].named_modules()
+                    if isinstance(part, nn.Linear)
+                }
+                problems.append(
+                    f"config key 'policies.{name}.lora.target_modules': the model has no module {target!r}; "
+                    f"{did_you_mean(target, kinds)}"
+                )
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def attach_adapters(
+    models: Mapping[str, nn.Module], policies: Mapping[str, PolicyConfig], seed: int
+) -> dict[str, nn.Module]:
+    """``models`` with each adapter over its base; full models that stand alone are handed on as they are.
+
+    Each adapter's first weights are drawn by ``seed`` and its place among the policies. Raises :class:`ConfigError`
+    for ``target_modules`` that a model doesn't have.
+    """
+    adapted = dict(models)
+    for names in _by_module(models):
+        if len(names) == 1 and policies[names[0]].lora is None:
+            continue
+        shared = SharedBase(models[names[0]], policies[names[0]].path)
+        for name in names:
+            lora = policies[name].lora
+            if lora is None:
+                adapted[name] = shared.plain()
+                continue
+            try:
+                adapted[name] = shared.add_adapter(name, peft_config(lora), seed + list(policies).index(name))
+            except ValueError as error:
+                key = f"policies.{name}.lora.target_modules"
+                raise ConfigError(f"config key {key!r} = {lora.target_modules!r}: {error}") from error
+        if any(policies[name].gradient_checkpointing for name in names):
+            shared.enable_gradient_checkpointing()
+    return adapted
+
+
+def load_references(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> dict[str, nn.Module]:
+    """The models that policies are held to by ``reference``, each path and dtype loaded once."""
+    loaded: dict[tuple[str, str], nn.Module] = {}
+    references = {}
+    for name, settings in policies.items():
+        if settings.reference is not None and settings.trainable:
+            key = (settings.reference, settings.dtype)
+            if key not in loaded:
+                loaded[key] = load_model(*key, tiny)
+            references[name] = loaded[key]
+    return references
+
+
+def build_policies(
+    config: TrainConfig, models: Mapping[str, nn.Module], references: Mapping[str, nn.Module] | None = None
+) -> dict[str, Policy]:
+    """A policy over each of ``models``, by its section of ``config``: optimizer, schedule, reference.
+
+    ``references`` are what KL terms hold policies to, by default the weights that they start from.
+    Raises ``ValueError`` for a model without its section.
+    """
+    if unknown := sorted(set(models) - set(config.policies)):
+        raise ValueError(f"models has {unknown[0]!r}: expected names of config.policies, {', '.join(config.policies)}")
+    updates_per_step = config.update.ppo_epochs * config.update.num_minibatches
+    return {
+        name: Policy(
+            name,
+            model,
+            config.optimizer_of(name),
+            total_steps=steps_in_training(name, config.steps, config.phases) * updates_per_step,
+            trainable=config.policies[name].trainable,
+            with_reference=config.loss.kl.coef > 0 and config.policies[name].trainable,
+            reference=(references or {}).get(name),
+            layout=config.update.sequence_layout,
+        )
+        for name, model in models.items()
+    }
+
+
+def find_device(name: str) -> torch.device:
+    """The device that ``device`` of a configuration names; ``"auto"``: the GPU, where torch has one.
+
+    Raises :class:`ConfigError` for a name that is none, and for a device that is not there.
+    """
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"config key 'device' = {name!r}: {reason}; expected auto, cpu or cuda") from error
+    return device
+
+
+def load_model(path: str, dtype: str, tiny: Tiny) -> Any:
+    """A causal LM from a folder, the hub, or scratch. Raises ``OSError`` naming what was not found."""
+    from transformers import AutoModelForCausalLM
+
+    if path == TINY:
+        return tiny()[1].to(getattr(torch, dtype))
+    return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).to(getattr(torch, dtype))
+
+
+def peft_config(lora: LoraConfig) -> Any:
+    """The section as ``peft`` has it."""
+    return peft_or_raise().LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        task_type="CAUSAL_LM",
+    )
+
+
+def _by_module(models: Mapping[str, nn.Module]) -> list[list[str]]:
+    """Policy names, those of one module together."""
+    groups: dict[int, list[str]] = {}
+    for name, model in models.items():
+        groups.setdefault(id(model), []).append(name)
+    return list(groups.values())
+
+
+def _tokenizer_and_rows(path: str) -> tuple[Any, int]:
+    """The tokenizer under ``path``, and how many tokens the model there embeds."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path).get_text_config().vocab_size

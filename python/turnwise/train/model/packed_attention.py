@@ -1,0 +1,92 @@
+"""Attention over rows that stand one after the other in a single stream: each row attends to itself alone.
+
+Everything else in a Hugging Face model works token by token and takes the stream as it is, so that nothing is padded
+anywhere. :mod:`turnwise.train.model.prefix_tree_attention` puts it into the library's registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+
+class NotPackable(Exception):
+    """A model whose attention needs what :func:`packed_attention` has not; the message says what."""
+
+
+@dataclass(slots=True)
+class Packing:
+    """``lengths`` of the rows of a stream. Each attention layer leaves its sliding window in ``windows``."""
+
+    lengths: tuple[int, ...]
+    windows: list[int | None] = field(default_factory=list)
+
+
+# What changes a score, beyond a scale and a window: models with one of these are not served.
+_UNSERVED = ("softcap", "s_aux", "position_bias", "head_mask")
+
+
+def packed_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    packing: Packing | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention row by row: ``query [1, heads, T, D]``, fewer heads in ``key`` and ``value`` allowed.
+
+    Returns ``[1, T, heads, D]``. Without ``packing`` it is the library's own SDPA. Scores of one row are held at a time
+    at most, and none where torch has a flash kernel.
+    """
+    if packing is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    refuse_unserved(module, kwargs)
+    window = kwargs.get("sliding_window")
+    packing.windows.append(window)
+    runs = [(length, len(list(same))) for length, same in groupby(packing.lengths)]
+    pieces = [length * count for length, count in runs]
+    streams = [stream[0].split(pieces, dim=1) for stream in (query, key, value)]
+    outputs = []
+    for (length, count), *parts in zip(runs, *streams, strict=True):
+        # Rows of one length make one call: [heads, count * length, D] -> [count, heads, length, D].
+        q, k, v = (part.unflatten(1, (count, length)).transpose(0, 1) for part in parts)
+        masked = window is not None and length > window
+        out = scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=_band(length, window, query.device) if masked else None,
+            dropout_p=dropout,
+            is_causal=not masked,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)[None], None
+
+
+def refuse_unserved(module: Any, options: Mapping[str, Any]) -> None:
+    """Raise :class:`NotPackable` for an attention whose scores are more than scaled products of what came before."""
+    if needs := [name for name in _UNSERVED if options.get(name) is not None]:
+        raise NotPackable(f"its attention has a {needs[0]}")
+    if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
+        raise NotPackable("its attention is not causal")
+
+
+def _band(length: int, window: int | None, device: torch.device) -> Tensor:
+    """``[length, length]`` bool: each token sees itself and the ``window - 1`` before it."""
+    ones = torch.ones(length, length, dtype=torch.bool, device=device)
+    return ones.tril() if window is None else ones.tril() & ones.triu(1 - window)

@@ -1,0 +1,249 @@
+"""A policy: named weights, their optimizer and schedule, and the log-probabilities that they give."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from turnwise.inference.weights.lora import AdaptedModel, SharedBase
+from turnwise.inference.weights.weight_block import storage_key
+from turnwise.train.config.policies import OptimizerConfig
+from turnwise.train.model.forward import Forward
+from turnwise.train.model.micro_batch import MicroBatch
+
+
+class Policy:
+    """Weights behind one or more actors.
+
+    ``model`` is a Hugging Face causal LM, or an :class:`AdaptedModel`: then the policy is
+    the adapter, and what it shares with others is no part of it. ``trainable=False`` builds no optimizer.
+    ``reference`` is the frozen model of a KL term; ``with_reference`` makes one of the starting weights, which for an
+    adapter is its base with adapters off. ``total_steps`` is the length of the learning-rate schedule in updates,
+    ``layout`` how rows pass through the model (``turnwise.train.model.forward.LAYOUTS``).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        config: OptimizerConfig,
+        *,
+        total_steps: int,
+        trainable: bool = True,
+        with_reference: bool = False,
+        reference: nn.Module | None = None,
+        layout: str = "auto",
+    ) -> None:
+        self.name = name
+        self.model = model
+        self.trainable = trainable
+        self.version = 0
+        self.updates = 0
+        self.skipped = 0  # updates in a row that were not finite
+        self.kl_coef: float | None = None  # the adaptive coefficient, once it has moved
+        self.rate_scale = 1.0
+        self.max_grad_norm = config.max_grad_norm
+        if with_reference and reference is None:
+            reference = _starting_weights(model)
+        self.reference = None if reference is None else reference.requires_grad_(False).eval()
+        self.check_finite("at the start")
+        self.model.requires_grad_(trainable)
+        self.forward = Forward(model, layout)
+        self.reference_forward = None if self.reference is None else Forward(self.reference, layout)
+        self.optimizer: torch.optim.AdamW | None = None
+        self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
+        if trainable:
+            self.optimizer = torch.optim.AdamW(
+                self.trained_parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+            )
+            falling = SCHEDULES[config.schedule]
+            self.schedule = torch.optim.lr_scheduler.LambdaLR(
+                self.optimizer, lambda step: _rate(step, total_steps, config.warmup, config.min_lr_ratio, falling)
+            )
+
+    def logprobs(self, micro: MicroBatch, entropy: bool = False) -> Any:
+        """Log-probs ``[N]`` float32 of the packed completion tokens, of ``log_softmax(logits / temperature)``.
+
+        With ``entropy`` the pair of them and the entropies ``[N]`` of the distributions, both with gradients.
+        """
+        logprobs_N, entropies_N = self.forward(micro, entropy=entropy)
+        return (logprobs_N, entropies_N) if entropy else logprobs_N
+
+    @torch.no_grad()
+    def reference_logprobs(self, micro: MicroBatch) -> Tensor | None:
+        """Log-probs ``[N]`` under the frozen starting weights; ``None`` where the policy keeps none."""
+        return None if self.reference_forward is None else self.reference_forward(micro)[0]
+
+    def step(self) -> float:
+        """Clip the gradient, take one optimizer step, and return the norm before clipping.
+
+        Raises ``FloatingPointError`` for a gradient that is not finite; the weights are then as before.
+        """
+        assert self.optimizer is not None and self.schedule is not None, f"policy {self.name!r} is frozen"
+        norm = float(nn.utils.clip_grad_norm_(self.trained_parameters(), self.max_grad_norm))
+        if not math.isfinite(norm):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise FloatingPointError(f"policy {self.name!r}: gradient norm is {norm} at update {self.updates}")
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.schedule.step()
+        self.updates += 1
+        return norm
+
+    def seek_schedule(self, updates: int) -> None:
+        """Go to the learning rate after ``updates`` updates, as this policy's own settings have it."""
+        assert self.optimizer is not None and self.schedule is not None, f"policy {self.name!r} is frozen"
+        self.schedule.last_epoch = updates
+        rates = [
+            base * rate(updates) for base, rate in zip(self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True)
+        ]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.schedule._last_lr = rates
+
+    def scale_rate(self, factor: float) -> None:
+        """Multiply the learning rate by ``factor``, now and for the rest of the schedule."""
+        assert self.optimizer is not None and self.schedule is not None, f"policy {self.name!r} is frozen"
+        self.rate_scale *= factor
+        self.schedule.base_lrs = [base * factor for base in self.schedule.base_lrs]
+        self.seek_schedule(self.schedule.last_epoch)
+
+    def discard_gradient(self) -> None:
+        """Leave an update out: weights, optimizer and schedule stay as they are."""
+        assert self.optimizer is not None, f"policy {self.name!r} is frozen"
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def extra_state(self) -> dict[str, Any]:
+        """Return the JSON-serialisable state that a checkpoint keeps beside weights and optimizer."""
+        return {"skipped": self.skipped, "kl_coef": self.kl_coef, "rate_scale": self.rate_scale}
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`extra_state` gave."""
+        self.skipped, self.kl_coef = state["skipped"], state["kl_coef"]
+        if self.optimizer is not None:
+            self.scale_rate(state["rate_scale"] / self.rate_scale)
+
+    @property
+    def trie_share(self) -> float:
+        """Where a trie of rows has at most this share of their tokens, it is what passes through the models."""
+        forwards = [self.forward] if self.reference_forward is None else [self.forward, self.reference_forward]
+        return min(forward.trie_share for forward in forwards)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights, to which micro-batches must be moved."""
+        return self.model.get_input_embeddings().weight.device  # type: ignore[operator]
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """The parameters that this policy's optimizer moves: an adapter's alone, or all."""
+        return list(self.model.parameters())
+
+    @property
+    def base(self) -> SharedBase | None:
+        """The frozen base that this policy shares with others; ``None`` for a model of its own."""
+        return self.model.shared if isinstance(self.model, AdaptedModel) else None
+
+    def fingerprint(self) -> tuple[int, ...]:
+        """A number per tensor that tells whether a bit of it changed."""
+        return tuple(bit_sum(tensor) for _, tensor in self.weights())
+
+    def check_finite(self, when: str) -> None:
+        """Raise ``FloatingPointError`` naming the first weight of policy, base or reference that is NaN or infinite."""
+        # An adapter's reference is its base with adapters off.
+        parts = {"": self.model, "its base's ": self.base, "its reference's ": self.reference}
+        for whose, part in parts.items():
+            for name, tensor in () if part is None else _parameters(part):
+                if bad := _count_not_finite(tensor):
+                    raise FloatingPointError(
+                        f"policy {self.name!r}: {whose}weight {name!r} is not finite {when}: {bad} of {tensor.numel()} "
+                        "elements are NaN or infinite"
+                    )
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """``(name, tensor)`` of this policy's own weights, as the publish stage sends them: an adapter's alone."""
+        return named_weights(self.model)
+
+    def all_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """``(name, tensor)`` of its own weights and those of its shared base, for a client that may not have them."""
+        yield from self.weights()
+        if self.base is not None:
+            yield from named_weights(self.base)
+
+
+def fingerprints(policies: Mapping[str, Policy]) -> dict[str, tuple[int, ...]]:
+    """The fingerprint of each policy by its name, and of each shared base as ``"the base of <a policy>"``."""
+    found = {name: policy.fingerprint() for name, policy in policies.items()}
+    bases: dict[int, tuple[str, SharedBase]] = {}
+    for name, policy in policies.items():
+        if policy.base is not None:
+            bases.setdefault(id(policy.base), (name, policy.base))
+    for name, base in bases.values():
+        found[f"the base of {name}"] = tuple(bit_sum(tensor) for _, tensor in named_weights(base))
+    return found
+
+
+def named_weights(model: nn.Module | SharedBase) -> Iterator[tuple[str, Tensor]]:
+    """``(name, tensor)`` of each parameter and persistent buffer of ``model``, detached, tied ones once."""
+    seen: set[Any] = set()
+    weights = model.weights() if isinstance(model, SharedBase) else model.state_dict(keep_vars=True)
+    for name, tensor in weights.items():
+        if (place := storage_key(tensor)) not in seen:
+            seen.add(place)
+            yield name, tensor.detach()
+
+
+def _parameters(model: nn.Module | SharedBase) -> Iterator[tuple[str, Tensor]]:
+    """The parameters by the names that they have in files; buffers may hold infinities on purpose."""
+    state = model.weights() if isinstance(model, SharedBase) else model.state_dict(keep_vars=True)
+    return ((name, tensor.detach()) for name, tensor in state.items() if isinstance(tensor, nn.Parameter))
+
+
+def _count_not_finite(tensor: Tensor) -> int:
+    if tensor.is_meta or not tensor.is_floating_point() or tensor.element_size() < 2:
+        return 0
+    own: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    # NaN and infinity survive a sum, which needs no memory; only where it isn't finite are elements looked at.
+    if math.isfinite(own.sum(dtype=torch.promote_types(own.dtype, torch.float32))):
+        return 0
+    return int((~own.isfinite()).sum())
+
+
+def _starting_weights(model: nn.Module) -> nn.Module:
+    """What ``model`` is now, to stay so: a copy, or for a new adapter the shared base with adapters off."""
+    return model.shared.plain() if isinstance(model, AdaptedModel) else copy.deepcopy(model)
+
+
+def bit_sum(tensor: Tensor) -> int:
+    """The sum of the elements' bit patterns: exact, so any update shows, and read at the speed of memory.
+
+    Of a tensor that is sharded over processes (a DTensor) it is the sum of this process's own part.
+    """
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    own: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return int(own.detach().contiguous().view(bits).sum(dtype=torch.int64))
+
+
+def _cosine(progress: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def _linear(progress: float) -> float:
+    return 1 - progress
+
+
+SCHEDULES: dict[str, Callable[[float], float]] = {"cosine": _cosine, "linear": _linear}
+"""Decay shapes: the rate falls from 1 to 0 while the progress goes from 0 to 1."""
+
+
+def _rate(step: int, total: int, warmup: int, floor: float, falling: Callable[[float], float]) -> float:
+    """Linear warm-up over ``warmup`` updates, then from 1 down to ``floor`` at ``total``."""
+    if step < warmup:
+        return (step + 1) / warmup
+    if floor >= 1 or total <= warmup:
+        return 1.0
+    return floor + (1 - floor) * falling(min(1.0, (step - warmup) / (total - warmup)))

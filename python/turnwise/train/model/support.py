@@ -1,0 +1,181 @@
+"""What a model allows: its last hidden states read by the LM head alone, its rows packed into one stream.
+
+Models differ in what they do around their layers (caps and scales on logits, windows, states that run on from token to
+token), and say so nowhere in common; so a few tokens are run both ways, once, and compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from turnwise.train.model.packed_attention import NotPackable, Packing
+from turnwise.train.model.prefix_tree_attention import ATTENTION, Tree
+
+_LENGTHS = (7, 4)  # of the rows of the trial
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+def causal_lm(model: nn.Module) -> Any:
+    """The Hugging Face causal LM within ``model``, whose layers hold the adapters of a ``peft`` model.
+
+    Raises ``TypeError`` for what is none, and for ``peft`` methods that put tokens before the prompt.
+    """
+    base: Any = model
+    if hasattr(base, "get_base_model"):
+        config = getattr(base, "active_peft_config", None)
+        if config is not None and config.is_prompt_learning:
+            raise TypeError(f"model: peft's {config.peft_type} adds tokens to a prompt; expected LoRA or the like")
+        base = base.get_base_model()
+    if not (hasattr(base, "get_decoder") and hasattr(base, "get_output_embeddings")):
+        raise TypeError(f"model is a {type(model).__name__}: expected a Hugging Face causal LM")
+    return base
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The head
+# ---------------------------------------------------------------------------------------------------------------------
+def obstacle_to_fusing(lm: Any) -> str:
+    """Return why ``hidden @ weight.T + bias`` can't give the log-probs; an empty string if it can.
+
+    Bit for bit: the decoder's last hidden states must go into the head, and out of it the logits.
+    """
+    decoder, head = lm.get_decoder(), lm.get_output_embeddings()
+    if type(head) is not nn.Linear:  # a quantized one, or one with an adapter
+        return f"its head is a {type(head).__name__}, not a plain Linear"
+    seen: dict[str, Tensor] = {}
+    hooks = [
+        decoder.register_forward_hook(lambda _, __, out: seen.update(hidden=out[0])),
+        head.register_forward_hook(lambda _, args, out: seen.update(read=args[0], logits=out)),
+    ]
+    try:
+        with _trial(lm):
+            logits = lm(input_ids=_tokens(lm), use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if "hidden" not in seen or "logits" not in seen:
+        return "its logits come from another place than its head"
+    if not torch.equal(seen["read"], seen["hidden"]):
+        return "something stands between its last hidden states and its head"
+    if not torch.equal(logits, seen["logits"].to(logits.dtype)):
+        return "its logits are changed after its head"
+    text = lm.config.get_text_config()
+    # A cap leaves logits as small as those of fresh weights as they are.
+    if getattr(text, "final_logit_softcapping", None):
+        return "its logits are capped"
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The stream
+# ---------------------------------------------------------------------------------------------------------------------
+def obstacle_to_packing(lm: Any) -> str:
+    """Return why rows can't share a stream; if they can, set the model's attention and return an empty string."""
+    before = lm.config._attn_implementation
+    if before == "sdpa":
+        lm.set_attn_implementation(ATTENTION)
+    used = lm.config._attn_implementation
+    if used != ATTENTION and not used.startswith("flash_attention"):
+        return f"its attention {used!r} would score all pairs of a stream"
+    why = _packing_fails(lm)
+    if why and used != before:
+        lm.set_attn_implementation(before)
+    return why
+
+
+def stream_inputs(
+    lm: Any, position_ids_T: Tensor, lengths: tuple[int, ...], tree: Tree | None = None
+) -> dict[str, Any]:
+    """Return the model's inputs besides the tokens. Flash attention finds the rows by their positions."""
+    inputs: dict[str, Any] = {"position_ids": position_ids_T[None]}
+    if lm.config._attn_implementation == ATTENTION:
+        # A mask of four dimensions is taken as it is: none is made, of T x T. The attention itself reads none.
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=position_ids_T.device)
+        how = {"packing": Packing(lengths)} if tree is None else {"tree": tree}
+        inputs |= {"attention_mask": mask, **how}
+    return inputs
+
+
+def obstacle_to_trees(lm: Any) -> str:
+    """Return why rows of a stream can't share prefixes; an empty string if they can."""
+    used = lm.config._attn_implementation
+    if used != ATTENTION:
+        return f"its attention {used!r} knows no trees"
+    decoder, tokens_T = lm.get_decoder(), _tokens(lm)[0]
+    trunk, one, two = tokens_T.split((4, 3, 4))
+    tree = Tree([0, 4, 7, 11], [11, 7, 11])
+    positions = torch.tensor([0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7], device=tokens_T.device)
+    inputs = stream_inputs(lm, positions, (), tree)
+    with _trial(lm):
+        try:
+            shared = decoder(input_ids=tokens_T[None], use_cache=False, **inputs).last_hidden_state[0]
+        except NotPackable as error:
+            return str(error)
+        except Exception as error:  # of any kind, as the models are: the caller tells it
+            return f"a tree fails: {type(error).__name__}: {error}"
+        rows = [torch.cat([trunk, branch])[None] for branch in (one, two)]
+        alone = [decoder(input_ids=row, use_cache=False).last_hidden_state[0] for row in rows]
+    if why := _attended_otherwise(lm, tree.windows):
+        return why
+    return _difference("branches of a tree", shared, torch.cat([alone[0], alone[1][4:]]))
+
+
+def _packing_fails(lm: Any) -> str:
+    decoder, tokens = lm.get_decoder(), _tokens(lm)
+    positions = torch.cat([torch.arange(length) for length in _LENGTHS]).to(tokens.device)
+    inputs = stream_inputs(lm, positions, _LENGTHS)
+    with _trial(lm):
+        alone = [decoder(input_ids=row, use_cache=False).last_hidden_state[0] for row in tokens.split(_LENGTHS, dim=1)]
+        try:
+            packed = decoder(input_ids=tokens, use_cache=False, **inputs).last_hidden_state[0]
+        except Exception as error:  # of any kind, as the models are: the caller tells it
+            return f"a packed stream fails: {type(error).__name__}: {error}"
+    if "packing" in inputs and (why := _attended_otherwise(lm, inputs["packing"].windows)):
+        return why
+    return _difference("packed rows", packed, torch.cat(alone))
+
+
+def _difference(what: str, got: Tensor, expected: Tensor) -> str:
+    off = float((got - expected).norm() / expected.norm())
+    if off <= _TOLERANCE.get(expected.dtype, 5e-2):
+        return ""
+    return f"{what} come out otherwise than each alone, by {off:.2g} of their norm"
+
+
+def _attended_otherwise(lm: Any, windows: list[int | None]) -> str:
+    """Every layer must mix tokens by our attention alone, and name it its window: the trial's rows fit into any."""
+    config = lm.config.get_text_config()
+    if len(windows) != config.num_hidden_layers:
+        return f"{len(windows)} of its {config.num_hidden_layers} layers use the attention registry"
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        kinds = ["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"] * len(windows)
+    for kind, window in zip(kinds, windows, strict=True):
+        if kind not in ("full_attention", "sliding_attention") or (kind == "sliding_attention") != (window is not None):
+            return f"a layer of kind {kind!r} has the window {window}"
+    return ""
+
+
+def _tokens(lm: Any) -> Tensor:
+    """``[1, 11]`` token ids, spread over the vocabulary."""
+    embedding = lm.get_input_embeddings().weight
+    count = sum(_LENGTHS)
+    return (torch.arange(1, count + 1, device=embedding.device) * 7919 % embedding.shape[0])[None]
+
+
+@contextmanager
+def _trial(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients, and every module as it was afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True

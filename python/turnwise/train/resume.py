@@ -1,0 +1,145 @@
+"""Saves a run between two steps, and resumes it: progress, samplers, generators, callbacks, finished batches."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from turnwise.train.callbacks import TrainerView
+from turnwise.train.checkpoint.checkpoint import (
+    CheckpointError,
+    CheckpointMismatch,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
+from turnwise.train.checkpoint.files import read_listed
+from turnwise.train.checkpoint.progress import Progress
+from turnwise.train.checkpoint.run_state import random_state, set_random_state
+from turnwise.train.checkpoint.store_states import begin_stores, forget_old_states, name_run
+from turnwise.train.rollout_queue import RolloutQueue
+from turnwise.train.run_folder import changes, refuse_buried
+from turnwise.types import GenerateResult
+
+QUEUE = "queue.pickle"
+"""File of a checkpoint with batches that were sampled and not yet trained; absent where none waited."""
+
+SamplerState = tuple[dict[str, Any], dict[str, Any]]
+"""State of the arena, and of the generators."""
+
+
+def new_queue(trainer: TrainerView) -> RolloutQueue:
+    """Return an empty queue that samples from the trainer's present step on."""
+    ahead = trainer.config.loop.max_staleness
+    return RolloutQueue(
+        trainer.arena.sample, lambda: sampler_state(trainer), max_ahead=ahead, first=trainer.progress.step
+    )
+
+
+def sampler_state(trainer: TrainerView) -> SamplerState:
+    """Return the state of everything that a batch draws from."""
+    return trainer.arena.state_dict(), random_state(trainer.rng)
+
+
+def rewound_state(trainer: TrainerView, before: SamplerState) -> SamplerState:
+    """Return the state from which a discarded batch is sampled again: ``before``, but with what others changed since.
+
+    Batches beside it have updated the credit rule, filled stores, and moved the trainer's own generator.
+    """
+    arena, generators = before
+    if trainer.rollouts.max_ahead:
+        now, generators_now = sampler_state(trainer)
+        arena = {**arena, "credit": now["credit"], "stores": now["stores"]}
+        generators = {**generators, "trainer": generators_now["trainer"]}
+    return arena, generators
+
+
+def save_run(trainer: TrainerView) -> Path:
+    """Write a checkpoint, unless this step has one, and return its folder.
+
+    Finished batches that wait for their training are part of it; running ones will be sampled again.
+    """
+    pending = trainer.rollouts.pending()
+    arena, generators = sampler_state(trainer) if pending.before is None else rewound_state(trainer, pending.before)
+    callbacks = trainer.callbacks.values()
+    state = {
+        "progress": asdict(trainer.progress),
+        "arena": arena,
+        "random": generators,
+        "callbacks": {callback.name: callback.state_dict() for callback in callbacks},
+    }
+    best = trainer.progress.best_kept(trainer.config)
+    protected = [step for callback in callbacks for step in callback.protected_steps()]
+    saved = save_checkpoint(
+        trainer.checkpoints,
+        trainer.progress.step,
+        trainer.policies,
+        state,
+        keep=trainer.config.checkpoint.keep_last,
+        protect=protected if best is None else [best, *protected],
+        attachments={QUEUE: _pickled(pending.batches)} if pending.batches else {},
+        links={name: file for callback in callbacks for name, file in callback.files().items()},
+    )
+    forget_old_states(trainer.arena, list_checkpoints(trainer.checkpoints)[0])
+    return saved
+
+
+def resume_run(trainer: TrainerView) -> Mapping[str, Any] | None:
+    """Load the newest checkpoint, if there is one, and return the arena's state in it.
+
+    Raises :class:`CheckpointError` for an unreadable checkpoint, naming the one before it.
+    """
+    refuse_buried(trainer.config, trainer.log.note)
+    found = list_checkpoints(trainer.checkpoints)
+    trainer.rollouts = new_queue(trainer)
+    name_run(trainer.arena, trainer.config.run_dir)
+    if not found:
+        begin_stores(trainer.arena, trainer.config.run_dir)
+        trainer.log.rewind(-1)
+        if trainer.config.checkpoint.every:
+            trainer.save()  # a kill before the first saved step then loses no more than any other kill
+        return None
+
+    newest = found[-1]
+    try:
+        _, state = load_checkpoint(newest, trainer.policies)
+    except CheckpointMismatch as error:
+        raise CheckpointMismatch(f"{error}; choose another run_dir, or the settings that it was saved with") from error
+    except CheckpointError as error:
+        way = f"delete {newest} to go on from {found[-2]}" if len(found) > 1 else "choose another run_dir"
+        raise CheckpointError(f"{error}; {way}") from error
+    queue = read_listed(newest, QUEUE)
+
+    # Everything was read: now the run takes it over.
+    trainer.progress = Progress(**state["progress"])
+    trainer.arena.load_state_dict(state["arena"])
+    set_random_state(trainer.rng, state["random"])
+    for name, saved in state["callbacks"].items():
+        if name in trainer.callbacks:
+            trainer.callbacks[name].load_state_dict(saved, newest)
+    trainer.rollouts = new_queue(trainer)
+    if queue is not None:
+        trainer.rollouts.restore(pickle.loads(queue))
+
+    # The checkpoint of the start was saved before the first validation, which is then logged again.
+    from_start = trainer.progress.step == 0 and not trainer.progress.evaluations
+    dropped = trainer.log.rewind(-1 if from_start else trainer.progress.step)
+    again = f"; the records of {dropped} later steps give way to theirs" if dropped else ""
+    trainer.log.note(f"resumed from {newest} (step {trainer.progress.step}){again}")
+    for note in changes(trainer.config):
+        trainer.log.note(note)
+    arena: Mapping[str, Any] = state["arena"]
+    return arena
+
+
+def _pickled(batches: list[list[GenerateResult]]) -> bytes:
+    try:
+        return pickle.dumps(batches, protocol=5)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise TypeError(
+            f"batches that wait for training can't be saved: {error}; with loop.max_staleness > 0 the objects that "
+            "episodes record must be picklable"
+        ) from error

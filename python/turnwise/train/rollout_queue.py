@@ -1,0 +1,181 @@
+"""Samples batches ahead of training: drawn in order, run side by side, and handed over in order.
+
+Batch ``b`` trains as step ``b``. It may start once the client has the weights of step ``b - max_ahead``, so its tokens
+are at most ``max_ahead`` versions old when it trains: waiting bounds staleness, and no batch is thrown away.
+``max_ahead`` 0 is the synchronous loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from turnwise.arena import Arena
+from turnwise.types import GenerateResult
+
+Results = list[GenerateResult]
+
+
+def refuse_own_step(arena: Arena) -> None:
+    """Raise ``TypeError`` for an arena that overrides ``step``: training calls its two halves, never ``step``."""
+    if type(arena).step is not Arena.step or "step" in vars(arena):
+        raise TypeError(
+            f"arena={type(arena).__name__}: training never calls its own step(): it calls sample() and then "
+            "assign_credit_and_pack(results), as it samples ahead of the updates. Override these, or a stage of them: "
+            "get_batch, generate_rollouts, assign_credit, build_training_batch"
+        )
+
+
+class _Batch:
+    """A batch that was started. ``before`` is the sampler's state before it was drawn, ``None`` until then.
+
+    A ``spare`` batch lies behind the run's end: it trains only if the run is extended.
+    """
+
+    def __init__(self, *, spare: bool = False) -> None:
+        self.before: Any | None = None
+        self.spare = spare
+        self.drawn = asyncio.Event()
+        self.results: asyncio.Future[Results]
+
+    @property
+    def finished(self) -> bool:
+        return self.results.done() and not self.results.cancelled() and self.results.exception() is None
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """The part of a queue that a checkpoint keeps: finished batches, and where drawing goes on.
+
+    ``before`` is the sampler's state before the first running batch, ``None`` where none runs.
+    """
+
+    batches: list[Results]
+    before: Any | None
+
+
+class RolloutQueue:
+    """Runs ``sample(on_requests_fixed)`` for each batch; ``sample`` calls back once its requests are
+    fixed, and the next batch draws. ``snapshot`` returns the sampler's state, which is taken before each batch.
+
+    ``async with`` cancels running batches on every exit, and waits until they have ended.
+
+    Example::
+
+        async with RolloutQueue(arena.sample, arena.state_dict, max_ahead=1) as rollouts:
+            rollouts.start_up_to(0, until=10)
+            results = await rollouts.get_oldest()
+            rollouts.pop_oldest()
+    """
+
+    def __init__(
+        self,
+        sample: Callable[[Callable[[], None]], Awaitable[Results]],
+        snapshot: Callable[[], Any],
+        *,
+        max_ahead: int,
+        first: int = 0,
+    ) -> None:
+        if max_ahead < 0:
+            raise ValueError(f"max_ahead={max_ahead!r}: expected a count >= 0")
+        self.max_ahead = max_ahead
+        self._sample, self._snapshot = sample, snapshot
+        self._next = first
+        self._batches: list[_Batch] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.cancel()
+
+    def restore(self, batches: Sequence[Results]) -> None:
+        """Put finished batches of a checkpoint in front of all that will be drawn."""
+        for results in batches:
+            batch = _Batch()
+            batch.results = asyncio.get_running_loop().create_future()
+            batch.results.set_result(results)
+            batch.drawn.set()
+            self._batches.append(batch)
+            self._next += 1
+
+    def start_up_to(self, step: int, *, until: int, spare: bool = False) -> None:
+        """Start each batch up to ``step + max_ahead`` and below ``until``; the client has the weights of ``step``.
+
+        With ``spare`` also batches from ``until`` on, which only a longer run trains on: it would have sampled them
+        with the present weights. Their failure is no failure of this run; see :meth:`failed_spare`.
+        """
+        end = step + self.max_ahead + 1
+        while self._next < (end if spare else min(end, until)):
+            batch, previous = _Batch(spare=self._next >= until), self._batches[-1] if self._batches else None
+            batch.results = asyncio.ensure_future(self._run(batch, previous))
+            self._batches.append(batch)
+            self._next += 1
+
+    async def _run(self, batch: _Batch, previous: _Batch | None) -> Results:
+        if previous is not None:
+            await previous.drawn.wait()
+        batch.before = self._snapshot()
+        try:
+            return await self._sample(batch.drawn.set)
+        finally:
+            batch.drawn.set()
+
+    async def get_oldest(self) -> Results:
+        """Wait for the oldest batch and return it; it stays until :meth:`pop_oldest`. Cancelling the wait is safe.
+
+        Raises the error of this batch, or of a younger one that fails first.
+        """
+        if not self._batches:
+            raise RuntimeError("no batch was started: call start_up_to(step, until=...) first")
+        oldest = self._batches[0].results
+        running = {batch.results for batch in self._batches if not (batch.results.done() or batch.spare)} | {oldest}
+        while not oldest.done():
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {oldest}:
+                task.result()
+        return oldest.result()
+
+    def pop_oldest(self) -> None:
+        """Remove the oldest batch, which must be finished."""
+        assert self._batches and self._batches[0].finished, "there is no finished batch to remove"
+        del self._batches[0]
+
+    async def wait_idle(self) -> None:
+        """Wait until no batch runs. :meth:`get_oldest` raises the error of one that failed."""
+        running = [batch.results for batch in self._batches if not batch.results.done()]
+        if running:
+            await asyncio.wait(running)
+
+    def failed_spare(self) -> BaseException | None:
+        """Return the error of the first spare batch that failed, or ``None``."""
+        done = (batch.results for batch in self._batches if batch.spare and batch.results.done())
+        return next((result.exception() for result in done if not result.cancelled() and result.exception()), None)
+
+    async def cancel(self) -> Any | None:
+        """Discard running batches, wait for their end, and return the sampler's state before them (or ``None``).
+
+        Finished batches in front of them stay.
+        """
+        place = self._first_running()
+        discarded = self._batches[place:]
+        for batch in discarded:
+            batch.results.cancel()
+        await asyncio.gather(*(batch.results for batch in discarded), return_exceptions=True)
+        del self._batches[place:]
+        self._next -= len(discarded)
+        return discarded[0].before if discarded else None
+
+    def pending(self) -> Pending:
+        """Return the part of the queue that a checkpoint taken now has to keep."""
+        place = self._first_running()
+        finished = [batch.results.result() for batch in self._batches[:place]]
+        return Pending(finished, self._batches[place].before if place < len(self._batches) else None)
+
+    def _first_running(self) -> int:
+        return next((i for i, batch in enumerate(self._batches) if not batch.finished), len(self._batches))

@@ -1,0 +1,286 @@
+"""The true loop on a virtual clock: what staleness, concurrency and in-flight updates would bring, told in seconds.
+
+The trainer, the rollout queue, the arena and its scheduler are the real ones. Modelled are the times that model calls,
+updates and weight hand-overs take. Nothing is learned: weights are a version number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from turnwise.arena import Arena, Episode, Rubric
+from turnwise.inference.scripted import ByteTokenizer
+from turnwise.train.config.sampling import LoopConfig
+from turnwise.train.config.schema import LogConfig, TrainConfig
+from turnwise.train.loop import Trainer
+from turnwise.train.model.policy import Policy
+from turnwise.train.simulate.virtual_clock import run_virtually
+from turnwise.types import (
+    Actor,
+    EpisodeRequest,
+    EpisodeState,
+    ModelRequest,
+    ModelResponse,
+    Sampling,
+    Tokenizer,
+    TrainingBatch,
+)
+from turnwise.types.play import MAX_CONCURRENCY
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyModel:
+    """Latencies of the loop, in seconds.
+
+    A model call of ``n`` tokens takes ``prefill + n * per_token`` once it has one of ``slots`` places. ``n`` is
+    log-normal around the median ``tokens`` with spread ``sigma`` (0: always ``tokens``), at most ``max_tokens``.
+    An update takes ``update`` plus ``update_per_token`` for each sampled token, a hand-over of weights ``publish``.
+
+    Example: ``LatencyModel(tokens=512, sigma=0.8, slots=128, update=4.0)``
+    """
+
+    tokens: int = 256
+    sigma: float = 0.0
+    max_tokens: int = 4096
+    prefill: float = 0.05
+    per_token: float = 0.02
+    slots: int = 256
+    update: float = 1.0
+    update_per_token: float = 0.0
+    publish: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "max_tokens", "slots"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected at least 1")
+        for name in ("sigma", "prefill", "per_token", "update", "update_per_token", "publish"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected a number >= 0")
+
+    def draw_tokens(self, seed: int | None) -> int:
+        drawn = self.tokens * random.Random(seed).lognormvariate(0.0, self.sigma)
+        return max(1, min(round(drawn), self.max_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """Results of a simulated run. Shares are of ``seconds``; staleness counts versions, by token.
+
+    ``trained`` names the rollouts that each step trained on, in order.
+    """
+
+    seconds: float
+    tokens: int
+    trainer_busy: float
+    slots_busy: float
+    staleness_mean: float
+    staleness_max: int
+    dropped_stale: int
+    trained: list[list[str]] = field(repr=False)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+def simulate(
+    latency: LatencyModel,
+    loop: LoopConfig,
+    *,
+    steps: int = 20,
+    episodes: int = 64,
+    turns: int = 1,
+    max_concurrency: int = MAX_CONCURRENCY,
+    seed: int = 0,
+) -> Simulation:
+    """Play ``steps`` steps of ``episodes`` episodes with ``turns`` model calls each, one after the other.
+
+    The same arguments give the same result. Raises ``ValueError`` for a count below 1.
+
+    Example::
+
+        for k in (0, 1, 2):
+            print(k, simulate(LatencyModel(sigma=0.8), LoopConfig(max_staleness=k)).tokens_per_second)
+    """
+    for name, value in (("steps", steps), ("episodes", episodes), ("turns", turns)):
+        if value < 1:
+            raise ValueError(f"{name}={value!r}: expected at least 1")
+    with tempfile.TemporaryDirectory() as folder:
+        log = LogConfig(progress=False, rollouts_per_step=0)
+        config = TrainConfig(run_dir=Path(folder), steps=steps, loop=loop, seed=seed, log=log)
+        trainer = SimulatedTrainer(latency, config, episodes=episodes, turns=turns, max_concurrency=max_concurrency)
+        return run_virtually(trainer.simulate())
+
+
+class Turns(Episode):
+    """Model calls one after the other."""
+
+    episode_type = "turns"
+    rubric = Rubric([lambda: {"player": 1.0}])
+
+    def __init__(self, turns: int) -> None:
+        self.turns = turns
+
+    async def rollout(self, arena: Any, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
+        state = EpisodeState() if state is None else state
+        for turn in range(self.turns):
+            state.turn = turn
+            await self.call_model("player", artifact, arena)
+        return state
+
+
+class SimulatedClient:
+    """Answers after the time that ``latency`` says, with as many tokens as it draws.
+
+    With ``in_flight``, weights may change under a running call, whose tokens then name the version of their moment.
+    """
+
+    def __init__(self, latency: LatencyModel) -> None:
+        self.latency = latency
+        self.busy_seconds = 0.0
+        self._free = asyncio.Semaphore(latency.slots)
+        self._open = asyncio.Event()
+        self._open.set()
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._versions: list[tuple[float, int]] = [(0.0, 0)]
+
+    async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+        return list(await asyncio.gather(*(self._answer(request) for request in requests)))
+
+    async def _answer(self, request: ModelRequest) -> ModelResponse:
+        async with self._free:
+            await self._open.wait()
+            self._running += 1
+            self._idle.clear()
+            began = asyncio.get_running_loop().time()
+            try:
+                count = self.latency.draw_tokens(request.sampling.seed)
+                await asyncio.sleep(self.latency.prefill + count * self.latency.per_token)
+            finally:
+                self.busy_seconds += asyncio.get_running_loop().time() - began
+                self._running -= 1
+                if not self._running:
+                    self._idle.set()
+        runs = self._runs(began + self.latency.prefill, count)
+        return ModelResponse("a" * count, [97] * count, [-1.0] * count, "stop", runs)
+
+    def _runs(self, began: float, count: int) -> list[tuple[int, int]]:
+        """Return the version that sampled each of ``count`` tokens; the first token was sampled at ``began``."""
+        versions = [self._version_at(began + i * self.latency.per_token) for i in range(count)]
+        runs: list[tuple[int, int]] = []
+        for version in versions:
+            if runs and runs[-1][1] == version:
+                runs[-1] = (runs[-1][0] + 1, version)
+            else:
+                runs.append((1, version))
+        return runs
+
+    def _version_at(self, time: float) -> int:
+        return next(version for since, version in reversed(self._versions) if since <= time)
+
+    def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
+        if version != self._versions[-1][1]:
+            self._versions.append((asyncio.get_running_loop().time(), version))
+
+    def version(self, policy: str) -> int:
+        return self._versions[-1][1]
+
+    async def pause(self) -> None:
+        """Hold back new calls; returns once none runs."""
+        self._open.clear()
+        await self._idle.wait()
+
+    async def resume(self) -> None:
+        self._open.set()
+
+    async def close(self) -> None: ...
+
+
+class SimulatedPolicy:
+    """Weights that are their version."""
+
+    name, trainable, version = "default", True, 0
+
+    def weights(self) -> Iterator[tuple[str, Any]]:
+        return iter(())
+
+
+class SimulatedTrainer(Trainer):
+    """The trainer, with an update and a hand-over that only take time, and nothing kept on disk but metrics."""
+
+    def __init__(
+        self, latency: LatencyModel, config: TrainConfig, *, episodes: int, turns: int, max_concurrency: int
+    ) -> None:
+        self.latency = latency
+        self.client = SimulatedClient(latency)
+        self.policy = SimulatedPolicy()
+        self.trained: list[list[str]] = []
+        self.lags: Counter[int] = Counter()
+        self.stale = 0
+        self.busy_seconds = 0.0
+        arena = Arena(
+            self.client,
+            cast(Tokenizer, ByteTokenizer()),
+            sampling=Sampling(max_tokens=latency.max_tokens),
+            max_concurrency=max_concurrency,
+            seed=config.seed,
+        )
+        arena.add_actor(Actor("player"))
+        arena.add_episode(Turns(turns))
+        arena.source = lambda: [EpisodeRequest("turns", f"{number}") for number in range(episodes)]
+        super().__init__(arena, {"default": cast(Policy, self.policy)}, config)
+
+    async def update(self, batch: TrainingBatch) -> dict[str, float]:
+        results = self.arena.last_results
+        steps = [step for result in results for step in result.rollout.steps]
+        self.trained.append([result.rollout.id for result in results])
+        self.stale += batch.dropped.get("stale", 0)
+        for step in steps:
+            for count, version in step.policy_versions:
+                self.lags[self.policy.version - version] += count
+        tokens = sum(len(step.completion_token_ids) for step in steps)
+        seconds = self.latency.update + tokens * self.latency.update_per_token
+        await asyncio.sleep(seconds)
+        self.busy_seconds += seconds
+        self.policy.version += 1
+        return {}
+
+    async def run_off_event_loop(self, work: Callable[..., T], *arguments: Any) -> T:
+        return work(*arguments)  # in a thread it would take real time
+
+    async def send_weights(self, policy: Policy) -> None:
+        if not self.config.loop.in_flight_updates:
+            await self.client.pause()
+        await asyncio.sleep(self.latency.publish)
+        self.client.load_weights(policy.name, (), policy.version)
+        await self.client.resume()
+
+    def save(self) -> Path:
+        return self.checkpoints
+
+    async def simulate(self) -> Simulation:
+        """Run to the end and sum up."""
+        await self.run()
+        seconds = asyncio.get_running_loop().time()
+        tokens = self.lags.total()
+        return Simulation(
+            seconds=seconds,
+            tokens=tokens,
+            trainer_busy=self.busy_seconds / seconds,
+            slots_busy=self.client.busy_seconds / (seconds * self.latency.slots),
+            staleness_mean=sum(lag * count for lag, count in self.lags.items()) / tokens,
+            staleness_max=max(self.lags),
+            dropped_stale=self.stale,
+            trained=self.trained,
+        )

@@ -1,0 +1,5 @@
+"""Updates of a policy: loss, KL penalty, supervised warm start.
+
+Read in this order: update, loss, kl, sft.
+May import: types, utils, chat, ops, samples, train.config, train.model.
+"""

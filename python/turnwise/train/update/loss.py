@@ -1,0 +1,148 @@
+"""The loss of one micro-batch: configuration in, one fused op call out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from turnwise.ops import KL, ImportanceCorrection, PolicyLoss, aggregate, loss_normalizer, policy_loss, select_tokens
+from turnwise.train.config.optimization import LossConfig
+from turnwise.train.model.micro_batch import MicroBatch
+from turnwise.train.update.loss_types import make_variant
+
+
+class Loss:
+    """Calls :func:`turnwise.ops.policy_loss` on packed micro-batches with the normaliser of a whole optimizer step.
+
+    ``kl_coef`` is the present coefficient of the KL term, by default the configured one. Raises ``ValueError`` naming
+    what in the configuration can't be.
+    """
+
+    def __init__(self, config: LossConfig, num_actors: int, kl_coef: float | None = None) -> None:
+        self.config = config
+        self.num_actors = num_actors
+        self.variant = make_variant(config)
+        self.kl_coef = config.kl.coef if kl_coef is None else kl_coef
+        kl, in_loss = config.kl, config.kl.apply_to == "loss"
+        if kl.importance_weighted and not in_loss:
+            raise ValueError(
+                "config key 'loss.kl.importance_weighted' = True: expected False with loss.kl.apply_to = 'reward': "
+                "the policy that sampled earned the reward, so there is no ratio"
+            )
+        self.kl = KL(kl.estimator, self.kl_coef, kl.importance_weighted) if in_loss and self.kl_coef else None
+        self.correction = (
+            None
+            if config.importance_correction is None
+            else ImportanceCorrection(**config.importance_correction.model_dump())
+        )
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether a reference's log-probs are wanted; a KL term in the reward was taken before."""
+        return self.config.kl.apply_to == "loss"
+
+    def normalizer(self, micros: Sequence[MicroBatch]) -> Tensor:
+        """What the whole minibatch divides by, so that any cut into micro-batches gives the same gradient."""
+        return loss_normalizer(
+            self.config.aggregation,
+            cu_seqlens=_joined(micros),
+            mask=torch.cat([micro.mask_N for micro in micros]),
+            actor_ids=torch.cat([micro.actor_ids_B for micro in micros]),
+            num_actors=self.num_actors,
+            max_length=self.config.max_length,
+        )
+
+    def select(
+        self, micros: Sequence[MicroBatch], logprobs: Sequence[Tensor], old_logprobs: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Which tokens ``[N]`` of each micro-batch the variant singles out, as all of the minibatch together say.
+
+        Tokens are looked at in the order of the batch's own stream, so a draw is the same for any cut.
+        """
+        order = torch.cat([micro.token_N for micro in micros]).argsort()
+        advantages = torch.cat([micro.advantages_B[micro.row_N] for micro in micros])[order]
+        chosen = torch.zeros(len(order), dtype=torch.bool, device=order.device)
+        chosen[order] = select_tokens(
+            torch.cat(list(logprobs))[order],
+            torch.cat(list(old_logprobs))[order],
+            advantages,
+            self.variant,
+            mask=torch.cat([micro.mask_N for micro in micros])[order],
+            cu_seqlens=torch.tensor([0, len(order)], device=order.device),
+        )
+        return list(chosen.split([len(micro.mask_N) for micro in micros]))
+
+    def __call__(
+        self,
+        logprobs_N: Tensor,
+        micro: MicroBatch,
+        old_logprobs_N: Tensor,
+        ref_logprobs_N: Tensor | None,
+        normalizer: Tensor,
+        *,
+        entropies_N: Tensor | None = None,
+        selected_N: Tensor | None = None,
+    ) -> PolicyLoss:
+        """Loss, gradient and metrics. The sampler's log-probs are compared where they are not ``old_logprobs_N``."""
+        config = self.config
+        how = {
+            "aggregation": config.aggregation,
+            "mask": micro.mask_N,
+            "cu_seqlens": micro.cu_seqlens,
+            "normalizer": normalizer,
+            "actor_ids": micro.actor_ids_B,
+            "num_actors": self.num_actors,
+            "max_length": config.max_length,
+        }
+        out = policy_loss(
+            logprobs_N,
+            old_logprobs_N,
+            micro.advantages_B,
+            variant=self.variant,
+            kl=self.kl,
+            ref_logprobs=ref_logprobs_N,
+            correction=self.correction,
+            rollout_logprobs=None if old_logprobs_N is micro.rollout_logprobs_N else micro.rollout_logprobs_N,
+            entropy=None if entropies_N is None else entropies_N.detach(),
+            selected=selected_N,
+            **how,  # type: ignore[arg-type]
+        )
+        if not config.entropy_coef or entropies_N is None:
+            return out
+        return out._replace(loss=out.loss - config.entropy_coef * aggregate(entropies_N, **how))  # type: ignore[arg-type]
+
+
+def check_loss(config: LossConfig) -> list[str]:
+    """What can't be of a loss, found by trying it on two rows of two tokens; a line each."""
+    try:
+        loss = Loss(config, num_actors=1)
+    except (ValueError, TypeError) as error:
+        text = str(error)
+        return [text if "config key" in text else f"config section 'loss': {text}"]
+    tokens = torch.full((4,), -1.0, requires_grad=True)
+    try:
+        result = policy_loss(
+            tokens,
+            tokens.detach(),
+            torch.tensor([1.0, -1.0]),
+            cu_seqlens=torch.tensor([0, 2, 4]),
+            variant=loss.variant,
+            correction=loss.correction,
+            rollout_logprobs=tokens.detach(),
+            aggregation=config.aggregation,
+            actor_ids=torch.zeros(2, dtype=torch.int64),
+            num_actors=1,
+            max_length=config.max_length,
+        )
+        result.loss.backward()
+    except Exception as error:  # a loss of the user's own may raise anything
+        return [f"config section 'loss' (type {config.type!r}), tried on four tokens: {type(error).__name__}: {error}"]
+    return []
+
+
+def _joined(micros: Sequence[MicroBatch]) -> Tensor:
+    """The ``cu_seqlens`` of all rows of ``micros``, one after another."""
+    lengths = torch.cat([torch.diff(micro.cu_seqlens) for micro in micros])
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])

@@ -1,0 +1,80 @@
+"""The policy losses by name: ``loss.type`` of a configuration, with ``loss.options`` as their arguments.
+
+Each is a :class:`turnwise.ops.Variant`, whose docstring has its formula and source. One of your own goes by import
+path, ``"my_module:my_loss"``: a function ``(logprobs [n], old_logprobs [n], advantages [n], **options) -> loss [n]``
+over the tokens that train, in PyTorch, or a class that is made with the options and called so.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from turnwise.ops import CISPO, GMPO, GPG, GSPO, SAPO, Clip, ClipCov, Custom, KLCov, Reinforce, Variant
+from turnwise.train.config.optimization import LossConfig
+from turnwise.utils.registry import build_with_options, defines, import_by_name
+
+registry: dict[str, Callable[..., Variant]] = {
+    "ppo": Clip,
+    "clip-higher": partial(Clip, high=0.28),
+    "gspo": GSPO,
+    "cispo": CISPO,
+    "reinforce": Reinforce,
+    "gpg": GPG,
+    "sapo": SAPO,
+    "gmpo": GMPO,
+    "clip-cov": ClipCov,
+    "kl-cov": KLCov,
+}
+
+STREAMS = ("logprobs", "old_logprobs", "advantages")
+"""Arguments of a custom loss, before its options."""
+
+
+def make_variant(config: LossConfig) -> Variant:
+    """The loss that ``loss.type`` names, with ``loss.options``. Raises ``ValueError`` naming the key that is wrong."""
+    made = build_with_options(find_loss(config.type), config.options, "loss.options")
+    return made if isinstance(made, Variant) else Custom(made)
+
+
+def find_loss(kind: str) -> Callable[..., Any]:
+    """What makes the loss ``kind`` from its options. Raises ``ValueError`` where there is none."""
+    found = import_by_name(registry, kind, "loss.type")
+    if kind in registry:
+        return found
+    if not (_makes_losses(found) if inspect.isclass(found) else _is_loss(found)):
+        raise ValueError(
+            f"config key 'loss.type' = {kind!r}: expected a function of ({', '.join(STREAMS)}), a class of objects to "
+            f"call so, or a turnwise.ops.Variant, got {found!r}"
+        )
+    return found if inspect.isclass(found) else _with_options(found)
+
+
+def _makes_losses(kind: type) -> bool:
+    return issubclass(kind, Variant) or defines(kind, "__call__")
+
+
+def _is_loss(found: Any) -> bool:
+    """Return True if it can be called with the streams as separate parameters."""
+    if not callable(found):
+        return False
+    streams = list(inspect.signature(found).parameters.values())[: len(STREAMS)]
+    return len(streams) == len(STREAMS) and all(
+        each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in streams
+    )
+
+
+def _with_options(function: Any) -> Callable[..., Any]:
+    """Options in, the loss with these options out; what follows the streams in its signature are its options."""
+    signature = inspect.signature(function)
+
+    def bind(**options: Any) -> Any:
+        signature.bind(*STREAMS, **options)  # one that is missing shows now, not at the first update
+        return partial(function, **options)
+
+    rest = list(signature.parameters.values())[len(STREAMS) :]
+    bind.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
+    bind.__module__ = function.__module__  # where its annotations mean something
+    return bind

@@ -1,0 +1,214 @@
+"""Data of a supervised start: rows of the task, of a JSONL file, or of another run's ``rollouts.jsonl``."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from turnwise.chat import ChatRenderer
+from turnwise.train.config.toml import ConfigError
+from turnwise.types import Messages
+
+_ROW_KEYS = {"messages", "prompt", "completion", "actor"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A prompt (a chat, or plain text that goes without the chat template) and the completion to learn.
+
+    ``actor`` is whose policy learns it, ``None`` every policy; ``place`` names the row in messages. The completion of a
+    ``recorded`` row is what a model wrote: control tokens that it spells stay text. Others may spell them on purpose,
+    as the channels of GPT-OSS need.
+
+    Example: ``Row([{"role": "user", "content": "2 + 2 = ?"}], "4", actor="solver", place="demos.jsonl:17")``
+    """
+
+    prompt: Messages | str
+    completion: str
+    actor: str | None
+    place: str
+    recorded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a warm start, with a description of their source and of what was left out."""
+
+    rows: list[Row]
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """Token ids of one prompt and its completion, the stop token included."""
+
+    prompt_token_ids: Sequence[int]
+    completion_token_ids: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.prompt_token_ids) + len(self.completion_token_ids)
+
+
+@dataclass(slots=True)
+class RowReader:
+    """Reads rows for ``actors`` from JSON lines of two kinds, told apart line by line; see :meth:`read`.
+
+    ``left_out`` counts the recorded steps that were not taken, by reason.
+    """
+
+    actors: Collection[str]
+    min_reward: float | None = None
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    def read(self, path: Path) -> list[Row]:
+        """The rows of ``path``, in its order.
+
+        A line is ``{"messages": [...], "completion": "..."}``, or with ``"prompt": "..."`` for a text that goes without
+        the chat template, and may name its ``"actor"``; or an episode as ``rollouts.jsonl`` of a run folder has it. Of
+        an episode and of those that it spawned, every trainable step is a row whose completion was finished and whose
+        reward (its own, else its actor's) is at least ``min_reward``.
+
+        Raises :class:`ConfigError` naming file, line and what was expected, and where no row is left.
+        """
+        rows: list[Row] = []
+        try:
+            lines = path.read_bytes().split(b"\n")
+        except OSError as error:
+            raise ConfigError(f"config key 'warm_start.data' = {str(path)!r} can't be read: {error}") from None
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                place = f"{path}:{number}"
+                rows += self._rows_of(_parsed(line, place), place)
+        if not rows:
+            reasons = self.describe() or ", the file is empty"
+            raise ConfigError(f"config key 'warm_start.data' = {str(path)!r}: no row to learn from{reasons}")
+        return rows
+
+    def describe(self) -> str:
+        """``, left out: 3 cut off, 7 not trainable``; empty where nothing was."""
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
+        return f", left out: {reasons}" if reasons else ""
+
+    def _rows_of(self, data: dict[str, Any], place: str) -> Iterator[Row]:
+        if "episode_type" not in data:
+            yield self._row(data, place)
+            return
+        try:
+            yield from self._recorded(data, place)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{place}: not an episode as rollouts.jsonl has it: {type(error).__name__}: {error}"
+            ) from None
+
+    def _row(self, data: dict[str, Any], place: str) -> Row:
+        if unknown := sorted(data.keys() - _ROW_KEYS):
+            raise ConfigError(f"{place}: unknown key {unknown[0]!r}; expected {', '.join(sorted(_ROW_KEYS))}")
+        if ("messages" in data) == ("prompt" in data):
+            raise ConfigError(f"{place}: expected either 'messages' or 'prompt', got keys {sorted(data)}")
+        prompt = _text(data, "prompt", place) if "prompt" in data else _messages(data["messages"], place)
+        actor = data.get("actor")
+        if actor is not None and actor not in self.actors:
+            raise ConfigError(f"{place}: 'actor' is {actor!r}; the task's actors are {', '.join(self.actors)}")
+        return Row(prompt, _text(data, "completion", place), actor, place)
+
+    def _recorded(self, data: Mapping[str, Any], place: str) -> Iterator[Row]:
+        for step in data["steps"]:
+            reason = self._why_not(data, step)
+            if reason is None:
+                yield Row(_messages(step["prompt"], place), step["completion"], step["actor_id"], place, recorded=True)
+            else:
+                self.left_out[reason] += 1
+        for child in data["children"]:
+            yield from self._recorded(child, place)
+
+    def _why_not(self, episode: Mapping[str, Any], step: Mapping[str, Any]) -> str | None:
+        if episode["error"] is not None:
+            return "of failed episodes"
+        if not (step["trainable"] and episode.get("is_trainable", True)) or step["actor_id"] is None:
+            return "not trainable"
+        if step["actor_id"] not in self.actors:
+            return "of actors that the task doesn't have"
+        if step["finish_reason"] != "stop":
+            return "cut off"
+        ends = step["info"].get("ends", ())  # of a tree with several, the one that the step led to alone paid it
+        rewards = episode["meta"]["ends"][ends[0]]["rewards"] if len(ends) == 1 else episode["rewards"]
+        reward = step["reward"] if step["reward"] is not None else rewards.get(step["actor_id"])
+        if self.min_reward is not None and (reward is None or reward < self.min_reward):
+            return f"rewarded below {self.min_reward}"
+        return None
+
+
+def tokenize(renderer: ChatRenderer, row: Row, prompt: Sequence[int] | None = None) -> Demonstration:
+    """The prompt as a model call would send it, and the completion as a model would sample it, stop token included.
+
+    ``prompt`` are its ids, where they are known.
+    """
+    tokenizer = renderer.tokenizer
+    if prompt is None:
+        prompt = tokenizer.encode(row.prompt) if isinstance(row.prompt, str) else renderer.prompt_ids(row.prompt)
+    text = row.completion
+    completion = renderer.text_ids(text) if row.recorded else tokenizer.encode(text, add_special_tokens=False)
+    return Demonstration(prompt, [*completion, tokenizer.eos_token_id])
+
+
+def fitting(
+    tokenizer: Any, rows: Sequence[Row], max_context: int, note: Callable[[str], None] = lambda line: None
+) -> list[Demonstration]:
+    """``rows`` tokenized, without those longer than ``max_context`` tokens, of which ``note`` is told.
+
+    Raises :class:`ConfigError` where none fits.
+    """
+    renderer = ChatRenderer(tokenizer)
+    every: list[Demonstration] = []
+    for before, row in zip([None, *rows], rows, strict=False):
+        # A template takes a millisecond: rows that follow one another with one prompt share its tokens.
+        prompt = every[-1].prompt_token_ids if before is not None and before.prompt == row.prompt else None
+        every.append(tokenize(renderer, row, prompt))
+    fit = [demonstration for demonstration in every if len(demonstration) <= max_context]
+    if len(fit) == len(every):
+        return fit
+    longest = max(range(len(every)), key=lambda i: len(every[i]))
+    told = (
+        f"warm start: {len(every) - len(fit)} of {len(every)} rows left out, longer than the model's context of "
+        f"{max_context} tokens; the longest, {rows[longest].place}, has {len(every[longest])}"
+    )
+    if not fit:
+        raise ConfigError(f"{told}; nothing is left to learn from")
+    note(told)
+    return fit
+
+
+def _parsed(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        text = line.decode("utf-8")
+        data = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{place}: not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{place}: expected a JSON object, got {text[:40]!r}")
+    return data
+
+
+def _text(data: Mapping[str, Any], key: str, place: str) -> str:
+    value = data.get(key)
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{place}: expected {key!r} to be a text that is not empty, got {value!r}")
+    return value
+
+
+def _messages(value: Any, place: str) -> Messages:
+    fine = isinstance(value, list) and value and all(_is_message(message) for message in value)
+    if not fine:
+        raise ConfigError(
+            f"{place}: expected 'messages' to be a list such as "
+            f'[{{"role": "user", "content": "..."}}], got {str(value)[:80]}'
+        )
+    return value
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))

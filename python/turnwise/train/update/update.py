@@ -1,0 +1,216 @@
+"""Stage: one batch updates one policy: ppo epochs × minibatches, gradients accumulated over micro-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from turnwise.ops import PolicyLoss
+from turnwise.train.config.optimization import LossConfig, UpdateConfig
+from turnwise.train.model.micro_batch import MicroBatch, micro_batches, minibatches
+from turnwise.train.model.policy import Policy
+from turnwise.train.update.kl import adapted, coefficient
+from turnwise.train.update.loss import Loss
+from turnwise.types import TrainingBatch
+
+
+def update_policy(
+    policy: Policy,
+    batch: TrainingBatch,
+    update: UpdateConfig,
+    loss_config: LossConfig,
+    rng: np.random.Generator,
+    show: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, float]:
+    """Train ``policy`` on its rows of ``batch``; returns the metrics of all updates. No rows: no update, no metrics.
+
+    An update whose loss or gradient is not finite is skipped and counted. Raises ``FloatingPointError`` after more than
+    ``update.max_nonfinite_updates`` of them in a row. ``show(done, total)`` is told of each.
+    """
+    rows = rows_of(policy, batch)
+    if not policy.trainable or len(rows) == 0:
+        return {}
+    loss = Loss(loss_config, len(batch.actors), coefficient(policy, loss_config.kl))
+    log = UpdateLog(batch.actors)
+    recomputed = old_logprobs(policy, batch, rows, update) if update.old_logprobs == "recompute" else None
+    policy.model.train()
+    parts = [part for _ in range(update.ppo_epochs) for part in minibatches(batch, rows, update.num_minibatches, rng)]
+    for done, part in enumerate(parts, start=1):
+        cut = micro_batches(batch, part, update.micro_batch_tokens, trie_share=policy.trie_share)
+        micros = [micro.to(policy.device) for micro in cut]
+        olds = [m.rollout_logprobs_N if recomputed is None else recomputed[m.token_N] for m in micros]
+        accumulate(policy, micros, olds, loss, log)
+        if (norm := step_or_skip(policy, batch, micros, log, update.max_nonfinite_updates)) is None:
+            log.skip_step()
+        else:
+            log.add_step(norm)
+        show(done, len(parts))
+    metrics = log.result()
+    if loss.kl is not None and "kl" in metrics:
+        metrics["kl_coef"] = loss.kl_coef
+        policy.kl_coef = adapted(loss.kl_coef, metrics["kl"], len(rows), loss_config.kl)
+    return metrics
+
+
+def accumulate(policy: Policy, micros: list[MicroBatch], olds: list[Tensor], loss: Loss, log: UpdateLog) -> None:
+    """The gradient of one minibatch, micro-batch by micro-batch."""
+    normalizer = loss.normalizer(micros)
+    selected = select(policy, micros, olds, loss)
+    for micro, old_N, selected_N in zip(micros, olds, selected, strict=True):
+        logprobs_N, entropies_N = policy.logprobs(micro, entropy=True)
+        ref_N = policy.reference_logprobs(micro) if loss.reads_reference else None
+        out = loss(logprobs_N, micro, old_N, ref_N, normalizer, entropies_N=entropies_N, selected_N=selected_N)
+        out.loss.backward()
+        log.add_micro(out, micro, logprobs_N.detach())
+
+
+@torch.no_grad()
+def select(policy: Policy, micros: list[MicroBatch], olds: list[Tensor], loss: Loss) -> list[Tensor | None]:
+    """The tokens that the loss singles out of the minibatch, ``None`` each for a loss that singles out none.
+
+    They are chosen among all tokens of the minibatch, so with several micro-batches it takes a forward pass more.
+    """
+    if not loss.variant.selects:
+        return [None] * len(micros)
+    return [*loss.select(micros, [policy.logprobs(micro) for micro in micros], olds)]
+
+
+def step_or_skip(
+    policy: Policy, batch: TrainingBatch, micros: list[MicroBatch], log: UpdateLog, max_skipped: int
+) -> float | None:
+    """The optimizer's step and its gradient norm; ``None`` where loss or gradient is not finite: nothing moves then.
+
+    Raises ``FloatingPointError`` after more than ``max_skipped`` of those in a row, over the whole run, and at once
+    where the weights themselves are not finite.
+    """
+    try:
+        if not math.isfinite(log.current_loss):
+            policy.discard_gradient()
+            raise FloatingPointError(f"policy {policy.name!r}: loss is {log.current_loss} at update {policy.updates}")
+        norm = policy.step()
+    except FloatingPointError as error:
+        policy.check_finite(f"at update {policy.updates}")  # no later batch would do better
+        policy.skipped += 1
+        if policy.skipped > max_skipped:
+            raise FloatingPointError(
+                f"{error}; {policy.skipped} in a row, update.max_nonfinite_updates = {max_skipped}; "
+                f"{describe_bad_rows(batch, log.bad_tokens())}"
+            ) from None
+        return None
+    policy.skipped = 0
+    return norm
+
+
+def describe_bad_rows(batch: TrainingBatch, tokens: np.ndarray) -> str:
+    """The first rows with log-probs or advantages that are not finite; ``tokens`` are places in the batch's stream."""
+    rows = np.unique(np.searchsorted(batch.cu_seqlens, tokens, side="right") - 1)
+    if not len(rows):
+        return "the log-probs and advantages of all rows are finite"
+    described = [
+        f"row {row} (actor {batch.actors[batch.actor_index[row]]!r}, reward {batch.rewards[row]:g}, "
+        f"advantage {batch.advantages[row]:g})"
+        for row in rows[:3].tolist()
+    ]
+    return f"{len(rows)} rows are not finite: {', '.join(described)}{', ...' if len(rows) > 3 else ''}"
+
+
+def rows_of(policy: Policy, batch: TrainingBatch) -> np.ndarray:
+    """Indices ``[b]`` of the rows that ``policy`` sampled."""
+    if policy.name not in batch.policies:
+        return np.empty(0, dtype=np.int64)
+    return np.flatnonzero(batch.policy_index == batch.policies.index(policy.name))
+
+
+@torch.no_grad()
+def old_logprobs(policy: Policy, batch: TrainingBatch, rows: np.ndarray, update: UpdateConfig) -> Tensor:
+    """The trainer's own log-probs before the first update, one per token of the batch's stream (0 where none is)."""
+    policy.model.eval()  # as the sampler was: dropout must not stand in the ratio's denominator
+    old = torch.zeros(len(batch.token_ids), device=policy.device)
+    for micro in micro_batches(batch, rows, update.micro_batch_tokens, trie_share=policy.trie_share):
+        old[micro.token_N] = policy.logprobs(micro.to(policy.device))
+    return old
+
+
+class UpdateLog:
+    """Token-weighted means (and maxima) of what the micro-batches of one update stage measured; those of a skipped
+    update don't count."""
+
+    def __init__(self, actors: list[str]) -> None:
+        self.actors = actors
+        self.losses: list[float] = []
+        self.grad_norms: list[float] = []
+        self.skipped = 0
+        self.micros: list[tuple[int, np.ndarray, PolicyLoss]] = []
+        self.current: list[tuple[int, np.ndarray, PolicyLoss]] = []
+        self.current_loss = 0.0
+        self.mismatch: float | None = None
+        self.computed = self.tokens = 0
+        self._bad_tokens: list[np.ndarray] = []
+
+    def add_micro(self, out: PolicyLoss, micro: MicroBatch, logprobs_N: Tensor) -> None:
+        self.current_loss += float(out.loss.detach())
+        self.computed += micro.num_tokens
+        self.tokens += sum(micro.lengths)
+        trained = micro.mask_N.bool()
+        tokens_by_actor = torch.zeros(len(self.actors), dtype=torch.int64, device=trained.device).index_add_(
+            0, micro.actor_ids_B[micro.row_N], trained.long()
+        )
+        self.current.append((int(trained.sum()), tokens_by_actor.cpu().numpy(), out))
+        difference_N = (logprobs_N - micro.rollout_logprobs_N).abs()
+        bad_N = trained & ~(difference_N + micro.advantages_B[micro.row_N]).isfinite()
+        self._bad_tokens.append(micro.token_N[bad_N].cpu().numpy())
+        if not self.grad_norms:  # before the first step, sampler and trainer hold the same weights
+            difference = difference_N[trained & ~bad_N]
+            self.mismatch = max(self.mismatch or 0.0, float(difference.max()) if len(difference) else 0.0)
+
+    def bad_tokens(self) -> np.ndarray:
+        """Places in the batch's stream where the current update's log-probs or advantages are not finite."""
+        return np.concatenate(self._bad_tokens)
+
+    def add_step(self, grad_norm: float) -> None:
+        self.grad_norms.append(grad_norm)
+        self.losses.append(self.current_loss)
+        self.micros += self.current
+        self._begin()
+
+    def skip_step(self) -> None:
+        self.skipped += 1
+        self._begin()
+
+    def _begin(self) -> None:
+        self.current, self.current_loss, self._bad_tokens = [], 0.0, []
+
+    def result(self) -> dict[str, float]:
+        counts = {"updates": len(self.grad_norms), "skipped_updates": self.skipped}
+        if not self.grad_norms:
+            return {**counts}
+        metrics = {
+            "loss": float(np.mean(self.losses)),
+            "grad_norm": float(np.mean(self.grad_norms)),
+            **counts,
+            "sampler_trainer_logprob_max_diff": self.mismatch or 0.0,
+            "unique_token_share": self.computed / self.tokens,
+        }
+        tokens = np.array([count for count, _, _ in self.micros])
+        for name in self.micros[0][2].metrics:
+            metrics[name] = _reduce(name, np.array([float(out.metrics[name]) for *_, out in self.micros]), tokens)
+        actor_tokens = np.array([by_actor for _, by_actor, _ in self.micros])
+        for name in self.micros[0][2].actor_metrics:
+            values = np.array([out.actor_metrics[name].cpu().numpy() for *_, out in self.micros])
+            for i, actor in enumerate(self.actors):
+                if actor_tokens[:, i].any():
+                    metrics[f"{actor}/{name}"] = _reduce(name, values[:, i], actor_tokens[:, i])
+        return metrics
+
+
+def _reduce(name: str, values: np.ndarray, tokens: np.ndarray) -> float:
+    """Maxima stay maxima, counts add up, all else is a mean over tokens."""
+    if name.endswith("_max"):
+        return float(values[tokens > 0].max(initial=0.0))
+    if name == "tokens":
+        return float(values.sum())
+    return float((values * tokens).sum() / max(tokens.sum(), 1))

@@ -1,0 +1,164 @@
+"""Loads a configuration: types for overrides, and checks of keys that must fit together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+from pydantic import ValidationError
+
+from turnwise.credit import registry as credit_rules
+from turnwise.train.config.optimization import LossConfig
+from turnwise.train.config.policies import OptimizerConfig
+from turnwise.train.config.sampling import DEFAULT_CREDIT, CreditConfig
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import (
+    ConfigError,
+    explain_problem,
+    parse_settings,
+    raw_settings,
+    section_in,
+    set_value,
+    split_key,
+)
+from turnwise.train.update.loss import check_loss
+from turnwise.train.update.loss_types import find_loss
+from turnwise.utils.literals import literal
+from turnwise.utils.registry import import_by_name, option_types
+
+TaskTypes = Callable[[str], Any]
+"""Maps the name of a task to its class, as ``turnwise.tasks.task_type`` does."""
+
+
+def load_config(
+    path: str | Path | None,
+    overrides: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
+    *,
+    task_type: TaskTypes | None = None,
+) -> TrainConfig:
+    """Read a TOML file (``None``: defaults only) and apply dotted overrides such as ``("update.lr", "1e-4")``.
+
+    A file with ``extends = "other.toml"`` starts from that file. Text values of overrides are parsed by the type of
+    their key (:func:`turnwise.utils.literals.literal`). Options of a task, and of the credit rule that it names, have
+    types only where ``task_type`` finds its class. Raises :class:`ConfigError` naming the file, or every wrong key.
+    """
+    return _checked(read_config(path, overrides, task_type=task_type))
+
+
+def config_from_dict(data: Mapping[str, Any]) -> TrainConfig:
+    """Validate plain data; every problem becomes one line of a :class:`ConfigError`."""
+    return _checked(parse_settings(data))
+
+
+def _checked(config: TrainConfig) -> TrainConfig:
+    if problems := contradictions(config):
+        raise ConfigError("\n".join(problems))
+    return config
+
+
+def read_config(
+    path: str | Path | None,
+    overrides: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
+    *,
+    task_type: TaskTypes | None = None,
+    import_code: bool = True,
+) -> TrainConfig:
+    """:func:`load_config` without the check for :func:`contradictions`, for callers that report them with other errors.
+
+    Without ``import_code`` nothing is imported; options of ``"module:Name"`` then have no types.
+    """
+    data = raw_settings(path, overrides)
+    named = data if import_code else _without_code(data)
+    for key, value in dict(overrides).items():  # types of options are known only after all keys are set
+        if isinstance(value, str):
+            keys = split_key(key)
+            set_value(data, keys, literal(value, _expected_at(keys, named, task_type)))
+    return parse_settings(data)
+
+
+def contradictions(config: TrainConfig) -> list[str]:
+    """Describe, a line each, the keys of ``config`` that are valid alone and don't fit together."""
+    problems = []
+    for name in config.policies:
+        try:
+            config.optimizer_of(name)
+        except ValidationError as error:
+            at = ("policies", name, "optimizer")
+            problems += [explain_problem({**problem, "loc": (*at, *problem["loc"])}) for problem in error.errors()]
+    problems += [
+        f"config key 'policies.{name}': the name becomes that of files: expected letters, digits, '_', '-' and '.'"
+        for name in config.policies
+        if not re.fullmatch(r"\w[\w.-]*", name)
+    ]
+    correction, update = config.loss.importance_correction, config.update
+    if correction is not None and update.old_logprobs != "recompute":
+        problems.append(
+            "config key 'loss.importance_correction': the weights compare the trainer's log-probs with the "
+            "sampler's, so they need update.old_logprobs = 'recompute'"
+        )
+    if config.warm_start.min_reward is not None and config.warm_start.data is None:
+        problems.append("config key 'warm_start.min_reward': needs warm_start.data, recorded episodes to choose from")
+    if config.loss.kl.target is not None and not config.loss.kl.coef:
+        problems.append("config key 'loss.kl.target': needs loss.kl.coef > 0, the coefficient that it starts from")
+    problems += check_loss(config.loss)
+    if config.checkpoint.keep_best and not config.eval.every:
+        problems.append("config key 'checkpoint.keep_best' = True: needs eval.every > 0, as validation tells the best")
+    if config.checkpoint.save_running_episodes and config.loop.max_staleness:
+        problems.append("config key 'checkpoint.save_running_episodes' = True: needs loop.max_staleness = 0")
+    if config.loop.deterministic and config.rollout.client != "transformers":
+        problems.append(
+            "config key 'loop.deterministic' = True: vLLM takes requests in by the clock, so log-probs differ in their "
+            "last bits; use rollout.client = 'transformers'"
+        )
+    return problems
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Expected values of keys
+# ---------------------------------------------------------------------------------------------------------------------
+def _expected_at(keys: Sequence[str], data: Mapping[str, Any], task_type: TaskTypes | None) -> Any:
+    """Return the type of the value at ``keys``: of a section's field, or of an option of the class that it names.
+
+    ``Any`` where neither says it.
+    """
+    found: Any = TrainConfig
+    for place, key in enumerate(keys):
+        options = _options_at(tuple(keys[:place]), data, task_type)
+        if options is not None:
+            found = options.get(key, Any)
+        elif (section := section_in(found)) is not None and get_origin(found) is not dict:
+            found = option_types(section).get(key, Any)
+        else:
+            found = get_args(found)[-1] if get_origin(found) is dict else Any
+        if get_origin(found) is Annotated:
+            found = get_args(found)[0]
+    return found
+
+
+def _options_at(keys: tuple[str, ...], data: Mapping[str, Any], task_type: TaskTypes | None) -> dict[str, Any] | None:
+    """Return the types of the options in the table at ``keys``, by name; ``None`` for a section."""
+    task = str(data.get("task", TrainConfig().task))
+    if keys[:1] == ("policies",) and keys[2:] == ("optimizer",):
+        return option_types(OptimizerConfig)
+    try:
+        if keys == ("task_options",) and task_type is not None:
+            return option_types(task_type(task).options_type)
+        if keys == ("credit", "options"):
+            rule = str(data["credit"].get("rule", CreditConfig().rule))
+            if rule == "task":
+                rule = getattr(task_type and task_type(task), "credit_rule", DEFAULT_CREDIT)
+            return option_types(import_by_name(credit_rules, rule, "credit.rule"))
+        if keys == ("loss", "options"):
+            return option_types(find_loss(str(data["loss"].get("type", LossConfig().type))))
+    except ValueError:  # unknown task, rule or loss: its builder reports it
+        return {}
+    return None
+
+
+def _without_code(settings: Any) -> Any:
+    """Return ``settings`` without the names of code that would have to be imported."""
+    if isinstance(settings, dict):
+        return {key: _without_code(value) for key, value in settings.items()}
+    return "" if isinstance(settings, str) and ":" in settings else settings

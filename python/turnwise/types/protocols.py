@@ -1,0 +1,107 @@
+"""The protocols through which rooms call each other without importing each other."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from typing import Any, Protocol
+
+from turnwise.types.model_calls import InferenceClient, Messages, ModelResponse
+from turnwise.types.play import Actor, EpisodeRequest, GenerateResult
+from turnwise.types.training import CreditAssigner
+
+
+class ResponseCache(Protocol):
+    """Caches responses by request, for example a judge's answers."""
+
+    async def answer(
+        self, client: InferenceClient, key: Hashable, ask: Callable[[], Awaitable[ModelResponse]]
+    ) -> ModelResponse:
+        """Return the known response to ``key``, else the result of ``ask()``."""
+        ...
+
+
+class ArenaForHooks(Protocol):
+    """The part of an arena that episodes, reward functions and judges use."""
+
+    actors: dict[str, Actor]
+    """Actors by id."""
+    stores: dict[str, Any]
+    """Artifact stores by name."""
+    seed: int
+    """Seed of the whole run."""
+    is_evaluation: bool
+    """True in an evaluation view: nothing branches, nothing is written."""
+    check_private: bool
+    """Check that no actor sees another actor's private text."""
+    episode_checkpoints: Any
+    """Checkpoints of running episodes, or ``None``."""
+
+    async def call_model(
+        self,
+        actor_id: str | None,
+        prompt: str | Messages,
+        *,
+        policy: str | None = None,
+        record: bool = True,
+        cache: ResponseCache | None = None,
+        **sampling: Any,
+    ) -> ModelResponse:
+        """Sample one completion by ``actor_id``; ``None`` is a judge."""
+        ...
+
+    async def generate_rollouts(
+        self, requests: Sequence[EpisodeRequest], concurrency: int | None = None
+    ) -> list[GenerateResult]:
+        """Run episodes concurrently; one result each, in order."""
+        ...
+
+
+class ArenaRuntime(ArenaForHooks, Protocol):
+    """The part of an arena that runs requests: what the runner, group rewards and dynamic sampling use."""
+
+    client: InferenceClient
+    """Client that samples completions."""
+    episodes: dict[str, Any]
+    """Episodes by name."""
+    credit: CreditAssigner | None
+    """Credit rule, or ``None``."""
+    filters: Any
+    """Filters of the training batch (:class:`turnwise.samples.filters.Filters`)."""
+    retries: int
+    """Further attempts of a failed episode."""
+    max_context: int | None
+    """Length of the model's context in tokens."""
+    record_episodes: bool
+    """Record each top episode for replay."""
+    started: int
+    """Number of top episodes started so far."""
+    batches: int
+    """Number of training batches started so far."""
+
+    @property
+    def policies(self) -> list[str]:
+        """Names of the policies behind the actors."""
+        ...
+
+    def get_batch(self) -> Sequence[EpisodeRequest] | Awaitable[Sequence[EpisodeRequest]]:
+        """The requests of the next step."""
+        ...
+
+    def shape_rewards(self, results: Sequence[GenerateResult]) -> None:
+        """Apply length penalties, once per result."""
+        ...
+
+
+class OpponentAssignment(Protocol):
+    """Assigns other policies to seats of a batch, through ``EpisodeRequest.policies``, as a league does.
+
+    Its state is saved with the arena's, and restored with it when a drawn batch must be drawn again.
+    """
+
+    async def seat(self, requests: Sequence[EpisodeRequest]) -> Sequence[EpisodeRequest]:
+        """Return the requests to play instead of ``requests``; called once per training batch, in order."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

@@ -1,0 +1,150 @@
+"""Looks up the names in a configuration, and suggests the nearest known name for a mistyped one.
+
+``"module:Name"`` is code: importing the module runs it. A class is checked for its role before it is constructed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+import os
+import re
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_CODE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+"""A name that :func:`import_by_name` would import."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Suggest a known name: ``did you mean 'steps'?`` if one is close, else a list of all."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
+
+
+def import_by_name(registry: Mapping[str, Any], name: str, key: str) -> Any:
+    """Look ``name`` up in ``registry``, or import it if it is a ``"module:Name"``.
+
+    Python's path is searched first, the working folder last. Raises ``ValueError`` that names ``key``, the
+    configuration key whose value is ``name``.
+
+    Example: ``import_by_name({"grpo": GRPOCredit}, "my_rules:Mine", "credit.rule")`` is ``Mine`` in ``my_rules.py``.
+    """
+    if ":" not in name:
+        if name not in registry:
+            near = did_you_mean(name, registry)
+            raise ValueError(f"config key {key!r} = {name!r}: unknown; {near} (or 'module:Name' for your own)")
+        return registry[name]
+    module_name, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
+        raise ValueError(f"config key {key!r} = {name!r}: expected 'module:Name', for example 'my_rules:MyRule'")
+    # An installed script starts without the working folder on its path. It goes last, so that it hides no package.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        raise ValueError(f"config key {key!r} = {name!r}: {type(error).__name__}: {error}") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            names = [known for known in dir(found) if not known.startswith("_")]
+            raise ValueError(f"config key {key!r} = {name!r}: no {part!r} in it; {did_you_mean(part, names)}")
+        found = getattr(found, part)
+    return found
+
+
+def import_class(registry: Mapping[str, Any], name: str, key: str, *, methods: Iterable[str], like: str) -> Any:
+    """Look up a class with :func:`import_by_name`; a class that is not in ``registry`` must have all ``methods``.
+
+    ``like`` names a class that has them. Raises ``ValueError`` that names ``key``, before anything is constructed.
+    """
+    found = import_by_name(registry, name, key)
+    if ":" not in name:
+        return found
+    needed = list(methods)
+    missing = needed if not isinstance(found, type) else [each for each in needed if not defines(found, each)]
+    if missing:
+        lacks = f"{missing[0]!r} is missing" if isinstance(found, type) else f"it is a {type(found).__name__}"
+        raise ValueError(
+            f"config key {key!r} = {name!r}: expected a class with {', '.join(needed)}, such as a subclass of {like}; "
+            f"{lacks}"
+        )
+    return found
+
+
+def defines(kind: type, method: str) -> bool:
+    """Tell whether objects of class ``kind`` have ``method``. (``hasattr`` finds ``__call__`` on every class.)"""
+    return any(callable(vars(base).get(method)) for base in kind.__mro__)
+
+
+def code_in(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield ``(key, "module:Name")`` for each text in ``settings``, the data of a config, that can name code."""
+    if isinstance(settings, Mapping):
+        for name, value in settings.items():
+            below = f"{key}.{name}" if key else str(name)
+            if isinstance(name, str) and _CODE.fullmatch(name):
+                yield key, name
+            yield from code_in(value, below)
+    elif isinstance(settings, list | tuple):
+        for item in settings:
+            yield from code_in(item, key)
+    elif isinstance(settings, str) and _CODE.fullmatch(settings):
+        yield key, settings
+
+
+def announce_code(settings: Any, what: str = "is imported") -> None:
+    """Print to stderr which code a configuration's plain data can name, before any of it is imported."""
+    if named := [f"{key} = {name!r}" for key, name in code_in(settings)]:
+        print(f"turnwise: the config can name code, which {what} here: {', '.join(named)}", file=sys.stderr)
+
+
+def announce_code_of_run(run_dir: Path, what: str = "is imported") -> None:
+    """Call :func:`announce_code` on a run folder's config. Whoever reads the config reports a missing or broken one."""
+    with suppress(OSError, ValueError):
+        announce_code(tomllib.loads((run_dir / "config.toml").read_text(encoding="utf-8")), what)
+
+
+def build_with_options(factory: Any, options: Mapping[str, Any], key: str) -> Any:
+    """Return ``factory(**options)``; option names are checked against its signature, private ones (``_x``) are refused.
+
+    ``key`` is the configuration key of ``options``. Raises ``ValueError`` that names it.
+    """
+    if not callable(factory):
+        raise ValueError(f"config key {key!r}: {factory!r} is neither a class nor a function")
+    parameters = inspect.signature(factory).parameters.values()
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name[0] != "_"]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if not takes_any and (unknown := [name for name in options if name not in known]):
+        raise ValueError(f"unknown config key '{key}.{unknown[0]}'; {did_you_mean(unknown[0], known)}")
+    try:
+        return factory(**options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"config key {key!r} = {dict(options)!r}: {error}") from error
+
+
+def option_types(factory: Any) -> dict[str, Any]:
+    """Return the annotation of each option of ``factory``, by name.
+
+    ``Any`` stands for a missing annotation, and for one that only a type checker can read.
+    """
+    made = factory
+    while isinstance(made, functools.partial):
+        made = made.func
+    modules = [sys.modules.get(kind.__module__) for kind in getattr(made, "__mro__", (made,))]
+
+    def read(annotation: Any) -> Any:
+        if annotation is inspect.Parameter.empty:
+            return Any
+        for module in modules if isinstance(annotation, str) else ():
+            with suppress(Exception):  # what an annotation names may not be there at run time
+                return eval(annotation, dict(vars(module)))
+        return Any if isinstance(annotation, str) else annotation
+
+    return {name: read(parameter.annotation) for name, parameter in inspect.signature(factory).parameters.items()}

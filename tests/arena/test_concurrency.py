@@ -1,0 +1,156 @@
+"""The budget of model calls, and running side by side."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from turnwise.arena import BatchFailedError
+from turnwise.arena.runtime.concurrency import EpisodeCounter, FailureBudget, PrioritySemaphore, gather_or_cancel
+
+
+@pytest.mark.parametrize("limit", [1, 3, 50])
+def test_no_more_than_the_limit_at_once_and_all_get_through(limit):
+    budget, running, peak, served = PrioritySemaphore(limit), 0, 0, []
+
+    async def call(number):
+        nonlocal running, peak
+        async with budget.slot((number % 3,)):
+            running += 1
+            peak = max(peak, running)
+            for _ in range(1 + number % 4):
+                await asyncio.sleep(0)
+            running -= 1
+            served.append(number)
+
+    async def main():
+        await gather_or_cancel(call(number) for number in range(40))
+
+    asyncio.run(main())
+    assert peak == min(limit, 40) and sorted(served) == list(range(40)) and budget.in_use == 0
+
+
+def test_waiting_calls_are_served_in_order_then_first_come():
+    budget, served = PrioritySemaphore(1), []
+
+    async def call(name, order):
+        async with budget.slot(order):
+            served.append(name)
+            await asyncio.sleep(0)
+
+    async def main():
+        await gather_or_cancel(
+            call(name, order) for name, order in [("first", (9,)), ("b", (1,)), ("c", (1,)), ("a", (0,)), ("d", (2,))]
+        )
+
+    asyncio.run(main())
+    assert served == ["first", "a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("ticks", range(6))
+def test_cancellation_at_any_moment_loses_no_slot(ticks):
+    budget = PrioritySemaphore(1)
+
+    async def call(ticks):
+        async with budget.slot((0,)):
+            for _ in range(ticks):
+                await asyncio.sleep(0)
+
+    async def main():
+        tasks = [asyncio.create_task(call(2)) for _ in range(3)]
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        tasks[1].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        async with asyncio.timeout(1):
+            await call(1)
+
+    asyncio.run(main())
+    assert budget.in_use == 0
+
+
+def test_one_budget_serves_several_event_loops():
+    budget = PrioritySemaphore(1)
+
+    async def abandoned():
+        async def wait():
+            async with budget.slot((0,)):
+                await asyncio.sleep(60)
+
+        tasks = [asyncio.create_task(wait()) for _ in range(3)]
+        await asyncio.sleep(0)
+        return tasks  # the loop ends with one task in its slot and two waiting
+
+    async def again():
+        async with asyncio.timeout(1), budget.slot((5,)):
+            return "served"
+
+    asyncio.run(abandoned())
+    assert asyncio.run(again()) == asyncio.run(again()) == "served"
+
+
+def test_run_all_raises_the_first_exception_and_leaves_nothing_running():
+    ended = []
+
+    async def slow():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("slow")
+
+    async def broken():
+        await asyncio.sleep(0)
+        raise KeyError("first")
+
+    async def main():
+        with pytest.raises(KeyError, match="first"):
+            await gather_or_cancel([slow(), broken(), slow()])
+        return len(asyncio.all_tasks())
+
+    assert asyncio.run(main()) == 1 and ended == ["slow", "slow"]
+
+
+@pytest.mark.parametrize(("total", "threshold", "allowed"), [(4, 0.5, 2), (4, 0.0, 0), (4, 1.0, 4), (3, 0.5, 1)])
+def test_the_failure_after_the_last_allowed_one_raises(total, threshold, allowed):
+    failures = FailureBudget(total, threshold)
+    for number in range(allowed):
+        failures.add(f"traceback {number}")
+    if allowed < total:
+        with pytest.raises(BatchFailedError, match=f"{allowed + 1} of {total} episodes failed.*\n.*traceback 0"):
+            failures.add("traceback 0")
+
+
+def test_a_budget_needs_a_slot():
+    with pytest.raises(ValueError, match="max_concurrency=0"):
+        PrioritySemaphore(0)
+
+
+def test_episodes_under_way_are_counted_over_all_batches():
+    shown: list[tuple[int, int]] = []
+    count = EpisodeCounter()
+    with count.batch(2) as ended:
+        ended()  # nobody is watching yet
+        count.show = lambda ended, asked: shown.append((ended, asked))
+        with count.batch(3) as other:
+            other()
+        ended()
+    with count.batch(1) as ended:
+        ended()
+    assert shown == [(2, 5), (2, 2), (1, 1)]
+    assert (count.ended, count.asked) == (0, 0)
+
+
+async def test_run_all_tells_of_every_end():
+    ends: list[int] = []
+
+    async def work(fails: bool) -> None:
+        await asyncio.sleep(0)
+        if fails:
+            raise RuntimeError("boom")
+
+    await gather_or_cancel([work(False), work(False)], lambda: ends.append(1))
+    assert len(ends) == 2
+    with pytest.raises(RuntimeError, match="boom"):
+        await gather_or_cancel([work(True), work(False), work(False)], lambda: ends.append(1))
+    assert len(ends) == 5

@@ -1,0 +1,226 @@
+"""A run that was killed in the middle of a tree goes on there, and ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import random
+import threading
+
+import pytest
+
+from turnwise.arena import EpisodeCheckpoints, Filters, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
+from turnwise.credit import GRPOCredit
+from turnwise.state import ForkableMixin, to_python
+from turnwise.types import EpisodeRequest
+
+
+class KilledError(BaseException):
+    """Nothing in the arena catches it, as nothing catches a kill."""
+
+
+class World(ForkableMixin):
+    def __init__(self):
+        self.cells, self.rng = [[0] * 4 for _ in range(4)], random.Random(4)
+
+
+class Ask(SingleTurnEpisode):
+    episode_type = "ask"
+    rubric = Rubric([lambda completion: float(completion)])
+
+    def get_prompt(self, artifact):
+        return f"Ask {artifact}"
+
+
+class Game(MultiTurnEpisode):
+    """Keeps containers that share, an object and luck in its data, and spawns an episode in each branch."""
+
+    episode_type = "game"
+    actors = ("a", "b")
+    max_turns = 4
+    rubric = Rubric([lambda extras: float(len(extras["log"]))])
+
+    def setup(self, state, arena, artifact):
+        state.data = {"log": [], "world": World()}
+        state.data["same"] = state.data["log"]
+
+    def get_prompt(self, artifact):
+        return "Go."
+
+    async def env_response(self, state, arena, artifact):
+        data = state.data
+        data["same"].append([state.last_completion_text, self.rng.random()])
+        data["world"].cells[int(state.last_completion_text) % 4][data["world"].rng.randrange(4)] += 1
+        if state.turn % 2:
+            [child] = await arena.generate_rollouts([EpisodeRequest("ask", state.last_completion_text)])
+            data["log"].append(child.rollout.rewards["solver"])
+        return str(len(data["log"]))
+
+    def step_reward(self, state, arena, artifact):
+        return float(state.trajectory[-1].completion)
+
+    def get_extras(self, state):
+        return {"log": state.data["log"], "cells": to_python(state.data["world"].cells)}
+
+
+def game(make_arena, reply=None, sampler=None, **options):
+    arena = make_arena(reply, actors=("a", "b", "solver"), seed=5, **options)
+    arena.add_episode(Game(sampler=sampler or TreeSampler(branches=3)))
+    arena.add_episode(Ask())
+    return arena
+
+
+def play(arena, count=2):
+    requests = [EpisodeRequest("game", f"q{number}") for number in range(count)]
+    if arena.is_evaluation:
+        return asyncio.run(arena.generate_rollouts(requests))
+    arena.source = lambda: requests
+    return asyncio.run(arena.sample())
+
+
+def killed_after(calls):
+    made = iter(range(10**6))
+
+    def reply(prompt, request):
+        if next(made) >= calls:
+            raise KilledError
+        return str((request.sampling.seed or 0) % 10)
+
+    return reply
+
+
+def mixed():
+    return TreeSampler(branches=3, select="mixed", best_share=(1.0, 0.0), share_steps=9)
+
+
+@pytest.mark.parametrize("sampler", [None, mixed], ids=["best", "mixed"])
+@pytest.mark.parametrize("calls", [1, 7, 20, 33, 50, 61])
+def test_a_killed_run_resumes_in_the_middle_of_a_tree(make_arena, tmp_path, calls, sampler):
+    def arena_of(reply=None):
+        arena = game(make_arena, reply, sampler=sampler and sampler())
+        arena.batches = 4  # the middle of the run
+        return arena
+
+    whole = arena_of()
+    expected = play(whole)
+    total = len(whole.client.requests)
+    if sampler:
+        assert {step.info.get("selected_by") for step in expected[0].rollout.steps} == {None, "best", "draw"}
+    first = arena_of(killed_after(calls))
+    first.episode_checkpoints = EpisodeCheckpoints(tmp_path)
+    with pytest.raises(KilledError):
+        play(first)
+    second = arena_of()
+    second.episode_checkpoints = EpisodeCheckpoints(tmp_path)
+    results = play(second)
+    assert [result.rollout for result in results] == [result.rollout for result in expected]
+    assert [len(result.children) for result in results] == [len(result.children) for result in expected]
+    asked = len(second.client.requests)
+    assert asked < total if calls >= 20 else asked <= total
+    if calls >= 50:
+        assert asked <= total - calls + 24, "at most one node of each episode is asked for again"
+
+
+def test_a_finished_batch_is_not_played_again_and_an_earlier_one_is_forgotten(make_arena, tmp_path):
+    arena = game(make_arena)
+    arena.episode_checkpoints = EpisodeCheckpoints(tmp_path)
+    expected = play(arena)
+    again = game(make_arena)
+    again.episode_checkpoints = EpisodeCheckpoints(tmp_path)
+    assert [result.rollout for result in play(again)] == [result.rollout for result in expected]
+    assert len(again.client.requests) == 0
+    assert {path.name[:3] for path in tmp_path.glob("*.episode")} == {"e0-", "e1-"}
+    play(again, 1)
+    assert {path.name[:3] for path in tmp_path.glob("*.episode")} == {"e2-"}
+
+
+def test_a_batch_killed_in_its_second_draw_keeps_the_first(make_arena, tmp_path):
+    """Every answer is right, so no question says anything, and the batch draws again."""
+
+    def all_right(kill_at):
+        made = iter(range(10**6))
+
+        def reply(prompt, request):
+            if next(made) == kill_at:
+                raise KilledError
+            return "1"
+
+        arena = game(make_arena, reply, credit=GRPOCredit(), filters=Filters(dynamic_sampling_rounds=1))
+        arena.episode_checkpoints = EpisodeCheckpoints(tmp_path)
+        return arena
+
+    with pytest.raises(KilledError):
+        play(all_right(kill_at=100))  # of 72 in each draw
+    resumed = all_right(kill_at=None)
+    results = play(resumed)
+    assert [result.rollout.id for result in results] == ["e0", "e1", "e2", "e3"]
+    assert len(resumed.client.requests) <= 144 - 100 + 24
+
+
+def test_other_weights_or_another_seed_start_anew(make_arena, tmp_path):
+    arena = game(make_arena)
+    arena.episode_checkpoints = EpisodeCheckpoints(tmp_path)
+    play(arena)
+    newer = game(make_arena)
+    newer.client.served = 8
+    newer.episode_checkpoints = EpisodeCheckpoints(tmp_path)
+    play(newer)
+    assert len(newer.client.requests) == len(arena.client.requests)
+
+
+def test_evaluation_leaves_no_progress(make_arena, tmp_path):
+    arena = game(make_arena)
+    arena.episode_checkpoints = EpisodeCheckpoints(tmp_path)
+    play(arena.evaluation())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_saved_or_read_is_named(make_arena, tmp_path):
+    class Locked(Game):
+        def setup(self, state, arena, artifact):
+            super().setup(state, arena, artifact)
+            state.data = {**state.data, "lock": threading.Lock()}
+
+    arena = make_arena(actors=("a", "b", "solver"), failure_threshold=1.0)
+    arena.add_episode(Locked())
+    arena.add_episode(Ask())
+    arena.episode_checkpoints = EpisodeCheckpoints(tmp_path)
+    [result] = play(arena, 1)
+    assert "the data of episode 'e0' can't be saved on the way" in result.rollout.error
+    assert list(tmp_path.iterdir()) == []
+    arena = game(make_arena, failure_threshold=1.0)
+    arena.episode_checkpoints = EpisodeCheckpoints(tmp_path)
+    play(arena, 1)
+    [path] = tmp_path.glob("e0-*")
+    whole, evil = path.read_bytes(), pickle.dumps(Evil(tmp_path / "made"))
+    for content in (whole[:50], whole.replace(b"a", b"b", 1), evil):
+        path.write_bytes(content)
+        arena = game(make_arena, failure_threshold=1.0)
+        arena.episode_checkpoints = EpisodeCheckpoints(tmp_path)
+        [result] = play(arena, 1)
+        assert f"{path}: no progress of an episode can be read from it (its SHA-256 is not" in result.rollout.error
+    assert not (tmp_path / "made").exists(), "what the manifest does not list is not unpickled"
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_kill_between_manifest_and_file_loses_one_turn_alone(make_arena, tmp_path):
+    arena = game(make_arena)
+    arena.episode_checkpoints = EpisodeCheckpoints(tmp_path)
+    expected = [result.rollout for result in play(arena)]
+    with (tmp_path / "manifest.jsonl").open("a") as file:
+        file.write('{"file": "' + next(tmp_path.glob("e0-*")).name + '", "sha256": "new"}\n{"file": "e0')
+    again = game(make_arena)
+    again.episode_checkpoints = EpisodeCheckpoints(tmp_path)
+    assert [result.rollout for result in play(again)] == expected and len(again.client.requests) == 0
+    again.episode_checkpoints.drop_before(10**6)
+    assert list(tmp_path.iterdir()) == [], "the manifest goes with the last file"

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import base64
+import enum
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import typing
+
+import numpy as np
+import pytest
+
+from turnwise.arena.recording.lossless_json import (
+    UnserializableValueError,
+    UntrustedValueError,
+    decode,
+    encode,
+    unpickle,
+)
+from turnwise.state import forkable
+from turnwise.types import Artifact, Sampling
+
+
+class Point:
+    """Neither a dataclass nor JSON."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __eq__(self, other):
+        return type(other) is Point and self.x == other.x
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        3,
+        0.1 + 0.2,
+        float("inf"),
+        "text",
+        (1, (2, "x")),
+        [(1,), []],
+        {"a": (1, 2), "b": {"c": None}},
+        {1: "one", (2, 3): [4]},
+        {"$tuple": [1]},
+        {"$map": 1, "other": 2},
+        {1, 2},
+        b"bytes",
+        Artifact("q", {"cells": (1, 2)}, weight=0.5),
+        Sampling(stop_token_ids=(1, 2)),
+        ValueError("message", 3),
+        Point(5),
+    ],
+)
+def test_values_come_back_equal_and_of_their_types(value):
+    plain = json.loads(json.dumps(encode(value)))
+    if isinstance(value, Point):
+        with pytest.raises(UntrustedValueError, match=r"it names .*Point, which is none of the types"):
+            decode(plain)
+    back = decode(plain, allow_pickle=isinstance(value, Point))
+    assert type(back) is type(value)
+    assert (back.args if isinstance(value, ValueError) else back) == (
+        value.args if isinstance(value, ValueError) else value
+    )
+
+
+def test_arrays_and_what_lies_in_a_state():
+    assert decode(encode(np.arange(3))).tolist() == [0, 1, 2]
+    assert encode(forkable({"grid": [[1], [2]]})) == {"grid": [[1], [2]]}
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Place(typing.NamedTuple):
+    row: int
+
+
+def test_data_classes_come_back_from_pickles():
+    value = {Colour.RED: [Place(3), Artifact("q", (1, 2))], "error": KeyError("x"), "array": np.float32(2)}
+    assert repr(unpickle(pickle.dumps(value))) == repr(value)
+
+
+@pytest.mark.parametrize(
+    ("pickled", "message"),
+    [
+        (b"N}X\x08\0\0\0tamperedK\x01s\x86b", "it changes <class"),  # (None, {"tampered": 1}) is set on the class
+        (b"X\x01\0\0\0KX\x03\0\0\0a b\x86R", "it makes a class of its own"),  # Enum("K", "a b")
+    ],
+)
+def test_what_is_read_changes_no_class_and_makes_none(pickled, message):
+    kind = f"c{__name__}\nPlace\n" if b"tampered" in pickled else "cenum\nEnum\n"
+    with pytest.raises(UntrustedValueError, match=message):
+        unpickle(b"\x80\x04" + kind.encode() + pickled + b".")
+    assert not hasattr(Place, "tampered")
+
+
+class Evil:
+    """What it names is called when it is unpickled."""
+
+    def __init__(self, call, *arguments):
+        self.call = call, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+def test_what_is_read_runs_no_code_and_imports_nothing(tmp_path, monkeypatch):
+    (tmp_path / "not_imported_yet.py").write_text("import pathlib\npathlib.Path('made').touch()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    popen = {"args": ["touch", "made"]}
+    for plain in (
+        {"$dataclass": ["subprocess:Popen", popen]},
+        {"$dataclass": ["not_imported_yet:X", {}]},
+        {"$dataclass": ["os:system", {"command": "touch made"}]},
+        {"$pickle": base64.b64encode(pickle.dumps(Evil(os.system, "touch made"))).decode()},
+        {"$pickle": base64.b64encode(pickle.dumps(Evil(subprocess.Popen, ["touch", "made"]))).decode()},
+        {"$pickle": base64.b64encode(b"cnot_imported_yet\nX\n.").decode()},
+        [{"a": {"$tuple": [{"$dataclass": ["subprocess:Popen", popen]}]}}],
+    ):
+        with pytest.raises(UntrustedValueError, match="it names"):
+            decode(plain)
+    assert "not_imported_yet" not in sys.modules and not (tmp_path / "made").exists()
+    decode({"$pickle": base64.b64encode(pickle.dumps(Evil(os.system, "touch made"))).decode()}, allow_pickle=True)
+    assert (tmp_path / "made").exists()
+
+
+def test_what_cannot_be_kept_says_so_when_it_is_asked_for_and_not_before():
+    plain = encode({"lock": threading.Lock(), "fine": 1})
+    assert plain["fine"] == 1
+    with pytest.raises(UnserializableValueError, match=r"lock.* could not be recorded"):
+        decode(plain)

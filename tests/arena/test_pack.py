@@ -1,0 +1,304 @@
+"""Results to rows: the packed columns, the filters and what they count."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from turnwise.arena import Filters, drop_stale, pack, select
+from turnwise.samples.collect import collect_samples
+from turnwise.samples.pack import describe, pack_rows, penalize, training_rows
+from turnwise.types import GenerateResult, Rollout, Sample, Step
+
+
+def step(actor="a", completion=(5, 6, 0), **changes):
+    tokens = list(completion)
+    fields = {
+        "reward": 1.0,
+        "info": {"temperature": 0.7},
+        "policy_versions": [(1, 4), (len(tokens) - 1, 3)],
+        "finish_reason": "stop",
+    } | changes
+    logprobs = [-0.25 * (index + 1) for index in range(len(tokens))]
+    return Step(actor, 0, [], "", [1, 2], tokens, logprobs, **fields)
+
+
+def result(*steps, id="r", rewards=None, error=None, **options):
+    rollout = Rollout(id, "e", "q", steps=list(steps), rewards=rewards or {}, error=error)
+    return GenerateResult(rollout, group_id="q", **options)
+
+
+def packed(*results, **filters):
+    for number, sample in enumerate(collect_samples(results)):
+        steps = {top.rollout.id: top.rollout.steps for top in results}[sample.rollout_id]
+        steps[sample.step_index].advantage = float(number)
+    rows, drops = training_rows(results, Filters(drop_zero_advantage=False, **filters))
+    return pack_rows(rows, drops, {})
+
+
+def test_columns_of_the_packed_batch():
+    batch = packed(
+        result(step(), step("b", (7, 0), policy="small", reward=0.5), id="r1"),
+        result(step("b", (8, 9), policy="small", finish_reason="length"), id="r2"),
+    )
+    assert batch.token_ids.tolist() == [1, 2, 5, 6, 0, 1, 2, 7, 0, 1, 2, 8, 9]
+    assert batch.cu_seqlens.tolist() == [0, 5, 9, 13]
+    assert batch.loss_mask.tolist() == [0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1], "the stop token 0 trains"
+    assert batch.rollout_logprobs.tolist() == [0, 0, -0.25, -0.5, -0.75, 0, 0, -0.25, -0.5, 0, 0, -0.25, -0.5]
+    assert batch.actors == ["a", "b"] and batch.actor_index.tolist() == [0, 1, 1]
+    assert batch.policies == ["default", "small"] and batch.policy_index.tolist() == [0, 1, 1]
+    assert batch.min_version.tolist() == [3, 3, 3]
+    assert batch.rewards.tolist() == [1.0, 0.5, 1.0]
+    assert batch.temperatures == pytest.approx([0.7] * 3)
+    columns = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
+    kinds = {name: column.dtype for name, column in columns.items() if isinstance(column, np.ndarray)}
+    assert kinds == {
+        "token_ids": np.int64,
+        "cu_seqlens": np.int64,
+        "loss_mask": np.uint8,
+        "rollout_logprobs": np.float32,
+        "advantages": np.float32,
+        "rewards": np.float32,
+        "temperatures": np.float32,
+        "actor_index": np.int64,
+        "policy_index": np.int64,
+        "min_version": np.int64,
+    }
+
+
+def test_no_samples_make_an_empty_batch_of_the_right_types():
+    batch = pack([], {("a", "failed"): 2}, {})
+    assert len(batch) == 0 and batch.cu_seqlens.tolist() == [0]
+    assert batch.token_ids.dtype == np.int64 and batch.rewards.shape == (0,) and batch.dropped == {"failed": 2}
+
+
+def test_each_call_that_is_no_row_is_counted_once_by_its_reason():
+    dropped_by_rubric = result(step(), id="r5", is_trainable=False)
+    dropped_by_rubric.rollout.meta["dropped"] = "judge down"
+    batch = packed(
+        result(step(), step(None), id="r1"),
+        result(step(), step(), id="r2", error="Traceback"),
+        result(step(), id="r3", is_trainable=False),
+        result(step(finish_reason="abort"), step(trainable=False), id="r4"),
+        dropped_by_rubric,
+        result(step(trainable=False, info={"error": "call failed"}), id="r6"),
+    )
+    assert len(batch) == 1
+    assert batch.dropped == {"failed": 3, "not_trainable": 2, "aborted": 1, "reward_error": 1}
+
+
+def test_truncated_rows_are_dropped_only_if_asked():
+    results = [result(step(finish_reason="length"), step(), id="r")]
+    assert len(packed(*results)) == 2 and packed(*results).dropped == {}
+    batch = packed(*results, drop_truncated=True)
+    assert len(batch) == 1 and batch.dropped == {"truncated": 1} and batch.drops == {("a", "truncated"): 1}
+
+
+def test_each_dropped_row_has_one_cause():
+    """Prompts of 2 and completions of 1 to 5; the fourth is tied, the fifth truncated, tied and too long at once."""
+    results = [result(step(completion=range(length + 1)), id=f"r{length}") for length in range(5)]
+    samples = collect_samples(results)
+    for sample in samples:
+        sample.advantage = float(sample.rollout_id not in ("r3", "r4"))
+    samples[4].finish_reason = "length"
+    filters = Filters(max_length=4, drop_truncated=True)
+    assert filters.causes(samples) == [None, None, "max_length", "zero_advantage", "truncated"]
+    told = {id(samples[3]): "equal_rewards"}
+    assert filters.causes(samples, told) == [None, None, "max_length", "equal_rewards", "truncated"]
+    with pytest.raises(ValueError, match="max_length=1"):
+        Filters(max_length=1)
+    with pytest.raises(ValueError, match="dynamic_sampling_rounds=-1"):
+        Filters(dynamic_sampling_rounds=-1)
+
+
+def mixed_batch():
+    """Rows of 5, 4 and 3 tokens by ``default``, ``small`` and ``default``, whose oldest weights are 3, 5 and 4."""
+    return packed(
+        result(step(), id="r1"),
+        result(step("b", (7, 0), policy="small", policy_versions=[(2, 5)]), id="r2"),
+        result(step(completion=(9,), policy_versions=[(1, 4)]), id="r3"),
+    )
+
+
+def test_selected_rows_are_what_packing_them_alone_gives():
+    batch = mixed_batch()
+    for rows, order in (([2, 0], [2, 0]), (np.array([True, False, True]), [0, 2]), ([], []), ([0, 1, 2], [0, 1, 2])):
+        chosen = select(batch, rows)
+        assert len(chosen) == len(order) and chosen.actors == ["a", "b"] and chosen.policies == ["default", "small"]
+        assert chosen.advantages.tolist() == [float(row) for row in order]
+        assert [chosen.policy_index.tolist(), chosen.min_version.tolist()] == [
+            [batch.policy_index[row] for row in order],
+            [batch.min_version[row] for row in order],
+        ]
+        for new, row in enumerate(order):
+            own, before = (slice(*b.cu_seqlens[r : r + 2]) for b, r in ((chosen, new), (batch, row)))
+            for name in ("token_ids", "loss_mask", "rollout_logprobs"):
+                assert getattr(chosen, name)[own].tolist() == getattr(batch, name)[before].tolist()
+        for name in batch.__dataclass_fields__:
+            column = getattr(batch, name)
+            assert not isinstance(column, np.ndarray) or getattr(chosen, name).dtype == column.dtype, name
+
+
+def test_stale_rows_leave_by_the_bound_of_their_own_policy():
+    batch = mixed_batch()
+    batch.drops["a", "stale"] = 1
+    kept = drop_stale(batch, {"default": 4, "small": 5})
+    assert kept.min_version.tolist() == [5, 4] and kept.dropped == {"stale": 2} and batch.dropped == {"stale": 1}
+    both = drop_stale(batch, {"default": 4, "small": 6})
+    assert both.drops == {("a", "stale"): 2, ("b", "stale"): 1} and both.dropped == {"stale": 3}
+    assert drop_stale(batch, {"default": 3}) is batch, "small has no bound"
+    assert len(drop_stale(batch, {"default": 5, "small": 6})) == 0
+
+
+def test_rewards_of_the_step_and_of_the_trajectory():
+    samples = collect_samples([result(step(reward=0.25), step(reward=None), rewards={"a": 2.0})])
+    assert [(sample.reward, sample.trajectory_reward) for sample in samples] == [(0.25, 2.0), (2.0, 2.0)]
+    samples = collect_samples([result(step(reward=0.25))])
+    assert samples[0].trajectory_reward == 0.25
+
+
+def sample_of(**changes):
+    sample = Sample("q", "e", "a", 0, 0, None, "r", 3, "default", [1], [5, 6], [-1.0, -1.0], [(2, 0)], 1.0, 1.0, 0.5)
+    return replace(sample, **changes)
+
+
+def test_a_sample_may_bring_its_own_mask():
+    for mask in ([0, 1], (False, True), np.array([0.0, 1.0]), [0, np.int8(1)]):
+        batch = pack([sample_of(), sample_of(loss_mask=mask), sample_of()], {}, {})
+        assert batch.loss_mask.tolist() == [0, 1, 1, 0, 0, 1, 0, 1, 1] and batch.loss_mask.dtype == np.uint8
+    for wrong in ([1], [], [0, 1, 1], 1, [[0, 1]]):
+        with pytest.raises(ValueError, match=r"step 3 of rollout 'r': .* 2 completion tokens.*, loss_mask of "):
+            pack([sample_of(loss_mask=wrong)], {}, {})
+    for wrong in ([0, 2], [0, 0.5], [0, None], [float("nan"), 1], [0, -1], "01"):
+        with pytest.raises(ValueError, match=r"step 3 of rollout 'r': .*loss_mask"):
+            pack([sample_of(loss_mask=wrong)], {}, {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "problem"),
+    [
+        ({"prompt_token_ids": [1, None]}, TypeError, r"prompt_token_ids\[1\]=None: expected a token id"),
+        ({"completion_token_ids": [5, 6.0]}, TypeError, r"completion_token_ids\[1\]=6.0: expected a token id"),
+        ({"completion_token_ids": [-5, 6]}, ValueError, r"completion_token_ids\[0\]=-5: expected a token id"),
+        ({"prompt_token_ids": None}, TypeError, "prompt_token_ids=None: expected a list"),
+        ({"rollout_logprobs": [-1.0, None]}, TypeError, r"logprobs\[1\]=None: expected a log-probability"),
+        ({"rollout_logprobs": [float("nan"), -1.0]}, ValueError, r"logprobs\[0\]=nan: expected a log-probability"),
+        ({"rollout_logprobs": [-1.0]}, ValueError, "got 2 completion tokens, 1 log-probabilities"),
+    ],
+)
+def test_a_step_that_can_not_be_packed_is_named(changes, error, problem):
+    with pytest.raises(error, match=f"^step 3 of rollout 'r': .*{problem}"):
+        pack([sample_of(rollout_id="fine"), sample_of(**changes)], {}, {})
+
+
+def random_results(rng, depth=2):
+    """Episodes of all kinds of steps, some with children of the same kind."""
+    results = []
+    for number in range(rng.randrange(5)):
+        steps = [
+            step(
+                rng.choice(("a", "b", None)),
+                [rng.randrange(9) for _ in range(rng.randrange(4))] or (5,),
+                policy=rng.choice(("default", "small")),
+                reward=rng.choice((None, 0.0, rng.random())),
+                advantage=rng.choice((0.0, rng.random())),
+                finish_reason=rng.choice(("stop", "stop", "length", "abort")),
+                trainable=rng.random() < 0.9,
+                info=rng.choice(({}, {"temperature": 0.5}, {"error": "no answer"})),
+            )
+            for _ in range(rng.randrange(5))
+        ]
+        for one in steps:
+            if rng.random() < 0.2:
+                one.completion_token_ids, one.completion_logprobs = [], []
+            elif rng.random() < 0.3:
+                one.info["loss_mask"] = [rng.randrange(2) for _ in one.completion_token_ids]
+        options = {"error": "Traceback"} if rng.random() < 0.1 else {"is_trainable": rng.random() < 0.9}
+        name, rewards = f"r{depth}-{number}-{rng.random()}", {"a": rng.random(), "b": 1}
+        below = random_results(rng, depth - 1) if depth else []
+        results.append(result(*steps, id=name, rewards=rewards, children=below, **options))
+    return results
+
+
+def test_rows_are_what_packing_the_samples_gives():
+    """Batches are packed from steps, without the samples that credit rules see: both ways must agree."""
+    seed = random.randrange(2**32)
+    rng = random.Random(seed)
+    print("seed", seed)
+    for _ in range(60):
+        results = random_results(rng)
+        filters = Filters(
+            drop_truncated=rng.random() < 0.5,
+            drop_zero_advantage=rng.random() < 0.5,
+            max_length=rng.choice((None, 4)),
+        )
+        samples = collect_samples(results)
+        causes = filters.causes(samples)
+        rows, drops = training_rows(results, filters)
+        expected = pack([sample for sample, cause in zip(samples, causes, strict=True) if cause is None], drops, {})
+        assert_same(pack_rows(rows, drops, {}), expected)
+        assert Counter(causes) <= Counter({**expected.dropped, None: len(expected)})
+        calls = [s for top in results for n in top.walk() for s in n.rollout.steps if s.actor_id is not None]
+        assert len(rows.calls) + sum(drops.values()) == len(calls), "each call is a row or is counted once"
+
+
+def assert_same(batch, expected):
+    for name in batch.__dataclass_fields__:
+        ours, other = getattr(batch, name), getattr(expected, name)
+        if isinstance(other, np.ndarray):
+            assert ours.dtype == other.dtype, name
+            np.testing.assert_array_equal(ours, other, name)
+        else:
+            assert ours == other, name
+
+
+def test_rows_name_the_step_that_is_wrong():
+    def wrong(problem, error, **changes):
+        bad = step(**({"advantage": 1.0} | changes))
+        results = [result(step(advantage=1.0), id="fine"), result(step(None), bad, id="here")]
+        with pytest.raises(error, match=f"^step 1 of rollout 'here'.*{problem}"):
+            pack_rows(training_rows(results, Filters())[0], {}, {})
+
+    wrong("has no advantage: call assign_credit", ValueError, advantage=None)
+    wrong(r"completion_token_ids\[1\]=None: expected a token id", TypeError, completion=(5, None))
+    wrong(r"completion_token_ids\[2\]=4294967296: expected a token id", ValueError, completion=(5, 6, 2**32))
+    wrong("loss_mask=.*: expected 0 or 1", ValueError, info={"loss_mask": [0, 1, 2]})
+
+
+def test_describe_leaves_failed_episodes_out_of_means_and_in_the_token_count():
+    parent = result(step(), rewards={"a": 1.0}, children=[result(step(), id="c", rewards={"a": 0.0})])
+    failed = result(step("a", (1, 2, 3, 4)), id="f", rewards={"a": 9.0}, error="Traceback")
+    numbers = describe([parent, failed])
+    assert numbers["episodes"] == 3 and numbers["episodes/failed"] == 1
+    assert numbers["reward/a"] == 0.5 and numbers["sampled_tokens"] == 10
+    assert numbers["completion_tokens/a"] == pytest.approx(10 / 3)
+
+
+def test_describe_tells_cut_episodes_from_truncated_calls():
+    """Of four that tell how they ended one failed; of the other three one was cut: a third."""
+
+    def ended(how, id, *steps, **options):
+        told = result(*steps, id=id, **options)
+        told.rollout.meta["ended"] = how
+        return told
+
+    nested = [ended("max_turns", "cut", step()), result(step(), id="one turn")]
+    over = ended("done", "over", step(), step(finish_reason="length"), children=nested)
+    numbers = describe([over, ended("done", "too", step()), ended("max_turns", "f", error="Traceback")])
+    assert numbers["ended/max_turns"] == 1 / 3 and numbers["truncated/a"] == 1 / 5
+    assert describe([ended("done", "all", step())])["ended/max_turns"] == 0.0
+    assert "ended/max_turns" not in describe([result(step())]), "no episode with turns"
+
+
+def test_a_penalty_is_taken_from_rows_and_from_their_trajectories():
+    samples = collect_samples([result(step(), step("b"), step(), id="r1", rewards={"a": 4.0, "b": 2.0})])
+    penalize(samples, [0.5, 1.0, -0.25])
+    assert [sample.reward for sample in samples] == [0.5, 0.0, 1.25]
+    assert [sample.trajectory_reward for sample in samples] == [3.75, 1.0, 3.75]
+    for wrong in ([1.0], [1.0, 2.0, float("nan")]):
+        with pytest.raises(ValueError, match="expected 3 finite numbers, one per sample"):
+            penalize(samples, wrong)

@@ -1,0 +1,490 @@
+"""Whatever an episode met, its re-run meets it again in the same order, or tells where it went another way."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import random
+import time
+
+import pytest
+
+from turnwise.arena import (
+    ArtifactStore,
+    Episode,
+    MultiTurnEpisode,
+    Rubric,
+    SingleTurnEpisode,
+    TreeSampler,
+    record_input,
+)
+from turnwise.arena.recording.rollouts_jsonl import Record, ReplayError
+from turnwise.types import ContextLengthError, EpisodeRequest, ModelError
+
+from .conftest import respond
+from .helpers import nested
+from .replaying import play, record
+
+LATE = 0.03
+
+
+class Silent:
+    """In the place of a client: whoever asks it fails the test."""
+
+    def __init__(self, client):
+        self.version = client.version
+
+    async def generate(self, requests):
+        raise AssertionError("a replay asked a model")
+
+
+def silenced(arena):
+    arena.client = Silent(arena.client)
+    return arena
+
+
+class Race(SingleTurnEpisode):
+    """An attempt of the nested kind; "slow" ones run into their time limit."""
+
+    episode_type = "race"
+
+    def get_prompt(self, artifact):
+        return f"race {artifact}"
+
+
+class Busy(Episode):
+    """Clocks, tools, judges, calls at once, calls off the record, children, failures, and what its seed draws."""
+
+    episode_type = "busy"
+
+    def __init__(self, tool=lambda question: random.random()):
+        self.tool = tool
+        self.rubric = Rubric([self.judged, self.first], timeout=100.0)
+
+    async def rollout(self, arena, artifact, state=None):
+        data = state.data
+        data["artifact"] = repr(artifact)
+        data["clock"] = record_input("clock", time.time)
+        data["tool"] = await record_input("tool", self.ask_tool, artifact[0])
+        try:
+            record_input("broken", lambda: 1 / 0)
+        except ZeroDivisionError as error:
+            data["broken"] = str(error)
+        calls = [asyncio.ensure_future(arena.call_model("solver", f"call {number}")) for number in range(4)]
+        order = [(await one).text for one in asyncio.as_completed(calls)]
+        data["order"] = order
+        data["off"] = (await arena.call_model("solver", "off the record", record=False)).text
+        try:
+            await arena.call_model("solver", "fail")
+        except ModelError as error:
+            data["failed"] = f"{type(error).__name__}: {error}"
+        requests = [EpisodeRequest("race", number, timeout=None if number else LATE) for number in range(3)]
+        children = await arena.generate_rollouts(requests)
+        data["children"] = [child.rollout.rewards.get("solver") for child in children]
+        data["luck"] = self.rng.random()
+        if data["luck"] < 0.5 and "attempt" not in state_meta(arena):
+            raise RuntimeError(f"an unlucky {data['luck']}")
+        return state
+
+    async def ask_tool(self, question):
+        await asyncio.sleep(random.random() * LATE / 4)
+        return {"answer": self.tool(question), "of": (question,)}
+
+    def get_extras(self, state):
+        return dict(state.data)
+
+    async def judged(self, arena, extras):
+        asked = (arena.call_model(None, f"judge {extras['order']} {name}") for name in "ab")
+        return {"solver": sum(float(answer.text) for answer in await asyncio.gather(*asked))}
+
+    def first(self, extras):
+        return {"solver": float(extras["order"][0]) + record_input("in a thread", random.random)}
+
+
+def state_meta(arena):
+    from turnwise.arena.runtime.context import current_context
+
+    return current_context().rollout.meta
+
+
+async def moody(prompt, request):
+    """Answers after a while that nobody can know, with digits that nobody can know; "race 0" comes too late."""
+    await asyncio.sleep(random.random() * LATE / 8)
+    if "race 0" in prompt:
+        await asyncio.sleep(10)
+    if "fail" in prompt:
+        raise random.choice([ModelError, ContextLengthError])(f"for the {random.random()}th time")
+    return str(random.randrange(10))
+
+
+def busy_arena(make_arena, **options):
+    arena = make_arena(moody, failure_threshold=1.0, **{"retries": 1, "seed": 5, "max_concurrency": 3} | options)
+    race = Race()
+    race.rubric = Rubric([lambda completion: float(completion)])
+    arena.add_episode(race)
+    arena.add_episode(Busy())
+    return arena
+
+
+def test_all_that_chance_brings_comes_again(make_arena):
+    requests = [EpisodeRequest("busy", (f"q{number}", {"x": number})) for number in range(6)]
+    rows = record(busy_arena(make_arena), requests)
+    orders = [tuple(row["extras"]["order"]) for row in rows]
+    assert len(set(orders)) > 1 and len({row["extras"]["clock"] for row in rows}) == 6
+    assert any(row["meta"].get("attempt") for row in rows) and any(not row["meta"].get("attempt") for row in rows)
+    for row in rows:
+        assert [child["error"] is None for child in row["children"]] == [False, True, True]
+        result, divergence, playback = play(silenced(busy_arena(make_arena)), row)
+        assert divergence is None, str(divergence)
+        assert result.rollout.extras["artifact"] == row["extras"]["artifact"], "tuples are tuples again"
+        assert playback.played == sum(kind == "answer" for kind, key in playback.record.events if "tool" not in key) - (
+            1 + row["meta"].get("attempt", 0)
+        )
+
+
+def test_an_episode_that_ran_out_of_time_does_so_again_at_the_same_call(make_arena):
+    requests = [EpisodeRequest("busy", ("q", {}), timeout=LATE / 2)]
+    [row] = record(busy_arena(make_arena, retries=0), requests)
+    assert "ran past its deadline" in row["error"]
+    result, divergence, _ = play(silenced(busy_arena(make_arena, retries=0)), row)
+    assert divergence is None, str(divergence)
+    assert "ran past its deadline" in result.rollout.error
+
+
+def test_parent_and_child_that_ran_out_of_time_together(make_arena):
+    async def never(prompt, request):
+        await asyncio.sleep(9)
+
+    arenas = [nested(make_arena, never if fresh else None, copies=2, failure_threshold=1.0) for fresh in (1, 0)]
+    [row] = record(arenas[0], [EpisodeRequest("propose", "x", timeout=LATE)])
+    assert row["error"] and not row["children"]
+
+    async def then_never(prompt, request):
+        return "7" if "Topic" in prompt else await never(prompt, request)
+
+    [row] = record(
+        nested(make_arena, then_never, copies=2, failure_threshold=1.0), [EpisodeRequest("propose", "x", timeout=LATE)]
+    )
+    assert row["error"]
+    _, divergence, _ = play(silenced(arenas[1]), row)
+    assert divergence is None, str(divergence)
+
+
+class Board(MultiTurnEpisode):
+    """Two players; each writes a digit on a board that both see."""
+
+    episode_type = "board"
+    actors = ("left", "right")
+    max_turns = 3
+    rubric = Rubric([lambda extras: {"left": extras["sum"], "right": -extras["sum"]}])
+    worth = staticmethod(lambda digit: digit)
+
+    def setup(self, state, arena, artifact):
+        state.data = {"board": [artifact]}
+
+    def build_messages(self, state, arena, artifact):
+        return f"board {list(state.data['board'])}"
+
+    def env_response(self, state, arena, artifact):
+        state.data["board"].append(int(state.last_completion_text))
+
+    def step_reward(self, state, arena, artifact):
+        return float(self.worth(state.data["board"][-1]))
+
+    def get_extras(self, state):
+        return {"sum": float(sum(state.data["board"]))}
+
+
+def board(make_arena, reply=None, episode=Board, **options):
+    arena = make_arena(reply, actors=("left", "right"), seed=4, **options)
+    arena.add_episode(episode(sampler=TreeSampler(branches=3, select="sample")))
+    return arena
+
+
+@pytest.fixture
+def tree_row(make_arena):
+    def flaky(prompt, request):
+        digit = str(request.sampling.seed % 10)
+        return ModelError("gone") if digit == "3" else digit
+
+    [row] = record(board(make_arena, flaky), [EpisodeRequest("board", 0)])
+    return row
+
+
+def test_a_tree_with_its_siblings_and_the_one_that_was_selected(make_arena, tree_row):
+    assert len({step["branch"] for step in tree_row["steps"]}) == 3 and not all(
+        s["selected"] for s in tree_row["steps"]
+    )
+    result, divergence, _ = play(silenced(board(make_arena)), tree_row)
+    assert divergence is None, str(divergence)
+    assert [step.selected for step in result.rollout.steps] == [step["selected"] for step in tree_row["steps"]]
+
+
+def test_a_mixed_selection_of_the_middle_of_a_run(make_arena):
+    def arena_of(fresh):
+        arena = make_arena(actors=("left", "right"), seed=4)
+        arena.add_episode(Board(sampler=TreeSampler(3, "mixed", best_share=(1.0, 0.0), share_steps=101), max_turns=9))
+        arena.batches = 51 if fresh else 0
+        return arena
+
+    [row] = record(arena_of(fresh=True), [EpisodeRequest("board", 0)])
+    assert {step["info"].get("selected_by") for step in row["steps"]} == {None, "best", "draw"}
+    result, divergence, _ = play(silenced(arena_of(fresh=False)), row)
+    assert divergence is None, str(divergence)
+    assert [step.info.get("selected_by") for step in result.rollout.steps] == [
+        step["info"].get("selected_by") for step in row["steps"]
+    ]
+
+
+def first_reaction(row, actor):
+    """The index of the first recorded call of ``actor``, by the order in which calls were asked for."""
+    record_ = Record(row)
+    return next(call for call in record_.calls.values() if call.step["actor_id"] == actor)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "what"),
+    [
+        ("reward", 99.0, "the reward"),
+        ("prompt_token_ids", [1, 2, 3], "the prompt"),
+        ("actor_id", "nobody", "the actor"),
+        ("turn", 7, "the turn"),
+        ("policy", "other", "the policy"),
+    ],
+)
+def test_a_tampered_step_is_the_first_difference(make_arena, tree_row, name, value, what):
+    index = next(index for index, step in enumerate(tree_row["steps"]) if step["actor_id"] == "right")
+    row = copy.deepcopy(tree_row)
+    row["steps"][index][name] = value
+    _, divergence, _ = play(silenced(board(make_arena)), row)
+    assert divergence is not None and divergence.what == what
+    actor = value if name == "actor_id" else "right"
+    turn = value if name == "turn" else 0
+    assert f"turn {turn}, actor {actor!r}" in divergence.where
+    assert divergence.expected != divergence.found
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "what"),
+    [
+        (("rewards", "left"), -1.5, "the rewards"),
+        (("metrics", "tree/branches"), 2, "the metrics"),
+        (("extras", "sum"), 0.5, "the extras"),
+        (("meta", "ended"), "done", "the meta"),
+        (("seed",), 1, "the seed"),
+        (("error",), "Traceback\nValueError: no", "the error"),
+    ],
+)
+def test_a_tampered_outcome_is_found(make_arena, tree_row, path, value, what):
+    row = copy.deepcopy(tree_row)
+    inner = row
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    _, divergence, _ = play(silenced(board(make_arena)), row)
+    assert divergence is not None and divergence.what == what and "episode e0 (board)" in divergence.where
+
+
+def test_a_tampered_completion_shows_where_the_environment_reacts(make_arena, tree_row):
+    row = copy.deepcopy(tree_row)
+    step = next(step for step in row["steps"] if step["selected"] and step["completion"] != "5")
+    step["completion"] = "5"
+    _, divergence, _ = play(silenced(board(make_arena)), row)
+    assert divergence is not None and divergence.what == "the reward"
+    assert f"actor {step['actor_id']!r}" in divergence.where and divergence.found == "5.0"
+
+
+def test_changed_code_is_told_at_the_first_prompt_that_it_changes(make_arena, tree_row):
+    class Other(Board):
+        def build_messages(self, state, arena, artifact):
+            text = super().build_messages(state, arena, artifact)
+            return text if state.current_actor == "left" else text.replace("board", "table")
+
+    _, divergence, _ = play(silenced(board(make_arena, episode=Other)), tree_row)
+    assert divergence.what == "the prompt" and "turn 0, actor 'right', call 3 of" in divergence.where
+    assert "'board" in divergence.expected.replace("<user>", "'") and "table" in divergence.found
+    assert "token 6 of" in divergence.expected
+
+
+def test_a_changed_environment_is_told_at_the_action_that_it_answered(make_arena, tree_row):
+    class Dearer(Board):
+        worth = staticmethod(lambda digit: digit + 1)
+
+    _, divergence, _ = play(silenced(board(make_arena, episode=Dearer)), tree_row)
+    first = next(step for step in tree_row["steps"] if step["reward"] is not None)
+    assert divergence.what == "the reward" and f"turn 0, actor 'left', call {first['branch']} of" in divergence.where
+    assert (divergence.expected, divergence.found) == (repr(first["reward"]), repr(first["reward"] + 1))
+
+
+def test_a_call_more_and_a_call_less(make_arena, tree_row):
+    class Longer(Board):
+        max_turns = 4
+
+    class Shorter(Board):
+        max_turns = 2
+
+    _, divergence, _ = play(silenced(board(make_arena, episode=Longer)), tree_row)
+    assert divergence.what == "the order of calls" and divergence.expected == "no call" and "turn 3" in divergence.where
+    _, divergence, _ = play(silenced(board(make_arena, episode=Shorter)), tree_row)
+    assert divergence is not None and "number of recorded calls" in divergence.what and "no call" in divergence.found
+
+
+def test_a_call_that_is_missing_among_others_is_named_and_nobody_waits_for_ever(make_arena):
+    class Both(Episode):
+        episode_type = "both"
+        rubric = Rubric([lambda completion: 1.0])
+        asked = ("a", "b")
+
+        async def rollout(self, arena, artifact, state=None):
+            await asyncio.gather(*(arena.call_model("solver", name) for name in self.asked))
+            return state
+
+    arenas = [make_arena(seed=2) for _ in range(2)]
+    for arena in arenas:
+        arena.add_episode(Both())
+    [row] = record(arenas[0], [EpisodeRequest("both", 0)])
+    arenas[1].episodes["both"].asked = ("a",)
+    _, divergence, _ = play(silenced(arenas[1]), row)
+    assert divergence.what == "the order: a call that the record has next" and "call 1 of 2 (e0#1)" in divergence.where
+
+
+def test_random_numbers_that_the_seed_does_not_fix(make_arena, tree_row):
+    class Gambler(Board):
+        def setup(self, state, arena, artifact):
+            super().setup(state, arena, artifact)
+            self.rng.random()
+
+    _, divergence, _ = play(silenced(board(make_arena, episode=Gambler)), tree_row)
+    assert divergence.what == "the next random number of the episode" and "the end of e0" in divergence.where
+
+
+def test_another_reading_is_told(make_arena):
+    class Reads(SingleTurnEpisode):
+        episode_type = "reads"
+        rubric = Rubric([lambda completion: 1.0])
+        title = "clock"
+
+        def get_prompt(self, artifact):
+            return str(record_input(self.title, time.time))
+
+    arenas = [make_arena(seed=2) for _ in range(3)]
+    for arena in arenas:
+        arena.add_episode(Reads())
+    [row] = record(arenas[0], [EpisodeRequest("reads", 0)])
+    assert play(silenced(arenas[1]), row)[1] is None
+    arenas[2].episodes["reads"].title = "watch"
+    divergence = play(silenced(arenas[2]), row)[1]
+    assert divergence.what == "what was read" and divergence.expected == "clock of []"
+
+
+class Library(Episode):
+    """Reads and writes a store that others fill meanwhile."""
+
+    episode_type = "library"
+    rubric = Rubric([lambda completion: float(completion)])
+
+    def stores(self):
+        return [ArtifactStore("books", sampling="weighted")]
+
+    async def rollout(self, arena, artifact, state=None):
+        store = arena.stores["books"]
+        for number in range(3):
+            text = (await arena.call_model("solver", f"book {number}")).text
+            added = store.add((artifact, text), id=f"{artifact}-{number}", weight=1.0 + number)
+            store.set_weight(added.id, 0.5 + number)
+            store.record(added.id, 1.0)
+        await arena.call_model("solver", f"of {len(store)}: {[book.data for book in store]}")
+        data = state.data
+        data["drawn"] = [book.id for book in store.sample(2)], store.sample_one().weight, self.rng.random()
+        data["sides"] = [book.id for book in store.split("train", share=0.5)], f"{artifact}-0" in store
+        data["outcome"] = store.outcome(f"{artifact}-1").attempts
+        try:
+            store.add("taken", id=f"{artifact}-1")
+        except ValueError as error:
+            data["refused"] = str(error)
+        return state
+
+    def get_extras(self, state):
+        return dict(state.data)
+
+
+def test_stores_answer_as_they_did_though_others_filled_them(make_arena):
+    def library():
+        arena = make_arena(moody, seed=8)
+        arena.add_episode(Library())
+        return arena
+
+    first = library()
+    rows = record(first, [EpisodeRequest("library", f"shelf{number}") for number in range(5)])
+    assert len(first.stores["books"]) == 15
+    assert len({len(row["steps"][-1]["prompt"][0]["content"]) for row in rows}) > 1, "each met another store"
+    for row in rows:
+        arena = silenced(library())
+        arena.stores = {name: store.frozen() for name, store in arena.stores.items()}
+        result, divergence, _ = play(arena, row)
+        assert divergence is None, str(divergence)
+        assert "already has an artifact" in result.rollout.extras["refused"]
+        assert len(arena.stores["books"]) == 0, "nothing is written again"
+
+    async def live(call):
+        return respond("7")
+
+    again = library()
+    again.stores["books"].add("before", id="old")
+    again.stores = {name: store.frozen() for name, store in again.stores.items()}
+    result, _, _ = play(silenced(again), rows[0], live=live, swapped=["solver"])
+    assert result.rollout.error is None and result.rollout.extras["outcome"] == 1, "what it made is there for it"
+    assert [book.id for book in again.stores["books"]] == ["old"]
+    tampered = copy.deepcopy(rows[0])
+    tampered["steps"][1]["completion"] = "99"
+    divergence = play(silenced(library()), tampered)[1]
+    assert divergence.what == "what was read" and "books.add of" in divergence.expected and '"99"' in divergence.found
+
+
+def test_until_stops_after_so_many_calls_with_the_state_of_each_branch(make_arena, tree_row):
+    calls = len(Record(tree_row).calls)
+    for until in (0, 1, 3, 4, calls - 1):
+        result, divergence, playback = play(silenced(board(make_arena)), tree_row, until=until)
+        assert (result, divergence) == (None, None)
+        assert playback.played == until
+        numbers = [playback.record.calls[call.key].number for _, call in playback.left]
+        assert min(numbers) <= until and len(numbers) in (1, 2, 3)
+    boards = [list(context.state.data["board"]) for context, _ in play(board(make_arena), tree_row, until=3)[2].left]
+    winner = next(step for step in tree_row["steps"] if step["actor_id"] == "left" and step["selected"])
+    assert boards == [[0, int(winner["completion"])]] * 3
+    result, divergence, _ = play(silenced(board(make_arena)), tree_row, until=calls)
+    assert divergence is None and result is not None
+
+
+@pytest.mark.parametrize("until", [None, 5])
+def test_a_swapped_actor_is_sampled_anew_and_the_others_once_their_prompts_differ(make_arena, tree_row, until):
+    asked = []
+
+    async def live(call):
+        asked.append(call)
+        return respond("8")
+
+    result, divergence, playback = play(
+        silenced(board(make_arena)), tree_row, until=until, live=live, swapped=["right"]
+    )
+    assert divergence is None and result.rollout.error is None
+    first_right = [step.completion for step in result.rollout.steps if step.actor_id == "right"][:3]
+    assert asked[0].actor_id == "right" and "8" in first_right
+    lefts = [call for call in asked if call.actor_id == "left"]
+    assert lefts and min(call.turn for call in lefts) >= 1, "the first turn of the left is the record's"
+    assert playback.played + playback.sampled == len(playback.calls)
+
+
+def test_lines_without_a_tape_or_of_another_format_are_refused(tree_row):
+    without = {name: value for name, value in tree_row.items() if name != "replay"}
+    with pytest.raises(ReplayError, match=r"'e0' was written without what a replay needs: see log.record_for_replay"):
+        Record(without)
+    with pytest.raises(ReplayError, match=r"format 99, this version plays"):
+        Record({**tree_row, "replay": {**tree_row["replay"], "format": 99}})
+    lost = copy.deepcopy(tree_row)
+    lost["replay"]["request"]["artifact"] = {"$lost": "<a lock>"}
+    with pytest.raises(ReplayError, match=r"<a lock> could not be recorded"):
+        Record(lost)
+    lost["replay"]["request"]["artifact"] = {"$dataclass": ["subprocess:Popen", {"args": ["true"]}]}
+    with pytest.raises(ReplayError, match=r"'subprocess:Popen', which is no dataclass.*--allow-pickle"):
+        Record(lost)

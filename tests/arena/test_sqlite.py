@@ -1,0 +1,667 @@
+"""Stores in files: what a kill, a second process, a resumed run and a bad file do to them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from turnwise.arena import ArtifactStore, Episode, Rubric
+from turnwise.arena.runtime.context import current_context
+from turnwise.arena.stores import sqlite as store_file
+from turnwise.arena.stores.sampling import PrioritizedLevelReplay
+from turnwise.types import EpisodeRequest
+
+from .test_store import random_uses
+
+
+@dataclass(frozen=True)
+class Puzzle:
+    rows: tuple[int, ...]
+
+
+def contents(store):
+    return [(a.id, a.data, a.weight, a.source, a.meta, a.parents, store.outcome(a.id)) for a in store]
+
+
+def reopened(store, **options):
+    store.close()
+    return ArtifactStore(store.name, path=store.path, **options)
+
+
+def through_json(state):
+    return json.loads(json.dumps(state))
+
+
+# -- the same store, kept elsewhere ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("sampling", ["uniform", "weighted", "prioritized", "learnability"])
+def test_a_file_does_what_memory_does(tmp_path, sampling):
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    options = {"max_size": 12, "dedup": True, "sampling": sampling, "seed": 3}
+    memory = ArtifactStore("q", **options)
+    file = ArtifactStore("q", path=tmp_path / "q.db", **options)
+    assert random_uses(memory, seed) == random_uses(file, seed)
+    assert contents(memory) == contents(file)
+    again = reopened(file, **options)
+    assert contents(again) == contents(memory)
+    assert (again._contents.added, again._contents.plays) == (memory._contents.added, memory._contents.plays)
+    assert again._contents._id_of == memory._contents._id_of
+    assert again.add("new").id == memory.add("new").id
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "text",
+        None,
+        7,
+        0.1,
+        True,
+        {"a": [1, {"b": None}], "ü": "\ud800"},
+        (1, (2, 3)),
+        {1: "one"},
+        {"kept": (1, 2)},
+        b"\x00\xff",
+        frozenset({1, 2}),
+        Puzzle((1, 2)),
+    ],
+    ids=repr,
+)
+def test_data_come_back_as_they_were(tmp_path, data):
+    store = ArtifactStore("q", path=tmp_path / "deep" / "folder" / "q.db", dedup=True)
+    store.add(data, meta={"seen": (1, 2)})
+    again = reopened(store, dedup=True)
+    [artifact] = again
+    assert artifact.data == data and type(artifact.data) is type(data) and artifact.meta == {"seen": (1, 2)}
+    assert again.add(data) is None, "dedup knows what was loaded"
+
+
+def test_arrays_come_back_as_they_were(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    store.add(np.arange(6, dtype=np.int8).reshape(2, 3))
+    [artifact] = reopened(store)
+    assert artifact.data.dtype == np.int8 and artifact.data.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+class EzPickle:
+    """As Gymnasium's: what reads a pickle of it calls the constructor."""
+
+    def __setstate__(self, state):
+        self.__init__()
+
+
+def test_what_can_not_be_kept_is_refused_and_changes_nothing(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    store.add("kept")
+    with pytest.raises(TypeError, match=r"data=.* can't be kept in a file: "):
+        store.add(lambda: None)
+    with pytest.raises(TypeError, match=r"data=.* can't be kept in a file: EzPickle is an EzPickle"):
+        store.add([EzPickle()])
+    assert [a.data for a in store] == ["kept"] == [a.data for a in reopened(store)]
+
+
+# -- going back --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kill", [False, True], ids=["same process", "new process"])
+def test_going_back_undoes_all_that_came_after(tmp_path, kill):
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    options = {"max_size": 12, "dedup": True, "sampling": PrioritizedLevelReplay(0.5), "seed": 1}
+    store = ArtifactStore("q", path=tmp_path / "q.db", **options)
+    random_uses(store, seed)
+    saved, before = through_json(store.state_dict()), contents(store)
+    onwards = random_uses(store, seed + 1)
+    after = contents(store)
+    assert after != before
+    for _ in range(2):  # a run may be killed more than once after the same checkpoint
+        if kill:
+            store = reopened(store, **options)
+        store.load_state_dict(saved)
+        assert contents(store) == before
+        assert random_uses(store, seed + 1) == onwards and contents(store) == after
+
+
+def test_a_chain_of_checkpoints_can_be_walked_back(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db", max_size=8)
+    states = []
+    for seed in range(6):
+        random_uses(store, seed, actions=30)
+        states.append((through_json(store.state_dict()), contents(store)))
+    for state, expected in reversed(states):
+        store.load_state_dict(state)
+        assert contents(store) == expected
+
+
+def test_a_state_that_was_abandoned_is_refused(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    store.add("a")
+    early = store.state_dict()
+    store.add("b")
+    late = store.state_dict()
+    store.load_state_dict(early)
+    store.add("other b")
+    with pytest.raises(ValueError, match=r"can't go back to revision 2: the run went back to an older one since"):
+        store.load_state_dict(late)
+    assert [a.data for a in store] == ["a", "other b"]
+
+
+def test_states_of_other_files_are_refused(tmp_path):
+    store, other = (ArtifactStore("q", path=tmp_path / name) for name in ("a.db", "b.db"))
+    memory = ArtifactStore("q")
+    store.add("x")
+    state = store.state_dict()
+    with pytest.raises(ValueError, match="saved of another file"):
+        other.load_state_dict(state)
+    with pytest.raises(ValueError, match="'q': it was not saved of a store in a file, as this one is"):
+        store.load_state_dict(memory.state_dict())
+    with pytest.raises(ValueError, match="it was not saved of a store in memory"):
+        memory.load_state_dict(state)
+    shutil.copy(tmp_path / "a.db", tmp_path / "old.db")
+    assert [a.data for a in store] == ["x"]
+
+
+def test_an_older_copy_of_the_file_is_refused(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    store.add("x")
+    store.close()
+    shutil.copy(tmp_path / "q.db", tmp_path / "copy.db")
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    store.add("y")
+    copy = ArtifactStore("q", path=tmp_path / "copy.db")
+    with pytest.raises(ValueError, match=r"revision 2: the file is older, it ends at 1"):
+        copy.load_state_dict(store.state_dict())
+
+
+def test_what_no_checkpoint_needs_is_forgotten(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db", max_size=4)
+    states = []
+    for seed in range(5):
+        random_uses(store, seed, actions=60)
+        states.append((store.state_dict(), contents(store)))
+
+    def rows():
+        with sqlite3.connect(tmp_path / "q.db") as database:
+            return [database.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in ("artifacts", "known")]
+
+    before = rows()
+    store.prune_revisions_before(states[3][0])
+    assert all(less < more for less, more in zip(rows(), before, strict=True))
+    with pytest.raises(ValueError, match=r"what came before .* was forgotten when newer checkpoints were saved"):
+        store.load_state_dict(states[2][0])
+    for state, expected in (states[4], states[3]):
+        store.load_state_dict(state)
+        assert contents(store) == expected
+        store = reopened(store, max_size=4)
+        assert contents(store) == expected
+    store.prune_revisions_before(states[3][0])
+    assert rows() == [4, 4]
+
+
+# -- kills -------------------------------------------------------------------------------------------------------------
+WRITER = """
+    import sys
+    from contextlib import nullcontext
+    from turnwise.arena import ArtifactStore
+
+    shared = len(sys.argv) > 3
+    store = ArtifactStore("q", path=sys.argv[1], max_size=50, dedup=True, shared=shared)
+    who = sys.argv[2]
+    for number in range(100_000):
+        with store.transaction() if shared else nullcontext():  # the other may add 50 in between
+            added = store.add({"by": who, "n": number}, weight=number)
+            store.record(added.id, 1.0)
+        print(added.id, flush=True)
+"""
+
+
+def start(*arguments):
+    command = [sys.executable, "-P", "-c", textwrap.dedent(WRITER), *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_sigkill_in_the_middle_of_writes_loses_nothing_that_was_told(tmp_path):
+    path, told = tmp_path / "q.db", []
+    rng = random.Random(7)
+    for life in range(3):
+        process = start(path, life)
+        for _ in range(rng.randint(1, 200)):
+            told.append((life, process.stdout.readline().strip()))
+        process.send_signal(signal.SIGKILL)
+        told += [(life, line.strip()) for line in process.stdout if line.endswith("\n")]
+        assert process.wait() == -signal.SIGKILL
+        process.stdout.close()
+        with sqlite3.connect(path) as database:
+            assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        database.close()
+        store = ArtifactStore("q", path=path, max_size=50, dedup=True)
+        assert store.count() == min(50, store._contents.added)
+        mine = [(a.data["by"], a.data["n"]) for a in store if a.data["by"] == str(life)]
+        assert mine == [(str(life), n) for n in range(mine[0][1], mine[-1][1] + 1)], "no gap, and none twice"
+        last = told[-1][1]
+        # What was being written at the kill is there or not, but not half: an added one has its weight.
+        assert [a.id for a in store][-2:].count(last) == 1 and store.outcome(last).attempts == 1
+        assert all(a.weight == a.data["n"] for a in store)
+        store.close()
+    assert len({id for _, id in told}) == len(told)
+
+
+def test_a_run_that_was_killed_after_its_checkpoint_goes_on_as_if_it_never_was(tmp_path):
+    whole = ArtifactStore("q", path=tmp_path / "whole.db")
+    for number in range(5):
+        whole.add(number)
+    whole.state_dict()
+    for number in range(5, 9):
+        whole.add(number)
+    code = """
+        import json, os, signal, sys
+        from turnwise.arena import ArtifactStore
+
+        store = ArtifactStore("q", path=sys.argv[1])
+        for number in range(5):
+            store.add(number)
+        print(json.dumps(store.state_dict()), flush=True)
+        for number in range(5, 7):
+            store.add(number)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    command = [sys.executable, "-P", "-c", textwrap.dedent(code), str(tmp_path / "killed.db")]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    assert run.returncode == -signal.SIGKILL
+    store = ArtifactStore("q", path=tmp_path / "killed.db")
+    assert store.count() == 7, "what was written is there"
+    store.load_state_dict(json.loads(run.stdout))
+    for number in range(5, 9):
+        store.add(number)
+    assert contents(store) == contents(whole)
+
+
+def test_a_resumed_run_knows_what_was_there_before_it_first_began(tmp_path):
+    first = ArtifactStore("q", path=tmp_path / "q.db")
+    assert first.preexisting_ids == frozenset()
+    for word in "xyz":
+        first.add(word)
+    assert first.preexisting_ids == frozenset(), "what a run adds itself is not"
+    first.remove("q-1")
+    run = reopened(first)
+    assert run.preexisting_ids == run.frozen().preexisting_ids == {"q-0", "q-2"}
+    run.add("of the run")
+    state = through_json(run.state_dict())
+    run.add("undone")
+    resumed = reopened(run)
+    assert resumed.preexisting_ids == {"q-0", "q-2", "q-3", "q-4"}, "until it is told whose run it is"
+    resumed.load_state_dict(state)
+    assert resumed.preexisting_ids == {"q-0", "q-2"} and [a.id for a in resumed] == ["q-0", "q-2", "q-3"]
+    resumed.prune_revisions_before(state)
+    again = reopened(resumed)
+    again.load_state_dict(through_json(resumed_state := again.state_dict() | {"begun": state["begun"]}))
+    assert again.preexisting_ids == {"q-0", "q-2"} and resumed_state["begun"] < resumed_state["revision"]
+    del state["begun"]  # as versions before saved it
+    again.load_state_dict(state)
+    assert again.preexisting_ids == frozenset() and ArtifactStore("memory").preexisting_ids == frozenset()
+
+
+# -- more than one process ---------------------------------------------------------------------------------------------
+def test_a_second_writer_is_refused_and_readers_are_not(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    store.add("x")
+    other = ArtifactStore("q", path=tmp_path / "q.db")
+    for write in (lambda: other.add("y"), other.state_dict, lambda: other.record("q-0", 1.0)):
+        with pytest.raises(OSError, match=r"another run writes to this file.*shared=True"):
+            write()
+    assert [a.data for a in other] == ["x"]
+    store.add("z")
+    assert [a.data for a in other] == ["x", "z"] and other.get("q-1").data == "z"
+    store.close()
+    assert other.add("y").id == "q-2"
+
+
+def test_processes_that_share_a_file_see_each_other(tmp_path):
+    a, b = (ArtifactStore("q", path=tmp_path / "q.db", shared=True, dedup=True, max_size=3) for _ in range(2))
+    assert a.add("x").id == "q-0" and b.add("y").id == "q-1"
+    assert a.add("y") is None and b.add("x") is None
+    b.set_weight("q-0", 5.0)
+    b.record("q-0", 1.0)
+    assert a.get("q-0").weight == 5.0 and a.outcome("q-0").attempts == 1
+    b.remove("q-0")
+    assert "q-0" not in a and a.add("x").id == "q-2"
+    for word in "uvw":
+        b.add(word)
+    assert [item.data for item in a] == ["u", "v", "w"]
+    assert contents(a) == contents(b)
+
+
+def test_two_processes_write_at_once_and_nothing_is_lost(tmp_path):
+    path = tmp_path / "q.db"
+    processes = [start(path, who, "shared") for who in "ab"]
+    told = {who: [] for who in "ab"}
+
+    def listen(who, process):
+        for _ in range(150):
+            told[who].append(process.stdout.readline().strip())
+
+    listeners = [threading.Thread(target=listen, args=pair) for pair in zip("ab", processes, strict=True)]
+    for listener in listeners:
+        listener.start()
+    for listener in listeners:
+        listener.join()
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    ids = [id for who in "ab" for id in told[who]]
+    assert len(set(ids)) == len(ids) == 300
+    with sqlite3.connect(path) as database:
+        assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        rows = {id: json.loads(data) for id, data in database.execute("SELECT id, data FROM artifacts")}
+    database.close()
+    for who in "ab":
+        assert [rows[id] for id in told[who]] == [{"by": who, "n": n} for n in range(150)]
+
+
+def test_going_back_leaves_what_others_did_and_says_so(tmp_path):
+    mine, theirs = (ArtifactStore("q", path=tmp_path / "q.db", shared=True) for _ in range(2))
+    mine.add("before")
+    state = mine.state_dict()
+    mine.add("mine")
+    theirs.add("theirs")
+    mine.close()
+    resumed = ArtifactStore("q", path=tmp_path / "q.db", shared=True)
+    with pytest.warns(UserWarning, match="1 changes by other runs since the checkpoint stay"):
+        resumed.load_state_dict(state)
+    assert [a.data for a in resumed] == ["before", "theirs"] == [a.data for a in theirs]
+    assert resumed.add("again").id == "q-3", "no id twice"
+
+
+def test_without_sharing_what_others_did_is_never_undone(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    store.add("x")
+    state = store.state_dict()
+    store.close()
+    other = ArtifactStore("q", path=tmp_path / "q.db")
+    other.add("theirs")
+    other.close()
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    with pytest.raises(ValueError, match="1 changes by other runs came after it and would be lost"):
+        store.load_state_dict(state)
+    assert [a.data for a in store] == ["x", "theirs"]
+
+
+def test_a_run_that_is_resumed_twice_at_once_stops_the_first(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db", shared=True)
+    store.add("x")
+    state = store.state_dict()
+    store.add("y")
+    second = ArtifactStore("q", path=tmp_path / "q.db", shared=True)
+    second.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="another process resumed this run, and took back what this one wrote"):
+        store.add("z")
+    assert [a.data for a in second] == ["x"]
+
+
+def test_a_forked_process_must_open_the_store_again(tmp_path, monkeypatch):
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    store.add("x")
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    with pytest.raises(RuntimeError, match="opened in another process: open the store again"):
+        store.add("y")
+
+
+# -- files that are none -----------------------------------------------------------------------------------------------
+def test_files_that_are_no_store_are_refused(tmp_path):
+    text = tmp_path / "notes.txt"
+    text.write_text("no database at all, but a longer text than a header\n" * 10)
+    with pytest.raises(ValueError, match=r"path=.*notes.txt': no artifact store can be read from it"):
+        ArtifactStore("q", path=text)
+    with sqlite3.connect(tmp_path / "other.db") as database:
+        database.execute("CREATE TABLE mine (x)")
+    database.close()
+    with pytest.raises(ValueError, match="a database of something else, no artifact store"):
+        ArtifactStore("q", path=tmp_path / "other.db")
+    with pytest.raises(OSError, match="can't be read or written: unable to open"):
+        ArtifactStore("q", path=tmp_path)
+    ArtifactStore("q", path=tmp_path / "q.db").close()
+    with pytest.raises(ValueError, match="holds the store 'q', not 'solved'"):
+        ArtifactStore("solved", path=tmp_path / "q.db")
+    with sqlite3.connect(tmp_path / "q.db") as database:
+        database.execute("PRAGMA user_version = 9")
+    database.close()
+    with pytest.raises(ValueError, match="format 9; this version reads formats 1 to 3"):
+        ArtifactStore("q", path=tmp_path / "q.db")
+    with pytest.raises(ValueError, match="shared=True: a store in memory"):
+        ArtifactStore("q", shared=True)
+
+
+class Board:
+    """Neither JSON nor a data class."""
+
+    def __init__(self, path=None):
+        self.path = path
+
+    def __reduce__(self):
+        return (Board, ()) if self.path is None else (os.mkdir, (str(self.path),))
+
+
+def test_objects_of_any_class_are_read_where_that_is_allowed(tmp_path):
+    """Reading them can run any code, so it is asked for; and what could not be read back is not written."""
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    with pytest.raises(TypeError, match=r"can't be read back from a file: it names .*Board.*allow_pickle=True"):
+        store.add({"board": Board()})
+    assert len(store) == 0
+    store = reopened(store, allow_pickle=True)
+    store.add({"board": Board()})
+    store = reopened(store, allow_pickle=True)
+    assert type(next(iter(store)).data["board"]) is Board
+    harmful = pickle.dumps(Board(tmp_path / "made"))  # with a checksum that fits, as whoever wrote it can make
+    store._file._database.create_function("digest", 6, store_file._digest)
+    renewed = "UPDATE artifacts SET data = ?1, digest = digest(id, ?1, source, parents, meta, run)"
+    store._file._database.execute(renewed, (harmful,))
+    with pytest.raises(
+        ValueError, match=r"q.db': artifact '.*' can't be read: it names posix.mkdir.*allow_pickle=True"
+    ):
+        reopened(store)
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_damaged_file_is_told_apart(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    for number in range(300):
+        store.add({"text": f"{number} " * 50})
+    store.close()
+    damaged = bytearray((tmp_path / "q.db").read_bytes())
+    damaged[8192:-4096] = b"\xab" * len(damaged[8192:-4096])
+    (tmp_path / "q.db").write_bytes(damaged)
+    with pytest.raises(ValueError, match="no artifact store can be read from it"):
+        ArtifactStore("q", path=tmp_path / "q.db")
+
+
+def test_a_write_that_fails_changes_nothing(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    store.add("x", weight=2.0)
+    store._file._database.execute("PRAGMA query_only = ON")
+    for write in (lambda: store.add("y"), lambda: store.set_weight("q-0", 9.0), lambda: store.record("q-0", 1.0)):
+        with pytest.raises(OSError, match="readonly"):
+            write()
+    store._file._database.execute("PRAGMA query_only = OFF")
+    assert [(a.data, a.weight) for a in store] == [("x", 2.0)] and store.outcome("q-0").attempts == 0
+    assert store.add("y").id == "q-1"
+
+
+def test_a_write_that_breaks_off_in_the_middle_leaves_the_memory_as_the_file_is(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db", dedup=True)
+    store.add("x", weight=2.0)
+    store._file._database.execute(
+        "CREATE TEMP TRIGGER broken BEFORE INSERT ON known BEGIN SELECT RAISE(ABORT, 'the disk is full'); END"
+    )
+    for write in (lambda: store.add("y"), lambda: store.set_weight("q-0", 9.0), lambda: store.record("q-0", 1.0)):
+        with pytest.raises((OSError, ValueError), match="the disk is full"):
+            write()
+    assert [(a.data, a.weight) for a in store] == [("x", 2.0)] and store.outcome("q-0").attempts == 0
+    store._file._database.execute("DROP TRIGGER broken")
+    with pytest.raises(RuntimeError, match="mine"), store.transaction():
+        store.add("y")
+        store.record("q-0", 1.0)
+        raise RuntimeError("mine")
+    assert [a.data for a in store] == ["x"] and store._contents.plays == 0
+    with store.transaction():
+        assert store.add("y").id == "q-1"
+        store.record("q-1", 1.0)
+    assert contents(store) == contents(reopened(store, dedup=True))
+
+
+class Author(Episode):
+    """Makes something, and works with what it made."""
+
+    episode_type = "author"
+    rubric = Rubric([lambda extras: {"solver": float(extras["ok"])}])
+
+    def __init__(self, path):
+        self.path = path
+
+    def stores(self):
+        return [ArtifactStore("q", path=self.path, dedup=True)]
+
+    async def rollout(self, arena, artifact, state=None):
+        store = arena.stores["q"]
+        old, before = store.get("q-0"), len(store)
+        me = current_context().rollout.id
+        made = store.add({"question": artifact}, parents=[old.id])
+        assert store.add({"question": artifact}) is None, "it is there already"
+        await arena.call_model("solver", "go")
+        state.data["ok"] = store.get(made.id) is made and len(store) == before + 1 and made.source == me
+        state.data["ok"] &= store.record(made.id, 1.0).attempts == 1 and store.ancestors(made.id) == ["q-0"]
+        store.set_weight(old.id, 5.0)
+        store.remove(old.id)
+        state.data["ok"] &= old.id not in store
+        return state
+
+    def get_extras(self, state):
+        return dict(state.data)
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_under_evaluation_an_episode_works_with_what_it_makes_and_the_store_stays(make_arena, tmp_path, in_file):
+    arena = make_arena()
+    arena.add_episode(Author(tmp_path / "q.db" if in_file else None))
+    store = arena.stores["q"]
+    store.add({"question": "old"})
+    for number in range(4):
+        store.record("q-0", float(number))
+    store.state_dict()  # from here on nothing is left to be moved from the log to the file
+
+    def everything():
+        files = [path.read_bytes() for path in sorted(tmp_path.iterdir())]
+        return json.dumps(store.state_dict()), contents(store), files
+
+    before = everything()
+    requests = [EpisodeRequest("author", f"new{number % 2}") for number in range(4)]
+    results = asyncio.run(arena.evaluation().generate_rollouts(requests))
+    assert [result.rollout.rewards for result in results] == [{"solver": 1.0}] * 4, results[0].rollout.error
+    assert everything() == before
+    [result] = asyncio.run(arena.generate_rollouts(requests[:1]))
+    assert result.rollout.rewards == {"solver": 1.0} and [a.data["question"] for a in store] == ["new0"]
+
+
+def test_evaluation_reads_a_file_and_writes_nothing(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    store.add("x")
+    view = store.frozen()
+    view.add("y")
+    view.set_weight("q-0", 3.0)
+    view.record("q-0", 1.0)
+    assert view.path is None and contents(store) == contents(reopened(store))
+    assert [a.data for a in view] == ["x"] and view.get("q-0").weight == 1.0 and view.outcome("q-0").attempts == 0
+
+
+# -- payloads that were changed ----------------------------------------------------------------------------------------
+CHANGES = {
+    "a digit": "UPDATE artifacts SET data = replace(data, '7', '9') WHERE place = 2",
+    "another payload": "UPDATE artifacts SET data = (SELECT data FROM artifacts WHERE place = 1) WHERE place = 2",
+    "another type": "UPDATE artifacts SET data = CAST(data AS BLOB) WHERE place = 2",
+    "no text": "UPDATE artifacts SET data = CAST(x'22ff22' AS TEXT) WHERE place = 2",
+    "meta": "UPDATE artifacts SET meta = '{\"of\": 6}' WHERE place = 2",
+    "source": "UPDATE artifacts SET source = NULL WHERE place = 2",
+    "run": "UPDATE artifacts SET run = 'other' WHERE place = 2",
+    "parents": "UPDATE artifacts SET parents = '[]' WHERE place = 2",
+    "checksum": "UPDATE artifacts SET digest = NULL WHERE place = 2",
+}
+
+
+def filled(path):
+    store = ArtifactStore("q", path=path)
+    first = store.add({"sum": 6}, meta={"of": 5}).id
+    store.add({"sum": 7}, meta={"of": 7}, source="r-1", parents=[first])
+    store.add((1, {"sum": 8}), weight=2.0)
+    store.close()
+    return path
+
+
+def altered(path, *statements):
+    with sqlite3.connect(path) as database:
+        for statement in statements:
+            database.execute(statement)
+    database.close()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_payload_that_was_changed_is_named(tmp_path, change):
+    path = filled(tmp_path / "q.db")
+    altered(path, CHANGES[change])
+    with pytest.raises(
+        ValueError, match=r"path='.*q\.db': artifact 'q-1' \(row 2\) is damaged: its checksum does not fit"
+    ):
+        ArtifactStore("q", path=path)
+
+
+def test_a_pickle_that_was_changed_is_not_read(tmp_path):
+    path = filled(tmp_path / "q.db")
+    harmful = b"cbuiltins\nexec\n(S'raise SystemExit'\ntR."
+    altered(path, f"UPDATE artifacts SET data = x'{harmful.hex()}' WHERE place = 3")
+    with pytest.raises(ValueError, match=r"artifact 'q-2' \(row 3\) is damaged"):
+        ArtifactStore("q", path=path)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_flipped_bit_is_misread(tmp_path, seed):
+    rng, path = random.Random(seed), filled(tmp_path / "q.db")
+    expected = [(a.id, a.data, a.meta, a.source, a.parents, a.run) for a in ArtifactStore("q", path=path)]
+    whole, payloads = path.read_bytes(), (b'{"sum": ', b'{"of": ', b"r-1", b'["q-0"]')
+    for _ in range(40):
+        found = rng.choice(payloads)
+        place = whole.index(found) + rng.randrange(len(found) + 1)
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << rng.randrange(8)
+        path.write_bytes(flipped)
+        with pytest.raises(ValueError, match=r"is damaged: its checksum does not fit|can be read from it"):
+            ArtifactStore("q", path=path)
+    path.write_bytes(whole)
+    assert [(a.id, a.data, a.meta, a.source, a.parents, a.run) for a in ArtifactStore("q", path=path)] == expected
+
+
+@pytest.mark.parametrize("format", [1, 2])
+def test_a_file_of_an_earlier_format_is_brought_up_to_date(tmp_path, format):
+    path = filled(tmp_path / "q.db")
+    dropped = ["digest", "run"][: 3 - format]
+    altered(path, *(f"ALTER TABLE artifacts DROP COLUMN {name}" for name in dropped), f"PRAGMA user_version = {format}")
+    for _ in range(2):
+        store = ArtifactStore("q", path=path)
+        assert [(a.id, a.data, a.weight) for a in store] == [
+            ("q-0", {"sum": 6}, 1.0), ("q-1", {"sum": 7}, 1.0), ("q-2", (1, {"sum": 8}), 2.0)
+        ]  # fmt: skip
+        assert [a.run is None for a in store] == [format == 1] * 3
+        store.close()
+    altered(path, CHANGES["a digit"])
+    with pytest.raises(ValueError, match=r"artifact 'q-1' \(row 2\) is damaged"):
+        ArtifactStore("q", path=path)

@@ -1,0 +1,118 @@
+"""``turnwise eval`` on real runs of the tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import pytest
+
+from turnwise.cli import main as cli
+from turnwise.cli.commands import eval as evaluation
+from turnwise.cli.commands.eval import evaluate_from_config, measure, render
+from turnwise.run.build import train_from_config
+from turnwise.train.checkpoint.checkpoint import CheckpointError
+from turnwise.train.run_folder import RunLock
+
+from ..test_run import config_of
+
+
+@pytest.fixture(scope="module")
+def sudoku(tmp_path_factory):
+    """Steps 1 and 2 of a run that knows some sudoku and forgets it again, so that its checkpoints differ."""
+    return train_from_config(
+        config_of(
+            tmp_path_factory.mktemp("sudoku"),
+            task_options={"blanks": [1, 1]},
+            warm_start={"steps": 60, "batch_size": 16},
+            eval={"num_prompts": 6},
+        )
+    ).config
+
+
+def test_two_checkpoints_on_the_same_questions(sudoku):
+    measured = measure(sudoku, "newest", "step_00000001")
+    first, second, found = measured.evaluation, measured.other, measured.difference
+    assert first == evaluate_from_config(sudoku) and second == evaluate_from_config(sudoku, "step_00000001")
+    pairs = list(zip(first.values, second.values, strict=True))
+    assert found.difference.mean == pytest.approx(first.success - second.success)
+    assert (found.better, found.worse) == (sum(a > b for a, b in pairs), sum(a < b for a, b in pairs))
+    shown = render(measured)
+    assert "step_00000002 against " in shown and "step_00000001: success" in shown and "paired bootstrap; p = " in shown
+    assert "solved/proposer" in shown and "reward/reviser" in shown
+
+
+def test_what_only_reads_works_while_a_run_writes(sudoku, capsys, tmp_path):
+    out = str(tmp_path / "report.html")
+    with RunLock(sudoku.run_dir):
+        for words in (["eval", "--eval.num_prompts", "2"], ["view", "--out", out], ["credit"], ["replay"]):
+            assert cli.main([words[0], str(sudoku.run_dir), *words[1:]]) == 0, capsys.readouterr().err
+        assert cli.main(["train", str(sudoku.run_dir / "config.toml")]) == 2
+    assert f"process {os.getpid()} on host" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_a_run_deletes_meanwhile_gives_way_to_the_newest(sudoku, tmp_path, monkeypatch):
+    """The result was named after the newest checkpoint at the end, whichever had been evaluated."""
+    config = sudoku.model_copy(update={"run_dir": tmp_path / "run"})
+    shutil.copytree(sudoku.run_dir, config.run_dir)
+    load, gone = evaluation.load_weights, []
+
+    def deleted(path, policies):
+        if not gone:
+            gone.append(path)
+            shutil.rmtree(path)
+        load(path, policies)
+
+    monkeypatch.setattr(evaluation, "load_weights", deleted)
+    measured = measure(config)
+    assert gone[0].name == "step_00000002" and measured.checkpoint.endswith("step_00000001")
+    assert measured.evaluation == evaluate_from_config(sudoku, "step_00000001")
+    with pytest.raises(CheckpointError, match="step_00000001"):
+        gone.clear()
+        evaluate_from_config(config, "step_00000001")
+
+
+def test_json_alone_on_stdout_from_a_run_folder(sudoku, capsys):
+    words = ["eval", str(sudoku.run_dir), "--checkpoint", "newest", "--against", "newest", "--json"]
+    assert cli.main([*words, "--eval.num_prompts", "4"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["episodes"] == 4 and plain["checkpoint"] == plain["against"]["checkpoint"]
+    assert plain["checkpoint"].endswith("step_00000002")
+    assert plain["difference"]["difference"]["mean"] == 0 and plain["difference"]["p"] == 1
+    assert plain["estimates"]["satisfied/reviser"]["method"] in ("bootstrap", "wilson")
+
+
+def test_several_samples_of_each_question(sudoku, capsys):
+    assert cli.main(["eval", str(sudoku.run_dir), "--samples", "4", "--eval.num_prompts", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        "3 questions, 4 samples of each" in shown
+        and all(f"pass@{k}" in shown for k in (1, 2, 4))
+        and "pass@3" not in shown
+    )
+    assert cli.main(["eval", str(sudoku.run_dir), "--samples", "2", "--temperature", "0"]) == 2
+    assert "samples=2, temperature=0.0: greedy samples are all alike" in capsys.readouterr().err
+
+
+def test_both_seats_of_a_game_have_their_rewards(tmp_path):
+    config = train_from_config(
+        config_of(
+            tmp_path,
+            task="kuhn_poker",
+            steps=1,
+            rollout={"prompts_per_step": 2},
+            update={"lr": 0.05},
+            credit={"rule": "task"},
+            warm_start={"steps": 30, "batch_size": 16},
+            eval={"num_prompts": 6},
+        )
+    ).config
+    measured = measure(config, "start", "newest")
+    found = measured.difference
+    assert found.difference.mean > 0 and found.better > found.worse, "one update with such a rate ruins it"
+    assert found.test == "sign-flip permutation"
+    assert {"reward/player0", "reward/player1"} <= set(measured.evaluation.estimates)
+    counts = [measured.evaluation.estimates[f"reward/player{seat}"].count for seat in (0, 1)]
+    assert counts == [3, 3], "each question from both seats"
+    assert len(set(measured.evaluation.clusters)) == 3, "the two games of a match are one trial"

@@ -1,0 +1,229 @@
+"""The command line: parsing, mistyped words, exit codes, messages."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from turnwise.cli import main as cli
+from turnwise.cli.options import EXIT_FAILED, EXIT_OK, EXIT_USAGE, split_overrides
+from turnwise.train.config.schema import TrainConfig
+from turnwise.types import ModelError
+
+
+def test_parse_train() -> None:
+    options = cli.parse(["train", "--update.lr", "1e-4", "run.toml", "--dry-run"])
+    assert (options.config, options.dry_run, options.overrides) == (Path("run.toml"), True, {"update.lr": "1e-4"})
+    assert options.command == "train"
+
+
+def test_parse_demo_defaults() -> None:
+    options = cli.parse(["demo"])
+    assert (options.seed, options.compare, options.out) == (0, False, Path("runs/demo"))
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["fly"], ["train"], ["demo", "--seed", "x"], ["doctor", "--loop.steps", "5"], ["demo", "--comp"]]
+)
+def test_wrong_usage_exits_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == EXIT_USAGE
+    assert "usage: turnwise" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian", "run.toml"], "unknown command 'trian'; did you mean 'train'?"),
+        (["fly"], "unknown command 'fly'; known: "),
+        (["doctor", "--jsn"], "unknown option --jsn; did you mean '--json'?"),
+        (["doctor", "now"], "unexpected argument 'now'"),
+        (["train", "run.toml", "--dry-rn"], "unknown option --dry-rn; did you mean --dry-run?"),
+        (["eval", "run.toml", "--chekpoint", "best"], "unknown option --chekpoint; did you mean --checkpoint?"),
+    ],
+)
+def test_a_mistyped_word_gets_the_nearest(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = cli.main(words)
+    except SystemExit as stop:
+        code = stop.code
+    assert code == EXIT_USAGE and f"turnwise: {message}" in capsys.readouterr().err
+
+
+def test_no_config_key_is_taken_for_a_mistyped_option() -> None:
+    """``split_overrides`` refuses keys that are close to an option, so no key may be."""
+    keys = TrainConfig.model_fields.keys() - {"checkpoint"}  # a section, and an option of eval
+    for command in (command for command in cli.COMMANDS.values() if command.overrides):
+        words = [word for key in keys for word in (f"--{key}", "1")]
+        assert split_overrides(words, cli.options_of(command))[1].keys() == keys
+
+
+@pytest.fixture
+def add_command(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
+    """Adds a command ``fail`` that raises the given error."""
+
+    def add(error: BaseException) -> None:
+        def run(options: argparse.Namespace) -> int:
+            raise error
+
+        monkeypatch.setitem(sys.modules, "turnwise.cli.commands.fail", SimpleNamespace(run=run))
+        monkeypatch.setitem(cli.COMMANDS, "fail", cli.Command("For a test."))
+
+    return add
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ValueError("seed=-1: expected a count"), 2, "turnwise: seed=-1: expected a count"),
+        (TypeError("not a list"), 2, "turnwise: not a list"),
+        (
+            FileNotFoundError(2, "No such file or directory", "run.toml"),
+            2,
+            "turnwise: No such file or directory: 'run.toml'",
+        ),
+        (ImportError("pip install 'turnwise[peft]'"), 2, "turnwise: pip install 'turnwise[peft]'"),
+        (ModelError("the server is gone"), 1, "turnwise: the server is gone"),
+        (RuntimeError(), 1, "turnwise: RuntimeError"),
+        (FloatingPointError("the gradient norm is nan"), 1, "turnwise: the gradient norm is nan"),
+        (KeyboardInterrupt(), 130, "turnwise: interrupted"),
+    ],
+)
+def test_errors_are_one_line(
+    error: BaseException, code: int, line: str, add_command: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_command(error)
+    assert cli.main(["fail"]) == code
+    assert capsys.readouterr().err == line + "\n"
+
+
+def test_traceback_on_request(add_command: Any) -> None:
+    add_command(ValueError("seed=-1"))
+    with pytest.raises(ValueError, match="seed=-1"):
+        cli.main(["fail", "--traceback"])
+
+
+def test_a_bug_keeps_its_traceback(add_command: Any) -> None:
+    add_command(AssertionError("a broken invariant"))
+    with pytest.raises(AssertionError):
+        cli.main(["fail"])
+
+
+def test_missing_config_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    missing = tmp_path / "nowhere.toml"
+    assert cli.main(["train", str(missing)]) == EXIT_USAGE
+    error = capsys.readouterr().err
+    assert str(missing) in error
+    assert error.count("\n") == 1
+
+
+def test_unknown_config_key_names_the_nearest(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text('task = "sudoku"\n')
+    assert cli.main(["train", str(config), "--dry-run", "--stepps", "5"]) == EXIT_USAGE
+    assert "'steps'" in capsys.readouterr().err
+
+
+def test_dry_run_prints_the_resolved_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text("steps = 7\n")
+    assert cli.main(["train", str(config), "--dry-run", "--update.lr", "0.5"]) == EXIT_OK
+    output = capsys.readouterr().out
+    assert "steps = 7" in output
+    assert "lr = 0.5" in output
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "shown"),
+    [
+        ("sudoku", ["--rollout.tree.select", "none", "--rollout.branches", "4"], 'select = "none"'),
+        ("sudoku", ["--credit.options.scale", "none"], 'scale = "none"'),
+        ("kuhn_poker", ["--credit.options.per", "trajectory"], 'per = "trajectory"'),
+        ("gsm8k", ["--task_options.path", "2024"], 'path = "2024"'),
+    ],
+)
+def test_a_word_that_is_a_choice_is_no_null(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task, words, shown
+) -> None:
+    """`--rollout.tree.select none` was read as null, and refused; `--task_options.path 2024` as a number."""
+    monkeypatch.chdir(tmp_path)
+    Path("2024").write_text("".join(f'{{"question": "{i} + 1?", "answer": "#### {i + 1}"}}\n' for i in range(4000)))
+    Path("run.toml").write_text(f'task = "{task}"\n')
+    assert cli.main(["train", "run.toml", "--dry-run", *words]) == EXIT_OK, capsys.readouterr().err
+    assert shown in capsys.readouterr().out
+
+
+def test_dry_run_says_who_plays_with_what_and_all_that_is_wrong(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text('policy_sharing = "model_per_actor"\n')
+    assert cli.main(["train", str(config), "--dry-run"]) == EXIT_OK
+    output = capsys.readouterr().out
+    assert "# actor 'proposer' plays with policy 'proposer'" in output and "[policies.reviser]" in output
+    wrong = [
+        "--loss.type",
+        "pppo",
+        "--credit.rule",
+        "grp",
+        "--actors.proposr",
+        "default",
+        "--checkpoint.keep_best",
+        "true",
+    ]
+    assert cli.main(["train", str(config), "--dry-run", *wrong]) == EXIT_USAGE
+    told = capsys.readouterr().err
+    assert all(key in told for key in ("'loss.type'", "'credit.rule'", "'actors.proposr'", "'checkpoint.keep_best'"))
+
+
+def test_the_code_that_a_config_names_is_told_before_it_is_imported(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_rule_of_cli.py").write_text("print('imported')\nraise SystemExit(9)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run, told = (
+        tmp_path / "run",
+        "turnwise: the config can name code, which {} here: credit.rule = 'own_rule_of_cli:Rule'",
+    )
+    run.mkdir()
+    (run / "config.toml").write_text('[credit]\nrule = "own_rule_of_cli:Rule"\n')
+    (run / "rollouts.jsonl").write_text("")
+    for words in (["train", "--dry-run", str(run / "config.toml"), "--credit.options.a", "1"], ["view", str(run)]):
+        assert cli.main(words) == EXIT_OK
+        found = capsys.readouterr()
+        assert told.format("is not imported") in found.err and "imported" not in found.out.splitlines()
+    assert cli.main(["train", "--dry-run", str(run / "config.toml")]) == EXIT_OK
+    found = capsys.readouterr().out
+    assert "# credit.rule = 'own_rule_of_cli:Rule' names code, which was not imported" in found
+    assert 'rule = "own_rule_of_cli:Rule"' in found
+    config = str(run / "config.toml")
+    for words in (["train", "--dry-run", "--import-code", config], ["eval", config], ["credit", str(run)]):
+        with pytest.raises(SystemExit):
+            cli.main(words)
+        found = capsys.readouterr()
+        assert told.format("is imported") in found.err and "imported" in found.out
+        sys.modules.pop("own_rule_of_cli", None)
+
+
+def test_closed_pipe_is_quiet() -> None:
+    """`turnwise --help | true`-like: the reader is gone before anything is written."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    code = (
+        "import sys, types\nfrom turnwise.cli import main as cli\ncli.COMMANDS['x'] = cli.Command('')\n"
+        "sys.modules['turnwise.cli.commands.x'] = types.SimpleNamespace(run=lambda options: print('x' * 100000) or 0)\n"
+        "sys.exit(cli.main(['x']))"
+    )
+    process = subprocess.Popen([sys.executable, "-P", "-c", code], stdout=write_end, stderr=subprocess.PIPE, text=True)
+    os.close(write_end)
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (EXIT_FAILED, "")

@@ -1,0 +1,268 @@
+"""Servers that can't be reached, are cut off, hang, refuse and talk nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import threading
+import time
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnwise.inference.common.http import Endpoint, EndpointError, LoopThread, _retry_after, parse_server_url
+from turnwise.inference.common.keys import key_file, write_key
+from turnwise.types import ModelError
+
+from .fake_server import FakeServer, Hang, Reset, Say, Script, faking
+
+
+def ask(server: FakeServer | str, path: str = "/x", endpoint: Endpoint | None = None, **settings: Any) -> Any:
+    url = server if isinstance(server, str) else server.url
+    made = endpoint or Endpoint(url, **{"retries": 2, "timeout": 5.0, **settings})
+    try:
+        return made.thread.submit(made.ask("POST", path, body={"a": 1})).result(20)
+    finally:
+        if endpoint is None:
+            made.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize("trouble", [Reset(), Reset(midway=False), Say("", 500), Say("", 503), Say("", 429)])
+def test_what_may_pass_is_asked_again(trouble: Any) -> None:
+    with faking({"/x": [trouble, trouble, Say({"fine": 1})]}) as server:
+        assert ask(server) == {"fine": 1}
+        assert server.asked == [("/x", {"a": 1})] * 3
+
+
+@pytest.mark.parametrize(
+    "trouble, said",
+    [(Reset(), "cut off"), (Say({"error": {"message": "too busy"}}, 503), r"503: too busy, 3 times")],
+)
+def test_trouble_that_lasts_is_told(trouble: Any, said: str) -> None:
+    with faking({"/x": trouble}) as server, pytest.raises(EndpointError, match=said) as caught:
+        ask(server)
+    assert server.url in str(caught.value)
+    assert server.count("/x") == 3
+
+
+@pytest.mark.parametrize("status", [400, 404, 422, 501])
+def test_what_will_not_pass_is_asked_once(status: int) -> None:
+    with faking({"/x": Say({"detail": "no such thing"}, status)}) as server:
+        with pytest.raises(EndpointError, match=f"{status}: no such thing") as caught:
+            ask(server)
+        assert caught.value.status == status
+        assert server.count("/x") == 1
+
+
+def test_nobody_there() -> None:
+    """At once, unless it was told to wait."""
+    url = f"http://127.0.0.1:{free_port()}"
+    endpoint = Endpoint(url)
+    with pytest.raises(EndpointError, match=rf"{url}/x can't be reached: .*; is it started, and is this its address\?"):
+        ask(url, endpoint=endpoint)
+    assert endpoint.retried == 0
+    endpoint.close()
+    began = time.monotonic()
+    with pytest.raises(EndpointError, match=f"{url}/x can't be reached.*for 1 seconds"):
+        ask(url, wait=1.0)
+    assert time.monotonic() - began >= 1.0
+
+
+def test_one_that_was_there_is_waited_for() -> None:
+    with faking({"/x": Say({"fine": 1})}) as server:
+        endpoint = Endpoint(server.url, timeout=1.0)
+        assert ask(server, endpoint=endpoint) == {"fine": 1}
+        endpoint.thread.submit(endpoint._session.close()).result(5)  # the fake one keeps open connections alive
+        endpoint._session = None
+    began = time.monotonic()
+    with pytest.raises(EndpointError, match=f"{server.url}/x can't be reached.*for 1 seconds"):
+        ask(server, endpoint=endpoint)
+    assert time.monotonic() - began >= 1.0
+    endpoint.close()
+
+
+def test_a_server_that_comes_later_is_reached() -> None:
+    port = free_port()
+    endpoint = Endpoint(f"http://127.0.0.1:{port}", retries=0, wait=20)
+    work = endpoint.thread.submit(endpoint.ask("GET", "/x"))
+    time.sleep(0.3)
+    assert not work.done()
+    import http.server
+
+    class Late(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            Say({"late": True}).play(self)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", port), Late) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        assert work.result(20) == {"late": True}
+    assert endpoint.retried >= 1
+    endpoint.close()
+
+
+def test_a_server_that_hangs_is_given_up_once() -> None:
+    with faking({"/x": Hang()}) as server:
+        with pytest.raises(EndpointError, match=r"no answer within timeout=0.2 seconds"):
+            ask(server, timeout=0.2)
+        assert server.count("/x") == 1
+
+
+@pytest.mark.parametrize("after", ["1", lambda: format_datetime(datetime.now(UTC) + timedelta(seconds=2), usegmt=True)])
+def test_retry_after_is_kept_to(after: Any) -> None:
+    header = after if isinstance(after, str) else after()
+    with faking({"/x": [Say("", 429, {"Retry-After": header}), Say({})]}) as server:
+        began = time.monotonic()
+        assert ask(server) == {}
+        assert time.monotonic() - began >= 0.9  # a date has whole seconds
+
+
+def test_retry_after_that_is_none_is_passed_over() -> None:
+    with faking({"/x": [Say("", 429, {"Retry-After": "soon"}), Say({})]}) as server:
+        assert ask(server) == {}
+    assert _retry_after({"Retry-After": "soon"}) == _retry_after({}) == 0
+
+
+@pytest.mark.parametrize("nonsense", ["<html>", '{"a": ', "\x00\xff"])
+def test_no_json_is_an_error_that_names_the_server(nonsense: str) -> None:
+    with faking({"/x": Say(nonsense)}) as server:
+        with pytest.raises(EndpointError, match=rf"{server.url}/x answered no JSON"):
+            ask(server)
+        assert server.count("/x") == 1
+
+
+def test_no_http_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def talk() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"220 mail.example.org ESMTP\r\n")
+
+        threading.Thread(target=talk, daemon=True).start()
+        with pytest.raises(EndpointError, match="does not speak HTTP"):
+            ask(f"http://127.0.0.1:{listener.getsockname()[1]}", retries=0)
+
+
+def test_the_key_is_sent_and_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", "sesame")
+    script: Script = {"/x": [Say({}), Say({"error": "Unauthorized"}, 401)]}
+    with faking(script) as server:
+        ask(server, api_key_env="SOME_KEY")
+        assert server.headers[0]["Authorization"] == "Bearer sesame"
+        with pytest.raises(EndpointError, match=r"401: Unauthorized.*SOME_KEY"):
+            ask(server, api_key_env="SOME_KEY")
+        with pytest.raises(EndpointError, match=r"401: Unauthorized.*api_key_env"):
+            ask(server)
+        assert "Authorization" not in server.headers[2]
+    for wrong in ("", "sésame", "sesame\r\nHost: other", "sesame "):
+        monkeypatch.setenv("SOME_KEY", wrong)
+        with pytest.raises(ValueError, match=r"api_key_env='SOME_KEY'.*(is empty|no letter, digit or sign of ASCII)"):
+            Endpoint("http://localhost", api_key_env="SOME_KEY")
+
+
+def test_a_key_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("sesame\n")
+    with faking({"/x": Say({})}) as server:
+        ask(server, api_key_file=tmp_path / "key")
+        assert server.headers[0]["Authorization"] == "Bearer sesame"
+    with pytest.raises(ValueError, match=r"api_key_env='A', api_key_file='B': expected one of them"):
+        Endpoint("http://localhost", api_key_env="A", api_key_file="B")
+    (tmp_path / "key").write_text("sésame")
+    with pytest.raises(ValueError, match="character 2 of 6 is no letter"):
+        Endpoint("http://localhost", api_key_file=tmp_path / "key")
+
+
+def test_the_key_of_a_server_that_was_started_again_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    refused = Say({"error": "no"}, 401)
+    with faking({"/x": [Say({}), refused, Say({}), refused]}) as server:
+        write_key(key_file(server.url), "first")
+        endpoint = Endpoint(server.url, retries=1)
+        assert ask(server, endpoint=endpoint) == {}
+        write_key(key_file(server.url), "second")
+        assert ask(server, endpoint=endpoint) == {}
+        with pytest.raises(EndpointError, match=r"401: no; expected a key: .*leaves one at"):
+            ask(server, endpoint=endpoint)
+        endpoint.close()
+    keys = ("first", "first", "second", "second")
+    assert [headers["Authorization"] for headers in server.headers] == [f"Bearer {key}" for key in keys]
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_told_and_not_followed(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", "sesame")
+    with faking({"/x": Say({})}) as other:
+        moved = Say("", status, {"Location": f"{other.url}/x"})
+        with faking({"/x": moved}) as server, pytest.raises(EndpointError, match=f"redirects to '{other.url}/x'"):
+            ask(server, api_key_env="SOME_KEY")
+        assert other.asked == [], "neither key nor body are for another server"
+
+
+def test_a_cancelled_caller_ends_its_request() -> None:
+    with faking({"/x": Hang(), "/y": Say({})}) as server:
+        endpoint = Endpoint(server.url, retries=0)
+        work = endpoint.thread.submit(endpoint.ask("POST", "/x"))
+        while not server.asked:
+            time.sleep(0.01)
+        assert work.cancel()
+        assert ask(server, "/y", endpoint) == {}
+        endpoint.close()
+        endpoint.close()
+        with pytest.raises(ModelError, match="closed"):
+            endpoint.thread.submit(endpoint.ask("POST", "/y")).result()
+
+
+def test_many_at_once_from_several_loops() -> None:
+    with faking({"/x": lambda body: Say(body)}) as server:
+        endpoint = Endpoint(server.url, retries=3)
+
+        async def many() -> list[Any]:
+            work = [endpoint.thread.submit(endpoint.ask("POST", "/x", body={"n": n})) for n in range(50)]
+            return list(await asyncio.gather(*map(asyncio.wrap_future, work)))
+
+        for _ in range(2):
+            assert asyncio.run(many()) == [{"n": n} for n in range(50)]
+        endpoint.close()
+
+
+def test_an_endpoint_that_is_dropped_ends_its_thread() -> None:
+    endpoint = Endpoint("http://127.0.0.1:1")
+    thread = endpoint.thread._thread
+    del endpoint
+    gc.collect()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_a_loop_that_ends_leaves_nobody_waiting() -> None:
+    thread = LoopThread("test")
+    waiting = thread.submit(asyncio.sleep(60))
+    thread.stop()
+    assert waiting.cancelled()
+
+
+def test_settings_are_checked() -> None:
+    assert parse_server_url("http://host:1/v1/") == parse_server_url("http://host:1/") == ("http://host:1", "/v1")
+    assert parse_server_url("https://host/beta/v1") == ("https://host/beta", "/v1")
+    assert parse_server_url("https://host/openai/") == ("https://host/openai", "")
+    for url in ("host:8000", "ftp://host", "http://", ""):
+        with pytest.raises(ValueError, match="url="):
+            parse_server_url(url)
+    with pytest.raises(ValueError, match="timeout=0"):
+        Endpoint("http://host", timeout=0)
+    with pytest.raises(ValueError, match="retries=-1"):
+        Endpoint("http://host", retries=-1)

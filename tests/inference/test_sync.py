@@ -1,0 +1,305 @@
+"""Weights on their way to another process: every dtype arrives, and what is gone, cut short or half-written is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from turnwise.inference.weights.sync import (
+    AutomaticTransfer,
+    SafetensorsTransfer,
+    SharedMemoryTransfer,
+    TransferError,
+    make_transfer,
+    open_weights,
+)
+
+from .helpers import weights_at
+
+needs_memory = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create, which Linux has")
+KINDS = [pytest.param("shared_memory", marks=needs_memory), "safetensors", "auto", "gloo"]
+
+
+@pytest.fixture(params=KINDS)
+def transfer(request: pytest.FixtureRequest) -> Any:
+    transfer = make_transfer(request.param)
+    yield transfer
+    transfer.close()
+
+
+def weights_of(seed: int = 0, size: int = 7) -> dict[str, torch.Tensor]:
+    """Several dtypes, odd sizes, no elements, no dimensions, strides, a gradient, and a tied pair."""
+    draw = torch.Generator().manual_seed(seed)
+    wide = torch.randn(size, 2 * size, generator=draw)
+    return {
+        "float32": wide,
+        "tied": wide,
+        "bfloat16": torch.randn(3, size, generator=draw).bfloat16(),
+        "float8": torch.randn(5, generator=draw).to(torch.float8_e4m3fn),
+        "int64": torch.randint(100, (size,), generator=draw),
+        "bool": torch.tensor([True, False, True]),
+        "empty": torch.empty(0, 4),
+        "scalar": torch.tensor(0.5, dtype=torch.float64),
+        "transposed": wide.T,
+        "every_other": wide[:, ::2],
+        "parameter": torch.nn.Parameter(torch.randn(3, generator=draw)),
+    }
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        found[name].dtype == tensor.dtype
+        and found[name].shape == tensor.shape
+        and torch.equal(found[name].view(torch.uint8) if tensor.dim() else found[name],
+                        tensor.detach().contiguous().view(torch.uint8) if tensor.dim() else tensor)
+        for name, tensor in expected.items()
+    )  # fmt: skip
+
+
+def in_another_process(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), *arguments],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_everything_arrives_in_another_process(transfer: Any) -> None:
+    handle = json.dumps(transfer.send(weights_of()))
+    assert len(handle) < 400
+    program = """
+        import json, sys, torch
+        from turnwise.inference.weights.sync import open_weights
+        with open_weights(json.loads(sys.argv[1])) as weights:
+            assert weights["tied"].data_ptr() == weights["float32"].data_ptr()
+            print(json.dumps({name: [str(t.dtype), t.double().tolist()] for name, t in weights.items()}))
+    """
+    done = in_another_process(program, handle)
+    assert done.returncode == 0, done.stderr
+    expected = {name: [str(t.dtype), t.detach().double().tolist()] for name, t in weights_of().items()}
+    assert json.loads(done.stdout) == expected
+
+
+def test_a_handle_can_be_opened_again_and_names_the_last_weights(transfer: Any) -> None:
+    for seed, size in ((0, 7), (1, 7), (2, 60), (3, 4)):  # equal, larger and smaller than those before
+        handle = transfer.send(weights_of(seed, size))
+        assert same(weights_at(handle), weights_of(seed, size))
+        assert same(weights_at(handle), weights_of(seed, size))
+
+
+def test_an_older_handle_is_refused(transfer: Any) -> None:
+    old = transfer.send(weights_of(0))
+    transfer.send(weights_of(1))
+    with pytest.raises(TransferError):
+        weights_at(old)
+
+
+def test_after_close_the_weights_are_gone(transfer: Any) -> None:
+    handle = transfer.send(weights_of())
+    transfer.close()
+    transfer.close()
+    with pytest.raises(TransferError):
+        weights_at(handle)
+
+
+def blocks() -> int:
+    """How many blocks of weights this process has mapped."""
+    return sum("turnwise-weights" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+@needs_memory
+def test_one_block_serves_many_updates() -> None:
+    transfer = SharedMemoryTransfer()
+    handles = [transfer.send(weights_of(seed)) for seed in range(20)]
+    assert len({(handle["descriptor"], handle["bytes"]) for handle in handles}) == 1
+    for size in (100, 200, 300):
+        weights_at(transfer.send(weights_of(size=size)))
+    assert blocks() == 1
+    del transfer
+    assert blocks() == 0
+
+
+@needs_memory
+def test_weights_that_change_while_they_are_read_are_refused() -> None:
+    transfer = SharedMemoryTransfer()
+    handle = transfer.send(weights_of(0))
+    with pytest.raises(TransferError, match="number 1 holds its sender's weights number 2"), open_weights(handle):
+        transfer.send(weights_of(1))
+
+
+@needs_memory
+def test_half_written_weights_are_refused() -> None:
+    class Broken(torch.Tensor):
+        def detach(self) -> Any:
+            raise RuntimeError("the device is lost")
+
+    transfer = SharedMemoryTransfer()
+    handle = transfer.send(weights_of(0))
+    with pytest.raises(RuntimeError, match="lost"):
+        transfer.send({**weights_of(1), "bool": torch.tensor([True]).as_subclass(Broken)})
+    for sequence in (1, 2):
+        with pytest.raises(TransferError, match="half-written"):
+            weights_at({**handle, "sequence": sequence})
+    assert same(weights_at(transfer.send(weights_of(1))), weights_of(1))
+
+
+@needs_memory
+def test_a_descriptor_of_something_else_is_refused(tmp_path: Path) -> None:
+    transfer = SharedMemoryTransfer()
+    handle = transfer.send(weights_of())
+    other = tmp_path / "other"
+    for content in (b"short", bytes(handle["bytes"])):
+        other.write_bytes(content)
+        with other.open("rb") as file, pytest.raises(TransferError, match=r"has 5 bytes|something else"):
+            weights_at({**handle, "descriptor": file.fileno()})
+    read, write = os.pipe()
+    with pytest.raises(TransferError, match="has 0 bytes"):
+        weights_at({**handle, "descriptor": read})
+    os.close(read)
+    os.close(write)
+
+
+def test_a_file_that_is_cut_short_replaced_or_gone_is_refused(tmp_path: Path) -> None:
+    transfer = SafetensorsTransfer(tmp_path)
+    handle = transfer.send(weights_of())
+    path = Path(handle["path"])
+    whole = path.read_bytes()
+    for content in (whole[:-1], whole[:100], b"", bytes(len(whole))):
+        path.write_bytes(content)
+        with pytest.raises(TransferError, match=path.name):
+            weights_at(handle)
+    other = SafetensorsTransfer(tmp_path)
+    path.write_bytes(Path(other.send(weights_of())["path"]).read_bytes())
+    with pytest.raises(TransferError, match="other weights"):
+        weights_at(handle)
+    path.unlink()
+    with pytest.raises(TransferError, match="can't be read"):
+        weights_at(handle)
+    transfer.close()
+    other.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_file_at_a_time(tmp_path: Path) -> None:
+    transfer = SafetensorsTransfer(tmp_path)
+    for seed in range(3):
+        transfer.send(weights_of(seed))
+        assert len(list(tmp_path.iterdir())) == 1
+    del transfer
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_forged_handles() -> None:
+    whole = {"kind": "shared_memory", "mark": "", "sequence": 1, "bytes": 9, "pid": 1, "descriptor": 3}
+    for handle, said in [
+        ({"kind": "pigeon"}, r"kind 'pigeon': expected one of \['gloo', 'ipc',"),
+        ({"kind": []}, r"kind \[\]: expected one of"),
+        ([whole], "a handle that is a list: expected a mapping"),
+        ({"kind": "safetensors", "mark": "", "sequence": 1}, "bytes=None: expected int"),
+        ({**whole, "mark": 1}, "mark=1: expected str"),
+        ({**whole, "bytes": True}, "bytes=True: expected int"),
+        ({**whole, "pid": "self/fd/../../1"}, "pid='self/.*': expected int"),
+    ]:
+        with pytest.raises(TransferError, match=said):
+            weights_at(handle)
+
+
+# -- no room -----------------------------------------------------------------------------------------------------------
+LIMITED = """
+    import os, resource, sys, warnings, torch
+    from turnwise.inference.weights.sync import *
+    from turnwise.inference.weights import sync
+    weights = {"w": torch.ones(2**20)}
+    def sum_at(handle):
+        with open_weights(handle) as found:
+            return found["w"].sum()
+    # the kernel refuses files above this size, those in memory as well
+    limit = int(sys.argv[1])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+"""
+
+
+@needs_memory
+def test_without_room_for_shared_memory_it_raises_rather_than_dies() -> None:
+    done = in_another_process(
+        LIMITED
+        + """
+    sender = sync.SharedMemoryTransfer()
+    sender.send({"w": torch.ones(10)})
+    try:
+        sender.send(weights)
+    except sync.TransferError as error:
+        print(error)
+    assert not any("turnwise-weights" in line for line in open("/proc/self/maps"))
+    assert sum_at(sender.send({"w": torch.ones(10)})) == 10
+    """,
+        str(2**20),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no room for 4.0 MiB of shared memory" in done.stdout
+
+
+def test_without_room_on_disk_it_raises_and_leaves_nothing(tmp_path: Path) -> None:
+    done = in_another_process(
+        LIMITED
+        + """
+    sender = sync.SafetensorsTransfer(sys.argv[2])
+    handle = sender.send({"w": torch.ones(10)})
+    try:
+        sender.send(weights)
+    except sync.TransferError as error:
+        print(error)
+    assert len(os.listdir(sys.argv[2])) == 1
+    assert sum_at(handle) == 10
+    """,
+        str(2**20),
+        str(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "could not be written" in done.stdout
+    assert list(tmp_path.iterdir()) == [], "at its exit it removes what it wrote"
+
+
+def test_automatic_goes_over_files_where_memory_is_short_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    transfer = AutomaticTransfer()
+    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+    with pytest.warns(UserWarning, match=r"temporary files .*No space left on device"):
+        handle = transfer.send(weights_of())
+    assert handle["kind"] == "safetensors"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert same(weights_at(transfer.send(weights_of(1))), weights_of(1))
+    transfer.close()
+    assert not Path(handle["path"]).parent.exists()
+
+
+@needs_memory
+def test_nothing_stays_behind_a_sender_that_is_killed() -> None:
+    program = textwrap.dedent("""
+        import json, sys, time, torch
+        from turnwise.inference.weights.sync import SharedMemoryTransfer
+        sender = SharedMemoryTransfer()
+        print(json.dumps(sender.send({"w": torch.ones(1000)})), flush=True)
+        time.sleep(600)
+    """)
+    before = set(os.listdir("/dev/shm"))
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as sender:
+        assert sender.stdout is not None
+        handle = json.loads(sender.stdout.readline())
+        assert weights_at(handle)["w"].sum() == 1000
+        sender.send_signal(signal.SIGKILL)
+    with pytest.raises(TransferError, match="gone"):
+        weights_at(handle)
+    assert set(os.listdir("/dev/shm")) <= before
