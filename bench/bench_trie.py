@@ -25,7 +25,7 @@ from common import arguments, finish, peer
 from train_cases import Trained, peak_of_two_steps, seconds_per_step
 from trie_cases import LARGE, Case, make_batch, make_trained, unique_tokens
 
-from turnwise.train.model.prefix_tree import Trie
+from turnwise.train.model.prefix_tree import PrefixTree
 
 TOLERANCE = 1e-4  # of the gradient's norm
 GRID: dict[str, tuple[Any, ...]] = {
@@ -103,10 +103,16 @@ def build(quick: bool) -> dict[str, Any]:
     taken = []
     for _ in range(3):
         start = time.perf_counter()
-        trie = Trie(stream, cuts)
+        trie = PrefixTree(stream, cuts)
         taken.append(time.perf_counter() - start)
     assert len(trie) == rows * length - (rows - rows // 16) * (length * 3 // 4), "every shared token stands once"
-    return {"method": "turnwise Trie", "rows": rows, "tokens": rows * length, "unique": len(trie), "s": min(taken)}
+    return {
+        "method": "turnwise PrefixTree",
+        "rows": rows,
+        "tokens": rows * length,
+        "unique": len(trie),
+        "s": min(taken),
+    }
 
 
 def goals(rows: list[dict[str, Any]], built: dict[str, Any]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from turnwise.ops import linear_logprob
 from turnwise.train.config.optimization import UpdateConfig
 from turnwise.train.model.forward import Forward
 from turnwise.train.model.micro_batch import MicroBatch
-from turnwise.train.model.prefix_tree import Trie
+from turnwise.train.model.prefix_tree import PrefixTree
 from turnwise.types import TrainingBatch
 
 OBSERVATION = 16  # tokens between a completion and the next turn's
@@ -99,7 +99,7 @@ def make_batch(case: Case, seed: int = 0) -> TrainingBatch:
 
 def unique_tokens(batch: TrainingBatch) -> int:
     """The number of tokens in the rows' trie."""
-    return len(Trie(batch.token_ids, batch.cu_seqlens, least=0))
+    return len(PrefixTree(batch.token_ids, batch.cu_seqlens, least=0))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

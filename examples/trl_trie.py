@@ -19,7 +19,7 @@ from trl.trainer.utils import pad
 
 from turnwise.ops import linear_logprob
 from turnwise.tasks.tiny import build_model, build_tokenizer
-from turnwise.train.model.prefix_tree import Trie, use_trees
+from turnwise.train.model.prefix_tree import PrefixTree, use_trees
 
 QUESTIONS, ANSWERS, PROMPT, LONGEST = 2, 8, 200, 24
 
@@ -41,7 +41,7 @@ class TrieTrainer(GRPOTrainer):
         real = attention_mask.bool()
         kept = real[:, -logits_to_keep:]
         lengths = kept.sum(1).cpu()
-        trie = Trie(input_ids[real].cpu(), torch.nn.functional.pad(real.sum(1).cumsum(0), (1, 0)).cpu())
+        trie = PrefixTree(input_ids[real].cpu(), torch.nn.functional.pad(real.sum(1).cumsum(0), (1, 0)).cpu())
         self.tokens = (len(trie), trie.num_tokens)
 
         hidden = lm.get_decoder()(**trie.inputs(lm.device)).last_hidden_state[0]

@@ -27,9 +27,14 @@ NOT_ROOMS = {"", "__main__"}
 
 @cache
 def sources() -> dict[str, Path]:
-    """Every module by its dotted name, without ``turnwise.``; a package by the name of its folder."""
+    """Every module by its dotted name, without ``turnwise.``; a package by the name of its folder.
+
+    A wheel also holds the examples, as files to copy; they are no package.
+    """
     found = {}
     for path in PACKAGE.rglob("*.py"):
+        if not (path.parent / "__init__.py").exists():
+            continue
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found

@@ -1,4 +1,4 @@
-"""Records episodes as a run's log does, and plays them again, for the tests of tapes and playbacks."""
+"""Record episodes as a run's log does, and replay them, for the tests of recordings and replays."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from turnwise.train.checkpoint.files import write_tensors
 from turnwise.train.model.forward import Forward
 from turnwise.train.model.micro_batch import MicroBatch, pack
 from turnwise.train.model.policy import bit_sum, named_weights
-from turnwise.train.model.prefix_tree import Trie
+from turnwise.train.model.prefix_tree import PrefixTree
 from turnwise.types import TrainingBatch
 
 pytestmark = pytest.mark.slow
@@ -126,7 +126,7 @@ def train(case: Case, rank: int) -> dict[str, Tensor]:
         fully_shard(part, mesh=mesh)
     rows = np.arange(len(make_batch())).reshape(WORLD, -1)[rank]
     batch = make_batch()
-    micro = pack(batch, rows, trie=Trie(batch.token_ids, batch.cu_seqlens, rows))
+    micro = pack(batch, rows, trie=PrefixTree(batch.token_ids, batch.cu_seqlens, rows))
     assert micro.tree is not None and micro.num_tokens < 0.5 * sum(micro.lengths)
     (WORLD * loss_of(model, micro)).backward()  # FSDP2 averages
     return gradients(model)

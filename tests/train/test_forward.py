@@ -10,7 +10,7 @@ from torch import nn
 
 from turnwise.train.model.forward import LAYOUTS, Forward, like_lengths
 from turnwise.train.model.micro_batch import pack
-from turnwise.train.model.prefix_tree import Trie
+from turnwise.train.model.prefix_tree import PrefixTree
 
 SIZES = {
     "vocab_size": 200,
@@ -115,7 +115,7 @@ def test_what_rows_share_is_computed_once_and_nothing_changes(family, seed, tree
     own = copy.deepcopy(model)
     batch = tree_batch(seed)
     rows = np.random.default_rng(seed).permutation(len(batch))
-    shared, alone = pack(batch, rows, trie=Trie(batch.token_ids, batch.cu_seqlens, rows)), pack(batch, rows)
+    shared, alone = pack(batch, rows, trie=PrefixTree(batch.token_ids, batch.cu_seqlens, rows)), pack(batch, rows)
     assert shared.num_tokens < 0.5 * alone.num_tokens
     forward = forward_of(model)
     assert forward.trie_share == 0.9 and forward.fused == fused
@@ -135,7 +135,7 @@ def test_a_trie_in_float32_is_exact_to_rounding(seed, tree_batch):
     own = copy.deepcopy(model).double()
     batch = tree_batch(seed)
     rows = np.arange(len(batch))
-    logprobs, _ = Forward(model)(pack(batch, rows, trie=Trie(batch.token_ids, batch.cu_seqlens, rows)))
+    logprobs, _ = Forward(model)(pack(batch, rows, trie=PrefixTree(batch.token_ids, batch.cu_seqlens, rows)))
     expected, _ = row_by_row(own, pack(batch, rows))
     assert relative(logprobs, expected) < 1e-6
     weights = torch.randn(len(expected))
@@ -148,7 +148,7 @@ def test_a_trie_in_bfloat16_with_checkpointing_and_adapters(tree_batch):
     config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     batch = tree_batch(0)
     rows = np.arange(len(batch))
-    shared, alone = pack(batch, rows, trie=Trie(batch.token_ids, batch.cu_seqlens, rows)), pack(batch, rows)
+    shared, alone = pack(batch, rows, trie=PrefixTree(batch.token_ids, batch.cu_seqlens, rows)), pack(batch, rows)
     model = peft.get_peft_model(build("qwen3", head_dim=16).double(), config)
     expected = _adapter_gradient(model, row_by_row(model, alone)[0])
     model.train().gradient_checkpointing_enable()

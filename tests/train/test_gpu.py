@@ -9,7 +9,7 @@ import torch
 
 from turnwise.run.build import train_from_config
 from turnwise.train.model.micro_batch import pack
-from turnwise.train.model.prefix_tree_attention import Tree, tree_attention
+from turnwise.train.model.prefix_tree_attention import PrefixTreeMask, tree_attention
 from turnwise.train.validate import config_from_dict
 
 SMALL = {
@@ -50,7 +50,7 @@ def test_a_run_trains_and_resumes_on_a_gpu(tmp_path, level, dtype):
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_attention_over_a_tree_on_a_gpu(kv_heads):
     """FlexAttention with the tree's mask is what the CPU computes."""
-    tree = Tree([0, 300, 340, 420, 421, 600], [421, 340, 420, 421, 600])
+    tree = PrefixTreeMask([0, 300, 340, 420, 421, 600], [421, 340, 420, 421, 600])
     torch.manual_seed(0)
     inputs = [torch.randn(1, heads, 600, 64, requires_grad=True) for heads in (4, kv_heads, kv_heads)]
     outputs, upstream = [], torch.randn(1, 600, 4, 64)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 
 from turnwise.train.checkpoint.checkpoint import CheckpointError
-from turnwise.train.checkpoint.progress import Progress, find_checkpoint
+from turnwise.train.checkpoint.progress import RunProgress, find_checkpoint
 from turnwise.train.validate import config_from_dict
 
 
@@ -19,24 +19,24 @@ def config_of(**changes):
 def validated(*successes, **counters):
     """Validations at steps 0, 10, 20, …"""
     evaluations = {str(10 * i): success for i, success in enumerate(successes)}
-    return Progress(step=10 * max(0, len(successes) - 1), evaluations=evaluations, **counters)
+    return RunProgress(step=10 * max(0, len(successes) - 1), evaluations=evaluations, **counters)
 
 
 def test_the_best_is_the_first_of_equal_ones():
-    assert Progress().best_step is None
+    assert RunProgress().best_step is None
     assert validated(0.1, 0.5, 0.3, 0.5).best_step == 10
     # Steps are numbers: "9" is before "10", whatever the order that they came in.
-    assert Progress(evaluations={"10": 0.5, "9": 0.5}).best_step == 9
+    assert RunProgress(evaluations={"10": 0.5, "9": 0.5}).best_step == 9
 
 
 @pytest.mark.parametrize(
     ("progress", "changes", "reason"),
     [
-        (Progress(step=99), {}, None),
-        (Progress(step=100), {}, "steps = 100"),
-        (Progress(seconds=7.0), {"max_seconds": 7}, "max_seconds = 7.0"),
-        (Progress(sampled_tokens=49), {"max_sampled_tokens": 50}, None),
-        (Progress(sampled_tokens=50), {"max_sampled_tokens": 50}, "max_sampled_tokens = 50"),
+        (RunProgress(step=99), {}, None),
+        (RunProgress(step=100), {}, "steps = 100"),
+        (RunProgress(seconds=7.0), {"max_seconds": 7}, "max_seconds = 7.0"),
+        (RunProgress(sampled_tokens=49), {"max_sampled_tokens": 50}, None),
+        (RunProgress(sampled_tokens=50), {"max_sampled_tokens": 50}, "max_sampled_tokens = 50"),
         (validated(0.2, 0.6), {"eval": {"every": 10, "target_success": 0.61}}, None),
         (validated(0.6, 0.2), {"eval": {"every": 10, "target_success": 0.6}}, None),
         (validated(0.6, 0.2, 0.6), {"eval": {"every": 10, "target_success": 0.6}}, None),
@@ -53,7 +53,7 @@ def test_the_best_is_the_first_of_equal_ones():
         ),
         (validated(0.7, 0.8, 0.5), {"eval": {"every": 10, "target_success": 0.6, "hold": 2}}, None),
         (validated(0.7, 0.5, 0.8, 0.9), {"eval": {"every": 10, "target_success": 0.6, "hold": 3}}, None),
-        (Progress(), {"eval": {"every": 10, "target_success": 0.1, "patience": 1}}, None),
+        (RunProgress(), {"eval": {"every": 10, "target_success": 0.1, "patience": 1}}, None),
         (validated(0.5), {"eval": {"every": 10, "patience": 1}}, None),
         (validated(0.2, 0.5, 0.4), {"eval": {"every": 10, "patience": 2}}, None),
         (validated(0.2, 0.5, 0.4, 0.5), {"eval": {"every": 10, "patience": 2}}, "eval.patience = 2: .* step 10 "),
@@ -67,9 +67,9 @@ def test_what_ends_a_run(progress, changes, reason):
 
 def test_which_steps_are_kept():
     every = config_of(checkpoint={"every": 5})
-    assert [step for step in range(1, 12) if Progress(step=step).checkpoint_due(every)] == [5, 10]
+    assert [step for step in range(1, 12) if RunProgress(step=step).checkpoint_due(every)] == [5, 10]
     never = config_of()
-    assert not any(Progress(step=step).checkpoint_due(never) for step in range(12))
+    assert not any(RunProgress(step=step).checkpoint_due(never) for step in range(12))
     best = config_of(eval={"every": 10}, checkpoint={"keep_best": True})
     assert validated(0.1, 0.5).checkpoint_due(best) and validated(0.1, 0.5).best_kept(best) == 10
     assert not validated(0.5, 0.5).checkpoint_due(best)
@@ -78,7 +78,7 @@ def test_which_steps_are_kept():
 
 def test_survives_json():
     progress = validated(0.1, 0.5, sampled_tokens=7)
-    assert Progress(**json.loads(json.dumps(asdict(progress)))) == progress
+    assert RunProgress(**json.loads(json.dumps(asdict(progress)))) == progress
 
 
 def test_checkpoints_by_name(tmp_path):

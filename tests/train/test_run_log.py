@@ -15,7 +15,7 @@ from turnwise.types import Actor, GenerateResult, Rollout, Step
 
 
 class Recorder:
-    """A sink that keeps what it is told."""
+    """A writer that keeps what it is told."""
 
     def __init__(self):
         self.told = []
@@ -103,23 +103,23 @@ def test_a_line_that_a_kill_cut_off_is_left_out_wherever_it_was_cut(tmp_path):
 
 
 def test_every_sink_hears_everything(tmp_path):
-    sinks = [Recorder(), Recorder()]
-    log = RunLog(tmp_path, 3, sinks=sinks)
+    writers = [Recorder(), Recorder()]
+    log = RunLog(tmp_path, 3, writers=writers)
     log.rewind(1)
     with log:
         log.step(2, {"reward": 0.5})
-    for sink in sinks:
-        assert sink.told == [("rewind", 1), (2, {"reward": 0.5}), ("close",)]
+    for writer in writers:
+        assert writer.told == [("rewind", 1), (2, {"reward": 0.5}), ("close",)]
 
 
-def test_sinks_are_closed_when_a_run_fails(tmp_path):
-    sink = Recorder()
+def test_writers_are_closed_when_a_run_fails(tmp_path):
+    writer = Recorder()
     try:
-        with RunLog(tmp_path, 3, sinks=[sink]):
+        with RunLog(tmp_path, 3, writers=[writer]):
             raise RuntimeError("a dead server")
     except RuntimeError:
         pass
-    assert sink.told == [("close",)]
+    assert writer.told == [("close",)]
 
 
 def test_the_log_that_a_config_describes(tmp_path):

@@ -66,7 +66,7 @@ def killed_at(trainer, step, where):
     return trainer
 
 
-@pytest.mark.parametrize(("step", "where", "every"), [(0, "update", 1), (3, "update", 2), (1, "allow", 2)])
+@pytest.mark.parametrize(("step", "where", "every"), [(0, "update", 1), (3, "update", 2), (1, "start_rollouts", 2)])
 async def test_a_killed_run_ends_with_the_store_of_one_that_never_was(make_trainer, tmp_path, step, where, every):
     whole = with_store(make_trainer("whole", steps=4, checkpoint={"every": every}), tmp_path / "whole.db")
     await whole.run()

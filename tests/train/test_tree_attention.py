@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from turnwise.train.model.packed_attention import NotPackable
-from turnwise.train.model.prefix_tree_attention import Tree, tree_attention
+from turnwise.train.model.prefix_tree_attention import PrefixTreeMask, tree_attention
 
 TREES = {
     "one row": ([0, 5], [5]),
@@ -47,7 +47,7 @@ def inputs_of(tree, heads, kv_heads, dtype=torch.float64, transposed=False):
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("name", list(TREES))
 def test_output_and_gradients_are_those_of_a_mask(name, kv_heads, transposed):
-    tree = Tree(*TREES[name])
+    tree = PrefixTreeMask(*TREES[name])
     inputs = inputs_of(tree, 4, kv_heads, transposed=transposed)
     got, _ = tree_attention(SimpleNamespace(is_causal=True), *inputs, None, scaling=0.3, tree=tree)
     expected = masked(*inputs, tree, 0.3)
@@ -62,7 +62,7 @@ def test_output_and_gradients_are_those_of_a_mask(name, kv_heads, transposed):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_narrow_types(dtype, tolerance):
-    tree = Tree(*TREES["two levels and a second tree"])
+    tree = PrefixTreeMask(*TREES["two levels and a second tree"])
     inputs = inputs_of(tree, 4, 2, dtype)
     got, _ = tree_attention(SimpleNamespace(is_causal=True), *inputs, None, tree=tree)
     exact = [x.detach().double().requires_grad_() for x in inputs]
@@ -77,7 +77,7 @@ def test_narrow_types(dtype, tolerance):
 
 @pytest.mark.parametrize("name", list(TREES))
 def test_the_mask_for_flex_attention_is_the_same(name):
-    tree = Tree(*TREES[name])
+    tree = PrefixTreeMask(*TREES[name])
     query, key, value = (x.detach().float() for x in inputs_of(tree, 2, 2))
     mask = tree.block_mask(torch.device("cpu"))
     got = flex_attention(query, key, value, block_mask=mask, scale=0.3).transpose(1, 2)
@@ -90,6 +90,6 @@ def test_the_mask_for_flex_attention_is_the_same(name):
     [({"sliding_window": 4}, "sliding window"), ({"dropout": 0.1}, "drops"), ({"softcap": 5.0}, "softcap")],
 )
 def test_what_it_lacks_is_refused(changes, message):
-    tree = Tree([0, 5], [5])
+    tree = PrefixTreeMask([0, 5], [5])
     with pytest.raises(NotPackable, match=message):
         tree_attention(SimpleNamespace(is_causal=True), *inputs_of(tree, 2, 2), None, tree=tree, **changes)

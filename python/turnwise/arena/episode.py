@@ -45,7 +45,7 @@ class Episode(ABC):
     episode_type: str
     rubric: Rubric
     invalid_reward: float = 0.0
-    """What a completion that is no action earns, see :class:`~turnwise.arena.InvalidActionError`."""
+    """Reward of a completion that is no action, see :class:`~turnwise.arena.InvalidActionError`."""
 
     @abstractmethod
     async def rollout(self, arena: ArenaForHooks, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:

@@ -59,7 +59,7 @@ class ArenaSetup:
         )
         """Credit rule; without one the advantage is the reward, and zeros train too."""
         self.filters = Filters() if filters is None else filters
-        """Which samples train, and whether more questions are drawn (dynamic sampling)."""
+        """Selects the samples that train, and decides if more questions are drawn (dynamic sampling)."""
         if self.filters.dynamic_sampling_rounds:
             check_stateless(self.credit)
         self.client = client

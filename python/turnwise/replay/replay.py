@@ -255,7 +255,7 @@ def load_run(config: TrainConfig, checkpoint: str | None) -> Run:
     root = config.run_dir / "checkpoints"
     if checkpoint is None and list_checkpoints(root):
         checkpoint = "newest"
-    log = RunLog(config.run_dir, 0, sinks=[], progress=False)
+    log = RunLog(config.run_dir, 0, writers=[], progress=False)
     begins = checkpoint in (None, START)
     run = build_run(config.model_copy(update={"resume": False}), warm=begins, log=log)
     if checkpoint is not None and not begins:

@@ -74,7 +74,7 @@ class Replayer:
         self._limits: dict[str, _ReplayedTimeout] = {}
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
 
-    # -- in the place of a tape ----------------------------------------------------------------------------------------
+    # -- the Recorder protocol ----------------------------------------------------------------------------------
     def unique_key(self, key: str) -> str:
         return unique_key(self._keys, key)
 

@@ -21,9 +21,9 @@ _EXACT = 2**53  # beyond it a browser rounds whole numbers, and a seed must not 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a page holds at most: points per curve, episodes, and their lines' bytes in ``rollouts.jsonl``.
+    """Bounds of a page: points per curve, episodes, and bytes of their lines in ``rollouts.jsonl``.
 
-    Of more episodes it takes the newest third, and the rest evenly over the run.
+    A third of the episodes are the newest, the rest spread evenly over the run.
     """
 
     points: int = 2000
@@ -37,7 +37,7 @@ class Limits:
 
 
 def read_run(folder: Path, limits: Limits | None = None) -> dict[str, Any]:
-    """What ``folder`` holds, as JSON can hold it: ``name``, ``config``, ``curves``, ``warnings``, ``actors``,
+    """Read ``folder`` into values for JSON: ``name``, ``config``, ``curves``, ``warnings``, ``actors``,
     ``policies``, ``episodes`` with their shared ``prompts``, and how much was left out.
 
     Raises ``ValueError`` for a folder that no run wrote to.

@@ -28,7 +28,7 @@ from turnwise.run.selfplay import build_callbacks
 from turnwise.tasks import Task
 from turnwise.tasks.base import QUESTIONS
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
-from turnwise.train.checkpoint.progress import Progress
+from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.checkpoint.run_state import seed_generators
 from turnwise.train.config.sampling import RolloutConfig
 from turnwise.train.config.schema import TrainConfig
@@ -86,7 +86,7 @@ class Run:
     trainer: Trainer
     held_out: EvalSet
 
-    def train(self) -> Progress:
+    def train(self) -> RunProgress:
         """Train, and export each policy into a folder under ``run_dir/policies`` (``train.model.export``)."""
         with self.trainer.lock:
             progress = asyncio.run(self.trainer.run())

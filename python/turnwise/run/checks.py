@@ -80,10 +80,10 @@ def resolve_config(config: TrainConfig, task: Task, problems: Problems) -> tuple
 
 
 def dry_run(config: TrainConfig, *, import_code: bool = True) -> str:
-    """What a run of ``config`` would be, as TOML, who plays with which policy among it; no model is looked for.
+    """Describe a run of ``config`` as TOML, with the policy of each actor. Looks for no model.
 
-    Where ``config`` names code of the user's own, that is imported to look at it; without ``import_code`` such a config
-    is given back with a comment, unchecked beyond its keys. Raises :class:`ConfigError` with a line for each problem.
+    Code of the user that ``config`` names is imported. Without ``import_code`` such a config is returned with a
+    comment, and only its keys are checked. Raises :class:`ConfigError` with a line for each problem.
     """
     if not import_code and (named := list(code_in(config.model_dump()))):
         told = [f"# {key} = {name!r} names code, which was not imported\n" for key, name in named]

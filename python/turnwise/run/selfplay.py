@@ -15,7 +15,7 @@ Measure = Callable[[Arena], Awaitable[Mapping[str, float]]]
 """Measurement of the policies behind an arena's actors: values by metric name."""
 
 
-class Probe(Callback):
+class ExploitabilityProbe(Callback):
     """Measures before the first step and after every ``every`` steps, and logs the result."""
 
     name = "probe"
@@ -45,7 +45,7 @@ def build_callbacks(
     league = build_league(config, actors, seats, arena.client)
     arena.opponent_assignment = None if league is None else league.seating
     every = config.eval.exploitability_every
-    probe = Probe(measure, every) if every and measure is not None else None
+    probe = ExploitabilityProbe(measure, every) if every and measure is not None else None
     return [callback for callback in (league, build_guard(config, seats), probe) if callback is not None]
 
 

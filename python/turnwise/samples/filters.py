@@ -38,7 +38,7 @@ class Filters:
             raise ValueError(f"dynamic_sampling_rounds={self.dynamic_sampling_rounds!r}: expected a count >= 0")
 
     def causes(self, calls: Sequence[Call], zero_causes: Mapping[int, str] | None = None) -> list[str | None]:
-        """Why each of ``calls`` is dropped, ``None`` for those that train. All have an advantage.
+        """Return why each of ``calls`` is dropped, ``None`` for those that train. All have an advantage.
 
         ``zero_causes`` has reasons for advantages of 0, by ``id(call)``.
         """

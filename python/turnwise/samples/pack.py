@@ -305,7 +305,7 @@ def drop_stale(batch: TrainingBatch, oldest: Mapping[str, int]) -> TrainingBatch
 
 
 MEANS = ("reward", "raw_reward", "metric", "completion_tokens", "truncated", "overlong_penalty")
-"""What :func:`describe` tells by actor, and metrics by their names."""
+"""Keys that :func:`describe` reports by actor, and metrics by their names."""
 
 
 def describe(results: Sequence[GenerateResult]) -> dict[str, float]:

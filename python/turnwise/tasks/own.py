@@ -16,7 +16,7 @@ from turnwise.types import EpisodeRequest
 
 
 class OwnOptions(TaskOptions):
-    """What ``[task_options]`` may hold; subclass it for more. ``max_tokens`` is each actor's limit of a completion."""
+    """Options in ``[task_options]``; subclass it for more. ``max_tokens`` is each actor's limit of a completion."""
 
     max_tokens: int = Field(default=256, ge=1)
 

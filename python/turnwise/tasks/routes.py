@@ -72,7 +72,7 @@ def describe_failure(outcome: Mapping[str, Any]) -> str:
 
 
 def failure_note(turn: int, walked: Mapping[str, Any], suggested: Mapping[str, Any] | None = None) -> str:
-    """What is told after ``turn`` rounds: how the last walk failed and, to who suggested, how its route would have.
+    """Note for the prompt after ``turn`` rounds: how the last walk failed, and the suggester's route.
 
     Example: ``"Round 2. Walked: 1 move, then R is blocked. Suggested: no moves read."``
     """
@@ -130,7 +130,7 @@ def outcome_of(route: str | None, made: int, *, before: float, after: float, goa
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What an action earns: ``mix_rewards(goal, shaping * gained, alpha, mode)``, less ``invalid_cost`` if unreadable.
+    """Reward of an action: ``mix_rewards(goal, shaping * gained, alpha, mode)``, less ``invalid_cost`` if unreadable.
 
     ``gained`` is potential-based shaping ``phi(s') - phi(s)`` over the true distance (Ng, Harada and Russell 1999,
     without discount): over a walk it adds up to the same by every way, so a detour neither costs nor pays, and an

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from turnwise.arena import Arena
-from turnwise.train.checkpoint.progress import Progress
+from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.log.client_metrics import ClientMetrics
 from turnwise.train.log.run_log import RunLog
@@ -24,7 +24,7 @@ class TrainerView(Protocol):
     arena: Arena
     policies: dict[str, Policy]
     config: TrainConfig
-    progress: Progress
+    progress: RunProgress
     log: RunLog
     client_metrics: ClientMetrics
     rollouts: RolloutQueue

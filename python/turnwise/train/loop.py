@@ -31,7 +31,7 @@ from turnwise.arena import Arena, EpisodeCheckpoints
 from turnwise.arena.runtime.context import maybe_await
 from turnwise.samples.pack import drop_stale
 from turnwise.train.callbacks import Callback
-from turnwise.train.checkpoint.progress import Progress
+from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.checkpoint.run_state import set_random_state
 from turnwise.train.config.schedule import policies_at
 from turnwise.train.config.schema import TrainConfig
@@ -116,7 +116,7 @@ class Trainer:
 
         # State of the run.
         self.rng = np.random.default_rng(config.seed)
-        self.progress = Progress()
+        self.progress = RunProgress()
         self.callbacks = {callback.name: callback for callback in callbacks}
         assert len(self.callbacks) == len(callbacks), "each callback needs another name"
         self.lock = RunLock(config.run_dir)
@@ -124,7 +124,7 @@ class Trainer:
         self.rollouts = new_queue(self)
         self._published: dict[str, int] = {}
 
-    async def run(self) -> Progress:
+    async def run(self) -> RunProgress:
         """Train until a limit of the config is reached: steps, seconds, sampled tokens, or validation success."""
         with self.lock:
             await self._start()

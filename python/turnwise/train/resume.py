@@ -17,7 +17,7 @@ from turnwise.train.checkpoint.checkpoint import (
     save_checkpoint,
 )
 from turnwise.train.checkpoint.files import read_listed
-from turnwise.train.checkpoint.progress import Progress
+from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.checkpoint.run_state import random_state, set_random_state
 from turnwise.train.checkpoint.store_states import begin_stores, forget_old_states, name_run
 from turnwise.train.rollout_queue import RolloutQueue
@@ -114,7 +114,7 @@ def resume_run(trainer: TrainerView) -> Mapping[str, Any] | None:
     queue = read_listed(newest, QUEUE)
 
     # Everything was read: now the run takes it over.
-    trainer.progress = Progress(**state["progress"])
+    trainer.progress = RunProgress(**state["progress"])
     trainer.arena.load_state_dict(state["arena"])
     set_random_state(trainer.rng, state["random"])
     for name, saved in state["callbacks"].items():

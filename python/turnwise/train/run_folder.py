@@ -142,7 +142,7 @@ def refuse_buried(config: TrainConfig, tell: Callable[[str], None] | None = None
 
 
 def changes(config: TrainConfig) -> list[str]:
-    """What a run that goes on with ``config`` says of its settings, where they are not those that the folder holds."""
+    """Describe how ``config`` differs from the settings in the folder of the run that it continues."""
     changed = differences(config.run_dir / CONFIG_FILE, config)
     if not changed:
         return []

@@ -75,7 +75,7 @@ def test_the_window_is_a_mean_over_its_steps(make_run):
 
 
 def test_healthy_runs_are_left_alone(make_run):
-    run = make_run(threshold=0.0, actions={"lower_rate": {}})
+    run = make_run(threshold=0.0, actions={"lower_learning_rate": {}})
     run.train()
     assert [row["health/unhealthy"] for row in metrics_of(run)] == [0] * 4
     assert run.trainer.policies["default"].rate_scale == 1.0
@@ -83,7 +83,9 @@ def test_healthy_runs_are_left_alone(make_run):
 
 
 def test_lower_rate(make_run):
-    run = make_run(actions={"lower_rate": {"factor": 0.5}}, update={"lr": 1e-3, "warmup": 2, "min_lr_ratio": 0.5})
+    run = make_run(
+        actions={"lower_learning_rate": {"factor": 0.5}}, update={"lr": 1e-3, "warmup": 2, "min_lr_ratio": 0.5}
+    )
     run.train()
     policy = run.trainer.policies["default"]
     assert policy.rate_scale == 0.25, "after steps 2 and 4: windows begin anew in between"
@@ -95,7 +97,7 @@ def test_lower_rate(make_run):
 
 def test_mix_anchors(make_run):
     league = {"share": 0.0, "every": 1}
-    run = make_run(actions={"mix_anchors": {"by": 0.5, "most": 0.75}}, window=1, steps=3, league=league)
+    run = make_run(actions={"increase_league_share": {"by": 0.5, "most": 0.75}}, window=1, steps=3, league=league)
     run.train()
     rows = metrics_of(run)
     assert [row["league/share"] for row in rows] == [0.0, 0.5, 0.75]
@@ -104,7 +106,7 @@ def test_mix_anchors(make_run):
 
 def test_roll_back(make_run):
     """Ill from the window's first judgement on: weights go back to the start, steps and questions go on."""
-    run = make_run(actions={"roll_back": {}}, window=2, steps=2)
+    run = make_run(actions={"restore_checkpoint": {}}, window=2, steps=2)
     start, notes = weights_of(run), notes_of(run)
     run.train()
     policy = run.trainer.policies["default"]
@@ -112,13 +114,13 @@ def test_roll_back(make_run):
     assert not policy.optimizer.state_dict()["state"] and run.trainer.progress.step == 2
     assert policy.version == 3 == run.arena.client.version("default"), "published as a version of its own"
     assert run.arena.credit.state_dict()["baselines"] == []
-    assert any("roll_back: weights and optimizers are those of step 0" in note for note in notes)
+    assert any("restore_checkpoint: weights and optimizers are those of step 0" in note for note in notes)
     steps = [path.name for path in list_checkpoints(run.trainer.checkpoints)]
     assert steps == [checkpoint_at(run.trainer.checkpoints, step).name for step in (0, 2)], "the healthy one stays"
 
 
 def test_it_goes_back_to_the_last_healthy_checkpoint(make_run):
-    run = make_run(actions={"roll_back": {}}, window=1, steps=4, threshold=0.0)
+    run = make_run(actions={"restore_checkpoint": {}}, window=1, steps=4, threshold=0.0)
     guard, kept = run.trainer.callbacks["health"], {}
     judge = guard.signals["entropy"].judge
 
@@ -140,7 +142,12 @@ def test_it_goes_back_to_the_last_healthy_checkpoint(make_run):
 
 
 @pytest.mark.parametrize(
-    "actions", [{"lower_rate": {}}, {"roll_back": {}, "lower_rate": {}}, {"mix_anchors": {"by": 0.5}}]
+    "actions",
+    [
+        {"lower_learning_rate": {}},
+        {"restore_checkpoint": {}, "lower_learning_rate": {}},
+        {"increase_league_share": {"by": 0.5}},
+    ],
 )
 def test_a_resumed_run_equals_one_left_alone(make_run, actions):
     settings = {"actions": actions, "window": 2, "league": {"every": 2}}
@@ -160,9 +167,13 @@ def test_a_resumed_run_equals_one_left_alone(make_run, actions):
     [
         ({"signals": {"entrpy": {}}}, 1, "did you mean 'entropy'"),
         ({"signals": {"entropy": {"actions": {"pray": {}}}}}, 1, "'pray'"),
-        ({"signals": {"entropy": {"actions": {"lower_rate": {"factor": 2}}}}}, 1, r"expected a number in \(0, 1\)"),
-        ({"signals": {"entropy": {"actions": {"lower_rate": {"by": 2}}}}}, 1, "lower_rate.by"),
-        ({"signals": {"entropy": {"actions": {"roll_back": {}}}}}, 0, "needs checkpoint.every > 0"),
+        (
+            {"signals": {"entropy": {"actions": {"lower_learning_rate": {"factor": 2}}}}},
+            1,
+            r"expected a number in \(0, 1\)",
+        ),
+        ({"signals": {"entropy": {"actions": {"lower_learning_rate": {"by": 2}}}}}, 1, "lower_learning_rate.by"),
+        ({"signals": {"entropy": {"actions": {"restore_checkpoint": {}}}}}, 0, "needs checkpoint.every > 0"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(tmp_path, health, checkpoint, told):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from turnwise.train.checkpoint.checkpoint import CheckpointError
-from turnwise.train.league.pool import Member, Pool, Slots, slot_name, slot_names
+from turnwise.train.league.pool import Member, OpponentSlots, Pool, slot_name, slot_names
 
 
 class Weights:
@@ -67,7 +67,7 @@ def test_a_checkpoint_brings_back_what_is_missing(tmp_path):
 def test_slots_load_what_they_do_not_hold(tmp_path):
     pool, _ = filled(tmp_path, 4, (1, 2))
     client = Client()
-    slots = Slots(client, ["a", "b"], 2)
+    slots = OpponentSlots(client, ["a", "b"], 2)
     first, second = pool.members
     for slot, member in ((0, first), (0, first), (1, second), (0, second)):
         slots.hold(slot, member, pool)
@@ -81,7 +81,7 @@ def test_a_slot_whose_load_failed_is_loaded_again(tmp_path):
     """Of two policies one may be another member's by then."""
     pool, _ = filled(tmp_path, 4, (1, 2))
     client = Client()
-    slots, load = Slots(client, ["a", "b"], 1), client.load_weights
+    slots, load = OpponentSlots(client, ["a", "b"], 1), client.load_weights
     first, second = pool.members
     slots.hold(0, first, pool)
 

@@ -16,8 +16,8 @@ from turnwise.types import EpisodeRequest, GenerateResult, Step
 
 def plain_result(result: GenerateResult) -> dict[str, Any]:
     """A top result and everything below it as JSON, with its recording if there is one."""
-    tape = {} if result.recording is None else {"replay": result.recording.to_json(result)}
-    return {**_plain(result), **tape}
+    recording = {} if result.recording is None else {"replay": result.recording.to_json(result)}
+    return {**_plain(result), **recording}
 
 
 def _plain(result: GenerateResult) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class RecordedCall:
     error: tuple[str, str] | None
     text_only: bool
     seen: bool
-    """Whether the step stands in the episode; those of failed attempts and unrecorded calls do not."""
+    """True for a step of the episode, False for one of a failed attempt or an unrecorded call."""
 
 
 class Record:
@@ -88,22 +88,22 @@ class Record:
     """
 
     def __init__(self, row: Mapping[str, Any], *, allow_pickle: bool = False) -> None:
-        tape = row.get("replay")
-        if tape is None:
+        recording = row.get("replay")
+        if recording is None:
             raise ReplayError(
                 f"episode {row.get('id')!r} was written without what a replay needs: see log.record_for_replay"
             )
-        if tape["format"] != FORMAT:
-            raise ReplayError(f"episode {row['id']!r} has format {tape['format']}, this version plays {FORMAT}")
+        if recording["format"] != FORMAT:
+            raise ReplayError(f"episode {row['id']!r} has format {recording['format']}, this version plays {FORMAT}")
         self.decode = partial(decode, allow_pickle=allow_pickle)
-        self.row, self.seed, self.arena = row, int(tape["seed"]), dict(tape["arena"])
+        self.row, self.seed, self.arena = row, int(recording["seed"]), dict(recording["arena"])
         self.events: list[tuple[str, str]] = []
         self.calls: dict[str, RecordedCall] = {}
         self.readings: dict[str, Mapping[str, Any]] = {}
         self.draws: dict[str, float | None] = {}
         try:
-            self.request = EpisodeRequest(**{name: self.decode(value) for name, value in tape["request"].items()})
-            self._take(tape["events"])
+            self.request = EpisodeRequest(**{name: self.decode(value) for name, value in recording["request"].items()})
+            self._take(recording["events"])
         except (UnserializableValueError, UntrustedValueError) as error:
             raise ReplayError(f"episode {row['id']!r} can't be played again: {error}{_way_out(error)}") from error
         self.happened = set(self.events)

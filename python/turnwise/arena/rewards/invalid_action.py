@@ -13,7 +13,7 @@ from turnwise.arena.rewards.token_rewards import set_reward
 from turnwise.types import EpisodeState, Rollout, Step
 
 INVALID = "invalid_action"
-"""Where ``step.info`` keeps why the step's completion was no action."""
+"""Key of ``step.info`` under which it says why the step's completion was no action."""
 
 READING_ERRORS = (
     ValueError,
@@ -25,7 +25,7 @@ READING_ERRORS = (
     RecursionError,
     MemoryError,
 )
-"""What parsers raise for a text that is not as they expect; a misspelt name or a missing file is none of these."""
+"""Errors that parsers raise for a text they can't read. A misspelt name or a missing file raises none of these."""
 
 
 class InvalidActionError(Exception):

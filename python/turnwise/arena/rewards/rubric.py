@@ -19,10 +19,11 @@ from turnwise.types import EpisodeState, RewardFunction, Rollout
 from turnwise.types.protocols import ArenaForHooks
 
 ARGUMENTS = ("rollout", "arena", "artifact", "extras", "completion", "state")
-"""What a reward function may ask for. ``completion`` is the text of the last selected action, "" if nobody acted."""
+"""Arguments that a reward function may take. ``completion`` is the text of the last selected action, "" if no actor
+acted."""
 
 GROUP_ARGUMENTS = ("rollouts", "arena")
-"""What a group function may ask for; one that asks for ``rollouts`` is one."""
+"""Arguments that a group function may take. A function that takes ``rollouts`` is a group function."""
 
 RETRIES = 2
 """Further attempts of a reward function under ``on_error="retry"``."""

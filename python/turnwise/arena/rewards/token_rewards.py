@@ -9,7 +9,7 @@ from typing import Any
 from turnwise.types import Rollout, Step
 
 TOKEN_REWARDS = "token_rewards"
-"""Where ``step.info`` keeps them, as a list of floats."""
+"""Key of ``step.info`` that holds a reward per token, as a list of floats."""
 
 
 def check_reward(value: Any, where: str) -> float:

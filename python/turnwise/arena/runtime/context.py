@@ -234,7 +234,7 @@ class Beam:
     skipped: bool = False
     """The current actor skipped its turn."""
     ended: str = ""
-    """How the path ended, for example ``"done"``; empty while it goes on."""
+    """Reason why the path ended, for example ``"done"``; empty while it goes on."""
 
     @property
     def state(self) -> EpisodeState:

@@ -14,7 +14,7 @@ from turnwise.types import Artifact
 K = TypeVar("K")
 V = TypeVar("V")
 UNKNOWN = AttemptStats()
-"""Of what was never attempted."""
+"""Statistics of an artifact without attempts."""
 
 
 class StoreContents:

@@ -20,7 +20,7 @@ from turnwise.types import Artifact
 
 @dataclass(frozen=True, slots=True)
 class AttemptStats:
-    """How recent attempts at one artifact went.
+    """Statistics of the recent attempts at one artifact.
 
     Example: ``AttemptStats(attempts=4, reward=0.5, success=0.5, score=0.9, last=120)``
     """
@@ -31,7 +31,7 @@ class AttemptStats:
     success: float = 0.0
     """Mean success rate."""
     score: float | None = None
-    """How much there is to learn, by the latest attempt; ``None`` before any."""
+    """Learning potential after the latest attempt; ``None`` before any."""
     last: int = 0
     """Attempts at the whole store when this artifact was last attempted, or added."""
 

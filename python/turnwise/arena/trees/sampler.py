@@ -67,12 +67,12 @@ BRANCH_SCORES: dict[str, Callable[[float, Step], float | None]] = {
     "return": lambda earned, step: earned + (step.reward or 0.0),
     "value": _value,
 }
-"""What branches are compared by, from what was earned on the way to an action and the action: its own reward; the sum
-of all; its reward and what playouts earned from there on the mean (``None`` where none came to its end)."""
+"""Scores of a branch, from the reward before its action and the action: the action's own reward; the sum of both; or
+its reward plus the mean reward of playouts from there (``None`` if no playout ended)."""
 
 
 BEST_SHARE = 0.5
-"""How often a mixed selection plays the best, if nothing else is asked for."""
+"""Default share of a mixed selection that plays the best branch."""
 
 
 class TreeSampler:

@@ -28,7 +28,7 @@ from turnwise.run.build import build_run, run_warm_start
 from turnwise.run.checks import tiny_model, warm_start_rows
 from turnwise.run.clients import check_client
 from turnwise.tasks import build_task
-from turnwise.train.checkpoint.progress import Progress
+from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.eval.evaluate import Evaluation, describe
 from turnwise.train.log.run_log import read_metrics
@@ -110,15 +110,17 @@ def held_out(config: TrainConfig) -> Evaluation:
         return run.evaluate()
 
 
-def trained(config: TrainConfig) -> tuple[Progress, Evaluation] | None:
-    """How training ended, and held-out success after it. ``None`` after Ctrl-C."""
+def trained(config: TrainConfig) -> tuple[RunProgress, Evaluation] | None:
+    """Train, and return the progress and the held-out success after it. ``None`` after Ctrl-C."""
     with closing(build_run(config)) as run:
         progress = run.train()
         return None if run.trainer.interrupted else (progress, run.evaluate())
 
 
-def summarized(rows: Sequence[Contender], progress: Progress, before: Evaluation, after: Evaluation) -> dict[str, Any]:
-    """What ``summary.json`` says of the team and of all contenders."""
+def summarized(
+    rows: Sequence[Contender], progress: RunProgress, before: Evaluation, after: Evaluation
+) -> dict[str, Any]:
+    """The contents of ``summary.json``: the team before and after, and all contenders."""
     return {
         "success_before": before.success,
         "success_after": after.success,
@@ -208,7 +210,7 @@ def comparison(rows: list[Contender]) -> Table:
 
 
 def closing_words(summary: Mapping[str, Any], run_dir: Path, curve: str, file: Path, report: Path) -> str:
-    """What happened, and where to look next."""
+    """Say what happened, and where to look next."""
     before, after = summary["held_out"]["team, not trained"], summary["held_out"]["team + AT-GRPO"]
     minutes = (summary["seconds_warm_start"] + summary["seconds_training"]) / 60
     return (

@@ -77,7 +77,7 @@ def _evaluated(
             f"samples={samples!r}, temperature={temperature!r}: greedy samples are all alike. Set a temperature > 0"
         )
     chosen = chosen_checkpoint(config, checkpoint)
-    quiet = RunLog(config.run_dir, 0, sinks=[], console=Console(stderr=True), progress=False)
+    quiet = RunLog(config.run_dir, 0, writers=[], console=Console(stderr=True), progress=False)
     if chosen is not None and chosen.parent == config.run_dir / "checkpoints":
         refuse_own_arena(config, task_of(config).episodes())
     run = build_run(config.model_copy(update={"resume": False}), warm=chosen is None, log=None if verbose else quiet)

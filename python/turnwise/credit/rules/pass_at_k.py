@@ -58,7 +58,7 @@ class PassAtKCredit(Credit):
         return advantages
 
     def zero_causes(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[str]:
-        """Why each of ``rows`` of ``samples`` has the advantage 0."""
+        """Return the cause of a zero advantage, for each of ``rows`` of ``samples``."""
         causes: dict[int, str] = {}
         for trajectories in _answers(samples).values():
             tied = np.ptp(_rewards(samples, trajectories)) == 0

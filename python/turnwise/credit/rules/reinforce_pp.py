@@ -44,7 +44,7 @@ class ReinforcePPCredit(Credit):
         return advantages
 
     def zero_causes(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[str]:
-        """Why each of ``rows`` of ``samples`` has the advantage 0: the batch is its policy's group."""
+        """Return the cause of a zero advantage, for each of ``rows`` of ``samples``. A policy's group is the batch."""
         deviations, causes = self._deviations(samples), np.full(len(samples), CENTERED, dtype=object)
         for of_policy in _by_policy(samples):
             if np.ptp(deviations[of_policy]) == 0:

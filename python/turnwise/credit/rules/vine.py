@@ -67,7 +67,7 @@ class VineCredit(Credit):
         return advantages
 
     def zero_causes(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[str]:
-        """Why each of ``rows`` of ``samples`` has the advantage 0."""
+        """Return the cause of a zero advantage, for each of ``rows`` of ``samples``."""
         causes: dict[int, str] = {}
         for tree, of_tree in self._trees(samples):
             causes |= {row: tree.zero_cause(samples[row].step_index) for row in of_tree}

@@ -27,7 +27,7 @@ Index = dict[str, tuple[str, tuple[int, ...], int]]
 
 
 WeightHandle = Mapping[str, Any]
-"""Where a sender's weights lie, and which they are. Fits into JSON: ``{"kind": "shared_memory", "pid": 17, ...}``."""
+"""Names a sender's weights and their place. Fits into JSON: ``{"kind": "shared_memory", "pid": 17, ...}``."""
 
 
 class TransferError(RuntimeError):

@@ -84,10 +84,10 @@ class SandboxRun:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one run. ``cpu_seconds`` is whole, start-up (some hundredths) included; ``memory_mb`` is address space.
+    """Limits of one run. ``cpu_seconds`` is an integer and includes start-up (some hundredths).
 
-    ``output_bytes`` bounds what a program prints, and what it returns, each. ``wall_seconds`` is for what neither
-    computes nor ends; it is long, since a busy machine must not decide what a program earns.
+    ``memory_mb`` is address space. ``output_bytes`` bounds what a program prints, and what it returns, each.
+    ``wall_seconds`` ends a program that waits and never computes. It is long: a busy machine must not decide a reward.
     """
 
     cpu_seconds: int = 1

@@ -17,8 +17,8 @@ from turnwise.types import EpisodeRequest
 
 
 class QuestionOptions(TaskOptions):
-    """Where the questions are: in ``path``, a JSONL file in GSM8K's format, or in ``dataset``, a name on the Hugging
-    Face Hub (or a folder), with a ``subset`` where it has several.
+    """Source of the questions: ``path``, a JSONL file in GSM8K's format, or ``dataset``, a name on the Hugging Face Hub
+    (or a folder), with a ``subset`` if it has several.
 
     ``eval_path`` names another file for evaluation, whose questions never train; of a dataset that is its split
     ``test``. Without one, 1 question in 10 is kept for evaluation. 1 in 10 is always kept for validation.

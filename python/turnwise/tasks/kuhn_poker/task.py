@@ -67,5 +67,5 @@ class KuhnPokerTask(TwoPlayerTask):
         return decisions()
 
     def solve(self, policy: Any) -> Exploitability:
-        """What a policy is worth under the task's ``invalid_cost``; see :func:`turnwise.tasks.kuhn_poker.solve`."""
+        """Measure a policy under the task's ``invalid_cost``; see :func:`turnwise.tasks.kuhn_poker.solve`."""
         return solve(policy, self.options.invalid_cost)

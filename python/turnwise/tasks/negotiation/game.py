@@ -157,7 +157,7 @@ def value_rows(pool: Division) -> tuple[tuple[int, ...], ...]:
 
 
 def nash_solution(question: Mapping[str, Any]) -> tuple[Division, float]:
-    """What seat 0 gets in the division with the largest product of utilities, and that product (J. F. Nash, "The
+    """Return seat 0's part of the division with the largest product of utilities, and that product (J. F. Nash, "The
     Bargaining Problem", 1950): the bargain for who knows both seats' values. The first of equals.
 
     Example: one wood and one gold, each seat valuing another one at 10: each gets what it values, and the product is 1.

@@ -51,7 +51,7 @@ class PlanPathEpisode(RouteEpisode):
         return PlanPathEnv(parse_maze(state.data["maze"]), self.scoring, state.data["path"])
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
-        """Those of :class:`~turnwise.tasks.routes.RouteEpisode`, and ``path``, the cells walked, the start first."""
+        """Add ``path``, the cells walked from the start on, to :class:`~turnwise.tasks.routes.RouteEpisode`'s."""
         return {**super().get_extras(state), "path": list(state.data["path"])}
 
 

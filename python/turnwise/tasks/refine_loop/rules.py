@@ -41,7 +41,7 @@ _PROPERTIES = {"different", "ascending"}
 
 
 class Question(NamedTuple):
-    """How many numbers, and the other rules: ``(("sum", 17), ("different", 0))``; a property's value is 0."""
+    """The count of numbers, and the other rules: ``(("sum", 17), ("different", 0))``; a property's value is 0."""
 
     length: int
     rules: tuple[tuple[str, int], ...]

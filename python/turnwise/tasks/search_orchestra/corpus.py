@@ -1,4 +1,4 @@
-"""What is searched and what is asked: a user's folder and questions, or a small made-up world with multi-hop questions.
+"""Documents to search, and questions: a user's own, or a small made-up world with multi-hop questions.
 
 In the made-up world people are born in towns, towns lie in provinces; each person, town and province has a page. The
 answer to ``"Which river runs through the town where Mira Tolen was born?"`` takes two pages.

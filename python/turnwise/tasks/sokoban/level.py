@@ -65,7 +65,7 @@ class Walk(NamedTuple):
 # Rules
 # ---------------------------------------------------------------------------------------------------------------------
 def offset(level: Level, move: str) -> int:
-    """What a move adds to a cell's number; the wall around a level keeps it inside."""
+    """Return the difference that a move makes to a cell's number. The wall around a level keeps it inside."""
     down, right = MOVES[move]
     return down * level.side + right
 

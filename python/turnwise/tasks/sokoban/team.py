@@ -50,7 +50,7 @@ class SokobanEpisode(RouteEpisode):
         return SokobanEnv(parse_level(state.data["level"]), self.scoring, state.data["now"])
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
-        """Those of :class:`~turnwise.tasks.routes.RouteEpisode`; ``board``, and ``lost``, that no solution was left."""
+        """Add ``board``, and ``lost`` (no solution is left), to :class:`~turnwise.tasks.routes.RouteEpisode`'s."""
         env = self.environment(state)
         return {**super().get_extras(state), "lost": env.state not in distances(env.level), "board": env.observe()}
 

@@ -59,7 +59,7 @@ class TicTacToeTask(TwoPlayerTask):
         return decisions()
 
     def solve(self, policy: Any) -> Exploitability:
-        """What a policy is worth under the task's ``invalid_cost``; see :func:`turnwise.tasks.tic_tac_toe.solve`."""
+        """Measure a policy under the task's ``invalid_cost``; see :func:`turnwise.tasks.tic_tac_toe.solve`."""
         return solve(policy, self.options.invalid_cost)
 
 

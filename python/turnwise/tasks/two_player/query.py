@@ -1,4 +1,4 @@
-"""What a model does at every information set of a small game: its policy as a table, and what that is worth.
+"""Ask a model at every information set of a small game: its policy as a table, and the value of that policy.
 
 Two ways, both through the arena's client, with each actor's system prompt, weights and sampling settings:
 
@@ -55,7 +55,7 @@ class SolvedGame(Protocol):
         ...
 
     def solve(self, policy: Any) -> Exploitability:
-        """What a table is worth, with the task's own ``invalid_cost``."""
+        """Measure a table's value and exploitability with the task's own ``invalid_cost``."""
         ...
 
 

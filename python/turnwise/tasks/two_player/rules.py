@@ -64,7 +64,7 @@ class Rules(ABC):
         return (-self.invalid_cost, self.invalid_cost) if seat == 0 else (self.invalid_cost, -self.invalid_cost)
 
     def describe(self, game: Mapping[str, Any]) -> dict[str, Any]:
-        """What a reader of the rollout wants to know of the finished game; goes into its extras."""
+        """Describe the finished game for readers of the rollout; goes into its extras."""
         return {}
 
     def score(self, payoffs: tuple[float, float], seat: int) -> float:

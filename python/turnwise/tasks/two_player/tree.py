@@ -56,7 +56,7 @@ class GameTree:
         return float(reach @ self.payoff)
 
     def best_response(self, policy: np.ndarray, player: int) -> tuple[float, np.ndarray]:
-        """What ``player`` gets by its best play against ``policy``, and that play ``[I]`` int64, an action each.
+        """Return the value of ``player``'s best response to ``policy``, and the response ``[I]`` int64, an action each.
 
         Information sets are settled from the last to the first: at each, an action is worth the sum over its nodes,
         weighed by how likely chance and the other one make them (perfect recall makes that exact).

@@ -1,4 +1,4 @@
-"""Where a run stands: its counters and validations, and what they say: whether to stop, and which step was best."""
+"""Progress of a run: counters and validations, when to stop, and which step was best."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from turnwise.train.config.schema import TrainConfig
 
 
 @dataclass(slots=True)
-class Progress:
+class RunProgress:
     """Saved with every checkpoint. ``evaluations`` is ``{"10": 0.42}``: validation success by step, as JSON has it.
 
     ``seconds`` are those of finished steps, validation included.
@@ -83,7 +83,7 @@ def _best(found: list[Path]) -> Path:
     """The one of the best validation that the newest checkpoint knows of."""
     try:
         state = json.loads((found[-1] / "manifest.json").read_text(encoding="utf-8"))["state"]
-        step = Progress(**state["progress"]).best_step
+        step = RunProgress(**state["progress"]).best_step
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{found[-1] / 'manifest.json'} can't be read: {error!r}") from error
     if step is None:

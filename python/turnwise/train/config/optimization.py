@@ -20,7 +20,7 @@ class KLConfig(Section):
     importance_weighted: bool = False
     """Multiply a term in the loss by the importance ratio."""
     apply_to: Literal["loss", "reward"] = "loss"
-    """Where the term goes: into the loss, or as the k1 estimate of each token into the reward before credit."""
+    """Place of the term: in the loss, or as the k1 estimate of each token into the reward before credit."""
     target: float | None = Field(default=None, gt=0)
     """KL per token, in nats, that the coefficient adapts to (https://arxiv.org/abs/1909.08593, section 2.2)."""
     horizon: int = Field(default=10_000, ge=1)
@@ -48,7 +48,7 @@ class LossConfig(Section):
     aggregation: Literal[
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "agent-mean"
     ] = "token-mean"
-    """What the loss is averaged over: tokens, sequences, or first the tokens of each actor."""
+    """Unit of the loss's average: tokens, sequences, or first the tokens of each actor."""
     max_length: int | None = Field(default=None, ge=1)
     """Divisor of ``seq-mean-token-sum-norm``, which needs it."""
     kl: KLConfig = KLConfig()

@@ -49,7 +49,7 @@ class PolicyConfig(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type of weights and activations."""
     trainable: bool = True
-    """Whether the run updates this policy."""
+    """Update this policy."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     lora: LoraConfig | None = None

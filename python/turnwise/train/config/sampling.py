@@ -41,7 +41,7 @@ class ServerConfig(Section):
     folder: str | None = None
     """Folder for weights that other hosts see too; by default weights pass through this host's memory."""
     transfer: str = "auto"
-    """How weights reach the server; ``gloo`` and ``nccl`` reach other hosts."""
+    """Transport of weights to the server; ``gloo`` and ``nccl`` reach other hosts."""
 
 
 def _share(value: Any) -> float | list[float]:

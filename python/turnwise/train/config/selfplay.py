@@ -15,7 +15,7 @@ class LeagueConfig(Section):
     share: float = Field(default=0.0, ge=0, le=1)
     """Share of a step's questions that are played against snapshots; 0 plays none."""
     matchmaker: str = "prioritized"
-    """How opponents are chosen: a name in ``turnwise.train.league.MATCHMAKERS``, or ``module:Class``."""
+    """Rule that chooses opponents: a name in ``turnwise.train.league.MATCHMAKERS``, or ``module:Class``."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the matchmaker's class."""
     every: int = Field(default=10, ge=1)

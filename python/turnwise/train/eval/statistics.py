@@ -1,5 +1,7 @@
-"""How sure a measurement is: intervals of means and shares, paired comparisons, pass@k. Fixed seeds: equal data, equal
-results."""
+"""Uncertainty of a measurement: intervals of means and shares, paired comparisons, pass@k.
+
+Seeds are fixed: equal data give equal results.
+"""
 
 from __future__ import annotations
 

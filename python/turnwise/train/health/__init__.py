@@ -4,7 +4,7 @@ Read in this order: watch, guard, signals, actions, build.
 May import: types, utils, train, train.config, train.checkpoint, train.eval, train.league, train.model.
 """
 
-from turnwise.train.health.actions import ACTIONS, Action, LowerRate, MixAnchors, RollBack
+from turnwise.train.health.actions import ACTIONS, Action, IncreaseLeagueShare, LowerLearningRate, RestoreCheckpoint
 from turnwise.train.health.build import build_guard, check_health
 from turnwise.train.health.guard import Guard
 from turnwise.train.health.signals import SIGNALS, Distinct, Distinct2, Entropy, Invalid, SeatSkew, Signal, Sums
@@ -18,10 +18,10 @@ __all__ = [
     "Distinct2",
     "Entropy",
     "Guard",
+    "IncreaseLeagueShare",
     "Invalid",
-    "LowerRate",
-    "MixAnchors",
-    "RollBack",
+    "LowerLearningRate",
+    "RestoreCheckpoint",
     "SeatSkew",
     "Signal",
     "Sums",

@@ -19,7 +19,7 @@ class Action(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class MixAnchors(Action):
+class IncreaseLeagueShare(Action):
     """Play ``by`` more of the games against past policies, ``most`` of all at most."""
 
     by: float = 0.1
@@ -37,7 +37,7 @@ class MixAnchors(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class LowerRate(Action):
+class LowerLearningRate(Action):
     """Multiply the learning rate of every trained policy by ``factor``, for the rest of the run."""
 
     factor: float = 0.5
@@ -54,7 +54,7 @@ class LowerRate(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class RollBack(Action):
+class RestoreCheckpoint(Action):
     """Take weights, optimizers and the credit rule's baselines back to the last healthy checkpoint.
 
     Steps, questions and all generators go on, else the same would happen again; so do versions and lowered rates.
@@ -76,5 +76,9 @@ class RollBack(Action):
         return f"weights and optimizers are those of step {healthy_step}"
 
 
-ACTIONS: dict[str, type[Action]] = {"mix_anchors": MixAnchors, "lower_rate": LowerRate, "roll_back": RollBack}
+ACTIONS: dict[str, type[Action]] = {
+    "increase_league_share": IncreaseLeagueShare,
+    "lower_learning_rate": LowerLearningRate,
+    "restore_checkpoint": RestoreCheckpoint,
+}
 """Actions by their names in ``health.signals.<name>.actions``."""

@@ -21,8 +21,8 @@ def check_health(config: TrainConfig, seats: Sequence[str]) -> list[str]:
             _actions(config, name)
         except ConfigError as error:
             problems.append(str(error))
-    if "roll_back" in config.health.actions() and not config.checkpoint.every:
-        problems.append("config key 'health.signals': the action roll_back needs checkpoint.every > 0")
+    if "restore_checkpoint" in config.health.actions() and not config.checkpoint.every:
+        problems.append("config key 'health.signals': the action restore_checkpoint needs checkpoint.every > 0")
     return problems
 
 

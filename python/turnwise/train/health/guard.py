@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.train.callbacks import Callback, TrainerView
-from turnwise.train.health.actions import Action, RollBack
+from turnwise.train.health.actions import Action, RestoreCheckpoint
 from turnwise.train.health.signals import Signal, Sums
 from turnwise.types import GenerateResult
 
@@ -37,7 +37,9 @@ class Guard(Callback):
 
     async def on_start(self, trainer: TrainerView) -> None:
         """Save a first checkpoint if an action rolls back, so that one exists from the start."""
-        rolls_back = any(isinstance(action, RollBack) for chosen in self.actions.values() for action in chosen.values())
+        rolls_back = any(
+            isinstance(action, RestoreCheckpoint) for chosen in self.actions.values() for action in chosen.values()
+        )
         if rolls_back and self.healthy_step is None:
             self.healthy_step = trainer.progress.step
             trainer.save()

@@ -8,7 +8,7 @@ from turnwise.train.league.build import build_league, check_league, past_models,
 from turnwise.train.league.league import League
 from turnwise.train.league.matchmaking import MATCHMAKERS, Latest, Matchmaker, Prioritized, Uniform
 from turnwise.train.league.payoffs import Game, Payoffs, Record, game_of
-from turnwise.train.league.pool import Member, Pool, Slots
+from turnwise.train.league.pool import Member, OpponentSlots, Pool
 from turnwise.train.league.ratings import Ratings, bradley_terry
 
 __all__ = [
@@ -18,12 +18,12 @@ __all__ = [
     "League",
     "Matchmaker",
     "Member",
+    "OpponentSlots",
     "Payoffs",
     "Pool",
     "Prioritized",
     "Ratings",
     "Record",
-    "Slots",
     "Uniform",
     "bradley_terry",
     "build_league",

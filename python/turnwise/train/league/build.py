@@ -11,7 +11,7 @@ from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.league.league import League
 from turnwise.train.league.matchmaking import MATCHMAKERS, Matchmaker
-from turnwise.train.league.pool import Slots, slot_names
+from turnwise.train.league.pool import OpponentSlots, slot_names
 from turnwise.train.model.loading import peft_config
 from turnwise.types import Actor, InferenceClient
 from turnwise.utils.registry import build_with_options, import_class
@@ -26,7 +26,7 @@ A vLLM engine serves one base model, so each whole copy would be an engine more.
 
 def plays_past(config: TrainConfig) -> bool:
     """Return True if ``config`` has games against past policies, or an action may add them."""
-    return config.league.share > 0 or "mix_anchors" in config.health.actions()
+    return config.league.share > 0 or "increase_league_share" in config.health.actions()
 
 
 def check_league(config: TrainConfig, actors: Sequence[Actor], seats: Sequence[str], task: str) -> list[str]:
@@ -122,7 +122,7 @@ def build_league(
         config.league,
         build_matchmaker(config),
         {actor.id: actor.policy for actor in actors if actor.id in seats},
-        Slots(client, trained, config.league.opponents_per_step * groups),
+        OpponentSlots(client, trained, config.league.opponents_per_step * groups),
         config.run_dir / FOLDER,
         groups=groups,
         seed=config.seed,

@@ -20,7 +20,7 @@ from turnwise.train.callbacks import Callback, TrainerView
 from turnwise.train.config.selfplay import LeagueConfig
 from turnwise.train.league.matchmaking import Matchmaker, chances
 from turnwise.train.league.payoffs import Game, Payoffs, game_of
-from turnwise.train.league.pool import LIVE, Member, Pool, Slots, slot_name
+from turnwise.train.league.pool import LIVE, Member, OpponentSlots, Pool, slot_name
 from turnwise.train.league.ratings import bradley_terry
 from turnwise.train.model.policy import Policy
 from turnwise.types import EpisodeRequest, GenerateResult
@@ -44,7 +44,7 @@ class League(Callback):
         config: LeagueConfig,
         matchmaker: Matchmaker,
         policy_of: Mapping[str, str],
-        slots: Slots,
+        slots: OpponentSlots,
         folder: Path,
         *,
         groups: int = 1,

@@ -19,8 +19,8 @@ from turnwise.types import Rollout
 
 @dataclass(frozen=True, slots=True)
 class Game:
-    """How one game went for one of two sides: ``share`` from 0 to 1 is what it got of the game, 1 being a win and 0.5
-    a draw, the other side having the rest; ``payoff`` and ``theirs`` are both sides' rewards.
+    """Result of one game for one of two sides. ``share``, from 0 to 1, is this side's part: 1 for a win, 0.5 for a
+    draw. The other side has the rest. ``payoff`` and ``theirs`` are both sides' rewards.
 
     Example: ``Game(share=1.0, payoff=2.0, theirs=-2.0)``
     """
@@ -138,7 +138,7 @@ class Payoffs:
 
 
 def game_of(rollout: Rollout, side: Iterable[str], seats: Sequence[str]) -> Game:
-    """How ``rollout`` went for the seats of ``side`` against the others of ``seats``.
+    """Return the result of ``rollout`` for the seats of ``side`` against the others of ``seats``.
 
     The share is that of the metrics ``score/<seat>``, where a task has them, else who was rewarded more; with scores
     that don't add up to 1, as of games where both can gain, it is 0.5 and half the difference.

@@ -101,7 +101,7 @@ def _files_of(members: Iterable[Member]) -> set[str]:
     return {member.file(policy) for member in members for policy in member.versions}
 
 
-class Slots:
+class OpponentSlots:
     """Frozen places in the client, ``count`` for each of ``policies``, in which members of a pool play."""
 
     def __init__(self, client: InferenceClient, policies: Iterable[str], count: int) -> None:

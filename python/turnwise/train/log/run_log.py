@@ -13,7 +13,7 @@ from turnwise.arena.recording.rollouts_jsonl import plain_result
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.log.progress_bars import ProgressBars, curve_line
 from turnwise.train.log.token_text import token_texts
-from turnwise.train.log.writers import JsonLines, Sink, append_lines, keep_steps, open_sinks, read_lines
+from turnwise.train.log.writers import JsonLines, MetricWriter, append_lines, keep_steps, open_writers, read_lines
 from turnwise.types import GenerateResult, Tokenizer
 
 _FAILED_PER_STEP = 8
@@ -21,11 +21,11 @@ _FAILED_PER_STEP = 8
 
 
 class RunLog:
-    """Hands metrics to ``sinks``, writes episodes under ``folder``, and shows bars where ``console`` is a terminal.
+    """Hands metrics to ``writers``, writes episodes under ``folder``, and shows bars where ``console`` is a terminal.
 
-    ``rollouts_per_step`` episodes of each step are written whole, with the tape that ``turnwise replay`` plays; lines
-    are flushed as they are written. Without ``sinks`` metrics go to ``metrics.jsonl`` alone. With a ``tokenizer`` each
-    completion token is written as text too.
+    ``rollouts_per_step`` episodes of each step are written whole, with the recording that ``turnwise replay`` plays;
+    lines are flushed as they are written. Without ``writers`` metrics go to ``metrics.jsonl`` alone. With a
+    ``tokenizer`` each completion token is written as text too.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class RunLog:
         total_steps: int,
         *,
         rollouts_per_step: int = 1,
-        sinks: Sequence[Sink] | None = None,
+        writers: Sequence[MetricWriter] | None = None,
         tokenizer: Tokenizer | None = None,
         console: Console | None = None,
         progress: bool = True,
@@ -42,7 +42,7 @@ class RunLog:
         self.folder = folder
         self.rollouts_per_step = rollouts_per_step
         self.tokenizer = tokenizer
-        self.sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl")] if sinks is None else list(sinks)
+        self.writers: list[MetricWriter] = [JsonLines(folder / "metrics.jsonl")] if writers is None else list(writers)
         self.progress = progress
         self.bars = ProgressBars(total_steps, console or Console(), shown=progress)
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ class RunLog:
             config.run_dir,
             config.steps,
             rollouts_per_step=config.log.rollouts_per_step,
-            sinks=open_sinks(config),
+            writers=open_writers(config),
             progress=config.log.progress,
         )
 
@@ -64,13 +64,13 @@ class RunLog:
 
     def __exit__(self, *exception: object) -> None:
         self.bars.stop()
-        for sink in self.sinks:
-            sink.close()
+        for writer in self.writers:
+            writer.close()
 
     def step(self, step: int, metrics: Mapping[str, float], results: Sequence[GenerateResult] = ()) -> None:
         """Record one finished training step."""
-        for sink in self.sinks:
-            sink.log(step, metrics)
+        for writer in self.writers:
+            writer.log(step, metrics)
         chosen = [result for result in results if result.rollout.error is None][: self.rollouts_per_step]
         failed = [result for result in results if result.rollout.error is not None][:_FAILED_PER_STEP]
         kept = {id(result) for result in chosen + failed}  # in their order, which sums in credit rules depend on
@@ -103,8 +103,8 @@ class RunLog:
         Returns how many later steps there were.
         """
         later = len({row["step"] for row in read_metrics(self.folder) if row["step"] > step})
-        for sink in self.sinks:
-            sink.rewind(step)
+        for writer in self.writers:
+            writer.rewind(step)
         for name in ("rollouts.jsonl", "warnings.jsonl"):
             keep_steps(self.folder / name, step)
         validated = [row for row in read_metrics(self.folder) if "validation" in row]

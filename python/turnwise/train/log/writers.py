@@ -1,4 +1,4 @@
-"""Metric writers, each a :class:`Sink`: always ``metrics.jsonl``, on request TensorBoard and Weights & Biases.
+"""Metric writers, each a :class:`MetricWriter`: always ``metrics.jsonl``, on request TensorBoard and Weights & Biases.
 
 Nothing is opened before the first step is logged, so a run that is only looked at leaves no empty log behind.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-class Sink(Protocol):
+class MetricWriter(Protocol):
     """A place that metrics go to. ``rewind`` comes before the first ``log`` of a run that goes on."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -35,15 +35,15 @@ class Sink(Protocol):
         ...
 
 
-def open_sinks(config: TrainConfig) -> list[Sink]:
-    """The sinks that ``config.log`` asks for. Raises ``ImportError`` naming the extra of a package that is missing."""
-    sinks: list[Sink] = [JsonLines(config.run_dir / "metrics.jsonl")]
+def open_writers(config: TrainConfig) -> list[MetricWriter]:
+    """The writers that ``config.log`` asks for. Raises ``ImportError`` naming the extra of a missing package."""
+    writers: list[MetricWriter] = [JsonLines(config.run_dir / "metrics.jsonl")]
     if config.log.tensorboard:
-        sinks.append(TensorBoard(config.run_dir / "tensorboard"))
+        writers.append(TensorBoard(config.run_dir / "tensorboard"))
     if config.log.wandb is not None:
         settings = config.model_dump(mode="json")
-        sinks.append(WandB(config.run_dir, config.log.wandb, mode=config.log.wandb_mode, config=settings))
-    return sinks
+        writers.append(WandB(config.run_dir, config.log.wandb, mode=config.log.wandb_mode, config=settings))
+    return writers
 
 
 class JsonLines:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from turnwise.train.model.prefix_tree import Trie, ranges
-from turnwise.train.model.prefix_tree_attention import Tree
+from turnwise.train.model.prefix_tree import PrefixTree, ranges
+from turnwise.train.model.prefix_tree_attention import PrefixTreeMask
 from turnwise.types import TrainingBatch
 
 
@@ -30,7 +30,7 @@ class MicroBatch:
     token_ids_T: Tensor
     position_ids_T: Tensor
     lengths: tuple[int, ...]
-    tree: Tree | None
+    tree: PrefixTreeMask | None
     source_N: Tensor
     row_N: Tensor
     token_N: Tensor
@@ -109,19 +109,23 @@ def micro_batches(
     ``max_tokens`` unique tokens, and rows that share much stay together.
     """
     if trie_share:
-        trie = Trie(batch.token_ids, batch.cu_seqlens, rows)
+        trie = PrefixTree(batch.token_ids, batch.cu_seqlens, rows)
         if len(trie) <= trie_share * trie.num_tokens:
             return [pack(batch, part, trie=its) for part, its in _parts(batch, rows, trie, max_tokens)]
     return [pack(batch, part) for part in _balanced(np.diff(batch.cu_seqlens)[rows], rows, max_tokens)]
 
 
-def _parts(batch: TrainingBatch, rows: np.ndarray, trie: Trie, max_tokens: int) -> list[tuple[np.ndarray, Trie]]:
+def _parts(
+    batch: TrainingBatch, rows: np.ndarray, trie: PrefixTree, max_tokens: int
+) -> list[tuple[np.ndarray, PrefixTree]]:
     """``rows`` in parts whose tries fit. A part that gives up sharing which no longer pays in it may be cut again."""
     cut = [rows[part] for part in trie.cut(max_tokens)]
     if len(cut) <= 1:
         return [(rows, trie)] if cut else []
     return [
-        fit for part in cut for fit in _parts(batch, part, Trie(batch.token_ids, batch.cu_seqlens, part), max_tokens)
+        fit
+        for part in cut
+        for fit in _parts(batch, part, PrefixTree(batch.token_ids, batch.cu_seqlens, part), max_tokens)
     ]
 
 
@@ -145,7 +149,7 @@ def _balanced(lengths: np.ndarray, rows: np.ndarray, max_tokens: int) -> list[np
         count += 1
 
 
-def pack(batch: TrainingBatch, rows: np.ndarray, *, trie: Trie | None = None) -> MicroBatch:
+def pack(batch: TrainingBatch, rows: np.ndarray, *, trie: PrefixTree | None = None) -> MicroBatch:
     """Lay ``rows`` out one after the other, or as the ``trie`` of them. The first token of a row has no log-prob, so it
     never trains."""
     starts, ends = batch.cu_seqlens[:-1][rows], batch.cu_seqlens[1:][rows]

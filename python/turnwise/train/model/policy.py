@@ -130,7 +130,7 @@ class Policy:
 
     @property
     def trie_share(self) -> float:
-        """Where a trie of rows has at most this share of their tokens, it is what passes through the models."""
+        """Largest share of the rows' tokens that a trie may have to be computed in place of the rows."""
         forwards = [self.forward] if self.reference_forward is None else [self.forward, self.reference_forward]
         return min(forward.trie_share for forward in forwards)
 
@@ -214,7 +214,7 @@ def _count_not_finite(tensor: Tensor) -> int:
 
 
 def _starting_weights(model: nn.Module) -> nn.Module:
-    """What ``model`` is now, to stay so: a copy, or for a new adapter the shared base with adapters off."""
+    """Freeze ``model`` as it is now: a copy, or for a new adapter the shared base with adapters off."""
     return model.shared.plain() if isinstance(model, AdaptedModel) else copy.deepcopy(model)
 
 

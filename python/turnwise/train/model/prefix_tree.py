@@ -3,7 +3,7 @@
 For a training loop of one's own::
 
     use_trees(model)  # any Hugging Face causal LM with plain causal attention; once
-    trie = Trie(token_ids, cu_seqlens)  # rows [N] one after the other, cut by cu_seqlens [B + 1]
+    trie = PrefixTree(token_ids, cu_seqlens)  # rows [N] one after the other, cut by cu_seqlens [B + 1]
     hidden = model.get_decoder()(**trie.inputs(model.device)).last_hidden_state[0]  # [U, H], U <= N
     logprobs = linear_logprob(hidden, head.weight, trie.targets(lengths), positions=trie.sources(lengths))
 
@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from turnwise._C import TokenTrie
-from turnwise.train.model.prefix_tree_attention import Tree
+from turnwise.train.model.prefix_tree_attention import PrefixTreeMask
 from turnwise.train.model.support import causal_lm, obstacle_to_packing, obstacle_to_trees
 
 LEAST_SAVED = 16
 """A branch costs about as much time as so many tokens: rows that share fewer are kept apart there."""
 
 
-class Trie:
+class PrefixTree:
     """The rows ``token_ids[cu_seqlens[i]:cu_seqlens[i + 1]]`` (int64), for ``i`` in ``rows``, or all.
 
     ``token_ids [U]`` and ``position_ids [U]`` are the unique tokens in depth-first order and their positions in their
@@ -60,9 +60,9 @@ class Trie:
         """The number of unique tokens, ``U``."""
         return len(self.token_ids)
 
-    def tree(self) -> Tree:
-        """What :func:`~turnwise.train.model.prefix_tree_attention.tree_attention` needs to know of the layout."""
-        return Tree(self._trie.begin.tolist(), self._trie.subtree_end.tolist())
+    def tree(self) -> PrefixTreeMask:
+        """The layout that :func:`~turnwise.train.model.prefix_tree_attention.tree_attention` takes."""
+        return PrefixTreeMask(self._trie.begin.tolist(), self._trie.subtree_end.tolist())
 
     def inputs(self, device: torch.device | str = "cpu") -> dict[str, Any]:
         """The arguments for a call of a model on ``device``: the tokens, their positions and the tree."""
@@ -110,7 +110,7 @@ class Trie:
 
 
 def use_trees(model: nn.Module) -> None:
-    """Set a Hugging Face causal LM, or one with ``peft`` adapters, up to take :meth:`Trie.inputs`.
+    """Set a Hugging Face causal LM, or one with ``peft`` adapters, up to take :meth:`PrefixTree.inputs`.
 
     Its other calls work as before. A few tokens are tried; raises ``ValueError`` for one whose attention can't.
     """

@@ -37,8 +37,8 @@ class Own(NamedTuple):
     times: int
 
 
-class Below(NamedTuple):
-    """What stands in ``[end, last)`` attends to all of the segment ``[start, end)`` above it."""
+class SegmentSpan(NamedTuple):
+    """A segment ``[start, end)``, to all of which the tokens ``[end, last)`` below it attend."""
 
     start: int
     end: int
@@ -46,7 +46,7 @@ class Below(NamedTuple):
 
 
 @dataclass(slots=True)
-class Tree:
+class PrefixTreeMask:
     """Segments of a trie in depth-first order: ``begin [S+1]`` their first places, ``subtree_end [S]`` where what hangs
     on them ends. Each attention layer leaves its sliding window, which must be ``None``, in ``windows``.
     """
@@ -55,7 +55,7 @@ class Tree:
     subtree_end: Sequence[int]
     windows: list[int | None] = field(default_factory=list)
     own: list[Own] = field(init=False)
-    below: list[Below] = field(init=False)
+    below: list[SegmentSpan] = field(init=False)
     _block_masks: dict[torch.device, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class Tree:
             self.own.append(Own(at, length, count))
             at += length * count
         spans = zip(starts, ends, self.subtree_end, strict=True)
-        self.below = [Below(start, end, last) for start, end, last in spans if last > end]
+        self.below = [SegmentSpan(start, end, last) for start, end, last in spans if last > end]
 
     def __len__(self) -> int:
         return self.begin[-1]
@@ -94,7 +94,7 @@ def tree_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    tree: Tree | None = None,
+    tree: PrefixTreeMask | None = None,
     packing: Packing | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -134,7 +134,9 @@ class _TreeAttention(torch.autograd.Function):
     """``query [H, U, D]``, ``key`` and ``value`` ``[K, U, D]`` with ``H = G * K``; returns ``[U, H, D]``."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tree: Tree, scale: float | None) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, tree: PrefixTreeMask, scale: float | None
+    ) -> Tensor:
         exact = torch.promote_types(query.dtype, torch.float32)
         out_UHD = query.new_empty(query.shape[1], query.shape[0], query.shape[2], dtype=exact)
         lse_UH = query.new_empty(out_UHD.shape[:2], dtype=exact)
@@ -191,7 +193,7 @@ def _own(own: Own, query: Tensor, *others: Tensor) -> list[Tensor]:
     return parts if group == 1 else [parts[0], *(x.repeat_interleave(group, dim=1) for x in parts[1:])]
 
 
-def _below(below: Below, query: Tensor, *others: Tensor) -> list[Tensor]:
+def _below(below: SegmentSpan, query: Tensor, *others: Tensor) -> list[Tensor]:
     """``[K, G, T, D]`` of each, keys and values without a copy for the ``G`` query heads that share them."""
     group = query.shape[0] // others[0].shape[0]
     queries = query[:, below.end : below.last].unflatten(0, (-1, group))

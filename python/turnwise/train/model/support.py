@@ -1,4 +1,4 @@
-"""What a model allows: its last hidden states read by the LM head alone, its rows packed into one stream.
+"""Checks of what a model allows: its last hidden states read by the LM head alone, its rows packed into one stream.
 
 Models differ in what they do around their layers (caps and scales on logits, windows, states that run on from token to
 token), and say so nowhere in common; so a few tokens are run both ways, once, and compared.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.train.model.packed_attention import NotPackable, Packing
-from turnwise.train.model.prefix_tree_attention import ATTENTION, Tree
+from turnwise.train.model.prefix_tree_attention import ATTENTION, PrefixTreeMask
 
 _LENGTHS = (7, 4)  # of the rows of the trial
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -89,7 +89,7 @@ def obstacle_to_packing(lm: Any) -> str:
 
 
 def stream_inputs(
-    lm: Any, position_ids_T: Tensor, lengths: tuple[int, ...], tree: Tree | None = None
+    lm: Any, position_ids_T: Tensor, lengths: tuple[int, ...], tree: PrefixTreeMask | None = None
 ) -> dict[str, Any]:
     """Return the model's inputs besides the tokens. Flash attention finds the rows by their positions."""
     inputs: dict[str, Any] = {"position_ids": position_ids_T[None]}
@@ -108,7 +108,7 @@ def obstacle_to_trees(lm: Any) -> str:
         return f"its attention {used!r} knows no trees"
     decoder, tokens_T = lm.get_decoder(), _tokens(lm)[0]
     trunk, one, two = tokens_T.split((4, 3, 4))
-    tree = Tree([0, 4, 7, 11], [11, 7, 11])
+    tree = PrefixTreeMask([0, 4, 7, 11], [11, 7, 11])
     positions = torch.tensor([0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7], device=tokens_T.device)
     inputs = stream_inputs(lm, positions, (), tree)
     with _trial(lm):

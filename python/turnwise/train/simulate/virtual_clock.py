@@ -17,7 +17,7 @@ def run_virtually(main: Coroutine[Any, Any, T]) -> T:
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
-    """Where everything waits, time jumps to the next timer: ``asyncio.sleep(3600)`` costs nothing.
+    """An event loop on which time jumps to the next timer when everything waits: ``asyncio.sleep(3600)`` costs nothing.
 
     ``loop.time()`` begins at 0, in seconds. Only timers may be waited for: work in threads, processes or at the other
     end of a socket takes real time, which does not pass here. Where no timer is set and everything waits, nothing can

@@ -40,11 +40,11 @@ class Loss:
 
     @property
     def reads_reference(self) -> bool:
-        """Whether a reference's log-probs are wanted; a KL term in the reward was taken before."""
+        """True if the loss needs a reference's log-probs; a KL term in the reward was applied before."""
         return self.config.kl.apply_to == "loss"
 
     def normalizer(self, micros: Sequence[MicroBatch]) -> Tensor:
-        """What the whole minibatch divides by, so that any cut into micro-batches gives the same gradient."""
+        """Denominator of the whole minibatch, so that any cut into micro-batches gives the same gradient."""
         return loss_normalizer(
             self.config.aggregation,
             cu_seqlens=_joined(micros),
@@ -57,7 +57,7 @@ class Loss:
     def select(
         self, micros: Sequence[MicroBatch], logprobs: Sequence[Tensor], old_logprobs: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Which tokens ``[N]`` of each micro-batch the variant singles out, as all of the minibatch together say.
+        """Select the tokens ``[N]`` of each micro-batch that the variant singles out over the whole minibatch.
 
         Tokens are looked at in the order of the batch's own stream, so a draw is the same for any cut.
         """
@@ -115,7 +115,7 @@ class Loss:
 
 
 def check_loss(config: LossConfig) -> list[str]:
-    """What can't be of a loss, found by trying it on two rows of two tokens; a line each."""
+    """Return the problems of a loss, a line each, found by trying it on two rows of two tokens."""
     try:
         loss = Loss(config, num_actors=1)
     except (ValueError, TypeError) as error:

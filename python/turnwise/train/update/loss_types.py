@@ -40,7 +40,7 @@ def make_variant(config: LossConfig) -> Variant:
 
 
 def find_loss(kind: str) -> Callable[..., Any]:
-    """What makes the loss ``kind`` from its options. Raises ``ValueError`` where there is none."""
+    """Return the function that makes the loss ``kind`` from its options. Raises ``ValueError`` if there is none."""
     found = import_by_name(registry, kind, "loss.type")
     if kind in registry:
         return found

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.log.writers import JsonLines, TensorBoard, WandB, open_sinks
+from turnwise.train.log.writers import JsonLines, TensorBoard, WandB, open_writers
 
 
-def test_only_the_sinks_that_are_asked_for(tmp_path):
-    assert [type(sink) for sink in open_sinks(TrainConfig(run_dir=tmp_path))] == [JsonLines]
+def test_only_the_writers_that_are_asked_for(tmp_path):
+    assert [type(writer) for writer in open_writers(TrainConfig(run_dir=tmp_path))] == [JsonLines]
     log = {"tensorboard": True, "wandb": "sudoku", "wandb_mode": "offline"}
-    sinks = open_sinks(TrainConfig(run_dir=tmp_path, log=log))
-    assert [type(sink) for sink in sinks] == [JsonLines, TensorBoard, WandB]
+    writers = open_writers(TrainConfig(run_dir=tmp_path, log=log))
+    assert [type(writer) for writer in writers] == [JsonLines, TensorBoard, WandB]
     assert list(tmp_path.iterdir()) == [], "nothing is opened before a step is logged"
 
 
@@ -35,26 +35,26 @@ def test_only_the_sinks_that_are_asked_for(tmp_path):
 def test_a_missing_package_is_one_sentence(tmp_path, monkeypatch, module, log, extra):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=extra) as raised:
-        open_sinks(TrainConfig(run_dir=tmp_path, log=log))
+        open_writers(TrainConfig(run_dir=tmp_path, log=log))
     assert "\n" not in str(raised.value)
 
 
 def test_json_lines_hold_numbers_of_numpy_as_numbers(tmp_path):
-    sink = JsonLines(tmp_path / "metrics.jsonl")
-    sink.log(1, {"a": np.float32(0.5), "b": np.int64(3), "c": math.nan})
-    (line,) = [json.loads(line) for line in sink.path.read_text().splitlines()]
+    writer = JsonLines(tmp_path / "metrics.jsonl")
+    writer.log(1, {"a": np.float32(0.5), "b": np.int64(3), "c": math.nan})
+    (line,) = [json.loads(line) for line in writer.path.read_text().splitlines()]
     assert (line["step"], line["a"], line["b"]) == (1, 0.5, 3) and math.isnan(line["c"])
 
 
 def test_json_lines_rewind_to_a_step(tmp_path):
-    sink = JsonLines(tmp_path / "metrics.jsonl")
+    writer = JsonLines(tmp_path / "metrics.jsonl")
     for step in (1, 2, 3):
-        sink.log(step, {"a": step})
-    with sink.path.open("a") as stream:
+        writer.log(step, {"a": step})
+    with writer.path.open("a") as stream:
         stream.write('{"step": 1, "a')
-    sink.rewind(1)
-    sink.log(2, {"a": 20})
-    assert sink.path.read_text() == '{"step": 1, "a": 1}\n{"step": 2, "a": 20}\n'
+    writer.rewind(1)
+    writer.log(2, {"a": 20})
+    assert writer.path.read_text() == '{"step": 1, "a": 1}\n{"step": 2, "a": 20}\n'
 
 
 # ---- TensorBoard ----------------------------------------------------------------------------------------------------
@@ -67,12 +67,12 @@ def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
 
 
 def test_tensorboard_shows_each_step_once(tmp_path):
-    sink = TensorBoard(tmp_path)
-    sink.rewind(-1)
+    writer = TensorBoard(tmp_path)
+    writer.rewind(-1)
     for step in (1, 2, 3):
-        sink.log(step, {"reward/solver": step / 2, "loss": 1})
+        writer.log(step, {"reward/solver": step / 2, "loss": 1})
     assert scalars(tmp_path, "reward/solver") == [(1, 0.5), (2, 1.0), (3, 1.5)], "readable while the run goes on"
-    sink.close()
+    writer.close()
 
     again = TensorBoard(tmp_path)
     again.rewind(1)
@@ -90,11 +90,11 @@ from pathlib import Path
 from turnwise.train.log.writers import WandB
 
 folder, resumed_at, first, last = Path(sys.argv[1]), *map(int, sys.argv[2:])
-sink = WandB(folder, "sudoku", mode="offline", config={"seed": 7})
-sink.rewind(resumed_at)
+writer = WandB(folder, "sudoku", mode="offline", config={"seed": 7})
+writer.rewind(resumed_at)
 for step in range(first, last + 1):
-    sink.log(step, {"reward/solver": step / 2, "resumed_at": resumed_at})
-sink.close()
+    writer.log(step, {"reward/solver": step / 2, "resumed_at": resumed_at})
+writer.close()
 """
 
 

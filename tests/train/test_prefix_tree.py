@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from turnwise.train.model.prefix_tree import Trie, use_trees
+from turnwise.train.model.prefix_tree import PrefixTree, use_trees
 
 
 def stream(rows):
@@ -18,7 +18,7 @@ def stream(rows):
 
 
 def trie_of(rows, least=0):
-    return Trie(*stream(rows), least=least)
+    return PrefixTree(*stream(rows), least=least)
 
 
 def random_rows(seed):
@@ -104,7 +104,7 @@ def test_a_cut_keeps_every_row_once_within_the_budget(seed, budget):
     parts = trie_of(rows).cut(budget)
     assert sorted(row for part in parts for row in part) == list(range(len(rows)))
     for part in parts:
-        assert len(Trie(tokens, offsets, part, least=0)) <= max(budget, max(len(rows[row]) for row in part))
+        assert len(PrefixTree(tokens, offsets, part, least=0)) <= max(budget, max(len(rows[row]) for row in part))
 
 
 def test_a_cut_keeps_families_together():
@@ -120,7 +120,7 @@ def test_ten_thousand_rows_take_linear_time():
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 50_000, (10_000, 200))
     tokens[:, :150] = tokens[0, :150]
-    trie = Trie(tokens.reshape(-1), np.arange(10_001) * 200)
+    trie = PrefixTree(tokens.reshape(-1), np.arange(10_001) * 200)
     assert len(trie) == 150 + 10_000 * 50
     assert len(trie.cut(16_384)) <= 31
 
@@ -139,7 +139,7 @@ def test_a_loop_of_ones_own(small_model):
     wanted = torch.cat(expected)
     gradients = torch.autograd.grad(wanted.sum(), list(model.parameters()))
     use_trees(model)
-    trie = Trie(*stream(rows))
+    trie = PrefixTree(*stream(rows))
     hidden = model.get_decoder()(**trie.inputs(model.device)).last_hidden_state[0]
     assert hidden.shape[0] == len(trie) < 40
     head = model.get_output_embeddings().weight
@@ -167,7 +167,7 @@ def test_a_model_that_takes_no_tries():
 )
 def test_offsets_that_are_none(offsets, message):
     with pytest.raises(ValueError, match=message):
-        Trie(np.arange(5), np.array(offsets))
+        PrefixTree(np.arange(5), np.array(offsets))
 
 
 def test_places_outside_of_a_row():
