@@ -57,6 +57,7 @@ def test_drop_in(tmp_path: Path) -> None:
     assert "losses and gradients agree" in printed
 
 
+@pytest.mark.slow
 def test_vowels(tmp_path: Path) -> None:
     """A game of one's own, in no more than 40 lines, is learned."""
     lines = (EXAMPLES / "vowels.py").read_text(encoding="utf-8").splitlines()

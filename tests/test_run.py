@@ -159,7 +159,7 @@ def test_math_orchestra_trains_on_a_jsonl(tmp_path, branches):
     assert all(line["sampled_tokens"] > 0 and line["episodes/failed"] == 0 for line in lines)
 
 
-@pytest.mark.parametrize("branches", [1, 2])
+@pytest.mark.parametrize("branches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_plan_path_trains_with_and_without_a_tree(tmp_path, branches):
     config = config_of(
         tmp_path,
@@ -195,8 +195,8 @@ def test_math_orchestra_on_gsm8k(tmp_path):
 @pytest.mark.parametrize(
     ("tree", "rule", "options"),
     [
-        ({"beam_width": 2}, "at_grpo", {}),
-        ({"select": "none"}, "turn_returns", {"gamma": 1.0}),
+        pytest.param({"beam_width": 2}, "at_grpo", {}, marks=pytest.mark.slow),
+        pytest.param({"select": "none"}, "turn_returns", {"gamma": 1.0}, marks=pytest.mark.slow),
         ({"playouts": 2, "score_by": "value"}, "vine", {"team": True}),
     ],
 )
@@ -459,7 +459,7 @@ def test_a_mix_of_bases_adapters_and_frozen_weights(tmp_path):
     assert {name: policy.version for name, policy in policies.items()} == {"solver": 4, "proposer": 0, "rival": 2}
 
 
-@pytest.mark.parametrize("level", ["lora_per_actor", "model_per_actor"])
+@pytest.mark.parametrize("level", ["lora_per_actor", pytest.param("model_per_actor", marks=pytest.mark.slow)])
 def test_a_resumed_team_equals_an_uninterrupted_one(tmp_path, level):
     """Warm-started base, adapters with dropout, two optimizers and schedules, references: all of it comes back."""
     changes = {

@@ -63,6 +63,7 @@ def test_nothing_to_train_is_told(tmp_path, capsys):
     assert not (tmp_path / "policies").exists()
 
 
+@pytest.mark.slow
 def test_a_start_from_another_runs_episodes(tmp_path, capsys):
     # So many supervised steps that the model ends some of what it samples.
     train_from_config(config_of(tmp_path / "first", steps=1, warm_start={"steps": 40, "batch_size": 32}))

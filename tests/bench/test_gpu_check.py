@@ -58,6 +58,7 @@ def test_gaps_are_named(
     assert "nvcc on the PATH" not in said
 
 
+@pytest.mark.slow
 def test_a_failed_stage_stops_nothing(check: Any, tmp_path: Path) -> None:
     """A stage that hangs is ended with its children, as Ctrl-C would, so that pytest still says what failed."""
     late, slow = tmp_path / "late", tmp_path / "test_slow.py"

@@ -114,6 +114,7 @@ def test_a_counter_that_somebody_overwrote_is_put_right(sender: ProcessGroupTran
     assert float(weights_at(handle)["layer"].sum()) == 1200
 
 
+@pytest.mark.slow
 def test_one_that_dies_while_it_receives_holds_nobody_up(
     sender: ProcessGroupTransfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +142,7 @@ def test_one_that_dies_while_it_receives_holds_nobody_up(
     assert float(weights_at(handle)["layer"].sum()) == 2400
 
 
+@pytest.mark.slow
 def test_a_sender_that_is_killed_is_told() -> None:
     sends = """
         import json, time, torch

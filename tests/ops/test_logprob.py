@@ -177,6 +177,7 @@ def test_the_gradient_takes_the_logits_memory(target, dtype) -> None:
 # Invariances, torch
 # ---------------------------------------------------------------------------------------------------------------------
 @NATIVE
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
 def test_every_instruction_set(isa) -> None:
     """The kernels for lesser processors, in a process of their own."""

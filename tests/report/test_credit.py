@@ -96,7 +96,9 @@ def run_of(tmp_path_factory):
     return get
 
 
-@pytest.fixture(params=sorted(RUNS))
+@pytest.fixture(
+    params=["games", "groups", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nested", "trees"))]
+)
 def any_run(request, run_of) -> Path:
     return run_of(request.param)
 

@@ -39,7 +39,7 @@ KINDS = [
     (ForkableLake, FrozenLakeEnv, {"map_name": "8x8", "is_slippery": True}),
     (ForkableTaxi, TaxiEnv, {}),
     (ForkableBlackjack, BlackjackEnv, {"natural": True}),
-    (TaxiLast, TaxiEnv, {}),
+    pytest.param(TaxiLast, TaxiEnv, {}, marks=pytest.mark.slow),
 ]
 
 

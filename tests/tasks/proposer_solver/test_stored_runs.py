@@ -17,6 +17,8 @@ from turnwise.train.config.toml import ConfigError
 from turnwise.train.resume import resume_run
 from turnwise.train.validate import config_from_dict
 
+NO_WARM_START = {"steps": 0}
+
 
 def run_of(folder: Path, store: Path | None, **changes):
     options = {"attempts": 4, "numbers": 2, "largest": 4, "quality": 1.0}
@@ -109,18 +111,18 @@ def test_the_next_run_begins_with_what_the_last_one_solved(first, tmp_path):
 
 
 def test_without_a_path_each_run_begins_with_nothing(tmp_path):
-    run = run_of(tmp_path / "run", None)
+    run = run_of(tmp_path / "run", None, warm_start=NO_WARM_START)
     assert run.arena.stores[STORE].path is None and not run.arena.stores[STORE].preexisting_ids
 
 
 def test_a_dry_run_makes_no_file_and_others_are_refused(tmp_path):
-    config = run_of(tmp_path / "run", None).config
+    config = run_of(tmp_path / "run", None, warm_start=NO_WARM_START).config
     options = {**config.task_options, "store_path": str(tmp_path / "none.db")}
     assert "none.db" in dry_run(config.model_copy(update={"task_options": options}))
     assert not (tmp_path / "none.db").exists()
     ArtifactStore("questions", path=tmp_path / "other.db").close()
     with pytest.raises(ValueError, match="holds the store 'questions', not 'solved'"):
-        run_of(tmp_path / "run", tmp_path / "other.db")
+        run_of(tmp_path / "run", tmp_path / "other.db", warm_start=NO_WARM_START)
     with pytest.raises((ConfigError, ValueError), match="store_path=''"):
         config_from_dict({"task": "proposer_solver", "task_options": {"store_path": ""}})
         run_of(tmp_path / "run", Path(), task_options={"store_path": ""})

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from turnwise.run.build import build_run
 from turnwise.train.validate import load_config
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "kuhn_poker.toml"
 
 
+@pytest.mark.slow
 def test_self_play_makes_kuhn_poker_less_exploitable(tmp_path):
     """Between two seeds the start differs by 0.02; ten steps took 0.11 and 0.13 off it (docs/self_play.md)."""
     changes = {
