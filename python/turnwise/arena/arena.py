@@ -196,7 +196,7 @@ class Arena(ArenaSetup):
         if self.check_private and context is not None:
             check_prompt(context, actor_id, messages)
         call = PendingCall(context, actor_id, messages, request, record=record)
-        # A replay answers with the recorded response. Otherwise the cache or the client does.
+        # A replay gives the recorded response. Otherwise ask the cache or the client.
         response = await call.replayed()
         if response is None:
             sample = partial(self._sample, actor_id, request, context)

@@ -157,6 +157,7 @@ class MultiTurnEpisode(Episode, ABC):
         state = EpisodeState() if state is None else state
         context = require_context()
         context.state = state
+        # Continue from a checkpoint if there is one, else set up a new game.
         checkpoints = None if arena.is_evaluation else arena.episode_checkpoints
         left = checkpoints.load(context) if checkpoints is not None else None
         if left is None:

@@ -149,6 +149,7 @@ async def _run_with_retries(
             with use_context(context):
                 async with recorded_timeout(context, context.deadline):
                     result = await arena.episodes[request.episode_type].generate(arena)
+            # Checks that fail here fail the attempt, except a leak, which stops the batch.
             following = _create_continuations(arena, context)
             if arena.check_private:
                 check_episode_end(context)
