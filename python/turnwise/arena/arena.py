@@ -61,14 +61,13 @@ class Arena(ArenaSetup):
         arena.source = lambda: [EpisodeRequest("gsm8k", question) for question in questions for _ in range(8)]
         batch = await arena.step()
 
-    Tokenizer and credit rule may follow the client by position, in any order. The client's tokenizer is the
-    default.
-    The same seed, requests and weights give the same batch.
+    The tokenizer and the credit rule may follow the client as positional arguments, in either order. By default the
+    arena uses the client's tokenizer. The same seed, requests and weights give the same batch.
     """
 
     # -- the stages of a step ------------------------------------------------------------------------------------------
     def get_batch(self) -> Sequence[EpisodeRequest] | Awaitable[Sequence[EpisodeRequest]]:
-        """The requests of the next step. Override (sync or async), or set ``source`` to a callable."""
+        """Return the requests of the next step. Override it (sync or async), or set ``source`` to a callable."""
         if self.source is None:
             raise NotImplementedError(f"{type(self).__name__}: override get_batch(), or set arena.source to a callable")
         return self.source()
@@ -81,9 +80,9 @@ class Arena(ArenaSetup):
         return batch
 
     async def sample(self, on_requests_fixed: Callable[[], None] = lambda: None) -> list[GenerateResult]:
-        """Run the episodes of the next batch, and more of them if ``filters.dynamic_sampling_rounds`` asks for it.
+        """Run the episodes of the next batch. With ``filters.dynamic_sampling_rounds``, draw more batches as needed.
 
-        Several batches may be sampled at once: start the next one after this one called ``on_requests_fixed()``.
+        Several batches may be sampled at once: start the next one after this one has called ``on_requests_fixed()``.
         """
         if self.is_evaluation:
             raise RuntimeError("an evaluation makes no training batch: call generate_rollouts(requests) on it")
@@ -108,17 +107,18 @@ class Arena(ArenaSetup):
         return self.build_training_batch(results)
 
     def attempt_result(self, rollout: Rollout) -> tuple[float, float]:
-        """Reward and success (0 to 1) of an attempt at a store's artifact. Override it to define success differently.
+        """Return the reward and the success (0 to 1) of an attempt at a store's artifact.
 
-        By default the mean of the actors' rewards, and 1 if that is above 0.
+        The default reward is the mean of the actors' rewards. The default success is 1 if that mean is above 0, else 0.
+        Override this method to define success differently.
         """
         return mean_reward(rollout)
 
     def record_attempts(self) -> None:
-        """Record in the stores how attempts at their artifacts went, for all batches packed since the last call.
+        """Record the attempts at stored artifacts in their stores, for all batches packed since the last call.
 
         An episode attempts its request's ``artifact``, or the one named by ``request.meta["artifact_id"]``. The arena
-        calls this before each batch is drawn, never during an update, so draws stay deterministic.
+        calls this before it draws each batch, never during an update, so draws stay deterministic.
         """
         while self._attempts:
             record_attempts(self.stores, self._attempts.popleft())
@@ -126,11 +126,11 @@ class Arena(ArenaSetup):
     async def generate_rollouts(
         self, requests: Sequence[EpisodeRequest], concurrency: int | None = None
     ) -> list[GenerateResult]:
-        """Run episodes concurrently, at most ``concurrency`` at once; one result each, in order.
+        """Run episodes concurrently, at most ``concurrency`` at once. Return one result per request, in their order.
 
-        Inside an episode they become its children.
+        Episodes started inside another episode become its children.
 
-        Raises ``BatchFailedError`` when too many fail, ``ValueError`` or ``TypeError`` for requests that can't be run.
+        Raises ``BatchFailedError`` if too many fail, ``ValueError`` or ``TypeError`` for requests that can't be run.
         """
         parent = current_context()
         seen: Counter[Any] = Counter()
@@ -150,12 +150,12 @@ class Arena(ArenaSetup):
         return results
 
     def shape_rewards(self, results: Sequence[GenerateResult]) -> None:
-        """Apply the length penalty, once per step however often this is called."""
+        """Apply the length penalty. Repeated calls apply it only once per step."""
         if self.overlong is not None:
             self.overlong.apply(results)
 
     def assign_credit(self, results: Sequence[GenerateResult]) -> None:
-        """Set ``Step.advantage`` of every trainable step. Call it once per batch: a rule may learn from it."""
+        """Set ``Step.advantage`` of every trainable step. Call it once per batch: the rule may learn from each call."""
         self.shape_rewards(results)
         samples = collect_samples(results)
         if samples and self.reward_penalty is not None:
@@ -185,17 +185,18 @@ class Arena(ArenaSetup):
         cache: ResponseCache | None = None,
         **sampling: Any,
     ) -> ModelResponse:
-        """One completion by ``actor_id``; ``None`` is a judge, which never trains. Recorded as a step if ``record``.
+        """Sample one completion by ``actor_id``; ``None`` is a judge, which never trains.
 
-        ``policy`` overrides the actor's; ``sampling`` overrides single fields of :class:`Sampling`, for example
-        ``temperature=0.0``. ``cache`` keeps responses; a :class:`Judge` has one. Raises
-        ``ModelError``, and ``ContextLengthError`` for a prompt that is too long.
+        The call is recorded as a step if ``record``. ``policy`` overrides the actor's. ``sampling`` overrides single
+        fields of :class:`Sampling`, for example ``temperature=0.0``. ``cache`` keeps responses; a :class:`Judge` has
+        one. Raises ``ModelError``, and ``ContextLengthError`` for a prompt that is too long.
         """
         context = current_context()
         messages, request = self.prepare(actor_id, prompt, policy=policy, **sampling)
         if self.check_private and context is not None:
             check_prompt(context, actor_id, messages)
         call = PendingCall(context, actor_id, messages, request, record=record)
+        # A replay gives the recorded response. Otherwise ask the cache or the client.
         response = await call.replayed()
         if response is None:
             sample = partial(self._sample, actor_id, request, context)
@@ -214,7 +215,7 @@ class Arena(ArenaSetup):
     async def _sample(
         self, actor_id: str | None, request: ModelRequest, context: EpisodeContext | None
     ) -> ModelResponse:
-        """One response from the client, under the limits of the arena and of the actor."""
+        """Return one response from the client, within the limits of the arena and of the actor."""
         order = (0, 0, 0) if context is None else (-context.priority, -context.depth, context.root)
         quota = self.quotas.get(actor_id)
         # The actor's own slot first: a call that waits for it must not hold one that other actors could use.
@@ -226,7 +227,7 @@ class Arena(ArenaSetup):
     def prepare(
         self, actor_id: str | None, prompt: str | Messages, *, policy: str | None = None, **sampling: Any
     ) -> tuple[Messages, ModelRequest]:
-        """The chat and the request that :meth:`call_model` would send."""
+        """Return the chat and the request that :meth:`call_model` would send."""
         actor = None if actor_id is None else self._actor(actor_id)
         settings = sampling_for(actor, self.sampling, self._evaluation_sampling)
         if actor is not None and actor.max_tokens is not None:
@@ -242,17 +243,17 @@ class Arena(ArenaSetup):
 
     # -- around training -----------------------------------------------------------------------------------------------
     async def on_train_start(self) -> None:
-        """Called by the training loop before the first step: load data, fill stores. ``def`` or ``async def``.
+        """Load data and fill stores. The training loop calls it before the first step. ``def`` or ``async def``.
 
-        A resumed run calls it too, and then restores stores, generator and baselines from the checkpoint.
+        A resumed run calls it too. It then restores stores, generator and baselines from the checkpoint.
         """
 
     async def on_train_end(self) -> None:
-        """Called by the training loop after the last step, also when training failed. ``def`` or ``async def``."""
+        """Clean up. The training loop calls it after the last step, also after a failure. ``def`` or ``async def``."""
 
     @contextlib.asynccontextmanager
     async def training(self) -> AsyncIterator[Self]:
-        """``async with arena.training():`` calls both hooks, the second also after an error."""
+        """Call both hooks around a block: ``async with arena.training():``. The second one also runs after an error."""
         await maybe_await(self.on_train_start())
         try:
             yield self
@@ -260,10 +261,10 @@ class Arena(ArenaSetup):
             await maybe_await(self.on_train_end())
 
     def evaluation(self, sampling: Sampling | None = None) -> Self:
-        """A view for evaluation: no tree, no store writes, no baseline updates, no filtering.
+        """Return a view for evaluation: no tree, no store writes, no baseline updates, no filtering.
 
         ``sampling`` replaces the arena's; actors keep their own token limits. Requests without a seed get the same
-        seeds in every view (paired seeds). Nothing that runs here changes training.
+        seeds in every view (paired seeds). Nothing that runs in the view changes training.
         """
         view = copy.copy(self)
         view.is_evaluation = True
@@ -277,7 +278,7 @@ class Arena(ArenaSetup):
         return view
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, generator, stores and credit: with the weights, all that a resumed run needs."""
+        """Return counters, generator, stores and credit. A resumed run needs only this and the weights."""
         self.record_attempts()
         return {
             "seed": self.seed,

@@ -1,8 +1,8 @@
-"""Dynamic sampling: replace questions that give no gradient by more questions.
+"""Dynamic sampling: replaces questions that give no gradient with new ones.
 
-A question gives no gradient if all its samples have advantage 0: every attempt was right, or every attempt wrong.
-More batches are drawn until as many questions are informative as the first batch held. Extra questions are dropped, the
-last drawn first (DAPO, https://arxiv.org/abs/2503.14476, section 3.2).
+A question gives no gradient if all its samples have advantage 0: every attempt was right, or every attempt was wrong.
+The arena draws more batches until as many questions are informative as the first batch had questions. It drops extra
+questions, starting with the last one drawn (DAPO, https://arxiv.org/abs/2503.14476, section 3.2).
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from turnwise.types.protocols import ArenaRuntime
 async def sample_until_full(
     arena: ArenaRuntime, requests: Sequence[EpisodeRequest], on_requests_fixed: Callable[[], None]
 ) -> list[GenerateResult]:
-    """Run ``requests`` and up to ``filters.dynamic_sampling_rounds`` more draws; all results in order of the draws.
+    """Run ``requests`` and up to ``filters.dynamic_sampling_rounds`` more draws. Return all results in draw order.
 
-    As many questions stay trainable as ``requests`` have, or fewer if the draws had fewer informative ones. A question
-    is the ``group_id`` of a top episode, with everything spawned below it. The others stay in the log;
-    ``TrainingBatch.dropped`` counts their samples under ``resample`` and ``over_quota``. Once no more draws can follow,
-    ``on_requests_fixed`` is called.
+    As many questions stay trainable as ``requests`` has, or fewer if the draws had fewer informative ones. A question
+    is the ``group_id`` of a top episode, with all episodes spawned below it. Other questions stay in the log;
+    ``TrainingBatch.dropped`` counts their samples under ``resample`` and ``over_quota``. The function calls
+    ``on_requests_fixed`` once no more draws can follow.
     """
     results: list[GenerateResult] = []
     draws, wanted, informative = arena.filters.dynamic_sampling_rounds, 0, []
+    # Draw until enough questions are informative, or no draws are left.
     for draw in range(draws + 1):
         if draw == draws:
             on_requests_fixed()
@@ -44,6 +45,7 @@ async def sample_until_full(
             on_requests_fixed()
             break
         requests = await maybe_await(arena.get_batch())
+    # Questions outside the quota stay in the results, and do not train.
     kept, over_quota = set(informative[:wanted]), set(informative[wanted:])
     for top in results:
         if top.group_id not in kept:
@@ -52,7 +54,7 @@ async def sample_until_full(
 
 
 def informative_groups(arena: ArenaRuntime, results: Sequence[GenerateResult]) -> list[Hashable]:
-    """The questions with a sample that would train at a nonzero advantage, in order of first appearance."""
+    """Return the questions with a trainable sample of nonzero advantage, in order of first appearance."""
     arena.shape_rewards(results)
     samples = collect_samples(results)
     advantages = rows.advantages_of(samples, arena.credit, results)
@@ -69,12 +71,12 @@ def informative_groups(arena: ArenaRuntime, results: Sequence[GenerateResult]) -
 
 
 def state_of(credit: CreditAssigner | None) -> dict[str, Any] | None:
-    """``credit.state_dict()``, or ``{}`` if the rule has none."""
+    """Return ``credit.state_dict()``, ``{}`` if the rule has no such method, ``None`` without a rule."""
     return None if credit is None else getattr(credit, "state_dict", dict)()
 
 
 def check_stateless(credit: CreditAssigner | None) -> None:
-    """Raise ``ValueError`` for a rule that can't see one batch twice."""
+    """Raise ``ValueError`` without a rule, and for one with state, which must not see a batch twice."""
     if credit is None:
         raise ValueError(
             "filters.dynamic_sampling_rounds needs credit=...: questions are dropped when all their advantages are 0"
@@ -87,7 +89,8 @@ def check_stateless(credit: CreditAssigner | None) -> None:
 
 
 def describe_draws(results: Sequence[GenerateResult], trained: Sequence[Step]) -> dict[str, float]:
-    """``resampled_groups``: questions drawn after the first batch; ``informative_groups``: questions that train."""
+    """Count the questions drawn after the first batch (``resampled_groups``) and those that train
+    (``informative_groups``)."""
     later = {top.group_id for top in results if top.rollout.meta.get("draw", 0)}
     first = {top.group_id for top in results if not top.rollout.meta.get("draw", 0)}
     found = set(map(id, trained))

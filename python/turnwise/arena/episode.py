@@ -1,4 +1,4 @@
-"""Episodes: how actors play together. One model call, a chat over several turns, or any ``rollout``."""
+"""Episodes: the rules of play for actors. One model call, a chat over several turns, or any ``rollout``."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from turnwise.types.protocols import ArenaForHooks
 class Episode(ABC):
     """A self-contained protocol of play.
 
-    Set ``episode_type`` and ``rubric`` (class attributes or properties) and write ``rollout``; every hook may be
-    ``def`` or ``async def``. One object serves many concurrent rollouts: keep what changes in ``state.data``, which
-    lies in a copy-on-write State (dicts and lists in it behave as ever, ``turnwise.state.to_python`` makes plain ones),
-    and draw
-    from ``self.rng``, whose seed is the episode's.
+    Set ``episode_type`` and ``rubric`` (class attributes or properties) and write ``rollout``. Every hook may be
+    ``def`` or ``async def``. One object serves many concurrent rollouts, so keep everything that changes in
+    ``state.data``. That is a copy-on-write State: its dicts and lists behave like ordinary ones, and
+    ``turnwise.state.to_python`` makes plain copies. Draw random numbers from ``self.rng``, seeded per episode.
 
     Example::
 
@@ -45,39 +44,40 @@ class Episode(ABC):
     episode_type: str
     rubric: Rubric
     invalid_reward: float = 0.0
-    """Reward of a completion that is no action, see :class:`~turnwise.arena.InvalidActionError`."""
+    """Reward of a completion that is not a valid action, see :class:`~turnwise.arena.InvalidActionError`."""
 
     @abstractmethod
     async def rollout(self, arena: ArenaForHooks, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
         """Play to the end and return the final state. ``state`` arrives empty."""
 
     def get_extras(self, state: EpisodeState) -> Any:
-        """The part of the final state that reward functions may see, as a dict. Sync or async."""
+        """Return the part of the final state that reward functions may see, as a dict. Sync or async."""
         return {}
 
     def get_continuation(self, state: EpisodeState, rollout: Rollout) -> Any:
-        """Requests to run next, returned once this episode is over and scored. Sync or async.
+        """Return the requests to run next. Called when this episode is over and scored. Sync or async.
 
-        For games of several rounds, or a harder question after a solved one. They start at once, in the same batch, and
-        may ask for more. Each is an episode of its own on this one's level: it keeps the deadline, lineage and private
-        texts, and a failure stays its own. Group functions have not run yet.
+        Use it for games of several rounds, or for a harder question after a solved one. The new episodes start at once,
+        in the same batch, and may continue in turn. Each is a separate episode on the same level: it keeps the
+        deadline, lineage and private texts, and its failure does not affect this one. Group functions have not run yet.
         """
         return ()
 
     def stores(self) -> Sequence[ArtifactStore]:
-        """The stores that the episode writes to or samples from. The arena registers those that it lacks."""
+        """Return the stores that the episode writes to or samples from. The arena registers those that it lacks."""
         return ()
 
     async def call_model(
         self, actor_id: str | None, prompt: str | Messages, arena: ArenaForHooks, **options: Any
     ) -> ModelResponse:
-        """Shorthand for :meth:`Arena.call_model` with the arena last, which reads well inside an episode."""
+        """Call :meth:`Arena.call_model`. The arena comes last, which reads well inside an episode."""
         return await arena.call_model(actor_id, prompt, **options)
 
     @property
     def rng(self) -> random.Random:
-        """The generator of the running episode. Each branch of a tree starts with a copy, so siblings draw the same
-        numbers.
+        """Random generator of the running episode.
+
+        Each branch of a tree starts with a copy, so siblings draw the same numbers.
         """
         return require_context().rng
 
@@ -93,6 +93,8 @@ class Episode(ABC):
         if not isinstance(state, EpisodeState):
             raise TypeError(f"{type(self).__name__}.rollout returned {state!r}, expected the EpisodeState")
         context.state = state
+
+        # Score the final state, or each end if a tree has several.
         rollout.steps = [step for step in context.steps if step is not None]
         finalize_steps(state, rollout, context.children)
         if context.ends:
@@ -100,12 +102,14 @@ class Episode(ABC):
         else:
             score = await score_state(self, arena, rollout, state)
             keep_tokens(rollout, score.token_rewards)
+
+        # Keep the rewards, and check that every step that trains has one.
         rollout.rewards = score.rewards
         rollout.metrics.update(score.metrics)
         leave_out_unpaid(rollout)
         if score.dropped is not None:
             rollout.meta["dropped"] = score.dropped
-        elif not self.rubric.is_grouped:  # else what the group says is still to come
+        elif not self.rubric.is_grouped:  # group functions have not added their rewards yet
             check_rewarded(rollout)
         if failed_step(state) is None:
             context.continuations = _checked(
@@ -114,7 +118,7 @@ class Episode(ABC):
         return context.result()
 
     def _failed(self, context: EpisodeContext, error: InvalidActionError) -> EpisodeState:
-        """The state after an invalid action ended ``rollout``. Without one, ``error`` is a bug and is raised."""
+        """Return the state after an invalid action. Raise ``error``, which is then a bug, if no actor has acted."""
         acted = [step for step in context.state.trajectory if step.actor_id is not None]
         if not acted:
             raise error
@@ -131,7 +135,7 @@ def _checked(following: Any, where: str) -> list[EpisodeRequest]:
 
 
 class SingleTurnEpisode(Episode):
-    """One prompt, one completion. Override ``get_prompt``; ``actor`` names who answers, if the arena has several.
+    """One prompt, one completion. Override ``get_prompt``. Set ``actor`` if the arena has several actors.
 
     Example::
 
@@ -148,10 +152,10 @@ class SingleTurnEpisode(Episode):
 
     @abstractmethod
     def get_prompt(self, artifact: Any) -> Any:
-        """The prompt, a string or messages. Sync or async."""
+        """Return the prompt, a string or messages. Sync or async."""
 
     def get_initial_actor(self) -> Any:
-        """The actor that answers: ``actor``, else the arena's only actor, or the one called "solver"."""
+        """Return the actor that answers; an empty id selects the arena's only actor, or the one called "solver"."""
         return self.actor
 
     async def rollout(self, arena: ArenaForHooks, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
@@ -163,7 +167,7 @@ class SingleTurnEpisode(Episode):
 
 
 def _only_actor(arena: ArenaForHooks) -> str:
-    """The actor that answers if none is named: the arena's only actor, or the one called "solver" or "Solver"."""
+    """Return the default actor: the arena's only actor, or the one called "solver" in any case."""
     names = list(arena.actors)
     found = names if len(names) == 1 else [name for name in names if name.lower() == "solver"]
     if len(found) == 1:

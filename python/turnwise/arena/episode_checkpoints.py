@@ -1,4 +1,4 @@
-"""Checkpoints of running episodes: a run that was killed in the middle of a tree resumes after its last node."""
+"""Checkpoints of running episodes: a run that was killed inside a tree resumes after the last node it played."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from turnwise.utils.copies import dumps
 
 FORMAT = 6
 MANIFEST = "manifest.jsonl"
-"""A line for each file that was written, before it was: its name and SHA-256. Nothing else is unpickled."""
+"""One line per file, written before the file: its name and SHA-256. No other content is ever unpickled."""
 _KEPT = (
     "calls",
     "spawned",
@@ -35,14 +35,14 @@ _KEPT_OF_BEAM = (*_KEPT, "state", "scope", "record_key")
 
 
 class EpisodeCheckpoints:
-    """Saves each running multi-turn episode of the present batch, one small file each in ``folder``.
+    """Saves each running multi-turn episode of the current batch to one small file in ``folder``.
 
     Example: ``arena.episode_checkpoints = EpisodeCheckpoints(run_folder / "episodes")``
 
-    Files are written after every turn, whole or not at all. In the resuming process, load the arena's ``state_dict``
-    and the same weights: episodes with the same id and seed then continue after their last finished turn. Files hold
-    pickles; one whose SHA-256 is not in ``manifest.jsonl`` is refused. A folder from someone else can run code, so use
-    only yours.
+    Files are written after every action, whole or not at all. In the resuming process, load the arena's ``state_dict``
+    and the same weights: episodes with the same id and seed then continue after their last saved action. Files hold
+    pickles; ``load`` refuses one whose SHA-256 is not in ``manifest.jsonl``. A folder from someone else can run code,
+    so use only your own.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -69,13 +69,16 @@ class EpisodeCheckpoints:
         temporary.replace(path)
 
     def load(self, context: EpisodeContext) -> EpisodeState | None:
-        """Restore ``context`` and return the episode's state; ``None`` for an episode that was not saved.
+        """Restore ``context`` and return the episode's state.
 
-        Raises ``ValueError`` for a file that can't be read.
+        Return ``None`` for an episode that was not saved, or that was saved with another question, seed, weights or
+        file format. Raises ``ValueError`` for a file that can't be read.
         """
         path = self._path(context.rollout.id)
         if not path.is_file():
             return None
+
+        # Check the file against the manifest before unpickling it, because a pickle can run code.
         try:
             content = path.read_bytes()
             if hashlib.sha256(content).hexdigest() not in self._listed(path.name):
@@ -86,6 +89,8 @@ class EpisodeCheckpoints:
             raise ValueError(f"{path}: no progress of an episode can be read from it ({error}); delete it") from error
         if version != FORMAT or key != _key_of(context):
             return None
+
+        # Put the saved records back into the context.
         for name in _KEPT:
             setattr(context, name, saved[name])
         context.rollout.metrics, context.rollout.meta = saved["metrics"], saved["meta"]
@@ -96,9 +101,9 @@ class EpisodeCheckpoints:
         return context.state
 
     def drop_before(self, number: int) -> None:
-        """Delete the files of episodes before ``number`` and of those that they spawned: their batch is finished.
+        """Delete the files of top episodes before ``number`` and of episodes that they spawned.
 
-        Later ones stay, because a killed batch may have drawn more than once.
+        Their batch is finished. Later files stay, because a killed batch may have drawn more than once.
         """
         for path in self.folder.glob("e*.episode"):
             if int(path.name.partition("-")[0].removeprefix("e")) < number:
@@ -107,11 +112,14 @@ class EpisodeCheckpoints:
             (self.folder / MANIFEST).unlink(missing_ok=True)
 
     def _listed(self, name: str) -> set[str]:
-        """SHA-256 of every version written under ``name``: a kill may have come before the last one was in place."""
+        """Return the SHA-256 of every version listed under ``name``.
+
+        The file may be an older version, if a kill came between the manifest's line and the file.
+        """
         listed = set()
         with suppress(FileNotFoundError):
             for line in (self.folder / MANIFEST).read_text(encoding="utf-8", errors="replace").splitlines():
-                with suppress(ValueError):  # cut short by a kill
+                with suppress(ValueError):  # a kill can cut a line short
                     entry = json.loads(line)
                     listed |= {entry["sha256"]} if entry["file"] == name else set()
         return listed
@@ -130,7 +138,7 @@ def _write(path: Path, content: bytes, mode: str) -> None:
 
 
 def _beam_to_save(beam: Beam, context: EpisodeContext) -> dict[str, Any]:
-    """``beam`` without what its context shares with the episode's own ``context``."""
+    """Return the fields of ``beam``, without the data that it shares with the episode's own ``context``."""
     own = None if beam.context is context else {name: getattr(beam.context, name) for name in _KEPT_OF_BEAM}
     return {field.name: getattr(beam, field.name) for field in fields(Beam)} | {"context": own}
 
@@ -141,11 +149,11 @@ def _saved_beam(kept: dict[str, Any], context: EpisodeContext) -> Beam:
 
 
 def _root_of(id: str) -> str:
-    """Id of the top episode: spawned episodes have its id as a prefix."""
+    """Return the id of the top episode, which is a prefix of the ids of spawned episodes."""
     return id.partition(".")[0].partition("/")[0]
 
 
 def _key_of(context: EpisodeContext) -> Any:
-    """Question, seed and weights, which must be equal for an episode to resume."""
+    """Return question, seed and weights, which must all be equal for an episode to resume."""
     rollout = context.rollout
     return (rollout.id, rollout.episode_type, rollout.seed, repr(context.group_id), rollout.meta["policy_versions"])

@@ -18,7 +18,7 @@ from turnwise.types.protocols import ArenaForHooks
 
 
 class MultiTurnEpisode(Episode, ABC):
-    """Actors act in turn; the environment answers each action before the next actor sees the state.
+    """Actors act in turn. The environment answers each action before the next actor sees the state.
 
     Example: two players name numbers; the one who says 7 ends the game::
 
@@ -43,8 +43,8 @@ class MultiTurnEpisode(Episode, ABC):
 
         arena.add_episode(Sevens(sampler=TreeSampler(branches=8)))
 
-    A turn is a round: a new one begins when an actor acts again. The episode ends when ``is_done`` returns true, or
-    after ``max_turns`` rounds. With a ``sampler``, training branches at each action.
+    A turn is a round: a new round begins when the next actor has already acted in this one. The episode ends when
+    ``is_done`` returns true, or after ``max_turns`` rounds. With a ``sampler``, training branches at each action.
     """
 
     actors: Sequence[str] = ()
@@ -64,72 +64,74 @@ class MultiTurnEpisode(Episode, ABC):
         """Fill ``state.data`` before the first action."""
 
     def get_initial_actor(self) -> Any:
-        """The actor that acts first: the first of ``actors``."""
+        """Return the actor that acts first: the first of ``actors``."""
         if not self.actors:
             raise ValueError(f"{type(self).__name__}.actors is empty: expected the ids of the actors, in acting order")
         return self.actors[0]
 
     def get_prompt(self, artifact: Any) -> Any:
-        """The opening text, at the start of every actor's prompt.
+        """Return the opening text, a string or messages, with which every actor's prompt begins.
 
-        Not needed if ``get_observation`` is overridden.
+        Optional if ``get_observation`` is overridden.
         """
         if type(self).get_observation is not MultiTurnEpisode.get_observation:
             return ""
         raise NotImplementedError(f"{type(self).__name__}: override get_prompt(artifact) or build_messages(...)")
 
     def get_observation(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Any:
-        """Text that only the acting actor sees, now. It never enters the transcript, and is private to that actor."""
+        """Return text for this call of the acting actor only. It is private and never enters the transcript."""
         return None
 
     def env_response(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Any:
         """Apply ``state.last_completion_text`` of ``state.current_actor`` to ``state.data``.
 
-        The text that it returns enters the transcript, for all actors. Runs after every action, the last one included.
+        The text that it returns enters the transcript for all actors. It runs after every action, also the last one.
         """
         return None
 
     def step_reward(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Any:
-        """Reward of the last action, after ``env_response``; ``None`` leaves it to the rubric.
+        """Return the reward of the last action, after ``env_response``. ``None`` leaves it to the rubric.
 
-        Return a number, or one per token of the completion as a list, array or tensor. Token rewards are kept in
-        ``step.info["token_rewards"]``; their sum over the tokens that train is the reward. Put a ``"loss_mask"`` into
-        ``step.info`` first.
+        Return a number, or a list, array or tensor with one number per token of the completion. Token rewards are kept
+        in ``step.info["token_rewards"]``; their sum over the tokens that train is the reward. To mask tokens, put a
+        ``"loss_mask"`` into ``step.info`` first.
         """
         return None
 
     def is_done(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Any:
-        """True when the game is over; called after each action. ``max_turns`` applies as well."""
+        """Return true when the game is over. Called after each action. ``max_turns`` applies as well."""
         return state.done
 
     def next_actor(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Any:
-        """The actor after ``state.current_actor``: the next of ``actors`` (or of the arena's actors), in a circle."""
+        """Return the actor that acts next. By default ``actors``, or the arena's actors, take turns in a circle."""
         order = list(self.actors or arena.actors)
         if state.current_actor not in order:
             raise ValueError(f"actors={order!r} lacks {state.current_actor!r}: override next_actor, or add it")
         return order[(order.index(state.current_actor) + 1) % len(order)]
 
     def public(self, text: str) -> str:
-        """The part of a completion that the other actors see; strip private reasoning here."""
+        """Return the part of a completion that the other actors see; strip private reasoning here."""
         return text
 
     def public_to(self, text: str, actor: str, to: str) -> Any:
-        """The part of ``actor``'s completion that ``to`` sees, by default ``public(text)``; ``None`` leaves it out of
-        the chat.
+        """Return the part of ``actor``'s completion that ``to`` sees, by default ``public(text)``.
+
+        ``None`` leaves the completion out of the chat.
         """
         return self.public(text)
 
     def build_messages(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Any:
-        """The chat for ``state.current_actor``, or ``None`` if it skips this turn.
+        """Return the chat for ``state.current_actor``, or ``None`` if it skips this turn.
 
-        By default the opening prompt, then the transcript: own completions as the assistant, the ``public`` part of
-        others' completions and the environment's answers as the user, and the private observation at the end.
+        By default the chat is the opening prompt, the transcript and the private observation. The actor's own
+        completions have the role assistant. The ``public`` part of others' completions and the environment's answers
+        have the role user.
         """
         return self.transcript(state, arena, artifact)
 
     # -- how it runs ---------------------------------------------------------------------------------------------------
     async def transcript(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Messages:
-        """The default chat of ``state.current_actor``, see :meth:`build_messages`."""
+        """Build the default chat of ``state.current_actor``, see :meth:`build_messages`."""
         opening = await maybe_await(self.get_prompt(artifact))
         messages: Messages = []
         if isinstance(opening, str):
@@ -155,6 +157,7 @@ class MultiTurnEpisode(Episode, ABC):
         state = EpisodeState() if state is None else state
         context = require_context()
         context.state = state
+        # Continue from a checkpoint if there is one, else set up a new game.
         checkpoints = None if arena.is_evaluation else arena.episode_checkpoints
         left = checkpoints.load(context) if checkpoints is not None else None
         if left is None:
@@ -164,7 +167,7 @@ class MultiTurnEpisode(Episode, ABC):
         make_forkable(state)
         state.current_actor = state.current_actor or await maybe_await(self.get_initial_actor())
         if self.sampler is not None and not arena.is_evaluation:
-            del state, left  # the tree frees what it leaves behind, so nothing may hold it here
+            del state, left  # the tree search frees data of losing branches, so hold no reference to it here
             search = TreeSearch(self, self.sampler, arena, artifact, context)
             try:
                 while search.is_running:
@@ -175,6 +178,8 @@ class MultiTurnEpisode(Episode, ABC):
             except BaseException:
                 search.abandon()
                 raise
+
+        # Without a tree: one action after another, saved after each.
         while not state.done:
             messages = await maybe_await(self.build_messages(state, arena, artifact))
             if messages is not None:
@@ -189,12 +194,13 @@ class MultiTurnEpisode(Episode, ABC):
     async def take_action(
         self, state: EpisodeState, messages: str | Messages, arena: ArenaForHooks, artifact: Any
     ) -> Step:
-        """One model call, the environment's answer, and the reward of this action, all on ``state``."""
+        """Make one model call, get the environment's answer and the action's reward. Changes ``state``."""
         await self.call_model(state.current_actor, messages, arena)
         step = state.trajectory[-1]
         if arena.check_private:
             await self._mark_hidden(step)
-        # The key marks an action of this loop, so that a tool call made inside a hook is no part of the transcript.
+        # The key "env_response" marks an action of this loop. Tool calls made inside a hook lack it, so the transcript
+        # leaves them out.
         try:
             step.info["env_response"] = await maybe_await(self.env_response(state, arena, artifact)) or ""
             state.last_completion_text = step.completion
@@ -206,12 +212,12 @@ class MultiTurnEpisode(Episode, ABC):
             return step
         if reward is not None:
             set_reward(step, reward, f"{type(self).__name__}.step_reward for actor {state.current_actor!r}")
-        elif is_by_token(step.reward):  # set by a hook; branches are compared before the rubric looks at it
+        elif is_by_token(step.reward):  # a hook set it; branches are compared before the rubric sums token rewards
             set_reward(step, step.reward, f"{type(self).__name__}: reward of a step of actor {state.current_actor!r}")
         return step
 
     async def _mark_hidden(self, step: Step) -> None:
-        """Mark the hidden parts of a completion as private and unmark the shown parts."""
+        """Mark the hidden parts of a completion as private, and let each actor read the parts that it was shown."""
         actor = str(step.actor_id)
         heard = {
             to: await maybe_await(self.public_to(step.completion, actor, to)) or "" for to in self.actors if to != actor
@@ -225,12 +231,12 @@ class MultiTurnEpisode(Episode, ABC):
         texts.mark_heard(actor, heard)
 
     async def pass_on(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any, *, skipped: bool) -> str:
-        """Set the next actor after ``state.current_actor``. Returns how the episode ended, or ``""`` if it goes on.
+        """Set the actor after ``state.current_actor``. Return how the episode ended, or ``""`` if it goes on.
 
         The ends are ``"done"``, ``"invalid_action"`` and ``"max_turns"``, so that rewards can tell them apart.
         """
         state.acted = (*state.acted, state.current_actor)
-        # Nothing has changed after a skip, and before the first action there may be nothing for is_done to look at.
+        # A skip changes nothing, and before the first action ``is_done`` may have no data to read.
         if not skipped:
             state.done = bool(state.done or await maybe_await(self.is_done(state, arena, artifact)))
         if state.done:
@@ -246,7 +252,7 @@ class MultiTurnEpisode(Episode, ABC):
 
 
 def _say(messages: Messages, role: str, text: str | None) -> None:
-    """Append text, joining it to the last message if that has the same role."""
+    """Append ``text``. If the last message has the same role, join the text to it."""
     if not text:
         return
     if messages and messages[-1]["role"] == role and isinstance(messages[-1]["content"], str):

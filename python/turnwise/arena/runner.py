@@ -21,7 +21,7 @@ from turnwise.types.protocols import ArenaRuntime
 
 
 def check_requests(requests: Any) -> list[EpisodeRequest]:
-    """``requests`` as a list. Raises ``TypeError`` for anything but a list of valid requests."""
+    """Return ``requests`` as a list. Raises ``TypeError`` unless it is an iterable of valid EpisodeRequests."""
     if isinstance(requests, EpisodeRequest) or not isinstance(requests, Iterable):
         raise TypeError(f"requests={requests!r}: expected a list of EpisodeRequests")
     found = list(requests)
@@ -40,7 +40,7 @@ def check_requests(requests: Any) -> list[EpisodeRequest]:
 def create_context(
     arena: ArenaRuntime, request: EpisodeRequest, parent: EpisodeContext | None, seen: Counter[Any]
 ) -> EpisodeContext:
-    """The context of one requested episode: its id, seed, question and lineage, fixed before anything runs.
+    """Create the context of one requested episode. It fixes id, seed, question and lineage before anything runs.
 
     ``seen`` counts the copies of one question and seed in this call of ``generate_rollouts``.
     """
@@ -53,7 +53,7 @@ def create_context(
     else:
         rollout_id, seed = parent.next_child()
     if request.seed is not None:
-        # Copies of one question with one seed still differ, and do so whatever else is in the batch.
+        # Copies of one question with one seed get different seeds, whatever else is in the batch.
         copy_number = seen[request.episode_type, group_id, request.seed]
         seen[request.episode_type, group_id, request.seed] += 1
         seed = derive_seed(arena.seed, "request", request.seed, copy_number)
@@ -103,7 +103,7 @@ def _check_request(arena: ArenaRuntime, request: EpisodeRequest) -> None:
 
 
 def _policy_versions(arena: ArenaRuntime, request: EpisodeRequest, parent: EpisodeContext | None) -> dict[str, int]:
-    """Versions of the policies when the top episode starts, and of the policies that this request adds."""
+    """Return the policy versions at the start of the top episode, and those of policies that this request adds."""
     if parent is None:
         versions = {policy: arena.client.version(policy) for policy in arena.policies}
     else:
@@ -112,7 +112,7 @@ def _policy_versions(arena: ArenaRuntime, request: EpisodeRequest, parent: Episo
 
 
 def _deadline(request: EpisodeRequest, parent: EpisodeContext | None) -> float | None:
-    """The earlier of the request's own deadline and its parent's, in seconds of the event loop."""
+    """Return the earlier of the request's and its parent's deadline, in seconds of the event loop."""
     deadline = None if request.timeout is None else asyncio.get_running_loop().time() + request.timeout
     if parent is None or parent.deadline is None:
         return deadline
@@ -122,9 +122,9 @@ def _deadline(request: EpisodeRequest, parent: EpisodeContext | None) -> float |
 async def run_episode(
     arena: ArenaRuntime, request: EpisodeRequest, context: EpisodeContext, failures: FailureBudget
 ) -> GenerateResult:
-    """Run one episode, then those that continue it, which become its children.
+    """Run one episode, then the episodes that continue it, which become its children.
 
-    An exception becomes a result with ``error``; only cancellation and ``LeakError`` are raised.
+    An exception becomes a result with ``error``. Only cancellation, ``LeakError`` and ``BatchFailedError`` are raised.
     """
     result, following = await _run_with_retries(arena, request, context, failures)
     while following:
@@ -141,7 +141,7 @@ Continuation = tuple[EpisodeRequest, EpisodeContext]
 async def _run_with_retries(
     arena: ArenaRuntime, request: EpisodeRequest, context: EpisodeContext, failures: FailureBudget
 ) -> tuple[GenerateResult, list[Continuation]]:
-    """Run one episode up to ``1 + arena.retries`` times; its result and the episodes to run next."""
+    """Run one episode up to ``1 + arena.retries`` times. Return its result and the episodes to run next."""
     attempt, result = 0, None
     following: list[Continuation] = []
     while True:
@@ -149,6 +149,7 @@ async def _run_with_retries(
             with use_context(context):
                 async with recorded_timeout(context, context.deadline):
                     result = await arena.episodes[request.episode_type].generate(arena)
+            # Checks that fail here fail the attempt, except a leak, which stops the batch.
             following = _create_continuations(arena, context)
             if arena.check_private:
                 check_episode_end(context)
@@ -159,12 +160,14 @@ async def _run_with_retries(
             raise
         except Exception as error:
             text, result, following = context.explain(error), None, []
+        # Try again with a fresh context, unless no attempt or no time is left.
         if attempt == arena.retries or context.out_of_time():
             break
         _end_attempt(context)
         attempt += 1
         context = context.for_retry(attempt)
     _end_attempt(context)
+    # After the last failure, return the records of that attempt, without rewards.
     if result is None:
         result = context.result()
         result.rollout.error, result.continuation = text, []
@@ -176,7 +179,7 @@ async def _run_with_retries(
 
 
 def _create_continuations(arena: ArenaRuntime, before: EpisodeContext) -> list[Continuation]:
-    """Contexts of the episodes to run next. They have the level and the parent of the episode that asked."""
+    """Create contexts of the episodes to run next, on the level and under the parent of the episode that asked."""
     seen: Counter[Any] = Counter()
     links = [(request, create_context(arena, request, before, seen)) for request in before.continuations]
     for _, context in links:

@@ -32,7 +32,7 @@ from turnwise.types.protocols import OpponentAssignment
 
 
 class ArenaSetup:
-    """The settings of an :class:`~turnwise.arena.Arena`, and what is registered with it."""
+    """The settings of an :class:`~turnwise.arena.Arena`, and its registered actors, episodes and stores."""
 
     is_evaluation = False
 
@@ -59,9 +59,11 @@ class ArenaSetup:
         )
         """Credit rule; without one the advantage is the reward, and zeros train too."""
         self.filters = Filters() if filters is None else filters
-        """Selects the samples that train, and decides if more questions are drawn (dynamic sampling)."""
+        """Select the samples that train, and set how often to draw more questions (dynamic sampling)."""
         if self.filters.dynamic_sampling_rounds:
             check_stateless(self.credit)
+
+        # Settings, from the arguments.
         self.client = client
         self.sampling = Sampling() if sampling is None else sampling
         """Default sampling; an actor's own overrides it."""
@@ -71,32 +73,36 @@ class ArenaSetup:
         self.failure_threshold = failure_threshold
         """Share of failed episodes above which one call of ``generate_rollouts`` raises ``BatchFailedError``."""
         self.retries = retries
-        """Further attempts of a failed episode, before it becomes a result with ``error``."""
+        """Further attempts of a failed episode before it becomes a result with ``error``."""
         self.overlong = overlong
         """Lowers the rewards of completions that come close to their token limit."""
         self.check_private = check_private
-        """Raise ``LeakError`` if an actor saw or would train on another's private text."""
+        """Raise ``LeakError`` if an actor saw another's private text, or would train on it."""
+
+        # Registered objects, and settings that are attributes only.
         self.actors: dict[str, Actor] = {}
         self.episodes: dict[str, Episode] = {}
         self.stores: dict[str, ArtifactStore] = {}
         self.source: Callable[[], Sequence[EpisodeRequest] | Awaitable[Sequence[EpisodeRequest]]] | None = None
-        """Returns the requests of a step, unless :meth:`get_batch` is overridden."""
+        """Callable that returns the requests of a step, unless :meth:`get_batch` is overridden."""
         self.rng = random.Random(derive_seed(seed, "arena"))
         self.last_results: list[GenerateResult] = []
         """Results of the last step."""
         self.episode_checkpoints: EpisodeCheckpoints | None = None
-        """Saves running episodes, so that a killed run resumes in the middle of a tree."""
+        """Saves running episodes, so that a killed run can resume inside a tree."""
         self.reward_penalty: Callable[[Sequence[Sample]], Sequence[float]] | None = None
         """Amount to subtract from each sample's reward before credit; steps and metrics keep the whole reward."""
         self.record_episodes = False
-        """Record each top episode, as ``turnwise replay`` needs it."""
+        """Record each top episode for ``turnwise replay``."""
         self.opponent_assignment: OpponentAssignment | None = None
         """Replaces the policies of some seats in training batches, as a league does."""
+
+        # Limits, counters and caches.
         self.episode_counter = EpisodeCounter()
         self.budget = PrioritySemaphore(max_concurrency)
-        """Limits concurrent model calls over the whole tree of episodes."""
+        """Limit of concurrent model calls over the whole tree of episodes."""
         self.quotas: dict[str | None, PrioritySemaphore] = {}
-        """Limits of single actors, by id."""
+        """Limits of concurrent model calls of single actors, by id."""
         self.started = self.batches = 0
         self._attempts: deque[list[Attempt]] = deque()
         self._prompts = PromptCache()
@@ -132,7 +138,7 @@ class ArenaSetup:
         return target
 
     def add_store(self, store: ArtifactStore | str) -> ArtifactStore:
-        """Register a store, or a new one in memory with this name."""
+        """Register a store. A name registers a new store in memory."""
         store = ArtifactStore(store, seed=self.seed) if isinstance(store, str) else store
         if store.name in self.stores:
             raise ValueError(f"store {store.name!r} is already registered; choose another name")
@@ -161,7 +167,7 @@ def tokenizer_and_credit(
     credit: CreditAssigner | None,
     credit_assigner: CreditAssigner | None,
 ) -> tuple[Tokenizer, CreditAssigner | None]:
-    """The tokenizer (default: the client's) and the credit rule; ``given`` holds either, in any order.
+    """Return the tokenizer (default: the client's) and the credit rule. ``given`` holds either, in any order.
 
     Raises ``TypeError`` for any other object, and ``ValueError`` if one setting is given twice.
     """
@@ -169,6 +175,7 @@ def tokenizer_and_credit(
         raise TypeError(
             f"Arena got {1 + len(given)} positional arguments: expected a client, a tokenizer and a credit rule"
         )
+    # Collect both from keywords and positional arguments. Each may be given once.
     tokenizers: list[Any] = [] if tokenizer is None else [tokenizer]
     rules: list[Any] = [rule for rule in (credit, credit_assigner) if rule is not None]
     for value in given:
@@ -182,6 +189,7 @@ def tokenizer_and_credit(
         raise ValueError("credit and credit_assigner are one setting: expected one of them, once")
     if rules and not is_credit_rule(rules[0]):
         raise TypeError(f"credit={rules[0]!r:.80}: expected a credit rule, an object with compute(results)")
+    # The client's tokenizer is the default.
     if not tokenizers:
         return tokenizer_of(client), rules[0] if rules else None
     if isinstance(tokenizers[0], type) or not callable(getattr(tokenizers[0], "apply_chat_template", None)):
@@ -190,7 +198,7 @@ def tokenizer_and_credit(
 
 
 def tokenizer_of(client: InferenceClient) -> Tokenizer:
-    """The client's tokenizer. Raises ``ValueError`` if it has none."""
+    """Return the client's tokenizer. Raises ``ValueError`` if it has none."""
     tokenizer: Tokenizer | None = getattr(client, "tokenizer", None)
     if tokenizer is None:
         raise ValueError(f"tokenizer=None: {type(client).__name__} brings none, expected the tokenizer of the model")

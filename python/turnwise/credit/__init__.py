@@ -3,8 +3,8 @@
 Read in this order: base, rules, levels, edges.
 May import: types, utils, ops, samples.
 
-Most rules are a key per sample and a call of ``ops.group_advantage``; a new one is a subclass of :class:`GroupCredit`
-with its ``group_key``. No rule has a critic: for a rule with a critic there is ``ops.gae``.
+Most rules need only a key per sample and a call of ``ops.group_advantage``. To write a new one, subclass
+:class:`GroupCredit` and define its ``group_key``. No rule has a critic. ``ops.gae`` serves your own rule with one.
 """
 
 from __future__ import annotations

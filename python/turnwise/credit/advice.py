@@ -1,4 +1,4 @@
-"""Advice when comparing trajectories can't work: groups of one, or both sides of a game in one group."""
+"""Advice for batches in which comparisons can't work: groups of one, or both sides of a game in one group."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from turnwise.credit.base import GroupCredit
 from turnwise.types import Sample
 
 ENOUGH = 4
-"""Number of games with the same reward sum that counts as a constant-sum game."""
+"""Minimum number of games with the same reward sum to detect a constant-sum game."""
 
 
 def first_advice(rule: GroupCredit, samples: Sequence[Sample]) -> str | None:
-    """Describe what prevents comparing ``samples`` by ``rule`` (one value per trajectory), or ``None``."""
+    """Describe why ``rule``, with one value per trajectory, can't compare ``samples``; ``None`` if it can."""
     units = len({rule.unit_key(sample) for sample in samples})
     if rule.singleton == "zero" and 1 < units == len({rule.key_of(sample) for sample in samples}):
         return (
@@ -30,7 +30,8 @@ def first_advice(rule: GroupCredit, samples: Sequence[Sample]) -> str | None:
 def constant_sum(rule: GroupCredit, samples: Sequence[Sample]) -> bool:
     """True if several actors divide up a fixed sum in ``samples``, and ``rule`` groups them together.
 
-    Requires at least ``ENOUGH`` trajectories, unequal rewards within an actor, and always the same sum over the actors.
+    It requires at least ``ENOUGH`` trajectories, rewards of an actor that differ, and the same sum over the actors in
+    all trajectories.
     """
     if len({sample.actor for sample in samples}) < 2:
         return False

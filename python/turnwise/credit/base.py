@@ -22,8 +22,9 @@ RULE_METHODS = ("compute", "compute_columns", "state_dict", "load_state_dict")
 """Methods that a class needs to be a credit rule."""
 
 EQUAL, ALONE, MIN_STD, CENTERED = "equal_rewards", "alone", "min_std", "zero_advantage"
-"""Causes of an advantage of 0: all rewards of the group are equal; the group has one member; its standard deviation
-is below ``min_std``; the reward equals the rule's expectation (the group's mean, a baseline).
+"""Causes of an advantage of 0. ``EQUAL``: all rewards of the group are equal. ``ALONE``: the group has one member.
+``MIN_STD``: its standard deviation is below ``min_std``. ``CENTERED``: the reward equals the rule's expectation (the
+group's mean, a baseline).
 """
 
 registry: dict[str, type[Credit]] = {}
@@ -31,13 +32,13 @@ registry: dict[str, type[Credit]] = {}
 
 
 class Credit(ABC):
-    """Base of the credit rules; see ``turnwise.types.CreditAssigner``. A rule writes ``compute_columns``."""
+    """Base of the credit rules, see ``turnwise.types.CreditAssigner``. A rule defines ``compute_columns``."""
 
     trees: ClassVar[bool] = True
-    """True if the rule can judge the siblings of a tree."""
+    """True if the rule can compare the siblings of a tree."""
 
     ends: ClassVar[bool] = True
-    """True if it can tell apart the trajectories of one rollout (``select="none"``): ``Sample.trajectory_key``."""
+    """True if it distinguishes trajectories of one rollout (``select="none"``) by ``Sample.trajectory_key``."""
 
     values_of_states: ClassVar[bool] = False
     """True if it needs values of states, estimated from branches or playouts."""
@@ -72,7 +73,7 @@ class Credit(ABC):
 
 @dataclass(kw_only=True)
 class GroupCredit(Credit):
-    """Advantages within groups, by ``ops.group_advantage``, whose options these are.
+    """Advantages within groups. The fields except ``key`` are options of ``ops.group_advantage``.
 
     ``key`` replaces the rule's own group key, for example ``key=lambda sample: (sample.group_id, sample.turn)``.
     A sample's ``group`` overrides both. A call that reached its token limit counts like any other.
@@ -102,7 +103,7 @@ class GroupCredit(Credit):
         """Return the key of the group in which ``sample`` is compared."""
 
     def unit_key(self, sample: Sample) -> Key | None:
-        """Samples with one unit key enter the statistics as one value, their mean; ``None``: each row counts."""
+        """Return the key of the unit. Samples of one unit count as one value, their mean; ``None``: each row counts."""
         return None
 
     def value(self, sample: Sample) -> float:
@@ -140,7 +141,7 @@ class GroupCredit(Credit):
 
     def _zero_cause(self, units: Sequence[Sequence[float]]) -> str:
         """Return the cause for a group with these rewards, unit by unit."""
-        # Offsets from the smallest, so that the mean of equal rewards is exactly that reward.
+        # Average offsets from the smallest reward, so that the mean of equal rewards is exactly that reward.
         means = [min(rewards) + sum(reward - min(rewards) for reward in rewards) / len(rewards) for rewards in units]
         if len(means) == 1:
             compared = (self.center, self.scale) != ("none", "none")
@@ -177,9 +178,9 @@ def build_rule(
     *,
     methods: Iterable[str] = RULE_METHODS,
 ) -> Any:
-    """Build the rule that ``name`` names in :data:`registry`, or ``"module:Class"``, with ``options``.
+    """Build the rule called ``name`` in :data:`registry`, or ``"module:Class"``, with ``options``.
 
-    ``key`` and ``options_key`` are their configuration keys. Raises ``ValueError`` naming them, also for a class
+    ``key`` and ``options_key`` are their configuration keys. Raises ``ValueError`` that names them, also for a class
     without ``methods``.
     """
     rule = import_class(registry, name, key, methods=methods, like="turnwise.credit.Credit")

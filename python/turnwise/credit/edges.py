@@ -1,7 +1,7 @@
 """Payments in a tree of episodes: edges between a kind of parent and a kind of child.
 
-An edge changes rewards, not advantages, so any rule can follow; :class:`turnwise.credit.LevelCredit` combines the
-two. Episodes that failed, or that their rubric dropped, neither pay nor are paid.
+An edge changes rewards, not advantages, so any rule can follow. :class:`turnwise.credit.LevelCredit` combines edges and
+a rule. Episodes that failed, or that their rubric dropped, neither pay nor get paid.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WAYS: dict[str, Aggregate] = {
     "max": lambda rewards: max(rewards),
     "min": lambda rewards: min(rewards),
 }
-"""Aggregates of several rewards, by the name that ``by`` takes; never called with an empty list."""
+"""Aggregates of several rewards, by the names that ``by`` takes. They never get an empty list."""
 
 
 class Edge(Protocol):
@@ -44,9 +44,9 @@ class FromChildren:
     """Pays a parent from its children: ``R = own * R + by(r_1 ... r_n)``.
 
     ``r_i`` are the rewards of ``child_actor`` in the parent's finished children of type ``child``. If all of them
-    failed, ``empty`` replaces ``by``; a parent that spawned none keeps its reward. ``by`` is a name of :data:`WAYS`,
-    an import path, or a function of a list of rewards. The deepest parents are paid first. With one type for
-    ``parent`` and ``child``, a single edge therefore covers all levels.
+    failed, ``empty`` replaces ``by``. A parent that spawned no such child keeps its reward. ``by`` is a name in
+    :data:`WAYS`, an import path, or a function of a list of rewards. The deepest parents are paid first. With one type
+    for ``parent`` and ``child``, a single edge therefore covers all levels.
 
     Example: ``FromChildren(parent="propose", actor="proposer", child="solve", child_actor="solver", by="mean")``
     """
@@ -86,7 +86,8 @@ class Difference:
     """Pays a child its contribution to the parent's outcome: ``r_i = own * r_i + G(all) - G(all but i)``.
 
     ``G`` is ``by`` of the rewards of ``child_actor`` in the parent's finished children of type ``child``, or
-    ``outcome``, a function of the parent's result and a list of its children's. ``empty`` is ``G`` of no children.
+    ``outcome``, a function of the parent's result and a list of the children's results. ``empty`` is ``G`` of no
+    children.
     Raising this difference raises ``G`` (Wolpert and Tumer, 2001, https://doi.org/10.1142/S0219525901000188).
 
     Example: ``Difference(parent="plan", child="solve", child_actor="solver", by="max")``
@@ -130,7 +131,7 @@ class Difference:
 
 
 EDGES: dict[str, Callable[..., Edge]] = {"children": FromChildren, "difference": Difference}
-"""Edges by the ``kind`` that a configuration names."""
+"""Edges by their ``kind`` in a configuration."""
 
 
 def build_edge(edge: Edge | Mapping[str, Any]) -> Edge:
@@ -169,7 +170,7 @@ def _plays(node: GenerateResult, actor: str) -> bool:
 
 
 def _warn_of_strangers(edge: Edge, nodes: Sequence[GenerateResult], episode_type: str, actor: str) -> None:
-    """Warn of an actor that never occurs: a mistyped name would silently change nothing."""
+    """Warn about an actor that never occurs: a mistyped name would silently have no effect."""
     there = [node for node in nodes if node.rollout.episode_type == episode_type]
     if there and not any(_plays(node, actor) for node in there):
         warnings.warn(

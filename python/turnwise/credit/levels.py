@@ -22,10 +22,10 @@ from turnwise.types import CreditAssigner, GenerateResult, Sample
 
 @dataclass(kw_only=True)
 class LevelCredit(Credit):
-    """``rule``, an object or a name with its ``options``, over rewards that ``edges`` have paid.
+    """Applies ``rule``, an object or a name with ``options``, to the rewards that ``edges`` have paid.
 
-    An actor that an edge pays earns that amount in every call of the episode; its step rewards no longer count.
-    For plain trajectories, not for trees: the branch of a child is unknown.
+    An actor that an edge pays gets that amount in every call of the episode; its step rewards no longer count. It works
+    on plain trajectories, not on trees, because the branch that spawned a child is unknown.
 
     Example::
 
@@ -64,7 +64,7 @@ class LevelCredit(Credit):
     def paid(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return ``samples`` with the rewards that the edges pay.
 
-        Raises ``ValueError`` for samples without their tree, and for siblings of a branched one.
+        Raises ``ValueError`` for samples without their tree of episodes, and for paid steps of a tree-sampled rollout.
         """
         nodes = _finished_nodes(samples)
         before: Pay = {
@@ -105,6 +105,6 @@ def _with_reward(sample: Sample, before: Pay, paid: Pay) -> Sample:
             f"step {sample.step_index} of rollout {sample.rollout_id!r} grew in a tree: which of its branches spawned "
             "which child is not known; edges need plain trajectories (rollout.branches = 1)"
         )
-    # A penalty on the sample is not part of the rollout's reward, and stays subtracted.
+    # The rollout's reward does not include the sample's penalty, so subtract it from the payment too.
     taken = sample.trajectory_reward - before[key] if key in before else 0.0
     return replace(sample, reward=paid[key] + taken, trajectory_reward=paid[key] + taken, has_step_reward=False)

@@ -1,4 +1,4 @@
-"""Turn-level returns: the discounted rewards of an actor from one of its model calls on."""
+"""Turn-level returns: the discounted rewards of an actor from one of its model calls to the end."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from turnwise.types import Sample
 def discounted_returns(samples: Sequence[Sample], gamma: float) -> np.ndarray:
     """Return ``[B]`` float64: ``G_t = sum over k >= t of gamma^(k - t) r_k``, over one actor's calls in one rollout.
 
-    ``r_k`` is the call's own reward. Calls without one earn 0, except the actor's last, which earns the actor's reward
-    of the rollout. Raises ``ValueError`` for siblings of a tree unless each was played on alone, as with
-    ``select="none"``: otherwise the later rewards of a sibling are unknown or shared.
+    ``r_k`` is the call's own reward. A call without one gets 0, except the actor's last call, which gets the actor's
+    reward of the rollout. Raises ``ValueError`` for a call that led to several ends, and for a sibling in a tree
+    unless it led to an end, as with ``select="none"``: its later rewards are then shared or unknown.
     """
+    # Collect the calls of each actor in each trajectory.
     calls: dict[tuple[Hashable, str], list[int]] = {}
     for place, sample in enumerate(samples):
         ends = len(sample.info.get("ends", ()))
@@ -26,6 +27,7 @@ def discounted_returns(samples: Sequence[Sample], gamma: float) -> np.ndarray:
                 "rollout.tree.select = 'none')"
             )
         calls.setdefault((sample.trajectory_key, sample.actor), []).append(place)
+    # Sum up from the last call backwards.
     returns = np.zeros(len(samples))
     for places in calls.values():
         places.sort(key=lambda place: samples[place].step_index)

@@ -1,6 +1,6 @@
 """Values of the states of a rollout, from the branches and playouts sampled there.
 
-See :mod:`turnwise.credit.vine` for the formulas. The action that led to a state names it.
+See :mod:`turnwise.credit.rules.vine` for the formulas. A state is identified by the action that led to it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from turnwise.credit.base import ALONE, CENTERED, EQUAL
 from turnwise.types import Rollout, Sample, Step
 
 Edge = tuple[int, int] | None
-"""A branch as (node, index); ``None`` is the place before the first node."""
+"""A branch as (node, index); ``None`` means before the first node."""
 
 START = -1
-"""The place before the first action."""
+"""Place of the first state, before any action."""
 
 
 class StateValues:
@@ -40,7 +40,7 @@ class StateValues:
         )
         self.values: dict[int, np.ndarray | None] = {}
         self.advantages: dict[int, float] = {}
-        for place in (*sorted(self.steps, reverse=True), START):  # backwards, so that later values are known first
+        for place in (*sorted(self.steps, reverse=True), START):  # backwards, because a value depends on later ones
             self._settle(place)
 
     def advantage(self, place: int) -> float:
@@ -55,7 +55,7 @@ class StateValues:
         return EQUAL if siblings and not any(map(self.advantage, siblings)) else CENTERED
 
     def _links(self) -> tuple[dict[int, list[int]], dict[int, np.ndarray]]:
-        """Return the actions taken after each action, and the values of the ends, by their last action."""
+        """Return the actions that follow each action, and the values of the ends by their last action."""
         by_origin: defaultdict[Edge, list[int]] = defaultdict(list)
         at: dict[Edge, int] = {None: START}
         for place, step in self.steps.items():
@@ -74,7 +74,7 @@ class StateValues:
         return following, ends
 
     def _ends(self) -> list[tuple[Edge, Mapping[str, float]]]:
-        """Return the ends of the rollout with the rubric's rewards; a single end is that of its own trajectory."""
+        """Return the ends of the rollout with the rubric's rewards. A single end is that of the own trajectory."""
         several = self.rollout.meta.get("ends")
         if several is not None:
             return [(end["from_branch"] and tuple(end["from_branch"]), end["rewards"]) for end in several]
@@ -103,7 +103,7 @@ class StateValues:
         return self._earned({actor: rewards.get(actor, 0.0) for actor, step in last.items() if step.reward is None})
 
     def _earned(self, rewards: Mapping[str, float]) -> np.ndarray:
-        """Return rewards by actor, as each actor counts them, ``[A]``."""
+        """Return ``[A]``: the rewards that count for each actor, its own or with ``team`` all."""
         counted = np.zeros(len(self.actors))
         for actor, reward in rewards.items():
             counted[slice(None) if self.team else self.actors[actor]] += reward
@@ -149,14 +149,14 @@ class StateValues:
             value = base = np.mean([worth[action] for action in actions], axis=0)
         else:
             value = played_out if played_out is not None else worth[actions[0]] if actions else None
-            base = value if known else None  # an action with unknown consequences gets no advantage
+            base = value if known else None  # without a known next value, the advantage is 0
         for action in actions:
             column = self.actors[str(self.steps[action].actor_id)]
             self.advantages[action] = 0.0 if base is None else float(worth[action][column] - base[column])
         if place in self.ends:
             value = self.ends[place]
         elif not known:
-            value = played_out  # if all later actions were pruned, nothing else tells the value
+            value = played_out  # without a known later value, only playouts give one
         self.values[place] = value
 
 

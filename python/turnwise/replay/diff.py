@@ -12,13 +12,13 @@ from typing import Any
 from turnwise.types import Tokenizer
 
 AROUND = 8
-"""Tokens shown on each side of the first one that differs."""
+"""Number of tokens to show on each side of the first token that differs."""
 
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+\b")
 _OF_THE_BATCH = ("step", "steps", "children", "replay", "parent_id", "is_trainable", "error", "meta")
 _META_OF_THE_BATCH = ("draw", "drop_reason")
 _STEP_OF_THE_BATCH = ("advantage", "completion_tokens")
-"""Fields that belong to the batch, or are compared separately."""
+"""Fields that belong to the batch, or that the code compares separately."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class FirstDifference:
 
 
 def token_diff(expected: Sequence[int], found: Sequence[int], tokenizer: Tokenizer) -> tuple[str, str] | None:
-    """Both texts around the first token that differs; ``None`` if all tokens are equal."""
+    """Return both texts around the first token that differs; ``None`` if all tokens are equal."""
     if list(expected) == list(found):
         return None
     pairs = zip_longest(expected, found)
@@ -60,9 +60,9 @@ def _around(token_ids: Sequence[int], at: int, tokenizer: Tokenizer) -> str:
 def first_difference(
     expected: Mapping[str, Any], found: Mapping[str, Any], tokenizer: Tokenizer
 ) -> FirstDifference | None:
-    """Compare two episodes as ``rollouts.jsonl`` holds them, with all below them: calls first, in order, then the rest.
+    """Compare two episodes from ``rollouts.jsonl`` and all below them: first the calls in order, then the rest.
 
-    Values that come from the whole batch are left out: advantages, and which questions were dropped.
+    It ignores values that depend on the whole batch: advantages, and which questions were dropped.
     """
     return next(_differences(_normal(expected), _normal(found), tokenizer), None)
 
@@ -87,7 +87,7 @@ def _differences(
         yield FirstDifference(_title("meta"), episode, *pair)
     if "drop_reason" not in expected["meta"] and (pair := _pair(expected["is_trainable"], found["is_trainable"])):
         yield FirstDifference(_title("is_trainable"), episode, *pair)
-    # The lines of a traceback name files and what stands around a call, which a replay is not bound to.
+    # The lines of a traceback name files and code, which may differ in a replay. Compare only the last line.
     errors = [(episode_["error"] or "none").strip().splitlines()[-1] for episode_ in (expected, found)]
     if errors[0] != errors[1]:
         yield FirstDifference("the error", episode, *errors)
@@ -121,7 +121,7 @@ def _of_the_episode(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pair(expected: Any, found: Any) -> tuple[str, str] | None:
-    """Both as text, of dicts and lists the first part that differs; ``None`` where they are the same, bit for bit."""
+    """Return both as text, for dicts only the first value that differs; ``None`` if they are equal, bit for bit."""
     one, other = json.dumps(expected, sort_keys=True), json.dumps(found, sort_keys=True)
     if one == other:
         return None
@@ -133,5 +133,5 @@ def _pair(expected: Any, found: Any) -> tuple[str, str] | None:
 
 
 def _normal(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row as it is once it was written and read, without the addresses that a ``repr`` may hold."""
+    """Return the row after a round trip through JSON, without the addresses that a ``repr`` may hold."""
     return dict(json.loads(_ADDRESS.sub("0x", json.dumps(row))))

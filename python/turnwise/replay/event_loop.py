@@ -1,4 +1,4 @@
-"""An asyncio event loop that detects a deadlock: everything waits, and nothing can wake it."""
+"""An asyncio event loop that detects a deadlock: all tasks wait, and no event can wake one."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ GRACE = 0.2
 
 
 class DeadlockDetectingLoop(asyncio.SelectorEventLoop):
-    """Calls ``on_idle()`` when everything waits: no timer, no open socket, no running thread of the loop.
+    """Calls ``on_idle()`` when all tasks wait: no timer, no open socket, no running thread of the loop.
 
-    ``on_idle`` must wake a waiter or end the program; otherwise it is called again.
+    ``on_idle`` must wake a waiting task or end the program; otherwise the loop calls it again.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class _WatchingSelector(selectors.DefaultSelector):
         self._loop = loop
 
     def select(self, timeout: float | None = None) -> list[Any]:
-        # One file is the loop's own, with which threads wake it.
+        # One open file is the loop's own, through which threads wake it.
         if timeout is not None or self._loop.in_threads or len(self.get_map()) > 1:
             return super().select(timeout)
         ready = super().select(GRACE)

@@ -1,6 +1,7 @@
-"""``turnwise replay``: runs a recorded episode again, with every model call and input taken from the record.
+"""``turnwise replay``: runs a recorded episode again. The record answers every model call and input.
 
-The task's code is today's. If it behaves differently than in the record, the first difference is reported.
+The replay runs the task's current code. If it behaves differently than in the record, the replay reports the first
+difference.
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ class Replayed:
 
     record: Record
     played: int
-    """Model calls answered from the record."""
+    """Number of model calls answered from the record."""
     result: GenerateResult | None = None
     """``None`` if the replay stopped early."""
     divergence: FirstDifference | None = None
     """``None`` if the replay equals the record."""
     waiting: list[str] = field(default_factory=list)
-    """State and prompt of each model call without an answer."""
+    """State and prompt of each model call without an answer, as text."""
     sampled: list[str] = field(default_factory=list)
-    """Model calls that were sampled again."""
+    """Model calls that were sampled again, as text."""
 
     def __str__(self) -> str:
         row, calls = self.record.row, len(self.record.calls)
@@ -85,16 +86,17 @@ def replay(
     swap: Sequence[str] = (),
     allow_pickle: bool = False,
 ) -> Replayed:
-    """Replay ``episode`` of ``run_dir``: an id such as ``"e5"``, also a nested one; by default the newest.
+    """Replay ``episode`` of ``run_dir``: an id such as ``"e5"``, also of a nested episode; by default the newest.
 
-    ``until`` stops after that many model calls. ``swap`` has ``"actor=policy"`` or ``"actor=policy@checkpoint"``: that
-    actor is sampled again, from the start or after ``until`` calls. ``allow_pickle`` reads objects of any class from
-    the record, which can run code. Raises ``ValueError`` for an episode or policy that the run doesn't have.
+    ``step`` limits the search to that training step. ``until`` stops after that many model calls. ``swap`` has items
+    ``"actor=policy"`` or ``"actor=policy@checkpoint"``: these actors are sampled again, from the start or after
+    ``until`` calls. ``allow_pickle`` reads objects of any class from the record, which can run code. Raises
+    ``ValueError`` for an episode or policy that the run doesn't have.
     """
     if until is not None and until < 0:
         raise ValueError(f"until={until!r}: expected a number of model calls >= 0")
     config = read_config(run_dir / CONFIG_FILE).model_copy(update={"run_dir": run_dir})
-    task_of(config)  # a record names data classes of the task's modules, and its reader imports nothing
+    task_of(config)  # imports the task's modules: the record names their data classes, and its reader never imports
     record = Record(find_episode(run_dir / "rollouts.jsonl", episode, step), allow_pickle=allow_pickle)
     with asyncio.Runner(loop_factory=DeadlockDetectingLoop) as runner:
         return runner.run(_replay(config, record, until, parse_swaps(swap)))
@@ -127,7 +129,7 @@ async def _replay(config: TrainConfig, record: Record, until: int | None, swaps:
 
 
 def recorded_arena(config: TrainConfig, record: Record) -> Arena:
-    """The run's arena without models: it can't sample."""
+    """Build the run's arena without models, so that it can't sample."""
     problems = Problems()
     task = task_of(config)
     resolved, actors = resolve_config(config, task, problems)
@@ -148,7 +150,7 @@ def _fill(stores: Mapping[str, ArtifactStore], checkpoints: Path) -> None:
 
 
 class RecordedClient:
-    """Returns the record's policy versions, and samples nothing."""
+    """A client that returns the record's policy versions and can't sample."""
 
     def __init__(self, versions: Mapping[str, int]) -> None:
         self._versions = dict(versions)
@@ -166,7 +168,7 @@ class RecordedClient:
 # Which episode
 # ---------------------------------------------------------------------------------------------------------------------
 def find_episode(path: Path, episode: str | None, step: int | None) -> Mapping[str, Any]:
-    """The newest line of ``rollouts.jsonl`` with that episode, itself or nested, and of that step."""
+    """Return the newest line of ``rollouts.jsonl`` of that step that is or contains that episode; ``None``: any."""
     found, known = None, []
     for _, row in read_lines(path):
         ids = [node["id"] for node in nodes_of(row)]
@@ -184,14 +186,14 @@ def find_episode(path: Path, episode: str | None, step: int | None) -> Mapping[s
 # ---------------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A policy of the run at a checkpoint; ``None`` is the newest, or the start of the run."""
+    """A policy of the run at a checkpoint. ``None`` is the newest checkpoint, or the start of a run without one."""
 
     name: str
     checkpoint: str | None = None
 
 
 def parse_swaps(words: Sequence[str]) -> dict[str, Policy]:
-    """``["player1=default@best"]`` gives ``{"player1": Policy("default", "best")}``."""
+    """Parse swaps: ``["player1=default@best"]`` gives ``{"player1": Policy("default", "best")}``."""
     swaps = {}
     for word in words:
         actor, equals, policy = word.partition("=")
@@ -217,8 +219,10 @@ class LivePolicies:
     async def open(
         cls, config: TrainConfig, swaps: Mapping[str, Policy], record: Record, held: contextlib.AsyncExitStack
     ) -> LivePolicies:
-        """One set of weights for each checkpoint that ``swaps`` name, the first of them with the past policies that
-        ``record`` met; ``held`` closes their clients."""
+        """Load one set of weights for each checkpoint that ``swaps`` names.
+
+        The first set also gets the past policies that the recorded episode played against. ``held`` closes the clients.
+        """
         runs: dict[str | None, Run] = {}
         for swap in swaps.values():
             if swap.checkpoint in runs:
@@ -248,9 +252,9 @@ class LivePolicies:
 
 
 def load_run(config: TrainConfig, checkpoint: str | None) -> Run:
-    """The run with the weights of ``checkpoint`` (default: the newest), ready to sample; it writes nothing.
+    """Build the run with the weights of ``checkpoint`` (default: the newest), ready to sample. It writes no files.
 
-    ``"start"`` is the start of the run. A league's snapshot has the name of its step's checkpoint.
+    ``"start"`` means the start of the run. A league's snapshot has the name of its step's checkpoint.
     """
     root = config.run_dir / "checkpoints"
     if checkpoint is None and list_checkpoints(root):
@@ -270,7 +274,7 @@ def _load_into(policies: Mapping[str, TrainedPolicy], root: Path, checkpoint: st
         trained = [name for name, policy in policies.items() if policy.trainable]
         members = members_in(root.parent / FOLDER, trained)
         snapshot = {checkpoint_at(root, step).name: files for step, files in members.items()}.get(checkpoint, {})
-    # what is frozen, bases among it, is the same in all checkpoints
+    # frozen weights, such as base models, are the same in all checkpoints
     load_weights(find_checkpoint(root, "newest") if snapshot else chosen, policies)
     for name, file in snapshot.items():
         copy_weights(policies[name].model, read_tensors(file).items(), name)

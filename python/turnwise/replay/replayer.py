@@ -1,4 +1,4 @@
-"""Replays a recorded episode: its code runs, and meets the recorded inputs in the recorded order."""
+"""Replays a recorded episode: runs its code with the recorded inputs, in the recorded order."""
 
 from __future__ import annotations
 
@@ -31,23 +31,24 @@ from turnwise.types import (
 )
 
 Live = Callable[[ModelCall], Awaitable[ModelResponse]]
-"""Samples a new completion for a call, described by ``request``."""
+"""Samples a new completion for the ``request`` of a call."""
 
 ERRORS: dict[str, type[ModelError]] = {"ContextLengthError": ContextLengthError}
-"""Exceptions of failed calls by name; all others are ``ModelError``."""
+"""Exceptions of failed calls by name. Other names become ``ModelError``."""
 
 
 class ReplayStopped(RuntimeError):
-    """Ends an episode that differs from its record, raised where it can't wait."""
+    """Ends an episode that differs from its record, in code that can't wait."""
 
 
 class Replayer:
     """Implements the recorder's protocol with the events of a record, in their order.
 
-    No input is answered before everything recorded earlier has happened again. The first difference is kept in
-    ``divergence``, and the coroutine that met it waits forever. ``over`` is set then, and after ``until`` model calls;
-    the calls without an answer are in ``left``. With ``live`` there are no differences: ``swapped`` actors are sampled
-    from the start or after ``until`` calls, and every actor from the first prompt that is not the recorded one.
+    It answers no input before all events recorded earlier have happened again. ``divergence`` keeps the first
+    difference, and the coroutine that caused it waits forever. The replayer then sets ``over``, as it does after
+    ``until`` model calls. ``left`` has the calls without an answer. With ``live``, differences do not stop the replay
+    once sampling begins, at the start or after ``until`` calls. From then on, ``live`` samples the ``swapped`` actors,
+    and from the first call that differs from the record all actors.
     """
 
     def __init__(
@@ -136,12 +137,12 @@ class Replayer:
 
     # -- the order of the record ---------------------------------------------------------------------------------------
     async def _turn_of(self, key: str) -> bool:
-        """Wait until the record reaches the answer of ``key``; ``False`` if it must be sampled after all."""
+        """Wait until the record reaches the answer of ``key``. Return ``False`` if the call must be sampled instead."""
         self._waiting[key] = self._loop.create_future()
         if self.loose:
             self._waiting[key].set_result(True)
         self._happened.add((ASK, key))
-        # Wait one turn: a caller that finds its answer at once would overtake those answered earlier.
+        # Advance in the next iteration of the loop, so that this caller does not overtake those answered earlier.
         self._loop.call_soon(self._advance)
         return await self._waiting[key]
 
@@ -153,7 +154,7 @@ class Replayer:
             self._loop.call_soon_threadsafe(self._advance)
 
     def _advance(self) -> None:
-        """Advance in the record as far as its events have happened, and answer on the way."""
+        """Advance in the record past all events that have happened, and release the answers among them."""
         while self._at < len(self.record.events) and not self.loose:
             kind, key = self.record.events[self._at]
             if kind == ANSWER:
@@ -179,7 +180,7 @@ class Replayer:
         return True
 
     def _expire(self) -> None:
-        """Expire the limits that expired together: those up to the next call or its answer."""
+        """Expire the time limits that expired together: those before the next call or answer in the record."""
         for kind, key in self.record.events[self._at :]:
             if kind in (ASK, ANSWER):
                 return
@@ -187,9 +188,9 @@ class Replayer:
                 self._limits[key].expire()
 
     def idle(self) -> None:
-        """Stop: the number of calls is reached, or the record has another event next."""
+        """End the replay: ``until`` calls are reached, or the record expects an event that does not happen."""
         if self.loose:
-            return  # new samples may come from threads that the loop doesn't count
+            return  # new samples may come from threads that the loop can't see
         if self._at < len(self.record.events) and self.record.events[self._at][0] == ANSWER:
             self.left = self.left or self._unanswered()
             self.over.set()
@@ -229,7 +230,7 @@ class Replayer:
         return None
 
     def _earlier(self) -> FirstDifference | None:
-        """A difference in the environment's reaction to earlier calls, which may have caused a later one."""
+        """Return a difference in the environment's reaction to earlier calls, which may have caused a later one."""
         for key, recorded in self.record.calls.items():
             step = self.calls[key][1].step if key in self.calls else None
             if step is None or not recorded.seen or "overlong_penalty" in recorded.step["info"]:
@@ -275,7 +276,7 @@ class Replayer:
         return await self.live(call)
 
     def _unanswered(self) -> list[tuple[EpisodeContext, ModelCall]]:
-        """The calls without an answer, each with the context of its episode or branch."""
+        """Return the calls without an answer, each with the context of its episode or branch."""
         return [pair for key, pair in self.calls.items() if key in self._waiting and not self._waiting[key].done()]
 
 
@@ -308,7 +309,7 @@ def _dumped(*values: Any) -> str:
 
 
 class _ReplayedTimeout:
-    """A time limit that expires when the record says so, never by the clock."""
+    """A time limit that expires where it did in the record, never by the clock."""
 
     def __init__(self, playback: Replayer, key: str) -> None:
         self.playback, self.key = playback, key
@@ -337,11 +338,12 @@ class _ReplayedTimeout:
 
 
 async def replay_episode(arena: Arena, playback: Replayer) -> GenerateResult | None:
-    """Run the recorded episode in ``arena``; ``None`` if ``playback`` was over before the episode ended."""
+    """Run the recorded episode in ``arena``. Return ``None`` if ``playback`` was over before the episode ended."""
     record = playback.record
     number = str(record.row["id"])
     if not number[1:].isdigit():
         raise ReplayError(f"episode {number!r} is no top episode: expected an id such as 'e5'")
+    # Give the arena and the episode the recorded counters, settings and seed.
     arena.started, arena.seed, arena.retries = int(number[1:]), record.arena["seed"], record.arena["retries"]
     arena.max_context, arena.record_episodes = record.arena["max_context"], False
     arena.batches = record.arena.get("batch", 0) + 1
@@ -350,6 +352,8 @@ async def replay_episode(arena: Arena, playback: Replayer) -> GenerateResult | N
     context.lazy_rng = LazyRandom(derive_seed(record.seed, "environment"))
     context.recorder = playback
     context.record_key = playback.unique_key(context.rollout.id)
+
+    # Run until the episode ends or the replayer stops.
     playing = asyncio.ensure_future(run_episode(arena, record.request, context, FailureBudget(1, 1.0)))
     over = asyncio.ensure_future(playback.over.wait())
     try:
@@ -358,10 +362,11 @@ async def replay_episode(arena: Arena, playback: Replayer) -> GenerateResult | N
             return None
         result = playing.result()
         result.recording = None
+        # Add the recorded group rewards, which also depend on the group's other episodes.
         said = {node["id"]: node["meta"].get("group") for node in nodes_of(record.row)}
         for one in with_continuations(result):
             group = said.get(one.rollout.id)
-            if one.rollout.error is None and group is not None:  # which the others of the group went into
+            if one.rollout.error is None and group is not None:
                 apply_group_scores(one, group)
         return result
     finally:

@@ -15,7 +15,7 @@ class TrainableSteps:
     """Trainable model calls, column by column; every list is ``[B]``."""
 
     episodes: list[tuple[GenerateResult, GenerateResult]]
-    """All results as ``(top, node)``: the result at the top of its tree of episodes, and itself."""
+    """All results as ``(top, node)``: the result at the top of the tree of episodes, and the result itself."""
     owners: list[int]
     """Index of each step's result in ``episodes``."""
     places: list[int]
@@ -23,21 +23,21 @@ class TrainableSteps:
     steps: list[Step]
     actors: list[str]
     rewards: list[float]
-    """The step's own reward, else its actor's by :meth:`Rollout.rewards_of`."""
+    """Each step's own reward, else its actor's by :meth:`Rollout.rewards_of`."""
     trajectory_rewards: list[float]
-    """The actor's reward, else the step's own."""
+    """The actor's reward of each step, else the step's own."""
     others: int
     """Number of model calls that are not trainable."""
 
 
 def trainable_steps(results: Sequence[GenerateResult]) -> TrainableSteps:
-    """The trainable model calls of ``results`` and of all below them, parents first.
+    """Collect the trainable model calls of ``results`` and of all results below them, parents first.
 
-    Left out: failed rollouts, results with ``is_trainable=False`` (but not their children), judges (``actor_id=None``),
-    steps with ``trainable=False``, and calls that were aborted or have no token.
+    It leaves out failed rollouts, results with ``is_trainable=False`` (but not their children), judges
+    (``actor_id=None``), steps with ``trainable=False``, and calls that were aborted or have no token.
 
-    Raises ``ValueError`` for a trainable step without a reward of its own or its actor's, and for a reward that is not
-    finite.
+    Raises ``ValueError`` for a trainable step if neither the step nor its actor has a reward, and for a reward that is
+    not finite.
     """
     episodes = [(top, node) for top in results for node in top.walk()]
     found = _C.trainable_steps([node for _, node in episodes])
@@ -49,9 +49,9 @@ def trainable_steps(results: Sequence[GenerateResult]) -> TrainableSteps:
 
 
 def collect_samples(results: Sequence[GenerateResult]) -> list[Sample]:
-    """One :class:`Sample` for each of :func:`trainable_steps`, as it is now.
+    """Return one :class:`Sample` for each of :func:`trainable_steps`.
 
-    ``step_index`` is the index in ``rollout.steps``, so ``(rollout_id, step_index)`` finds the step again.
+    ``step_index`` is the index in ``rollout.steps``, so ``(rollout_id, step_index)`` identifies the step.
 
     Example: a result with one rollout of two steps gives two samples, ``step_index`` 0 and 1.
     """
@@ -59,10 +59,10 @@ def collect_samples(results: Sequence[GenerateResult]) -> list[Sample]:
 
 
 def samples_of(calls: TrainableSteps) -> list[Sample]:
-    """One :class:`Sample` for each of ``calls``, see :func:`collect_samples`."""
+    """Return one :class:`Sample` for each of ``calls``, see :func:`collect_samples`."""
     columns = calls.owners, calls.places, calls.steps, calls.actors, calls.rewards, calls.trajectory_rewards
     return [
-        # By place, in the order of the fields: with names it takes half as long again.
+        # Positional arguments, in the order of the fields: keywords take 1.5 times as long.
         Sample(
             node.group_id,
             node.rollout.episode_type,

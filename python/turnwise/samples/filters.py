@@ -10,16 +10,16 @@ from turnwise.types import Sample, Step
 Call = Sample | Step
 
 ZERO_ADVANTAGE = "zero_advantage"
-"""The cause of an advantage of 0 that its rule says nothing more of."""
+"""Cause of an advantage of 0 if the credit rule gives no other cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
-    """Samples to drop from a batch, and how often to draw more questions instead.
+    """Samples to drop from a batch, and how often to draw more questions in exchange.
 
     Example: ``Arena(client, tokenizer, credit=GRPOCredit(), filters=Filters(dynamic_sampling_rounds=2))``
 
-    All filters act after credit, so dropped samples still count in their group's statistics.
+    All filters act after credit assignment, so dropped samples still count in their group's statistics.
     """
 
     drop_zero_advantage: bool = True
@@ -27,9 +27,9 @@ class Filters:
     drop_truncated: bool = False
     """Drop completions that reached their token limit."""
     max_length: int | None = None
-    """Most tokens in prompt and completion."""
+    """Maximum number of tokens in prompt and completion together."""
     dynamic_sampling_rounds: int = 0
-    """Most further batches to draw until as many questions are informative as the first batch held."""
+    """Maximum number of further batches to draw until as many questions are informative as the first batch held."""
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 2:
@@ -38,9 +38,9 @@ class Filters:
             raise ValueError(f"dynamic_sampling_rounds={self.dynamic_sampling_rounds!r}: expected a count >= 0")
 
     def causes(self, calls: Sequence[Call], zero_causes: Mapping[int, str] | None = None) -> list[str | None]:
-        """Return why each of ``calls`` is dropped, ``None`` for those that train. All have an advantage.
+        """Return the cause why each of ``calls`` is dropped, ``None`` if it trains. All must have an advantage.
 
-        ``zero_causes`` has reasons for advantages of 0, by ``id(call)``.
+        ``zero_causes`` has the causes of advantages of 0, by ``id(call)``.
         """
         known = zero_causes or {}
         return [self._cause(call, known) for call in calls]

@@ -25,7 +25,7 @@ REASONS: dict[str, Reason] = {
     "not_trainable": lambda result, step: not (result.is_trainable and step.trainable),
     "aborted": lambda result, step: step.finish_reason == "abort",
 }
-"""Reasons why a model call is not trainable; the first that applies is counted."""
+"""Tests for the reasons why a model call is not trainable. The first reason that applies is counted."""
 
 Drops = dict[tuple[str, str], int]
 """Number of model calls that don't train, by ``(actor, cause)``."""
@@ -45,10 +45,10 @@ STEP_COLUMNS = (
 
 @dataclass(slots=True)
 class BatchColumns:
-    """The columns that a batch is packed from; every list is ``[B]``."""
+    """Columns from which a batch is packed; every list is ``[B]``."""
 
     name: Callable[[Any], str]
-    """Name of a row's call in error messages."""
+    """Returns the name of a row's call for error messages."""
     calls: list[Any] = field(default_factory=list)
     """Steps or samples of the rows."""
     actors: list[str] = field(default_factory=list)
@@ -57,15 +57,15 @@ class BatchColumns:
     completions: list[list[int]] = field(default_factory=list)
     logprobs: list[list[float]] = field(default_factory=list)
     masks: list[list[int] | None] = field(default_factory=list)
-    """Loss masks of rows that have one."""
+    """Loss mask of each row; ``None`` for a row without one."""
     temperatures: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     advantages: list[float | None] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    """Oldest weights that sampled a token of each row."""
+    """Oldest policy version that sampled a token of each row."""
 
     def where(self, kept: Sequence[bool]) -> BatchColumns:
-        """The rows for which ``kept [B]`` is true."""
+        """Return the rows for which ``kept [B]`` is true."""
         if all(kept):
             return self
         columns = [name for name in self.__dataclass_fields__ if name != "name"]
@@ -75,9 +75,9 @@ class BatchColumns:
 def training_rows(
     results: Sequence[GenerateResult], filters: Filters, zero_causes: Mapping[int, str] | None = None
 ) -> tuple[BatchColumns, Drops]:
-    """The rows that train, and counts of the model calls that don't, without judges.
+    """Return the rows that train, and counts of the model calls that don't, without judges.
 
-    ``zero_causes`` has reasons for advantages of 0, by ``id(step)``. Raises ``ValueError`` for a step without an
+    ``zero_causes`` has the causes of advantages of 0, by ``id(step)``. Raises ``ValueError`` for a step without an
     advantage.
     """
     calls = trainable_steps(results)
@@ -93,7 +93,7 @@ def training_rows(
 
 
 def _count_excluded(calls: TrainableSteps) -> Counter[tuple[str, str]]:
-    """Counts of the model calls that are not trainable, by actor and reason, without judges."""
+    """Count the model calls that are not trainable, by actor and reason, without judges."""
     if calls.others == 0:
         return Counter()
     trainable = set(map(id, calls.steps))
@@ -108,7 +108,7 @@ def _count_excluded(calls: TrainableSteps) -> Counter[tuple[str, str]]:
 def advantages_of(
     samples: Sequence[Sample], credit: CreditAssigner | None, results: Sequence[GenerateResult] = ()
 ) -> np.ndarray:
-    """The credit rule's advantages ``[B]``, checked; without a rule the rewards.
+    """Return the credit rule's advantages ``[B]``, checked; without a rule, the rewards ``[B]`` float32.
 
     A rule that has only ``compute`` gets ``results``. Raises ``ValueError`` for missing or non-finite advantages.
     """
@@ -131,7 +131,7 @@ def advantages_of(
 
 
 def penalize(samples: Sequence[Sample], penalties: Sequence[float]) -> None:
-    """Subtract each sample's penalty from its reward, and their sum per actor from the trajectory's reward."""
+    """Subtract each penalty from its sample's reward, and an actor's sum of penalties from its trajectory reward."""
     if len(penalties) != len(samples) or not np.isfinite(penalties).all():
         raise ValueError(f"penalties={penalties!r}: expected {len(samples)} finite numbers, one per sample")
     totals: defaultdict[tuple[Hashable, str], float] = defaultdict(float)
@@ -145,9 +145,9 @@ def penalize(samples: Sequence[Sample], penalties: Sequence[float]) -> None:
 def set_advantages(
     results: Sequence[GenerateResult], samples: Sequence[Sample], credit: CreditAssigner | None
 ) -> dict[int, str]:
-    """Write advantages into the steps of ``samples``, nested episodes included.
+    """Write the advantages into the steps of ``samples``, nested episodes included.
 
-    Returns reasons for advantages of 0 by ``id(step)``, if the rule has ``zero_causes``.
+    Return the causes of advantages of 0 by ``id(step)``; empty if the rule has no ``zero_causes``.
     """
     advantages = advantages_of(samples, credit, results)
     steps_of = {result.rollout.id: result.rollout.steps for top in results for result in top.walk()}
@@ -162,7 +162,7 @@ def set_advantages(
 
 
 def pack(samples: Sequence[Sample], drops: Drops, metrics: dict[str, float]) -> TrainingBatch:
-    """Samples as one packed token stream, see :func:`pack_rows`."""
+    """Pack samples as one token stream, see :func:`pack_rows`."""
     rows = BatchColumns(
         name=lambda sample: _name(sample.step_index, sample.rollout_id),
         calls=list(samples),
@@ -205,7 +205,7 @@ def _rows_of(calls: TrainableSteps) -> BatchColumns:
 
 
 def pack_rows(rows: BatchColumns, drops: Drops, metrics: dict[str, float]) -> TrainingBatch:
-    """Rows as one packed token stream, see :class:`TrainingBatch`. No rows make an empty batch.
+    """Pack rows as one token stream, see :class:`TrainingBatch`. No rows give an empty batch.
 
     All completion tokens train, the stop token included, unless a row has a loss mask ``[C]`` of 0 and 1. Raises
     ``ValueError`` or ``TypeError`` with the step's name for an invalid token id, a log-probability that is not finite,
@@ -214,6 +214,7 @@ def pack_rows(rows: BatchColumns, drops: Drops, metrics: dict[str, float]) -> Tr
     token_ids, cu_seqlens, loss_mask, rollout_logprobs = pack_tokens(
         rows.prompts, rows.completions, rows.logprobs, lambda row: rows.name(rows.calls[row])
     )
+    # A row's own loss mask replaces the default, in which every completion token trains.
     for row, mask in enumerate(rows.masks):
         if mask is not None:
             end, length = cu_seqlens[row + 1], len(rows.completions[row])
@@ -247,7 +248,7 @@ def _oldest(versions: PolicyVersions) -> int:
 
 
 def _check_loss_mask(mask: Any, length: int, name: str) -> np.ndarray:
-    """The loss mask of a row as ``[C]`` uint8. Raises ``ValueError`` unless it has a 0 or 1 per token."""
+    """Return the loss mask of a row as ``[C]`` uint8. Raises ``ValueError`` unless it has a 0 or 1 per token."""
     given = np.asarray(mask)
     if given.shape != (length,):
         raise ValueError(
@@ -261,16 +262,16 @@ def _check_loss_mask(mask: Any, length: int, name: str) -> np.ndarray:
 
 
 def _index_of_unique(names: Sequence[str]) -> tuple[list[str], np.ndarray]:
-    """The distinct ``names`` in order of appearance, and the index of each name among them, ``[B]`` int64."""
+    """Return the distinct ``names`` in order of appearance, and each name's index among them, ``[B]`` int64."""
     distinct = list(dict.fromkeys(names))
     place_of = {name: place for place, name in enumerate(distinct)}
     return distinct, np.fromiter(map(place_of.__getitem__, names), dtype=np.int64, count=len(names))
 
 
 def select(batch: TrainingBatch, rows: Sequence[int] | np.ndarray) -> TrainingBatch:
-    """The rows of ``batch`` with these indices, or where this mask ``[B]`` is true, in the order given.
+    """Select rows of ``batch`` by indices, in their order, or by a mask ``[B]``.
 
-    ``actors`` and ``policies`` stay whole, so that their indices stay valid; ``drops`` and ``metrics`` stay.
+    ``actors`` and ``policies`` stay whole, so that their indices stay valid. ``drops`` and ``metrics`` do not change.
     """
     chosen = np.arange(len(batch))[np.asarray(rows, dtype=None if len(rows) else np.int64)]
     spans = [slice(batch.cu_seqlens[row], batch.cu_seqlens[row + 1]) for row in chosen]
@@ -287,11 +288,11 @@ def select(batch: TrainingBatch, rows: Sequence[int] | np.ndarray) -> TrainingBa
 
 
 def drop_stale(batch: TrainingBatch, oldest: Mapping[str, int]) -> TrainingBatch:
-    """Drop the rows with a token sampled by weights older than ``oldest[policy]``; counted as ``stale``.
+    """Drop the rows with a token sampled by weights older than ``oldest[policy]``, and count them as ``stale``.
 
     Example: ``drop_stale(batch, {"default": trainer_version - max_staleness})``
 
-    Policies that are not in ``oldest`` have no bound. A batch without stale rows is returned unchanged.
+    Policies that are not in ``oldest`` have no bound. A batch without stale rows is returned as it is.
     """
     unbounded = np.iinfo(np.int64).min
     bounds = np.array([oldest.get(policy, unbounded) for policy in batch.policies], dtype=np.int64)
@@ -309,14 +310,16 @@ MEANS = ("reward", "raw_reward", "metric", "completion_tokens", "truncated", "ov
 
 
 def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
-    """Numbers of a whole step, nested episodes included; means leave failed episodes out.
+    """Return the metrics of a whole step, nested episodes included.
 
-    ``episodes``, ``episodes/failed``, ``episodes/retried``, ``sampled_tokens`` (all of them, trained on or not), of
-    which ``playout_tokens`` are those of a tree's playouts, ``reward/<actor>``, ``metric/<name>``,
-    ``completion_tokens/<actor>``, ``truncated/<actor>``, the share of its calls that ran into their token limit;
-    ``ended/max_turns``, the share of the episodes with turns that was cut at ``max_turns`` (the others were done);
-    where an overlong penalty is set, ``overlong_penalty/<actor>`` and ``raw_reward/<actor>``, the reward without it.
+    ``episodes``, ``episodes/failed``, ``episodes/retried`` (number of retries), ``sampled_tokens`` (all of them,
+    trained on or not), ``playout_tokens`` (the part of them in a tree's playouts); means ``reward/<actor>`` and
+    ``metric/<name>`` over episodes without an error; means ``completion_tokens/<actor>`` and ``truncated/<actor>``, the
+    share of calls that reached their token limit, over all calls; ``ended/max_turns``, the share of finished multi-turn
+    episodes that ended at ``max_turns``; with an overlong penalty, ``overlong_penalty/<actor>`` and
+    ``raw_reward/<actor>``, the reward before the penalty.
     """
+    # Rewards and metrics of episodes without an error.
     rollouts = [result.rollout for top in results for result in top.walk()]
     errors, metas, rewards, metrics = read_attributes(rollouts, ("error", "meta", "rewards", "metrics"))
     lost, groups, attempts, raw_rewards, ended = read_items(
@@ -329,6 +332,8 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
             if values and error is None:
                 for name, value in values.items():
                     of_kind[name].append(value)
+
+    # Tokens, also of failed attempts, group functions, playouts and judges; lengths by actor.
     sampled = sum(lost) + sum([group.get("sampled_tokens", 0) for group in groups])
     played_out = int(sum([measured.get("tree/playout_tokens", 0) for measured in metrics]))
     lengths, truncated = means["completion_tokens"], means["truncated"]
@@ -344,6 +349,8 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
         for step in rollout.steps:
             if step.actor_id is not None and "overlong_penalty" in step.info:
                 means["overlong_penalty"][step.actor_id].append(step.info["overlong_penalty"])
+
+    # Counts come first, then the means.
     counts: dict[str, float] = {
         "episodes": len(rollouts),
         "episodes/failed": len(errors) - errors.count(None),

@@ -13,7 +13,8 @@ Messages = list[Message]
 """A chat: ``[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2 = ?"}]``."""
 
 FinishReason = Literal["stop", "length", "abort"]
-"""``stop``: a stop token was sampled (and is kept); ``length``: the token limit; ``abort``: cut off from outside."""
+"""``stop``: the model sampled a stop token, which is kept. ``length``: it reached the token limit. ``abort``: the
+call was cut off from outside."""
 
 PolicyVersions = list[tuple[int, int]]
 """Weight versions of the tokens, as runs: ``[(5, 12), (3, 13)]`` is 5 tokens by version 12, then 3 by 13."""
@@ -24,8 +25,8 @@ class Sampling:
     """Settings for drawing tokens.
 
     ``temperature`` 0 means greedy. ``max_tokens`` counts completion tokens, the stop token included.
-    ``stop_token_ids`` are added to the tokenizer's end-of-sequence token. ``seed`` fixes the draw of this one request,
-    independent of the batch; with ``None`` the client chooses one.
+    ``stop_token_ids`` end a completion in addition to the tokenizer's end-of-sequence token. ``seed`` fixes the draw of
+    this one request, independent of the batch; with ``None`` the client chooses one.
 
     Example: ``Sampling(temperature=1.0, max_tokens=32)``
     """
@@ -48,7 +49,7 @@ class Sampling:
             raise ValueError(f"top_k={self.top_k!r}: expected 0 (off) or a positive count")
 
     def with_(self, **changes: Any) -> Sampling:
-        """Copy with changed fields: ``sampling.with_(temperature=0.0)``; unknown names raise ``TypeError``."""
+        """Return a copy with changed fields: ``sampling.with_(temperature=0.0)``. Unknown names raise ``TypeError``."""
         return replace(self, **changes)
 
 
@@ -71,7 +72,7 @@ class ModelRequest:
 class ModelResponse:
     """The result of one model call. Lists run over the ``C`` completion tokens, the stop token included.
 
-    ``logprobs`` belong to the distribution sampled from: ``log_softmax(logits / temperature)``, for greedy decoding
+    ``logprobs`` are those of the sampled distribution: ``log_softmax(logits / temperature)``, for greedy decoding
     ``log_softmax(logits)``. ``text`` is the completion without special tokens. A response that is not ``trainable``
     arrived as text: the tokenizer encoded its token ids, and its log-probabilities are unknown. A ``cached`` response
     was sampled for an earlier identical call.
@@ -91,7 +92,7 @@ class ModelResponse:
 
 
 class ModelError(RuntimeError):
-    """A model call failed; the episode that made it becomes a result with ``error`` set, never a training row."""
+    """A model call failed. The episode that made it becomes a result with ``error`` set and never trains."""
 
 
 class ContextLengthError(ModelError):
@@ -100,10 +101,10 @@ class ContextLengthError(ModelError):
 
 @runtime_checkable
 class InferenceClient(Protocol):
-    """Token ids in, token ids out. One response per request, in the order of the requests.
+    """Samples token ids from token ids. It returns one response per request, in the order of the requests.
 
-    ``generate`` raises :class:`ModelError` if it can't serve (``ContextLengthError`` for a prompt that is too long).
-    ``load_weights`` checks names and shapes before it changes any weight; later responses carry ``version``.
+    ``generate`` raises :class:`ModelError` if it can't serve a request, ``ContextLengthError`` for a prompt that is too
+    long. ``load_weights`` checks names and shapes before it changes any weight; later responses carry ``version``.
     """
 
     async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]: ...

@@ -1,4 +1,4 @@
-"""Players and records: actors, steps, rollouts, and episodes from the request to the result."""
+"""Players and records: actors, steps, rollouts, and episodes from request to result."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from turnwise.types.model_calls import FinishReason, Messages, PolicyVersions, S
 from turnwise.utils.copies import deep_copy
 
 MAX_CONCURRENCY = 1024
-"""Default of an arena's and a run's ``max_concurrency``: model calls at the same time, over all actors."""
+"""Default ``max_concurrency`` of an arena and a run: concurrent model calls of all actors together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Actor:
     """A player: a configuration, not a model. ``policy`` names its weights.
 
-    ``max_tokens`` and ``sampling`` override the arena's defaults for this actor. ``max_concurrency`` limits its model
-    calls in flight, in addition to the arena's own limit; ``None`` sets no such limit.
+    ``max_tokens`` and ``sampling`` override the arena's defaults for this actor. ``max_concurrency`` limits its
+    concurrent model calls, in addition to the arena's own limit; ``None`` sets no such limit.
 
     Example: ``Actor("solver", system_prompt="Solve the problem.", policy="default", max_tokens=256)``
     """
@@ -47,12 +47,12 @@ class Actor:
 class Step:
     """One model call of an episode.
 
-    ``turn`` counts rounds from 0: a new one begins when the next actor has already acted in the present one.
-    ``branch`` is the index among siblings of a tree (0 without one); ``tree_node`` names the node of the tree that the
-    siblings grew from; ``from_branch`` is the branch that led to this call's state, as its (tree node, branch),
-    ``None`` before the first node. ``selected`` is true if the episode's own trajectory holds the step. ``reward`` is
-    the step's own reward; while it is ``None``, its actor's counts (:meth:`Rollout.rewards_of`). For token rewards it
-    is their sum, and ``info["token_rewards"]`` has them. ``group`` overrides the group key of the credit rule.
+    ``turn`` counts rounds from 0: a new round begins when the next actor has already acted in this one. ``branch`` is
+    the index among the siblings in a tree, or 0. ``tree_node`` identifies the node from which the siblings branched.
+    ``from_branch`` is the branch that led to this call's state, as (tree node, branch); ``None`` before the first node.
+    ``selected`` is true if the step is part of the episode's own trajectory. ``reward`` is the step's own reward; if it
+    is ``None``, the reward of its actor is used (:meth:`Rollout.rewards_of`). With token rewards, ``reward`` is their
+    sum, and ``info["token_rewards"]`` has them. ``group`` overrides the group key of the credit rule.
 
     Example: ``Step("solver", turn=0, prompt=[{"role": "user", "content": "2 + 2 = ?"}], completion="4",
     prompt_token_ids=[1, 17, 9], completion_token_ids=[20, 2], completion_logprobs=[-0.1, -0.01],
@@ -89,8 +89,8 @@ class Step:
 class Rollout:
     """The trace of one episode, every branch of a tree included.
 
-    ``rewards`` holds one number per actor, from the rubric; ``metrics`` its further measurements;
-    ``error`` is the traceback of a failed episode, which never trains.
+    ``rewards`` holds one number per actor, from the rubric. ``metrics`` holds the rubric's unweighted values and the
+    tree's counts. ``error`` is the traceback of a failed episode, which never trains.
 
     Example: ``Rollout(id="r-17", episode_type="sudoku", artifact={"puzzle": "1_3_..."}, rewards={"proposer": 1.25})``
     """
@@ -109,8 +109,8 @@ class Rollout:
     def rewards_of(self, step: Step) -> Mapping[str, float]:
         """Return the rewards by actor for ``step``.
 
-        In a tree with several ends (``meta["ends"]``), a step that led to only one of them has the rewards of that end;
-        any other step has the rollout's.
+        In a tree with several ends (``meta["ends"]``), a step that led to only one of them has the rewards of that end.
+        Any other step has the rollout's rewards.
         """
         ends = step.info.get("ends", ())
         return self.meta["ends"][ends[0]]["rewards"] if len(ends) == 1 else self.rewards
@@ -120,8 +120,8 @@ class Rollout:
 class EpisodeRequest:
     """An episode to run. Copies of one question share ``group_id``; ``timeout`` is in seconds.
 
-    Nested episodes inherit lineage, seed, policy version and deadline. ``policies`` maps actors to the policies that
-    replace their own, here and in nested episodes; completions of these policies never train.
+    Nested episodes inherit lineage, seed, policy version and deadline. ``policies`` maps actors to policies that
+    replace their own, here and in nested episodes. Completions of these policies never train.
 
     Example: ``EpisodeRequest("sudoku", {"puzzle": "1_3_..."}, group_id="puzzle-5", seed=11)``
     """
@@ -139,12 +139,12 @@ class EpisodeRequest:
 
 @dataclass(slots=True)
 class GenerateResult:
-    """A finished episode: its rollout, the results of the episodes that it spawned, and its requests to run next.
+    """A finished episode: its rollout, the results of episodes that it spawned, and its requests to run next.
 
-    ``group_id`` names the question (the request's, else its artifact); ``parent_id`` the rollout that spawned
-    this one. ``children`` also holds the episodes that continue it: they have its own ``parent_id``, and its id
-    under ``rollout.meta["continues"]``. A top episode's ``recording``, if kept, has the data for a replay
-    (:mod:`turnwise.arena.recording.recorder`).
+    ``group_id`` identifies the question: the request's ``group_id``, else a key of its artifact. ``parent_id`` is the
+    id of the rollout that spawned this one. ``children`` also holds the episodes that continue this one: they have this
+    result's ``parent_id``, and ``rollout.meta["continues"]`` has the id of the rollout that they continue. A top
+    episode's ``recording``, if kept, has the data for a replay (:mod:`turnwise.arena.recording.recorder`).
 
     Example: ``GenerateResult(Rollout("r-1", "propose", None), children=[GenerateResult(Rollout("r-2", "solve", 1))])``
     """
@@ -164,11 +164,11 @@ class GenerateResult:
 
     @property
     def rewards(self) -> dict[str, float]:
-        """Return the rollout's rewards by actor; empty if it failed."""
+        """Return the rollout's rewards by actor; empty if the episode failed."""
         return self.rollout.rewards
 
     def walk(self) -> Iterable[GenerateResult]:
-        """Yield this result and all below it, parents first."""
+        """Yield this result and all results below it, parents first."""
         yield self
         for child in self.children:
             yield from child.walk()
@@ -176,7 +176,7 @@ class GenerateResult:
 
 @dataclass(slots=True)
 class EpisodeState:
-    """The state of a running episode; ``data`` is its scratch space and the only part that ``fork`` copies.
+    """The state of a running episode. ``data`` is its scratch space and the only part that ``fork`` copies deeply.
 
     Example: ``EpisodeState(current_actor="proposer", data={"grid": [[1, 0], [0, 1]]})``
     """
@@ -191,9 +191,10 @@ class EpisodeState:
     acted: tuple[str, ...] = ()
 
     def fork(self, n: int) -> list[EpisodeState]:
-        """Return ``n`` independent copies. Finished steps and child results are shared, ``data`` is copied.
+        """Return ``n`` independent copies. They share finished steps and child results, and copy ``data``.
 
-        Raises ``TypeError`` for data that a copy would lose, such as an environment that pickles by its constructor.
+        Raises ``TypeError`` for data that a copy would lose, such as an environment that is unpickled by calling its
+        constructor.
         """
         if n < 0:
             raise ValueError(f"n={n!r}: expected a count >= 0")
@@ -204,7 +205,7 @@ class EpisodeState:
         return self._copy()
 
     def restore(self, snapshot: EpisodeState) -> None:
-        """Take every field from ``snapshot``, which stays usable."""
+        """Set every field from ``snapshot``, which stays usable."""
         fresh = snapshot._copy()
         for name in self.__dataclass_fields__:
             setattr(self, name, getattr(fresh, name))
@@ -220,9 +221,9 @@ class EpisodeState:
 
 @dataclass(slots=True)
 class Artifact:
-    """An object that episodes work on, as a store keeps it. ``source`` is the rollout that made it.
+    """An object in a store that episodes work on. ``source`` is the id of the rollout that made it.
 
-    ``parents`` holds the ids of the artifacts that it was made from. Each run numbers its rollouts from the start; in a
+    ``parents`` holds the ids of the artifacts from which it was made. Each run numbers its rollouts from 0, so in a
     file that several runs write to, ``run`` identifies the run of ``source``.
 
     Example: ``Artifact(id="q-3", data={"question": "2 + 2 = ?", "answer": "4"}, source="r-17", parents=("q-1",))``

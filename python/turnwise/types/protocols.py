@@ -30,7 +30,7 @@ class ArenaForHooks(Protocol):
     seed: int
     """Seed of the whole run."""
     is_evaluation: bool
-    """True in an evaluation view: nothing branches, nothing is written."""
+    """True in an evaluation view, where episodes do not branch and stores do not change."""
     check_private: bool
     """Check that no actor sees another actor's private text."""
     episode_checkpoints: Any
@@ -52,7 +52,7 @@ class ArenaForHooks(Protocol):
     async def generate_rollouts(
         self, requests: Sequence[EpisodeRequest], concurrency: int | None = None
     ) -> list[GenerateResult]:
-        """Run episodes concurrently; one result each, in order."""
+        """Run episodes concurrently. Return one result per request, in their order."""
         ...
 
 
@@ -68,7 +68,7 @@ class ArenaRuntime(ArenaForHooks, Protocol):
     filters: Any
     """Filters of the training batch (:class:`turnwise.samples.filters.Filters`)."""
     retries: int
-    """Further attempts of a failed episode."""
+    """Number of further attempts after an episode fails."""
     max_context: int | None
     """Length of the model's context in tokens."""
     record_episodes: bool
@@ -80,11 +80,11 @@ class ArenaRuntime(ArenaForHooks, Protocol):
 
     @property
     def policies(self) -> list[str]:
-        """Names of the policies behind the actors."""
+        """Names of the actors' policies."""
         ...
 
     def get_batch(self) -> Sequence[EpisodeRequest] | Awaitable[Sequence[EpisodeRequest]]:
-        """The requests of the next step."""
+        """Return the requests of the next step."""
         ...
 
     def shape_rewards(self, results: Sequence[GenerateResult]) -> None:
@@ -93,13 +93,13 @@ class ArenaRuntime(ArenaForHooks, Protocol):
 
 
 class OpponentAssignment(Protocol):
-    """Assigns other policies to seats of a batch, through ``EpisodeRequest.policies``, as a league does.
+    """Assigns other policies to seats of a batch through ``EpisodeRequest.policies``, as a league does.
 
-    Its state is saved with the arena's, and restored with it when a drawn batch must be drawn again.
+    ``Arena.state_dict`` includes its state. It is restored with the arena's when a drawn batch must be drawn again.
     """
 
     async def seat(self, requests: Sequence[EpisodeRequest]) -> Sequence[EpisodeRequest]:
-        """Return the requests to play instead of ``requests``; called once per training batch, in order."""
+        """Return the requests to play instead of ``requests``. Called once per training batch, in order."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...

@@ -14,7 +14,7 @@ from turnwise.types.play import GenerateResult
 
 @dataclass(slots=True)
 class Sample:
-    """One trainable model call, as the trainer and the credit rules see it.
+    """One trainable model call, the input of the trainer and the credit rules.
 
     Example: ``Sample(group_id="puzzle-5", episode_type="sudoku", actor="proposer", turn=0, branch=3, tree_node=0,
     rollout_id="r-17", step_index=3, policy="default", prompt_token_ids=[1, 17, 9], completion_token_ids=[20, 2],
@@ -22,7 +22,7 @@ class Sample:
     """
 
     group_id: Hashable
-    """The question; rollouts of one question share it."""
+    """Identifies the question; its rollouts share it."""
     episode_type: str
     actor: str
     turn: int
@@ -31,21 +31,21 @@ class Sample:
     """The tree node that this call and its siblings branch from; ``None`` outside a tree."""
     rollout_id: str
     step_index: int
-    """The place in ``rollout.steps``."""
+    """Index in ``rollout.steps``."""
     policy: str
     prompt_token_ids: list[int]
     completion_token_ids: list[int]
     rollout_logprobs: list[float]
     policy_versions: PolicyVersions
     reward: float
-    """The step's own reward where ``has_step_reward``, else the rollout's for this actor."""
+    """The step's own reward if ``has_step_reward``, else the rollout's reward of this actor."""
     trajectory_reward: float
     advantage: float | None = None
     finish_reason: FinishReason = "stop"
     loss_mask: list[int] | None = None
     temperature: float = 1.0
     parent_rollout_id: str | None = None
-    """The rollout that spawned this one; ``None`` at the top."""
+    """Id of the rollout that spawned this one; ``None`` at the top."""
     group: tuple[Hashable, ...] | None = None
     has_step_reward: bool = True
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -55,9 +55,9 @@ class Sample:
 
     @property
     def trajectory_key(self) -> tuple[str, int | None]:
-        """Return the trajectory for credit rules: the rollout, and its end.
+        """Return the key of the trajectory for credit rules: the rollout's id and the number of its end.
 
-        The end is set if a tree has several and this step led to only one of them (``Step.info["ends"]``).
+        The end is ``None``, unless a tree has several ends and this step led to only one (``Step.info["ends"]``).
         """
         ends = self.info.get("ends", ())
         return (self.rollout_id, ends[0] if len(ends) == 1 else None)
@@ -96,7 +96,7 @@ class TrainingBatch:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Count the model calls that don't train, by cause; with the rows they are all calls of the step's actors."""
+        """Count the model calls that don't train, by cause. Rows and these calls add up to all calls of the actors."""
         counts: dict[str, int] = {}
         for (_, cause), count in self.drops.items():
             counts[cause] = counts.get(cause, 0) + count
@@ -104,14 +104,14 @@ class TrainingBatch:
 
 
 class CreditAssigner(Protocol):
-    """Turns rewards into advantages; one rule is one file under ``turnwise/credit``."""
+    """Turns rewards into advantages. One rule is one file under ``turnwise/credit/rules``."""
 
     def compute(self, results: Sequence[GenerateResult]) -> dict[tuple[str, int], float]:
-        """``(rollout id, step index) -> advantage`` for every trainable step of ``results`` and their children."""
+        """Map ``(rollout id, step index)`` to the advantage, for trainable steps of ``results`` and their children."""
         ...
 
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Advantages ``[B]`` float32 of ``samples``, in their order. May update the rule's own state."""
+        """Return advantages ``[B]`` float32 of ``samples``, in their order. May update the rule's state."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -120,4 +120,4 @@ class CreditAssigner(Protocol):
 
 
 RewardFunction = Callable[..., "Mapping[str, Any] | float | Sequence[Any] | Awaitable[Any]"]
-"""A reward function names the arguments it wants, for example ``def f(extras, artifact) -> dict[str, float]``."""
+"""A function whose parameters name the arguments it wants: ``def f(extras, artifact) -> dict[str, float]``."""

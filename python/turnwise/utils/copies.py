@@ -1,9 +1,9 @@
 """Deep copies and pickles that keep the whole object, or raise.
 
-Some classes give pickle, and so :func:`copy.deepcopy`, less than their objects hold. EzPickle, which many Gymnasium
-and PettingZoo environments inherit, stores only the constructor's arguments: a copy is a new game without the moves
-so far. Such objects are refused. Other classes with pickling hooks may omit parts on purpose, for example a cache.
-If a copy visibly differs from its original, a warning says so once per class.
+Some classes pass to pickle, and so to :func:`copy.deepcopy`, only a part of their objects. EzPickle, a base of many
+Gymnasium and PettingZoo environments, stores only the constructor's arguments: a copy is a new game without the moves
+so far. The functions here refuse such objects. Other classes with pickling hooks may omit parts on purpose, for example
+a cache. If a copy visibly differs from its original, they warn once per class.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and links to files that never change."""
+"""Writes files whole or not at all, and links to files that never change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a stream whose bytes replace ``path`` when the block ends; after an error ``path`` is as it was."""
+    """Yield a stream whose bytes replace ``path`` when the block ends. After an error, ``path`` is unchanged."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as stream:

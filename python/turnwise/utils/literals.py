@@ -1,4 +1,4 @@
-"""Values from text: a word of a command line becomes what an annotation expects."""
+"""Values from text: turns a word of a command line into a value of an annotated type."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ SWITCHES = {"true": True, "yes": True, "on": True, "1": True, "false": False, "n
 def literal(text: str, expected: Any = Any) -> Any:
     """Read ``text`` as a value of the type ``expected``, an annotation such as ``float | None``.
 
-    A choice of a ``Literal`` stays as it is, and so does every word where only text is expected. Otherwise ``none`` and
-    ``null`` are ``None``, ``true`` and ``false`` are switches, and numbers, lists and tables follow Python's syntax, if
-    ``expected`` allows them. Quotes make any word text. A word of the wrong type stays text, for a check to name.
+    A choice of a ``Literal`` stays as it is, and so does every word if only text is expected. Otherwise, if
+    ``expected`` allows them, ``none`` and ``null`` are ``None``, ``true`` and ``false`` are switches, and numbers,
+    lists and tables follow Python's syntax. Quotes make any word text. A word of the wrong type stays text, so that a
+    later check can report it.
 
     Example: ``literal("none", Literal["best", "none"])`` is ``"none"``, ``literal("none", float | None)`` is ``None``.
     """
@@ -26,6 +27,7 @@ def literal(text: str, expected: Any = Any) -> Any:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         value = text
+    # Choices and quoted words are text. Then come None, switches, collections and numbers.
     untyped = Any in kinds and str not in kinds
     if text in kinds or (isinstance(value, str) and value != text):
         return value if isinstance(value, str) else text

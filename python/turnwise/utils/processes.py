@@ -1,7 +1,7 @@
-"""Processes that lead their own process group: how they ended, and how to end them with the group (POSIX).
+"""Processes that lead their own process group: reports how they ended, and ends them with their group (POSIX).
 
-A process that has ended stays a zombie until its group is ended. Until then no other process can get its number, which
-is also the group's.
+A process that has ended stays a zombie until its group is ended. Until then, no other process can get its id, which is
+also the group's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def end_group(process: subprocess.Popen[bytes], patience: float) -> None:
         deadline = time.monotonic() + patience
         while not has_ended(process) and time.monotonic() < deadline:
             time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)  # engines outlive a server that was killed
+    os.killpg(process.pid, signal.SIGKILL)  # the engines of a killed server may still run
     process.wait()
     if process.stdin is not None:
         process.stdin.close()

@@ -45,9 +45,10 @@ def import_by_name(registry: Mapping[str, Any], name: str, key: str) -> Any:
     module_name, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
         raise ValueError(f"config key {key!r} = {name!r}: expected 'module:Name', for example 'my_rules:MyRule'")
-    # An installed script starts without the working folder on its path. It goes last, so that it hides no package.
+    # An installed script starts without the working folder on its path. Add it last, so that it hides no package.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
+    # Import the module, then look up the attribute part by part.
     try:
         found: Any = importlib.import_module(module_name)
     except Exception as error:
@@ -106,7 +107,7 @@ def announce_code(settings: Any, what: str = "is imported") -> None:
 
 
 def announce_code_of_run(run_dir: Path, what: str = "is imported") -> None:
-    """Call :func:`announce_code` on a run folder's config. Whoever reads the config reports a missing or broken one."""
+    """Call :func:`announce_code` on a run folder's config. A missing or broken one is ignored here."""
     with suppress(OSError, ValueError):
         announce_code(tomllib.loads((run_dir / "config.toml").read_text(encoding="utf-8")), what)
 
@@ -143,7 +144,7 @@ def option_types(factory: Any) -> dict[str, Any]:
         if annotation is inspect.Parameter.empty:
             return Any
         for module in modules if isinstance(annotation, str) else ():
-            with suppress(Exception):  # what an annotation names may not be there at run time
+            with suppress(Exception):  # a name in the annotation may not exist at run time
                 return eval(annotation, dict(vars(module)))
         return Any if isinstance(annotation, str) else annotation
 

@@ -1,7 +1,7 @@
 """JSON that keeps values exactly: tuples stay tuples, and objects without a JSON form are pickled.
 
-Reading imports nothing. It makes only plain types and *data classes*: dataclasses, named tuples, enums and exceptions
-of modules that are imported already. ``allow_pickle`` makes any object, which can run code.
+Reading never imports a module. It creates only plain types and *data classes*: dataclasses, named tuples, enums and
+exceptions of modules that are already imported. ``allow_pickle`` creates any object, which can run code.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class UntrustedValueError(ValueError):
 
 
 def _find(module: str, name: str) -> Any:
-    """A data class that is imported already, or a harmless builtin."""
+    """Return a data class that is already imported, or a harmless builtin."""
     found = _imported(module, name)
     return found if _is_data(found) else find_harmless(module, name)
 
@@ -50,7 +50,7 @@ def unpickle(content: bytes, *, allow_pickle: bool = False) -> Any:
 
 
 def _imported(module: str, title: str) -> Any:
-    """The object ``module.title`` if the module is imported already, else ``None``."""
+    """Return the object ``module.title`` if the module is already imported, else ``None``."""
     found: Any = sys.modules.get(module)
     for part in title.split("."):
         found = getattr(found, "__dict__", {}).get(part)
@@ -66,7 +66,7 @@ def _is_data(found: Any) -> bool:
 
 
 def encode(value: Any) -> Any:
-    """``value`` as plain JSON, from which :func:`decode` makes an equal one of the same types.
+    """Return ``value`` as plain JSON. :func:`decode` turns it into an equal value of the same types.
 
     A value that can't be pickled is kept as its ``repr``; decoding it raises :class:`UnserializableValueError`.
 
@@ -79,6 +79,7 @@ def encode(value: Any) -> Any:
         return encode(to_python(value))
     if kind is list:
         return [encode(item) for item in value]
+    # Values without an exact JSON form become a dict with one marker key.
     if kind is tuple:
         return {TUPLE: [encode(item) for item in value]}
     if kind is dict:
@@ -90,15 +91,16 @@ def encode(value: Any) -> Any:
         return {DATACLASS: [f"{kind.__module__}:{kind.__qualname__}", parts]}
     try:
         return {PICKLE: base64.b64encode(dumps(value)).decode()}
-    except Exception:  # pickling runs the object's own code, which may raise anything; a record must not end a run
+    except Exception:  # pickling runs the object's code, which can raise any error; recording must not end a run
         return {LOST: repr(value)}
 
 
 def decode(plain: Any, *, allow_pickle: bool = False) -> Any:
-    """The value that :func:`encode` was given.
+    """Return the value that :func:`encode` received.
 
-    Raises :class:`UnserializableValueError` for a value that was not recorded, and :class:`UntrustedValueError` for
-    an object that is neither plain nor a data class. ``allow_pickle`` makes these too: use it for your own records.
+    Raises :class:`UnserializableValueError` for a value that could not be recorded, and :class:`UntrustedValueError`
+    for an object that is neither plain nor a data class. ``allow_pickle`` creates such objects too, which can run code:
+    use it only for your own records.
     """
     again = partial(decode, allow_pickle=allow_pickle)
     if isinstance(plain, list):

@@ -1,9 +1,9 @@
 """Records every nondeterministic input of an episode, so that it can be replayed exactly.
 
-A top episode has one recorder, shared by its nested episodes, branches and reward functions. It keeps, in order: every
-model call with its response or error, every answer of a clock, store or tool (``record_input``), every time limit that
-ran out, and the state of each episode's generator at its end. A call's content is stored once, in its
-:class:`~turnwise.types.Step`; the recording points there.
+A top episode has one recorder, which its nested episodes, branches and reward functions share. It keeps these events
+in order: each model call with its response or error, each answer of a clock, store or tool (``record_input``), each
+time limit that ran out, and the state of each episode's generator at its end. A call's content is stored once, in its
+:class:`~turnwise.types.Step`; the recording points to it.
 
 :class:`turnwise.replay.replayer.Replayer` implements the same protocol when the episode is replayed.
 """
@@ -27,7 +27,8 @@ T = TypeVar("T")
 
 FORMAT = 1
 ASK, ANSWER, READ, EXPIRED, ENDED = "ask", "answer", "read", "expired", "ended"
-"""Kinds of events: a call or an awaited input starts; it finishes; an input; a time limit runs out; an episode ends."""
+"""Kinds of events. ``ask`` and ``answer``: a model call or awaited input starts and finishes. ``read``: an input
+came at once. ``expired``: a time limit ran out. ``ended``: an attempt at an episode ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,11 +44,12 @@ class RecordedInput:
 
 
 Event = tuple[str, Any]
-"""Kind and subject: a :class:`ModelCall`, a :class:`RecordedInput`, or the key of a time limit or ended episode."""
+"""Kind and subject. The subject is a :class:`ModelCall`, a :class:`RecordedInput`, the key of a time limit, or the key
+of an ended episode with a marker of its generator's state."""
 
 
 class EpisodeRecorder:
-    """Records one top episode. ``seed`` is that of its first attempt; ``arena`` has settings that no config holds."""
+    """Records one top episode. ``seed`` is its first attempt's seed. ``arena`` has settings that no config holds."""
 
     def __init__(self, request: EpisodeRequest, seed: int, arena: Mapping[str, Any]) -> None:
         self.request, self.seed, self.arena = request, seed, dict(arena)
@@ -111,19 +113,19 @@ class EpisodeRecorder:
 
     # -- on disk -------------------------------------------------------------------------------------------------------
     def events_below(self, place: str) -> tuple[list[Event], dict[str, int]]:
-        """The events of the episode at ``record_key`` and of all below it, and the places that they took."""
+        """Return the events of the episode with key ``place`` and of all below it, and the counts of their keys."""
         inside_of = functools.partial(_is_below, place=place)
         events = [event for event in self.events if inside_of(record_key_of(event))]
         return events, {name: count for name, count in self.keys.items() if inside_of(name)}
 
     def restore(self, events: Sequence[Event], claimed: Mapping[str, int]) -> None:
-        """Restore the result of :meth:`events_below`, in the process that resumes a killed one."""
+        """Restore the result of :meth:`events_below` in the process that resumes a killed run."""
         there = {(kind, _key_of(thing)) for kind, thing in self.events}
         self.events += [event for event in events if (event[0], _key_of(event[1])) not in there]
         self.keys |= claimed
 
     def to_json(self, result: GenerateResult) -> dict[str, Any]:
-        """The recording of the finished ``result`` as JSON."""
+        """Return the recording of the finished ``result`` as JSON."""
         places = {
             id(step): [node.rollout.id, index]
             for node in result.walk()
@@ -160,14 +162,14 @@ class _RecordedTimeout:
 # Inside
 # ---------------------------------------------------------------------------------------------------------------------
 def unique_key(claimed: dict[str, int], place: str) -> str:
-    """``record_key`` as it is the first time, then ``place+1``, ``place+2``: attempts and scores may come again."""
+    """Return ``place`` on its first use, then ``place+1``, ``place+2``: attempts and scores may repeat."""
     count = claimed.get(place, 0)
     claimed[place] = count + 1
     return f"{place}+{count}" if count else place
 
 
 def comparable(value: Any) -> Any:
-    """The arguments of an input as a replay compares them: plain values as JSON, other objects by type."""
+    """Return the arguments of an input as a replay compares them: plain values as JSON, other objects by type."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
@@ -179,7 +181,7 @@ def comparable(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class FrozenArtifacts:
-    """Artifacts that a store returned: the same objects, and their weights at that moment (only weights change)."""
+    """Artifacts that a store returned: the objects, and their weights at that time, since only weights change."""
 
     items: list[tuple[Artifact, float]]
     alone: bool
@@ -190,7 +192,7 @@ class FrozenArtifacts:
 
 
 def freeze_value(value: Any) -> Any:
-    """``value`` as it is now, as JSON; artifacts of stores are kept more cheaply."""
+    """Return the present content of ``value`` as JSON. Artifacts of stores are kept in a cheaper form."""
     if isinstance(value, Artifact):
         return FrozenArtifacts([(value, value.weight)], alone=True)
     if type(value) is list and value and all(isinstance(item, Artifact) for item in value):
@@ -199,7 +201,7 @@ def freeze_value(value: Any) -> Any:
 
 
 def record_key_of(event: Event) -> str:
-    """The episode or branch of an event: ``"e5/n0b1"`` is the second branch of the first node of episode ``e5``."""
+    """Return the episode or branch of an event: ``"e5/n0b1"`` is branch 1 of node 0 of episode ``e5``."""
     return _key_of(event[1]).partition("#")[0]
 
 
@@ -224,7 +226,7 @@ def _event_to_json(kind: str, thing: Any, places: Mapping[int, list[Any]]) -> li
 
 
 def input_to_json(reading: RecordedInput) -> dict[str, Any]:
-    """One input as JSON: name, arguments, and the answer or error."""
+    """Return one input as JSON: name, arguments, and the answer or error."""
     value = reading.value.encoded() if isinstance(reading.value, FrozenArtifacts) else reading.value
     return {"read": reading.name, "of": reading.arguments, "value": value, "error": reading.error}
 
@@ -239,7 +241,7 @@ def _call_to_json(call: ModelCall, places: Mapping[int, list[Any]]) -> dict[str,
 
 
 def empty_step(call: ModelCall) -> Step:
-    """The step of a call without a response: its prompt, and no token."""
+    """Return a step for a call without a response: its prompt, and no token."""
     assert call.request is not None, "a call without a step has its request"
     nothing = ModelResponse("", [], [], "abort", [])
     return to_step(call.actor_id, call.turn, call.messages, call.request, nothing)

@@ -1,4 +1,4 @@
-"""Episodes as JSON lines, as a run's ``rollouts.jsonl`` holds them: written here, and read for a replay."""
+"""Writes episodes as the JSON lines of a run's ``rollouts.jsonl``, and reads them for a replay."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from turnwise.types import EpisodeRequest, GenerateResult, Step
 
 
 def plain_result(result: GenerateResult) -> dict[str, Any]:
-    """A top result and everything below it as JSON, with its recording if there is one."""
+    """Return a top result and everything below it as JSON, with its recording if there is one."""
     recording = {} if result.recording is None else {"replay": result.recording.to_json(result)}
     return {**_plain(result), **recording}
 
@@ -32,8 +32,10 @@ def _plain(result: GenerateResult) -> dict[str, Any]:
 
 
 def group_text(group_id: Hashable) -> str:
-    """The question as a text, the same where questions are: a text as it is, of anything else a digest of its content,
-    or its ``repr`` where the content is unknown."""
+    """Return the question as text; equal questions give equal text.
+
+    A string stays as it is. Any other value becomes a digest of its content, or its ``repr`` if the content is unknown.
+    """
     if isinstance(group_id, str):
         return group_id
     try:
@@ -43,7 +45,7 @@ def group_text(group_id: Hashable) -> str:
 
 
 def jsonable(value: Any) -> Any:
-    """``value`` in JSON types. Extras may hold anything, and logging them must not end a run."""
+    """Return ``value`` with its containers in JSON types. It accepts any object, because logging must not end a run."""
     if isinstance(value, Mapping):
         return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -54,12 +56,12 @@ def jsonable(value: Any) -> Any:
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """``row`` as one line; objects without a JSON form become numbers or text."""
+    """Return ``row`` as one line of JSON. Objects without a JSON form become numbers or text."""
     return json.dumps(row, default=_json_default)
 
 
 def _json_default(value: Any) -> Any:
-    """A number of numpy or torch as Python's; any other object as its text."""
+    """Return a numpy or torch scalar as a Python number, any other object as text."""
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         return value.item()
     return str(value)
@@ -71,7 +73,7 @@ class ReplayError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """A model call of the record: its number in order, its step as JSON, and its error."""
+    """A model call of the record: its position among the calls, its step as JSON, and its error."""
 
     number: int
     step: Mapping[str, Any]
@@ -84,7 +86,7 @@ class RecordedCall:
 class Record:
     """One line of ``rollouts.jsonl``, parsed. Raises :class:`ReplayError` if it holds no recording.
 
-    ``allow_pickle`` makes objects of any class, which can run code.
+    ``allow_pickle`` creates objects of any class, which can run code.
     """
 
     def __init__(self, row: Mapping[str, Any], *, allow_pickle: bool = False) -> None:
@@ -130,12 +132,12 @@ class Record:
 
     @property
     def versions(self) -> dict[str, int]:
-        """The versions of the policies when the episode began."""
+        """Versions of the policies when the episode began."""
         return dict(self.row["meta"]["policy_versions"])
 
 
 def nodes_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """An episode of ``rollouts.jsonl`` and all below it, parents first."""
+    """Return an episode of ``rollouts.jsonl`` and all episodes below it, parents first."""
     return [row, *(node for child in row["children"] for node in nodes_of(child))]
 
 

@@ -1,4 +1,4 @@
-"""Group rewards: the rubric's functions of ``rollouts``, called once all rollouts of a question are finished."""
+"""Group rewards: calls the rubric's functions of ``rollouts`` once all rollouts of a question are finished."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ async def score_groups(
     parent: EpisodeContext | None,
     failures: FailureBudget,
 ) -> None:
-    """Add what group functions say to the rewards of ``results``, which are those of one ``generate_rollouts``.
+    """Add the group functions' values to the rewards of ``results``, all from one ``generate_rollouts`` call.
 
-    A group is the finished rollouts of one episode type and one question (``GenerateResult.group_id``); rollouts that
-    an invalid action ended are left out. Where a function fails, all of its group fail, unless ``on_error`` says
-    otherwise. ``rollout.meta["group"]`` records what the functions paid, since a replay of one episode can't ask the
-    others; the first of the group also records what the functions asked of judges and tools (:func:`recorded_calls`),
-    none of which trains.
+    A group is the finished rollouts of one episode type and one question (``GenerateResult.group_id``), without those
+    that an invalid action ended. If a function fails, its whole group fails, unless ``on_error`` says otherwise.
+    ``rollout.meta["group"]`` records the functions' values, because a replay of one episode lacks the other rollouts.
+    At the top level, the group's first rollout also records the functions' calls of judges and tools
+    (:func:`recorded_calls`). These calls never train.
     """
+    # Form the groups, continuations included.
     groups: dict[Hashable, list[tuple[int, GenerateResult]]] = {}
     for place, head in enumerate(results):
         for result in with_continuations(head):
@@ -43,8 +44,8 @@ async def score_groups(
     running = []
     for members in groups.values():
         place, first = members[0]
-        # Judges get seeds of the group's own. The parent records their answers; at the top, where each episode is
-        # replayed alone, the group has its own recorder, which goes into ``meta``.
+        # A separate branch gives the group's judge calls their own seeds. A parent episode records these calls. At the
+        # top, each episode is replayed alone, so the group gets its own recorder, which is saved in ``meta``.
         name = "group" if parent is None and first is results[place] else f"group {first.rollout.id}"
         part = (contexts[place] if parent is None else parent).branch(name)
         if parent is None:
@@ -56,7 +57,7 @@ async def score_groups(
 
 
 def with_continuations(head: GenerateResult) -> list[GenerateResult]:
-    """An episode and those that continue it."""
+    """Return an episode and the episodes that continue it."""
     return [head, *(child for child in head.children if "continues" in child.rollout.meta)]
 
 
@@ -69,6 +70,7 @@ async def _score(
 ) -> None:
     rubric = arena.episodes[group[0].rollout.episode_type].rubric
     told: list[dict[str, Any]]
+    # An error counts for each rollout of the group.
     try:
         with use_context(part):
             scores = await rubric.score_group([result.rollout for result in group], arena)
@@ -80,6 +82,7 @@ async def _score(
     finally:
         if parent is not None:
             parent.merge(part, selected=False)
+    # The group's first rollout keeps the calls that the functions made.
     if parent is None and isinstance(part.recorder, EpisodeRecorder):
         told[0] |= recorded_calls(part.recorder)
     for result, said in zip(group, told, strict=True):
@@ -89,9 +92,10 @@ async def _score(
 
 
 def recorded_calls(recorder: EpisodeRecorder) -> dict[str, Any]:
-    """The recorded model calls and inputs as JSON, in the order in which they began, and their number of tokens.
+    """Return the recorded model calls and inputs as JSON, in the order in which they began, and their sampled tokens.
 
-    In ``"asked"`` a call is its step, with ``"error"`` if it failed; an input is ``{"read", "of", "value", "error"}``.
+    ``"asked"`` lists them: a call is its step, with ``"error"`` if it failed; an input is
+    ``{"read", "of", "value", "error"}``. ``"sampled_tokens"`` does not count cached answers.
     """
     calls = [thing for kind, thing in recorder.events if kind == ASK and isinstance(thing, ModelCall)]
     sampled = [call.step.completion_token_ids for call in calls if call.step and "cached" not in call.step.info]

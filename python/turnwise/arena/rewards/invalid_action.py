@@ -1,7 +1,7 @@
-"""Invalid actions: model text that is no action fails its step, not the episode.
+"""Invalid actions: model text that is not a valid action fails its step, not the episode.
 
-The author of the episode draws the line: raise :class:`InvalidActionError`, or wrap :func:`parsing` around the code
-that reads a completion. Every other exception is a bug, and fails the episode.
+The author of the episode decides which text is invalid: raise :class:`InvalidActionError`, or wrap :func:`parsing`
+around the code that reads a completion. Every other exception is a bug and fails the episode.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from turnwise.arena.rewards.token_rewards import set_reward
 from turnwise.types import EpisodeState, Rollout, Step
 
 INVALID = "invalid_action"
-"""Key of ``step.info`` under which it says why the step's completion was no action."""
+"""Key of ``step.info`` for the reason why a completion is invalid, and value of ``meta["ended"]`` for such an end."""
 
 READING_ERRORS = (
     ValueError,
@@ -25,18 +25,18 @@ READING_ERRORS = (
     RecursionError,
     MemoryError,
 )
-"""Errors that parsers raise for a text they can't read. A misspelt name or a missing file raises none of these."""
+"""Errors that parsers raise for a text that they can't read. A misspelt variable or missing file raises none."""
 
 
 class InvalidActionError(Exception):
-    """The model's text is no action: its step fails, and the episode stays valid.
+    """The model's text is not a valid action: its step fails, and the episode stays valid.
 
     Example: ``raise InvalidActionError(f"no number in {text!r}", reward=-1.0)``
 
-    Raised by ``env_response``, ``step_reward`` or ``rollout``, it ends the episode. The last actor's step gets
-    ``reward``, or the episode's ``invalid_reward``, and the reason in ``step.info["invalid_action"]``. The rubric is
-    not called, because the state may be half changed, and other steps without a reward of their own do not train.
-    Raised by a reward function, ``reward`` (or 0) goes to every actor that acted.
+    If ``env_response``, ``step_reward`` or ``rollout`` raises it, the episode ends. The last actor's step gets
+    ``reward``, or the episode's ``invalid_reward``, and ``step.info["invalid_action"]`` holds the reason. The rubric is
+    not called, because the state may be half changed. Steps of other actors without a reward do not train.
+    If a reward function raises it, every actor that acted gets ``reward`` (or 0) from that function.
     """
 
     def __init__(self, reason: str, reward: float | None = None) -> None:
@@ -48,7 +48,7 @@ class InvalidActionError(Exception):
 def parsing(reward: float | None = None) -> Iterator[None]:
     """Turn an exception of :data:`READING_ERRORS` in this block into :class:`InvalidActionError`.
 
-    Put nothing into the block but the code that reads the completion, so that it hides no bug.
+    Put only the code that reads the completion into the block, so that it hides no bug.
 
     Example::
 
@@ -62,18 +62,18 @@ def parsing(reward: float | None = None) -> Iterator[None]:
 
 
 def fail_step(step: Step, error: InvalidActionError, default: float) -> None:
-    """Note on ``step`` that its completion was no action, and set its reward."""
+    """Mark ``step`` as an invalid action, and set its reward to the error's, else to ``default``."""
     step.info[INVALID] = str(error)
     set_reward(step, default if error.reward is None else error.reward, f"InvalidActionError({str(error)!r}).reward")
 
 
 def failed_step(state: EpisodeState) -> Step | None:
-    """The step whose invalid action ended the episode in ``state``; ``None`` if there is none."""
+    """Return the step whose invalid action ended the episode in ``state``; ``None`` if there is none."""
     return next((step for step in reversed(state.trajectory) if INVALID in step.info), None)
 
 
 def leave_out_unpaid(rollout: Rollout) -> None:
-    """Exclude other actors' steps from training if an invalid action ended the episode and they have no reward."""
+    """Exclude steps without a reward from training if another actor's invalid action ended the episode."""
     ends = rollout.meta.get("ends")
     for step in rollout.steps:
         led_to = [rollout.meta] if ends is None else [ends[number] for number in step.info.get("ends", ())]

@@ -1,8 +1,8 @@
-"""Judges: a model's opinion as a reward, cached by content, and asked in both orders where order could matter.
+"""Judges: models whose opinion is a reward. Answers are cached by content.
 
-Models prefer the first or the last answer regardless of content (Zheng et al., "Judging LLM-as-a-Judge with MT-Bench
-and Chatbot Arena", https://arxiv.org/abs/2306.05685, section 3.3): :meth:`Judge.compare` asks both orders and takes the
-mean.
+A model may prefer the first or the last answer regardless of content (Zheng et al., "Judging LLM-as-a-Judge with
+MT-Bench and Chatbot Arena", https://arxiv.org/abs/2306.05685, section 3.3). :meth:`Judge.compare` therefore asks in
+both orders and takes the mean.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from turnwise.types.protocols import ArenaForHooks
 
 
 def read_number(text: str) -> float:
-    """The last number in ``text``. Raises ``ValueError`` where there is none.
+    """Return the last number in ``text``. Raises ``ValueError`` if there is none.
 
     Example: ``read_number("Clear, but too long. Score: 7.5")`` is 7.5.
     """
@@ -33,7 +33,7 @@ def read_number(text: str) -> float:
 
 
 def read_choice(text: str) -> float:
-    """1 for an answer whose last verdict is ``A``, 0 for ``B``, 0.5 for ``tie``. Raises ``ValueError`` for neither.
+    """Return 1 if the last verdict in ``text`` is ``A``, 0 for ``B``, 0.5 for ``tie``. Raises ``ValueError`` if none.
 
     Example: ``read_choice("Both are short, A is right. Verdict: A")`` is 1.
     """
@@ -44,7 +44,7 @@ def read_choice(text: str) -> float:
 
 
 class AnswerCache:
-    """The ``size`` latest answers, by question. A question that is being asked already waits for that answer."""
+    """The ``size`` most recently used answers, by question. Equal questions asked at once share one answer."""
 
     def __init__(self, size: int) -> None:
         if size < 0:
@@ -60,22 +60,23 @@ class AnswerCache:
     async def answer(
         self, client: InferenceClient, key: Hashable, ask: Callable[[], Awaitable[ModelResponse]]
     ) -> ModelResponse:
-        """The answer to ``key``, marked ``cached`` if it was known; otherwise ``ask()``, whose failures are not kept.
+        """Return the known answer to ``key``, marked ``cached``; otherwise the result of ``ask()``.
 
-        Another ``client`` than last time has other weights under the same names, so the cache is cleared.
+        Failures are not kept. A new ``client`` clears the cache, since it may have other weights under the same names.
         """
         if client is not self._client:
             self._client = client
             self._known.clear()
-        key = (id(client), key)  # an answer of the last client may still come in
+        key = (id(client), key)  # an answer of the last client may still arrive
         while key not in self._known and key in self._asked:
-            await asyncio.wait([self._asked[key]])  # it may fail or be cancelled: then it is asked again
+            await asyncio.wait([self._asked[key]])  # if it fails or is cancelled, ask again
         if key in self._known:
             self._known.move_to_end(key)
             known = self._known[key]
             return replace(known, completion_token_ids=list(known.completion_token_ids), cached=True)
         if not self.size:
             return await ask()
+        # Ask, and let equal questions wait for this answer.
         done = self._asked[key] = asyncio.get_running_loop().create_future()
         try:
             response = self._known[key] = await ask()
@@ -88,7 +89,7 @@ class AnswerCache:
 
 
 class Judge:
-    """A model that reward functions ask for an opinion. It is no actor, and its answers never train.
+    """A model that reward functions ask for an opinion. It is not an actor, and its answers never train.
 
     Example::
 
@@ -101,9 +102,9 @@ class Judge:
 
     ``read`` turns an answer into a number. ``policy`` names the weights that answer, for example a policy that a
     ``RoutingClient`` sends to an ``OpenAIClient``. ``sampling`` overrides fields of the arena's sampling; the default
-    is greedy. ``cache_size`` answers are kept: equal questions to equal weights are asked once, and their seed comes
-    from their content. Each answer is a step of the episode that asked; ``step.info["cached"]`` marks free ones. Calls
-    of a group function at the top are kept in ``rollout.meta["group"]["asked"]`` of the group's first rollout.
+    is greedy. The judge keeps ``cache_size`` answers: it asks equal questions to equal weights only once, and derives
+    their seed from their content. Each answer is a step of the episode that asked; ``step.info["cached"]`` marks cached
+    ones. ``rollout.meta["group"]["asked"]`` of a group's first rollout keeps the calls of a top-level group function.
     """
 
     def __init__(
@@ -117,11 +118,11 @@ class Judge:
         self.read = read
         self.policy = policy
         self.sampling = {"temperature": 0.0, **sampling}
-        Sampling().with_(**self.sampling)  # a wrong field or value must show now
+        Sampling().with_(**self.sampling)  # report a wrong field or value now
         self.cache = AnswerCache(cache_size)
 
     async def ask(self, prompt: str | Messages, arena: ArenaForHooks) -> str:
-        """The judge's answer to ``prompt``."""
+        """Return the judge's answer to ``prompt``."""
         content = prompt if isinstance(prompt, str) else repr(to_python(prompt))
         seed = derive_seed(arena.seed, "judge", self.policy, content)
         options = {"seed": seed, **self.sampling}
@@ -129,16 +130,18 @@ class Judge:
         return response.text
 
     async def score(self, prompt: str | Messages, arena: ArenaForHooks) -> float:
-        """The answer to ``prompt`` as a number, by ``read`` (``read_number`` unless given)."""
+        """Return the answer to ``prompt`` as a number, by ``read`` (default ``read_number``)."""
         return (self.read or read_number)(await self.ask(prompt, arena))
 
     async def compare(
         self, prompt: Callable[[str, str], str | Messages], first: str, second: str, arena: ArenaForHooks
     ) -> float:
-        """Share of the win of ``first`` over ``second``, 0 to 1: the mean over both orders, so position cancels out.
+        """Return the share of the win of ``first`` over ``second``, 0 to 1.
 
-        ``prompt(a, b)`` asks which of two is better and shows A first. ``read`` (default ``read_choice``) returns the
-        share of A. ``compare(p, x, y) + compare(p, y, x) == 1``.
+        It is the mean over both orders, so position cancels out.
+
+        ``prompt(a, b)`` asks which of two is better and shows ``a`` first, as A. ``read`` (default ``read_choice``)
+        returns 1 if A wins, 0 if B does. ``compare(p, x, y) + compare(p, y, x) == 1``.
         """
         read = self.read or read_choice
         shown = [prompt(first, second), prompt(second, first)]

@@ -1,4 +1,4 @@
-"""Scores each end of an episode that has several, as if it were the only one."""
+"""Scores each end of an episode with several ends as if it were the only one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ScoredEpisode(Protocol):
 
 
 def finalize_steps(state: EpisodeState, rollout: Rollout, children: Sequence[GenerateResult]) -> None:
-    """Sort steps by the order in which they were asked for, and keep each child once."""
+    """Sort the steps by the order of their model calls, and keep each child once."""
     order = {id(step): index for index, step in enumerate(rollout.steps)}
     state.trajectory = sorted(state.trajectory or rollout.steps, key=lambda step: order.get(id(step), len(order)))
     unique = {id(result): result for result in (*state.child_results, *children)}
@@ -34,14 +34,14 @@ def finalize_steps(state: EpisodeState, rollout: Rollout, children: Sequence[Gen
 
 
 def scratch_rollout(rollout: Rollout, steps: Sequence[Step]) -> Rollout:
-    """A rollout of ``steps`` that hooks and reward functions may write to without a trace."""
+    """Return a rollout of ``steps`` that hooks and reward functions may write to, without effect on ``rollout``."""
     return replace(rollout, steps=list(steps), rewards={}, extras={}, metrics={}, meta=dict(rollout.meta))
 
 
 async def score_leaf(
     episode: ScoredEpisode, arena: ArenaForHooks, scope: EpisodeContext, children: Sequence[GenerateResult] = ()
 ) -> tuple[Score, dict[str, Any]]:
-    """Score ``scope.state`` after ``scope.rollout.steps``; returns the score and the extras."""
+    """Score ``scope.state`` after ``scope.rollout.steps``. Return the score and the extras."""
     rollout, state = scope.rollout, scope.state
     with use_context(scope):
         finalize_steps(state, rollout, children)
@@ -51,7 +51,7 @@ async def score_leaf(
 async def score_state(episode: ScoredEpisode, arena: ArenaForHooks, rollout: Rollout, state: EpisodeState) -> Score:
     """Score ``state`` with the rubric, and set the rollout's extras.
 
-    After an invalid action the rubric is not called: that step's reward is its actor's, and every metric is 0.
+    After an invalid action the rubric is not called. The step's reward is then its actor's, and every metric is 0.
     """
     if (failed := failed_step(state)) is not None:
         actors = {step.actor_id for step in rollout.steps} - {None}
@@ -64,9 +64,11 @@ async def score_state(episode: ScoredEpisode, arena: ArenaForHooks, rollout: Rol
 async def score_leaves(episode: ScoredEpisode, arena: ArenaForHooks, context: EpisodeContext) -> Score:
     """Score each of ``context.ends``, set the rollout's extras, and return the score of the whole rollout.
 
-    ``meta["ends"]`` gets a dict per end: ``rewards`` and ``metrics`` by name, ``origin`` (node, branch), ``ended``,
-    ``score``, and ``dropped``, the rubric's reason for dropping it. ``step.info["ends"]`` lists the ends of a step.
+    ``meta["ends"]`` gets a dict per end: ``rewards`` and ``metrics`` by name, ``from_branch`` (node, branch),
+    ``ended``, ``score``, and ``dropped``, the rubric's reason for dropping it. ``step.info["ends"]`` lists the ends of
+    a step.
     """
+    # Give each end its own context and a rollout of the steps that led to it.
     rollout, ends, own = context.rollout, context.ends, context.rollout.meta["own_end"]
     places = {id(step): place for place, step in enumerate(rollout.steps)}
     scopes = []
@@ -78,6 +80,8 @@ async def score_leaves(episode: ScoredEpisode, arena: ArenaForHooks, context: Ep
         scope.lazy_rng, scope.private = end.context.lazy_rng.fork(), end.context.private.copy()
         scope.rollout = scratch_rollout(rollout, end.steps)
         scopes.append(scope)
+
+    # Score all ends. Their judge calls become steps of the episode, even after a failure.
     try:
         scored = await gather_or_cancel(
             score_leaf(episode, arena, scope, end.children) for scope, end in zip(scopes, ends, strict=True)
@@ -88,6 +92,8 @@ async def score_leaves(episode: ScoredEpisode, arena: ArenaForHooks, context: Ep
             rollout.steps += [step for step in scope.steps if step is not None]
     for scope, (score, _) in zip(scopes, scored, strict=True):
         keep_tokens(scope.rollout, score.token_rewards)
+
+    # Free the states of the other ends, and keep the results.
     for number, end in enumerate(ends):
         if number != (own or 0):
             prune(end.state.data)
@@ -103,6 +109,8 @@ async def score_leaves(episode: ScoredEpisode, arena: ArenaForHooks, context: Ep
         }
         for (score, _), end in zip(scored, ends, strict=True)
     ]
+
+    # A step that led only to dropped ends does not train.
     for step in rollout.steps:
         led_to = [rollout.meta["ends"][number]["dropped"] for number in step.info.get("ends", ())]
         if led_to and None not in led_to:
@@ -112,7 +120,7 @@ async def score_leaves(episode: ScoredEpisode, arena: ArenaForHooks, context: Ep
 
 
 def reward_summary(meta: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, float], str | None]:
-    """Rewards, metrics and drop reason of a rollout with several ends: those of its own end, else the mean."""
+    """Return rewards, metrics and drop reason of a rollout with several ends: those of its own end, else means."""
     ends, own = meta["ends"], meta["own_end"]
     if own is not None:
         return dict(ends[own]["rewards"]), dict(ends[own]["metrics"]), ends[own]["dropped"]
@@ -123,7 +131,7 @@ def reward_summary(meta: Mapping[str, Any]) -> tuple[dict[str, float], dict[str,
 
 
 def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each name over the rows that have it."""
+    """Return the mean of each name over the rows that have it."""
     columns: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():

@@ -2,8 +2,8 @@
 
     penalty * min(1, max(0, tokens - (limit - buffer)) / buffer)
 
-is taken away: nothing up to ``buffer`` tokens before the limit, then linearly more, all of ``penalty`` at the limit
-(DAPO, https://arxiv.org/abs/2503.14476, eq. 13).
+The loss is 0 up to ``buffer`` tokens before the limit, then grows linearly to ``penalty`` at the limit (DAPO,
+https://arxiv.org/abs/2503.14476, eq. 13).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from turnwise.types import GenerateResult, Rollout, Step
 
 @dataclass(frozen=True, slots=True)
 class OverlongPenalty:
-    """``buffer`` in tokens, ``penalty`` in reward. The limit is the model call's, ``step.info["max_tokens"]``.
+    """``buffer`` is in tokens, ``penalty`` in reward. The limit is that of the model call, ``step.info["max_tokens"]``.
 
     Example: ``OverlongPenalty(100, 1.0).of(tokens=450, limit=500) == 0.5``
 
-    It lowers the step's own reward, and the rollout's reward of its actor unless the step lost its selection in a tree.
-    In a tree with several ends it lowers the reward of each end of the step.
+    The penalty lowers the step's own reward. It also lowers the actor's reward of the rollout, unless the tree did not
+    select the step. In a tree with several ends it lowers the actor's reward at each end that the step led to.
     """
 
     buffer: int
@@ -35,13 +35,13 @@ class OverlongPenalty:
             raise ValueError(f"penalty={self.penalty!r}: expected a number >= 0")
 
     def of(self, tokens: int, limit: int) -> float:
-        """Reward that a completion of ``tokens`` loses under ``limit``."""
+        """Return the reward that a completion of ``tokens`` tokens loses under ``limit``."""
         return self.penalty * min(1.0, max(0, tokens - (limit - self.buffer)) / self.buffer)
 
     def apply(self, results: Sequence[GenerateResult]) -> None:
-        """Lower the rewards of ``results`` and their children, once: a step that was seen before keeps its reward.
+        """Lower the rewards of ``results`` and their children. A step that was seen before keeps its reward.
 
-        ``step.info`` then has ``"overlong_penalty"`` and ``"raw_reward"``, ``rollout.meta`` ``"raw_rewards"``.
+        Sets ``"overlong_penalty"`` and ``"raw_reward"`` in ``step.info``, and ``"raw_rewards"`` in ``rollout.meta``.
         """
         for top in results:
             for result in top.walk():

@@ -1,4 +1,4 @@
-"""Rewards: a rubric is a weighted sum of reward functions, each naming the arguments that it wants."""
+"""Rewards: a rubric is a weighted sum of reward functions. Each function names the arguments that it wants."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Call = Callable[[], Awaitable[Any]]
 
 
 class DropRolloutError(Exception):
-    """Raised by a reward function to keep its rollout out of the batch; counted as ``reward_error``."""
+    """Raise it in a reward function to keep the rollout out of the batch. It is counted as ``reward_error``."""
 
 
 async def _raise(call: Call, error: Exception) -> Any:
@@ -66,8 +66,12 @@ ON_ERROR: dict[str, Callable[[Call, Exception], Awaitable[Any]]] = {
 
 @dataclass(slots=True)
 class Score:
-    """``rewards`` actor -> weighted sum; ``metrics`` "function/actor" -> unweighted value; ``dropped`` the reason;
-    ``token_rewards`` actor -> weighted sum, token by token, of what was given so."""
+    """Rewards of one rollout.
+
+    ``rewards`` maps an actor to its weighted sum, ``metrics`` maps "function/actor" to the unweighted value.
+    ``dropped`` is the reason why the rollout is dropped. ``token_rewards`` maps an actor to the weighted sum of its
+    token rewards, token by token.
+    """
 
     rewards: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -78,19 +82,20 @@ class Score:
 class Rubric:
     """``rewards[actor] = sum over functions of weight * value[actor]``.
 
-    A function returns ``{actor: reward}``, or one number for every actor that acted. Where an actor made one model
-    call, its reward may also be a list, an array or a tensor of one number for each token of the completion: their sum
-    over the tokens that train counts, and ``step.info["token_rewards"]`` keeps them. A function may be ``def`` or
-    ``async def``; all run concurrently. Weight 0 makes it a metric only. ``on_error`` says what an exception (or a
-    ``timeout`` in seconds, for each function) does: ``"raise"`` fails the episode, ``"zero"`` counts as reward 0,
-    ``"drop"`` keeps the rollout out of the batch, ``"retry"`` tries twice more and then fails. An InvalidActionError is
-    no such exception: it gives its reward. A NaN or infinite reward always fails the episode. With a ``timeout``, plain
-    functions run in a thread, which is abandoned when time is up.
+    A function returns ``{actor: reward}``, or one number for every actor that acted. If an actor made only one model
+    call, its reward may also be a list, array or tensor with one number per token of the completion. Their sum over the
+    tokens that train is the reward, and ``step.info["token_rewards"]`` keeps them. A function may be ``def`` or
+    ``async def``; all run concurrently. Weight 0 makes a function a metric only.
 
-    A function gets what it names, see ``ARGUMENTS``; one of two arguments with names of their own gets the rollout and
-    the arena, in this order. A function that names ``rollouts`` is a group function: it gets all rollouts of one
-    question that came to their end, after the last of them, and returns a value for each; a failure of it is one of its
-    whole group.
+    ``on_error`` sets the effect of an exception, or of a ``timeout`` in seconds for each function: ``"raise"`` fails
+    the episode, ``"zero"`` counts as reward 0, ``"drop"`` keeps the rollout out of the batch, ``"retry"`` tries twice
+    more and then fails. An InvalidActionError gives its reward instead. A NaN or infinite reward always fails the
+    episode. With a ``timeout``, plain functions run in a thread, which is abandoned when the time is up.
+
+    A function gets the arguments that it names, see ``ARGUMENTS``. A function of two arguments with other names gets
+    the rollout and the arena, in this order. A function that names ``rollouts`` is a group function: it runs after the
+    last rollout of a question has finished, gets all finished ones, and returns a value for each. If it fails, its
+    whole group fails.
 
     Example::
 
@@ -124,6 +129,8 @@ class Rubric:
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout={timeout!r}: expected seconds > 0, or None")
         self.timeout = timeout
+
+        # Read which arguments each function wants, and separate the group functions.
         self.names = _unique_names(self.funcs)
         self._arguments = [_wanted_arguments(func, name) for func, name in zip(self.funcs, self.names, strict=True)]
         grouped = [index for index, wanted in enumerate(self._arguments) if "rollouts" in wanted.values()]
@@ -134,7 +141,7 @@ class Rubric:
     async def score(
         self, rollout: Rollout, arena: ArenaForHooks | None = None, state: EpisodeState | None = None
     ) -> Score:
-        """Rewards and metrics of one rollout. Raises ``ValueError``/``TypeError`` unless all are finite numbers."""
+        """Score one rollout. Raises ``ValueError``/``TypeError`` unless all rewards are finite numbers."""
         available = {
             "rollout": rollout,
             "arena": arena,
@@ -144,25 +151,25 @@ class Rubric:
             "state": state,
         }
         score = Score()
-        settle_steps(rollout)  # reward functions see sums
+        settle_steps(rollout)  # so that reward functions see sums of token rewards
         try:
             values = await self._run(self._single, available)
         except DropRolloutError as error:
             score.dropped = str(error)
             return score
         finally:
-            settle_steps(rollout)  # and may set steps' rewards themselves
+            settle_steps(rollout)  # reward functions may have set rewards of steps
         for index, value in zip(self._single, values, strict=True):
             self._add(score, index, value, rollout)
         return score
 
     @property
     def is_grouped(self) -> bool:
-        """True if some function takes ``rollouts``, all rollouts of a group."""
+        """True if some function is a group function: it takes ``rollouts``."""
         return bool(self._grouped)
 
     async def score_group(self, rollouts: Sequence[Rollout], arena: ArenaForHooks | None = None) -> list[Score]:
-        """Scores by the group functions for each of ``rollouts``, added to :meth:`score`. Raises as that does."""
+        """Return the group functions' score of each rollout, to add to :meth:`score`. Raises the same errors."""
         scores = [Score() for _ in rollouts]
         try:
             columns = await self._run(self._grouped, {"rollouts": list(rollouts), "arena": arena})
@@ -196,7 +203,7 @@ class Rubric:
         context = current_context()
         if context is None:
             return await gather_or_cancel(self._value(index, available) for index in indices)
-        # Each function gets a scope of its own, so the seeds of judge calls don't depend on who came first.
+        # Each function gets its own scope, so the seeds of judge calls don't depend on which function runs first.
         parts = {index: context.branch(f"reward{index}") for index in indices}
 
         async def in_scope(index: int) -> Any:
@@ -204,7 +211,7 @@ class Rubric:
                 return await self._value(index, available)
 
         try:
-            if len(parts) == 1:  # alone, it needs no task
+            if len(parts) == 1:  # a single function needs no task
                 return [await in_scope(indices[0])]
             return await gather_or_cancel(in_scope(index) for index in indices)
         finally:
@@ -235,7 +242,7 @@ class Rubric:
 
 
 def _wanted_arguments(func: RewardFunction, name: str) -> dict[str, str]:
-    """The offered argument for each parameter of ``func``."""
+    """Map each parameter of ``func`` to the argument that it gets. Raises ``TypeError`` for an unknown name."""
     if not callable(func):
         raise TypeError(f"funcs: {func!r} is not callable")
     wanted = {}
@@ -255,9 +262,9 @@ def _wanted_arguments(func: RewardFunction, name: str) -> dict[str, str]:
 
 
 def _by_place(parameters: Mapping[str, inspect.Parameter], offered: Sequence[str]) -> dict[str, str]:
-    """Positional arguments of a function of two with names of its own, or ``_`` for one that it ignores.
+    """Map the parameters of a function with two unknown names to ``rollout`` and ``arena``, by position.
 
-    One unknown name beside a known one counts as a mistake.
+    One unknown name beside a known one is a mistake, unless it begins with ``_``, for an argument that is ignored.
     """
     asked = [
         one.name for one in parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD and one.default is one.empty

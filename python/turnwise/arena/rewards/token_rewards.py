@@ -1,4 +1,4 @@
-"""Rewards are one finite number, or one number per token of a completion, which add up to it."""
+"""Rewards: one finite number, or one number per token of a completion. Token rewards add up to the reward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOKEN_REWARDS = "token_rewards"
 
 
 def check_reward(value: Any, where: str) -> float:
-    """``value`` as a finite float; ``where`` names its origin in the error."""
+    """Return ``value`` as a finite float, else raise ``TypeError`` or ``ValueError``. ``where`` names its origin."""
     if isinstance(value, (str, bytes)) or value is None:
         raise TypeError(f"{where}: got {value!r}, expected a number")
     try:
@@ -33,12 +33,12 @@ def is_by_token(value: Any) -> bool:
 
 
 def sum_tokens(value: Any, step: Step, where: str) -> tuple[float, list[float]]:
-    """The sum of ``value`` over the tokens of ``step`` that train, and ``value`` as a list.
+    """Return the sum of ``value`` over the tokens of ``step`` that train, and ``value`` as a list.
 
-    ``value`` has one finite number for each completion token. Those that ``step.info["loss_mask"]`` leaves out add
-    nothing. Raises ``ValueError`` or ``TypeError`` that begins with ``where``.
+    ``value`` has one finite number for each completion token. Tokens that ``step.info["loss_mask"]`` masks add nothing.
+    Raises ``ValueError`` or ``TypeError`` with a message that begins with ``where``.
     """
-    import torch  # here, as an arena without rewards by token needs none
+    import torch  # imported late, because an arena without token rewards does not need it
 
     from turnwise.ops import token_reward_sum
 
@@ -50,12 +50,13 @@ def sum_tokens(value: Any, step: Step, where: str) -> tuple[float, list[float]]:
             "the completion"
         )
     rewards = [check_reward(reward, f"{where}, token {place}") for place, reward in enumerate(given)]
+    # Apply the loss mask, if any.
     mask = step.info.get("loss_mask")
     if mask is not None:
         mask = torch.as_tensor([float(trains) for trains in mask])[None]
         if mask.shape[1] != count:
             raise ValueError(f"{where}: loss_mask has {mask.shape[1]} entries, expected one for each of {count} tokens")
-    # In float64, which the reference alone adds up, whatever backend is asked for elsewhere.
+    # Only the reference backend adds up float64, so use it whatever backend is set elsewhere.
     total = token_reward_sum(torch.tensor([rewards], dtype=torch.float64), mask=mask, backend="torch")
     return check_reward(total, f"{where}, the sum over its tokens"), rewards
 
@@ -81,7 +82,7 @@ _SINGLE = frozenset({type(None), float, int, bool})
 
 
 def reward_of(value: Any, actor: str, rollout: Rollout, where: str) -> tuple[float, list[float] | None]:
-    """A reward function's value for one actor: its sum, and its token rewards if it has them."""
+    """Return a reward function's value for one actor as a sum, and its token rewards or ``None``."""
     if not is_by_token(value):
         return check_reward(value, where), None
     steps = _steps_of(rollout, actor)
@@ -96,7 +97,7 @@ def reward_of(value: Any, actor: str, rollout: Rollout, where: str) -> tuple[flo
 def keep_tokens(rollout: Rollout, by_actor: Mapping[str, Sequence[float]]) -> None:
     """Add token rewards of :func:`reward_of` to the steps.
 
-    Skipped for a step with a reward of its own, and for one that led to several ends.
+    A step is skipped if it has its own reward, or if it led to several ends.
     """
     for actor, rewards in by_actor.items():
         for step in _steps_of(rollout, actor):
@@ -105,7 +106,7 @@ def keep_tokens(rollout: Rollout, by_actor: Mapping[str, Sequence[float]]) -> No
 
 
 def add_tokens(one: Iterable[float] | None, other: Sequence[float], weight: float = 1.0) -> list[float]:
-    """``one + weight * other``, token by token."""
+    """Return ``one + weight * other``, token by token; ``None`` counts as zeros."""
     weighted = [weight * reward for reward in other]
     return weighted if one is None else [a + b for a, b in zip(one, weighted, strict=True)]
 
@@ -115,7 +116,7 @@ def _steps_of(rollout: Rollout, actor: str) -> list[Step]:
 
 
 def check_rewarded(rollout: Rollout) -> None:
-    """Raise for a trainable step without a reward: here it costs one episode, later the whole batch."""
+    """Raise ``ValueError`` for a trainable step without a reward: here it fails one episode, later the whole batch."""
     for step in rollout.steps:
         if step.trainable and step.reward is None and step.actor_id not in rollout.rewards_of(step):
             raise ValueError(

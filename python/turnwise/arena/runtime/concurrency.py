@@ -1,7 +1,7 @@
 """Limits concurrent model calls over the whole tree of episodes, and isolates failures.
 
-Only model calls hold a slot. An episode that waits for its children holds none, so nesting can neither deadlock nor
-multiply the limit.
+Only model calls hold a slot. An episode that waits for its children holds no slot, so nested episodes can't deadlock
+and can't exceed the limit.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ class BatchFailedError(RuntimeError):
 
 
 class PrioritySemaphore:
-    """At most ``limit`` holders at once; the others wait in ascending ``order``, first come first served among equals.
+    """Limits holders to ``limit`` at once. The others wait in ascending ``order``.
 
-    Bound to no event loop, so one arena may be used in several ``asyncio.run`` calls.
+    Among equal orders, the first to wait is the first to get a slot.
+
+    It is not bound to an event loop, so one arena may be used in several ``asyncio.run`` calls.
     """
 
     def __init__(self, limit: int) -> None:
@@ -37,7 +39,7 @@ class PrioritySemaphore:
 
     @contextlib.contextmanager
     def limited_to(self, limit: int | None) -> Iterator[None]:
-        """A lower limit for the block; ``None`` keeps the limit."""
+        """Lower the limit for the block; ``None`` keeps it."""
         if limit is not None and limit < 1:
             raise ValueError(f"concurrency={limit!r}: expected at least 1, or None")
         before = self.limit
@@ -48,7 +50,7 @@ class PrioritySemaphore:
             self.limit = before
 
     def slot(self, order: Order) -> Slot:
-        """``async with`` holds one slot for the block. A call that is cancelled while waiting gives up its place."""
+        """Return a slot: ``async with`` holds it for the block. A call that is cancelled while waiting gives it up."""
         return Slot(self, order)
 
     async def acquire(self, order: Order) -> None:
@@ -62,7 +64,7 @@ class PrioritySemaphore:
         try:
             await granted
         except asyncio.CancelledError:
-            # The slot may have been granted in the same tick as the cancellation: pass it on.
+            # The loop may have granted the slot in the same tick as the cancellation: pass it on.
             if granted.done() and not granted.cancelled():
                 self.release()
             raise
@@ -73,8 +75,8 @@ class PrioritySemaphore:
             self._grant_soon()
 
     def _grant_soon(self) -> None:
-        # Two turns of the loop later: whoever just finished a call can ask for its next one, or start its children,
-        # before the free slot goes to a new root.
+        # Wait two iterations of the loop, so that an episode that just finished a call can ask for its next one, or
+        # start its children, before a new root gets the free slot.
         loop = asyncio.get_running_loop()
         loop.call_soon(loop.call_soon, self._grant)
 
@@ -87,7 +89,7 @@ class PrioritySemaphore:
 
 
 class Slot:
-    """One slot of a :class:`PrioritySemaphore`. A class, because generators are slower."""
+    """One slot of a :class:`PrioritySemaphore`. It is a class because generators are slower."""
 
     __slots__ = ("_budget", "_order")
 
@@ -104,9 +106,9 @@ class Slot:
 async def gather_or_cancel(
     coroutines: Iterable[Coroutine[Any, Any, T]], ended: Callable[[], None] | None = None
 ) -> list[T]:
-    """Run concurrently. The first exception, or a cancellation from outside, cancels the rest and is raised.
+    """Run coroutines concurrently. The first exception, or a cancellation from outside, cancels the rest and is raised.
 
-    ``ended`` is called whenever one of them has ended, in any way.
+    ``ended`` is called each time one of them ends, in any way.
     """
     tasks = list(map(asyncio.create_task, coroutines))
     if ended is not None:
@@ -124,7 +126,7 @@ async def gather_or_cancel(
 def run_limited(
     starts: Iterable[Callable[[], Coroutine[Any, Any, T]]], limit: int | None
 ) -> list[Coroutine[Any, Any, T]]:
-    """Coroutines of ``starts``, of which at most ``limit`` run at once; ``None`` is no limit."""
+    """Return one coroutine per item of ``starts``. At most ``limit`` of them run at once; ``None`` sets no limit."""
     if limit is None:
         return [start() for start in starts]
     if limit < 1:
@@ -133,13 +135,13 @@ def run_limited(
 
     async def gated(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
         async with gate:
-            return await start()  # begun only here: whoever is cancelled before leaves no coroutine behind
+            return await start()  # starts only here, so an earlier cancellation leaves no coroutine behind
 
     return [gated(start) for start in starts]
 
 
 class EpisodeCounter:
-    """Counts the episodes of all running batches; calls ``show(ended, asked)``, if set, whenever one has ended."""
+    """Counts the episodes of all running batches. Calls ``show(ended, asked)``, if set, each time one ends."""
 
     def __init__(self) -> None:
         self.show: Callable[[int, int], None] | None = None
@@ -147,7 +149,7 @@ class EpisodeCounter:
 
     @contextlib.contextmanager
     def batch(self, asked: int) -> Iterator[Callable[[], None]]:
-        """Count ``asked`` more episodes inside the block. Call the function that it yields when one has ended."""
+        """Count ``asked`` more episodes inside the block. Call the yielded function each time one ends."""
         own = 0
         self.asked += asked
 
@@ -166,7 +168,7 @@ class EpisodeCounter:
 
 
 class FailureBudget:
-    """Counts the failures of one batch, and raises with the first traceback once there are too many."""
+    """Counts the failures of one batch. Raises an error with the first traceback when there are too many."""
 
     def __init__(self, total: int, threshold: float) -> None:
         self.total, self.threshold = total, threshold

@@ -1,4 +1,4 @@
-"""Identity of artifacts by content: keys of questions in memory, and digests that hold in every process."""
+"""Identity of artifacts by content: keys of questions in memory, and digests that are the same in every process."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from turnwise.types import Artifact
 
 
 def detach_from_state(value: Any) -> Any:
-    """``value`` in plain containers if it comes from an episode's state, whose data may be freed."""
+    """Return ``value`` in plain containers if it comes from an episode's state, whose data may be freed."""
     facades = (StateDict, StateList)
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return to_python(value) if type(value) in facades or any(type(part) in facades for part in parts) else value
 
 
 def content_key(value: Any) -> Hashable:
-    """A hashable that is equal for equal content: identifies a question that has no ``group_id``.
+    """Return a hashable key, equal for equal content. It identifies a question that has no ``group_id``.
 
-    Types count: ``1``, ``1.0`` and ``True`` differ. Raises ``TypeError`` for an object without a key.
+    Types matter: ``1``, ``1.0`` and ``True`` differ. Raises ``TypeError`` for an object without a key.
     """
     if value is None or isinstance(value, (str, bytes)):
         return value
@@ -32,8 +32,9 @@ def content_key(value: Any) -> Hashable:
     if isinstance(value, Artifact):
         return ("artifact", value.id)
     if isinstance(value, (list, tuple)):
-        # Not type(value): a facade of a list is a list here too.
+        # __class__ instead of type(), so that a facade of a list counts as a list.
         return (value.__class__.__name__, *map(content_key, value))
+    # Dicts and sets have no order.
     if isinstance(value, dict):
         return ("dict", frozenset((content_key(key), content_key(item)) for key, item in value.items()))
     if isinstance(value, (set, frozenset)):
@@ -51,11 +52,13 @@ def content_key(value: Any) -> Hashable:
 
 
 def content_digest(value: Any) -> bytes:
-    """16 bytes that are equal for equal content, in every process and after a round trip through JSON.
+    """Return 16 bytes that are equal for equal content, in every process and after a round trip through JSON.
 
-    So a tuple equals a list, a set equals a list in some order, and 1, 1.0, True and the keys 1 and "1" are equal.
+    Therefore a tuple equals a list, a set equals one order of a list, and 1, 1.0, True and the keys 1 and "1" are
+    equal. NumPy numbers and arrays equal Python's numbers and lists, and a dataclass equals a dict of its fields.
     Raises ``TypeError`` for an object of unknown content.
     """
+    # Name a kind for each type, so that equal bytes of different kinds differ.
     if value is None or isinstance(value, (str, bytes)):
         text = value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
         parts = [type(value).__name__.encode(), text]
@@ -76,6 +79,7 @@ def content_digest(value: Any) -> bytes:
         raise TypeError(
             f"data of type {type(value).__name__!r} can't be put on a side: give split() a key=, data -> what counts"
         )
+    # Each part begins with its length, so that no two lists of parts give the same bytes.
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(len(part).to_bytes(8, "big") + part)

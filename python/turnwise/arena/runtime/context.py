@@ -1,4 +1,4 @@
-"""The context of a running episode: its lineage, seed, deadline, and everything recorded so far."""
+"""The context of a running episode: its lineage, seed, deadline and records."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from turnwise.types import (
 )
 
 _OF_ONE_ATTEMPT = ("dropped", "ended", "ends", "own_end", "playouts")
-"""Keys of ``rollout.meta`` that belong to one attempt; a retry starts without them."""
+"""Keys of ``rollout.meta`` that belong to one attempt. A retry starts without them."""
 
 
 @dataclass(slots=True)
 class EpisodeContext:
     """One running episode, or one branch of it.
 
-    A context variable holds the current one, so nested episodes, branches and reward functions inherit it.
+    A context variable holds the current context, so nested episodes, branches and reward functions inherit it.
 
     Example: ``with use_context(context.branch("n0b1", fork)): ...`` runs one branch of a tree.
     """
@@ -66,11 +66,11 @@ class EpisodeContext:
     nodes: int = 0
     """Tree nodes so far."""
     steps: list[Step | None] = field(default_factory=list)
-    """Recorded model calls, in the order in which they were asked for; ``None`` while one is running."""
+    """Recorded model calls, in the order in which they started; ``None`` while a call is running."""
     children: list[GenerateResult] = field(default_factory=list)
     """Results of nested episodes."""
     unselected_children: list[GenerateResult] = field(default_factory=list)
-    """Results spawned by branches that lost: they may train, but the episode's state never saw them."""
+    """Results spawned by branches that were not selected. They may train, but the episode's state never saw them."""
     private: PrivateTexts = field(default_factory=PrivateTexts)
     """Text that only some actors may see."""
     parent_private: PrivateTexts | None = None
@@ -90,11 +90,11 @@ class EpisodeContext:
     beams: list[Beam] = field(default_factory=list)
     """Paths of a tree-sampled episode that are still being played."""
     ends: list[Beam] = field(default_factory=list)
-    """Finished paths, where a tree-sampled episode has several."""
+    """Finished paths of a tree-sampled episode that has several."""
 
     @property
     def rng(self) -> random.Random:
-        """Generator of the episode, or of the branch."""
+        """Random generator of the episode or branch."""
         return self.lazy_rng.rng
 
     def next_call_seed(self) -> int:
@@ -102,24 +102,24 @@ class EpisodeContext:
         return derive_seed(self.rollout.seed, self.scope, "call", self.calls - 1)
 
     def next_child(self) -> tuple[str, int]:
-        """Id and default seed of the next episode spawned from here."""
+        """Return id and default seed of the next episode spawned from here."""
         index, self.spawned = self.spawned, self.spawned + 1
         return f"{self.rollout.id}{self.scope}.{index}", derive_seed(self.rollout.seed, self.scope, "child", index)
 
     def next_node(self) -> int:
-        """Id of the next tree node: unique over rollouts, so that two trees never share a group."""
+        """Return the id of the next tree node. It is unique over rollouts, so that two trees never share a group."""
         self.nodes += 1
         return derive_seed(self.rollout.id, "node", self.nodes - 1) >> 15
 
     def next_record_key(self) -> str:
-        """Key of the next event in the recording."""
+        """Return the key of the next event in the recording."""
         self.record_count += 1
         return f"{self.record_key}#{self.record_count - 1}"
 
     def scratch_copy(self, *, draws: bool) -> EpisodeContext:
-        """A context for work of which only the return value counts: nothing in it is recorded.
+        """Return a context for work of which only the result is kept. Nothing in it is recorded.
 
-        With ``draws`` it has a generator of its own, seeded from the episode's.
+        With ``draws`` it has its own generator, seeded from the episode's.
         """
         return replace(
             self,
@@ -134,7 +134,7 @@ class EpisodeContext:
         )
 
     def branch(self, name: str, state: EpisodeState | None = None) -> EpisodeContext:
-        """A context for one concurrent part of this episode: own call seeds, own records, a copy of the generator."""
+        """Return a context for one concurrent part of the episode: own call seeds and records, a copied generator."""
         return EpisodeContext(
             rollout=self.rollout,
             state=self.state if state is None else state,
@@ -156,7 +156,7 @@ class EpisodeContext:
         )
 
     def merge(self, part: EpisodeContext, *, selected: bool) -> None:
-        """Add what a finished branch recorded. The selected branch also passes on its state and its generator."""
+        """Add a finished branch's records. A selected branch also passes on its state, generator and private texts."""
         self.steps.extend(part.steps)
         self.unselected_children.extend(part.unselected_children)
         self.sampled_completions |= part.sampled_completions
@@ -167,7 +167,7 @@ class EpisodeContext:
         self.state, self.lazy_rng, self.private = part.state, part.lazy_rng, part.private
 
     def for_retry(self, attempt: int) -> EpisodeContext:
-        """A fresh context for one more attempt at the same request, with another seed."""
+        """Return a fresh context, with another seed, for one more attempt at the same request."""
         old = self.rollout
         lost = sum(len(step.completion_token_ids) for step in self.steps if step and "cached" not in step.info)
         lost += int(old.metrics.get("tree/playout_tokens", 0))
@@ -192,20 +192,20 @@ class EpisodeContext:
         return past() if self.recorder is None else bool(self.recorder.record_input(self, "deadline", (), past))
 
     def explain(self, error: Exception) -> str:
-        """The traceback of what failed this episode."""
+        """Return the traceback of ``error``, with a note if the episode ran past its deadline."""
         text = "".join(traceback.format_exception(error))
         if isinstance(error, TimeoutError) and self.out_of_time():
             return f"episode {self.rollout.episode_type!r} ({self.rollout.id}) ran past its deadline\n{text}"
         return text
 
     def result(self) -> GenerateResult:
-        """The episode so far, complete or failed."""
+        """Return the episode as it is now, complete or failed."""
         self.rollout.steps = [step for step in self.steps if step is not None]
         return GenerateResult(
             self.rollout,
             children=self.children + self.unselected_children,
             continuation=list(self.continuations),
-            # A rubric that dropped the rollout leaves it without rewards, so nothing of it can train.
+            # A rollout that its rubric dropped has no rewards, so it can't train.
             is_trainable=self.is_trainable and "dropped" not in self.rollout.meta,
             group_id=self.group_id,
             parent_id=self.parent_id,
@@ -214,19 +214,19 @@ class EpisodeContext:
 
 @dataclass(slots=True, eq=False)
 class Beam:
-    """One path through a tree-sampled episode, as far as it has been played.
+    """One path through a tree-sampled episode, up to its latest action.
 
     Example: an unbranched episode is one beam, ``Beam(context)``.
     """
 
     context: EpisodeContext
-    """Its state, generator and private texts; the first beam uses the episode's own context."""
+    """State, generator and private texts of the path. The first beam uses the episode's own context."""
     steps: list[Step] = field(default_factory=list)
     """All model calls on the path, in order."""
     children: list[GenerateResult] = field(default_factory=list)
     """Results of the episodes spawned on the path."""
     from_branch: tuple[int, int] | None = None
-    """The branch the path took last, as ``(node, index)``; ``None`` before the first node."""
+    """The last branch that the path took, as ``(node, index)``; ``None`` before the first node."""
     total_reward: float = 0.0
     """Sum of the rewards on the path."""
     score: float = 0.0
@@ -255,7 +255,7 @@ class ModelCall:
     turn: int
     messages: Messages
     request: ModelRequest | None
-    """Dropped once ``step`` holds the same."""
+    """The request; ``None`` once ``step`` holds its content."""
     step: Step | None = None
     """``None`` while the call runs, or if it failed or was cancelled."""
     error: tuple[str, str] | None = None
@@ -265,10 +265,10 @@ class ModelCall:
 
 
 class Recorder(Protocol):
-    """Receives the events of a running episode: records them, or replays recorded ones."""
+    """Receives the events of a running episode. It records them, or replays recorded ones."""
 
     def unique_key(self, key: str) -> str:
-        """``record_key``, with a number behind it if it is taken."""
+        """Return ``key``, with a number appended if it is taken."""
         ...
 
     def start_call(
@@ -278,7 +278,7 @@ class Recorder(Protocol):
         ...
 
     async def replayed(self, call: ModelCall) -> ModelResponse | None:
-        """The recorded response, or its error raised; ``None`` if the call must be sampled."""
+        """Return the recorded response or raise the recorded error. Return ``None`` if the call must be sampled."""
         ...
 
     def finish_call(self, call: ModelCall, response: ModelResponse | Exception) -> None:
@@ -288,11 +288,11 @@ class Recorder(Protocol):
     def record_input(
         self, context: EpisodeContext, name: str, arguments: Sequence[Any], compute: Callable[[], Any]
     ) -> Any:
-        """Return what ``compute()`` returns or raises, which may be an awaitable."""
+        """Return the result of ``compute()``, which may be an awaitable, or raise its error."""
         ...
 
     def timeout(self, context: EpisodeContext, when: float | None) -> AbstractAsyncContextManager[Any]:
-        """``asyncio.timeout_at(when)``."""
+        """Return a context manager like ``asyncio.timeout_at(when)``."""
         ...
 
     def finish_episode(self, context: EpisodeContext) -> None:
@@ -304,12 +304,12 @@ _current: ContextVar[EpisodeContext | None] = ContextVar("turnwise_episode", def
 
 
 def current_context() -> EpisodeContext | None:
-    """The episode or branch that this coroutine runs in; ``None`` outside of episodes."""
+    """Return the context of the episode or branch that this coroutine runs in; ``None`` outside of episodes."""
     return _current.get()
 
 
 def require_context() -> EpisodeContext:
-    """The context of the running episode. Raises ``RuntimeError`` outside of one."""
+    """Return the context of the running episode. Raises ``RuntimeError`` outside of episodes."""
     context = _current.get()
     if context is None:
         raise RuntimeError("no episode is running here: start episodes with arena.generate_rollouts(requests)")
@@ -318,7 +318,7 @@ def require_context() -> EpisodeContext:
 
 @contextlib.contextmanager
 def use_context(context: EpisodeContext) -> Iterator[EpisodeContext]:
-    """Make ``context`` the current one for the block, and for the tasks started in it."""
+    """Make ``context`` the current context for the block and for the tasks started in it."""
     token = _current.set(context)
     try:
         yield context
@@ -330,12 +330,12 @@ _PLAIN_TYPES = frozenset({type(None), bool, int, float, str, list, dict})
 
 
 async def maybe_await(value: Any) -> Any:
-    """``value``, awaited if it is awaitable: hooks may be ``def`` or ``async def``."""
+    """Return ``value``, awaited if it is awaitable, because hooks may be ``def`` or ``async def``."""
     if type(value) in _PLAIN_TYPES:  # nearly all hooks return one of these, and ``isawaitable`` is slow
         return value
     return await value if inspect.isawaitable(value) else value
 
 
 def make_forkable(state: EpisodeState) -> None:
-    """Move ``state.data`` into a copy-on-write State, unless it is in one: forks then cost nothing until a write."""
+    """Move ``state.data`` into a copy-on-write State, unless it is in one. Forks then copy nothing until a write."""
     state.data = forkable(state.data)

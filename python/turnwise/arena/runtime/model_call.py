@@ -28,9 +28,9 @@ FINISH_REASONS = ("stop", "length", "abort")
 
 
 class PendingCall:
-    """One model call, from its request to its step in the running episode, if there is one.
+    """One model call, from its request to its step in the running episode, if any.
 
-    Its place among the episode's steps is reserved at once, so steps keep the order in which they were asked for.
+    It reserves its place among the episode's steps at once, so steps keep the order in which their calls started.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class PendingCall:
             self.recorded = context.recorder.start_call(context, actor_id, messages, request)
 
     async def replayed(self) -> ModelResponse | None:
-        """The response that a replay has for this call; ``None`` if it must be sampled."""
+        """Return the response that a replay has for this call; ``None`` if it must be sampled."""
         if self.context is None or self.context.recorder is None or self.recorded is None:
             return None
         return await self.context.recorder.replayed(self.recorded)
@@ -62,7 +62,7 @@ class PendingCall:
             self.context.recorder.finish_call(self.recorded, error)
 
     def finish(self, response: ModelResponse, tokenizer: Tokenizer, *, check_private: bool) -> ModelResponse:
-        """Fill in text and prompt tokens of ``response``, and record it."""
+        """Set text and prompt tokens of ``response``, and record it as a step."""
         context, recorded, actor_id = self.context, self.recorded, self.actor_id
         if context is not None and context.recorder is not None and recorded is not None:
             context.recorder.finish_call(recorded, response)
@@ -88,14 +88,14 @@ class PendingCall:
 
 
 def well_formed(text: str) -> str:
-    """``text`` with U+FFFD for lone surrogates, which no tokenizer or file can encode."""
+    """Return ``text`` with U+FFFD for lone surrogates, which no tokenizer or file can encode."""
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def playing(actor: Actor | None) -> str:
-    """The policy that plays ``actor`` now: the one named by its episode's request, else its own."""
+    """Return the policy that plays ``actor`` now: the one that the episode's request names, else the actor's own."""
     if actor is None:
         return "default"
     context = current_context()
@@ -103,7 +103,7 @@ def playing(actor: Actor | None) -> str:
 
 
 def sampling_for(actor: Actor | None, default: Sampling, evaluation: Sampling | None) -> Sampling:
-    """Sampling of an actor's calls, without ``Actor.max_tokens``; ``evaluation`` replaces it in an evaluation."""
+    """Return the sampling of an actor's calls, without ``Actor.max_tokens``. ``evaluation`` replaces it, if given."""
     own = (actor.sampling if actor else None) or default
     if evaluation is None:
         return own
@@ -112,7 +112,7 @@ def sampling_for(actor: Actor | None, default: Sampling, evaluation: Sampling | 
 
 
 def to_messages(prompt: str | Messages, actor: Actor | None) -> Messages:
-    """A chat from a prompt: a string becomes one user message; the actor's system prompt opens it if none is there."""
+    """Make a chat from a prompt. A string becomes one user message. Add the actor's system prompt if there is none."""
     if isinstance(prompt, str):
         messages: Messages = [{"role": "user", "content": prompt}]
     elif type(prompt) is list and all(map(_is_text, prompt)):
@@ -130,7 +130,7 @@ def to_messages(prompt: str | Messages, actor: Actor | None) -> Messages:
 
 
 def _is_text(message: Any) -> bool:
-    """True for ``{"role": str, "content": str}``, as nearly all messages are."""
+    """True for ``{"role": str, "content": str}``, the form of nearly all messages."""
     return (
         type(message) is dict
         and len(message) == 2
@@ -140,7 +140,7 @@ def _is_text(message: Any) -> bool:
 
 
 class PromptCache:
-    """Token ids of the latest prompts: siblings of a tree share one prompt, and chat templates are slow."""
+    """Token ids of the latest prompts. Siblings of a tree share one prompt, and chat templates are slow."""
 
     SIZE = 256
 
@@ -165,7 +165,7 @@ class PromptCache:
 
 
 def fit_to_context(prompt_tokens: int, max_tokens: int, max_context: int | None, who: str) -> int:
-    """Number of tokens that may be sampled. Raises ``ContextLengthError`` if the prompt leaves room for none."""
+    """Return how many tokens may be sampled. Raises ``ContextLengthError`` if the prompt leaves no room."""
     if max_context is None:
         return max_tokens
     if prompt_tokens > max_context - 1:
@@ -178,7 +178,7 @@ def fit_to_context(prompt_tokens: int, max_tokens: int, max_context: int | None,
 
 @contextmanager
 def client_errors() -> Iterator[None]:
-    """Turn what an inference client raises in this block into a ``ModelError``."""
+    """Turn any exception of an inference client in this block into a ``ModelError``."""
     try:
         yield
     except ModelError:
@@ -188,7 +188,7 @@ def client_errors() -> Iterator[None]:
 
 
 def only_response(request: ModelRequest, responses: Sequence[ModelResponse]) -> ModelResponse:
-    """The checked response to ``request``. Raises ``ModelError`` for none, several, or a malformed one."""
+    """Return the checked response to ``request``. Raises ``ModelError`` for none, several, or a malformed one."""
     if len(responses) != 1:
         raise ModelError(f"the inference client gave {len(responses)} responses to 1 request")
     check_response(request, responses[0])
@@ -196,7 +196,7 @@ def only_response(request: ModelRequest, responses: Sequence[ModelResponse]) -> 
 
 
 def check_response(request: ModelRequest, response: ModelResponse) -> None:
-    """Raise ``ModelError`` unless token ids, log-probabilities, versions and finish reason are all there and agree."""
+    """Raise ``ModelError`` unless token ids, log-probabilities, versions and finish reason are present and agree."""
     tokens = len(response.completion_token_ids)
     problem: str | None = None
     if tokens == 0:
@@ -218,7 +218,7 @@ def check_response(request: ModelRequest, response: ModelResponse) -> None:
 def to_step(
     actor_id: str | None, turn: int, messages: Messages, request: ModelRequest, response: ModelResponse
 ) -> Step:
-    """The record of one call. A judge (``actor_id=None``) and responses that came as text never train."""
+    """Return the record of one call. A judge (``actor_id=None``) and responses that arrived as text never train."""
     return Step(
         actor_id,
         turn=turn,
@@ -243,5 +243,5 @@ def to_step(
 def _all_finite(values: Sequence[Any]) -> bool:
     try:
         return all(map(math.isfinite, values))
-    except TypeError:  # no number
+    except TypeError:  # an entry is not a number
         return False

@@ -1,4 +1,4 @@
-"""Private text in running episodes: marking it, and the checks that no other actor saw it or trains on it."""
+"""Marks private text in running episodes, and checks that no other actor sees it or trains on it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from turnwise.types import GenerateResult, Messages, Step, TrainingBatch
 
 
 def private(text: str, to: str | Collection[str]) -> str:
-    """Mark ``text`` as private to the actor ``to`` (or several) in the running episode; returns ``text``.
+    """Mark ``text`` as private to the actor ``to``, or several, in the running episode. Return ``text``.
 
     Example: ``f"{board}\\n{private('Your card: K.', to=state.current_actor)}"``
 
-    Outside of episodes it only returns the text. Raises ``ValueError`` for a blank text, or without readers.
+    Outside of episodes it only returns the text. Raises ``ValueError`` for a blank text or without readers.
     """
     readers = [to] if isinstance(to, str) else list(to)
     if not isinstance(text, str) or not text.strip():
@@ -30,7 +30,7 @@ def private(text: str, to: str | Collection[str]) -> str:
 
 
 def reveal(text: str) -> str:
-    """Make ``text`` public from now on, as at a showdown; returns ``text``."""
+    """Make ``text`` public from now on, as at a showdown. Return ``text``."""
     context = current_context()
     if context is not None:
         context.private.reveal(text)
@@ -41,7 +41,7 @@ def reveal(text: str) -> str:
 # The checks; the arena calls them
 # ---------------------------------------------------------------------------------------------------------------------
 def check_prompt(context: EpisodeContext, actor: str | None, messages: Messages) -> None:
-    """Raise :class:`LeakError` if ``actor``'s prompt holds a text that is private to others. Judges may see all."""
+    """Raise :class:`LeakError` if ``actor``'s prompt holds text that is private to others. Judges may see all text."""
     if actor is None:
         return
     mark = context.private.leak(actor, messages, (*context.state.trajectory, *context.steps))
@@ -50,9 +50,9 @@ def check_prompt(context: EpisodeContext, actor: str | None, messages: Messages)
 
 
 def check_episode_end(context: EpisodeContext) -> None:
-    """Raise :class:`LeakError` for a prompt with text that was marked later, or for another actor's completion."""
+    """Raise :class:`LeakError` for a prompt with text marked later, or a completion not sampled for its actor."""
     if context.ends:
-        # Each has marks of its own: what is secret on one way through a game may be open on another.
+        # Each end has its own marks: a text may be secret on one path through a game and open on another.
         for end in context.ends:
             check_path(context, end.context.private, end.steps)
     else:
@@ -68,7 +68,7 @@ def check_episode_end(context: EpisodeContext) -> None:
 
 
 def check_path(context: EpisodeContext, private: PrivateTexts, steps: Sequence[Step]) -> None:
-    """Raise :class:`LeakError` for a prompt of ``steps`` with text that ``private`` hides from its reader."""
+    """Raise :class:`LeakError` if a prompt of ``steps`` holds text that ``private`` hides from the step's actor."""
     for step in steps:
         mark = None if step.actor_id is None else private.leak(step.actor_id, step.prompt, steps)
         if mark is not None:

@@ -1,4 +1,4 @@
-"""Private text: text for some actors only, and how prompts are compared with it.
+"""Private text: text for some actors only, and the comparison of prompts with it.
 
     observation = "Your move.\\n" + private("Your card: K.", to="player0")
 
@@ -7,15 +7,16 @@ marks the sentence in the running episode and returns it unchanged. A ``MultiTur
 prompts. With ``Arena(check_private=True)``, :class:`LeakError` stops the batch unless all of this holds:
 
 - no prompt of another actor holds a marked text, neither at the call nor by the marks known at the end;
-- each recorded completion of an actor was sampled by the client for that actor;
-- the training batch trains on nothing else: prompts, and opponents' words in them, have mask 0.
+- the client sampled each recorded completion of an actor for that actor;
+- the training batch trains on no other tokens: prompts, and opponents' words in them, have mask 0.
 
-Texts are compared as whole words, without case and white space: "You hold 1" is not in "You hold 12". So mark
-sentences, not single letters. An actor may see parts of its own texts and completions. A marked text that is a
-statement by itself inside another's marked text was copied there.
+Texts are compared as whole words, ignoring case and white space: "You hold 1" is not in "You hold 12". So mark
+sentences, not single letters. An actor may see parts of its own texts and completions. If a marked text appears as a
+whole statement inside another actor's marked text, the check takes it as copied.
 
-The check can't see a secret in other words; an unmarked observation inside another observation, since a public board is
-in both; and fewer than four hidden words, unless their tags (``<think>fold</think>``) were copied too.
+The check can't detect a paraphrased secret. It ignores an unmarked observation inside another observation, because a
+public board is part of both. It ignores fewer than four hidden words, unless their tags (``<think>fold</think>``) were
+copied too.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from typing import Any
 from turnwise.types import Messages, Step
 
 MIN_HIDDEN_WORDS = 4
-"""Fewer words that ``public`` hides of a completion may stand anywhere by chance: only the tags around them tell."""
+"""Fewer hidden words of a completion may occur anywhere by chance, so only the tags around them identify them."""
 
 MIN_STATED_WORDS = 3
-"""Fewer words are no statement that must have been copied: they may be an item of two lists."""
+"""Fewer words do not count as a copied statement: they may be an item in two lists."""
 
 _TAG = re.compile(r"</?\w[^<>]*>|<\|[^<>]*\|>|\[/?\w+\]")
 _TAGGED = re.compile(r"<(\w+)[^<>]*>(?P<a>.*?)</\1>|\[(\w+)\](?P<b>.*?)\[/\3\]")
@@ -41,15 +42,16 @@ _TAGGED = re.compile(r"<(\w+)[^<>]*>(?P<a>.*?)</\1>|\[(\w+)\](?P<b>.*?)\[/\3\]")
 class LeakError(RuntimeError):
     """An actor saw another one's private text, or would train on tokens that it did not sample.
 
-    A bug of the episode, not of one play: it stops the whole ``generate_rollouts`` call at any ``failure_threshold``.
+    It is a bug in the episode's code, so it stops the whole ``generate_rollouts`` call at any ``failure_threshold``.
     """
 
 
 @dataclass(slots=True)
 class Mark:
-    """A private text as it was written, and its readers; ``None`` is everybody, after it was revealed.
+    """A private text as it was written, and its readers; ``None`` means all actors, after it was revealed.
 
-    ``observation`` texts come from ``get_observation``, unmarked by the author: they may hold another's secret.
+    ``observation`` texts come from ``get_observation``. The author did not mark them, so they may hold another actor's
+    secret.
     """
 
     text: str
@@ -67,7 +69,7 @@ class PrivateTexts:
         return PrivateTexts({key: replace(mark) for key, mark in self.marks.items()})
 
     def add(self, text: str, readers: Iterable[str], *, observation: bool = False) -> None:
-        """Mark ``text`` for ``readers``. A text marked twice is for all of them; a revealed text stays public."""
+        """Mark ``text`` for ``readers``. A text marked twice is for all its readers; a revealed text stays public."""
         key = normalize_text(text)
         known = self.marks.setdefault(key, Mark(text, frozenset(readers), observation))
         known.observation &= observation
@@ -86,7 +88,7 @@ class PrivateTexts:
                 self.add(mark.text, mark.readers, observation=mark.observation)
 
     def mark_heard(self, speaker: str, heard: Mapping[str, str]) -> None:
-        """Let those who hear ``speaker`` say a text read it too; ``heard`` maps reader to words."""
+        """Add readers to the texts that ``speaker`` said to them; ``heard`` maps a reader to the words it heard."""
         for reader, words in heard.items():
             said = normalize_text(words)
             for key, mark in self.marks.items():
@@ -94,26 +96,28 @@ class PrivateTexts:
                     mark.readers |= {reader}
 
     def shown(self, actor: str | None, messages: Messages) -> list[str]:
-        """The texts marked for ``actor`` that occur literally in ``messages``, for the report."""
+        """Return the texts marked for ``actor`` that occur literally in ``messages``, for the report."""
         mine = [mark.text for mark in self.marks.values() if mark.readers is not None and actor in mark.readers]
         return [text for text in mine if any(text in text_of(message["content"]) for message in messages)]
 
     def leak(self, actor: str, messages: Messages, steps: Iterable[Step | None]) -> Mark | None:
-        """A mark in ``messages`` that ``actor`` may not see. Its own completions in ``steps`` are allowed."""
+        """Return a mark in ``messages`` that ``actor`` may not see. Its own completions in ``steps`` are allowed."""
         hidden = {
             key: mark for key, mark in self.marks.items() if mark.readers is not None and actor not in mark.readers
         }
         if not hidden:
             return None
+        # Find the hidden texts in the prompt.
         prompt = "\0".join(normalize_text(text_of(message["content"])) for message in messages)
         found = [key for key in hidden if contains_phrase(prompt, key)]
         if not found:
             return None
+        # A found text is no leak where it is part of the actor's own completions or of texts that it may see.
         own = {step.completion for step in steps if step is not None and step.actor_id == actor}
         said = [normalize_text(text) for text in own]
         seen = {key: mark for key, mark in self.marks.items() if key not in hidden}
         for key in found:
-            # What may be seen may be seen in part; but an observation can't make another's marked secret its own.
+            # An actor may see any part of a text that it may see. But an observation does not excuse a marked secret.
             marked = not hidden[key].observation
             excuses = [text for text in said if key in text]
             excuses += [
@@ -126,7 +130,7 @@ class PrivateTexts:
         return None
 
     def is_open(self, text: str, messages: Messages) -> bool:
-        """True if ``messages`` hold ``text`` outside of private texts, for example as the format of an answer."""
+        """True if ``messages`` hold ``text`` outside of private texts, for example in a format instruction."""
         shut = [key for key, mark in self.marks.items() if mark.readers is not None]
         key = normalize_text(text)
         return any(
@@ -136,7 +140,7 @@ class PrivateTexts:
 
 
 def hidden_parts(text: str, shown: str) -> list[str]:
-    """Parts of ``text`` missing from ``shown``: runs of ``MIN_HIDDEN_WORDS`` or more, fewer with their tags.
+    """Return the parts of ``text`` missing from ``shown``: ``MIN_HIDDEN_WORDS`` or more words, fewer with their tags.
 
     Example: ``hidden_parts("<think>He may hold the king.</think> fold", "fold") == ["He may hold the king"]``, and
     ``hidden_parts("<think>the king</think> fold", "fold") == ["<think>the king</think>"]``
@@ -152,7 +156,7 @@ def hidden_parts(text: str, shown: str) -> list[str]:
 
 
 def _parts_of(run: str) -> list[str]:
-    """Parts of a hidden run of words that can't be mistaken for ordinary words."""
+    """Return the parts of a hidden run of words that can't be mistaken for ordinary words."""
     between = [re.sub(r"^\W+|\W+$", "", words) for words in _TAG.split(run)]
     if long := [words for words in between if len(words.split()) >= MIN_HIDDEN_WORDS]:
         return long
@@ -165,7 +169,7 @@ def _parts_of(run: str) -> list[str]:
 # How texts are compared
 # ---------------------------------------------------------------------------------------------------------------------
 def normalize_text(text: str) -> str:
-    """``text`` in lower case, with single blanks for white space."""
+    """Return ``text`` in lower case, with single blanks for white space."""
     return " ".join(text.split()).casefold()
 
 
@@ -189,14 +193,14 @@ def is_stated(text: str, part: str) -> bool:
 
 
 def remove_phrases(text: str, parts: Iterable[str]) -> str:
-    """``text`` with each of ``parts`` cut out, longest first."""
+    """Return ``text`` without ``parts``, removed longest first, each replaced by a NUL."""
     for part in sorted(parts, key=len, reverse=True):
         text = text.replace(part, "\0")
     return text
 
 
 def text_of(content: Any) -> str:
-    """The words of a message's content, a text or a list of parts."""
+    """Return the text of a message's content, which is a string or a list of parts."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, (list, tuple)) else [content]

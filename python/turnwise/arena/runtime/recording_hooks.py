@@ -1,4 +1,4 @@
-"""Hooks that record what an episode reads from clocks, tools and stores, so that a replay has the answers."""
+"""Hooks that record the answers of clocks, tools and stores in an episode, so that a replay has them."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ P = ParamSpec("P")
 # Asked from inside episodes
 # ---------------------------------------------------------------------------------------------------------------------
 def record_input(name: str, call: Callable[..., T], *arguments: Any) -> T:
-    """``call(*arguments)``, recorded: a replay of this episode gets the same answer without calling.
+    """Return ``call(*arguments)`` and record it: a replay of this episode gets the same answer without the call.
 
     Example: ``found = await record_input("search", client.search, query)``, ``now = record_input("clock", time.time)``
 
-    Use it for inputs that the episode's seed does not fix: clocks, tools, judges that are no actors. ``call`` may be
-    async; then await the result. Exceptions are recorded too. Answers must be picklable. Inside ``call`` the episode
-    has another generator, and side effects of ``call`` do not happen in a replay. Outside of episodes it just calls.
-    Model calls need no recording, because the arena keeps them as steps.
+    Use it for inputs that the episode's seed does not determine: clocks, tools, judges outside the arena. ``call`` may
+    be async; then await the result. Exceptions are recorded too. Answers must be picklable. Inside ``call`` the episode
+    has another generator, and side effects of ``call`` do not happen in a replay. Outside of episodes, the function
+    only calls. Model calls need no recording, because the arena keeps them as steps.
     """
     return _record(name, arguments, lambda: call(*arguments))
 
 
 def _record(name: str, arguments: Sequence[Any], call: Callable[[], Any], *, draws: bool = True) -> Any:
-    """``call()``, recorded under ``name`` and ``arguments``. With ``draws`` it gets a generator of its own."""
+    """Call ``call()`` and record it under ``name`` and ``arguments``. With ``draws`` it gets its own generator."""
     context = current_context()
     if context is None:
         return call()
@@ -54,7 +54,7 @@ async def _await_in(aside: EpisodeContext, value: Awaitable[T]) -> T:
 def records_input(*, draws: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Record the answers of a store's method inside episodes, since they depend on other episodes.
 
-    The store has a ``label``. An iterator is recorded as a list.
+    The store must have a ``label``. An iterator is recorded as a list.
     """
 
     def decorate(method: Callable[P, T]) -> Callable[P, T]:
@@ -79,7 +79,7 @@ def records_input(*, draws: bool = False) -> Callable[[Callable[P, T]], Callable
 
 
 def recorded_timeout(context: EpisodeContext | None, when: float | None) -> AbstractAsyncContextManager[Any]:
-    """``asyncio.timeout_at(when)``, recorded in the running episode."""
+    """Return ``asyncio.timeout_at(when)``, recorded in the running episode."""
     if context is None or context.recorder is None:
         return asyncio.timeout_at(when)
     return context.recorder.timeout(context, when)

@@ -18,9 +18,9 @@ UNKNOWN = AttemptStats()
 
 
 class StoreContents:
-    """Artifacts by id, in order of arrival; with ``keyed`` also by content.
+    """Artifacts by id, in order of arrival. With ``keyed`` also by content.
 
-    ``version`` counts changes, ``added`` all artifacts that ever arrived, ``plays`` the attempts at any of them.
+    ``version`` counts changes, ``added`` all artifacts ever added, ``plays`` the attempts at any artifact.
     """
 
     def __init__(self, *, keyed: bool = False) -> None:
@@ -32,7 +32,7 @@ class StoreContents:
         self._key_of: MutableMapping[str, Hashable] = {}
 
     def key(self, artifact: Artifact) -> Hashable:
-        """Key of the artifact's content; ``None`` unless ``keyed``."""
+        """Return the key of the artifact's content; ``None`` unless ``keyed``."""
         return content_key(artifact.data) if self._keyed else None
 
     def has(self, key: Hashable) -> bool:
@@ -65,12 +65,12 @@ class StoreContents:
         self.version += 1
 
     def weigh(self, id: str, weight: float) -> Artifact:
-        """Set an artifact's weight; returns it."""
+        """Set an artifact's weight and return the artifact."""
         self.artifacts[id].weight = weight
         return self.artifacts[id]
 
     def ancestors(self, id: str) -> list[str]:
-        """Ids that ``id`` was made from, then those that they were made from, and so on; nearest first."""
+        """Return the ids that ``id`` was made from, directly or through others, nearest first."""
         found: dict[str, None] = {}
         generation = list(self.artifacts[id].parents)
         while generation:
@@ -80,7 +80,7 @@ class StoreContents:
         return list(found)
 
     def descendants(self, id: str) -> list[str]:
-        """Ids made from ``id``, directly or through others, in order of arrival."""
+        """Return the ids made from ``id``, directly or through others, in order of arrival."""
         children: dict[str, list[str]] = {}
         for artifact in self.artifacts.values():
             for parent in artifact.parents:
@@ -99,7 +99,7 @@ class StoreContents:
         self.version += 1
 
     def take(self, news: ExternalChanges) -> None:
-        """Apply the changes of the file."""
+        """Apply changes that were read from the file."""
         if news.whole:
             self.clear()
         for id in news.removed:
@@ -114,7 +114,7 @@ class StoreContents:
         self.version += 1
 
     def copied(self) -> StoreContents:
-        """An independent copy."""
+        """Return an independent copy."""
         copied = self._like(StoreContents)
         copied.artifacts = {a.id: replace(a, meta=dict(a.meta)) for a in self.artifacts.values()}
         copied.outcomes = dict(self.outcomes)
@@ -122,7 +122,7 @@ class StoreContents:
         return copied
 
     def layer(self) -> StoreContents:
-        """An overlay that keeps its changes to itself. This object must not change meanwhile."""
+        """Return an overlay; its changes do not reach this object. This object must not change while it is in use."""
         layer = self._like(_OverlayContents)
         layer.artifacts, layer.outcomes = _OverlayDict(self.artifacts), _OverlayDict(self.outcomes)
         layer._id_of, layer._key_of = _OverlayDict(self._id_of), _OverlayDict(self._key_of)
@@ -141,7 +141,7 @@ class _OverlayContents(StoreContents):
 
 
 class _OverlayDict(MutableMapping[K, V]):
-    """A dict that starts equal to another one and leaves it unchanged; ordered as a copy would be."""
+    """A dict that starts equal to another one and leaves that one unchanged. It has the order of a copy."""
 
     def __init__(self, below: MutableMapping[K, V]) -> None:
         self._below = below

@@ -1,4 +1,4 @@
-"""Train and eval sides of a store, decided by a hash of the content, so that order and reloading do not matter."""
+"""Train and eval sides of a store. A hash of the content decides, so order and reloading do not matter."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SIDES = ("train", "eval")
 
 @dataclass(frozen=True, slots=True)
 class HashSplit:
-    """About ``share`` of all contents go to ``"eval"``; ``key(data)`` selects the part of the data that counts.
+    """Sends about ``share`` of all contents to ``"eval"``. ``key(data)`` selects the part of the data that decides.
 
-    ``any_key`` is a split restored from a saved state, which holds no functions: every key agrees with it.
+    ``any_key`` marks a split restored from a saved state. A state holds no functions, so every key agrees with it.
     """
 
     share: float = 0.1
@@ -42,7 +42,7 @@ class HashSplit:
         return side
 
     def side_of(self, data: Any) -> str:
-        """``"train"`` or ``"eval"``."""
+        """Return ``"train"`` or ``"eval"``."""
         digest = content_digest(data if self.key is None else self.key(data))
         return "eval" if int.from_bytes(digest[:8], "big") < self.share * 2**64 else "train"
 
@@ -67,7 +67,7 @@ class StoreView(Protocol):
 
 
 class StoreSplit(Samplable):
-    """One side of a store's split, from :meth:`ArtifactStore.split`; samples as its store does."""
+    """One side of a store's split, from :meth:`ArtifactStore.split`. It samples by the store's rule."""
 
     def __init__(self, store: StoreView, side: str, rule: HashSplit) -> None:
         self._store, self.side, self._rule = store, side, rule
@@ -89,7 +89,7 @@ class StoreSplit(Samplable):
 
     def _holds(self, artifact: Artifact) -> bool:
         known = self._sides.get(artifact.id)
-        if known is None or known[0] is not artifact:  # an id may be given again, to other data
+        if known is None or known[0] is not artifact:  # an id may be used again for other data
             known = self._sides[artifact.id] = artifact, self._rule.side_of(artifact.data)
         return known[1] == self.side
 

@@ -1,4 +1,4 @@
-"""Records in the stores how a batch's attempts at their artifacts went."""
+"""Records the attempts of a batch at stored artifacts, with reward and success."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Attempt:
 
 
 def attempts_of(results: Sequence[GenerateResult], judge: Callable[[Rollout], tuple[float, float]]) -> list[Attempt]:
-    """The finished rollouts of ``results`` on stored artifacts, nested ones too; ``judge`` gives reward, success."""
+    """Return the finished attempts at stored artifacts, nested ones too. ``judge`` returns reward and success."""
     everything = (result.rollout for top in results for result in top.walk())
     rollouts = [
         (id, rollout)
@@ -36,20 +36,20 @@ def attempts_of(results: Sequence[GenerateResult], judge: Callable[[Rollout], tu
 
 
 def artifact_id(rollout: Rollout) -> str | None:
-    """The id of the stored artifact: the rollout's artifact, or ``request.meta["artifact_id"]``."""
+    """Return the id of the rollout's artifact, or ``request.meta["artifact_id"]``; ``None`` without either."""
     if isinstance(rollout.artifact, Artifact):
         return rollout.artifact.id
     return rollout.meta.get("artifact_id")
 
 
 def mean_reward(rollout: Rollout) -> tuple[float, float]:
-    """Mean reward of the rewarded actors, and 1 if it is above 0."""
+    """Return the mean reward of the rewarded actors, and 1 if it is above 0, else 0."""
     reward = sum(rollout.rewards.values()) / len(rollout.rewards) if rollout.rewards else 0.0
     return reward, float(reward > 0)
 
 
 def record_attempts(stores: Mapping[str, ArtifactStore], attempts: Iterable[Attempt]) -> None:
-    """Record ``attempts`` in each store that has their artifact. Attempts at removed artifacts are ignored."""
+    """Record ``attempts`` in each store that has their artifact. Ignore attempts at removed artifacts."""
     attempts = list(attempts)
     for store in stores.values():
         mine = [attempt for attempt in attempts if attempt.id in store]

@@ -1,7 +1,7 @@
-"""Sampling from a store: rules that weigh its artifacts, and the draw itself.
+"""Sampling from a store: rules that weigh its artifacts, and the draw.
 
-A rule is an object with ``weights(artifacts, outcomes, plays)``; ``RULES`` has the shipped ones by name. A rule sees an
-artifact's :class:`AttemptStats`, which :meth:`turnwise.arena.ArtifactStore.record` updates.
+A rule is an object with ``weights(artifacts, outcomes, plays)``. ``RULES`` has the built-in rules by name. A rule gets
+each artifact's :class:`AttemptStats`, which :meth:`turnwise.arena.ArtifactStore.record` updates.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ class AttemptStats:
     score: float | None = None
     """Learning potential after the latest attempt; ``None`` before any."""
     last: int = 0
-    """Attempts at the whole store when this artifact was last attempted, or added."""
+    """The store's count of attempts when this artifact was last attempted, or added."""
 
     def after(
         self, reward: float, success: float, score: float | None, *, plays: int, window: int | None = None
     ) -> AttemptStats:
-        """These statistics after one more attempt, the store's ``plays``-th.
+        """Return the statistics after one more attempt, number ``plays`` of the store.
 
-        With ``window`` the means are exponential averages over about that many attempts.
+        With ``window`` the means become exponential averages over about that many attempts. The default ``score`` is
+        the distance of ``reward`` from the mean before.
         """
         attempts = self.attempts + 1
         gain = 1 / (attempts if window is None else min(attempts, window))
@@ -55,18 +56,18 @@ class AttemptStats:
 
 
 class SamplingRule(Protocol):
-    """Weighs artifacts; weight 0 is never drawn, ``None`` draws uniformly."""
+    """Weighs artifacts. An artifact of weight 0 is never drawn; ``None`` draws uniformly."""
 
     def weights(
         self, artifacts: Sequence[Artifact], outcomes: Sequence[AttemptStats], plays: int
     ) -> list[float] | None:
-        """One finite number >= 0 for each of ``artifacts``; ``plays`` are the attempts that the store has seen."""
+        """Return one finite number >= 0 per artifact, or ``None``. ``plays`` is the store's count of attempts."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """All artifacts alike."""
+    """Draws all artifacts with equal probability."""
 
     def weights(
         self, artifacts: Sequence[Artifact], outcomes: Sequence[AttemptStats], plays: int
@@ -76,7 +77,7 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class Weighted:
-    """In proportion to ``Artifact.weight``."""
+    """Draws in proportion to ``Artifact.weight``."""
 
     def weights(
         self, artifacts: Sequence[Artifact], outcomes: Sequence[AttemptStats], plays: int
@@ -90,8 +91,8 @@ class PrioritizedLevelReplay:
 
         P_S ~ (1 / rank(score))^(1 / temperature)        P_C ~ plays - last
 
-    (Jiang et al., 2021, https://arxiv.org/abs/2010.03934). ``rank=False`` takes the score itself for ``1 / rank``.
-    Equal scores share a rank; what was never attempted counts as the best there is, so it comes first.
+    (Jiang et al., 2021, https://arxiv.org/abs/2010.03934). ``rank=False`` uses the score itself instead of
+    ``1 / rank``. Equal scores share a rank. Artifacts without attempts get the best known score, so they come first.
 
     Example: ``ArtifactStore("questions", sampling=PrioritizedLevelReplay(temperature=0.3))``
     """
@@ -120,10 +121,10 @@ class PrioritizedLevelReplay:
 
 @dataclass(frozen=True, slots=True)
 class Learnability:
-    """In proportion to ``p (1 - p)``, ``p`` being the success rate, and a share of ``uniform`` for all alike.
+    """Draws in proportion to ``p (1 - p)``, where ``p`` is the success rate. A share of ``uniform`` is drawn uniformly.
 
-    What always or never succeeds teaches nothing now, but may later: ``uniform`` keeps an eye on it. What was never
-    attempted counts as ``p = 1/2``. (Sampling for learnability, Rutherford et al., 2024,
+    Artifacts that always or never succeed teach nothing now, but may do so later, so ``uniform`` still draws them. An
+    artifact without attempts counts as ``p = 1/2``. (Sampling for learnability, Rutherford et al., 2024,
     https://arxiv.org/abs/2408.15099; for language models Foster and Foerster, 2025, https://arxiv.org/abs/2502.12272.)
 
     Example: ``ArtifactStore("questions", sampling="learnability", window=32)``
@@ -151,7 +152,7 @@ RULES: dict[str, Callable[[], SamplingRule]] = {
 
 
 def find_rule(sampling: str | SamplingRule) -> SamplingRule:
-    """The rule that ``sampling`` names or is. Raises ``ValueError`` for another name, ``TypeError`` for no rule."""
+    """Return the rule that ``sampling`` names or is. Raises ``ValueError`` for an unknown name, else ``TypeError``."""
     if isinstance(sampling, str):
         if sampling not in RULES:
             raise ValueError(f"sampling={sampling!r}: expected one of {sorted(RULES)}, or an object with weights()")
@@ -162,7 +163,7 @@ def find_rule(sampling: str | SamplingRule) -> SamplingRule:
 
 
 class WeightedPool:
-    """Artifacts to draw from, weighed once until the store changes."""
+    """Artifacts to draw from. Their weights are computed once, until the store changes."""
 
     def __init__(
         self, artifacts: list[Artifact], outcomes: Sequence[AttemptStats], plays: int, rule: SamplingRule
@@ -176,13 +177,13 @@ class WeightedPool:
         self._sums = None if weights is None else list(itertools.accumulate(weights))
 
     def draw(self, k: int, replacement: bool, rng: random.Random) -> list[Artifact]:
-        """Draw ``k`` artifacts from the pool, which has enough."""
+        """Draw ``k`` artifacts. The pool must have enough."""
         if replacement or (k == 1 and self._sums is not None):
             return rng.choices(self.artifacts, cum_weights=self._sums, k=k) if k else []
         if self.weights is None:
             return rng.sample(self.artifacts, k)
-        # Efraimidis and Spirakis (2006): whoever's exponential clock of rate w rings first. As logarithms of their
-        # u^(1/w), so that weights of very different sizes do not all round to 0.
+        # Efraimidis and Spirakis (2006): the k smallest of exponential variables with rates w. These are negative
+        # logarithms of the paper's u^(1/w), so that weights of very different sizes do not all round to 0.
         rings = [rng.expovariate(1.0) / weight for weight in self.weights]
         order = sorted(range(len(rings)), key=rings.__getitem__)
         return [self.artifacts[place] for place in order[:k]]
@@ -199,14 +200,14 @@ class Samplable(ABC):
     @property
     @abstractmethod
     def label(self) -> str:
-        """Name in the recordings of episodes."""
+        """Name in recordings of episodes."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Artifact]: ...
 
     @abstractmethod
     def _pool(self) -> WeightedPool:
-        """The artifacts that can be drawn now."""
+        """Return the artifacts that can be drawn now."""
 
     @records_input()
     def count(self) -> int:
@@ -217,7 +218,7 @@ class Samplable(ABC):
 
     @records_input(draws=True)
     def sample(self, k: int = 1, *, replacement: bool = False) -> list[Artifact]:
-        """``k`` artifacts, all different unless ``replacement``. Raises ``ValueError`` if there are too few."""
+        """Draw ``k`` artifacts, all different unless ``replacement``. Raises ``ValueError`` if there are too few."""
         pool = self._pool()
         enough = k <= len(pool.artifacts) or (replacement and pool.artifacts)
         if k < 0 or not enough:
@@ -227,12 +228,12 @@ class Samplable(ABC):
 
     @records_input(draws=True)
     def sample_one(self) -> Artifact | None:
-        """One artifact, ``None`` where there is none."""
+        """Draw one artifact. Return ``None`` if the store is empty."""
         return self.sample(1)[0] if self._pool().artifacts or self.count() else None
 
 
 def check_weights(weights: Sequence[float], count: int, rule: SamplingRule) -> None:
-    """Raise ``ValueError`` for weights that can't be drawn by."""
+    """Raise ``ValueError`` unless ``weights`` are ``count`` finite numbers >= 0."""
     if len(weights) != count or not all(0 <= weight < float("inf") for weight in weights):
         raise ValueError(
             f"{type(rule).__name__}.weights gave {list(weights)!r}: expected {count} finite numbers >= 0, or None"
@@ -240,7 +241,7 @@ def check_weights(weights: Sequence[float], count: int, rule: SamplingRule) -> N
 
 
 def _inverse_ranks(scores: Sequence[float]) -> list[float]:
-    """``1 / rank`` of each score, the largest first; equal scores share the best rank among them."""
+    """Return ``1 / rank`` of each score. The largest score has rank 1; equal scores share the best of their ranks."""
     first: dict[float, int] = {}
     for rank, score in enumerate(sorted(scores, reverse=True), start=1):
         first.setdefault(score, rank)
@@ -248,7 +249,7 @@ def _inverse_ranks(scores: Sequence[float]) -> list[float]:
 
 
 def _shares(values: Sequence[float]) -> list[float]:
-    """``values`` scaled to sum to 1; uniform if all are 0."""
+    """Return ``values`` scaled to sum to 1; uniform if all are 0."""
     total = sum(values)
     return [value / total for value in values] if total > 0 else [1.0 / len(values)] * len(values)
 

@@ -1,11 +1,12 @@
-"""The SQLite file behind a durable store: every change has a revision, and the file can go back to it.
+"""The SQLite file behind a durable store. Every change has a revision, and the file can go back to any revision.
 
-Nothing is overwritten: a removed artifact keeps its row with the revision that removed it, and weights and attempt
-statistics have a row per revision. Going back deletes newer rows. So a checkpoint holds only a number, and rows that no
-checkpoint needs any more are deleted by :meth:`StoreFile.prune_revisions_before`.
+Changes overwrite nothing. A removed artifact keeps its row, with the revision that removed it. Weights and attempt
+statistics have a row per revision. Going back deletes newer rows. So a checkpoint holds only a number.
+:meth:`SqliteStore.prune_revisions_before` deletes rows that no checkpoint needs any more.
 
-Each change is one transaction in a write-ahead log: a kill leaves all of it or nothing. Other processes may read at any
-time; one writes, or several that agreed to (``shared``), and each sees the others' changes before its own.
+Each change is one transaction in a write-ahead log, so a kill leaves all of it or nothing. Other processes may read at
+any time. One process writes, or several that all set ``shared``. Each reads the others' changes before it writes its
+own.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from turnwise.utils import copies
 
 APPLICATION = 0x74_77_73_74  # "twst"
 FORMAT = 3
-"""1 had no ``run``, 2 no ``digest``; such a file is brought up to date when it is opened."""
+"""Format 1 had no ``run``, format 2 no ``digest``. Opening such a file converts it to the current format."""
 PATIENCE = 30.0
-"""Seconds that a write waits for another process's."""
+"""Seconds that a write waits for another process's write."""
 
 TRUST = "If you trust the file: ArtifactStore(..., allow_pickle=True)"
 
@@ -59,7 +60,7 @@ SELECT a.place, a.digest, a.id, a.data, a.source, a.parents, a.meta, a.run,
 FROM artifacts a JOIN known k USING (place)
 WHERE a.removed IS NULL AND k.revision > :seen GROUP BY a.place ORDER BY a.place
 """
-"""Artifacts added or changed after ``seen``; new ones have a row in ``known`` as well. MAX picks the newest."""
+"""Artifacts added or changed after ``seen``. New artifacts have a row in ``known`` too. MAX picks the newest row."""
 
 _SUPERSEDED = """
 DELETE FROM known WHERE place NOT IN (SELECT place FROM artifacts) OR EXISTS (
@@ -70,7 +71,7 @@ DELETE FROM known WHERE place NOT IN (SELECT place FROM artifacts) OR EXISTS (
 
 @dataclass(slots=True)
 class ExternalChanges:
-    """Changes of the file since it was last read; ``whole`` replaces everything read before."""
+    """Changes of the file since it was last read. ``whole`` means that they replace everything read before."""
 
     made: int
     plays: int
@@ -80,10 +81,11 @@ class ExternalChanges:
 
 
 class SqliteStore:
-    """One process's hold on the file at ``path``, which is made where there is none.
+    """One process's connection to the file at ``path``. It creates a missing file.
 
-    The first write makes this process the only one that writes, or one of those with ``shared``. Raises ``ValueError``
-    for a file that is no store, or another store than ``name``, ``OSError`` for one that can't be opened or written.
+    The first write locks the file for this process, or for all processes with ``shared``. Raises ``ValueError`` for a
+    file that is not a store, or a store of another name than ``name``. Raises ``OSError`` for a file that can't be
+    opened or written.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class SqliteStore:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._explained():
             self._database = sqlite3.connect(self.path, timeout=PATIENCE, isolation_level=None, check_same_thread=False)
-            # Text that was damaged must get as far as its checksum.
+            # Decode damaged text without an error, so that its checksum can report it.
             self._database.text_factory = lambda text: text.decode(errors="surrogateescape")
             try:
                 self._prepare(name)
@@ -110,17 +112,17 @@ class SqliteStore:
 
     def _prepare(self, name: str) -> None:
         run = self._database.execute
-        [[tables]] = run("SELECT count(*) FROM sqlite_master")  # first: another process may be making them just now
+        [[tables]] = run("SELECT count(*) FROM sqlite_master")  # read first: another process may be creating them now
         [[application]], [[format]] = run("PRAGMA application_id"), run("PRAGMA user_version")
         if tables and application != APPLICATION:
             raise ValueError(f"path={str(self.path)!r}: a database of something else, no artifact store")
         if tables and not 1 <= format <= FORMAT:
             raise ValueError(f"path={str(self.path)!r}: format {format}; this version reads formats 1 to {FORMAT}")
         [[mode]] = run("PRAGMA journal_mode = WAL")
-        # Where shared memory does not work there is no log; then only full syncs keep the file whole.
+        # Without shared memory, SQLite has no write-ahead log. Then only full syncs keep the file whole.
         run(f"PRAGMA synchronous = {'NORMAL' if mode == 'wal' else 'FULL'}")
         run("BEGIN IMMEDIATE")
-        if not run("SELECT count(*) FROM sqlite_master").fetchone()[0]:  # another process may have been faster
+        if not run("SELECT count(*) FROM sqlite_master").fetchone()[0]:  # another process may have created them
             for statement in _TABLES.split(";"):
                 run(statement)
             run("INSERT INTO store VALUES (?, ?, 0, 0, 0, 0, 0)", (name, secrets.token_hex(8)))
@@ -149,7 +151,7 @@ class SqliteStore:
         return f"{self.label}@{self.writer}" if self.label else self.writer
 
     def close(self) -> None:
-        """Close the file; a store that is used afterwards raises."""
+        """Close the file. Later use of the store raises an error."""
         self._database.close()
         if self._claim is not None:
             os.close(self._claim)
@@ -167,17 +169,17 @@ class SqliteStore:
             raise OSError(
                 f"{self.path}: another run writes to this file; give each its own, or open all of them with shared=True"
             ) from None
-        self._claim = claim  # the lock ends with the process, however that ends
+        self._claim = claim  # the lock ends with the process, also after a kill
 
     # -- reading -------------------------------------------------------------------------------------------------------
     def news(self) -> ExternalChanges | None:
-        """Changes by others since the last call or write, at first everything; ``None`` if there are none."""
+        """Return changes by others since the last call or write, at first everything; ``None`` if there are none."""
         with self._lock, self._explained():
             query = "SELECT revision, rewinds, oldest, made, plays FROM store"
             revision, rewinds, oldest, made, plays = self._run(query).fetchone()
             if (revision, rewinds) == (self._seen, self._rewinds):
                 return None
-            # Of what is forgotten the removal can't be seen any more.
+            # Pruned rows no longer show which artifacts were removed, so read everything again.
             news = ExternalChanges(made, plays, whole=rewinds != self._rewinds or self._seen < oldest)
             undone = "SELECT 1 FROM rewinds WHERE writer = ? AND target < ? AND at >= ?"
             if self._run(undone, (self.writer, self._wrote, self._wrote)).fetchone():
@@ -190,7 +192,7 @@ class SqliteStore:
             return news
 
     def preexisting_ids(self) -> frozenset[str]:
-        """Ids of what is there since before the run began, see :meth:`save_revision`."""
+        """Return the ids of present artifacts that were added before the run began, see :meth:`save_revision`."""
         with self._lock, self._explained():
             query = "SELECT id FROM artifacts WHERE added <= ? AND removed IS NULL"
             return frozenset(id for (id,) in self._run(query, (self._begun,)))
@@ -198,9 +200,9 @@ class SqliteStore:
     # -- writing -------------------------------------------------------------------------------------------------------
     @contextmanager
     def writing(self, catch_up: Callable[[], None]) -> Iterator[None]:
-        """One transaction, shared by nested ones.
+        """Run the block as one transaction. Nested blocks join it.
 
-        ``catch_up`` is called at its start, and again if the transaction is rolled back.
+        ``catch_up`` is called at its start, and again if a transaction with changes is rolled back.
         """
         with self._lock, self._explained():
             if self._database.in_transaction:
@@ -209,6 +211,7 @@ class SqliteStore:
             self.claim()
             self._run("BEGIN IMMEDIATE")
             self._changed = False
+            # Commit the block's changes as one new revision. After an error, undo them in the file and in memory.
             try:
                 catch_up()
                 yield
@@ -245,7 +248,7 @@ class SqliteStore:
         self._write("UPDATE store SET made = ?", (made,))
 
     def put(self, artifact: Artifact, outcome: AttemptStats) -> None:
-        """Write the weight and the attempt statistics of an artifact."""
+        """Write an artifact's weight and attempt statistics."""
         known = (outcome.attempts, outcome.reward, outcome.success, outcome.score, outcome.last)
         self._write(
             "INSERT OR REPLACE INTO known SELECT place, ?, ?, ?, ?, ?, ?, ? FROM artifacts "
@@ -261,7 +264,7 @@ class SqliteStore:
 
     # -- revisions -----------------------------------------------------------------------------------------------------
     def save_revision(self) -> dict[str, Any]:
-        """Sync the file, and return its revision now and at the run's start, for :meth:`restore_revision`."""
+        """Sync the file. Return its revision now and at the run's start, for :meth:`restore_revision`."""
         with self._lock, self._explained():
             self.claim()
             if not self._synced:
@@ -270,10 +273,10 @@ class SqliteStore:
             return {"file": self.file, "revision": self._seen, "writer": self.writer, "begun": self._begun}
 
     def restore_revision(self, mark: Mapping[str, Any], made: int, plays: int) -> int:
-        """Undo the changes of the run of ``mark`` after it; returns how many changes of others stay.
+        """Undo the changes that the run of ``mark`` made after it. Return how many changes by other runs stay.
 
-        Others' changes are allowed with ``shared`` only. Raises ``ValueError``, and changes nothing, if it can't be
-        done.
+        Changes by others are allowed only with ``shared``. Raises ``ValueError``, and changes nothing, if the file
+        can't go back.
         """
         with self._lock, self._explained():
             self.claim()
@@ -282,6 +285,7 @@ class SqliteStore:
                 others = self._check_mark(mark)
                 target, writer = mark["revision"], mark["writer"]
                 own = {"target": target, "writer": writer, "made": made, "plays": plays}
+                # Delete rows of the undone revisions, and bring back artifacts that they removed.
                 after = "IN (SELECT revision FROM changes WHERE revision > :target AND writer = :writer)"
                 if self._run(f"SELECT 1 FROM changes WHERE revision {after}", own).fetchone():
                     self._run(f"DELETE FROM artifacts WHERE added {after}", own)
@@ -296,12 +300,13 @@ class SqliteStore:
             except BaseException:
                 self._database.execute("ROLLBACK")
                 raise
+            # Continue as that run, and read everything again at the next call of ``news``.
             self.writer, self._rewinds, self._wrote, self._synced = writer, -1, -1, False
             self._begun = mark.get("begun", 0)
             return others
 
     def _check_mark(self, mark: Mapping[str, Any]) -> int:
-        """Number of changes by others after ``mark``. Raises if the file can't go back to it."""
+        """Count the changes by others after ``mark``. Raises ``ValueError`` if the file can't go back to it."""
         revision, oldest = self._run("SELECT revision, oldest FROM store").fetchone()
         target, writer = mark["revision"], mark["writer"]
         where = f"{self.path}: can't go back to revision {target}"
@@ -324,9 +329,9 @@ class SqliteStore:
         return int(others)
 
     def prune_revisions_before(self, revision: int) -> None:
-        """Delete rows that only revisions before ``revision`` need; these can't be restored any more.
+        """Delete rows that only revisions before ``revision`` need. The file can't go back to those revisions any more.
 
-        A ``shared`` file keeps them: others may have older checkpoints.
+        A ``shared`` file keeps them, because other runs may have older checkpoints.
         """
         if self.shared:
             return
@@ -355,7 +360,7 @@ class SqliteStore:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """SQLite's errors as ``OSError`` if the file can't be reached or written, ``ValueError`` if it is damaged."""
+        """Turn SQLite's errors into ``OSError`` if the file is inaccessible, ``ValueError`` if it is damaged."""
         try:
             yield
         except (sqlite3.OperationalError, sqlite3.ProgrammingError) as error:
@@ -382,7 +387,7 @@ def _from_row(path: Path, row: tuple[Any, ...], allow_pickle: bool) -> tuple[Art
 
 
 def _digest(*fields: str | bytes | None) -> bytes:
-    """Checksum of an artifact's row without its revisions, compared before anything is unpickled."""
+    """Return the checksum of an artifact's row without its revisions. It is compared before unpickling."""
     digest = hashlib.blake2b(digest_size=16)
     for each in fields:
         raw = each.encode(errors="surrogateescape") if isinstance(each, str) else each or b""
@@ -391,7 +396,7 @@ def _digest(*fields: str | bytes | None) -> bytes:
 
 
 def _packed(value: Any, allow_pickle: bool) -> str | bytes:
-    """JSON if it keeps ``value`` exactly, else a pickle. Raises ``TypeError`` for data that can't be read back."""
+    """Return JSON if it keeps ``value`` exactly, else a pickle. Raises ``TypeError`` for unreadable data."""
     if _is_plain(value):
         return json.dumps(value)
     try:

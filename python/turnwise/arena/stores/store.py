@@ -1,4 +1,4 @@
-"""Stores of artifacts that episodes make: questions, positions, opponents. In memory, or in a file."""
+"""Stores of artifacts that episodes create: questions, positions, opponents. In memory, or in a file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _AT_ONCE = contextlib.nullcontext()
 
 
 class ArtifactStore(Samplable):
-    """Artifacts by id, in order of arrival, sampled with the store's own seeded generator.
+    """Artifacts by id, in order of arrival. Draws use the store's own seeded generator.
 
     Example::
 
@@ -35,7 +35,8 @@ class ArtifactStore(Samplable):
         store.add({"question": "2 + 2 * 2 = ?"}, parents=[question.id])
         store.sample_one().data["question"]
 
-    Inside an episode its generator is used, so samples do not depend on the order of episodes. See ``docs/stores.md``.
+    Inside an episode, draws use the episode's generator, so they do not depend on the order of episodes. See
+    ``docs/stores.md``.
     """
 
     def __init__(
@@ -58,17 +59,18 @@ class ArtifactStore(Samplable):
             raise ValueError("shared=True: a store in memory is no other process's; give it a path")
         self.name = name
         self.max_size = max_size
-        """Most artifacts; the oldest are dropped."""
+        """Maximum number of artifacts; the oldest are dropped."""
         self.dedup = dedup
         """Refuse data that is already present."""
         self.sampling = find_rule(sampling)
         self.window = window
-        """Attempts over which an artifact's statistics are averaged, about; ``None`` for all."""
+        """Approximate number of attempts over which an artifact's statistics are averaged; ``None`` for all."""
         self._held = StoreContents(keyed=dedup)
         self._rng = random.Random(derive_seed("store", name, seed))
         self._drawn: tuple[StoreContents, int, WeightedPool] | None = None
         self._split: HashSplit | None = None
-        # A file's checkpoints hold only a revision. One process writes to it, unless all open it with shared=True.
+
+        # Checkpoints of a file hold only a revision. One process writes to it, unless all open it with shared=True.
         self._file = None if path is None else SqliteStore(path, name, shared=shared, allow_pickle=allow_pickle)
         self._catch_up()
         self._preexisting_ids: frozenset[str] = frozenset() if self._file is None else self._file.preexisting_ids()
@@ -83,25 +85,25 @@ class ArtifactStore(Samplable):
 
     @property
     def path(self) -> str | None:
-        """The file; ``None`` in memory."""
+        """Path of the file; ``None`` in memory."""
         return None if self._file is None else str(self._file.path)
 
     @property
     def run(self) -> str | None:
-        """Name of the run in the file: ``"solve-3@9f86d081884c7d65"``, or only the part after the ``@``.
+        """Name of the run in the file, such as ``"solve-3@9f86d081884c7d65"``, or only the part after the ``@``.
 
         That part is unique, and a resumed run keeps it. ``None`` in memory.
         """
         return None if self._file is None else self._file.run
 
     def set_run_name(self, label: str) -> None:
-        """Set the part before the ``@``; a training run uses its folder's name."""
+        """Set the part of :attr:`run` before the ``@``. A training run uses its folder's name."""
         if self._file is not None:
             self._file.label = label
 
     @property
     def preexisting_ids(self) -> frozenset[str]:
-        """Ids present in the file before this run began (for a resumed run, before it first began); empty in memory."""
+        """Ids in the file from before this run began, or first began if it was resumed; empty in memory."""
         return self._preexisting_ids
 
     def close(self) -> None:
@@ -110,7 +112,7 @@ class ArtifactStore(Samplable):
             self._file.close()
 
     def transaction(self) -> contextlib.AbstractContextManager[None]:
-        """``with store.transaction():`` makes many changes one: all or nothing, and faster."""
+        """Join the changes of a block into one: ``with store.transaction():``. It is all or nothing, and faster."""
         return _AT_ONCE if self._file is None else self._file.writing(self._catch_up)
 
     # -- artifacts -----------------------------------------------------------------------------------------------------
@@ -125,12 +127,14 @@ class ArtifactStore(Samplable):
         parents: Sequence[str] = (),
         meta: Mapping[str, Any] | None = None,
     ) -> Artifact | None:
-        """Add ``data`` (or an :class:`Artifact`); returns the artifact, or ``None`` if ``dedup`` refused it.
+        """Add ``data`` (or an :class:`Artifact`). Return the artifact, or ``None`` if ``dedup`` refused it.
 
-        Without ``id`` one is made. ``source`` names the rollout that made it, by default the running one; ``parents``
-        the artifacts that it was made from. Raises ``ValueError`` for an id that is taken, and for a weight below 0.
+        Without ``id`` the store makes one. ``source`` names the rollout that made the artifact, by default the running
+        one. ``parents`` are the ids of the artifacts that it was made from. Raises ``ValueError`` for an id that is
+        taken, and for a weight that is negative or not finite.
         """
         with self.transaction():
+            # Make the artifact, unless ``data`` is one.
             if isinstance(data, Artifact):
                 artifact = data
             else:
@@ -140,12 +144,14 @@ class ArtifactStore(Samplable):
                 ids = _parent_ids(parents)
                 artifact = Artifact(new_id, detach_from_state(data), weight, made_by, dict(meta or {}), ids, self.run)
             held = self._contents
+            # Refuse a taken id, a wrong weight, and with ``dedup`` known content.
             if artifact.id in held.artifacts:
                 raise ValueError(f"id={artifact.id!r}: the store {self.name!r} already has an artifact of this id")
             _check_weight(artifact.weight)
             key = held.key(artifact)
             if held.has(key):
                 return None
+            # Keep it in the file and in memory, and drop the oldest artifacts above ``max_size``.
             outcome = AttemptStats(last=held.plays) if held.plays else UNKNOWN
             if self._file is not None:
                 self._file.insert(artifact, outcome, held.added + 1)
@@ -164,7 +170,7 @@ class ArtifactStore(Samplable):
 
     @records_input()
     def set_weight(self, id: str, weight: float) -> None:
-        """Set how often an artifact is drawn with ``sampling="weighted"``."""
+        """Set an artifact's weight, by which ``sampling="weighted"`` draws. Raises ``KeyError`` for an unknown id."""
         _check_weight(weight)
         with self.transaction():
             self._of(id)
@@ -192,16 +198,16 @@ class ArtifactStore(Samplable):
 
     @records_input()
     def ancestors(self, id: str) -> list[str]:
-        """Ids that ``id`` was made from, then those that they were made from, and so on; nearest first.
+        """Return the ids that ``id`` was made from, directly or through others, nearest first.
 
-        Removed artifacts are named, but their own parents are unknown.
+        Removed artifacts are included, but their own parents are unknown.
         """
         self.get(id)
         return self._contents.ancestors(id)
 
     @records_input()
     def descendants(self, id: str) -> list[str]:
-        """Ids made from ``id``, directly or through others, in order of arrival. ``id`` may be removed."""
+        """Return the ids made from ``id``, directly or through others, in order of arrival. ``id`` may be removed."""
         self._catch_up()
         return self._contents.descendants(id)
 
@@ -210,10 +216,10 @@ class ArtifactStore(Samplable):
     def record(
         self, id: str, reward: float | None = None, *, success: float | None = None, score: float | None = None
     ) -> AttemptStats:
-        """Record one more attempt at artifact ``id``; returns its statistics.
+        """Record one more attempt at artifact ``id``. Return the artifact's statistics.
 
-        Without ``success`` a ``reward`` above 0 counts as success; without ``reward`` the success is the reward.
-        ``score`` is the amount to learn, at least 0: by default the distance of the reward from the mean before. An
+        Without ``success``, a ``reward`` above 0 counts as success. Without ``reward``, the success is the reward.
+        ``score`` is the learning potential, at least 0; by default the distance of the reward from the mean before. An
         arena records the attempts of its training batches, see ``Arena.record_attempts``.
         """
         if reward is None and success is None:
@@ -226,6 +232,7 @@ class ArtifactStore(Samplable):
                 f"reward={reward!r}, success={success!r}, score={score!r}: expected a finite reward, a success from 0 "
                 "to 1, and a score >= 0"
             )
+        # Update the statistics in memory and in the file.
         with self.transaction():
             artifact = self._of(id)
             held = self._contents
@@ -238,16 +245,16 @@ class ArtifactStore(Samplable):
 
     @records_input()
     def outcome(self, id: str) -> AttemptStats:
-        """Statistics of the attempts at artifact ``id``."""
+        """Return the statistics of the attempts at artifact ``id``."""
         self.get(id)
         return self._contents.outcome(id)
 
     def split(self, side: str, *, share: float = 0.1, key: Callable[[Any], Any] | None = None) -> StoreSplit:
-        """The ``"eval"`` or ``"train"`` side of the store: a live view.
+        """Return the ``"eval"`` or ``"train"`` side of the store, a live view.
 
-        The content decides, or ``key(data)``, so equal data is on one side, also after a reload. About ``share`` goes
-        to ``"eval"``. Use the same share and key for both sides: another split of the store would overlap with the
-        first, and raises ``ValueError``.
+        The content decides, or ``key(data)``, so equal data is on the same side, also after a reload. About ``share``
+        of the artifacts are on the ``"eval"`` side. Use the same share and key for both sides: a different split would
+        overlap with the first, and raises ``ValueError``.
         """
         rule = HashSplit(share, key)
         if self._split is not None and not rule.agrees(self._split):
@@ -259,12 +266,12 @@ class ArtifactStore(Samplable):
         return StoreSplit(self, rule.check_side(side), rule)
 
     def frozen(self) -> ArtifactStore:
-        """A view for evaluation: today's artifacts, another generator, writes visible to their episode only."""
+        """Return a view for evaluation: present artifacts, another generator, writes visible only to their episode."""
         return FrozenStore(self)
 
     # -- saving --------------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs; JSON-ready as far as the artifacts' data are. For a file, a revision."""
+        """Return the state that a resumed run needs; for a file, a revision. JSON-ready if the artifacts' data are."""
         self._catch_up()
         state = {
             "added": self._contents.added,
@@ -280,7 +287,7 @@ class ArtifactStore(Samplable):
         return {**state, "artifacts": artifacts, "outcomes": outcomes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`. Raises ``ValueError`` if a file can't go back to it."""
+        """Restore :meth:`state_dict`. Raises ``ValueError`` if the store can't go back to it."""
         where, there = ("file", "in a file") if self._file is not None else ("artifacts", "in memory")
         if where not in state:
             raise ValueError(f"state of the store {self.name!r}: it was not saved of a store {there}, as this one is")
@@ -304,13 +311,13 @@ class ArtifactStore(Samplable):
         set_rng_state(self._rng, state["rng"])
 
     def prune_revisions_before(self, state: Mapping[str, Any]) -> None:
-        """Delete from a file what only states older than ``state`` need; they can't be loaded any more."""
+        """Delete rows of the file that only states older than ``state`` need. Those states can't be loaded any more."""
         if self._file is not None and state.get("file") == self._file.file:
             self._file.prune_revisions_before(state["revision"])
 
     # -- inside --------------------------------------------------------------------------------------------------------
     def _catch_up(self) -> None:
-        """Apply changes that other processes made to the file; everything at first and after going back."""
+        """Apply changes of other processes to the file: all of its content at first, and after going back."""
         news = None if self._file is None else self._file.news()
         if news is not None:
             self._contents.take(news)
@@ -347,8 +354,8 @@ class ArtifactStore(Samplable):
 class FrozenStore(ArtifactStore):
     """A store as an evaluation sees it.
 
-    Writes of a top episode and its children are visible to them only, so no result depends on which episode ran first.
-    Outside of episodes they end with their ``with store.transaction()``.
+    Only a top episode and its children see their own writes, so no result depends on which episode ran first. Outside
+    of episodes, writes end with their ``with store.transaction()`` block.
     """
 
     def __init__(self, store: ArtifactStore) -> None:
@@ -382,7 +389,7 @@ class FrozenStore(ArtifactStore):
 
 
 def _root() -> int | None:
-    """Number of the running top episode."""
+    """Return the number of the running top episode; ``None`` outside of episodes."""
     context = current_context()
     return None if context is None else context.root
 
@@ -393,7 +400,7 @@ def _check_weight(weight: float) -> None:
 
 
 def _parent_ids(parents: Sequence[str]) -> tuple[str, ...]:
-    """``parents`` as a tuple. Raises ``TypeError`` for a single string, and for items that are no ids."""
+    """Return ``parents`` as a tuple. Raises ``TypeError`` for a single string, and for items that are not strings."""
     if isinstance(parents, str) or not all(isinstance(parent, str) for parent in parents):
         raise TypeError(f"parents={parents!r}: expected ids of artifacts, such as ['questions-3']")
     return tuple(parents)

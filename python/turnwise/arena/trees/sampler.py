@@ -1,4 +1,4 @@
-"""Tree sampling, as AT-GRPO needs it: each action has N branches from one state, of which one or several go on."""
+"""Tree sampling for AT-GRPO: each action has N branches from one state, and one or several of them go on."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from turnwise.arena.trees.value import mean_return
 from turnwise.types import EpisodeState, Step
 
 Selector = Callable[[Sequence[Step], random.Random], int]
-"""Index of the branch that goes on, from the scored steps of all branches and a seeded generator."""
+"""Returns the index of the branch that goes on, from the scored steps of all branches and a seeded generator."""
 
 
 def select_best(steps: Sequence[Step], rng: random.Random) -> int:
-    """The highest reward; the first of equals."""
+    """Select the branch with the highest reward; the first one if several have it."""
     rewards = rewards_of(steps)
     return rewards.index(max(rewards))
 
 
 def select_first(steps: Sequence[Step], rng: random.Random) -> int:
-    """Always the first branch: no selection pressure."""
+    """Select the first branch always, so that rewards have no influence."""
     return 0
 
 
 class SelectBySoftmax:
-    """Draws a branch with probability proportional to ``exp(reward / temperature)``."""
+    """Draws a branch with a probability proportional to ``exp(reward / temperature)``."""
 
     def __init__(self, temperature: float = 1.0) -> None:
         if not temperature > 0:
@@ -42,7 +42,7 @@ class SelectBySoftmax:
 
 
 def select_draw(steps: Sequence[Step], rng: random.Random) -> int:
-    """A uniform draw. The branches are the policy's own samples, so this is unselected play."""
+    """Draw a branch uniformly. The branches are the policy's own samples, so this is play without selection."""
     return rng.randrange(len(steps))
 
 
@@ -53,8 +53,8 @@ SELECTORS: dict[str, Callable[[float], Selector | None]] = {
     "sample": SelectBySoftmax,
     "none": lambda temperature: None,
 }
-"""Selectors by the name that ``select`` takes, made for a temperature; under ``"none"`` all branches go on, and under
-``"mixed"`` a draw often takes the selector's place, see :meth:`TreeSampler.selector`."""
+"""Makers of selectors by the name that ``select`` takes; each gets a temperature. Under ``"none"`` all branches go on.
+Under ``"mixed"`` a uniform draw often replaces the selector, see :meth:`TreeSampler.selector`."""
 
 
 def _value(earned: float, step: Step) -> float | None:
@@ -67,20 +67,22 @@ BRANCH_SCORES: dict[str, Callable[[float, Step], float | None]] = {
     "return": lambda earned, step: earned + (step.reward or 0.0),
     "value": _value,
 }
-"""Scores of a branch, from the reward before its action and the action: the action's own reward; the sum of both; or
-its reward plus the mean reward of playouts from there (``None`` if no playout ended)."""
+"""Scores of a branch, from the reward earned before its action and the action's step. ``reward``: the action's reward.
+``return``: the sum of both. ``value``: the action's reward plus the mean return of playouts from there, or ``None`` if
+no playout ended."""
 
 
 BEST_SHARE = 0.5
-"""Default share of a mixed selection that plays the best branch."""
+"""Default share of nodes at which a mixed selection plays the best branch."""
 
 
 class TreeSampler:
     """Branches a :class:`MultiTurnEpisode` at each action (AT-GRPO, tree-structured sampling). See ``docs/trees.md``.
 
-    Each acting actor makes N model calls from one state. Each branch steps its own fork of the state and gets its
-    reward from ``step_reward``; one goes on. All N steps train: they share ``Step.tree_node``, and ``Step.branch``
-    differs. The data of losing branches is freed; reading it raises ``PrunedError``. Evaluation never branches.
+    Each acting actor makes N model calls from one state. Each branch acts on its own fork of the state and gets its
+    reward from ``step_reward``. By default one branch goes on. All N steps train: they share ``Step.tree_node``, and
+    have different ``Step.branch``. The search frees the data of branches that do not go on; reading it raises
+    ``PrunedError``. Evaluation never branches.
 
     Example: ``Sudoku(sampler=TreeSampler(branches={"proposer": 8, "reviser": 4}))``, ``TreeSampler(8, beam_width=2)``
     """
@@ -103,58 +105,60 @@ class TreeSampler:
             raise ValueError(f"branches={branches!r}: expected whole numbers >= 1")
         if isinstance(branch_at, str):
             raise TypeError(f"branch_at={branch_at!r}: expected a collection of actor ids, for example [{branch_at!r}]")
+        # Check options that depend on each other.
         _check_selection(select, beam_width, score_by, playouts, best_share)
         if beam_width > 1 and max(counts.values()) == 1:
             raise ValueError(f"beam_width={beam_width}: needs branches > 1 to survive, not branches={branches!r}")
+
         self.branches = branches
         """Branches per action: N, or N by actor id (1 for actors not named)."""
         self.branch_at = branch_at
         """Actor ids that branch, or a predicate on the state; ``None`` branches every action."""
         self.beam_width = beam_width
-        """Branches that go on. K > 1 is a beam search: the best K of up to K * N branches go on."""
+        """Number of branches that go on. K > 1 is a beam search: the best K of up to K * N branches go on."""
         self.score_by = score_by
-        """The number that branches are compared by, see :data:`BRANCH_SCORES`."""
+        """Name of the number that selection compares, see :data:`BRANCH_SCORES`."""
         self.playouts = playouts
         """Monte-Carlo playouts per state, for ``score_by="value"`` and the credit rule ``vine``; they never train."""
         self.select: Selector | None = SELECTORS[select](temperature) if isinstance(select, str) else select
         """Selects among branches; ``None`` plays every branch of the first node to its end."""
         self.mixes = select == "mixed"
-        """Select the best with probability ``best_share``, else draw, so that unselected states train too."""
+        """Select the best with probability ``best_share``, else draw uniformly, so that other states train too."""
         self.best_share = _share_range(best_share, share_steps)
-        """Share of the best in the first and in the last of ``share_steps`` batches, linear in between."""
+        """Share of the best in the first and the last of ``share_steps`` batches, linear in between."""
         self.share_steps = share_steps
         self.branching = max(counts.values()) > 1
         """True if some actor has several branches."""
 
     @property
     def selects(self) -> bool:
-        """True if branches are compared action by action."""
+        """True if selection compares branches at each action."""
         return self.branching and self.select is not None
 
     @property
     def favours(self) -> bool:
-        """True if selection depends on rewards: the episode's own trajectory then beats its unselected policies."""
+        """True if selection depends on rewards. The episode's own trajectory then beats play without selection."""
         return self.selects and self.select is not select_first
 
     @property
     def has_many_leaves(self) -> bool:
-        """True if an episode may have several ends that are scored."""
+        """True if an episode may have several scored ends."""
         return self.branching and (self.select is None or self.beam_width > 1)
 
     def best_share_at(self, batch: int) -> float:
-        """Share of the best in training batch ``batch``, counted from 0."""
+        """Return the share of the best in training batch ``batch``, counted from 0."""
         (first, last), steps = self.best_share, self.share_steps or 1
         return first + (last - first) * min(batch / max(steps - 1, 1), 1.0)
 
     def selector(self, batch: int, rng: random.Random) -> tuple[Selector, str]:
-        """The selector of one node of training batch ``batch``, and its name under ``select="mixed"``, else ``""``."""
+        """Return the selector of a node of training batch ``batch``, and its name under ``"mixed"``, else ``""``."""
         assert self.select is not None
         if not self.mixes:
             return self.select, ""
         return (self.select, "best") if rng.random() < self.best_share_at(batch) else (select_draw, "draw")
 
     def num_branches(self, state: EpisodeState) -> int:
-        """Number of branches of ``state.current_actor`` in this state."""
+        """Return the number of branches of ``state.current_actor`` in this state."""
         if self.branch_at is not None:
             wanted = self.branch_at(state) if callable(self.branch_at) else state.current_actor in self.branch_at
             if not wanted:
@@ -167,9 +171,10 @@ class TreeSampler:
 def select_branches(
     select: Selector, steps: Sequence[Step], scores: Sequence[float | None] | None, places: int, rng: random.Random
 ) -> list[int]:
-    """Indices of at most ``places`` of ``steps`` that go on: ``select`` picks one, then one of the rest, and so on.
+    """Return the indices of at most ``places`` of ``steps``. ``select`` picks one, then one of the rest, and so on.
 
-    ``scores`` replace the steps' rewards, if given. Siblings that repeat a selected completion are skipped.
+    ``scores``, if given, replace the steps' rewards; ``None`` counts as the lowest. Siblings that repeat a selected
+    completion are skipped.
     """
     if scores is not None:
         worst = min((score for score in scores if score is not None), default=0.0)
@@ -183,7 +188,7 @@ def select_branches(
 
 
 def call_selector(select: Selector, steps: Sequence[Step], rng: random.Random) -> int:
-    """The index that ``select`` returns. Raises ``ValueError`` for one out of range."""
+    """Return the index that ``select`` gives. Raises ``ValueError`` for an index out of range."""
     chosen = select(steps, rng)
     if not 0 <= chosen < len(steps):
         raise ValueError(f"select gave branch {chosen!r}: expected an index below {len(steps)}")
@@ -204,6 +209,7 @@ def _check_selection(
         raise ValueError(f"score_by={score_by!r}: expected one of {sorted(BRANCH_SCORES)}")
     if score_by == "value" and not playouts:
         raise ValueError("score_by='value': needs playouts > 0 to estimate the values of states")
+    # Options that exclude each other.
     if select == "none" and (beam_width > 1 or score_by != "reward"):
         raise ValueError(
             f"select='none' lets all branches go on: beam_width={beam_width!r} and score_by={score_by!r} have no "
@@ -219,7 +225,7 @@ def _check_selection(
 
 
 def _share_range(best_share: float | Sequence[float], share_steps: int | None) -> tuple[float, float]:
-    """Share of the best in the first and in the last batch."""
+    """Return the share of the best in the first and the last batch. Raises ``ValueError`` for wrong options."""
     shares: tuple[Any, ...] = tuple(best_share) if isinstance(best_share, list | tuple) else (best_share, best_share)
     good = [isinstance(share, float | int) and not isinstance(share, bool) and 0 <= share <= 1 for share in shares]
     if len(shares) != 2 or not all(good):
@@ -232,13 +238,13 @@ def _share_range(best_share: float | Sequence[float], share_steps: int | None) -
 
 
 def draw_share(steps: Iterable[Step | None]) -> dict[str, float]:
-    """``tree/draw_share``: share of the nodes at which a mixed selection played a draw; empty without any."""
+    """Return ``tree/draw_share``: share of the nodes where a mixed selection drew uniformly; empty without any."""
     tossed = [step.info["selected_by"] for step in steps if step is not None and "selected_by" in step.info]
     return {"tree/draw_share": tossed.count("draw") / len(tossed)} if tossed else {}
 
 
 def _are_twins(one: Step, other: Step) -> bool:
-    """True for siblings with equal completions: from one state with equal random numbers they lead to one state."""
+    """True for siblings with equal completions. Same state and same random numbers, so both lead to the same state."""
     return one.tree_node == other.tree_node and one.completion_token_ids == other.completion_token_ids
 
 

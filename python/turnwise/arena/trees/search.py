@@ -1,8 +1,8 @@
-"""Tree search over a multi-turn episode: several beams are played side by side, one action of each at a time.
+"""Tree search over a multi-turn episode: plays several beams side by side, one action of each beam at a time.
 
-With one survivor there is one beam, the episode itself. All branches of all beams are sampled concurrently. What they
-record moves to the episode's own context in the order of the beams, so neither seeds nor records depend on which
-response came first.
+If one branch survives each action, there is one beam, the episode itself. The search samples all branches of all beams
+concurrently. It moves their records to the episode's own context in the order of the beams, so neither seeds nor
+records depend on which response came first.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class PendingAction:
     node: int | None = None
     """Id of the tree node; ``None`` if the action does not branch."""
     scopes: list[EpisodeContext] = field(default_factory=list)
-    """One context per branch; the beam's own if it does not branch."""
+    """One context per branch, or the beam's own if the action does not branch."""
     outcomes: list[Step | ModelError] = field(default_factory=list)
-    """The step that each branch took, or why its model call failed."""
+    """Each branch's step, or the error of its model call."""
 
     @property
     def error(self) -> ModelError | None:
@@ -47,7 +47,7 @@ class PendingAction:
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """An action that was taken and may go on."""
+    """An action that was taken, and the path up to it, which may go on."""
 
     beam: Beam
     """The beam that it branched from."""
@@ -56,14 +56,14 @@ class Branch:
     step: Step
     """The action."""
     steps: list[Step]
-    """All model calls recorded on the way, the action included."""
+    """All model calls recorded for the action, the action's own included."""
     children: list[GenerateResult]
-    """Results of the episodes that it spawned."""
+    """Results of the episodes that the branch spawned."""
     score: float | None = None
-    """Number that branches are compared by; ``None`` if unknown."""
+    """Number that selection compares; ``None`` if unknown."""
 
     def to_beam(self, context: EpisodeContext) -> Beam:
-        """The beam that goes on from this branch, in ``context``."""
+        """Return the beam that goes on from this branch, in ``context``."""
         beam, step = self.beam, self.step
         assert step.tree_node is not None
         return Beam(
@@ -77,7 +77,7 @@ class Branch:
 
 
 class TreeSearch:
-    """Plays one episode under tree sampling, from ``context.state`` to its ends; ``context`` becomes the best one's.
+    """Plays one episode under tree sampling, from ``context.state`` to its ends. ``context`` ends as the best beam's.
 
     Example::
 
@@ -113,7 +113,7 @@ class TreeSearch:
         return any(not beam.ended for beam in self.beams)
 
     async def expand_once(self) -> None:
-        """One action of each beam that goes on: sample branches, select survivors, pass the turn on."""
+        """Play one action of each running beam: sample branches, select survivors, pass the turn on."""
         actions = [self._branch(action) for action in await self._build_prompts()]
         await self._estimate_start(actions)
 
@@ -124,7 +124,7 @@ class TreeSearch:
         for (action, _), outcome in zip(work, outcomes, strict=True):
             action.outcomes.append(outcome)
 
-        # The episode's own context goes first: its steps are in its list already.
+        # The episode's own context comes first, because its steps are already in its list.
         own_first = sorted(actions, key=lambda action: action.scopes != [self.root])
         taken = [branch for action in own_first for branch in self._collect_branches(action)]
         self._open_scopes = []
@@ -136,10 +136,10 @@ class TreeSearch:
         await self._each([beam for beam in self.beams if not beam.ended], self._pass_on)
         self.root.beams = self.beams
         if all(beam.context is not self.root for beam in self.beams):
-            self.root.state = self.beams[0].state  # its own was pruned with the branches of its beam
+            self.root.state = self.beams[0].state  # the old state was pruned with its beam's branches
 
     def finish(self) -> EpisodeState:
-        """Make the best beam the episode's own. The others become its further ends, if they are scored."""
+        """Make the best beam the episode's own. The others become further ends if several ends are scored."""
         root, beams = self.root, self.beams
         number = self._best()
         best = beams[number]
@@ -164,13 +164,13 @@ class TreeSearch:
         return root.state
 
     def abandon(self) -> None:
-        """Move all records to the episode after a failure: what was sampled is counted, though it never trains."""
+        """Move all records to the episode after a failure. The sampled tokens are counted, but never train."""
         for context in (self.root, *(beam.context for beam in self.beams), *self._open_scopes):
             self._move_records(context, None)
 
     # -- acting --------------------------------------------------------------------------------------------------------
     async def _build_prompts(self) -> list[PendingAction]:
-        """The next action of each beam that takes one; the others skip this turn."""
+        """Return the next action of each beam that takes one. The other beams skip this turn."""
 
         async def prompt(beam: Beam) -> Any:
             return await maybe_await(self.episode.build_messages(beam.state, self.arena, self.artifact))
@@ -181,7 +181,7 @@ class TreeSearch:
         return [PendingAction(beam, messages) for beam, messages in prompts if messages is not None]
 
     def _branch(self, action: PendingAction) -> PendingAction:
-        """Set the contexts that ``action`` runs in: forks of its beam's context, or that context itself."""
+        """Set the contexts in which ``action`` runs: forks of its beam's context, or that context itself."""
         beam, own = action.beam, action.beam.context
         count = self.sampler.num_branches(beam.state)
         if count == 1 or (self.sampler.select is None and beam.from_branch is not None):
@@ -196,7 +196,7 @@ class TreeSearch:
         return action
 
     async def _act(self, action: PendingAction, scope: EpisodeContext) -> Step | ModelError:
-        # Only a failed model call costs a branch. A bug in the game must not hide in a count: it fails the episode.
+        # Only a failed model call loses a branch. A bug in the game must not hide in a count, so it fails the episode.
         with use_context(scope):
             try:
                 return await self.episode.take_action(scope.state, action.messages, self.arena, self.artifact)
@@ -207,7 +207,7 @@ class TreeSearch:
         beam.ended = await self.episode.pass_on(beam.state, self.arena, self.artifact, skipped=beam.skipped)
 
     async def _each(self, beams: Sequence[Beam], work: Callable[[Beam], Awaitable[T]]) -> list[tuple[Beam, T]]:
-        """Run ``work`` on each of ``beams``. A failed model call costs its beam, unless it is the only one."""
+        """Run ``work`` on each of ``beams``. A failed model call drops its beam; for the only beam, it raises."""
         several = len(self.beams) > 1
 
         async def one(beam: Beam) -> T | ModelError:
@@ -227,7 +227,7 @@ class TreeSearch:
 
     # -- values of states ----------------------------------------------------------------------------------------------
     async def _estimate_start(self, actions: Sequence[PendingAction]) -> None:
-        """Estimate the first state if it is no tree node: it then has no branches that tell its value."""
+        """Estimate the value of the first state, unless it is a tree node: then its branches give the value."""
         meta = self.root.rollout.meta
         first = [action.beam for action in actions if action.beam.last_action is None and action.node is None]
         if self.sampler.playouts and first and "playouts" not in meta:
@@ -236,14 +236,14 @@ class TreeSearch:
             [meta["playouts"]] = await self.estimator.estimate([state])
 
     async def _estimate(self, taken: Sequence[Branch]) -> None:
-        """Estimate the state after each action."""
+        """Estimate the value of the state after each action."""
         if not self.sampler.playouts:
             return
         places = {id(step): place for place, step in enumerate(self.root.steps)}
         states = []
         for branch in taken:
             steps, children = branch.beam.steps, branch.beam.children
-            if branch.step.tree_node is not None:  # otherwise the beam has them already
+            if branch.step.tree_node is not None:  # without a branch the beam already has them
                 steps, children = [*steps, *branch.steps], [*children, *branch.children]
             states.append(StateToValue(f"v{places[id(branch.step)]}", branch.scope, steps, children, acted=True))
         for branch, playouts in zip(taken, await self.estimator.estimate(states), strict=True):
@@ -251,7 +251,8 @@ class TreeSearch:
 
     # -- selection -----------------------------------------------------------------------------------------------------
     def _select_survivors(self, taken: Sequence[Branch]) -> None:
-        """Set the beams of the next round: those that did not branch, and the selected branches."""
+        """Set the next beams: the beams that did not branch, and the selected branches."""
+        # Score all actions, and select among those that branched.
         for branch in taken:
             branch.score = BRANCH_SCORES[self.sampler.score_by](branch.beam.total_reward, branch.step)
         branched = [branch for branch in taken if branch.step.tree_node is not None]
@@ -263,7 +264,8 @@ class TreeSearch:
                 branch.beam.total_reward += branch.step.reward or 0.0
                 branch.beam.score = branch.beam.score if branch.score is None else branch.score
 
-        # The first branch selected from a beam goes on in that beam's context, so one survivor behaves like no beams.
+        # The first branch selected from a beam goes on in the beam's context. With one survivor, that is always the
+        # episode's own context, as without beams.
         new_beams: list[Beam] = []
         reused: set[int] = set()
         for branch in selected:
@@ -274,7 +276,7 @@ class TreeSearch:
                 context = own
             new_beams.append(branch.to_beam(context))
 
-        # Free the data of losing branches and of beams that nothing was selected from.
+        # Free the data of branches that were not selected, and of beams without a selected branch.
         for branch in branched:
             if branch not in selected:
                 if self.arena.check_private and self.sampler.has_many_leaves:
@@ -286,7 +288,7 @@ class TreeSearch:
         self.beams = kept + new_beams
 
     def _select(self, branched: Sequence[Branch], count: int) -> list[Branch]:
-        """At most ``count`` branches, in the order in which they were selected."""
+        """Select at most ``count`` branches. Return them in the order of selection."""
         if self.sampler.select is None or not branched:
             return list(branched)
         for branch in branched:
@@ -304,7 +306,7 @@ class TreeSearch:
         return [branched[place] for place in places]
 
     def _drop_failed(self, failed: Sequence[tuple[Beam, ModelError | None]]) -> None:
-        """Go on without the beams whose model calls failed. Raises the first error if no beam is left."""
+        """Drop the beams whose model calls failed. Raises the first error if no beam is left."""
         if not failed:
             return
         gone = {id(beam) for beam, _ in failed}
@@ -314,7 +316,7 @@ class TreeSearch:
         _count(self.root, "tree/lost_beams", len(failed))
         going_on = {id(step) for beam in self.beams for step in beam.steps}
         for beam, error in failed:
-            # The path has no end, so nothing pays a step that has no reward of its own.
+            # The path has no end, so the rubric gives no reward to steps that have none.
             _exclude([step for step in beam.steps if step.reward is None and id(step) not in going_on], error)
             prune(beam.state.data)
 
@@ -328,7 +330,7 @@ class TreeSearch:
 
     # -- records -------------------------------------------------------------------------------------------------------
     def _collect_branches(self, action: PendingAction) -> list[Branch]:
-        """Move what the branches of ``action`` recorded to the episode, and set their places in the tree."""
+        """Move the records of ``action``'s branches to the episode, and set their places in the tree."""
         beam, taken = action.beam, []
         for index, (scope, outcome) in enumerate(zip(action.scopes, action.outcomes, strict=True)):
             if action.node is None:
@@ -351,7 +353,7 @@ class TreeSearch:
         return taken
 
     def _collect_beam(self, beam: Beam) -> tuple[list[Step], list[GenerateResult]]:
-        """Append to ``beam`` what it recorded in its own context since the last call."""
+        """Append to ``beam`` the records of its own context since the last call. Return them."""
         steps, children = self._move_records(beam.context, beam.from_branch)
         beam.steps += steps
         beam.children += children
@@ -360,7 +362,7 @@ class TreeSearch:
     def _move_records(
         self, context: EpisodeContext, from_branch: tuple[int, int] | None
     ) -> tuple[list[Step], list[GenerateResult]]:
-        """Move what ``context`` recorded to the episode's own context; returns its new steps and children."""
+        """Move the records of ``context`` to the episode's own context. Return the new steps and children."""
         root = self.root
         if context is root:
             steps, children, root.children = root.steps[self._num_moved :], root.children, []
@@ -379,7 +381,7 @@ class TreeSearch:
 
 
 def _exclude(steps: Sequence[Step], error: ModelError | None) -> None:
-    """Keep the steps of a failed branch in the log and out of training."""
+    """Keep the steps of a failed branch out of training. They stay in the log."""
     for step in steps:
         step.trainable = False
         step.info["error"] = f"{type(error).__name__}: {error}"
@@ -397,5 +399,5 @@ def _count(context: EpisodeContext, name: str, amount: int) -> None:
 
 
 async def _gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all; a single one needs no task."""
+    """Return the results of all coroutines. A single one needs no task."""
     return [await coroutines[0]] if len(coroutines) == 1 else await gather_or_cancel(coroutines)

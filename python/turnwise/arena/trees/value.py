@@ -1,12 +1,12 @@
-"""Monte-Carlo values of states: a state is played to the end several times.
+"""Monte-Carlo values of states: plays the game from a state to its end several times.
 
     V(s) = mean over M playouts from s of their rewards      (VinePPO, https://arxiv.org/abs/2410.01679)
 
 A playout uses the same policies, but never branches and never trains. Only its rewards are kept, in
-``step.info["playouts"]`` of the action that led to the state (``meta["playouts"]`` for the first state): a dict per
-playout, with ``rewards`` in order as ``[actor, reward]``, and ``outcome``, the rubric's rewards of actors whose last
-action had none. A final state has one entry, its outcome. ``metrics["tree/playouts"]`` and ``["tree/playout_tokens"]``
-count them.
+``step.info["playouts"]`` of the action that led to the state (``meta["playouts"]`` for the first state). This is a list
+with a dict per playout: ``rewards`` holds ``[actor, reward]`` of each action in order, and ``outcome`` holds the
+rubric's rewards of actors whose last action had none. A final state has one entry, its outcome.
+``metrics["tree/playouts"]`` and ``["tree/playout_tokens"]`` count playouts and their tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Playout = dict[str, Any]
 
 
 class BranchingEpisode(ScoredEpisode, Protocol):
-    """The part of a multi-turn episode that plays it on, one action at a time."""
+    """The part of a multi-turn episode that plays one action at a time."""
 
     def build_messages(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Any: ...
 
@@ -40,7 +40,7 @@ class BranchingEpisode(ScoredEpisode, Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateToValue:
-    """A state to estimate: that of ``context``, after ``steps`` and ``children``."""
+    """A state to estimate: the state of ``context``, after ``steps`` and ``children``."""
 
     name: str
     """Unique in the episode."""
@@ -52,7 +52,7 @@ class StateToValue:
 
 
 def mean_return(playouts: Sequence[Mapping[str, Any]]) -> float | None:
-    """Mean over playouts of the sum of all actors' rewards; ``None`` without finished playouts."""
+    """Return the mean over playouts of the sum of all actors' rewards; ``None`` without finished playouts."""
     if not playouts:
         return None
     sums = [sum(reward for _, reward in one["rewards"]) + sum(one["outcome"].values()) for one in playouts]
@@ -68,7 +68,7 @@ class ValueEstimator:
         self.episode, self.arena, self.artifact, self.root, self.count = episode, arena, artifact, root, count
 
     async def estimate(self, positions: Iterable[StateToValue]) -> list[list[Playout]]:
-        """The finished playouts of each state; failed ones are counted."""
+        """Return the finished playouts of each state. Failed playouts are only counted."""
         return await gather_or_cancel(self._one(position) for position in positions)
 
     async def _one(self, position: StateToValue) -> list[Playout]:
@@ -94,7 +94,7 @@ class ValueEstimator:
         return played
 
     def _scope(self, position: StateToValue, name: str, start: EpisodeContext) -> EpisodeContext:
-        """A context on a fork of ``start``'s state, with another seed."""
+        """Return a context on a fork of ``start``'s state, with another seed."""
         scope = self.root.branch(name, start.state.fork(1)[0])
         scope.rollout = scratch_rollout(self.root.rollout, position.steps)
         scope.private = start.private.copy()

@@ -1,11 +1,10 @@
-"""AT-GRPO: agent- and turn-wise groups, so that all members of a group answer the same prompt.
+"""AT-GRPO: groups by agent and turn, so that all members of a group answer the same prompt.
 
     A = (r - mean_k) / (std_k + eps)        k = (question, actor, turn)
 
-with ``r`` the step's own reward. Under tree sampling the branches that grew from one node share one state and one
-prompt, so the node joins the key: ``k = (question, actor, turn, trajectory, node)``. All branches train, also those
-that were not selected. eps is the 1e-8 of the paper's text. (Zhao et al., Stronger Together,
-https://arxiv.org/abs/2510.11062.)
+where ``r`` is the step's own reward. Under tree sampling, the branches of one node share one state and one prompt, so
+the node is part of the key: ``k = (question, actor, turn, trajectory, node)``. All branches train, also those that were
+not selected. eps is 1e-8 as in the paper's text. (Zhao et al., Stronger Together, https://arxiv.org/abs/2510.11062.)
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from turnwise.types import Sample
 
 @dataclass(kw_only=True)
 class ATGRPOCredit(GroupCredit):
-    """Group ``(group_id, actor, turn)``, in a tree ``(group_id, actor, turn, rollout_id, tree_node)``; every row."""
+    """Groups rows by ``(group_id, actor, turn)``, in a tree by ``(group_id, actor, turn, rollout_id, tree_node)``."""
 
     eps: float = 1e-8
 

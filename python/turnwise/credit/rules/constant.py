@@ -1,9 +1,9 @@
-"""Constant credit: every model call is as good as any other.
+"""Constant credit: every model call gets the same advantage.
 
     A = value
 
-With the loss ``-A * log p`` this is supervised fine-tuning, maximum likelihood, on what was sampled or on
-demonstrations. No paper stands behind it: the rule is turnwise's own.
+With the loss ``-A * log p`` this is supervised fine-tuning (maximum likelihood) on samples or demonstrations. The rule
+comes from no paper: it is turnwise's own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from turnwise.types import Sample
 
 @dataclass(kw_only=True)
 class ConstantCredit(Credit):
-    """The same advantage for all, whatever the reward."""
+    """Gives every call the advantage ``value``, whatever its reward."""
 
     value: float = 1.0
 
@@ -29,5 +29,5 @@ class ConstantCredit(Credit):
             raise ValueError(f"value={self.value!r}: expected a finite number")
 
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Advantages ``[B]`` float32."""
+        """Return advantages ``[B]`` float32."""
         return np.full(len(samples), self.value, dtype=np.float32)

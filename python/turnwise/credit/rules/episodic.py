@@ -1,5 +1,7 @@
-"""Episodic credit: ``A = R``, the rollout's reward of the actor, for each of its model calls. This is REINFORCE with no
-baseline (Williams, 1992, https://doi.org/10.1007/BF00992696)."""
+"""Episodic credit: ``A = R``. Each model call gets its actor's reward of the rollout.
+
+This is REINFORCE without a baseline (Williams, 1992, https://doi.org/10.1007/BF00992696).
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from turnwise.types import Sample
 
 @dataclass(kw_only=True)
 class EpisodicCredit(Credit):
-    """The rollout's reward as it is."""
+    """Uses the rollout's reward of the actor as the advantage."""
 
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Advantages ``[B]`` float32."""
+        """Return advantages ``[B]`` float32."""
         return np.array([sample.trajectory_reward for sample in samples], dtype=np.float32)

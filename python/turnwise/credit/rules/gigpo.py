@@ -1,12 +1,12 @@
-"""GiGPO, group in group: episodes are compared as wholes, and steps wherever episodes came through the same state.
+"""GiGPO, group in group: compares whole episodes, and steps of episodes that reached the same state.
 
     A = A_episode + omega * A_step
     A_episode = (R - mean) / (std + eps)        over the attempts of an actor at a question, R the sum of its rewards
-    A_step = (G_t - mean) / (std + eps)         over the calls that met the same anchor state in these attempts,
+    A_step = (G_t - mean) / (std + eps)         over the calls from the same anchor state in these attempts,
                                                 G_t = sum over k >= t of gamma^(k - t) r_k
 
-Attempts that start alike meet the same states again and again, so steps get a baseline of their own without one more
-sample. A state that was met once has no peers, and its A_step is 0. (Feng et al., https://arxiv.org/abs/2505.10978;
+Attempts with the same start often reach the same states, so steps get their own baseline without further samples. A
+state reached only once has no peers, and its A_step is 0. (Feng et al., https://arxiv.org/abs/2505.10978;
 ``scale = "none"`` is the paper's F_norm = 1.)
 """
 
@@ -24,16 +24,16 @@ from turnwise.types import Sample
 
 
 def anchor_state(sample: Sample) -> Hashable:
-    """``step.info["state"]``, any hashable that an episode puts there, else the prompt's token ids.
+    """Return ``step.info["state"]``, any hashable that the episode puts there, else the prompt's token ids.
 
-    A prompt that holds the history of the chat is seldom met twice: then let the episode name the state.
+    A prompt with the history of the chat rarely occurs twice. In that case, let the episode set the state.
     """
     return sample.info["state"] if "state" in sample.info else tuple(sample.prompt_token_ids)
 
 
 @dataclass(kw_only=True)
 class GiGPOCredit(GroupCredit):
-    """Group ``(group_id, actor)``, one value per trajectory; within it ``anchor(sample)``, every row. Not for trees."""
+    """Compares trajectories in groups ``(group_id, actor)``, and rows with equal ``anchor(sample)``. Not for trees."""
 
     trees: ClassVar[bool] = False
     gamma: float = 0.95
@@ -55,7 +55,7 @@ class GiGPOCredit(GroupCredit):
         return (sample.trajectory_key, sample.actor)
 
     def values(self, samples: Sequence[Sample]) -> np.ndarray:
-        """The undiscounted sum of an actor's rewards in the rollout: the return of its first call, for all of them."""
+        """Return the undiscounted sum of the actor's rewards in the rollout for each call: its first call's return."""
         returns = discounted_returns(samples, 1.0)
         first: dict[Key, int] = {}
         for place, sample in enumerate(samples):
@@ -65,7 +65,7 @@ class GiGPOCredit(GroupCredit):
         return returns[[first[self.unit_key(sample)] for sample in samples]]
 
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Advantages ``[B]`` float32 of ``samples``, in their order."""
+        """Return advantages ``[B]`` float32 of ``samples``, in their order."""
         states = [(*self.key_of(sample), self.anchor(sample)) for sample in samples]
         by_step = self.grouped(samples, states, discounted_returns(samples, self.gamma))
         return (self.grouped_by_key(samples) + self.omega * by_step).astype(np.float32)

@@ -1,15 +1,15 @@
-"""GRPO and its family: a trajectory against the other answers to its question.
+"""GRPO and its family: compare a trajectory with the other answers to its question.
 
     GRPO      A_i = (R_i - mean(R)) / (std(R) + eps)            Shao et al., https://arxiv.org/abs/2402.03300
     Dr. GRPO  A_i = R_i - mean(R)                               Liu et al., https://arxiv.org/abs/2503.20783
     RLOO      A_i = R_i - mean(R_j, j != i)                     Ahmadian et al., https://arxiv.org/abs/2402.14740
     OPO       A_i = R_i - sum_j(l_j R_j) / sum_j(l_j)           Hao et al., https://arxiv.org/abs/2505.23585
 
-over the trajectories ``i`` of one question. ``R_i`` is the mean of the trajectory's rewards and ``l_i`` its completion
-tokens; every model call of the trajectory gets ``A_i``.
+over the trajectories ``i`` of one question. ``R_i`` is the mean of the trajectory's rewards, and ``l_i`` its number of
+completion tokens. Every model call of the trajectory gets ``A_i``.
 
-In a hierarchy of episodes one level must not be compared with another: with ``hierarchy`` the group is the question
-under one parent, one episode type and one actor, and ``R`` is the rollout's reward of that actor.
+In a hierarchy of episodes, different levels must not be compared. With ``hierarchy`` the group is the question under
+one parent, with one episode type and one actor, and ``R`` is the rollout's reward of that actor.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from turnwise.types import Sample
 
 @dataclass(kw_only=True)
 class GRPOCredit(GroupCredit):
-    """Group ``(group_id,)``, one value per trajectory.
+    """Compares trajectories in groups ``(group_id,)``, with one value per trajectory.
 
-    With ``hierarchy``: group ``(parent_rollout_id, group_id, episode_type, actor)``, one value per rollout and actor.
-    With ``positive_only``, values below the mean get 0.
+    With ``hierarchy``: in groups ``(parent_rollout_id, group_id, episode_type, actor)``, with one value per rollout and
+    actor. With ``positive_only``, negative advantages become 0.
     """
 
     normalize: bool = field(default=True, kw_only=False)
     positive_only: bool = field(default=False, kw_only=False)
     hierarchy: bool = False
 
-    _looks_left = 8  # at batches that may call for advice, which comes once
+    _looks_left = 8  # batches to check for advice, which is given once
 
     def __post_init__(self) -> None:
         if not self.normalize:
@@ -45,7 +45,7 @@ class GRPOCredit(GroupCredit):
         super().__post_init__()
 
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Advantages ``[B]`` float32 of ``samples``, in their order."""
+        """Return advantages ``[B]`` float32 of ``samples``, in their order."""
         if self._looks_left:
             advice = first_advice(self, samples)
             self._looks_left = 0 if advice else self._looks_left - 1
@@ -78,9 +78,8 @@ class HierarchyCredit(GRPOCredit):
 class DrGRPOCredit(GRPOCredit):
     """GRPO without the division by the standard deviation.
 
-    The division gives questions that are almost always solved, or almost never, more weight than those in between. The
-    other half of the method is the loss, a sum over tokens divided by a constant:
-    ``loss.aggregation = "seq-mean-token-sum-norm"``.
+    The division would give more weight to questions that are almost always or almost never solved. The other half of
+    the method is the loss, a sum over tokens divided by a constant: ``loss.aggregation = "seq-mean-token-sum-norm"``.
     """
 
     normalize: bool = field(default=False, kw_only=False)
@@ -88,9 +87,9 @@ class DrGRPOCredit(GRPOCredit):
 
 @dataclass(kw_only=True)
 class RLOOCredit(DrGRPOCredit):
-    """Leave-one-out: the baseline does not contain the trajectory's own reward, so the policy gradient has no bias.
+    """Leave-one-out: the baseline excludes the trajectory's own reward, so the policy gradient has no bias.
 
-    Equals ``n / (n - 1) * (R_i - mean(R))``.
+    The advantage equals ``n / (n - 1) * (R_i - mean(R))``.
     """
 
     center: str = "leave_one_out"
@@ -98,6 +97,6 @@ class RLOOCredit(DrGRPOCredit):
 
 @dataclass(kw_only=True)
 class OPOCredit(DrGRPOCredit):
-    """The baseline that minimises the gradient's variance, if the gradient's norm grows with the length."""
+    """Uses the baseline that minimises the gradient's variance if the gradient's norm grows with the length."""
 
     center: str = "length_weighted"

@@ -1,15 +1,15 @@
-"""Pass@k training: a trajectory is worth what it adds to the best of k.
+"""Pass@k training: a trajectory's advantage is what it adds to the best of k.
 
-Of the ``n`` answers to a question, every subset ``S`` of ``k`` gets the reward of its best, ``R(S) = max R_j``. With
-the mean and the standard deviation over all subsets,
+Each subset ``S`` of ``k`` of the ``n`` answers to a question has the reward of its best answer, ``R(S) = max R_j``.
+With the mean and the standard deviation over all subsets,
 
     A_i = (E[R(S) | i in S] - E[R(S)]) / (std(R(S)) + eps)
 
 computed exactly from order statistics. For rewards 0 and 1 this is the published closed form: with ``N`` wrong
 answers, ``E[R(S)] = 1 - C(N, k) / C(n, k)``, which is the estimator of pass@k (M. Chen et al.,
 https://arxiv.org/abs/2107.03374), and ``E[R(S) | i wrong] = 1 - C(N - 1, k - 1) / C(n - 1, k - 1)``. (Z. Chen et al.,
-Pass@k Training, https://arxiv.org/abs/2508.10751.) Against pass@1 it asks for variety: where most answers
-are right, there is little left to learn. ``k = 1`` is GRPO with the population's standard deviation.
+Pass@k Training, https://arxiv.org/abs/2508.10751.) Compared with pass@1, it rewards variety: if most answers are right,
+little is left to learn. ``k = 1`` is GRPO with the population's standard deviation.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from turnwise.types import Sample
 
 @dataclass(kw_only=True)
 class PassAtKCredit(Credit):
-    """Group ``(group_id,)`` or the sample's own ``group``; ``R`` is the mean of a trajectory's rewards.
+    """Compares answers in groups ``(group_id,)`` or the sample's own ``group``; ``R`` is the mean reward of an answer.
 
-    A question with ``k`` answers or fewer has one subset and says nothing: 0, with a warning if all have.
+    A question with ``k`` answers or fewer has at most one subset, so all its advantages are 0. If all questions of a
+    batch have so few answers, the rule warns.
     """
 
     k: int = 4
@@ -42,7 +43,7 @@ class PassAtKCredit(Credit):
             raise ValueError(f"eps={self.eps!r}: expected a number >= 0")
 
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Advantages ``[B]`` float32 of ``samples``, in their order."""
+        """Return advantages ``[B]`` float32 of ``samples``, in their order."""
         groups = _answers(samples)
         if groups and max(map(len, groups.values())) <= self.k:
             warnings.warn(
@@ -67,14 +68,14 @@ class PassAtKCredit(Credit):
         return [causes[row] for row in rows]
 
     def _of_group(self, rewards: np.ndarray) -> np.ndarray:
-        """Advantages ``[n]`` of the trajectories of one question."""
+        """Return advantages ``[n]`` of the trajectories of one question."""
         n, k = len(rewards), self.k
         values, inverse = np.unique(rewards, return_inverse=True)
         if n <= k or len(values) == 1:
             return np.zeros(n)
         values = values - values[0]  # ties stay exact, and rewards far from 0 cost no accuracy
-        up_to = np.cumsum(np.bincount(inverse)).tolist()  # how many answers have at most this value
-        # The best of k is at most v if all k are; with one member given, if that one and the other k - 1 are.
+        up_to = np.cumsum(np.bincount(inverse)).tolist()  # number of answers with at most this value
+        # The best of k answers is at most v if all k are. Given one member, that one and the other k - 1 must be.
         below = np.array([math.comb(count, k) / math.comb(n, k) for count in up_to])
         share = np.diff(below, prepend=0.0)
         mean = share @ values
@@ -87,7 +88,7 @@ class PassAtKCredit(Credit):
 
 
 def _answers(samples: Sequence[Sample]) -> dict[object, dict[Hashable, list[int]]]:
-    """The places of each question's trajectories in ``samples``."""
+    """Return the places of each question's trajectories in ``samples``."""
     groups: dict[object, dict[Hashable, list[int]]] = {}
     for place, sample in enumerate(samples):
         key = sample.group if sample.group is not None else (sample.group_id,)
@@ -96,5 +97,5 @@ def _answers(samples: Sequence[Sample]) -> dict[object, dict[Hashable, list[int]
 
 
 def _rewards(samples: Sequence[Sample], trajectories: Mapping[Hashable, Sequence[int]]) -> np.ndarray:
-    """The mean reward of each trajectory, ``[n]`` float64."""
+    """Return the mean reward of each trajectory, ``[n]`` float64."""
     return np.array([np.mean([samples[place].reward for place in rows]) for rows in trajectories.values()])

@@ -1,14 +1,14 @@
 """RAE, role-conditioned advantage estimation: self-play without groups.
 
-    A = r - b_k        k = (episode type, actor),  b_k as it stood before this batch
+    A = r - b_k        k = (episode type, actor),  b_k as it was before this batch
     b_k <- decay * b_k + (1 - decay) * mean(r)     once per batch, b_k = 0 at first
 
-In a zero-sum game the seats have different expected rewards; a baseline per seat keeps an advantage of the seat from
-being learned as skill (SPIRAL, https://arxiv.org/abs/2506.24119). All episodes of a batch are judged by the same
-baseline, so identical episodes get identical advantages. With ``per="trajectory"`` the baseline moves after each game,
-in the order of the batch, as in SPIRAL's own code: each game is judged by what all games before it left, and the
-baseline follows a batch of n games as far as n updates do. With ``bias_correction`` the baseline is divided by
-``1 - decay^updates``, as Adam does, so that the first batches are not judged against the 0 it began with.
+In a zero-sum game the seats have different expected rewards. With a baseline per seat, the policy does not learn a
+seat's advantage as skill (SPIRAL, https://arxiv.org/abs/2506.24119). All episodes of a batch use the same baseline, so
+identical episodes get identical advantages. With ``per="trajectory"`` the baseline moves after each game, in the order
+of the batch, as in SPIRAL's own code: each game uses the baseline that the games before it left, and a batch of n games
+makes n updates. With ``bias_correction`` the rule divides the baseline by ``1 - decay^updates``, as Adam does, because
+the baseline begins at 0.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ ROUNDS: dict[str, Callable[[list[Game]], list[list[Game]]]] = {
     "batch": lambda games: [games],
     "trajectory": lambda games: [[game] for game in games],
 }
-"""After which games the baselines move, by ``RAECredit.per``."""
+"""Groups of games after which the baselines move, by ``RAECredit.per``."""
 
 
 @dataclass(kw_only=True)
 class RAECredit(Credit):
-    """``r`` is the rollout's reward of the actor; each rollout counts once per actor, however many calls it has.
+    """Subtracts a moving baseline per episode type and actor from ``r``, the rollout's reward of the actor.
 
-    ``per``: baselines move after each ``"batch"``, by the mean of its rewards, or after each ``"trajectory"``.
+    Each rollout counts once per actor, however many calls it has. ``per``: baselines move after each ``"batch"``, by
+    the mean of its rewards, or after each ``"trajectory"``.
     """
 
     decay: float = field(default=0.95, kw_only=False)
@@ -52,7 +53,7 @@ class RAECredit(Credit):
             raise ValueError(f"per={self.per!r}: expected one of {sorted(ROUNDS)}")
 
     def baseline(self, episode_type: str, actor: str) -> float:
-        """The baseline that the next batch is judged by; 0 for a key never seen."""
+        """Return the baseline that the next batch uses; 0 for a key that never occurred."""
         key = (episode_type, actor)
         value = self._values.get(key, 0.0)
         if self.bias_correction and key in self._updates:
@@ -60,7 +61,7 @@ class RAECredit(Credit):
         return value
 
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Advantages ``[B]`` float32 of ``samples``, in their order; moves the baselines. Call it once per batch."""
+        """Return advantages ``[B]`` float32 of ``samples``, in order, and move the baselines. Call once per batch."""
         advantages = np.zeros(len(samples), dtype=np.float32)
         calls: dict[Game, list[int]] = {}
         for place, sample in enumerate(samples):
@@ -79,7 +80,7 @@ class RAECredit(Credit):
         return advantages
 
     def state_dict(self) -> dict[str, Any]:
-        """``{"baselines": [[episode type, actor, value, updates], ...]}``, fit for JSON."""
+        """Return ``{"baselines": [[episode type, actor, value, updates], ...]}``, ready for JSON."""
         return {"baselines": [[*key, value, self._updates[key]] for key, value in self._values.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,12 +1,12 @@
-"""REINFORCE++: rewards whitened over the whole batch, with no groups.
+"""REINFORCE++: whitens rewards over the whole batch, without groups.
 
     A_i = (d_i - mean(d)) / (std(d) + eps)        d_i = R_i,  with ``baseline``  d_i = R_i - mean(R of the question)
 
-The mean and the standard deviation are over the tokens that a policy trains on in this batch, so a completion counts
-with its length. A batch is many more samples than a group is, so its statistics are steadier, and a question with one
-answer still teaches. With ``baseline`` the questions' means go first, as their difficulties differ
-(REINFORCE++-baseline). (Hu et al., https://arxiv.org/abs/2501.03262; the KL penalty that the paper takes from the
-reward is ``loss.kl.apply_to = "reward"``.)
+The mean and the standard deviation run over the tokens that a policy trains on in this batch, so a completion counts
+in proportion to its length. A batch has many more samples than a group, so its statistics vary less, and a question
+with one answer still teaches. With ``baseline`` the rule first subtracts each question's mean, because difficulties
+differ (REINFORCE++-baseline). (Hu et al., https://arxiv.org/abs/2501.03262; the KL penalty that the paper subtracts
+from the reward is ``loss.kl.apply_to = "reward"``.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from turnwise.types import Sample
 
 @dataclass(kw_only=True)
 class ReinforcePPCredit(Credit):
-    """``R`` is the mean of a trajectory's rewards, as in GRPO. Policies are whitened apart."""
+    """Whitens ``R``, the mean of a trajectory's rewards as in GRPO, for each policy separately."""
 
     baseline: bool = False
     eps: float = 1e-8
@@ -33,7 +33,7 @@ class ReinforcePPCredit(Credit):
             raise ValueError(f"eps={self.eps!r}: expected a number >= 0")
 
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Advantages ``[B]`` float32 of ``samples``, in their order."""
+        """Return advantages ``[B]`` float32 of ``samples``, in their order."""
         deviations = self._deviations(samples)
         tokens = np.array([trained_tokens(sample) for sample in samples], dtype=np.float64)
         advantages = np.zeros(len(samples), dtype=np.float32)
@@ -56,7 +56,7 @@ class ReinforcePPCredit(Credit):
         return by_question.grouped_by_key(samples)
 
     def _whiten(self, values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """``values [b]`` with mean 0 and standard deviation 1 under ``weights [b]``; all equal: exactly 0."""
+        """Scale ``values [b]`` to mean 0 and standard deviation 1 under ``weights [b]``; exactly 0 if all are equal."""
         offsets = values - values.min()
         deviations = offsets - np.average(offsets, weights=weights)
         std = np.sqrt(np.average(deviations**2, weights=weights))
@@ -64,11 +64,11 @@ class ReinforcePPCredit(Credit):
 
 
 def _by_policy(samples: Sequence[Sample]) -> Iterator[np.ndarray]:
-    """For each policy which of ``samples`` are its own, ``[B]`` bool."""
+    """Return a mask ``[B]`` bool per policy: which of ``samples`` it sampled."""
     policies = np.array([sample.policy for sample in samples], dtype=object)
     return (policies == policy for policy in dict.fromkeys(policies.tolist()))
 
 
 def trained_tokens(sample: Sample) -> int:
-    """Completion tokens that the loss counts."""
+    """Return the number of completion tokens that the loss counts."""
     return len(sample.completion_token_ids) if sample.loss_mask is None else sum(sample.loss_mask)

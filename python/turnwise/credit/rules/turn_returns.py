@@ -1,10 +1,10 @@
-"""Turn-level returns within groups: a model call is judged by what its actor earned from it on.
+"""Turn-level returns within groups: compares what actors earned from a model call to the end.
 
     G_t = sum over k >= t of gamma^(k - t) r_k        A_t = (G_t - mean) / (std + eps)
 
-over the same actor's calls in the same turn of other attempts at the question. Between GRPO, where all turns share one
-number, and AT-GRPO, where a turn is judged by its own reward alone: here an early move is paid for what it made
-possible. ``gamma = 0`` is AT-GRPO.
+over the same actor's calls in the same turn of all attempts at the question. The rule lies between GRPO, where all
+turns share one number, and AT-GRPO, where a turn counts only its own reward: here an early move also gets credit for
+later rewards. ``gamma = 0`` is AT-GRPO.
 
 The combination is turnwise's own: the discounted returns of GiGPO (Feng et al., https://arxiv.org/abs/2505.10978) in
 the groups of AT-GRPO (Zhao et al., https://arxiv.org/abs/2510.11062).
@@ -25,7 +25,7 @@ from turnwise.types import Sample
 
 @dataclass(kw_only=True)
 class TurnReturnsCredit(GroupCredit):
-    """Group ``(group_id, actor, turn)``, every row, its discounted return. For plain trajectories, not for trees."""
+    """Compares discounted returns in groups ``(group_id, actor, turn)``. For plain trajectories, not for trees."""
 
     trees: ClassVar[bool] = False
     gamma: float = 0.95

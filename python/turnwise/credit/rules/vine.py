@@ -1,20 +1,19 @@
-"""Branch values: an action by what it adds to the worth of the state, as what was sampled from there tells it.
+"""Branch values: an action's advantage is the value that it adds to the state, estimated from sampled play.
 
     A(s, a) = r + gamma V(s') - V(s)
 
-``s'`` is the state that the action left. ``V`` needs no critic: it is a mean of sampled returns (VinePPO, Kazemnejad et
-al., https://arxiv.org/abs/2410.01679, section 4). In a tree these are there already:
+``s'`` is the state after the action. ``V`` needs no critic: it is a mean of sampled returns (VinePPO, Kazemnejad et
+al., https://arxiv.org/abs/2410.01679, section 4). A tree already contains such returns:
 
-    V(s) = mean over the branches b at s of Q(b),  Q(b) = r_b + gamma V(s_b)     where the tree branched at s
-         = mean return of the playouts from s                                   else, where there are any
+    V(s) = mean over the branches b at s of Q(b),  Q(b) = r_b + gamma V(s_b)     if the tree branched at s
+         = mean return of the playouts from s                                   else, if there are any
          = Q of the one action that was taken at s                              else
-         = what the rubric gave at the end, to actors whose last action earned
-           nothing by itself                                                    where s is an end
+         = the rubric's rewards of actors whose last action has no reward        if s is an end
 
-From the state of a branch that was pruned nothing was played, unless by playouts. Then it is worth what the states
-of its siblings are worth on the mean: what nobody looked at makes no difference. So with one survivor and without
-playouts ``A`` is the reward less the siblings' mean; each of ``TreeSampler(playouts=M)`` is a look ahead.
-Means have no bias so long as branches are not selected by these very playouts (``score_by="value"``).
+A branch that was not selected has no later play, except in playouts. Without playouts, its state gets the mean value of
+its siblings' states, so unknown play makes no difference. With one survivor and without playouts, ``A`` is therefore
+the reward minus the siblings' mean reward. Playouts (``TreeSampler(playouts=M)``) look ahead. The means have no bias,
+unless the same playouts select the branches (``score_by="value"``).
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from turnwise.types import Rollout, Sample
 
 @dataclass(kw_only=True)
 class VineCredit(Credit):
-    """``r + gamma V(next state) - V(state)``, the values from branches and playouts.
+    """Computes ``r + gamma V(next state) - V(state)`` with values from branches and playouts.
 
-    An actor's rewards are its own, discounted by ``gamma`` once for each of its actions; with ``team`` the rewards of
-    all actors are added up, and discounted with each action, for a team whose early members are to be paid for what the
-    later ones make of it. Model calls of hooks are no actions, and get 0.
+    By default an actor counts only its own rewards, discounted by ``gamma`` once for each of its own actions. With
+    ``team`` it counts the rewards of all actors, discounted with each action, so that early members of a team get
+    credit for later ones' rewards. Model calls of hooks are not actions and get 0.
     """
 
     values_of_states: ClassVar[bool] = True
@@ -49,9 +48,9 @@ class VineCredit(Credit):
         check_gamma(self.gamma)
 
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Advantages ``[B]`` float32 of ``samples``, in their order.
+        """Return advantages ``[B]`` float32 of ``samples``, in their order.
 
-        Raises ``ValueError`` for samples that tell no rollout, and for a batch without a branch or a playout.
+        Raises ``ValueError`` for samples without their rollout, and for a batch without branches and playouts.
         """
         advantages = np.zeros(len(samples), dtype=np.float32)
         trees = 0
@@ -74,7 +73,7 @@ class VineCredit(Credit):
         return [causes[row] for row in rows]
 
     def _trees(self, samples: Sequence[Sample]) -> Iterator[tuple[StateValues, list[int]]]:
-        """The values of each rollout, and the rows of ``samples`` that are of it."""
+        """Yield the values of each rollout, and the rows of ``samples`` that belong to it."""
         rows_of: defaultdict[str, list[int]] = defaultdict(list)
         for row, sample in enumerate(samples):
             rows_of[sample.rollout_id].append(row)
@@ -84,7 +83,7 @@ class VineCredit(Credit):
 
 
 def _rollouts_of(samples: Sequence[Sample]) -> dict[str, Rollout]:
-    """The rollouts by id of all trees of episodes that ``samples`` come from."""
+    """Return the rollouts of all trees of episodes that ``samples`` come from, by id."""
     tops = {}
     for sample in samples:
         if sample.root_result is None:
