@@ -1,8 +1,8 @@
-"""Three lines that put turnwise's ops into a training step of your own. Runs on a CPU in seconds: python drop_in.py
+"""Put turnwise's ops into your own training step with three lines. Runs on a CPU in seconds: python drop_in.py
 
-A plain PyTorch loop, GRPO on a small language model that is rewarded for even tokens, its step written twice:
-`plain_loss` as trainers write it, and `fused_loss` with `group_advantage`, `linear_logprob` and `policy_loss` in its
-place. Two models train side by side from the same start, one by each, and must stay alike.
+A plain PyTorch loop runs GRPO on a small language model and rewards even tokens. The loss is written twice:
+`plain_loss` is the usual code, and `fused_loss` calls `group_advantage`, `linear_logprob` and `policy_loss` instead.
+Two models train side by side from the same start, each with one of the losses. They must stay alike.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Model(nn.Module):
 
 
 class Batch(NamedTuple):
-    """Completions of one step: ``tokens [B, L]``, the trained ones (``mask [B, L-1]``), the sampler's log-probabilities
-    ``old [B, L-1]``, ``rewards [B]``, and the question of each row ``groups [B]``."""
+    """Completions of one step: ``tokens [B, L]``, a ``mask [B, L-1]`` of the trained tokens, the sampler's
+    log-probabilities ``old [B, L-1]``, ``rewards [B]``, and the question of each row ``groups [B]``."""
 
     tokens: Tensor
     mask: Tensor
@@ -45,7 +45,7 @@ class Batch(NamedTuple):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Before: logits of the whole batch, and a dozen passes over them
+# Before: the logits of the whole batch, and a dozen passes over them
 # ---------------------------------------------------------------------------------------------------------------------
 def plain_loss(model: Model, batch: Batch) -> Tensor:
     logits = model.head(model(batch.tokens)[:, :-1]) / TEMPERATURE
@@ -61,7 +61,7 @@ def plain_loss(model: Model, batch: Batch) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# After: three ops, only over the trained tokens
+# After: three ops that compute only the trained tokens
 # ---------------------------------------------------------------------------------------------------------------------
 def fused_loss(model: Model, batch: Batch) -> Tensor:
     hidden, mask = model(batch.tokens)[:, :-1], batch.mask
@@ -102,7 +102,7 @@ def main(steps: int = 25) -> None:
     for step in range(steps):
         batch = sample(plain, generator)
         rewards.append(batch.rewards.mean().item())
-        for _ in range(2):  # two updates a step, so that the second one's ratios are not 1
+        for _ in range(2):  # two updates per step, so that the ratios of the second update are not 1
             losses = []
             for (model, optimizer), loss_of in zip(pairs, (plain_loss, fused_loss), strict=True):
                 optimizer.zero_grad()

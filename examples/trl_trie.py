@@ -1,8 +1,8 @@
 """TRL's GRPOTrainer with shared prefixes computed once. Runs in seconds on a CPU: `python trl_trie.py`
 
-Two trainers with equal weights take one batch of TRL's own form, prompts padded on the left and completions on the
-right: one as TRL is, one with its log-probs from `turnwise.train.model.prefix_tree`. Loss and gradient must be
-the same.
+Two trainers with equal weights take the same batch in TRL's own form: prompts are padded on the left, completions on
+the right. One is TRL's trainer. The other gets its log-probs from `turnwise.train.model.prefix_tree`. Loss and gradient
+must be the same.
 """
 
 from __future__ import annotations
