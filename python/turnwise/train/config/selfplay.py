@@ -13,7 +13,7 @@ class LeagueConfig(Section):
     """Games against snapshots of the policies, each question once from each seat."""
 
     share: float = Field(default=0.0, ge=0, le=1)
-    """Share of a step's questions that are played against snapshots; 0 plays none."""
+    """Share of a step's games against snapshots of past policies; 0 plays none."""
     matchmaker: str = "prioritized"
     """Rule that chooses opponents: a name in ``turnwise.train.league.MATCHMAKERS``, or ``module:Class``."""
     options: dict[str, Any] = Field(default_factory=dict)
