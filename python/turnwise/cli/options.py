@@ -1,4 +1,4 @@
-"""Exit codes, and arguments that argparse does not know: config overrides, pairs of name and value."""
+"""Exit codes, and parsers of arguments that argparse does not know: config overrides, pairs of name and value."""
 
 from __future__ import annotations
 

@@ -17,11 +17,12 @@ def summarize(
     metric: str | None,
     episodes: Mapping[str, Episode] | None = None,
 ) -> dict[str, float]:
-    """The batch's own metrics, the mean step reward (overall and by actor, every branch of a tree counted), ``success``
-    (the mean of ``metric`` while sampling), and how many samples train (overall and by actor) or were dropped.
+    """Return the metrics of one step: the batch's own, rewards, success, and counts of samples.
 
-    Where ``metric`` is of ``episodes`` whose tree chooses by reward what goes on, its mean is that of the best of N at
-    each node, and no success of the policy: it is called ``success_selected``.
+    Rewards are means over steps, overall and by actor, with every branch of a tree. ``success`` is the mean of
+    ``metric`` while sampling. It is named ``success_selected`` if a tree in ``episodes`` continues the branches with
+    the highest rewards: then it measures the best of N at each node, not the policy itself. The counts are the samples
+    that train, overall and by actor, and those that were dropped, by cause.
     """
     trained = Counter(batch.actors[index] for index in batch.actor_index)
     steps = [step for top in results for result in top.walk() for step in result.rollout.steps]
