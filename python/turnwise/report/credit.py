@@ -57,7 +57,7 @@ class Comparison:
 @dataclass(frozen=True, slots=True)
 class ActorDifference:
     """Differences of the other rule for one actor. Shares are of its ``calls``. ``correlation`` is Pearson's, ``None``
-    if one side does not vary. ``sign_changes`` counts calls whose advantages have opposite signs, neither being 0."""
+    if one side does not vary. ``sign_changes`` is the share of calls whose two advantages have opposite signs."""
 
     actor: str
     calls: int
@@ -135,6 +135,7 @@ def differences(found: Comparison, biggest: int = 3) -> list[ActorDifference]:
 
 def render(found: Comparison) -> str:
     """Format the comparison as text: its basis, a line per actor, and each actor's biggest changes."""
+    # The basis of the comparison, with notes on missing records.
     lines = [f"{len(found.calls)} model calls of {len({call.step for call in found.calls})} steps, rule {found.rule!r}"]
     if found.own_exact is not None:
         lines.append(f"the run's own rule {found.own_rule!r} gives {found.own_exact} of them back exactly")
@@ -145,6 +146,7 @@ def render(found: Comparison) -> str:
             "baselines lack the others"
         )
     lines += [f"note: {note}" for note in found.notes]
+    # One line per actor.
     lines += [
         "",
         f"{'actor':<16}{'calls':>7}{'mean':>18}{'std':>18}{'zero':>16}{'sign changed':>14}{'correlation':>13}",
@@ -156,6 +158,7 @@ def render(found: Comparison) -> str:
             f"{_pair(row.zero, '.0%'):>16}{row.sign_changes:>14.1%}"
             f"{'-' if row.correlation is None else format(row.correlation, '.3f'):>13}"
         )
+    # The biggest changes of each actor.
     changes = [call for row in rows for call in row.biggest]
     if changes:
         lines += ["", "the biggest changes"]

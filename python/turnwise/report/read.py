@@ -48,6 +48,7 @@ def read_run(folder: Path, limits: Limits | None = None) -> dict[str, Any]:
         raise ValueError(
             f"run_dir={str(folder)!r}: no run folder, expected one with metrics.jsonl, rollouts.jsonl or config.toml"
         )
+    # Read the files; episodes share prompts by their indices in ``prompts``.
     config = read_config_text(files[2])
     settings = parse_config(config)
     rows = read_metrics(folder)

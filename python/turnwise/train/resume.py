@@ -64,6 +64,7 @@ def save_run(trainer: TrainerView) -> Path:
     """
     pending = trainer.rollouts.pending()
     arena, generators = sampler_state(trainer) if pending.before is None else rewound_state(trainer, pending.before)
+    # Collect the state that goes into the manifest, and the checkpoints that must stay.
     callbacks = trainer.callbacks.values()
     state = {
         "progress": asdict(trainer.progress),

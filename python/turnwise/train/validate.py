@@ -144,6 +144,7 @@ def _expected_at(keys: Sequence[str], data: Mapping[str, Any], task_type: TaskTy
 
 def _options_at(keys: tuple[str, ...], data: Mapping[str, Any], task_type: TaskTypes | None) -> dict[str, Any] | None:
     """Return the types of the options in the table at ``keys``, by name; ``None`` for a section."""
+    # Each table of options belongs to a class: optimizer, task, credit rule or loss.
     task = str(data.get("task", TrainConfig().task))
     if keys[:1] == ("policies",) and keys[2:] == ("optimizer",):
         return option_types(OptimizerConfig)

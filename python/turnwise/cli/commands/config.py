@@ -66,6 +66,7 @@ def explain(name: str | None = None) -> str:
             f"Sections of a config file:\n{section_table(indent=2)}\n\n"
             "`turnwise config SECTION` lists the keys of a section, `turnwise config KEY` explains one."
         )
+    # A section, else a key.
     wanted = name if name.startswith("policies.") else name.replace("-", "_")
     if section := next((entry for entry in sections.values() if _matches(entry.name, wanted)), None):
         below = [entry for entry in sections.values() if entry.name.startswith(f"{section.name}.")]

@@ -101,6 +101,7 @@ def play_tournament(
     """
     if games < 2:
         raise ValueError(f"games={games!r}: expected at least 2, one from each seat")
+    # The task, its scripted players and the checkpoints.
     configs = [_config_of(folder) for folder in run_dirs]
     if not configs:
         raise ValueError("run_dirs is empty: expected at least one run folder")

@@ -100,6 +100,7 @@ def save_checkpoint(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    # Put the folder in place, then delete old checkpoints.
     if final.exists():
         _set_aside(final)
     temporary.rename(final)

@@ -28,7 +28,7 @@ class KLConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """Truncated importance weights for samples of older weights: see ``turnwise.ops.ImportanceCorrection``."""
+    """Truncated importance weights against a mismatch of sampler and trainer: ``turnwise.ops.ImportanceCorrection``."""
 
     level: Literal["token", "sequence"] = "token"
     """Unit of a weight."""

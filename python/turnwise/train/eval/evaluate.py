@@ -64,16 +64,17 @@ async def evaluate(
     """
     if samples < 1:
         raise ValueError(f"samples={samples!r}: expected at least 1")
+    # Play the requests, and check that there is something to measure.
     view = arena.evaluation(sampling=sampling or arena.sampling.with_(temperature=0.0))
     results = await view.generate_rollouts([request for request in requests for _ in range(samples)])
     done = [result.rollout for result in results if result.rollout.error is None]
     if not done:
         first = next((r.rollout.error for r in results if r.rollout.error), "no requests")
         raise ValueError(f"evaluation of {len(results)} episodes: none finished; first error:\n{first}")
-    # A failed episode counts as 0; episodes of one question form a cluster.
     names = sorted({name for rollout in done for name in rollout.metrics})
     if metric not in names:
         raise ValueError(f"metric={metric!r}: expected one of the rubric's metrics: {', '.join(names)}")
+    # A failed episode counts as 0; episodes of one question form a cluster.
     values = [_success(result.rollout, metric) for result in results]
     clusters = [result.group_id for result in results]
     success = estimate(values, clusters)

@@ -149,6 +149,7 @@ class League(Callback):
     def record(self, results: Sequence[GenerateResult]) -> dict[str, float]:
         """Record the league's matches among ``results``, and return metrics. Failed games, and games against members
         that have left the pool, don't count."""
+        # Group the games by match, and record each match.
         known = {member.step: member.name for member in self.pool.members}
         matches: dict[tuple[int, str], list[Game]] = {}
         for result in results:

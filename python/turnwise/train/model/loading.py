@@ -62,6 +62,7 @@ def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> Any:
             folder = "there is no such folder" if path.startswith((".", "/", "~")) and not Path(path).exists() else ""
             problems.append(f"config key {key!r} = {path!r}: {folder or str(error).strip().splitlines()[0]}")
             continue
+        # The first tokenizer needs a chat template; the others must have its vocabulary.
         if tokenizer is None:
             tokenizer, first = loaded, path
             if tokenizer.chat_template is None:

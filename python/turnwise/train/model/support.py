@@ -47,6 +47,7 @@ def obstacle_to_fusing(lm: Any) -> str:
     decoder, head = lm.get_decoder(), lm.get_output_embeddings()
     if type(head) is not nn.Linear:  # a quantized one, or one with an adapter
         return f"its head is a {type(head).__name__}, not a plain Linear"
+    # Run the model once, and record the decoder's output, the head's input and the head's output.
     seen: dict[str, Tensor] = {}
     hooks = [
         decoder.register_forward_hook(lambda _, __, out: seen.update(hidden=out[0])),

@@ -112,6 +112,7 @@ class Loss:
             selected=selected_N,
             **how,  # type: ignore[arg-type]
         )
+        # The entropy bonus needs gradients, so it is added outside of the op.
         if not config.entropy_coef or entropies_N is None:
             return out
         return out._replace(loss=out.loss - config.entropy_coef * aggregate(entropies_N, **how))  # type: ignore[arg-type]

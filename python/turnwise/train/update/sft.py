@@ -62,6 +62,7 @@ def warm_start(
     groups = [
         list(rows) for _, rows in groupby(range(len(demonstrations)), lambda i: demonstrations[i].prompt_token_ids)
     ]
+    # One update per step; shuffle the groups again when the order runs out.
     order: list[int] = []
     last, recent = float("nan"), deque[float](maxlen=_SMOOTHED)
     for step in range(config.steps):
