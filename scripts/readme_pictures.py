@@ -140,6 +140,7 @@ def draw_tree(rollout: Mapping[str, Any], opening: str, colors: Mapping[str, str
         head = f"{level[0]['actor_id']}, turn {level[0]['turn'] + 1}"
         shapes += [text(x + box / 2, 70, head, text_anchor="middle", fill=colors["faint"])]
         selected = source
+        # Each answer has its box, its reward, and the colour of its advantage.
         for place, step in enumerate(level):
             y = middle + (place - (len(level) - 1) / 2) * row
             color = colors["good" if step["advantage"] > 0 else "bad"] if step["advantage"] else colors["faint"]

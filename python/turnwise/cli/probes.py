@@ -85,6 +85,7 @@ def use_ops() -> list[Check]:
         checks.append(check_cuda(extension, lambda index: run_op("native", f"cuda:{index}")))
     run_op("torch", "cpu")
     checks.append(Check("ops: torch", "ok", "group_advantage on the CPU"))
+    # Triton is optional: run it on every GPU, or on the CPU if there is none.
     state = ops.available_backends()["triton"]
     if not state.startswith("available"):
         return [*checks, Check("ops: triton", "missing", state.removeprefix("unavailable: "))]

@@ -119,11 +119,13 @@ def train_from_config(config: TrainConfig) -> Run:
         run = build_run(config)
         run.trainer.lock = lock
         config, log = run.config, run.trainer.log
+        # Refuse settings that train nothing; a run without any steps is built but not trained.
         if config.steps and not any(policy.trainable for policy in run.trainer.policies.values()):
             raise ConfigError(f"config key 'policies': none is trainable, so {config.steps} steps would train nothing")
         if config.steps == 0 and config.warm_start.steps == 0:
             log.note("steps = 0 and warm_start.steps = 0: nothing to train")
             return run
+        # Train, then evaluate unless Ctrl-C ended the run.
         log.note(f"{run.task.name}: training for {config.steps} steps in {config.run_dir}")
         progress = run.train()
         log.note(

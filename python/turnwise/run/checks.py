@@ -74,6 +74,7 @@ def resolve_config(config: TrainConfig, task: Task, problems: Problems) -> tuple
     with problems.gathered():
         actors = with_quotas(config, actors, task)
     problems.lines += check_selfplay(resolved, actors, seats_of(task), task.name, exploitability_of(task))
+    # A token limit that every actor overrides would have no effect.
     limit, own = config.rollout.max_tokens, {actor.max_tokens for actor in actors}
     if limit != RolloutConfig.model_fields["max_tokens"].default and not own & {None, limit}:
         problems.lines.append(

@@ -81,6 +81,7 @@ def _misfits(config: TrainConfig, chosen: dict[str, str], policies: dict[str, Po
         for actor, name in chosen.items()
         if name not in policies
     ]
+    # Policies that no actor uses, and phases with policies that can't train.
     template = set() if config.policy_sharing == "shared" else {TEMPLATE}
     played = ", ".join(f"{actor!r} with {name!r}" for actor, name in chosen.items())
     problems += [

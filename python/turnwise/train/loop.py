@@ -207,6 +207,7 @@ class Trainer:
         trained: set[str] = set()
         in_phase = policies_at(self.progress.step, self.config.phases, self.policies)
         self.watch.samples(batch, in_phase)
+        # Update each policy of the phase; a new version means that some update was not skipped.
         for name, policy in self.policies.items():
             if name not in in_phase:
                 continue

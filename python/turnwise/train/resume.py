@@ -74,6 +74,7 @@ def save_run(trainer: TrainerView) -> Path:
     }
     best = trainer.progress.best_kept(trainer.config)
     protected = [step for callback in callbacks for step in callback.protected_steps()]
+    # Write the checkpoint, and prune stores by the oldest one that is left.
     saved = save_checkpoint(
         trainer.checkpoints,
         trainer.progress.step,

@@ -139,6 +139,7 @@ def attach_adapters(
     ``seed`` plus the policy's index seeds the adapter's initial weights. Raises :class:`ConfigError` for
     ``target_modules`` that a model doesn't have.
     """
+    # Each module that several policies share, or that gets an adapter, becomes the base of its policies.
     adapted = dict(models)
     for names in _by_module(models):
         if len(names) == 1 and policies[names[0]].lora is None:

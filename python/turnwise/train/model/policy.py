@@ -56,6 +56,7 @@ class Policy:
         self.model.requires_grad_(trainable)
         self.forward = Forward(model, layout)
         self.reference_forward = None if self.reference is None else Forward(self.reference, layout)
+        # Optimizer and learning-rate schedule.
         self.optimizer: torch.optim.AdamW | None = None
         self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
         if trainable:

@@ -115,6 +115,7 @@ def tree_attention(
     if dropout:
         raise NotPackable("its attention drops weights out")
     tree.windows.append(None)
+    # The flash kernel on CPU, FlexAttention on a GPU.
     if query.device.type == "cpu":
         return _TreeAttention.apply(query[0], key[0], value[0], tree, scaling)[None], None
     out = _flex()(

@@ -59,6 +59,7 @@ def obstacle_to_fusing(lm: Any) -> str:
     finally:
         for hook in hooks:
             hook.remove()
+    # Compare these three with each other and with the model's logits.
     if "hidden" not in seen or "logits" not in seen:
         return "its logits come from another place than its head"
     if not torch.equal(seen["read"], seen["hidden"]):

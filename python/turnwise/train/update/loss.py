@@ -125,6 +125,7 @@ def check_loss(config: LossConfig) -> list[str]:
     except (ValueError, TypeError) as error:
         text = str(error)
         return [text if "config key" in text else f"config section 'loss': {text}"]
+    # A custom loss may fail when it is called, so compute the loss and its gradient once.
     tokens = torch.full((4,), -1.0, requires_grad=True)
     try:
         result = policy_loss(
