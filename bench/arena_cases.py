@@ -1,7 +1,7 @@
 """Episodes for ``bench_arena.py``, in turnwise and in ``verifiers``, with clients that answer at once.
 
-A chat is four turns: the model says ``REPLY``, the environment ``ANSWER``. A lead asks the model for a topic and then
-plays four chats. Both sides record token ids and log-probabilities, and reward the length of what was said.
+A chat has four turns: the model says ``REPLY``, the environment ``ANSWER``. A lead asks the model for a topic and then
+plays four chats. Both libraries record token ids and log-probabilities, and reward the length of the completion.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Lead(Episode):
 
 
 class Ours:
-    """turnwise's arena. ``plain`` runs chats; otherwise leads with nested chats."""
+    """turnwise's arena, with chats and with leads that have nested chats."""
 
     def __init__(self, concurrency: int, tokenizer: Any = None) -> None:
         self.client = Instant()
@@ -114,15 +114,15 @@ COMPLETION = {
         }
     ],
 }
-"""What vLLM sends for training: token ids and log-probabilities."""
+"""A response as vLLM sends it for training, with token ids and log-probabilities."""
 
 
 class Verifiers:
-    """The same with ``MultiTurnEnv`` of ``verifiers`` 0.3, whose later versions have none.
+    """The same episodes with ``MultiTurnEnv`` of ``verifiers`` 0.3; later versions don't have this class.
 
-    Played by ``run_rollout``, as prime-rl calls it; ``generate`` does more besides. Its OpenAI client is given a parsed
-    response: reading JSON is left out, as our client reads none. A lead is an environment which plays chats before it
-    ends, for nothing in the package nests environments.
+    ``run_rollout`` plays them, as in prime-rl; ``generate`` would do additional work. Its OpenAI client returns a
+    parsed response: reading JSON is left out, as our client reads none. A lead is an environment that plays chats
+    before it ends, because the package can't nest environments.
     """
 
     def __init__(self, module: Any) -> None:
@@ -162,7 +162,7 @@ class Verifiers:
 
 
 def environments(module: Any, peer: Verifiers) -> dict[str, Any]:
-    """The two environments of ``peer``. The class requires a dataset."""
+    """Build the two environments of ``peer``. The class requires a dataset."""
     from datasets import Dataset
 
     class ChatEnv(module.MultiTurnEnv):  # type: ignore[misc, name-defined]

@@ -1,10 +1,11 @@
 """The arena's own time per model call, with a client that answers at once, beside `verifiers`.
 
-Verifies first that both sides send the same chats and give the same rewards. "chat" is 2,000 concurrent episodes of
-four turns, "lead" 400 episodes with four such episodes below each. CPU time of all threads of the process per model
-call, medians of interleaved rounds; the clients' own answers are made beforehand. "template" is turnwise with a Hugging
-Face tokenizer's chat template in place of bytes, so with work that `verifiers` leaves to its server. "batch" is credit
-(GRPO) and packing of 10,000 steps; "memory" what this process holds before and after 100,000 episodes.
+It first verifies that both sides send the same chats and give the same rewards. "chat" has 2,000 concurrent episodes of
+four turns; "lead" has 400 episodes with four nested chats each. Times are CPU time of all threads of the process per
+model call, medians of interleaved rounds; the clients' answers are prepared in advance. "template" is turnwise with a
+Hugging Face tokenizer's chat template instead of bytes, which is work that `verifiers` leaves to its server. "Credit
+and batch" times credit (GRPO) and packing of 10,000 steps. "Memory" is that of this process before and after 100,000
+episodes.
 
     python bench/bench_arena.py
     python bench/bench_arena.py --episodes 200000
@@ -34,12 +35,12 @@ GOALS = ("workload", "goal", "figure", "wanted", "met")
 
 
 def calls_of(workload: str, episodes: int) -> int:
-    """The number of model calls in ``episodes`` top-level episodes."""
+    """Return the number of model calls in ``episodes`` top-level episodes."""
     return episodes * (TURNS if workload == "chat" else 1 + CHILDREN * TURNS)
 
 
 def tops(workload: str, episodes: int) -> int:
-    """The number of top-level episodes with ``episodes`` concurrent ones."""
+    """Return the number of top-level episodes for ``episodes`` concurrent ones."""
     return episodes if workload == "chat" else episodes // (1 + CHILDREN)
 
 
@@ -51,7 +52,7 @@ def cpu_seconds(call: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
 
 
 def verify(methods: dict[str, Any]) -> None:
-    """Stops the bench unless all send the same number of the same chats and give equal rewards."""
+    """Stop the bench unless all methods send the same number of the same chats and give equal rewards."""
     for workload in ("chat", "lead"):
         told = []
         for name, method in methods.items():
@@ -90,7 +91,7 @@ def per_call(methods: dict[str, Any], episodes: int, rounds: int) -> Rows:
 
 
 def batch(name: str, ours: Ours, episodes: int, rounds: int) -> dict[str, Any]:
-    """Computes credit and packs finished episodes. Rewards differ, so that no advantage is 0."""
+    """Time credit and packing of finished episodes. Rewards differ, so that no advantage is 0."""
     results = ours.play("chat", episodes)
     for number, result in enumerate(results):
         result.rollout.rewards["player"] = (number % 7) ** 1.5
@@ -110,7 +111,7 @@ def batch(name: str, ours: Ours, episodes: int, rounds: int) -> dict[str, Any]:
 
 
 def memory(ours: Ours, batch_of: int, episodes: int) -> Rows:
-    """Memory of the process after warm-up and after ``episodes`` more, in batches that are dropped."""
+    """Measure the memory of the process after a warm-up, and after ``episodes`` more in batches that are dropped."""
     for _ in range(3):
         ours.play("chat", batch_of)
     gc.collect()
@@ -134,7 +135,7 @@ def memory(ours: Ours, batch_of: int, episodes: int) -> Rows:
 
 
 def goals(speeds: Rows, batches: Rows, held: Rows) -> Rows:
-    """One row per goal."""
+    """Return one row per goal."""
     found: list[tuple[str, str, float, float]] = [
         (row["workload"], "µs per call", row["µs per call"], MOST_CALL_US) for row in speeds if row["method"] == OURS
     ]

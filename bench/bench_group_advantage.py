@@ -1,8 +1,8 @@
 """Group advantages: turnwise, verl's two estimators, numpy and PyTorch. Verifies first, then times.
 
-Groups of 8 adjacent rows, mean and standard deviation. "dense" starts from ids 0 ... G-1, "uuid" from one
-UUID string per row, "three keys" from a string and two integers per row. On a GPU from dense ids alone: the others are
-factorised on the host first.
+Groups have 8 adjacent rows; the advantage uses mean and standard deviation. "dense" starts from ids 0 ... G-1, "uuid"
+from one UUID string per row, "three keys" from a string and two integers per row. On a GPU only dense ids are timed:
+the others are factorised on the host first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Calls = dict[tuple[str, str], Callable[[], Any]]
 
 
 def dictionary_loop(rewards: Tensor, keys: list[Any]) -> Tensor:
-    """The loop of several trainers: collects scores in lists by key and computes statistics with torch."""
+    """Compute advantages as several trainers do: collect scores in lists by key, and take statistics with torch."""
     scores = defaultdict(list)
     for row, key in enumerate(keys):
         scores[key].append(rewards[row])
@@ -66,12 +66,12 @@ def by_dictionary_and_bincount(rewards: np.ndarray, keys: list[Any]) -> np.ndarr
 
 
 def by_verl(estimator: Any, rewards: Tensor, index: Any) -> Tensor:
-    """Calls a verl estimator. Both take token rewards; one token per row costs least."""
+    """Call a verl estimator. Both take token rewards; one token per row costs least."""
     return estimator(rewards[:, None], torch.ones_like(rewards[:, None]), index)[0][:, 0]
 
 
 def cases(rows: int, device: str) -> Calls:
-    """Every method, by (input, method)."""
+    """Return every method, by (input, method)."""
     generator = torch.Generator().manual_seed(rows)
     rewards = torch.randn(rows, generator=generator).to(device)
     groups = rows // GROUP
@@ -117,7 +117,7 @@ def cases(rows: int, device: str) -> Calls:
 
 
 def verify(calls: Calls) -> None:
-    """Stops the bench unless all methods give the same advantages."""
+    """Stop the bench unless all methods give the same advantages."""
     expected = torch.as_tensor(calls["dense", "torch index_add"]()).double()
     for name, got in served(calls, lambda call: torch.as_tensor(call()).double()):
         # Float32 deviations of close rewards carry 1e-4 of noise in the peers.

@@ -1,6 +1,6 @@
 """From token rewards to the gradient: one call of turnwise, PyTorch and verl. Verifies first, then times.
 
-Token rewards are summed by row, made into advantages within groups of 8 rows, and those into PPO's clipped loss;
+Each method sums token rewards by row, computes advantages within groups of 8 rows, and from these PPO's clipped loss;
 forward and backward, fp32, uint8 mask. "three calls" are turnwise's separate ops. Inputs rotate through memory. "share
 of copy" is the time in which this machine copies the fewest bytes that must move, over the op's time.
 """
@@ -52,7 +52,7 @@ def make(rows: int, width: int, device: str, seed: int) -> Inputs:
 
 
 def eager(lp: Tensor, old: Tensor, rewards: Tensor, mask: Tensor) -> Tensor:
-    """The loss as trainers with adjacent groups of equal size write it, such as TRL."""
+    """Compute the loss as trainers with adjacent groups of equal size do, such as TRL."""
     m = mask.to(lp.dtype)
     scores = (rewards * m).sum(-1).view(-1, GROUP)
     a = (scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + EPS)
@@ -105,7 +105,7 @@ def methods(device: str) -> dict[str, Callable[[Inputs], Tensor]]:
 
 
 def verify(calls: dict[str, Callable[[Inputs], Tensor]], inputs: Inputs) -> None:
-    """Stops the bench unless all methods give the same loss and gradient."""
+    """Stop the bench unless all methods give the same loss and gradient."""
     expected: Any = None
     for name, loss in served(calls, lambda call: call(inputs)):
         loss.backward()

@@ -1,11 +1,11 @@
 """Sampling: our clients beside plain `generate`, over the same requests and as many tokens for each.
 
-Verifies first: the log-probabilities that each method tells are those of a forward pass with the same weights, before
-the timed rounds and again after the last weights that it was sent. "flat" is 256 × 64 tokens from short prompts; "tree"
-is 4 trees of 4 turns, at each of which 8 siblings answer one prompt of 512 tokens and more with 16 tokens. All methods
-take turns, round by round, with prompts that no round before had. "first token" is the time of one request for one
-token after 512 new ones, with nothing else to do; "sync" that of handing over all weights; "memory" is what this
-process and those below it hold, before the counted syncs and after.
+It verifies that the log-probabilities of each method are those of a forward pass with the same weights, before the
+timed rounds, and again after the last weight sync. "flat" is 256 × 64 tokens from short prompts; "tree" is 4 trees of 4
+turns, at each of which 8 siblings answer a prompt of at least 512 tokens with 16 tokens. All methods take turns, round
+by round, with new prompts in each round. "first token" is the time of one request for one token after 512 new ones,
+without other load; "sync" is the time to send all weights. "memory" is that of this process and its descendants, before
+the counted syncs and after.
 
     python bench/bench_inference.py
     python bench/bench_inference.py --model tiny --client vllm --syncs 600
@@ -64,7 +64,7 @@ async def verify(every: dict[str, Any], model: Any, size: Size, seed: int) -> No
 
 
 async def throughput(every: dict[str, Any], size: Size, rounds: int, model: str) -> list[dict[str, Any]]:
-    """Tokens per second of each method on each workload, medians of rounds in turns."""
+    """Measure the tokens per second of each method on each workload, medians of rounds in turns."""
     rows = []
     for workload, build in WORKLOADS.items():
         seconds: dict[str, list[float]] = {name: [] for name in every}
@@ -102,8 +102,8 @@ def stats(method: Any) -> dict[str, float]:
 async def latency(
     every: dict[str, Any], size: Size, rounds: int, syncs: int, weights: list[Any], model: str
 ) -> list[dict[str, Any]]:
-    """Time to the first token; then how long new weights take, and what memory is left behind. A few tokens are sampled
-    after each sync, as in a run."""
+    """Measure the time to the first token, then the time of weight syncs and the memory before and after them. A few
+    tokens are sampled after each sync, as in a run."""
     firsts: dict[str, list[float]] = {name: [] for name in every}
     for turn in range(rounds):
         for name, method in every.items():
@@ -130,7 +130,8 @@ async def latency(
 
 
 async def sync(method: Any, size: Size, syncs: int, weights: list[Any]) -> tuple[list[float], tuple[int, int] | None]:
-    """Seconds of each of ``syncs`` hand-overs; memory before and after them. The last weights are the model's own."""
+    """Return the seconds of each of ``syncs`` syncs, and the memory before and after. The last sync sends the model's
+    own weights."""
     times: list[float] = []
     before: int | None = None
     settling = SETTLING_SYNCS + SETTLING_SYNCS % len(weights)
@@ -146,7 +147,7 @@ async def sync(method: Any, size: Size, syncs: int, weights: list[Any]) -> tuple
 
 
 def goals(speeds: list[dict[str, Any]], rows: list[dict[str, Any]], syncs: int) -> list[dict[str, Any]]:
-    """One row per goal."""
+    """Return one row per goal."""
     found: list[tuple[str, str, str, float, str, bool]] = []
     rate = {(row["model"], row["method"]): row["tokens/s"] for row in speeds if row["workload"] == "tree"}
     for (model, method), value in rate.items():

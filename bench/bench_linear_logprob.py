@@ -1,10 +1,10 @@
 """LM head: log-probabilities and loss from hidden states, ours beside eager PyTorch, torch.compile, TRL and verl.
 
-Verifies, then times three things: log-probabilities alone, with their backward, and the clipped loss with its backward.
-"eager" makes all logits, in float32 for the softmax, as trainers do; TRL's function takes those logits; verl's works by
-chunks of tokens. On a GPU, verl's Triton kernel and Liger's join them. "share of products" is the time of the bare
-matrix products (one forward, two more backward) by torch.mm over the method's; "peak MB" is memory above the inputs,
-gradients included. All cases, or some, each of which takes minutes on a CPU at the larger vocabulary:
+It verifies, then times log-probabilities alone, log-probabilities with their backward, and the clipped loss with its
+backward. "eager" computes all logits, in float32 for the softmax, as trainers do. TRL's function takes those logits;
+verl's works by chunks of tokens. On a GPU, verl's Triton kernel and Liger's are timed too. "share of products" is the
+time of the bare matrix products (one forward, two more backward) by torch.mm over the method's time. "peak MB" is
+memory above the inputs, with gradients. Run all cases, or some; on a CPU each takes minutes at the larger vocabulary:
 
     python bench/bench_linear_logprob.py
     python bench/bench_linear_logprob.py --vocabulary 151936 --dtype bfloat16
@@ -164,7 +164,7 @@ def forward_alone(method: Method, i: Inputs) -> Callable[[], Any]:
 
 
 def verify(methods: dict[str, Method], i: Inputs, tolerance: float) -> None:
-    """Stops the bench unless all methods agree with eager, in value and gradients."""
+    """Stop the bench unless all methods agree with eager, in value and gradients."""
     expected: list[Tensor] = []
     for name, out in served(methods, lambda method: method(i)):
         backward(i, out)
@@ -178,8 +178,8 @@ def verify(methods: dict[str, Method], i: Inputs, tolerance: float) -> None:
 
 
 def interleaved(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, float]:
-    """Medians in turns. On a CPU, where a call takes seconds, after one round that doesn't count: its memory comes from
-    the kernel, which eager methods pay for most."""
+    """Return medians of calls in turns. On a CPU, where a call takes seconds, the first round doesn't count: its memory
+    comes from the kernel, which slows eager methods most."""
     if device == "cuda":
         return medians(calls, rounds, device=device)
     samples: dict[str, list[float]] = {name: [] for name in calls}

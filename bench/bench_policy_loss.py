@@ -1,13 +1,13 @@
 """Policy loss, forward and backward: turnwise, eager PyTorch, torch.compile, TRL, verl, Liger. Verifies, then times.
 
-PPO with clip-higher and dual clip, k3 KL, token mean, fp32; each with its own metrics. Two forms of the same batch:
-"lean" has a uint8 mask and one advantage per sequence, "full" a float mask and an advantage per token. Inputs rotate
-through memory. "share of copy" is the time in which this machine copies the fewest bytes that the op must move, over
-the op's time. "autograd alone" computes nothing: it is the time of PyTorch to allocate a loss and a
-gradient and to pass them on.
+The loss is PPO with clip-higher and dual clip, k3 KL, token mean, fp32; each method computes its own metrics. There are
+two forms of the same batch: "lean" has a uint8 mask and one advantage per sequence, "full" a float mask and an
+advantage per token. Inputs rotate through memory. "share of copy" is the time in which this machine copies the fewest
+bytes that the op must move, over the op's time. "autograd alone" computes nothing: it is the time that PyTorch takes to
+allocate a loss and a gradient and to pass them on.
 
 A second table starts from logits ``[B, T + 1, V]``, bfloat16 on a GPU, as Liger-Kernel's Triton loss does: forward, and
-backward into the logits' memory where a method can.
+backward into the logits' memory if a method can do that.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
 
 
 def eager(lp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, ref: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss as trainers write it, with the same metrics as ours."""
+    """Compute the loss as trainers write it, with the same metrics as ours."""
     a, m = advantages if advantages.dim() == 2 else advantages[:, None], mask.to(lp.dtype)
     log_ratio = (lp - old).clamp(-20, 20)
     ratio = log_ratio.exp()
@@ -139,7 +139,7 @@ def make(rows: int, width: int, form: str, device: str, seed: int) -> Inputs:
 
 
 def verify(calls: dict[str, Callable[[Inputs], Any]], inputs: Inputs) -> None:
-    """Stops the bench unless all methods give the same loss and gradient, and turnwise and eager the same metrics."""
+    """Stop the bench unless all methods give the same loss and gradient, and turnwise and eager the same metrics."""
     expected: Any = None
     for name, result in served(calls, lambda call: call(inputs)):
         loss, metrics = result if isinstance(result, tuple) else (result, None)

@@ -1,12 +1,12 @@
 """The state store, copy.deepcopy, copium, pickle, immutables and pyrsistent. Verifies first, then times.
 
-Four states: S a board game, M a transcript of 40 turns with a tool's answers, L one of 440 with 65,536 token ids and
-two arrays, XL four such agents in a world of 8,000 things. Times are medians of statements run in turns, with the loop
-around them; garbage collection is on, what the imports left is frozen. A tree of versions grows in a process of its own
-(``state_tree.py``).
+There are four states. S is a board game, M a transcript of 40 turns with a tool's answers. L is a transcript of 440
+turns with 65,536 token ids and two arrays, XL has four such agents in a world of 8,000 things. Times are medians of
+statements run in turns, including the loop around them. Garbage collection is on; objects from the imports are frozen.
+A tree of versions grows in its own process (``state_tree.py``).
 
-Persistent maps are forked by keeping them, so they have no time for it; immutables has no vector, so a list there is a
-map by index. The last table holds our figures against the goals of the store.
+A fork of a persistent map is the map itself, so it has no time. immutables has no vector, so a list becomes a map by
+index. The last table compares our figures with the goals of the store.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def described(size: str) -> Row:
 # Copies
 # ---------------------------------------------------------------------------------------------------------------------
 def verify(size: str, ways: Mapping[str, Method]) -> None:
-    """Checks that a written fork of every method equals plain containers and leaves its origin unchanged."""
+    """Check that a written fork of every method equals plain containers and leaves its origin unchanged."""
     data = make(size)
     changes = [*writes(data, "leaves"), *writes(data, "containers"), FIRST_WRITE]
     expected = Method("plain", copy.deepcopy).write_all(make(size), changes)
@@ -111,7 +111,7 @@ def verify(size: str, ways: Mapping[str, Method]) -> None:
 
 
 def copies(size: str, ways: Mapping[str, Method], rounds: int) -> list[Row]:
-    """One row per method: a fork, eight of them, and forks that are written to."""
+    """Return one row per method, with the times of a fork, of eight forks, and of forks that are written to."""
     data = make(size)
     chosen = {what: writes(data, what) for what in ("leaves", "containers")}
     names = {
@@ -142,7 +142,7 @@ def copies(size: str, ways: Mapping[str, Method], rounds: int) -> list[Row]:
 
 
 def first_writes(size: str, rounds: int) -> list[Row]:
-    """The first write to a held container of a new fork, which copies the shared part."""
+    """Time the first write to a held container of a new fork, which copies the shared part."""
     held = Turnwise().hold(make(size))
     rows = []
     for place, path in (("counter", FIRST_WRITE[0]), ("largest container", CHUNK[size])):
@@ -171,7 +171,8 @@ def child(*words: object) -> dict[str, Any]:
 
 
 def trees(sizes: tuple[str, ...], ways: Mapping[str, Method], quick: bool) -> list[Row]:
-    """64 branches × 32 turns, all kept. Where every version is a whole copy only up to M, for want of memory."""
+    """Grow trees of 64 branches × 32 turns, with all versions kept. Methods that copy whole states stop at M, because
+    the memory would not suffice."""
     branches, turns = (4, 8) if quick else (64, 32)
     rows = []
     for size in sizes:

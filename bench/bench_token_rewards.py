@@ -1,8 +1,8 @@
 """Sums of token rewards by row: turnwise, PyTorch, torch.compile and numpy, padded and packed. Verifies, then times.
 
-Also discounted returns and generalised advantages, beside verl's loops over tokens. Inputs rotate through memory.
-"share of read" is the time in which this machine reads the fewest bytes that the op must read, over the op's time; for
-returns and advantages, which write as much, "share of copy" the same with copying.
+It also times discounted returns and generalised advantages, compared with verl's loops over tokens. Inputs rotate
+through memory. "share of read" is the time in which this machine reads the fewest bytes that the op must read, over the
+op's time. For returns and advantages, which write as much as they read, "share of copy" compares with a copy instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GAMMA, LAM = 0.99, 0.95
 
 
 class Inputs(NamedTuple):
-    """One batch in every form: padded rows with a prefix mask, and the same tokens packed."""
+    """One batch in both forms: padded rows with a prefix mask, and the same tokens packed."""
 
     rewards: Tensor  # [B, T]
     values: Tensor  # [B, T]
@@ -57,7 +57,7 @@ def eager_sum(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def sums(device: str) -> dict[tuple[str, str], tuple[Callable[[Inputs], Any], str]]:
-    """(form, method) -> (call, the streams that it must read)."""
+    """Return (form, method) -> (call, the streams that it must read)."""
     compiled = torch.compile(eager_sum)
     ways: dict[tuple[str, str], tuple[Callable[[Inputs], Any], str]] = {
         ("float mask", "eager"): (lambda i: eager_sum(i.rewards, i.floats), "rewards floats"),
@@ -97,7 +97,7 @@ BACKENDS = {"cpu": {"native": "turnwise"}, "cuda": {"native": "turnwise", "trito
 
 
 def scans(device: str) -> dict[tuple[str, str], tuple[Callable[[Inputs], Any], int]]:
-    """(op, method) -> (call, streams of float32 moved); each reads the mask too."""
+    """Return (op, method) -> (call, float32 streams moved); each call also reads the mask."""
     ways: dict[tuple[str, str], tuple[Callable[[Inputs], Any], int]] = {}
     if verl := peer("verl.trainer.ppo.core_algos"):
         config = SimpleNamespace(gamma=GAMMA)
@@ -119,7 +119,7 @@ def scans(device: str) -> dict[tuple[str, str], tuple[Callable[[Inputs], Any], i
 
 
 def verify(ways: dict[tuple[str, str], Any], inputs: Inputs) -> None:
-    """Stops the bench unless all methods of an op agree on the trained tokens."""
+    """Stop the bench unless all methods of an op agree on the trained tokens."""
     expected: dict[str, Tensor] = {}
     keep = inputs.mask.bool()
     for (op, method), got in served(ways, lambda way: torch.as_tensor(way[0](inputs))):

@@ -1,11 +1,12 @@
 """The training step: turnwise and TRL's GRPOTrainer, on the same rows of ragged lengths and equal weights, on a CPU.
 
-Verifies first: the gradients of all methods are one. Then times whole steps (forward, loss, backward, clipping, AdamW)
-in turns; tokens are those of the rows, without padding. "TRL" is its own `training_step` over its own padded batch,
-with its defaults but for autocast, which is off, as ours has none; "eager" is our step with a plain forward pass: rows
-of like length padded, logits of the completions. A forward pass has 8 rows with TRL and about as many tokens as 8 rows
-have on average with ours. "peak MB" is what a process of its own takes above the loaded model in its first two steps:
-activations, gradients and optimizer state. Liger's kernels, which TRL can use, are Triton and do not run here.
+It first verifies that the gradients of all methods are equal. Then it times whole steps (forward, loss, backward,
+clipping, AdamW) in turns; tokens are those of the rows, without padding. "TRL" is its own `training_step` over its own
+padded batch, with its defaults except autocast, which is off because ours has none. "eager" is our step with a plain
+forward pass: padded rows of similar length, and logits of the completions. A forward pass has 8 rows with TRL, and with
+ours about as many tokens as 8 rows have on average. "peak MB" is the memory that a new process needs above the loaded
+model in its first two steps: activations, gradients and optimizer state. Liger's kernels, which TRL can use, need
+Triton and do not run here.
 
     python bench/bench_train.py
     python bench/bench_train.py --model small --dtype float32 --checkpointing no
@@ -29,7 +30,7 @@ LEAST_SPEED, MOST_MEMORY = 1.5, 0.7  # × TRL's
 
 
 def verify(case: Case, trained: dict[str, Trained]) -> None:
-    """Stops the bench unless all methods have the gradient of TRL's step."""
+    """Stop the bench unless all methods have the gradient of TRL's step."""
     expected = trained["TRL"].gradient()
     for name, one in trained.items():
         off = float((one.gradient() - expected).norm() / expected.norm())
@@ -66,7 +67,7 @@ def measure(case: Case, rounds: int, threads: int) -> list[dict[str, Any]]:
 
 
 def goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per goal and case."""
+    """Return one row per goal and case."""
     figures = [
         (row, *goal)
         for row in rows

@@ -1,11 +1,12 @@
 """Rows with shared prefixes: training steps over their trie, padded, packed and by PrefixGrouper.
 
-Verifies first: the gradients are one. Then times whole steps (forward, loss, backward, clipping, AdamW) in turns.
-"padded" is plain PyTorch, as TRL does it: padded rows, logits of the completions; "packed" is our stream, each row by
-itself; "prefix_grouper" is the package of that name, each prompt once for its siblings, all in one pass, with our head
-on the completions; "turnwise trie" is what `layout = "auto"` takes where rows share. "ideal" is tokens over unique
-tokens. "peak MB" is what a process of its own takes above the loaded model in its first two steps. From 20,000 tokens
-the model has one layer instead of four, and memory is not measured.
+It first verifies that the gradients are equal. Then it times whole steps (forward, loss, backward, clipping, AdamW) in
+turns. "padded" is plain PyTorch, as in TRL: padded rows, logits of the completions. "packed" is our stream with
+separate rows. "prefix_grouper" is the package of that name: each prompt once for its siblings, all in one pass, with
+our head on the completions. "turnwise trie" is what `sequence_layout = "auto"` uses if rows share enough. "ideal" is
+tokens over unique tokens. "peak MB" is the memory that a new process needs above the loaded model in its first two
+steps. Below 1,000 and from 20,000 tokens on the model has one layer instead of four; from 20,000 on memory is not
+measured.
 
     python bench/bench_trie.py                       # the cases with goals, and one of 4 turns
     python bench/bench_trie.py --prompt 256 --turns 1 2 --shared yes   # all that these make, with every other option
@@ -45,7 +46,7 @@ MOST_SECONDS = 1.0  # for the trie of 10,000 rows of 2,000 tokens
 
 
 def methods_of(case: Case) -> list[str]:
-    """PrefixGrouper where it is installed; where nothing is shared, ours alone."""
+    """Return the methods for ``case``: PrefixGrouper only if it is installed, and only ours if rows share nothing."""
     if case.shared == "no":
         return ["packed", "turnwise trie", "turnwise auto"]
     names = ["padded", "packed", "prefix_grouper", "turnwise trie"]
@@ -53,7 +54,7 @@ def methods_of(case: Case) -> list[str]:
 
 
 def verify(case: Case, trained: dict[str, Trained]) -> None:
-    """Stops the bench unless all methods have the same gradient."""
+    """Stop the bench unless all methods have the same gradient."""
     expected: torch.Tensor | None = None
     for name, one in trained.items():
         found = one.gradient()
@@ -93,7 +94,7 @@ def ratio(values: Mapping[str, float | None], above: str, below: str) -> float |
 
 
 def build(quick: bool) -> dict[str, Any]:
-    """The best of three builds of a trie of families of 16 rows that share three quarters."""
+    """Time the best of three builds of a trie, whose families of 16 rows share three quarters of their tokens."""
     rows, length = (160, 200) if quick else (10_000, 2_000)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 50_000, (rows, length))
@@ -116,7 +117,7 @@ def build(quick: bool) -> dict[str, Any]:
 
 
 def goals(rows: list[dict[str, Any]], built: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row per goal whose case was run."""
+    """Return one row per goal whose case was run."""
     found: list[dict[str, Any]] = []
 
     def add(case: str, method: str, goal: str, figure: float | None, least: float | None, most: float | None) -> None:
@@ -144,7 +145,7 @@ def goals(rows: list[dict[str, Any]], built: dict[str, Any]) -> list[dict[str, A
 
 
 def chosen(options: argparse.Namespace) -> list[Case]:
-    """The cases with goals and one more; with options given, all their combinations."""
+    """Return the cases with goals and one more; if options are given, all their combinations."""
     if options.quick:
         return [QUICK]
     if all(tuple(getattr(options, key)) == values for key, values in GRID.items()):

@@ -58,8 +58,8 @@ Result = TypeVar("Result")
 def arguments(
     description: str | None, counts: Mapping[str, int] | None = None, **cases: Sequence[Any]
 ) -> argparse.Namespace:
-    """Parses the options of every bench, one per count with its default, and one per case to choose from its values
-    (default: all). ``device`` is a GPU where there is one."""
+    """Parse the options of a bench: the common ones, one per count with its default, and one per case with its values
+    to choose from (default: all). ``device`` is a GPU if there is one."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU, else cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads")
@@ -85,7 +85,7 @@ def arguments(
 
 
 def peer(module: str) -> Any | None:
-    """Imports another trainer's module; ``None`` where it is not installed (`make bench` installs it)."""
+    """Import another trainer's module; ``None`` if it is not installed (`make bench` installs it)."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -96,7 +96,7 @@ def peer(module: str) -> Any | None:
 
 
 def served(methods: dict[Name, Method], call: Callable[[Method], Result]) -> Iterator[tuple[Name, Result]]:
-    """Yields each method's name and result, for a bench to verify. Prints and removes methods that can't serve."""
+    """Yield each method's name and result, for a bench to verify. Print and remove methods that can't run here."""
     for name, method in list(methods.items()):
         try:
             result = call(method)
@@ -108,7 +108,7 @@ def served(methods: dict[Name, Method], call: Callable[[Method], Result]) -> Ite
 
 
 def forward_backward(call: Callable[[Any], Any], sets: Sequence[Any]) -> Callable[[], None]:
-    """A call to time: the loss of the next set of inputs and its gradient with respect to ``lp``."""
+    """Return a call to time: the loss of the next set of inputs and its gradient with respect to ``lp``."""
     ring = itertools.cycle(sets)
 
     def run() -> None:
@@ -128,7 +128,7 @@ def against_copy(
     device: str,
     unmoved: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Times every method beside a copy of ``moved`` bytes and gives a row for each, which begins with ``case``.
+    """Time every method in turns with a copy of ``moved`` bytes, and return a row for each, which begins with ``case``.
     Methods in ``unmoved`` do not move these bytes."""
     seconds = medians({**timed, "copy": RotatingCopy(moved, device)}, rounds, device=device)
     rows = []
@@ -167,7 +167,7 @@ def _output(*command: str) -> str:
 
 
 def processor() -> str:
-    """The processor's name, with family and model on Linux: clouds use one name for several generations."""
+    """Return the processor's name, on Linux with family and model: clouds use one name for several generations."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
@@ -179,7 +179,7 @@ def processor() -> str:
 
 
 def environment(threads: int, device: str = "cpu") -> dict[str, Any]:
-    """Machine, versions and commit, for every JSON row."""
+    """Return machine, versions and commit, for every JSON row."""
     rows = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device,
@@ -209,7 +209,7 @@ def environment(threads: int, device: str = "cpu") -> dict[str, Any]:
 # Results
 # ---------------------------------------------------------------------------------------------------------------------
 def finish(name: str, title: str, rows: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> None:
-    """Prints the table and appends the rows, each with the machine's description, to ``--json``."""
+    """Print the table, and append the rows, each with the machine's description, to the file of ``--json``."""
     where = torch.cuda.get_device_name() if options.device == "cuda" else f"{options.threads} threads"
     print(f"## {title}, {where}\n\n{table(rows, list(rows[0]))}\n")
     write_rows(name, rows, options.threads, options.json, options.device)
@@ -227,7 +227,7 @@ def write_rows(
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """A markdown table; floats with three significant digits."""
+    """Return a markdown table; floats have three significant digits."""
 
     def cell(value: Any) -> str:
         if value is None:

@@ -3,11 +3,11 @@
     python bench/gpu_check.py                    # all stages, under 8 minutes, into bench/results
     python bench/gpu_check.py --stages build benches --wheels wheels --out /tmp/report
 
-Uses the interpreter that runs it, with its torch for CUDA, Triton, nvcc, cmake and ninja, and no network. Python
-packages that the machine lacks come from a folder of wheels (``WHEELS``; ``pip download --no-deps -d wheels``). They
-and turnwise are installed into ``build/gpu-check/site``; nothing else on the machine changes. Every stage has a time
-limit, and a failed stage does not stop the next. The report is rewritten after each stage. Exit code: 1 if a stage
-failed, 2 if the machine lacks something that all stages need.
+The script uses the interpreter that runs it, with its torch for CUDA, Triton, nvcc, cmake and ninja, and no network.
+Missing Python packages come from a folder of wheels (``WHEELS``; ``pip download --no-deps -d wheels``). They and
+turnwise are installed into ``build/gpu-check/site``; nothing else on the machine changes. Every stage has a time limit,
+and a failed stage does not stop the next one. The report is rewritten after each stage. The exit code is 1 if a stage
+failed, and 2 if the machine lacks something that all stages need.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Result(NamedTuple):
 
 
 def missing() -> list[str]:
-    """Everything that the stages need and this machine lacks."""
+    """List everything that the stages need and this machine lacks."""
     gaps = [f"the Python package {name}" for name in MODULES if importlib.util.find_spec(name) is None]
     gaps += [f"{name} on the PATH" for name in PROGRAMS if shutil.which(name) is None]
     if importlib.util.find_spec("torch") is not None:
@@ -78,7 +78,7 @@ def missing() -> list[str]:
 
 
 def gpu() -> dict[str, Any]:
-    """The GPU and the versions around it."""
+    """Return the GPU, and the versions of its driver, torch and CUDA."""
     import torch
 
     properties = torch.cuda.get_device_properties(0)
@@ -92,13 +92,13 @@ def gpu() -> dict[str, Any]:
 
 
 def install(*what: str) -> list[str]:
-    """The command that installs into ``SITE``, without compiling bytecode, which takes longer than the rest."""
+    """Return the command that installs into ``SITE``, without compiling bytecode, which takes longer than the rest."""
     options = ["--no-deps", "--no-index", "--no-compile", "--quiet", "--upgrade", "--target", str(SITE)]
     return [sys.executable, "-m", "pip", "install", *options, *what]
 
 
 def stages(architecture: str, benches: Sequence[str], workers: int = 0) -> list[Stage]:
-    """All stages, the most important first in case the time runs out. ``workers``: processes of pytest-xdist."""
+    """Return all stages, the most important first in case the time runs out. ``workers``: processes of pytest-xdist."""
     python = [sys.executable, "-P"]
     build = install("--no-build-isolation", "--config-settings=cmake.define.TURNWISE_CUDA=ON")
     build += [f"--config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES={architecture}-real"]
@@ -135,7 +135,7 @@ def stages(architecture: str, benches: Sequence[str], workers: int = 0) -> list[
 
 
 def run_stage(stage: Stage, limit: float) -> Result:
-    """Runs one stage and reports any failure in the result."""
+    """Run one stage and report any failure in the result."""
     if shutil.which(stage.command[0]) is None:
         return Result(stage.name, f"{stage.command[0]} is not on the PATH", 0.0, "")
     start = time.monotonic()
@@ -169,7 +169,7 @@ def run_stage(stage: Stage, limit: float) -> Result:
 def run_all(
     todo: Sequence[Stage], seconds: float, run: Callable[[Stage, float], Result] = run_stage
 ) -> Iterator[Result]:
-    """Runs every stage in turn, none longer than its limit or the rest of ``seconds``."""
+    """Run every stage in turn, none longer than its limit or the rest of ``seconds``."""
     last = time.monotonic() + seconds
     for stage in todo:
         left = last - time.monotonic()
@@ -185,7 +185,7 @@ def run_all(
 
 
 def report(machine: dict[str, Any], results: Sequence[Result]) -> str:
-    """The report: stages, then the benches' tables and the output of tests, sanitizers and failed stages."""
+    """Return the report: stages, then the benches' tables and the output of tests, sanitizers and failed stages."""
     lines = [f"# GPU check, {datetime.now(UTC).date().isoformat()}", ""]
     lines += [", ".join(f"{key} {value}" for key, value in machine.items()) + ".", ""]
     lines += ["| stage | result | seconds |", "|---|---|---|"]
@@ -199,7 +199,7 @@ def report(machine: dict[str, Any], results: Sequence[Result]) -> str:
 
 
 def write(out: Path, machine: dict[str, Any], results: Sequence[Result], benches: Sequence[str]) -> Path:
-    """Writes the report (.md), the stages and bench rows as JSON lines (.json) and all output (.log)."""
+    """Write the report (.md), the stages and bench rows as JSON lines (.json) and all output (.log)."""
     slug = re.sub(r"[^a-z0-9]+", "-", str(machine.get("gpu", "no-gpu")).lower()).strip("-")
     stem = out / f"{datetime.now(UTC).date().isoformat()}-{slug}"
     out.mkdir(parents=True, exist_ok=True)

@@ -37,8 +37,9 @@ class Endless(ByteTokenizer):
 
 
 class Size(NamedTuple):
-    """``rows`` × ``tokens`` from short prompts, all at once; and ``trees`` of ``turns`` turns, at each of which
-    ``siblings`` answer one prompt with ``answer`` tokens: the first of ``prompt`` tokens, each next one longer."""
+    """Sizes of the workloads. "flat" has ``rows`` × ``tokens`` from short prompts, all at once. "tree" has ``trees`` of
+    ``turns`` turns, at each of which ``siblings`` answer one prompt with ``answer`` tokens; the first prompt has
+    ``prompt`` tokens, and each next one is longer."""
 
     rows: int = 256
     tokens: int = 64
@@ -51,7 +52,7 @@ class Size(NamedTuple):
 
 SIZE, QUICK = Size(), Size(rows=8, tokens=8, trees=1, turns=2, siblings=2, prompt=64, answer=4)
 Turns = list[list[ModelRequest]]
-"""Requests that are handed in together, and the next when all of them are answered."""
+"""Lists of requests; the requests of one list are sent together, once all of the last list are answered."""
 
 
 def flat(size: Size, seed: int) -> Turns:
@@ -60,9 +61,9 @@ def flat(size: Size, seed: int) -> Turns:
 
 
 def tree(size: Size, seed: int) -> Turns:
-    """Build prompts that each extend the one before by an answer and the environment's reply.
+    """Build prompts that each extend the last one by an answer and the environment's reply.
 
-    Both are drawn here and not sampled, so that all methods get the same requests."""
+    Both are random tokens, not sampled answers, so that all methods get the same requests."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, ALPHABET, size.prompt) for _ in range(size.trees)]
     turns: Turns = []
@@ -80,7 +81,7 @@ def request(prompt: np.ndarray, tokens: int, seed: int) -> ModelRequest:
 
 
 def first_token(size: Size, seed: int) -> Turns:
-    """One request for one token, after a new prompt."""
+    """Build one request for one token, after a new prompt."""
     return [[request(np.random.default_rng(seed).integers(0, ALPHABET, size.prompt), 1, seed)]]
 
 
@@ -88,8 +89,8 @@ def first_token(size: Size, seed: int) -> Turns:
 # Clients
 # ---------------------------------------------------------------------------------------------------------------------
 class PlainGenerate:
-    """``model.generate`` over the whole list at once, with the log-probabilities that training needs. Prompts of one
-    list are of one length here, so nothing is padded."""
+    """Calls ``model.generate`` on the whole list at once, with the log-probabilities that training needs. The prompts
+    of a list have one length here, so nothing is padded."""
 
     def __init__(self, model: Any) -> None:
         self.model = copy.deepcopy(model)
@@ -124,8 +125,8 @@ class PlainGenerate:
 
 
 def methods(model: nn.Module, kinds: Sequence[str], kv_cache_gb: float) -> dict[str, Any]:
-    """Return the methods that answer requests with ``model``: ``generate`` itself, the clients among ``kinds`` that are
-    available, and the first vLLM of them without its prefix cache. Prints a line for each one left out."""
+    """Return the methods that answer requests with ``model``: ``generate`` itself, the clients of ``kinds`` that are
+    available, and ``vllm`` also without its prefix cache. Print a line for each one left out."""
     made: dict[str, Any] = {PLAIN: PlainGenerate(model)}
     for kind in kinds:
         _add(made, f"turnwise {kind}", kind, model, {"kv_cache_gb": kv_cache_gb})
@@ -169,7 +170,7 @@ class Served:
 
 
 def make(name: str, device: str) -> Any:
-    """The model of that name with random weights: float32 on a CPU, bfloat16 on a GPU."""
+    """Build the model of that name with random weights: float32 on a CPU, bfloat16 on a GPU."""
     dtype = "float32" if device == "cpu" else "bfloat16"
     model: Any = make_model(Case(name, 0, dtype, False)).model.to(device).eval()
     model.config.eos_token_id = model.generation_config.eos_token_id = None  # vLLM would end completions there
@@ -177,7 +178,7 @@ def make(name: str, device: str) -> Any:
 
 
 def moved(model: nn.Module) -> list[dict[str, Tensor]]:
-    """Two sets of weights to send in turn, tied tensors once, as the trainer sends them."""
+    """Return two sets of weights to send in turn, with tied tensors once, as the trainer sends them."""
     once = {tensor.data_ptr(): (name, tensor) for name, tensor in reversed(model.state_dict().items())}
     plain = {name: tensor.detach() for name, tensor in once.values()}
     generator = torch.Generator().manual_seed(0)
@@ -186,7 +187,7 @@ def moved(model: nn.Module) -> list[dict[str, Tensor]]:
 
 
 def teacher_forced(model: Any, response: ModelResponse) -> Tensor:
-    """Log-probabilities of the completion's tokens from one forward pass, in float32 ``[C]``."""
+    """Return log-probabilities of the completion's tokens from one forward pass, in float32 ``[C]``."""
     ids = torch.tensor([response.prompt_token_ids + response.completion_token_ids], device=model.device)
     with torch.no_grad():
         logits = model(ids, use_cache=False).logits[0].float() / TEMPERATURE
@@ -195,7 +196,7 @@ def teacher_forced(model: Any, response: ModelResponse) -> Tensor:
 
 
 def resident() -> int | None:
-    """Return the memory in bytes of this process and all below it; ``None`` without ``/proc``.
+    """Return the memory in bytes of this process and its descendants; ``None`` without ``/proc``.
 
     Returns this process's freed memory to the kernel first, because a leak could hide in it.
     """
@@ -215,7 +216,7 @@ def resident() -> int | None:
 
 
 def _line(pid: int, parents: Mapping[int, int]) -> list[int]:
-    """``pid`` and its ancestors."""
+    """Return ``pid`` and its ancestors."""
     line = [pid]
     while parents.get(line[-1]):
         line.append(parents[line[-1]])

@@ -1,4 +1,4 @@
-"""Other trainers' own functions, called from their packages with the least setup that they need."""
+"""Calls other trainers' own functions, from their packages, with the least setup that they need."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class _OneProcess:
 
 
 class TRLLoss:
-    """``GRPOTrainer._compute_loss`` on given log-probabilities ``[B, T]``, in place of a model's.
+    """Calls ``GRPOTrainer._compute_loss`` on given log-probabilities ``[B, T]`` instead of a model's.
 
-    One micro-batch that is a whole optimizer step. Token ids, which the loss itself never reads, are left empty, so
-    that joining prompts and completions costs nothing. From ``args``, a ``GRPOConfig``, the trainer takes what
-    ``GRPOTrainer.__init__`` does.
+    One micro-batch is a whole optimizer step. Token ids, which the loss itself never reads, are empty, so that joining
+    prompts and completions costs nothing. The trainer's settings come from ``args``, a ``GRPOConfig``, as in
+    ``GRPOTrainer.__init__``.
     """
 
     def __init__(self, args: Any, *, old: Tensor, advantages: Tensor, mask: Tensor, ref: Tensor | None = None) -> None:
@@ -76,14 +76,14 @@ class TRLLoss:
 
 
 def trl_config(**options: Any) -> Any:
-    """TRL's ``GRPOConfig`` with its defaults; it must be told where there is no GPU."""
+    """Return TRL's ``GRPOConfig`` with its defaults, and with ``use_cpu`` if there is no GPU."""
     from trl import GRPOConfig
 
     return GRPOConfig(output_dir="unused", use_cpu=not torch.cuda.is_available(), **options)
 
 
 def verl_config(**options: Any) -> Any:
-    """verl's ``ActorConfig``, which its losses read. The three options set here have no defaults."""
+    """Return verl's ``ActorConfig``, which its losses read. The three options set here have no defaults."""
     from verl.workers.config import ActorConfig
 
     return ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **options)

@@ -89,7 +89,7 @@ def _end(text: str) -> str:
 
 
 def machine(rows: Sequence[dict[str, Any]]) -> str:
-    """``"amd-epyc"``, ``"nvidia-h200"``: for the report's name."""
+    """Return the machine's name for the report's file name, such as ``"amd-epyc"`` or ``"nvidia-h200"``."""
     return re.sub(r"[^a-z0-9]+", "-", str(rows[0]["machine"]).lower()).strip("-") if rows else "nothing"
 
 
@@ -101,8 +101,8 @@ PACKAGES = (
 
 
 def busy() -> str:
-    """A warning if the machine is busy: PyTorch's threads wait for one another, so a second program makes its methods
-    up to hundreds of times slower and every ratio wrong."""
+    """Return a warning if the machine is busy. PyTorch's threads wait for one another, so a second program makes its
+    methods up to hundreds of times slower and every ratio wrong."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load <= 0.5 * cores:
         return ""
@@ -110,7 +110,7 @@ def busy() -> str:
 
 
 def report(outcomes: Sequence[Outcome], warning: str = "") -> str:
-    """The tables under one heading, with the machine, versions and commands that printed them."""
+    """Return the tables under one heading, with the machine, versions and commands that printed them."""
     rows = [row for outcome in outcomes for row in outcome.rows]
     date = datetime.now(UTC).date().isoformat()
     lines = [f"# Benches, {date}", ""]

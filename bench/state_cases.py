@@ -1,8 +1,8 @@
-"""States of four sizes, writes to them, and methods to copy and write them. Imports numpy alone: processes whose memory
-is measured import this.
+"""States of four sizes, writes to them, and methods to copy and write them. This module imports only numpy, as
+processes whose memory is measured import it.
 
 A ``Method`` holds a state in its own form: plain containers, persistent maps, or a ``turnwise.state.State``.
-``write`` and ``append`` give the form to go on with, for persistent maps are changed by making another.
+``write`` and ``append`` return the changed form, because a write to a persistent map creates a new map.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ SEED = 20_26
 # The states
 # ---------------------------------------------------------------------------------------------------------------------
 def make(size: str) -> dict[str, Any]:
-    """Makes the state of this size: equal at every call, and sharing nothing with earlier ones."""
+    """Make the state of this size: equal at every call, and sharing nothing with earlier ones."""
     return {"S": _board_game, "M": _transcript, "L": _long_transcript, "XL": _society}[size](random.Random(SEED))
 
 
 def text(rng: random.Random, length: int) -> str:
-    """Words, ``length`` characters of them: a fresh string."""
+    """Return a new string of random words, about ``length`` characters long."""
     words = []
     while length > 0:
         words.append("".join(rng.choices("etaoinshrdlucmfw", k=rng.randint(2, 9))))
@@ -41,7 +41,7 @@ def text(rng: random.Random, length: int) -> str:
 
 
 def messages(rng: random.Random, turns: int) -> list[dict[str, Any]]:
-    """``turns`` calls of a tool, each with the tool's answer, about 2.4 kB a turn."""
+    """Return ``turns`` calls of a tool, each with the tool's answer, about 2.4 kB per turn."""
     made: list[dict[str, Any]] = [{"role": "system", "content": text(rng, 400)}]
     for turn in range(turns):
         call = f"call_{rng.getrandbits(64):016x}"
@@ -72,7 +72,7 @@ def _square(rng: random.Random) -> str:
 
 
 def _board_game(rng: random.Random) -> dict[str, Any]:
-    """A board of 8x8, two players, and the moves so far."""
+    """Return a board of 8x8, two players, and the moves so far."""
     moves = [[_square(rng), _square(rng)] for _ in range(24)]
     player = {"name": "proposer", "clock": 300.0, "captured": ["pawn", "knight"], "castled": False}
     return {
@@ -99,7 +99,7 @@ def _long_transcript(rng: random.Random) -> dict[str, Any]:
 
 
 def _society(rng: random.Random) -> dict[str, Any]:
-    """Four agents, each with what the long transcript has, in a world of 8,000 things."""
+    """Return four agents, each with the contents of the long transcript, in a world of 8,000 things."""
     world = {
         f"thing-{number}": {"at": [rng.random(), rng.random()], "note": text(rng, 60), "hp": 9}
         for number in range(8_000)
@@ -116,7 +116,7 @@ def items(container: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def walk(container: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every value below ``container`` with its path, containers before what they hold."""
+    """Yield every value below ``container`` with its path, containers before their contents."""
     for key, value in items(container):
         yield (*path, key), value
         if isinstance(value, dict | list):
@@ -130,7 +130,7 @@ def at(container: Any, path: Path) -> Any:
 
 
 def changed(value: Any) -> Any:
-    """Another value of the same type."""
+    """Return another value of the same type."""
     if isinstance(value, bool):
         return not value
     return value + ("." if isinstance(value, str) else 1)
@@ -140,7 +140,7 @@ FIRST_WRITE: Write = (("game", "turn"), 1)
 
 
 def writes(data: dict[str, Any], what: str) -> list[Write]:
-    """To 1% of the leaves, or to one leaf in 1% of the containers: evenly spread, one at least."""
+    """Return writes to 1% of the leaves, or to one leaf in 1% of the containers: evenly spread, at least one."""
     leaves = [(p, v) for p, v in walk(data) if isinstance(v, bool | int | float | str)]
     if what == "leaves":
         chosen = leaves
@@ -158,7 +158,7 @@ def census(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def turn(size: str, branch: int, number: int) -> tuple[list[tuple[Path, Any]], list[Write]]:
-    """The writes of one turn of a rollout: one append, and counters, squares, a token or things to overwrite."""
+    """Return the appends and writes of one turn of a rollout: one append, and counters, squares, a token or things."""
     rng = random.Random(f"{size}/{branch}/{number}")
     new: list[Write] = [
         (("game", "turn"), number + 1),
@@ -181,7 +181,7 @@ def turn(size: str, branch: int, number: int) -> tuple[list[tuple[Path, Any]], l
 # Methods to copy
 # ---------------------------------------------------------------------------------------------------------------------
 class Method:
-    """Plain containers, and a function that copies them."""
+    """A method with plain containers, and a function that copies them."""
 
     def __init__(self, name: str, fork: Callable[[Any], Any]) -> None:
         self.name = name
@@ -208,7 +208,7 @@ class Method:
 
 
 class Turnwise(Method):
-    """A ``State``, written through its facade."""
+    """The method of a ``State``, written through its facade."""
 
     def __init__(self) -> None:
         from turnwise.state import Store
@@ -234,7 +234,7 @@ class Turnwise(Method):
 
 
 class Persistent(Method):
-    """Persistent maps, nested. A fork is the same map; arrays are shared, for nobody writes into them here."""
+    """The method of nested persistent maps. A fork is the same map; arrays are shared, as no bench writes into them."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, lambda held: held)
@@ -280,7 +280,7 @@ def method(name: str) -> Method:
 
 
 def methods() -> dict[str, Method]:
-    """Every method that is installed, turnwise last."""
+    """Return every installed method, turnwise last."""
     found = [name for name in PEERS if importlib.util.find_spec(name)]
     for name in sorted(set(PEERS) - set(found)):
         print(f"without {name}: not installed")
@@ -288,14 +288,14 @@ def methods() -> dict[str, Method]:
 
 
 def has(name: str) -> bool:
-    """True if this store has the attribute. On older ones a bench reports less."""
+    """Return True if this store has the attribute. With older stores a bench reports less."""
     import turnwise.state
 
     return hasattr(turnwise.state, name)
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal values, types and array contents, whatever order maps keep."""
+    """Return True for equal values, types and array contents, with any order of maps."""
     if isinstance(one, np.ndarray):
         return bool(np.array_equal(one, other))
     if isinstance(one, dict):

@@ -1,4 +1,4 @@
-"""Environments that are stepped and forked: one of this bench with a large config, and Gymnasium's toys as they are."""
+"""Environments to step and fork: one of this bench with a large config, and Gymnasium's toy environments unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BRANCHES, TURNS = 8, 10
 
 
 def config(documents: int) -> dict[str, Any]:
-    """The constant config of an environment: tools, and documents of about 700 bytes."""
+    """Return the constant config of an environment: tools, and documents of about 700 bytes."""
     rng = random.Random(SEED)
     tools = [{"name": f"tool_{i}", "parameters": {"q": {"type": "string", "about": text(rng, 80)}}} for i in range(20)]
     library = {
@@ -29,7 +29,7 @@ def config(documents: int) -> dict[str, Any]:
 
 @dataclass
 class Warehouse:
-    """A robot on a grid that fetches things and looks up documents, with the transcript of what it said and saw."""
+    """A robot on a grid that fetches things and looks up documents, with a transcript of replies and observations."""
 
     config: dict[str, Any]
     grid: list[list[int]]
@@ -51,7 +51,7 @@ class Warehouse:
         )
 
     def step(self, reply: str) -> tuple[str, float, bool]:
-        """One reply, ``"<move> <document>: words"``: moves, picks up what lies there, answers with the document."""
+        """Take one reply, ``"<move> <document>: words"``: move, pick up things there, and answer with the document."""
         head, _, _ = reply.partition(":")
         move, document = head.split()
         self.transcript.append({"role": "assistant", "content": reply})
@@ -73,7 +73,7 @@ class Warehouse:
         return self.prompt(), reward, self.counters["turn"] >= self.config["limits"]["turns"]
 
     def prompt(self) -> str:
-        """The model's next prompt: the end of the transcript, and the robot's position."""
+        """Return the model's next prompt: the end of the transcript, and the robot's position."""
         shown = [f"{message['role']}: {message['content']}" for message in self.transcript[-6:]]
         return "\n".join([*shown, f"You are at {self.robot['at'][0]}, {self.robot['at'][1]}."])
 
@@ -98,7 +98,7 @@ def forkable_warehouse(documents: int) -> Warehouse:
 
 
 def replies(documents: int) -> list[list[str]]:
-    """``[TURNS][BRANCHES]``: replayed replies of a model."""
+    """Return replies of a model to replay, ``[TURNS][BRANCHES]``."""
     rng = random.Random(SEED)
 
     def reply() -> str:
@@ -111,7 +111,8 @@ def replies(documents: int) -> list[list[str]]:
 # Gymnasium
 # ---------------------------------------------------------------------------------------------------------------------
 def gymnasium_steps() -> dict[str, tuple[Any, Any, Callable[[Any], Any]]]:
-    """By name: an environment, a fork of it, and some steps. Empty where Gymnasium is not installed."""
+    """Return by name a plain environment, a fork of a forkable one, and a function that takes some steps. Empty if
+    Gymnasium is not installed."""
     if not importlib.util.find_spec("gymnasium"):
         print("without gymnasium: not installed")
         return {}

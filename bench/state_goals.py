@@ -28,7 +28,7 @@ READS = {  # at most, × plain
 
 
 def goals(copied: list[Row], written: list[Row], read: list[Row], grown: list[Row]) -> list[Row]:
-    """Return a row per goal and size, except figures that a missing peer or a small tree leaves unknown."""
+    """Return a row per goal and size, except for figures that are unknown without a peer or with a small tree."""
     return [
         {
             "goal": goal,
@@ -46,7 +46,7 @@ def goals(copied: list[Row], written: list[Row], read: list[Row], grown: list[Ro
 def _figures(
     copied: list[Row], written: list[Row], read: list[Row], grown: list[Row]
 ) -> Iterator[tuple[str, str, float | None, bool, float]]:
-    """``(goal, state, figure, at least?, wanted)``."""
+    """Yield ``(goal, state, figure, at least?, wanted)``."""
     forks = {(row["state"], row["method"]): row for row in copied}
     tree = {row["state"]: row for row in grown if row["method"] == "turnwise" and row["versions"] == 64 * 32}
     sizes = [size for size in SIZES if (size, "turnwise") in forks]

@@ -1,4 +1,4 @@
-"""Work between copies of a state: reads and owned writes, steps of environments, the replay of a rollout."""
+"""Times the work between copies of a state: reads and owned writes, steps of environments, the replay of a rollout."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def total(message_list: Any) -> int:
 
 
 def leaves(value: Any) -> int:
-    """Reads every leaf as plain code does."""
+    """Read every leaf as plain code does, and return their number."""
     if isinstance(value, dict):
         return sum(leaves(inner) for inner in value.values())
     return sum(map(leaves, value)) if isinstance(value, list) else 1
 
 
 def reads(ways: Mapping[str, Method], rounds: int) -> list[Row]:
-    """The same statements on plain containers, on a fork's facade, and on persistent maps, of M and of token ids."""
+    """Time the same statements on plain containers, on a fork's facade and on persistent maps, with M and token ids."""
     data = make("M")
     for index, message in enumerate(data["messages"]):  # one kind of content, so that its length can be asked for
         data["messages"][index] = message | {"content": str(message["content"])}
@@ -97,9 +97,9 @@ def reads(ways: Mapping[str, Method], rounds: int) -> list[Row]:
 # Environments
 # ---------------------------------------------------------------------------------------------------------------------
 def replay(env: Any, fork: Callable[[Any], Any], said: list[list[str]]) -> tuple[float, float, str]:
-    """A tree: each turn, every branch is a fork that takes its reply, and the best of them goes on.
+    """Replay a tree: in each turn, every branch is a fork that takes its reply, and the best branch continues.
 
-    Gives the seconds spent on copies, the seconds of the whole, and the last prompt.
+    Returns the seconds of all copies, the total seconds, and the last prompt.
     """
     copying = 0.0
     start = time.perf_counter()
@@ -116,7 +116,7 @@ def replay(env: Any, fork: Callable[[Any], Any], said: list[list[str]]) -> tuple
 
 
 def rollouts(ways: Mapping[str, Method], rounds: int, documents: int) -> list[Row]:
-    """The replay of a tree rollout, without the model's own time."""
+    """Time the replay of a tree rollout, without the model's own time."""
     said = state_envs.replies(documents)
     plain = state_envs.Warehouse.new(documents)
     envs: dict[str, tuple[Any, Callable[[Any], Any]]] = {
@@ -139,7 +139,7 @@ def rollouts(ways: Mapping[str, Method], rounds: int, documents: int) -> list[Ro
 
 
 def steps(rounds: int) -> list[Row]:
-    """``step()`` of real environments: as they are, and forked."""
+    """Time ``step()`` of real environments, unchanged and forked."""
     if not has("ForkableMixin"):
         return []
     said = [turn[0] for turn in state_envs.replies(200)]

@@ -3,7 +3,7 @@
 python bench/state_tree.py unit M                 # resident bytes of one kept deepcopy
 python bench/state_tree.py tree M turnwise 64 32  # 64 branches x 32 turns, each turn a fork that is written to
 
-Nothing but numpy and the method's package is imported, so that the garbage collector looks at the tree and little else.
+The script imports only numpy and the method's package, so that the garbage collector sees little except the tree.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Pauses:
 
 
 def resident() -> int | None:
-    """Resident bytes of this process, without freed memory. ``None`` where the system doesn't tell."""
+    """Return the resident bytes of this process, without freed memory; ``None`` if the system doesn't report them."""
     gc.collect()
     try:
         ctypes.CDLL(None).malloc_trim(0)
@@ -52,7 +52,7 @@ def resident() -> int | None:
 
 
 def collect_seconds() -> float:
-    """A full collection; the median of some, the first of which has more to do."""
+    """Return the median seconds of full collections, without the first two, which have more to do."""
     samples = []
     for _ in range(9):
         start = time.perf_counter()
@@ -77,7 +77,7 @@ def unit(size: str) -> dict[str, Any]:
 
 
 def grow(way: Method, root: Any, size: str, branches: int, turns: int) -> Tree:
-    """Every version of every branch; each turn forks the one before, appends a message and writes some leaves."""
+    """Return every version of every branch. A turn forks the last version, appends a message and writes some leaves."""
     tree = []
     for branch in range(branches):
         versions, held = [], root
@@ -96,7 +96,7 @@ def play(way: Method, held: Any, size: str, branch: int, number: int) -> Any:
 
 
 def verify(way: Method, root: Any, tree: Tree, size: str) -> None:
-    """The root is as it was; a branch's middle and end are what the same turns make of plain containers."""
+    """Check that the root is unchanged, and that one branch equals plain containers in its middle and at its end."""
     plain = Method("plain", lambda held: held)
     expected = make(size)
     assert same(way.plain(root), expected), f"{way.name}: the root has changed"
@@ -108,7 +108,7 @@ def verify(way: Method, root: Any, tree: Tree, size: str) -> None:
 
 
 def checkpoint(way: Turnwise, tree: Tree) -> dict[str, Any]:
-    """Every version in one file, beside a pickle of each: one branch is pickled, and counted for all of them."""
+    """Save every version in one file, and compare its size with a pickle of each, extrapolated from one branch."""
     from turnwise.state import load
 
     states = {f"{branch}/{number}": held for branch, line in enumerate(tree) for number, held in enumerate(line)}

@@ -1,4 +1,4 @@
-"""Interleaved medians on CPU and GPU, the machine's own copy and read, and peak memory."""
+"""Measures interleaved medians on CPU and GPU, the machine's own copy and read, and peak memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory, as a long training process does. Otherwise large temporaries go back to the kernel
-    and return page by page; eager methods pay most for that, and it varies from run to run."""
+    and return page by page; this slows eager methods most, and varies from run to run."""
     try:
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)  # M_MMAP_MAX: all from the heap, for what is mapped by itself is given back when freed
@@ -28,7 +28,7 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Returns freed memory to the kernel, so that a process's size is the memory that it uses."""
+    """Return freed memory to the kernel, so that a process's size is the memory that it uses."""
     gc.collect()
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
@@ -40,17 +40,17 @@ Call = Callable[[], Any]
 
 
 def sets_needed(bytes_per_set: int, device: str) -> int:
-    """The number of input sets to rotate through, so that each is read from memory and not from a cache."""
+    """Return the number of input sets to rotate through, so that each is read from memory and not from a cache."""
     return max(1, min(64, -(-WORKING_SET[device] // max(bytes_per_set, 1))))
 
 
 def medians(
     calls: Mapping[str, Call], rounds: int, seconds_per_round: float = 0.01, device: str = "cpu"
 ) -> dict[str, float]:
-    """Median seconds per call. Calls take turns, so that a busy minute affects all alike.
+    """Return median seconds per call. Calls take turns, so that a busy minute affects all of them equally.
 
-    On a GPU the seconds are the device's, between events, with the host some milliseconds ahead: launches are queued
-    behind a pause, so that what is timed is the work and not Python.
+    On a GPU the seconds are the device's, between events. Launches are queued behind a pause of about 2 ms, so that
+    Python's own time doesn't count.
     """
     time_of = _seconds_on_gpu if device == "cuda" else _seconds_on_cpu
     repeats = {}
@@ -68,10 +68,11 @@ def medians(
 def statements(
     cases: Mapping[str, tuple[str, dict[str, Any]]], rounds: int, seconds: float = 1.0, seconds_per_round: float = 0.005
 ) -> dict[str, float]:
-    """Seconds per run of each statement, given as its source and the names in it: for what takes nanoseconds, where a
-    call would cost more than the statement. Medians in turns, with the loop around it and garbage collection as ever.
+    """Return median seconds per run of each statement, given as its source and the names in it.
 
-    Slow statements skip rounds, so that each takes about ``seconds`` in all, but has at least three.
+    This suits statements of nanoseconds, which a call would dominate. Statements take turns; times include the loop,
+    and garbage collection is on. Slow statements skip rounds, so that each takes about ``seconds`` in total, but runs
+    in at least three rounds.
     """
     timers, repeats, turns = {}, {}, {}
     for name, (source, names) in cases.items():
@@ -109,9 +110,9 @@ def _seconds_on_gpu(call: Call, repeats: int) -> float:
 
 
 class RotatingCopy:
-    """A copy of ``bytes_moved`` (read and written together) between buffers that rotate through memory, so that what
-    fits a cache once doesn't stay there: the same treatment as the op's inputs. Ones, for pages of zeros that nobody
-    has written are one page to the kernel, which is in the cache."""
+    """Copies ``bytes_moved`` (read and written together) between buffers that rotate through memory, as the op's inputs
+    do, so that no buffer stays in a cache. Buffers hold ones, because the kernel maps unwritten pages of zeros to one
+    page, which stays in the cache."""
 
     def __init__(self, bytes_moved: int, device: str = "cpu") -> None:
         count = max(bytes_moved // 8, 1)
@@ -148,16 +149,16 @@ class RotatingRead:
 
 
 def peak_memory(call: Call, device: str = "cpu") -> int | None:
-    """Bytes above what is held before, at the highest point of one call; the second, as the first may set up things.
+    """Return the peak of a call in bytes above the memory before it; for the second call, as the first may set up data.
 
-    On a CPU the process's resident memory, which Linux alone lets reset; ``None`` elsewhere.
+    On a CPU this is the process's resident memory, whose peak only Linux can reset; ``None`` on other systems.
     """
     call()
     return first_peak(call, device)
 
 
 def first_peak(call: Call, device: str = "cpu") -> int | None:
-    """As ``peak_memory``, for the first call, with its setup."""
+    """Measure as ``peak_memory`` does, but for the first call, with its setup."""
     if device == "cuda":
         gc.collect()
         torch.cuda.synchronize()

@@ -36,7 +36,8 @@ LOSS = LossConfig(
 
 
 class Case(NamedTuple):
-    """One model, so many rows of 64–1024 tokens, and whether activations are recomputed in the backward pass."""
+    """A model, a number of rows of 64–1024 tokens, a dtype; ``checkpointing`` recomputes activations in the backward
+    pass."""
 
     model: str
     rows: int
@@ -74,8 +75,8 @@ class Models(NamedTuple):
 
 
 def make_model(case: Case) -> Models:
-    """Equal weights at each call. "tiny" is the demo's; "small" has 51M parameters, half of them in the embedding;
-    "1b" has 1.2 billion, as many as Llama 3.2 1B."""
+    """Build a model and a tokenizer, with equal weights at each call. "tiny" is the demo's model; "small" has 51M
+    parameters, half of them in the embedding; "1b" has 1.2 billion, as many as Llama 3.2 1B."""
     tokenizer = build_tokenizer(["0123456789 abcdefghijklmnopqrstuvwxyz"])
     model: Any = build_model(tokenizer, max_position_embeddings=2 * LONGEST, **MODELS[case.model])
     if case.model in VOCABULARY:
@@ -86,7 +87,7 @@ def make_model(case: Case) -> Models:
 
 
 def make_batch(case: Case, seed: int = 0) -> TrainingBatch:
-    """Groups of 8 rows that share a prompt, with lengths in all from 64 to 1024, log-normal around 300."""
+    """Build groups of 8 rows that share a prompt. Rows have 64 to 1024 tokens, log-normal around 300."""
     rng = np.random.default_rng(seed)
     tokens, masks, lengths = [], [], []
     for _ in range(case.rows // GROUP):
@@ -115,14 +116,15 @@ def make_batch(case: Case, seed: int = 0) -> TrainingBatch:
 
 
 class Trained(NamedTuple):
-    """A trainer's whole step over the batch, and the gradient of such a step, after which nothing has changed."""
+    """A trainer's whole step over the batch, and a function that returns the gradient of such a step without changing
+    any weight."""
 
     step: Callable[[], Any]
     gradient: Callable[[], Tensor]
 
 
 def seconds_per_step(trained: dict[str, Trained], rounds: int, warm: int = 1) -> dict[str, float]:
-    """Median seconds per step, in turns, after ``warm`` rounds: the first makes the optimizers' states."""
+    """Return median seconds per step, in turns, after ``warm`` rounds: the first one creates the optimizers' states."""
     samples: dict[str, list[float]] = {name: [] for name in trained}
     for _ in range(warm + rounds):
         for name, one in trained.items():
@@ -139,8 +141,8 @@ def _peak_here(make: Callable[[str, Any], Trained], method: str, case: Any, thre
 
 
 def peak_of_two_steps(make: Callable[[str, Any], Trained], method: str, case: Any, threads: int) -> int | None:
-    """Bytes that the first two steps of ``make(method, case)`` need beyond the loaded model. Measured in a new process,
-    which holds nothing of the other methods."""
+    """Return the bytes that the first two steps of ``make(method, case)`` need beyond the loaded model, measured in a
+    new process, without any data of the other methods."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_peak_here, make, method, case, threads).result()
 
@@ -149,7 +151,7 @@ def peak_of_two_steps(make: Callable[[str, Any], Trained], method: str, case: An
 # Ours
 # ---------------------------------------------------------------------------------------------------------------------
 def turnwise(case: Case, batch: TrainingBatch, forward: Callable[[nn.Module], Any] = Forward) -> Trained:
-    """A forward pass takes about as many tokens as 8 rows have on average."""
+    """Train with turnwise; a forward pass takes about as many tokens as 8 rows have on average."""
     model: Any = make_model(case).model
     if case.checkpointing:
         model.gradient_checkpointing_enable()
@@ -160,7 +162,7 @@ def turnwise(case: Case, batch: TrainingBatch, forward: Callable[[nn.Module], An
 def updates(
     model: nn.Module, batch: TrainingBatch, update: UpdateConfig, forward: Callable[[nn.Module], Any]
 ) -> Trained:
-    """``update_policy`` as the loop calls it, with ``forward(model)`` as the policy's forward pass."""
+    """Train with ``update_policy`` as the loop calls it, and with ``forward(model)`` as the policy's forward pass."""
     policy = Policy("default", model, update, total_steps=1000)
     policy.forward = forward(model)
     with torch.no_grad():  # the sampler's log-probs: those of the weights that train
@@ -187,7 +189,7 @@ def updates(
 
 
 class EagerForward:
-    """Plain PyTorch: rows of like length padded, logits of the completions' columns, and their log-softmax."""
+    """Plain PyTorch: padded rows of similar length, logits of the completions' columns, and their log-softmax."""
 
     trie_share = 0.0
 
@@ -218,10 +220,10 @@ class EagerForward:
 # TRL's
 # ---------------------------------------------------------------------------------------------------------------------
 def trl(case: Case, batch: TrainingBatch) -> Trained:
-    """``GRPOTrainer``: its own batch of padded rows, ``training_step`` for each 8 of them, and its optimizer.
+    """Train with ``GRPOTrainer``: its own batch of padded rows, ``training_step`` for every 8 rows, and its optimizer.
 
-    Only sampling is left out: the rows of ``batch`` replace its completions, padded as it pads them,
-    prompts on the left and completions on the right over the whole batch.
+    Only sampling is left out: the rows of ``batch`` replace its completions. They are padded as TRL pads them, prompts
+    on the left and completions on the right, over the whole batch.
     """
     trainer = make_trl(case)
     model = trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model)
@@ -252,7 +254,8 @@ def trl(case: Case, batch: TrainingBatch) -> Trained:
 
 
 def make_trl(case: Case) -> Any:
-    """Its defaults but for: no autocast, as ours has none, the checkpointing of the case, and the CPU."""
+    """Build a ``GRPOTrainer`` with its defaults, except: no autocast, as ours has none, the case's checkpointing, and
+    the CPU."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -312,7 +315,7 @@ def flat_gradient(model: nn.Module) -> Tensor:
 
 
 def eager(case: Case, batch: TrainingBatch) -> Trained:
-    """turnwise's step with a plain forward pass."""
+    """Train with turnwise's step and a plain forward pass."""
     return turnwise(case, batch, EagerForward)
 
 

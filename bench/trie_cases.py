@@ -25,8 +25,9 @@ LR = 1e-6
 
 
 class Case(NamedTuple):
-    """At each of ``turns``, ``siblings`` completions of one prompt; the next turn's prompt is this one with the first
-    completion and an observation after it. With ``shared="no"``, of one turn, each has a prompt of its own."""
+    """Rows of ``turns`` turns, each with ``siblings`` completions of one prompt. The next turn's prompt is this one
+    with the first completion and an observation after it. With ``shared="no"``, for one turn, each row has its own
+    prompt."""
 
     prompt: int
     completion: int
@@ -36,13 +37,13 @@ class Case(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens of all rows."""
+        """Number of tokens of all rows."""
         grown = self.turns * (self.turns - 1) // 2 * (self.completion + OBSERVATION)
         return self.siblings * (self.turns * (self.prompt + self.completion) + grown)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row."""
+        """Number of tokens of the longest row."""
         return self.turns * (self.completion + OBSERVATION) - OBSERVATION + self.prompt
 
     @property
@@ -51,8 +52,8 @@ class Case(NamedTuple):
 
 
 def make_model(case: Case) -> nn.Module:
-    """Qwen3 of random weights, the same at each call: 512 wide; the head has as many weights as a third of the layers,
-    about the share that it has in Qwen3 0.6B."""
+    """Build a Qwen3 with random weights, the same at each call, and hidden size 512. The head has a third as many
+    weights as the layers, about the share that it has in Qwen3 0.6B."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -72,7 +73,7 @@ def make_model(case: Case) -> nn.Module:
 
 
 def make_batch(case: Case, seed: int = 0) -> TrainingBatch:
-    """Random tokens; completions are of one length, which spares the padded way its padding."""
+    """Build a batch of random tokens. All completions have one length, so the padded method needs little padding."""
     rng = np.random.default_rng(seed)
     prompt, rows = rng.integers(0, 2048, case.prompt), []
     for _ in range(case.turns):
@@ -98,7 +99,7 @@ def make_batch(case: Case, seed: int = 0) -> TrainingBatch:
 
 
 def unique_tokens(batch: TrainingBatch) -> int:
-    """The number of tokens in the rows' trie."""
+    """Return the number of tokens in the rows' trie."""
     return len(PrefixTree(batch.token_ids, batch.cu_seqlens, least=0))
 
 
@@ -106,8 +107,8 @@ def unique_tokens(batch: TrainingBatch) -> int:
 # PrefixGrouper
 # ---------------------------------------------------------------------------------------------------------------------
 class PrefixGrouperForward:
-    """The package ``prefix_grouper`` (https://arxiv.org/abs/2506.05433) as its readme has it: each prompt once with its
-    completions behind it, one level of sharing. The head is ours, on the completions' hidden states alone."""
+    """The package ``prefix_grouper`` (https://arxiv.org/abs/2506.05433), used as in its readme: each prompt once, with
+    its completions after it, which shares one level. The head is ours, on the completions' hidden states only."""
 
     trie_share = 0.0
 
@@ -164,8 +165,8 @@ class PrefixGrouperForward:
 
 
 def sdpa_of_padding(module: Any, query: Tensor, key: Tensor, value: Tensor, padding: Tensor, **kwargs: Any) -> Any:
-    """Causal SDPA for PrefixGrouper, which hands on the mask of padding ``[b, K]`` alone, as FlashAttention takes it;
-    the last query stands at the last key."""
+    """Compute causal SDPA for PrefixGrouper, which passes only a padding mask ``[b, K]``, as FlashAttention takes it.
+    The last query is at the last key."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     queries, keys = query.shape[2], key.shape[2]
@@ -181,7 +182,8 @@ def sdpa_of_padding(module: Any, query: Tensor, key: Tensor, value: Tensor, padd
 # Methods
 # ---------------------------------------------------------------------------------------------------------------------
 class Method(NamedTuple):
-    """``forward`` of the model; ``whole`` where one pass takes all rows, as prompts must not be cut apart."""
+    """A way to run the rows: ``forward`` of the model; with ``whole`` one pass takes all rows, so that rows with one
+    prompt stay together."""
 
     forward: Callable[[nn.Module], Any]
     whole: bool = False

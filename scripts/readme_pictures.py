@@ -25,14 +25,14 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Whole JSON lines of ``path``; a last line without its end is still being written."""
+    """Read the JSON lines of ``path``, without an unfinished last line."""
     return [
         json.loads(line) for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")
     ]
 
 
 def svg(width: int, title: str, colors: Mapping[str, str], shapes: Sequence[str]) -> str:
-    """A picture of ``width`` x ``HEIGHT`` with an opaque background, so that it is legible on any page."""
+    """Return a picture of ``width`` x ``HEIGHT`` with an opaque background, so that it is legible on any page."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" role="img" '
         f'font-family="system-ui, sans-serif" font-size="13" fill="{colors["ink"]}">\n<title>{escape(title)}</title>\n'
@@ -55,7 +55,7 @@ def line(x1: float, y1: float, x2: float, y2: float, color: str, width: float = 
 # The learning curve
 # ---------------------------------------------------------------------------------------------------------------------
 def draw_curve(metrics: Rows, task: str, colors: Mapping[str, str]) -> str:
-    """Validation success over sampled tokens."""
+    """Draw validation success over sampled tokens."""
     points = [(row["total_sampled_tokens"], row["validation"]) for row in metrics if "validation" in row]
     if len(points) < 2:
         raise SystemExit(
@@ -66,6 +66,7 @@ def draw_curve(metrics: Rows, task: str, colors: Mapping[str, str]) -> str:
     x = [left + (right - left) * tokens / most for tokens, _ in points]
     y = [bottom - (bottom - top) * success for _, success in points]
 
+    # Title, grid and labels of the axes.
     shapes = [text(20, 30, f"{task}: success on validation questions", **HEAD)]
     for share in (0, 0.25, 0.5, 0.75, 1):
         at = bottom - (bottom - top) * share
@@ -77,6 +78,7 @@ def draw_curve(metrics: Rows, task: str, colors: Mapping[str, str]) -> str:
         shapes += [text(left + (right - left) * share, bottom + 20, tokens, text_anchor=anchor, fill=colors["faint"])]
     shapes += [text((left + right) / 2, bottom + 40, "sampled tokens", text_anchor="middle", fill=colors["faint"])]
 
+    # The curve, with its first and last value.
     path = "L".join(f"{a:.1f} {b:.1f}" for a, b in zip(x, y, strict=True))
     shapes += [f'<path d="M{path}" fill="none" stroke="{colors["good"]}" stroke-width="3" stroke-linejoin="round"/>']
     shapes += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4" fill="{colors["good"]}"/>' for a, b in zip(x, y, strict=True)]
@@ -91,7 +93,7 @@ def draw_curve(metrics: Rows, task: str, colors: Mapping[str, str]) -> str:
 # The tree
 # ---------------------------------------------------------------------------------------------------------------------
 def levels_of(rollout: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
-    """The branches of each action in play order, the siblings of one state together."""
+    """Return the branches of each action in play order, grouped by the state that they start from."""
     levels: dict[tuple[int, str, int], list[Mapping[str, Any]]] = {}
     for step in rollout["steps"]:
         levels.setdefault((step["turn"], step["actor_id"], step["tree_node"]), []).append(step)
@@ -99,26 +101,27 @@ def levels_of(rollout: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
 
 
 def is_drawable(rollout: Mapping[str, Any]) -> bool:
-    """True if several actions branched and each has one selected branch."""
+    """Return True if several actions branched and each has one selected branch."""
     levels = levels_of(rollout)
     return len(levels) > 1 and all(len(level) > 1 and sum(step["selected"] for step in level) == 1 for level in levels)
 
 
 def interest(rollout: Mapping[str, Any]) -> tuple[float, int]:
-    """The reward at the end, then how often rewards of siblings differ."""
+    """Return a sort key: the reward at the end, then the number of distinct rewards over all actions."""
     levels = levels_of(rollout)
     end = max(step["reward"] for step in levels[-1] if step["selected"])
     return end, sum(len({step["reward"] for step in level}) for level in levels)
 
 
 def draw_tree(rollout: Mapping[str, Any], opening: str, colors: Mapping[str, str]) -> str:
-    """One column per action: each box is an answer, coloured by its advantage; the starred one was played on."""
+    """Draw one column per action: each box is an answer, coloured by its advantage; a star marks the selected one."""
     levels = levels_of(rollout)[:4]
     widest = max(len(level) for level in levels)
     top, box, column = 84, min(44, (HEIGHT - 100) // widest - 4), 132
     row = (HEIGHT - top - 14) / widest
     middle = top + row * widest / 2
 
+    # Title, legend and the question.
     shapes = [text(20, 26, f"One episode of step {rollout['step']}: each answer with its reward", **HEAD)]
     words = [
         ("★ was played on, ", "faint"),
@@ -130,12 +133,14 @@ def draw_tree(rollout: Mapping[str, Any], opening: str, colors: Mapping[str, str
     spans = "".join(f'<tspan fill="{colors[name]}">{word}</tspan>' for word, name in words)
     shapes += [f'<text x="20" y="46" xml:space="preserve">{spans}</text>']
     shapes += grid_box(20, middle - box / 2, box, opening, colors["faint"], 0)
+    # One column per action, with a line to each answer from the selected answer before it.
     source = (20 + box, middle)
     for index, level in enumerate(levels):
         x = 20 + column * (index + 1) - 28
         head = f"{level[0]['actor_id']}, turn {level[0]['turn'] + 1}"
         shapes += [text(x + box / 2, 70, head, text_anchor="middle", fill=colors["faint"])]
         selected = source
+        # Each answer has its box, its reward, and the colour of its advantage.
         for place, step in enumerate(level):
             y = middle + (place - (len(level) - 1) / 2) * row
             color = colors["good" if step["advantage"] > 0 else "bad"] if step["advantage"] else colors["faint"]
@@ -153,7 +158,7 @@ def draw_tree(rollout: Mapping[str, Any], opening: str, colors: Mapping[str, str
 
 
 def grid_box(x: float, y: float, size: float, words: str, color: str, opacity: float) -> list[str]:
-    """A square with the beginning of ``words``, up to four lines, filled with ``color``."""
+    """Return a square with the beginning of ``words``, up to four lines, filled with ``color``."""
     lines = [line[at : at + 6] for line in words.splitlines() for at in range(0, len(line), 6)][:4]
     step = size / 4.4
     return [
@@ -168,7 +173,7 @@ def grid_box(x: float, y: float, size: float, words: str, color: str, opacity: f
 
 
 def opening_of(rollout: Mapping[str, Any]) -> str:
-    """The first prompt without the system prompt: the question as its first actor saw it."""
+    """Return the last message of the first prompt: the question as the first actor saw it."""
     return rollout["steps"][0]["prompt"][-1]["content"]
 
 

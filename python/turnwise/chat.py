@@ -1,4 +1,4 @@
-"""Chats to token ids. Text that spells a control token of the chat template stays text, so it can't forge a turn.
+"""Converts chats to token ids. Text that spells a control token of the chat template stays text: it can't forge a turn.
 
 May import: types.
 """
@@ -13,19 +13,19 @@ from typing import Any
 
 from turnwise.types import Messages, Tokenizer
 
-# Two characters of a private-use plane around a third one stand for a control token while a template renders. Text that
-# holds such a stand-in already shows the spelling instead, which is as harmless.
+# While a template renders, a control token in a text is replaced by a stand-in: a private-use character between two
+# others. A text that already contains a stand-in becomes the control token's spelling as text, which is harmless too.
 _OPEN, _FIRST, _CLOSE = "\U000f0000", 0xF0100, "\U000f0001"
 _ZERO_WIDTH = "\u200b"
 
 
 class ChatRenderer:
-    """Token ids of chats and of texts, by a Hugging Face tokenizer and its chat template.
+    """Converts chats and texts to token ids, with a Hugging Face tokenizer and its chat template.
 
-    A tokenizer reads ``<|im_end|>`` in a message as the end of the turn, whoever wrote it. Here it becomes the tokens
-    of those ten characters. *Control tokens* are the tokenizer's special tokens, and the added tokens by which its
-    template marks turns, special or not. A template that marks turns in plain text, such as ``role: content`` lines,
-    leaves nothing to tell its marks from a message's.
+    A tokenizer reads ``<|im_end|>`` in a message as the end of the turn, no matter who wrote it. The renderer turns it
+    into the tokens of these ten characters. *Control tokens* are the tokenizer's special tokens, and all added tokens
+    with which its template marks turns. If a template marks turns in plain text, such as ``role: content`` lines, the
+    renderer can't distinguish its marks from a message's text.
 
     Example::
 
@@ -37,7 +37,7 @@ class ChatRenderer:
         self.tokenizer: Any = tokenizer
 
     def prompt_ids(self, messages: Messages) -> list[int]:
-        """The ids of a chat, the generation prompt added."""
+        """Return the ids of a chat, with the generation prompt."""
         if not self._hostile(messages):
             return _rendered(self.tokenizer, messages)
         shown = [_mapped(message, self._stand_in) for message in messages]
@@ -47,16 +47,16 @@ class ChatRenderer:
         return ids
 
     def text_ids(self, text: str) -> list[int]:
-        """The ids of a text alone, none of them a control token."""
+        """Return the ids of a text without a template; none of them is a control token."""
         if not self.control or not self._spelled(text):
             return self._encode(text)
         parts = self._spelling.split(self._normalized(text))
         return [token for part in parts for token in self._as_text.get(part) or self._encode(part)]
 
     def disarmed(self, messages: Messages) -> Messages:
-        """``messages`` for a server that renders them itself: a zero-width space breaks each spelled control token.
+        """Return ``messages`` for a server that renders them itself, with a zero-width space in each control token.
 
-        They are the same object where nothing was broken.
+        Returns the same object if there is no control token.
         """
 
         def broken(text: str) -> str:
@@ -67,10 +67,10 @@ class ChatRenderer:
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    # -- what the tokenizer makes control tokens of --------------------------------------------------------------------
+    # -- the tokenizer's control tokens --------------------------------------------------------------------------------
     @cached_property
     def control(self) -> dict[str, int]:
-        """The ids of the control tokens by their spelling; empty for tokenizers that have no such thing."""
+        """The ids of the control tokens by their spelling; empty for tokenizers without added tokens."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         marks = self._turn_marks() if added else set()
         return {
@@ -80,12 +80,12 @@ class ChatRenderer:
         }
 
     def _turn_marks(self) -> set[int]:
-        """The ids of a chat of harmless words. DeepSeek marks turns by tokens that are not special."""
+        """Return the ids of a harmless chat, to find turn marks: DeepSeek's are not special tokens."""
         turns: Messages = [{"role": role, "content": "x"} for role in ("system", "user", "assistant", "user")]
-        for chat in (turns, turns[1:], turns[1:2]):  # some templates know no system prompt, some but one message
+        for chat in (turns, turns[1:], turns[1:2]):  # some templates accept no system prompt, some only one message
             try:
                 return set(_rendered(self.tokenizer, chat, add_generation_prompt=False))
-            except Exception:  # a template raises whatever it likes; the next chat asks less of it
+            except Exception:  # a template may raise anything; try a simpler chat
                 continue
         return set()
 
@@ -99,7 +99,7 @@ class ChatRenderer:
 
     @cached_property
     def _normalize(self) -> Callable[[str], str] | None:
-        """The tokenizer's normalisation, where it also finds control tokens in what that gives."""
+        """The tokenizer's normalisation, if it also finds control tokens in normalised text; else ``None``."""
         normalizer = getattr(getattr(self.tokenizer, "backend_tokenizer", None), "normalizer", None)
         added = self.tokenizer.added_tokens_decoder
         if normalizer is None or not any(added[index].normalized for index in self.control.values()):
@@ -107,7 +107,7 @@ class ChatRenderer:
         return normalizer.normalize_str
 
     def _normalized(self, text: str) -> str:
-        """``text``, normalised where only so it spells a control token."""
+        """Return ``text``, normalised if only the normalised text spells a control token."""
         if self._normalize is None or self._spelling.search(text):
             return text
         normalized = self._normalize(text)
@@ -116,7 +116,7 @@ class ChatRenderer:
     def _spelled(self, text: str) -> bool:
         return self._spelling.search(self._normalized(text)) is not None
 
-    # -- what stands for them while a template renders -----------------------------------------------------------------
+    # -- stand-ins for control tokens while a template renders ---------------------------------------------------------
     @cached_property
     def _stand_ins(self) -> dict[str, str]:
         return {spelling: f"{_OPEN}{chr(_FIRST + place)}{_CLOSE}" for place, spelling in enumerate(self.control)}
@@ -126,7 +126,7 @@ class ChatRenderer:
 
     @cached_property
     def _with_stand_ins(self) -> Any:
-        """A copy of the tokenizer to which each stand-in is one token, so that what is around it reads as ever."""
+        """A copy of the tokenizer in which each stand-in is one token, so text around it is tokenized as usual."""
         from tokenizers import AddedToken
 
         tokenizer = copy.deepcopy(self.tokenizer)
@@ -144,7 +144,7 @@ class ChatRenderer:
         return {spelling: self._spell(spelling) for spelling in self.control}
 
     def _spell(self, text: str) -> list[int]:
-        """Broken after a character that leaves no control token on either side, where text reads back the same."""
+        """Encode ``text`` in two parts without control tokens; prefer a cut whose tokens decode to ``text``."""
         control = set(self.control.values())
 
         found: list[int] | None = None
@@ -158,7 +158,7 @@ class ChatRenderer:
 
 
 def _rendered(tokenizer: Tokenizer, messages: Messages, add_generation_prompt: bool = True) -> list[int]:
-    """The template's ids of a chat. Tokenizers answer with a list or with a mapping: both do."""
+    """Return the template's ids of a chat, from tokenizers that return a list and from those that return a mapping."""
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=True)
     if isinstance(ids, Mapping):
         ids = ids["input_ids"]
@@ -169,7 +169,7 @@ def _rendered(tokenizer: Tokenizer, messages: Messages, add_generation_prompt: b
 
 
 def _any_text(value: Any, holds: Callable[[str], bool]) -> bool:
-    """True if ``holds`` is true of any text in ``value``, or of what its list of texts gives when joined."""
+    """Return True if ``holds`` is true of any text in ``value``, or of the joined texts of a list in it."""
     if isinstance(value, str):
         return holds(value)
     if isinstance(value, Mapping):
@@ -180,7 +180,7 @@ def _any_text(value: Any, holds: Callable[[str], bool]) -> bool:
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """``value`` with every text changed. A role is the program's own, and stays."""
+    """Return ``value`` with every text changed, except roles, which come from the program."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -188,14 +188,14 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, (list, tuple)):
         joined = _joined(value)
         if joined and change(joined) != "".join(change(_text(part)) for part in value):
-            # A control token cut in two: templates put such parts together again.
+            # A control token was split over several parts, which templates join again.
             return [{"type": "text", "text": change(joined)}, *(part for part in value if not _text(part))]
         return [_mapped(part, change) for part in value]
     return value
 
 
 def _text(part: Any) -> str:
-    """The text of one part of a content list: ``{"type": "text", "text": ...}``, or a bare string."""
+    """Return the text of one part of a content list: ``{"type": "text", "text": ...}``, or a plain string."""
     found = part.get("text") if isinstance(part, Mapping) else part
     return found if isinstance(found, str) else ""
 

@@ -1,8 +1,8 @@
 """The table of commands and the parsing of their arguments.
 
-``turnwise NAME ...`` calls ``run(options)`` in ``turnwise/cli/NAME.py``, which is imported only then. A user's mistake
-prints one line on stderr and exits with 2; a run that fails (out of memory, no backend, a dead server) prints one line
-and exits with 1. ``--traceback`` shows where the error was raised. Ctrl-C exits with 130.
+``turnwise NAME ...`` imports ``turnwise/cli/commands/NAME.py`` and calls its ``run(options)``. A user's mistake prints
+one line on stderr and exits with 2. A run that fails (out of memory, no backend, a dead server) prints one line and
+exits with 1. ``--traceback`` shows where the error was raised. Ctrl-C exits with 130.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("turnwise: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of a pipe has left (`turnwise doctor | head`)
+    except BrokenPipeError:  # the reader closed the pipe (`turnwise doctor | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except (*USER_ERRORS, *RUN_ERRORS) as error:
@@ -91,6 +91,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if name is not None and name not in known:
         parser.error(f"unknown command {name!r}; {did_you_mean(name, known)}")
 
+    # Take the config overrides out, as argparse doesn't know them; any other unknown word is an error.
     overrides: dict[str, str] = {}
     if name is not None and known[name].overrides:
         arguments, overrides = split_overrides(arguments, known=options_of(known[name]))
@@ -110,7 +111,7 @@ def options_of(command: Command) -> set[str]:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose help ends with the sections of the config, where the command takes overrides."""
+    """A parser whose help ends with the sections of the config, if the command takes overrides."""
 
     lists_sections = False
 

@@ -1,4 +1,4 @@
-"""Exit codes, and arguments that argparse does not know: config overrides, pairs of name and value."""
+"""Exit codes, and parsers of arguments that argparse does not know: config overrides, pairs of name and value."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def split_overrides(arguments: Iterable[str], known: set[str]) -> tuple[list[str
         if not word.startswith("--") or key in known:
             rest.append(word)
             continue
+        # A word like a known option is a typo; any other is a config key with its value.
         if close := difflib.get_close_matches(key, known, n=1, cutoff=0.8):
             raise ValueError(f"unknown option {key}; did you mean {close[0]}?")
         if not equals:

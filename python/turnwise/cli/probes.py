@@ -1,7 +1,7 @@
-"""The checks of ``turnwise doctor`` that import something: each uses a part once and says what it did.
+"""The checks of ``turnwise doctor`` that import a package: each uses it once and describes what it did.
 
-Every probe runs in a process of its own (``python -m turnwise.cli.probes NAME``), because some packages take seconds to
-import, hang, or break others. A probe that raises is a part that does not work.
+Every probe runs in its own process (``python -m turnwise.cli.probes NAME``), because some packages take seconds to
+import, hang, or break others. If a probe raises, the part does not work.
 """
 
 from __future__ import annotations
@@ -78,12 +78,14 @@ def use_ops() -> list[Check]:
             found = ops.group_advantage(rewards.to(device), groups.to(device)).cpu()
         assert torch.allclose(found, expected, atol=1e-5), f"{found} on {device}, expected {expected}"
 
+    # Check each backend; a failed comparison raises.
     if extension is not None:
         run_op("native", "cpu")
         checks.append(Check("turnwise._C", "ok", f"group_advantage on the CPU, instruction set {extension.isa()}"))
         checks.append(check_cuda(extension, lambda index: run_op("native", f"cuda:{index}")))
     run_op("torch", "cpu")
     checks.append(Check("ops: torch", "ok", "group_advantage on the CPU"))
+    # Triton is optional: run it on every GPU, or on the CPU if there is none.
     state = ops.available_backends()["triton"]
     if not state.startswith("available"):
         return [*checks, Check("ops: triton", "missing", state.removeprefix("unavailable: "))]
@@ -107,6 +109,7 @@ def check_cuda(extension: ModuleType, launch: Callable[[int], None]) -> Check:
     if not count:
         return Check("turnwise CUDA", "missing", f"{built}; no device", driver)
 
+    # Launch the op on every device, and describe each device or its problem.
     names, problems = [], 0
     for index in range(count):
         device = extension.cuda_device(index)
@@ -125,7 +128,7 @@ def check_cuda(extension: ModuleType, launch: Callable[[int], None]) -> Check:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Packages: each function says what it did
+# Packages: each function returns a description of what it did
 # ---------------------------------------------------------------------------------------------------------------------
 def use_numpy() -> str:
     import numpy
@@ -180,7 +183,7 @@ def use_rich() -> str:
 
 
 def use_triton() -> str:
-    """Compile a kernel of turnwise for an H100, which needs no GPU; ``ops: triton`` tells whether kernels run here."""
+    """Compile a kernel of turnwise for an H100, without a GPU; the row ``ops: triton`` shows if kernels run here."""
     os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
     from triton.backends.compiler import GPUTarget
 

@@ -1,8 +1,8 @@
-"""A run's recorded episodes under another credit rule: what each model call would have been credited with.
+"""Recomputes the advantages of a run's recorded episodes under another credit rule.
 
-Steps are read in order and each is credited as a whole, as the run did it, so rules with a state (RAE) go through the
-same states. The run's own rule is computed too: where it gives the recorded advantages back, the record holds what a
-rule needs. Every number here comes from ``rollouts.jsonl``; no model is loaded.
+It reads the steps in order and credits each step as a whole, as the run did, so rules with a state (RAE) pass through
+the same states. It also recomputes the run's own rule: if that gives the recorded advantages, the record is sufficient.
+Every number here comes from ``rollouts.jsonl``; no model is loaded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from turnwise.utils.registry import import_by_name, option_types
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One model call: where it stands, and its advantage as recorded and by the other rule."""
+    """One model call: its place in the run, and its advantage as recorded and by the other rule."""
 
     step: int
     rollout: str
@@ -40,9 +40,10 @@ class Call:
 
 @dataclass(slots=True)
 class Comparison:
-    """All compared ``calls``; ``own_exact`` of them are what the run's own rule gives, ``None`` where it is unknown.
+    """All compared ``calls``. For ``own_exact`` of them the run's own rule gives exactly the recorded advantage;
+    ``None`` if that rule is unknown.
 
-    ``incomplete`` holds, for steps of which not all was recorded, how many episodes were, and how many there were.
+    ``incomplete`` maps a step with missing records to its number of recorded episodes, and of all episodes.
     """
 
     rule: str
@@ -55,8 +56,8 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class ActorDifference:
-    """Differences of the other rule for one actor; shares are of its ``calls``, ``correlation`` is Pearson's, ``None``
-    where one side does not vary. A call changes sign if neither advantage is 0."""
+    """Differences of the other rule for one actor. Shares are of its ``calls``. ``correlation`` is Pearson's, ``None``
+    if one side does not vary. ``sign_changes`` is the share of calls whose two advantages have opposite signs."""
 
     actor: str
     calls: int
@@ -71,18 +72,19 @@ class ActorDifference:
 def compare_credit(
     folder: Path, rule: str | None = None, *, options: Mapping[str, Any] | None = None, step: int | None = None
 ) -> Comparison:
-    """The recorded calls of the run in ``folder`` (of one ``step``, or all) under ``rule``, by default the run's own.
+    """Credit the recorded calls of the run in ``folder`` (of one ``step``, or all) by ``rule``, by default its own.
 
-    ``rule`` and ``options`` are as in a config's ``credit`` section; of the run's own rule they change its options.
-    Options given as text are read as the rule expects them (:func:`turnwise.utils.literals.literal`).
+    ``rule`` and ``options`` are as in a config's ``credit`` section; for the run's own rule, ``options`` override the
+    run's options. Text values are parsed by the types of the rule's options (:func:`turnwise.utils.literals.literal`).
     Raises ``ValueError`` for a folder without recorded episodes, and for a step that has none.
     """
     config = parse_config(read_config_text(folder / "config.toml"))
     own_name, own_options = config.get("credit", {}).get("rule"), config.get("credit", {}).get("options", {})
-    if own_name == "task":  # a program's own arena brought its rule, and no config knows it
+    if own_name == "task":  # a program with its own arena chose the rule, which no config names
         own_name, own_options = None, {}
     if (rule or own_name) is None:
         raise ValueError(f"rule=None: {folder} has no config.toml that names the run's own; name one by --rule")
+    # Build both rules.
     name = str(rule or own_name)
     types = option_types(import_by_name(registry, name, "rule"))
     given = {
@@ -92,6 +94,7 @@ def compare_credit(
     chosen = {**(own_options if name == own_name else {}), **given}
     other = build_rule(name, chosen, "rule", "options", methods=["compute"])
     own = None if own_name is None else build_rule(own_name, own_options, methods=["compute"])
+    # Credit every step, because rules may have a state; keep the chosen ones.
     found = Comparison(name, own_name, own_exact=None if own is None else 0)
     episodes = {int(row["step"]): int(row["episodes"]) for row in read_metrics(folder) if "episodes" in row}
     for number, results in recorded_steps(folder / "rollouts.jsonl"):
@@ -108,7 +111,7 @@ def compare_credit(
 
 
 def differences(found: Comparison, biggest: int = 3) -> list[ActorDifference]:
-    """``found`` by actor, in order of appearance, each with its ``biggest`` changes."""
+    """Summarize ``found`` by actor, in order of appearance, each with its ``biggest`` largest changes."""
     rows = []
     for actor in dict.fromkeys(call.actor for call in found.calls):
         calls = [call for call in found.calls if call.actor == actor]
@@ -131,7 +134,8 @@ def differences(found: Comparison, biggest: int = 3) -> list[ActorDifference]:
 
 
 def render(found: Comparison) -> str:
-    """The comparison as text: what it rests on, a line per actor, and each one's biggest changes."""
+    """Format the comparison as text: its basis, a line per actor, and each actor's biggest changes."""
+    # The basis of the comparison, with notes on missing records.
     lines = [f"{len(found.calls)} model calls of {len({call.step for call in found.calls})} steps, rule {found.rule!r}"]
     if found.own_exact is not None:
         lines.append(f"the run's own rule {found.own_rule!r} gives {found.own_exact} of them back exactly")
@@ -142,6 +146,7 @@ def render(found: Comparison) -> str:
             "baselines lack the others"
         )
     lines += [f"note: {note}" for note in found.notes]
+    # One line per actor.
     lines += [
         "",
         f"{'actor':<16}{'calls':>7}{'mean':>18}{'std':>18}{'zero':>16}{'sign changed':>14}{'correlation':>13}",
@@ -153,6 +158,7 @@ def render(found: Comparison) -> str:
             f"{_pair(row.zero, '.0%'):>16}{row.sign_changes:>14.1%}"
             f"{'-' if row.correlation is None else format(row.correlation, '.3f'):>13}"
         )
+    # The biggest changes of each actor.
     changes = [call for row in rows for call in row.biggest]
     if changes:
         lines += ["", "the biggest changes"]
@@ -163,7 +169,7 @@ def render(found: Comparison) -> str:
 
 
 def recorded_steps(path: Path) -> Iterator[tuple[int, list[GenerateResult]]]:
-    """``(step, results)`` of ``rollouts.jsonl``, step by step; a line that is being written is left out."""
+    """Yield ``(step, results)`` of ``rollouts.jsonl``, step by step, without an unfinished last line."""
     if not path.is_file():
         raise ValueError(f"{path.parent}: no run folder with recorded episodes, expected {path.name} in it")
     rows = (row for _, row in read_lines(path))
@@ -172,7 +178,7 @@ def recorded_steps(path: Path) -> Iterator[tuple[int, list[GenerateResult]]]:
 
 
 def result_of(row: Mapping[str, Any], parent: str | None = None) -> GenerateResult:
-    """A line of ``rollouts.jsonl``, as far as credit rules look at results."""
+    """Convert a line of ``rollouts.jsonl`` into a result, with all parts that credit rules use."""
     if "group_id" not in row:
         raise ValueError(
             f"episode {row.get('id')!r} was recorded without its question (`group_id`), by an older version"
@@ -220,7 +226,7 @@ def _compare_step(
     other: CreditAssigner,
     own: CreditAssigner | None,
 ) -> tuple[list[Call], int]:
-    """The calls of one step, and how many of them the run's own rule gives back."""
+    """Return the calls of one step, and the number of calls whose advantage the run's own rule reproduces."""
     samples = collect_samples(results)
     after = advantages_of(samples, other, results).tolist()
     again = advantages_of(samples, own, results).tolist() if own is not None else after

@@ -1,4 +1,4 @@
-"""The page itself: one HTML file that asks nothing of the network, its style, script and data inside."""
+"""Writes the page: one HTML file with its style, scripts and data inside, which needs no network."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SCRIPTS = ("dom.js", "chart.js", "curves.js", "tokens.js", "episodes.js", "main.
 def write_report(run_dir: str | Path, out: str | Path | None = None, limits: Limits | None = None) -> Path:
     """Write the report of ``run_dir`` to ``out`` (default: ``run_dir/report.html``) and return its path.
 
-    Works while the run goes on, and shows it as far as it is. Raises ``ValueError`` for a folder without a run. Folders
-    that are missing above ``out`` are made; where writing fails, neither they nor a part of the file stay.
+    It also works during the run, and shows the steps so far. Raises ``ValueError`` for a folder without a run. Missing
+    parent folders of ``out`` are created; if writing fails, they are removed, and no partial file stays.
     """
     folder = Path(run_dir)
     path = Path(out) if out is not None else folder / "report.html"
@@ -43,7 +43,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None, limits: Lim
 
 
 def render(data: Mapping[str, Any]) -> str:
-    """The page of ``data``, as :func:`~turnwise.report.read.read_run` gives it."""
+    """Build the page for ``data``, a result of :func:`~turnwise.report.read.read_run`."""
     written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     parts = {
         "title": html.escape(f"{data['name']} · turnwise"),
@@ -51,14 +51,14 @@ def render(data: Mapping[str, Any]) -> str:
         "script": "\n".join(asset(name) for name in SCRIPTS),
         "data": embed({**data, "written": written, "version": metadata.version("turnwise")}),
     }
-    # One pass: what a run wrote may itself hold the name of a part.
+    # Replace all parts in one pass, because the run's own text may contain the name of a part.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], asset("page.html"))
 
 
 def embed(data: Mapping[str, Any]) -> str:
-    """JSON that can stand in a ``<script>`` element: no ``<``, so nothing in it ends the element or opens a comment."""
+    """Return JSON for a ``<script>`` element, without any ``<``, so it can't end the element or open a comment."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # A lone half of a surrogate pair has no UTF-8; a completion that was cut in the middle of a character may hold one.
+    # Half of a surrogate pair has no UTF-8 encoding; a completion cut in the middle of a character may contain one.
     return text.replace("<", "\\u003c").encode("utf-8", "replace").decode("utf-8")
 
 

@@ -1,6 +1,6 @@
-"""Reads a run folder into the data of its report: plain, and small enough for one page.
+"""Reads a run folder into the data of its report: plain values, few enough for one page.
 
-Reading changes nothing and needs no finished run: lines that are still being written are left out.
+It changes nothing and also works during a run: unfinished last lines are left out.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 from turnwise.train.log.run_log import read_metrics
 from turnwise.train.log.writers import parse_line
 
-_EXACT = 2**53  # beyond it a browser rounds whole numbers, and a seed must not be rounded
+_EXACT = 2**53  # a browser rounds larger integers, and a seed must not be rounded
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of a page: points per curve, episodes, and bytes of their lines in ``rollouts.jsonl``.
+    """Limits of a page: points per curve, episodes, and bytes of their lines in ``rollouts.jsonl``.
 
-    A third of the episodes are the newest, the rest spread evenly over the run.
+    A third of the episodes are the newest; the rest are spread evenly over the run.
     """
 
     points: int = 2000
@@ -38,7 +38,7 @@ class Limits:
 
 def read_run(folder: Path, limits: Limits | None = None) -> dict[str, Any]:
     """Read ``folder`` into values for JSON: ``name``, ``config``, ``curves``, ``warnings``, ``actors``,
-    ``policies``, ``episodes`` with their shared ``prompts``, and how much was left out.
+    ``policies``, and ``episodes`` with their shared ``prompts``. ``recorded`` counts all recorded episodes.
 
     Raises ``ValueError`` for a folder that no run wrote to.
     """
@@ -48,6 +48,7 @@ def read_run(folder: Path, limits: Limits | None = None) -> dict[str, Any]:
         raise ValueError(
             f"run_dir={str(folder)!r}: no run folder, expected one with metrics.jsonl, rollouts.jsonl or config.toml"
         )
+    # Read the files; episodes share prompts by their indices in ``prompts``.
     config = read_config_text(files[2])
     settings = parse_config(config)
     rows = read_metrics(folder)
@@ -70,7 +71,7 @@ def read_run(folder: Path, limits: Limits | None = None) -> dict[str, Any]:
 
 
 def read_config_text(file: Path) -> str | None:
-    """A run's ``config.toml``; ``None`` where there is none. Raises ``ValueError`` naming a file that is no text."""
+    """Read a run's ``config.toml``; ``None`` if there is none. Raises ``ValueError`` naming a file that isn't UTF-8."""
     try:
         return file.read_text(encoding="utf-8") if file.is_file() else None
     except UnicodeDecodeError as error:
@@ -78,7 +79,7 @@ def read_config_text(file: Path) -> str | None:
 
 
 def parse_config(text: str | None) -> dict[str, Any]:
-    """The config's keys; none for a file that is being written."""
+    """Parse a config; an unfinished file gives an empty dict."""
     try:
         return tomllib.loads(text or "")
     except tomllib.TOMLDecodeError:
@@ -86,12 +87,12 @@ def parse_config(text: str | None) -> dict[str, Any]:
 
 
 def names(*sources: Any) -> list[str]:
-    """Each name once, in order of appearance."""
+    """Return each name once, in order of appearance."""
     return list(dict.fromkeys(name for source in sources for name in source if name))
 
 
 def actor_of(metric: str) -> str:
-    """The actor in ``completion_tokens/<actor>``, which every step measures; empty for other metrics."""
+    """Return the actor in the metric ``completion_tokens/<actor>``, which every step has; empty for other metrics."""
     return metric.partition("completion_tokens/")[2]
 
 
@@ -99,9 +100,9 @@ def actor_of(metric: str) -> str:
 # Curves
 # ---------------------------------------------------------------------------------------------------------------------
 def curves(rows: Sequence[Mapping[str, Any]], points: int) -> dict[str, Any]:
-    """``{"rows": n, "step": [...], "series": {metric: [value or None]}}``, thinned evenly to about ``points`` rows.
+    """Return ``{"rows": n, "step": [...], "series": {metric: [value or None]}}``, thinned to about ``points`` rows.
 
-    Rows with a metric that few rows have, such as validation, stay.
+    Rows with a rare metric, such as validation, are always kept.
     """
     kept = [rows[index] for index in thin(rows, points)] if len(rows) > points else list(rows)
     series: dict[str, list[float | None]] = {}
@@ -113,7 +114,7 @@ def curves(rows: Sequence[Mapping[str, Any]], points: int) -> dict[str, Any]:
 
 
 def thin(rows: Sequence[Mapping[str, Any]], points: int) -> list[int]:
-    """Indices of ``points`` rows spread evenly, and of those that hold a rare metric."""
+    """Return the indices of ``points`` evenly spread rows, and of all rows with a rare metric."""
     counts: dict[str, int] = {}
     for row in rows:
         for name in row:
@@ -124,7 +125,7 @@ def thin(rows: Sequence[Mapping[str, Any]], points: int) -> list[int]:
 
 
 def spread(count: int, wanted: int) -> list[int]:
-    """``wanted`` indices below ``count``, evenly, the first and the last among them; all of them where they are few."""
+    """Return ``wanted`` evenly spread indices below ``count``, with the first and the last; all if they are few."""
     if wanted >= count:
         return list(range(count))
     if wanted == 1:
@@ -139,6 +140,7 @@ def read_episodes(path: Path, limits: Limits) -> tuple[int, list[dict[str, Any]]
     """Return the number of episodes in ``rollouts.jsonl``, and the chosen ones. Other lines are never parsed."""
     if not path.is_file():
         return 0, []
+    # Find each line's offset, length and number, then parse the chosen lines.
     places: list[tuple[int, int, int]] = []
     with path.open("rb") as stream:
         at = 0
@@ -155,7 +157,7 @@ def read_episodes(path: Path, limits: Limits) -> tuple[int, list[dict[str, Any]]
 
 
 def choose(lengths: Sequence[int], limits: Limits) -> list[int]:
-    """Indices of at most ``limits.episodes`` lines, fewer where they are long; at least the newest one."""
+    """Return the indices of at most ``limits.episodes`` lines, fewer if they are long; at least the newest line."""
     wanted = limits.episodes
     while True:
         newest = min(len(lengths), max(1, wanted // 3))
@@ -167,7 +169,7 @@ def choose(lengths: Sequence[int], limits: Limits) -> list[int]:
 
 
 def episode(line: Mapping[str, Any], prompts: dict[str, int]) -> dict[str, Any]:
-    """One line of ``rollouts.jsonl`` and its children. Prompts go into ``prompts``: siblings of a tree share theirs."""
+    """Convert a line of ``rollouts.jsonl`` and its children. Prompts go into ``prompts``, as siblings share theirs."""
     kept = ("step", "id", "episode_type", "rewards", "metrics", "error", "seed", "artifact", "extras", "meta")
     return {
         **{name: plain(line.get(name)) for name in kept},
@@ -178,7 +180,7 @@ def episode(line: Mapping[str, Any], prompts: dict[str, int]) -> dict[str, Any]:
 
 
 def call(step: Mapping[str, Any], prompts: dict[str, int]) -> dict[str, Any]:
-    """One model call. Token texts that were not recorded are shown by their ids."""
+    """Convert one model call. If token texts were not recorded, the page shows the ids."""
     prompt = json.dumps([message(one) for one in step["prompt"]])
     ids = step["completion_token_ids"]
     texts = step.get("completion_tokens")
@@ -199,7 +201,7 @@ def call(step: Mapping[str, Any], prompts: dict[str, int]) -> dict[str, Any]:
 
 
 def message(one: Mapping[str, Any]) -> dict[str, Any]:
-    """Role, text, and what of it is private: ``True`` for all, or the parts of the text."""
+    """Return role, text and private parts of a message: ``True`` for the whole text, or a list of parts."""
     content = one.get("content", "")
     private = one.get("private") or one.get("private_to")
     parts = private if isinstance(private, list) else [private] if isinstance(private, str) else bool(private)
@@ -209,12 +211,12 @@ def message(one: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def walk(top: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """An episode and all below it."""
+    """Return an episode and all its descendants."""
     return [top, *(part for child in top["children"] for part in walk(child))]
 
 
 def plain(value: Any) -> Any:
-    """``value`` as a browser reads it: no number that is not finite, no whole number that it would round."""
+    """Convert ``value`` for a browser: numbers that aren't finite, and integers that it would round, become strings."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,6 +1,6 @@
 """Builds a run from a configuration: the task, its arena, the policies and the trainer.
 
-Read :func:`build_run` to see how the rooms fit together; a script of your own can do the same with other parts.
+Read :func:`build_run` to see how the rooms fit together; your own script can do the same with other parts.
 """
 
 from __future__ import annotations
@@ -104,23 +104,28 @@ class Run:
         return await self.trainer.evaluate(self.held_out, sampling, samples=samples)
 
     def close(self) -> None:
-        """Free what the client holds, its engines among it. Nothing can be sampled afterwards."""
+        """Free the client's resources, such as its engines. Nothing can be sampled afterwards."""
         asyncio.run(self.arena.client.close())
 
 
 def train_from_config(config: TrainConfig) -> Run:
-    """Build and train; prints held-out success at the end. Goes on from the run folder's newest checkpoint."""
+    """Build and train a run, and print the held-out success at the end.
+
+    The run resumes from the newest checkpoint of its folder, if there is one and ``config.resume`` is on.
+    """
     lock = RunLock(config.run_dir)
-    with lock if config.run_dir.is_dir() else nullcontext():  # before models are loaded: another run may write there
+    with lock if config.run_dir.is_dir() else nullcontext():  # refuse a folder in use before loading any model
         refuse_buried(config)
         run = build_run(config)
         run.trainer.lock = lock
         config, log = run.config, run.trainer.log
+        # Refuse settings that train nothing; a run without any steps is built but not trained.
         if config.steps and not any(policy.trainable for policy in run.trainer.policies.values()):
             raise ConfigError(f"config key 'policies': none is trainable, so {config.steps} steps would train nothing")
         if config.steps == 0 and config.warm_start.steps == 0:
             log.note("steps = 0 and warm_start.steps = 0: nothing to train")
             return run
+        # Train, then evaluate unless Ctrl-C ended the run.
         log.note(f"{run.task.name}: training for {config.steps} steps in {config.run_dir}")
         progress = run.train()
         log.note(
@@ -141,6 +146,7 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
     if config.threads:
         torch.set_num_threads(config.threads)
     seed_generators(config.seed)
+    # Check everything before loading a model.
     task = task_of(config)
     resumes = config.resume and bool(list_checkpoints(config.run_dir / "checkpoints"))
     config, actors, tokenizer, rows = check_config(
@@ -151,6 +157,7 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
     few = [len(one.requests) for one in (held, validation) if 0 < len(one.requests) < QUESTIONS]
     if few and config.eval.num_prompts is None:
         log.note(f"task {task.name!r} has {min(few)} held-out questions, fewer than the default of {QUESTIONS}")
+    # Load the models, warm-start them, and attach the adapters.
     device = find_device(config.device)
     models = load_models(config.policies, partial(tiny_model, config, task), share_frozen=config.warm_start.steps == 0)
     models = {name: model.to(device) for name, model in models.items()}
@@ -158,6 +165,7 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
     if rows is not None:
         run_warm_start(config, rows, actors, tokenizer, models, log.note)
     models = attach_adapters(models, config.policies, config.seed)
+    # Build the arena with its client, the policies and the trainer.
     arena = build_arena(config, task, actors, tokenizer, {**models, **past_models(config, models)})
     references = load_references(config.policies, partial(tiny_model, config, task)) if config.loss.kl.coef else {}
     references = {name: model.to(device) for name, model in references.items()}
@@ -170,7 +178,7 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
 def build_arena(
     config: TrainConfig, task: Task, actors: Sequence[Actor], tokenizer: Any, models: dict[str, Any]
 ) -> Arena:
-    """The task's actors and episodes over the run's client; trees where ``rollout.branches`` > 1."""
+    """Build an arena with the task's actors and episodes, and the run's client."""
     context = min(model.config.max_position_embeddings for model in models.values())
     return arena_for_client(build_client(config, tokenizer, models), config, task, actors, tokenizer, context)
 
@@ -183,7 +191,8 @@ def arena_for_client(
     tokenizer: Any,
     max_context: int | None,
 ) -> Arena:
-    """:func:`build_arena` with another client, for models with ``max_context`` tokens of context."""
+    """Build an arena as :func:`build_arena` does, with ``client`` for models of ``max_context`` tokens of context."""
+    # The task's arena with the settings of the config, then the task's actors and episodes.
     rollout, overlong = config.rollout, (config.reward.overlong_buffer, config.reward.overlong_penalty)
     arena = TaskArena(
         client,
@@ -220,7 +229,7 @@ def run_warm_start(
     models: dict[str, Any],
     note: Callable[[str], None],
 ) -> None:
-    """Train each model on the rows of the actors that it plays; a shared base on those of all above it."""
+    """Train each model on the rows of its actors; a shared base learns the rows of all policies that share it."""
     note(f"warm start on {rows.source}")
     policy_of = {actor.id: actor.policy for actor in actors}
     for names in sharing(config.policies, share_frozen=False):
@@ -240,7 +249,7 @@ def run_warm_start(
 
 
 def _keep_loss(losses: list[float], steps: int, note: Callable[[str], None], step: int, loss: float) -> None:
-    """Keep the loss of each step, and note eight of them on the way."""
+    """Append the loss of each step to ``losses``, and note about eight of them during the warm start."""
     losses.append(loss)
     if step % max(1, steps // 8) == 0 and step < steps:
         note(f"  step {step} of at most {steps}, loss {loss:.3f}")

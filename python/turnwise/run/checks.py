@@ -1,4 +1,4 @@
-"""Checks a configuration against its task, and resolves what it leaves to the task, before anything is written."""
+"""Checks a configuration against its task and fills in the task's defaults, before a run writes anything."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from turnwise.types import Actor, CreditAssigner
 from turnwise.utils.registry import code_in, did_you_mean
 
 TINY_CONTEXT = 2048
-"""Context of the tiny model, in tokens: a verifier's prompt holds a question and its whole solution."""
+"""Context of the tiny model, in tokens. It must hold a verifier's prompt: a question and its whole solution."""
 
 
 def check_config(config: TrainConfig, task: Task, *, warm: bool) -> tuple[TrainConfig, list[Actor], Any, Rows | None]:
-    """The config with a policy for every actor, the actors, the tokenizer, and what a ``warm`` start learns from.
+    """Return the config with a policy for every actor, the actors, the tokenizer, and the rows of a ``warm`` start.
 
-    Nothing is written and no weights are read before everything that can be known to be wrong is told at once.
+    The function writes nothing and reads no weights. Raises :class:`ConfigError` with a line for each problem.
     """
     problems = Problems()
     tokenizer, rows = None, None
@@ -55,9 +55,13 @@ def check_config(config: TrainConfig, task: Task, *, warm: bool) -> tuple[TrainC
 
 
 def resolve_config(config: TrainConfig, task: Task, problems: Problems) -> tuple[TrainConfig, list[Actor]]:
-    """The config with a policy for every actor, and the actors; ``problems`` hears what can't be on any machine."""
+    """Return the config with a policy for every actor, and the actors.
+
+    ``problems`` collects the errors that don't depend on the machine.
+    """
     config = with_default_credit(task, config)
     resolved, actors = config, list(task.actors)
+    # Keys, credit rule, episodes, questions and actors, each of which may add problems.
     problems.lines += contradictions(config)
     with problems.gathered():
         build_credit(config)
@@ -70,6 +74,7 @@ def resolve_config(config: TrainConfig, task: Task, problems: Problems) -> tuple
     with problems.gathered():
         actors = with_quotas(config, actors, task)
     problems.lines += check_selfplay(resolved, actors, seats_of(task), task.name, exploitability_of(task))
+    # A token limit that every actor overrides would have no effect.
     limit, own = config.rollout.max_tokens, {actor.max_tokens for actor in actors}
     if limit != RolloutConfig.model_fields["max_tokens"].default and not own & {None, limit}:
         problems.lines.append(
@@ -80,10 +85,10 @@ def resolve_config(config: TrainConfig, task: Task, problems: Problems) -> tuple
 
 
 def dry_run(config: TrainConfig, *, import_code: bool = True) -> str:
-    """Describe a run of ``config`` as TOML, with the policy of each actor. Looks for no model.
+    """Describe a run of ``config`` as TOML, with the policy of each actor. It doesn't read any model.
 
-    Code of the user that ``config`` names is imported. Without ``import_code`` such a config is returned with a
-    comment, and only its keys are checked. Raises :class:`ConfigError` with a line for each problem.
+    The function imports user code that ``config`` names. Without ``import_code`` it returns such a config with a
+    comment, and checks no more than its keys. Raises :class:`ConfigError` with a line for each problem.
     """
     if not import_code and (named := list(code_in(config.model_dump()))):
         told = [f"# {key} = {name!r} names code, which was not imported\n" for key, name in named]
@@ -97,12 +102,12 @@ def dry_run(config: TrainConfig, *, import_code: bool = True) -> str:
 
 
 def task_of(config: TrainConfig) -> Task:
-    """The task that ``config`` names, with its options."""
+    """Build the task that ``config`` names, with its options."""
     return build_task(config.task, {"seed": config.seed, **config.task_options})
 
 
 def eval_sets(config: TrainConfig, task: Task) -> tuple[EvalSet, EvalSet]:
-    """The held-out questions and those for validation, none where there is no validation."""
+    """Return the held-out questions and the validation questions; the latter are empty without validation."""
     n = config.eval.num_prompts
     try:
         asked = [held_out(task, "eval", n), held_out(task, "validation", n) if config.eval.every else []]
@@ -117,7 +122,7 @@ def eval_sets(config: TrainConfig, task: Task) -> tuple[EvalSet, EvalSet]:
 
 
 def seats_of(task: Task) -> Sequence[str]:
-    """Return the actors of ``task`` that play against each other; none if the task names none."""
+    """Return the actors of ``task`` that play against each other; empty if the task has no ``seats``."""
     return getattr(task, "seats", ())
 
 
@@ -132,7 +137,7 @@ def exploitability_of(task: Task) -> Measure | None:
 
 
 def episodes_of(config: TrainConfig, task: Task) -> dict[str, Episode]:
-    """The task's episodes, with a tree where ``rollout.branches`` or ``rollout.tree`` asks for one."""
+    """Build the task's episodes, with a tree if ``rollout.branches`` or ``rollout.tree`` sets one."""
     sampler = sampler_of(config, [actor.id for actor in task.actors])
     try:
         return task.episodes(sampler)
@@ -141,7 +146,7 @@ def episodes_of(config: TrainConfig, task: Task) -> dict[str, Episode]:
 
 
 def with_quotas(config: TrainConfig, actors: Sequence[Actor], task: Task) -> list[Actor]:
-    """The actors with the limits of ``rollout.max_concurrency_per_actor``, which go before their own."""
+    """Return the actors with the limits of ``rollout.max_concurrency_per_actor``, which override their own."""
     quotas, known = config.rollout.max_concurrency_per_actor, [actor.id for actor in actors]
     if unknown := [name for name in quotas if name not in known]:
         raise ConfigError(
@@ -155,7 +160,7 @@ def with_quotas(config: TrainConfig, actors: Sequence[Actor], task: Task) -> lis
 
 
 def with_default_credit(task: Task, config: TrainConfig) -> TrainConfig:
-    """The config with the rule that the task names, where the config leaves it to the task."""
+    """Replace ``credit.rule = "task"`` by the task's own credit rule."""
     if config.credit.rule != "task":
         return config
     rule = getattr(task, "credit_rule", DEFAULT_CREDIT)
@@ -163,7 +168,7 @@ def with_default_credit(task: Task, config: TrainConfig) -> TrainConfig:
 
 
 def build_credit(config: TrainConfig) -> CreditAssigner:
-    """The rule that ``credit.rule`` names, with ``credit.options``."""
+    """Build the rule that ``credit.rule`` names, with ``credit.options``. Raises :class:`ConfigError`."""
     try:
         credit: CreditAssigner = build_rule(config.credit.rule, config.credit.options)
     except ValueError as error:
@@ -181,7 +186,7 @@ def build_credit(config: TrainConfig) -> CreditAssigner:
 
 
 def tiny_model(config: TrainConfig, task: Task) -> tuple[Any, Any]:
-    """Tokenizer and model of ``path = "tiny"``: made from scratch for the task's own texts, equal at each call."""
+    """Build the tokenizer and the model of ``path = "tiny"`` for the task's texts; every call returns equal ones."""
     from turnwise.tasks.tiny import build_model, build_tokenizer
 
     tokenizer: Any = build_tokenizer(task.texts())
@@ -189,7 +194,7 @@ def tiny_model(config: TrainConfig, task: Task) -> tuple[Any, Any]:
 
 
 def warm_start_rows(config: TrainConfig, task: Task) -> Rows:
-    """The rows of ``warm_start.data``, or as many of the task's own demonstrations as are drawn."""
+    """Return the rows of ``warm_start.data``, or else one demonstration of the task for each row to be drawn."""
     settings = config.warm_start
     if settings.data is not None:
         reader = RowReader([actor.id for actor in task.actors], settings.min_reward)

@@ -1,4 +1,4 @@
-"""The client that a run samples with, as ``rollout.client`` names it."""
+"""Builds the client that a run samples with, by the name in ``rollout.client``."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from turnwise.train.config.toml import ConfigError
 from turnwise.types import InferenceClient, ModelError
 
 PROCESS_TIMEOUT = 600.0
-"""Seconds until an engine in a process of its own may be taken for dead, where ``request_timeout`` says nothing."""
+"""Seconds after which an engine in a child process counts as dead, if ``request_timeout`` is unset."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """``check`` looks whether the client can be had; ``build`` makes it for models and their tokenizer."""
+    """A kind of client. ``check`` tests that it can be built; ``build`` builds it for models and their tokenizer."""
 
     check: Callable[[TrainConfig], None]
     build: Callable[[TrainConfig, Any, Mapping[str, nn.Module]], InferenceClient]
 
 
 def check_client(config: TrainConfig) -> None:
-    """Raise ``ImportError`` where the client's package is missing, ``ConfigError`` for settings it doesn't have."""
+    """Raise ``ImportError`` if the client's package is missing, and ``ConfigError`` for settings that it can't use."""
     KINDS[config.rollout.client].check(config)
 
 
 def build_client(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
-    """The client for ``models``, policy by policy. It has weights of its own, which the trainer keeps up to date.
+    """Build the client for ``models``, given by policy. It has its own weights, which the trainer keeps up to date.
 
-    Raises ``ConfigError`` where it can't serve them.
+    Raises ``ConfigError`` if it can't serve them.
     """
     return KINDS[config.rollout.client].build(config, tokenizer, models)
 
@@ -117,6 +117,7 @@ def _server(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]
     urls = dict.fromkeys(models, server.url) if isinstance(server.url, str) else server.url
     if urls.keys() != models.keys():
         raise ConfigError(f"config key 'rollout.server.url' = {server.url!r}: expected one for each of {list(models)}")
+    # One client per server, with the models that the server has.
     clients: dict[str, InferenceClient] = {}
     for url in dict.fromkeys(urls.values()):
         mine = {name: model for name, model in models.items() if urls[name] == url}

@@ -1,7 +1,7 @@
 """Resolves ``policy_sharing`` and ``actors`` of a configuration to one policy per actor.
 
-``"shared"`` gives all actors one policy, ``"lora_per_actor"`` each an adapter over a shared base, ``"model_per_actor"``
-each a model. ``actors`` and sections ``[policies.<name>]`` describe any mix.
+``"shared"`` gives all actors one policy, ``"lora_per_actor"`` gives each actor an adapter over a shared base, and
+``"model_per_actor"`` gives each actor a model. ``actors`` and sections ``[policies.<name>]`` describe any mix.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _DERIVED: dict[str, Callable[[PolicyConfig], PolicyConfig] | None] = {
 def _derived(
     config: TrainConfig, ids: Sequence[str], derive: Callable[[PolicyConfig], PolicyConfig]
 ) -> dict[str, PolicyConfig]:
-    """The policies of the file, and one for each actor that has no entry in ``actors``."""
+    """Return the policies of the config, and one for each actor without an entry in ``actors``."""
     template = config.policies.get(TEMPLATE, PolicyConfig())
     policies = dict(config.policies)
     for name in ids:
@@ -81,6 +81,7 @@ def _misfits(config: TrainConfig, chosen: dict[str, str], policies: dict[str, Po
         for actor, name in chosen.items()
         if name not in policies
     ]
+    # Policies that no actor uses, and phases with policies that can't train.
     template = set() if config.policy_sharing == "shared" else {TEMPLATE}
     played = ", ".join(f"{actor!r} with {name!r}" for actor, name in chosen.items())
     problems += [

@@ -34,14 +34,14 @@ class ExploitabilityProbe(Callback):
         found = await self.measure(trainer.arena)
         said = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
         trainer.log.note(f"step {trainer.progress.step}: {said}")
-        trainer.client_metrics.take()  # no part of what a step sampled
+        trainer.client_metrics.take()  # the measurement doesn't count as the step's sampling
         return found
 
 
 def build_callbacks(
     config: TrainConfig, actors: Sequence[Actor], seats: Sequence[str], arena: Arena, measure: Measure | None
 ) -> list[Callback]:
-    """The callbacks of ``config``; a league also takes its place in ``arena``."""
+    """Build the callbacks of ``config``; a league also becomes the ``opponent_assignment`` of ``arena``."""
     league = build_league(config, actors, seats, arena.client)
     arena.opponent_assignment = None if league is None else league.seating
     every = config.eval.exploitability_every
@@ -52,7 +52,7 @@ def build_callbacks(
 def check_selfplay(
     config: TrainConfig, actors: Sequence[Actor], seats: Sequence[str], task: str, measure: Measure | None
 ) -> list[str]:
-    """List the problems that keep ``config`` (its policies resolved) from having its callbacks, one line each."""
+    """List the problems with the callbacks of ``config`` (with resolved policies), one line each."""
     problems = [*check_league(config, actors, seats, task), *check_health(config, seats)]
     key = f"config key 'eval.exploitability_every' = {config.eval.exploitability_every}"
     if config.eval.exploitability_every and measure is None:

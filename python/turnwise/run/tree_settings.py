@@ -14,7 +14,7 @@ from turnwise.utils.registry import did_you_mean
 
 
 def sampler_of(config: TrainConfig, actors: Sequence[str]) -> TreeSampler | None:
-    """The tree of ``rollout.branches`` and ``rollout.tree``, if there is one."""
+    """Build the tree of ``rollout.branches`` and ``rollout.tree``, or ``None``. Raises :class:`ConfigError`."""
     branches, tree = config.rollout.branches, config.rollout.tree
     if branches == 1 and tree == TreeConfig():
         return None

@@ -1,4 +1,4 @@
-"""Callbacks of the training loop, and the view of the trainer that they get."""
+"""Callbacks of the training loop, and the part of the trainer that they see."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ class TrainerView(Protocol):
 
 
 class Callback:
-    """Override what is needed; every method runs in the event loop's thread, while no policy is updated.
+    """Base class: override the methods you need. All run in the event loop's thread, while no policy is updated.
 
-    ``name`` is unique in a run. Every checkpoint holds :meth:`state_dict`, which must be fit for JSON, and
-    :meth:`files`, so a resumed run restores the callback.
+    ``name`` is unique in a run. Every checkpoint holds :meth:`state_dict`, which must be JSON-serialisable, and
+    :meth:`files`, so that a resumed run restores the callback.
     """
 
     name: str
 
     async def on_start(self, trainer: TrainerView) -> None:
-        """Run before the first sample; the client has the starting weights, or those that the run resumed with."""
+        """Run before the first sample; the client already has the weights that the run starts or resumes with."""
 
     async def after_step(self, trainer: TrainerView, results: Sequence[GenerateResult]) -> Mapping[str, float]:
         """Return metrics of step ``trainer.progress.step``, which was trained on ``results`` and published."""
@@ -77,5 +77,5 @@ class Callback:
         return ()
 
     def files(self) -> Mapping[str, Path]:
-        """Return files that never change once written, by their names in a checkpoint, which links them."""
+        """Return files by their names in a checkpoint, which links them; they must never change once written."""
         return {}

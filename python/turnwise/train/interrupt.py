@@ -1,4 +1,4 @@
-"""Ctrl-C as a request: the loop stops between stages, saves, and leaves."""
+"""Turns Ctrl-C into a request: the loop stops between stages, saves, and ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class StopRequest:
-    """Ctrl-C as a flag: the first one asks the loop to stop, save and leave; a second one interrupts at once."""
+    """A flag that Ctrl-C sets. The first one asks the loop to stop, save and end; a second one interrupts at once."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -25,7 +25,7 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Hear SIGINT while inside; only the main thread can."""
+        """Handle SIGINT inside the block. Outside the main thread this does nothing, as only the main thread can."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -33,7 +33,7 @@ class StopRequest:
         loop = asyncio.get_running_loop()
 
         def heard(signum: int, frame: Any) -> None:
-            signal.signal(signal.SIGINT, previous)
+            signal.signal(signal.SIGINT, previous)  # so that a second Ctrl-C interrupts
             loop.call_soon_threadsafe(self.request)
             self.requested = True
 
@@ -45,7 +45,7 @@ class StopRequest:
             self._event = None
 
     async def unless_requested(self, work: Any) -> Any:
-        """``await work``, or cancel it and return ``None`` when a stop is requested first."""
+        """Return ``await work``, or cancel it and return ``None`` if a stop is requested first."""
         task = asyncio.ensure_future(work)
         if self._event is None:
             return await task

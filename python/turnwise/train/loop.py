@@ -11,9 +11,9 @@
 The synchronous and the asynchronous loop are the same: with ``loop.max_staleness`` = k the queue samples up to k
 batches ahead of the update.
 
-Not here: how an episode runs (``turnwise.arena``), what an advantage is (``turnwise.credit``), the micro-batch's loss
-(``train.update``), the forward pass (``train.model``), the format of a checkpoint (``train.checkpoint``), and how the
-parts are built from a config (``turnwise.run``). ``examples/train_loop.py`` is the same loop without this class.
+Other modules run the episodes (``turnwise.arena``), compute advantages (``turnwise.credit``) and losses
+(``train.update``), run the forward pass (``train.model``), define the checkpoint format (``train.checkpoint``), and
+build the parts from a config (``turnwise.run``). ``examples/train_loop.py`` is the same loop without this class.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class EvalSet:
 
 
 class Trainer:
-    """Trains ``policies`` on the episodes of ``arena``, and sends new weights to its client.
+    """Trains ``policies`` on the episodes of ``arena``, and sends new weights to the arena's client.
 
     ``validation`` is evaluated every ``config.eval.every`` steps and ends the run at ``config.eval.target_success``.
     ``callbacks`` run after each step, in order, and are saved with the run. ``await trainer.run()`` resumes from the
@@ -105,7 +105,7 @@ class Trainer:
         self.client_metrics = ClientMetrics(arena.client)
         self.watch = Watch(self)
 
-        # The arena's part in the run: records, saved episodes, the KL penalty on rewards.
+        # Settings of the arena: recordings, saved episodes, the KL penalty on rewards.
         arena.record_episodes = config.log.record_for_replay
         if config.checkpoint.save_running_episodes:
             arena.episode_checkpoints = EpisodeCheckpoints(config.run_dir / "episodes")
@@ -145,7 +145,7 @@ class Trainer:
         return self.progress
 
     async def _start(self) -> None:
-        """Resume or begin: the client has the weights, the run folder its config, and all hooks have run."""
+        """Resume or begin the run: write its config, send the weights to the client, and call the start hooks."""
         if self.lock.note is not None:
             self.log.note(self.lock.note)
         saved_arena = resume_run(self)
@@ -155,12 +155,13 @@ class Trainer:
             await callback.on_start(self)
         await maybe_await(self.arena.on_train_start())
         if saved_arena is not None:
-            self.arena.load_state_dict(saved_arena)  # it includes the effects of the hook's first call
+            self.arena.load_state_dict(saved_arena)  # includes the effects of the hook's first call
 
     async def next_batch(self) -> TrainingBatch | None:
-        """Return the next batch to train on, and start those that may be sampled; ``None`` after Ctrl-C.
+        """Start the batches that may be sampled, and return the next one to train on; ``None`` after Ctrl-C.
 
-        A batch that fails leaves a checkpoint of the step before it, with the finished batches that wait behind it.
+        If sampling or credit assignment fails, save a checkpoint of the last step first. The checkpoint keeps the
+        finished batches in front of the first unfinished one.
         """
         self._started = time.perf_counter()
         self.start_rollouts()
@@ -182,14 +183,14 @@ class Trainer:
     def start_rollouts(self) -> None:
         """Start every batch that the present weights may sample.
 
-        A deterministic run samples past its end as well: if the run is extended, a longer run would have sampled these
-        batches with the same weights.
+        A deterministic run also samples batches past its end. If the run is extended later, these batches equal those
+        of a run that was as long from its start.
         """
         spare = self.config.loop.deterministic
         self.rollouts.start_up_to(self.progress.step, until=self.config.steps, spare=spare)
 
     async def run_off_event_loop(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Return ``work(*arguments)``, run in a thread where sampling goes on meanwhile in the event loop."""
+        """Return ``work(*arguments)``, computed in a thread if the event loop samples ahead in the meantime."""
         return await asyncio.to_thread(work, *arguments) if self.rollouts.max_ahead else work(*arguments)
 
     async def update(self, batch: TrainingBatch) -> dict[str, float]:
@@ -197,12 +198,16 @@ class Trainer:
         return await self.run_off_event_loop(self.update_policies, batch)
 
     def update_policies(self, batch: TrainingBatch) -> dict[str, float]:
-        """Train each policy in its phase on its own rows. With several, metric names start with the policy's."""
+        """Train each policy of the present phase on its own rows.
+
+        With several policies, each metric name starts with the policy's name.
+        """
         metrics: dict[str, float] = {}
         before = fingerprints(self.policies)
         trained: set[str] = set()
         in_phase = policies_at(self.progress.step, self.config.phases, self.policies)
         self.watch.samples(batch, in_phase)
+        # Update each policy of the phase; a new version means that some update was not skipped.
         for name, policy in self.policies.items():
             if name not in in_phase:
                 continue
@@ -234,19 +239,21 @@ class Trainer:
                 self._published[name] = policy.version
 
     async def send_weights(self, policy: Policy) -> None:
-        """Send the weights of ``policy`` to the client; the first time with the base below an adapter."""
+        """Send the weights of ``policy`` to the client; the first call also sends the base of an adapter."""
         policy.check_finite(f"at version {policy.version}, so it is not published")
         weights = policy.weights() if policy.name in self._published else policy.all_weights()
         await self.run_off_event_loop(self.arena.client.load_weights, policy.name, weights, policy.version)
 
     async def record(self, batch: TrainingBatch, metrics: dict[str, float]) -> None:
-        """Count, validate, log and save the step. A validation that fails loses no training."""
+        """Count, validate, log and save the step. If the validation fails, the step is still logged and saved."""
+        # Count the step. The client has its weights, so the next batches may start.
         results, updated = self.arena.last_results, time.perf_counter()
         self.progress.step += 1
         self.progress.episodes += int(batch.metrics["episodes"])
         self.progress.sampled_tokens += int(batch.metrics["sampled_tokens"])
         if self.rollouts.max_ahead and not self.config.loop.deterministic:
             self.start_rollouts()
+        # Collect the metrics of the batch, the timings and the callbacks.
         metrics |= summarize(batch, results, getattr(self.validation, "metric", None), self.arena.episodes)
         metrics |= {
             "seconds_rollout": self._sampled - self._started,
@@ -256,6 +263,7 @@ class Trainer:
         }
         for callback in self.callbacks.values():
             metrics |= await callback.after_step(self, results)
+        # Validate, then log and save, even if the validation fails.
         every = self.config.eval.every
         failed = True
         try:
@@ -274,7 +282,7 @@ class Trainer:
         if self.validation is None or not self.validation.requests:
             return {}
         score = await self.evaluate()
-        self.client_metrics.take()  # validation is no part of the step's sampling
+        self.client_metrics.take()  # validation doesn't count as the step's sampling
         self.progress.evaluations[str(self.progress.step)] = score.success
         return {"validation": score.success}
 
@@ -289,7 +297,7 @@ class Trainer:
     async def evaluate(
         self, eval_set: EvalSet | None = None, sampling: Sampling | None = None, *, samples: int = 1
     ) -> Evaluation:
-        """Evaluate without trees, filters or updates; by default greedily, on the validation questions."""
+        """Evaluate without trees, filters or updates; by default with greedy decoding, on the validation questions."""
         chosen = eval_set or self.validation
         if chosen is None:
             raise ValueError("eval_set=None: this trainer has no validation questions; pass an EvalSet")
@@ -311,19 +319,21 @@ class Trainer:
         return self.config.run_dir / "checkpoints"
 
     def save(self) -> Path:
-        """Write a checkpoint of everything that learns or draws, unless this step has one."""
+        """Write a checkpoint of all trained and random state, unless this step has one."""
         return save_run(self)
 
     async def stop_and_save(self, *, finish_running: bool) -> None:
         """Stop sampling and save. Running batches are discarded and sampled again after a resume.
 
-        With ``finish_running`` they are finished first: after a resume, newer weights would sample them.
+        With ``finish_running`` the loop first waits for the running batches, because a resumed run would sample them
+        with newer weights.
         """
         if finish_running:
             await self.rollouts.wait_idle()
             if (error := self.rollouts.failed_spare()) is not None:
                 self.log.note(f"a batch for the steps after {self.config.steps} failed, and is not kept: {error!r}")
         before = await self.rollouts.cancel()
+        # Rewind the samplers to the state before the discarded batches.
         if before is not None:
             arena, generators = rewound_state(self, before)
             self.arena.load_state_dict(arena)

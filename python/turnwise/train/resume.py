@@ -25,10 +25,10 @@ from turnwise.train.run_folder import changes, refuse_buried
 from turnwise.types import GenerateResult
 
 QUEUE = "queue.pickle"
-"""File of a checkpoint with batches that were sampled and not yet trained; absent where none waited."""
+"""File of a checkpoint with the batches that were sampled but not trained; absent if there are none."""
 
 SamplerState = tuple[dict[str, Any], dict[str, Any]]
-"""State of the arena, and of the generators."""
+"""State of the arena, and of the random generators."""
 
 
 def new_queue(trainer: TrainerView) -> RolloutQueue:
@@ -45,9 +45,9 @@ def sampler_state(trainer: TrainerView) -> SamplerState:
 
 
 def rewound_state(trainer: TrainerView, before: SamplerState) -> SamplerState:
-    """Return the state from which a discarded batch is sampled again: ``before``, but with what others changed since.
+    """Return the state from which a discarded batch is sampled again: ``before``, with the changes by other batches.
 
-    Batches beside it have updated the credit rule, filled stores, and moved the trainer's own generator.
+    Since ``before``, other batches have updated the credit rule, filled stores, and advanced the trainer's generator.
     """
     arena, generators = before
     if trainer.rollouts.max_ahead:
@@ -60,10 +60,11 @@ def rewound_state(trainer: TrainerView, before: SamplerState) -> SamplerState:
 def save_run(trainer: TrainerView) -> Path:
     """Write a checkpoint, unless this step has one, and return its folder.
 
-    Finished batches that wait for their training are part of it; running ones will be sampled again.
+    It includes finished batches that wait to be trained. Running batches will be sampled again.
     """
     pending = trainer.rollouts.pending()
     arena, generators = sampler_state(trainer) if pending.before is None else rewound_state(trainer, pending.before)
+    # Collect the state that goes into the manifest, and the checkpoints that must stay.
     callbacks = trainer.callbacks.values()
     state = {
         "progress": asdict(trainer.progress),
@@ -73,6 +74,7 @@ def save_run(trainer: TrainerView) -> Path:
     }
     best = trainer.progress.best_kept(trainer.config)
     protected = [step for callback in callbacks for step in callback.protected_steps()]
+    # Write the checkpoint, and prune stores by the oldest one that is left.
     saved = save_checkpoint(
         trainer.checkpoints,
         trainer.progress.step,
@@ -88,7 +90,7 @@ def save_run(trainer: TrainerView) -> Path:
 
 
 def resume_run(trainer: TrainerView) -> Mapping[str, Any] | None:
-    """Load the newest checkpoint, if there is one, and return the arena's state in it.
+    """Load the newest checkpoint and return the arena's state in it; ``None`` if there is no checkpoint.
 
     Raises :class:`CheckpointError` for an unreadable checkpoint, naming the one before it.
     """
@@ -96,6 +98,8 @@ def resume_run(trainer: TrainerView) -> Mapping[str, Any] | None:
     found = list_checkpoints(trainer.checkpoints)
     trainer.rollouts = new_queue(trainer)
     name_run(trainer.arena, trainer.config.run_dir)
+
+    # A new run: start its stores and logs.
     if not found:
         begin_stores(trainer.arena, trainer.config.run_dir)
         trainer.log.rewind(-1)
@@ -103,6 +107,7 @@ def resume_run(trainer: TrainerView) -> Mapping[str, Any] | None:
             trainer.save()  # a kill before the first saved step then loses no more than any other kill
         return None
 
+    # Load the weights, and read the rest of the checkpoint.
     newest = found[-1]
     try:
         _, state = load_checkpoint(newest, trainer.policies)
@@ -113,7 +118,7 @@ def resume_run(trainer: TrainerView) -> Mapping[str, Any] | None:
         raise CheckpointError(f"{error}; {way}") from error
     queue = read_listed(newest, QUEUE)
 
-    # Everything was read: now the run takes it over.
+    # Nothing was damaged, so restore the rest of the run.
     trainer.progress = RunProgress(**state["progress"])
     trainer.arena.load_state_dict(state["arena"])
     set_random_state(trainer.rng, state["random"])
@@ -124,7 +129,7 @@ def resume_run(trainer: TrainerView) -> Mapping[str, Any] | None:
     if queue is not None:
         trainer.rollouts.restore(pickle.loads(queue))
 
-    # The checkpoint of the start was saved before the first validation, which is then logged again.
+    # The first checkpoint of a run is older than its first validation, which will be logged again.
     from_start = trainer.progress.step == 0 and not trainer.progress.evaluations
     dropped = trainer.log.rewind(-1 if from_start else trainer.progress.step)
     again = f"; the records of {dropped} later steps give way to theirs" if dropped else ""

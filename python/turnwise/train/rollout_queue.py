@@ -1,7 +1,7 @@
-"""Samples batches ahead of training: drawn in order, run side by side, and handed over in order.
+"""Samples batches ahead of training: draws them in order, runs them concurrently, and returns them in order.
 
-Batch ``b`` trains as step ``b``. It may start once the client has the weights of step ``b - max_ahead``, so its tokens
-are at most ``max_ahead`` versions old when it trains: waiting bounds staleness, and no batch is thrown away.
+Step ``b`` trains batch ``b``. The batch may start once the client has the weights of step ``b - max_ahead``, so its
+tokens are at most ``max_ahead`` versions old when it trains. Waiting bounds staleness; no batch is thrown away.
 ``max_ahead`` 0 is the synchronous loop.
 """
 
@@ -20,7 +20,7 @@ Results = list[GenerateResult]
 
 
 def refuse_own_step(arena: Arena) -> None:
-    """Raise ``TypeError`` for an arena that overrides ``step``: training calls its two halves, never ``step``."""
+    """Raise ``TypeError`` for an arena that overrides ``step``: training calls the stages, never ``step``."""
     if type(arena).step is not Arena.step or "step" in vars(arena):
         raise TypeError(
             f"arena={type(arena).__name__}: training never calls its own step(): it calls sample() and then "
@@ -30,9 +30,9 @@ def refuse_own_step(arena: Arena) -> None:
 
 
 class _Batch:
-    """A batch that was started. ``before`` is the sampler's state before it was drawn, ``None`` until then.
+    """A batch that was started. ``before`` is the sampler's state before the batch was drawn, ``None`` until then.
 
-    A ``spare`` batch lies behind the run's end: it trains only if the run is extended.
+    A ``spare`` batch is past the run's end: it trains only if the run is extended.
     """
 
     def __init__(self, *, spare: bool = False) -> None:
@@ -48,9 +48,9 @@ class _Batch:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """The part of a queue that a checkpoint keeps: finished batches, and where drawing goes on.
+    """The part of a queue that a checkpoint keeps: finished batches, and the state to continue drawing from.
 
-    ``before`` is the sampler's state before the first running batch, ``None`` where none runs.
+    ``before`` is the sampler's state before the first unfinished batch, ``None`` if all are finished.
     """
 
     batches: list[Results]
@@ -58,10 +58,11 @@ class Pending:
 
 
 class RolloutQueue:
-    """Runs ``sample(on_requests_fixed)`` for each batch; ``sample`` calls back once its requests are
-    fixed, and the next batch draws. ``snapshot`` returns the sampler's state, which is taken before each batch.
+    """Runs ``sample(on_requests_fixed)`` for each batch.
 
-    ``async with`` cancels running batches on every exit, and waits until they have ended.
+    ``sample`` calls ``on_requests_fixed`` once its requests are fixed; then the next batch draws. ``snapshot`` returns
+    the sampler's state, which the queue takes before each batch. ``async with`` cancels running batches on every exit,
+    and waits until they have ended.
 
     Example::
 
@@ -95,7 +96,7 @@ class RolloutQueue:
         await self.cancel()
 
     def restore(self, batches: Sequence[Results]) -> None:
-        """Put finished batches of a checkpoint in front of all that will be drawn."""
+        """Add finished batches of a checkpoint to the queue, before any batch is drawn."""
         for results in batches:
             batch = _Batch()
             batch.results = asyncio.get_running_loop().create_future()
@@ -105,10 +106,10 @@ class RolloutQueue:
             self._next += 1
 
     def start_up_to(self, step: int, *, until: int, spare: bool = False) -> None:
-        """Start each batch up to ``step + max_ahead`` and below ``until``; the client has the weights of ``step``.
+        """Start each batch up to ``step + max_ahead`` and below ``until``, once the client has the weights of ``step``.
 
-        With ``spare`` also batches from ``until`` on, which only a longer run trains on: it would have sampled them
-        with the present weights. Their failure is no failure of this run; see :meth:`failed_spare`.
+        With ``spare``, also start batches from ``until`` on, which only a longer run trains on: it would have sampled
+        them with the present weights. If one fails, this run goes on; see :meth:`failed_spare`.
         """
         end = step + self.max_ahead + 1
         while self._next < (end if spare else min(end, until)):
@@ -129,7 +130,7 @@ class RolloutQueue:
     async def get_oldest(self) -> Results:
         """Wait for the oldest batch and return it; it stays until :meth:`pop_oldest`. Cancelling the wait is safe.
 
-        Raises the error of this batch, or of a younger one that fails first.
+        Raises the error of this batch, or of a younger one that fails first; younger spare batches are not watched.
         """
         if not self._batches:
             raise RuntimeError("no batch was started: call start_up_to(step, until=...) first")
@@ -147,7 +148,7 @@ class RolloutQueue:
         del self._batches[0]
 
     async def wait_idle(self) -> None:
-        """Wait until no batch runs. :meth:`get_oldest` raises the error of one that failed."""
+        """Wait until no batch runs. :meth:`get_oldest` raises the error of a failed one."""
         running = [batch.results for batch in self._batches if not batch.results.done()]
         if running:
             await asyncio.wait(running)
@@ -158,9 +159,10 @@ class RolloutQueue:
         return next((result.exception() for result in done if not result.cancelled() and result.exception()), None)
 
     async def cancel(self) -> Any | None:
-        """Discard running batches, wait for their end, and return the sampler's state before them (or ``None``).
+        """Discard the first unfinished batch and all batches behind it, and wait until they have ended.
 
-        Finished batches in front of them stay.
+        Returns the sampler's state before them, or ``None`` if every batch is finished. Finished batches in front of
+        them stay.
         """
         place = self._first_running()
         discarded = self._batches[place:]

@@ -1,4 +1,4 @@
-"""One process writes a run folder at a time, and no run buries what another one left there."""
+"""Guards a run folder: one process writes it at a time, and no run overwrites the records of another."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from turnwise.train.config.toml import CONFIG_FILE, ConfigError, differences
 from turnwise.train.log.writers import read_lines
 
 LOCK = ".run.lock"
-"""In the run folder: locked while a run writes there, and says which one does."""
+"""Lock file in the run folder: a run holds its lock while it writes there, and names its process in it."""
 
 RECORDS = ("metrics.jsonl", "rollouts.jsonl")
 
 
 class RunLock:
-    """Held by the process that writes ``folder``; entering it again only counts.
+    """Lock of the process that writes ``folder``; one object may be entered several times.
 
-    The operating system's lock ends with the process, however that ends. Raises ``ValueError`` naming the process that
-    holds it. ``note`` then tells what the lock can't rule out: a file system without locks, or a run on another host.
-    Reading needs no lock.
+    The operating system releases the lock when the process ends, in any way. Entering raises ``ValueError`` naming the
+    process that holds the lock. Afterwards ``note`` is a warning if the lock can't rule out another writer: on a file
+    system without locks, or after a run on another host. Reading needs no lock.
 
     Example::
 
@@ -60,6 +60,7 @@ class RunLock:
         file = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         self.note, before = None, _holder(os.pread(file, 4096, 0))
         host = socket.gethostname()
+        # A lock that another process holds is an error; any other doubt becomes a note.
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if before and before["host"] != host:
@@ -90,7 +91,7 @@ def _holder(content: bytes) -> dict[str, Any] | None:
 
 
 def _described(holder: dict[str, Any]) -> str:
-    """``process 123 on host 'a', since 2026-11-23 07:40:00 UTC``."""
+    """Describe a lock's holder: ``process 123 on host 'a', since 2026-11-23 07:40:00 UTC``."""
     text = f"process {holder['pid']} on host {holder['host']!r}, since {holder['since']},"
     if holder["host"] != socket.gethostname():
         return text
@@ -104,7 +105,7 @@ def _described(holder: dict[str, Any]) -> str:
 
 
 def refuse_running(folder: Path) -> None:
-    """Raise ``ValueError`` where a run writes ``folder``, or a folder below it."""
+    """Raise ``ValueError`` if a run writes ``folder``, or a folder below it."""
     for lock in sorted(folder.rglob(LOCK)):
         with RunLock(lock.parent):
             pass
@@ -118,10 +119,10 @@ def _has_a_line(file: Path) -> bool:
 
 
 def refuse_buried(config: TrainConfig, tell: Callable[[str], None] | None = None) -> None:
-    """Raise :class:`ConfigError` where a run of ``config`` would bury what the run folder holds.
+    """Raise :class:`ConfigError` if a run of ``config`` would overwrite the contents of its run folder.
 
-    These are checkpoints that it would not go on from, and records of steps that no checkpoint is left of. ``tell``
-    hears of what looks like a checkpoint and is none.
+    These are checkpoints that the run would not resume from, and records of steps without any checkpoint. ``tell`` gets
+    a line for each folder that looks like a checkpoint but is not one.
     """
     folder = config.run_dir
     if tell is not None:
@@ -161,14 +162,14 @@ def changes(config: TrainConfig) -> list[str]:
 
 
 def refuse_own_arena(config: TrainConfig, episodes: Collection[str]) -> None:
-    """Raise ``ValueError`` where the run folder's first recorded episode is of a type that is none of ``episodes``."""
+    """Raise ``ValueError`` if the type of the run folder's first recorded episode is not one of ``episodes``."""
     first = next((row for _, row in read_lines(config.run_dir / "rollouts.jsonl")), None)
     if first is not None and first["episode_type"] not in episodes:
         raise ValueError(own_arena(config, first["id"], first["episode_type"]))
 
 
 def own_arena(config: TrainConfig, episode: str, kind: str) -> str:
-    """Return the message for a run whose ``episode`` no task of its config plays."""
+    """Return the error message for a recorded ``episode`` of a type ``kind`` that the config's task doesn't have."""
     return (
         f"episode {episode!r} is of type {kind!r}, which task {config.task!r} of {config.run_dir / CONFIG_FILE} "
         "doesn't have: a program with an arena of its own ran it. Make it a task, task = 'module:Class' "

@@ -1,4 +1,4 @@
-"""Loads a configuration: types for overrides, and checks of keys that must fit together."""
+"""Loads a configuration: parses overrides by the types of their keys, and checks that all keys fit together."""
 
 from __future__ import annotations
 
@@ -41,14 +41,15 @@ def load_config(
     """Read a TOML file (``None``: defaults only) and apply dotted overrides such as ``("update.lr", "1e-4")``.
 
     A file with ``extends = "other.toml"`` starts from that file. Text values of overrides are parsed by the type of
-    their key (:func:`turnwise.utils.literals.literal`). Options of a task, and of the credit rule that it names, have
-    types only where ``task_type`` finds its class. Raises :class:`ConfigError` naming the file, or every wrong key.
+    their key (:func:`turnwise.utils.literals.literal`). Options of a task, and of the credit rule that the task names,
+    have types only if ``task_type`` finds the task's class. Raises :class:`ConfigError` naming the file, or every wrong
+    key.
     """
     return _checked(read_config(path, overrides, task_type=task_type))
 
 
 def config_from_dict(data: Mapping[str, Any]) -> TrainConfig:
-    """Validate plain data; every problem becomes one line of a :class:`ConfigError`."""
+    """Validate plain data; each problem becomes one line of a :class:`ConfigError`."""
     return _checked(parse_settings(data))
 
 
@@ -65,9 +66,10 @@ def read_config(
     task_type: TaskTypes | None = None,
     import_code: bool = True,
 ) -> TrainConfig:
-    """:func:`load_config` without the check for :func:`contradictions`, for callers that report them with other errors.
+    """Load as :func:`load_config` does, without the check for :func:`contradictions`.
 
-    Without ``import_code`` nothing is imported; options of ``"module:Name"`` then have no types.
+    It is for callers that report contradictions together with other errors. Without ``import_code`` nothing is
+    imported; options of ``"module:Name"`` then have no types.
     """
     data = raw_settings(path, overrides)
     named = data if import_code else _without_code(data)
@@ -79,7 +81,8 @@ def read_config(
 
 
 def contradictions(config: TrainConfig) -> list[str]:
-    """Describe, a line each, the keys of ``config`` that are valid alone and don't fit together."""
+    """Return one line for each problem of keys that are valid alone but don't fit together."""
+    # Policies: their optimizer overrides, and their names, which become file names.
     problems = []
     for name in config.policies:
         try:
@@ -92,6 +95,7 @@ def contradictions(config: TrainConfig) -> list[str]:
         for name in config.policies
         if not re.fullmatch(r"\w[\w.-]*", name)
     ]
+    # Losses and the warm start.
     correction, update = config.loss.importance_correction, config.update
     if correction is not None and update.old_logprobs != "recompute":
         problems.append(
@@ -103,6 +107,7 @@ def contradictions(config: TrainConfig) -> list[str]:
     if config.loss.kl.target is not None and not config.loss.kl.coef:
         problems.append("config key 'loss.kl.target': needs loss.kl.coef > 0, the coefficient that it starts from")
     problems += check_loss(config.loss)
+    # Checkpoints and the loop.
     if config.checkpoint.keep_best and not config.eval.every:
         problems.append("config key 'checkpoint.keep_best' = True: needs eval.every > 0, as validation tells the best")
     if config.checkpoint.save_running_episodes and config.loop.max_staleness:
@@ -119,9 +124,9 @@ def contradictions(config: TrainConfig) -> list[str]:
 # Expected values of keys
 # ---------------------------------------------------------------------------------------------------------------------
 def _expected_at(keys: Sequence[str], data: Mapping[str, Any], task_type: TaskTypes | None) -> Any:
-    """Return the type of the value at ``keys``: of a section's field, or of an option of the class that it names.
+    """Return the type of the value at ``keys``, a section's field or an option of a class that the config names.
 
-    ``Any`` where neither says it.
+    Returns ``Any`` if neither declares a type.
     """
     found: Any = TrainConfig
     for place, key in enumerate(keys):
@@ -139,6 +144,7 @@ def _expected_at(keys: Sequence[str], data: Mapping[str, Any], task_type: TaskTy
 
 def _options_at(keys: tuple[str, ...], data: Mapping[str, Any], task_type: TaskTypes | None) -> dict[str, Any] | None:
     """Return the types of the options in the table at ``keys``, by name; ``None`` for a section."""
+    # Each table of options belongs to a class: optimizer, task, credit rule or loss.
     task = str(data.get("task", TrainConfig().task))
     if keys[:1] == ("policies",) and keys[2:] == ("optimizer",):
         return option_types(OptimizerConfig)
@@ -158,7 +164,7 @@ def _options_at(keys: tuple[str, ...], data: Mapping[str, Any], task_type: TaskT
 
 
 def _without_code(settings: Any) -> Any:
-    """Return ``settings`` without the names of code that would have to be imported."""
+    """Return ``settings`` with an empty string for each ``module:Name`` that would have to be imported."""
     if isinstance(settings, dict):
         return {key: _without_code(value) for key, value in settings.items()}
     return "" if isinstance(settings, str) and ":" in settings else settings

@@ -22,7 +22,7 @@ from turnwise.cli.options import EXIT_OK
 from turnwise.train import TrainConfig
 
 TOP = "top"
-"""Name of the section of the keys that are in no section."""
+"""Name of the section for keys outside of any section."""
 
 NAMES = {int: "integer", float: "number", bool: "true or false", str: "text", Any: "any value"}
 BOUNDS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"), ("min_length", "at least"))
@@ -33,7 +33,7 @@ class Key:
     """One key. Example: ``Key("update.lr", "number", "> 0", "1e-06", "Peak learning rate.")``"""
 
     name: str
-    """Dotted name; ``NAME`` stands for a name of the user's choice, as in ``policies.NAME.path``."""
+    """Dotted name; ``NAME`` is a placeholder for a name that the user chooses, as in ``policies.NAME.path``."""
     type: str
     """Expected type, in words."""
     range: str
@@ -66,6 +66,7 @@ def explain(name: str | None = None) -> str:
             f"Sections of a config file:\n{section_table(indent=2)}\n\n"
             "`turnwise config SECTION` lists the keys of a section, `turnwise config KEY` explains one."
         )
+    # A section, else a key.
     wanted = name if name.startswith("policies.") else name.replace("-", "_")
     if section := next((entry for entry in sections.values() if _matches(entry.name, wanted)), None):
         below = [entry for entry in sections.values() if entry.name.startswith(f"{section.name}.")]
@@ -76,7 +77,7 @@ def explain(name: str | None = None) -> str:
     if key := next((key for key in keys.values() if _matches(key.name, wanted)), None):
         return _key_lines(key)
 
-    # A mistyped dotted name is close to a whole name, a bare one such as `lr` to the last part of some.
+    # Compare a mistyped dotted name with whole names, and a bare one such as `lr` with their last parts.
     known = [*sections, *keys]
     last = {each.rpartition(".")[2] for each in known}
     leaves = difflib.get_close_matches(wanted.rpartition(".")[2], last, n=1)
@@ -201,7 +202,7 @@ def _bounds(metadata: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _number(value: float) -> str:
-    """Write large powers of two as such: ``2**63``."""
+    """Format a number; large powers of two as ``2**63``."""
     power = int(value).bit_length() - 1
     return f"2**{power}" if power > 52 and value == 2**power else f"{value:g}"
 

@@ -36,7 +36,7 @@ from turnwise.train.run_folder import refuse_running
 from turnwise.train.validate import config_from_dict, load_config
 
 ALONE = {"actors": ["proposer"], "max_turns": 1}
-"""The single agent of the comparison: the same warm-started weights and the same prompt, alone, with one try."""
+"""Options of the single agent of the comparison: the same warm-started weights and the same prompt, with one try."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +60,17 @@ def run_demo(
 ) -> dict[str, Any] | None:
     """Run the demo in the folder ``out`` and return its summary, also written to ``out/summary.json``.
 
-    ``compare`` also trains a single agent with GRPO on as many sampled tokens as the team took. ``client`` samples, by
-    the names of ``rollout.client``. A finished demo in ``out`` is replaced, one that was interrupted or killed goes on.
+    ``compare`` also trains a single agent with GRPO on as many sampled tokens as the team took. ``client`` is a name as
+    in ``rollout.client``. A finished demo in ``out`` is replaced; an interrupted or killed one continues. Returns
     ``None`` after Ctrl-C.
     """
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # the demo's own lines tell what happens
+    logging.disable_progress_bar()  # the demo prints its own lines
     say = Console(soft_wrap=True, highlight=False).print
     config = demo_config(out / "team", seed, client)
     check_client(config)
+    # Warm start, then train the team, with an evaluation before and after.
     prepare(out, {"seed": seed, "client": client, "version": __version__}, say)
     say("[bold]1[/] supervised warm start on imperfect demonstrations")
     warm, seconds_warm_start = warm_started(config, out / "warm_start", say)
@@ -82,6 +83,7 @@ def run_demo(
     progress, after = team
     say(f"  stopped at {progress.finished(warm)}")
     say(f"  the trained team: held-out {describe(after)}, after {progress.seconds:.0f} s")
+    # The table of contenders, with a trained single agent on request.
     alone = held_out(variant(warm, out / "before", task_options={**warm.task_options, **ALONE}))
     rows = [
         Contender("warm start, one agent alone", 0, alone),
@@ -95,6 +97,7 @@ def run_demo(
             return None
         rows.insert(1, Contender("one agent + GRPO", single[0].sampled_tokens, single[1]))
         curves["one agent + GRPO"] = out / "single"
+    # Write and print the results.
     summary = summarized(rows, progress, before, after)
     summary |= {"seconds_warm_start": round(seconds_warm_start, 1), "seed": seed, "client": client}
     say(comparison(rows))
@@ -105,7 +108,7 @@ def run_demo(
 
 
 def held_out(config: TrainConfig) -> Evaluation:
-    """Success of the weights that ``config`` starts from."""
+    """Evaluate the weights that ``config`` starts from."""
     with closing(build_run(config)) as run:
         return run.evaluate()
 
@@ -120,7 +123,7 @@ def trained(config: TrainConfig) -> tuple[RunProgress, Evaluation] | None:
 def summarized(
     rows: Sequence[Contender], progress: RunProgress, before: Evaluation, after: Evaluation
 ) -> dict[str, Any]:
-    """The contents of ``summary.json``: the team before and after, and all contenders."""
+    """Return the contents of ``summary.json``: the team before and after, and all contenders."""
     return {
         "success_before": before.success,
         "success_after": after.success,
@@ -138,9 +141,9 @@ def summarized(
 
 
 def prepare(out: Path, demo: Mapping[str, Any], say: Callable[[str], None]) -> None:
-    """Make ``out`` ready: what another demo left is deleted, unless it is this one, unfinished. Nothing else is.
+    """Prepare ``out``: delete a finished or a different demo there, but keep this demo if it is unfinished.
 
-    Raises ``ValueError`` for a folder of other things, and for one that a demo is writing.
+    Raises ``ValueError`` for a folder with other files, and for one that a demo is writing.
     """
     marker = out / "demo.json"
     if out.is_dir() and any(out.iterdir()) and not marker.exists():
@@ -155,15 +158,16 @@ def prepare(out: Path, demo: Mapping[str, Any], say: Callable[[str], None]) -> N
 
 
 def demo_config(run_dir: Path, seed: int, client: str = "transformers") -> TrainConfig:
-    """``demo.toml`` with a folder, a seed and what samples."""
+    """Load ``demo.toml`` with a run folder, a seed and a client."""
     with resources.as_file(resources.files("turnwise.cli.commands") / "demo.toml") as path:
         return load_config(path, {"run_dir": str(run_dir), "seed": seed, "rollout.client": client})
 
 
 def warm_started(config: TrainConfig, folder: Path, say: Callable[[str], None]) -> tuple[TrainConfig, float]:
-    """Train the tiny model on demonstrations into ``folder``; returns the config that starts there, and seconds.
+    """Train the tiny model on demonstrations, save it in ``folder``, and return the config that starts there, and
+    seconds.
 
-    A warm start that stands there whole is taken as it is.
+    A finished warm start in ``folder`` is used as it is.
     """
     done = folder / "seconds.json"
     if not done.exists():
@@ -180,7 +184,7 @@ def warm_started(config: TrainConfig, folder: Path, say: Callable[[str], None]) 
 
 
 def single_agent(warm: TrainConfig, run_dir: Path, sampled_tokens: int) -> TrainConfig:
-    """One agent under GRPO: groups are whole episodes of one puzzle, as many as the team's tree has branches."""
+    """Return the config of one agent with GRPO, whose groups are as many episodes as the team's tree has branches."""
     return variant(
         warm,
         run_dir,
@@ -194,7 +198,7 @@ def single_agent(warm: TrainConfig, run_dir: Path, sampled_tokens: int) -> Train
 
 
 def variant(config: TrainConfig, run_dir: Path, **changes: Any) -> TrainConfig:
-    """``config`` in another folder, with whole sections replaced."""
+    """Return ``config`` with another run folder, and with whole sections replaced."""
     return config_from_dict({**config.model_dump(mode="json"), "run_dir": str(run_dir), **changes})
 
 
@@ -210,7 +214,7 @@ def comparison(rows: list[Contender]) -> Table:
 
 
 def closing_words(summary: Mapping[str, Any], run_dir: Path, curve: str, file: Path, report: Path) -> str:
-    """Say what happened, and where to look next."""
+    """Return the last message of the demo: its results, and the files to look at."""
     before, after = summary["held_out"]["team, not trained"], summary["held_out"]["team + AT-GRPO"]
     minutes = (summary["seconds_warm_start"] + summary["seconds_training"]) / 60
     return (
@@ -226,7 +230,7 @@ def closing_words(summary: Mapping[str, Any], run_dir: Path, curve: str, file: P
 
 
 def plot(curves: Mapping[str, Path], path: Path) -> str:
-    """Validation success over sampled tokens as a PNG; returns its path, or the reason why there is none."""
+    """Plot validation success over sampled tokens as a PNG, and return its path, or the reason why there is none."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

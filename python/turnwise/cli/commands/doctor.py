@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def examine(seconds: float = 120.0) -> list[Check]:
-    """Run every check, in the order in which one would repair things, within about ``seconds``."""
+    """Run every check within about ``seconds``, and return the rows in the order of repair."""
     deadline = time.monotonic() + seconds
     jobs = [
         partial(check_group, "torch", "pip install torch"),
@@ -111,7 +111,7 @@ def check_python() -> Check:
 
 
 def check_group(name: str, remedy: str, deadline: float) -> list[Check]:
-    """Run a probe that returns rows of its own; one that fails is one broken row."""
+    """Run a probe that returns several rows; if it fails, return one broken row."""
     output, problem = run_command(["-m", "turnwise.cli.probes", name], deadline)
     if problem:
         return [Check(name, "broken", problem, remedy)]
@@ -136,7 +136,7 @@ def check_package(package: Package, deadline: float) -> list[Check]:
 
 
 def check_beside_torch(module: str, deadline: float) -> list[Check]:
-    """Import a package that is compiled for one build of torch; a row only where that fails."""
+    """Import a package that is compiled for one build of torch; return a row only if that fails."""
     if importlib.util.find_spec(module) is None:
         return []
     _, problem = run_command(["-c", f"import {module}"], deadline)
@@ -160,7 +160,7 @@ def run_command(words: Sequence[str], deadline: float) -> tuple[str, str]:
 
 
 def check_driver() -> Check:
-    """Ask ``nvidia-smi`` for the GPU driver, whatever torch and turnwise were built for."""
+    """Ask ``nvidia-smi`` for the GPU driver, for any build of torch and turnwise."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return Check(
@@ -192,7 +192,7 @@ def usable_cores() -> int:
 
 
 def free_memory() -> float:
-    """Return the GB that a new process can have; all memory where the system does not tell."""
+    """Return the GB of memory that a new process can have; all memory if the system doesn't report it."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             fields = dict(line.split(":", 1) for line in lines)

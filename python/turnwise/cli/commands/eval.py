@@ -76,6 +76,7 @@ def _evaluated(
         raise ValueError(
             f"samples={samples!r}, temperature={temperature!r}: greedy samples are all alike. Set a temperature > 0"
         )
+    # Refuse checkpoints of a run that played other episodes. Without a checkpoint, the warm start runs first.
     chosen = chosen_checkpoint(config, checkpoint)
     quiet = RunLog(config.run_dir, 0, writers=[], console=Console(stderr=True), progress=False)
     if chosen is not None and chosen.parent == config.run_dir / "checkpoints":

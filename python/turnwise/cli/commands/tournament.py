@@ -40,7 +40,7 @@ from turnwise.types import ModelError, ModelRequest, ModelResponse
 from turnwise.utils.registry import announce_code_of_run, did_you_mean
 
 ALL = "all"
-"""Stands for every checkpoint of a run, members of its league included."""
+"""Name for every checkpoint of a run, including the members of its league."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -101,6 +101,7 @@ def play_tournament(
     """
     if games < 2:
         raise ValueError(f"games={games!r}: expected at least 2, one from each seat")
+    # The task, its scripted players and the checkpoints.
     configs = [_config_of(folder) for folder in run_dirs]
     if not configs:
         raise ValueError("run_dirs is empty: expected at least one run folder")
@@ -109,6 +110,7 @@ def play_tournament(
     entrants = [*_checkpointed(run_dirs, configs, checkpoints), *scripted.values()]
     if len(entrants) < 2:
         raise ValueError(f"{len(entrants)} entrant: expected at least two, more checkpoints or a baseline")
+    # Play with one client over all runs.
     runs = [build_run(config, warm=False) for config in configs]
     try:
         hall = Hall(runs, played, entrants)
@@ -132,7 +134,8 @@ async def _round_robin(hall: Hall, task: Task, entrants: Sequence[Entrant], game
 
 
 async def _matches(arena: Arena, task: Task, seats: Sequence[str], games: int) -> list[list[Game]]:
-    """Play the games of one pair; returns them from the first entrant's side, match by match, without failed games."""
+    """Play the games of one pair, and return the matches without failed games, from the first entrant's side."""
+    # Each question is one match, with a game from each seat.
     requests, sides = [], []
     for question in task.match_requests("eval", games // 2):  # type: ignore[attr-defined]  # a task with seats
         for seat in seats:
@@ -225,7 +228,7 @@ class Hall:
                 )
         for run in runs:
             if newest := list_checkpoints(run.trainer.checkpoints):
-                load_weights(newest[-1], run.trainer.policies)  # bases and what is frozen
+                load_weights(newest[-1], run.trainer.policies)  # for the bases and the frozen policies
             for policy in run.trainer.policies.values():
                 run.arena.client.load_weights(policy.name, policy.all_weights(), policy.version)
 

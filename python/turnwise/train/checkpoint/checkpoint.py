@@ -3,14 +3,14 @@
 A kill at any moment leaves the last whole checkpoint. Layout of ``checkpoints/step_00000010/``::
 
     manifest.json                 step, trainer state, the size and SHA-256 of every other file, and its own
-    policy-default.safetensors    a policy's own weights, tied ones once: of an adapter the adapter alone
+    policy-default.safetensors    a policy's own weights, tied ones once; for an adapter only the adapter's
     base-default.safetensors      the base that adapters share, named after the first of them
     reference-default.safetensors the frozen model of a KL term
     optimizer-default.safetensors first and second moments and step counts, keyed "<parameter index>.<name>"
     rng.safetensors               the states of torch's generators
 
-Each checkpoint is whole, but what is frozen (bases, references, policies that don't train) stands on the disk once: it
-is hard-linked from the checkpoint before (see :mod:`turnwise.train.checkpoint.files`).
+Each checkpoint is complete, but frozen weights (bases, references, policies that don't train) are on the disk only
+once: they are hard-linked from the previous checkpoint (see :mod:`turnwise.train.checkpoint.files`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from turnwise.utils.files import sync_folder
 
 FORMAT = 4
 WORLD_SIZE = 1
-"""Processes that train; a checkpoint belongs to as many as wrote it."""
+"""Number of processes that train; loading a checkpoint takes as many as wrote it."""
 _PREFIX = "step_"
 
 __all__ = [
@@ -72,19 +72,21 @@ def save_checkpoint(
     attachments: Mapping[str, bytes] | None = None,
     links: Mapping[str, Path] | None = None,
 ) -> Path:
-    """Write ``root/step_<step>`` whole or not at all, then delete all but the newest ``keep`` and those of ``protect``.
+    """Write ``root/step_<step>`` completely or not at all, then delete all but the newest ``keep`` and ``protect``.
 
-    A whole checkpoint of that step stays as it is: equal runs reach equal states. ``state`` must be JSON-serialisable;
-    ``attachments`` are files of other kinds, by their names, ``links`` such as stand on the disk and never change.
-    Raises ``OSError`` when the disk is full; older checkpoints are then untouched.
+    ``protect`` holds the steps of checkpoints that stay. An existing checkpoint of this step is kept, because equal
+    runs reach equal states. ``state`` must be JSON-serialisable. ``attachments`` are the bytes of other files by name;
+    ``links`` are existing files that never change, by their names in the checkpoint. Raises ``OSError`` if the disk is
+    full; older checkpoints then stay as they are.
     """
     root.mkdir(parents=True, exist_ok=True)
     final = checkpoint_at(root, step)
     found = list_checkpoints(root)
     if final in found:
         return final
-    for left in root.glob(f".{_PREFIX}*.tmp"):  # by a kill, while it was written or deleted
+    for left in root.glob(f".{_PREFIX}*.tmp"):  # left by a kill during writing or deleting
         shutil.rmtree(left, ignore_errors=True)
+    # Write all files to a temporary folder, and rename it at the end.
     temporary = root / f".{final.name}.tmp"
     temporary.mkdir()
     try:
@@ -98,6 +100,7 @@ def save_checkpoint(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    # Put the folder in place, then delete old checkpoints.
     if final.exists():
         _set_aside(final)
     temporary.rename(final)
@@ -105,13 +108,13 @@ def save_checkpoint(
     protected = {checkpoint_at(root, step) for step in protect}
     for old in list_checkpoints(root)[:-keep]:
         if old not in protected:
-            doomed = old.rename(root / f".{old.name}.tmp")  # a kill in between leaves nothing that looks whole
+            doomed = old.rename(root / f".{old.name}.tmp")  # a kill in between leaves nothing that looks complete
             shutil.rmtree(doomed)
     return final
 
 
 def _set_aside(folder: Path) -> None:
-    """Give way to a checkpoint of that name without deleting what somebody put there."""
+    """Rename ``folder``, which is not a checkpoint, to a free name: its files are kept, and its name becomes free."""
     names = (folder.with_name(f"{folder.name}.old{number or ''}") for number in itertools.count())
     folder.rename(next(name for name in names if not name.exists()))
 
@@ -122,15 +125,15 @@ def checkpoint_at(root: Path, step: int) -> Path:
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Whole checkpoints under ``root``, oldest first: those that :func:`ignored_checkpoints` has nothing against.
+    """List the checkpoints under ``root``, oldest first, without those of :func:`ignored_checkpoints`.
 
-    One whose manifest can't be read counts: who loads it is told.
+    A checkpoint with an unreadable manifest is included; loading it raises an error.
     """
     return sorted(path for path in root.glob(f"{_PREFIX}*") if _why_ignored(path) is None)
 
 
 def ignored_checkpoints(root: Path) -> dict[Path, str]:
-    """List what looks like a checkpoint under ``root`` but is not one (a copy, for example), with the reason."""
+    """List folders under ``root`` that look like checkpoints but are not (copies, for example), with the reasons."""
     found = {path: _why_ignored(path) for path in sorted(root.glob(f"{_PREFIX}*"))}
     return {path: why for path, why in found.items() if why is not None}
 
@@ -149,7 +152,7 @@ def _why_ignored(path: Path) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _step_of(manifest: Path, changed: int, size: int) -> int | None:
-    """The step that a manifest names, ``None`` of a damaged one. A file that did not change is read once."""
+    """Return the step in a manifest, ``None`` if it is damaged. The cache avoids reading an unchanged file again."""
     try:
         return int(json.loads(manifest.read_text(encoding="utf-8"))["step"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -157,9 +160,9 @@ def _step_of(manifest: Path, changed: int, size: int) -> int | None:
 
 
 def load_checkpoint(path: Path, policies: Mapping[str, Policy]) -> tuple[int, dict[str, Any]]:
-    """Restore ``policies`` and torch's generator from ``path``; returns ``(step, state)``.
+    """Restore ``policies`` and torch's generators from ``path``; returns ``(step, state)``.
 
-    Everything is read and checked before anything changes. Raises :class:`CheckpointError`.
+    All files are checked before anything changes. Raises :class:`CheckpointError`.
     """
     step, state = load_learners(path, policies)
     set_generator_states(read_tensors(path / "rng.safetensors"))
@@ -167,7 +170,8 @@ def load_checkpoint(path: Path, policies: Mapping[str, Policy]) -> tuple[int, di
 
 
 def load_learners(path: Path, policies: Mapping[str, Policy]) -> tuple[int, dict[str, Any]]:
-    """:func:`load_checkpoint` without the generators, which stay where they are."""
+    """Load as :func:`load_checkpoint` does, but leave the random generators unchanged."""
+    # Read and check everything before any weight changes.
     manifest = _checked_manifest(path, policies)
     _check_learners(path, policies, manifest)
     contents = _read_parts(path, _parts(policies, references=True), manifest)
@@ -193,7 +197,7 @@ def load_weights(path: Path, policies: Mapping[str, Policy]) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One file of weights. ``label`` names it in messages; a ``frozen`` one never changes in a run."""
+    """One file of weights. ``label`` names it in messages; a ``frozen`` part never changes in a run."""
 
     file: str
     label: str
@@ -205,7 +209,7 @@ class Part:
 
 
 def _parts(policies: Mapping[str, Policy], *, references: bool) -> list[Part]:
-    """Each policy's own weights, and once each what policies share: bases and references."""
+    """Return each policy's own weights, and the shared bases and references once each."""
     named = sorted(policies.items())  # the order of a config file must not matter
     own = [Part(f"policy-{name}.safetensors", f"policy {name!r}", p.model, not p.trainable) for name, p in named]
     shared: dict[int, Part] = {}
@@ -223,7 +227,7 @@ def _parts(policies: Mapping[str, Policy], *, references: bool) -> list[Part]:
 def _write_all(
     folder: Path, policies: Mapping[str, Policy], attachments: Mapping[str, bytes], frozen: FrozenFiles
 ) -> dict[str, Any]:
-    """Write every file except the manifest; return the manifest's entries for them."""
+    """Write every file except the manifest, and return the manifest's entries for them."""
     write_tensors(generator_states(), folder / "rng.safetensors")
     for part in _parts(policies, references=True):
         weights = {key: tensor.contiguous() for key, tensor in part.weights()}
@@ -247,7 +251,7 @@ def _kind(policy: Policy) -> str:
 
 
 def _describe(policy: Policy, optimizer_file: Path) -> dict[str, Any]:
-    """Return the manifest's entry for ``policy``; write its optimizer's moments to ``optimizer_file``."""
+    """Write the moments of ``policy``'s optimizer to ``optimizer_file``, and return its entry in the manifest."""
     described: dict[str, Any] = {
         "kind": _kind(policy),
         "trainable": policy.trainable,
@@ -286,7 +290,7 @@ def _restore_optimizer(policy: Policy, moments: dict[str, Tensor] | None, descri
 # Checks
 # ---------------------------------------------------------------------------------------------------------------------
 def _checked_manifest(path: Path, policies: Mapping[str, Policy]) -> dict[str, Any]:
-    """The manifest, once its files are whole and it was written by such a run with such policies."""
+    """Return the manifest after checks: its files are complete, and its processes and policies equal this run's."""
     manifest = read_manifest(path, FORMAT)
     if manifest["world_size"] != WORLD_SIZE:
         raise CheckpointMismatch(f"{path}: written by {manifest['world_size']} processes, this run has {WORLD_SIZE}")
@@ -303,7 +307,7 @@ def _checked_manifest(path: Path, policies: Mapping[str, Policy]) -> dict[str, A
 
 
 def _check_learners(path: Path, policies: Mapping[str, Policy], manifest: dict[str, Any]) -> None:
-    """Require the same trained policies: a policy that was frozen has no optimizer state to resume from."""
+    """Require the same trainable policies, because a frozen policy saved no optimizer state to resume from."""
     words = {True: "trainable", False: "frozen"}
     for name, policy in policies.items():
         was = manifest["policies"][name]["trainable"]
@@ -315,7 +319,7 @@ def _check_learners(path: Path, policies: Mapping[str, Policy], manifest: dict[s
 
 
 def _read_parts(path: Path, parts: Iterable[Part], manifest: dict[str, Any]) -> list[tuple[Part, dict[str, Tensor]]]:
-    """The saved tensors of each part, checked against its model by name and shape."""
+    """Read the saved tensors of each part, and check them against its model by name and shape."""
     contents = []
     for part in parts:
         if part.file not in manifest["files"]:

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: written, fingerprinted, linked where they stand already, and read with care."""
+"""Writes, fingerprints and links the files of a checkpoint, and checks them when it reads them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class CheckpointError(RuntimeError):
 
 
 class CheckpointMismatch(CheckpointError):
-    """A whole checkpoint, of another run than this: other policies, processes, or another format."""
+    """A complete checkpoint that doesn't fit this run: it has other policies, processes, or another format."""
 
 
 class FrozenFiles:
-    """Weights that never change are not written again: the checkpoint ``before`` has them, and a link is enough.
+    """Links files that never change to those of the checkpoint ``before``, instead of writing them again.
 
-    A digest in its manifest tells that they are the same, from names, shapes and the sums of all bits; ``digests``
-    are those to write down this time, ``known`` the sizes and SHA-256 of what was linked.
+    It recognizes equal weights by a digest of names, shapes, dtypes and bit sums in that checkpoint's manifest.
+    ``digests`` are those for the new manifest, ``known`` the sizes and SHA-256 of the linked files.
     """
 
     def __init__(self, before: Path | None) -> None:
@@ -43,11 +43,11 @@ class FrozenFiles:
         self._before = before
         self._manifest: dict[str, Any] = {}
         if before is not None:
-            with suppress(CheckpointError):  # of a damaged one nothing is linked; who reads it will be told
+            with suppress(CheckpointError):  # link nothing of a damaged checkpoint; reading it raises the error
                 self._manifest = _parsed(before / "manifest.json")
 
     def link(self, file: Path, weights: Mapping[str, Tensor]) -> bool:
-        """Make ``file`` a link to what holds ``weights`` already; ``False`` where nothing does."""
+        """Link ``file`` to the file of ``before`` that holds ``weights``; ``False`` if there is none."""
         digest = self.digests[file.name] = _digest(weights)
         if self._before is None or self._manifest.get("frozen", {}).get(file.name) != digest:
             return False
@@ -59,7 +59,7 @@ class FrozenFiles:
         return True
 
     def take(self, source: Path, file: Path) -> None:
-        """Make ``file`` a link to ``source``, which never changes; what ``before`` links too needs no new SHA-256."""
+        """Link ``file`` to ``source``, which never changes. A file that ``before`` links too needs no new SHA-256."""
         link_or_copy(source, file)
         entry = self._manifest.get("files", {}).get(file.name)
         if self._before is not None and entry is not None:
@@ -69,8 +69,10 @@ class FrozenFiles:
 
 
 def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
-    """``save_file``, with ``OSError`` for whatever keeps the bytes from the disk, ``ValueError`` for tensors that have
-    none. Views of one storage are written one by one, which the format asks for."""
+    """Write ``tensors`` with ``save_file``. Views of one storage are copied first, as the format requires.
+
+    Raises ``OSError`` if the file can't be written, and ``ValueError`` for tensors without memory.
+    """
     check_memory(tensors)
     whole = {name: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for name, t in tensors.items()}
     try:
@@ -80,7 +82,7 @@ def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """``load_file``, with :class:`CheckpointError` for what can't be read."""
+    """Read tensors with ``load_file``. Raises :class:`CheckpointError` if the file can't be read."""
     try:
         return load_file(file)
     except (OSError, SafetensorError) as error:
@@ -88,14 +90,14 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def write_manifest(manifest: Mapping[str, Any], path: Path) -> None:
-    """Write ``manifest``, fit for JSON, into checkpoint ``path``, with a SHA-256 of itself."""
-    plain = json.loads(json.dumps(manifest))  # as it will be read: keys that were numbers are text
+    """Write the JSON-serialisable ``manifest`` into checkpoint ``path``, with a SHA-256 of itself."""
+    plain = json.loads(json.dumps(manifest))  # as it will be read back: numeric keys become strings
     signed = {**plain, _OWN: _own_digest(plain)}
     (path / "manifest.json").write_text(json.dumps(signed, indent=1), encoding="utf-8")
 
 
 def read_manifest(path: Path, version: int) -> dict[str, Any]:
-    """The manifest of checkpoint ``path`` in format ``version``, once it and all files of it are as it says."""
+    """Return the manifest of checkpoint ``path``, after a check of its format ``version``, its digest and all files."""
     manifest = _parsed(path / "manifest.json")
     if manifest.get("format") != version:
         raise CheckpointMismatch(f"{path}: format {manifest.get('format')!r}; this version reads format {version}")
@@ -111,10 +113,10 @@ def read_manifest(path: Path, version: int) -> dict[str, Any]:
 
 
 def read_listed(path: Path, name: str) -> bytes | None:
-    """The bytes of file ``name`` of checkpoint ``path``, once they are those that its manifest lists.
+    """Return the bytes of file ``name`` of checkpoint ``path``, after a check against the manifest.
 
-    ``None`` where the manifest lists none and none is there. Raises :class:`CheckpointError` for others: what is read
-    here may be unpickled, which runs code.
+    Returns ``None`` if the file is neither listed nor there. Raises :class:`CheckpointError` for a file that is not
+    listed or differs: the caller may unpickle the bytes, which runs code.
     """
     manifest, file = _parsed(path / "manifest.json"), path / name
     if manifest.pop(_OWN, None) != _own_digest(manifest):
@@ -131,13 +133,13 @@ def read_listed(path: Path, name: str) -> bytes | None:
 
 
 def fingerprint(file: Path) -> list[Any]:
-    """Size in bytes and SHA-256."""
+    """Return the file's size in bytes and its SHA-256."""
     with file.open("rb") as stream:
         return [file.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest()]
 
 
 def sync_files(folder: Path) -> None:
-    """Bring every file of ``folder``, and its listing, to the disk."""
+    """Flush every file of ``folder``, and its listing, to the disk."""
     for file in folder.iterdir():
         with file.open("rb") as stream:
             os.fsync(stream.fileno())

@@ -1,4 +1,4 @@
-"""Progress of a run: counters and validations, when to stop, and which step was best."""
+"""Progress of a run: counters, validations, reasons to stop, and the best step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from turnwise.train.config.schema import TrainConfig
 
 @dataclass(slots=True)
 class RunProgress:
-    """Saved with every checkpoint. ``evaluations`` is ``{"10": 0.42}``: validation success by step, as JSON has it.
+    """Counters of a run, saved with every checkpoint.
 
-    ``seconds`` are those of finished steps, validation included.
+    ``evaluations`` is the validation success by step, with strings as keys as in JSON: ``{"10": 0.42}``. ``seconds``
+    counts finished steps, with their validations.
     """
 
     step: int = 0
@@ -26,13 +27,14 @@ class RunProgress:
 
     @property
     def best_step(self) -> int | None:
-        """The step of the best validation, the first of equal ones; ``None`` before any."""
+        """The step of the best validation, the first if several are equal; ``None`` before any validation."""
         if not self.evaluations:
             return None
         return min(map(int, self.evaluations), key=lambda step: (-self.evaluations[str(step)], step))
 
     def finished(self, config: TrainConfig) -> str | None:
         """Return the reason to end the run, or ``None`` while no limit of ``config`` is reached."""
+        # The latest ``hold`` validations, and the number of validations since the best one.
         best = self.best_step
         target, hold, patience = config.eval.target_success, config.eval.hold, config.eval.patience
         latest = [self.evaluations[step] for step in sorted(self.evaluations, key=int)][-hold:]
@@ -57,16 +59,16 @@ class RunProgress:
         return bool(every and self.step % every == 0) or self.best_kept(config) == self.step
 
     def best_kept(self, config: TrainConfig) -> int | None:
-        """Return the step that ``checkpoint.keep_best`` keeps; ``None`` where it is off, or before any validation."""
+        """Return the step that ``checkpoint.keep_best`` keeps; ``None`` if it is off, or before any validation."""
         return self.best_step if config.checkpoint.keep_best else None
 
 
 START = "start"
-"""Name of the weights that a run begins with, after its warm start; used instead of a checkpoint."""
+"""Name of a run's starting weights, after its warm start; used instead of a checkpoint's name."""
 
 
 def find_checkpoint(root: Path, which: str | Path) -> Path:
-    """The checkpoint under ``root`` that ``which`` names, by a key of :data:`NAMED` or its own; else a folder.
+    """Return the checkpoint under ``root`` that ``which`` names: a key of :data:`NAMED`, its own name, or a folder.
 
     Raises :class:`~turnwise.train.checkpoint.checkpoint.CheckpointError` naming what is missing.
     """
@@ -80,7 +82,7 @@ def find_checkpoint(root: Path, which: str | Path) -> Path:
 
 
 def _best(found: list[Path]) -> Path:
-    """The one of the best validation that the newest checkpoint knows of."""
+    """Return the checkpoint with the best validation, according to the newest checkpoint."""
     try:
         state = json.loads((found[-1] / "manifest.json").read_text(encoding="utf-8"))["state"]
         step = RunProgress(**state["progress"]).best_step
@@ -95,4 +97,4 @@ def _best(found: list[Path]) -> Path:
 
 
 NAMED: dict[str, Callable[[list[Path]], Path]] = {"newest": lambda found: found[-1], "best": _best}
-"""Checkpoints by what they are: from all of a run, oldest first, to one."""
+"""Special names of checkpoints. Each function chooses one of a run's checkpoints, given oldest first."""

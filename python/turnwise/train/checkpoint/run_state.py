@@ -1,4 +1,4 @@
-"""Every generator that a run may draw from: the trainer's own, Python's and numpy's as JSON, torch's as tensors."""
+"""States of the random generators of a run: the trainer's, Python's and numpy's as JSON, torch's as tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def seed_generators(seed: int) -> None:
 
 
 def random_state(rng: np.random.Generator) -> dict[str, Any]:
-    """The states of ``rng`` and of the global Python and numpy generators, which a user's episodes may draw from."""
+    """Return the states of ``rng`` and of the global Python and numpy generators, which a user's episodes may use."""
     legacy = np.random.get_state(legacy=False)
     assert isinstance(legacy, dict)
     return {
@@ -30,7 +30,7 @@ def random_state(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def set_random_state(rng: np.random.Generator, state: dict[str, Any]) -> None:
-    """Undo :func:`random_state`, also after a round trip through JSON."""
+    """Restore the state of :func:`random_state`, also after a round trip through JSON."""
     rng.bit_generator.state = state["trainer"]
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -39,7 +39,7 @@ def set_random_state(rng: np.random.Generator, state: dict[str, Any]) -> None:
 
 
 def generator_states() -> dict[str, Tensor]:
-    """torch's generators, of the CPU and of each GPU that this process has used."""
+    """Return the states of torch's generators: the CPU's, and those of all GPUs if this process has used CUDA."""
     states = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states |= {f"cuda:{i}": torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())}
@@ -47,7 +47,7 @@ def generator_states() -> dict[str, Tensor]:
 
 
 def set_generator_states(states: Mapping[str, Tensor]) -> None:
-    """Undo :func:`generator_states`; GPUs that are not there are left out."""
+    """Restore the states of :func:`generator_states`; skip GPUs that this machine doesn't have."""
     torch.set_rng_state(states["torch"])
     for name in set(states) - {"torch"}:
         if torch.cuda.is_available() and torch.device(name).index < torch.cuda.device_count():

@@ -1,4 +1,4 @@
-"""Stores in files, beside a run's checkpoints: where a run that has none begins again, and what none of them needs."""
+"""Keeps stores in files consistent with a run's checkpoints: restores their first state, and prunes old revisions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from turnwise.arena import Arena, ArtifactStore
 from turnwise.utils.files import replace_text
 
 STORES_FILE = "stores.json"
-"""In the run folder: the state of each store in a file when the run began."""
+"""File in the run folder with the state that each store in a file had when the run began."""
 
 
 def name_run(arena: Arena, folder: Path) -> None:
@@ -19,10 +19,10 @@ def name_run(arena: Arena, folder: Path) -> None:
 
 
 def begin_stores(arena: Arena, folder: Path) -> None:
-    """Before the first step of a run without a checkpoint: note where its stores in files stand.
+    """Record the states of stores in files, before the first step of a run without a checkpoint.
 
-    A run that was killed before its first checkpoint goes back to what was noted, so that nothing of it stands in the
-    stores twice. Raises ``ValueError``, naming the note, where a store can't go back.
+    If the run was killed before its first checkpoint, first restore the recorded states, so that its stores don't get
+    the same entries twice. Raises ``ValueError``, naming the record, if a store can't be restored.
     """
     stores, note = _in_files(arena), folder / STORES_FILE
     if not stores:
@@ -39,7 +39,7 @@ def begin_stores(arena: Arena, folder: Path) -> None:
 
 
 def forget_old_states(arena: Arena, oldest: Path) -> None:
-    """Let stores in files forget what only checkpoints before ``oldest``, the oldest that is left, would need."""
+    """Prune the revisions of stores in files that only checkpoints before ``oldest``, the oldest left, would need."""
     stores = _in_files(arena)
     if not stores:
         return

@@ -19,7 +19,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """``eval.every = true`` must not mean 1."""
+        """Reject ``true`` and ``false`` for a number: ``eval.every = true`` must not mean 1."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         if isinstance(value, bool) and {int, float} & {annotation, *get_args(annotation)}:
             raise ValueError("expected a number")

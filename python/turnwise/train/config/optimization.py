@@ -20,7 +20,7 @@ class KLConfig(Section):
     importance_weighted: bool = False
     """Multiply a term in the loss by the importance ratio."""
     apply_to: Literal["loss", "reward"] = "loss"
-    """Place of the term: in the loss, or as the k1 estimate of each token into the reward before credit."""
+    """Place of the term: in the loss, or, as the k1 estimate of each token, in the reward before credit."""
     target: float | None = Field(default=None, gt=0)
     """KL per token, in nats, that the coefficient adapts to (https://arxiv.org/abs/1909.08593, section 2.2)."""
     horizon: int = Field(default=10_000, ge=1)
@@ -28,7 +28,7 @@ class KLConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """Truncated importance weights for samples of other weights: see ``turnwise.ops.ImportanceCorrection``."""
+    """Truncated importance weights against a mismatch of sampler and trainer: ``turnwise.ops.ImportanceCorrection``."""
 
     level: Literal["token", "sequence"] = "token"
     """Unit of a weight."""
@@ -79,4 +79,4 @@ class UpdateConfig(OptimizerConfig):
     sequence_layout: Literal["auto", "trie", "packed", "padded"] = "auto"
     """Rows in the forward pass: ``trie`` shares prefixes; ``auto`` tries trie, packed and padded, in this order."""
     max_nonfinite_updates: int = Field(default=3, ge=0)
-    """Non-finite updates in a row that are skipped; one more stops the run."""
+    """Most non-finite updates in a row that are skipped; one more stops the run."""

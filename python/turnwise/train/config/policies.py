@@ -61,7 +61,7 @@ class PolicyConfig(Section):
 
 
 class PhaseConfig(Section):
-    """Training in turns: one phase follows the other, and the first follows the last."""
+    """A phase in which only some policies train; after the last phase the first one follows again."""
 
     train: list[str] = Field(min_length=1)
     """Policies that this phase updates."""

@@ -55,11 +55,11 @@ class TreeConfig(Section):
     """Selection among a tree's branches: the arguments of :class:`turnwise.arena.TreeSampler`."""
 
     select: Literal["best", "first", "mixed", "sample", "none"] = "best"
-    """Branch that goes on: best, first, ``sample`` (softmax), ``mixed`` (best or random); ``none`` continues all."""
+    """Branch that continues: best, first, ``sample`` (softmax), ``mixed`` (best or random); ``none`` continues all."""
     best_share: Annotated[float | list[float], PlainValidator(_share)] = 0.5
     """Probability of the best branch under ``mixed``, 0 to 1; a pair is its value at the first and the last step."""
     beam_width: int = Field(default=1, ge=1)
-    """Branches that go on, 1 or the width of a beam search; each grows ``rollout.branches`` branches."""
+    """Branches that continue, 1 or the width of a beam search; each grows ``rollout.branches`` branches."""
     score_by: Literal["reward", "return", "value"] = "reward"
     """Score of a branch: its action's reward, the return so far, or the value that ``playouts`` estimate."""
     temperature: float = Field(default=1.0, gt=0)
@@ -74,9 +74,9 @@ class PlayLimits(Section):
     """Limits of the episodes of one step."""
 
     max_concurrency: int = Field(default=MAX_CONCURRENCY, ge=1)
-    """Model calls at the same time, over all actors."""
+    """Most model calls at the same time, over all actors."""
     max_concurrency_per_actor: dict[str, Annotated[int, Field(ge=1, strict=True)]] = Field(default_factory=dict)
-    """Model calls at the same time of single actors, by their names."""
+    """Most model calls at the same time of single actors, by their names."""
     timeout: float | None = Field(default=None, gt=0)
     """Seconds that an episode may take; by default no limit."""
     failure_threshold: float = Field(default=0.5, ge=0, le=1)
@@ -105,7 +105,7 @@ class RolloutConfig(PlayLimits):
     server: ServerConfig = ServerConfig()
     """Servers of the client ``vllm-server``."""
     max_batch_rows: int = Field(default=512, ge=1)
-    """Completions that the client computes at the same time."""
+    """Most completions that the client computes at the same time."""
     check_private: bool = False
     """Stop the run when an actor sees another actor's private text, or would train on its tokens."""
 
@@ -114,9 +114,9 @@ class LoopConfig(Section):
     """Asynchronous training: how far sampling may run ahead of the updates."""
 
     max_staleness: int = Field(default=0, ge=0)
-    """Weight versions by which a trained token may be behind; 0 samples and trains in turn."""
+    """Most weight versions that a trained token may be behind; 0 alternates sampling and training."""
     in_flight_updates: bool = False
-    """Hand new weights to the sampler in the middle of its completions; needs ``max_staleness`` > 0."""
+    """Load new weights into the sampler in the middle of its completions; needs ``max_staleness`` > 0."""
     deterministic: bool = False
     """Order events by step instead of by clock, so that a resumed run repeats bit for bit."""
 
@@ -132,7 +132,7 @@ class LoopConfig(Section):
 
 
 DEFAULT_CREDIT = "at_grpo"
-"""The rule of a task that names none as its ``credit_rule``."""
+"""Credit rule of tasks that set no ``credit_rule``."""
 
 
 class CreditConfig(Section):
@@ -159,7 +159,7 @@ class FilterConfig(Section):
     drop_zero_advantage: bool = True
     """Drop samples whose advantage is 0."""
     drop_truncated: bool = False
-    """Drop completions that ran into the token limit."""
+    """Drop completions that reached the token limit."""
     max_length: int | None = Field(default=None, ge=2)
     """Drop samples with more tokens in prompt and completion; by default none."""
     dynamic_sampling_rounds: int = Field(default=0, ge=0)

@@ -1,4 +1,4 @@
-"""Phase schedules: which policies train at a step. Without phases all that can, at every step."""
+"""Phase schedules decide which policies train in a step. Without phases all trainable policies train in every step."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from turnwise.train.config.policies import PhaseConfig
 
 
 def policies_at(step: int, phases: Sequence[PhaseConfig], trainable: Collection[str]) -> set[str]:
-    """The policies of ``trainable`` that are updated in ``step``, counted from 0.
+    """Return the policies of ``trainable`` that are updated in ``step``, counted from 0.
 
-    The phases follow one another for their ``steps`` each, and then begin anew.
+    Each phase lasts for its ``steps``; after the last phase the first one follows again.
     """
     if not phases:
         return set(trainable)
@@ -23,7 +23,7 @@ def policies_at(step: int, phases: Sequence[PhaseConfig], trainable: Collection[
 
 
 def steps_in_training(policy: str, steps: int, phases: Sequence[PhaseConfig]) -> int:
-    """In how many of the first ``steps`` steps ``policy`` is updated: the length of its learning-rate schedule."""
+    """Count the steps among the first ``steps`` that update ``policy``: the length of its learning-rate schedule."""
     if not phases:
         return steps
     rounds, rest = divmod(steps, sum(phase.steps for phase in phases))

@@ -56,7 +56,7 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    """Metrics and recorded episodes, besides ``metrics.jsonl``."""
+    """Metrics and recorded episodes, in addition to ``metrics.jsonl``."""
 
     tensorboard: bool = False
     """Write TensorBoard event files into the run folder."""
@@ -90,7 +90,7 @@ class TrainConfig(Section):
     max_sampled_tokens: int | None = Field(default=None, gt=0)
     """Sampled tokens after which the run stops, at the end of a step."""
     device: str = "auto"
-    """Device of the trainer: cpu, cuda, cuda:1; ``auto`` takes a GPU where there is one."""
+    """Device of the trainer: cpu, cuda, cuda:1; ``auto`` takes a GPU if there is one."""
     threads: int | None = Field(default=None, ge=1)
     """Threads of torch; by default torch's own choice."""
     resume: bool = True
@@ -131,7 +131,7 @@ class TrainConfig(Section):
     """Metrics and recorded episodes."""
 
     def optimizer_of(self, policy: str) -> OptimizerConfig:
-        """``[update]`` with the overrides of ``policies.<policy>.optimizer``."""
+        """Return the settings of ``[update]`` with the overrides of ``policies.<policy>.optimizer``."""
         names = OptimizerConfig.model_fields
         shared = {name: getattr(self.update, name) for name in names}
         return OptimizerConfig.model_validate({**shared, **self.policies[policy].optimizer})

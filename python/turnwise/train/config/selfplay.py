@@ -30,9 +30,9 @@ class SignalConfig(Section):
     """One watched signal."""
 
     threshold: float | None = None
-    """Value from which on the signal is unhealthy; by default the signal's own."""
+    """Value at which the signal becomes unhealthy; by default the signal's own."""
     actions: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Actions that are taken then: names in ``turnwise.train.health.ACTIONS``, each with its options."""
+    """Actions to take when it is unhealthy: names in ``turnwise.train.health.ACTIONS``, each with its options."""
 
 
 class HealthConfig(Section):
@@ -44,5 +44,5 @@ class HealthConfig(Section):
     """The watched signals, by their names in ``turnwise.train.health.SIGNALS``."""
 
     def actions(self) -> set[str]:
-        """The names of all actions that a signal may ask for."""
+        """Return the names of all actions that a signal may ask for."""
         return {name for signal in self.signals.values() for name in signal.actions}

@@ -65,7 +65,10 @@ def parse_settings(data: Mapping[str, Any]) -> TrainConfig:
 
 
 def _read(file: Path, before: tuple[Path, ...]) -> dict[str, Any]:
-    """Return the settings of ``file`` over those of the file that it extends; ``before`` are the files on the way."""
+    """Return the settings of ``file`` merged over those of the file that it extends.
+
+    ``before`` are the files that extend this one, directly or through others.
+    """
     if file.resolve() in before:
         raise ConfigError(f"config file {str(file)!r} extends itself: {' -> '.join(map(str, before))}")
     try:
@@ -94,12 +97,12 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def split_key(dotted: str) -> list[str]:
-    """Split a dotted key. ``warm-start.steps`` is ``warm_start.steps``; names of policies keep their dashes."""
+    """Split a dotted key. ``warm-start.steps`` means ``warm_start.steps``; names of policies keep their dashes."""
     return dotted.split(".") if dotted.startswith("policies.") else dotted.replace("-", "_").split(".")
 
 
 def set_value(data: dict[str, Any], keys: Sequence[str], value: Any) -> None:
-    """Set ``data[keys[0]][keys[1]]...``, creating tables on the way."""
+    """Set ``data[keys[0]][keys[1]]...``, and create missing tables."""
     *parents, leaf = keys
     for name in parents:
         data = data.setdefault(name, {})
@@ -138,14 +141,14 @@ def section_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def to_toml(config: TrainConfig) -> str:
-    """Return the resolved configuration as TOML, which ``load_config`` reads back to an equal one."""
+    """Return the resolved configuration as TOML; ``load_config`` reads it back to an equal one."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
 def differences(file: Path, config: TrainConfig) -> list[str]:
     """List the keys where ``config`` differs from a file of :func:`to_toml`, as ``"update.lr 0.001 -> 0.01"``.
 
-    The list is empty where the file is missing or no TOML.
+    The list is empty if the file is missing or is not TOML.
     """
     try:
         before = _leaves(tomllib.loads(file.read_text(encoding="utf-8")))

@@ -1,4 +1,4 @@
-"""Clean evaluation: a view of the arena that trains nothing, greedy by default, with confidence intervals."""
+"""Evaluates policies on a view of the arena that trains nothing, greedily by default, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from turnwise.types import EpisodeRequest, GenerateResult, Rollout, Sampling
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """``success`` is the mean of the success metric over all ``episodes``; ``low`` and ``high`` bound it at 95%.
+    """Results of an evaluation. ``success`` is the mean of the success metric over all ``episodes``; ``failed`` ones
+    count as 0. ``low`` and ``high`` are its 95% interval.
 
-    ``failed`` episodes count as 0 there. ``metrics`` holds the mean of every rubric metric over those that finished,
-    ``estimates`` these and ``reward/<actor>`` with their intervals: in a game for two, the reward of each seat.
-    ``pass_at`` has pass@k by ``k`` for ``samples`` attempts at each question, where success is 0 or 1. ``values`` and
-    ``clusters`` hold success and question of every episode, in the order of the requests.
+    ``metrics`` holds the mean of every rubric metric over the finished episodes. ``estimates`` holds the same metrics
+    and ``reward/<actor>`` (in a two-player game the reward of each seat) with their intervals. ``pass_at`` has pass@k
+    by ``k`` for ``samples`` attempts at each question, if success is 0 or 1. ``values`` and ``clusters`` hold the
+    success and the question of every episode, in the order of the requests.
     """
 
     success: float
@@ -38,7 +39,7 @@ class Evaluation:
 
 
 def describe(result: Evaluation) -> str:
-    """``success 91.0% (95% interval 86.2–94.3%, 200 questions)``."""
+    """Return a line such as ``success 91.0% (95% interval 86.2–94.3%, 200 questions)``."""
     failed = f", {result.failed} failed" if result.failed else ""
     each = f", {result.samples} samples of each" if result.samples > 1 else ""
     return (
@@ -57,12 +58,13 @@ async def evaluate(
 ) -> Evaluation:
     """Run ``requests`` without trees, filters or updates, and average ``metric`` (a name in ``rollout.metrics``).
 
-    Each is played ``samples`` times. Seeds are those of the requests, so two policies meet the same luck. Episodes with
-    one ``group_id`` are no independent trials: intervals are over groups. Raises ``ValueError`` where there is nothing
-    to average.
+    Each request runs ``samples`` times. Seeds come from the requests, so two policies are compared with equal seeds.
+    Episodes with the same ``group_id`` are not independent, so intervals are over groups. Raises ``ValueError`` if no
+    episode finishes, or none has ``metric``.
     """
     if samples < 1:
         raise ValueError(f"samples={samples!r}: expected at least 1")
+    # Play the requests, and check that there is something to measure.
     view = arena.evaluation(sampling=sampling or arena.sampling.with_(temperature=0.0))
     results = await view.generate_rollouts([request for request in requests for _ in range(samples)])
     done = [result.rollout for result in results if result.rollout.error is None]
@@ -72,6 +74,7 @@ async def evaluate(
     names = sorted({name for rollout in done for name in rollout.metrics})
     if metric not in names:
         raise ValueError(f"metric={metric!r}: expected one of the rubric's metrics: {', '.join(names)}")
+    # A failed episode counts as 0; episodes of one question form a cluster.
     values = [_success(result.rollout, metric) for result in results]
     clusters = [result.group_id for result in results]
     success = estimate(values, clusters)
@@ -97,7 +100,7 @@ def _success(rollout: Rollout, metric: str) -> float:
 
 
 def _estimates(results: Sequence[GenerateResult]) -> dict[str, Estimate]:
-    """Every metric and every actor's reward, over the episodes that finished and have it."""
+    """Estimate every metric and every actor's reward, over the finished episodes that have it."""
     found: defaultdict[str, tuple[list[float], list[Hashable]]] = defaultdict(lambda: ([], []))
     for result in results:
         rollout = result.rollout
@@ -110,7 +113,7 @@ def _estimates(results: Sequence[GenerateResult]) -> dict[str, Estimate]:
 
 
 def _pass_at(values: Sequence[float], clusters: Sequence[Hashable], samples: int) -> dict[int, Estimate]:
-    """pass@k for the powers of 2 up to ``samples``, and for ``samples`` itself; none where success is no yes or no."""
+    """Return pass@k for the powers of 2 up to ``samples`` and for ``samples``; empty if a success is not 0 or 1."""
     if samples == 1 or not set(values) <= {0.0, 1.0}:
         return {}
     counts = np.array(values).reshape(-1, samples).sum(axis=1).astype(int)
@@ -119,8 +122,8 @@ def _pass_at(values: Sequence[float], clusters: Sequence[Hashable], samples: int
 
 
 def compare(first: Evaluation, second: Evaluation) -> PairedDifference:
-    """Compare the success of ``first`` and ``second`` question by question. Raises ``ValueError`` unless both were
-    asked the same."""
+    """Compare the success of ``first`` and ``second`` question by question. Raises ``ValueError`` if their questions
+    differ."""
     if first.clusters != second.clusters or first.samples != second.samples:
         raise ValueError("first and second were asked different questions: evaluate both with the same requests")
     return paired_difference(first.values, second.values, first.clusters)

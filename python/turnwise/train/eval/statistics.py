@@ -1,6 +1,6 @@
 """Uncertainty of a measurement: intervals of means and shares, paired comparisons, pass@k.
 
-Seeds are fixed: equal data give equal results.
+Seeds are fixed, so equal data give equal results.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass
 import numpy as np
 
 Z = 1.959964
-"""The 97.5% point of the normal distribution: all intervals are of 95%."""
+"""The 97.5% quantile of the normal distribution: all intervals are 95% intervals."""
 
 DRAWS = 10_000
 """Bootstrap and permutation draws."""
 
-_AT_ONCE = 2_000_000  # numbers that one block of draws may hold
+_AT_ONCE = 2_000_000  # most numbers in one block of draws
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean of ``count`` values, and the bounds of its 95% interval by ``method``."""
+    """A mean of ``count`` values, with the bounds of its 95% interval, computed by ``method``."""
 
     mean: float
     low: float
@@ -32,20 +32,20 @@ class Estimate:
 
 
 def wilson(share: float, n: int, z: float = Z) -> tuple[float, float]:
-    """Wilson's score interval of a share of ``n`` trials (E. B. Wilson, JASA 22, 1927)."""
+    """Return Wilson's score interval of a share of ``n`` trials (E. B. Wilson, JASA 22, 1927)."""
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    # At 0 and 1 the bound is exact, which the sums are not.
+    # At 0 and 1 one bound is exactly the share; rounding would miss it.
     return (0.0 if share == 0 else max(0.0, centre - half)), (1.0 if share == 1 else min(1.0, centre + half))
 
 
 def estimate(values: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Estimate:
-    """The mean of ``values`` and its interval. Values of one cluster, such as the samples of one question, are no
-    independent trials: name the cluster of each.
+    """Return the mean of ``values`` and its interval. ``clusters`` names the cluster of each value: values of one
+    cluster, such as the samples of one question, are not independent.
 
-    Zeros and ones, one per cluster: Wilson's interval; the same where all are equal, with the clusters as trials. All
-    else: percentile bootstrap over clusters (B. Efron and R. Tibshirani, An Introduction to the Bootstrap, 1993,
-    chapter 13). A single cluster bounds nothing: low and high are then infinite. Raises ``ValueError`` for no values.
+    Zeros and ones get Wilson's interval if each cluster has one value, or if all are equal (with the clusters as
+    trials). Other values get the percentile bootstrap over clusters (B. Efron and R. Tibshirani, An Introduction to the
+    Bootstrap, 1993, chapter 13); its bounds are infinite for a single cluster. Raises ``ValueError`` for no values.
     """
     if not len(values):
         raise ValueError("values is empty: expected at least one")
@@ -60,7 +60,7 @@ def estimate(values: Sequence[float], clusters: Sequence[Hashable] | None = None
 
 
 def _by_cluster(data: np.ndarray, clusters: Sequence[Hashable] | None) -> tuple[np.ndarray, np.ndarray]:
-    """Sum and size of each cluster, in order of first appearance."""
+    """Return the sum and size of each cluster, in order of first appearance."""
     if clusters is None:
         return data, np.ones(len(data))
     ids: dict[Hashable, int] = {}
@@ -85,9 +85,9 @@ def _bootstrap(sums: np.ndarray, sizes: np.ndarray) -> tuple[float, float]:
 # ---------------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class PairedDifference:
-    """``first - second`` on the same questions with the same seeds: the mean over all values, its interval, and how
-    likely so large a difference would be by chance (``p``, two-sided) by ``test``. ``better`` and ``worse`` count the
-    clusters in which the first has more, and less."""
+    """Result of ``first - second`` on the same questions with the same seeds. ``difference`` has the mean over all
+    values and its interval. ``p`` is the two-sided p-value by ``test``. ``better`` and ``worse`` count the clusters in
+    which the first has more, and less."""
 
     difference: Estimate
     p: float
@@ -101,10 +101,10 @@ def paired_difference(
 ) -> PairedDifference:
     """Compare two measurements of the same questions, value by value.
 
-    The interval is a paired bootstrap: whole clusters of differences are drawn. The test is McNemar's exact one where
-    all is 0 or 1, one value per cluster (Q. McNemar, Psychometrika 12, 1947); else a permutation test that flips the
-    sign of whole clusters (R. A. Fisher, The Design of Experiments, 1935, section 21). Raises ``ValueError`` for other
-    lengths or none.
+    The interval is a paired bootstrap, which draws whole clusters of differences. The test is McNemar's exact one if
+    all values are 0 or 1, one per cluster (Q. McNemar, Psychometrika 12, 1947); else a permutation test that flips the
+    sign of whole clusters (R. A. Fisher, The Design of Experiments, 1935, section 21). Raises ``ValueError`` for
+    unequal lengths or no values.
     """
     if len(first) != len(second) or not len(first):
         raise ValueError(f"first has {len(first)} values, second {len(second)}: expected as many, and at least one")
@@ -119,14 +119,17 @@ def paired_difference(
 
 
 def mcnemar(better: int, worse: int) -> float:
-    """Two-sided exact p of ``better`` against ``worse`` discordant pairs: a fair coin's, thrown for each of them."""
+    """Return the exact two-sided p-value of ``better`` against ``worse`` discordant pairs, a binomial with p = 0.5."""
     n = better + worse
     tail = sum(math.comb(n, k) for k in range(min(better, worse) + 1))
     return min(1.0, 2 * tail / 2**n)
 
 
 def _sign_flips(sums: np.ndarray) -> float:
-    """The share of sign patterns whose sum is at least as far from 0; of random ones with the true one among them."""
+    """Return the share of sign patterns whose sum is at least as far from 0 as the true sum.
+
+    Up to 12 non-zero sums it tries all patterns; beyond, random ones, and counts the true pattern among them.
+    """
     told = sums[sums != 0]
     if len(told) <= 12:
         patterns = 1 - 2 * ((np.arange(2 ** len(told))[:, None] >> np.arange(len(told))) & 1)
@@ -134,7 +137,7 @@ def _sign_flips(sums: np.ndarray) -> float:
     else:
         patterns = np.random.default_rng(0).choice((-1, 1), size=(DRAWS, len(told)))
         extra = 1
-    # Sums in another order differ in their last bits, and a tie must count.
+    # A tie must count, though sums in another order differ in their last bits.
     far = np.abs(patterns @ told) >= abs(told.sum()) - 1e-9 * np.abs(told).sum()
     return float((far.sum() + extra) / (len(patterns) + extra))
 
@@ -143,8 +146,9 @@ def _sign_flips(sums: np.ndarray) -> float:
 # Several attempts at one question
 # ---------------------------------------------------------------------------------------------------------------------
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that one of ``k`` attempts succeeds, if ``c`` of ``n`` did: ``1 - C(n - c, k) / C(n, k)``, unbiased
-    (M. Chen et al., https://arxiv.org/abs/2107.03374, eq. 1). Raises ``ValueError`` unless ``0 <= c <= n``, ``k <= n``.
+    """Return the unbiased probability that one of ``k`` attempts succeeds, given ``c`` successes of ``n``:
+    ``1 - C(n - c, k) / C(n, k)`` (M. Chen et al., https://arxiv.org/abs/2107.03374, eq. 1). Raises ``ValueError``
+    unless ``0 <= c <= n`` and ``1 <= k <= n``.
     """
     if not (1 <= k <= n and 0 <= c <= n):
         raise ValueError(f"n={n!r}, c={c!r}, k={k!r}: expected 1 <= k <= n and 0 <= c <= n")

@@ -11,16 +11,17 @@ from turnwise.train.league.league import League
 
 
 class Action(ABC):
-    """Its fields are the options of the configuration."""
+    """An action on an unhealthy run; its fields are the options of the configuration."""
 
     @abstractmethod
     async def apply(self, trainer: TrainerView, healthy_step: int | None) -> str:
-        """Do it between two steps; what was done, in words. ``healthy_step`` is that of the last healthy checkpoint."""
+        """Apply the action between two steps, and describe it. ``healthy_step`` is the step of the last healthy
+        checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class IncreaseLeagueShare(Action):
-    """Play ``by`` more of the games against past policies, ``most`` of all at most."""
+    """Raise the share of games against past policies by ``by``, up to ``most`` of all games."""
 
     by: float = 0.1
     most: float = 0.5
@@ -55,15 +56,17 @@ class LowerLearningRate(Action):
 
 @dataclass(frozen=True, slots=True)
 class RestoreCheckpoint(Action):
-    """Take weights, optimizers and the credit rule's baselines back to the last healthy checkpoint.
+    """Restore weights, optimizers and the credit rule's baselines from the last healthy checkpoint.
 
-    Steps, questions and all generators go on, else the same would happen again; so do versions and lowered rates.
+    Steps, questions and random generators continue, or the same failure would repeat. Versions and lowered learning
+    rates continue as well.
     """
 
     async def apply(self, trainer: TrainerView, healthy_step: int | None) -> str:
         path = None if healthy_step is None else checkpoint_at(trainer.checkpoints, healthy_step)
         if path is None or path not in list_checkpoints(trainer.checkpoints):
             return "there is no healthy checkpoint to go back to"
+        # Load the checkpoint, but keep lowered rates, and count versions up so that the client gets the weights.
         now = {name: (policy.version, policy.rate_scale) for name, policy in trainer.policies.items()}
         _, state = load_learners(path, trainer.policies)
         for name, policy in trainer.policies.items():

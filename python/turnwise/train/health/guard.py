@@ -1,4 +1,4 @@
-"""The health guard: signals over a window of steps, warnings, and actions."""
+"""The health guard: judges signals over a window of steps, warns, and takes actions."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from turnwise.train.health.signals import Signal, Sums
 from turnwise.types import GenerateResult
 
 Series = dict[str, list[Sums]]
-"""One signal's sums of the latest steps, by actor."""
+"""Sums of one signal in the latest steps, by actor."""
 
 
 class Guard(Callback):
     """Watches ``signals`` over the last ``window`` steps in which an actor was measured, and takes their ``actions``.
 
-    After an action all windows begin anew, so that it has as many steps to show what it did. Metrics:
-    ``health/<signal>/<actor>`` is the window's mean, ``health/unhealthy`` how many of them are unhealthy.
+    After an action all windows start empty, so that the action has ``window`` steps to take effect. The metric
+    ``health/<signal>/<actor>`` is the window's mean, ``health/unhealthy`` the number of unhealthy ones.
     """
 
     name = "health"
@@ -45,6 +45,7 @@ class Guard(Callback):
             trainer.save()
 
     async def after_step(self, trainer: TrainerView, results: Sequence[GenerateResult]) -> dict[str, float]:
+        # Add this step's observations to the windows.
         for name, signal in self.signals.items():
             measured = signal.measure(results)
             if not measured and trainer.progress.step == 1:
@@ -52,6 +53,7 @@ class Guard(Callback):
             for actor, sums in measured.items():
                 self._recent[name].setdefault(actor, []).append(sums)
                 del self._recent[name][actor][: -self.window]
+        # Judge the windows, warn about each newly unhealthy actor, and act.
         metrics, ill = self._judged()
         metrics["health/unhealthy"] = len(ill)
         for (name, actor), reason in ill.items():
@@ -59,6 +61,7 @@ class Guard(Callback):
                 trainer.log.warn(trainer.progress.step, f"unhealthy {name} of {actor}: {reason}")
         self._warned = {f"{name}/{actor}" for name, actor in ill}
         await self._act({name for name, _ in ill}, trainer)
+        # A step is healthy if some window is full and none is unhealthy; the trainer saves its checkpoint after this.
         every = trainer.config.checkpoint.every
         if not ill and len(metrics) > 1 and every and trainer.progress.step % every == 0:
             self.healthy_step = trainer.progress.step
@@ -80,7 +83,7 @@ class Guard(Callback):
         return metrics, ill
 
     async def _act(self, ill: Collection[str], trainer: TrainerView) -> None:
-        """Take each action that an unhealthy signal asks for once, in the order of the configuration."""
+        """Take each action of the unhealthy signals once, in the order of the configuration."""
         wanted = {kind: action for name in self.signals if name in ill for kind, action in self.actions[name].items()}
         for kind, action in wanted.items():
             done = await action.apply(trainer, self.healthy_step)
@@ -106,7 +109,7 @@ class Guard(Callback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Signals that are new in the configuration begin with this step."""
+        """Restore the windows; signals that are new in the configuration start empty."""
         self.healthy_step, self._warned = state["healthy_step"], set(state["warned"])
         for name in self.signals:
             recent, first = state["recent"].get(name, {}), state["first"].get(name, {})

@@ -1,7 +1,7 @@
 """Signals that measure failures of self-play: one class per signal, found by name in :data:`SIGNALS`.
 
-A signal measures each step: for each actor that it speaks of a :class:`Sums`. Over the last window of steps these are
-added up, and :meth:`Signal.judge` says whether they are healthy. Only what live policies did counts, no past ones.
+A signal measures each step, and gives a :class:`Sums` for each actor that it covers. The guard adds these over the last
+window of steps, and :meth:`Signal.judge` decides if the sum is healthy. Only live policies are measured, not past ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from turnwise.types import GenerateResult, Rollout, Step
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """``total`` over ``count`` observations; their mean is what a signal is about."""
+    """The sum ``total`` of ``count`` observations; a signal judges their mean."""
 
     count: float
     total: float
@@ -33,7 +33,7 @@ class Sums:
 
 
 class Signal(ABC):
-    """``threshold`` is where it turns unhealthy; each class says in which units."""
+    """Base class of signals. ``threshold`` is the value at which it becomes unhealthy, in the units of each class."""
 
     default: ClassVar[float]
 
@@ -51,10 +51,10 @@ class Signal(ABC):
 
 
 class SeatSkew(Signal):
-    """The first seat's share of its games against the other seats, all played by live policies, is far from a half.
+    """The first of two seats wins much more or less than half of its games, with live policies in both seats.
 
-    Unhealthy where the 95% interval leaves 0.5 out and the share is more than ``threshold`` away from it: one seat is
-    being learned and not the other, or the game itself favours it.
+    Unhealthy if the 95% interval excludes 0.5 and the share differs from 0.5 by more than ``threshold``: only one seat
+    learns, or the game itself favours it.
     """
 
     default = 0.15
@@ -78,9 +78,9 @@ class SeatSkew(Signal):
 
 
 class Invalid(Signal):
-    """The share of an actor's actions that were not legal, by the rubric's ``legal/<actor>`` or ``valid/<actor>``.
+    """The share of an actor's actions that were illegal, by the rubric's ``legal/<actor>`` or ``valid/<actor>``.
 
-    Unhealthy where the 95% interval lies above ``threshold``.
+    Unhealthy if the whole 95% interval is above ``threshold``.
     """
 
     default = 0.2
@@ -100,7 +100,7 @@ class Invalid(Signal):
 
 
 class _Fallen(Signal):
-    """Unhealthy below ``threshold`` times what it was in the run's first window."""
+    """A signal that is unhealthy below ``threshold`` times its value in the run's first window."""
 
     what: ClassVar[str]
 
@@ -136,8 +136,8 @@ class Distinct(_Fallen):
 
 
 class Distinct2(_Fallen):
-    """Distinct-2 of a step: how many different pairs of neighbouring tokens an actor's completions hold, as a share of
-    all such pairs (Li et al., "A diversity-promoting objective function", 2016, https://arxiv.org/abs/1510.03055)."""
+    """Distinct-2 of a step: the share of distinct pairs among all pairs of neighbouring tokens in an actor's
+    completions (Li et al., "A diversity-promoting objective function", 2016, https://arxiv.org/abs/1510.03055)."""
 
     default, what = 0.3, "distinct-2"
 
@@ -167,7 +167,7 @@ def _finished(results: Sequence[GenerateResult]) -> Iterator[Rollout]:
 
 
 def _live(rollout: Rollout) -> set[str]:
-    """The actors that a live policy played in ``rollout``."""
+    """Return the actors that a live policy played in ``rollout``."""
     return {step.actor_id for step in rollout.steps if step.trainable and step.actor_id is not None}
 
 

@@ -1,6 +1,6 @@
-"""Warnings about what spoils a run without failing it: nothing trains, an actor never trains, ratios that explode.
+"""Warns about problems that spoil a run without stopping it: no sample trains, an actor never trains, ratios explode.
 
-They come once per cause, whatever ``[health]`` watches: on the console, in ``warnings.jsonl`` and in the report.
+Each cause is reported once, with any ``[health]`` settings: on the console, in ``warnings.jsonl`` and in the report.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from turnwise.train.model.policy import Policy
 from turnwise.types import TrainingBatch
 
 PATIENCE = 5
-"""Steps in a row that an actor may act without a training sample, or with nearly all completions cut off."""
+"""Steps in a row after which an actor is reported that has no training sample, or nearly all completions cut off."""
 
 MOST_TRUNCATED = 0.9
-"""The share of an actor's completions that may run into their token limit."""
+"""Largest share of an actor's completions that may reach their token limit."""
 
 RATIO_BOUND = 20.0
 """Limit of the probability ratio of updated to sampling weights, per token; clipped losses keep it near 1."""
 
 REPLACED = ("not_trainable", "over_quota", "resample")
-"""Causes that take no sample which a step counts on: seats that don't train, and questions that others stand in for."""
+"""Causes that lose no expected sample: seats that don't train, and questions that were replaced by others."""
 
 CAUSES = {
     "truncated": "ran into its token limit: raise rollout.max_tokens or the actor's own limit, or let such calls train "
@@ -51,11 +51,11 @@ RELAY = (
     "step, play branches to their ends (rollout.tree.select = 'none'), or look ahead (rollout.tree.playouts with "
     "credit.rule = 'vine')"
 )
-"""For an actor whose branches always tie, such as the reader in a relay of reader and writer."""
+"""Advice for an actor whose branches always tie, such as the reader in a relay of reader and writer."""
 
 
 class Watch:
-    """Looks at each step's samples and updates; what was told once is not told again, until the run is resumed."""
+    """Checks each step's samples and updates, and warns once per problem, again after a resume."""
 
     def __init__(self, trainer: TrainerView) -> None:
         self._trainer = trainer
@@ -66,7 +66,7 @@ class Watch:
         self._without_gradient: set[str] = set()
 
     def samples(self, batch: TrainingBatch, in_phase: Collection[str]) -> None:
-        """Look at what trains of ``batch`` in a step whose turn it is for the policies ``in_phase``."""
+        """Check which samples of ``batch`` train in a step that updates the policies ``in_phase``."""
         training = {name for name in in_phase if self._trainer.policies[name].trainable}
         policy_of = {actor.id: actor.policy for actor in self._trainer.arena.actors.values()}
         trained = Counter(
@@ -82,7 +82,7 @@ class Watch:
             self._truncation(actor, batch.metrics.get(f"truncated/{actor}", 0.0))
 
     def updates(self, policy: Policy, measured: Mapping[str, float]) -> None:
-        """Look at what the updates of ``policy`` measured."""
+        """Check what the updates of ``policy`` measured."""
         self._without_gradient.discard(policy.name)
         if measured.get("grad_norm") == 0:
             self._without_gradient.add(policy.name)
@@ -103,7 +103,7 @@ class Watch:
         )
 
     def weights(self, trained: Collection[str], moved: Collection[str]) -> None:
-        """Look at which of the ``trained`` policies have ``moved``."""
+        """Check that the weights of all ``trained`` policies have ``moved``."""
         for name in sorted(set(trained) - set(moved)):
             flat = name in self._without_gradient
             why = "its gradient is 0; are all advantages 0?" if flat else "is update.lr too small for its dtype?"
@@ -132,7 +132,7 @@ class Watch:
         causes = self._idle.setdefault(actor, Counter())
         causes.update({cause: count for (name, cause), count in drops.items() if name == actor})
         self._steps_idle[actor] += 1
-        if self._steps_idle[actor] == PATIENCE and not alone:  # of the only actor the step itself tells
+        if self._steps_idle[actor] == PATIENCE and not alone:  # with one actor, the warning about the step says it all
             main = causes.most_common(1)[0][0]
             advice = RELAY if main == "equal_rewards" else _advised(main)
             self._warn(
@@ -158,7 +158,7 @@ class Watch:
 
 
 def _listed(counts: Counter[str]) -> str:
-    """``12 equal_rewards, 4 truncated``, the most frequent first."""
+    """Return ``12 equal_rewards, 4 truncated``, the most frequent first."""
     return ", ".join(f"{count} {cause}" for cause, count in counts.most_common())
 
 

@@ -20,8 +20,8 @@ FOLDER = "league"
 """Folder of past policies, inside the run folder."""
 
 CLIENTS: dict[str, bool] = {"transformers": True, "vllm": False, "vllm-process": False}
-"""The clients that can hold frozen policies beside the live ones: whether whole models too, or adapters alone.
-A vLLM engine serves one base model, so each whole copy would be an engine more."""
+"""Clients that can hold frozen policies in addition to the live ones. ``True``: also full models; ``False``: only
+adapters, because a vLLM engine serves one base model, so each full copy would need another engine."""
 
 
 def plays_past(config: TrainConfig) -> bool:
@@ -30,7 +30,7 @@ def plays_past(config: TrainConfig) -> bool:
 
 
 def check_league(config: TrainConfig, actors: Sequence[Actor], seats: Sequence[str], task: str) -> list[str]:
-    """List the problems that keep the league of ``config`` (its policies resolved) from playing, one line each."""
+    """List the problems that prevent league games with ``config`` (with resolved policies), one line each."""
     if not plays_past(config):
         return []
     problems = []
@@ -44,7 +44,7 @@ def check_league(config: TrainConfig, actors: Sequence[Actor], seats: Sequence[s
 
 
 def _lacks(config: TrainConfig, actors: Sequence[Actor], seats: Sequence[str], task: str) -> list[str]:
-    """List what the task and the settings lack for games against past policies."""
+    """List the requirements of games against past policies that the task and the settings don't meet."""
     lacks = []
     questions, share = config.rollout.prompts_per_step, config.league.share
     if len(seats) < 2:
@@ -76,7 +76,7 @@ def _lacks_of_client(config: TrainConfig) -> list[str]:
 
 
 def build_matchmaker(config: TrainConfig) -> Matchmaker:
-    """The matchmaker that ``league.matchmaker`` names, with ``league.options``; raises :class:`ConfigError`."""
+    """Build the matchmaker that ``league.matchmaker`` names, with ``league.options``. Raises :class:`ConfigError`."""
     try:
         like = "turnwise.train.league.matchmaking.Uniform"
         kind = import_class(MATCHMAKERS, config.league.matchmaker, "league.matchmaker", methods=["weights"], like=like)
@@ -92,9 +92,10 @@ def groups_of(config: TrainConfig) -> int:
 
 
 def past_models(config: TrainConfig, models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The models to build a client with beside the live ``models``: one per slot of each trained policy.
+    """Return the models that a client needs in addition to the live ``models``: one per slot of each trained policy.
 
-    For an adapter that is one adapter more over its base; a whole model stands for itself, and the client copies it.
+    For an adapter this is a new adapter over the same base. For a full model it is the model itself, which the client
+    copies.
     """
     if not plays_past(config):
         return {}
@@ -113,7 +114,7 @@ def past_models(config: TrainConfig, models: Mapping[str, nn.Module]) -> dict[st
 def build_league(
     config: TrainConfig, actors: Sequence[Actor], seats: Sequence[str], client: InferenceClient
 ) -> League | None:
-    """The league of ``config``, for a client that was built with :func:`past_models`; ``None`` where there is none."""
+    """Build the league of ``config`` for a client with the :func:`past_models`; ``None`` without league games."""
     if not plays_past(config):
         return None
     trained = [name for name, settings in config.policies.items() if settings.trainable]

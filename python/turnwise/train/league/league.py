@@ -1,8 +1,8 @@
-"""A league: while the live policies train against themselves, some of their games are against their own past.
+"""A league: while the live policies train against themselves, some of their games are against past policies.
 
-Each league question is played twice, the live policies in one seat each time and a member of the pool in the others, so
-neither the deal nor the first move favours anybody. The member's tokens never train: its steps are marked so, and its
-name is that of no policy of the trainer.
+Each league question is played once per seat, with the live policies in that seat and a member of the pool in the
+others. So neither the deal nor the first move favours one side. The member's tokens never train: its steps are marked
+as not trainable, and its name differs from all policies of the trainer.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from turnwise.train.model.policy import Policy
 from turnwise.types import EpisodeRequest, GenerateResult
 
 MARK = "league"
-"""Key in a league rollout's ``meta``: the member it met, and the seat of the live policies."""
+"""Key in a league rollout's ``meta``, with the member (its step), the seat of the live policies, and the match."""
 
 
 class League(Callback):
-    """Seats past policies in an arena's batches, keeps their pool, and counts who beat whom.
+    """Seats past policies in an arena's batches, keeps their pool, and records the results of their games.
 
-    ``seats`` are the actors that play against each other, ``policy_of`` names their policies. ``slots`` are the
-    client's places for the past, ``at_once`` for each batch that may be under way: ``groups`` of them. A batch's
-    opponents depend on ``seed``, its number, the pool and the matrix alone.
+    ``policy_of`` maps the actors that play against each other (``seats``) to their policies. ``slots`` are the client's
+    places for past policies: ``config.opponents_per_step`` for each of ``groups`` batches that may run at once. The
+    opponents of a batch depend only on ``seed``, the batch's number, the pool and the payoff matrix.
     """
 
     name = "league"
@@ -59,12 +59,12 @@ class League(Callback):
 
     @property
     def share(self) -> float:
-        """The share of the questions that are played against the past: the config's, and what was added since."""
+        """Share of the questions that are played against past policies: the config's, plus what actions added."""
         return min(1.0, self.config.share + self.raised)
 
     # -- the pool ------------------------------------------------------------------------------------------------------
     async def on_start(self, trainer: TrainerView) -> None:
-        """The starting weights are the first member."""
+        """Make the starting weights the first member."""
         if not self.pool.members:
             self.snapshot(trainer.progress.step, trainer.policies)
 
@@ -75,7 +75,7 @@ class League(Callback):
         return metrics
 
     def snapshot(self, step: int, policies: Mapping[str, Policy]) -> None:
-        """Make the present policies a member, with what they played since the one before; not if nothing trained."""
+        """Add the present policies to the pool, with their games since the newest member; not if nothing trained."""
         trained = {name: policies[name] for name in self.slots.policies}
         newest = self.pool.members[-1] if self.pool.members else None
         if newest and newest.versions == {name: policy.version for name, policy in trained.items()}:
@@ -86,8 +86,10 @@ class League(Callback):
 
     # -- who meets whom ------------------------------------------------------------------------------------------------
     def p_win(self) -> np.ndarray:
-        """The live policies' estimated share ``[M]`` against each member: what they got since the newest snapshot, and
-        what it got before, one draw added to it."""
+        """Estimate the live policies' share ``[M]`` against each member.
+
+        It counts the results of the live policies since the newest snapshot, those of that snapshot, and one draw.
+        """
         newest = self.pool.members[-1].name
         records = [
             self.payoffs.between(LIVE, m.name).plus(self.payoffs.between(newest, m.name)) for m in self.pool.members
@@ -95,9 +97,9 @@ class League(Callback):
         return np.array([(record.share + 0.5) / (record.matches + 1) for record in records])
 
     def draw(self, batch: int, count: int) -> list[Member]:
-        """The opponents of ``count`` questions of batch ``batch``, at most ``at_once`` different ones.
+        """Draw the opponents of ``count`` questions of batch ``batch``, at most ``config.opponents_per_step`` of them.
 
-        Each question's opponent has the matchmaker's chances; questions that share a draw are not independent.
+        Each question's opponent has the matchmaker's probabilities. Questions share draws, so they are not independent.
         """
         rng = np.random.default_rng([self.seed, batch])
         size = min(count, self.config.opponents_per_step)
@@ -105,19 +107,21 @@ class League(Callback):
         return [self.pool.members[drawn[place % size]] for place in range(count)]
 
     async def seat(self, batch: int, requests: Sequence[EpisodeRequest]) -> list[EpisodeRequest]:
-        """``requests`` with ``share`` of their questions against the past: as many games as before, those last.
+        """Return ``requests`` with a ``share`` of their games against past policies; the total stays, these come last.
 
-        Half of those questions make room for the second game of the others.
+        Each league question is played once per seat, and replaces as many questions as there are seats.
         """
         questions = [list(games) for _, games in groupby(requests, key=lambda request: request.group_id)]
         count = int(self.share * len(questions) / len(self.seats) + 0.5)
         if not count or not self.pool.members:
             return list(requests)
+        # Put the drawn opponents into the slots of this batch's group.
         opponents = self.draw(batch, count)
         first = batch % self.groups * self.config.opponents_per_step
         slot_of = {step: first + place for place, step in enumerate(sorted({member.step for member in opponents}))}
         for member in opponents:
             await self._hold(slot_of[member.step], member)
+        # Replace the last questions: each chosen one is played from every seat.
         kept = len(questions) - len(self.seats) * count
         chosen = questions[kept : kept + count]
         paired = [
@@ -135,7 +139,7 @@ class League(Callback):
         return replace(request, policies={**request.policies, **others}, meta={**request.meta, MARK: mark})
 
     async def _hold(self, slot: int, member: Member) -> None:
-        """In a thread where other batches may be under way: a client waits for what it computes."""
+        """Load ``member`` into ``slot``; in a thread if other batches may run, because the client waits for them."""
         if self.groups > 1:
             await asyncio.to_thread(self.slots.hold, slot, member, self.pool)
         else:
@@ -143,7 +147,9 @@ class League(Callback):
 
     # -- how it went ---------------------------------------------------------------------------------------------------
     def record(self, results: Sequence[GenerateResult]) -> dict[str, float]:
-        """Count the league's matches among ``results``; their metrics. Failed games and gone members don't count."""
+        """Record the league's matches among ``results``, and return metrics. Failed games, and games against members
+        that have left the pool, don't count."""
+        # Group the games by match, and record each match.
         known = {member.step: member.name for member in self.pool.members}
         matches: dict[tuple[int, str], list[Game]] = {}
         for result in results:
@@ -162,7 +168,7 @@ class League(Callback):
         return metrics
 
     def _rated(self) -> dict[str, float]:
-        """The live policies' rating, in Elo over the mean of all, and over the oldest member's."""
+        """Return the live policies' rating in Elo, relative to the mean of all, and relative to the oldest member."""
         names = [*(member.name for member in self.pool.members), LIVE]
         ratings = bradley_terry(*self.payoffs.matrices(names))
         return {
@@ -186,7 +192,7 @@ class League(Callback):
 
 
 class Seats:
-    """The league's part in an arena: it numbers the batches, and goes back with the arena where one is drawn again."""
+    """The league's part in an arena: numbers the batches, and is rewound with the arena if a batch is drawn again."""
 
     def __init__(self, league: League) -> None:
         self.league, self.batches = league, 0

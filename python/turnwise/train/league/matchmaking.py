@@ -1,7 +1,7 @@
-"""Matchmakers choose past policies as opponents: a weight for each member of the pool, oldest first.
+"""Matchmakers choose past policies as opponents: they weight each member of the pool, oldest first.
 
-A matchmaker is called with the learner's chances ``[M]`` against the members and gives their weights ``[M]`` >= 0;
-where they are all 0, each member is as likely.
+A matchmaker gets the learner's estimated shares ``[M]`` against the members, and returns their weights ``[M]`` >= 0. If
+all weights are 0, every member is equally likely.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import numpy as np
 
 
 class Matchmaker(Protocol):
-    """From the learner's estimated shares ``[M]`` of its games against each member to the members' weights ``[M]``."""
+    """Maps the learner's estimated shares ``[M]`` of its games against each member to the members' weights ``[M]``."""
 
     def weights(self, p_win: np.ndarray) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Each member is as likely: fictitious self-play."""
+    """Fictitious self-play: every member is equally likely."""
 
     def weights(self, p_win: np.ndarray) -> np.ndarray:
         return np.ones(len(p_win))
@@ -28,7 +28,7 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class Latest:
-    """The newest ``k``, each as likely."""
+    """The newest ``k`` members, all equally likely."""
 
     k: int = 4
 
@@ -42,8 +42,9 @@ class Latest:
 
 @dataclass(frozen=True, slots=True)
 class Prioritized:
-    """Prioritized fictitious self-play: ``(1 - p_win) ** power``, so that the hardest are met most often (Vinyals et
-    al., "Grandmaster level in StarCraft II using multi-agent reinforcement learning", Nature 575, 2019, Methods)."""
+    """Prioritized fictitious self-play: ``(1 - p_win) ** power``, so the hardest opponents are the most frequent
+    (Vinyals et al., "Grandmaster level in StarCraft II using multi-agent reinforcement learning", Nature 575, 2019,
+    Methods)."""
 
     power: float = 2.0
 
@@ -64,7 +65,7 @@ MATCHMAKERS: dict[str, type[Uniform] | type[Latest] | type[Prioritized]] = {
 
 
 def chances(maker: Matchmaker, p_win: np.ndarray) -> np.ndarray:
-    """The chance ``[M]`` of each member to be drawn; raises ``ValueError`` for weights that can't be."""
+    """Return the probability ``[M]`` of each member to be drawn. Raises ``ValueError`` for invalid weights."""
     weights = np.asarray(maker.weights(p_win), dtype=np.float64)
     if weights.shape != p_win.shape or not np.isfinite(weights).all() or (weights < 0).any():
         raise ValueError(f"{type(maker).__name__}.weights gave {weights!r}: expected {len(p_win)} finite numbers >= 0")

@@ -1,7 +1,7 @@
 """Payoff matrix of results between players, updated match by match.
 
-A match is one question played from both seats against the same opponent, so that neither the deal nor the first move
-favours anybody. It counts as one observation: its two games are not independent.
+A match is one question played from every seat against the same opponent, so that neither the deal nor the first move
+favours one side. It counts as one observation, because its games are not independent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Game:
 @dataclass(slots=True)
 class Record:
     """One side's results against another. ``share``, ``payoff`` and ``theirs`` are sums over matches of the match's
-    mean, ``payoff2`` and ``theirs2`` of its square; wins, draws and losses are games, by payoffs."""
+    mean, ``payoff2`` and ``theirs2`` sums of its square. Wins, draws and losses count games, by payoffs."""
 
     matches: int = 0
     games: int = 0
@@ -61,7 +61,7 @@ class Record:
         self.theirs, self.theirs2 = self.theirs + theirs, self.theirs2 + theirs * theirs
 
     def mirrored(self) -> Record:
-        """Return this record from the other side."""
+        """Return this record from the other side's view."""
         return Record(
             self.matches, self.games, self.losses, self.draws, self.wins, self.matches - self.share,
             self.theirs, self.theirs2, self.payoff, self.payoff2,
@@ -75,14 +75,15 @@ class Record:
         return self.share / self.matches if self.matches else 0.5
 
     def share_interval(self) -> tuple[float, float]:
-        """95%, by Wilson's score with a match as one trial, which is wide enough for what lies between 0 and 1."""
+        """Return the 95% interval of the share: Wilson's score with each match as one trial. It is wide enough for any
+        results between 0 and 1."""
         return wilson(min(max(self.mean_share(), 0.0), 1.0), self.matches) if self.matches else (0.0, 1.0)
 
     def mean_payoff(self) -> float:
         return self.payoff / self.matches if self.matches else 0.0
 
     def payoff_interval(self) -> tuple[float, float] | None:
-        """95%, by Student's t over matches; ``None`` below two of them."""
+        """Return the 95% interval of the payoff by Student's t over matches; ``None`` for fewer than two matches."""
         if self.matches < 2:
             return None
         mean = self.mean_payoff()
@@ -92,13 +93,13 @@ class Record:
 
 
 class Payoffs:
-    """The matrix: a :class:`Record` for each ordered pair of ``players``, kept once for both directions."""
+    """The payoff matrix: a :class:`Record` for each pair of players, stored once for both directions."""
 
     def __init__(self) -> None:
         self._records: dict[tuple[str, str], Record] = {}
 
     def add(self, player: str, opponent: str, match: Sequence[Game]) -> None:
-        """Count a match, its games told from ``player``'s side."""
+        """Count a match, with its games as ``player`` sees them."""
         if player == opponent:
             raise ValueError(f"player={player!r}: expected another one than the opponent")
         if not match:
@@ -109,13 +110,13 @@ class Payoffs:
         self._records.setdefault((player, opponent), Record()).add(match)
 
     def between(self, player: str, opponent: str) -> Record:
-        """The record of ``player`` against ``opponent``; an empty one where they never met."""
+        """Return the record of ``player`` against ``opponent``; an empty one if they never met."""
         if (player, opponent) in self._records:
             return self._records[player, opponent]
         return self._records.get((opponent, player), Record()).mirrored()
 
     def rename(self, old: str, new: str) -> None:
-        """Let ``new`` have what ``old`` played."""
+        """Move all records of ``old`` to ``new``."""
         swap = {old: new}
         self._records = {(swap.get(a, a), swap.get(b, b)): record for (a, b), record in self._records.items()}
 
@@ -124,13 +125,13 @@ class Payoffs:
         self._records = {pair: record for pair, record in self._records.items() if player not in pair}
 
     def matrices(self, players: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """``matches [P, P]`` and ``shares [P, P]``, the sums of what the row's player got against the column's."""
+        """Return ``matches [P, P]`` and ``shares [P, P]``: the row player's sum of shares against the column player."""
         records = [[self.between(a, b) if a != b else Record() for b in players] for a in players]
         matches = np.array([[record.matches for record in row] for row in records], dtype=np.float64)
         return matches, np.array([[record.share for record in row] for row in records])
 
     def state_dict(self) -> dict[str, Any]:
-        """Fit for JSON."""
+        """Return the records in a JSON-serialisable form."""
         return {"records": [[*pair, *astuple(record)] for pair, record in self._records.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -140,8 +141,8 @@ class Payoffs:
 def game_of(rollout: Rollout, side: Iterable[str], seats: Sequence[str]) -> Game:
     """Return the result of ``rollout`` for the seats of ``side`` against the others of ``seats``.
 
-    The share is that of the metrics ``score/<seat>``, where a task has them, else who was rewarded more; with scores
-    that don't add up to 1, as of games where both can gain, it is 0.5 and half the difference.
+    The share is 0.5 plus half the difference of the metrics ``score/<seat>``, if a task has them; for scores that add
+    up to 1 this is the side's own score. Without scores the share is 1 for the higher reward, 0.5 for equal rewards.
     """
     mine = [seat for seat in seats if seat in set(side)]
     others = [seat for seat in seats if seat not in mine]
@@ -156,7 +157,7 @@ def game_of(rollout: Rollout, side: Iterable[str], seats: Sequence[str]) -> Game
 
 
 def student_t(freedom: int) -> float:
-    """The 97.5% quantile of Student's t (Abramowitz and Stegun, 1964, 26.7.5; exact for 1 and 2 degrees)."""
+    """Return the 97.5% quantile of Student's t (Abramowitz and Stegun, 1964, 26.7.5; exact for 1 and 2 degrees)."""
     if freedom <= 2:
         return {1: 12.706205, 2: 4.302653}[freedom]
     z, n = Z, freedom

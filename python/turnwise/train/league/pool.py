@@ -1,4 +1,4 @@
-"""The pool of past policies: snapshots as files that never change, and the places in the client where some play."""
+"""The pool of past policies: snapshots in files that never change, and the client's slots that hold some of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from turnwise.types import InferenceClient
 from turnwise.utils.files import link_or_copy
 
 LIVE = "live"
-"""In a league's matrix, the policies that train."""
+"""Name of the policies that train, in a league's matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +33,20 @@ class Member:
         return f"step {self.step}"
 
     def file(self, policy: str) -> str:
-        """The name of the file of one of its policies."""
+        """Return the file name of one of its policies."""
         return f"league-{self.step:08d}-{policy}.safetensors"
 
 
 class Pool:
-    """The members, oldest first, at most ``size`` of them; their weights stand in ``folder``."""
+    """The members, oldest first, at most ``size`` of them. Their weights are in ``folder``."""
 
     def __init__(self, folder: Path, size: int) -> None:
         self.folder, self.size = folder, size
         self.members: list[Member] = []
-        self._leaving: list[Member] = []  # a batch that was drawn before they went may still load them
+        self._leaving: list[Member] = []  # a batch that was drawn before they left may still load them
 
     def add(self, step: int, policies: Mapping[str, Policy]) -> list[Member]:
-        """Keep what ``policies`` are now; returns the members that had to go for it."""
+        """Add a snapshot of ``policies``, and return the members that leave the pool for it."""
         member = Member(step, {name: policy.version for name, policy in policies.items()})
         self.folder.mkdir(parents=True, exist_ok=True)
         for name, policy in policies.items():
@@ -60,18 +60,18 @@ class Pool:
         return self._leaving
 
     def weights(self, member: Member, policy: str) -> dict[str, Tensor]:
-        """One policy's own weights, of an adapter the adapter's alone."""
+        """Return one policy's own weights; for an adapter only the adapter's."""
         return read_tensors(self.folder / member.file(policy))
 
     def files(self) -> dict[str, Path]:
-        """Every file of every member, by its name."""
+        """Return every member's files by their names."""
         return {name: self.folder / name for name in sorted(_files_of(self.members))}
 
     def state_dict(self) -> dict[str, Any]:
         return {"members": [{"step": member.step, "versions": dict(member.versions)} for member in self.members]}
 
     def load_state_dict(self, state: Mapping[str, Any], checkpoint: Path) -> None:
-        """Take the members up from ``checkpoint``; what stands in the folder of later steps is deleted."""
+        """Restore the members from ``checkpoint``, and delete all other members' files in the folder."""
         self.members = [Member(entry["step"], entry["versions"]) for entry in state["members"]]
         self.folder.mkdir(parents=True, exist_ok=True)
         for name, target in self.files().items():
@@ -86,9 +86,9 @@ class Pool:
 
 
 def members_in(folder: Path, policies: Collection[str]) -> dict[int, dict[str, Path]]:
-    """The members whose files stand in ``folder``, a pool's or a checkpoint, by their steps: the file of each policy.
+    """Find the members with files in ``folder``, a pool's folder or a checkpoint: each policy's file, by step.
 
-    Only those that have one of each of ``policies``, all that train.
+    Only members with a file for each of ``policies``, the trained ones, and no others, are included.
     """
     members: dict[int, dict[str, Path]] = {}
     for file in folder.glob("league-*.safetensors"):
@@ -102,14 +102,14 @@ def _files_of(members: Iterable[Member]) -> set[str]:
 
 
 class OpponentSlots:
-    """Frozen places in the client, ``count`` for each of ``policies``, in which members of a pool play."""
+    """Slots for frozen weights in the client, ``count`` for each of ``policies``; members of a pool play in them."""
 
     def __init__(self, client: InferenceClient, policies: Iterable[str], count: int) -> None:
         self.client, self.policies = client, tuple(policies)
         self._held: list[Member | None] = [None] * count
 
     def hold(self, slot: int, member: Member, pool: Pool) -> None:
-        """Put ``member`` into ``slot``, unless it is there."""
+        """Load ``member`` into ``slot``, unless it is already there."""
         if self._held[slot] != member:
             self._held[slot] = None
             for policy in self.policies:
@@ -124,12 +124,12 @@ def slot_name(policy: str, slot: int) -> str:
 
 
 def slot_names(policies: Sequence[str], count: int) -> dict[str, str]:
-    """Every slot's name, and the policy whose past it holds."""
+    """Return every slot's name, with the policy whose past weights it holds."""
     return {slot_name(policy, slot): policy for policy in policies for slot in range(count)}
 
 
 def _put_in_place(source: Path, target: Path) -> None:
-    """Make ``target`` the file that ``source`` is, whole or not at all."""
+    """Make ``target`` a link or copy of ``source``, complete or not at all."""
     if not source.is_file():
         raise CheckpointError(f"{source} is missing")
     if target.exists() and target.samefile(source):

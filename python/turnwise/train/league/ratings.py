@@ -2,9 +2,9 @@
 
     P(i beats j) = g_i / (g_i + g_j)
 
-Strengths ``g`` are those of the largest likelihood, found by the MM algorithm of D. R. Hunter ("MM algorithms for
-generalized Bradley–Terry models", Annals of Statistics 32, 2004, eq. 3); a draw is half a win for each. Every player
-has also drawn once with a player of strength 1, so that who won or lost all has a finite strength as well.
+The strengths ``g`` maximize the likelihood, by the MM algorithm of D. R. Hunter ("MM algorithms for generalized
+Bradley–Terry models", Annals of Statistics 32, 2004, eq. 3). A draw is half a win for each player. Every player gets
+one extra draw against a player of strength 1, so that players who won or lost every game have a finite strength too.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 from turnwise.train.eval.statistics import Z
 
 ELO = 400 / math.log(10)
-"""Points of Elo per unit of log-strength: 400 are odds of 10 to 1."""
+"""Elo points per unit of log-strength: 400 points are odds of 10 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ratings:
     """``elo [P]``, with mean 0 over the players, and the ends ``low [P]`` and ``high [P]`` of 95% intervals.
 
-    Intervals are those of maximum likelihood, from the observed information.
+    The intervals are those of maximum likelihood, from the observed information.
     """
 
     elo: np.ndarray
@@ -35,14 +35,14 @@ class Ratings:
 def bradley_terry(
     matches: np.ndarray, shares: np.ndarray, *, prior: float = 1.0, tolerance: float = 1e-10, rounds: int = 10_000
 ) -> Ratings:
-    """Ratings of ``P`` players. ``matches [P, P]`` counts, ``shares [P, P]`` what the row's player got of them.
+    """Rate ``P`` players from counts of matches, ``matches [P, P]``, and the row players' shares, ``shares [P, P]``.
 
-    ``prior`` is the weight of the draw with the player of strength 1. Raises ``ValueError`` for matrices that don't fit
-    one another.
+    ``prior`` is the weight of the draw with the player of strength 1. Raises ``ValueError`` for inconsistent matrices.
 
     Example: ``bradley_terry([[0, 40], [40, 0]], [[0, 30], [10, 0]], prior=1e-9).elo`` is ``ELO * log(3) / 2`` and its
     negative, 95.4 and -95.4.
     """
+    # MM iterations on the log-strengths theta.
     played, won = _checked(matches, shares, prior)
     total = won.sum(axis=1) + prior / 2
     theta = np.zeros(len(played))
@@ -53,6 +53,7 @@ def bradley_terry(
         moved, theta = np.abs(updated - theta).max(), updated
         if moved < tolerance:
             break
+    # Intervals from the inverse of the observed information, for ratings relative to their mean.
     chance = 1 / (1 + np.exp(theta[None, :] - theta[:, None]))
     weight = played * chance * (1 - chance)
     anchor = prior * np.exp(theta) / (1 + np.exp(theta)) ** 2

@@ -1,4 +1,4 @@
-"""Statistics of the sampling client as metrics of a step, such as ``inference/tokens_per_second``."""
+"""Turns the sampling client's statistics into metrics of a step, such as ``inference/tokens_per_second``."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ RATES = {
     "tokens_per_second": ("generated_tokens", "seconds"),
     "prefix_cache_hit_rate": ("cached_tokens", "prompt_tokens"),
 }
-"""Metric to the two totals whose growth is divided."""
+"""From a metric to two totals: the metric is the growth of the first divided by the growth of the second."""
 
 GROWTH = ("preemptions", "sync_seconds", "timeouts", "restarts", "retries")
-"""Totals whose growth is the metric."""
+"""Totals whose growth since the last step is a metric."""
 
 PEAKS = {"running": "running", "queue": "waiting", "kv_cache_use": "kv_cache_use"}
-"""Metric to the peak that it is."""
+"""From a metric to the client's name of that peak."""
 
 
 class ClientMetrics:
-    """Measures ``client`` step by step: each :meth:`take` tells what it did since the one before.
+    """Measures ``client`` step by step: each :meth:`take` covers the time since the last one.
 
-    A client has ``stats()``, totals since it was made, and ``peaks()``, the largest values since it was last asked, or
-    neither: what it doesn't tell is no metric.
+    A client may have ``stats()``, totals since its creation, and ``peaks()``, the largest values since the last call.
+    Values that it doesn't report are left out.
 
     Example: ``{"inference/tokens_per_second": 812.0, "inference/prefix_cache_hit_rate": 0.83, "inference/queue": 4}``
     """
@@ -34,7 +34,7 @@ class ClientMetrics:
         self.take()
 
     def take(self) -> dict[str, float]:
-        """The metrics since the call before, or since this was made."""
+        """Return the metrics since the last call, or since the creation of this object."""
         totals, peaks = self._stats(), self._peaks()
         grown = {name: total - self._before.get(name, 0.0) for name, total in totals.items()}
         self._before = totals

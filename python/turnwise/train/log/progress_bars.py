@@ -1,4 +1,4 @@
-"""Progress bars of a run, its rollouts and its updates; silent where the console is no terminal."""
+"""Progress bars of a run, its rollouts and its updates; hidden if the console is not a terminal."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SHOWN = {
     "inference/kv_cache_use": "kv",
     "staleness": "stale",
 }
-"""The metrics beside the run's bar, where a step has them, and what they are called there. The latest validation stays:
-where a tree selects, it alone is the policy's own success."""
+"""Metrics shown beside the run's bar if a step has them, with their labels there. The latest validation stays visible:
+with a tree that selects branches, only validation measures the policy's own success."""
 
 
 class ProgressBars:
-    """The bar of the run, and below it one per stage, which appears when the stage first reports.
+    """The bar of the run, and below it one bar per stage, which appears when the stage first reports.
 
-    ``total_steps`` is the run's length. ``shown=False`` draws nothing, as does a console that is no terminal.
+    ``total_steps`` is the run's length. Nothing is drawn with ``shown=False``, or if the console is not a terminal.
     """
 
     def __init__(self, total_steps: int, console: Console, *, shown: bool = True) -> None:
@@ -48,13 +48,13 @@ class ProgressBars:
         self._progress.stop()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """``step`` steps are done; the last one measured ``metrics``."""
+        """Show that ``step`` steps are done, and the last one's ``metrics``."""
         if "validation" in metrics:
             self._validation = {"validation": metrics["validation"]}
         self._progress.update(self._run, completed=step, note=summary({**self._validation, **metrics}))
 
     def stage(self, name: str, done: int, total: int) -> None:
-        """``done`` of ``total`` parts of the stage ``name`` are done. A new round starts its clock again."""
+        """Show that ``done`` of ``total`` parts of the stage ``name`` are done. A new round restarts its clock."""
         if name not in self._stages:
             self._stages[name] = self._progress.add_task(name, total=total, note="")
         task = self._stages[name]
@@ -63,7 +63,7 @@ class ProgressBars:
         self._progress.update(task, completed=done, total=total)
 
     def rewind(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
-        """``step`` steps are done, and ``metrics`` is what the last of them that was validated measured."""
+        """Go back to ``step`` finished steps. ``metrics`` are those of the last validated one among them."""
         self.step(max(step, 0), {name: value for name, value in (metrics or {}).items() if name == "validation"})
 
     def note(self, text: str) -> None:
@@ -72,12 +72,12 @@ class ProgressBars:
 
 
 def summary(metrics: Mapping[str, float]) -> str:
-    """``success 0.5  reward 1.25  tok/s 812``, of those that ``metrics`` holds."""
+    """Return a line such as ``success 0.5  reward 1.25  tok/s 812``, of the metrics that are there."""
     return "  ".join(f"{label} {metrics[name]:.3g}" for name, label in SHOWN.items() if name in metrics)
 
 
 def curve_line(step: int, metrics: Mapping[str, float], width: int = 30) -> str:
-    """One point of the learning curve: ``  step 10  ▐█████████████████▌            ▌  57.3%  412,608 tokens``."""
+    """Draw a point of the learning curve: ``  step 10  ▐█████████████████▌            ▌  57.3%  412,608 tokens``."""
     share = min(max(metrics["validation"], 0.0), 1.0)
     full, half = divmod(round(2 * width * share), 2)
     bar = ("█" * full + "▌" * half).ljust(width)

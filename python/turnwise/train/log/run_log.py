@@ -1,5 +1,5 @@
-"""Records of a run: metrics (a line a step), ``rollouts.jsonl`` (a few episodes a step), ``warnings.jsonl``, and
-progress bars."""
+"""Writes a run's records: metrics (one line per step), ``rollouts.jsonl`` (a few episodes per step) and
+``warnings.jsonl``. Also shows the progress bars."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from turnwise.train.log.writers import JsonLines, MetricWriter, append_lines, ke
 from turnwise.types import GenerateResult, Tokenizer
 
 _FAILED_PER_STEP = 8
-"""Failed episodes written whole, of each step: enough to see why, not enough to fill a disk."""
+"""Most failed episodes of a step that are written in full: enough to see the cause, too few to fill a disk."""
 
 
 class RunLog:
-    """Hands metrics to ``writers``, writes episodes under ``folder``, and shows bars where ``console`` is a terminal.
+    """Passes metrics to ``writers``, writes episodes under ``folder``, and shows bars if ``console`` is a terminal.
 
-    ``rollouts_per_step`` episodes of each step are written whole, with the recording that ``turnwise replay`` plays;
-    lines are flushed as they are written. Without ``writers`` metrics go to ``metrics.jsonl`` alone. With a
-    ``tokenizer`` each completion token is written as text too.
+    It writes ``rollouts_per_step`` episodes of each step in full, with the recording that ``turnwise replay`` plays,
+    and flushes each line. Without ``writers`` metrics go to ``metrics.jsonl`` only. With a ``tokenizer`` it also writes
+    each completion token as text.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class RunLog:
 
     @classmethod
     def from_config(cls, config: TrainConfig) -> Self:
-        """The log that ``config.log`` describes, under ``config.run_dir``."""
+        """Return the log that ``config.log`` describes, under ``config.run_dir``."""
         return cls(
             config.run_dir,
             config.steps,
@@ -73,7 +73,7 @@ class RunLog:
             writer.log(step, metrics)
         chosen = [result for result in results if result.rollout.error is None][: self.rollouts_per_step]
         failed = [result for result in results if result.rollout.error is not None][:_FAILED_PER_STEP]
-        kept = {id(result) for result in chosen + failed}  # in their order, which sums in credit rules depend on
+        kept = {id(result) for result in chosen + failed}  # written in order, as sums in credit rules depend on it
         rows = [{"step": step, **self._plain(result)} for result in results if id(result) in kept]
         append_lines(self.folder / "rollouts.jsonl", rows)
         self.bars.step(step, metrics)
@@ -81,26 +81,26 @@ class RunLog:
             self.note(curve_line(step, metrics))
 
     def rollouts(self, done: int, total: int) -> None:
-        """Show how many episodes of the batch under way are finished."""
+        """Show how many episodes of the running batch are finished."""
         self.bars.stage("rollouts", done, total)
 
     def updates(self, done: int, total: int) -> None:
-        """Show how many optimizer updates of the batch under way are done."""
+        """Show how many optimizer updates of the present batch are done."""
         self.bars.stage("updates", done, total)
 
     def warn(self, step: int, text: str) -> None:
-        """Print what is wrong with ``step``, and keep it in ``warnings.jsonl``, which the report shows."""
+        """Print a warning about ``step``, and append it to ``warnings.jsonl``, which the report shows."""
         self.note(f"step {step}: {text}")
         append_lines(self.folder / "warnings.jsonl", [{"step": step, "warning": text}])
 
     def note(self, text: str) -> None:
-        """Print one line, above the bars where there are any."""
+        """Print one line, above the bars if they are shown."""
         self.bars.note(text)
 
     def rewind(self, step: int) -> int:
-        """Drop what stands there of later steps, and a line that a kill cut off, so that each step is written once.
+        """Drop the records after ``step``, and a line that a kill cut off, so that each step is written once.
 
-        Returns how many later steps there were.
+        Returns the number of later steps.
         """
         later = len({row["step"] for row in read_metrics(self.folder) if row["step"] > step})
         for writer in self.writers:
@@ -119,7 +119,7 @@ class RunLog:
 
 
 def _write_tokens(row: dict[str, Any], tokenizer: Tokenizer) -> None:
-    """Beside the ids of each completion its tokens as text, here and below."""
+    """Add each completion's tokens as text to ``row`` and to its children."""
     for step in row["steps"]:
         step["completion_tokens"] = token_texts(tokenizer, step["completion_token_ids"])
     for child in row["children"]:
@@ -127,8 +127,8 @@ def _write_tokens(row: dict[str, Any], tokenizer: Tokenizer) -> None:
 
 
 def read_metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl``, or of another file; an unfinished last line is left out.
+    """Return the rows of ``metrics.jsonl``, or of file ``name``, without an unfinished last line.
 
-    Raises ``ValueError`` naming a bad one.
+    Raises ``ValueError`` naming a bad line.
     """
     return [row for _, row in read_lines(folder / name)]

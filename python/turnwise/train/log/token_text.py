@@ -1,4 +1,4 @@
-"""The text of each single token, for people to read."""
+"""Decodes tokens one by one, for people to read."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from turnwise.types import Tokenizer
 
 _LONGEST = 8
-"""Tokens that one character may be spread over; after so many a broken one is shown as it is."""
+"""Most tokens that one character may span; a longer broken sequence is shown as it is."""
 
 
 def token_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
-    """One string per token; joined they are the text of all of them, special tokens included.
+    """Return one string per token; joined they are the text of all tokens, including special ones.
 
-    A character spread over several tokens (an emoji in a byte-level vocabulary) stands at the last of them. Tokens are
-    decoded behind the one before, since some tokenizers drop the space at the start of a text.
+    A character that spans several tokens (an emoji in a byte-level vocabulary) belongs to the last of them; the others
+    are empty. Each token is decoded together with the one before it, as some tokenizers drop a space at the start of a
+    text.
     """
     texts: list[str] = []
     before = start = 0

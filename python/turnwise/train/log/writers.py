@@ -1,6 +1,6 @@
-"""Metric writers, each a :class:`MetricWriter`: always ``metrics.jsonl``, on request TensorBoard and Weights & Biases.
+"""Metric writers, each a :class:`MetricWriter`: ``metrics.jsonl`` always, TensorBoard and Weights & Biases on request.
 
-Nothing is opened before the first step is logged, so a run that is only looked at leaves no empty log behind.
+A writer opens its log when the first step is logged, so inspecting a run creates no empty log.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 
 class MetricWriter(Protocol):
-    """A place that metrics go to. ``rewind`` comes before the first ``log`` of a run that goes on."""
+    """A destination of metrics. The trainer calls ``rewind`` before the first ``log``."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one finished step. Steps come in rising order."""
         ...
 
     def rewind(self, step: int) -> None:
-        """Later steps than ``step`` will be logged again (-1: all of them), and must not stand there twice."""
+        """Forget the steps after ``step`` (-1: all steps): they will be logged again, and must not appear twice."""
         ...
 
     def close(self) -> None:
-        """Write what is pending. Logging may go on after it."""
+        """Write pending data. Logging may continue afterwards."""
         ...
 
 
 def open_writers(config: TrainConfig) -> list[MetricWriter]:
-    """The writers that ``config.log`` asks for. Raises ``ImportError`` naming the extra of a missing package."""
+    """Return the writers that ``config.log`` selects. Raises ``ImportError`` naming the extra of a missing package."""
     writers: list[MetricWriter] = [JsonLines(config.run_dir / "metrics.jsonl")]
     if config.log.tensorboard:
         writers.append(TensorBoard(config.run_dir / "tensorboard"))
@@ -47,7 +47,7 @@ def open_writers(config: TrainConfig) -> list[MetricWriter]:
 
 
 class JsonLines:
-    """One JSON object per step, ``{"step": 3, "reward": 0.5, ...}``, appended to ``path`` and flushed."""
+    """Appends one JSON object per step to ``path``, ``{"step": 3, "reward": 0.5, ...}``, and flushes it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,13 +59,13 @@ class JsonLines:
         keep_steps(self.path, step)
 
     def close(self) -> None:
-        """Every line is already there."""
+        """Do nothing: every line is already written."""
 
 
 class TensorBoard:
-    """Event files under ``folder``, a scalar per metric. Look at them with ``tensorboard --logdir RUN_DIR``.
+    """Writes event files under ``folder``, one scalar per metric. View them with ``tensorboard --logdir RUN_DIR``.
 
-    A run that goes on writes a new file, which tells TensorBoard to forget the steps that come again (``purge_step``).
+    A resumed run writes a new file, which tells TensorBoard to forget the repeated steps (``purge_step``).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -97,10 +97,10 @@ class TensorBoard:
 
 
 class WandB:
-    """One Weights & Biases run per run folder; its id and last step are kept in ``folder/wandb.json``.
+    """Sends metrics to one Weights & Biases run per run folder; ``folder/wandb.json`` keeps its id and last step.
 
-    ``mode="offline"`` writes below ``folder/wandb`` and asks nobody; ``wandb sync`` sends it later. W&B can't take a
-    step back, so the steps that a resumed run does again are not sent again: those first sent stay.
+    ``mode="offline"`` writes below ``folder/wandb`` without network access; ``wandb sync`` sends it later. W&B can't
+    delete a step, so steps that a resumed run repeats are not sent again, and the first values stay.
     """
 
     def __init__(self, folder: Path, project: str, *, mode: str, config: Mapping[str, Any] | None = None) -> None:
@@ -117,13 +117,13 @@ class WandB:
             self._start()
         if step <= self._last:
             return
-        # First the note, then the step: a kill between the two loses a step, and never sends one twice.
+        # The file is written first: a kill in between loses this step instead of sending it twice.
         self._last = step
         self._remember()
         self._run.log(dict(metrics), step=step)
 
     def rewind(self, step: int) -> None:
-        if step < 0:  # nothing was learnt that could go on: the folder starts a run of its own
+        if step < 0:  # no step is left, so a new W&B run begins
             self._place.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -164,17 +164,17 @@ class WandB:
 # Files of JSON lines, each with a step
 # ---------------------------------------------------------------------------------------------------------------------
 def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Append ``rows`` to ``path``, a line each. What JSON has no word for becomes a number or a text."""
+    """Append ``rows`` to ``path``, one line each. Values that JSON can't express become numbers or strings."""
     with path.open("a", encoding="utf-8") as stream:
         for row in rows:
             stream.write(json_line(row) + "\n")
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Each line of ``path``, as it stands and parsed; none where there is no file.
+    """Yield each line of ``path``, as bytes and parsed; nothing if there is no file.
 
-    A last line that is still being written, or that a kill cut off, is left out. Raises ``ValueError`` naming the file
-    and the line of anything else that is no JSON object with a step.
+    A last line that is unfinished, or that a kill cut off, is left out. Raises ``ValueError`` naming the file and the
+    line for any other line that is not a JSON object with a step.
     """
     if not path.exists():
         return
@@ -188,7 +188,7 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    """Line ``number`` of the records in ``path``. Raises ``ValueError`` naming both."""
+    """Parse line ``number`` of the records in ``path``. Raises ``ValueError`` naming both."""
     try:
         row: dict[str, Any] = json.loads(line.decode("utf-8"))
         float(row["step"])

@@ -1,4 +1,4 @@
-"""Trained policies as folders that transformers, peft and vLLM load."""
+"""Exports trained policies as folders that transformers, peft and vLLM load."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from turnwise.train.model.policy import Policy
 def export_policy(policy: Policy, tokenizer: Any, folder: str | Path, *, merge: bool = True, base: str = "") -> None:
     """Write ``policy`` and ``tokenizer`` to ``folder``.
 
-    A model of its own is saved as ``save_pretrained`` does. Of an adapter, ``folder`` holds the adapter in peft's
-    format, whose base is ``base`` (by default the path that it was loaded from), and with ``merge``
-    ``folder/merged`` holds the model that computes the same without peft.
+    A full model is saved with ``save_pretrained``. For an adapter, ``folder`` holds the adapter in peft's format, with
+    ``base`` as its base (by default the path that the base was loaded from). With ``merge``, ``folder/merged`` then
+    holds an equal model that needs no peft.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -38,8 +38,8 @@ def export_policy(policy: Policy, tokenizer: Any, folder: str | Path, *, merge: 
 def export_policies(policies: Mapping[str, Policy], tokenizer: Any, run_dir: Path, *, own_bases: bool) -> None:
     """Write each policy to ``run_dir/policies/<name>``.
 
-    With ``own_bases`` the bases of adapters are no longer what their paths hold, or never stood anywhere: they are
-    written to ``run_dir/bases``, and the adapters name them there.
+    Set ``own_bases`` if the adapters' bases differ from what their paths hold, or have no path. The bases are then
+    written to ``run_dir/bases/<number>``, and the exported adapters refer to these folders.
     """
     places: dict[int, str] = {}
     for number, shared in enumerate(shared_bases(policy.model for policy in policies.values())):
@@ -55,10 +55,10 @@ def export_policies(policies: Mapping[str, Policy], tokenizer: Any, run_dir: Pat
 def _save_adapter(model: AdaptedModel, folder: Path, base: str) -> None:
     assert model.name is not None
     config = model.shared.configs[model.name]
-    # peft keeps the names of the layers as a set, whose order is another one in each process
+    # peft keeps the layer names in a set, whose order differs between processes
     modules = sorted(config.target_modules) if isinstance(config.target_modules, set) else config.target_modules
     exported = replace(config, base_model_name_or_path=base, inference_mode=True, target_modules=modules)
-    exported.target_modules = modules  # it was made a set again
+    exported.target_modules = modules  # replace() turned the list into a set again
     exported.save_pretrained(str(folder))
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})

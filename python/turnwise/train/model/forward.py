@@ -1,9 +1,9 @@
-"""Log-probabilities of completion tokens: no padding, no token twice, and no logits beyond a tile.
+"""Computes log-probabilities of completion tokens without padding, repeated tokens, or logits beyond one tile.
 
 The rows of a micro-batch pass through the model as one stream: packed one after the other (``packed_attention``) or as
-the branches of a prefix tree (``prefix_tree_attention``). :func:`turnwise.ops.linear_logprob` reads the completions'
-log-probabilities off the last hidden states. For a model that supports neither, rows are padded on the right and
-log-probabilities are read from the logits.
+the branches of a prefix tree (``prefix_tree_attention``). :func:`turnwise.ops.linear_logprob` computes the completions'
+log-probabilities from the last hidden states. If a model doesn't support streams, rows are padded on the right; if its
+head can't be used alone, log-probabilities are read from the logits.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from turnwise.train.model.support import (
     stream_inputs,
 )
 
-_PADDING = 1.25  # padded tokens per real one, at most, where rows have to be padded
+_PADDING = 1.25  # most places per token in a block of padded rows
 
-Result = tuple[Tensor, Tensor | None]  # log-probs [n] and, where asked for, entropies [n]
+Result = tuple[Tensor, Tensor | None]  # log-probs [n] and, on request, entropies [n]
 
 
 class Rows(NamedTuple):
-    """Inputs of the model: ``input_ids [b, T]`` and what goes with them; ``at [n]`` picks places of ``b * T``."""
+    """Inputs of the model: ``input_ids [b, T]`` and other arguments. ``at [n]`` are places to read, of ``b * T``."""
 
     input_ids: Tensor
     inputs: dict[str, Any]
@@ -40,8 +40,8 @@ class Rows(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Layout of rows in a model: in one ``stream`` or padded, and as a trie where that has at most ``trie_share``
-    of their tokens. What ``must`` be and can't is an error."""
+    """Layout of rows in a model: one ``stream`` or padded rows. A stream becomes a trie if the trie has at most
+    ``trie_share`` of the rows' tokens. With ``must``, it is an error if the model can't have this layout."""
 
     stream: bool
     trie_share: float
@@ -58,15 +58,15 @@ LAYOUTS = {
 
 
 class Forward:
-    """The log-probabilities that a causal LM gives the completion tokens of a micro-batch.
+    """Computes the log-probabilities that a causal LM gives the completion tokens of a micro-batch.
 
     ``model`` is a Hugging Face causal LM, an :class:`~turnwise.inference.weights.lora.AdaptedModel`, whose adapter each
-    call makes the active one, or a ``peft`` model, with adapters as they are set at each call. A few tokens show, once,
-    what it allows; ``packed``, ``trie_share`` and ``fused`` keep the finding, and what can't be is told in one warning
-    each. Where the model runs SDPA, the library's default, its attention is set to ``"turnwise_tree"``, which without a
-    stream is SDPA; another attention was chosen by someone and stays.
+    call activates, or a ``peft`` model, with its adapters as they are set at each call. The constructor tests with a
+    few tokens what the model supports, and stores it in ``packed``, ``trie_share`` and ``fused``. It warns if rows must
+    be padded, and if log-probs must be read from logits. It replaces SDPA, the library's default attention, by
+    ``"turnwise_tree"``, which equals SDPA outside of a stream; any other attention stays.
 
-    ``layout`` is one of ``LAYOUTS``. Raises ``ValueError`` where it asks for what the model does not allow.
+    ``layout`` is one of ``LAYOUTS``. Raises ``ValueError`` for a required layout that the model doesn't support.
     """
 
     def __init__(self, model: nn.Module, layout: str = "auto") -> None:
@@ -85,19 +85,20 @@ class Forward:
 
     @property
     def lm(self) -> Any:
-        """The causal LM that runs, with this model's adapter active."""
+        """The causal LM, with this model's adapter active."""
         return causal_lm(activated(self.model))
 
     def __call__(self, micro: MicroBatch, *, entropy: bool = False) -> Result:
-        """Log-probs ``[N]`` of ``log_softmax(logits / temperature)``, and with ``entropy`` that of each distribution.
+        """Return log-probs ``[N]`` of ``log_softmax(logits / temperature)``; with ``entropy`` also entropies ``[N]``.
 
-        Both float32 (float64 from a float64 model), with gradients. A temperature of 0 counts as 1.
+        Both are float32 (float64 from a float64 model), with gradients. A temperature of 0 counts as 1.
         """
         if self.packed:
             inputs = stream_inputs(self.lm, micro.position_ids_T, micro.lengths, micro.tree)
             rows = Rows(micro.token_ids_T[None], inputs, micro.source_N)
             return self._read(rows, micro.targets_N, micro.temperatures_B[micro.row_N], entropy)
         assert micro.tree is None, "a model that takes padded rows was given a trie"
+        # Padded rows: one pass for each group of rows of similar length.
         where, results = [], []
         for group in like_lengths(micro.lengths):
             block = pad(micro, group)
@@ -109,7 +110,7 @@ class Forward:
         return _in_order(where, results)
 
     def _read(self, rows: Rows, targets_N: Tensor, temperature_N: Tensor, entropy: bool) -> Result:
-        """One pass through the model, then the head: once where all rows have one temperature, as nearly always."""
+        """Run the model once, then its head once per temperature; nearly always there is only one."""
         head = self._from_hidden(rows) if self.fused else self._from_logits(rows)
         temperature_N = torch.where(temperature_N > 0, temperature_N, 1.0)
         distinct = temperature_N.unique().tolist() or [1.0]
@@ -140,7 +141,7 @@ class Forward:
         return head
 
     def _from_logits(self, rows: Rows) -> Any:
-        """Logits of the places that are read alone, where the model can leave out others."""
+        """Return a head that reads logits; the model computes only the needed ones if it has ``logits_to_keep``."""
         lm, inputs, at = self.lm, dict(rows.inputs), rows.at
         if len(rows.input_ids) == 1 and "logits_to_keep" in inspect.signature(type(lm).forward).parameters:
             inputs["logits_to_keep"], at = at, torch.arange(len(at))
@@ -153,7 +154,7 @@ class Forward:
 
 
 def like_lengths(lengths: tuple[int, ...]) -> list[list[int]]:
-    """Rows of like length together: a padded block of them holds at most 1.25 places per token."""
+    """Group row indices by similar length: a padded block of a group holds at most 1.25 places per token."""
     groups: list[list[int]] = []
     total = 0
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
@@ -172,7 +173,7 @@ def _pair(result: Tensor | tuple[Tensor, Tensor]) -> Result:
 
 
 def _in_order(where: list[Tensor], results: list[Result]) -> Result:
-    """Parts of a result put back where they belong."""
+    """Join parts of a result; ``where`` holds the original places of each part."""
     order = torch.cat(where).argsort()
     logprobs, entropies = zip(*results, strict=True)
     return torch.cat(logprobs)[order], None if entropies[0] is None else torch.cat(entropies)[order]

@@ -1,9 +1,9 @@
-"""The models behind the policies: checked against one tokenizer, loaded once where they are shared, and adapted.
+"""Loads the models of the policies: checks their tokenizers, loads shared models once, and attaches adapters.
 
-A run's models go through stages. :func:`check_models` reads tokenizers and configurations alone.
-:func:`load_models` gives each policy a module; adapters of one ``path`` and ``dtype``, and frozen policies of one, get
-the same. Then, after a warm start of these modules if there is one, :func:`attach_adapters` puts the adapters in, and
-:func:`build_policies` makes policies of them.
+A run loads its models in stages. :func:`check_models` reads only tokenizers and configurations. :func:`load_models`
+gives each policy a module; adapters and frozen policies with the same ``path`` and ``dtype`` share one. A warm start,
+if there is one, trains these modules. Then :func:`attach_adapters` adds the adapters, and :func:`build_policies` builds
+the policies.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ from turnwise.train.model.policy import Policy
 from turnwise.utils.registry import did_you_mean
 
 TINY = "tiny"
-"""The ``path`` of a model that is made from scratch."""
+"""The ``path`` of a model that is built from scratch."""
 
 Tiny = Callable[[], tuple[Any, nn.Module]]
-"""Makes the tokenizer and the tiny model; equal ones at each call."""
+"""Builds the tokenizer and the tiny model; every call returns equal ones."""
 
 
 def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> Any:
-    """The one tokenizer of all ``policies``, after a look at what each path holds; no weights are read.
+    """Check the files at each path, and return the one tokenizer of all ``policies``; no weights are read.
 
-    Raises :class:`ConfigError` with a line for each path that can't be read, whose tokenizer differs, or whose model
-    has fewer embeddings than the tokenizer has tokens; and ``ImportError`` for adapters where ``peft`` is missing.
+    Raises :class:`ConfigError` with a line for each path that can't be read, whose tokenizer differs or has no chat
+    template, or whose model has fewer embeddings than the tokenizer has tokens. Raises ``ImportError`` for adapters if
+    ``peft`` is missing.
     """
     if any(settings.lora for settings in policies.values()):
         peft_or_raise()
     paths = {f"policies.{name}.path": settings.path for name, settings in policies.items()}
     paths |= {f"policies.{name}.reference": s.reference for name, s in policies.items() if s.reference is not None}
+    # The tiny model has its own tokenizer, so no other model can share the run.
     if TINY in paths.values():
         others = [f"config key {key!r} = {path!r}" for key, path in paths.items() if path != TINY]
         if others:
@@ -47,6 +49,7 @@ def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> Any:
                 "\n".join(f'{other}: can\'t stand beside "tiny", which has a tokenizer of its own' for other in others)
             )
         return tiny()[0]
+    # Compare every path's tokenizer with that of the first path, and collect all problems.
     tokenizer, problems = None, []
     first, seen = "", set()
     for key, path in paths.items():
@@ -59,6 +62,7 @@ def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> Any:
             folder = "there is no such folder" if path.startswith((".", "/", "~")) and not Path(path).exists() else ""
             problems.append(f"config key {key!r} = {path!r}: {folder or str(error).strip().splitlines()[0]}")
             continue
+        # The first tokenizer needs a chat template; the others must have its vocabulary.
         if tokenizer is None:
             tokenizer, first = loaded, path
             if tokenizer.chat_template is None:
@@ -80,7 +84,7 @@ def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> Any:
 
 
 def load_models(policies: Mapping[str, PolicyConfig], tiny: Tiny, *, share_frozen: bool = True) -> dict[str, nn.Module]:
-    """A module for each policy, the same one for those that share it (see :func:`sharing`)."""
+    """Load a module for each policy, the same one for policies that share it (see :func:`sharing`)."""
     models: dict[str, nn.Module] = {}
     for names in sharing(policies, share_frozen):
         settings = policies[names[0]]
@@ -92,10 +96,10 @@ def load_models(policies: Mapping[str, PolicyConfig], tiny: Tiny, *, share_froze
 
 
 def sharing(policies: Mapping[str, PolicyConfig], share_frozen: bool = True) -> list[list[str]]:
-    """The names of ``policies``, put together where they can stand on one copy of their weights.
+    """Group the names of ``policies`` that can share one copy of their weights.
 
-    Those are adapters over one path in one dtype, and with ``share_frozen`` the frozen policies of that path.
-    A policy that trains all its weights stands alone.
+    These are adapters with the same path and dtype, and with ``share_frozen`` also frozen policies of that path and
+    dtype. A policy that trains all its weights is alone in its group.
     """
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, settings in policies.items():
@@ -106,7 +110,7 @@ def sharing(policies: Mapping[str, PolicyConfig], share_frozen: bool = True) -> 
 
 
 def check_targets(models: Mapping[str, nn.Module], policies: Mapping[str, PolicyConfig]) -> None:
-    """Raise :class:`ConfigError` with a line for each of ``lora.target_modules`` that names no module of its model."""
+    """Raise :class:`ConfigError` with a line for each name in ``lora.target_modules`` that its model doesn't have."""
     problems = []
     for name, settings in policies.items():
         if settings.lora is None or isinstance(settings.lora.target_modules, str):
@@ -130,11 +134,12 @@ def check_targets(models: Mapping[str, nn.Module], policies: Mapping[str, Policy
 def attach_adapters(
     models: Mapping[str, nn.Module], policies: Mapping[str, PolicyConfig], seed: int
 ) -> dict[str, nn.Module]:
-    """``models`` with each adapter over its base; full models that stand alone are handed on as they are.
+    """Return ``models`` with an adapter for each policy that has one; a full model that no other shares is unchanged.
 
-    Each adapter's first weights are drawn by ``seed`` and its place among the policies. Raises :class:`ConfigError`
-    for ``target_modules`` that a model doesn't have.
+    ``seed`` plus the policy's index seeds the adapter's initial weights. Raises :class:`ConfigError` for
+    ``target_modules`` that a model doesn't have.
     """
+    # Each module that several policies share, or that gets an adapter, becomes the base of its policies.
     adapted = dict(models)
     for names in _by_module(models):
         if len(names) == 1 and policies[names[0]].lora is None:
@@ -156,7 +161,7 @@ def attach_adapters(
 
 
 def load_references(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> dict[str, nn.Module]:
-    """The models that policies are held to by ``reference``, each path and dtype loaded once."""
+    """Load the models that trainable policies name as ``reference``, each path and dtype once."""
     loaded: dict[tuple[str, str], nn.Module] = {}
     references = {}
     for name, settings in policies.items():
@@ -171,10 +176,10 @@ def load_references(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> dict[st
 def build_policies(
     config: TrainConfig, models: Mapping[str, nn.Module], references: Mapping[str, nn.Module] | None = None
 ) -> dict[str, Policy]:
-    """A policy over each of ``models``, by its section of ``config``: optimizer, schedule, reference.
+    """Build a policy for each of ``models`` by its section of ``config``: optimizer, schedule, reference.
 
-    ``references`` are what KL terms hold policies to, by default the weights that they start from.
-    Raises ``ValueError`` for a model without its section.
+    ``references`` are the reference models of KL terms, by default the starting weights. Raises ``ValueError`` for a
+    model whose policy has no section.
     """
     if unknown := sorted(set(models) - set(config.policies)):
         raise ValueError(f"models has {unknown[0]!r}: expected names of config.policies, {', '.join(config.policies)}")
@@ -195,9 +200,9 @@ def build_policies(
 
 
 def find_device(name: str) -> torch.device:
-    """The device that ``device`` of a configuration names; ``"auto"``: the GPU, where torch has one.
+    """Return the device of the config key ``device``; ``"auto"`` is the GPU if torch has one, else the CPU.
 
-    Raises :class:`ConfigError` for a name that is none, and for a device that is not there.
+    Raises :class:`ConfigError` for an unknown name, and for a device that this machine doesn't have.
     """
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -211,7 +216,7 @@ def find_device(name: str) -> torch.device:
 
 
 def load_model(path: str, dtype: str, tiny: Tiny) -> Any:
-    """A causal LM from a folder, the hub, or scratch. Raises ``OSError`` naming what was not found."""
+    """Load a causal LM from a folder or the Hub, or build the tiny one. Raises ``OSError`` naming what is missing."""
     from transformers import AutoModelForCausalLM
 
     if path == TINY:
@@ -220,7 +225,7 @@ def load_model(path: str, dtype: str, tiny: Tiny) -> Any:
 
 
 def peft_config(lora: LoraConfig) -> Any:
-    """The section as ``peft`` has it."""
+    """Convert the section into ``peft``'s own configuration."""
     return peft_or_raise().LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -231,7 +236,7 @@ def peft_config(lora: LoraConfig) -> Any:
 
 
 def _by_module(models: Mapping[str, nn.Module]) -> list[list[str]]:
-    """Policy names, those of one module together."""
+    """Group the policy names by module."""
     groups: dict[int, list[str]] = {}
     for name, model in models.items():
         groups.setdefault(id(model), []).append(name)
@@ -239,7 +244,7 @@ def _by_module(models: Mapping[str, nn.Module]) -> list[list[str]]:
 
 
 def _tokenizer_and_rows(path: str) -> tuple[Any, int]:
-    """The tokenizer under ``path``, and how many tokens the model there embeds."""
+    """Return the tokenizer under ``path``, and the number of tokens that its model embeds."""
     from transformers import AutoConfig, AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path).get_text_config().vocab_size

@@ -1,4 +1,4 @@
-"""Stage: a packed batch is cut into minibatches and micro-batches; the cut never changes the gradient."""
+"""Cuts a packed batch into minibatches and micro-batches. The cut into micro-batches never changes the gradient."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from turnwise.types import TrainingBatch
 class MicroBatch:
     """Some rows of a :class:`TrainingBatch` as torch tensors: one stream of ``T`` tokens without padding.
 
-    ``token_ids_T`` and ``position_ids_T`` int64 are the stream, ``lengths`` the tokens of each row. They stand in it
-    row by row, or with a ``tree`` as its branches, so that what rows begin with in common stands there once.
-    For each of the ``N`` packed completion tokens, ``source_N`` is the place in the stream of the token before it,
-    whose hidden state predicts it; ``row_N`` is its row here, ``token_N`` its place in the batch's own stream;
+    ``token_ids_T`` and ``position_ids_T`` (int64) are the stream, ``lengths`` the tokens of each row. Rows follow one
+    another, or with a ``tree`` form its branches, so that a shared prefix is in the stream once.
+    For each of the ``N`` packed completion tokens, ``source_N`` is the stream's place of the token before it, whose
+    hidden state predicts it. ``row_N`` is its row here, ``token_N`` its place in the batch's own stream.
     ``cu_seqlens [b+1]`` cuts the packed columns ``targets_N, rollout_logprobs_N, mask_N`` by row; ``advantages_B,
     temperatures_B, actor_ids_B`` are per row.
     """
@@ -44,11 +44,11 @@ class MicroBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that pass through the model, those that rows share once."""
+        """Number of tokens that pass through the model; tokens that rows share count once."""
         return self.token_ids_T.numel()
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on ``device``; itself where it is there."""
+        """Return a copy on ``device``, or itself if it is already there."""
         if self.token_ids_T.device == device:
             return self
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -59,8 +59,8 @@ class MicroBatch:
 class PaddedRows(NamedTuple):
     """Rows of a micro-batch padded on the right: ``input_ids [b, T]`` and ``attention_mask [b, T]``, both int64.
 
-    ``token [n]`` numbers those of the packed completion tokens that are in these rows; the logits that predict them
-    stand at ``(row, column)``, ``[n]`` each.
+    ``token [n]`` are the indices of these rows' tokens among the packed completion tokens. The logits that predict them
+    are at ``(row, column)``, ``[n]`` each.
     """
 
     input_ids: Tensor
@@ -73,7 +73,7 @@ class PaddedRows(NamedTuple):
 def minibatches(batch: TrainingBatch, rows: np.ndarray, count: int, rng: np.random.Generator) -> list[np.ndarray]:
     """Shuffle ``rows [B]`` and cut them into ``count`` parts of nearly equal size, or fewer, none empty.
 
-    Rows with one prompt, the siblings of a tree, stay together, unless there are fewer prompts than parts.
+    Rows with the same prompt, such as siblings of a tree, stay together unless there are fewer prompts than parts.
     """
     families = _families(batch, rows)
     shuffled = [families[i] for i in rng.permutation(len(families))]
@@ -82,6 +82,7 @@ def minibatches(batch: TrainingBatch, rows: np.ndarray, count: int, rng: np.rand
     ordered = np.concatenate(shuffled)
     if len(shuffled) < count:
         return [part for part in np.array_split(rng.permutation(ordered), count) if len(part)]
+    # Cut between families, each time at the end that is nearest to an equal share of the rows.
     ends = np.cumsum([len(family) for family in shuffled])
     cuts: list[int] = []
     for part in range(1, count):
@@ -91,7 +92,7 @@ def minibatches(batch: TrainingBatch, rows: np.ndarray, count: int, rng: np.rand
 
 
 def _families(batch: TrainingBatch, rows: np.ndarray) -> list[np.ndarray]:
-    """``rows``, those of one prompt together."""
+    """Group ``rows`` by prompt."""
     families: dict[bytes, list[int]] = {}
     for row in rows.tolist():
         start, end = batch.cu_seqlens[row], batch.cu_seqlens[row + 1]
@@ -103,10 +104,10 @@ def _families(batch: TrainingBatch, rows: np.ndarray) -> list[np.ndarray]:
 def micro_batches(
     batch: TrainingBatch, rows: np.ndarray, max_tokens: int, *, trie_share: float = 0.0
 ) -> list[MicroBatch]:
-    """Cut ``rows`` into micro-batches of at most ``max_tokens`` tokens, nearly equal ones. A longer row goes alone.
+    """Cut ``rows`` into nearly equal micro-batches of at most ``max_tokens`` tokens. A longer row is one by itself.
 
-    Where a trie of the rows has at most ``trie_share`` of their tokens, micro-batches are tries, of at most
-    ``max_tokens`` unique tokens, and rows that share much stay together.
+    If a trie of the rows has at most ``trie_share`` of their tokens, the micro-batches are tries of at most
+    ``max_tokens`` unique tokens, and rows that share long prefixes stay together.
     """
     if trie_share:
         trie = PrefixTree(batch.token_ids, batch.cu_seqlens, rows)
@@ -118,7 +119,8 @@ def micro_batches(
 def _parts(
     batch: TrainingBatch, rows: np.ndarray, trie: PrefixTree, max_tokens: int
 ) -> list[tuple[np.ndarray, PrefixTree]]:
-    """``rows`` in parts whose tries fit. A part that gives up sharing which no longer pays in it may be cut again."""
+    """Cut ``rows`` into parts whose tries fit. A part's trie may share less than the whole one, so parts are cut again
+    until they fit."""
     cut = [rows[part] for part in trie.cut(max_tokens)]
     if len(cut) <= 1:
         return [(rows, trie)] if cut else []
@@ -130,9 +132,9 @@ def _parts(
 
 
 def _balanced(lengths: np.ndarray, rows: np.ndarray, max_tokens: int) -> list[np.ndarray]:
-    """The longest first, each to the part with the fewest tokens so far; one part more until none is too full.
+    """Assign rows, the longest first, to the part with the fewest tokens so far (Graham 1969, longest processing time).
 
-    The first cut that may fit is the one into ``total / max_tokens`` parts (Graham 1969, longest processing time).
+    It starts with ``total / max_tokens`` parts, and adds a part until none has more than ``max_tokens`` tokens.
     """
     order = np.argsort(-lengths, kind="stable")
     alone, order = order[lengths[order] > max_tokens], order[lengths[order] <= max_tokens]
@@ -150,14 +152,16 @@ def _balanced(lengths: np.ndarray, rows: np.ndarray, max_tokens: int) -> list[np
 
 
 def pack(batch: TrainingBatch, rows: np.ndarray, *, trie: PrefixTree | None = None) -> MicroBatch:
-    """Lay ``rows`` out one after the other, or as the ``trie`` of them. The first token of a row has no log-prob, so it
-    never trains."""
+    """Lay out ``rows`` one after the other, or as their ``trie``. The first token of a row has no log-prob, so it never
+    trains."""
+    # Completion tokens of each row: their first position, their count, and their places in the batch's stream.
     starts, ends = batch.cu_seqlens[:-1][rows], batch.cu_seqlens[1:][rows]
     lengths = ends - starts
     first = [max(1, _first_set(batch.loss_mask[start:end])) for start, end in zip(starts, ends, strict=True)]
     firsts = np.minimum(np.array(first, dtype=np.int64), lengths)
     counts = lengths - firsts
     where = ranges(starts + firsts, counts)
+    # The stream, and in it the place before each completion token.
     tree = None
     if trie is not None:
         tree, token_ids, position_ids = trie.tree(), trie.token_ids, trie.position_ids
@@ -202,6 +206,6 @@ def pad(micro: MicroBatch, rows: Sequence[int]) -> PaddedRows:
 
 
 def _first_set(mask: np.ndarray) -> int:
-    """Index of the first 1 of ``mask``, its length where there is none."""
+    """Return the index of the first 1 in ``mask``, or its length if there is none."""
     hits = np.flatnonzero(mask)
     return int(hits[0]) if len(hits) else len(mask)

@@ -1,7 +1,7 @@
-"""Attention over rows that stand one after the other in a single stream: each row attends to itself alone.
+"""Attention over rows that follow one another in a single stream: each row attends only to itself.
 
-Everything else in a Hugging Face model works token by token and takes the stream as it is, so that nothing is padded
-anywhere. :mod:`turnwise.train.model.prefix_tree_attention` puts it into the library's registry.
+All other parts of a Hugging Face model work token by token and take the stream unchanged, so no padding is needed.
+:mod:`turnwise.train.model.prefix_tree_attention` adds this attention to the library's registry.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 
 class NotPackable(Exception):
-    """A model whose attention needs what :func:`packed_attention` has not; the message says what."""
+    """A model's attention needs something that :func:`packed_attention` doesn't have; the message names it."""
 
 
 @dataclass(slots=True)
 class Packing:
-    """``lengths`` of the rows of a stream. Each attention layer leaves its sliding window in ``windows``."""
+    """``lengths`` of the rows of a stream. Each attention layer appends its sliding window to ``windows``."""
 
     lengths: tuple[int, ...]
     windows: list[int | None] = field(default_factory=list)
 
 
-# What changes a score, beyond a scale and a window: models with one of these are not served.
+# Arguments that change a score in other ways than a scale and a window: such models are refused.
 _UNSERVED = ("softcap", "s_aux", "position_bias", "head_mask")
 
 
@@ -44,10 +44,10 @@ def packed_attention(
     packing: Packing | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention row by row: ``query [1, heads, T, D]``, fewer heads in ``key`` and ``value`` allowed.
+    """Compute causal attention row by row: ``query [1, heads, T, D]``; ``key`` and ``value`` may have fewer heads.
 
-    Returns ``[1, T, heads, D]``. Without ``packing`` it is the library's own SDPA. Scores of one row are held at a time
-    at most, and none where torch has a flash kernel.
+    Returns ``[1, T, heads, D]``. Without ``packing`` this is the library's own SDPA. It holds no scores if torch has a
+    flash kernel; else it holds those of one run of rows with equal lengths at a time.
     """
     if packing is None:
         return sdpa_attention_forward(
@@ -56,6 +56,7 @@ def packed_attention(
     refuse_unserved(module, kwargs)
     window = kwargs.get("sliding_window")
     packing.windows.append(window)
+    # Split the stream into runs of rows with equal lengths.
     runs = [(length, len(list(same))) for length, same in groupby(packing.lengths)]
     pieces = [length * count for length, count in runs]
     streams = [stream[0].split(pieces, dim=1) for stream in (query, key, value)]
@@ -79,7 +80,7 @@ def packed_attention(
 
 
 def refuse_unserved(module: Any, options: Mapping[str, Any]) -> None:
-    """Raise :class:`NotPackable` for an attention whose scores are more than scaled products of what came before."""
+    """Raise :class:`NotPackable` for an attention that isn't causal, or whose scores are more than scaled products."""
     if needs := [name for name in _UNSERVED if options.get(name) is not None]:
         raise NotPackable(f"its attention has a {needs[0]}")
     if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
@@ -87,6 +88,6 @@ def refuse_unserved(module: Any, options: Mapping[str, Any]) -> None:
 
 
 def _band(length: int, window: int | None, device: torch.device) -> Tensor:
-    """``[length, length]`` bool: each token sees itself and the ``window - 1`` before it."""
+    """Return a mask ``[length, length]`` bool: each token sees itself and the ``window - 1`` tokens before it."""
     ones = torch.ones(length, length, dtype=torch.bool, device=device)
     return ones.tril() if window is None else ones.tril() & ones.triu(1 - window)

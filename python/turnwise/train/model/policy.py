@@ -1,4 +1,4 @@
-"""A policy: named weights, their optimizer and schedule, and the log-probabilities that they give."""
+"""A policy: named weights with their optimizer, their schedule and their log-probabilities."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from turnwise.train.model.micro_batch import MicroBatch
 class Policy:
     """Weights behind one or more actors.
 
-    ``model`` is a Hugging Face causal LM, or an :class:`AdaptedModel`: then the policy is
-    the adapter, and what it shares with others is no part of it. ``trainable=False`` builds no optimizer.
-    ``reference`` is the frozen model of a KL term; ``with_reference`` makes one of the starting weights, which for an
-    adapter is its base with adapters off. ``total_steps`` is the length of the learning-rate schedule in updates,
-    ``layout`` how rows pass through the model (``turnwise.train.model.forward.LAYOUTS``).
+    ``model`` is a Hugging Face causal LM or an :class:`AdaptedModel`; then only the adapter belongs to the policy, not
+    the shared base. ``trainable=False`` builds no optimizer. ``reference`` is the frozen model of a KL term;
+    ``with_reference`` makes one from the starting weights, which for an adapter is its base with adapters off.
+    ``total_steps`` is the length of the learning-rate schedule in updates, ``layout`` the rows' layout in the forward
+    pass (a key of ``turnwise.train.model.forward.LAYOUTS``).
     """
 
     def __init__(
@@ -45,16 +45,18 @@ class Policy:
         self.version = 0
         self.updates = 0
         self.skipped = 0  # updates in a row that were not finite
-        self.kl_coef: float | None = None  # the adaptive coefficient, once it has moved
+        self.kl_coef: float | None = None  # the adaptive coefficient, once it has changed
         self.rate_scale = 1.0
         self.max_grad_norm = config.max_grad_norm
         if with_reference and reference is None:
             reference = _starting_weights(model)
+        # Models and their forward passes.
         self.reference = None if reference is None else reference.requires_grad_(False).eval()
         self.check_finite("at the start")
         self.model.requires_grad_(trainable)
         self.forward = Forward(model, layout)
         self.reference_forward = None if self.reference is None else Forward(self.reference, layout)
+        # Optimizer and learning-rate schedule.
         self.optimizer: torch.optim.AdamW | None = None
         self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
         if trainable:
@@ -67,22 +69,23 @@ class Policy:
             )
 
     def logprobs(self, micro: MicroBatch, entropy: bool = False) -> Any:
-        """Log-probs ``[N]`` float32 of the packed completion tokens, of ``log_softmax(logits / temperature)``.
+        """Return log-probs ``[N]`` of the packed completion tokens, of ``log_softmax(logits / temperature)``.
 
-        With ``entropy`` the pair of them and the entropies ``[N]`` of the distributions, both with gradients.
+        With ``entropy`` return a pair: the log-probs, and the entropies ``[N]`` of the distributions. Both are float32
+        (float64 from a float64 model), with gradients.
         """
         logprobs_N, entropies_N = self.forward(micro, entropy=entropy)
         return (logprobs_N, entropies_N) if entropy else logprobs_N
 
     @torch.no_grad()
     def reference_logprobs(self, micro: MicroBatch) -> Tensor | None:
-        """Log-probs ``[N]`` under the frozen starting weights; ``None`` where the policy keeps none."""
+        """Return log-probs ``[N]`` under the reference; ``None`` if the policy has no reference."""
         return None if self.reference_forward is None else self.reference_forward(micro)[0]
 
     def step(self) -> float:
         """Clip the gradient, take one optimizer step, and return the norm before clipping.
 
-        Raises ``FloatingPointError`` for a gradient that is not finite; the weights are then as before.
+        Raises ``FloatingPointError`` for a gradient that is not finite; the weights then stay as they are.
         """
         assert self.optimizer is not None and self.schedule is not None, f"policy {self.name!r} is frozen"
         norm = float(nn.utils.clip_grad_norm_(self.trained_parameters(), self.max_grad_norm))
@@ -96,7 +99,7 @@ class Policy:
         return norm
 
     def seek_schedule(self, updates: int) -> None:
-        """Go to the learning rate after ``updates`` updates, as this policy's own settings have it."""
+        """Set the learning rate to its value after ``updates`` updates of this policy's schedule."""
         assert self.optimizer is not None and self.schedule is not None, f"policy {self.name!r} is frozen"
         self.schedule.last_epoch = updates
         rates = [
@@ -114,23 +117,23 @@ class Policy:
         self.seek_schedule(self.schedule.last_epoch)
 
     def discard_gradient(self) -> None:
-        """Leave an update out: weights, optimizer and schedule stay as they are."""
+        """Skip an update: weights, optimizer and schedule stay as they are."""
         assert self.optimizer is not None, f"policy {self.name!r} is frozen"
         self.optimizer.zero_grad(set_to_none=True)
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the JSON-serialisable state that a checkpoint keeps beside weights and optimizer."""
+        """Return the JSON-serialisable state that a checkpoint keeps in addition to weights and optimizer."""
         return {"skipped": self.skipped, "kl_coef": self.kl_coef, "rate_scale": self.rate_scale}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`extra_state` gave."""
+        """Restore the state of :meth:`extra_state`."""
         self.skipped, self.kl_coef = state["skipped"], state["kl_coef"]
         if self.optimizer is not None:
             self.scale_rate(state["rate_scale"] / self.rate_scale)
 
     @property
     def trie_share(self) -> float:
-        """Largest share of the rows' tokens that a trie may have to be computed in place of the rows."""
+        """Largest share of the rows' tokens that a trie may have to be used instead of the rows."""
         forwards = [self.forward] if self.reference_forward is None else [self.forward, self.reference_forward]
         return min(forward.trie_share for forward in forwards)
 
@@ -140,16 +143,16 @@ class Policy:
         return self.model.get_input_embeddings().weight.device  # type: ignore[operator]
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """The parameters that this policy's optimizer moves: an adapter's alone, or all."""
+        """Return the parameters that this policy's optimizer updates: only the adapter's, or all."""
         return list(self.model.parameters())
 
     @property
     def base(self) -> SharedBase | None:
-        """The frozen base that this policy shares with others; ``None`` for a model of its own."""
+        """The frozen base that this policy shares with others; ``None`` for a full model."""
         return self.model.shared if isinstance(self.model, AdaptedModel) else None
 
     def fingerprint(self) -> tuple[int, ...]:
-        """A number per tensor that tells whether a bit of it changed."""
+        """Return one number per tensor, to detect changed bits."""
         return tuple(bit_sum(tensor) for _, tensor in self.weights())
 
     def check_finite(self, when: str) -> None:
@@ -165,18 +168,19 @@ class Policy:
                     )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """``(name, tensor)`` of this policy's own weights, as the publish stage sends them: an adapter's alone."""
+        """Yield ``(name, tensor)`` of this policy's own weights, those that go to the client: only the adapter's, if it
+        has one."""
         return named_weights(self.model)
 
     def all_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """``(name, tensor)`` of its own weights and those of its shared base, for a client that may not have them."""
+        """Yield ``(name, tensor)`` of its own weights and of its shared base, for a client that may not have them."""
         yield from self.weights()
         if self.base is not None:
             yield from named_weights(self.base)
 
 
 def fingerprints(policies: Mapping[str, Policy]) -> dict[str, tuple[int, ...]]:
-    """The fingerprint of each policy by its name, and of each shared base as ``"the base of <a policy>"``."""
+    """Return the fingerprint of each policy by name, and of each shared base as ``"the base of <a policy>"``."""
     found = {name: policy.fingerprint() for name, policy in policies.items()}
     bases: dict[int, tuple[str, SharedBase]] = {}
     for name, policy in policies.items():
@@ -188,7 +192,7 @@ def fingerprints(policies: Mapping[str, Policy]) -> dict[str, tuple[int, ...]]:
 
 
 def named_weights(model: nn.Module | SharedBase) -> Iterator[tuple[str, Tensor]]:
-    """``(name, tensor)`` of each parameter and persistent buffer of ``model``, detached, tied ones once."""
+    """Yield ``(name, tensor)`` of each parameter and persistent buffer of ``model``, detached; tied tensors once."""
     seen: set[Any] = set()
     weights = model.weights() if isinstance(model, SharedBase) else model.state_dict(keep_vars=True)
     for name, tensor in weights.items():
@@ -198,7 +202,7 @@ def named_weights(model: nn.Module | SharedBase) -> Iterator[tuple[str, Tensor]]
 
 
 def _parameters(model: nn.Module | SharedBase) -> Iterator[tuple[str, Tensor]]:
-    """The parameters by the names that they have in files; buffers may hold infinities on purpose."""
+    """Yield the parameters by their names in files, without buffers, which may hold infinities on purpose."""
     state = model.weights() if isinstance(model, SharedBase) else model.state_dict(keep_vars=True)
     return ((name, tensor.detach()) for name, tensor in state.items() if isinstance(tensor, nn.Parameter))
 
@@ -207,21 +211,21 @@ def _count_not_finite(tensor: Tensor) -> int:
     if tensor.is_meta or not tensor.is_floating_point() or tensor.element_size() < 2:
         return 0
     own: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    # NaN and infinity survive a sum, which needs no memory; only where it isn't finite are elements looked at.
+    # NaN and infinity survive a sum, which needs no memory. Count single elements only if the sum isn't finite.
     if math.isfinite(own.sum(dtype=torch.promote_types(own.dtype, torch.float32))):
         return 0
     return int((~own.isfinite()).sum())
 
 
 def _starting_weights(model: nn.Module) -> nn.Module:
-    """Freeze ``model`` as it is now: a copy, or for a new adapter the shared base with adapters off."""
+    """Return the present weights of ``model``: a copy, or for a new adapter the shared base with adapters off."""
     return model.shared.plain() if isinstance(model, AdaptedModel) else copy.deepcopy(model)
 
 
 def bit_sum(tensor: Tensor) -> int:
-    """The sum of the elements' bit patterns: exact, so any update shows, and read at the speed of memory.
+    """Return the sum of the elements' bit patterns: an exact integer, computed at the speed of memory.
 
-    Of a tensor that is sharded over processes (a DTensor) it is the sum of this process's own part.
+    For a tensor that is sharded over processes (a DTensor) it is the sum over this process's own part.
     """
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     own: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -241,7 +245,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {"cosine": _cosine, "linear": _
 
 
 def _rate(step: int, total: int, warmup: int, floor: float, falling: Callable[[float], float]) -> float:
-    """Linear warm-up over ``warmup`` updates, then from 1 down to ``floor`` at ``total``."""
+    """Return the rate's factor: linear warm-up over ``warmup`` updates, then from 1 down to ``floor`` at ``total``."""
     if step < warmup:
         return (step + 1) / warmup
     if floor >= 1 or total <= warmup:

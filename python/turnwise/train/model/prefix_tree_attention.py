@@ -1,10 +1,11 @@
-"""Attention over a trie of tokens, each of which attends to those above it: what rows share is computed once.
+"""Attention over a trie of tokens, each of which attends to itself and its ancestors. Shared prefixes run once.
 
-With tokens in depth-first order, a query at place ``q`` attends to a key at ``k`` where ``k <= q < subtree_end[k]``.
-On CPU this takes a causal call per segment, and one more for each segment that has branches: all that hangs below it
-stands in one run of places, and attends to all of it. A query's parts are merged by their log-sum-exps (as in ring
-attention, https://arxiv.org/abs/2310.01889); the flash kernel's backward of each part, given the *merged* output and
-log-sum-exp, is the exact gradient. On a GPU FlexAttention takes the condition as its mask.
+With tokens in depth-first order, a query at place ``q`` attends to a key at ``k`` if ``k <= q < subtree_end[k]``. On
+CPU this takes one causal call for each run of segments of equal length, and one more call for each segment with
+branches: its descendants follow it in one run of places, and all attend to the whole segment. A query's parts are
+merged by their log-sum-exps (as in ring attention, https://arxiv.org/abs/2310.01889). The flash kernel's backward of
+each part, given the *merged* output and log-sum-exp, is the exact gradient. On a GPU FlexAttention takes the condition
+as its mask.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class SegmentSpan(NamedTuple):
 
 @dataclass(slots=True)
 class PrefixTreeMask:
-    """Segments of a trie in depth-first order: ``begin [S+1]`` their first places, ``subtree_end [S]`` where what hangs
-    on them ends. Each attention layer leaves its sliding window, which must be ``None``, in ``windows``.
+    """Segments of a trie in depth-first order: ``begin [S+1]`` are their first places, ``subtree_end [S]`` the ends of
+    their subtrees. Each attention layer appends its sliding window, which must be ``None``, to ``windows``.
     """
 
     begin: Sequence[int]
@@ -72,7 +73,7 @@ class PrefixTreeMask:
         return self.begin[-1]
 
     def block_mask(self, device: torch.device) -> Any:
-        """FlexAttention's mask of the tree."""
+        """Return FlexAttention's mask of the tree, built once per device."""
         if device not in self._block_masks:
             from torch.nn.attention.flex_attention import create_block_mask
 
@@ -98,11 +99,11 @@ def tree_attention(
     packing: Packing | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention along the branches of ``tree``: ``query [1, heads, U, D]``, fewer heads in ``key`` and ``value``
-    allowed. Returns ``[1, U, heads, D]``.
+    """Compute causal attention along the branches of ``tree``. Returns ``[1, U, heads, D]``.
 
-    Without a ``tree`` it is :func:`packed_attention`. Raises ``NotPackable`` for what
-    changes a score beyond a scale: a window, a cap, a bias.
+    ``query`` is ``[1, heads, U, D]``; ``key`` and ``value`` may have fewer heads. Without a ``tree`` this is
+    :func:`packed_attention`. Raises ``NotPackable`` for anything that changes a score other than a scale: a window, a
+    cap, a bias, dropout.
     """
     if tree is None:
         return packed_attention(
@@ -114,6 +115,7 @@ def tree_attention(
     if dropout:
         raise NotPackable("its attention drops weights out")
     tree.windows.append(None)
+    # The flash kernel on CPU, FlexAttention on a GPU.
     if query.device.type == "cpu":
         return _TreeAttention.apply(query[0], key[0], value[0], tree, scaling)[None], None
     out = _flex()(
@@ -131,7 +133,7 @@ def _flex() -> Any:
 
 
 class _TreeAttention(torch.autograd.Function):
-    """``query [H, U, D]``, ``key`` and ``value`` ``[K, U, D]`` with ``H = G * K``; returns ``[U, H, D]``."""
+    """Attention on CPU: ``query [H, U, D]``; ``key, value [K, U, D]`` with ``H = G * K``; returns ``[U, H, D]``."""
 
     @staticmethod
     def forward(
@@ -140,11 +142,13 @@ class _TreeAttention(torch.autograd.Function):
         exact = torch.promote_types(query.dtype, torch.float32)
         out_UHD = query.new_empty(query.shape[1], query.shape[0], query.shape[2], dtype=exact)
         lse_UH = query.new_empty(out_UHD.shape[:2], dtype=exact)
+        # Each segment attends to itself.
         for own in tree.own:
             out, lse = _flash(*_own(own, query, key, value), 0.0, True, scale=scale)
             place = slice(own.start, own.start + own.length * own.times)
             out_UHD[place].unflatten(0, (own.times, own.length)).copy_(out.transpose(1, 2))
             lse_UH[place].unflatten(0, (own.times, own.length)).copy_(lse.transpose(1, 2))
+        # Descendants attend to the segment above them; merge this part into what they have so far.
         for below in tree.below:
             out, lse = _flash(*_below(below, query, key, value), 0.0, False, scale=scale)
             place = slice(below.end, below.last)
@@ -166,6 +170,7 @@ class _TreeAttention(torch.autograd.Function):
         heads, group = query.shape[0], query.shape[0] // key.shape[0]
         d_query = torch.empty_like(out_UHD)
         d_key, d_value = (out_UHD.new_empty(len(out_UHD), *x.shape[::2]) for x in (key, value))
+        # Gradients of each segment's attention to itself; sum those of keys and values over the heads that share them.
         for own in tree.own:
             place, shape = slice(own.start, own.start + own.length * own.times), (own.times, own.length)
             grad, out, lse = (x[place].unflatten(0, shape).transpose(1, 2) for x in (grad_UHD, out_UHD, lse_UH))
@@ -174,6 +179,7 @@ class _TreeAttention(torch.autograd.Function):
             for whole, part in ((d_key, dk), (d_value, dv)):
                 summed = part if group == 1 else part.unflatten(1, (heads // group, group)).sum(2)
                 whole[place].unflatten(0, shape).copy_(summed.transpose(1, 2))
+        # Add the gradients of the descendants' attention to the segment above them.
         for below in tree.below:
             queries, keys = slice(below.end, below.last), slice(below.start, below.end)
             grad, out = (x[queries].unflatten(1, (-1, group)).permute(1, 2, 0, 3) for x in (grad_UHD, out_UHD))
@@ -186,7 +192,7 @@ class _TreeAttention(torch.autograd.Function):
 
 
 def _own(own: Own, query: Tensor, *others: Tensor) -> list[Tensor]:
-    """``[times, H, length, D]`` of each; keys and values once for every query head."""
+    """Return ``[times, H, length, D]`` of each tensor, with keys and values repeated for every query head."""
     shape, place = (own.times, own.length), slice(own.start, own.start + own.length * own.times)
     parts = [x[:, place].unflatten(1, shape).transpose(0, 1) for x in (query, *others)]
     group = query.shape[0] // others[0].shape[0]
@@ -194,12 +200,12 @@ def _own(own: Own, query: Tensor, *others: Tensor) -> list[Tensor]:
 
 
 def _below(below: SegmentSpan, query: Tensor, *others: Tensor) -> list[Tensor]:
-    """``[K, G, T, D]`` of each, keys and values without a copy for the ``G`` query heads that share them."""
+    """Return ``[K, G, T, D]`` of each tensor; the ``G`` query heads share keys and values without a copy."""
     group = query.shape[0] // others[0].shape[0]
     queries = query[:, below.end : below.last].unflatten(0, (-1, group))
     return [queries, *(x[:, None, below.start : below.end].expand(-1, group, -1, -1) for x in others)]
 
 
-# One line each in the library's registries. The mask is that of SDPA, for calls without a stream.
+# Register the attention, with SDPA's mask for calls without a stream.
 AttentionInterface.register(ATTENTION, tree_attention)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)

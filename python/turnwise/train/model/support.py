@@ -1,7 +1,7 @@
-"""Checks of what a model allows: its last hidden states read by the LM head alone, its rows packed into one stream.
+"""Checks what a model supports: using its LM head alone, packing rows into one stream, sharing prefixes in a trie.
 
-Models differ in what they do around their layers (caps and scales on logits, windows, states that run on from token to
-token), and say so nowhere in common; so a few tokens are run both ways, once, and compared.
+Models differ around their layers (caps and scales on logits, windows, recurrent states), and no common attribute tells.
+So each check runs a few tokens both ways, once, and compares the results.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from turnwise.train.model.packed_attention import NotPackable, Packing
 from turnwise.train.model.prefix_tree_attention import ATTENTION, PrefixTreeMask
 
-_LENGTHS = (7, 4)  # of the rows of the trial
+_LENGTHS = (7, 4)  # tokens of the trial's rows
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 def causal_lm(model: nn.Module) -> Any:
-    """The Hugging Face causal LM within ``model``, whose layers hold the adapters of a ``peft`` model.
+    """Return the Hugging Face causal LM inside ``model``; its layers hold the adapters of a ``peft`` model.
 
-    Raises ``TypeError`` for what is none, and for ``peft`` methods that put tokens before the prompt.
+    Raises ``TypeError`` if there is no causal LM, and for ``peft`` methods that put tokens before the prompt.
     """
     base: Any = model
     if hasattr(base, "get_base_model"):
@@ -42,11 +42,12 @@ def causal_lm(model: nn.Module) -> Any:
 def obstacle_to_fusing(lm: Any) -> str:
     """Return why ``hidden @ weight.T + bias`` can't give the log-probs; an empty string if it can.
 
-    Bit for bit: the decoder's last hidden states must go into the head, and out of it the logits.
+    The head must take the decoder's last hidden states, and give the logits, bit for bit.
     """
     decoder, head = lm.get_decoder(), lm.get_output_embeddings()
     if type(head) is not nn.Linear:  # a quantized one, or one with an adapter
         return f"its head is a {type(head).__name__}, not a plain Linear"
+    # Run the model once, and record the decoder's output, the head's input and the head's output.
     seen: dict[str, Tensor] = {}
     hooks = [
         decoder.register_forward_hook(lambda _, __, out: seen.update(hidden=out[0])),
@@ -58,6 +59,7 @@ def obstacle_to_fusing(lm: Any) -> str:
     finally:
         for hook in hooks:
             hook.remove()
+    # Compare these three with each other and with the model's logits.
     if "hidden" not in seen or "logits" not in seen:
         return "its logits come from another place than its head"
     if not torch.equal(seen["read"], seen["hidden"]):
@@ -65,7 +67,7 @@ def obstacle_to_fusing(lm: Any) -> str:
     if not torch.equal(logits, seen["logits"].to(logits.dtype)):
         return "its logits are changed after its head"
     text = lm.config.get_text_config()
-    # A cap leaves logits as small as those of fresh weights as they are.
+    # A cap doesn't change small logits such as those of fresh weights, so the comparison above can't detect it.
     if getattr(text, "final_logit_softcapping", None):
         return "its logits are capped"
     return ""
@@ -91,10 +93,10 @@ def obstacle_to_packing(lm: Any) -> str:
 def stream_inputs(
     lm: Any, position_ids_T: Tensor, lengths: tuple[int, ...], tree: PrefixTreeMask | None = None
 ) -> dict[str, Any]:
-    """Return the model's inputs besides the tokens. Flash attention finds the rows by their positions."""
+    """Return the model's inputs other than the tokens. Flash attention finds the rows by their positions."""
     inputs: dict[str, Any] = {"position_ids": position_ids_T[None]}
     if lm.config._attn_implementation == ATTENTION:
-        # A mask of four dimensions is taken as it is: none is made, of T x T. The attention itself reads none.
+        # With a mask of four dimensions the library doesn't build one of T x T. The attention itself reads no mask.
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=position_ids_T.device)
         how = {"packing": Packing(lengths)} if tree is None else {"tree": tree}
         inputs |= {"attention_mask": mask, **how}
@@ -106,6 +108,7 @@ def obstacle_to_trees(lm: Any) -> str:
     used = lm.config._attn_implementation
     if used != ATTENTION:
         return f"its attention {used!r} knows no trees"
+    # Two rows: a trunk of 4 tokens, then a branch of 3 tokens and one of 4.
     decoder, tokens_T = lm.get_decoder(), _tokens(lm)[0]
     trunk, one, two = tokens_T.split((4, 3, 4))
     tree = PrefixTreeMask([0, 4, 7, 11], [11, 7, 11])
@@ -116,7 +119,7 @@ def obstacle_to_trees(lm: Any) -> str:
             shared = decoder(input_ids=tokens_T[None], use_cache=False, **inputs).last_hidden_state[0]
         except NotPackable as error:
             return str(error)
-        except Exception as error:  # of any kind, as the models are: the caller tells it
+        except Exception as error:  # models raise errors of any type; the caller reports the text
             return f"a tree fails: {type(error).__name__}: {error}"
         rows = [torch.cat([trunk, branch])[None] for branch in (one, two)]
         alone = [decoder(input_ids=row, use_cache=False).last_hidden_state[0] for row in rows]
@@ -133,7 +136,7 @@ def _packing_fails(lm: Any) -> str:
         alone = [decoder(input_ids=row, use_cache=False).last_hidden_state[0] for row in tokens.split(_LENGTHS, dim=1)]
         try:
             packed = decoder(input_ids=tokens, use_cache=False, **inputs).last_hidden_state[0]
-        except Exception as error:  # of any kind, as the models are: the caller tells it
+        except Exception as error:  # models raise errors of any type; the caller reports the text
             return f"a packed stream fails: {type(error).__name__}: {error}"
     if "packing" in inputs and (why := _attended_otherwise(lm, inputs["packing"].windows)):
         return why
@@ -148,7 +151,10 @@ def _difference(what: str, got: Tensor, expected: Tensor) -> str:
 
 
 def _attended_otherwise(lm: Any, windows: list[int | None]) -> str:
-    """Every layer must mix tokens by our attention alone, and name it its window: the trial's rows fit into any."""
+    """Return why a layer may not use our attention with its own window; an empty string if all do.
+
+    The trial's rows fit into any window, so a comparison of results can't show it.
+    """
     config = lm.config.get_text_config()
     if len(windows) != config.num_hidden_layers:
         return f"{len(windows)} of its {config.num_hidden_layers} layers use the attention registry"
@@ -162,7 +168,7 @@ def _attended_otherwise(lm: Any, windows: list[int | None]) -> str:
 
 
 def _tokens(lm: Any) -> Tensor:
-    """``[1, 11]`` token ids, spread over the vocabulary."""
+    """Return ``[1, 11]`` token ids, spread over the vocabulary."""
     embedding = lm.get_input_embeddings().weight
     count = sum(_LENGTHS)
     return (torch.arange(1, count + 1, device=embedding.device) * 7919 % embedding.shape[0])[None]
@@ -170,7 +176,7 @@ def _tokens(lm: Any) -> Tensor:
 
 @contextmanager
 def _trial(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients, and every module as it was afterwards."""
+    """Run the block in evaluation mode without gradients, then restore every module's mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

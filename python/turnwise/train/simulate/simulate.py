@@ -1,7 +1,7 @@
-"""The true loop on a virtual clock: what staleness, concurrency and in-flight updates would bring, told in seconds.
+"""Runs the real loop on a virtual clock, to measure what staleness, concurrency and in-flight updates would gain.
 
-The trainer, the rollout queue, the arena and its scheduler are the real ones. Modelled are the times that model calls,
-updates and weight hand-overs take. Nothing is learned: weights are a version number.
+The trainer, the rollout queue, the arena and its scheduler are the real ones. Only the durations of model calls,
+updates and weight transfers are modelled. Nothing is learned: the weights are a version number.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ T = TypeVar("T")
 class LatencyModel:
     """Latencies of the loop, in seconds.
 
-    A model call of ``n`` tokens takes ``prefill + n * per_token`` once it has one of ``slots`` places. ``n`` is
+    A model call of ``n`` tokens takes ``prefill + n * per_token`` once one of ``slots`` slots is free. ``n`` is
     log-normal around the median ``tokens`` with spread ``sigma`` (0: always ``tokens``), at most ``max_tokens``.
-    An update takes ``update`` plus ``update_per_token`` for each sampled token, a hand-over of weights ``publish``.
+    An update takes ``update`` plus ``update_per_token`` for each sampled token. A transfer of weights takes
+    ``publish``.
 
     Example: ``LatencyModel(tokens=512, sigma=0.8, slots=128, update=4.0)``
     """
@@ -73,9 +74,10 @@ class LatencyModel:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """Results of a simulated run. Shares are of ``seconds``; staleness counts versions, by token.
+    """Results of a simulated run.
 
-    ``trained`` names the rollouts that each step trained on, in order.
+    ``trainer_busy`` and ``slots_busy`` are shares of ``seconds``. Staleness counts weight versions, over all tokens.
+    ``trained`` holds the ids of the rollouts that each step trained on, in order.
     """
 
     seconds: float
@@ -102,7 +104,7 @@ def simulate(
     max_concurrency: int = MAX_CONCURRENCY,
     seed: int = 0,
 ) -> Simulation:
-    """Play ``steps`` steps of ``episodes`` episodes with ``turns`` model calls each, one after the other.
+    """Simulate ``steps`` steps of ``episodes`` episodes, each with ``turns`` model calls one after the other.
 
     The same arguments give the same result. Raises ``ValueError`` for a count below 1.
 
@@ -122,7 +124,7 @@ def simulate(
 
 
 class Turns(Episode):
-    """Model calls one after the other."""
+    """An episode of ``turns`` model calls, one after the other."""
 
     episode_type = "turns"
     rubric = Rubric([lambda: {"player": 1.0}])
@@ -139,9 +141,9 @@ class Turns(Episode):
 
 
 class SimulatedClient:
-    """Answers after the time that ``latency`` says, with as many tokens as it draws.
+    """Answers after the time that ``latency`` gives, with the number of tokens that it draws.
 
-    With ``in_flight``, weights may change under a running call, whose tokens then name the version of their moment.
+    If weights are loaded during a call, each of its tokens has the version that was loaded when it was sampled.
     """
 
     def __init__(self, latency: LatencyModel) -> None:
@@ -176,7 +178,7 @@ class SimulatedClient:
         return ModelResponse("a" * count, [97] * count, [-1.0] * count, "stop", runs)
 
     def _runs(self, began: float, count: int) -> list[tuple[int, int]]:
-        """Return the version that sampled each of ``count`` tokens; the first token was sampled at ``began``."""
+        """Return runs of tokens by version, for ``count`` tokens of which the first was sampled at ``began``."""
         versions = [self._version_at(began + i * self.latency.per_token) for i in range(count)]
         runs: list[tuple[int, int]] = []
         for version in versions:
@@ -197,7 +199,7 @@ class SimulatedClient:
         return self._versions[-1][1]
 
     async def pause(self) -> None:
-        """Hold back new calls; returns once none runs."""
+        """Hold back new calls, and return once no call runs."""
         self._open.clear()
         await self._idle.wait()
 
@@ -208,7 +210,7 @@ class SimulatedClient:
 
 
 class SimulatedPolicy:
-    """Weights that are their version."""
+    """A policy whose weights are only a version number."""
 
     name, trainable, version = "default", True, 0
 
@@ -217,7 +219,7 @@ class SimulatedPolicy:
 
 
 class SimulatedTrainer(Trainer):
-    """The trainer, with an update and a hand-over that only take time, and nothing kept on disk but metrics."""
+    """The trainer, with updates and weight transfers that only take time, and no files except metrics."""
 
     def __init__(
         self, latency: LatencyModel, config: TrainConfig, *, episodes: int, turns: int, max_concurrency: int
@@ -270,7 +272,7 @@ class SimulatedTrainer(Trainer):
         return self.checkpoints
 
     async def simulate(self) -> Simulation:
-        """Run to the end and sum up."""
+        """Run to the end and return the results."""
         await self.run()
         seconds = asyncio.get_running_loop().time()
         tokens = self.lags.total()

@@ -11,17 +11,16 @@ T = TypeVar("T")
 
 
 def run_virtually(main: Coroutine[Any, Any, T]) -> T:
-    """``asyncio.run(main)`` on a :class:`VirtualClockLoop`."""
+    """Run ``main`` as ``asyncio.run`` does, on a :class:`VirtualClockLoop`."""
     with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
         return runner.run(main)
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
-    """An event loop on which time jumps to the next timer when everything waits: ``asyncio.sleep(3600)`` costs nothing.
+    """An event loop whose time jumps to the next timer when all tasks wait: ``asyncio.sleep(3600)`` costs nothing.
 
-    ``loop.time()`` begins at 0, in seconds. Only timers may be waited for: work in threads, processes or at the other
-    end of a socket takes real time, which does not pass here. Where no timer is set and everything waits, nothing can
-    ever happen again: ``RuntimeError``.
+    ``loop.time()`` begins at 0, in seconds. Tasks may wait for timers only: threads, processes and sockets take real
+    time, which does not pass on this clock. Raises ``RuntimeError`` if all tasks wait and no timer is set.
     """
 
     def __init__(self) -> None:
@@ -32,7 +31,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def jump(self, seconds: float) -> None:
-        """Let ``seconds`` pass."""
+        """Advance the clock by ``seconds``."""
         self._now += seconds
 
 

@@ -1,4 +1,4 @@
-"""The KL term's two extras: a coefficient that adapts, and the term in the reward instead of the loss."""
+"""Two options of the KL term: an adaptive coefficient, and a penalty on the reward instead of a term in the loss."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from turnwise.train.model.policy import Policy
 from turnwise.types import Sample
 
 ERROR_BOUND = 0.2
-"""Largest relative distance from the target that a measured KL counts as (Ziegler et al. 2019, section 2.2)."""
+"""Bound to which a KL's relative distance from the target is clipped (Ziegler et al. 2019, section 2.2)."""
 
 
 def coefficient(policy: Policy, config: KLConfig) -> float:
-    """The policy's present coefficient: the configured one until it adapted."""
+    """Return the policy's present coefficient: the configured one until it has adapted."""
     return config.coef if policy.kl_coef is None else policy.kl_coef
 
 
 def adapted(coef: float, kl: float, samples: int, config: KLConfig) -> float:
-    """The coefficient after ``samples`` rows with a mean KL per token of ``kl``; ``coef`` itself without a target.
+    """Return the coefficient after ``samples`` rows with mean KL per token ``kl``; without a target it stays ``coef``.
 
     ``coef * (1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon)`` (https://arxiv.org/abs/1909.08593); a batch
-    larger than the horizon counts as one horizon. A KL that is not finite changes nothing.
+    larger than the horizon counts as one horizon. A KL that is not finite leaves ``coef`` unchanged.
     """
     if config.target is None or not np.isfinite(kl):
         return coef
@@ -36,11 +36,11 @@ def adapted(coef: float, kl: float, samples: int, config: KLConfig) -> float:
 
 
 class KLPenalty:
-    """``coef * sum(sampled - reference log-prob)`` over a row's trained tokens: what credit finds taken from rewards.
+    """The penalty ``coef * sum(sampled - reference log-prob)`` over a row's trained tokens, taken from its reward.
 
-    The sum is the k1 estimate of ``KL(sampler || reference)`` of the row, under the weights that sampled it. Set as
-    ``arena.reward_penalty``; :meth:`adapt` follows the update, with the metrics of the last batch. Rows of policies
-    without a reference lose nothing.
+    The sum is the k1 estimate of ``KL(sampler || reference)`` of the row, under the weights that sampled it. The
+    trainer sets it as ``arena.reward_penalty``, and calls :meth:`adapt` after the update. Rows of policies without a
+    reference have no penalty.
     """
 
     def __init__(self, policies: Mapping[str, Policy], config: KLConfig, micro_batch_tokens: int) -> None:
@@ -50,7 +50,7 @@ class KLPenalty:
         self._measured: dict[str, dict[str, tuple[float, int, int]]] = {}
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        """The penalty ``[B]`` of each sample, in units of its reward."""
+        """Return the penalty ``[B]`` of each sample, in units of its reward."""
         penalties = np.zeros(len(samples))
         self._measured = {}
         for name, policy in self.policies.items():
@@ -68,11 +68,11 @@ class KLPenalty:
 
     @torch.no_grad()
     def _row_kl(self, policy: Policy, samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
-        """The sum of log-prob differences ``[b]`` float64, and the trained tokens ``[b]``, of rows of one policy."""
+        """Return each row's sum of log-prob differences ``[b]`` float64, and its number of trained tokens ``[b]``."""
         batch = pack([replace(sample, advantage=0.0) for sample in samples], {}, {})
         difference = torch.zeros(len(batch.token_ids), dtype=torch.float64)
         trained = torch.zeros(len(batch.token_ids), dtype=torch.float64)
-        policy.model.eval()  # an adapter's reference is its own model, with the adapter off
+        policy.model.eval()  # an adapter's reference is its own model with the adapter off
         rows = np.arange(len(batch))
         for micro in micro_batches(batch, rows, self.micro_batch_tokens, trie_share=policy.trie_share):
             reference_N = policy.reference_logprobs(micro.to(policy.device))
@@ -85,8 +85,10 @@ class KLPenalty:
         return np.add.reduceat(difference.numpy(), starts), np.add.reduceat(trained.numpy(), starts).astype(np.int64)
 
     def adapt(self) -> dict[str, float]:
-        """Move each policy's coefficient by the KL of the last batch, which is in the metrics (per token, k1), with the
-        coefficient that was used and the mean penalty of a row. Names start with the policy's where there are several.
+        """Adapt each policy's coefficient to the KL of the last batch, and return metrics.
+
+        These are the KL (per token, k1), the coefficient that was used, and the mean penalty of a row. With several
+        policies, metric names start with the policy's name.
         """
         metrics: dict[str, float] = {}
         for name, by_actor in self._measured.items():

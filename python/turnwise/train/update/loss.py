@@ -1,4 +1,4 @@
-"""The loss of one micro-batch: configuration in, one fused op call out."""
+"""The loss of one micro-batch: turns the configuration into one call of the fused op."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Loss:
     """Calls :func:`turnwise.ops.policy_loss` on packed micro-batches with the normaliser of a whole optimizer step.
 
     ``kl_coef`` is the present coefficient of the KL term, by default the configured one. Raises ``ValueError`` naming
-    what in the configuration can't be.
+    the invalid config key.
     """
 
     def __init__(self, config: LossConfig, num_actors: int, kl_coef: float | None = None) -> None:
@@ -40,11 +40,11 @@ class Loss:
 
     @property
     def reads_reference(self) -> bool:
-        """True if the loss needs a reference's log-probs; a KL term in the reward was applied before."""
+        """True if the loss needs a reference's log-probs; a KL penalty on the reward was applied earlier."""
         return self.config.kl.apply_to == "loss"
 
     def normalizer(self, micros: Sequence[MicroBatch]) -> Tensor:
-        """Denominator of the whole minibatch, so that any cut into micro-batches gives the same gradient."""
+        """Return the denominator of the whole minibatch, so that any cut into micro-batches gives the same gradient."""
         return loss_normalizer(
             self.config.aggregation,
             cu_seqlens=_joined(micros),
@@ -57,9 +57,9 @@ class Loss:
     def select(
         self, micros: Sequence[MicroBatch], logprobs: Sequence[Tensor], old_logprobs: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Select the tokens ``[N]`` of each micro-batch that the variant singles out over the whole minibatch.
+        """Return a mask ``[N]`` for each micro-batch, of the tokens that the variant selects in the whole minibatch.
 
-        Tokens are looked at in the order of the batch's own stream, so a draw is the same for any cut.
+        The variant sees the tokens in the order of the batch's own stream, so a random choice is the same for any cut.
         """
         order = torch.cat([micro.token_N for micro in micros]).argsort()
         advantages = torch.cat([micro.advantages_B[micro.row_N] for micro in micros])[order]
@@ -85,7 +85,10 @@ class Loss:
         entropies_N: Tensor | None = None,
         selected_N: Tensor | None = None,
     ) -> PolicyLoss:
-        """Loss, gradient and metrics. The sampler's log-probs are compared where they are not ``old_logprobs_N``."""
+        """Return loss, gradient and metrics.
+
+        The op also gets the sampler's log-probs unless they are ``old_logprobs_N`` themselves.
+        """
         config = self.config
         how = {
             "aggregation": config.aggregation,
@@ -109,18 +112,20 @@ class Loss:
             selected=selected_N,
             **how,  # type: ignore[arg-type]
         )
+        # The entropy bonus needs gradients, so it is added outside of the op.
         if not config.entropy_coef or entropies_N is None:
             return out
         return out._replace(loss=out.loss - config.entropy_coef * aggregate(entropies_N, **how))  # type: ignore[arg-type]
 
 
 def check_loss(config: LossConfig) -> list[str]:
-    """Return the problems of a loss, a line each, found by trying it on two rows of two tokens."""
+    """Try a loss on two rows of two tokens, and return its problems, one line each."""
     try:
         loss = Loss(config, num_actors=1)
     except (ValueError, TypeError) as error:
         text = str(error)
         return [text if "config key" in text else f"config section 'loss': {text}"]
+    # A custom loss may fail when it is called, so compute the loss and its gradient once.
     tokens = torch.full((4,), -1.0, requires_grad=True)
     try:
         result = policy_loss(
@@ -137,12 +142,12 @@ def check_loss(config: LossConfig) -> list[str]:
             max_length=config.max_length,
         )
         result.loss.backward()
-    except Exception as error:  # a loss of the user's own may raise anything
+    except Exception as error:  # a custom loss may raise anything
         return [f"config section 'loss' (type {config.type!r}), tried on four tokens: {type(error).__name__}: {error}"]
     return []
 
 
 def _joined(micros: Sequence[MicroBatch]) -> Tensor:
-    """The ``cu_seqlens`` of all rows of ``micros``, one after another."""
+    """Return the ``cu_seqlens`` of all rows of ``micros``, one after another."""
     lengths = torch.cat([torch.diff(micro.cu_seqlens) for micro in micros])
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])

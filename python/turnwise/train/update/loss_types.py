@@ -1,8 +1,8 @@
 """The policy losses by name: ``loss.type`` of a configuration, with ``loss.options`` as their arguments.
 
-Each is a :class:`turnwise.ops.Variant`, whose docstring has its formula and source. One of your own goes by import
-path, ``"my_module:my_loss"``: a function ``(logprobs [n], old_logprobs [n], advantages [n], **options) -> loss [n]``
-over the tokens that train, in PyTorch, or a class that is made with the options and called so.
+Each is a :class:`turnwise.ops.Variant`, whose docstring has its formula and source. Name a custom loss by its import
+path, ``"my_module:my_loss"``. It is a PyTorch function ``(logprobs [n], old_logprobs [n], advantages [n], **options)
+-> loss [n]`` over the tokens that train, or a class that takes the options and has instances to call in this way.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ STREAMS = ("logprobs", "old_logprobs", "advantages")
 
 
 def make_variant(config: LossConfig) -> Variant:
-    """The loss that ``loss.type`` names, with ``loss.options``. Raises ``ValueError`` naming the key that is wrong."""
+    """Build the loss that ``loss.type`` names, with ``loss.options``. Raises ``ValueError`` naming the wrong key."""
     made = build_with_options(find_loss(config.type), config.options, "loss.options")
     return made if isinstance(made, Variant) else Custom(made)
 
 
 def find_loss(kind: str) -> Callable[..., Any]:
-    """Return the function that makes the loss ``kind`` from its options. Raises ``ValueError`` if there is none."""
+    """Return the function that builds the loss ``kind`` from its options. Raises ``ValueError`` if there is none."""
     found = import_by_name(registry, kind, "loss.type")
     if kind in registry:
         return found
@@ -67,14 +67,14 @@ def _is_loss(found: Any) -> bool:
 
 
 def _with_options(function: Any) -> Callable[..., Any]:
-    """Options in, the loss with these options out; what follows the streams in its signature are its options."""
+    """Return a function that binds options, the parameters of ``function`` after the streams, and returns the loss."""
     signature = inspect.signature(function)
 
     def bind(**options: Any) -> Any:
-        signature.bind(*STREAMS, **options)  # one that is missing shows now, not at the first update
+        signature.bind(*STREAMS, **options)  # a missing option fails now, not at the first update
         return partial(function, **options)
 
     rest = list(signature.parameters.values())[len(STREAMS) :]
     bind.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
-    bind.__module__ = function.__module__  # where its annotations mean something
+    bind.__module__ = function.__module__  # the module in which its annotations can be resolved
     return bind

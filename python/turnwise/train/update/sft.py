@@ -1,6 +1,6 @@
-"""Supervised warm start: the start that RL improves on.
+"""Supervised warm start before RL.
 
-It is the trainer's own update with constant credit: with advantage 1 for every completion, the REINFORCE loss
+It uses the trainer's own update with constant credit: with advantage 1 for every completion, the REINFORCE loss
 ``-A * log p`` is the cross-entropy.
 """
 
@@ -23,7 +23,7 @@ from turnwise.types import TrainingBatch
 
 _NAME = "warm start"
 _SMOOTHED = 10
-"""Steps whose mean loss is compared with ``target_loss``: the loss of one step is noise."""
+"""Number of steps whose mean loss is compared with ``target_loss``: the loss of one step is too noisy."""
 
 
 def warm_start(
@@ -35,12 +35,12 @@ def warm_start(
     micro_batch_tokens: int = 2048,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> float:
-    """Train ``model`` in place for ``config.steps`` on batches drawn without replacement; returns the last loss.
+    """Train ``model`` in place for ``config.steps`` on batches drawn without replacement, and return the last loss.
 
-    The loss is the mean cross-entropy per completion token. ``on_step(step, loss)`` sees each step. Training ends early
-    once the mean of ten steps is ``config.target_loss`` or less. Rows that follow one another and have one prompt are
-    drawn together: in a trie the prompt passes through the model once. ``micro_batch_tokens`` bounds the tokens of one
-    forward pass. The learning rate falls linearly to a tenth.
+    The loss is the mean cross-entropy per completion token. ``on_step(step, loss)`` is called after each step. Training
+    ends early once the mean of ten steps is ``config.target_loss`` or less. Successive rows with the same prompt are
+    drawn together, so that in a trie the prompt passes through the model once. ``micro_batch_tokens`` bounds the tokens
+    of one forward pass. The learning rate falls linearly to a tenth.
     Raises ``ValueError`` for no demonstrations and ``FloatingPointError`` for a loss that is not finite.
     """
     if not demonstrations:
@@ -58,9 +58,11 @@ def warm_start(
     loss = LossConfig(type="reinforce")
     everything = constant_credit(demonstrations)
     rng = np.random.default_rng(seed)
+    # Successive rows with the same prompt form a group, which is drawn as a whole.
     groups = [
         list(rows) for _, rows in groupby(range(len(demonstrations)), lambda i: demonstrations[i].prompt_token_ids)
     ]
+    # One update per step; shuffle the groups again when the order runs out.
     order: list[int] = []
     last, recent = float("nan"), deque[float](maxlen=_SMOOTHED)
     for step in range(config.steps):
@@ -80,7 +82,7 @@ def warm_start(
 
 
 def constant_credit(demonstrations: Sequence[Demonstration]) -> TrainingBatch:
-    """A batch in which every completion has advantage 1: what is imitated is as good as it gets."""
+    """Build a batch in which every completion has advantage 1 and reward 1."""
     lengths = np.array([len(row) for row in demonstrations])
     prompts = np.array([len(row.prompt_token_ids) for row in demonstrations])
     starts = np.cumsum(lengths) - lengths

@@ -1,4 +1,4 @@
-"""Data of a supervised start: rows of the task, of a JSONL file, or of another run's ``rollouts.jsonl``."""
+"""Data of the supervised warm start: rows of the task, of a JSONL file, or of another run's ``rollouts.jsonl``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _ROW_KEYS = {"messages", "prompt", "completion", "actor"}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A prompt (a chat, or plain text that goes without the chat template) and the completion to learn.
+    """A prompt (a chat, or plain text without the chat template) and the completion to learn.
 
-    ``actor`` is whose policy learns it, ``None`` every policy; ``place`` names the row in messages. The completion of a
-    ``recorded`` row is what a model wrote: control tokens that it spells stay text. Others may spell them on purpose,
-    as the channels of GPT-OSS need.
+    The policy of ``actor`` learns the row; ``None`` means every policy. ``place`` names the row in error messages. A
+    model wrote the completion of a ``recorded`` row, so control tokens that the text spells out stay text. In other
+    rows they become tokens, which the channels of GPT-OSS need.
 
     Example: ``Row([{"role": "user", "content": "2 + 2 = ?"}], "4", actor="solver", place="demos.jsonl:17")``
     """
@@ -36,7 +36,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of a warm start, with a description of their source and of what was left out."""
+    """Rows of a warm start, with a description of their source and of the rows left out."""
 
     rows: list[Row]
     source: str
@@ -55,9 +55,9 @@ class Demonstration:
 
 @dataclass(slots=True)
 class RowReader:
-    """Reads rows for ``actors`` from JSON lines of two kinds, told apart line by line; see :meth:`read`.
+    """Reads rows for ``actors`` from JSON lines, each of which may have one of two formats; see :meth:`read`.
 
-    ``left_out`` counts the recorded steps that were not taken, by reason.
+    ``left_out`` counts the recorded steps that did not become rows, by reason.
     """
 
     actors: Collection[str]
@@ -65,14 +65,14 @@ class RowReader:
     left_out: Counter[str] = field(default_factory=Counter)
 
     def read(self, path: Path) -> list[Row]:
-        """The rows of ``path``, in its order.
+        """Return the rows of ``path``, in the file's order.
 
-        A line is ``{"messages": [...], "completion": "..."}``, or with ``"prompt": "..."`` for a text that goes without
-        the chat template, and may name its ``"actor"``; or an episode as ``rollouts.jsonl`` of a run folder has it. Of
-        an episode and of those that it spawned, every trainable step is a row whose completion was finished and whose
-        reward (its own, else its actor's) is at least ``min_reward``.
+        A line is ``{"messages": [...], "completion": "..."}``, with ``"prompt": "..."`` instead of messages for text
+        without the chat template, and with an optional ``"actor"``. Or it is an episode, as in the ``rollouts.jsonl``
+        of a run folder. A step of an episode, or of one that it spawned, becomes a row if it is trainable, its
+        completion is finished, and its reward (its own, else its actor's) is at least ``min_reward``.
 
-        Raises :class:`ConfigError` naming file, line and what was expected, and where no row is left.
+        Raises :class:`ConfigError` naming file, line and what was expected, also if no row is left.
         """
         rows: list[Row] = []
         try:
@@ -89,7 +89,7 @@ class RowReader:
         return rows
 
     def describe(self) -> str:
-        """``, left out: 3 cut off, 7 not trainable``; empty where nothing was."""
+        """Return ``, left out: 3 cut off, 7 not trainable``; an empty string if nothing was left out."""
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
         return f", left out: {reasons}" if reasons else ""
 
@@ -134,7 +134,7 @@ class RowReader:
             return "of actors that the task doesn't have"
         if step["finish_reason"] != "stop":
             return "cut off"
-        ends = step["info"].get("ends", ())  # of a tree with several, the one that the step led to alone paid it
+        ends = step["info"].get("ends", ())  # a step that led to one of a tree's ends has the rewards of that end
         rewards = episode["meta"]["ends"][ends[0]]["rewards"] if len(ends) == 1 else episode["rewards"]
         reward = step["reward"] if step["reward"] is not None else rewards.get(step["actor_id"])
         if self.min_reward is not None and (reward is None or reward < self.min_reward):
@@ -143,9 +143,9 @@ class RowReader:
 
 
 def tokenize(renderer: ChatRenderer, row: Row, prompt: Sequence[int] | None = None) -> Demonstration:
-    """The prompt as a model call would send it, and the completion as a model would sample it, stop token included.
+    """Tokenize the prompt as a model call would, and the completion as a model would sample it, with the stop token.
 
-    ``prompt`` are its ids, where they are known.
+    ``prompt`` are the prompt's ids, if they are known.
     """
     tokenizer = renderer.tokenizer
     if prompt is None:
@@ -158,14 +158,14 @@ def tokenize(renderer: ChatRenderer, row: Row, prompt: Sequence[int] | None = No
 def fitting(
     tokenizer: Any, rows: Sequence[Row], max_context: int, note: Callable[[str], None] = lambda line: None
 ) -> list[Demonstration]:
-    """``rows`` tokenized, without those longer than ``max_context`` tokens, of which ``note`` is told.
+    """Tokenize ``rows``, and leave out those longer than ``max_context`` tokens; ``note`` gets a line about these.
 
-    Raises :class:`ConfigError` where none fits.
+    Raises :class:`ConfigError` if no row fits.
     """
     renderer = ChatRenderer(tokenizer)
     every: list[Demonstration] = []
     for before, row in zip([None, *rows], rows, strict=False):
-        # A template takes a millisecond: rows that follow one another with one prompt share its tokens.
+        # Rendering a template takes a millisecond, so successive rows with equal prompts share its tokens.
         prompt = every[-1].prompt_token_ids if before is not None and before.prompt == row.prompt else None
         every.append(tokenize(renderer, row, prompt))
     fit = [demonstration for demonstration in every if len(demonstration) <= max_context]

@@ -1,4 +1,4 @@
-"""Stage: one batch updates one policy: ppo epochs × minibatches, gradients accumulated over micro-batches."""
+"""Updates one policy on one batch: ppo epochs × minibatches, with gradients accumulated over micro-batches."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def update_policy(
     rng: np.random.Generator,
     show: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, float]:
-    """Train ``policy`` on its rows of ``batch``; returns the metrics of all updates. No rows: no update, no metrics.
+    """Train ``policy`` on its rows of ``batch`` and return the metrics of all updates; no metrics if it has no rows.
 
     An update whose loss or gradient is not finite is skipped and counted. Raises ``FloatingPointError`` after more than
-    ``update.max_nonfinite_updates`` of them in a row. ``show(done, total)`` is told of each.
+    ``update.max_nonfinite_updates`` of them in a row. ``show(done, total)`` is called after each update.
     """
     rows = rows_of(policy, batch)
     if not policy.trainable or len(rows) == 0:
@@ -37,6 +37,7 @@ def update_policy(
     loss = Loss(loss_config, len(batch.actors), coefficient(policy, loss_config.kl))
     log = UpdateLog(batch.actors)
     recomputed = old_logprobs(policy, batch, rows, update) if update.old_logprobs == "recompute" else None
+    # One optimizer step for each minibatch of each epoch.
     policy.model.train()
     parts = [part for _ in range(update.ppo_epochs) for part in minibatches(batch, rows, update.num_minibatches, rng)]
     for done, part in enumerate(parts, start=1):
@@ -49,6 +50,7 @@ def update_policy(
         else:
             log.add_step(norm)
         show(done, len(parts))
+    # Adapt the KL coefficient to what the updates measured.
     metrics = log.result()
     if loss.kl is not None and "kl" in metrics:
         metrics["kl_coef"] = loss.kl_coef
@@ -57,7 +59,7 @@ def update_policy(
 
 
 def accumulate(policy: Policy, micros: list[MicroBatch], olds: list[Tensor], loss: Loss, log: UpdateLog) -> None:
-    """The gradient of one minibatch, micro-batch by micro-batch."""
+    """Accumulate the gradient of one minibatch, micro-batch by micro-batch."""
     normalizer = loss.normalizer(micros)
     selected = select(policy, micros, olds, loss)
     for micro, old_N, selected_N in zip(micros, olds, selected, strict=True):
@@ -70,9 +72,9 @@ def accumulate(policy: Policy, micros: list[MicroBatch], olds: list[Tensor], los
 
 @torch.no_grad()
 def select(policy: Policy, micros: list[MicroBatch], olds: list[Tensor], loss: Loss) -> list[Tensor | None]:
-    """The tokens that the loss singles out of the minibatch, ``None`` each for a loss that singles out none.
+    """Return the tokens that the loss selects in each micro-batch; ``None`` for each if the loss selects none.
 
-    They are chosen among all tokens of the minibatch, so with several micro-batches it takes a forward pass more.
+    The loss selects among all tokens of the minibatch, which takes one more forward pass of each micro-batch.
     """
     if not loss.variant.selects:
         return [None] * len(micros)
@@ -82,10 +84,10 @@ def select(policy: Policy, micros: list[MicroBatch], olds: list[Tensor], loss: L
 def step_or_skip(
     policy: Policy, batch: TrainingBatch, micros: list[MicroBatch], log: UpdateLog, max_skipped: int
 ) -> float | None:
-    """The optimizer's step and its gradient norm; ``None`` where loss or gradient is not finite: nothing moves then.
+    """Take an optimizer step and return the gradient norm; ``None`` if loss or gradient is not finite.
 
-    Raises ``FloatingPointError`` after more than ``max_skipped`` of those in a row, over the whole run, and at once
-    where the weights themselves are not finite.
+    Then no weight changes. Raises ``FloatingPointError`` after more than ``max_skipped`` such updates in a row, counted
+    over the whole run, and at once if the weights themselves are not finite.
     """
     try:
         if not math.isfinite(log.current_loss):
@@ -93,7 +95,7 @@ def step_or_skip(
             raise FloatingPointError(f"policy {policy.name!r}: loss is {log.current_loss} at update {policy.updates}")
         norm = policy.step()
     except FloatingPointError as error:
-        policy.check_finite(f"at update {policy.updates}")  # no later batch would do better
+        policy.check_finite(f"at update {policy.updates}")  # with such weights every later batch would fail too
         policy.skipped += 1
         if policy.skipped > max_skipped:
             raise FloatingPointError(
@@ -106,7 +108,7 @@ def step_or_skip(
 
 
 def describe_bad_rows(batch: TrainingBatch, tokens: np.ndarray) -> str:
-    """The first rows with log-probs or advantages that are not finite; ``tokens`` are places in the batch's stream."""
+    """Describe the first rows with non-finite log-probs or advantages; ``tokens`` are places in the batch's stream."""
     rows = np.unique(np.searchsorted(batch.cu_seqlens, tokens, side="right") - 1)
     if not len(rows):
         return "the log-probs and advantages of all rows are finite"
@@ -119,7 +121,7 @@ def describe_bad_rows(batch: TrainingBatch, tokens: np.ndarray) -> str:
 
 
 def rows_of(policy: Policy, batch: TrainingBatch) -> np.ndarray:
-    """Indices ``[b]`` of the rows that ``policy`` sampled."""
+    """Return the indices ``[b]`` of the rows that ``policy`` sampled."""
     if policy.name not in batch.policies:
         return np.empty(0, dtype=np.int64)
     return np.flatnonzero(batch.policy_index == batch.policies.index(policy.name))
@@ -127,8 +129,9 @@ def rows_of(policy: Policy, batch: TrainingBatch) -> np.ndarray:
 
 @torch.no_grad()
 def old_logprobs(policy: Policy, batch: TrainingBatch, rows: np.ndarray, update: UpdateConfig) -> Tensor:
-    """The trainer's own log-probs before the first update, one per token of the batch's stream (0 where none is)."""
-    policy.model.eval()  # as the sampler was: dropout must not stand in the ratio's denominator
+    """Return the trainer's log-probs before the first update, one per token of the batch's stream; 0 for tokens that
+    have none."""
+    policy.model.eval()  # as in the sampler: dropout must not affect the ratio's denominator
     old = torch.zeros(len(batch.token_ids), device=policy.device)
     for micro in micro_batches(batch, rows, update.micro_batch_tokens, trie_share=policy.trie_share):
         old[micro.token_N] = policy.logprobs(micro.to(policy.device))
@@ -136,8 +139,8 @@ def old_logprobs(policy: Policy, batch: TrainingBatch, rows: np.ndarray, update:
 
 
 class UpdateLog:
-    """Token-weighted means (and maxima) of what the micro-batches of one update stage measured; those of a skipped
-    update don't count."""
+    """Collects what the micro-batches of one batch measured, as token-weighted means and as maxima. Skipped updates
+    don't count."""
 
     def __init__(self, actors: list[str]) -> None:
         self.actors = actors
@@ -168,7 +171,7 @@ class UpdateLog:
             self.mismatch = max(self.mismatch or 0.0, float(difference.max()) if len(difference) else 0.0)
 
     def bad_tokens(self) -> np.ndarray:
-        """Places in the batch's stream where the current update's log-probs or advantages are not finite."""
+        """Return the places in the batch's stream where the current update's log-probs or advantages are not finite."""
         return np.concatenate(self._bad_tokens)
 
     def add_step(self, grad_norm: float) -> None:
@@ -195,6 +198,7 @@ class UpdateLog:
             "sampler_trainer_logprob_max_diff": self.mismatch or 0.0,
             "unique_token_share": self.computed / self.tokens,
         }
+        # The loss's own metrics, over all tokens and then by actor.
         tokens = np.array([count for count, _, _ in self.micros])
         for name in self.micros[0][2].metrics:
             metrics[name] = _reduce(name, np.array([float(out.metrics[name]) for *_, out in self.micros]), tokens)
@@ -208,7 +212,7 @@ class UpdateLog:
 
 
 def _reduce(name: str, values: np.ndarray, tokens: np.ndarray) -> float:
-    """Maxima stay maxima, counts add up, all else is a mean over tokens."""
+    """Reduce ``values`` by the metric's name: the maximum of maxima, the sum of counts, else the mean over tokens."""
     if name.endswith("_max"):
         return float(values[tokens > 0].max(initial=0.0))
     if name == "tokens":
