@@ -40,7 +40,7 @@ class RoutingClient(ClientBase):
         return any(getattr(client, "shares_weights", False) for client in self._distinct())
 
     async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-        """Return one response per request, in order. Raises the clients' errors; ``ValueError`` for unknown policies."""
+        """Return one response per request, in order. Raises clients' errors; ``ValueError`` for unknown policies."""
         places: dict[int, list[int]] = {}
         for place, request in enumerate(requests):
             places.setdefault(id(policy_of(self.clients, request.policy)), []).append(place)

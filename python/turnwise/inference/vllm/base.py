@@ -151,7 +151,7 @@ class VLLMClientBase(ClientBase):
         return sum_stats(engine.stats for engine in self._engines())
 
     def peaks(self) -> dict[str, float]:
-        """The largest peaks since the last call, by the names of :class:`~turnwise.inference.vllm.stats.EnginePeaks`."""
+        """The largest peaks since the last call, by names of :class:`~turnwise.inference.vllm.stats.EnginePeaks`."""
         return max_peaks(engine.peaks() for engine in self._engines())
 
     def _engines(self) -> list[Any]:

@@ -234,7 +234,7 @@ class EngineHost:
         self.stats.sync_seconds += time.perf_counter() - began
 
     async def _apply_update(self, update: WeightUpdate) -> None:
-        """Store ``update`` and send it to the engine. If the engine is lost, start a new one with the stored weights."""
+        """Store ``update`` and send it to the engine. If the engine is lost, a new one loads the stored weights."""
         if not self._computing:
             self._versions = {policy: known[-1:] for policy, known in self._versions.items()}
         if self._broken is not None:
