@@ -86,10 +86,10 @@ struct SpannedRows : TokenRows {
     }
 };
 
-// Tokens [begin, end) of one row, numbered over all rows.
+// Tokens [begin, end) of one row.
 struct RowSegment {
-    int64_t row;
-    int64_t begin, end;
+    int64_t row;         // index of the row
+    int64_t begin, end;  // tokens, numbered over all rows
 };
 
 // Iterates over the segments of a warp's span. All lanes call `next` together.
@@ -115,10 +115,9 @@ class RowSegments {
     int64_t at_, end_, row_ = 0;
 };
 
-// ---- A lane's share of a segment
-// -------------------------------------------------------------------------------------- The pack of tokens [first,
-// first + kPack), of which those inside the segment count. `fast`: streams are contiguous and aligned, floats of type
-// T; a whole pack then comes with one instruction.
+// ---- A lane's share of a segment ------------------------------------------------------------------------------------
+// The pack of tokens [first, first + kPack). Only tokens inside the segment count. `fast`: streams are contiguous and
+// aligned, with floats of type T, so one instruction loads a whole pack.
 template <class T, bool fast>
 struct PackAt {
     static constexpr int kPack = 16 / int(sizeof(T));

@@ -27,8 +27,8 @@ TW_HD Weight<Math> softmax_weight(typename Math::F x) {
 
 // The state of an online softmax over logits x.
 struct Seen {
-    double max;
-    double sum;       // of exp(x - max)
+    double max;       // largest x; -infinity if nothing was seen
+    double sum;       // sum of exp(x - max)
     double weighted;  // sum of exp(x - max) (x - max), for the entropy
 };
 
@@ -36,7 +36,7 @@ TW_HD Seen nothing_seen() {
     return {-double(INFINITY), 0, 0};
 }
 
-// The same relative to a larger maximum.
+// The same state, relative to a larger maximum.
 TW_HD Seen relative_to(const Seen& s, double top) {
     if (!(s.max > -double(INFINITY))) return {top, s.sum, 0};  // the sum is 0, or NaN
     const double shift = s.max - top, factor = exp(shift);

@@ -6,7 +6,7 @@
 
 namespace turnwise {
 
-// How token losses l become one number. n: trained tokens; "rows": rows with a trained token.
+// Aggregation of token losses l into one number. n: trained tokens; "rows": rows with a trained token.
 enum class Aggregation {
     token_mean,               // sum(l) / n
     seq_mean_token_sum,       // sum(l) / rows

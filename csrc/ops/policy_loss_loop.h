@@ -50,21 +50,21 @@ TW_INLINE Truths everywhere() {
 
 // TileSums by lane, and:
 struct Running {
-    VecF loss;  // ClipLoop: see its loss(); AnyLoop: loss
-    VecF log_ratio;
-    VecF growth;  // ratio - 1
-    VecF ratio_max, kl;
-    VecF weighted_kl;  // KL estimate times the importance ratio
-    VecF mismatch, weight, weight_square, entropy;
-    VecN tokens;
-    VecN first;   // ClipLoop: ratio >= low; AnyLoop: clipped_low
-    VecN second;  // ClipLoop: low <= ratio <= high; AnyLoop: clipped_high
-    VecN clipped_dual, rejected;
+    VecF loss;                                      // ClipLoop: see its loss(); AnyLoop: loss
+    VecF log_ratio;                                 // sum of d = logprob - old_logprob
+    VecF growth;                                    // sum of ratio - 1
+    VecF ratio_max, kl;                             // largest ratio; sum of KL estimates
+    VecF weighted_kl;                               // sum of KL estimate times the importance ratio
+    VecF mismatch, weight, weight_square, entropy;  // sums; w = exp(mismatch) and w^2
+    VecN tokens;                                    // trained tokens
+    VecN first;                                     // ClipLoop: ratio >= low; AnyLoop: clipped_low
+    VecN second;                                    // ClipLoop: low <= ratio <= high; AnyLoop: clipped_high
+    VecN clipped_dual, rejected;                    // see TileSums
 };
 
 struct Part {
     Floats loss;  // a token's part in Running::loss
-    Floats grad;
+    Floats grad;  // d loss / d logprob; ClipLoop: times the row's weight
 };
 
 TW_INLINE KlTerm<VectorMath> weighted_by_token(const Token<VectorMath>& token, const KlTerm<VectorMath>& kl) {

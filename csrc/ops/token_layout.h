@@ -73,7 +73,7 @@ class TokenLayout {
 
 // Tokens [begin, end) of one row. Rows are cut at fixed offsets, so that sums do not depend on the number of threads.
 struct Segment {
-    int64_t row;
+    int64_t row;         // index of the row
     int64_t begin, end;  // counted from the row's start
 };
 

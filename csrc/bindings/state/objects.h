@@ -60,29 +60,29 @@ struct StoreObject {
 };
 
 struct StateObject {
-    PyObject_HEAD StoreObject* store;
-    PyObject* base;  // the last commit, or null
-    PyObject* weakrefs;
-    StateObject* next;
-    StateObject** link;  // what points here
-    bool frozen;
-    bool pruned;
-    uint32_t writes;   // counts calls of `write`: pointers into chunks are good until the next
-    uint32_t resting;  // how many of its proxies rest
-    bool locked;       // its objects are being copied: Python code runs that must not change it
-    Heap heap;
-    ProxyMap proxies;
+    PyObject_HEAD StoreObject* store;  // owned
+    PyObject* base;                    // the last commit, or null
+    PyObject* weakrefs;                // CPython's list of weak references
+    StateObject* next;                 // the next State of the Store's list
+    StateObject** link;                // the pointer to this State in that list
+    bool frozen;                       // a commit: nothing may write to it
+    bool pruned;                       // its version was freed; use raises PrunedError
+    uint32_t writes;                   // calls of `write`; pointers into chunks are valid until the next call
+    uint32_t resting;                  // number of its resting proxies
+    bool locked;                       // its objects are being copied; Python code that runs must not change it
+    Heap heap;                         // the version's containers
+    ProxyMap proxies;                  // its living and resting proxies, by slot
     // Owned nodes that hold plain containers not yet taken over, and live opaque objects.
     std::vector<SlotIndex> pending;
 };
 
 // A view of the container in `slot`. A TokenArray that lies in no State yet owns its node and has no state.
 struct Proxy {
-    PyObject_HEAD StateObject* state;
-    Node* node;
-    uint64_t stamp;
-    SlotIndex slot;
-    Epoch birth;
+    PyObject_HEAD StateObject* state;  // null for a TokenArray outside any State
+    Node* node;                        // the container, valid while `stamp` equals the heap's
+    uint64_t stamp;                    // the heap's stamp when `node` was looked up
+    SlotIndex slot;                    // the container's slot in the heap
+    Epoch birth;                       // the container's identity, see Node::birth
 };
 
 inline Proxy* ProxyMap::find(SlotIndex slot) const noexcept {

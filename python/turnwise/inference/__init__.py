@@ -3,10 +3,10 @@
 Read in this order: scripted, common, openai, routing, weights, local, vllm, server.
 May import: types, utils, chat.
 
-``ScriptedClient`` plays a script (tests, docs); ``TransformersClient`` is the embedded default; ``VLLMClient`` runs
-vLLM in this process, ``VLLMProcessClient`` in one of its own, ``VLLMServerClient`` asks a server of it at an
-``Endpoint``; ``OpenAIClient`` is for judges and fixed opponents. ``RoutingClient`` puts several together. What they
-need is imported when their names are first used.
+``ScriptedClient`` plays a script (tests, docs). ``TransformersClient`` is the embedded default. ``VLLMClient`` runs
+vLLM in this process, ``VLLMProcessClient`` in child processes, and ``VLLMServerClient`` calls a vLLM server at an
+``Endpoint``. ``OpenAIClient`` is for judges and fixed opponents. ``RoutingClient`` combines several clients. Each
+client's dependencies are imported when its name is first used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Judges and fixed opponents behind any endpoint that speaks OpenAI's API: text, which never trains."""
+"""Ask judges and fixed opponents behind any endpoint with OpenAI's API. Their text never trains."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class OpenAIClient(ClientBase):
     """Completes chats with a server of OpenAI's API: OpenAI's own, a vLLM or Ollama server, a proxy.
 
     - ``server``: the base URL, or an :class:`~turnwise.inference.common.http.Endpoint` with key, timeout and retries.
-    - ``models``: a model's name, whose policy is then called ``"default"``, or names of models by policy.
-    - ``chat``: send the request's messages, which an arena sets. Else send the prompt, decoded by ``tokenizer`` (a
-      Hugging Face one), to the older completions endpoint. Either way a zero-width space breaks control tokens that
-      messages spell, so that the server can't read them as its own.
+    - ``models``: a model's name, which serves the policy ``"default"``, or names of models by policy.
+    - ``chat``: sends the request's messages, which an arena sets. Else the client decodes the prompt with ``tokenizer``
+      (a Hugging Face one) and sends it to the older completions endpoint. In both cases a zero-width space breaks up
+      control tokens in the text of messages, so that the server can't read them as its own.
     - ``options``: further fields of every request. ``None`` leaves a field out:
       ``{"max_tokens": None, "max_completion_tokens": 2000}``.
 
-    Responses are text and never train: their token ids are the tokenizer's reading of it, and their log-probabilities,
-    which the server doesn't report, are 0.
+    Responses are text and never train. Their token ids come from encoding the text with ``tokenizer``. Their
+    log-probabilities, which the server doesn't report, are 0.
 
-    Raises ``ImportError`` where aiohttp is missing.
+    Raises ``ImportError`` if aiohttp is missing.
 
     Example::
 
@@ -65,15 +65,15 @@ class OpenAIClient(ClientBase):
 
     @property
     def fixed_policies(self) -> frozenset[str]:
-        """All of them: nothing here takes weights."""
+        """All policies, as this client accepts no weights."""
         return frozenset(self.models)
 
     async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-        """One response per request, in order.
+        """Return one response per request, in order.
 
-        Raises ``ValueError`` for an unknown policy and for a request that can't be sent, ``ContextLengthError`` for a
-        prompt that the server finds too long, and ``ModelError`` for a server that can't be reached, refuses, takes too
-        long or answers nonsense.
+        Raises ``ValueError`` for an unknown policy and for a request that can't be sent, and ``ContextLengthError`` for
+        a prompt that is too long for the server. Raises ``ModelError`` for a server that can't be reached, refuses,
+        takes too long or sends an invalid answer.
         """
         if self._closed:
             raise ModelError("the client is closed")
@@ -88,25 +88,25 @@ class OpenAIClient(ClientBase):
             raise
 
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
-        """Raises ``ValueError``: the server's models are as they are."""
+        """Raise ``ValueError``, because the server's models can't change."""
         self.version(policy)
         raise ValueError(f"policy={policy!r} is served at {self._endpoint.url}, which takes no weights")
 
     def version(self, policy: str) -> int:
-        """0, for each of the policies."""
+        """Return 0 for each policy."""
         policy_of(self.models, policy)
         return 0
 
     async def pause(self) -> None:
-        """Hold back new requests; returns once none runs. Requests wait until :meth:`resume`."""
+        """Hold back new requests, and return once none runs. Requests wait until :meth:`resume`."""
         await asyncio.wrap_future(self._endpoint.thread.submit(self._close_gate()))
 
     async def resume(self) -> None:
-        """Let waiting requests go on."""
+        """Let waiting requests run."""
         self._endpoint.thread.call(self._open.set)
 
     async def close(self) -> None:
-        """Fail what waits and what runs, and end the connections. May be called again."""
+        """Fail all waiting and running requests, and end the connections. May be called again."""
         self._closed = True
         await asyncio.to_thread(self._endpoint.close)
 
@@ -134,7 +134,7 @@ class OpenAIClient(ClientBase):
         messages = None if request.messages is None else self._renderer.disarmed(request.messages)
         if self._chat:
             return {"messages": messages}
-        if messages is request.messages:  # nothing was broken
+        if messages is request.messages:  # the messages contained no control tokens
             return {"prompt": self.tokenizer.decode(list(request.prompt_token_ids), skip_special_tokens=False)}
         return {"prompt": self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)}
 
@@ -171,7 +171,7 @@ class OpenAIClient(ClientBase):
         )
 
     def _read(self, found: Any) -> tuple[str, FinishReason]:
-        """Text and finish reason of an answer; whatever is wrong is named with the server and the field."""
+        """Read text and finish reason from an answer. Errors name the server and the wrong field."""
         field = "choices[0].message.content" if self._chat else "choices[0].text"
         try:
             [choice] = found["choices"]

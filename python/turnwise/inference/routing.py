@@ -1,4 +1,4 @@
-"""Several clients as one: each policy has its client."""
+"""Combine several clients into one that sends each policy's requests to that policy's client."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from turnwise.types import InferenceClient, ModelRequest, ModelResponse
 class RoutingClient(ClientBase):
     """Sends each request to the client of its policy.
 
-    ``clients`` names them by policy; one client may serve several. ``fixed_policies`` are those that are never trained,
-    such as a judge behind an API; a trainer needs no weights for them.
+    ``clients`` maps each policy to its client; one client may serve several. ``fixed_policies`` never train, such as a
+    judge behind an API, so a trainer needs no weights for them.
 
     Example::
 
@@ -31,7 +31,7 @@ class RoutingClient(ClientBase):
 
     @property
     def fixed_policies(self) -> frozenset[str]:
-        """The policies whose clients take no weights."""
+        """The policies whose clients accept no weights."""
         return frozenset(name for name, client in self.clients.items() if name in getattr(client, "fixed_policies", ()))
 
     @property
@@ -40,7 +40,7 @@ class RoutingClient(ClientBase):
         return any(getattr(client, "shares_weights", False) for client in self._distinct())
 
     async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-        """One response per request, in order. Raises what the clients raise, and ``ValueError`` for other policies."""
+        """Return one response per request, in order. Raises clients' errors; ``ValueError`` for unknown policies."""
         places: dict[int, list[int]] = {}
         for place, request in enumerate(requests):
             places.setdefault(id(policy_of(self.clients, request.policy)), []).append(place)
@@ -60,26 +60,26 @@ class RoutingClient(ClientBase):
         return policy_of(self.clients, policy).version(policy)
 
     async def pause(self) -> None:
-        """Pause all clients; returns once all are."""
+        """Pause all clients, and return once all are paused."""
         await asyncio.gather(*(client.pause() for client in self._distinct()))
 
     async def resume(self) -> None:
-        """Let all clients go on."""
+        """Resume all clients."""
         await asyncio.gather(*(client.resume() for client in self._distinct()))
 
     async def close(self) -> None:
-        """Close all clients, the others also where one fails."""
+        """Close all clients. If one fails, the others are still closed."""
         await gather_all(client.close() for client in self._distinct())
 
     def stats(self) -> dict[str, float]:
-        """The sums over all clients that count."""
+        """Sum the totals of all clients that have ``stats``."""
         totals: Counter[str] = Counter()
         for client in self._distinct():
             totals.update(getattr(client, "stats", dict)())
         return dict(totals)
 
     def peaks(self) -> dict[str, float]:
-        """The largest of all clients that tell peaks."""
+        """The largest peak, by name, of all clients that have ``peaks``."""
         largest: dict[str, float] = {}
         for client in self._distinct():
             for name, value in getattr(client, "peaks", dict)().items():

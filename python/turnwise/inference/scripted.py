@@ -1,4 +1,4 @@
-"""A client that plays a script: for tests and for examples that need no model."""
+"""Answer requests from a script, for tests and for examples that need no model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from turnwise.types import ContextLengthError, FinishReason, Messages, ModelErro
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One scripted completion: ``text``, or ``token_ids`` as they are, with ``logprobs`` (0.0 each unless given).
+    """One scripted completion: ``text``, or exact ``token_ids``, with ``logprobs`` (0.0 each unless given).
 
-    Text is encoded and gets the end-of-sequence token. ``finish_reason`` overrides what the tokens say;
-    ``delay`` waits that many seconds first, ``float("inf")`` hangs until the caller gives up.
+    Text is encoded and gets the end-of-sequence token. ``finish_reason`` overrides the reason that follows from the
+    tokens. ``delay`` waits that many seconds first; ``float("inf")`` hangs until the caller cancels.
 
     Example: ``Reply("4")``, ``Reply(token_ids=(20, 2), logprobs=(-0.1, -0.01))``, ``Reply("4", delay=float("inf"))``
     """
@@ -48,7 +48,7 @@ Script = (
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as token ids 0 to 255, and 256 for end of sequence. Enough for a script, in no need of a file."""
+    """Encodes text as UTF-8 bytes, token ids 0 to 255, with 256 for end of sequence. Needs no file."""
 
     eos_token_id: int | None = 256
 
@@ -57,7 +57,7 @@ class ByteTokenizer:
         return list(text.encode())
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ``token_ids``: ``<eos>`` for the end of sequence unless skipped, U+FFFD for what is no byte."""
+        """The text of ``token_ids``: ``<eos>`` for the end of sequence unless skipped, U+FFFD for other invalid ids."""
         end = b"" if skip_special_tokens else b"<eos>"
         parts = (bytes([token]) if token < 256 else end if token == 256 else b"\xff" for token in token_ids)
         return b"".join(parts).decode(errors="replace")
@@ -65,7 +65,7 @@ class ByteTokenizer:
     def apply_chat_template(
         self, conversation: Messages, tokenize: bool = True, add_generation_prompt: bool = True, **kwargs: Any
     ) -> Any:
-        """``role: content`` lines, then ``assistant: ``; ids, a string, or ``{"input_ids": ids}``, as asked."""
+        """Render ``role: content`` lines, then ``assistant: ``. Returns ids, a string, or ``{"input_ids": ids}``."""
         known = {"return_dict", "enable_thinking"}
         if unknown := sorted(set(kwargs) - known):
             raise TypeError(f"apply_chat_template got {unknown}: expected only {sorted(known)}")
@@ -79,12 +79,12 @@ class ByteTokenizer:
 class ScriptedClient(ClientBase):
     """Answers from ``script`` and keeps every request in ``calls``.
 
-    ``script`` is a sequence (one line per request, in order), a mapping (the key is a part of the prompt's text, or
-    the prompt's token ids; the first that fits), or a function of the request, sync or async. A line is a
-    :class:`Reply`, a text, token ids, or an exception, which the caller then gets.
+    ``script`` is a sequence (one line per request, in order), a mapping, or a function of the request, sync or async.
+    A mapping's key is a part of the prompt's text, or the prompt's token ids; the first key that matches gives the
+    line. A line is a :class:`Reply`, a text, token ids, or an exception, which the client raises.
 
-    ``versions`` names the policies and their weight versions. A request's ``max_tokens`` and stop tokens cut the
-    reply as they would cut a model's. A script that has no line for a request raises ``ModelError``.
+    ``versions`` names the policies and their weight versions. A request's ``max_tokens`` and stop tokens cut the reply
+    as they would cut a model's. A script without a line for a request raises ``ModelError``.
 
     Example: ``ScriptedClient({"2 + 2": "4", "capital of France": "Paris"})``
     """
@@ -110,7 +110,7 @@ class ScriptedClient(ClientBase):
         self._closed = False
 
     async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-        """One response per request, in order; ``ValueError`` for an unknown policy or an empty prompt."""
+        """Return one response per request, in order. Raises ``ValueError`` for an unknown policy or an empty prompt."""
         if self._closed:
             raise ModelError("the client is closed")
         for request in requests:
@@ -122,13 +122,13 @@ class ScriptedClient(ClientBase):
         return list(await asyncio.gather(*(self._answer(*pair) for pair in zip(requests, lines, strict=True))))
 
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
-        """Note the names in ``loads`` and take the version."""
+        """Record the names in ``loads`` and set the version."""
         self.version(policy)
         self.loads.append((policy, [name for name, _ in weights], version))
         self._versions[policy] = version
 
     def version(self, policy: str) -> int:
-        """The version that answers for ``policy`` now."""
+        """The version with which ``policy`` answers now."""
         return policy_of(self._versions, policy)
 
     async def pause(self) -> None:
@@ -136,7 +136,7 @@ class ScriptedClient(ClientBase):
         self._resumed = self._resumed or asyncio.Event()
 
     async def resume(self) -> None:
-        """Let held requests go on."""
+        """Let held requests run."""
         if self._resumed is not None:
             self._resumed.set()
             self._resumed = None

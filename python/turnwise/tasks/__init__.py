@@ -3,8 +3,8 @@
 Read in this order: base, generated, own, teams, rewards, routes, tiny.
 May import: types, utils, arena.
 
-``build_task("sudoku", {"blanks": [4, 6]})`` gives a :class:`Task`, which the training loop and the command line take;
-``build_task("my_game:HighCard")`` gives a task that you write, best as a subclass of :class:`OwnTask`.
+``build_task("sudoku", {"blanks": [4, 6]})`` returns a :class:`Task`, which the training loop and the command line take.
+``build_task("my_game:HighCard")`` returns a task that you write, best as a subclass of :class:`OwnTask`.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ TASKS = {
     "sudoku": "turnwise.tasks.sudoku.team:SudokuTask",
     "tic_tac_toe": "turnwise.tasks.tic_tac_toe.task:TicTacToeTask",
 }
-"""Name of each shipped task, and where its class is found when it is first asked for."""
+"""Name of each shipped task, and the place of its class, which is imported on first use."""
 
 
 def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
-    """The task called ``name``, or one of your own by ``"module:Class"``, with its options.
+    """Build the task ``name``, or your own task ``"module:Class"``, with its options.
 
-    Raises ``ValueError`` for an unknown name or option (naming the nearest known one) or a value that does not fit, and
-    whatever the task raises for files that it can't read.
+    Raises ``ValueError`` for an unknown name or option (naming the nearest known one) or an invalid value, and the
+    task's own errors for files that it can't read.
     """
     found = task_type(name)
     try:
@@ -65,7 +65,7 @@ def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
 
 
 def task_type(name: str) -> Any:
-    """The class of the task called ``name``, or ``"module:Class"``. Raises ``ValueError`` where there is none."""
+    """Find the class of the task ``name``, or ``"module:Class"``. Raises ``ValueError`` if there is none."""
     return _own_type(name) if ":" in name else _shipped_type(name)
 
 
@@ -77,7 +77,7 @@ def _shipped_type(name: str) -> Any:
 
 
 def _own_type(name: str) -> Any:
-    """A class with all that the training loop asks of a task."""
+    """Import ``"module:Class"``, and check that it has everything that the training loop needs of a task."""
     found = import_by_name({}, name, "task")
     needed = ("options_type", *(member for member in dir(Task) if member[0] != "_"))
     missing = sorted(member for member in needed if not hasattr(found, member))

@@ -15,7 +15,7 @@ from turnwise.utils.registry import did_you_mean
 
 Split = Literal["train", "validation", "eval"]
 
-# A question's own hash puts it in a split, so no choice of seed or count can leak one into another: 8 parts train.
+# The hash of a question's text decides its split, so no seed or count can move it to another: 8 parts train.
 SPLIT_OF_RESIDUE: tuple[Split, ...] = ("eval", "validation", *("train",) * 8)
 
 QUESTIONS = 200
@@ -29,12 +29,12 @@ Player = Callable[[str, Messages], str]
 
 
 class Task(Protocol):
-    """A task: who plays, what is played, and how success is measured.
+    """A task: its players, its episodes, and the measure of success.
 
-    ``credit_rule``, where a task has it, is the rule that ``credit.rule = "task"`` stands for. ``seats``, where it has
-    them, are the actors that play against each other; the rubric may have a metric ``score/<seat>``, 0 to 1, of each.
+    ``credit_rule`` (optional) is the rule that ``credit.rule = "task"`` selects. ``seats`` (optional) are the actors
+    that play against each other; the rubric may have a metric ``score/<seat>``, 0 to 1, for each.
 
-    Everything is a function of the task's options and the arguments: equal calls give equal answers, in any process.
+    Every result depends only on the task's options and the arguments. Equal calls return equal results in any process.
     """
 
     name: str
@@ -51,11 +51,11 @@ class Task(Protocol):
         ...
 
     def requests(self, step: int, questions: int, copies: int) -> list[EpisodeRequest]:
-        """``questions * copies`` episodes of training step ``step``; the copies of a question share ``group_id``."""
+        """The ``questions * copies`` episodes of training step ``step``. Copies of a question share ``group_id``."""
         ...
 
     def eval_requests(self, split: Split, n: int) -> list[EpisodeRequest]:
-        """The first ``n`` questions of a held-out split, always the same, none of them ever trained on."""
+        """The first ``n`` questions of a held-out split. They are always the same, and never used in training."""
         ...
 
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
@@ -63,15 +63,15 @@ class Task(Protocol):
         ...
 
     def texts(self) -> list[str]:
-        """Texts that hold the task's words, to build a tokenizer from."""
+        """Texts with the task's words, from which a tokenizer is built."""
         ...
 
     def oracle(self) -> Player:
-        """The player that is always right: the upper end of every comparison."""
+        """A player that is always right: the upper bound of every comparison."""
         ...
 
     def random_player(self, seed: int) -> Player:
-        """A player that knows the format and nothing else: the lower end."""
+        """A player that knows only the format: the lower bound."""
         ...
 
 
@@ -95,8 +95,10 @@ _ROUND = re.compile(r"\nRound \d+\.( Your last reply could not be read\.)?$")
 
 
 def with_round(message: Message, turn: int, *, unread: bool = False) -> Message:
-    """``message`` with the round at its end, from the second on (``turn`` counts from 0), and whether the actor's own
-    last reply was ``unread``: what failed before never leads to the same prompt again.
+    """Append the round to ``message`` from the second round on (``turn`` counts from 0), and a note if ``unread``.
+
+    ``unread`` means that the actor's own last reply could not be read. So a failed round never leads to the same prompt
+    again.
     """
     if not turn:
         return message
@@ -105,20 +107,20 @@ def with_round(message: Message, turn: int, *, unread: bool = False) -> Message:
 
 
 def without_round(messages: Messages) -> str:
-    """The content of the last message, without what :func:`with_round` added."""
+    """The content of the last message, without the part that :func:`with_round` added."""
     return _ROUND.sub("", messages[-1]["content"])
 
 
 def split_of(question: str) -> Split:
-    """The one split that a question belongs to, by a hash of its text: 8 of 10 train, 1 validation, 1 eval."""
+    """The split of a question, by a hash of its text: 8 of 10 go to train, 1 to validation, 1 to eval."""
     digest = blake2b(question.encode(), digest_size=8).digest()
     return SPLIT_OF_RESIDUE[int.from_bytes(digest, "big") % len(SPLIT_OF_RESIDUE)]
 
 
 def held_out(task: Task, split: Split, n: int | None) -> list[EpisodeRequest]:
-    """The first ``n`` questions of ``split``; with ``None`` ``QUESTIONS`` of them, or all where there are fewer.
+    """The first ``n`` questions of ``split``. ``None`` means ``QUESTIONS`` of them, or all if there are fewer.
 
-    Raises what the task raises where it has no ``n`` of them, or none at all.
+    Raises the task's error if it has fewer than ``n`` of them, or none at all.
     """
     if n is not None:
         return task.eval_requests(split, n)
@@ -137,9 +139,10 @@ def held_out(task: Task, split: Split, n: int | None) -> list[EpisodeRequest]:
 
 
 def check_success_metric(task: Task, episodes: Mapping[str, Episode], requests: Sequence[EpisodeRequest]) -> None:
-    """Raise ``ValueError`` where no reward function of the rubric that scores ``requests`` makes the task's metric.
+    """Raise ``ValueError`` if no reward function of the rubric that scores ``requests`` makes the task's metric.
 
-    Whose reward it is shows only in play. A rubric with a ``score`` of its own may make any metric.
+    The actor that the metric names is not checked, as it appears only in play. A rubric with its own ``score`` passes,
+    as it may make any metric.
     """
     function = task.success_metric.partition("/")[0]
     for kind in dict.fromkeys(request.episode_type for request in requests):
@@ -152,7 +155,7 @@ def check_success_metric(task: Task, episodes: Mapping[str, Episode], requests: 
 
 
 def check_demonstrations(actors: Sequence[str], quality: float) -> None:
-    """Raise ``ValueError`` unless there are actors and ``quality`` is a chance."""
+    """Raise ``ValueError`` unless there are actors and ``quality`` is in [0, 1]."""
     if not 0 <= quality <= 1:
         raise ValueError(f"quality={quality!r}: expected a number in [0, 1]")
     if not actors:
@@ -167,7 +170,7 @@ def check_counts(**counts: int) -> None:
 
 
 def check_split(split: Split) -> Split:
-    """``split``; ``ValueError`` where there is no such one."""
+    """Return ``split``. Raises ``ValueError`` for an unknown one."""
     if split not in get_args(Split):
         raise ValueError(f"split={split!r}: expected one of {get_args(Split)}")
     return split

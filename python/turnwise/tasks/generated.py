@@ -1,4 +1,4 @@
-"""Bases of tasks that draw their questions: a question is a text, and each split has its own questions."""
+"""Base of tasks that draw their questions. A question is a text, and each split has its own questions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from turnwise.types import Actor, EpisodeRequest
 
 
 class PlayedOptions(Protocol):
-    """Options that every such task has."""
+    """Options of every task that draws its questions."""
 
     @property
     def seed(self) -> int: ...
@@ -24,8 +24,8 @@ class PlayedOptions(Protocol):
 class GeneratedTask(ABC):
     """Requests, held-out questions and actors of a task that draws its questions; see ``turnwise.tasks.base.Task``.
 
-    A task names itself, its ``options_type``, its ``system_prompts`` by actor and the ``key`` under which an artifact
-    holds the question, and writes :meth:`draw`.
+    A subclass sets its name, its ``options_type``, its ``system_prompts`` by actor and the ``key`` under which an
+    artifact holds the question. It implements :meth:`draw`.
     """
 
     name: ClassVar[str]
@@ -39,7 +39,7 @@ class GeneratedTask(ABC):
 
     @abstractmethod
     def draw(self, split: Split, n: int, seed: int | str) -> Sequence[str]:
-        """``n`` different questions of ``split``: the same for equal arguments, a longer list begins with a shorter."""
+        """Draw ``n`` different questions of ``split``. Equal arguments give equal lists; a larger ``n`` extends one."""
 
     @property
     def roles(self) -> Sequence[str]:
@@ -47,7 +47,7 @@ class GeneratedTask(ABC):
         return tuple(self.system_prompts)
 
     def artifact(self, question: str) -> dict[str, Any]:
-        """The artifact that the episode gets for ``question``."""
+        """The episode's artifact for ``question``."""
         return {self.key: question}
 
     def seed_parts(self, question: str) -> Sequence[Any]:
@@ -60,7 +60,7 @@ class GeneratedTask(ABC):
         return [Actor(actor, self.system_prompts[actor], max_tokens=limit) for actor in self.roles]
 
     def requests(self, step: int, questions: int, copies: int) -> list[EpisodeRequest]:
-        """Questions drawn anew at every step, from the 8 in 10 that belong to training."""
+        """Draw new questions at every step, from the 8 in 10 that belong to training."""
         check_counts(questions=questions, copies=copies)
         seed = self.options.seed
         return [
@@ -70,13 +70,13 @@ class GeneratedTask(ABC):
         ]
 
     def eval_requests(self, split: Split, n: int) -> list[EpisodeRequest]:
-        """The same questions whatever the task's seed, so that runs compare."""
+        """Draw held-out questions. They don't depend on the task's seed, so that runs can be compared."""
         return [self._request(question, split, (split,), (), is_trainable=False) for question in self.draw(split, n, 0)]
 
     def _request(
         self, question: str, group: str, before: Sequence[Any], after: Sequence[Any], *, is_trainable: bool
     ) -> EpisodeRequest:
-        """A request whose seed is derived from ``before``, the question and ``after``."""
+        """Make a request whose seed is derived from ``before``, the question and ``after``."""
         return EpisodeRequest(
             self.name,
             self.artifact(question),
@@ -87,6 +87,6 @@ class GeneratedTask(ABC):
 
 
 def texts_of(demonstrations: Sequence[Demonstration]) -> list[str]:
-    """Every message and reply of ``demonstrations``, for a tokenizer. Replies count as often as prompts, so that a
+    """All messages and replies of ``demonstrations``, for a tokenizer. Replies count as often as prompts, so that a
     frequent answer becomes one token."""
     return [text for _, messages, reply in demonstrations for text in (*(m["content"] for m in messages), reply)]

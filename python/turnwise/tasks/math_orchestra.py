@@ -69,9 +69,9 @@ class MathOrchestraEpisode(MultiTurnEpisode):
     """One question: solver, verifier, solver, … until the verifier approves or ``max_loops`` loops are over.
 
     The artifact is ``{"question": ..., "answer": ...}``. A verdict that can't be read approves, so a verifier that
-    babbles can't keep a problem in the loop. Both actors earn the final outcome: 1 where the solver's last answer is
-    right. A tree sampler must score each action before the end is known: then a solver's action earns whether its
-    answer is right, and a verifier's whether the verdict fits that. Nobody else sees an actor's ``<think>`` text.
+    babbles can't keep a problem in the loop. Both actors earn the final outcome: 1 if the solver's last answer is
+    right. A tree sampler must score each action before the end is known. Then a solver's action earns 1 if its answer
+    is right, and a verifier's earns 1 if the verdict agrees with that. No actor sees another one's ``<think>`` text.
 
     Example: ``MathOrchestraEpisode(max_loops=2)``
     """
@@ -132,7 +132,7 @@ def correct(extras: dict[str, Any]) -> dict[str, float]:
 
 
 def answered(extras: dict[str, Any]) -> dict[str, float]:
-    """1.0 where the last solution ended in a readable answer."""
+    """1.0 if the last solution ended in a readable answer."""
     return {SOLVER: float(extras["answer"] is not None)}
 
 
@@ -169,7 +169,7 @@ class MathOrchestraTask(QuestionTask):
         return {self.name: MathOrchestraEpisode(max_loops=self.options.max_loops, sampler=tree)}
 
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
-        """Both roles in both situations: first answer, approval, rejection of a wrong answer, and its correction."""
+        """Demonstrate both roles in both situations: answer, approval, rejection of a wrong answer, correction."""
         rng = Random(f"math-demonstrations/{seed}")
         train = self.split("train", 1)
         return [_demonstrate(train[rng.randrange(len(train))], index, rng) for index in range(n)]
@@ -178,7 +178,7 @@ class MathOrchestraTask(QuestionTask):
         return [*self.shown(), *SYSTEM_PROMPTS.values(), _SOLUTION, _REVIEW, MARK, *map(_verdict, (True, False))]
 
     def oracle(self) -> Player:
-        """Knows every answer of the files."""
+        """A player that knows every answer of the files."""
         gold = self.answers()
 
         def play(actor_id: str, messages: Messages) -> str:
@@ -191,7 +191,7 @@ class MathOrchestraTask(QuestionTask):
         return play
 
     def random_player(self, seed: int) -> Player:
-        """Answers any number from 0 to 99, and gives any verdict."""
+        """A player that answers a random number from 0 to 99, and gives a random verdict."""
         rng = Random(f"math-random/{seed}")
 
         def play(actor_id: str, messages: Messages) -> str:

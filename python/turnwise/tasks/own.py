@@ -22,13 +22,13 @@ class OwnOptions(TaskOptions):
 
 
 class OwnTask(GeneratedTask):
-    """Episodes with their questions, for ``task = "module:Class"`` in a run's TOML.
+    """Base of your own task, which a run's TOML selects with ``task = "module:Class"``.
 
-    Name it and its ``success_metric`` (a reward function and an actor), say in ``system_prompts`` who plays, and write
-    :meth:`questions` and :meth:`episodes`, whose main episode bears the task's name. An artifact is
-    ``{"question": question}``; override :meth:`artifact` for more. Questions go to training or are held out by a hash
-    of their text, so none is ever in two splits. For a warm start, tournaments and baselines write
-    :meth:`demonstrations`, :meth:`oracle` and :meth:`random_player` too; ``seats`` and ``credit_rule`` are as in
+    Set ``name``, ``success_metric`` (a reward function and an actor) and ``system_prompts`` (one per actor). Implement
+    :meth:`questions` and :meth:`episodes`, whose main episode has the task's name. An artifact is
+    ``{"question": question}``; override :meth:`artifact` for more. A hash of its text decides the split of a question,
+    so no question is in two splits. For a warm start, tournaments and baselines also implement :meth:`demonstrations`,
+    :meth:`oracle` and :meth:`random_player`. For ``seats`` and ``credit_rule`` see
     :class:`turnwise.tasks.base.Task`.
 
     Example::
@@ -59,14 +59,14 @@ class OwnTask(GeneratedTask):
 
     @abstractmethod
     def questions(self) -> Sequence[str]:
-        """All questions there are, always the same; those of all splits."""
+        """All questions of all splits, always the same."""
 
     @abstractmethod
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
         """The episodes by their names; with a tree sampler, training branches at each action."""
 
     def draw(self, split: Split, n: int, seed: int | str) -> Sequence[str]:
-        """``n`` different questions of ``split``, in an order that ``seed`` gives."""
+        """Draw ``n`` different questions of ``split``, in an order that ``seed`` determines."""
         there = [question for question in dict.fromkeys(self.questions()) if split_of(question) == split]
         if len(there) < n:
             raise ValueError(f"n={n!r}: the {split} split of task {self.name!r} has {len(there)} questions")
@@ -78,11 +78,11 @@ class OwnTask(GeneratedTask):
         return self.eval_requests(split, n)
 
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
-        """None, unless it is overridden."""
+        """No demonstrations, unless a subclass overrides this method."""
         raise ValueError(f"task {self.name!r} has no demonstrations: expected warm_start.data, or warm_start.steps = 0")
 
     def texts(self) -> list[str]:
-        """Questions and system prompts, which a tiny model's tokenizer is built from."""
+        """Questions and system prompts, from which a tiny model's tokenizer is built."""
         train = [question for question in self.questions() if split_of(question) == "train"]
         return [*train[:2000], *self.system_prompts.values()]
 

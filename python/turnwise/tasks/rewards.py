@@ -1,4 +1,4 @@
-"""Small reward helpers that tasks share: how global and local parts mix, and how a reward is shaped over turns."""
+"""Reward helpers that tasks share: mix global and local parts, and shape a reward over turns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MIXES: dict[str, Callable[[float, float, float], float]] = {
 
 
 def mix_rewards(global_reward: float, local_reward: float, alpha: float = 1.0, mode: MixMode = "weighted_sum") -> float:
-    """One reward from the team's outcome and an actor's own part.
+    """Mix the team's outcome and an actor's own part into one reward.
 
     ``weighted_sum`` is ``alpha * global + local`` with ``alpha >= 0`` (AT-GRPO); ``convex`` is
     ``alpha * global + (1 - alpha) * local`` with ``alpha`` in [0, 1].
@@ -34,7 +34,7 @@ def mix_weights(alpha: float, mode: MixMode) -> list[float]:
 
 
 def invalid_penalty(valid: bool, cost: float) -> float:
-    """``-cost`` for an action that could not be read, else 0; to be added to the reward of the row that made it."""
+    """Return ``-cost`` for an action that could not be read, else 0. Add it to the reward of the row that made it."""
     if not cost >= 0:
         raise ValueError(f"cost={cost!r}: expected a number >= 0")
     return 0.0 if valid else -cost
@@ -55,5 +55,5 @@ def turn_ramp(reward: float, turn: int, max_turns: int) -> float:
 
 
 def binary(reward: float, threshold: float) -> float:
-    """1 where ``reward >= threshold``, else 0."""
+    """Return 1 if ``reward >= threshold``, else 0."""
     return 1.0 if reward >= threshold else 0.0

@@ -1,4 +1,4 @@
-"""Games of moves on a grid for a team, what they have in common: one suggests a route, the last one's is walked."""
+"""Common parts of games with moves on a grid: actors suggest routes, and the last actor's route is walked."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _LETTERS = re.compile(rf"[{''.join(MOVES)}]+")
 
 
 def format_route(route: str) -> str:
-    """The moves with blanks between them: ``"RRD"`` is written ``"R R D"``, a token each."""
+    """Write the moves with blanks between them, so that each is a token: ``"RRD"`` becomes ``"R R D"``."""
     return " ".join(route)
 
 
 def parse_route(text: str) -> str | None:
-    """The route on the last line of ``text`` that holds moves and nothing else, or ``None``.
+    """Parse the route from the last line of ``text`` that holds only moves; ``None`` without one.
 
-    Moves are the capitals ``UDLR`` or the words up, down, left and right; blanks, commas, arrows, brackets and a label
-    before a colon do not matter.
+    Moves are the capitals ``UDLR`` or the words up, down, left and right. Blanks, commas, arrows, brackets and a label
+    before a colon are ignored.
 
     Example: ``parse_route("I go round the wall.\\nMoves: [up, up, RIGHT]") == parse_route("U U R") == "UUR"``
     """
@@ -61,7 +61,7 @@ def _read_moves(part: str) -> str | None:
 
 
 def describe_failure(outcome: Mapping[str, Any]) -> str:
-    """Describe how far a route that did not solve the board came, and what stopped it.
+    """Describe how far a failed route came, and the move that stopped it.
 
     Example: ``"3 moves, then R is blocked"``, ``"4 moves"`` or ``"no moves read"``
     """
@@ -81,13 +81,13 @@ def failure_note(turn: int, walked: Mapping[str, Any], suggested: Mapping[str, A
 
 
 def board_message(board: str, route: str | None = None, note: str = "") -> Message:
-    """The board as it stands, how the round before failed (``note``), and the suggested route where there is one."""
+    """Write the current board, the failure of the last round (``note``), and the suggested route if there is one."""
     shown = f"{board}\n{note}" if note else board
     return {"role": "user", "content": shown + (_SUGGESTION + format_route(route) if route else "")}
 
 
 def read_board(messages: Messages) -> tuple[str, str | None]:
-    """The board and the suggestion back from a prompt of :func:`board_message`."""
+    """Parse the board and the suggestion from a prompt of :func:`board_message`."""
     shown, _, route = messages[-1]["content"].partition(_SUGGESTION)
     return shown.partition(_NOTE)[0], parse_route(route)
 
@@ -99,10 +99,9 @@ class Outcome(NamedTuple):
     """Outcome of one action.
 
     ``valid``: a route could be read. ``legal``: the share of its moves that were made before one was blocked or the
-    board solved; 1 where nothing was read. ``closeness``: the potential of the state that it led to, 1 where the board
-    is solved, falling to 0 with the true distance from there. ``gained``: how much closer that is than before.
-    ``goal``: what a solution is worth, 0 without one. ``moves``: how many were made. ``blocked``: the one that could
-    not be made, if that ended it.
+    board was solved; 1 if nothing was read. ``closeness``: the potential of the resulting state, 1 for a solved board,
+    falling to 0 with the true distance from it. ``gained``: the increase of closeness. ``goal``: the value of the
+    solution, 0 without one. ``moves``: the number of moves made. ``blocked``: the blocked move, if one ended the route.
     """
 
     valid: bool
@@ -115,7 +114,7 @@ class Outcome(NamedTuple):
 
 
 def outcome_of(route: str | None, made: int, *, before: float, after: float, goal: float) -> Outcome:
-    """The outcome of ``route``, of which ``made`` moves could be made, by the closeness ``before`` and ``after``."""
+    """Compute the outcome of ``route``, of which ``made`` moves were made, from the closeness before and after."""
     named = len(route or "")
     return Outcome(
         valid=named > 0,
@@ -133,10 +132,10 @@ class Scoring:
     """Reward of an action: ``mix_rewards(goal, shaping * gained, alpha, mode)``, less ``invalid_cost`` if unreadable.
 
     ``gained`` is potential-based shaping ``phi(s') - phi(s)`` over the true distance (Ng, Harada and Russell 1999,
-    without discount): over a walk it adds up to the same by every way, so a detour neither costs nor pays, and an
-    action that leaves the distance as it was earns 0. No move has a price: where nothing is solved a small cost alone
-    would decide whole groups, and dividing by their deviation makes it as large as success. ``gained`` is above -1, so
-    at the default no route that can be read earns less than one that can't.
+    without discount). Its sum over a walk depends only on start and end, so a detour neither costs nor pays, and an
+    action that leaves the distance unchanged earns 0. Moves have no price. In a group where no board is solved, a small
+    price alone would decide, and dividing by the group's deviation would make it as large as success. ``gained`` is
+    above -1, so by default a readable route never earns less than an unreadable one.
     Raises ``ValueError`` for an ``alpha`` that does not fit the mode, and for negative numbers.
 
     Example: ``Scoring(shaping=0.5).reward(Outcome(True, 1.0, closeness=1.0, gained=0.25, goal=1.0, moves=3)) == 1.125``
@@ -186,16 +185,16 @@ class RouteEnv(Protocol):
 class RouteEpisode(MultiTurnEpisode):
     """One board, played by ``actors`` in order for up to ``max_turns`` rounds, until it is solved (AT-GRPO).
 
-    Each action is a route. The last actor's is walked; what the others reply is the suggestion that the next one sees,
-    and AT-GRPO's tool agent, which there runs a program, here names its route itself. One that can't be read leaves
-    suggestion and board as they were. From the second round on every prompt says how the last walk failed and where,
-    and who suggests is told the same of its own route: see :func:`failure_note`.
+    Each action is a route. The last actor's route is walked. The reply of another actor is the suggestion that the next
+    one sees. (AT-GRPO's tool agent runs a program; here it names its route itself.) An unreadable reply leaves
+    suggestion and board unchanged. From the second round on, every prompt tells how and where the last walk failed. An
+    actor that suggests also reads the same about its own route: see :func:`failure_note`.
 
-    A step earns what ``scoring`` gives for its route, a suggestion what it would earn if it were walked. ``rubric``
-    pays a whole episode by the same measure: the team's outcome for every actor, how much closer than the start its
-    last action led, and ``-invalid_cost`` times the share of its replies that could not be read.
+    A step earns the reward of ``scoring`` for its route; a suggestion earns what it would earn if it were walked.
+    ``rubric`` pays a whole episode by the same measure: the team's outcome for every actor, the gain in closeness from
+    the start to its last action, and ``-invalid_cost`` times the share of its unreadable replies.
 
-    A game says how an artifact begins (``start``) and where its environment is in ``state.data`` (``environment``).
+    A game implements ``start`` (its data for an artifact) and ``environment`` (its environment in ``state.data``).
     """
 
     default_scoring: ClassVar[Scoring] = Scoring()
@@ -222,14 +221,14 @@ class RouteEpisode(MultiTurnEpisode):
 
     @abstractmethod
     def environment(self, state: EpisodeState) -> RouteEnv:
-        """The environment of ``state``: what it walks is written to ``state.data``."""
+        """The environment of ``state``. Its moves change ``state.data``."""
 
     def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
         state.data = {**self.start(artifact), "route": None, "goal": 0.0, "outcomes": {}}
         state.data["before"] = self.environment(state).closeness
 
     def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
-        """The board, how the last round failed, and the suggestion; the arena puts the system prompt in front."""
+        """Build the user message: board, failure of the last round, suggestion. The arena adds the system prompt."""
         data, actor, walker = state.data, state.current_actor, self.actors[-1]
         note = ""
         if state.turn:
@@ -256,9 +255,9 @@ class RouteEpisode(MultiTurnEpisode):
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
         """``solved`` and ``goal`` of the team; ``closeness``, ``gained``, ``valid``, ``legal``, ``moves`` by actor.
 
-        ``closeness`` is that of an actor's last action, ``gained`` how much more that is than at the start, ``valid``
-        the share of its completions that could be read, ``legal`` the share of their moves that could be made,
-        ``moves`` how many these are; ``rounds`` is how many there were.
+        ``closeness`` is that of an actor's last action, and ``gained`` its increase from the start. ``valid`` is the
+        share of its completions that could be read, ``legal`` the share of their moves that could be made, and
+        ``moves`` the number of these. ``rounds`` is the number of rounds.
         """
         data, outcomes = state.data, state.data["outcomes"]
         last = {actor: acted[-1]["closeness"] for actor, acted in outcomes.items()}
@@ -280,12 +279,12 @@ def mean_of(outcomes: Sequence[Mapping[str, Any]], name: str) -> float:
 
 
 def solved(extras: dict[str, Any]) -> dict[str, float]:
-    """1.0 for every actor of the team where the board was solved, acted or not."""
+    """1.0 for every actor of the team if the board was solved, even if the actor never acted."""
     return extras["solved"]
 
 
 def goal(extras: dict[str, Any]) -> dict[str, float]:
-    """Value of the team's solution, 0 without one: for every actor of the team, acted or not."""
+    """Value of the team's solution, 0 without one, for every actor of the team, even if it never acted."""
     return extras["goal"]
 
 
@@ -320,10 +319,10 @@ def moves(extras: dict[str, Any]) -> dict[str, float]:
 
 
 class RouteOptions(TeamOptions):
-    """Options of every such game; ``actors = ["solver"]`` with ``max_turns = 1`` is the single agent.
+    """Options of every game of routes; ``actors = ["solver"]`` with ``max_turns = 1`` is the single agent.
 
-    ``shaping`` rewards each action for leading closer to the end by the true distance, ``invalid_cost`` is taken from
-    what can't be read: see :class:`Scoring`.
+    ``shaping`` rewards an action for leading closer to the end by the true distance. ``invalid_cost`` is the price of
+    an unreadable reply. See :class:`Scoring`.
     """
 
     actors: tuple[Role, ...] = Field(default=TEAM, min_length=1)
@@ -352,7 +351,7 @@ UNREAD = 0.1  # share of the replies before a demonstration that could not be re
 
 
 class RouteGame(NamedTuple):
-    """The functions by which a game demonstrates its routes; ``board`` is its maze or level.
+    """The functions with which a game demonstrates its routes; ``board`` is its maze or level.
 
     ``messages(actor, board, route=, note=)`` is the prompt, ``suggest(board, quality, rng, blocked)`` a route,
     ``decide(board, suggestion, quality, rng, blocked)`` the planner's, and ``failed_round(board, rng)`` the board after
@@ -368,7 +367,7 @@ class RouteGame(NamedTuple):
 def demonstrate_routes(
     game: RouteGame, boards: Sequence[Any], actors: Sequence[str], rng: Random, quality: float, rounds: int
 ) -> list[Demonstration]:
-    """One demonstration per board, the actors taking turns; some are of a later round than the first."""
+    """Make one demonstration per board, the actors taking turns. Some show a later round than the first."""
     check_demonstrations(actors, quality)
     made: list[Demonstration] = []
     for index, drawn in enumerate(boards):

@@ -1,4 +1,4 @@
-"""Bases of games for a team: actors play in order, round by round, and share an outcome."""
+"""Bases of team games: actors play in order, round by round, and share an outcome."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class TeamOptions(TaskOptions):
 
 
 class TeamEpisode(MultiTurnEpisode):
-    """``actors`` act in order for up to ``max_turns`` rounds; ``team`` are the actors by default.
+    """An episode in which ``actors`` act in order for up to ``max_turns`` rounds. ``team`` defaults to the actors.
 
     A step earns ``mix_rewards(outcome, own part, alpha, mode)``, less ``invalid_cost`` for a reply that can't be read.
-    ``rubric`` mixes the same for the whole episode: the functions in ``outcomes`` and ``own_parts``; those in
-    ``measures`` are reported and pay nothing.
+    ``rubric`` mixes the functions in ``outcomes`` and ``own_parts`` in the same way for the whole episode. The
+    functions in ``measures`` are only reported.
     """
 
     team: ClassVar[Sequence[str]]
@@ -112,9 +112,9 @@ class ActingEpisode(TeamEpisode):
 
 
 class TeamTask(GeneratedTask):
-    """A game for a team, of which one episode type bears the task's name; ``options.actors`` play, in this order.
+    """A team game with one episode type, which has the task's name. ``options.actors`` play in this order.
 
-    A game writes :meth:`episode` and :meth:`draw`. The success that counts is ``solved`` of the first actor.
+    A game implements :meth:`episode` and :meth:`draw`. Its success metric is ``solved`` of the first actor.
     """
 
     @property
@@ -127,7 +127,7 @@ class TeamTask(GeneratedTask):
 
     @abstractmethod
     def episode(self, tree: TreeSampler | None = None) -> Episode:
-        """The episode that ``options`` describe; with a tree sampler, training branches at each action."""
+        """Make the episode from ``options``. With a tree sampler, training branches at each action."""
 
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
         return {self.name: self.episode(tree)}

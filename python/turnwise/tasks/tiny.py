@@ -1,4 +1,4 @@
-"""A tiny Qwen3-style model and its tokenizer, both made from scratch: no network, no download, seconds on one core."""
+"""Make a tiny Qwen3-style model and its tokenizer from scratch: no network, no download, seconds on one core."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 PAD, END, SYSTEM, USER, ASSISTANT = SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 BYTES = 256
 
-# One token opens a message and names its role, one closes it: three messages cost six tokens beside their text.
+# One token opens a message and names its role, and one closes it. So three messages cost six tokens plus their text.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
@@ -24,12 +24,12 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on ``texts``; equal texts give equal tokenizers.
+    """Train a byte-level BPE tokenizer on ``texts``. Equal texts give equal tokenizers.
 
     Each digit, newline and punctuation mark is a token of its own, so a grid or a number never merges with its
     surroundings. The vocabulary holds the five special tokens, the 256 bytes and then merges, ``vocab_size`` at most
-    (fewer where the texts are small). The end of a turn is the end-of-sequence token; padding goes left.
-    Unknown roles in a chat raise.
+    (fewer for small texts). The end of a turn is the end-of-sequence token; padding is on the left. A chat with an
+    unknown role raises.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -77,10 +77,10 @@ def build_model(
     tie_word_embeddings: bool = True,
     seed: int = 0,
 ) -> Qwen3ForCausalLM:
-    """A float32 Qwen3 model with random weights for ``tokenizer``: 0.85M parameters by default.
+    """Make a float32 Qwen3 model with random weights for ``tokenizer``: 0.85M parameters by default.
 
-    Equal arguments give equal weights; torch's global random state is left as it was. Widths and depths that do not
-    fit together raise ``ValueError``.
+    Equal arguments give equal weights. Torch's global random state stays unchanged. Raises ``ValueError`` for widths
+    and depths that do not fit together.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM

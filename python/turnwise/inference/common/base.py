@@ -13,15 +13,15 @@ from turnwise.types import ContextLengthError, ModelRequest, Sampling, Tokenizer
 T = TypeVar("T")
 
 LEAST_TEMPERATURE = 0.01
-"""vLLM raises temperatures between 0 and this one up to it, so its log-probabilities would be of another one."""
+"""vLLM raises a temperature between 0 and this one to it, and then reports log-probabilities at this temperature."""
 
 
 class ClientBase(ABC):
-    """A client ends with ``close()``, or with its ``async with`` block."""
+    """Base of all clients. A client ends with ``close()`` or with its ``async with`` block."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Fail what waits and what runs, and free what the client holds. May be called again."""
+        """Fail all waiting and running requests, and free the client's resources. May be called again."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -33,14 +33,14 @@ class ClientBase(ABC):
 
 
 def policy_of(policies: Mapping[str, T], name: str) -> T:
-    """``policies[name]``. Raises ``ValueError`` for a name that the client doesn't serve."""
+    """Return ``policies[name]``. Raises ``ValueError`` for a policy that the client doesn't serve."""
     if name not in policies:
         raise ValueError(f"policy={name!r}: expected one of {sorted(policies)}")
     return policies[name]
 
 
 async def gather_all(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """The results of ``calls`` in order. The first error is raised once all calls have ended."""
+    """Await all ``calls`` and return their results in order. Raises the first error once all calls have ended."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
@@ -50,10 +50,10 @@ async def gather_all(calls: Iterable[Awaitable[T]]) -> list[T]:
 
 # -- requests ----------------------------------------------------------------------------------------------------------
 def completion_limit(request: ModelRequest, vocabulary: int, context_length: int | None) -> int:
-    """The most tokens that the completion may have: its own limit, cut to the room in the model's context.
+    """The largest number of tokens in the completion: the request's limit, or the room left in the model's context.
 
-    Raises ``ValueError`` for an empty prompt and for ids outside of ``[0, vocabulary)``, and ``ContextLengthError`` for
-    a prompt that leaves no room for a token.
+    Raises ``ValueError`` for an empty prompt and for ids outside ``[0, vocabulary)``, and ``ContextLengthError`` for a
+    prompt that leaves no room for a token.
     """
     prompt = request.prompt_token_ids
     if not len(prompt):

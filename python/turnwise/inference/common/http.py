@@ -1,4 +1,4 @@
-"""Requests to an HTTP server that answers in JSON: from any thread, retried where that may help, checked answers."""
+"""Send requests to an HTTP server that answers in JSON, from any thread, with retries and checked answers."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from turnwise.types import ModelError
 T = TypeVar("T")
 
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Statuses after which the same request may succeed later."""
+"""Statuses after which a repeated request may succeed."""
 
 LONGEST_WAIT = 10.0
-"""Seconds between two attempts, where the server doesn't ask for more."""
+"""The most seconds between two attempts, unless the server asks for more."""
 
 CONNECT_SECONDS = 10.0
 
 
 class EndpointError(ModelError):
-    """A server that can't be reached, refuses, or answers what it must not. ``status`` is that of its answer."""
+    """Raised for a server that can't be reached, refuses, or answers wrongly. ``status`` is its answer's status."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -39,9 +39,9 @@ class EndpointError(ModelError):
 
 
 class LoopThread:
-    """An event loop in its own thread: its work goes on while other loops block, and outlives them.
+    """An event loop in its own thread. Its work continues while other loops block, and after they end.
 
-    ``at_end`` are coroutine functions to run when all else there has ended.
+    ``at_end`` holds coroutine functions that run after all other work has ended.
     """
 
     def __init__(self, name: str) -> None:
@@ -51,7 +51,7 @@ class LoopThread:
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run ``work`` there. Once the loop has ended, the future holds a ``ModelError``."""
+        """Run ``work`` in the thread's loop. If the loop has ended, the future holds a ``ModelError``."""
         try:
             return asyncio.run_coroutine_threadsafe(work, self.loop)
         except RuntimeError:
@@ -61,12 +61,12 @@ class LoopThread:
             return ended
 
     def call(self, function: Callable[[], Any]) -> None:
-        """Run ``function`` there soon, unless the loop has ended."""
+        """Run ``function`` in the thread's loop soon, unless the loop has ended."""
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function)
 
     def stop(self) -> None:
-        """End the loop and everything that runs in it. May be called again, and by the garbage collector."""
+        """End the loop and everything that runs in it. May be called again, also by the garbage collector."""
         self.call(self.loop.stop)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
@@ -90,13 +90,13 @@ class Endpoint:
     """The server at ``url``, with key, timeout and retries. All coroutines run in ``thread``'s loop.
 
     - ``api_key_env``, ``api_key_file``: the environment variable or the file with the key. Without either, the endpoint
-      finds the key that a ``turnwise serve`` of this user on this host made.
-    - ``timeout``: seconds for one attempt; a slower one is the last.
-    - ``retries``: further attempts after one that was cut off, or met a status of :data:`RETRIED`.
-    - ``wait``: seconds to try a server that never answered. One that answered before is tried for ``timeout`` seconds.
+      looks for the key that ``turnwise serve`` wrote for this user on this host.
+    - ``timeout``: seconds for one attempt. An attempt that takes longer is not repeated.
+    - ``retries``: further attempts after one that was cut off, or that got a status of :data:`RETRIED`.
+    - ``wait``: seconds to keep trying a server that has never answered. For one that has, it is ``timeout`` seconds.
 
-    Pauses between attempts double up to :data:`LONGEST_WAIT` seconds, each shortened at random; ``Retry-After`` is
-    obeyed. Redirects are not followed: key and body are for this server only.
+    Pauses between attempts double up to :data:`LONGEST_WAIT` seconds, each shortened at random. The endpoint obeys
+    ``Retry-After``. It follows no redirects, because key and body are for this server only.
 
     Example: ``Endpoint("http://127.0.0.1:8000", api_key_env="SERVER_KEY", timeout=60)``
     """
@@ -125,7 +125,7 @@ class Endpoint:
         self.retried = 0
         self._answered = False
         self._key = key_from_environment(api_key_env) if api_key_env is not None else self._key_on_disk()
-        self._random = random.Random()  # not the global generator, whose state belongs to the run
+        self._random = random.Random()  # the global generator belongs to the run
         self._session: Any = None
         self._aiohttp = aiohttp_or_raise()
         self.thread = LoopThread("turnwise-http")
@@ -142,9 +142,9 @@ class Endpoint:
         reads: bool = True,
         timeout: float | None = None,
     ) -> Any:
-        """The decoded JSON of the answer; ``None`` where it is empty or not to be read.
+        """Return the decoded JSON of the answer; ``None`` if it is empty or ``reads`` is false.
 
-        With ``once`` there is one attempt, whatever comes. Raises :class:`EndpointError`.
+        ``once`` allows a single attempt. Raises :class:`EndpointError`.
         """
         tries, missing_since, wait = 1, None, 0.5
         while True:
@@ -152,6 +152,7 @@ class Endpoint:
                 content = await self._attempt(method, path, body, query, timeout or self.timeout)
                 return _decoded(f"{method} {self.url}{path}", content) if reads else None
             except _RetryableError as again:
+                # An unreachable server is tried for `patience` seconds. Other failures count against `retries`.
                 now = time.monotonic()
                 missing_since = (missing_since or now) if again.unreachable else None
                 tries += not again.unreachable
@@ -173,6 +174,7 @@ class Endpoint:
     ) -> bytes:
         aiohttp = self._aiohttp
         where = f"{method} {self.url}{path}"
+        # Each kind of failure becomes an error that is repeated (_RetryableError) or final (EndpointError).
         limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout, CONNECT_SECONDS))
         asked = {"json": body, "params": query, "timeout": limits, "allow_redirects": False}
         try:
@@ -228,7 +230,7 @@ class Endpoint:
         return checked_key(key, f"api_key_file={str(self.api_key_file)!r}: the file")
 
     def _has_new_key(self) -> bool:
-        """True if the server was started again with another key, which is then read."""
+        """Read the key file again. True if it holds another key, as after a restart of the server."""
         if self.api_key_env is not None:
             return False
         before, self._key = self._key, self._key_on_disk()
@@ -241,7 +243,7 @@ class Endpoint:
         )
 
     async def wait_until_healthy(self) -> None:
-        """Wait, as :meth:`ask` does, until the server says that it is well."""
+        """Wait, as :meth:`ask` does, until the server reports that it is healthy."""
         await self.ask("GET", "/health", timeout=min(self.timeout, 30.0))
 
     def close(self) -> None:
@@ -250,7 +252,7 @@ class Endpoint:
 
 
 class _RetryableError(Exception):
-    """An attempt that failed in a way that may pass, in ``seconds`` at the earliest if the server said so."""
+    """Raised for an attempt that may succeed when repeated, after at least ``seconds`` if the server named a time."""
 
     def __init__(
         self, message: str, status: int | None = None, seconds: float = 0.0, unreachable: bool = False
@@ -260,7 +262,7 @@ class _RetryableError(Exception):
 
 
 def aiohttp_or_raise() -> Any:
-    """The ``aiohttp`` package. Raises ``ImportError`` naming the extra where it is missing."""
+    """Import the ``aiohttp`` package. Raises ``ImportError`` naming the extra if it is missing."""
     try:
         import aiohttp
     except ImportError as error:
@@ -271,7 +273,7 @@ def aiohttp_or_raise() -> Any:
 
 
 def parse_server_url(url: str) -> tuple[str, str]:
-    """The server's address and, below it, the path of OpenAI's API: ``/v1`` unless ``url`` has another path.
+    """Split ``url`` into the server's address and the path of OpenAI's API: ``/v1``, unless ``url`` has another path.
 
     Raises ``ValueError`` for anything but the address of a server.
     """
@@ -284,7 +286,7 @@ def parse_server_url(url: str) -> tuple[str, str]:
 
 
 def error_message(content: bytes) -> str:
-    """The error message of an answer, as OpenAI's API and FastAPI write it, else its first 300 characters."""
+    """Find the error message of an answer in the form of OpenAI's API or FastAPI, else its first 300 characters."""
     text = content.decode(errors="replace").strip()
     try:
         found = json.loads(text)
@@ -309,7 +311,7 @@ def _decoded(where: str, content: bytes) -> Any:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
-    """Seconds, whether the server gave them or a date; 0 where it gave neither."""
+    """The seconds that the server asks to wait, given as seconds or as a date; 0 if it gave neither."""
     given = headers.get("Retry-After", "").strip()
     try:
         return max(0.0, float(given))

@@ -1,4 +1,4 @@
-"""API keys: read from the environment or a file, and left by ``turnwise serve`` where this user's clients find them."""
+"""Read API keys from the environment or a file. ``turnwise serve`` writes its key where the user's clients find it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from urllib.parse import urlsplit
 
 
 def key_from_environment(variable: str) -> str:
-    """The key in an environment variable. Raises ``ValueError`` where there is none that an HTTP header can carry."""
+    """The key in an environment variable. Raises ``ValueError`` if it is empty or an HTTP header can't carry it."""
     return checked_key(os.environ.get(variable, ""), f"api_key_env={variable!r}: the environment variable")
 
 
 def key_file(url: str) -> Path:
-    """The file, private to this user, where ``turnwise serve`` on this host leaves the key of the server at ``url``."""
+    """The file, private to this user, where ``turnwise serve`` on this host writes the key of the server at ``url``."""
     parts = urlsplit(url)
     host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname or ""
     port = parts.port or {"http": 80, "https": 443}[parts.scheme]
@@ -25,7 +25,7 @@ def key_file(url: str) -> Path:
 
 
 def read_key(path: Path) -> str | None:
-    """The key that :func:`write_key` left; ``None`` for a file that is not there, or that others could have written."""
+    """Read the key that :func:`write_key` wrote. ``None`` if the file is missing or others could have written it."""
     try:
         with open(path, encoding="ascii", opener=_open_itself) as file:
             return file.read().rstrip("\n") if _is_ours(os.fstat(file.fileno())) else None
@@ -34,7 +34,7 @@ def read_key(path: Path) -> str | None:
 
 
 def write_key(path: Path, key: str) -> None:
-    """Leave ``key`` in a file that this user alone can read. Raises ``OSError`` where others could."""
+    """Write ``key`` to a file that only this user can read. Raises ``OSError`` if others can use its folder."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
     found = path.parent.lstat()
     if not stat.S_ISDIR(found.st_mode) or not _is_ours(found):

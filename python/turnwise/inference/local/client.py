@@ -1,4 +1,4 @@
-"""The embedded client: Hugging Face models in this process, many callers batched into few forward passes."""
+"""The embedded client: runs Hugging Face models in this process, and batches many callers into few forward passes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from turnwise.inference.weights.load import copy_weights
 from turnwise.types import ModelError, ModelRequest, ModelResponse, Tokenizer
 
 _QUIET_TICKS = 16
-"""Rounds of the event loop without a new request after which a batch is complete. No clock is involved, so the
-same program makes the same batches."""
+"""Rounds of the event loop without a new request after which a batch is complete. This uses no clock, so the same
+program always makes the same batches."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class BatchStats:
 
 @dataclass(slots=True, eq=False)
 class _PendingRequest:
-    """One request on its way. ``abandoned`` is set on the event loop and read by the worker."""
+    """One unanswered request. The event loop sets ``abandoned``, and the worker reads it."""
 
     request: ModelRequest
     row: SequenceSpec
@@ -71,14 +71,14 @@ class TransformersClient(ClientBase):
     seed and the weights, not on the rest of the batch (up to float rounding). Log-probabilities are those of
     ``log_softmax(logits / temperature)`` before top-p and top-k.
 
-    - ``policies``: one model, then called ``"default"``, or models by policy name. Adapters over one shared base share
-      its one copy.
-    - ``max_batch_rows``, ``max_batch_tokens``: limits of a batch, the latter for prompt and new tokens with padding.
-    - ``share``: use the given modules, not copies. The caller must not train them while a batch runs (``await pause()``
-      waits for that).
-    - ``in_flight``: new weights don't wait for the running batch but land between two of its tokens. The key-value
-      cache stays, and ``policy_versions`` of a response says which tokens came from which weights.
-    - ``seed``: requests without a seed draw theirs from it.
+    - ``policies``: one model, which is then policy ``"default"``, or models by policy name. Adapters over one shared
+      base use one copy of it.
+    - ``max_batch_rows``, ``max_batch_tokens``: limits of a batch. The second counts prompt and new tokens with padding.
+    - ``share``: uses the given modules, not copies. The caller must not train them while a batch runs;
+      ``await pause()`` waits until none does.
+    - ``in_flight``: loads new weights between two tokens of the running batch instead of after it. The key-value cache
+      stays, and ``policy_versions`` of a response tells which weights sampled which tokens.
+    - ``seed``: source of the seeds for requests without one.
 
     Example::
 
@@ -117,16 +117,16 @@ class TransformersClient(ClientBase):
         self._drain: asyncio.Task[None] | None = None
         self._paused = False
         self._closed = False
-        # held while a batch computes (in_flight: while one token of it does) and while weights move
+        # Held while a batch is computed (in_flight: for one of its tokens) and while weights are copied.
         self._busy = FairLock()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="turnwise-inference")
 
     # -- the client protocol ------------------------------------------------------------------------------------------
     async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-        """One response per request, in order.
+        """Return one response per request, in order.
 
-        Raises ``ValueError`` for an unknown policy or an empty prompt, ``ContextLengthError`` for a prompt that
-        leaves no room for a token, and ``ModelError`` if the forward pass fails or the client is closed.
+        Raises ``ValueError`` for an unknown policy or an empty prompt, ``ContextLengthError`` for a prompt that leaves
+        no room for a token, and ``ModelError`` if the forward pass fails or the client is closed.
         """
         if self._closed:
             raise ModelError("the client is closed")
@@ -144,15 +144,17 @@ class TransformersClient(ClientBase):
                 job.abandoned = not job.future.done() or job.future.cancelled()
 
     async def score(self, requests: Sequence[ModelRequest], completions: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probabilities of ``completions[i]`` after the prompt of ``requests[i]``; see ``ScoringClient``.
+        """Return log-probabilities of ``completions[i]`` after the prompt of ``requests[i]``; see ``ScoringClient``.
 
-        Raises as :meth:`generate` does, ``ValueError`` also for an empty completion, ``ModelError`` also while paused.
+        Raises the errors of :meth:`generate`, also ``ValueError`` for an empty completion and ``ModelError`` while the
+        client is paused.
         """
         if self._closed or self._paused:
             raise ModelError(f"the client is {'closed' if self._closed else 'paused'}")
         rows = [self._scored(*pair) for pair in zip(requests, completions, strict=True)]
         loop = asyncio.get_running_loop()
         found: dict[int, list[float]] = {}
+        # Score policy by policy, in batches of similar length; `places` leads back to the order of the requests.
         for policy in sorted({request.policy for request in requests}):
             own = [place for place, request in enumerate(requests) if request.policy == policy]
             for batch in length_batches([rows[place] for place in own], self.max_batch_rows, self.max_batch_tokens):
@@ -164,11 +166,11 @@ class TransformersClient(ClientBase):
         return [found[place] for place in range(len(rows))]
 
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
-        """Copy ``weights`` (pairs of name and tensor) into ``policy``; later tokens are sampled by ``version``.
+        """Copy ``weights`` (pairs of name and tensor) into ``policy``. Later tokens have the version ``version``.
 
-        Waits for a running batch, or with ``in_flight`` for the token that it is at. An adapter's policy takes its
-        adapter alone, or with it the whole shared base. Names and shapes are checked before a byte moves; see
-        :func:`copy_weights`.
+        Waits for a running batch, or with ``in_flight`` only for its current token. The policy of an adapter takes the
+        adapter's weights, with or without the whole shared base. All names and shapes are checked before anything is
+        copied; see :func:`copy_weights`.
         """
         held = policy_of(self._policies, policy)
         with self._busy:
@@ -180,18 +182,18 @@ class TransformersClient(ClientBase):
         return policy_of(self._policies, policy).version
 
     async def pause(self) -> None:
-        """Hold back new batches; returns once no batch runs. Requests wait until :meth:`resume`."""
+        """Hold back new batches, and return once no batch runs. Requests wait until :meth:`resume`."""
         self._paused = True
         if (drain := self._draining()) is not None:
             await asyncio.wait([drain])
 
     async def resume(self) -> None:
-        """Let waiting requests go on."""
+        """Let waiting requests run."""
         self._paused = False
         self._start()
 
     async def close(self) -> None:
-        """Fail what waits, end what runs, free the worker. May be called again."""
+        """Fail waiting requests, end the running batch, and free the worker. May be called again."""
         self._closed = True
         for job in self._waiting:
             job.abandoned = True
@@ -205,7 +207,7 @@ class TransformersClient(ClientBase):
     def stats(self) -> dict[str, float]:
         """Totals: ``requests, batches, prompt_tokens, prefilled_tokens, cached_tokens, generated_tokens, seconds``.
 
-        ``cached_tokens`` are those prompt tokens that another row of the batch was prefilled with.
+        ``cached_tokens`` counts the prompt tokens that an equal prompt in the batch had already prefilled.
         """
         totals = asdict(self._stats)
         return {**totals, "cached_tokens": totals["prompt_tokens"] - totals["prefilled_tokens"]}
@@ -222,7 +224,7 @@ class TransformersClient(ClientBase):
     def _scored(self, request: ModelRequest, completion: Sequence[int]) -> ScoredSequence:
         held = policy_of(self._policies, request.policy)
         whole = replace(request, prompt_token_ids=[*request.prompt_token_ids, *completion])
-        room = None if held.context_length is None else held.context_length + 1  # all of it is given, nothing drawn
+        room = None if held.context_length is None else held.context_length + 1  # no new token needs room
         completion_limit(whole, held.model.get_input_embeddings().num_embeddings, room)
         if not completion:
             raise ValueError("completions: expected at least one token in each, to be scored")
@@ -233,19 +235,19 @@ class TransformersClient(ClientBase):
         if not self._waiting or self._paused or self._draining() is not None:
             return
         loop = asyncio.get_running_loop()
-        # an event loop that was left behind has left those that waited in it
+        # Drop requests whose event loop has ended.
         self._waiting = [job for job in self._waiting if job.future.get_loop() is loop]
         self._drain = loop.create_task(self._run_waiting())
 
     def _draining(self) -> asyncio.Task[None] | None:
-        """The task that runs batches in this event loop, while there is one."""
+        """The task that runs batches in this event loop, or ``None``."""
         drain = self._drain
         if drain is None or drain.done() or drain.get_loop() is not asyncio.get_running_loop():
             return None
         return drain
 
     async def _run_waiting(self) -> None:
-        """Collect, run, answer, until nothing waits."""
+        """Collect, run and answer requests until none waits."""
         running: list[_PendingRequest] = []
         try:
             while self._waiting and not self._paused:
@@ -256,7 +258,7 @@ class TransformersClient(ClientBase):
                 for policy, jobs in _batches(running, self.max_batch_rows, self.max_batch_tokens):
                     await self._run(policy, jobs)
         except asyncio.CancelledError:
-            # the event loop ends or the client closes: fail every caller, and stop the worker early
+            # The event loop ends or the client closes. Fail every caller, and stop the worker early.
             for job in [*running, *self._waiting]:
                 job.abandoned = True
                 job.resolve(ModelError("the client was stopped before this request was done"))
@@ -264,7 +266,7 @@ class TransformersClient(ClientBase):
             raise
 
     async def _wait_until_idle(self) -> None:
-        """Return after ``_QUIET_TICKS`` rounds of the event loop that brought no new request."""
+        """Return after ``_QUIET_TICKS`` rounds of the event loop without a new request."""
         seen, ticks = len(self._waiting), 0
         while ticks < _QUIET_TICKS:
             await asyncio.sleep(0)
@@ -326,7 +328,7 @@ class TransformersClient(ClientBase):
 
 
 def _failure(policy: str, rows: int, error: Exception) -> ModelError:
-    """A fresh exception for each caller: a shared one would collect all their tracebacks."""
+    """Make a new exception for each caller. A shared one would collect the tracebacks of all."""
     failure = ModelError(f"policy {policy!r} failed on a batch of {rows}: {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure
@@ -335,7 +337,7 @@ def _failure(policy: str, rows: int, error: Exception) -> ModelError:
 def _batches(
     jobs: Sequence[_PendingRequest], max_rows: int, max_tokens: int
 ) -> Iterator[tuple[str, list[_PendingRequest]]]:
-    """Split ``jobs`` by policy, then by prompt length so that little is padded; siblings stay together."""
+    """Split ``jobs`` into batches by policy, in order of prompt length, so that little is padded and siblings meet."""
     by_policy: dict[str, list[_PendingRequest]] = {}
     for job in jobs:
         by_policy.setdefault(job.request.policy, []).append(job)

@@ -1,8 +1,8 @@
 """Complete one batch of prompts with a Hugging Face causal model: prefill each distinct prompt once, then decode.
 
-The decode loop is written out instead of calling ``model.generate(past_key_values=...)``, which copies the whole cache
-for every token, repeats the prompts' part for every sibling, and computes finished rows until the last one is done.
-Each row also has a seed, a temperature and a limit of its own.
+The module has its own decode loop, because ``model.generate(past_key_values=...)`` copies the whole cache for every
+token, repeats the prompts' part for every sibling, and computes finished rows until the last one is done. Here each row
+also has its own seed, temperature and limit.
 
 Legend: ``R`` rows, ``U`` distinct prompts, ``P`` prompt columns, ``T`` new tokens at most, ``V`` vocabulary.
 """
@@ -23,12 +23,12 @@ from turnwise.inference.local.sampling import RowSampler
 from turnwise.types import FinishReason, Sampling
 
 _PACK_BELOW = 0.9
-"""Finished rows leave the batch once less than this share of it goes on."""
+"""Finished rows leave the batch once less than this share of its rows is still running."""
 
 
 @dataclass(slots=True)
 class SequenceSpec:
-    """One completion to make: ``limit`` tokens at most, ended early by one of ``stop_ids``."""
+    """One completion to sample: at most ``limit`` tokens, ended early by one of ``stop_ids``."""
 
     prompt: tuple[int, ...]
     sampling: Sampling
@@ -39,7 +39,7 @@ class SequenceSpec:
 
 @dataclass(slots=True)
 class Completion:
-    """The tokens of one row (the stop token included), their log-probabilities, and what weights sampled each."""
+    """The tokens of one row (including the stop token), their log-probabilities and weight versions."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -54,11 +54,11 @@ def complete(
     abandoned: Callable[[], Sequence[int]] = tuple,
     forward_lock: AbstractContextManager[int] | None = None,
 ) -> tuple[list[Completion], int]:
-    """Complete ``rows`` with ``model``, which is in evaluation mode; returns them in order.
+    """Complete ``rows`` with ``model`` in evaluation mode. Returns the completions in order.
 
-    ``abandoned()`` is asked after each token for rows without a caller: they stop with ``"abort"``.
-    ``forward_lock`` is entered for each forward pass and gives the version of the weights, which may change in between.
-    The second value counts the prompt tokens that were prefilled (siblings share one prefill).
+    After each token, ``abandoned()`` returns the rows without a caller; they stop with ``"abort"``. Each forward pass
+    enters ``forward_lock``, which returns the version of the weights. The weights may change between two passes. The
+    second result is the number of prefilled prompt tokens (siblings share one prefill).
     """
     forward_lock = forward_lock or nullcontext(0)
     prompts = list(dict.fromkeys(row.prompt for row in rows))
@@ -72,7 +72,10 @@ def complete(
 
 
 def _prefill(model: Any, prompts: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Any, Tensor | None]:
-    """Next-token logits ``[U, V]``, the cache, and the mask ``[U, P]`` int64 (``None`` where no prompt is padded)."""
+    """Prefill the prompts. Returns next-token logits ``[U, V]``, the cache, and the mask ``[U, P]`` int64.
+
+    The mask is ``None`` if no prompt is padded.
+    """
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     pads = torch.tensor([width - len(prompt) for prompt in prompts], device=device)
@@ -91,8 +94,8 @@ def _prefill(model: Any, prompts: Sequence[tuple[int, ...]], device: torch.devic
 
 @dataclass(slots=True)
 class _Drawn:
-    """Tokens ``[R, T]`` int64 and log-probabilities ``[R, T]`` float32 on the CPU, the version of the weights behind
-    each column that was drawn, and the rows that were aborted."""
+    """Tokens ``[R, T]`` int64 and log-probabilities ``[R, T]`` float32 on the CPU, the version of the weights that gave
+    each drawn column, and the aborted rows."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -108,9 +111,9 @@ def _decode(
     abandoned: Callable[[], Sequence[int]],
     forward_lock: AbstractContextManager[int],
 ) -> _Drawn:
-    """Draw and decode until every row has ended; ``version`` is that of the weights that gave ``logits [R, V]``.
+    """Draw and decode until every row has ended. ``version`` belongs to the weights that gave ``logits [R, V]``.
 
-    ``alive`` lists the rows in the decoder, ``going`` those of them that have not ended.
+    In the loop, ``alive`` lists the rows in the decoder, and ``going`` marks those that have not ended.
     """
     device, width = logits.device, max(row.limit for row in rows)
     sampler = RowSampler.build([row.sampling for row in rows], [row.seed for row in rows], width, device)
@@ -124,6 +127,7 @@ def _decode(
     versions: list[int] = []
     for step in range(width):
         drawn, drawn_logprobs = sampler.draw(logits, alive, step)
+        # A row ends at a stop token, at its limit, or when its caller has left.
         tokens[alive, step], logprobs[alive, step] = drawn, drawn_logprobs
         versions.append(version)
         going &= (drawn[:, None] != stops[alive]).all(dim=1) & (step + 1 < limits[alive])
@@ -134,6 +138,7 @@ def _decode(
         count = int(going.sum())
         if count == 0:
             break
+        # Once enough rows have ended, keep only the others in the batch.
         if count < _PACK_BELOW * len(alive):
             kept = going.nonzero()[:, 0]
             decoder.keep(kept)
@@ -144,7 +149,7 @@ def _decode(
 
 
 def _stop_table(rows: Sequence[SequenceSpec], device: torch.device) -> Tensor:
-    """Stop ids ``[R, S]`` int64, filled up with -1, which is no token."""
+    """Stop ids ``[R, S]`` int64, padded with -1, which is no token id."""
     width = max(1, max(len(row.stop_ids) for row in rows))
     return torch.tensor([[*row.stop_ids, *([-1] * (width - len(row.stop_ids)))] for row in rows], device=device)
 
@@ -167,7 +172,7 @@ def _completions(rows: Sequence[SequenceSpec], drawn: _Drawn) -> list[Completion
 # -- scores ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class ScoredSequence:
-    """One completion to score after its prompt; ``temperature`` 0 counts as 1, as in a greedy response."""
+    """One completion to score after its prompt. ``temperature`` 0 counts as 1, as in a greedy response."""
 
     prompt: tuple[int, ...]
     completion: tuple[int, ...]
@@ -178,7 +183,10 @@ class ScoredSequence:
 
 
 def completion_logprobs(model: Any, rows: Sequence[ScoredSequence], device: torch.device) -> list[list[float]]:
-    """Log-probability of each completion token, float32, in the order of ``rows``; no more than the model's context."""
+    """Compute the float32 log-probability of each completion token, in the order of ``rows``.
+
+    Each row must fit into the model's context.
+    """
     width, kept = max(map(len, rows)), max(len(row.completion) for row in rows) + 1
     ids = torch.tensor([[0] * (width - len(row)) + [*row.prompt, *row.completion] for row in rows], device=device)
     pads = torch.tensor([width - len(row) for row in rows], device=device)
@@ -190,7 +198,7 @@ def completion_logprobs(model: Any, rows: Sequence[ScoredSequence], device: torc
         use_cache=False,
         logits_to_keep=kept,
     )
-    # The logits of column c - 1 give the token in column c; those of the last column are not needed.
+    # The logits in column c - 1 predict the token in column c, so the last column is not needed.
     temperatures = torch.tensor([row.temperature or 1.0 for row in rows], device=device)
     logprobs = torch.log_softmax(output.logits[:, -kept:-1].float() / temperatures[:, None, None], dim=-1)
     picked = logprobs.gather(2, ids[:, width - kept + 1 :, None])[..., 0].cpu()
@@ -198,7 +206,7 @@ def completion_logprobs(model: Any, rows: Sequence[ScoredSequence], device: torc
 
 
 def length_batches(rows: Sequence[ScoredSequence], max_rows: int, max_tokens: int) -> list[list[int]]:
-    """Indices of ``rows`` in batches within both limits, rows of like length together to pad little."""
+    """Group the indices of ``rows`` into batches within both limits. Rows of similar length share a batch."""
     batches: list[list[int]] = [[]]
     for index in sorted(range(len(rows)), key=lambda place: len(rows[place])):
         if batches[-1] and (len(batches[-1]) == max_rows or (len(batches[-1]) + 1) * len(rows[index]) > max_tokens):

@@ -1,8 +1,8 @@
 """Decode one more token for many rows, given the prefilled key-value cache of their prompts.
 
-``SharedPrefix`` keeps each prompt's keys and values once, however many siblings complete it, and lets the queries of
-all siblings meet them in one matrix product; new tokens go in place into a small buffer per row. ``Repeated`` serves
-the models that this was not tried on: the library's own cache, repeated for each row.
+``SharedPrefix`` keeps each prompt's keys and values once, however many siblings complete it. The queries of all
+siblings meet them in one matrix product. New tokens are written in place into a small buffer per row. ``Repeated``
+serves all models that ``SharedPrefix`` was not tested on: it repeats the library's own cache for each row.
 
 Legend: ``R`` rows, ``G`` groups of at most ``W`` siblings, ``H`` query heads, ``K`` key-value heads, ``P`` prompt
 columns, ``S`` new tokens so far, ``D`` head size, ``V`` vocabulary.
@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
 SHARED_PREFIX_MODELS = frozenset({"llama", "qwen2", "qwen3"})
-"""Model types whose attention is plain softmax over all earlier tokens, and which the tests cover."""
+"""Model types that the tests cover, and whose attention is plain softmax over all earlier tokens."""
 
 _ATTENTION = "turnwise_shared_prefix"
 _RESERVE = 32  # columns by which a full buffer grows
@@ -30,16 +30,17 @@ class Decoder(Protocol):
     """Rows that grow by one token at a time."""
 
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Append ``tokens [R]`` at ``positions [R]``; the next token's logits ``[R, V]``."""
+        """Append ``tokens [R]`` at ``positions [R]``, and return the next token's logits ``[R, V]``."""
         ...
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with ``rows`` alone, ascending int64 places in the present order."""
+        """Keep only ``rows``: ascending int64 indices into the current order."""
         ...
 
 
 def make_decoder(model: Any, cache: Any, mask: Tensor | None, index: Tensor) -> Decoder:
-    """Rows ``index [R]`` into the prompts that ``cache`` was prefilled with; ``mask [U, P]`` is 0 on padding."""
+    """Make a decoder for the prompts in ``cache``: row ``r`` continues prompt ``index[r]``. ``mask [U, P]`` is 0 on
+    padding."""
     plain = all(type(layer) is DynamicLayer for layer in cache.layers)
     if plain and model.config.model_type in SHARED_PREFIX_MODELS:
         return SharedPrefix(model, cache, mask, index)
@@ -47,7 +48,7 @@ def make_decoder(model: Any, cache: Any, mask: Tensor | None, index: Tensor) -> 
 
 
 class Repeated:
-    """The library's cache, with the prompts' part repeated for each row."""
+    """Uses the library's cache, with the prompts' part repeated for each row."""
 
     def __init__(self, model: Any, cache: Any, mask: Tensor | None, index: Tensor) -> None:
         self._model, self._cache, self._mask = model, cache, mask
@@ -64,10 +65,10 @@ class Repeated:
 
 
 class SharedPrefix:
-    """Prompts once per group of siblings, new tokens per row.
+    """Keeps prompts once per group of siblings, and new tokens per row.
 
-    ``_table [G, W]`` holds the rows of each group (0 where a place is free), ``_place [R]`` the place of each row in
-    it, counted through all groups.
+    ``_table [G, W]`` holds the rows of each group (0 in a free place). ``_place [R]`` is the index of each row in the
+    flattened table.
     """
 
     def __init__(self, model: Any, cache: Any, mask: Tensor | None, index: Tensor) -> None:
@@ -93,7 +94,7 @@ class SharedPrefix:
         group = self._group_of[rows]
         used = torch.zeros(len(self._table), dtype=torch.bool, device=rows.device)
         used[group] = True
-        if int(used.sum()) <= 0.75 * len(used):  # copying the prompts' part pays when enough of it goes
+        if int(used.sum()) <= 0.75 * len(used):  # copying the prompts' part pays only if enough of it is freed
             self._keys = [keys[used] for keys in self._keys]
             self._values = [values[used] for values in self._values]
             self._bias = None if self._bias is None else self._bias[used]
@@ -101,10 +102,10 @@ class SharedPrefix:
         self._seat(group)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Softmax attention of ``query [R, H, 1, D]`` over its prompt and over ``key``, ``value [R, K, S, D]``.
+        """Compute softmax attention of ``query [R, H, 1, D]`` over its prompt and over ``key``, ``value [R, K, S, D]``.
 
-        Each part has its own softmax; the two meet by their log-sum-exp: with ``a`` the prompt's and ``b`` the new
-        tokens', ``out = out_b + sigmoid(a - b) * (out_a - out_b)``. Returns ``[R, 1, H, D]``.
+        Each part has its own softmax. Their log-sum-exps, ``a`` of the prompt and ``b`` of the new tokens, combine
+        them: ``out = out_b + sigmoid(a - b) * (out_a - out_b)``. Returns ``[R, 1, H, D]``.
         """
         rows, heads, _, size = query.shape
         kv_heads, (groups, width) = key.shape[1], self._table.shape
@@ -120,7 +121,8 @@ class SharedPrefix:
         return torch.lerp(new, per_row(old), share).view(rows, 1, heads, size)
 
     def _group(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Groups of at most ``W`` rows of one prompt: the group of each row ``[R]`` and the prompt of each ``[G]``."""
+        """Form groups of at most ``W`` rows of one prompt. Returns each row's group ``[R]`` and each group's prompt
+        ``[G]``."""
         seen: dict[int, int] = {}
         groups: dict[tuple[int, int], int] = {}
         group = []
@@ -143,7 +145,7 @@ class SharedPrefix:
 
 
 class _InPlaceLayer(DynamicLayer):
-    """A full-attention cache layer that writes in place, where the library's copies everything for each token."""
+    """A full-attention cache layer that writes in place. The library's layer copies everything for each token."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
@@ -182,7 +184,7 @@ def _softmax_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor |
     if bias is not None:
         scores = scores + bias
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
-    # softmax = exp(score - lse), read off at the largest score, where it is most exact
+    # softmax = exp(score - lse), solved for lse at the largest score, where it is most exact
     lse = scores.amax(dim=-1, keepdim=True).float() - weights.amax(dim=-1, keepdim=True).log()
     return weights.to(value.dtype) @ value, lse
 
@@ -209,7 +211,7 @@ def _shared_prefix_attention(
     shared_prefix: SharedPrefix,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention that the model calls; it hands over its other settings, of which these models use none."""
+    """The attention function that the model calls. The models here use none of its other settings (``kwargs``)."""
     assert attention_mask is None and query.shape[2] == 1, "one new token per row, and nothing of it masked"
     return shared_prefix.attend(module.layer_idx, query, key, value, scaling), None
 

@@ -1,4 +1,4 @@
-"""The models of an embedded client, copies of the caller's or the caller's own, and the lock around their use."""
+"""The models of an embedded client (copies, or the caller's own modules), and the lock that guards them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from turnwise.inference.weights.lora import AdaptedModel
 
 
 class FairLock:
-    """A ``threading.Lock`` whose last holder can't take it again before a waiter.
+    """A ``threading.Lock`` whose last holder can't take it again while another thread waits.
 
-    A waiter holds the gate until it has the lock, so the last holder finds the gate closed.
+    A waiting thread holds the gate until it has the lock, so the last holder finds the gate closed.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class LoadedModel:
 
 
 class ForwardLock:
-    """Held for one forward pass of a policy whose weights may change between two passes; gives their version."""
+    """Guards one forward pass of a policy whose weights may change between two passes. Returns their version."""
 
     def __init__(self, held: LoadedModel, lock: FairLock) -> None:
         self._held, self._lock = held, lock
@@ -60,7 +60,7 @@ class ForwardLock:
 
 
 def copy_models(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """A copy of each model; adapters find their shared base in one memo, so it is copied once."""
+    """Copy each model. Adapters share one memo, so their shared base is copied once."""
     memo: dict[int, Any] = {}
     return {
         name: copy.deepcopy(model, memo if isinstance(model, AdaptedModel) else {}) for name, model in models.items()
@@ -68,7 +68,7 @@ def copy_models(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def load_model(model: nn.Module, share: bool, device: torch.device | str | None) -> LoadedModel:
-    """``model`` for a client, on ``device`` if one is named; a copy of the client's own takes no gradients."""
+    """Prepare ``model`` for a client, on ``device`` if given. A copy (not ``share``) records no gradients."""
     held = model if share else model.requires_grad_(False).eval()
     if device is not None:
         held = held.to(device)
@@ -78,9 +78,9 @@ def load_model(model: nn.Module, share: bool, device: torch.device | str | None)
 
 @contextmanager
 def sampling_mode(model: nn.Module, share: bool) -> Iterator[None]:
-    """Evaluation mode without gradients; a shared module gets its own mode back."""
+    """Set evaluation mode without gradients inside ``with``, and restore the module's mode at the end."""
     training = model.training
-    # tensors made in inference mode may not enter autograd, so a shared module's buffers must not be
+    # Tensors made in inference mode can't enter autograd, so a shared module must not make its buffers there.
     guard: Callable[[], Any] = torch.no_grad if share else torch.inference_mode
     try:
         model.eval()

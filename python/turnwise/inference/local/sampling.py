@@ -1,7 +1,7 @@
 """Draw one token per row, each row with its own temperature, top-p, top-k and random stream.
 
-A row's draw is one uniform number per token from its own ``PCG64(seed)``, turned into a token by the inverse of the
-cumulative distribution. So a row's tokens don't depend on what else is in the batch.
+Each row draws one uniform number per token from its own ``PCG64(seed)``. The inverse of the cumulative distribution
+turns it into a token. So a row's tokens don't depend on the other rows of the batch.
 
 Legend: ``R`` rows, ``V`` vocabulary, ``T`` new tokens at most.
 """
@@ -22,7 +22,7 @@ from turnwise.types import Sampling
 class RowSampler:
     """The sampling settings of ``R`` rows as columns. ``uniforms [R, T]`` float32, the others ``[R]``.
 
-    ``plain`` is true while no row asks for top-p, top-k or greedy decoding, which then cost nothing.
+    ``plain`` is true if no row uses top-p, top-k or greedy decoding. The sampler then skips their work.
     """
 
     temperatures: Tensor
@@ -37,7 +37,7 @@ class RowSampler:
     def build(
         cls, samplings: Sequence[Sampling], seeds: Sequence[int], tokens: int, device: torch.device
     ) -> RowSampler:
-        """``tokens`` uniforms per row are drawn ahead; a greedy row draws none."""
+        """Draw ``tokens`` uniforms per row in advance. A greedy row draws none."""
         uniforms = np.zeros((len(samplings), tokens), dtype=np.float32)
         for row, sampling, seed in zip(uniforms, samplings, seeds, strict=True):
             if sampling.temperature > 0:
@@ -57,9 +57,9 @@ class RowSampler:
         )
 
     def draw(self, logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """The next token of each row and its log-probability.
+        """Draw the next token of each row, and return it with its log-probability.
 
-        ``logits [r, V]`` float; ``rows [r]`` int64 says which of the ``R`` rows stand in it. Returns tokens ``[r]``
+        ``logits [r, V]`` are floats; ``rows [r]`` int64 are their indices among the ``R`` rows. Returns tokens ``[r]``
         int64 and log-probabilities ``[r]`` float32 under ``log_softmax(logits / temperature)`` (greedy: temperature
         1), before top-p and top-k.
         """
@@ -82,7 +82,7 @@ def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _filter(probabilities: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """Zero what top-p and top-k leave out. The token that crosses ``top_p`` stays; ties stay in sorted order."""
+    """Set tokens outside top-p and top-k to 0. The token that crosses ``top_p`` stays; ties keep the sorted order."""
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
     above = ordered.cumsum(dim=-1) - ordered
     rank = torch.arange(ordered.shape[-1], device=ordered.device)

@@ -1,4 +1,4 @@
-"""Answers of a vLLM server's token endpoint, checked field by field: a wrong one is an error, never a row."""
+"""Read the answers of a vLLM server's token endpoint, and check every field. A wrong one raises an error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from turnwise.inference.common.http import EndpointError
 from turnwise.types import FinishReason
 
 FLOOR = -9999.0
-"""Written by the server for a log-probability that is not a number, or that it doesn't have."""
+"""The server's value for a log-probability that is not a number, or that it doesn't have."""
 
 FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
@@ -27,7 +27,7 @@ class Answer:
 
 
 class _Reader:
-    """Takes fields out of one answer; whatever is wrong is named with the server and the field."""
+    """Reads fields of one answer. Errors name the server and the wrong field."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -53,10 +53,10 @@ class _Reader:
 
 
 def read_answer(found: Any, where: str, limit: int, vocabulary: int) -> Answer:
-    """The completion in ``found``, the decoded JSON of an answer of ``where``.
+    """Read the completion from ``found``, the decoded JSON of an answer of ``where``.
 
-    Raises :class:`EndpointError` unless it has from 1 to ``limit`` tokens in ``[0, vocabulary)``, a finite
-    log-probability and a label for each of them, and ended by a stop token or at the limit.
+    Raises :class:`EndpointError` unless the completion has from 1 to ``limit`` tokens in ``[0, vocabulary)``, a finite
+    log-probability and a label for each token, and ended with a stop token or at the limit.
     """
     reader = _Reader(where)
     answer = reader.dict_at(found, "(the answer)")
@@ -68,6 +68,7 @@ def read_answer(found: Any, where: str, limit: int, vocabulary: int) -> Answer:
     if not 1 <= len(tokens) <= limit:
         raise reader.wrong("choices[0].token_ids", f"{len(tokens)} tokens", f"1 to {limit}")
     token_ids = [reader.whole(token, "choices[0].token_ids", 0, vocabulary - 1) for token in tokens]
+    # The server may leave out the count of cached tokens; it then counts as 0.
     reason = choice.get("finish_reason")
     if reason not in FINISHED:
         raise reader.wrong("choices[0].finish_reason", reason, f"one of {sorted(FINISHED)}")
@@ -101,7 +102,7 @@ def _logprobs(reader: _Reader, choice: dict[str, Any], token_ids: list[int]) -> 
 
 
 def _labels(reader: _Reader, choice: dict[str, Any], count: int) -> list[tuple[int, str]]:
-    """The spans of ``weight_versions``, which must follow one another from 0 to ``count``."""
+    """Read the spans of ``weight_versions``, which must follow one another from 0 to ``count``."""
     field = "choices[0].weight_versions"
     runs, end = [], 0
     for span in reader.list_at(choice, "weight_versions", field):

@@ -1,4 +1,4 @@
-"""The client of a vLLM server: tokens and log-probabilities over HTTP, weights beside it."""
+"""The client of a vLLM server: tokens and log-probabilities travel over HTTP, weights by a separate transfer."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ from turnwise.types import ModelError, ModelRequest, ModelResponse, PolicyVersio
 
 @dataclass(slots=True)
 class _Policy:
-    """``base`` and ``own`` are the shapes that its weights must have; both are empty for what takes none.
+    """A policy as its client knows it.
 
+    ``base`` and ``own`` are the shapes that its weights must have; both are empty for a policy that takes no weights.
     ``served`` is the server's name for it, ``None`` for the server's own model.
     """
 
@@ -55,21 +56,22 @@ class VLLMServerClient(ClientBase):
     """Completes prompts with a vLLM server that ``turnwise serve`` started, on this host or another.
 
     - ``server``: its URL, or an :class:`~turnwise.inference.common.http.Endpoint` with key, timeout and retries.
-    - ``policies``: one policy, then called ``"default"``, or policies by name. A policy is the Hugging Face model that
-      the server serves, or an :class:`AdaptedModel` over it, whose weights the client sends, now and by
-      :meth:`load_weights`. Or it is the name of a model that the server has, ``None`` for its own, sampled as it is at
-      version 0. One server has one base; a :class:`~turnwise.inference.routing.RoutingClient` joins several.
-    - ``in_flight``: weights land between two tokens, and ``policy_versions`` says which tokens came from which weights.
-      Else they wait until the server is idle. The server holds requests back while they land.
-    - ``transfer``: how weights travel. ``"auto"``: memory that the server's process reads, or files in ``folder``,
+    - ``policies``: one policy, named ``"default"``, or policies by name. A policy is the Hugging Face model that the
+      server serves, or an :class:`AdaptedModel` over it; the client sends its weights at the start and in
+      :meth:`load_weights`. Or it is the name of a model that the server has (``None``: the server's own), sampled
+      unchanged at version 0. One server has one base; a :class:`~turnwise.inference.routing.RoutingClient` joins
+      several.
+    - ``in_flight``: loads weights between two tokens, and ``policy_versions`` tells which weights sampled which tokens.
+      Else weights wait until the server is idle. The server holds requests back while it loads weights.
+    - ``transfer``: the way weights travel. ``"auto"``: memory that the server's process reads, or files in ``folder``,
       which a server on another host must see under the same path. ``"nccl"`` between GPUs and ``"gloo"`` over TCP reach
-      other hosts without a common folder, ``"ipc"`` a server on the same GPU.
+      other hosts without a common folder. ``"ipc"`` reaches a server on the same GPU.
 
-    The server stamps every token with a label of the weights that sampled it. A label that this client did not give
-    means that the server restarted: the client sends its weights and the request again, with the same seed. So no token
-    of other weights is ever returned.
+    The server stamps every token with a label of the weights that sampled it. If a label is not from this client, the
+    server has restarted. The client then sends its weights and the request again, with the same seed. So the client
+    never returns a token of other weights.
 
-    Raises ``ImportError`` where aiohttp is missing.
+    Raises ``ImportError`` if aiohttp is missing.
 
     Example::
 
@@ -107,7 +109,7 @@ class VLLMServerClient(ClientBase):
         self._server = RemoteServer(self._endpoint, self._mark, in_flight)
         self._sends = bool(base)
         self._handle = self._transfer.send(base) if base else None
-        self._synced = False  # whether the server has ever had what this client holds
+        self._synced = False  # True once the server has received this client's weights
         self._unusable: str | None = None
         self._lock = asyncio.Lock()
         self._open, self._idle = asyncio.Event(), asyncio.Event()
@@ -120,11 +122,11 @@ class VLLMServerClient(ClientBase):
 
     # -- the client protocol -------------------------------------------------------------------------------------------
     async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-        """One response per request, in order.
+        """Return one response per request, in order.
 
-        Raises ``ValueError`` for an unknown policy, an empty prompt or sampling that vLLM can't report on,
-        ``ContextLengthError`` for a prompt that leaves no room for a token, and ``ModelError`` for a server that can't
-        be reached, refuses, takes too long or answers nonsense, and if the client is closed.
+        Raises ``ValueError`` for an unknown policy, an empty prompt or sampling that vLLM can't report on, and
+        ``ContextLengthError`` for a prompt that leaves no room for a token. Raises ``ModelError`` if the server can't
+        be reached, refuses, takes too long or sends an invalid answer, and if the client is closed.
         """
         if self._closed:
             raise ModelError("the client is closed")
@@ -142,11 +144,11 @@ class VLLMServerClient(ClientBase):
             raise
 
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
-        """Hand ``weights`` (pairs of name and tensor, as the model's ``state_dict`` has them) to the server.
+        """Send ``weights`` (pairs of name and tensor, named as in the model's ``state_dict``) to the server.
 
-        An adapter's policy takes its adapter alone, or with it the whole shared base. Names and shapes are checked
-        before a byte moves. An update that fails is sent once more, whole. If that fails too, this raises
-        ``ModelError``, and nothing is sampled until a later call succeeds.
+        The policy of an adapter takes the adapter's weights, with or without the whole shared base. All names and
+        shapes are checked before anything is sent. If an update fails, the client sends everything once more. If that
+        fails too, it raises ``ModelError``, and samples nothing until a later call succeeds.
         """
         held = policy_of(self._policies, policy)
         if self._closed:
@@ -163,15 +165,15 @@ class VLLMServerClient(ClientBase):
         return policy_of(self._policies, policy).version
 
     async def pause(self) -> None:
-        """Hold back new requests; returns once none of this client's runs. Requests wait until :meth:`resume`."""
+        """Hold back new requests, and return once none of this client runs. Requests wait until :meth:`resume`."""
         await asyncio.wrap_future(self._endpoint.thread.submit(self._close_gate()))
 
     async def resume(self) -> None:
-        """Let waiting requests go on."""
+        """Let waiting requests run."""
         self._endpoint.thread.call(self._open.set)
 
     async def close(self) -> None:
-        """Fail what waits and what runs, and end the connections. The server runs on. May be called again."""
+        """Fail all waiting and running requests, and end the connections, not the server. May be called again."""
         self._closed = True
         await asyncio.to_thread(self._endpoint.close)
         self._transfer.close()
@@ -179,7 +181,7 @@ class VLLMServerClient(ClientBase):
             self._temporary.cleanup()
 
     def stats(self) -> dict[str, float]:
-        """Totals since the client was made, see :data:`STATS`."""
+        """Totals since the client was created; see :data:`STATS`."""
         busy = time.perf_counter() - self._busy_since if self._running else 0.0
         now = {"seconds": self._stats["seconds"] + busy, "retries": self._endpoint.retried}
         return self._stats | now
@@ -211,7 +213,7 @@ class VLLMServerClient(ClientBase):
         self._idle.set()
 
     def _body(self, request: ModelRequest) -> dict[str, Any]:
-        """The request as the token endpoint takes it."""
+        """The body of the request in the form of the server's token endpoint."""
         info, sampling = self._server.info, request.sampling
         assert info is not None
         seed = int(self._seeds.integers(2**63)) if sampling.seed is None else sampling.seed
@@ -222,15 +224,15 @@ class VLLMServerClient(ClientBase):
                 "temperature": sampling.temperature,
                 "max_tokens": completion_limit(request, info.vocabulary, info.context_length),
                 "stop_token_ids": list(stop_token_ids(request, self.tokenizer)),
-                "ignore_eos": True,  # the tokenizer here says what ends a completion, not the server's
-                "seed": seed & (2**63 - 1),  # torch's generators take 63 bits; -1 would mean none to vLLM
-                "logprobs": 0,  # the sampled token's alone
+                "ignore_eos": True,  # stop_token_ids ends a completion, not the server's tokenizer
+                "seed": seed & (2**63 - 1),  # torch's generators take 63 bits; vLLM reads -1 as no seed
+                "logprobs": 0,  # only that of the sampled token
                 "detokenize": False,
             },
         }
 
     async def _one(self, request: ModelRequest, body: dict[str, Any]) -> ModelResponse:
-        """Ask until the answer is wholly of weights that this client sent."""
+        """Repeat the request until all tokens of the answer come from weights that this client sent."""
         info, limit = self._server.info, body["sampling_params"]["max_tokens"]
         assert info is not None
         for _ in range(self._endpoint.retries + 1):
@@ -245,7 +247,7 @@ class VLLMServerClient(ClientBase):
         raise ModelError(f"{self._server.where} answered with weights that were not sent to it, again and again")
 
     def _versions_of(self, policy: str, answer: Answer) -> PolicyVersions | None:
-        """Labels as runs of ``policy``'s versions; ``None`` if one of them is not of this client."""
+        """Convert labels to runs of ``policy``'s versions. ``None`` if a label is not from this client."""
         if not self._sends:
             return [(len(answer.token_ids), 0)]
         runs: PolicyVersions = []
@@ -275,7 +277,7 @@ class VLLMServerClient(ClientBase):
 
     # -- weights, in the endpoint's thread -----------------------------------------------------------------------------
     async def _ready(self) -> None:
-        """Know the server, and have it hold what this client holds."""
+        """Connect to the server, and send it this client's weights, unless that happened before."""
         if self._server.info is not None and (self._synced or not self._sends):
             return
         async with self._lock:
@@ -291,7 +293,7 @@ class VLLMServerClient(ClientBase):
                     self._server.check_model(name, held.config, held.dtype)
 
     async def _recover(self) -> None:
-        """Give a server that restarted its weights again, once however many requests have noticed."""
+        """Send a restarted server its weights again. Happens once, however many requests noticed the restart."""
         async with self._lock:
             if self._unusable is not None:
                 raise ModelError(self._unusable)
@@ -315,13 +317,14 @@ class VLLMServerClient(ClientBase):
             held.version = version
 
     def _adapters(self) -> Adapters:
-        """All adapters, as they stand in their files."""
+        """All adapters, with the weights that their files already hold."""
         return {name: (held.adapter, {}) for name, held in self._policies.items() if held.adapter is not None}
 
     async def _sync(self, handle: WeightHandle | None, adapters: Adapters, new: Mapping[str, int]) -> None:
-        """Put ``handle`` and ``adapters`` into the server, from then on at the versions ``new``; once more if need be.
+        """Load ``handle`` and ``adapters`` into the server, with the versions ``new`` from then on.
 
-        After a failure nobody knows what the server holds, so the second time it gets everything.
+        After a failure the state of the server is unknown, so a second attempt sends everything. Raises ``ModelError``
+        if that fails too.
         """
         began = time.perf_counter()
         versions = {**{name: held.version for name, held in self._policies.items()}, **new}
@@ -362,7 +365,10 @@ def _transfer_to(endpoint: Endpoint, name: str, folder: str | Path | None) -> We
 
 
 def _describe(models: Mapping[str, Any], place: Path, mark: str) -> tuple[dict[str, _Policy], dict[str, Tensor]]:
-    """The policies behind ``models``, their adapters in files below ``place``, and the weights of their one base."""
+    """Describe the policies of ``models``, and write their adapters to files below ``place``.
+
+    Also returns the weights of their common base. Raises ``ValueError`` for more than one base.
+    """
     policies: dict[str, _Policy] = {}
     bases: dict[int, dict[str, Tensor]] = {}
     shapes: dict[int, dict[str, Tensor]] = {}

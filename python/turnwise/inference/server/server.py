@@ -1,7 +1,7 @@
-"""Start a vLLM server that turnwise's clients can sample from and send weights to, and keep it up.
+"""Start a vLLM server that turnwise's clients can sample from and send weights to, and keep it running.
 
-:class:`Server` looks after one server: it starts it, waits until it is well, starts it again when it dies or hangs, and
-stops what it started and nothing else. :func:`serving` runs one for the length of a block.
+:class:`Server` starts one server, waits until it is healthy, restarts it when it dies or hangs, and stops only the
+processes that it started. :func:`serving` runs one inside an ``async with`` block.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from turnwise.inference.server.settings import ServeSettings, server_command
 from turnwise.utils.processes import end_group, has_ended, how_it_ended
 
 SERVER_ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1",  # the endpoints that pause, take weights and resume
+    "VLLM_SERVER_DEV_MODE": "1",  # opens the endpoints that pause, load weights and resume
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
 
 SETTLED = 60.0
-"""Seconds of service after which a crash counts as the first again."""
+"""Seconds from its start after which a crash counts as the first one again."""
 
 HUNG = 120.0
-"""Seconds without an answer to ``/health`` after which a server is taken to hang."""
+"""Seconds without an answer to ``/health`` after which a server counts as hung."""
 
 PROBED = (5.0, 10.0)
-"""Seconds between two looks at ``/health``, and those that it may take to answer."""
+"""Seconds between two requests to ``/health``, and seconds that the answer may take."""
 
 LOG_LINES = 40
-"""Lines of its log in the error of a server that fails."""
+"""Lines of the server's log in its error."""
 
 
 class ServerFailed(RuntimeError):
-    """The server did not start, or died too often; the message ends with the last lines of its log."""
+    """Raised if the server did not start or died too often. The message ends with the last lines of its log."""
 
 
 class Server:
-    """One server and the thread that watches it. ``say`` gets a line for each event, ``log`` the server's own log.
+    """One server and the thread that watches it. ``say`` gets a line per event, ``log`` each line of the server's log.
 
     ``with Server(settings) as server`` serves at ``server.url`` until the end of the block. A server that dies or hangs
-    is started again at the same address, with its start weights and its key: clients notice, and send theirs again.
+    is restarted at the same address, with its initial weights and its key. Clients notice and send their weights again.
 
-    Where ``settings`` name no key the server makes one, and leaves it in ``key_file`` while it serves: every
+    If ``settings`` name no key, the server makes one and keeps it in ``key_file`` while it serves. Every
     :class:`~turnwise.inference.common.http.Endpoint` of this user on this host finds it there.
     """
 
@@ -82,7 +82,7 @@ class Server:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the server; returns when it is well. Raises :class:`ServerFailed` if it never is."""
+        """Start the server, and return when it is healthy. Raises :class:`ServerFailed` if it never is."""
         if self._thread is not None:
             raise RuntimeError("the server was started before: make a new Server")
         if self.key_file is not None:
@@ -107,11 +107,11 @@ class Server:
             self._forget_key()
 
     def endpoint(self, **settings: Any) -> Endpoint:
-        """The server for a client, with its key; ``settings`` are further ones of an :class:`Endpoint`."""
+        """Make an endpoint for a client, with the server's key. ``settings`` are arguments of :class:`Endpoint`."""
         return Endpoint(self.url, api_key_env=self.settings.api_key_env, **settings)
 
     def _forget_key(self) -> None:
-        """Delete the file with the key, unless a later server at the same address wrote it."""
+        """Delete the key file, unless a later server at the same address wrote it."""
         if self.key_file is not None and read_key(self.key_file) == self._key:
             self.key_file.unlink(missing_ok=True)
 
@@ -124,7 +124,7 @@ class Server:
 
     @property
     def pid(self) -> int | None:
-        """The process that serves now, the leader of a group of its own; ``None`` while there is none."""
+        """The id of the serving process, which leads its own group; ``None`` while there is none."""
         return None if self._process is None else self._process.pid
 
     def __enter__(self) -> Server:
@@ -139,6 +139,7 @@ class Server:
         try:
             failures = 0
             while True:
+                # Serve until the process ends. A failure before the first healthy answer is final; others restart it.
                 began = time.monotonic()
                 problem = self._serve_once()
                 if self._stopping.is_set():
@@ -161,14 +162,14 @@ class Server:
             self._over.set()
 
     def _serve_once(self) -> str:
-        """Start one process and stay until it ends; what was wrong with it, for a sentence."""
+        """Start one process, watch it until it ends, and return the reason as part of a sentence."""
         process = self._process = subprocess.Popen(
             server_command(self.settings, self.port),
-            stdin=subprocess.PIPE,  # held open: the server ends when it closes, however this process ends
+            stdin=subprocess.PIPE,  # stays open; the server ends when it closes, in whatever way this process ends
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=_environment(self.settings, self._key),
-            start_new_session=True,  # a process group that can be stopped as a whole
+            start_new_session=True,  # its own process group, so that all its processes can be stopped together
         )
         reader = threading.Thread(target=self._read_log, args=(process,), daemon=True)
         reader.start()
@@ -224,8 +225,10 @@ class Server:
 
 @asynccontextmanager
 async def serving(model: str | Path, **settings: Any) -> AsyncIterator[Server]:
-    """Serve ``model``, a folder or hub name, until the end of the block; ``settings`` as :class:`ServeSettings` has
-    them, but for ``port``, which is a free one unless given. ``server.endpoint()``, for a client, has the key.
+    """Serve ``model`` (a folder or hub name) until the end of the block.
+
+    ``settings`` are those of :class:`ServeSettings`, except that ``port`` is a free one unless given. A client uses
+    ``server.endpoint()``, which has the key.
 
     Example: ``async with serving("Qwen/Qwen3-0.6B", kv_cache_gb=4) as server: print(server.url)``
     """
@@ -246,14 +249,14 @@ def _environment(settings: ServeSettings, key: str) -> dict[str, str]:
     names = (*settings.allowed_hosts, settings.host, socket.gethostname(), socket.gethostname().partition(".")[0])
     own = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        KEY: key,  # not an argument, which everybody on the machine could read
+        KEY: key,  # every user of the machine could read an argument
         HOSTS: ",".join(names),
     }
     return {**os.environ, **SERVER_ENVIRONMENT, **own}
 
 
 def _free_port(settings: ServeSettings) -> int:
-    """The port to bind. Raises ``OSError`` where it is taken or the host is not this machine's."""
+    """The port to bind. Raises ``OSError`` if it is in use or the host is not an address of this machine."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""A model to serve, where, and the command that starts vLLM's server for it."""
+"""Settings of a served model, and the command that starts vLLM's server for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RESERVED = {
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """A model to serve, and how. Raises ``ValueError`` for settings that can't be served.
+    """Settings of a served model. Raises ``ValueError`` for settings that can't be served.
 
     Example: ``ServeSettings("Qwen/Qwen3-0.6B", kv_cache_gb=4, engine_args={"max_model_len": 4096})``
     """
@@ -32,11 +32,11 @@ class ServeSettings:
     model: str
     host: str = "127.0.0.1"
     port: int = 8000
-    """0 takes a free one."""
+    """0 takes a free port."""
 
     api_key_env: str | None = None
-    """Environment variable with the key that every route but ``/health`` needs. Without it the server makes a key, in
-    a file that only its user can read."""
+    """Environment variable with the key that every route except ``/health`` needs. Without it the server makes a key,
+    and writes it to a file that only its user can read."""
 
     allowed_hosts: Sequence[str] = ()
     """Names that clients may use, in addition to addresses, ``localhost``, ``host`` and this machine's name."""
@@ -45,19 +45,19 @@ class ServeSettings:
     """Names and folders of LoRA adapters to serve from the start."""
 
     adapter_slots: int = 0
-    """Further adapters, of up to ``adapter_rank``, that clients can bring."""
+    """Further adapters, of rank up to ``adapter_rank``, that clients can load."""
 
     adapter_rank: int = 16
     kv_cache_gb: float = 1.0
     max_num_seqs: int = 256
     engine_args: Mapping[str, Any] = field(default_factory=dict)
-    """Further options of vLLM's server, such as ``dtype``, by default that of the model's files."""
+    """Further options of vLLM's server, such as ``dtype`` (by default the dtype of the model's files)."""
 
     restarts: int = 5
-    """Starts in a row of a server that dies."""
+    """The most restarts in a row of a server that dies."""
 
     start_timeout: float = 600.0
-    """Seconds for the server to load its model."""
+    """Seconds that the server has to load its model."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
@@ -81,7 +81,7 @@ class ServeSettings:
 
 
 def server_command(settings: ServeSettings, port: int) -> list[str]:
-    """The command that starts vLLM's server with what turnwise's clients need of it."""
+    """The command that starts vLLM's server with the options that turnwise's clients need."""
     from turnwise.inference.vllm.engine_process import EXTENSION
 
     options: dict[str, Any] = {
@@ -90,9 +90,9 @@ def server_command(settings: ServeSettings, port: int) -> list[str]:
         "port": port,
         "enable_scale_out": True,  # tokens in, tokens out
         "enable_prompt_tokens_details": True,  # hits of the prefix cache
-        "generation_config": "vllm",  # the file of the model's folder would change sampling behind the request's back
+        "generation_config": "vllm",  # the model folder's file would change sampling without the request's knowledge
         "logprobs_mode": "processed_logprobs",  # those of log_softmax(logits / temperature)
-        "async_scheduling": False,  # a token under way while weights change would belong to neither version
+        "async_scheduling": False,  # a token computed while weights change would belong to neither version
         "worker_extension_cls": EXTENSION,
         "kv_cache_memory_bytes": int(settings.kv_cache_gb * 2**30),
         "max_num_seqs": settings.max_num_seqs,
@@ -109,7 +109,7 @@ def server_command(settings: ServeSettings, port: int) -> list[str]:
 
 
 def _dtype_option(model: str) -> dict[str, str]:
-    """The dtype of the model's file: left to itself, vLLM computes float32 models in half the bits."""
+    """The dtype of the model's files. By default, vLLM computes float32 models in half precision."""
     from transformers import AutoConfig
 
     dtype = getattr(AutoConfig.from_pretrained(model).get_text_config(), "dtype", None)
@@ -124,7 +124,7 @@ def _lora_options(settings: ServeSettings) -> dict[str, Any]:
 
     configs = [json.loads((Path(at) / "adapter_config.json").read_text()) for at in settings.adapters.values()]
     ranks = [config["r"] for config in configs] + ([settings.adapter_rank] if settings.adapter_slots else [])
-    # vLLM's CPU kernels give rows without an adapter the one in the last place, so that one is left empty
+    # vLLM's CPU kernels apply the adapter in the last slot to rows without an adapter, so that slot stays empty.
     return {"enable_lora": True, "max_loras": slots + 1, "max_lora_rank": largest_rank(ranks)}
 
 

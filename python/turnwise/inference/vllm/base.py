@@ -1,7 +1,7 @@
-"""Base of the clients that run vLLM engines themselves: requests, policies, and weights on their way in.
+"""Base of the clients that run vLLM engines themselves: requests, policies and weight updates.
 
-An engine serves one base model and the adapters over it. Three calls reach it, from any thread: ``add`` and ``abandon``
-requests, and ``change`` weights.
+An engine serves one base model and the adapters over it. Subclasses pass it three kinds of calls, from any thread: add
+requests, abandon requests, and load new weights.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ class VLLMClientBase(ClientBase):
     # -- where the engines are -----------------------------------------------------------------------------------------
     @abstractmethod
     def _add(self, engine: Any, jobs: list[PendingRequest]) -> None:
-        """Let ``engine`` compute ``jobs`` and resolve each."""
+        """Let ``engine`` compute ``jobs``, and resolve each."""
 
     @abstractmethod
     def _abandon(self, engine: Any, jobs: list[PendingRequest], timeouts: int) -> None:
-        """Cancel ``jobs``. ``timeouts`` of them timed out."""
+        """Cancel ``jobs``; ``timeouts`` is the number of them that timed out."""
 
     @abstractmethod
     def _put(self, policy: str, sources: dict[str, Tensor], version: int) -> None:
-        """Put checked weights into the engine of ``policy``; return when they are in."""
+        """Load checked weights into the engine of ``policy``, and return once they are loaded."""
 
     @abstractmethod
     async def _end(self) -> None:
@@ -86,11 +86,11 @@ class VLLMClientBase(ClientBase):
 
     # -- the client protocol -------------------------------------------------------------------------------------------
     async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-        """One response per request, in order.
+        """Return one response per request, in order.
 
-        Raises ``ValueError`` for an unknown policy, an empty prompt or sampling that vLLM can't report on,
-        ``ContextLengthError`` for a prompt that leaves no room for a token, and ``ModelError`` if the engine fails, a
-        request takes longer than the timeout, or the client is closed. After a failed batch the engine serves on.
+        Raises ``ValueError`` for an unknown policy, an empty prompt or sampling that vLLM can't report on, and
+        ``ContextLengthError`` for a prompt that leaves no room for a token. Raises ``ModelError`` if the engine fails,
+        a request takes longer than the timeout, or the client is closed. The engine keeps serving after a failed batch.
         """
         if self._closed:
             raise ModelError("the client is closed")
@@ -106,11 +106,11 @@ class VLLMClientBase(ClientBase):
                     job.timer.cancel()
 
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
-        """Copy ``weights`` (pairs of name and tensor, as the model's ``state_dict`` has them) into ``policy``.
+        """Copy ``weights`` (pairs of name and tensor, named as in the model's ``state_dict``) into ``policy``.
 
-        Waits until nothing runs, or with ``in_flight`` for the token that is computed. An adapter's policy takes its
-        adapter alone, or with it the whole shared base. Names and shapes are checked before a byte moves. If vLLM fails
-        on them, its policies serve no request until a later call succeeds.
+        Waits until nothing runs, or with ``in_flight`` only for the current token. The policy of an adapter takes the
+        adapter's weights, with or without the whole shared base. All names and shapes are checked before anything is
+        copied. If vLLM fails on the weights, the policies of this engine serve no request until a later call succeeds.
         """
         held = policy_of(self._policies, policy)
         if self._closed:
@@ -126,20 +126,20 @@ class VLLMClientBase(ClientBase):
         return policy_of(self._policies, policy).version
 
     async def pause(self) -> None:
-        """Hold back new requests; returns once nothing runs. Requests wait until :meth:`resume`."""
+        """Hold back new requests, and return once nothing runs. Requests wait until :meth:`resume`."""
         self._paused = True
         loop = asyncio.get_running_loop()
         if running := [job.future for job in self._running if job.future.get_loop() is loop]:
             await asyncio.wait(running)
 
     async def resume(self) -> None:
-        """Let waiting requests go on."""
+        """Let waiting requests run."""
         self._paused = False
         held, self._held = self._held, []
         self._submit([job for job in held if not job.abandoned])
 
     async def close(self) -> None:
-        """Fail what waits and what runs, and free the engines. May be called again."""
+        """Fail all waiting and running requests, and free the engines. May be called again."""
         self._closed = True
         for job in self._held:
             job.resolve(ModelError("the client was closed before this request ran"))
@@ -147,11 +147,11 @@ class VLLMClientBase(ClientBase):
         await self._end()
 
     def stats(self) -> dict[str, float]:
-        """Totals over all engines, by the names of :class:`~turnwise.inference.vllm.stats.Stats`."""
+        """Totals over all engines, by the names of :class:`~turnwise.inference.vllm.stats.EngineStats`."""
         return sum_stats(engine.stats for engine in self._engines())
 
     def peaks(self) -> dict[str, float]:
-        """The most in any engine since the call before: :class:`~turnwise.inference.vllm.stats.Peaks` by name."""
+        """The largest peaks since the last call, by names of :class:`~turnwise.inference.vllm.stats.EnginePeaks`."""
         return max_peaks(engine.peaks() for engine in self._engines())
 
     def _engines(self) -> list[Any]:
@@ -174,15 +174,15 @@ class VLLMClientBase(ClientBase):
             temperature=sampling.temperature,
             max_tokens=limit,
             stop_token_ids=list(stop_token_ids(request, self.tokenizer)),
-            seed=seed & (2**63 - 1),  # torch's generators take 63 bits; -1 would mean none to vLLM
-            logprobs=0,  # the sampled token's alone
+            seed=seed & (2**63 - 1),  # torch's generators take 63 bits; vLLM reads -1 as no seed
+            logprobs=0,  # only that of the sampled token
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
     def _hold(self, jobs: list[PendingRequest]) -> None:
         loop = asyncio.get_running_loop()
-        # an event loop that was left behind has left those that waited in it
+        # Drop requests whose event loop has ended.
         self._held = [job for job in self._held if job.future.get_loop() is loop] + jobs
 
     def _submit(self, jobs: list[PendingRequest]) -> None:
@@ -225,7 +225,7 @@ class EngineSpec:
     base: dict[str, Tensor]
     config: Any
     folder: Path
-    """Holds the base's configuration, and its weights where ``weights`` is ``None``."""
+    """Holds the base's configuration, and its weights if ``weights`` is ``None``."""
 
     weights: dict[str, Tensor] | None
     adapters: dict[str, Adapter]
@@ -244,12 +244,12 @@ class EngineSpec:
         if not self.adapters:
             return {}
         rank = largest_rank(adapter.config.r for adapter in self.adapters.values())
-        # vLLM's CPU kernels give rows without an adapter the one in the last place, so that one is left empty
+        # vLLM's CPU kernels apply the adapter in the last slot to rows without an adapter, so that slot stays empty.
         slots = len(self.adapters) + (len(self.adapters) < len(self.models))
         return {"enable_lora": True, "max_loras": slots, "max_lora_rank": rank}
 
     def policies(self, engine: Any, context_length: int) -> dict[str, ServedPolicy]:
-        """The policies by name, whose adapters' weights the engine doesn't have yet."""
+        """The policies by name. The engine doesn't have their adapters' weights yet."""
         policies = {}
         for name, model in self.models.items():
             policies[name] = ServedPolicy(engine, context_length, self.config.vocab_size, self.base)
@@ -260,7 +260,7 @@ class EngineSpec:
 
 
 def policies_by_name(policies: Mapping[str, Any] | Any) -> dict[str, Any]:
-    """Policies by name; a single one is ``"default"``."""
+    """Policies by name. A single one is named ``"default"``."""
     models = dict(policies) if isinstance(policies, Mapping) else {"default": policies}
     if not models:
         raise ValueError("policies is empty: expected at least one model")
@@ -268,7 +268,7 @@ def policies_by_name(policies: Mapping[str, Any] | Any) -> dict[str, Any]:
 
 
 def engine_specs(models: Mapping[str, Any], folder: Path) -> list[EngineSpec]:
-    """One engine for each base among ``models``, each with its own folder under ``folder``."""
+    """Describe one engine for each base among ``models``, each with its own folder under ``folder``."""
     shared: dict[int, dict[str, Any]] = {}
     for number, (name, model) in enumerate(models.items()):
         key = id(model.shared) if isinstance(model, AdaptedModel) else -1 - number
@@ -286,7 +286,7 @@ def _engine_spec(models: dict[str, Any], place: Path) -> EngineSpec:
 
 
 def _describe(model: Any, place: Path) -> tuple[dict[str, Tensor], Any, Path, dict[str, Tensor] | None]:
-    """The shapes of a model's weights, its config, a folder for vLLM, and its weights where the folder has none."""
+    """The shapes of a model's weights, its config, a folder for vLLM, and its weights if the folder has none."""
     if isinstance(model, nn.Module):
         weights = full_weights(model)
         plain: Any = model.shared.model if isinstance(model, AdaptedModel) else model

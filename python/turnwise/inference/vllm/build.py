@@ -1,7 +1,7 @@
-"""Start and end vLLM engines, in this process or one of their own, and leave the rest of this process as it was.
+"""Start and end vLLM engines, in this process or in child processes, and leave the rest of this process unchanged.
 
-vLLM takes the process that it is started in for its own: it seeds the global generators, replaces
-``torch.set_num_threads``, writes ``LD_PRELOAD`` for children, and one engine's end takes down what all of them share.
+vLLM treats the process in which it starts as its own. It seeds the global generators, replaces
+``torch.set_num_threads``, and sets ``LD_PRELOAD`` for children. Ending one engine destroys what all engines share.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OLDEST = "0.32"
 """The first vLLM that reports which weights sampled each token."""
 
 _IMPORT_SETTINGS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process, where the trainer's tensors are
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process, next to the trainer's tensors
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
@@ -42,11 +42,11 @@ _running: weakref.WeakSet[Any] = weakref.WeakSet()
 """The engines of this process; they share vLLM's process groups."""
 
 _groups = threading.Lock()
-"""Held while engines start and end: the end of the last one must not take the groups from one that is starting."""
+"""Held while engines start and end. The end of the last one must not destroy the groups of one that is starting."""
 
 
 def vllm_or_raise() -> Any:
-    """The ``vllm`` package. Raises ``ImportError`` naming the extra where it is missing, too old or broken."""
+    """Import the ``vllm`` package. Raises ``ImportError`` naming the extra if it is missing, too old or broken."""
     first = "vllm" not in sys.modules
     if first:
         for name, value in _IMPORT_SETTINGS.items():
@@ -65,7 +65,7 @@ def vllm_or_raise() -> Any:
 
 
 def check_engine_args(engine_args: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for a setting that vLLM doesn't have, or that the client needs for itself."""
+    """Raise ``ValueError`` for a setting that vLLM doesn't have, or that the client sets itself."""
     from vllm import EngineArgs
 
     for name in engine_args:
@@ -77,7 +77,7 @@ def check_engine_args(engine_args: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Settings of a client's engines: ``engine_args`` are further fields of vLLM's ``EngineArgs``."""
+    """Settings of a client's engines. ``engine_args`` are further fields of vLLM's ``EngineArgs``."""
 
     max_num_seqs: int
     kv_cache_bytes: int
@@ -91,41 +91,41 @@ class Setup:
         check_engine_args(self.engine_args)
 
     def settings(self, folder: Path, dtype: torch.dtype, lora: Mapping[str, Any], load_format: str) -> dict[str, Any]:
-        """The fields of ``EngineArgs`` for the model in ``folder``; ``lora`` are those that its adapters need."""
+        """The fields of ``EngineArgs`` for the model in ``folder``. ``lora`` are the fields that its adapters need."""
         from vllm.platforms import current_platform
 
         settings: dict[str, Any] = {
             "model": str(folder),
             "dtype": str(dtype).removeprefix("torch."),
             "skip_tokenizer_init": True,
-            "generation_config": "vllm",  # the file of the model's folder would change sampling behind our back
+            "generation_config": "vllm",  # the model folder's file would change sampling without our knowledge
             "logprobs_mode": "processed_logprobs",  # those of log_softmax(logits / temperature)
             "load_format": load_format,
             "kv_cache_memory_bytes": self.kv_cache_bytes,
             "max_num_seqs": self.max_num_seqs,
-            "async_scheduling": False,  # a token under way while weights change would belong to neither version
+            "async_scheduling": False,  # a token computed while weights change would belong to neither version
             "disable_log_stats": True,
             "enable_prefix_caching": True,
             **lora,
         }
         if current_platform.is_cpu():
-            # Short blocks let short prompts share; compiling costs a minute that small models never earn back; and
-            # where a step can't take in a whole prompt, vLLM sets back the request's generator, which fails on a CPU.
+            # Short blocks let short prompts share the cache. Compiling costs a minute that small models never earn
+            # back. If a step can't take in a whole prompt, vLLM rewinds the request's generator, which fails on a CPU.
             settings |= {"block_size": 32, "enforce_eager": True, "enable_chunked_prefill": False}
         return settings | dict(self.engine_args)
 
 
 def start_engine(settings: Mapping[str, Any]) -> Any:
-    """An ``LLMEngine`` in this process with ``settings``, fields of vLLM's ``EngineArgs``.
+    """Start an ``LLMEngine`` in this process with ``settings``, fields of vLLM's ``EngineArgs``.
 
-    Raises ``ValueError`` for a key-value cache that can't hold one sequence, and for what vLLM can't serve.
+    Raises ``ValueError`` for a key-value cache that can't hold one sequence, and for a model that vLLM can't serve.
     """
     vllm = vllm_or_raise()
     from vllm.platforms import current_platform
 
     with _groups, _preserve_process_state():
         if current_platform.is_cpu():
-            torch._dynamo.config.disable = True  # else vLLM's sampler compiles for 10 seconds
+            torch._dynamo.config.disable = True  # or vLLM compiles its sampler for 10 seconds
         try:
             llm = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**settings))
         except ValueError as error:
@@ -136,18 +136,17 @@ def start_engine(settings: Mapping[str, Any]) -> Any:
 
 
 def start_engine_process(settings: Mapping[str, Any], report: Callable[[Any, Any], None]) -> Any:
-    """An ``AsyncLLM`` for this thread's event loop, whose engine is a process of its own that ends with this thread.
+    """Start an ``AsyncLLM`` for this thread's event loop. Its engine is a child process that ends with this thread.
 
-    ``report`` is called with vLLM's ``SchedulerStats`` and ``IterationStats`` of each step.
-
-    Raises ``RuntimeError`` where it doesn't start; the process itself writes to standard error why.
+    It calls ``report`` with vLLM's ``SchedulerStats`` and ``IterationStats`` of each step. Raises ``RuntimeError`` if
+    the process doesn't start; the process writes the reason to standard error.
     """
     vllm_or_raise()
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    # 0: no third process for the model, and none that reads it needs to know of the one that there is
+    # 0: the engine's process starts no further process for the model.
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if current_platform.is_cpu():
         environment["TORCHDYNAMO_DISABLE"] = "1"
@@ -157,7 +156,7 @@ def start_engine_process(settings: Mapping[str, Any], report: Callable[[Any, Any
 
 
 def _reporter(report: Callable[[Any, Any], None]) -> Any:
-    """A class that hands vLLM's reports on. It passes for the Prometheus exporter, which vLLM would start otherwise."""
+    """Make a class that passes on vLLM's reports. It replaces the Prometheus exporter that vLLM would start."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     class Reporter(PrometheusStatLogger):
@@ -174,7 +173,7 @@ def _reporter(report: Callable[[Any, Any], None]) -> Any:
 
 
 def end_engine(llm: Any) -> None:
-    """Free what ``llm`` holds. The process groups that it shares with others go with the last engine."""
+    """Free the resources of ``llm``. Only the last engine frees the process groups that all engines share."""
     with _groups:
         _running.discard(llm)
         if not _running:
@@ -189,7 +188,7 @@ def end_engine(llm: Any) -> None:
 
 @contextmanager
 def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """``changes`` to the environment, and none at the end; other variables that changed are put back one by one."""
+    """Apply ``changes`` to the environment inside ``with``. At the end, restore every variable that has changed."""
     before = dict(os.environ)
     os.environ.update(changes)
     try:
@@ -204,7 +203,7 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _preserve_process_state() -> Iterator[None]:
-    """Give back the environment, the generators' states, the default dtype and torch's functions at the end."""
+    """Restore the environment, the generators' states, the log level and torch's thread settings at the end."""
     environment = dict(os.environ)
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []

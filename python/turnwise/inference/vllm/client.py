@@ -1,4 +1,4 @@
-"""The vLLM client: engines in this process, stepped in one thread, that take new weights in place."""
+"""The vLLM client: runs engines in this process, steps them in one thread, and loads new weights in place."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from turnwise.types import Tokenizer
 class VLLMClient(VLLMClientBase):
     """Completes prompts with vLLM, in this process and on this machine's device.
 
-    - ``policies``: one policy, then called ``"default"``, or policies by name. A policy is a Hugging Face model, whose
-      weights are copied into an engine; a folder or hub name, which vLLM loads; or an :class:`AdaptedModel`. Every full
-      policy has its engine; adapters over one base share one, which batches requests of several adapters.
+    - ``policies``: one policy, named ``"default"``, or policies by name. A policy is a Hugging Face model, whose
+      weights the client copies into an engine; a folder or hub name, which vLLM loads; or an :class:`AdaptedModel`.
+      Every full policy has its own engine. Adapters over one base share an engine, which batches their requests.
     - ``max_num_seqs``: the most requests that one engine runs at once. They join at any time (continuous batching).
     - ``kv_cache_bytes``: memory per engine for keys and values. Prompts with equal beginnings share them.
-    - ``in_flight``: new weights land between two tokens. Running requests recompute their keys and values, and
-      ``policy_versions`` says which tokens came from which weights. Else weights wait until nothing runs.
-    - ``timeout``: seconds after which a request, waiting included, is cancelled and raises ``ModelError``.
+    - ``in_flight``: loads new weights between two tokens. Running requests recompute their keys and values, and
+      ``policy_versions`` tells which weights sampled which tokens. Else weights wait until nothing runs.
+    - ``timeout``: seconds, including waiting, after which a request is cancelled and raises ``ModelError``.
     - ``engine_args``: further fields of vLLM's ``EngineArgs``.
-    - ``seed``: requests without a seed draw theirs from it. A request's draws depend on its own seed only; its logits
-      differ in their last bits with the rest of the batch.
+    - ``seed``: source of the seeds for requests without one. A request's draws depend only on its own seed. The last
+      bits of its logits depend on the rest of the batch.
 
-    Log-probabilities are those of ``log_softmax(logits / temperature)``. vLLM can't report these where it samples by
-    top-p or top-k, so such requests are refused.
+    Log-probabilities are those of ``log_softmax(logits / temperature)``. vLLM can't report these for sampling with
+    top-p or top-k, so the client refuses such requests.
 
-    Raises ``ImportError`` where vLLM is missing, and ``ValueError`` for models and settings that it can't serve. On a
-    CPU it turns ``torch.compile`` off for the whole process: vLLM's sampler would compile for 10 seconds.
+    Raises ``ImportError`` if vLLM is missing, and ``ValueError`` for models and settings that it can't serve. On a CPU
+    it turns ``torch.compile`` off for the whole process, because vLLM would compile its sampler for 10 seconds.
 
     Example::
 
@@ -64,10 +64,10 @@ class VLLMClient(VLLMClientBase):
         self._folder = tempfile.TemporaryDirectory(prefix="turnwise-vllm-")
         self._thread = EngineThread()
         self._stop = weakref.finalize(self, self._thread.stop, wait=False)
-        self._stop.atexit = False  # then vLLM ends its engines itself
+        self._stop.atexit = False  # at exit, vLLM ends its engines itself
         try:
             for spec in engine_specs(models, Path(self._folder.name)):
-                # in the thread that will step it: vLLM and OpenMP keep state by thread
+                # Built in the thread that will step it, because vLLM and OpenMP keep state per thread.
                 build = partial(self._build, spec, setup, in_flight)
                 self._policies |= self._thread.call(build).result()
         except BaseException:
@@ -93,7 +93,7 @@ class VLLMClient(VLLMClientBase):
             self._folder.cleanup()
 
     def _build(self, spec: EngineSpec, setup: Setup, in_flight: bool) -> dict[str, ServedPolicy]:
-        """One engine for ``group``."""
+        """Start the engine of ``spec`` with its weights and adapters, and return its policies by name."""
         llm = start_engine(setup.settings(spec.folder, spec.dtype, spec.lora, spec.load_format))
         engine = Engine(llm, list(spec.models), self.tokenizer, in_flight)
         self._thread.engines.append(engine)
@@ -106,7 +106,7 @@ class VLLMClient(VLLMClientBase):
 
 
 def _put(held: ServedPolicy, sources: Mapping[str, Tensor]) -> None:
-    """Checked weights into the engine: the base if it is among them, then the adapter."""
+    """Load checked weights into the engine: the base if it is among them, then the adapter."""
     if base := {name: tensor for name, tensor in sources.items() if name in held.base}:
         reload(held.engine.llm, base)
     if held.adapter is not None:

@@ -1,7 +1,7 @@
-"""One vLLM engine and the requests in it, stepped by one thread; and that thread.
+"""One vLLM engine with its requests, and the thread that steps it.
 
-Everything in :class:`Engine` runs in the :class:`EngineThread`, between two steps: requests come in, are given up, and
-weights change there and nowhere else, so none of it needs a lock.
+Everything in :class:`Engine` runs in the :class:`EngineThread`, between two steps. Only there does it add and cancel
+requests and change weights, so it needs no lock.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from turnwise.types import ModelError, ModelRequest, ModelResponse, PolicyVersio
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:
-    """One request on its way. ``abandoned`` is set on the event loop, where ``future`` belongs, and read elsewhere;
-    ``timer`` gives it up."""
+    """One unanswered request. The event loop of ``future`` sets ``abandoned``, and other threads read it. ``timer``
+    ends the request when its time is over."""
 
     request: ModelRequest
     params: Any
@@ -36,13 +36,13 @@ class PendingRequest:
     timer: asyncio.TimerHandle | None = None
 
     def resolve(self, result: ModelResponse | Exception) -> None:
-        """Answer from any thread. Nobody is left to answer in an event loop that has ended."""
+        """Answer from any thread. If the event loop has ended, there is no caller to answer."""
         loop = self.future.get_loop()
         if not loop.is_closed():
             try:
                 loop.call_soon_threadsafe(self._set, result)
             except RuntimeError:
-                self.abandoned = True  # it was closed since
+                self.abandoned = True  # the loop was closed after the check above
 
     def _set(self, result: ModelResponse | Exception) -> None:
         if self.future.done():
@@ -55,7 +55,7 @@ class PendingRequest:
 
 @dataclass(slots=True)
 class WeightChange:
-    """New weights for ``policy``, to be put in by ``apply`` between two steps. ``done`` is the caller's future."""
+    """New weights for ``policy``. The engine calls ``apply`` between two steps; the caller waits for ``done``."""
 
     policy: str
     version: int
@@ -64,10 +64,10 @@ class WeightChange:
 
 
 class Engine:
-    """``llm`` (a vLLM ``LLMEngine``) with what runs in it. ``policies`` are those that it serves, at version 0.
+    """An ``llm`` (a vLLM ``LLMEngine``) with its requests. It serves ``policies``, which start at version 0.
 
-    With ``in_flight`` new weights land between two tokens of running requests. Their keys and values are then
-    recomputed, so each token has the log-probability that its own weights give. Else weights wait until nothing runs.
+    With ``in_flight`` it loads new weights between two tokens of running requests. It then recomputes their keys and
+    values, so each token has the log-probability of its own weights. Else weights wait until nothing runs.
     """
 
     def __init__(self, llm: Any, policies: Sequence[str], tokenizer: Tokenizer, in_flight: bool) -> None:
@@ -80,8 +80,8 @@ class Engine:
         self._waiting: deque[PendingRequest] = deque()
         self._changes: deque[WeightChange] = deque()
         self._numbers = itertools.count()
-        # vLLM labels tokens by one number per engine: here how often any weights changed. A policy's versions are kept
-        # with the label that they came with, as far back as running requests need them.
+        # vLLM labels tokens with one number per engine; here it counts the weight changes. Each policy keeps pairs of
+        # (label, version), as far back as running requests need them.
         self._label = 0
         self._versions: dict[str, list[tuple[int, int]]] = {policy: [(0, 0)] for policy in policies}
         self._unusable: str | None = None
@@ -92,7 +92,7 @@ class Engine:
         self._waiting.extend(jobs)
 
     def abandon(self, jobs: Sequence[PendingRequest], timeouts: int = 0) -> None:
-        """Cancel ``jobs``. ``timeouts`` of them timed out."""
+        """Cancel ``jobs``; ``timeouts`` is the number of them that timed out."""
         self.stats.timeouts += timeouts
         gone = {id(job) for job in jobs}
         numbers = [number for number, job in self._jobs.items() if id(job) in gone]
@@ -114,7 +114,7 @@ class Engine:
         end_engine(self.llm)
 
     def peaks(self) -> EnginePeaks:
-        """The most of anything since the call before."""
+        """Return the peaks since the last call."""
         return self.watch.take()
 
     @property
@@ -122,7 +122,7 @@ class Engine:
         return bool(self._jobs or self._waiting or self._changes)
 
     def step(self) -> None:
-        """Let weights land, take in what waits, and compute one token of everything that runs."""
+        """Apply weight changes, admit waiting requests, and compute one token of each running request."""
         while self._changes and (self._in_flight or not self._jobs):
             self._apply(self._changes.popleft())
         if not self._changes:
@@ -154,7 +154,7 @@ class Engine:
             lora = None if job.adapter is None else job.adapter.request()
             try:
                 self.llm.add_request(number, prompt, job.params, lora_request=lora)
-            except Exception as error:  # vLLM's own checks: this request fails, the others go on
+            except Exception as error:  # vLLM's own checks failed; only this request ends
                 job.resolve(model_error(f"vLLM refused a request of policy {job.request.policy!r}", error))
                 continue
             self._jobs[number] = job
@@ -164,7 +164,7 @@ class Engine:
         job.resolve(to_response(job.request, output, self._versions[job.request.policy], self._tokenizer))
 
     def _fail(self, error: ModelError) -> None:
-        """Everything that runs fails. The engine is emptied and serves on; where even that fails, it is given up."""
+        """Fail all running requests and empty the engine, which then keeps serving unless emptying fails."""
         jobs, self._jobs = self._jobs, {}
         for job in jobs.values():
             job.resolve(_fresh_copy(error))
@@ -175,7 +175,7 @@ class Engine:
             self._unusable = f"the engine of {self._name} is dead: {error}; emptying it failed too: {second}"
 
     def _clear_cache(self) -> None:
-        """Forget all keys and values; what runs computes its own again."""
+        """Drop all keys and values. Running requests recompute theirs."""
         if not self.llm.reset_prefix_cache(True):
             raise RuntimeError("vLLM kept its prefix cache")
 
@@ -190,6 +190,7 @@ class Engine:
             self._fail(ModelError(self._unusable))
             change.done.set_exception(error)
             return
+        # A successful change repairs an unusable engine. Old labels can go when no running request needs them.
         self._unusable = None
         self._label += 1
         self.llm.set_weight_version(str(self._label))
@@ -202,16 +203,16 @@ class Engine:
 
 
 class EngineThread:
-    """Steps engines in a thread of its own while they have work. Callers hand it functions to run between steps.
+    """Steps engines in its own thread while they have work. Callers give it functions to run between steps.
 
-    One thread serves all engines of a client: they share the machine, and vLLM keeps global state that two threads
-    would take from each other.
+    One thread serves all engines of a client, because they share the machine, and because vLLM keeps global state that
+    two threads would overwrite.
     """
 
     def __init__(self) -> None:
         self.engines: list[Engine] = []
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # held to hand in a call, and to end: no call may come after the last look
+        self._lock = threading.Lock()  # held to add a call and to end, so that no call is added after the last check
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="turnwise-vllm", daemon=True)
         self._thread.start()
@@ -227,7 +228,8 @@ class EngineThread:
         return done
 
     def stop(self, wait: bool = True) -> None:
-        """Close the engines and end the thread. Who collects garbage may hold what that needs, so must not ``wait``."""
+        """Close the engines and end the thread. The garbage collector must not ``wait``, as it may hold a lock that the
+        thread needs."""
         self._calls.put(None)
         if wait:
             self._thread.join()
@@ -242,7 +244,7 @@ class EngineThread:
             self._end()
 
     def _end(self) -> None:
-        """Fail everything that waits, also after an unexpected error in a step."""
+        """Fail all waiting calls and requests, also after an unexpected error in a step."""
         with self._lock:
             self._ended = True
         while not self._calls.empty():
@@ -253,7 +255,7 @@ class EngineThread:
         self.engines.clear()
 
     def _take_calls(self) -> bool:
-        """Run what was handed in; sleep while there is nothing to do. False when it is time to stop."""
+        """Run the calls that were added, and sleep while there is nothing to do. False when it is time to stop."""
         while True:
             try:
                 item = self._calls.get(block=not any(engine.busy for engine in self.engines))
@@ -266,7 +268,7 @@ class EngineThread:
                 done.set_result(function())
             except BaseException as error:
                 done.set_exception(error)
-            del item, function, done  # they would be kept while the thread sleeps
+            del item, function, done  # or the thread would keep them alive while it sleeps
 
 
 def model_error(what: str, error: Exception) -> ModelError:
@@ -276,7 +278,7 @@ def model_error(what: str, error: Exception) -> ModelError:
 
 
 def _fresh_copy(error: ModelError) -> ModelError:
-    """A fresh exception for each caller: a shared one would collect all their tracebacks."""
+    """Make a new exception for each caller. A shared one would collect the tracebacks of all."""
     fresh = ModelError(*error.args)
     fresh.__cause__ = error.__cause__
     return fresh
@@ -286,7 +288,7 @@ def _fresh_copy(error: ModelError) -> ModelError:
 def to_response(
     request: ModelRequest, output: Any, versions: Sequence[tuple[int, int]], tokenizer: Tokenizer
 ) -> ModelResponse | ModelError:
-    """The response for vLLM's ``output`` (a ``RequestOutput``); ``versions`` are its policy's, by first label."""
+    """Convert vLLM's ``output`` (a ``RequestOutput``) to a response. ``versions`` are its policy's, by first label."""
     completion = output.outputs[0]
     if completion.finish_reason not in ("stop", "length"):
         return ModelError(f"vLLM ended a request of policy {request.policy!r}: {completion.finish_reason}")
@@ -302,7 +304,7 @@ def to_response(
 
 
 def _version_runs(spans: Any, versions: Sequence[tuple[int, int]]) -> PolicyVersions:
-    """vLLM's spans of labels as runs of a policy's versions, which other policies' changes don't split."""
+    """Convert vLLM's spans of labels to runs of a policy's versions. Changes of other policies don't split a run."""
     runs: PolicyVersions = []
     for span in spans:
         label, count = int(span.version), span.end - span.start

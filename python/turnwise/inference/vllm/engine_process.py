@@ -1,11 +1,11 @@
-"""Code that runs inside a vLLM engine's own process: its main module, and worker methods that take new weights.
+"""Code that runs inside a vLLM engine's own process: its main module, and worker methods that load new weights.
 
-Python starts a process afresh by importing the parent's main module, which here may be any script, with or without a
-guard around its work. Engines need none of it and get this module instead. It ties the process to its parent's life
-before anything else, so heavy imports wait until a method needs them.
+Python's spawn method starts a process by importing the parent's main module. Here that may be any script, with or
+without a guard around its work. Engines don't need it, and get this module instead. It first ties the process to its
+parent's life, so heavy imports wait until a method needs them.
 
-vLLM mixes :class:`WorkerExtension` into its own worker class wherever an engine is started with
-``worker_extension_cls = EXTENSION``, in whatever process that is.
+vLLM mixes :class:`WorkerExtension` into its own worker class for every engine that is started with
+``worker_extension_cls = EXTENSION``, in any process.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ COMPARED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "tie_word_embeddings",
 )  # fmt: skip
-"""Fields of a model's configuration in which sender and receiver of weights must agree."""
+"""Fields of a model's configuration that must be equal for sender and receiver of weights."""
 
 PARENT = "TURNWISE_ENGINE_PARENT"
 """The environment variable with the process id of an engine's parent."""
 
-_PROCESS_NAME = "EngineCore"  # what vLLM calls it
+_PROCESS_NAME = "EngineCore"  # vLLM's name for it
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @contextmanager
 def as_main_module() -> Iterator[None]:
-    """Engines that are started inside of ``with`` get this module as their main module.
+    """Give engines that start inside ``with`` this module as their main module.
 
-    Other processes that start meanwhile keep theirs. One at a time: hold a lock.
+    Other processes that start meanwhile keep theirs. Only one thread may be inside at a time, so hold a lock.
     """
     plain = multiprocessing.spawn.get_preparation_data
 
@@ -59,24 +59,25 @@ def as_main_module() -> Iterator[None]:
 
 
 def follow_parent() -> None:
-    """Let this process die when the thread that started it ends, and live through Ctrl-C, which is the parent's.
+    """Let this process die when the thread that started it ends.
 
-    What the process starts itself is in its process group, so that both can be killed at once.
+    The process leads a new process group, so Ctrl-C reaches only the parent. Processes that it starts join the group,
+    so that all can be killed at once.
     """
     os.setpgrp()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(os.environ[PARENT]):
-        os._exit(1)  # the parent was gone before
+        os._exit(1)  # the parent ended before the line above
 
 
 class WorkerExtension:
     """Methods that ``collective_rpc`` finds on a worker."""
 
     def turnwise_reload(self, handle: Mapping[str, Any]) -> None:
-        """Replace all weights by those of ``handle``, in one call between two steps. The worker's adapters are dropped.
+        """Replace all weights by those of ``handle``, in one call between two steps. Drops the worker's adapters.
 
-        Raises :class:`TransferError` where the weights are gone, cut short or overwritten meanwhile. After a failure
+        Raises :class:`TransferError` if the weights are gone, incomplete or were overwritten meanwhile. After a failure
         the caller must not let the engine generate until a reload succeeds. The caller also clears the prefix cache.
         """
         from turnwise.inference.vllm.reload import reload_worker
@@ -86,8 +87,8 @@ class WorkerExtension:
             reload_worker(self, weights)
 
     def turnwise_describe(self) -> dict[str, Any]:
-        """``vocabulary`` and ``dtype``, the ``model``'s sizes by name, as far as they are in :data:`COMPARED`, and the
-        numbers of its ``adapters``."""
+        """Describe the model: ``vocabulary``, ``dtype``, ``model`` (its fields of :data:`COMPARED` by name), and
+        ``adapters`` (their numbers)."""
         config = self.model_config.hf_text_config  # type: ignore[attr-defined]
         return {
             "vocabulary": config.vocab_size,

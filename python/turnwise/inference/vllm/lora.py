@@ -1,11 +1,10 @@
-"""A policy's weights on their way into a vLLM engine: names and shapes are checked before a byte moves.
+"""Prepare a policy's weights for a vLLM engine: shapes to check against, and adapters as files.
 
-What vLLM itself leaves to its callers, and what happens otherwise (vLLM 0.32), beside what
-:mod:`~turnwise.inference.vllm.reload` tells:
+vLLM leaves some work to its callers (vLLM 0.32), in addition to the list in :mod:`~turnwise.inference.vllm.reload`:
 
-- Part of a fused weight (``q_proj`` without ``k_proj``) corrupts it silently: only whole models pass the check.
-- Keys and values that old weights computed stay in the prefix cache: :class:`~turnwise.inference.vllm.engine.Engine`
-  clears it after each change.
+- Part of a fused weight (``q_proj`` without ``k_proj``) corrupts it silently. So only whole models pass the check.
+- Keys and values of old weights stay in the prefix cache. :class:`~turnwise.inference.vllm.engine.Engine` clears it
+  after each change.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter as an engine knows it: ``number`` counts from 1, ``folder`` holds it in peft's format."""
+    """A LoRA adapter of an engine. ``number`` counts from 1; ``folder`` holds it in peft's format."""
 
     name: str
     number: int
@@ -36,13 +35,13 @@ class Adapter:
     config: Any
 
     def request(self, in_place: bool = False) -> Any:
-        """vLLM's ``LoRARequest``; ``in_place`` reads the folder again for an adapter that the engine has."""
+        """Make vLLM's ``LoRARequest``. ``in_place`` reads the folder again for an adapter that the engine has."""
         from vllm.lora.request import LoRARequest
 
         return LoRARequest(self.name, self.number, str(self.folder), load_inplace=in_place)
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
-        """The adapter's config and ``weights``, by peft's names, into its folder."""
+        """Write the adapter's config and ``weights`` (with peft's names) into its folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         config = replace(self.config, inference_mode=True)
         config.save_pretrained(str(self.folder))
@@ -51,7 +50,7 @@ class Adapter:
 
 
 def shapes_of(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``weights`` without their storage, for :func:`check_weights`; tied ones stay tied."""
+    """``weights`` as meta tensors, for :func:`check_weights`. Tied ones stay tied."""
     check_memory(weights)
     meta: dict[Any, Tensor] = {}
     for tensor in weights.values():
@@ -61,13 +60,13 @@ def shapes_of(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights of a plain model, or of the base below an adapter, by the names that a checkpoint of it has."""
+    """The weights of a plain model, or of the base below an adapter, by their names in a checkpoint."""
     weights = model.shared.weights() if isinstance(model, AdaptedModel) else model.state_dict(keep_vars=True)
     return {name: tensor.detach() for name, tensor in weights.items()}
 
 
 def largest_rank(ranks: Iterable[int]) -> int:
-    """The smallest rank that vLLM accepts and that holds all of ``ranks``."""
+    """The smallest rank that vLLM accepts and that is at least the largest of ``ranks``."""
     largest = max(ranks)
     if largest > ADAPTER_RANKS[-1]:
         raise ValueError(f"lora.rank={largest}: expected at most {ADAPTER_RANKS[-1]}, which is what vLLM serves")

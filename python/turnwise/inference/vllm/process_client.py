@@ -1,4 +1,4 @@
-"""The vLLM client whose engines are child processes, which may die."""
+"""The vLLM client whose engines are child processes, which it replaces when they die."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from turnwise.types import Tokenizer
 class VLLMProcessClient(VLLMClientBase):
     """Completes prompts with vLLM in a child process per engine.
 
-    Sampling and training don't share an interpreter. An engine that dies is replaced: a new one gets the last weights
-    and recomputes lost requests from their seeds. Arguments and results are those of :class:`VLLMClient`, and:
+    Sampling and training don't share an interpreter. When an engine dies, a new one gets the last weights and
+    recomputes lost requests from their seeds. Arguments and results are those of :class:`VLLMClient`, and:
 
-    - ``timeout``: seconds for a request in the engine, else it raises ``ModelError``. An engine that then answers
-      nothing at all for as long again is killed and replaced. A change of weights has as long. It is sent once more if
-      it fails; if that fails too, the client serves nothing until a later one succeeds.
-    - ``restarts``: starts in a row without an answer in between.
-    - ``transfer``: how weights travel: ``"shared_memory"``, ``"safetensors"`` (temporary files) or ``"auto"``, the
-      first where there is room; on GPUs also ``"ipc"``, where engine and trainer share one, and ``"nccl"``.
+    - ``timeout``: seconds for a request in the engine; a slower one raises ``ModelError``. If the engine then answers
+      nothing for as long again, the client kills and replaces it. Each step of a weight update has the same time. A
+      failed update is sent once more. If that fails too, the client serves nothing until a later one succeeds.
+    - ``restarts``: the most starts in a row without an answer in between.
+    - ``transfer``: the way weights travel: ``"shared_memory"``, ``"safetensors"`` (temporary files), or ``"auto"``,
+      which takes shared memory if there is room. On GPUs also ``"ipc"``, if engine and trainer share one, and
+      ``"nccl"``.
 
-    The engines end with :meth:`close`, and on Linux with this process however it ends. Ctrl-C doesn't reach them.
+    The engines end with :meth:`close`, and on Linux with this process, however it ends. Ctrl-C doesn't reach them.
 
-    Raises ``ImportError`` where vLLM is missing, ``ValueError`` for settings that it doesn't have, and ``RuntimeError``
-    where an engine doesn't start; standard error has the reason.
+    Raises ``ImportError`` if vLLM is missing, ``ValueError`` for settings that it doesn't have, and ``RuntimeError`` if
+    an engine doesn't start; standard error has the reason.
 
     Example::
 
@@ -92,7 +93,7 @@ class VLLMProcessClient(VLLMClientBase):
             self._put(name, spec.models[name].state_dict(), 0)
 
     def _start_timer(self, job: PendingRequest) -> None:
-        """Leave the timer to the host, which can tell a slow engine from a dead one."""
+        """Start no timer. The host has one, which can tell a slow engine from a dead one."""
 
     def _add(self, engine: EngineHost, jobs: list[PendingRequest]) -> None:
         engine.add(jobs)

@@ -1,4 +1,4 @@
-"""One start of an engine's process: vLLM's ``AsyncLLM`` here, the process there, and whether it still lives."""
+"""One start of an engine's process: vLLM's ``AsyncLLM`` on this side, the child process, and a watch on its life."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ KILL_SECONDS = 30.0
 
 
 class EngineLost(Exception):
-    """The engine's process died, or was killed as it answered nothing."""
+    """Raised if the engine's process died, or was killed because it did not answer."""
 
 
 class EngineProcess:
-    """Starts the process, which blocks the event loop until it is ready; everything here runs on that loop.
+    """Starts the process, and blocks the event loop until it is ready. Everything here runs on that loop.
 
-    ``start`` makes the ``AsyncLLM``. What is awaited here may take ``timeout`` seconds each (``None``: any time).
+    ``start`` makes the ``AsyncLLM``. Each awaited call may take ``timeout`` seconds (``None``: any time).
     """
 
     def __init__(self, start: Callable[[], Any], timeout: float | None) -> None:
@@ -42,8 +42,10 @@ class EngineProcess:
         return self._dead.done() or self.llm.errored
 
     async def run_unless_dead(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result. Raises :class:`EngineLost` if the process dies first, ``TimeoutError`` if time runs
-        out first."""
+        """Return the coroutine's result.
+
+        Raises :class:`EngineLost` if the process dies first, and ``TimeoutError`` if the time runs out first.
+        """
         task = self._loop.create_task(coroutine)
         task.add_done_callback(_consume_exception)
         either: set[asyncio.Future[Any]] = {task, self._dead}
@@ -58,7 +60,10 @@ class EngineProcess:
             task.cancel()
 
     async def run_or_kill(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """As :meth:`race` for what any engine can do at any time: one that doesn't is killed."""
+        """Return the coroutine's result, or kill the engine when the time runs out. For calls that never take long.
+
+        Raises :class:`EngineLost` if the process dies or is killed.
+        """
         try:
             return await self.run_unless_dead(coroutine)
         except TimeoutError:
@@ -66,7 +71,7 @@ class EngineProcess:
             raise EngineLost(f"it answered nothing within timeout={self._timeout} s") from None
 
     async def is_responsive(self) -> bool:
-        """True if the engine answers at all; one that doesn't is killed."""
+        """True if the engine answers a simple call. An engine that doesn't is killed."""
         if self._ping is None or self._ping.done():
             self._ping = self._loop.create_task(self.run_or_kill(self.llm.get_weight_version()))
         try:
@@ -76,15 +81,15 @@ class EngineProcess:
         return True
 
     def kill(self) -> None:
-        """End the process and all that it started, at once."""
+        """Kill the process and all processes that it started, at once."""
         kill(self.processes)
 
     def end(self) -> None:
-        """Kill the process and free this side. It has nothing to save, and its own shutdown takes seconds."""
+        """Kill the process and free this side. The process has nothing to save, and its own shutdown takes seconds."""
         self._died()
         self.kill()
         for process in self._started:
-            process.join(KILL_SECONDS)  # vLLM fails on one that is still being taken apart
+            process.join(KILL_SECONDS)  # vLLM's shutdown fails while the system still removes the process
         self.llm.shutdown()
 
     def _died(self) -> None:
@@ -96,13 +101,13 @@ class EngineProcess:
 
 
 def kill(processes: Iterable[int]) -> None:
-    """End processes that lead groups of their own, and all that they started."""
+    """Kill processes that lead their own groups, and all processes in these groups."""
     for process in processes:
         with suppress(ProcessLookupError):
             os.killpg(process, signal.SIGKILL)
 
 
 def _consume_exception(task: asyncio.Future[Any]) -> None:
-    """Take the exception of a task without a caller, so that asyncio doesn't warn."""
+    """Read the exception of a task without a caller, so that asyncio doesn't warn."""
     if not task.cancelled():
         task.exception()

@@ -1,8 +1,8 @@
-"""One vLLM engine in a process of its own: started, watched, and started again with its weights when it dies.
+"""Run one vLLM engine in a child process: start it, watch it, and restart it with its weights when it dies.
 
-Everything in :class:`EngineHost` runs on an event loop in a thread of its own, so little of it needs a lock: only a
-change of weights and a new start exclude each other. A request that ran when the process died is recomputed from its
-seed, and answered once.
+Everything in :class:`EngineHost` runs on one event loop in its own thread, so little of it needs a lock: only a change
+of weights and a restart exclude each other. A request that ran when the process died is recomputed from its seed, and
+answered once.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from turnwise.inference.weights.sync import WeightTransfer
 from turnwise.types import ModelError, Tokenizer
 
 ATTEMPTS = 2
-"""Attempts to send new weights before the engine is given up."""
+"""The most attempts to send new weights before the engine counts as broken."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostLimits:
     timeout: float | None
-    """Seconds for one request or one change of weights."""
+    """Seconds for one request, or for one step of a change of weights."""
 
     restarts: int
-    """Starts in a row without an answer in between."""
+    """The most starts in a row without an answer in between."""
 
 
 @dataclass(slots=True)
@@ -51,10 +51,11 @@ class WeightUpdate:
 
 
 class EngineHost:
-    """``start`` makes vLLM's ``AsyncLLM`` on the running event loop, which calls what it is given with vLLM's reports;
-    ``policies`` are those that it serves.
+    """One engine in a child process, with its requests. It serves ``policies``.
 
-    With ``in_flight`` new weights land between two tokens of what runs, else they wait until nothing runs.
+    ``start`` makes vLLM's ``AsyncLLM`` on the running event loop, and passes vLLM's reports to the function that it is
+    given. With ``in_flight`` new weights are loaded between two tokens of running requests; else they wait until
+    nothing runs.
     """
 
     def __init__(
@@ -93,25 +94,27 @@ class EngineHost:
 
     # -- from any thread -----------------------------------------------------------------------------------------------
     def begin(self) -> int:
-        """Start the engine; the length of its context. Raises ``RuntimeError`` where it doesn't start."""
+        """Start the engine, and return the length of its context. Raises ``RuntimeError`` if it doesn't start."""
         return self._run_on_loop(self._begin())
 
     def add(self, jobs: Sequence[PendingRequest]) -> None:
-        """Compute ``jobs`` and resolve each."""
+        """Compute ``jobs``, and resolve each."""
         self._post(self._admit, jobs)
 
     def abandon(self, jobs: Sequence[PendingRequest], timeouts: int = 0) -> None:
-        """Cancel ``jobs``. ``timeouts`` of them timed out."""
+        """Cancel ``jobs``; ``timeouts`` is the number of them that timed out."""
         self.stats.timeouts += timeouts
         self._post(self._cancel, jobs)
 
     def put(self, update: WeightUpdate) -> None:
-        """Returns when the new weights are in. Raises ``ModelError`` where they don't arrive; the engine then serves
-        nothing until a later call succeeds."""
+        """Load new weights, and return once they are loaded.
+
+        Raises ``ModelError`` if that fails; the engine then serves nothing until a later call succeeds.
+        """
         self._run_on_loop(self._change(update))
 
     def peaks(self) -> EnginePeaks:
-        """The most of anything since the call before."""
+        """Return the peaks since the last call."""
         taken, self._peaks = self._peaks, EnginePeaks()
         return taken
 
@@ -123,7 +126,7 @@ class EngineHost:
             self._thread.join()
 
     def kill(self) -> None:
-        """End the process at once, and the thread soon, without waiting."""
+        """Kill the process at once, and end the thread soon, without waiting."""
         kill(self.processes)
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -165,7 +168,7 @@ class EngineHost:
             output = await self._computed(job)
         except ModelError as error:
             job.resolve(error)
-        except Exception as error:  # vLLM's own checks: this request fails, the others go on
+        except Exception as error:  # vLLM's own checks failed; only this request ends
             job.resolve(model_error(f"vLLM failed on a request of policy {job.request.policy!r}", _cause(error)))
         else:
             self._failures = 0
@@ -173,7 +176,7 @@ class EngineHost:
             job.resolve(to_response(job.request, output, self._versions[job.request.policy], self._tokenizer))
 
     async def _computed(self, job: PendingRequest) -> Any:
-        """vLLM's ``RequestOutput`` for ``job``, from as many engines as it takes."""
+        """Compute vLLM's ``RequestOutput`` for ``job``, on a new engine each time the current one is lost."""
         while True:
             while not self._open.is_set():
                 await self._open.wait()
@@ -183,7 +186,7 @@ class EngineHost:
             try:
                 return await self._compute(engine, job)
             except EngineLost:
-                # a separate task, which goes on for other requests if this one is cancelled
+                # A separate task continues for other requests if this one is cancelled.
                 await asyncio.shield(self._loop.create_task(self._recover(engine)))
 
     async def _compute(self, engine: EngineProcess | None, job: PendingRequest) -> Any:
@@ -211,7 +214,7 @@ class EngineHost:
     async def _ask(self, engine: EngineProcess, job: PendingRequest) -> Any:
         prompt = {"type": "token", "prompt_token_ids": list(job.request.prompt_token_ids)}
         lora = None if job.adapter is None else job.adapter.request()
-        # one output: that of the request's end
+        # There is only one output, at the end of the request.
         outputs = engine.llm.generate(prompt, job.params, str(next(self._numbers)), lora_request=lora)
         return [output async for output in outputs][-1]
 
@@ -231,7 +234,7 @@ class EngineHost:
         self.stats.sync_seconds += time.perf_counter() - began
 
     async def _apply_update(self, update: WeightUpdate) -> None:
-        """Store ``update`` and send it to the engine, or to a new one if this one is lost."""
+        """Store ``update`` and send it to the engine. If the engine is lost, a new one loads the stored weights."""
         if not self._computing:
             self._versions = {policy: known[-1:] for policy, known in self._versions.items()}
         if self._broken is not None:
@@ -289,13 +292,13 @@ class EngineHost:
         return int(engine.llm.model_config.max_model_len)
 
     async def _recover(self, lost: EngineProcess | None) -> None:
-        """Replace ``lost`` by a new engine, unless that happened already."""
+        """Replace ``lost`` by a new engine, unless another request has already done so."""
         async with self._exclusive:
             if self._engine is lost and self._broken is None:
                 await self._restart()
 
     async def _restart(self) -> None:
-        """A new engine with the last weights; without success the host is broken, and says so."""
+        """Start a new engine with the last weights. If no start succeeds, set ``_broken`` to the reason."""
         failure: Exception | None = None
         while self._failures < self._limits.restarts:
             self._failures += 1
@@ -322,7 +325,7 @@ class EngineHost:
         except BaseException:
             engine.end()
             raise
-        self._engine = engine  # not before: nothing may be sampled until its weights are in
+        self._engine = engine  # set last, as nothing may be sampled until its weights are loaded
         return engine
 
     def _stop_process(self) -> None:
@@ -331,7 +334,7 @@ class EngineHost:
             engine.end()
 
     def _report(self, scheduler: Any, iteration: Any) -> None:
-        """vLLM's ``SchedulerStats`` and ``IterationStats`` of one step, ``None`` where there is nothing to tell."""
+        """Count one step from vLLM's ``SchedulerStats`` and ``IterationStats``; ``None`` if vLLM reports nothing."""
         if scheduler is not None:
             waiting = scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs
             self._peaks.see(scheduler.num_running_reqs, waiting, scheduler.kv_cache_usage)
@@ -355,5 +358,5 @@ class EngineHost:
 
 
 def _cause(error: Exception) -> Exception:
-    """vLLM wraps what went wrong in errors without a message."""
+    """The cause of an error, if it has one. vLLM wraps errors in others without a message."""
     return error.__cause__ if isinstance(error.__cause__, Exception) else error

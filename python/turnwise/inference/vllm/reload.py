@@ -1,14 +1,14 @@
-"""Replace all weights of a live vLLM model: the first time as vLLM does it, on CPU the short way from then on.
+"""Replace all weights of a live vLLM model: the first time by vLLM's own reload, later on CPU by a recorded route.
 
-What vLLM itself leaves to its callers, and what happens otherwise (vLLM 0.32):
+vLLM leaves some work to its callers (vLLM 0.32):
 
-- Weights reach a live engine through its layerwise reload; the model's own ``load_weights`` fails on CPU, where the
-  loaded weights were packed into other layouts.
-- On CPU a head that is tied to the embedding keeps its old packed weights after a reload: it is packed again here.
-- A reload that fails leaves layers half taken apart, and every later one fails on them: they are put together here.
+- New weights must go through vLLM's layerwise reload. The model's own ``load_weights`` fails on CPU, where the loaded
+  weights were packed into other layouts.
+- On CPU, a head that is tied to the embedding keeps its old packed weights after a reload. This module repacks it.
+- A failed reload leaves layers half taken apart, and every later reload fails on them. This module restores them.
 
-A layerwise reload finds out again each time which part of which layer a weight goes to, which for small models takes
-longer than to copy and pack them. :class:`Route` remembers it.
+A layerwise reload searches each time for the layer and the part of it that a weight belongs to. For small models this
+takes longer than copying and packing the weights. :class:`Route` records the result.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ROUTE = "_turnwise_route"
 def reload(llm: Any, weights: Mapping[str, Tensor]) -> None:
     """Replace all weights of ``llm``, a vLLM ``LLMEngine`` of this process, in one call between two of its steps.
 
-    Its adapters are dropped. After a failure the engine computes nothing sensible until a reload succeeds.
+    Drops its adapters. After a failure the engine's results are invalid until a reload succeeds.
     """
 
     def in_worker(worker: Any) -> None:
@@ -40,10 +40,10 @@ def reload(llm: Any, weights: Mapping[str, Tensor]) -> None:
 
 
 def reload_worker(worker: Any, weights: Mapping[str, Tensor]) -> None:
-    """Replace all weights of one vLLM worker, in the process that it runs in."""
+    """Replace all weights of one vLLM worker. Call it in the worker's process."""
     runner = worker.model_runner
     model = runner.get_model()
-    route: Route | None = model.__dict__.pop(_ROUTE, None)  # gone if what follows fails: then vLLM's own way again
+    route: Route | None = model.__dict__.pop(_ROUTE, None)  # dropped if the rest fails, so vLLM's own reload runs next
     if route is None or not route.takes(weights):
         route = _reload_layerwise(runner, model, weights)
         repack_embeddings(model)
@@ -57,7 +57,7 @@ def reload_worker(worker: Any, weights: Mapping[str, Tensor]) -> None:
 
 
 def _reload_layerwise(runner: Any, model: nn.Module, weights: Mapping[str, Tensor]) -> Route | None:
-    """vLLM's own reload; the route that it showed, if there is one."""
+    """Run vLLM's own reload, and return the route that it took, or ``None`` if there is no reusable one."""
     from vllm.platforms import current_platform
 
     plain_cpu = current_platform.is_cpu() and runner.model_config.quantization is None
@@ -71,11 +71,11 @@ def _reload_layerwise(runner: Any, model: nn.Module, weights: Mapping[str, Tenso
     return Route.of(runner, layers, weights) if plain_cpu else None
 
 
-# -- the short way -----------------------------------------------------------------------------------------------------
+# -- the recorded route ------------------------------------------------------------------------------------------------
 class Route:
-    """The way of each weight of a checkpoint through vLLM's loaders to its layer.
+    """Records how vLLM's loaders bring each weight of a checkpoint to its layer.
 
-    It runs the same loaders on the same fresh parameters and packs them by the same methods as a layerwise reload.
+    It runs the same loaders on the same new parameters, and packs them with the same methods as a layerwise reload.
     """
 
     def __init__(self, names: frozenset[str], layers: Sequence[_Layer], attention: Sequence[Any], dtype: torch.dtype):
@@ -85,10 +85,10 @@ class Route:
 
     @classmethod
     def of(cls, runner: Any, layers: Sequence[_Layer], weights: Mapping[str, Tensor]) -> Route | None:
-        """The route that a layerwise reload with ``weights`` took through ``layers``.
+        """Build the route that a layerwise reload with ``weights`` took through ``layers``.
 
-        ``None`` where a weight went to no loader as it came, for example because the model cuts it up before: then
-        only vLLM's own way is known to be right, as it is off the CPU and with quantized weights.
+        Returns ``None`` if a weight did not reach a loader unchanged, for example because the model splits it first.
+        Then only vLLM's own reload is known to be right. The same holds off the CPU and for quantized weights.
         """
         from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
@@ -100,12 +100,12 @@ class Route:
         return cls(frozenset(weights), layers, attention, runner.model_config.dtype)
 
     def takes(self, weights: Mapping[str, Tensor]) -> bool:
-        """True if ``weights`` have the names that the route is for; the loaders check their shapes."""
+        """True if ``weights`` have the names of this route. The loaders check their shapes."""
         return self._names == weights.keys()
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """After an error some layers hold new weights and some the old ones."""
+        """Load ``weights`` into all layers. After an error, some layers hold new weights and others the old ones."""
         for layer in self._layers:
             layer.load(weights)
         for attention in self._attention:
@@ -113,11 +113,13 @@ class Route:
 
 
 class _Load:
-    """One call of vLLM's: a loader puts the checkpoint's ``weight`` into a layer's ``parameter``. ``weight`` is
-    ``None`` where what it took is no tensor of the checkpoint, or went elsewhere."""
+    """One call of a vLLM loader, which writes the checkpoint's ``weight`` into a layer's ``parameter``.
+
+    ``weight`` is ``None`` if the loader took something other than one tensor of the checkpoint, or wrote elsewhere.
+    """
 
     def __init__(self, module: nn.Module, parameter: str, call: BoundArguments, names: Mapping[int, str]) -> None:
-        """``names`` are those of the checkpoint's tensors by their ``id``."""
+        """Record ``call``. ``names`` maps the ``id`` of each of the checkpoint's tensors to its name."""
         from vllm.model_executor.model_loader.reload import layerwise
 
         self.parameter = parameter
@@ -134,23 +136,24 @@ class _Load:
         arguments = self._call.arguments
         arguments.update(zip(self._tensors, (parameters[self.parameter], weights[self.weight]), strict=True))
         self._loader(*self._call.args, **self._call.kwargs)
-        arguments.update(dict.fromkeys(self._tensors))  # or what holds the weights could not be freed
+        arguments.update(dict.fromkeys(self._tensors))  # keep no references, so that the weights can be freed
 
 
 class _Layer:
-    """One layer of the model and the weights loaded into it. ``info`` is vLLM's record of them."""
+    """One layer of the model, and the weights loaded into it. ``info`` is vLLM's record of them."""
 
     def __init__(self, module: nn.Module, info: Any, names: Mapping[int, str]) -> None:
         self.module = module
         self.loads = [_Load(module, parameter, call, names) for parameter, call in info.loaded_weights]
         loaded = {load.parameter for load in self.loads}
-        # parameters as they were made, before packing; others are loaded in place
+        # Parameters in their form before packing. All others are loaded in place.
         self._fresh = {name: meta for name, meta in info.restore_metadata[0].items() if name in loaded}
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
         from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
+        # Load into new parameters and pack them, then copy the result into the live ones, whose addresses must stay.
         parameters: dict[str, Any] = self.module._parameters
         live = {name: parameters[name] for name in self._fresh}
         try:
@@ -159,7 +162,7 @@ class _Layer:
                 load.run(parameters, weights)
             method = getattr(self.module, "quant_method", None)
             if isinstance(method, QuantizeMethodBase):
-                method.process_weights_after_loading(self.module)  # packs them, and leaves what the rest of vLLM reads
+                method.process_weights_after_loading(self.module)  # packs them into the form that vLLM reads
             for name, parameter in live.items():
                 parameter.data.copy_(parameters[name])
         finally:
@@ -168,7 +171,7 @@ class _Layer:
 
 @contextmanager
 def _watched(weights: Mapping[str, Tensor]) -> Iterator[list[_Layer]]:
-    """While it is open, each layer that vLLM reloads with ``weights`` is noted in the list."""
+    """Record in the list each layer that vLLM reloads with ``weights`` inside ``with``."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     names = {id(tensor): name for name, tensor in weights.items()}
@@ -186,9 +189,9 @@ def _watched(weights: Mapping[str, Tensor]) -> Iterator[list[_Layer]]:
         layerwise._layerwise_process = process
 
 
-# -- what vLLM leaves undone -------------------------------------------------------------------------------------------
+# -- work that vLLM leaves to its callers ------------------------------------------------------------------------------
 def end_reload(model: nn.Module) -> None:
-    """After a layerwise reload that failed in its midst: put every layer's tensors back, so that the next can begin."""
+    """Put every layer's tensors back after a failed layerwise reload, so that the next one can begin."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     for layer in model.modules():
@@ -199,9 +202,9 @@ def end_reload(model: nn.Module) -> None:
 
 
 def repack_embeddings(model: nn.Module, packed: Collection[nn.Module] = ()) -> None:
-    """Repack embeddings and heads on CPU: a tied one shares the tensor that changed, but not its packed copy.
+    """Repack embeddings and heads on CPU. A tied one shares the changed tensor, but not its packed copy.
 
-    Those in ``packed`` are up to date.
+    Skips modules in ``packed``, which are up to date.
     """
     for module in model.modules():
         if hasattr(module, "cpu_linear") and hasattr(module, "num_embeddings_padded") and module not in packed:

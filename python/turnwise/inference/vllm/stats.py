@@ -1,4 +1,4 @@
-"""Statistics of vLLM engines: totals that only grow, and peaks since the last look."""
+"""Statistics of vLLM engines: totals that only grow, and peaks since they were last read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class EngineStats:
-    """Totals since the engine was made."""
+    """Totals since the engine was created."""
 
     requests: int = 0
     steps: int = 0
@@ -20,10 +20,10 @@ class EngineStats:
 
     generated_tokens: int = 0
     seconds: float = 0.0
-    """Time in ``steps``."""
+    """Seconds in ``steps``; for an engine in a child process, seconds in which at least one request ran."""
 
     preemptions: int = 0
-    """Requests that lost their keys and values, to a full cache or to new weights in flight, and recomputed them."""
+    """Times that a request lost its keys and values (to a full cache or new weights in flight) and recomputed them."""
 
     timeouts: int = 0
     syncs: int = 0
@@ -34,7 +34,7 @@ class EngineStats:
     """Engines that replaced one that died."""
 
     def count(self, output: Any) -> None:
-        """A request that ended: vLLM's ``RequestOutput``."""
+        """Add a finished request, given as vLLM's ``RequestOutput``."""
         self.requests += 1
         self.prompt_tokens += len(output.prompt_token_ids)
         self.cached_tokens += output.num_cached_tokens or 0
@@ -43,8 +43,8 @@ class EngineStats:
 
 @dataclass(slots=True)
 class EnginePeaks:
-    """The most of anything at one time: requests ``running`` and ``waiting`` to run, and the share of its memory for
-    keys and values that they took."""
+    """The largest values at any time: requests ``running`` and ``waiting``, and ``kv_cache_use``, the share in [0, 1]
+    of the memory for keys and values that is in use."""
 
     running: int = 0
     waiting: int = 0
@@ -71,10 +71,10 @@ def max_peaks(peaks: Iterable[EnginePeaks]) -> dict[str, float]:
 
 
 class SchedulerWatch:
-    """Reads the scheduler of an engine in this process (vLLM's ``Scheduler``) after each of its choices.
+    """Reads the scheduler of an engine in this process (vLLM's ``Scheduler``) after each scheduling step.
 
-    vLLM reports this nowhere else: its own reports come after the step, when what ended has left already, and
-    registering for them starts a Prometheus exporter.
+    vLLM reports these values nowhere else. Its own reports come after the step, when finished requests have already
+    left, and registering for them starts a Prometheus exporter.
     """
 
     def __init__(self, scheduler: Any, stats: EngineStats) -> None:
@@ -91,6 +91,6 @@ class SchedulerWatch:
         scheduler.schedule = watched
 
     def take(self) -> EnginePeaks:
-        """The peaks since the call before."""
+        """Return the peaks since the last call, and start new ones."""
         taken, self._peaks = self._peaks, EnginePeaks()
         return taken

@@ -1,4 +1,4 @@
-"""Put new weights into a module: names and shapes are checked before a byte moves."""
+"""Copy new weights into a module. All names and shapes are checked before anything is copied."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from turnwise.inference.weights.weight_block import check_memory, has_memory, st
 def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Any]], policy: str) -> None:
     """Copy ``weights``, pairs of name and tensor as ``state_dict().items()`` gives them, into ``module``.
 
-    One name is enough for tied tensors (an ``lm_head`` that is the embedding). Tensors are cast to the module's
-    dtype and device. An :class:`AdaptedModel` takes its adapter alone, or its adapter and
-    the whole shared base. Raises ``ValueError`` for names that are missing, unknown or given twice and for wrong
-    shapes, and ``TypeError`` for what is no tensor; then nothing was changed.
+    One name is enough for tied tensors (an ``lm_head`` that is the embedding). Tensors are cast to the module's dtype
+    and device. An :class:`AdaptedModel` takes only its adapter, or its adapter and the whole shared base. Raises
+    ``ValueError`` for names that are missing, unknown or given twice and for wrong shapes, and ``TypeError`` for a
+    value that is not a tensor. After an error the module is unchanged.
     """
     targets = module.state_dict(keep_vars=True)
     sources = collect_weights(weights, policy)
@@ -34,7 +34,10 @@ def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Any]], policy: 
 
 
 def collect_weights(weights: Iterable[tuple[str, Any]], policy: str) -> dict[str, Tensor]:
-    """``weights`` by name, detached. ``ValueError`` for a name given twice, ``TypeError`` for what is no tensor."""
+    """Collect ``weights`` by name, detached.
+
+    Raises ``ValueError`` for a name given twice, and ``TypeError`` for a value that is not a tensor.
+    """
     sources: dict[str, Tensor] = {}
     for name, tensor in weights:
         if not isinstance(tensor, Tensor):
@@ -51,7 +54,7 @@ def check_weights(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], 
         close = difflib.get_close_matches(unknown[0], targets, n=1, cutoff=0.0)
         nearest = f"; nearest to {unknown[0]!r} is {close[0]!r}" if close else ": it has no weights of its own"
         raise ValueError(f"weights for policy {policy!r}: {_some(unknown)} unknown{nearest}")
-    # tied tensors share their storage: one of their names brings the values for all
+    # Tied tensors share their storage, so one of their names is enough for all.
     given = {storage_key(targets[name]) for name in sources}
     if missing := [name for name, target in targets.items() if storage_key(target) not in given]:
         raise ValueError(f"weights for policy {policy!r}: {_some(missing)} missing, {len(sources)} given")

@@ -1,8 +1,8 @@
 """LoRA adapters over one shared base: as many policies as adapters, one copy of the base's memory.
 
 :class:`SharedBase` holds a transformers model into which ``peft`` has put the layers of all adapters.
-:class:`AdaptedModel` is that model seen through one adapter, or through none: it is called as the model is, and its
-parameters are the adapter's alone, so an optimizer, a checkpoint or a weight update that takes a model takes it too.
+:class:`AdaptedModel` is that model with one adapter active, or none. It is called like the model, and its parameters
+are only the adapter's. So an optimizer, a checkpoint or a weight update takes it like any model.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 _BASE_LAYER = ".base_layer."
-"""Part of a name under which peft keeps a wrapped layer; dropped from the names of the base's weights."""
+"""The part of a name that peft adds for a wrapped layer. The names of the base's weights leave it out."""
 
 
 def peft_or_raise() -> Any:
-    """The ``peft`` package. Raises ``ImportError`` naming the extra where it is not installed."""
+    """Import the ``peft`` package. Raises ``ImportError`` naming the extra if it is not installed."""
     try:
         import peft
     except ImportError as error:
@@ -36,7 +36,7 @@ def peft_or_raise() -> Any:
 class SharedBase:
     """A frozen causal LM with any number of LoRA adapters.
 
-    ``path`` is the folder or hub name that the base can be loaded from, written into exported adapters.
+    ``path`` is the folder or hub name of the base, which exported adapters name.
     """
 
     def __init__(self, model: nn.Module, path: str = "") -> None:
@@ -47,41 +47,40 @@ class SharedBase:
         self._layers: list[Any] = []
 
     def add_adapter(self, name: str, config: LoraConfig, seed: int) -> AdaptedModel:
-        """The base through a new adapter, in float32, that has no effect yet: its ``B`` is 0, its ``A`` drawn by
-        ``seed``.
+        """Add an adapter in float32, and return the base with it. Its ``B`` is 0, so it has no effect yet.
 
-        Raises ``ValueError`` for a name that is taken, and for ``target_modules`` that the model doesn't have or whose
-        weight it uses in two places (tied embeddings).
+        ``seed`` determines its random ``A``. Raises ``ValueError`` for a name that is taken, and for ``target_modules``
+        that the model doesn't have or whose weight it uses in two places (tied embeddings).
         """
         if name in self.configs:
             raise ValueError(f"adapter {name!r} exists already; adapters: {sorted(self.configs)}")
         peft = peft_or_raise()
-        # peft's names are parts of parameter names, where a policy's name may not fit ("a.b")
+        # peft's adapter names become parts of parameter names, where a policy's name may be invalid ("a.b").
         key = f"adapter{len(self.configs)}"
         device = self.model.get_input_embeddings().weight.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             peft.inject_adapter_in_model(config, self.model, key)
-        del self.model.peft_config  # peft's record of its adapters, or it would warn of the next one
-        self.model.requires_grad_(False)  # each policy says for itself what trains
+        del self.model.peft_config  # with this record of adapters, peft would warn about the next one
+        self.model.requires_grad_(False)  # each policy decides what it trains
         self.configs[name] = config
         self._layers = [module for module in self.model.modules() if hasattr(module, "adapter_layer_names")]
         self._refuse_tied(config)
         adapted = AdaptedModel(self, name, key)
         adapted.float_parameters()
-        self.model.eval()  # what peft has put in is in training mode, whatever the model's is
+        self.model.eval()  # peft's new modules start in training mode, whatever mode the model has
         self.activate(None, training=False)
         return adapted
 
     def plain(self) -> AdaptedModel:
-        """The base with all adapters off."""
+        """Return the base with all adapters off."""
         return AdaptedModel(self, None, None)
 
     def activate(self, key: str | None, training: bool) -> None:
-        """Let the next forward pass go through adapter ``key`` (``None``: none) in training or evaluation mode.
+        """Use adapter ``key`` (``None``: none) in the next forward pass, in training or evaluation mode.
 
-        peft's own ``set_adapter`` isn't used: it sets ``requires_grad`` of every adapter, and those of the other
-        policies are theirs to set.
+        This does not call peft's ``set_adapter``, which sets ``requires_grad`` of every adapter. The other policies set
+        theirs themselves.
         """
         if self.model.training != training:
             self.model.train(training)
@@ -92,13 +91,13 @@ class SharedBase:
         self.active = key
 
     def weights(self) -> dict[str, Tensor]:
-        """The base's own weights by the names that they have without adapters; tied ones under each name."""
+        """The base's own weights, by their names without adapters. Tied ones appear under each name."""
         adapters = {id(tensor) for tensor in self._adapter_tensors()}
         own = self.model.state_dict(keep_vars=True)
         return {name.replace(_BASE_LAYER, "."): t for name, t in own.items() if id(t) not in adapters}
 
     def merged_weights(self, adapted: AdaptedModel) -> dict[str, Tensor]:
-        """The weights of the plain model that computes what ``adapted`` does: ``W + alpha / rank * B A``."""
+        """The weights of a plain model that computes the same as ``adapted``: ``W + alpha / rank * B A``."""
         merged = {name: tensor.detach() for name, tensor in self.weights().items()}
         layers = set(self._layers)
         for name, module in self.model.named_modules():
@@ -109,7 +108,7 @@ class SharedBase:
         return merged
 
     def enable_gradient_checkpointing(self) -> None:
-        """Recompute activations in the backward pass, through the adapter that made them."""
+        """Recompute activations in the backward pass, with the adapter that made them."""
         self.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": self._recompute_as_now})
 
     def _recompute_as_now(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -121,7 +120,7 @@ class SharedBase:
         yield
 
     def _refuse_tied(self, config: LoraConfig) -> None:
-        """An adapter on one use of a tied weight has no merged form."""
+        """Raise ``ValueError`` for an adapter on one use of a tied weight, as it has no merged form."""
         uses = Counter(id(tensor) for tensor in self.weights().values())
         if any(uses[id(layer.get_base_layer().weight)] > 1 for layer in self._layers):
             raise ValueError(
@@ -135,10 +134,10 @@ class SharedBase:
 
 
 class AdaptedModel(nn.Module):
-    """A shared base through one adapter (``key`` ``None``: through none).
+    """A shared base with one adapter (``key`` ``None``: with none).
 
-    Its parameters and its ``state_dict`` are the adapter's, named as in peft's own files. The base belongs to all
-    and is no part of them; ``copy.deepcopy`` with one memo for several such models copies it once.
+    Its parameters and its ``state_dict`` are the adapter's, named as in peft's own files. They don't include the base,
+    which all share. ``copy.deepcopy`` with one memo for several such models copies the base once.
     """
 
     def __init__(self, shared: SharedBase, name: str | None, key: str | None) -> None:
@@ -153,16 +152,16 @@ class AdaptedModel(nn.Module):
         return self.activate()(*args, **kwargs)
 
     def activate(self) -> Any:
-        """The transformers model itself, with this adapter active until another one is."""
+        """Return the transformers model itself. This adapter stays active until another one is activated."""
         self.shared.activate(self.key, self.training)
         return self.shared.model
 
     def float_parameters(self) -> None:
-        """Hold the adapter in float32 whatever the base's dtype: small updates would vanish in bfloat16."""
+        """Convert the adapter to float32, whatever the base's dtype. Small updates would vanish in bfloat16."""
         for parameter in self.parameters():
             parameter.data = parameter.data.float()
 
-    # -- what callers ask of a transformers model ----------------------------------------------------------------------
+    # -- the interface of a transformers model -------------------------------------------------------------------------
     @property
     def config(self) -> Any:
         return self.shared.model.config
@@ -178,13 +177,13 @@ class AdaptedModel(nn.Module):
         return self.shared.model.get_output_embeddings()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """``to(device)`` and the like move the base with the adapter."""
+        """Apply ``fn`` to the base, which includes the adapter. So ``to(device)`` moves both."""
         self.shared.model._apply(fn, recurse)
         return self
 
 
 def activated(model: nn.Module) -> nn.Module:
-    """The transformers module to run for ``model``: itself, or the shared base with ``model``'s adapter active."""
+    """The transformers module to run for ``model``: ``model`` itself, or the shared base with its adapter active."""
     return model.activate() if isinstance(model, AdaptedModel) else model
 
 
@@ -194,7 +193,7 @@ def shared_bases(models: Iterable[nn.Module]) -> list[SharedBase]:
 
 
 def _adapter_tree(model: nn.Module, key: str) -> nn.Module:
-    """The modules of adapter ``key`` alone, in a tree that gives their weights the names of peft's files."""
+    """Build a tree of only the modules of adapter ``key``, in which their weights have the names of peft's files."""
     root = nn.Module()
     for path, layer in model.named_modules():
         for kind in getattr(layer, "adapter_layer_names", ()):

@@ -1,8 +1,8 @@
-"""Weight sync with another process: the trainer stores its weights once, and sends a *handle* that locates them.
+"""Sync weights with another process: the trainer stores its weights once, and sends a *handle* that locates them.
 
-A handle is a small mapping that fits into JSON. The receiver opens it with :func:`open_weights`, which gives the
-tensors without a copy and checks at the end that they did not change. A handle can be opened any number of times,
-until its sender's next ``send`` or ``close``.
+A handle is a small mapping that fits into JSON. The receiver opens it with :func:`open_weights`, which returns the
+tensors without a copy and checks at the end that they did not change. A handle can be opened any number of times, until
+its sender's next ``send`` or ``close``.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ _HAS_MEMORY = hasattr(os, "memfd_create")
 
 
 class WeightTransfer(Protocol):
-    """The trainer's side. One sender holds one set of weights: ``send`` replaces those before."""
+    """The trainer's side. One sender holds one set of weights; ``send`` replaces the set before."""
 
     def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Lay ``weights`` out (any dtype, device and strides; tied ones once) and return their handle.
+        """Store ``weights`` (any dtype, device and strides; tied ones once), and return their handle.
 
-        Raises :class:`TransferError` where there is no room; the handle before may be lost then as well.
+        Raises :class:`TransferError` if there is no room. The previous weights may then be lost too.
         """
         ...
 
     def close(self) -> None:
-        """Free what the weights take. May be called again."""
+        """Free the memory or files of the weights. May be called again."""
         ...
 
 
 # -- shared memory -----------------------------------------------------------------------------------------------------
 class SharedMemoryTransfer:
-    """Weights in shared memory, for processes of the same user that see this one under ``/proc``. Linux only.
+    """Stores weights in shared memory, for processes of the same user that see this one under ``/proc``. Linux only.
 
-    The memory is a file without a name (``memfd_create``): the system frees it with the last process that has it open,
-    so that nothing stays behind a trainer that is killed, and the small ``/dev/shm`` of a container sets no limit. One
-    block is used again and again while the weights fit.
+    The memory is a file without a name (``memfd_create``). The system frees it with the last process that has it open,
+    so a killed trainer leaves nothing behind. The small ``/dev/shm`` of a container is no limit. The block is reused
+    while the weights fit.
     """
 
     def __init__(self) -> None:
@@ -86,13 +86,13 @@ class SharedMemoryTransfer:
 
     def _room(self, size: int) -> Tensor:
         if self._block is None or self._block.size < size:
-            self.close()  # before the next one: there may be no room for both
+            self.close()  # freed before the next block, as there may be no room for both
             self._block = _Block(size)
         return self._block.memory
 
 
 class _Block:
-    """``size`` bytes of memory behind a ``descriptor``, all of them reserved: what is missing would kill who writes."""
+    """``size`` bytes of memory behind a ``descriptor``. All are reserved, as writing to missing memory would kill."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -107,7 +107,7 @@ class _Block:
 
     def close(self) -> None:
         self._close()
-        del self.memory  # unmapped with the last tensor on it
+        del self.memory  # the system unmaps it with the last tensor on it
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def _open_memory(handle: WeightHandle) -> Iterator[dict[str, Tensor]]:
 
 
 def _map(path: str, size: int) -> Tensor:
-    """The first ``size`` bytes at ``path``; writes to them are this process's own."""
+    """Map the first ``size`` bytes at ``path``. Writes to them stay private to this process."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -134,10 +134,10 @@ def _map(path: str, size: int) -> Tensor:
 
 # -- files -------------------------------------------------------------------------------------------------------------
 class SafetensorsTransfer:
-    """Weights in a file of ``folder``, for processes that see it under the same path, on whatever host.
+    """Stores weights in a file of ``folder``, for processes on any host that see it under the same path.
 
-    Without a folder it makes a temporary one. A file appears under its name when it is whole, and the one before is
-    removed then. A trainer that is killed leaves its last one.
+    Without a folder it makes a temporary one. A file gets its name only when it is complete; then the previous one is
+    removed. A killed trainer leaves its last file behind.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -155,6 +155,7 @@ class SafetensorsTransfer:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
+        # Tied tensors are stored once; the metadata maps their other names to that one.
         _, names, _ = plan_layout(weights)
         first = {storage_key(weights[name]): name for name in names}
         aliases = {name: first[storage_key(tensor)] for name, tensor in weights.items() if name not in set(names)}
@@ -163,7 +164,7 @@ class SafetensorsTransfer:
         metadata = {"turnwise": json.dumps({"mark": self._mark, "sequence": self._sequence, "aliases": aliases})}
         partial = path.with_suffix(".partial")
         try:
-            # copies, as views of one storage may overlap, which the format refuses
+            # Copies, because views of one storage may overlap, which the format rejects.
             save_file(
                 {name: weights[name].detach().cpu().clone(memory_format=torch.contiguous_format) for name in names},
                 partial,
@@ -187,7 +188,7 @@ class SafetensorsTransfer:
 
 
 def _flush(path: Path) -> int:
-    """Force the file to the disk; its size."""
+    """Force the file to the disk, and return its size in bytes."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         return os.fstat(file.fileno()).st_size
@@ -214,7 +215,7 @@ def _open_file(handle: WeightHandle) -> Iterator[dict[str, Tensor]]:
 
 # -- one of both -------------------------------------------------------------------------------------------------------
 class AutomaticTransfer:
-    """Shared memory where the weights fit into it, else files in a temporary folder, which it says once."""
+    """Stores weights in shared memory if they fit, else in files of a temporary folder. Warns once of the change."""
 
     def __init__(self) -> None:
         self._transfer: WeightTransfer = SharedMemoryTransfer() if _HAS_MEMORY else SafetensorsTransfer()
@@ -242,7 +243,8 @@ TRANSFERS: dict[str, Callable[[str], WeightTransfer]] = {
     "nccl": lambda host: ProcessGroupTransfer("nccl", host),
     "gloo": lambda host: ProcessGroupTransfer("gloo", host),
 }
-"""By the names that clients take for ``transfer``; called with the address at which receivers reach this machine."""
+"""Transfers by the names that clients take as ``transfer``. Each is called with the address at which receivers reach
+this machine."""
 
 _OPENERS: dict[str, Callable[[Mapping[str, Any]], AbstractContextManager[dict[str, Tensor]]]] = {
     "shared_memory": _open_memory,
@@ -264,7 +266,7 @@ _PLACES: dict[str, dict[str, type]] = {
 
 
 def make_transfer(name: str, host: str = LOOPBACK) -> WeightTransfer:
-    """The transfer of that ``name``. Raises ``ValueError`` for a name that there is none of, or none here."""
+    """Make the transfer ``name``. Raises ``ValueError`` for an unknown name, or one that this machine can't serve."""
     if name not in TRANSFERS:
         raise ValueError(f"transfer={name!r}: expected one of {', '.join(TRANSFERS)}")
     return TRANSFERS[name](host)
@@ -273,10 +275,10 @@ def make_transfer(name: str, host: str = LOOPBACK) -> WeightTransfer:
 # -- the receiver's side -----------------------------------------------------------------------------------------------
 @contextmanager
 def open_weights(handle: WeightHandle) -> Iterator[dict[str, Tensor]]:
-    """The weights of ``handle`` by name, where they lie; tied ones share memory. For use inside of ``with``.
+    """Open the weights of ``handle`` inside ``with``: tensors by name, without a copy. Tied ones share memory.
 
-    Raises :class:`TransferError` where they are gone, cut short or others by now, also at the end of ``with``: then
-    what was read inside may be of two sets of weights, and must not be used.
+    Raises :class:`TransferError` if the weights are gone, incomplete or replaced. It may also raise at the end of
+    ``with``: then the values read inside may mix two sets of weights, and must not be used.
     """
     if not isinstance(handle, Mapping):
         raise TransferError(f"a handle that is a {type(handle).__name__}: expected a mapping, as `send` makes it")

@@ -1,7 +1,7 @@
-"""Weight sync that need not pass through a host's memory: CUDA IPC on one host, process groups between hosts.
+"""Sync weights through CUDA IPC on one host, or through process groups between hosts.
 
 ``ipc`` shares one block of a GPU with processes of the same host that see the same GPU. ``nccl`` sends the block from
-GPU to GPU, over whatever connects them. ``gloo`` does the same for CPUs over TCP, where hosts share no folder.
+GPU to GPU over any connection. ``gloo`` sends it between CPUs over TCP, for hosts without a common folder.
 """
 
 from __future__ import annotations
@@ -30,29 +30,30 @@ Group = Any
 """torch's ``ProcessGroupNCCL`` or ``ProcessGroupGloo``."""
 
 GROUP_TIMEOUT = timedelta(seconds=300)
-"""Time for which either side of a process group waits for the other."""
+"""The most time that one side of a process group waits for the other."""
 
 CONNECT_SECONDS = 30.0
-"""Seconds for a sender's host to answer at all."""
+"""The most seconds for connecting to a sender's host."""
 
 POLL_SECONDS = 0.01
-"""Seconds between two looks whether somebody has asked for weights."""
+"""Seconds between two checks for requests or answers."""
 
 MOST_RECEIVERS = 64
-"""Groups that a sender keeps. Further receivers get a new group each time they ask."""
+"""Groups that a sender keeps. Beyond them it drops those that were unused longest; their receivers get a new one."""
 
 MOST_ASKED = 10_000
-"""Tickets drawn between two looks; a counter that has moved further was written by no receiver."""
+"""The most tickets between two checks. If the counter moved further, something other than a receiver wrote it."""
 
 COMING, CLOSED = "coming", "closed"
 
 
 # -- one GPU, several processes ----------------------------------------------------------------------------------------
 class CudaIPCTransfer:
-    """Weights in a block of the GPU that they are on, for processes of this host that see that GPU.
+    """Stores weights in a block of their own GPU, for processes of this host that see that GPU.
 
-    The block takes as much of the GPU as the weights: they may train on while it is read, and an engine that starts
-    again gets what the others got. Receivers copy nothing. One block is used again and again while the weights fit.
+    The block is a copy, and takes as much of the GPU as the weights. So training can continue while receivers read it,
+    and a restarted engine gets the same weights as the others. Receivers copy nothing. The block is reused while the
+    weights fit.
     """
 
     def __init__(self) -> None:
@@ -76,9 +77,9 @@ class CudaIPCTransfer:
 
     def _room(self, size: int, device: torch.device) -> Tensor:
         if not _fits(self._block, size, device):
-            self.close()  # before the next one: there may be no room for both
+            self.close()  # freed before the next block, as there may be no room for both
             self._block = _new_block(size, device)
-            # once per block, or the counter of its users would have to learn of every receiver
+            # Shared once per block, as each sharing adds to its counter of users, which receivers would have to lower.
             shared = self._block.untyped_storage()._share_cuda_()
             self._ipc_handle = {
                 "device": str(torch.cuda.get_device_properties(device).uuid),
@@ -101,7 +102,7 @@ def _new_block(size: int, device: torch.device) -> Tensor:
 
 @contextmanager
 def open_ipc(handle: WeightHandle) -> Iterator[dict[str, Tensor]]:
-    """The weights of a handle of ``ipc``, on the GPU that they lie on."""
+    """Open the weights of an ``ipc`` handle on their GPU."""
     device = _device_of(handle["device"])
     ipc_handle = [base64.b64decode(x) if isinstance(x, str) else x for x in handle["handle"]]
     torch.cuda.init()
@@ -116,7 +117,7 @@ def open_ipc(handle: WeightHandle) -> Iterator[dict[str, Tensor]]:
 
 
 def _device_of(uuid: str) -> int:
-    """The number that this process has for the GPU; other processes may see other GPUs."""
+    """This process's index of the GPU. Other processes may see other GPUs."""
     for number in range(torch.cuda.device_count()):
         if str(torch.cuda.get_device_properties(number).uuid) == uuid:
             return number
@@ -126,7 +127,7 @@ def _device_of(uuid: str) -> int:
 # -- several hosts or GPUs ---------------------------------------------------------------------------------------------
 @dataclass(slots=True)
 class _ReceiverGroup:
-    """A sender's group with one receiver: its ``number``, and when it was last used, for which ``ticket``."""
+    """A sender's group with one receiver: its ``number``, and the ``ticket`` and time (``used``) of its last use."""
 
     group: Group
     number: int
@@ -135,11 +136,11 @@ class _ReceiverGroup:
 
 
 class ProcessGroupTransfer:
-    """Weights sent to whoever opens their handle, one receiver after the other, by ``backend``: ``nccl`` or ``gloo``.
+    """Sends weights to every process that opens their handle, one after the other, by ``backend`` (``nccl``, ``gloo``).
 
-    ``host`` is the address at which receivers reach this process. Whoever reaches it gets the weights, so another than
-    this machine's own belongs into a network that is trusted. The last weights are kept in a block of their own, on
-    their GPU for ``nccl``: they may train on, and an engine that starts again gets what the others got.
+    ``host`` is the address at which receivers reach this process. Every process that reaches it gets the weights, so
+    use an address other than loopback only in a trusted network. The last weights stay in a separate block, for
+    ``nccl`` on their GPU. So training can continue, and a restarted engine gets the same weights as the others.
     """
 
     def __init__(self, backend: str, host: str = LOOPBACK) -> None:
@@ -149,7 +150,7 @@ class ProcessGroupTransfer:
         self._writer = BlockWriter()
         self._block: Tensor | None = None
         self._held = 0
-        self._lock = threading.Lock()  # held while the block is written, and while it is sent
+        self._lock = threading.Lock()  # held while the block is written or sent
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._port = listener.getsockname()[1]
         self._server: distributed.Store | None = distributed.TCPStore(
@@ -180,19 +181,19 @@ class ProcessGroupTransfer:
         self._closed.set()
         with self._lock:
             if self._store is not None:
-                self._store.set(CLOSED, "")  # some of it lives on with the groups' own references
+                self._store.set(CLOSED, "")  # the groups' own references may keep the store alive
             self._block = self._store = self._server = None
             self._groups.clear()
 
     def _room(self, size: int, device: torch.device) -> Tensor:
         if not _fits(self._block, size, device):
-            self._block = None  # before the next one: there may be no room for both
+            self._block = None  # freed before the next block, as there may be no room for both
             self._block = _new_block(size, device)
         assert self._block is not None
         return self._block
 
     def answer(self) -> None:
-        """Send the weights to all who have asked for them since the call before."""
+        """Send the weights to all receivers that asked for them since the last call."""
         with self._lock:
             if self._store is None:
                 return
@@ -203,7 +204,7 @@ class ProcessGroupTransfer:
             except (RuntimeError, ValueError) as error:
                 self._reset_ticket_counter(error)
                 return
-            self._open |= set(range(self._seen + 1, asked + 1))  # one whose asker died in between stays open
+            self._open |= set(range(self._seen + 1, asked + 1))  # a ticket stays open if its receiver dies here
             self._seen = asked
             for ticket in sorted(self._open):
                 if self._store.check([f"ask/{ticket}"]):
@@ -211,7 +212,7 @@ class ProcessGroupTransfer:
                     self._answer(self._store, ticket, self._store.get(f"ask/{ticket}"))
 
     def _reset_ticket_counter(self, error: Exception) -> None:
-        """Restore the counter of tickets: after nonsense in it, the store drops its reader's connection."""
+        """Restore the counter of tickets. After an invalid value, the store drops its reader's connection."""
         warnings.warn(f"what asks at {self._host}:{self._port} for weights is no receiver: {error}", stacklevel=2)
         self._store = distributed.TCPStore(self._host, self._port, is_master=False, timeout=GROUP_TIMEOUT)
         self._store.set("tickets", str(self._seen))
@@ -228,6 +229,7 @@ class ProcessGroupTransfer:
         if self._block is None or sequence != self._writer.sequence:
             store.set(f"answer/{ticket}", f"its sender holds weights number {self._writer.sequence}")
             return
+        # Announce the group's number first, so that the receiver joins it while this side makes it.
         line = self._groups.get(receiver)
         self._made += line is None
         number = self._made if line is None else line.number
@@ -242,12 +244,12 @@ class ProcessGroupTransfer:
             line.group.send([self._block[: self._held]], 1, 0).wait()
             if self._block.is_cuda:
                 torch.cuda.synchronize(self._block.device)
-        except Exception as error:  # the receiver raises, and its caller sends everything again
+        except Exception as error:  # the receiver raises too, and its caller repeats the whole update
             self._groups.pop(receiver, None)
             warnings.warn(f"a receiver of weights was lost: {error}", stacklevel=2)
 
     def _make_room(self, store: distributed.Store) -> None:
-        """Let go of the groups that were unused longest. One whose receiver may still be reading stays."""
+        """Drop the groups that were unused longest, except those whose receiver may still be reading."""
         for receiver, line in list(self._groups.items()):
             if len(self._groups) < MOST_RECEIVERS:
                 return
@@ -266,27 +268,27 @@ def _serve(sender: weakref.ref[ProcessGroupTransfer], closed: threading.Event) -
 
 
 class _Connection:
-    """A receiver's line to one sender."""
+    """A receiver's connection to one sender."""
 
     def __init__(self, kind: str, host: str, port: int) -> None:
         self._kind, self._host = kind, host
         socket.create_connection(
             (host, port), timeout=CONNECT_SECONDS
-        ).close()  # the store would try for as long as it waits
+        ).close()  # fails early; the store would keep trying for GROUP_TIMEOUT
         self._store = distributed.TCPStore(host, port, is_master=False, timeout=GROUP_TIMEOUT)
         self._name = f"receiver-{self._store.add('receivers', 1)}"
         self._group: Group | None = None
         self._number = ""
 
     def receive(self, block: Tensor, sequence: int) -> None:
-        """Fill ``block`` with weights number ``sequence``."""
+        """Fill ``block`` with the weights of number ``sequence``."""
         ticket = self._store.add("tickets", 1)
         self._store.set(f"ask/{ticket}", f"{self._name} {sequence}")
         answer = self._answer(f"answer/{ticket}")
         coming, _, number = answer.partition(" ")
         if coming != COMING:
             raise TransferError(f"weights number {sequence} are gone: {answer}")
-        if self._group is None or number != self._number:  # the sender has let go of the one before
+        if self._group is None or number != self._number:  # the sender has dropped the previous group
             self._group = _group(self._kind, self._store, f"{self._name}/{number}", 1, self._host)
             self._number = number
         self._group.recv([block], 0, 0).wait()
@@ -306,12 +308,12 @@ class _Connection:
 
 
 _connections: dict[tuple[str, str, int, str], _Connection] = {}
-"""The one line that this process keeps open: making a group takes longer than sending small weights."""
+"""The one connection that this process keeps open, because making a group takes longer than sending small weights."""
 
 
 @contextmanager
 def open_group(handle: WeightHandle) -> Iterator[dict[str, Tensor]]:
-    """The weights of a handle of ``nccl``, on this process's GPU, or of ``gloo``, on the CPU."""
+    """Open the weights of an ``nccl`` handle on this process's GPU, or of a ``gloo`` handle on the CPU."""
     kind, host, port = handle["kind"], handle["host"], handle["port"]
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "nccl" else torch.device("cpu")
     key = (kind, host, port, handle["mark"])
@@ -330,7 +332,7 @@ def open_group(handle: WeightHandle) -> Iterator[dict[str, Tensor]]:
 
 
 def _group(kind: str, store: distributed.Store, name: str, rank: int, host: str) -> Group:
-    """A group of two, apart from all that the process has: engines have groups of their own."""
+    """Make a group of two, separate from all other groups of the process, as engines have their own."""
     apart = distributed.PrefixStore(name, store)
     if kind == "nccl":
         options = distributed.ProcessGroupNCCL.Options()

@@ -1,7 +1,7 @@
 """One block of bytes that holds a set of weights: a header, an index in JSON, and the tensors.
 
-The header tells whose weights these are and which; while they are written it says so. So whoever reads a block that
-somebody else owns can tell before and after whether it is still what was meant.
+The header names the writer and the number of the set, and marks a set that is being written. So a process that reads
+another process's block can check before and after that it holds the expected weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Bytes: where each tensor begins."""
+"""Bytes. Each tensor begins at a multiple of it."""
 
 _MAGIC = b"turnwise"
 _HEADER = struct.Struct("<8s32sQQQ")
@@ -27,28 +27,31 @@ Index = dict[str, tuple[str, tuple[int, ...], int]]
 
 
 WeightHandle = Mapping[str, Any]
-"""Names a sender's weights and their place. Fits into JSON: ``{"kind": "shared_memory", "pid": 17, ...}``."""
+"""Identifies a sender's weights and locates them. Fits into JSON: ``{"kind": "shared_memory", "pid": 17, ...}``."""
 
 
 class TransferError(RuntimeError):
-    """Weights could not be laid out, or a handle doesn't lead to what its sender laid out."""
+    """Raised if weights can't be stored, or if a handle doesn't lead to the weights that its sender stored."""
 
 
 class BlockWriter:
-    """Lays weights out in blocks, one set after the other, under a ``mark`` that no other writer has."""
+    """Writes sets of weights into blocks, one set after the other, under a ``mark`` that no other writer has."""
 
     def __init__(self) -> None:
         self.mark = secrets.token_hex(16)
         self.sequence = 0
 
     def write(self, weights: Mapping[str, Tensor], block_of: Callable[[int], Tensor]) -> dict[str, Any]:
-        """Fill the block ``[>= bytes]`` uint8 that ``block_of(bytes)`` gives; mark, sequence number and bytes of what
-        is there now, for a handle."""
+        """Fill the block ``[>= bytes]`` uint8 that ``block_of(bytes)`` returns.
+
+        Returns mark, sequence number and bytes of the weights, for a handle.
+        """
         index, names, data_bytes = plan_layout(weights)
         text = json.dumps(index).encode()
         start = _aligned(_HEADER.size + len(text))
         size = start + data_bytes
         block = block_of(size)
+        # Number 0 marks the block as incomplete until all tensors are written.
         self.sequence += 1
         _write_bytes(block, 0, self._header(0, len(text), size))
         _write_bytes(block, _HEADER.size, text)
@@ -64,7 +67,7 @@ class BlockWriter:
 
 
 def read_weights(block: Tensor, handle: WeightHandle) -> dict[str, Tensor]:
-    """The weights in ``block`` by name, where they lie. Raises :class:`TransferError` unless they are ``handle``'s."""
+    """View the weights in ``block`` by name. Raises :class:`TransferError` unless they are the ones of ``handle``."""
     check_block(block, handle)
     index_bytes = _HEADER.unpack(_bytes(block, 0, _HEADER.size))[3]
     index: Index = json.loads(_bytes(block, _HEADER.size, index_bytes))
@@ -83,7 +86,7 @@ def check_block(block: Tensor, handle: WeightHandle) -> None:
 
 
 def plan_layout(weights: Mapping[str, Tensor]) -> tuple[Index, list[str], int]:
-    """The place of each tensor, the names to copy there (one of tied ones), and the bytes in total.
+    """Plan the offset of each tensor, the names to copy there (one of tied ones), and the total bytes.
 
     Raises ``ValueError`` for tensors without memory of their own.
     """
@@ -102,21 +105,24 @@ def plan_layout(weights: Mapping[str, Tensor]) -> tuple[Index, list[str], int]:
 
 
 def storage_key(tensor: Tensor) -> Any:
-    """A key that only tied tensors share. Empty ones, and those without memory of their own, are tied if they are one
-    object: take them from ``state_dict(keep_vars=True)``, which makes no new ones."""
+    """A key that only tied tensors share.
+
+    Empty tensors, and those without memory of their own, count as tied only if they are the same object. So take them
+    from ``state_dict(keep_vars=True)``, which makes no new objects.
+    """
     if not tensor.numel() or not has_memory(tensor):
         return id(tensor)
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """True where the elements of ``tensor`` lie at an address of its own. A meta tensor and a DTensor (what FSDP makes
-    of a parameter) have none: their ``data_ptr()`` is 0."""
+    """True if the elements of ``tensor`` have an address. A meta tensor and a DTensor (which FSDP makes of a parameter)
+    have none: their ``data_ptr()`` is 0."""
     return not tensor.numel() or tensor.data_ptr() != 0
 
 
 def check_memory(weights: Mapping[str, Tensor]) -> None:
-    """Raise ``ValueError`` for the first of ``weights`` that has no memory of its own: its bytes can't be written."""
+    """Raise ``ValueError`` for the first of ``weights`` without memory of its own, as its bytes can't be written."""
     for name, tensor in weights.items():
         if not has_memory(tensor):
             raise ValueError(

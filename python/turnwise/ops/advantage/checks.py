@@ -1,4 +1,4 @@
-"""Checks of the arguments of grouped advantages."""
+"""Check the arguments of grouped advantages."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check_types(rewards: Tensor, lengths: Tensor | None, valid: Tensor | None) -
 def check_values(
     rewards: Tensor, group_ids: Tensor, num_groups: int, lengths: Tensor | None, valid: Tensor | None
 ) -> None:
-    """Check the values of every column. Reads them, so a GPU waits."""
+    """Check the values of every column. Reading them makes a GPU wait."""
     if is_transformed(rewards, group_ids, lengths, valid):
         return
     rows = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid.bool()
@@ -102,7 +102,7 @@ def check_count(num_groups: Any) -> int:
 
 
 def count_groups(group_ids: Tensor) -> int:
-    """The number of groups where the caller did not say; it makes a GPU wait."""
+    """Count the groups by the largest id, if the caller gave no number. Reading it makes a GPU wait."""
     try:
         largest = int(group_ids.max()) if group_ids.numel() else -1
     except RuntimeError as error:
@@ -121,7 +121,7 @@ def check_shapes(
     lengths: Tensor | None,
     valid: Tensor | None,
 ) -> None:
-    """Raises for the first argument whose shape, type or device is wrong."""
+    """Raise for the first argument whose shape, type or device is wrong."""
     if rewards.dim() != 1:
         raise ValueError(f"rewards has shape {tuple(rewards.shape)}: expected one dimension")
     check_column("group_ids", group_ids, rewards, integral=True)
@@ -139,7 +139,7 @@ def check_all(
     valid: Tensor | None,
     options: Options,
 ) -> int:
-    """Shapes and values; the number of groups. It makes a GPU wait."""
+    """Check shapes and values, and return the number of groups. Makes a GPU wait."""
     check_shapes(rewards, group_ids, trajectory_ids, lengths, valid)
     groups = count_groups(group_ids) if num_groups is None else num_groups
     check_values(rewards, group_ids, groups, lengths, valid)

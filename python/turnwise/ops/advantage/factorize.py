@@ -1,4 +1,4 @@
-"""Dense ids from any keys, in order of first appearance."""
+"""Turn any keys into dense ids, in order of first appearance."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Key = Sequence[Hashable] | np.ndarray | Tensor
 
 
 def _columns(keys: tuple[Any, ...]) -> list[Any]:
-    """Each key as an int64 array or a list of hashable objects, all of one length."""
+    """Convert each key to an int64 array or a list of hashable objects, all of one length."""
     if not keys:
         raise TypeError("factorize() needs at least one key, for example factorize(uids)")
     columns: list[Any] = []
@@ -32,7 +32,7 @@ def _columns(keys: tuple[Any, ...]) -> list[Any]:
             column = np.ascontiguousarray(column, dtype=np.int64) if integral else column.tolist()
         elif not isinstance(column, list | tuple):
             column = list(column)
-        if len(column) and isinstance(column[0], Tensor):  # each would be equal to itself alone
+        if len(column) and isinstance(column[0], Tensor):  # a tensor hashes by identity, so all ids would differ
             raise TypeError(f"keys[{index}][0] is a tensor: expected one tensor for all entries, or their .tolist()")
         if columns and len(column) != len(columns[0]):
             raise ValueError(f"keys[{index}] has {len(column)} entries: expected {len(columns[0])}, as keys[0]")
@@ -43,12 +43,12 @@ def _columns(keys: tuple[Any, ...]) -> list[Any]:
 def _on_host(key: Tensor) -> np.ndarray:
     key = key.detach().cpu()
     if key.is_floating_point() and key.dtype not in (torch.float64, torch.float32, torch.float16):
-        key = key.float()  # NumPy has no narrower ones; equal stay equal
+        key = key.float()  # NumPy has no such type; equal values stay equal
     return key.numpy()
 
 
 def _unhashable(columns: list[Any], error: TypeError) -> TypeError:
-    """The same error with the entry that is wrong, if one is."""
+    """Name the entry that can't be hashed in the error. Returns ``error`` itself if there is none."""
     for index, column in enumerate(columns):
         for row, entry in enumerate(column):
             try:
@@ -59,7 +59,7 @@ def _unhashable(columns: list[Any], error: TypeError) -> TypeError:
 
 
 def reference(columns: list[Any]) -> tuple[Tensor, int]:
-    """The dictionary loop that the C++ version equals."""
+    """Number the keys with a dictionary loop. The C++ version gives the same result."""
     table: dict[tuple[Hashable, ...], int] = {}
     lists = [column.tolist() if isinstance(column, np.ndarray) else column for column in columns]
     ids = [table.setdefault(key, len(table)) for key in zip(*lists, strict=True)]
@@ -74,14 +74,14 @@ def factorize(*keys: Key) -> tuple[Tensor, int]:
 
     Returns ``(group_ids [B] int64 on the CPU, num_groups)``.
 
-    Raises ``TypeError`` for no key, a key that is no sequence (a set has no order) and an entry that can't be hashed or
-    is a tensor, ``ValueError`` for different lengths.
+    Raises ``TypeError`` for a call without keys, a key that is not a sequence (a set has no order), and an entry that
+    can't be hashed or is a tensor. Raises ``ValueError`` for different lengths.
 
     Example: ``factorize(["a", "b", "a"], [0, 0, 0])`` gives ``(tensor([0, 1, 0]), 2)``.
     """
     columns = _columns(keys)
     try:
-        if extension is None or forced_backend() == "torch":  # keys live on the host, whatever else a backend serves
+        if extension is None or forced_backend() == "torch":  # keys are always on the host
             return reference(columns)
         ids = torch.empty(len(columns[0]), dtype=torch.int64, device="cpu")
         return ids, extension.factorize(columns, ids)

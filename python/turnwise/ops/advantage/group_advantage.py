@@ -1,4 +1,4 @@
-"""Advantages of rewards within groups: ``A = (r - centre) / scale``, with statistics in float64."""
+"""Compute advantages of rewards within groups: ``A = (r - centre) / scale``, with statistics in float64."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MODES = {
 
 
 def _as(column: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same memory where dtype and layout fit, else a copy."""
+    """Return the column itself if dtype and layout fit, else a contiguous copy of that dtype."""
     return column if column.dtype is dtype and column.is_contiguous() else column.to(dtype).contiguous()
 
 
@@ -50,7 +50,7 @@ def _run(
     numbers: tuple[int, float, float],
     backend: str,
 ) -> Tensor:
-    """All columns in the types that kernels read."""
+    """Run a kernel. All columns already have the types that kernels read."""
     advantages = torch.empty_like(values)
     columns = (values, group_ids, advantages, num_groups, trajectory_ids, lengths, valid)
     if backend == "triton":
@@ -70,12 +70,14 @@ def _run(
 
 Rule = tuple[str, str, str, str, int, float, float]
 _known_rules: dict[Rule, Any] = {}
-"""Rules that were checked, as the core takes them."""
+"""Checked rules, in the form that the compiled module takes."""
 
 
 def _run_as_is(rewards: Tensor, group_ids: Tensor, num_groups: int | None, rule: Rule) -> Tensor | None:
-    """Rewards and ids alone, where the core takes them as they are: a small batch is done before they are looked at.
-    ``None`` where it doesn't, or finds something wrong."""
+    """Pass rewards and ids to the compiled module without checks first, which take longer than a small batch.
+
+    Returns ``None`` if the module can't take them as they are, or finds something wrong.
+    """
     if num_groups is None:
         num_groups = -1
     elif not isinstance(num_groups, int) or num_groups < 0:
@@ -92,7 +94,7 @@ def _run_as_is(rewards: Tensor, group_ids: Tensor, num_groups: int | None, rule:
 
 
 def _know(rule: Rule) -> Any:
-    """Checks a rule, and keeps it where its numbers are Python's own: they are few, and never change."""
+    """Check a rule, and cache it if its numbers are plain Python numbers, which are few and never change."""
     pool, center, scale, singleton, ddof, eps, min_std = rule
     check_options(pool, center, scale, ddof, eps, singleton, min_std)
     check_companions(pool, None, center, None)
@@ -139,7 +141,7 @@ def _kernel(
             backend,
         )
     except (ValueError, TypeError):
-        # The kernel says that something is wrong; the slow checks know which value it is.
+        # The kernel reports only that something is wrong. The slow checks find the value.
         check_shapes(rewards, group_ids, trajectory_ids, lengths, valid)
         pool = POOLS[by_trajectory]
         options = Options(pool, CENTERS[center], SCALES[scale], SINGLETONS[singleton], ddof, eps, min_std)
@@ -173,7 +175,7 @@ def kernel_columns(
     eps: float,
     min_std: float,
 ) -> tuple[tuple[Tensor | int | None, ...], tuple[float, ...]]:
-    """Columns and rule as a kernel that fuses this op reads them."""
+    """Check columns and rule, and convert them to the form that a kernel which fuses this op reads."""
     check_options(pool, center, scale, ddof, eps, singleton, min_std)
     check_companions(pool, trajectory_ids, center, lengths)
     check_shapes(rewards, group_ids, trajectory_ids, lengths, valid)
@@ -197,9 +199,9 @@ def _reference(
     valid: Tensor | None,
     options: Options,
 ) -> Tensor:
-    """The plain PyTorch version, its arguments checked first."""
+    """Check the arguments, then run the plain PyTorch version."""
     check_shapes(rewards, group_ids, trajectory_ids, lengths, valid)
-    group_ids = group_ids.long()  # torch indexes with no others
+    group_ids = group_ids.long()  # torch needs int64 to index
     columns = (None if trajectory_ids is None else trajectory_ids.long(), lengths, valid)
     if rewards.is_cpu and not torch.compiler.is_compiling():
         num_groups = check_all(rewards, group_ids, num_groups, *columns, options)
@@ -229,37 +231,38 @@ def group_advantage(
     check: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """Advantages ``[B]`` of ``rewards [B]`` within groups, ``(r - centre) / scale``, in the dtype of ``rewards``.
+    """Compute advantages ``[B]`` of ``rewards [B]`` within groups, ``(r - centre) / scale``, in the rewards' dtype.
 
-    - ``group_ids [B]``: integers in ``[0, num_groups)``, as :func:`factorize` gives them; without ``num_groups`` the
-      largest id decides.
-    - ``valid [B]``: rows where it is false enter no statistics and get 0.
-    - ``pool``: ``"rows"``, every row counts; ``"trajectory"``, each trajectory (``trajectory_ids [B]`` integers) counts
-      once within its group, with the mean of its rows, and all its rows get that one advantage.
+    - ``group_ids [B]``: integers in ``[0, num_groups)``, as :func:`factorize` returns them. Without ``num_groups`` the
+      largest id sets the number of groups.
+    - ``valid [B]``: rows where it is false are left out of the statistics and get 0.
+    - ``pool``: ``"rows"`` counts every row. ``"trajectory"`` counts each trajectory (``trajectory_ids [B]`` integers)
+      once within its group, with the mean of its rows, and gives all its rows that one advantage.
     - ``center``: ``"mean"``; ``"leave_one_out"``, the mean of the others (RLOO, https://arxiv.org/abs/2402.14740);
-      ``"length_weighted"``, ``sum(lengths * r) / sum(lengths)`` (OPO, https://arxiv.org/abs/2505.23585), the plain mean
-      where all lengths are 0; ``"none"``.
+      ``"length_weighted"``, ``sum(lengths * r) / sum(lengths)`` (OPO, https://arxiv.org/abs/2505.23585), or the plain
+      mean if all lengths are 0; ``"none"``.
     - ``scale``: ``"std"`` divides by the standard deviation (``ddof`` 1 or 0) plus ``eps``; ``"none"`` does not
       (Dr. GRPO, https://arxiv.org/abs/2503.20783).
-    - ``singleton``: the advantage in a group of one, where groups matter at all: ``"zero"``, ``"raw"`` (mean 0 and
-      standard deviation 1, so ``r / (1 + eps)``) or ``"error"``.
+    - ``singleton``: the advantage in a group of one, unless ``center`` and ``scale`` are both ``"none"``: ``"zero"``,
+      ``"raw"`` (the reward with mean 0 and standard deviation 1, so ``r / (1 + eps)``, or ``r`` without a scale) or
+      ``"error"``.
     - ``min_std``: a group with a smaller deviation counts as tied and gets 0. Ties give exactly 0.
-    - ``check=True``: check values on a GPU too, which waits for it.
+    - ``check=True``: checks values on a GPU too, which waits for it.
 
-    Statistics are float64, of offsets from a member of the group, so rewards far from 0 cost no accuracy. On a GPU they
-    are exact sums of offsets in steps of 2**-31 of the group's span: equal bits run to run. No gradient flows to
-    ``rewards``.
+    Statistics are float64, of offsets from a member of the group, so rewards far from 0 lose no accuracy. On a GPU they
+    are exact sums of offsets in steps of 2**-31 of the group's span, so every run gives equal bits. No gradient flows
+    to ``rewards``.
 
-    Raises ``ValueError`` on the CPU for rewards of valid rows that are not finite, ids out of range, negative lengths
-    and single members under ``singleton="error"``. On a GPU without ``check`` such a row, or its group, gets NaN, and
-    ids must be below ``B`` where ``num_groups`` is not given.
+    Raises ``ValueError`` on the CPU for rewards of valid rows that are not finite, ids out of range, negative lengths,
+    and groups of one under ``singleton="error"``. On a GPU without ``check``, such a row or its group gets NaN, and ids
+    must be below ``B`` if ``num_groups`` is not given.
 
     Example: ``group_advantage(torch.tensor([1., 0., 1., 1.]), torch.zeros(4, dtype=torch.int64))`` gives
     ``[.499999, -1.499997, .499999, .499999]``.
     """
     rule = pool, center, scale, singleton, ddof, eps, min_std
     bare = trajectory_ids is None and lengths is None and valid is None
-    # The dispatcher and checks that nothing needs cost more than a small batch does: plain tensors pass them by.
+    # The dispatcher and unneeded checks cost more than a small batch does, so plain tensors skip them.
     plain = type(rewards) is Tensor and isinstance(group_ids, Tensor) and not torch.compiler.is_compiling()
     if plain and bare and not check and backend is None and rewards.is_cpu and backends.native_by_default():
         advantages = _run_as_is(rewards, group_ids, num_groups, rule)

@@ -1,4 +1,4 @@
-"""Grouped advantages in plain PyTorch: what the kernels are held against."""
+"""Grouped advantages in plain PyTorch. The tests compare the kernels with it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _segment_sum(values: Tensor, ids: Tensor, count: int) -> Tensor:
 def _pool_trajectories(
     rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor, lengths: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One entry per (group, trajectory): its mean reward, group and length; and the entry of every row."""
+    """Pool rows into entries, one per (group, trajectory): mean reward, group, length. Also gives each row's entry."""
     pairs, entry = torch.unique(torch.stack([group_ids, trajectory_ids]), dim=1, return_inverse=True)
     count = pairs.shape[1]
     rows = _segment_sum(torch.ones_like(rewards), entry, count)
@@ -44,13 +44,13 @@ def _pool_trajectories(
 
 
 def _normalize(values: Tensor, groups: Tensor, num_groups: int, weights: Tensor, options: Options) -> Tensor:
-    """``(value - centre) / scale`` of each entry, within its group."""
-    # Values too large to be squared are made smaller, by a power of two.
+    """Compute ``(value - centre) / scale`` of each entry within its group."""
+    # Values that are too large to square are scaled down by a power of two.
     largest = values.new_zeros(num_groups).scatter_reduce(0, groups, values.abs(), "amax")[groups]
     scale = torch.ones_like(values).masked_fill(largest > 2.0**500, 2.0**-600)
     raw, values = values, values * scale
 
-    # Statistics of offsets from the smallest member keep accuracy where rewards lie far from 0.
+    # Statistics of offsets from the smallest member stay accurate for rewards far from 0.
     count = _segment_sum(torch.ones_like(values), groups, num_groups)
     base = torch.full((num_groups,), torch.inf, dtype=torch.float64, device=values.device)
     base = base.scatter_reduce(0, groups, values, "amin")
@@ -70,6 +70,7 @@ def _normalize(values: Tensor, groups: Tensor, num_groups: int, weights: Tensor,
         case _:
             centred = values
 
+    # Divide by the scale. Tied groups get 0, and groups of one member what `singleton` asks for.
     variance = _segment_sum(deviation.square(), groups, num_groups) / (count - options.ddof)
     std = torch.where(n > 1, variance.sqrt()[groups], 0.0)
     divisor = std + options.eps * scale if options.scale == "std" else scale
@@ -93,16 +94,16 @@ def reference(
     valid: Tensor | None,
     options: Options,
 ) -> Tensor:
-    """Plain PyTorch in float64, any device."""
+    """Compute the advantages ``[B]`` in plain PyTorch: float64 inside, any device."""
     if not rewards.is_floating_point():
         rewards = rewards.float()
     values, groups = rewards.double(), group_ids
     weights = torch.ones_like(values) if lengths is None else lengths.double()
-    if valid is not None:  # invalid rows get a separate group, as torch.func can't drop rows
+    if valid is not None:  # invalid rows get a group of their own, as torch.func can't drop rows
         valid = valid != 0
         values, weights = torch.where(valid, values, 0.0), torch.where(valid, weights, 0.0)
         groups, num_groups = torch.where(valid, groups, num_groups), num_groups + 1
-    if num_groups > 2 * rewards.numel() + 1024:  # sparse ids would ask for any amount of memory
+    if num_groups > 2 * rewards.numel() + 1024:  # sparse ids could need any amount of memory
         distinct, groups = torch.unique(groups, return_inverse=True)
         num_groups = distinct.numel()
     entry = torch.arange(values.numel(), device=values.device)

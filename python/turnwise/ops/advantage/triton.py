@@ -1,5 +1,8 @@
-"""Triton kernels for grouped advantages: extremes of each group, then exact integer sums of offsets in steps of
-``2**-31`` of its span, then the advantages. Nothing waits for the GPU, and no order of atomics changes a bit.
+"""Triton kernels for grouped advantages.
+
+The first finds the extremes of each group. The second makes exact integer sums of offsets, in steps of ``2**-31`` of
+the group's span. The third computes the advantages. Nothing waits for the GPU, and the order of the atomics does not
+change a bit of the result.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -22,8 +25,12 @@ _LARGEST, _SMALLEST = 2**63 - 1, -(2**63)
 
 
 class Table(NamedTuple):
-    """Per group, int64: keys of the extremes; members; sums of offsets and of squares, split at ``2**31``; the bits of
-    the largest length; sums of lengths and of length times offset, split likewise."""
+    """Statistics per group, int64.
+
+    ``low`` and ``high`` are the keys of the extremes. ``sums`` holds the number of members, the sum of offsets, the sum
+    of squares (split at ``2**31``), the bits of the largest length, the sum of lengths, and the sum of length times
+    offset (split at ``2**31``).
+    """
 
     low: Tensor
     high: Tensor
@@ -114,7 +121,7 @@ def offsets_kernel(
     row, value, group, enters = members(values_ptr, ids_ptr, valid_ptr, rows, groups, HAS_VALID, BLOCK)
     low = value_of_key(tl.load(low_ptr + group, mask=enters, other=0))
     high = value_of_key(tl.load(high_ptr + group, mask=enters, other=0))
-    # Halves: the whole of a difference may be beyond the largest double.
+    # Halves, because the difference itself may exceed the largest double.
     offset = steps_of(value * 0.5 - low * 0.5, high * 0.5 - low * 0.5)
     square = offset * offset  # at most 2**62
     column = groups.to(tl.int64)
@@ -159,6 +166,7 @@ def advantage_kernel(
     total = tl.load(sums_ptr + column + group, mask=enters, other=0).to(tl.float64)
     squares = tl.load(sums_ptr + 2 * column + group, mask=enters, other=0).to(tl.float64) * STEPS
     squares += tl.load(sums_ptr + 3 * column + group, mask=enters, other=0).to(tl.float64)
+    # Half the span, and the deviation in the same halves: the result below doubles both.
     span = high * 0.5 - low * 0.5
     mean = total / n
     squares = tl.maximum(squares - total * mean, 0.0)
@@ -177,8 +185,9 @@ def advantage_kernel(
             weighted = tl.load(sums_ptr + 6 * column + group, mask=enters, other=0).to(tl.float64) * STEPS
             weighted += tl.load(sums_ptr + 7 * column + group, mask=enters, other=0).to(tl.float64)
             middle = tl.where(length > 0, weighted / tl.where(length > 0, length, 1.0), mean)
-            middle += longest - longest  # NaN where a length is
+            middle += longest - longest  # NaN if a length is NaN or infinite
         centred = value * 0.5 - low * 0.5 - middle / STEPS * span
+    # The advantage, that of a tied group and that of a group of one. NaN marks rows and groups that are wrong.
     nan = tl.full([BLOCK], float("nan"), tl.float64)
     alone = nan
     tied = 2 * std < MIN_STD
@@ -197,7 +206,7 @@ def advantage_kernel(
     if (CENTER != 2) | (SCALE == 0):
         result = tl.where(count == 1, alone, result)
     result = tl.where(span - span == 0, result, nan)
-    result = tl.where(enters, result, nan)  # an id that is out of range
+    result = tl.where(enters, result, nan)  # NaN for an id that is out of range
     inside = row < rows
     if HAS_VALID:
         result = tl.where(tl.load(valid_ptr + row, mask=inside, other=0) != 0, result, 0.0)
@@ -208,7 +217,7 @@ def advantage_kernel(
 
 
 def _fill(values: Tensor, ids: Tensor, valid: Tensor | None, lengths: Tensor | None, groups: int) -> Table:
-    """The statistics of all groups."""
+    """Compute the statistics of all groups."""
     rows = values.shape[0]
     table = Table.clear(groups, values.device)
     grid = (triton.cdiv(rows, BLOCK),)
@@ -227,9 +236,13 @@ def _values_of(keys: Tensor) -> Tensor:
 def _pool(
     values: Tensor, ids: Tensor, trajectories: Tensor, lengths: Tensor | None, valid: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """One entry per (group, trajectory): value, group, length and whether it exists; and the entry of every row."""
+    """Pool rows into one entry per (group, trajectory): value, group, length and whether it exists.
+
+    Also returns the entry of each row. There are as many entries as rows; the unused ones don't exist.
+    """
     if valid is not None:
         ids = torch.where(valid != 0, ids, -1)
+    # Number the entries: sort by (group, trajectory), and start a new one at each change.
     order = trajectories.argsort(stable=True)
     order = order[ids[order].argsort(stable=True)]
     group, trajectory = ids[order], trajectories[order]
@@ -239,6 +252,7 @@ def _pool(
     entry[order] = new.cumsum(0) - 1
     table = _fill(values, entry, valid, lengths, values.shape[0])
     low = _values_of(table.low)
+    # Means and summed lengths of the entries, from steps back to values.
     count, offset = table.sums[0], table.sums[1].double()
     span = _values_of(table.high) * 0.5 - low * 0.5
     pooled = low + 2 * (offset / count.clamp(min=1) / _STEPS * span)
@@ -258,12 +272,15 @@ def run(
     modes: tuple[bool, int, int, int],
     numbers: tuple[int, float, float],
 ) -> None:
-    """Writes ``advantages``. Columns are contiguous, ids int64, lengths float64, valid bool; without ``num_groups``
-    (negative) ids are below the number of rows."""
+    """Write ``advantages``. Columns are contiguous: ids int64, lengths float64, valid bool.
+
+    A negative ``num_groups`` means that it is not given; ids must then be below the number of rows.
+    """
     by_trajectory, center, scale, singleton = modes
     rows = values.shape[0]
     if rows == 0:
         return
+    # Statistics of rows, or of trajectories whose advantage their rows then share.
     groups = rows if num_groups < 0 else max(num_groups, 1)
     weights = lengths if center == 3 else None
     valid = None if valid is None else valid.view(torch.uint8)

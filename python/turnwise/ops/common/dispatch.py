@@ -1,11 +1,11 @@
 """Choose the implementation that serves a call.
 
-``native``: C++ for CPU tensors, CUDA C++ for CUDA tensors. ``triton``: CUDA tensors, and CPU tensors in a process that
-runs Triton's interpreter (``TRITON_INTERPRET=1``). ``torch``: the reference, any device.
+``native`` is C++ for CPU tensors and CUDA C++ for CUDA tensors. ``triton`` serves CUDA tensors, and CPU tensors in a
+process that runs Triton's interpreter (``TRITON_INTERPRET=1``). ``torch`` is the reference and serves any device.
 
-An automatic choice is ``native`` where it serves, else ``triton``, else ``torch``. On a GPU that also asks, once per
-device, whether its driver takes the kernels. A compiled module that does not load, or kernels that a device does not
-take, are said once per device. A backend asked for by name that can't serve raises.
+The automatic choice is ``native`` if it can serve, else ``triton`` (CUDA tensors only), else ``torch``. On a GPU it
+also asks each device once whether its driver accepts the kernels. If the compiled module does not load or a device
+rejects the kernels, one warning per device says so. A backend named by the caller that can't serve raises.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ BACKENDS = ("native", "triton", "torch")
 
 
 class _Forced(threading.local):
-    name: str | None = None  # in the class: a missing attribute of a thread costs as much as a small op
+    name: str | None = None  # a class attribute, as looking up a missing thread attribute costs as much as a small op
 
 
 _forced = _Forced()
 
 
 class BackendUnavailable(RuntimeError):
-    """The backend asked for by name can't serve this call; the message says why."""
+    """Raised if the backend that the caller named can't serve this call. The message gives the reason."""
 
 
 _BUILD = "install turnwise from a wheel, or build it in a checkout with: pip install ."
@@ -78,9 +78,9 @@ _answers: dict[tuple[str, int], str] = {}
 
 
 def _device_unsupported_reason(name: str, index: int) -> str:
-    """The reason why a CUDA device (-1: the current one) rejects a backend's kernels; empty where it takes them.
+    """The reason why a CUDA device (-1: the current one) rejects a backend's kernels; empty if it accepts them.
 
-    The device is asked once. No kernel may be loaded while a graph is captured, so such a call goes on unasked.
+    Each device is probed once. During the capture of a CUDA graph no kernel may be loaded, so nothing is probed then.
     """
     key = name, index
     if key not in _answers:
@@ -91,7 +91,7 @@ def _device_unsupported_reason(name: str, index: int) -> str:
 
 
 def _native_unsupported_reason(device: str, index: int = -1) -> str:
-    """The reason why ``native`` can't serve tensors of a device; empty where it can."""
+    """The reason why ``native`` can't serve tensors of a device; empty if it can."""
     if extension is None:
         return extension_error
     if emulator is not None:
@@ -112,8 +112,10 @@ def _triton_unsupported_reason(device: str, index: int = -1) -> str:
 
 
 def available_backends() -> dict[str, str]:
-    """Each backend's state, for reports: ``{"native": "available (avx512, CUDA)", "triton": "unavailable: ...", ...}``.
-    Every GPU is asked, and one that does not take the kernels is named with the reason."""
+    """Report each backend's state: ``{"native": "available (avx512, CUDA)", "triton": "unavailable: ...", ...}``.
+
+    Probes every GPU, and names those that reject the kernels with the reason.
+    """
     devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     native = f"unavailable: {extension_error}"
     if extension:
@@ -131,7 +133,7 @@ def available_backends() -> dict[str, str]:
 
 
 def _by_reason(reasons: dict[int, str]) -> str:
-    """``cuda:0, cuda:2: what both lack; cuda:1: ...``"""
+    """Join the devices that share a reason: ``cuda:0, cuda:2: reason of both; cuda:1: ...``"""
     devices: dict[str, list[str]] = {}
     for index, reason in reasons.items():
         devices.setdefault(reason, []).append(f"cuda:{index}")
@@ -158,7 +160,7 @@ def backend(name: str) -> Iterator[None]:
         _forced.name = before
 
 
-_environment = os.environ.get("TURNWISE_BACKEND") or None  # read once: asking each time costs as much as a small op
+_environment = os.environ.get("TURNWISE_BACKEND") or None  # read once: each look-up costs as much as a small op
 if _environment is not None:
     _check_name(_environment, "TURNWISE_BACKEND")
 
@@ -176,15 +178,16 @@ def native_by_default() -> bool:
 def select_backend(name: str | None, tensor: Tensor | None = None, *, native: str = "", triton: str = "") -> str:
     """The backend that serves a call on ``tensor`` (``None``: on the CPU, without tensors).
 
-    The argument ``name`` wins over :func:`backend`, that over ``TURNWISE_BACKEND``. ``native`` and ``triton`` say why
-    that backend can't serve these inputs (empty: it can); device and installation are looked at here.
+    The argument ``name`` wins over :func:`backend`, and that wins over ``TURNWISE_BACKEND``. ``native`` and ``triton``
+    give the reason why that backend can't serve these inputs (empty: it can). This function checks the device and the
+    installation. Raises ``BackendUnavailable`` if a named backend can't serve.
     """
     chosen = forced_backend() if name is None else _check_name(name, "backend")
     on_cpu = tensor is None or tensor.is_cpu
-    if chosen is None and on_cpu and extension is not None and emulator is None:  # the usual case first, and quickly
+    if chosen is None and on_cpu and extension is not None and emulator is None:  # the usual case, on a short path
         return "torch" if native else "native"
     device, index = ("cpu", None) if on_cpu or tensor is None else (tensor.device.type, tensor.device.index)
-    index = -1 if index is None else index  # the current one
+    index = -1 if index is None else index  # -1: the current device
     if chosen is None:
         return _choose(device, index, native, triton)
     reason = _unsupported_reason(chosen, device, index) or {"native": native, "triton": triton}.get(chosen, "")
@@ -194,7 +197,7 @@ def select_backend(name: str | None, tensor: Tensor | None = None, *, native: st
 
 
 def _unsupported_reason(name: str, device: str, index: int) -> str:
-    """The reason why a backend can't serve tensors of a device; empty where it can."""
+    """The reason why a backend can't serve tensors of a device; empty if it can."""
     return (
         {"native": _native_unsupported_reason, "triton": _triton_unsupported_reason}[name](device, index)
         if name != "torch"
@@ -203,13 +206,13 @@ def _unsupported_reason(name: str, device: str, index: int) -> str:
 
 
 def _choose(device: str, index: int, native: str, triton: str) -> str:
-    """The first backend that serves. Warns once per device where the machine allows only a slower one."""
+    """The first backend that can serve. Warns once per device if the machine allows only a slower one."""
     native_reason = _unsupported_reason("native", device, index)
     if not (native or native_reason):
         return "native"
     triton_reason = _unsupported_reason("triton", device, index) if device == "cuda" else ""
     served = "triton" if device == "cuda" and not (triton or triton_reason) else "torch"
-    # A build without CUDA is no news as long as Triton serves, or could if it took these inputs.
+    # A build without CUDA is worth no warning if Triton serves, or could serve other inputs.
     expected = native_reason == _NO_CUDA and not triton_reason
     if native_reason and device in ("cpu", "cuda") and not expected:
         _warn_once(
@@ -218,8 +221,8 @@ def _choose(device: str, index: int, native: str, triton: str) -> str:
     return served
 
 
-# A compiler that traces a call takes what these return for a constant instead of looking inside: a probe is nothing
-# that it could trace. This is torch.compiler.assume_constant_result, which would import the compiler with the ops.
+# torch.compile treats the results of these functions as constants instead of tracing them, as it can't trace a probe.
+# The flag does what torch.compiler.assume_constant_result does, without importing the compiler with the ops.
 _unsupported_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -232,7 +235,7 @@ def native_core(tensor: Tensor) -> tuple[str, Any]:
 
 
 def stream_of(tensor: Tensor) -> int:
-    """The handle of the stream on which to launch kernels: the current one of the tensor's device."""
+    """The handle of the current CUDA stream of the tensor's device; 0 for a CPU tensor."""
     return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
 
 

@@ -1,4 +1,4 @@
-"""The token streams of a loss in one of two forms, checked: padded ``[B, T]`` or packed ``[N]`` with ``cu_seqlens``."""
+"""Describe and check the token streams of a loss: padded ``[B, T]``, or packed ``[N]`` with ``cu_seqlens``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_ACTORS = 2**31 - 1
 
 
 def is_number(value: object) -> bool:
-    """Tell a number of Python or NumPy from anything else; flags and tensors are none."""
+    """True for a number of Python or NumPy. A bool or a tensor is not a number here."""
     return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
@@ -35,7 +35,7 @@ def whole_number(value: Any) -> int | None:
 # ---------------------------------------------------------------------------------------------------------------------
 def is_transformed(*tensors: Any) -> bool:
     """True if a tensor belongs to a transform of ``torch.func`` (``grad``, ``vmap``, ``jvp``) or carries a tangent of
-    forward-mode differentiation. Its values then can't be read, or are not everything it holds."""
+    forward-mode differentiation. The values of such a tensor can't be read, or are only part of what it holds."""
     dual = forward_ad._current_level >= 0
     if not (dual or torch._C._are_functorch_transforms_active()) or torch.compiler.is_compiling():
         return False
@@ -57,10 +57,10 @@ _warned = False
 
 
 def transform_reason(backend: str | None, *tensors: Any) -> str:
-    """The reason why kernels can't serve a call inside ``torch.func``; empty where they can.
+    """The reason why kernels can't serve a call inside ``torch.func``; empty if they can.
 
-    Inside a transform even the result of a plain tensor belongs to the transform. If no backend is named, ``torch``
-    serves, with one warning.
+    Inside a transform, even the result of a plain tensor belongs to the transform. If the caller names no backend,
+    ``torch`` serves and one warning says so.
     """
     global _warned
     if not (torch._C._are_functorch_transforms_active() or is_transformed(*tensors)):
@@ -73,7 +73,10 @@ def transform_reason(backend: str | None, *tensors: Any) -> str:
 
 
 def check_memory(**tensors: Tensor | None) -> None:
-    """Refuse wrappers, which name a device but have no memory there. The compiled module checks this itself."""
+    """Raise ``TypeError`` for a wrapper such as a DTensor, which names a device but has no memory there.
+
+    The compiled module makes this check itself.
+    """
     for name, tensor in tensors.items():
         if tensor is None or type(tensor) is Tensor:
             continue
@@ -85,7 +88,7 @@ def check_memory(**tensors: Tensor | None) -> None:
 
 
 class RowLayout:
-    """The row of each token, for the plain PyTorch reference: sums over rows, and row values per token."""
+    """Map each token to its row, for the plain PyTorch reference: sum over rows, and spread row values to tokens."""
 
     def __init__(self, tokens: Tensor, cu_seqlens: Tensor | None) -> None:
         self.shape = tokens.shape
@@ -96,13 +99,13 @@ class RowLayout:
             self.row = torch.searchsorted(cu_seqlens[1:].contiguous().long(), positions, right=True)
 
     def sum(self, values: Tensor) -> Tensor:
-        """``[B]`` sums of per-token ``values``."""
+        """Sum per-token ``values`` over each row: ``[B]``."""
         if self.row is None:
             return values.sum(dim=1)
         return torch.zeros(self.count, dtype=values.dtype, device=values.device).index_add(0, self.row, values)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Row values ``[B]`` at every token; per-token values pass through."""
+        """Repeat row values ``[B]`` at every token of the row. Per-token values pass through."""
         if values.shape == self.shape and (self.row is None or values.shape[0] != self.count):
             return values
         values = values.reshape(self.count)
@@ -110,7 +113,7 @@ class RowLayout:
 
 
 class Streams(NamedTuple):
-    """The inputs of every policy loss. Token streams have the shape of ``logprobs``; ``None`` where not given."""
+    """The inputs of every policy loss. Token streams have the shape of ``logprobs``; ``None`` means not given."""
 
     logprobs: Tensor
     old_logprobs: Tensor
@@ -124,7 +127,7 @@ class Streams(NamedTuple):
 
 
 def check_optional(**tensors: Any) -> None:
-    """Each argument is a tensor or ``None``."""
+    """Raise ``TypeError`` for an argument that is neither a tensor nor ``None``."""
     for name, value in tensors.items():
         if value is not None and not isinstance(value, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
@@ -135,7 +138,7 @@ def row_count(like: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 def check_tensors(s: Streams) -> None:
-    """Every stream is a tensor, or ``None`` where it may be missing."""
+    """Raise ``TypeError`` for a stream that is not a tensor, or that is ``None`` though required."""
     for stream in s:
         if not (stream is None or isinstance(stream, Tensor)):
             break
@@ -150,7 +153,7 @@ def check_tensors(s: Streams) -> None:
 
 
 def check_layout(name: str, tokens: Tensor, cu_seqlens: Tensor | None) -> None:
-    """The form is padded or packed, and ``cu_seqlens`` describes it."""
+    """Check that the form is padded or packed, and that ``cu_seqlens`` fits it."""
     if cu_seqlens is None:
         if tokens.dim() != 2:
             raise ValueError(f"{name} has shape {tuple(tokens.shape)}: expected [B, T], or [N] with cu_seqlens")
@@ -170,9 +173,9 @@ def check_cu_seqlens(cu_seqlens: Tensor) -> None:
 
 
 def check_cu_seqlens_values(cu_seqlens: Tensor, tokens: int | None) -> None:
-    """Check that the values start at 0, never fall and end at ``tokens``. Reads them, so CPU tensors only.
+    """Check that the values start at 0, never fall and end at ``tokens``. Reading them makes a GPU wait.
 
-    Tensors inside a transform of ``torch.func`` hide their values, so they are skipped, here and below.
+    Skips tensors inside a transform of ``torch.func``, which hide their values. So do the checks below.
     """
     if is_transformed(cu_seqlens):
         return
@@ -201,7 +204,7 @@ def check_mask_type(mask: Tensor) -> None:
 
 
 def count_actors(num_actors: Any) -> int:
-    """``num_actors`` as an int: beside ``actor_ids`` it must be a whole number, at least 1."""
+    """Convert ``num_actors`` to an int. With ``actor_ids`` it must be a whole number >= 1 and below 2**31."""
     count = whole_number(num_actors)
     if count is None or not 1 <= count <= MOST_ACTORS:
         raise ValueError(f"num_actors={num_actors!r}: expected a count >= 1 and below 2**31, as actor_ids is given")
@@ -209,7 +212,7 @@ def count_actors(num_actors: Any) -> int:
 
 
 def check_mask_values(mask: Tensor) -> None:
-    """A mask of floats holds 0 and 1; CPU tensors alone."""
+    """Check that a mask of floats holds only 0 and 1. Reading it makes a GPU wait."""
     if not mask.is_floating_point() or is_transformed(mask):
         return
     wrong = ((mask != 0) & (mask != 1)).nonzero()
@@ -226,7 +229,7 @@ def check_actors(actor_ids: Tensor, num_actors: int | None, rows: int) -> None:
 
 
 def check_actor_values(actor_ids: Tensor, num_actors: int) -> None:
-    """Ids are in range; CPU tensors alone."""
+    """Check that the ids are in ``[0, num_actors)``. Reading them makes a GPU wait."""
     if is_transformed(actor_ids):
         return
     wrong = ((actor_ids < 0) | (actor_ids >= num_actors)).nonzero()
@@ -236,7 +239,7 @@ def check_actor_values(actor_ids: Tensor, num_actors: int) -> None:
 
 
 def check_streams(s: Streams, num_actors: int | None) -> None:
-    """Shapes, dtypes and devices of every stream, by name."""
+    """Check shapes, dtypes and devices of every stream. Raises an error that names the stream."""
     lp = s.logprobs
     if lp.dtype not in FLOATS:
         raise TypeError(f"logprobs has dtype {lp.dtype}: expected float32, bfloat16, float16 or float64")
@@ -258,6 +261,7 @@ def check_streams(s: Streams, num_actors: int | None) -> None:
     check_mask(s.mask, lp, "logprobs")
     if s.actor_ids is not None:
         check_actors(s.actor_ids, num_actors, rows)
+    # All streams share a device, and those that hold numbers are floats.
     for name, tensor in s._asdict().items():
         if tensor is None:
             continue
@@ -268,7 +272,7 @@ def check_streams(s: Streams, num_actors: int | None) -> None:
 
 
 def check_stream_values(s: Streams, num_actors: int | None) -> None:
-    """Check values. Reads them, so CPU tensors only."""
+    """Check the values of ``cu_seqlens``, ``actor_ids`` and ``mask``. Reading them makes a GPU wait."""
     if s.cu_seqlens is not None:
         check_cu_seqlens_values(s.cu_seqlens, s.logprobs.shape[0])
     if s.actor_ids is not None:

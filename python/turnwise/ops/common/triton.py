@@ -1,4 +1,4 @@
-"""Shared parts of the Triton kernels, and the types with which each must compile."""
+"""Parts that the Triton kernels share, and the description of a kernel to compile ahead of time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 # Signatures as Triton writes them.
 TYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float64": "fp64"}
 
-FUSED = {"enable_fp_fusion": True}  # a default that Triton 3.10 turns round
+FUSED = {"enable_fp_fusion": True}  # named, because Triton 3.10 changes the default to False
 
 
 @triton.jit
@@ -23,20 +23,22 @@ def _probe_kernel() -> None:
 
 
 def load_probe(index: int) -> None:
-    """Compile an empty kernel for a CUDA device (-1: the current one) and load it there, launching nothing. Raises what
-    Triton raises where it can't: without a driver or a C compiler, or for a device that it has no code for."""
+    """Compile an empty kernel for a CUDA device (-1: the current one) and load it there without launching it.
+
+    Passes on Triton's error if there is no driver or no C compiler, or if Triton has no code for the device.
+    """
     with torch.cuda.device(index):
         _probe_kernel.warmup(grid=(1,), **FUSED)[(1,)]
 
 
 @dataclass(frozen=True)
 class CompileCase:
-    """One kernel with the types of one call, to be compiled ahead of time.
+    """One kernel with the types of one call, to compile ahead of time.
 
-    ``signature``: type of each parameter by name, ``"*fp32"``, ``"i32"``, ``"constexpr"``. ``constexprs``: their
-    values. ``aligned``: the parameters (pointers, strides) that are multiples of 16, as a launch would find them.
-    ``instructions``: what the PTX must hold, for example ``"ld.global.v4"`` or ``"wgmma"``; ``without``: what it must
-    not.
+    ``signature``: type of each parameter by name, ``"*fp32"``, ``"i32"``, ``"constexpr"``. ``constexprs``: values of
+    the constants. ``aligned``: the parameters (pointers, strides) that are multiples of 16, as a launch would find
+    them. ``instructions``: text that the PTX must contain, for example ``"ld.global.v4"`` or ``"wgmma"``. ``without``:
+    text that it must not contain.
 
     Example: ``CompileCase(kernel, {"x": "*fp32", "n": "i32", "BLOCK": "constexpr"}, {"BLOCK": 1024}, ("x",))``
     """
@@ -56,7 +58,7 @@ class CompileCase:
         return f"{self.kernel.__name__}[{types}]{values}"
 
     def compile(self, target: Any) -> Any:
-        """The compiled kernel, ``.asm["ptx"]`` and ``.asm["cubin"]`` among what it holds. Needs no GPU."""
+        """Compile the kernel; the result holds ``.asm["ptx"]`` and ``.asm["cubin"]``. Needs no GPU."""
         assert os.environ.get("TRITON_INTERPRET") != "1", "interpreted kernels can't be compiled here"
         names = list(self.kernel.arg_names)
         missing = [name for name in names if name not in self.signature]

@@ -1,4 +1,4 @@
-"""Checks of the arguments of the log-probability ops."""
+"""Check the arguments of the log-probability ops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from turnwise.ops.common.layout import FLOATS, is_number, is_transformed
 
 
 def as_autocast(tensor: Any, dtype: torch.dtype) -> Any:
-    """Cast as autocast casts an argument of ``torch.nn.functional.linear``: float64 and non-floats stay."""
+    """Cast as autocast casts an argument of ``torch.nn.functional.linear``. float64 and non-floats stay unchanged."""
     casts = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype is not torch.float64
     return tensor.to(dtype) if casts else tensor
 
@@ -31,7 +31,7 @@ def check_ids(name: str, ids: Tensor, device: torch.device) -> None:
 
 
 def check_id_values(name: str, ids: Tensor, count: int) -> None:
-    """Ids are in range. Reads the values, so a GPU waits."""
+    """Check that ids are in ``[0, count)``. Reading them makes a GPU wait."""
     if is_transformed(ids):
         return
     wrong = ((ids < 0) | (ids >= count)).nonzero()
@@ -43,7 +43,7 @@ def check_id_values(name: str, ids: Tensor, count: int) -> None:
 
 
 def check_head(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, positions: Tensor | None) -> None:
-    """Shapes, dtypes and devices, by name."""
+    """Check shapes, dtypes and devices. Raises an error that names the argument."""
     for name, tensor in (("hidden", hidden), ("weight", weight)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
@@ -52,6 +52,7 @@ def check_head(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | N
         if tensor.dim() != 2:
             axes = "[N, H]" if name == "hidden" else "[V, H]"
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected {axes}")
+    # Weight against hidden, then bias against weight, then the ids against the rows that they belong to.
     if weight.shape[1] != hidden.shape[1]:
         raise ValueError(f"weight has shape {tuple(weight.shape)}: expected [V, {hidden.shape[1]}], as hidden")
     if weight.dtype != hidden.dtype:

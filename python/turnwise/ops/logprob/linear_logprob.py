@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens straight from hidden states: the LM head and its softmax, a tile of logits at a time."""
+"""Compute log-probabilities of tokens directly from hidden states: LM head and softmax, tile by tile of the logits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def reference(
     temperature: float,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Plain PyTorch with all logits at once, in float32 (float64 if given that), any device."""
+    """Compute all logits at once in plain PyTorch: float32 (float64 for float64 input), any device."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     rows = (hidden if positions is None else hidden[positions]).to(wide)
     logits = rows @ weight.to(wide).T
@@ -115,21 +115,22 @@ def linear_logprob(
     check: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``log_softmax((hidden @ weight.T + bias) / temperature)`` at ``targets``, never holding the ``[N, V]`` logits.
+    """Compute ``log_softmax((hidden @ weight.T + bias) / temperature)`` at ``targets`` without all ``[N, V]`` logits.
 
-    ``hidden [N, H]``, ``weight [V, H]`` (as ``torch.nn.Linear`` has it), both float32, bfloat16, float16 (or float64,
-    reference only); ``targets [N]`` int64 or int32 in ``[0, V)``; ``bias [V]``, any float. Under autocast, hidden and
-    weight are cast as ``torch.nn.functional.linear`` would.
+    ``hidden [N, H]`` and ``weight [V, H]`` (the layout of ``torch.nn.Linear``) are both float32, bfloat16, float16 or
+    float64 (reference only). ``targets [N]`` are int64 or int32 in ``[0, V)``; ``bias [V]`` is any float. Under
+    autocast, hidden and weight are cast as ``torch.nn.functional.linear`` casts them.
     ``positions [M]`` (int64 or int32 in ``[0, N)``, repeats allowed) picks hidden rows; ``targets`` is then ``[M]``.
 
     Returns ``logprob`` float32, ``[N]`` or ``[M]``; with ``entropy=True`` also the entropy of each distribution.
-    Gradients flow to hidden, weight and bias, for what requires one: a frozen weight costs nothing. The backward makes
-    each tile of logits again; beyond the gradients it holds one tile and float32 sums ``[N, H]``.
+    Gradients flow to hidden, weight and bias if they require one; a frozen weight costs nothing. The backward
+    recomputes each tile of logits. Apart from the gradients it holds one tile and float32 sums ``[N, H]``.
 
-    Log-sum-exps are float64 over tiles. On a CPU, logits of bfloat16 and float16 are rounded to that type, as
-    ``hidden @ weight.T`` rounds them; on a GPU they stay float32. An id out of range raises on a CPU, and on a GPU with
-    ``check=True``, which waits for it; else it gives NaN. Raises ``ValueError`` or ``TypeError`` naming the
-    argument, ``BackendUnavailable`` if the named backend can't serve. A second derivative needs ``backend="torch"``.
+    Log-sum-exps over tiles are float64. On a CPU, logits of bfloat16 and float16 are rounded to that type, as
+    ``hidden @ weight.T`` rounds them; on a GPU they stay float32. An id out of range raises on a CPU, and on a GPU only
+    with ``check=True``, which waits for the device; else it gives NaN. Raises ``ValueError`` or ``TypeError`` naming
+    the argument, and ``BackendUnavailable`` if the named backend can't serve. A second derivative needs
+    ``backend="torch"``.
 
     Example: ``linear_logprob(model(tokens)[:-1], lm_head.weight, tokens[1:], temperature=0.7)``
     """

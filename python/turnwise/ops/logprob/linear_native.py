@@ -1,5 +1,4 @@
-"""The LM head tile by tile: products by torch's BLAS, everything else by the compiled module while a tile is in the
-cache."""
+"""Compute the LM head tile by tile: torch's BLAS makes the products, the compiled module does the rest in the cache."""
 
 from __future__ import annotations
 
@@ -13,21 +12,21 @@ from turnwise.ops.common.dispatch import native_core
 from turnwise.ops.logprob.tiles import Tile, Upstream, add_narrow, finish, grad, new_state, scan
 
 _TOKENS = 2048  # rows of a tile
-# Logits of a tile. CPU: a few MiB, which stay in the cache; the backward adds to [tokens, H] per tile, so it takes more
-# columns at once. GPU: large enough to keep the tensor cores busy, at 6 bytes (float32 and the narrow gradient) each.
+# Logits of a tile. CPU: a few MiB, which stay in the cache. The backward adds to [tokens, H] for each tile, so it takes
+# more columns at once. GPU: enough to keep the tensor cores busy; each takes 6 bytes (float32 and narrow gradient).
 _CPU_FORWARD, _CPU_BACKWARD, _GPU = 1 << 20, 1 << 21, 1 << 24
-_GPU_BLOCKS = 4  # whose narrow gradients one product takes into the weight's: each more reads and writes that again
+_GPU_BLOCKS = 4  # blocks per product of the weight gradient; each product reads and writes the whole weight gradient
 
 
 def _onednn() -> Any:
-    """oneDNN's product ``x @ w.T`` of float32 on CPUs, twice as fast as MKL's on some; None where torch lacks it."""
+    """oneDNN's float32 product ``x @ w.T``, on some CPUs twice as fast as MKL's. ``None`` if torch lacks it."""
     if not torch.backends.mkldnn.is_available():
         return None
     return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 def _dense(matrix: Tensor) -> Tensor:
-    """A copy where neither rows nor columns are contiguous and apart from one another: no BLAS takes that."""
+    """Copy a matrix unless its rows or its columns are contiguous and don't overlap. BLAS takes no other layout."""
     for x in (matrix, matrix.t()):
         if x.stride(1) == 1 and x.stride(0) >= x.shape[1]:
             return matrix
@@ -35,7 +34,7 @@ def _dense(matrix: Tensor) -> Tensor:
 
 
 class Products:
-    """The three matrix products, of ``hidden [n, H]``, ``weight [v, H]`` and gradients ``d [n, v]`` of logits."""
+    """The three matrix products of ``hidden [n, H]``, ``weight [v, H]`` and the gradients ``d [n, v]`` of logits."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.on_gpu = native_core(hidden)[0] == "cuda"
@@ -44,17 +43,17 @@ class Products:
         self.linear = _onednn() if self.wide and hidden.is_cpu and not self.on_gpu else None
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """On a GPU always float32: tensor cores sum in it, and rounding a logit of 30 to bf16 costs up to 0.06."""
+        """Compute ``hidden @ weight.T``. On a GPU always float32: rounding a logit of 30 to bf16 costs up to 0.06."""
         if self.linear is not None:
             return self.linear(hidden, weight, None, "none", [], "")
         if self.dtype is hidden.dtype:
             return torch.mm(hidden, weight.t())
         if hidden.is_cuda:
             return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-        return torch.mm(hidden.float(), weight.float().t())  # the GPU's way, emulated
+        return torch.mm(hidden.float(), weight.float().t())  # emulates the GPU
 
     def add_hidden(self, total: Tensor, d: Tensor, weight: Tensor) -> None:
-        """``total += d @ weight``, in float32."""
+        """Add ``d @ weight`` to ``total`` in float32."""
         if self.linear is not None:
             total.add_(self.linear(d, weight.t(), None, "none", [], ""))
         elif self.wide:
@@ -65,7 +64,7 @@ class Products:
             add_narrow(total, torch.mm(d, weight))
 
     def weight_gradient(self, out: Tensor, d: Tensor, hidden: Tensor, add: bool = False) -> None:
-        """``out = d.T @ hidden``, or ``out +=``, in the dtype of ``out``: the weight's own, or float32."""
+        """Set ``out`` to ``d.T @ hidden``, or add it, in the dtype of ``out``: the weight's own, or float32."""
         if out.dtype is not d.dtype:
             if not add:
                 out.zero_()
@@ -80,7 +79,7 @@ class Products:
 
 
 class Head:
-    """Hidden states, weights and targets, cut into tiles; positions are gathered block by block."""
+    """Hidden states, weights and targets, divided into tiles. Rows at ``positions`` are gathered block by block."""
 
     def __init__(
         self,
@@ -114,7 +113,10 @@ class Head:
         return self.hidden.index_select(0, self.positions[block])
 
     def gradient(self, tile: Tile, upstream: Upstream, out: Tensor | None = None) -> Tensor:
-        """The gradient of a tile's logits, in the weight's dtype; without ``out`` over logits of that dtype."""
+        """Compute the gradient of a tile's logits in the weight's dtype.
+
+        Without ``out`` it overwrites logits of that dtype, and allocates memory for logits of another.
+        """
         if out is None:
             narrow = tile.logits.dtype is not self.weight.dtype
             out = torch.empty_like(tile.logits, dtype=self.weight.dtype) if narrow else tile.logits
@@ -124,7 +126,7 @@ class Head:
     def recompute_gradient(
         self, rows: Tensor, block: slice, columns: slice, upstream: Upstream, out: Tensor | None = None
     ) -> Tensor:
-        """The same, with the logits made for it."""
+        """Compute the logits of a tile again, and then their gradient."""
         if not self.triton:
             return self.gradient(self.tile(rows, block, columns), upstream, out)
         from turnwise.ops.logprob import linear_triton as linear_logprob_triton
@@ -151,12 +153,13 @@ def forward(
     entropy: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``logprob``, ``lse`` and ``entropy`` (``[0]`` if not asked for), float32."""
+    """Compute ``logprob``, ``lse`` and ``entropy`` (``[0]`` if not requested), float32, tile by tile."""
     head = Head(hidden, weight, targets, bias, positions, temperature, backend)
     if head.triton:
         from turnwise.ops.logprob import linear_triton as linear_logprob_triton
 
         return linear_logprob_triton.forward(hidden, weight, targets, head.bias, positions, head.scale, entropy)
+    # Columns in the outer loop, so that the weight is read once; each block keeps its softmax state.
     blocks = head.blocks(_TOKENS)
     states = [new_state(block.stop - block.start, hidden) for block in blocks]
     for columns in head.columns(False, min(head.tokens, _TOKENS)):
@@ -171,7 +174,7 @@ def forward(
 
 
 class Gradients:
-    """The gradients of hidden, weight and bias that are needed, filled tile by tile, in ``dtype`` or the weight's."""
+    """The needed gradients of hidden, weight and bias, filled tile by tile, in ``dtype`` or the weight's dtype."""
 
     def __init__(
         self, head: Head, need_hidden: bool, need_weight: bool, need_bias: bool, dtype: torch.dtype | None = None
@@ -184,17 +187,17 @@ class Gradients:
         self.need_hidden, self.need_weight, self.need_bias = need_hidden, need_weight, need_bias
 
     def new_hidden(self, tokens: int) -> Tensor:
-        """Float32 sums for the hidden rows of a block."""
+        """Allocate float32 sums ``[tokens, H]`` for the hidden rows of a block."""
         return torch.zeros((tokens, self.head.hidden.shape[1]), dtype=torch.float32, device=self.hidden.device)
 
     def keep_hidden(self, block: slice, sums: Tensor) -> None:
-        """Puts a block's rows where they belong; a position may come more than once."""
+        """Store or add the sums of a block in the gradient of hidden. A position may occur more than once."""
         positions = self.head.positions
         values = sums.to(self.hidden.dtype)
         if positions is None:
             self.hidden[block] = values
         else:
-            # Sorts on a GPU, where index_add_ would add in any order.
+            # On a GPU index_put_ sorts the positions, so the order of sums is fixed; index_add_ has no fixed order.
             self.hidden.index_put_((positions[block],), values, accumulate=True)
 
     def add_bias(self, columns: slice, d: Tensor) -> None:
@@ -218,7 +221,7 @@ def backward(
     need_bias: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of hidden, weight and bias, ``[0]`` where not needed. Recomputes the logits tile by tile."""
+    """Compute the gradients of hidden, weight and bias, ``[0]`` if not needed. Recomputes the logits tile by tile."""
     head = Head(hidden, weight, targets, bias, positions, temperature, backend)
     gradients = Gradients(head, need_hidden, need_weight, need_bias)
     upstream = Upstream(lse, grad_logprob, entropy, grad_entropy)
@@ -242,13 +245,14 @@ def _tile_backward(
     sums: list[Tensor | None],
     columns: slice,
 ) -> None:
-    """All tokens for some columns, so that their weights' gradient is written once."""
+    """Process all tokens for some columns, so that the gradient of those weights is written once."""
     products, part = head.products, head.weight[columns]
-    # Float32 gradients lie in the place of the logits, block by block, and Triton's come as they do.
+    # On a GPU several blocks share one product, if their gradients are a separate narrow tensor (not float32, Triton).
     together = _GPU_BLOCKS if products.on_gpu and not (products.wide or head.triton) and gradients.need_weight else 1
     groups = [slice(i, i + together) for i in range(0, len(blocks), together)]
     total = torch.empty_like(part, dtype=torch.float32) if len(groups) > 1 and gradients.need_weight else None
     for group in groups:
+        # Each block of the group: gradient of its logits, then of its hidden rows.
         whole = slice(blocks[group][0].start, blocks[group][-1].stop)
         held = part.new_empty(whole.stop - whole.start, part.shape[0]) if together > 1 else None
         for block, hidden_sums in zip(blocks[group], sums[group], strict=True):

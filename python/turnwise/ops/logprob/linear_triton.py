@@ -1,7 +1,8 @@
-"""Triton kernels of the LM head: products on the tensor cores with the softmax in the same kernel.
+"""Triton kernels of the LM head: products on the tensor cores, with the softmax in the same kernel.
 
-Forward: a program takes some tokens and a split of the vocabulary, and keeps of each tile of logits what the softmax
-needs; the splits come together in a fixed order. Backward: a tile's logits are made again and leave as their gradient.
+Forward: a program handles some tokens and one split of the vocabulary, and keeps only the softmax state of each tile of
+logits. The splits are combined in a fixed order. Backward: a program recomputes a tile of logits and writes only their
+gradient.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -19,12 +20,12 @@ from turnwise.ops.common.triton import FUSED, CompileCase
 from turnwise.ops.logprob.tiles import Upstream
 from turnwise.ops.logprob.triton import add_logits, finish, logit_gradient
 
-# Tokens, columns and depth of a product: 128 x 128 x 64 keeps a wgmma fed from three stages of shared memory.
+# Tokens, columns and depth of a product: with 128 x 128 x 64, three stages of shared memory keep a wgmma busy.
 ROWS, COLUMNS, DEPTH = (16, 32, 16) if interpreted else (128, 128, 64)
 
 
 def _options(narrow: bool) -> dict[str, Any]:
-    """Two stages for float32: as much shared memory as three of bf16, and no more than a consumer's GPU has."""
+    """Launch options. float32 has two stages, as three need more shared memory than a consumer GPU has."""
     return {"num_warps": 8, "num_stages": 3 if narrow else 2, **FUSED}
 
 
@@ -49,7 +50,7 @@ def product(
     DEPTH: tl.constexpr,
 ):
     """``hidden[source] @ weight[columns].T + bias[columns]``, float32. ``ALIGNED``: ``DEPTH`` divides the width."""
-    rows = tl.where(inside, source, 0)  # a token beyond the end is computed with the first and thrown away
+    rows = tl.where(inside, source, 0)  # a token beyond the end reads the first row; its result is dropped
     names = tl.minimum(columns, vocabulary - 1).to(tl.int64)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for begin in range(0, width, DEPTH):
@@ -61,7 +62,7 @@ def product(
         else:
             a = tl.load(left, mask=depth[None, :] < width, other=0.0)
             b = tl.load(right, mask=depth[:, None] < width, other=0.0)
-        if WIDEN:  # the interpreter's dot is wrong for bf16
+        if WIDEN:  # tl.dot of the interpreter is wrong for bf16
             a, b = a.to(tl.float32), b.to(tl.float32)
         total = tl.dot(a, b, total, input_precision=PRECISION)
     if HAS_BIAS:
@@ -100,6 +101,7 @@ def forward_kernel(
     split = tl.program_id(1)
     source = tl.load(positions_ptr + token, mask=inside, other=0).to(tl.int64) if HAS_POSITIONS else token
     target = tl.load(targets_ptr + token * target_stride, mask=inside, other=-1).to(tl.int64)
+    # Softmax state of each token over this split: maximum, sum, weighted sum for the entropy, target's logit.
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     weighted = tl.zeros([ROWS], tl.float32)
@@ -199,7 +201,7 @@ def _rows(matrix: Tensor) -> Tensor:
 
 
 def _splits(blocks: int, tiles: int, device: torch.device) -> int:
-    """Enough programs for two waves, each with a few tiles: few tokens are split over the vocabulary."""
+    """The number of splits of the vocabulary. With few tokens it gives two waves of programs with a few tiles each."""
     if device.type != "cuda":
         return min(3, tiles)
     wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count
@@ -215,7 +217,7 @@ def forward(
     scale: float,
     entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``logprob``, ``lse`` and ``entropy`` (``[0]`` if not asked for), float32; ``bias`` is float32."""
+    """Compute ``logprob``, ``lse`` and ``entropy`` (``[0]`` if not requested), float32. ``bias`` is float32."""
     tokens, vocabulary = targets.shape[0], weight.shape[0]
     hidden, weight = _rows(hidden), _rows(weight)
     blocks, tiles = triton.cdiv(tokens, ROWS), triton.cdiv(vocabulary, COLUMNS)
@@ -255,7 +257,7 @@ def logit_gradients(
     scale: float,
     upstream: Upstream,
 ) -> Tensor:
-    """The gradient ``[n, v]`` of the logits of ``hidden [n, H]`` and some rows ``weight [v, H]``, in their dtype."""
+    """Compute the gradient ``[n, v]`` of the logits of ``hidden [n, H]`` and rows ``weight [v, H]``, in their dtype."""
     hidden, weight = _rows(hidden), _rows(weight)
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     out = torch.empty((tokens, vocabulary), dtype=weight.dtype, device=weight.device)
@@ -287,7 +289,7 @@ def logit_gradients(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What must compile
+# Cases to compile ahead of time
 # ---------------------------------------------------------------------------------------------------------------------
 def _case(kernel: Any, dtype: str, **flags: Any) -> CompileCase:
     signature = {name: "fp32" if name == "scale" else "i32" for name in kernel.arg_names}

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens from logits that are there already: one read of them, and no second copy."""
+"""Compute log-probabilities of tokens from existing logits: one read of the logits, and no second copy."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from turnwise.ops.logprob.tiles import Tile, Upstream
 # Reference
 # ---------------------------------------------------------------------------------------------------------------------
 def reference(logits: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """Plain PyTorch in float32 (float64 if given that), any device."""
+    """Compute ``logprob`` and the entropy in plain PyTorch: float32 (float64 for float64 logits), any device."""
     logs = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, dim=-1)
     logprob = logs.gather(-1, targets.long()[..., None])[..., 0]
     return logprob, entropy_of(logs) if entropy else None
 
 
 def entropy_of(logs: Tensor) -> Tensor:
-    """The entropy of log-probabilities, where what has probability 0 counts for nothing, in the gradient too."""
+    """The entropy of log-probabilities. Tokens of probability 0 add nothing to it or to its gradient."""
     return -(logs.exp() * logs.masked_fill(logs == -torch.inf, 0.0)).sum(-1)
 
 
@@ -33,7 +33,7 @@ def entropy_of(logs: Tensor) -> Tensor:
 # Compiled kernels: native or Triton
 # ---------------------------------------------------------------------------------------------------------------------
 def _matrices(logits: Tensor) -> list[Tensor]:
-    """The same memory as matrices: one, or one per sequence where the sequences lie apart, as in ``logits[:, :-1]``."""
+    """View the logits as matrices without a copy: one, or one per sequence if gaps lie between them (``x[:, :-1]``)."""
     if logits.dim() == 2:
         return [logits]
     if logits.is_contiguous() or logits.shape[0] <= 1:
@@ -42,13 +42,13 @@ def _matrices(logits: Tensor) -> list[Tensor]:
 
 
 def _with_rows(logits: Tensor) -> Tensor:
-    """A copy, only where the logits of a token are no neighbours."""
+    """Copy the logits only if those of a token are not adjacent in memory."""
     return logits if logits.shape[-1] <= 1 or logits.stride(-1) == 1 else logits.contiguous()
 
 
 def _is_writable(logits: Tensor) -> bool:
-    """True if no two elements share memory and the kernels can write to it."""
-    reach = 1  # of the axes with smaller strides
+    """True if no two elements share memory and the kernels can write into it."""
+    reach = 1  # elements that the axes with smaller strides span
     for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):
         if size > 1:
             if stride < reach:
@@ -68,7 +68,7 @@ def _kernels(backend: str) -> Any:
 def _forward(
     logits: Tensor, targets: Tensor, temperature: float, entropy: bool, inplace_backward: bool, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``logprob``, ``lse`` and ``entropy`` (``[0]`` if not asked for), float32, in the shape of the targets."""
+    """Compute ``logprob``, ``lse`` and ``entropy`` (``[0]`` if not requested): float32, in the shape of the targets."""
     matrices = _matrices(_with_rows(logits))
     parts = []
     for matrix, row in zip(matrices, targets.reshape(len(matrices), -1), strict=True):
@@ -93,7 +93,7 @@ def _gradient(
     temperature: float,
     backend: str,
 ) -> None:
-    """Writes the gradient of the logits into ``out``, which may be the logits themselves."""
+    """Write the gradient of the logits into ``out``, which may be the logits themselves."""
     matrices = _matrices(logits)
     streams = targets, lse, grad_logprob, entropy, grad_entropy
     count = len(matrices)
@@ -139,11 +139,11 @@ def _differentiate(ctx: Any, grad_logprob: Tensor | None, _: Any, grad_entropy: 
     upstream = torch.zeros_like(lse) if grad_logprob is None else grad_logprob
     streams = targets, lse, entropies if with_entropy else None, ctx.temperature, ctx.backend
     grad_entropy = grad_entropy if with_entropy else None
-    plain = type(logits) in (Tensor, torch.nn.Parameter)  # no tensor that a compiler traces with
+    plain = type(logits) in (Tensor, torch.nn.Parameter)  # not a tensor subclass, such as a compiler traces with
     if ctx.inplace and plain and _is_writable(logits):
         memory = logits.detach()
         _gradient(memory, upstream, grad_entropy, memory, *streams)
-        torch.autograd.graph.increment_version(logits)  # autograd refuses other users of the old logits
+        torch.autograd.graph.increment_version(logits)  # so that autograd rejects later uses of the old logits
         return memory, None, None, None, None, None
     out = torch.ops.turnwise.logprob_backward(upstream, grad_entropy, logits, *streams)
     return out, None, None, None, None, None
@@ -198,20 +198,20 @@ def logprob(
     check: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``log_softmax(logits / temperature)`` at ``targets``, in one read of the logits and without a copy of them.
+    """Compute ``log_softmax(logits / temperature)`` at ``targets`` in one read of the logits, without a copy of them.
 
-    ``logits [N, V]`` or ``[B, T, V]``, float32, bfloat16, float16 (computed in float32) or float64 (reference only);
-    ``targets [N]`` or ``[B, T]`` int64 or int32 in ``[0, V)``. Any strides; a copy is made only where a token's logits
-    are no neighbours in memory, and ``logits[:, :-1]`` costs none.
+    ``logits`` are ``[N, V]`` or ``[B, T, V]``: float32, bfloat16, float16 (computed in float32) or float64 (reference
+    only). ``targets`` are ``[N]`` or ``[B, T]``, int64 or int32 in ``[0, V)``. Strides may be any. A copy is made only
+    if a token's logits are not adjacent in memory; ``logits[:, :-1]`` needs none.
 
-    Returns ``logprob`` float32 in the shape of ``targets``; with ``entropy=True`` also each distribution's entropy.
-    The gradient has the dtype of the logits. With ``inplace_backward=True`` the backward writes it where the logits
-    are, which saves their size in memory: they must not be used after it, and using them in another backward raises.
-    Logits that share memory with one another, as ``expand`` makes them, are left as they are.
+    Returns ``logprob`` float32 in the shape of ``targets``; with ``entropy=True`` also the entropy of each
+    distribution. The gradient has the dtype of the logits. With ``inplace_backward=True`` the backward writes it over
+    the logits, which saves their size in memory. The logits must not be used afterwards, and using them in another
+    backward raises. Logits that share memory with each other, as after ``expand``, are not overwritten.
 
-    An id out of range raises on a CPU, on a GPU only with ``check=True``, which waits for it; else it gives NaN. Raises
-    ``ValueError`` or ``TypeError`` naming the argument, ``BackendUnavailable`` if the named backend can't serve. A
-    second derivative needs ``backend="torch"``.
+    An id out of range raises on a CPU, and on a GPU only with ``check=True``, which waits for the device; else it gives
+    NaN. Raises ``ValueError`` or ``TypeError`` naming the argument, and ``BackendUnavailable`` if the named backend
+    can't serve. A second derivative needs ``backend="torch"``.
 
     Example: ``logprob(model(tokens).logits[:, :-1], tokens[:, 1:], temperature=0.7)``
     """

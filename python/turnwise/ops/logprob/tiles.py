@@ -1,7 +1,7 @@
-"""The steps that the log-probability ops share, each on a tile of logits, by the compiled module.
+"""Steps that the log-probability ops share. The compiled module runs each one on a tile of logits.
 
-A tile holds some columns of the logits of some tokens: scan every tile, finish, and with the gradients at hand turn
-each tile into its gradient. What is kept between the tiles is one ``state`` per block of tokens.
+A tile holds some columns of the logits of some tokens. Scan every tile, then finish; once the upstream gradients are
+known, turn each tile into its gradient. Between tiles, each block of tokens keeps one ``state``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from turnwise.ops.common.dispatch import native_core, stream_of
 
 
 class Tile(NamedTuple):
-    """``logits [n, v]``, the columns from ``first`` on; ``bias [v]`` float32; ``targets [n]`` of the whole vocabulary.
+    """Logits ``[n, v]`` of ``n`` tokens: ``v`` columns of the vocabulary from ``first`` on.
 
-    The softmax is over ``(logits + bias) * scale``.
+    ``bias [v]`` is float32. ``targets [n]`` are ids of the whole vocabulary. The softmax is over
+    ``(logits + bias) * scale``.
     """
 
     logits: Tensor
@@ -28,7 +29,7 @@ class Tile(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """Inputs of a tile's gradient, ``[n]`` float32 each; entropy and its gradient come together or not at all."""
+    """Inputs of a tile's gradient, ``[n]`` float32 each. Entropy and its gradient are both given or both ``None``."""
 
     lse: Tensor
     grad_logprob: Tensor
@@ -40,12 +41,12 @@ class Upstream(NamedTuple):
 
 
 def new_state(tokens: int, like: Tensor) -> Tensor:
-    """Begun by the tile whose ``first`` is 0."""
+    """Allocate an uninitialised state ``[4, tokens]`` float64. Scanning the tile with ``first`` 0 initialises it."""
     return torch.empty((4, tokens), dtype=torch.float64, device=like.device)
 
 
 def scan(tile: Tile, state: Tensor, entropy: bool) -> None:
-    """Adds a tile to ``state``."""
+    """Add a tile to ``state``."""
     device, core = native_core(tile.logits)
     if device == "cpu":
         core.logprob_scan(*tile, state, entropy, torch.get_num_threads())
@@ -54,7 +55,7 @@ def scan(tile: Tile, state: Tensor, entropy: bool) -> None:
 
 
 def finish(state: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """``logprob``, ``lse`` and ``entropy [n]`` (``[0]`` if not asked for), float32."""
+    """Compute ``logprob``, ``lse`` and ``entropy [n]`` (``[0]`` if not requested), float32, from the state."""
     tokens = state.shape[1]
     logprob, lse, entropies = (
         torch.empty(size, dtype=torch.float32, device=state.device)
@@ -70,14 +71,14 @@ def finish(state: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def log_softmax(tile: Tile, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of rows that one tile holds whole."""
+    """Compute ``logprob``, ``lse`` and ``entropy`` of a tile that holds whole rows."""
     state = new_state(tile.logits.shape[0], tile.logits)
     scan(tile, state, entropy)
     return finish(state, entropy)
 
 
 def grad(tile: Tile, upstream: Upstream, out: Tensor) -> None:
-    """Writes the gradient of a tile's logits; ``out`` may be the logits themselves."""
+    """Write the gradient of a tile's logits into ``out``, which may be the logits themselves."""
     device, core = native_core(tile.logits)
     if device == "cpu":
         core.logprob_grad(*tile, *upstream, out, torch.get_num_threads())
@@ -86,7 +87,7 @@ def grad(tile: Tile, upstream: Upstream, out: Tensor) -> None:
 
 
 def add_narrow(total: Tensor, part: Tensor) -> None:
-    """``total += part``, float32 and any float: torch's own is slow where the types differ."""
+    """Add ``part`` (any float) to ``total`` (float32). Torch's own addition is slow for different types."""
     device, core = native_core(total)
     if device == "cpu" and part.dtype is not torch.float32:
         core.add_narrow(total, part, torch.get_num_threads())

@@ -1,6 +1,7 @@
-"""Triton kernels over rows of logits: what is known of a row, its end, and its gradient. A program takes a row.
+"""Triton kernels over rows of logits: scan a row, finish its results, compute its gradient.
 
-Sums are float32 within a row or a split of it, relative to its maximum, and come together in float64 in a fixed order.
+The scan runs one program per row. Sums are float32 within a row or a split of it, relative to its maximum. They are
+combined in float64 in a fixed order.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -19,7 +20,7 @@ from turnwise.ops.logprob.tiles import Tile, Upstream
 
 ROW_BLOCK = 128 if interpreted else 4096
 FINISH_BLOCK = 32 if interpreted else 128
-LEAST = tl.constexpr(-87.0)  # exp of less counts as 0, as in csrc/ops/logprob_math.h
+LEAST = tl.constexpr(-87.0)  # exp of anything below counts as 0, as in csrc/ops/logprob_math.h
 
 
 @triton.jit
@@ -81,6 +82,7 @@ def scan_kernel(
     for begin in range(0, width, BLOCK):
         x = load_logits(logits_ptr + row * row_stride, bias_ptr, begin, width, scale, HAS_BIAS, BLOCK)
         top, total, weighted = add_logits(x[None, :], top, total, weighted, ENTROPY)
+    # The target's logit is NaN if another tile holds it; `finish` takes the one that is not NaN.
     found = (target >= 0) & (target < width)
     picked = tl.load(logits_ptr + row * row_stride + target, mask=found, other=float("nan")).to(tl.float32)
     if HAS_BIAS:
@@ -103,6 +105,7 @@ def finish_kernel(
         part = tl.load(state_ptr + split * 4 * rows + row, mask=inside, other=float("-inf")).to(tl.float64)
         top = tl.maximum(top, part)
     reference = tl.where(top == float("-inf"), 0.0, top)
+    # Combine the splits, each shifted from its own maximum to that of the row.
     total = tl.zeros([BLOCK], tl.float64)
     weighted = tl.zeros([BLOCK], tl.float64)
     picked = tl.full([BLOCK], float("nan"), tl.float64)
@@ -138,7 +141,7 @@ def logit_gradient(x, hit, lse, grad_logprob, entropy, grad_entropy, scale, HAS_
         d = p * flat[:, None]
         idle = grad_logprob == 0
     d += tl.where(hit, (scale * grad_logprob)[:, None], 0.0)
-    return tl.where(idle[:, None], 0.0, d)  # a token that does not train, whatever its logits are
+    return tl.where(idle[:, None], 0.0, d)  # exactly 0 for a token that does not train, even if its logits are NaN
 
 
 @triton.jit(do_not_specialize=["width", "first", "scale"])
@@ -187,7 +190,7 @@ def grad_kernel(
 
 
 def log_softmax(tile: Tile, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """``logprob``, ``lse`` and ``entropy`` of rows that one tile holds whole."""
+    """Compute ``logprob``, ``lse`` and ``entropy`` of a tile that holds whole rows."""
     rows, width = tile.logits.shape
     state = torch.empty((1, 4, rows), dtype=torch.float32, device=tile.logits.device)
     if rows:
@@ -213,7 +216,7 @@ def log_softmax(tile: Tile, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def finish(state: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """``logprob``, ``lse`` and ``entropy [n]`` (``[0]`` if not asked for) from ``state [splits, 4, n]``, float32."""
+    """Compute ``logprob``, ``lse`` and ``entropy [n]`` (``[0]`` if not requested) from float32 ``[splits, 4, n]``."""
     splits, _, rows = state.shape
     logprob, lse, entropies = (state.new_empty(size) for size in (rows, rows, rows if entropy else 0))
     if rows:
@@ -226,7 +229,7 @@ def finish(state: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def grad(tile: Tile, upstream: Upstream, out: Tensor) -> None:
-    """Writes the gradient of a tile's logits; ``out`` may be the logits themselves."""
+    """Write the gradient of a tile's logits into ``out``, which may be the logits themselves."""
     rows, width = tile.logits.shape
     if not rows:
         return
@@ -256,7 +259,7 @@ def grad(tile: Tile, upstream: Upstream, out: Tensor) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What must compile
+# Cases to compile ahead of time
 # ---------------------------------------------------------------------------------------------------------------------
 def _case(kernel: Any, pointers: dict[str, str], **flags: Any) -> CompileCase:
     signature = {**{name: "fp32" if name == "scale" else "i32" for name in kernel.arg_names}, **pointers}

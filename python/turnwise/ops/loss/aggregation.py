@@ -1,7 +1,7 @@
-"""From losses per token to one number, with normalisers that may span a whole optimizer step.
+"""Aggregate losses per token into one number, with normalisers that may span a whole optimizer step.
 
-An aggregation gives each row ``b`` a weight ``w_b``; the loss is the sum of ``w_b * mask * loss`` over all tokens. The
-weight is made from a global normaliser, so that any split into micro-batches adds up to the same loss and gradient.
+An aggregation gives each row ``b`` a weight ``w_b``. The loss is the sum of ``w_b * mask * loss`` over all tokens. The
+weight depends on a global normaliser, so any split into micro-batches adds up to the same loss and gradient.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def _inverse(value: Tensor) -> Tensor:
 
 
 class Aggregation:
-    """The weight of each row, from ``lengths [B]``, its number of trained tokens."""
+    """Computes the weight of each row from ``lengths [B]``, the number of its trained tokens."""
 
     name: ClassVar[str]
-    index: ClassVar[int]  # by which the kernels know it
-    by_length: ClassVar[bool] = False  # rows of different lengths weigh differently under one normaliser
+    index: ClassVar[int]  # its number in the kernels
+    by_length: ClassVar[bool] = False  # the weight also depends on the row's length
     by_actor: ClassVar[bool] = False  # the normaliser is one number per actor
 
     def normalizer(
@@ -46,11 +46,11 @@ class Aggregation:
         raise NotImplementedError
 
     def weights(self, lengths: Tensor, normalizer: Tensor, actor_ids: Tensor | None) -> Tensor:
-        """The weight ``[B]`` of every token of a row."""
+        """The weight ``[B]`` of each token in a row."""
         return _inverse(normalizer).expand(lengths.shape)
 
     def check(self, actor_ids: object, max_length: float | None) -> None:
-        """Raises where something is missing that this aggregation needs."""
+        """Raise ``ValueError`` if an input that this aggregation needs is missing."""
 
 
 class TokenMean(Aggregation):
@@ -119,7 +119,7 @@ AGGREGATIONS = tuple(_BY_NAME)
 
 
 def find_aggregation(name: str, actor_ids: object, max_length: float | None) -> Aggregation:
-    """The aggregation of that name. Raises where an input that it needs is missing."""
+    """Find an aggregation by name. Raises ``ValueError`` for an unknown name or a missing input."""
     found = _BY_NAME.get(name) if isinstance(name, str) else None
     if found is None:
         raise ValueError(f"aggregation={name!r}: expected one of {', '.join(AGGREGATIONS)}")
@@ -128,8 +128,8 @@ def find_aggregation(name: str, actor_ids: object, max_length: float | None) -> 
 
 
 def as_normalizer(normalizer: Any, device: torch.device) -> Tensor:
-    """A number or a tensor as float32 where the streams are."""
-    if is_number(normalizer):  # filled in where it is: to copy a number to a GPU would wait for it
+    """Convert a number or a tensor to float32 on the device of the streams."""
+    if is_number(normalizer):  # torch.full fills it in on the device; copying a number to a GPU would wait
         return torch.full((), float(normalizer), dtype=torch.float32, device=device)
     if not isinstance(normalizer, Tensor | np.ndarray):
         raise TypeError(
@@ -147,7 +147,7 @@ def check_normalizer(aggregation: Aggregation, normalizer: Tensor, num_actors: i
 
 
 def check_normalizer_values(normalizer: Tensor) -> None:
-    """Check values. Reads them, so CPU tensors only."""
+    """Check that the normaliser is >= 0. Reading it makes a GPU wait."""
     if not is_transformed(normalizer) and not bool((normalizer >= 0).all()):
         raise ValueError(f"normalizer={normalizer.tolist()!r}: expected counts >= 0")
 
@@ -163,12 +163,12 @@ def aggregate(
     num_actors: int | None = None,
     max_length: float | None = None,
 ) -> Tensor:
-    """Values per token as one number, the way :func:`policy_loss` adds up its own: for an entropy bonus or a term of
-    your own beside it.
+    """Aggregate values per token into one number, as :func:`policy_loss` does with its losses.
 
-    ``values [B, T]`` with ``mask [B, T]``, or ``[N]`` with ``cu_seqlens``, any float; masked ones may hold anything.
-    The other arguments are those of :func:`policy_loss`. Returns a 0-dim tensor in the dtype of ``values`` (at least
-    float32), with a gradient to them. Raises ``ValueError`` or ``TypeError`` naming the argument.
+    Use it for an entropy bonus or another term of your own. ``values`` are ``[B, T]`` with ``mask [B, T]``, or ``[N]``
+    with ``cu_seqlens``, any float; masked ones may hold any value. The other arguments are those of
+    :func:`policy_loss`. Returns a 0-dim tensor in the dtype of ``values`` (at least float32), with a gradient to them.
+    Raises ``ValueError`` or ``TypeError`` naming the argument.
 
     Example: ``loss - 0.01 * aggregate(entropies, mask=mask, normalizer=loss_normalizer("token-mean", mask=whole))``
     """
@@ -182,6 +182,7 @@ def aggregate(
         expected = "[B, T]" if cu_seqlens is None else "[N], as cu_seqlens is given"
         raise ValueError(f"values has shape {tuple(values.shape)}: expected {expected}")
     trained = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+    # Computed even if a normaliser is given, as this checks mask, boundaries and actors.
     own = loss_normalizer(
         aggregation,
         mask=trained,
@@ -214,16 +215,16 @@ def loss_normalizer(
     num_actors: int | None = None,
     max_length: float | None = None,
 ) -> Tensor:
-    """The normaliser of a whole optimizer step, to pass to each micro-batch's :func:`policy_loss` as ``normalizer``.
+    """Compute the normaliser of a whole optimizer step. Pass it to :func:`policy_loss` of each micro-batch.
 
-    ``mask [B, T]`` for padded rows, ``cu_seqlens [B+1]`` with or without ``mask [N]`` for packed ones;
-    ``actor_ids [B]`` and ``num_actors`` for ``"agent-mean"``, ``max_length`` for ``"seq-mean-token-sum-norm"``.
+    Padded rows need ``mask [B, T]``; packed ones ``cu_seqlens [B+1]``, with or without ``mask [N]``. ``"agent-mean"``
+    needs ``actor_ids [B]`` and ``num_actors``, ``"seq-mean-token-sum-norm"`` needs ``max_length``.
 
     Returns float32: the number of trained tokens (``"token-mean"``), of rows with trained tokens
     (``"seq-mean-token-sum"``, ``"seq-mean-token-mean"``), ``max_length`` (``"seq-mean-token-sum-norm"``), or the
     trained tokens of each actor, ``[num_actors]`` (``"agent-mean"``). Normalisers of parts of a step, or of several
-    ranks, add up to that of the whole, but for ``"seq-mean-token-sum-norm"``, where it is a constant. Raises
-    ``ValueError`` or ``TypeError`` naming the argument, values looked at on the CPU alone.
+    ranks, add up to that of the whole; only that of ``"seq-mean-token-sum-norm"`` is a constant. Raises ``ValueError``
+    or ``TypeError`` naming the argument. Values are checked on the CPU only.
 
     Example: ``loss_normalizer("token-mean", mask=mask)``
     """
@@ -239,7 +240,7 @@ def loss_normalizer(
 
 
 def _lengths(mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """``[B]`` float64, the number of trained tokens of each row."""
+    """Count the trained tokens of each row: ``[B]`` float64."""
     if mask is None and cu_seqlens is None:
         raise ValueError("mask=None: expected mask [B, T], or cu_seqlens [B + 1]")
     if mask is not None and mask.dim() != (2 if cu_seqlens is None else 1):

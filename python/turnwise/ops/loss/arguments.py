@@ -1,4 +1,4 @@
-"""Turns the arguments of a policy loss into one checked objective, and its table of metrics into names."""
+"""Turn the arguments of a policy loss into one checked objective, and its table of metrics into named metrics."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_objective(
     num_actors: int | None,
     max_length: float | None,
 ) -> Objective:
-    """The options as one object. Raises where a stream that they need is missing."""
+    """Combine the options into one object. Raises if a stream that they need is missing."""
     found = find_aggregation(aggregation, s.actor_ids, max_length)
     if not (kl is None or type(kl) is KL):
         raise TypeError(f"kl={kl!r}: expected a KL, such as KL('k3', coef=1e-3), or None")
@@ -59,7 +59,7 @@ def make_objective(
 
 
 def check_call(s: Streams, objective: Objective, normalizer: Tensor | None, check: bool = False) -> None:
-    """Raises for the first argument that is wrong. Values are looked at on a CPU, on a GPU with ``check``."""
+    """Raise for the first argument that is wrong. Values are checked on a CPU, and on a GPU only with ``check``."""
     check_streams(s, objective.num_actors)
     if (check or s.logprobs.is_cpu) and not torch.compiler.is_compiling():
         check_stream_values(s, objective.num_actors)
@@ -68,7 +68,7 @@ def check_call(s: Streams, objective: Objective, normalizer: Tensor | None, chec
 
 
 def make_selected(s: Streams, variant: Variant, selected: Tensor | None) -> Tensor | None:
-    """The tokens that the variant singles out, given or chosen here; ``None`` for a variant that singles out none."""
+    """Check the selected tokens, or select them here if none are given. ``None`` for a variant that selects none."""
     if selected is None:
         return select_by_covariance(s, variant) if variant.selects else None
     if not variant.selects:
@@ -94,9 +94,9 @@ def make_normalizer(
 
 
 class Metrics(Mapping[str, Tensor]):
-    """The columns of ``table[rows]`` under their ``names``, unbound on first use: many steps log none of them.
+    """The columns of ``table[rows]`` under their ``names``. They are unbound on first use, as many steps log none.
 
-    Reads like a dict. ``dict(metrics)`` makes one, and so does ``metrics | more``.
+    Reads like a dict. ``dict(metrics)`` and ``metrics | more`` give a real dict.
     """
 
     __slots__ = ("_names", "_rows", "_table", "_values")
@@ -132,7 +132,7 @@ class Metrics(Mapping[str, Tensor]):
 
 
 def named_metrics(s: Streams, table: Tensor) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-    """``metrics`` and ``actor_metrics`` from ``[1 + num_actors, K]``."""
+    """Turn the table ``[1 + num_actors, K]`` into ``metrics`` and ``actor_metrics``."""
     names = metric_names(s.ref_logprobs is not None, s.rollout_logprobs is not None, s.entropy is not None)
     make = _as_dict if torch.compiler.is_compiling() else Metrics
     return make(names, table, 0), make(names, table, _ACTORS) if s.actor_ids is not None else {}

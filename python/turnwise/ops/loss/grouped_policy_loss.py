@@ -1,4 +1,4 @@
-"""From rewards per token to the loss in one call: reward sums, advantages within groups, policy loss."""
+"""Compute the policy loss from per-token rewards in one call: reward sums, advantages within groups, policy loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from turnwise.ops.rewards.token_rewards import as_floats, float64_reason, is_pla
 
 
 class GroupedPolicyLoss(NamedTuple):
-    """As :class:`PolicyLoss`, and the ``advantages [B]`` (float32, without gradient) that the loss was made with."""
+    """The fields of :class:`PolicyLoss`, and the ``advantages [B]`` (float32, no gradient) that the loss used."""
 
     loss: Tensor
     metrics: Mapping[str, Tensor]
@@ -37,7 +37,8 @@ def _fused(
     num_groups: int | None,
     rule: dict[str, Any],
 ) -> GroupedPolicyLoss:
-    """One call of the compiled module: one pass over each stream on a CPU, two launches on a GPU."""
+    """Make one call of the compiled module: one pass over each stream on a CPU, two launches on a GPU."""
+    # Outputs and inputs in the form of the compiled module, which writes the advantages too.
     rows = max(row_count(s.logprobs, s.cu_seqlens), 0)
     s = s._replace(advantages=s.logprobs.new_empty(rows, dtype=torch.float32, requires_grad=False))
     loss, grad, metrics = allocate_outputs(s, objective.num_actors)
@@ -95,11 +96,11 @@ def grouped_policy_loss(
     check: bool = False,
     backend: str | None = None,
 ) -> GroupedPolicyLoss:
-    """:func:`policy_loss` with the advantages that :func:`group_advantage` makes of :func:`token_reward_sum`.
+    """Compute :func:`policy_loss` with the advantages that :func:`group_advantage` gives :func:`token_reward_sum`.
 
-    ``token_rewards`` has the shape of ``logprobs``; rows of equal ``group_ids [B]`` are compared. All other arguments,
-    checks and errors are those of the three ops. Equal to calling them one after the other, but in one call: one pass
-    over each stream on a CPU, two launches on a GPU.
+    ``token_rewards`` has the shape of ``logprobs``. Rows with equal ``group_ids [B]`` are compared with each other. All
+    other arguments, checks and errors are those of the three ops. The result equals three separate calls, but needs
+    only one pass over each stream on a CPU and two launches on a GPU.
 
     Groups must be whole, so split an optimizer step between groups only.
 
@@ -138,7 +139,7 @@ def grouped_policy_loss(
             return _fused(cast, made, make_normalizer(normalizer, made, logprobs, num_actors), rewards, group_ids,
                           num_groups, rule)  # fmt: skip
         except (ValueError, TypeError, IndexError) as error:
-            wrong = error  # one op after the other finds out which argument it is
+            wrong = error  # the separate ops below find the argument that is wrong
 
     how: dict[str, Any] = {"check": check, "backend": backend}
     sums = token_reward_sum(rewards, mask=mask, cu_seqlens=cu_seqlens, **how)

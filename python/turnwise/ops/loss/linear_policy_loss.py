@@ -1,5 +1,7 @@
-"""LM head and policy loss in one: the gradient of a chunk of tokens is formed while its logits are in memory, so the
-logits are computed once, not twice."""
+"""Compute LM head and policy loss in one pass.
+
+The gradient of a chunk of tokens is formed while the chunk's logits are in memory, so logits are computed only once.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +22,22 @@ from turnwise.ops.loss.arguments import check_call, make_normalizer, make_object
 from turnwise.ops.loss.options import KL, Clip, ImportanceCorrection, Variant
 from turnwise.ops.loss.policy_loss import PolicyLoss, policy_loss
 
-# Tokens of a chunk: a sixteenth of them, at least _LEAST by the size of a logit, as far as all logits stay within
-# _BYTES. More would not be faster on a CPU.
+# Tokens of a chunk on a CPU: a sixteenth of all tokens, but at least _LEAST (by the bytes of a logit). The chunk's
+# logits stay within _BYTES, unless that would leave less than half of _LEAST. Larger chunks would not be faster.
 _LEAST, _BYTES = {2: 512, 4: 160}, 1 << 28
-_COLUMNS = 2048  # of one product
-# On a GPU as many tokens as this memory holds all logits of, in whole tiles of the products: each chunk reads and
-# writes the weight's gradient again. A product makes two rounds of 128 x 256 logits on 132 multiprocessors.
+_COLUMNS = 2048  # columns of one product on a CPU
+# Tokens of a chunk on a GPU: as many as have all their logits in _GPU_BYTES, a multiple of _GPU_TILE. Few chunks are
+# best, as each one reads and writes the whole weight gradient. One product makes _GPU_LOGITS logits: two rounds of
+# 128 x 256 on 132 multiprocessors.
 _GPU_TILE, _GPU_BYTES, _GPU_LOGITS = 128, 15 << 24, 2 * 132 * 128 * 256
-_FEW = 24  # chunks whose weight gradients may be summed in the weight's own dtype
+_FEW = 24  # up to so many chunks, the weight gradient is summed in the weight's own dtype
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Fused
 # ---------------------------------------------------------------------------------------------------------------------
 class TokenStreams(NamedTuple):
-    """The inputs of a token's loss, ``[M]`` each, in the order of ``targets``; ``weight`` is its factor in the loss."""
+    """Inputs of the loss per token, ``[M]`` each, in the order of ``targets``; ``weight`` is its factor in the sum."""
 
     weight: Tensor
     old_logprobs: Tensor
@@ -47,13 +50,13 @@ class TokenStreams(NamedTuple):
         return TokenStreams(*(None if stream is None else stream[which] for stream in self))  # type: ignore[arg-type]
 
 
-TokenGradient = Callable[[Tensor, TokenStreams], Tensor]  # logprob [m] and its tokens to the gradient [m] of the loss
+TokenGradient = Callable[[Tensor, TokenStreams], Tensor]  # (logprob [m], its tokens) -> gradient [m] of the loss
 
 
 def token_gradient(
     clip: Clip | None, variant: Variant | None, kl: KL | None, correction: ImportanceCorrection | None
 ) -> TokenGradient:
-    """The gradient of a token-level loss, by the policy loss itself, of a chunk as if it were a sequence."""
+    """Make a function that gives the gradient of a token-level loss. It treats a chunk as one sequence."""
 
     def gradient(logprob: Tensor, tokens: TokenStreams) -> Tensor:
         leaf = logprob.detach().requires_grad_()
@@ -87,18 +90,19 @@ def _chunk_size(head: Head) -> int:
 
 
 def _columns(head: Head, tokens: int) -> int:
-    """Columns of one product with ``tokens`` rows."""
+    """The number of columns of one product with ``tokens`` rows."""
     return max(_GPU_LOGITS // max(tokens, 1) // 256 * 256, 256) if head.products.on_gpu else _COLUMNS
 
 
 def fused(
     head: Head, gradients: Gradients, tokens: TokenStreams, loss: TokenGradient, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Fills ``gradients``; gives ``logprob`` and ``entropy [M]``. Logits of one chunk are held at a time."""
+    """Fill ``gradients``, and return ``logprob`` and ``entropy [M]``. Holds the logits of one chunk at a time."""
     chunks = head.blocks(_chunk_size(head))
     total = gradients.weight
     if gradients.need_weight and len(chunks) > _FEW and total.dtype is not torch.float32:
         total = torch.empty_like(total, dtype=torch.float32)
+    # Sums over many chunks lose too much in bfloat16, so they run in float32 and are rounded once at the end.
     logprobs, entropies = [], []
     for chunk in chunks:
         logprob, entropy_of_chunk = _chunk(head, gradients, total, tokens.pick(chunk), loss, entropy, chunk)
@@ -124,6 +128,7 @@ def _chunk(
 ) -> tuple[Tensor, Tensor]:
     products, rows = head.products, head.rows(chunk)
     state = new_state(rows.shape[0], rows)
+    # Scan all tiles of the chunk for its log-probabilities, and keep their logits.
     tiles = []
     width = _columns(head, rows.shape[0])
     for start in range(0, head.vocabulary, width):
@@ -131,6 +136,7 @@ def _chunk(
         scan(tile, state, entropy)
         tiles.append(tile)
     logprob, lse, entropies = finish(state, entropy)
+    # With the loss's gradient known, turn each tile of logits into its gradient and multiply it out.
     upstream = Upstream(lse, loss(logprob, tokens), None, None)
     sums = gradients.new_hidden(rows.shape[0])
     for tile in tiles:
@@ -151,10 +157,10 @@ def _chunk(
 # Autograd
 # ---------------------------------------------------------------------------------------------------------------------
 class _Attach(torch.autograd.Function):
-    """Attaches to ``loss`` the gradients that were computed with it, those of ``scale`` times the loss.
+    """Attaches to ``loss`` the gradients that were computed with it. They are gradients of ``scale`` times the loss.
 
-    They are as large as the weight, so the backward scales them in place and hands them over. A second backward through
-    the same graph recomputes them.
+    They are as large as the weight, so the backward scales them in place and hands them to the caller. A second
+    backward through the same graph recomputes them.
     """
 
     @staticmethod
@@ -167,7 +173,7 @@ class _Attach(torch.autograd.Function):
         *leaves: Tensor | None,
     ) -> Tensor:
         ctx.grads, ctx.recompute, ctx.scale = grads, recompute, scale
-        ctx.mark_dirty(loss)  # the same tensor, not a view of it, which the caller could not change in place
+        ctx.mark_dirty(loss)  # returns the same tensor; the caller could not change a view of it in place
         ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
         return loss
 
@@ -189,7 +195,7 @@ class _Attach(torch.autograd.Function):
 
 
 def _scale_in_place(values: Tensor, factor: Tensor) -> None:
-    """Usually by 1. On a GPU only the device knows; the kernel leaves at once then."""
+    """Multiply by a factor, which is usually 1. On a GPU the kernel reads it and returns at once for 1."""
     device, core = native_core(values)
     if device == "cuda" and values.numel():
         core.cuda_scale(values, factor.float().contiguous(), stream_of(values))
@@ -201,21 +207,21 @@ def _scale_in_place(values: Tensor, factor: Tensor) -> None:
 # Public function
 # ---------------------------------------------------------------------------------------------------------------------
 def _needs_rows(variant: Variant | None, correction: ImportanceCorrection | None) -> bool:
-    """True if a token's loss depends on other tokens' log-probabilities, so that all must be known first."""
+    """True if a token's loss depends on other tokens' log-probabilities, so that all of them are needed first."""
     if variant is not None and (variant.by_row or variant.selects):
         return True
     return correction is not None and correction.level == "sequence"
 
 
 def _serves(hidden: Tensor, backend: str | None, reason: str) -> bool:
-    """True if the chunks run on the compiled kernels; any other backend is chosen or refused by the two passes."""
+    """True if the compiled kernels serve the chunks. Otherwise the two separate ops choose or reject a backend."""
     if hidden.dtype is torch.float64:
         return False
     return select_backend(backend, hidden, native=reason, triton=reason) == "native"
 
 
 def _scale_of(tokens: TokenStreams) -> Tensor:
-    """A power of two that brings the largest weight of a token near 1."""
+    """The power of two that brings the largest token weight near 1."""
     if not tokens.weight.numel():
         return torch.ones((), device=tokens.weight.device)
     return torch.ldexp(torch.ones_like(tokens.weight[0]), -torch.frexp(tokens.weight.max()).exponent)
@@ -224,7 +230,7 @@ def _scale_of(tokens: TokenStreams) -> Tensor:
 def _tokens(
     targets: Tensor, old_logprobs: Tensor, advantages: Tensor, aggregation: Aggregation, batch: dict[str, Any]
 ) -> TokenStreams:
-    """The streams with a weight and an advantage for each token, known before any logit is."""
+    """Build the streams with a weight and an advantage per token. Both are known before any logit is computed."""
     cu_seqlens, mask, actor_ids = batch["cu_seqlens"], batch["mask"], batch["actor_ids"]
     rows = RowLayout(targets, cu_seqlens)
     lengths = rows.sum((torch.ones_like(targets) if mask is None else mask != 0).double())
@@ -243,7 +249,10 @@ def _tokens(
 
 
 def _trained(head: Head, tokens: TokenStreams) -> tuple[Head, TokenStreams, Tensor | None]:
-    """Without the masked tokens, whose logits are not worth making; to find them on a GPU would wait for it."""
+    """Drop the masked tokens, so that their logits are not computed. Only on a CPU: finding them makes a GPU wait.
+
+    Also returns the indices of the tokens that are left; ``None`` if nothing was dropped.
+    """
     if tokens.mask is None or not tokens.mask.is_cpu or bool((tokens.mask != 0).all()):
         return head, tokens, None
     keep = (tokens.mask != 0).nonzero()[:, 0]
@@ -255,7 +264,10 @@ def _trained(head: Head, tokens: TokenStreams) -> tuple[Head, TokenStreams, Tens
 def _one_pass(
     whole: Head, tokens: TokenStreams, loss: TokenGradient, leaves: tuple[Tensor | None, ...], entropy: bool
 ) -> tuple[Gradients, Tensor, Tensor | None]:
-    """The gradients of ``leaves`` (hidden, weight, bias), and ``logprob`` and ``entropy [M]``, 0 where masked."""
+    """Compute the gradients of ``leaves`` (hidden, weight, bias), and ``logprob`` and ``entropy [M]``.
+
+    On a CPU, masked tokens have ``logprob`` and ``entropy`` 0.
+    """
     part, streams, keep = _trained(whole, tokens)
     needs = [leaf is not None and leaf.requires_grad for leaf in leaves]
     wide = torch.float32 if whole.hidden.dtype is torch.float16 else None
@@ -276,7 +288,7 @@ def _checked_normalizer(
     selected: Tensor | None,
     check: bool,
 ) -> Tensor | None:
-    """The normaliser as a tensor. What is wrong with the streams or options raises here, before the long work."""
+    """Convert the normaliser to a tensor, and raise for wrong streams or options before the long work starts."""
     if batch["cu_seqlens"] is None:
         raise TypeError("cu_seqlens: expected a tensor, got NoneType, as all streams are packed")
     nothing = torch.zeros(targets.shape, dtype=torch.float32, device=targets.device)
@@ -320,21 +332,22 @@ def linear_policy_loss(
     check: bool = False,
     backend: str | None = None,
 ) -> PolicyLoss:
-    """LM head and policy loss in one: :func:`policy_loss` of :func:`linear_logprob`, with one pass over the logits.
+    """Compute :func:`policy_loss` of :func:`linear_logprob` with one pass over the logits.
 
-    Packed: ``cu_seqlens [B+1]``, all streams ``[N]`` as ``targets`` (``[M]`` with ``positions``); ``advantages [B]`` or
-    per token. Arguments and errors are those of :func:`linear_logprob` and :func:`policy_loss`; ``entropy=True`` adds
-    the metric. ``backend`` is that of the head; the loss takes the best one for the device.
+    Input is packed: ``cu_seqlens [B+1]``, and all streams ``[N]`` like ``targets`` (``[M]`` with ``positions``).
+    ``advantages`` are ``[B]`` or per token. Arguments and errors are those of :func:`linear_logprob` and
+    :func:`policy_loss`; ``entropy=True`` adds the metric. ``backend`` names the backend of the head; the loss takes the
+    best one for the device.
 
-    Where a token's loss needs no other token's log-probability (PPO, CISPO, GPG, REINFORCE, SAPO, with a correction per
-    token), the forward forms the gradients chunk by chunk, with at most 256 MiB of logits in memory, and the backward
-    scales and returns them. GSPO, GMPO, Clip-Cov, KL-Cov and corrections by sequence need whole rows first, so they
-    compute the logits twice, as do ``torch.compile`` and other backends than ``native``. Masked tokens cost nothing on
-    a CPU. Gradients that are not required are not computed.
+    For some losses a token needs no other token's log-probability: PPO, CISPO, GPG, REINFORCE and SAPO, with a
+    correction per token or none. Then the forward computes the gradients chunk by chunk, with at most 256 MiB of logits
+    in memory, and the backward scales and returns them. GSPO, GMPO, Clip-Cov, KL-Cov and corrections by sequence need
+    whole rows first, so they compute the logits twice. So do ``torch.compile`` and backends other than ``native``.
+    Masked tokens cost nothing on a CPU. Gradients that are not required are not computed.
 
-    The gradient of a bfloat16 weight is summed in its own dtype over up to 24 chunks, beyond that in float32. Gradients
-    of float16 are kept in float32, and enlarged, until the loss's own gradient has scaled them: a loss scale works as
-    usual.
+    The gradient of a bfloat16 weight is summed in its own dtype over up to 24 chunks, and in float32 over more.
+    Gradients of float16 are kept in float32, and scaled up, until the loss's own gradient has scaled them. A loss scale
+    works as usual.
 
     Example: ``linear_policy_loss(states, lm_head.weight, targets, old, advantages, cu_seqlens=cu).loss.backward()``
     """

@@ -1,4 +1,4 @@
-"""The small option objects of the ops. Combinations that make no sense raise when they are built."""
+"""The option objects of the policy loss. Building one with values that make no sense raises ``ValueError``."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def _require_share(owner: str, share: float) -> None:
 class Variant:
     """Base of the loss variants: frozen objects that turn a token's ratio and advantage into its loss.
 
-    ``kind`` is the number by which the kernels know it, ``bounds`` the three numbers that they read.
+    ``kind`` is the variant's number in the kernels. ``bounds`` are the three numbers that the kernels read.
     """
 
     __slots__ = ()
     kind: ClassVar[int]
-    selects: ClassVar[bool] = False  # some tokens are singled out before the loss
-    by_row: ClassVar[bool] = False  # the ratio is that of a whole sequence
-    compiled: ClassVar[bool] = True  # the kernels know it
+    selects: ClassVar[bool] = False  # it selects some tokens before the loss
+    by_row: ClassVar[bool] = False  # its ratio belongs to a whole sequence
+    compiled: ClassVar[bool] = True  # the kernels can compute it
 
     @property
     def bounds(self) -> tuple[float, float, float]:
@@ -48,7 +48,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Clip(Variant):
-    """PPO's clip: the policy ratio is held in ``[1 - low, 1 + high]``.
+    """PPO's clip: keeps the policy ratio in ``[1 - low, 1 + high]``.
 
     ``high > low`` is clip-higher (DAPO, https://arxiv.org/abs/2503.14476, eq. 10). ``dual_clip`` bounds the loss of a
     token with negative advantage by ``-A * dual_clip`` (dual-clip PPO, https://arxiv.org/abs/1912.09729, eq. 5);
@@ -78,7 +78,7 @@ class Clip(Variant):
 
 @dataclass(frozen=True, slots=True)
 class GSPO(Variant):
-    """PPO's clip on one ratio per sequence, ``exp(mean(lp - old))``, whose gradient every token carries
+    """PPO's clip on one ratio per sequence, ``exp(mean(lp - old))``. Every token gets a share of its gradient
     (https://arxiv.org/abs/2507.18071, eq. 13). Meant for ``aggregation="seq-mean-token-mean"``."""
 
     kind: ClassVar[int] = 1
@@ -96,8 +96,8 @@ class GSPO(Variant):
 
 @dataclass(frozen=True, slots=True)
 class CISPO(Variant):
-    """``-A * clamp(ratio, 1 - low, 1 + high) * lp``, where the clamped ratio carries no gradient, so that no token is
-    lost to the clip (https://arxiv.org/abs/2506.13585, eq. 4). ``low=1`` leaves the ratio without a lower bound."""
+    """``-A * clamp(ratio, 1 - low, 1 + high) * lp``. The clamped ratio carries no gradient, so every token keeps its
+    gradient (https://arxiv.org/abs/2506.13585, eq. 4). ``low=1`` means that the ratio has no lower bound."""
 
     kind: ClassVar[int] = 2
     low: float = 1.0
@@ -113,7 +113,7 @@ class CISPO(Variant):
 
 @dataclass(frozen=True, slots=True)
 class Reinforce(Variant):
-    """``-A * lp``: the policy gradient itself (Williams 1992). The ratio is in the metrics alone."""
+    """``-A * lp``: the plain policy gradient (Williams 1992). The ratio appears only in the metrics."""
 
     kind: ClassVar[int] = 3
 
@@ -164,9 +164,13 @@ class GMPO(Variant):
 
 @dataclass(frozen=True, slots=True)
 class ClipCov(Variant):
-    """PPO's clip, and no loss at all for a few tokens with high covariance of advantage and log-probability
-    (https://arxiv.org/abs/2505.22617, eq. 11): of those between ``lower`` and ``upper`` that the clip spares, a random
-    ``share`` of all tokens, at least one. The draw is torch's (``torch.manual_seed``), over the tokens of the call."""
+    """PPO's clip, with loss 0 for a few tokens whose covariance of advantage and log-probability is high
+    (https://arxiv.org/abs/2505.22617, eq. 11).
+
+    It draws them at random from the unclipped tokens with a covariance between ``lower`` and ``upper``: as many as
+    ``share`` of all tokens, at least one. The draw uses torch's generator (``torch.manual_seed``) and covers the tokens
+    of the call.
+    """
 
     kind: ClassVar[int] = 6
     selects: ClassVar[bool] = True
@@ -191,8 +195,8 @@ class ClipCov(Variant):
 
 @dataclass(frozen=True, slots=True)
 class KLCov(Variant):
-    """``-A * ratio``, and ``coef * |lp - old|`` on top for the ``share`` of tokens (at least one) with the highest
-    covariance of advantage and log-probability (https://arxiv.org/abs/2505.22617, eq. 12)."""
+    """``-A * ratio``, plus ``coef * |lp - old|`` for the ``share`` of tokens (at least one) with the highest covariance
+    of advantage and log-probability (https://arxiv.org/abs/2505.22617, eq. 12)."""
 
     kind: ClassVar[int] = 7
     selects: ClassVar[bool] = True
@@ -210,10 +214,11 @@ class KLCov(Variant):
 
 @dataclass(frozen=True, slots=True)
 class Custom(Variant):
-    """A user-defined loss: ``function(logprobs [n], old_logprobs [n], advantages [n])`` gives the loss ``[n]`` of the
-    ``n`` tokens that train, in PyTorch; its gradient is autograd's. What it says of a token may depend on others only
-    where all of an optimizer step come in one call. Correction, KL term, aggregation and metrics are as for the others.
-    Served by the ``"torch"`` backend alone.
+    """A user-defined loss: ``function(logprobs [n], old_logprobs [n], advantages [n])`` returns the loss ``[n]`` of the
+    ``n`` tokens that train, in PyTorch. Autograd computes its gradient.
+
+    A token's loss may depend on other tokens only if one call covers the whole optimizer step. Correction, KL term,
+    aggregation and metrics work as for the other variants. Only the ``"torch"`` backend serves it.
 
     Example: ``Custom(lambda logprobs, old_logprobs, advantages: -advantages * (logprobs - old_logprobs).exp())``
     """
@@ -233,14 +238,14 @@ class KL:
 
     With ``d = ref - lp``: ``k1`` is ``-d``, ``abs`` is ``|d|``, ``k2`` is ``d**2 / 2``, ``k3`` is ``exp(d) - d - 1``
     with ``d`` clamped to +-20 and the value to +-10 (http://joschu.net/blog/kl-approx.html). ``k1+`` and ``k3+`` have
-    that value and the gradient of ``k2``, which is the unbiased one.
+    the values of ``k1`` and ``k3``, and the gradient of ``k2``, which is unbiased.
 
     ``importance_weighted`` multiplies the estimate by the importance ratio, and the gradient flows through both. Over
-    tokens that the old policy sampled, ``k1`` and ``k3`` then average to the KL of the present one, and their gradients
-    to its gradient (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556; TRL's ``use_bias_correction_kl``). The ratio is
-    the token's, ``exp(clamp(lp - old, -20, 20))``, neither clipped nor corrected; with :class:`GSPO` it is the
-    sequence's. ``k1+`` and ``k3+`` can't be weighted: their gradient is that of the KL already. The metric ``kl`` stays
-    the plain estimate.
+    tokens that the old policy sampled, ``k1`` and ``k3`` then average to the KL of the current policy, and their
+    gradients to its gradient (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556; TRL's ``use_bias_correction_kl``). The
+    ratio is the token's, ``exp(clamp(lp - old, -20, 20))``, neither clipped nor corrected; with :class:`GSPO` it is the
+    sequence's. ``k1+`` and ``k3+`` can't be weighted, as their gradient is already that of the KL. The metric ``kl``
+    stays the plain estimate.
 
     Example: ``KL("k3", coef=1e-3, importance_weighted=True)``
     """
@@ -264,11 +269,11 @@ class KL:
 
 @dataclass(frozen=True, slots=True)
 class ImportanceCorrection:
-    """Truncated importance weights against the mismatch of sampler and trainer: ``min(exp(old - rollout), cap)``.
+    """Truncated importance weights that correct the mismatch of sampler and trainer: ``min(exp(old - rollout), cap)``.
 
     ``old`` are the trainer's log-probabilities before the update, ``rollout`` the sampler's. The weight multiplies the
     clipped loss (not the KL term) and carries no gradient. ``level="sequence"`` uses the sum over the tokens of a row.
-    ``bounds=(low, high)`` rejects: where ``exp(old - rollout)`` lies outside, the weight is 0.
+    ``bounds=(low, high)`` rejects tokens: where ``exp(old - rollout)`` lies outside, the weight is 0.
 
     Example: ``ImportanceCorrection(level="token", cap=2.0, bounds=(0.5, 5.0))``
     """
@@ -295,4 +300,4 @@ class ImportanceCorrection:
                 f"ImportanceCorrection.cap={self.cap!r}: expected more than bounds[0] = {bounds[0]!r}, as else every "
                 "token that is kept has the same weight"
             )
-        object.__setattr__(self, "bounds", bounds)  # a list, as a file of settings has it, can't be hashed
+        object.__setattr__(self, "bounds", bounds)  # a settings file gives a list, which can't be hashed

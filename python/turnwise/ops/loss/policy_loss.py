@@ -1,4 +1,4 @@
-"""Policy losses over token streams: loss, gradient and metrics in one pass."""
+"""Compute policy losses over token streams: loss, gradient and metrics in one pass."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ from turnwise.ops.loss.reference import Objective, metric_names, reference
 
 
 class PolicyLoss(NamedTuple):
-    """``loss`` 0-dim; ``metrics`` name -> 0-dim float32; ``actor_metrics`` name -> ``[num_actors]`` float32, empty
-    without ``actor_ids``. Metrics carry no gradient and stay on the device."""
+    """The result of :func:`policy_loss`. Metrics carry no gradient and stay on the device.
+
+    ``loss`` is 0-dim. ``metrics`` maps a name to 0-dim float32. ``actor_metrics`` maps a name to ``[num_actors]``
+    float32, and is empty without ``actor_ids``.
+    """
 
     loss: Tensor
     metrics: Mapping[str, Tensor]
@@ -38,7 +41,7 @@ class PolicyLoss(NamedTuple):
 # Native and Triton: one pass gives loss, gradient and metrics
 # ---------------------------------------------------------------------------------------------------------------------
 def unsupported_reason(s: Streams, variant: Variant) -> str:
-    """The reason why the compiled kernels can't serve; empty where they can."""
+    """The reason why the compiled kernels can't serve; empty if they can."""
     if not variant.compiled:
         return f"variant is a {type(variant).__name__}, and the kernels know only their own"
     for stream in s:
@@ -49,10 +52,11 @@ def unsupported_reason(s: Streams, variant: Variant) -> str:
 
 
 def cast_for_kernel(s: Streams, variant: Variant) -> tuple[Streams, str]:
-    """The streams as the kernels take them, and the reason why these still can't serve.
+    """Cast the streams to types that the kernels read. Also returns the reason why the kernels still can't serve.
 
-    float16 can't hold a token's share of the gradient of a large batch, and a loss scale comes after it: so the
-    gradient is float32 until it is scaled. float64 beside other log-probabilities is computed in float32 anyhow.
+    float16 can't hold a token's share of the gradient of a large batch, and a loss scale is applied only afterwards.
+    So the gradient of float16 stays float32 until it is scaled. float64 streams are computed in float32 unless
+    ``logprobs`` itself is float64.
     """
     lp = s.logprobs
     if lp.dtype is torch.float16 and lp.requires_grad and torch.is_grad_enabled():
@@ -65,7 +69,7 @@ def cast_for_kernel(s: Streams, variant: Variant) -> tuple[Streams, str]:
 
 
 def _kernel_options(o: Objective) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """The options as the kernels read them: eight numbers and six modes, 0 for "none"."""
+    """Encode the options for the kernels as eight numbers and six modes, 0 for "none"."""
     kind, coef, weighted = 0, 0.0, False
     if o.kl:
         kind, coef, weighted = KL_ESTIMATORS.index(o.kl.estimator) + 1, o.kl.coef, o.kl.importance_weighted
@@ -82,8 +86,8 @@ kernel_options = functools.lru_cache(maxsize=256)(_kernel_options)
 
 
 def allocate_outputs(s: Streams, num_actors: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for loss, gradient and metrics."""
-    device = s.logprobs.device  # by name, as torch.set_default_device may say another
+    """Allocate the loss (0-dim), the gradient (shape of ``logprobs``) and the metrics ``[1 + num_actors, K]``."""
+    device = s.logprobs.device  # named, as torch.set_default_device may choose another
     columns = len(metric_names(s.ref_logprobs is not None, s.rollout_logprobs is not None, s.entropy is not None))
     loss = torch.empty((), dtype=torch.float32, device=device)
     grad = torch.empty_like(s.logprobs, memory_format=torch.contiguous_format, requires_grad=False)
@@ -109,6 +113,7 @@ def _compute(
     given = Streams(
         logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, actor_ids, entropy
     )
+    # Arguments of the compiled module: contiguous boundaries, and outputs to write into.
     loss, grad, metrics = allocate_outputs(given, num_actors)
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.contiguous()
@@ -125,7 +130,7 @@ def _compute(
             workspace = torch.empty(size, dtype=torch.uint8, device=logprobs.device)
             core.cuda_policy_loss(*call, workspace, stream_of(logprobs))
     except (ValueError, TypeError):
-        # The kernel says that something is wrong; the slow checks know which value it is.
+        # The kernel reports only that something is wrong. The slow checks find the value.
         check_streams(given, num_actors)
         if logprobs.is_cpu:
             check_stream_values(given, num_actors)
@@ -145,7 +150,7 @@ _COMPUTE = {"native": _compute, "triton": _compute_triton}
 
 
 def _scale_in_place(grad: Tensor, by: Tensor, backend: str) -> None:
-    """Without waiting for the device; does nothing where the factor is 1."""
+    """Multiply the gradient by a factor without waiting for the device. A factor of 1 costs no writes."""
     if backend == "triton":
         from turnwise.ops.loss.triton import scale
 
@@ -158,9 +163,9 @@ _TWICE = "policy_loss: the compiled kernels have no second derivative; use backe
 
 
 class _Scale(torch.autograd.Function):
-    """The gradient times the loss's own, in a backward that is itself recorded.
+    """Multiply the gradient by the loss's own gradient, in a backward that autograd records (``create_graph=True``).
 
-    Takes ``logprobs`` so that a second derivative meets the refusal below, not a graph that ends here.
+    Takes ``logprobs`` so that a second derivative reaches the error below instead of a graph that ends here.
     """
 
     @staticmethod
@@ -178,7 +183,7 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logprobs: Tensor, loss: Tensor, grad: Tensor) -> Tensor:
         ctx.save_for_backward(grad, logprobs)
-        ctx.mark_dirty(loss)  # the same tensor, not a view of it, which the caller could not change in place
+        ctx.mark_dirty(loss)  # returns the same tensor; the caller could not change a view of it in place
         return loss
 
     @staticmethod
@@ -186,18 +191,21 @@ class _Attach(torch.autograd.Function):
         grad, logprobs = ctx.saved_tensors
         if torch.is_grad_enabled():
             return _Scale.apply(grad, grad_loss, logprobs), None, None
-        # Usually 1: then the gradient is there already. Reading it costs nothing on a CPU.
+        # The factor is usually 1, and then the gradient is final already. Reading it costs nothing on a CPU.
         return grad if grad_loss.item() == 1.0 else grad * grad_loss, None, None
 
 
 class _AttachOnDevice(torch.autograd.Function):
-    """The same where reading ``grad_loss`` would wait for the device: a kernel scales the gradient in place, or does
-    nothing where the factor is 1. The caller then owns the gradient, so another backward recomputes it."""
+    """Attaches the gradient on a device where reading ``grad_loss`` would wait.
+
+    A kernel scales the gradient in place, or does nothing if the factor is 1. The caller then owns the gradient, so a
+    second backward recomputes it.
+    """
 
     @staticmethod
     def forward(ctx: Any, logprobs: Tensor, loss: Tensor, grad: Tensor, *rest: Any) -> Tensor:
         *tensors, ctx.numbers, ctx.modes, ctx.backend = rest
-        # What was sampled in inference mode can't be saved, and can't change either.
+        # Autograd can't save tensors made in inference mode. They can't change either, so the context keeps them.
         ctx.sampled = [t if t is not None and t.is_inference() else None for t in tensors]
         ctx.save_for_backward(logprobs, *(None if t is s else t for t, s in zip(tensors, ctx.sampled, strict=True)))
         ctx.mark_dirty(loss)
@@ -209,6 +217,7 @@ class _AttachOnDevice(torch.autograd.Function):
         saved: tuple[Any, ...] = ctx.saved_tensors
         logprobs, *tensors = saved
         tensors = [t if s is None else s for t, s in zip(tensors, ctx.sampled, strict=True)]
+        # The first backward hands over the gradient of the forward pass; another one computes it again.
         none = [None] * (len(tensors) + 5)
         grad, ctx.grad = ctx.grad, None
         if grad is None:
@@ -223,7 +232,7 @@ class _AttachOnDevice(torch.autograd.Function):
 def _fused_loss(
     s: Streams, objective: Objective, selected: Tensor | None, normalizer: Tensor | None, backend: str
 ) -> tuple[Tensor, Tensor]:
-    # The dispatcher costs more than a small batch does, so plain tensors pass it by.
+    # The dispatcher costs more than a small batch does, so plain tensors skip it.
     if type(s.logprobs) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
         op = torch.ops.turnwise.policy_loss_triton if backend == "triton" else torch.ops.turnwise.policy_loss
         loss, _, metrics = op(*s, selected, normalizer, *_kernel_options(objective))
@@ -234,7 +243,7 @@ def _fused_loss(
 
 
 def attach_grad(loss: Tensor, grad: Tensor, arguments: tuple[Any, ...], backend: str = "native") -> Tensor:
-    """The loss with its gradient, for the arguments of the computation."""
+    """Attach the gradient to the loss. ``arguments`` are those of the computation, for a recompute."""
     logprobs = arguments[0]
     if not (logprobs.requires_grad and torch.is_grad_enabled()):
         return loss
@@ -311,46 +320,48 @@ def policy_loss(
     check: bool = False,
     backend: str | None = None,
 ) -> PolicyLoss:
-    """PPO's clipped loss (https://arxiv.org/abs/1707.06347, eq. 7) or a variant, with KL and importance correction.
+    """Compute PPO's clipped loss (https://arxiv.org/abs/1707.06347, eq. 7) or a variant, with KL and correction.
 
     Per token, with ``ratio = exp(clamp(logprobs - old_logprobs, -20, 20))``, the loss is
-    ``max(-A * ratio, -A * clamp(ratio, 1 - clip.low, 1 + clip.high))``, for ``A < 0`` at most ``-A * clip.dual_clip``.
-    The weight of ``correction`` multiplies it, and ``kl.coef`` times the KL estimate is added.
+    ``max(-A * ratio, -A * clamp(ratio, 1 - clip.low, 1 + clip.high))``. For ``A < 0`` it is at most
+    ``-A * clip.dual_clip``. The weight of ``correction`` multiplies it, and ``kl.coef`` times the KL estimate is added.
 
     Streams, padded ``[B, T]`` with ``mask``, or packed ``[N]`` with ``cu_seqlens``:
 
     - ``logprobs``, ``old_logprobs``: of the current and of the old policy. Also ``ref_logprobs`` (needed by ``kl``),
       ``rollout_logprobs`` (needed by ``correction``) and ``entropy`` (for its metric only).
-    - ``advantages``: ``[B]``, one per sequence (taken so wherever it fits), or per token.
-    - ``mask``: bool, integer or 0/1 float. A token trains where it is not 0; others may hold anything, NaN too.
+    - ``advantages``: ``[B]``, one per sequence, or one per token. A shape that fits both counts as one per sequence.
+    - ``mask``: bool, integer or 0/1 float. A token trains where it is not 0. Other tokens may hold any value, even NaN.
     - ``cu_seqlens [B+1]``: int32 or int64, from 0 to N.
-    - ``actor_ids [B]`` with ``num_actors``: gives metrics by actor as well.
+    - ``actor_ids [B]`` with ``num_actors``: adds metrics for each actor.
 
-    Floats are float32, bfloat16, float16 (computed in float32, and so is the gradient until the loss's own gradient has
-    scaled it) or float64 (reference only; beside other log-probabilities it counts as float32).
+    Floats are float32, bfloat16, float16 or float64. float16 is computed in float32, and its gradient stays float32
+    until the loss's own gradient has scaled it. float64 ``logprobs`` need the reference; another float64 stream is
+    computed in float32.
 
     Options:
 
     - ``clip``, or ``variant`` instead of it: :class:`GSPO`, :class:`CISPO`, :class:`GPG`, :class:`Reinforce`,
       :class:`SAPO`, :class:`GMPO`, :class:`ClipCov`, :class:`KLCov` or a :class:`Custom` one.
-    - ``selected``: from :func:`select_tokens` over a whole optimizer step; replaces the choice of tokens that
-      :class:`ClipCov` and :class:`KLCov` make in this batch.
-    - ``aggregation``: ``"token-mean"``, ``sum(l) / tokens``; ``"seq-mean-token-sum"``, row sums over the number of
-      non-empty rows; ``"seq-mean-token-mean"``, row means over the same; ``"seq-mean-token-sum-norm"``,
+    - ``selected``: the result of :func:`select_tokens` over a whole optimizer step. It replaces the choice of tokens
+      that :class:`ClipCov` and :class:`KLCov` make in this batch.
+    - ``aggregation``: ``"token-mean"``, ``sum(l) / tokens``; ``"seq-mean-token-sum"``, the sum of row sums over the
+      number of non-empty rows; ``"seq-mean-token-mean"``, the same with row means; ``"seq-mean-token-sum-norm"``,
       ``sum(l) / max_length``; ``"agent-mean"``, the token mean of each actor, then the mean over actors with tokens.
-    - ``normalizer``: from :func:`loss_normalizer` over a whole optimizer step; replaces the count of this batch, so
-      that micro-batches add up to the gradient of the whole. A number or 0-dim, ``[num_actors]`` for ``"agent-mean"``.
-    - ``check=True``: check values (masks, ids, ``cu_seqlens``, ``normalizer``) on a GPU too, which waits for it.
+    - ``normalizer``: the result of :func:`loss_normalizer` over a whole optimizer step. It replaces the count of this
+      batch, so that micro-batches add up to the gradient of the whole. A number or 0-dim tensor, or ``[num_actors]``
+      for ``"agent-mean"``.
+    - ``check=True``: checks values (masks, ids, ``cu_seqlens``, ``normalizer``) on a GPU too, which waits for it.
 
     Metrics are token means: clip fractions low (``A < 0``), high (``A > 0``) and dual (``ClipCov``, ``KLCov``: the
     share selected); ``approx_kl_k1``, ``approx_kl_k3``, ``ratio_mean`` and ``ratio_max`` of the tokens' own ratios;
     ``tokens``; ``entropy``; ``kl`` with ``ref_logprobs``. With ``rollout_logprobs``: ``mismatch_kl``, the mean of
     ``rollout - old``; ``ess``, the effective sample size as a share, ``(sum w)**2 / (n * sum w**2)``; ``rejected``, the
-    share of tokens whose weight the bounds of ``correction`` made 0.
+    share of tokens whose weight the bounds of ``correction`` set to 0.
 
-    The gradient flows to ``logprobs`` only, once: a second derivative needs ``backend="torch"``. A batch without
-    trained tokens has loss 0. Raises ``ValueError`` or ``TypeError`` naming the argument, ``BackendUnavailable`` if the
-    named backend can't serve.
+    The gradient flows to ``logprobs`` only. It can be taken once; a second derivative needs ``backend="torch"``. A
+    batch without trained tokens has loss 0. Raises ``ValueError`` or ``TypeError`` naming the argument, and
+    ``BackendUnavailable`` if the named backend can't serve.
 
     Example: ``policy_loss(logprobs, old, advantages, mask=mask, clip=Clip(0.2, 0.28), kl=KL("k3"), ref_logprobs=ref)``
     """
@@ -365,7 +376,7 @@ def policy_loss(
     s, reason = cast_for_kernel(s, objective.variant)
     reason = transform_reason(backend, *s, selected, normalizer) or reason
     served = select_backend(backend, logprobs, native=reason, triton=reason)
-    if served != "native" or objective.variant.selects:  # the kernels look for themselves
+    if served != "native" or objective.variant.selects:  # the native kernels make their own checks
         check_call(s, objective, normalizer)
     selected = make_selected(s, objective.variant, selected)
     if served == "torch":

@@ -1,4 +1,4 @@
-"""The policy loss in plain PyTorch, against which every other backend is tested. Differentiable, any device."""
+"""The policy loss in plain PyTorch: differentiable, any device. The tests compare every other backend with it."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ _NAMES = {flags: _metric_names(*flags) for flags in itertools.product((False, Tr
 
 
 def metric_names(has_ref: bool, has_rollout: bool, has_entropy: bool) -> tuple[str, ...]:
-    """The metrics of a call, in the order in which every backend returns them."""
+    """The names of a call's metrics, in the order in which every backend returns them."""
     return _NAMES[has_ref, has_rollout, has_entropy]
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """An estimator of ``KL(policy || reference)`` per token; ``+`` keeps the value and takes the gradient of ``k2``."""
+    """Estimate ``KL(policy || reference)`` per token. An estimator with ``+`` has the gradient of ``k2`` instead."""
     d = ref_logprobs - logprobs
     if estimator.endswith("+"):
         k2 = 0.5 * d.square()
@@ -73,8 +73,10 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 
 def correction_weights(mismatch: Tensor, rows: RowLayout, correction: ImportanceCorrection) -> tuple[Tensor, Tensor]:
-    """``min(exp(old - rollout), cap)`` per token, or the same of a sequence's sum, and which weights were rejected;
-    ``mismatch`` is 0 where masked."""
+    """Compute ``min(exp(mismatch), cap)`` per token or per sequence, and the mask of rejected weights.
+
+    ``mismatch`` is ``old - rollout``, and 0 where masked. Level ``"sequence"`` uses its sum over the row.
+    """
     if correction.level == "sequence":
         mismatch = rows.spread(rows.sum(mismatch))
     weight = mismatch.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
@@ -88,13 +90,16 @@ def correction_weights(mismatch: Tensor, rows: RowLayout, correction: Importance
 def reference(
     s: Streams, objective: Objective, selected: Tensor | None, normalizer: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The loss, and its metrics ``[1 + num_actors, K]`` in the order of :func:`metric_names`: all, then by actor."""
+    """Compute the loss and its metrics ``[1 + num_actors, K]``.
+
+    The first row covers all tokens, the others one actor each. Columns are in the order of :func:`metric_names`.
+    """
     dtype = torch.float64 if s.logprobs.dtype == torch.float64 else torch.float32
     rows = RowLayout(s.logprobs, s.cu_seqlens)
     mask = torch.ones_like(s.logprobs, dtype=torch.bool) if s.mask is None else s.mask != 0
 
     def stream(values: Tensor) -> Tensor:
-        # Masked tokens may hold anything, NaN too: they become 0 before any arithmetic.
+        # Masked tokens may hold any value, NaN included, so they become 0 before any arithmetic.
         return torch.where(mask, values.to(dtype), 0.0)
 
     logprobs, old = stream(s.logprobs), stream(s.old_logprobs.detach())
@@ -105,6 +110,7 @@ def reference(
     token = token_loss(tokens, objective.variant)
     loss = token.loss
 
+    # Per-token columns of the metrics. The correction multiplies the loss, and the KL term is added to it.
     columns = [mask, token.clipped_low, token.clipped_high, token.clipped_dual]
     columns += [-log_ratio, ratio - 1 - log_ratio, ratio]
     rejected = torch.zeros_like(mask)
@@ -125,6 +131,7 @@ def reference(
     if s.entropy is not None:
         columns.append(stream(s.entropy.detach()))
 
+    # Weigh the rows, and sum in float64.
     lengths = rows.sum(mask.double())
     aggregation = objective.aggregation
     if normalizer is None:
@@ -138,7 +145,8 @@ def reference(
 
 
 def _metrics(sums: Tensor, ratio: Tensor, mask: Tensor, rows: RowLayout, s: Streams, objective: Objective) -> Tensor:
-    """Row sums ``[B, columns]`` to metrics ``[1 + num_actors, K]``."""
+    """Turn row sums ``[B, columns]`` into metrics ``[1 + num_actors, K]``."""
+    # Sums and the largest ratio: of the whole batch first, then of each actor.
     ratios = torch.where(mask, ratio, 0.0).double()
     if rows.row is None:
         row_max = ratios.amax(dim=1) if ratios.shape[1] else ratios.new_zeros(rows.count)
@@ -149,6 +157,7 @@ def _metrics(sums: Tensor, ratio: Tensor, mask: Tensor, rows: RowLayout, s: Stre
         actor_sums = sums.new_zeros(objective.num_actors, sums.shape[1]).index_add(0, s.actor_ids, sums)
         actor_max = sums.new_zeros(objective.num_actors).scatter_reduce(0, s.actor_ids.long(), row_max, "amax")
         groups += list(zip(actor_sums, actor_max, strict=True))
+    # Columns 1 to 6 become token means; the optional columns follow in the order in which they were appended.
     table = torch.stack([total for total, _ in groups])
     tokens = table[:, :1]
     means = table / tokens.clamp(min=1)

@@ -1,8 +1,8 @@
 """The policy loss in Triton: loss, gradient and metrics in one pass over the tokens.
 
-At most three launches: what must be known before the first token is weighed (counts of the batch, by integer atomics,
-and terms of each row), the pass itself, whose programs leave a slot of sums each, and the sum over the slots in a fixed
-order.
+A call makes at most three launches. The first counts the tokens of the batch (integer atomics) and computes terms of
+each row; it runs only if a token's weight or loss needs them. The second is the pass itself, whose programs each write
+one slot of sums. The third sums the slots in a fixed order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from turnwise.ops.loss.options import GMPO, GSPO
 from turnwise.ops.loss.reference import metric_names
 from turnwise.ops.loss.triton_math import K3, SEQUENCE
 
-# Small tiles in the interpreter, so that small cases have several.
+# Tiles are small in the interpreter, so that small test cases have several.
 _BLOCKS = (256, 128, 64) if interpreted else (2048, 1024, 512)
 _COUNT_BLOCK = 64 if interpreted else 16384
 _FINISH_BLOCK = 32 if interpreted else 512
@@ -33,12 +33,12 @@ _FINISH_WARPS, _COUNT_WARPS = 16, 8
 
 
 def _warps(block: int, few: bool = False) -> int:
-    """8 tokens a thread, or 16 of few streams: as many as leave room for other programs on the same multiprocessor."""
+    """Warps for 8 tokens a thread, or 16 if there are few streams. More would leave no room for other programs."""
     return max(1, block // (512 if few else 256))
 
 
 def _tile(width: int) -> int:
-    """The largest tile that wastes little of a row: one of three, so that lengths don't recompile."""
+    """The largest of three tiles that wastes little of a row. Only three, so that new lengths rarely recompile."""
     for block in _BLOCKS:
         if triton.cdiv(width, block) * block <= width * 1.125:
             return block
@@ -50,7 +50,7 @@ def _bytes(flags: Tensor | None) -> Tensor | None:
 
 
 def _strides(stream: Tensor | None) -> tuple[int, int]:
-    """Strides of rows and of tokens within a row. A contiguous tensor may have any stride where a size is 1."""
+    """Strides of rows and of tokens within a row. A contiguous tensor may have any stride along an axis of size 1."""
     if stream is None:
         return 0, 1
     if stream.is_contiguous():
@@ -59,7 +59,7 @@ def _strides(stream: Tensor | None) -> tuple[int, int]:
 
 
 def _split_advantages(advantages: Tensor, logprobs: Tensor, rows: int, packed: bool) -> tuple[Tensor | None, ...]:
-    """``(per token, per row)``, one of them ``None``: by row wherever that fits."""
+    """Return ``(per token, per row)``, one of them ``None``. Advantages count as per row if the shape allows it."""
     if advantages.shape == (rows,) and (packed or advantages.shape != logprobs.shape):
         return None, advantages.contiguous()
     if advantages.dim() == 2 and (advantages.shape[1] == 1 or advantages.stride(1) == 0):
@@ -68,8 +68,11 @@ def _split_advantages(advantages: Tensor, logprobs: Tensor, rows: int, packed: b
 
 
 class Tiling(NamedTuple):
-    """The cut of the tokens: ``tiles`` of ``block`` tokens, ``pieces`` to a row of ``width`` (0: packed) where a tile
-    lies in one row; ``whole``: no tile is cut off by an end."""
+    """The division of the tokens into ``tiles`` of ``block`` tokens.
+
+    ``width`` is the length of a row (0: packed). ``pieces`` is the number of tiles per row if each tile lies in one
+    row, else 0. ``whole`` is true if every tile is full.
+    """
 
     width: int
     mode: Any
@@ -110,12 +113,12 @@ class Options(NamedTuple):
 
     @property
     def by_row(self) -> bool:
-        """Tell whether a token's loss needs sums over its row."""
+        """True if a token's loss needs sums over its row."""
         row_ratio = self.variant in (GSPO.kind, GMPO.kind) or self.level == SEQUENCE.value
         return row_ratio or self.aggregation == SeqMeanTokenMean.index
 
     def divisor(self, normalizer: Tensor | None, mask: Tensor | None, tokens: int) -> tuple[Any, float]:
-        """The place where the kernels find the normaliser, and its inverse where the host knows it."""
+        """The place where the kernels find the normaliser, and its inverse if the host knows it (else 0)."""
         if normalizer is not None:
             return k.GIVEN, 0.0
         if self.aggregation == SeqMeanTokenSumNorm.index:
@@ -128,7 +131,7 @@ class Options(NamedTuple):
 def compute(
     streams: Streams, selected: Tensor | None, normalizer: Tensor | None, numbers: Sequence[float], modes: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, gradient (contiguous) and the table of metrics, from checked streams."""
+    """Compute loss, gradient (contiguous) and the table of metrics from checked streams."""
     logprobs, o = streams.logprobs, Options(*numbers, *modes)  # type: ignore[arg-type]
     tokens, rows = logprobs.numel(), row_count(logprobs, streams.cu_seqlens)
     has = streams.ref_logprobs is not None, streams.rollout_logprobs is not None, streams.entropy is not None
@@ -161,7 +164,7 @@ def compute(
         counts, terms = _launch_counts(s, row_advantages, o, tiling.width, divisor, flat)
         partials = logprobs.new_empty((k.COLUMNS, slots), dtype=torch.float32)
         slot_actors = logprobs.new_empty((slots,), dtype=torch.int32) if o.num_actors else None
-        if slot_actors is not None and many:  # not every slot comes to be used
+        if slot_actors is not None and many:  # some slots may stay unused
             slot_actors.fill_(-1)
         k.loss_kernel[(tiling.tiles,)](
             logprobs, s.old_logprobs, s.advantages, row_advantages, s.mask, s.cu_seqlens, s.ref_logprobs,
@@ -183,10 +186,15 @@ def compute(
 def _launch_counts(
     s: Streams, row_advantages: Tensor | None, o: Options, width: int, divisor: Any, flat: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Count tokens, rows and actors where the host doesn't know them, and sum over rows where a token needs it."""
+    """Launch the counts that the host doesn't know, and the terms of rows if a token needs them.
+
+    Returns ``counts [2 + num_actors]`` (tokens, non-empty rows, tokens by actor) and ``terms [TERMS, rows]``; ``None``
+    for one that is not needed.
+    """
     counted = divisor is k.COUNTED
     counts = s.logprobs.new_zeros(2 + o.num_actors, dtype=torch.int64) if counted else None
     if o.by_row or (counted and (o.aggregation != TokenMean.index or not flat)):
+        # A program per row computes its terms, and adds to the counts as well.
         rows = row_count(s.logprobs, s.cu_seqlens)
         terms = s.logprobs.new_empty((k.TERMS, rows), dtype=torch.float32)
         block = _BLOCKS[1] if s.cu_seqlens is not None or width > _BLOCKS[2] else _BLOCKS[2]
@@ -208,7 +216,7 @@ def _launch_counts(
 
 
 def scale(grad: Tensor, factor: Tensor) -> None:
-    """``grad *= factor`` in place, without waiting for the device; ``grad`` contiguous, ``factor`` 0-dim."""
+    """Multiply ``grad`` (contiguous) by ``factor`` (0-dim) in place, without waiting for the device."""
     tokens, block = grad.numel(), 2048
     if tokens:
         with torch.cuda.device_of(grad):
@@ -242,7 +250,8 @@ _FLOATS = ("low", "high", "dual", "kl_coef", "cap", "below", "above", "known")
 def _case(
     kernel: Any, absent: str, constants: dict[str, Any], warps: int, *instructions: str, dtype: str = "fp32"
 ) -> CompileCase:
-    """A kernel as a call launches it: contiguous rows of a multiple of 16 tokens, without what ``absent`` names."""
+    """Describe a kernel as a call launches it: contiguous rows of a multiple of 16 tokens, without the inputs that
+    ``absent`` names."""
     signature, values = {}, dict(constants)
     for name in kernel.arg_names:
         column = name.endswith("_col")
@@ -265,12 +274,12 @@ def _loss_case(absent: str, dtype: str = "fp32", **constants: Any) -> CompileCas
     warps = _warps(constants["BLOCK"], "rollout entropy" in absent)
     wide = "ld.global.L1::evict_first.L2::cache_hint.v4.b32", "st.global.cs.v4.b32"
     case = _case(k.loss_kernel, absent, constants, warps, *wide, dtype=dtype)
-    # Gradients go straight to their place; selected tokens, in bytes, spread the rest as a mask would.
+    # Gradients must not pass through shared memory. With `selected`, whose bytes spread the other streams, they do.
     return replace(case, without=("st.shared.v4",) if "selected" in absent else ())
 
 
 def _far_apart(case: CompileCase) -> CompileCase:
-    """With a mask whose tokens lie a multiple of 16 apart, as a transposed one's: it is read byte by byte."""
+    """Give a case a mask whose tokens lie a multiple of 16 apart, as if transposed. The kernel reads it by bytes."""
     signature = {**case.signature, "mask_col": "i32"}
     constexprs = {name: value for name, value in case.constexprs.items() if name != "mask_col"}
     aligned = (*case.aligned, "mask_col")

@@ -1,4 +1,4 @@
-"""The last kernel of the policy loss in Triton, which adds up what the tiles left, and the one of its backward."""
+"""Triton kernels of the policy loss that sum the tiles' slots (the last launch) and scale the gradient (backward)."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
@@ -54,6 +54,7 @@ def finish_kernel(
     tokens, low, high, clipped_dual, log_ratio, growth, total = none, none, none, none, none, none, none
     kl, mismatch, weight, square, rejected, entropy = none, none, none, none, none, none
     largest = tl.full([BLOCK], -INF, tl.float32)
+    # Sum each column over the slots, in the order of the slots.
     first = 0
     while first < used:
         for part in tl.static_range(4):  # unrolled, so that many loads are in flight
@@ -77,6 +78,7 @@ def finish_kernel(
             rejected += _column(partials, REJECTED, slots, at, mine, HAS_ROLLOUT, BLOCK)
             entropy += _column(partials, ENTROPY, slots, at, mine, HAS_ENTROPY, BLOCK)
         first += 4 * BLOCK
+    # Write the row of metrics: means over tokens, in the order of `metric_names`.
     n = tl.sum(tokens)
     share = tl.where(n > 0, 1 / tl.maximum(n, 1), 0.0)
     mean_log, mean_growth = tl.sum(log_ratio) * share, tl.sum(growth) * share
@@ -88,8 +90,8 @@ def finish_kernel(
     tl.store(to + 4, (-mean_log).to(tl.float32))
     tl.store(to + 5, mean_growth.to(tl.float32))
     tl.store(to + 6, (n * share + mean_log + mean_growth).to(tl.float32))
-    peak = tl.where(n > 0, exp(clamp(tl.max(largest), -FAR, FAR)), 0.0)  # of log-ratios
-    tl.store(to + 7, tl.where(mean_log == mean_log, peak, float("nan")))  # a maximum forgets NaN
+    peak = tl.where(n > 0, exp(clamp(tl.max(largest), -FAR, FAR)), 0.0)  # `largest` holds log-ratios
+    tl.store(to + 7, tl.where(mean_log == mean_log, peak, float("nan")))  # tl.maximum drops NaN
     if HAS_REF:
         tl.store(to + 8, (tl.sum(kl) * share).to(tl.float32))
     if HAS_ROLLOUT:

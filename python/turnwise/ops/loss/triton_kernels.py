@@ -1,7 +1,7 @@
-"""The kernels of the policy loss in Triton except the last; ``triton.py`` launches them.
+"""Triton kernels of the policy loss, except the last one; ``triton.py`` launches them.
 
-A tile is ``BLOCK`` tokens: of one row, or of a flat stream in which rows follow one another. ``row`` is accordingly one
-number or one per token.
+A tile is ``BLOCK`` tokens of one row, or of a flat stream in which rows follow one another. In the first case ``row``
+is one number, in the second one per token.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -34,11 +34,11 @@ from turnwise.ops.loss.triton_math import (
 
 TOKEN_MEAN, LENGTH_MEAN = tl.constexpr(TokenMean.index), tl.constexpr(SeqMeanTokenMean.index)
 AGENT_MEAN = tl.constexpr(AgentMean.index)
-# What a loss is divided by: a number known on the host, the caller's tensor, or what the first launch counted.
+# Source of the divisor of a loss: a number known on the host, the caller's tensor, or the counts of the first launch.
 KNOWN, GIVEN, COUNTED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-# How tokens find their row: all of a tile in one; rows of one width in a flat stream; rows by cu_seqlens.
+# How tokens find their row: a tile lies in one row; rows of one width in a flat stream; rows by cu_seqlens.
 ONE_ROW, BY_WIDTH, PACKED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-# What the first launch leaves of each row, and the sums that a tile leaves.
+# The terms of each row that the first launch writes, and the sums that a tile writes.
 INVERSE_LENGTH, RATIO, ADVANTAGE, CUT, IMPORTANCE, MEAN_KL = (tl.constexpr(i) for i in range(6))
 TERMS = 6
 TOKENS, LOW, HIGH, CLIPPED_DUAL, LOG_RATIO, GROWTH, LOSS, LARGEST = (tl.constexpr(i) for i in range(8))
@@ -78,7 +78,7 @@ def _trained(
         value = lanes < left
     else:
         at = mask + (row * row_stride + start * stride) + lanes.to(tl.int64) * stride
-        if not (ALONE or isinstance(stride, tl.tensor)):  # the hint holds for a stride of 1, which is no tensor
+        if not (ALONE or isinstance(stride, tl.tensor)):  # the hint is true only for stride 1, a constant here
             at = tl.max_contiguous(at, 4)
         value = tl.load(at) if FULL else tl.load(at, mask=lanes < left, other=0)
         if mask.dtype.element_ty.is_floating():
@@ -196,6 +196,7 @@ def rows_kernel(
         begin = tl.load(cu_seqlens + row).to(tl.int64)
         size = tl.load(cu_seqlens + row + 1).to(tl.int64) - begin
         place = row * 0
+    # Sum over the row's trained tokens, block by block, whatever the variant and the correction need.
     nothing = tl.full([], 0, tl.float64)
     length, log_ratio, advantage, mismatch, kl = begin * 0, nothing, nothing, nothing, nothing
     own = tl.zeros([BLOCK], tl.float32)
@@ -225,6 +226,7 @@ def rows_kernel(
             sampled = _load(rollout, place, at, rollout_row, rollout_col, left, False, BLOCK)
             mismatch += tl.sum(tl.where(trained, old - sampled, 0.0)).to(tl.float64)
         done += BLOCK
+    # Turn the sums into the row's terms.
     share = tl.where(length > 0, 1 / tl.maximum(length, 1).to(tl.float64), 0.0)
     tl.store(terms + INVERSE_LENGTH * rows + row, share.to(tl.float32))
     if (VARIANT == GSPO) | (VARIANT == GMPO):
@@ -416,6 +418,7 @@ def loss_kernel(
     BLOCK: tl.constexpr,
 ):
     """A tile of tokens: its gradient, and its sums in a slot of ``partials`` (a slot for each actor in it)."""
+    # Place of the tile: `place` and `start` index the streams, `flat` the contiguous gradient.
     program = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     if MODE == ONE_ROW:
@@ -449,6 +452,7 @@ def loss_kernel(
         advantage = _load(advantages, place, start, advantages_row, advantages_col, left, False, BLOCK)
         chosen = _load(selected, place * 0, flat, 0, 1, left, False, BLOCK)
 
+    # Row values: advantage, actor (`num_actors`: out of range) and weight, which is NaN for a wrong actor.
     if MODE != ONE_ROW:
         row = _row_of_tokens(cu_seqlens, rows, width, start, left, MODE, BLOCK)
     if row_advantages is not None:
@@ -461,7 +465,7 @@ def loss_kernel(
     if actor_ids is not None:
         weight = tl.where(actor < num_actors, weight, float("nan"))
 
-    # Zeros here make loss and gradient of masked tokens 0, except for the cases at the end of this kernel.
+    # The variant's loss. Zeros here make loss and gradient of masked tokens 0, except for the cases handled at the end.
     d = tl.where(trained, logprob - old, 0.0)
     scaled = advantage
     row_ratio, row_cut = d, trained
@@ -479,6 +483,7 @@ def loss_kernel(
         logprob, log_ratio, ratio, tl.abs(d) > FAR, advantage, scaled, weight, trained & (chosen != 0), row_ratio,
         row_cut, low, high, dual, VARIANT,
     )  # fmt: skip
+    # Importance correction: its weight multiplies loss and gradient.
     mismatch, importance, rejected, kl = d, d, trained, d
     if rollout is not None:
         mismatch = tl.where(trained, old - sampled, 0.0)
@@ -495,6 +500,7 @@ def loss_kernel(
             slope *= applied
             rejected = rejected & trained
         importance = tl.where(trained, importance, 0.0)
+    # KL term: added after the correction, which does not multiply it.
     if ref is not None:
         kl, kl_slope = kl_term(tl.where(trained, reference - logprob, 0.0), KL)
         term = kl  # the metric stays the plain estimate
@@ -508,6 +514,7 @@ def loss_kernel(
         scale = kl_coef * weight
         loss += scale * term
         slope += scale * kl_slope
+    # Row values and the constant slope of k1 are not 0 for masked tokens.
     if (VARIANT == GSPO) | (VARIANT == GMPO) | (LEVEL == SEQUENCE) | (KL == K1):
         loss, slope = tl.where(trained, loss, 0.0), tl.where(trained, slope, 0.0)
     if VARIANT == GSPO:
@@ -517,6 +524,7 @@ def loss_kernel(
     else:
         tl.store(grad + flat + lanes, slope.to(grad.dtype.element_ty), mask=lanes < left)
 
+    # Write the tile's sums.
     surprise = tl.where(trained, surprise, 0.0)
     slot = program.to(tl.int64)
     if MODE == ONE_ROW or actor_ids is None:

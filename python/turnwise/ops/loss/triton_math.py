@@ -1,7 +1,8 @@
-"""The formulas of the policy loss for Triton: those of ``csrc/ops/policy_loss_math.h``, one function per variant.
+"""The formulas of the policy loss for Triton, equal to those of ``csrc/ops/policy_loss_math.h``: one function each.
 
-Each gives loss, derivative by the log-probability, which tokens it clipped low, and 1 for those clipped high, ``OTHER``
-for those bounded by the dual clip, or selected. NaN passes through every clamp.
+Each variant returns four values per token: the loss; its derivative by the log-probability; whether the token is
+clipped low; and an integer, 1 if it is clipped high, ``OTHER`` if the dual clip bounds it or it is selected, else 0.
+NaN passes through every clamp.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -15,7 +16,7 @@ import triton.language as tl
 from turnwise.ops.loss import options
 from turnwise.ops.loss.reference import KL_BOUND, LOG_RATIO_BOUND
 
-# As the options number them.
+# The numbers that the options give their variants, estimators and levels.
 GSPO, CISPO, GRADIENT = (tl.constexpr(v.kind) for v in (options.GSPO, options.CISPO, options.Reinforce))
 SAPO, GMPO = tl.constexpr(options.SAPO.kind), tl.constexpr(options.GMPO.kind)
 CLIP_COV, KL_COV = tl.constexpr(options.ClipCov.kind), tl.constexpr(options.KLCov.kind)
@@ -25,7 +26,7 @@ TOKEN, SEQUENCE = (tl.constexpr(i + 1) for i in range(len(options.IS_LEVELS)))
 FAR = tl.constexpr(LOG_RATIO_BOUND)
 MOST_KL = tl.constexpr(KL_BOUND)
 INF = tl.constexpr(math.inf)
-OTHER = tl.constexpr(65536)  # in the upper half of an integer, to be counted beside ones
+OTHER = tl.constexpr(65536)  # counts in the upper half of an integer whose lower half counts ones
 LOG2E, LN2 = tl.constexpr(1 / math.log(2)), tl.constexpr(math.log(2))
 SAME = tl.constexpr(tl.PropagateNan.ALL)
 
@@ -103,7 +104,7 @@ def gmpo(log_ratio, cut, advantage, scaled, row_ratio, low, high):
 @triton.jit
 def clip_cov(ratio, cut, advantage, scaled, selected, low, high, dual):
     loss, grad, below, upper = surrogate(ratio, cut, advantage, scaled, low, high, dual)
-    upper += tl.where(selected, OTHER, 0)  # there is no dual clip to be mixed up with
+    upper += tl.where(selected, OTHER, 0)  # Clip-Cov has no dual clip, so OTHER only means selected
     return tl.where(selected, 0.0, loss), tl.where(selected, 0.0, grad), below, upper
 
 
@@ -132,7 +133,7 @@ def kl_term(d, KL: tl.constexpr):
         growth = exp(bounded) - 1
         k3 = growth - bounded
         value = tl.minimum(k3, MOST_KL, propagate_nan=SAME)
-        # Never far below 0, so only the upper bound can cut; beyond +-20 it does.
+        # k3 is never far below 0, so only the upper bound applies. Beyond +-20 it always does.
         grad = -d if KL == K3_PLUS else tl.where(k3 > MOST_KL, 0.0, -growth)
     return value, grad
 

@@ -1,4 +1,4 @@
-"""Each variant's loss per token in plain PyTorch: one small function per option object, over the same streams."""
+"""Compute each variant's loss per token in plain PyTorch, with one small function per option object."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOG_RATIO_BOUND = 20.0
 
 
 class Tokens(NamedTuple):
-    """The inputs of a variant; all streams are 0 where masked. ``log_ratio`` is ``logprobs - old`` clamped to +-20."""
+    """The inputs of a variant. Streams are 0 where masked. ``log_ratio`` is ``logprobs - old`` clamped to +-20."""
 
     logprobs: Tensor
     old: Tensor
@@ -44,7 +44,7 @@ def _surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> To
 
 
 def _clip(t: Tokens, v: Clip) -> TokenLoss:
-    """PPO: ``max(-A * ratio, -A * clip(ratio))``, and for ``A < 0`` at most ``-A * dual_clip``."""
+    """PPO: ``max(-A * ratio, -A * clip(ratio))``, bounded by ``-A * dual_clip`` for ``A < 0``."""
     token = _surrogate(t.ratio, t.advantages, v.low, v.high)
     if v.dual_clip is None:
         return token
@@ -54,7 +54,7 @@ def _clip(t: Tokens, v: Clip) -> TokenLoss:
 
 
 def _row_mean(t: Tokens, values: Tensor) -> Tensor:
-    """The mean over a row's trained tokens, at every token."""
+    """The mean over a row's trained tokens, repeated at every token of the row."""
     count = t.rows.sum(t.mask.to(values.dtype)).clamp(min=1)
     return t.rows.spread(t.rows.sum(values) / count)
 
@@ -66,7 +66,7 @@ def _gspo(t: Tokens, v: GSPO) -> TokenLoss:
 
 
 def importance_ratio(t: Tokens, variant: Variant) -> Tensor:
-    """The factor of an importance-weighted KL term: the token's own ratio, or its sequence's in GSPO."""
+    """The factor of an importance-weighted KL term: the token's own ratio, or the sequence's ratio for GSPO."""
     if not isinstance(variant, GSPO):
         return t.ratio
     return _row_mean(t, t.logprobs - t.old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
@@ -136,7 +136,7 @@ _LOSS: dict[type[Variant], Callable[[Tokens, Any], TokenLoss]] = {
 
 
 def is_known(variant: object) -> bool:
-    """True for the option objects of this package; the kernels know no others."""
+    """True for the option objects of this package. The ops accept no others."""
     return type(variant) in _LOSS
 
 
@@ -148,7 +148,7 @@ def token_loss(tokens: Tokens, variant: Variant) -> TokenLoss:
 # Selection by covariance: torch ops that never wait for the device
 # ---------------------------------------------------------------------------------------------------------------------
 def _first(keys: Tensor, count: Tensor) -> Tensor:
-    """True at the ``count`` (0-dim, on the device) largest of ``keys``; ties fall to the lower index."""
+    """Mark the ``count`` (0-dim, on the device) largest ``keys`` with True. Ties go to the lower index."""
     order = torch.sort(keys.flatten(), descending=True, stable=True).indices
     chosen = torch.arange(order.numel(), device=keys.device) < count
     return torch.zeros_like(chosen).scatter(0, order, chosen).reshape(keys.shape)
@@ -156,7 +156,7 @@ def _first(keys: Tensor, count: Tensor) -> Tensor:
 
 @torch.no_grad()
 def select_by_covariance(s: Streams, variant: Variant) -> Tensor:
-    """The tokens (bool, the shape of ``logprobs``) that :class:`ClipCov` or :class:`KLCov` singles out."""
+    """Select the tokens that :class:`ClipCov` or :class:`KLCov` treats apart: bool, the shape of ``logprobs``."""
     rows = RowLayout(s.logprobs, s.cu_seqlens)
     mask = torch.ones_like(s.logprobs, dtype=torch.bool) if s.mask is None else s.mask != 0
     dtype = torch.promote_types(s.logprobs.dtype, torch.float32)
@@ -164,6 +164,7 @@ def select_by_covariance(s: Streams, variant: Variant) -> Tensor:
     def stream(values: Tensor) -> Tensor:
         return torch.where(mask, values.to(dtype), 0.0)
 
+    # Covariance of advantage and log-probability per token, and the number of tokens to select.
     tokens = mask.sum()
     count = tokens.clamp(min=1)
     logprobs, advantages = stream(s.logprobs), stream(rows.spread(s.advantages))
@@ -172,6 +173,7 @@ def select_by_covariance(s: Streams, variant: Variant) -> Tensor:
     number = (tokens.double() * variant.share).floor().clamp(min=1)
     if isinstance(variant, KLCov):
         return _first(torch.where(mask, covariance, -torch.inf), number) & mask
+    # Clip-Cov draws at random among the unclipped tokens whose covariance is in range.
     ratio = (logprobs - stream(s.old_logprobs)).exp()
     plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - variant.low, 1 + variant.high)
     spared = mask & ~(clipped > plain) & (covariance > variant.lower) & (covariance < variant.upper)
@@ -188,12 +190,12 @@ def select_tokens(
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """The tokens that ``variant`` singles out, bool in the shape of ``logprobs``: the argument ``selected`` of
-    :func:`policy_loss`.
+    """Select the tokens that ``variant`` treats apart: bool, in the shape of ``logprobs``.
 
-    :class:`ClipCov` and :class:`KLCov` compare a token with all others, so where an optimizer step is cut into
-    micro-batches the choice must be made over the whole of it, and each micro-batch given its part. All arguments are
-    those of :func:`policy_loss`, and so are their checks. Raises ``TypeError`` for a variant that singles out none.
+    Pass the result to :func:`policy_loss` as ``selected``. :class:`ClipCov` and :class:`KLCov` compare a token with all
+    others. If an optimizer step is split into micro-batches, select over the whole step and give each micro-batch its
+    part. Arguments and their checks are those of :func:`policy_loss`. Raises ``TypeError`` for a variant that selects
+    no tokens.
     """
     if not (is_known(variant) and variant.selects):
         raise TypeError(f"variant={variant!r}: expected one that singles out tokens, ClipCov or KLCov")

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation over token streams."""
+"""Estimate generalised advantages over token streams."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ def _compute(
             check_token_values("rewards", rewards, mask, cu_seqlens)
         advantages, returns = reference(rewards, values, mask, cu_seqlens, gamma, lam)
         return advantages.to(wide_type(rewards, values)), returns.to(wide_type(rewards, values))
+    # Triton and the compiled module write into these; each backend wants its own form of the inputs.
     advantages = rewards.new_empty(rewards.shape, dtype=torch.float32)
     returns = torch.empty_like(advantages)
     if backend == "triton":
@@ -91,7 +92,7 @@ def _checked(
     try:
         return _compute(rewards, values, mask, cu_seqlens, gamma, lam, backend)
     except (ValueError, TypeError, IndexError):
-        # The kernel says that something is wrong; the slow checks know which value it is.
+        # The kernel reports only that something is wrong. The slow checks find the value.
         _check(rewards, values, mask, cu_seqlens)
         if rewards.is_cpu:
             check_token_values("rewards", rewards, mask, cu_seqlens)
@@ -121,22 +122,22 @@ def gae(
     check: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``(advantages, returns)`` by generalised advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16).
+    """Compute ``(advantages, returns)`` by generalised advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16).
 
     ``A[t] = delta[t] + gamma * lam * A[t + 1]`` with ``delta[t] = r[t] + gamma * V[t + 1] - V[t]``, and
-    ``returns = A + V``. Padded: ``rewards`` and ``values [B, T]``, with ``mask [B, T]``. Packed: ``[N]`` with
-    ``cu_seqlens [B+1]`` (int32 or int64, from 0 to N), and ``mask [N]`` if some tokens don't train. Streams are
-    float32, bfloat16, float16, float64 (reference only) or integers, in any strides. ``gamma`` and ``lam`` are in
+    ``returns = A + V``. Padded input: ``rewards`` and ``values [B, T]``, with ``mask [B, T]``. Packed input: ``[N]``
+    with ``cu_seqlens [B+1]`` (int32 or int64, from 0 to N), and ``mask [N]`` if some tokens don't train. Streams are
+    float32, bfloat16, float16, float64 (reference only) or integers, with any strides. ``gamma`` and ``lam`` are in
     ``[0, 1]``.
 
-    A token trains where ``mask`` (bool, integer or 0/1 float) is not 0. The others (a tool's answer inside a response,
-    padding) are passed over, as if they were not there, and get 0; they may hold anything, NaN too. The value behind a
-    row's last trained token is 0. Advantages are not whitened.
+    A token trains where ``mask`` (bool, integer or 0/1 float) is not 0. The recursion skips the other tokens (a tool's
+    answer inside a response, padding) and gives them 0; they may hold any value, NaN included. The value after a row's
+    last trained token is 0. Advantages are not whitened.
 
-    Both results are float32 (float64 where ``rewards`` or ``values`` is), in the shape of ``rewards``; no gradient
-    flows. Raises ``ValueError`` or ``TypeError`` naming the argument, for rewards that are not finite too (NaN of
-    ``values`` reaches the results). Values are looked at on the CPU; on a GPU, where that means to wait, with
-    ``check=True`` alone. ``BackendUnavailable`` if the named backend can't serve.
+    Both results have the shape of ``rewards`` and are float32 (float64 if ``rewards`` or ``values`` is). No gradient
+    flows. Raises ``ValueError`` or ``TypeError`` naming the argument, also for rewards that are not finite; a NaN in
+    ``values`` reaches the results. On a GPU, values are checked only with ``check=True``, which waits for the device.
+    Raises ``BackendUnavailable`` if the named backend can't serve.
 
     Example: ``gae(torch.tensor([[0., 1.]]), torch.tensor([[.5, .25]]), lam=1.0)`` gives ``[[.5, .75]]`` and
     ``[[1., 1.]]``.

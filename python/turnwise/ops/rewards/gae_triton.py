@@ -1,4 +1,4 @@
-"""Triton kernel for generalised advantages. A program takes a row, block by block from its end."""
+"""Triton kernel for generalised advantages. Each program handles one row, block by block from the row's end."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
@@ -43,6 +43,7 @@ def gae_kernel(
     start, end = row_bounds(starts_ptr, width, row, PACKED)
     first = start // BLOCK * BLOCK
     blocks = (end - first + BLOCK - 1) // BLOCK
+    # Return and value of the trained token that follows the block, carried from one block to the one before it.
     carry = tl.sum(tl.zeros([BLOCK], tl.float64), axis=0)
     carried = tl.sum(tl.zeros([BLOCK], tl.float32), axis=0)
     for k in range(0, blocks):
@@ -50,6 +51,7 @@ def gae_kernel(
         rewards = load_block(rewards_ptr, base, start, end, BLOCK).to(tl.float32)
         values = load_block(values_ptr, base, start, end, BLOCK).to(tl.float32)
         trained = load_trained(mask_ptr, base, start, end, HAS_MASK, BLOCK)
+        # A masked token hands on what follows it: factor 1, no weight, no constant.
         values = tl.where(trained, values, 0.0)
         factor = tl.where(trained, by_returns, 1.0).to(tl.float32)
         weight = tl.where(trained, by_value, 0.0).to(tl.float32)
@@ -63,7 +65,7 @@ def gae_kernel(
         advantages = tl.where(trained, result - values.to(tl.float64), 0.0)
         tl.store(returns_ptr + offsets, tl.where(trained, result, 0.0).to(tl.float32), mask=inside)
         tl.store(advantages_ptr + offsets, advantages.to(tl.float32), mask=inside)
-        here = offsets == base  # of the row's first block, which may begin before the row, nothing is carried on
+        here = offsets == base  # the row's first block may begin before the row; nothing reads its carry
         carry = tl.sum(tl.where(here, result, 0.0), axis=0)
         any_trained = tl.max(trained.to(tl.int32), axis=0)
         carried = tl.where(any_trained != 0, tl.sum(tl.where(here, value, 0.0), axis=0), carried)
@@ -79,7 +81,7 @@ def gae(
     advantages: Tensor,
     returns: Tensor,
 ) -> None:
-    """As ``launch_by_row`` takes them."""
+    """Launch the kernel on inputs in the form that ``launch_by_row`` takes."""
     tensors = (values, advantages, returns)
     numbers = (gamma * lam, gamma * (1 - lam))
     launch_by_row(gae_kernel, SCAN_BLOCK, rewards, mask, cu_seqlens, tensors, numbers)

@@ -1,4 +1,4 @@
-"""Sums and reversed scans of rewards per token in plain PyTorch, float64, any device."""
+"""Sum and scan per-token rewards in plain PyTorch: float64, any device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from turnwise.ops.common.layout import RowLayout
 
 
 def reward_sum(rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, lengths: Tensor | None) -> Tensor:
-    """``[B]`` float64 sums of the trained tokens' rewards."""
+    """Sum the rewards of each row's trained tokens: ``[B]`` float64."""
     values = rewards.double()
     if lengths is not None:
         mask = torch.arange(rewards.shape[1], device=rewards.device)[None] < lengths[:, None]
@@ -19,7 +19,7 @@ def reward_sum(rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, 
 
 
 class Columns:
-    """Packed streams as padded ones ``[B, longest]``, and back; padded ones as they are."""
+    """Convert packed streams to padded ones ``[B, longest]`` and back. Padded streams pass through."""
 
     def __init__(self, tokens: Tensor, cu_seqlens: Tensor | None) -> None:
         self.packed = cu_seqlens is not None
@@ -48,7 +48,7 @@ def _trained(rewards: Tensor, mask: Tensor | None, columns: Columns) -> Tensor:
 
 
 def returns(rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, gamma: float) -> Tensor:
-    """Discounted rewards to go in float64, token by token from the last."""
+    """Compute the discounted rewards to go in float64, token by token from the last one."""
     columns = Columns(rewards, cu_seqlens)
     values, trained = columns.pad(rewards.double()), _trained(rewards, mask, columns)
     result = []
@@ -61,14 +61,14 @@ def returns(rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, gam
 
 
 def _from_the_last(columns: list[Tensor], like: Tensor) -> Tensor:
-    """``[B, T]`` from its columns, last one first; not written in place, which ``vmap`` could not follow."""
+    """Stack columns, given last one first, into ``[B, T]``. Writes nothing in place, which ``vmap`` can't follow."""
     return torch.stack(columns[::-1], dim=1) if columns else torch.zeros_like(like)
 
 
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns in float64, by the recursion ``A[t] = delta[t] + gamma * lam * A[t + 1]``."""
+    """Compute advantages and returns in float64 by the recursion ``A[t] = delta[t] + gamma * lam * A[t + 1]``."""
     columns = Columns(rewards, cu_seqlens)
     r, v, trained = columns.pad(rewards.double()), columns.pad(values.double()), _trained(rewards, mask, columns)
     advantages, targets = [], []

@@ -1,4 +1,4 @@
-"""Rewards per token: their sum over each sequence, and the discounted sum of what follows each token."""
+"""Sum per-token rewards over each sequence, and compute each token's discounted rewards to go."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from turnwise.ops.rewards.reference import reward_sum
 # Input
 # ---------------------------------------------------------------------------------------------------------------------
 def as_floats(name: str, stream: Any) -> Tensor:
-    """A stream of rewards or values without its graph; integers as float32."""
+    """Detach a stream of rewards or values from its graph, and convert integers to float32."""
     if not isinstance(stream, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(stream).__name__}")
     if stream.requires_grad or is_transformed(stream):
@@ -48,7 +48,7 @@ def check_share(name: str, value: float) -> None:
 
 
 def float64_reason(**streams: Tensor) -> str:
-    """The reason why the kernels can't serve; empty where they can."""
+    """The reason why the kernels can't serve; empty if they can."""
     for name, stream in streams.items():
         if stream.dtype is torch.float64:
             return f"{name} is float64, and the kernels read float32, bfloat16 and float16"
@@ -56,7 +56,7 @@ def float64_reason(**streams: Tensor) -> str:
 
 
 def check_tokens(name: str, tokens: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
-    """Shapes, dtypes and devices, by name."""
+    """Check shapes, dtypes and devices. Raises an error that names the argument."""
     check_layout(name, tokens, cu_seqlens)
     check_mask(mask, tokens, name)
     if mask is not None and mask.device != tokens.device:
@@ -64,7 +64,7 @@ def check_tokens(name: str, tokens: Tensor, mask: Tensor | None, cu_seqlens: Ten
 
 
 def check_token_values(name: str, rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
-    """Check values, those of the rewards too. Reads them, so a GPU waits."""
+    """Check the values of all streams, including the rewards. Reading them makes a GPU wait."""
     if cu_seqlens is not None:
         check_cu_seqlens_values(cu_seqlens, rewards.shape[0])
     if mask is not None:
@@ -101,7 +101,7 @@ def _prefixes(rewards: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _check_sum_values(rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, lengths: Tensor | None) -> None:
-    """Check values, ``lengths`` included."""
+    """Check the values of all inputs of the sum, including ``lengths``."""
     if lengths is None:
         check_token_values("token_rewards", rewards, mask, cu_seqlens)
         return
@@ -114,7 +114,7 @@ def _check_sum_values(rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor |
 
 
 def cpu_inputs(mask: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """The mask in a type that the C++ kernels read, and ``cu_seqlens`` contiguous."""
+    """Convert the mask to a type that the C++ kernels read, and make ``cu_seqlens`` contiguous."""
     if mask is not None and mask.dtype is torch.float64:
         mask = mask.float()
     return mask, None if cu_seqlens is None else cu_seqlens.contiguous()
@@ -126,7 +126,7 @@ _BYTES = (torch.bool, torch.uint8, torch.int8)
 def gpu_inputs(
     tokens: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """All contiguous, and the mask in bytes or float32: other masks and strides are copied."""
+    """Make all inputs contiguous and the mask bytes or float32. Copies masks of other types and strided tensors."""
     if mask is not None:
         check_mask_type(mask)
         mask = (mask if mask.dtype in _BYTES or mask.dtype is torch.float32 else mask != 0).contiguous()
@@ -172,6 +172,7 @@ def _returns(
     if backend == "torch":
         return _reference_returns(token_rewards, mask, cu_seqlens, gamma)
     returns = token_rewards.new_empty(token_rewards.shape, dtype=torch.float32)
+    # Each backend fills `returns`; they differ in the form of the inputs that they read.
     if backend == "triton":
         from turnwise.ops.rewards import triton as token_rewards_triton
 
@@ -199,7 +200,7 @@ def _reference_returns(rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor 
 
 
 def wide_type(*streams: Tensor) -> torch.dtype:
-    """The dtype that the reference returns."""
+    """The dtype that the reference returns: float64 if any stream is, else float32."""
     return torch.float64 if any(stream.dtype is torch.float64 for stream in streams) else torch.float32
 
 
@@ -209,7 +210,7 @@ def _checked_sum(
     try:
         return _sum(token_rewards, mask, cu_seqlens, lengths, backend)
     except (ValueError, TypeError, IndexError):
-        # The kernel says that something is wrong; the slow checks know which value it is.
+        # The kernel reports only that something is wrong. The slow checks find the value.
         check_tokens("token_rewards", token_rewards, mask, cu_seqlens)
         _check_lengths(token_rewards, mask, cu_seqlens, lengths)
         if token_rewards.is_cpu:
@@ -244,7 +245,7 @@ def _fake_returns(token_rewards: Tensor, *_: object) -> Tensor:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """The dispatcher costs more than a small batch does, so plain tensors pass it by."""
+    """True if the call can skip torch's dispatcher, which costs more than a small batch does."""
     return type(tensor) is Tensor and not torch.compiler.is_compiling()
 
 
@@ -260,17 +261,18 @@ def token_reward_sum(
     check: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """Sums ``[B]`` of the trained tokens' rewards, float32 (float64 for float64 rewards); no gradient flows.
+    """Sum the rewards of each row's trained tokens: ``[B]`` float32 (float64 for float64 rewards). No gradient flows.
 
-    Padded: ``token_rewards [B, T]``, with ``mask [B, T]`` or with ``lengths [B]`` (int32 or int64, in ``[0, T]``: row
-    ``b`` is its first ``lengths[b]`` tokens) if not all count. Packed: ``token_rewards [N]`` with ``cu_seqlens [B+1]``
-    (int32 or int64, from 0 to N), and ``mask [N]`` if some don't count. Rewards are float32, bfloat16, float16, float64
-    (reference only) or integers, in any strides. A token counts where ``mask`` (bool, integer or 0/1 float) is not 0;
-    others may hold anything, NaN too. Sums are added up in double. An empty row has 0.
+    Padded input: ``token_rewards [B, T]``. If some tokens don't count, pass ``mask [B, T]``, or ``lengths [B]`` (int32
+    or int64, in ``[0, T]``), which keeps the first ``lengths[b]`` tokens of row ``b``. Packed input:
+    ``token_rewards [N]`` with ``cu_seqlens [B+1]`` (int32 or int64, from 0 to N), and ``mask [N]`` if some tokens don't
+    count. Rewards are float32, bfloat16, float16, float64 (reference only) or integers, with any strides. A token
+    counts where ``mask`` (bool, integer or 0/1 float) is not 0; other tokens may hold any value, NaN included. Sums are
+    accumulated in double. An empty row gets 0.
 
-    Raises ``ValueError`` or ``TypeError`` naming the argument, for rewards that are not finite too. Values are looked
-    at on the CPU; on a GPU, where that means to wait, with ``check=True`` alone. ``BackendUnavailable`` if the named
-    backend can't serve.
+    Raises ``ValueError`` or ``TypeError`` naming the argument, also for rewards that are not finite. On a GPU, values
+    are checked only with ``check=True``, which waits for the device. Raises ``BackendUnavailable`` if the named backend
+    can't serve.
 
     Example: ``token_reward_sum(torch.tensor([[0., 2.], [1., 5.]]), lengths=torch.tensor([2, 1]))`` gives ``[2., 1.]``.
     """
@@ -302,11 +304,11 @@ def token_returns(
     check: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """Discounted rewards to go: ``G[t] = r[t] + gamma * G[next trained token of the row]``, shape of the rewards.
+    """Compute the discounted rewards to go, ``G[t] = r[t] + gamma * G[next trained token of the row]``.
 
-    Input forms and errors as in :func:`token_reward_sum`, without ``lengths``. ``gamma`` is in ``[0, 1]``. Tokens that
-    don't train are passed over, as if they were not there, and get 0: the answer of a tool costs no discount. float32
-    (float64 for float64 rewards); no gradient flows.
+    Input forms and errors are those of :func:`token_reward_sum`, without ``lengths``. ``gamma`` is in ``[0, 1]``. The
+    recursion skips tokens that don't train and gives them 0, so the answer of a tool costs no discount. Returns float32
+    (float64 for float64 rewards) in the shape of the rewards. No gradient flows.
 
     Example: ``token_returns(torch.tensor([[0., 0., 1.]]), 0.5)`` gives ``[[.25, .5, 1.]]``.
     """

@@ -1,7 +1,7 @@
-"""Triton kernels over the tokens of each row: reward sums and discounted returns. A program takes a row.
+"""Triton kernels for reward sums and discounted returns over the tokens of each row. Each program handles one row.
 
-Blocks lie at multiples of their size, so that loads are aligned wherever a row begins; those wholly inside a row are
-read without a mask, since a masked load moves less than 16 bytes.
+Blocks start at multiples of their size, so loads are aligned wherever a row begins. A block that lies entirely inside
+a row is read without a mask, because a masked load moves less than 16 bytes.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -26,7 +26,7 @@ SCAN_BLOCK = 32 if interpreted else 1024
 @triton.jit
 def row_bounds(starts_ptr, width, row, PACKED: tl.constexpr):
     """The begin and end of a row in its stream; of packed streams ``width`` is the number of tokens."""
-    if PACKED:  # clamped, so that wrong boundaries give wrong sums at worst
+    if PACKED:  # clamped, so wrong boundaries can only give wrong sums, never a read out of bounds
         begin = tl.load(starts_ptr + row).to(tl.int64)
         stop = tl.load(starts_ptr + row + 1).to(tl.int64)
         return tl.minimum(tl.maximum(begin, 0), width), tl.minimum(tl.maximum(stop, 0), width)
@@ -109,6 +109,7 @@ def returns_kernel(
         base = tl.multiple_of(first + (blocks - 1 - k) * BLOCK, 16)
         rewards = load_block(rewards_ptr, base, start, end, BLOCK).to(tl.float32)
         trained = load_trained(mask_ptr, base, start, end, HAS_MASK, BLOCK)
+        # A masked token hands on what follows it: factor 1, constant 0.
         factor = tl.where(trained, gamma, 1.0).to(tl.float32)
         constant = tl.where(trained, rewards, 0.0).to(tl.float64)
         factor, constant = tl.associative_scan((factor, constant), 0, compose, reverse=True)
@@ -116,7 +117,7 @@ def returns_kernel(
         offsets = base + tl.arange(0, BLOCK)
         inside = (offsets >= start) & (offsets < end)
         tl.store(returns_ptr + offsets, tl.where(trained, result, 0.0).to(tl.float32), mask=inside)
-        # Of the row's first block, which may begin before the row, nothing is carried on.
+        # The row's first block may begin before the row; nothing reads its carry.
         carry = tl.sum(tl.where(offsets == base, result, 0.0), axis=0)
 
 
@@ -130,8 +131,11 @@ def launch_by_row(
     numbers: Sequence[float] = (),
     **flags: bool,
 ) -> None:
-    """A program for each row, if there is any. A kernel takes rewards, mask and boundaries (any pointer where they are
-    not given), then ``tensors``, the width of a row and ``numbers``. All contiguous, the mask in bytes or float32."""
+    """Launch one program per row, or nothing if there are no rows.
+
+    A kernel takes rewards, mask and boundaries (any pointer for one that is not given), then ``tensors``, the width of
+    a row and ``numbers``. All tensors are contiguous; the mask is bytes or float32.
+    """
     rows = row_count(rewards, cu_seqlens)
     if rows == 0:
         return
@@ -142,7 +146,7 @@ def launch_by_row(
             rewards if on is None else on,
             rewards if cu_seqlens is None else cu_seqlens,
             *tensors,
-            rewards.shape[-1],  # packed: of all tokens
+            rewards.shape[-1],  # the row width, or for packed streams the number of tokens
             *numbers,
             PACKED=cu_seqlens is not None,
             HAS_MASK=mask is not None,
@@ -155,7 +159,7 @@ def launch_by_row(
 def token_reward_sum(
     rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, lengths: Tensor | None, sums: Tensor
 ) -> None:
-    """As ``launch_by_row`` takes them."""
+    """Launch the sum kernel on inputs in the form that ``launch_by_row`` takes."""
     tensors = (sums if lengths is None else lengths, sums)
     launch_by_row(sum_kernel, SUM_BLOCK, rewards, mask, cu_seqlens, tensors, HAS_LENGTHS=lengths is not None)
 
@@ -163,15 +167,15 @@ def token_reward_sum(
 def token_returns(
     rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, gamma: float, returns: Tensor
 ) -> None:
-    """As ``launch_by_row`` takes them."""
+    """Launch the returns kernel on inputs in the form that ``launch_by_row`` takes."""
     launch_by_row(returns_kernel, SCAN_BLOCK, rewards, mask, cu_seqlens, (returns,), (gamma,))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What must compile
+# Cases to compile ahead of time
 # ---------------------------------------------------------------------------------------------------------------------
 def row_case(kernel: Any, dtype: str, mask: str, **constants: Any) -> CompileCase:
-    """A kernel as ``launch_by_row`` launches it, with streams of ``dtype`` and a mask of the type ``mask``."""
+    """Describe a kernel as ``launch_by_row`` launches it, with streams of ``dtype`` and a mask of type ``mask``."""
     types = {"rewards_ptr": f"*{dtype}", "values_ptr": f"*{dtype}", "mask_ptr": f"*{mask}", "width": "i32"}
     types |= {"starts_ptr": "*i64", "lengths_ptr": "*i64", **dict.fromkeys(constants, "constexpr")}
     signature = {name: types.get(name, "*fp32" if name.endswith("_ptr") else "fp32") for name in kernel.arg_names}

@@ -1,9 +1,9 @@
-"""Runs one program inside the sandbox. Started by ``sandbox.py`` as a script, alone: it imports nothing of turnwise.
+"""Runs one program inside the sandbox. ``sandbox.py`` starts it as a script, and it imports nothing of turnwise.
 
-Reads a job from standard input (``marshal``, from a parent that it trusts), gives up what it may do, and only then
-looks at the program. Each line that it writes to standard output is JSON: ``{"value": ...}`` or ``{"error": ...}`` for
-each input in order. The first line of all says whether it is locked in, ``{"locked": true}`` or ``{"refused": "why"}``:
-no program has run by then, so none can have written it.
+It reads a job from standard input (``marshal``, from a parent that it trusts), gives up its rights, and only then
+compiles the program. Each line that it writes to standard output is JSON. The first line is ``{"locked": true}`` or
+``{"refused": "why"}``; no program has run by then, so none can have written it. Then follows ``{"value": ...}`` or
+``{"error": ...}`` for each input in order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 SECCOMP_MODE_FILTER = 2
 
-# Opening files is forbidden later, so what a program may import is imported before, if its text names it.
+# Opening files is forbidden later, so the modules among these that the program's text names are imported before.
 MODULES = (
     "abc", "array", "bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions",
     "functools", "heapq", "itertools", "json", "math", "operator", "random", "re", "statistics", "string", "time",
@@ -32,7 +32,7 @@ ERROR_CHARS = 200
 def main() -> None:
     job = marshal.loads(sys.stdin.buffer.read())
     results = os.dup(1)
-    os.dup2(2, 1)  # what the program prints goes where its errors go, never among the results
+    os.dup2(2, 1)  # the program prints to standard error, never among the results
     try:
         for name in MODULES:
             if name in job["program"]:
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def lock_in(job: dict) -> None:
-    """Give up files, processes, memory and time beyond the limits, and every system call but a few. For good."""
+    """Give up, for good, files, processes, memory and time beyond the limits, and all but a few system calls."""
     for name, limit in job["limits"].items():
         number = getattr(resource, name, None)
         if number is not None:
@@ -60,7 +60,7 @@ def lock_in(job: dict) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     prctl(libc, PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != job["parent"]:
-        os._exit(1)  # the parent was gone before it could be asked for
+        os._exit(1)  # the parent ended before this process could ask to die with it
     prctl(libc, PR_SET_NO_NEW_PRIVS, 1)
     lines = ctypes.create_string_buffer(job["filter"], len(job["filter"]))
     program = struct.pack("@HP", len(job["filter"]) // 8, ctypes.addressof(lines))  # struct sock_fprog
@@ -76,7 +76,7 @@ def prctl(libc: ctypes.CDLL, option: int, *values: int) -> None:
 
 
 def run(job: dict, results: int) -> None:
-    """Define the program, call its function on each input, and write what came of it."""
+    """Define the program, call its function on each input, and write the results."""
     module = sys.modules["program"] = type(sys)("program")  # where dataclasses and the like look for it
     try:
         exec(compile(job["program"], "program", "exec"), module.__dict__)

@@ -1,6 +1,6 @@
-"""Runs programs that nobody has read, such as a model writes, each in a process of its own that may only compute.
+"""Run untrusted programs, such as a model writes, each in its own process that may only compute.
 
-On Linux (x86-64 and aarch64, kernel 4.14 or newer, no privilege needed, root bound as well, in containers too):
+On Linux (x86-64 and aarch64, kernel 4.14 or newer; also in containers, without privileges, and binding root too):
 
 ============== =====================================================================================================
 processes      one, with one thread: starting another is forbidden, so every limit below is of the whole program
@@ -15,12 +15,12 @@ output         read up to a limit, then the program is killed
 system calls   an allow-list, see ``seccomp.py``; the kernel enforces it
 ============== =====================================================================================================
 
-Elsewhere (macOS) only the POSIX limits are there: CPU time, file size 0, and no new process unless it is root. Memory,
-network and reading files are free. ``Sandbox`` refuses that unless it is told ``strict=False``, and then warns. On
-Windows it always refuses.
+Elsewhere (macOS) only the POSIX limits apply: CPU time, file size 0, and no new process unless it runs as root. Memory,
+network and reading files are not limited. ``Sandbox`` refuses this unless ``strict=False``, and then warns. On Windows
+it always refuses.
 
-What a program returns is data for the parent and nothing else: compare it there. A program shares its process with the
-code that calls it, and so may claim to have returned anything; it is never told what would be right.
+The parent must treat a program's results only as data, and compare them itself. A program shares its process with the
+code that calls it, so it may claim any result. It never receives the expected values.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _CHUNK = 16_384
 
 
 class SandboxError(RuntimeError):
-    """This machine can't lock a program in as asked."""
+    """Raised if this machine can't lock a program in as required."""
 
 
 class Returned(NamedTuple):

@@ -1,4 +1,4 @@
-"""The code duel (AT-GRPO's coder and tester): one writes a program, the other writes tests that would find it out."""
+"""The code duel (AT-GRPO's coder and tester): one writes a program, the other writes tests to find its faults."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _of(actor: str, values: dict[str, float]) -> dict[str, float]:
 
 
 def solved(extras: dict[str, Any]) -> dict[str, float]:
-    """1.0 for every actor of the team where the last program passes all hidden tests, acted or not."""
+    """1.0 for every actor of the team if the last program passes all hidden tests, even if the actor never acted."""
     return extras["solved"]
 
 
@@ -46,7 +46,7 @@ def hidden_tests(extras: dict[str, Any]) -> dict[str, float]:
 
 
 def discernment(extras: dict[str, Any]) -> dict[str, float]:
-    """Share of right test cases times share of wrong programs found out, of the tester's last action."""
+    """Share of right test cases times share of wrong programs detected, for the tester's last action."""
     return _of("tester", extras["own"])
 
 
@@ -68,13 +68,13 @@ def contained(extras: dict[str, Any]) -> dict[str, float]:
 class CodeDuelEpisode(ActingEpisode):
     """One problem, played by ``actors`` in order for up to ``max_turns`` rounds, until program and test cases agree.
 
-    The artifact is ``{"problem": "Return the sum of ..."}``. The coder's program runs in ``sandbox``; the tester sees
-    it, and the first ``max_cases`` of its test cases run on it; what failed is what the coder sees next. What can't be
-    read leaves program and report as they were and costs ``invalid_cost``. A step earns ``mix_rewards(solved, own part,
-    alpha, mode)``: ``solved`` is 1 where the standing program passes all hidden tests; the coder's own part is the
-    share that it passes, the tester's how well its cases tell right programs from wrong ones
-    (:func:`~turnwise.tasks.code_duel.scoring.judge_cases`). ``rubric`` mixes the same for the whole episode: the
-    outcome for every actor, and the own part of its last action. Nobody else sees an actor's ``<think>`` text.
+    The artifact is ``{"problem": "Return the sum of ..."}``. The coder's program runs in ``sandbox``. The tester sees
+    it, and the first ``max_cases`` of its test cases run on it. The coder sees the failed ones next. An unreadable
+    reply leaves program and report unchanged and costs ``invalid_cost``. A step earns ``mix_rewards(solved, own part,
+    alpha, mode)``. ``solved`` is 1 if the current program passes all hidden tests. The coder's own part is the share
+    that it passes; the tester's is how well its cases tell right programs from wrong ones
+    (:func:`~turnwise.tasks.code_duel.scoring.judge_cases`). ``rubric`` mixes the same values for the whole episode: the
+    outcome for every actor, and the own part of its last action. No actor sees another one's ``<think>`` text.
 
     Example: ``CodeDuelEpisode(Sandbox(), sampler=TreeSampler(branches=8))`` for the team,
     ``CodeDuelEpisode(Sandbox(), actors=("coder",), max_turns=1)`` for one agent.
@@ -90,7 +90,7 @@ class CodeDuelEpisode(ActingEpisode):
         self.sandbox, self.max_cases = sandbox, max_cases
 
     def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
-        find_problem(artifact["problem"])  # an artifact that states no problem fails here, by name
+        find_problem(artifact["problem"])  # an unknown problem raises here, with its statement
         state.data = {
             "problem": artifact["problem"],
             "program": None,
@@ -102,7 +102,7 @@ class CodeDuelEpisode(ActingEpisode):
         }
 
     def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
-        """Statement, standing program, round and, for the coder, what it failed; nothing else piles up."""
+        """Build the prompt from statement, program, round and, for the coder, the failed cases. It has no history."""
         data, actor = state.data, state.current_actor
         view = View(data["problem"], data["program"], data["failed"] if actor == "coder" else None)
         return [with_round(view_message(view), state.turn, unread=self.is_unread(state))]

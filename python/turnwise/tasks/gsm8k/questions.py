@@ -20,8 +20,8 @@ class QuestionOptions(TaskOptions):
     """Source of the questions: ``path``, a JSONL file in GSM8K's format, or ``dataset``, a name on the Hugging Face Hub
     (or a folder), with a ``subset`` if it has several.
 
-    ``eval_path`` names another file for evaluation, whose questions never train; of a dataset that is its split
-    ``test``. Without one, 1 question in 10 is kept for evaluation. 1 in 10 is always kept for validation.
+    ``eval_path`` names another file for evaluation, whose questions never train. A dataset's evaluation questions are
+    its split ``test``. Without either, 1 question in 10 is kept for evaluation. 1 in 10 is always kept for validation.
     """
 
     path: str | None = None
@@ -46,7 +46,7 @@ class QuestionOptions(TaskOptions):
         return str(self.path or self.dataset)
 
     def read(self) -> tuple[list[Question], list[Question] | None]:
-        """The questions, and those for evaluation where they stand apart."""
+        """Read the questions, and the separate ones for evaluation if there are any."""
         if self.dataset is not None:
             return read_dataset(self.dataset, self.subset, "train"), read_dataset(self.dataset, self.subset, "test")
         assert self.path is not None
@@ -64,7 +64,7 @@ class QuestionTask(ABC):
 
     @cached_property
     def splits(self) -> dict[Split, list[Question]]:
-        """The questions of each split. No question text stands in two of them, whatever the files repeat."""
+        """The questions of each split. No question text is in two of them, even if the files repeat it."""
         unique = {question.question: question for question in self._questions}
         held_out = None if self._held_out is None else {question.question: question for question in self._held_out}
         splits: dict[Split, list[Question]] = {"train": [], "validation": [], "eval": []}
@@ -78,7 +78,7 @@ class QuestionTask(ABC):
         return splits
 
     def requests(self, step: int, questions: int, copies: int) -> list[EpisodeRequest]:
-        """The next ``questions`` of an endless pass over the training questions, shuffled anew each time round."""
+        """Return the next ``questions`` of endless passes over the training questions, each in a new order."""
         check_counts(questions=questions, copies=copies)
         train = self.split("train", 1)
         requests = []
@@ -98,18 +98,18 @@ class QuestionTask(ABC):
         ]
 
     def split(self, split: Split, n: int) -> list[Question]:
-        """The questions of a split, of which at least ``n`` are asked for; ``ValueError`` where there are fewer."""
+        """The questions of a split. Raises ``ValueError`` if there are fewer than ``n``."""
         questions = self.splits[check_split(split)]
         if len(questions) < n:
             raise ValueError(f"n={n!r}: the {split} split of {self._where} has {len(questions)} questions")
         return questions
 
     def shown(self) -> list[str]:
-        """Training questions and their worked solutions, to build a tokenizer from."""
+        """Training questions and their worked solutions, from which a tokenizer is built."""
         return [text for question in self.split("train", 1)[:2000] for text in question[:2] if text]
 
     def answers(self) -> dict[str, str]:
-        """The right answer by question, of all splits: what an oracle knows."""
+        """The right answer of each question in all splits, for the oracle."""
         return {question.question: question.answer for split in self.splits.values() for question in split}
 
     def _request(self, question: Question, group: str, seed: int, is_trainable: bool) -> EpisodeRequest:

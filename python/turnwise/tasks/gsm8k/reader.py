@@ -1,4 +1,4 @@
-"""Questions in GSM8K's format, of a JSONL file or a dataset of the hub: the answer is a number after ``####``.
+"""Read questions in GSM8K's format from a JSONL file or a dataset of the hub: the answer is a number after ``####``.
 
 Example of a line: ``{"question": "2 apples at $3 each cost?", "answer": "2 * 3 = <<2*3=6>>6\\n#### 6"}``
 """
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 MARK = "####"
 
-_DIGITS = 40  # longer numbers are no answers, and exact arithmetic on them could be made to cost any amount of time
+_DIGITS = 40  # longer numbers don't count as answers, as exact arithmetic on them could take any amount of time
 _SCALES = {"": 1, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 _NUMBER = re.compile(
     r"(?<![\w^])(?P<sign>[-+]\s*)?(?P<top>(?:\d{1,3}(?:,\d{3})++(?!\d)|\d++)(?:\.\d*+)?|\.\d++)(?:/(?P<bottom>\d++))?"
@@ -37,9 +37,9 @@ class Question(NamedTuple):
 
 
 def read_questions(path: str | PathLike[str]) -> list[Question]:
-    """All questions of a JSONL file, in its order. Blank lines are skipped.
+    """Read all questions of a JSONL file, in its order. Skips blank lines.
 
-    Raises ``FileNotFoundError`` where there is no file, and ``ValueError`` starting with ``file:line`` for a line that
+    Raises ``FileNotFoundError`` if there is no file. Raises ``ValueError`` starting with ``file:line`` for a line that
     is not a JSON object with text under ``question`` and ``answer``, or whose answer has no number after ``####``.
     """
     file = Path(path)
@@ -59,10 +59,10 @@ def read_questions(path: str | PathLike[str]) -> list[Question]:
 
 
 def read_dataset(name: str, subset: str | None, split: str) -> list[Question]:
-    """The questions of a dataset of the Hugging Face Hub, or of a folder, which ``datasets`` reads.
+    """Read the questions of a dataset of the Hugging Face Hub, or of a folder, with the package ``datasets``.
 
-    Raises ``ImportError`` without that package, what it raises where there is no such dataset, and ``ValueError`` for a
-    row as :func:`read_questions` does.
+    Raises ``ImportError`` without that package, its own error for an unknown dataset, and ``ValueError`` for a wrong
+    row, as :func:`read_questions` does.
 
     Example: ``read_dataset("openai/gsm8k", "main", "train")``
     """
@@ -106,16 +106,16 @@ def _read_record(record: Any) -> Question:
 
 
 def without_thoughts(text: str) -> str:
-    """``text`` without what stands in ``<think>`` tags."""
-    # Some chat templates open the thought inside the prompt, so only its end shows; a cut one has only its start.
+    """Remove the text in ``<think>`` tags."""
+    # Some chat templates open the thought in the prompt, so only its end is here. A cut-off one has only its start.
     return text.rpartition("</think>")[2].partition("<think>")[0].strip()
 
 
 def extract_answer(text: str) -> str | None:
-    """The number on the line after the last ``####`` of ``text``, normalised, or ``None`` where there is not one.
+    """Extract the normalised number on the line after the last ``####`` of ``text``; ``None`` without one.
 
-    Thousands commas, currency and percent signs, units, a trailing dot and trailing zeros go; fractions and words such
-    as ``million`` are worked out. Two different numbers are no answer.
+    Removes thousands commas, currency and percent signs, units, a trailing dot and trailing zeros. Evaluates fractions
+    and words such as ``million``. Two different numbers don't count as an answer.
 
     Example: ``extract_answer("So 9 * 2 = 18.\\n#### $1,018.50 per day") == "1018.5"``
     """
@@ -148,7 +148,7 @@ def _fraction(match: re.Match[str]) -> Fraction | None:
 
 
 def _write(value: Fraction) -> str:
-    """Shortest exact text: ``18``, ``4.5``, or ``1/3`` where no decimal is exact."""
+    """Write the shortest exact text: ``18``, ``4.5``, or ``1/3`` if no decimal is exact."""
     if value.denominator == 1:
         return str(value.numerator)
     odd = value.denominator

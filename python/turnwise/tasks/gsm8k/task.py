@@ -32,12 +32,12 @@ class GSM8KEpisode(SingleTurnEpisode):
 
 
 def correct(completion: str, artifact: Any) -> dict[str, float]:
-    """1.0 where the number after the last ``####`` is the answer."""
+    """1.0 if the number after the last ``####`` is the answer."""
     return {SOLVER: float(answers_match(extract_answer(without_thoughts(completion)), artifact["answer"]))}
 
 
 def answered(completion: str) -> dict[str, float]:
-    """1.0 where there is one number after ``####``."""
+    """1.0 if there is one number after ``####``."""
     return {SOLVER: float(extract_answer(without_thoughts(completion)) is not None)}
 
 
@@ -68,7 +68,7 @@ class GSM8KTask(QuestionTask):
         return [Actor(SOLVER, SYSTEM_PROMPT, max_tokens=self.options.max_tokens)]
 
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
-        """Raises ``ValueError`` for a tree: of one call, its branches are the copies of a question."""
+        """Return the episode. Raises ``ValueError`` for a tree: with one call, branches equal a question's copies."""
         if tree is not None:
             raise ValueError(f"task {self.name!r} has one call a question: branch with rollout.group_size")
         return {self.name: GSM8KEpisode()}
@@ -87,11 +87,11 @@ class GSM8KTask(QuestionTask):
         return [*self.shown(), SYSTEM_PROMPT, MARK]
 
     def oracle(self) -> Player:
-        """Knows every answer of the files."""
+        """A player that knows every answer of the files."""
         gold = self.answers()
         return lambda actor_id, messages: f"{MARK} {gold[messages[-1]['content']]}"
 
     def random_player(self, seed: int) -> Player:
-        """Answers any number from 0 to 99."""
+        """A player that answers a random number from 0 to 99."""
         rng = Random(f"gsm8k-random/{seed}")
         return lambda actor_id, messages: f"{MARK} {rng.randrange(100)}"

@@ -7,9 +7,9 @@ A seat answers with one of
     [reject]       turn it down, and let the other offer again
     [walk]         end it without a deal
 
-A new offer takes the place of the one before. After ``turns`` answers without a deal there is none. A seat's utility is
-what its share is worth to it over what the whole pool would be, from 0 to 1; without a deal it is 0 for both. The shape
-is that of Lewis et al., "Deal or No Deal?" (https://arxiv.org/abs/1706.05125), with offers in place of free talk.
+A new offer replaces the one before. The game ends without a deal after ``turns`` answers. A seat's utility is the value
+of its share divided by the value of the whole pool, from 0 to 1; without a deal it is 0 for both. The game follows
+Lewis et al., "Deal or No Deal?" (https://arxiv.org/abs/1706.05125), with offers instead of free talk.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ PAYOFFS: dict[str, Callable[[float, float], tuple[float, float]]] = {
     "zero_sum": lambda first, second: (first - second, second - first),
     "general_sum": lambda first, second: (first, second),
 }
-"""From the utilities of both seats to what they earn: who gets the better part of it, or each its own."""
+"""Payoffs of both seats from their utilities: the difference (zero sum), or each seat's own utility (general sum)."""
 
 
 class NegotiationRules(Rules):
     """The game as a :class:`Rules`; ``payoff`` is ``"zero_sum"`` or ``"general_sum"``, see ``PAYOFFS``.
 
-    Question: ``{"pool": [3, 2, 1], "values": [[1, 2, 3], [2, 1, 2]]}``, both seats' values of all that there is being
-    10. With general sums nobody earns by another's mistake: an invalid action costs who gave it, and ends it for both.
+    Question: ``{"pool": [3, 2, 1], "values": [[1, 2, 3], [2, 1, 2]]}``; the whole pool is worth 10 to each seat. With
+    general sums no seat earns by the other's mistake: an invalid action costs its own seat, and ends the game for both.
     """
 
     name = "negotiation"
@@ -151,14 +151,14 @@ def divisions(pool: Sequence[int]) -> Iterator[Division]:
 
 @cache
 def value_rows(pool: Division) -> tuple[tuple[int, ...], ...]:
-    """All rows of whole values >= 0 that make ``pool`` worth 10: what a seat may hold, each as likely."""
+    """All rows of whole values >= 0 that make ``pool`` worth 10. A seat has each of them with equal probability."""
     rows = product(*(range(WORTH // count + 1) for count in pool))
     return tuple(row for row in rows if sum(map(int.__mul__, row, pool)) == WORTH)
 
 
 def nash_solution(question: Mapping[str, Any]) -> tuple[Division, float]:
     """Return seat 0's part of the division with the largest product of utilities, and that product (J. F. Nash, "The
-    Bargaining Problem", 1950): the bargain for who knows both seats' values. The first of equals.
+    Bargaining Problem", 1950). It is the bargain of a player that knows both seats' values. Ties go to the first.
 
     Example: one wood and one gold, each seat valuing another one at 10: each gets what it values, and the product is 1.
     """

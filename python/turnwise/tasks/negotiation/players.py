@@ -14,11 +14,11 @@ from turnwise.tasks.negotiation.game import Division, Payoff, divisions, read_pr
 from turnwise.types import Messages
 
 LEAST = 0.25
-"""In a zero-sum negotiation the bargainer leaves the other at least so much, on average, or nobody would accept."""
+"""The least mean utility that the bargainer leaves the other in a zero-sum game, as less would not be accepted."""
 
 
 def random_player(rng: Random) -> Player:
-    """Accepts, rejects, walks away or offers, each as likely where it is legal; an offer is any division."""
+    """A player that accepts, rejects, walks away or offers, with equal chance if legal. It offers random divisions."""
 
     def play(actor_id: str, messages: Messages) -> str:
         seen = read_prompt(messages)

@@ -1,4 +1,4 @@
-"""Imperfect routes for a supervised warm start: the format is always right, the way often leads into a wall."""
+"""Imperfect routes for a supervised warm start: the format is always right, but the route often hits a wall."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from turnwise.tasks.base import Split, check_split, split_of
 Draft = tuple[int, ...]
 LOWEST, HIGHEST = 1, 9
 COUNTS = (3, 5)  # fewest and most numbers of a list
-_PATIENCE = 20_000  # draws in a row without a new question, after which there is taken to be none
+_PATIENCE = 20_000  # after so many draws in a row without a new question, all questions count as found
 
 
 KINDS: Mapping[str, Callable[[Draft], int | None]] = {
@@ -31,9 +31,9 @@ KINDS: Mapping[str, Callable[[Draft], int | None]] = {
     "first": lambda draft: draft[0],
     "last": lambda draft: draft[-1],
 }
-"""Kinds of rules by their word, which is also what a critic calls a broken one; and what each says of a list.
+"""Kinds of rules by their word, which a critic also uses for a broken rule. The function gives a list's value.
 
-Where it says ``None`` nothing is true of the list; a property has the value 0. ``count`` is a rule of every list.
+``None`` means that the rule does not hold for the list. A property has the value 0. ``count`` is a rule of every list.
 """
 
 COUNT = "count"
@@ -53,7 +53,7 @@ class Question(NamedTuple):
 
 
 def broken_rules(question: Question, draft: Draft | None) -> frozenset[str]:
-    """The words of the rules that ``draft`` breaks; all of them where there is no draft.
+    """The words of the rules that ``draft`` breaks; all of them without a draft.
 
     Example: ``broken_rules(parse_question("Write 3 numbers from 1 to 9: sum 9, largest 5."), (1, 2, 5)) == {"sum"}``
     """
@@ -73,7 +73,7 @@ def answers(question: Question) -> tuple[Draft, ...]:
 
 @cache
 def _everything(length: int) -> tuple[list[Draft], dict[str, np.ndarray]]:
-    """Every list of ``length`` numbers, and by kind of rule what is true of each, ``[L]``; -1 for nothing."""
+    """Every list of ``length`` numbers, and for each kind of rule the lists' values ``[L]``; -1 for ``None``."""
     lists = list(product(range(LOWEST, HIGHEST + 1), repeat=length))
 
     def column(kind: Callable[[Draft], int | None]) -> np.ndarray:
@@ -87,10 +87,10 @@ def _everything(length: int) -> tuple[list[Draft], dict[str, np.ndarray]]:
 # Questions
 # ---------------------------------------------------------------------------------------------------------------------
 def draw_questions(split: Split, n: int, seed: int | str, rules: int = 3) -> list[str]:
-    """``n`` different questions of ``split`` with ``rules`` rules beside the count, each with an answer.
+    """Draw ``n`` different questions of ``split`` with ``rules`` rules in addition to the count, each with an answer.
 
-    Equal arguments give equal questions, and a longer list begins with the shorter one. A question's own text puts it
-    in a split. Raises ``ValueError`` where the split holds too few.
+    Equal arguments give equal questions, and a longer list begins with the shorter one. A question's text decides its
+    split. Raises ``ValueError`` if the split holds too few.
     """
     check_split(split)
     if n < 0:
@@ -111,7 +111,7 @@ def draw_questions(split: Split, n: int, seed: int | str, rules: int = 3) -> lis
 
 
 def draw_training(rules: int, rng: Random) -> str:
-    """A question that belongs to training; the same one may come again."""
+    """Draw a training question. The same question may be drawn again."""
     while split_of(text := format_question(_draw(rules, rng))) != "train":
         pass
     return text
@@ -122,7 +122,7 @@ def _draw(rules: int, rng: Random) -> Question:
     while True:
         draft = tuple(rng.randint(LOWEST, HIGHEST) for _ in range(rng.randint(*COUNTS)))
         if rng.random() < 0.5:
-            draft = tuple(sorted(draft))  # otherwise hardly a list would be in order
+            draft = tuple(sorted(draft))  # or hardly any list would be in order
         true = {name: value for name, kind in KINDS.items() if (value := kind(draft)) is not None}
         if len(true) >= rules:
             chosen = set(rng.sample(sorted(true), rules))
@@ -144,7 +144,7 @@ def format_question(question: Question) -> str:
 
 @lru_cache(maxsize=4096)
 def parse_question(text: str) -> Question:
-    """The question that :func:`format_question` wrote. Raises ``ValueError`` for another text."""
+    """Parse a question that :func:`format_question` wrote. Raises ``ValueError`` for any other text."""
     if found := _QUESTION.fullmatch(text):
         parts = [part.split() for part in found[2].split(", ")]
         rules = tuple((part[0], int(part[1]) if part[1:] else 0) for part in parts if part)
@@ -160,7 +160,7 @@ def format_draft(draft: Draft) -> str:
 
 
 def parse_draft(text: str) -> Draft | None:
-    """The list on the last line of ``text`` that holds numbers from 1 to 9 and nothing else, or ``None``.
+    """Parse the list from the last line of ``text`` that holds only numbers from 1 to 9; ``None`` without one.
 
     Example: ``parse_draft("I take\\n[2, 3, 4]") == (2, 3, 4)``
     """

@@ -1,4 +1,4 @@
-"""The refinement loop: a generator drafts, a critic says what is wrong, round by round; or a generator alone."""
+"""The refinement loop: round by round, a generator drafts and a critic names the faults; or a generator alone."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def read_view(messages: Messages) -> View:
 
 
 def solved(extras: dict[str, Any]) -> dict[str, float]:
-    """1.0 for every actor of the team where the last draft breaks no rule, acted or not."""
+    """1.0 for every actor of the team if the last draft breaks no rule, even if the actor never acted."""
     return extras["solved"]
 
 
@@ -83,7 +83,7 @@ def valid_format(extras: dict[str, Any]) -> dict[str, float]:
 
 
 def found_faults(extras: dict[str, Any]) -> dict[str, float]:
-    """1.0 where the last review says of the last draft exactly what is so."""
+    """1.0 if the last review names exactly the rules that the last draft breaks."""
     if CRITIC not in extras["own"] or extras["review"] is None:
         return {}
     return {CRITIC: float(extras["review"] == format_review(extras["broken"]))}
@@ -93,11 +93,11 @@ class RefineLoopEpisode(ActingEpisode):
     """One question, played by ``actors`` in order for up to ``max_turns`` rounds, until the critic says ok.
 
     The artifact is ``{"question": "Write 4 numbers from 1 to 9: sum 17, different."}``. A generator's action is a whole
-    list, which becomes the draft; a critic's names the rules that the draft breaks, and is what the generator sees
-    next. What can't be read leaves draft and review as they were and costs ``invalid_cost``. A step earns
-    ``mix_rewards(solved, own part, alpha, mode)``: ``solved`` is 1 where the draft breaks no rule; the generator's own
+    list, which becomes the draft. A critic's action names the rules that the draft breaks; the generator sees it next.
+    An unreadable reply leaves draft and review unchanged and costs ``invalid_cost``. A step earns
+    ``mix_rewards(solved, own part, alpha, mode)``. ``solved`` is 1 if the draft breaks no rule. The generator's own
     part is the share of the rules that it keeps, the critic's the share that it judges rightly. ``rubric`` mixes the
-    same for the whole episode: the outcome for every actor, and the own part of its last action.
+    same values for the whole episode: the outcome for every actor, and the own part of its last action.
 
     Example: ``RefineLoopEpisode(sampler=TreeSampler(branches=8))`` for the team,
     ``RefineLoopEpisode(actors=("generator",), max_turns=1)`` for one agent.
@@ -108,7 +108,7 @@ class RefineLoopEpisode(ActingEpisode):
     outcomes, own_parts, measures = (solved,), (own_part,), (valid_format, found_faults)
 
     def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
-        parse_question(artifact["question"])  # an artifact that is no question fails here, by name
+        parse_question(artifact["question"])  # an invalid question raises here, with its name
         state.data = {"question": artifact["question"], "draft": None, "review": None, "approved": False, "acts": {}}
 
     def public(self, text: str) -> str:
@@ -116,7 +116,7 @@ class RefineLoopEpisode(ActingEpisode):
         return text.rpartition("</think>")[2]
 
     def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
-        """Question, draft, round and, for the generator, its review; nothing else piles up."""
+        """Build the prompt from question, draft, round and, for the generator, the review. It has no history."""
         data, actor = state.data, state.current_actor
         view = View(data["question"], _draft(state), data["review"] if actor == GENERATOR else None)
         return [with_round(view_message(actor, view), state.turn, unread=self.is_unread(state))]
@@ -138,7 +138,7 @@ class RefineLoopEpisode(ActingEpisode):
         if called is None:
             return {"valid": False, "own": 0.0}
         state.data["review"], state.data["approved"] = format_review(called), not called
-        # A rule that the question does not have counts as one more that was judged wrongly.
+        # A named rule that the question does not have counts as one more wrong judgement.
         return {"valid": True, "own": max(0.0, 1.0 - len(called ^ _broken(state)) / len(names))}
 
     def is_solved(self, state: EpisodeState) -> bool:
@@ -212,7 +212,7 @@ class RefineLoopTask(TeamTask):
         return texts_of(shown)
 
     def oracle(self) -> Player:
-        """The first list that breaks no rule, and exact reviews."""
+        """A player that writes the first list that breaks no rule, and exact reviews."""
 
         def play(actor_id: str, messages: Messages) -> str:
             view = read_view(messages)
@@ -224,7 +224,7 @@ class RefineLoopTask(TeamTask):
         return play
 
     def random_player(self, seed: int) -> Player:
-        """Any numbers, as many as asked for, and reviews that call each rule broken half of the time."""
+        """A player that writes random numbers of the right count, and calls each rule broken half of the time."""
         rng = Random(f"refine-random/{seed}")
 
         def play(actor_id: str, messages: Messages) -> str:
@@ -263,7 +263,7 @@ def _demonstrate(text: str, actor: str, team: bool, quality: float, rng: Random)
 
 
 def _near_miss(solutions: Sequence[Draft], rng: Random) -> Draft:
-    """A list that breaks some rule: an answer with a number changed, added or left out."""
+    """Make a list that breaks some rule: an answer with a number changed, added or left out."""
     right = set(solutions)
     while True:
         draft = list(rng.choice(solutions))

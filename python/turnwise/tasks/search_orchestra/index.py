@@ -32,7 +32,7 @@ class SearchIndex:
         self._words = set(self._index.vocab_dict)
 
     def search(self, query: str, k: int) -> list[Passage]:
-        """Up to ``k`` passages that share a word with ``query``, best first; of equals the one that stands first."""
+        """Find up to ``k`` passages that share a word with ``query``, best first. Ties keep the passages' order."""
         (words,) = self._tokens([query], return_ids=False)
         known = [word for word in words if word in self._words]
         if not known:

@@ -41,12 +41,12 @@ class SearchOrchestraEpisode(MultiTurnEpisode):
     """One question: verifier, then searcher and verifier again, …, then answerer.
 
     The artifact is ``{"question": ..., "answer": ..., "supports": [titles]}``. After a query the best ``passages`` of
-    ``index`` join what was found; after ``max_searches`` of them the answerer's turn comes by itself. A route that
-    can't be read goes to the answerer, so a verifier that babbles can't keep a question in the loop; a query that can't
-    be read finds nothing. All three earn the outcome: 1 where the answer is right, compared as SQuAD does. A tree
-    sampler must score each action before the end is known: then a verifier's earns whether the route was right (to the
-    answerer once everything needed is found), a searcher's the share of the needed pages found so far, an answerer's
-    the outcome. Nobody else sees an actor's ``<think>`` text.
+    ``index`` join the passages found so far. After ``max_searches`` queries the answerer acts next. An unreadable route
+    goes to the answerer, so a verifier that babbles can't keep a question in the loop. An unreadable query finds
+    nothing. All three earn the outcome: 1 if the answer is right, compared as SQuAD does. A tree sampler must score
+    each action before the end is known. Then a verifier's action earns 1 if the route was right (to the answerer once
+    everything needed is found), a searcher's the share of the needed pages found so far, and an answerer's the outcome.
+    No actor sees another one's ``<think>`` text.
 
     Example: ``SearchOrchestraEpisode(SearchIndex(passages), max_searches=3)``
     """
@@ -131,7 +131,7 @@ def _question(artifact: Any) -> Question:
 
 
 def correct(extras: dict[str, Any]) -> dict[str, float]:
-    """The outcome, for all three, acted or not."""
+    """The outcome, for all three actors, even if one never acted."""
     return dict.fromkeys(SYSTEM_PROMPTS, extras["correct"])
 
 

@@ -64,18 +64,18 @@ class TicTacToeRules(Rules):
 
 
 def mover(board: str) -> int:
-    """0 where X is to move, 1 where O is."""
+    """Return 0 if X is to move, 1 if O is."""
     return (board.count("X") - board.count("O")) % 2
 
 
 def place(board: str, cell: int) -> str:
-    """``board`` with the mark of whose turn it is in a free cell."""
+    """Put the mark of the seat to move into a free cell of ``board``."""
     assert board[cell] == ".", f"cell {cell} of {board} is taken"
     return board[:cell] + MARKS[mover(board)] + board[cell + 1 :]
 
 
 def outcome(board: str) -> float:
-    """1 where X has a line, -1 where O has one, else 0."""
+    """Return 1 if X has a line, -1 if O has one, else 0."""
     for first, second, third in LINES:
         if board[first] != "." and board[first] == board[second] == board[third]:
             return 1.0 if board[first] == "X" else -1.0
@@ -87,7 +87,7 @@ def is_over(board: str) -> bool:
 
 
 def check_board(board: Any) -> str:
-    """``board``; ``ValueError`` unless it is one from which the game can go on."""
+    """Return ``board``. Raises ``ValueError`` unless the game can continue from it."""
     right = isinstance(board, str) and len(board) == CELLS and set(board) <= set("XO.")
     if not right or board.count("X") - board.count("O") not in (0, 1) or is_over(board):
         raise ValueError(f"artifact['board']={board!r}: expected nine of 'X', 'O' and '.', X first, and not decided")
@@ -104,7 +104,7 @@ def format_board(board: str) -> str:
 
 
 def read_board(messages: Messages) -> str:
-    """The board back from a prompt."""
+    """Parse the board from a prompt."""
     cells = messages[-1]["content"].split()
     if len(cells) != CELLS or not all(cell in ("X", "O", str(index)) for index, cell in enumerate(cells)):
         raise ValueError(f"messages={messages!r}: expected a prompt of tic-tac-toe")

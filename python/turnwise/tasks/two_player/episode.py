@@ -16,9 +16,9 @@ MODEL = "model"
 class TwoPlayerEpisode(MultiTurnEpisode):
     """Seats act as the rules say, until the game is over or an action is invalid.
 
-    The artifact is the game's question. With ``{"model": "player1", "opponent": "random"}`` in it the model plays that
-    seat alone, and one of ``players`` the other one, its luck drawn from the episode's seed. Each prompt holds what its
-    seat knows and nothing of what the other thought: completions themselves are shown to nobody.
+    The artifact is the game's question. If it contains ``{"model": "player1", "opponent": "random"}``, the model plays
+    only that seat, and one of ``players`` plays the other, with random numbers from the episode's seed. Each prompt
+    holds what its seat knows, and nothing of the other's thoughts: no seat sees a completion itself.
 
     Rewards are the game's payoffs, one per seat that the model played; metrics besides: ``score/<seat>`` from 0 to 1
     (and ``score/model`` against a scripted player), ``readable/<seat>`` and ``legal/<seat>``, shares of its actions.

@@ -21,11 +21,11 @@ PlayerFactory = Callable[[Random], Player]
 
 
 class Rules(ABC):
-    """A game for two seats, numbered 0 and 1. ``game`` is whatever ``start`` made: dicts and lists, changed in place.
+    """A game for two seats, numbered 0 and 1. ``game`` is the result of ``start``: dicts and lists, changed in place.
 
-    An action that can't be read or is not allowed ends the game: who gave it pays ``invalid_cost`` to the other seat.
-    SPIRAL (https://arxiv.org/abs/2506.24119) gives -1.5 and +0.5 there, which is no longer zero sum; here every ending
-    of a zero-sum game is, so that its value and its exploitability stay defined for players that err.
+    An action that can't be read or is not allowed ends the game, and its seat pays ``invalid_cost`` to the other.
+    SPIRAL (https://arxiv.org/abs/2506.24119) gives -1.5 and +0.5 instead, which is not zero sum. Here every end of a
+    zero-sum game is zero sum, so its value and exploitability stay defined for players that err.
     """
 
     name: str
@@ -33,11 +33,11 @@ class Rules(ABC):
 
     @abstractmethod
     def start(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """The game before anybody acted. Raises ``ValueError`` for a question that is none."""
+        """Make the game before the first action. Raises ``ValueError`` for an invalid question."""
 
     @abstractmethod
     def to_move(self, game: Mapping[str, Any]) -> int | None:
-        """Whose turn it is; ``None`` where the game is over."""
+        """The seat to move; ``None`` once the game is over."""
 
     @abstractmethod
     def observe(self, game: Mapping[str, Any], seat: int) -> str:
@@ -45,7 +45,7 @@ class Rules(ABC):
 
     @abstractmethod
     def parse(self, text: str) -> str | None:
-        """The action that a completion names, in one form however it was written; ``None`` if it names none."""
+        """Parse the action that a completion names into its one normal form; ``None`` if it names none."""
 
     @abstractmethod
     def is_legal(self, game: Mapping[str, Any], action: str) -> bool:
@@ -83,7 +83,7 @@ class Rules(ABC):
         return "legal"
 
     def messages(self, game: Mapping[str, Any], seat: int) -> Messages:
-        """The chat of ``seat``, without its system prompt. It depends on what the seat knows, and on nothing else."""
+        """The chat of ``seat``, without its system prompt. It depends only on what the seat knows."""
         return [{"role": "user", "content": self.observe(game, seat)}]
 
 

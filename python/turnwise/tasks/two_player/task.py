@@ -32,8 +32,8 @@ class TwoPlayerOptions(TaskOptions):
 class TwoPlayerTask(ABC):
     """A game for two; see :class:`turnwise.tasks.base.Task` for what each method promises.
 
-    Training is self-play: the model holds both seats, and RAE judges each by its own baseline.
-    Evaluation is against ``options.opponent``, each question from both seats, so luck and the first move cancel.
+    Training is self-play: the model plays both seats, and RAE compares each with its own baseline. Evaluation is
+    against ``options.opponent``, each question from both seats, so that chance and the first move cancel out.
     """
 
     name: ClassVar[str]
@@ -72,7 +72,7 @@ class TwoPlayerTask(ABC):
         return [Actor(seat, self.system_prompts[seat], max_tokens=self.options.max_tokens) for seat in SEATS]
 
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
-        """Raises ``ValueError`` for a tree: what a move was worth shows at the end of a game, not after the move."""
+        """Return the episode. Raises ``ValueError`` for a tree, as a move's value is known only at the game's end."""
         if tree is not None:
             raise ValueError(f"task {self.name!r} is played to its end: expected rollout.branches = 1, no tree")
         return {self.name: TwoPlayerEpisode(self.rules, self.players, self.max_turns)}
@@ -106,8 +106,10 @@ class TwoPlayerTask(ABC):
         return made[:n]
 
     def match_requests(self, split: Split, n: int) -> list[EpisodeRequest]:
-        """``n`` questions of a held-out split with all seats open, the same whatever the task's seed; who asks says by
-        ``EpisodeRequest.policies`` who plays."""
+        """Return ``n`` questions of a held-out split with all seats open. They don't depend on the task's seed.
+
+        The caller sets the players with ``EpisodeRequest.policies``.
+        """
         check_split(split)
         check_counts(n=n)
         return [self._held_out(split, match, question) for match, question in enumerate(self.questions(split, n, 0))]
@@ -137,7 +139,7 @@ class TwoPlayerTask(ABC):
         return self.players["oracle"](Random(f"{self.name}-oracle"))
 
     def random_player(self, seed: int) -> Player:
-        """Any legal action, each as likely."""
+        """A player that takes each legal action with equal probability."""
         return self.players["random"](Random(f"{self.name}-random/{seed}"))
 
     def _demonstrated(self, question: Mapping[str, Any], rng: Random) -> list[Demonstration]:
