@@ -89,7 +89,7 @@ def goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     options = arguments(__doc__, model=("tiny", "small"), dtype=tuple(TOLERANCE), checkpointing=("no", "yes"))
-    options.device = "cpu"  # where the trainer runs: it moves nothing to a GPU yet
+    options.device = "cpu"  # the cases build their models there
     chosen = [
         case
         for case in CASES

@@ -105,7 +105,7 @@ def compare_credit(
         where = "no step" if step is None else f"step={step!r}: no step of this number"
         raise ValueError(f"{where} of {folder / 'rollouts.jsonl'} holds a call with an advantage")
     kl = config.get("loss", {}).get("kl", {})
-    if kl.get("coef", 0) and kl.get("place") == "reward":
+    if kl.get("coef", 0) and kl.get("apply_to") == "reward":
         found.notes.append("the run took a KL penalty from its rewards, which the record does not hold")
     return found
 
