@@ -19,7 +19,7 @@ BENCHES = sorted(p.stem.removeprefix("bench_") for p in (Path(__file__).parents[
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "group_advantage" else pytest.param(name, marks=pytest.mark.slow) for name in BENCHES]
+    "name", [name if name == "state" else pytest.param(name, marks=pytest.mark.slow) for name in BENCHES]
 )
 def test_each_bench_verifies_and_reports(
     load: Load, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -59,7 +59,7 @@ def test_one_that_fails_does_not_stop_the_next(
 
     def pretend(name: str, options: Any, environment: dict[str, str]) -> Any:
         asked.append((name, environment))
-        return outcome(run, name=name, failure="exit code 3: boom" if name == "group_advantage" else "")
+        return outcome(run, name=name, failure="exit code 3: boom" if name == "state" else "")
 
     monkeypatch.setattr(run, "run_one", pretend)
     assert run.main(["group_advantage", "policy_loss", "--report", "--out", str(tmp_path)]) == 1
