@@ -1,8 +1,8 @@
-"""What all tests share: no network, no time limit on property tests, and which tests `make test` leaves out.
+"""Settings of all tests: no network, no time limit on property tests, and which tests `make test` leaves out.
 
-Marks: `slow` is for `make test-all`. Products of three or more parameters run in pairs: each pair of values meets in a
-case of `make test`, the rest of the product is slow. Tests marked `gpu` or `vllm` exist only where torch sees a CUDA
-device, or vLLM is installed: `make test-all` runs the latter in an environment of its own.
+Marks: only `make test-all` runs `slow` tests. For products of three or more parameters, `make test` runs a few cases
+that contain each pair of values; the others are slow. Tests marked `gpu` exist only if torch sees a CUDA device, and
+tests marked `vllm` only if vLLM is installed; `make test-all` runs those in a separate environment.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import signal
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Before transformers is imported anywhere: a test that asks the Hub for a model fails at once instead of downloading.
+# Set this before any import of transformers, so that a test that asks the Hub for a model fails at once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# A shell's background jobs ignore Ctrl-C, and so would the programs that tests start and press it on.
+# A shell's background jobs ignore Ctrl-C, and programs that tests start inherit that. Some tests send them Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("turnwise", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("turnwise")
 
-# Marks of the tests that ask for a fixture: one builds for minutes, one starts servers.
+# Fixtures that mark the tests that use them: one builds for minutes, one starts servers.
 MARKED_FIXTURES = {"emulator": "slow", "vllm_servers": "vllm"}
-# Values of parameters that are told apart by what they are; others by which object they are.
+# Types of parameters that are compared by value; others are compared by identity.
 PLAIN = (str, int, float, type(None))
 
 
@@ -51,6 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     missing = set() if torch.cuda.is_available() else {"gpu"}
     missing |= set() if importlib.util.find_spec("vllm") else {"vllm"}
+    # Leave out the tests that this machine can't run.
     for item in items:
         for fixture in set(getattr(item, "fixturenames", ())) & MARKED_FIXTURES.keys():
             item.add_marker(MARKED_FIXTURES[fixture])
@@ -58,6 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=list(without))
     items[:] = [item for item in items if item not in without]
 
+    # Mark the cases of a product slow that are not needed to cover each pair of values.
     quick: dict[tuple[str, str], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
@@ -70,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def axes(case: pytest.Function) -> tuple[tuple[str, object], ...]:
-    """The parameters of a case, those of one `parametrize` as one: ``(names, value)`` each."""
+    """Return the parameters of a case as ``(names, value)``. Those of one `parametrize` count as one."""
     given = {name: value if isinstance(value, PLAIN) else id(value) for name, value in case.callspec.params.items()}
     together = [mark.args[0] for mark in case.iter_markers("parametrize")]
     names = [tuple(re.findall(r"\w+", n)) if isinstance(n, str) else tuple(n) for n in together]
@@ -79,7 +81,7 @@ def axes(case: pytest.Function) -> tuple[tuple[str, object], ...]:
 
 
 def pairs(cases: list[tuple[tuple[str, object], ...]]) -> set[int]:
-    """Indices of few cases in which each pair of values that meets in any case meets.
+    """Choose a few cases that contain each pair of values of all cases. Returns their indices.
 
     >>> cases = [(("a", a), ("b", b), ("c", c)) for a in (0, 1) for b in (0, 1) for c in (0, 1)]
     >>> sorted(pairs(cases))

@@ -1,17 +1,19 @@
-"""Kills a training run -9 at random moments, resumes it each time, and compares it with one that was left alone.
+"""Kill a training run with SIGKILL at random moments, resume it each time, and compare it with an undisturbed run.
 
     python tests/kill_loop.py --kills 50                    # a synchronous run, some minutes
     python tests/kill_loop.py --kills 50 --mode tree        # AT-GRPO over branches
     python tests/kill_loop.py --kills 50 --mode lora        # two adapters over one base
+    python tests/kill_loop.py --kills 50 --mode full        # a model per actor
     python tests/kill_loop.py --kills 50 --mode async       # sampling ahead of training, deterministic
     python tests/kill_loop.py --kills 50 --mode league      # games against past policies, some of which leave the pool
 
-A run is ``turnwise train`` in a process of its own. It is forked from this one, which has imported turnwise and run
-none of it, as importing torch would take most of the time; ``--fresh`` starts an interpreter each time instead.
-A kill comes a random time after the start, or after the first new line in ``metrics.jsonl`` (while it samples, updates,
-validates or saves), or after the next temporary folder of a checkpoint shows.
-Equal must be, bit for bit: the exported weights, the newest checkpoint (optimizers, generators, credit), and every line
-of ``metrics.jsonl`` and ``rollouts.jsonl``, each step once. Only timings may differ. Exit code 1 where they do.
+A run is ``turnwise train`` in its own process. It is forked from this process, which has imported turnwise but has not
+run it, as importing torch would take most of the time. ``--fresh`` starts a new interpreter each time instead.
+A kill comes a random time after the start, or after the first new line in ``metrics.jsonl`` (while the run samples,
+updates, validates or saves), or after the next temporary folder of a checkpoint appears.
+Both runs must be equal bit for bit: the exported weights, the newest checkpoint (optimizers, generators, credit), and
+every line of ``metrics.jsonl`` and ``rollouts.jsonl``, each step once. Only timings may differ. The exit code is 1 if
+anything else differs.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ COMMON: dict[str, Any] = {
     "task_options": {"blanks": [4, 6]},
     "warm_start": {"steps": 3, "batch_size": 8},
     "rollout": {"prompts_per_step": 4},
-    # Its running baselines give every row an advantage, however little the model knows.
+    # RAE's running baselines give every row an advantage, even if the model knows little.
     "credit": {"rule": "rae"},
     "update": {"lr": 1e-4, "warmup": 5, "min_lr_ratio": 0.1, "num_minibatches": 2},
     "eval": {"num_prompts": 2, "every": 7},
@@ -51,7 +53,7 @@ COMMON: dict[str, Any] = {
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "tree": {
-        "warm_start": {"steps": 60, "batch_size": 32},  # until branches earn unlike rewards
+        "warm_start": {"steps": 60, "batch_size": 32},  # until branches earn different rewards
         "rollout": {"prompts_per_step": 4, "branches": 3, "tree": {"select": "mixed", "best_share": [1.0, 0.0]}},
         "credit": {"rule": "at_grpo"},
     },
@@ -72,13 +74,13 @@ TIMEOUT = 300.0
 
 @dataclass(slots=True)
 class Process:
-    """One start of the run; ``log`` holds what it printed."""
+    """One start of the run. ``log`` holds its output."""
 
     pid: int
     log: Path
 
     def returned(self) -> int | None:
-        """The exit code, negative for a signal; ``None`` while it runs."""
+        """Return the exit code, negative for a signal; ``None`` while it runs."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         return os.waitstatus_to_exitcode(status) if pid else None
 
@@ -88,7 +90,7 @@ class Process:
 
 
 def forked(config: Path, log: Path) -> Process:
-    """The run in a copy of this process."""
+    """Start the run in a copy of this process."""
     pid = os.fork()
     if pid:
         return Process(pid, log)
@@ -106,7 +108,7 @@ def forked(config: Path, log: Path) -> Process:
 
 
 def fresh(config: Path, log: Path) -> Process:
-    """The run in a new interpreter."""
+    """Start the run in a new interpreter."""
     command = [sys.executable, "-P", "-m", "turnwise", "train", str(config), "--traceback"]
     with log.open("w") as stream:
         return Process(subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT).pid, log)
@@ -122,7 +124,7 @@ def writes_checkpoint(run_dir: Path) -> bool:
 
 
 def wait(process: Process, reached: Callable[[], bool]) -> None:
-    """Until ``reached``; a run that ends before, or hangs, is an error."""
+    """Wait until ``reached``. A run that ends before that, or hangs, is an error."""
     deadline = time.monotonic() + TIMEOUT
     while not reached():
         code = process.returned()
@@ -133,7 +135,7 @@ def wait(process: Process, reached: Callable[[], bool]) -> None:
 
 
 def kill_once(process: Process, run_dir: Path, rng: random.Random, step_seconds: float) -> str:
-    """Kill ``process`` at a moment drawn from ``rng``; returns where it was: what the disk shows after the kill."""
+    """Kill ``process`` at a moment drawn from ``rng``. Returns where it was, as the disk shows after the kill."""
     before = steps_logged(run_dir)
     kind = rng.choice(["start", "between", "saving", "saving"])
     if kind != "start":
@@ -158,7 +160,7 @@ def run_to_end(process: Process) -> None:
 
 
 def differences(whole: Path, killed: Path) -> Iterator[str]:
-    """What differs between two run folders, timings and their own names aside; nothing where they are equal."""
+    """Yield the differences between two run folders, except timings and the folders' own names."""
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         a, b = (
             [untimed(json.loads(line)) for line in (run / name).read_text().splitlines()] for run in (whole, killed)
@@ -175,7 +177,7 @@ def differences(whole: Path, killed: Path) -> Iterator[str]:
 
 
 def untimed(value: Any) -> Any:
-    """``value`` without what the clock wrote."""
+    """Return ``value`` without timings."""
     if isinstance(value, list):
         return [untimed(item) for item in value]
     if not isinstance(value, dict):
@@ -185,7 +187,7 @@ def untimed(value: Any) -> Any:
 
 
 def digest(file: Path) -> str:
-    """Of a manifest, what it says without timings and its own digest, which covers them; of all else, the bytes."""
+    """Return a file's SHA-256. For a manifest, return its text without timings and without the digest over them."""
     if file.suffix == ".json":
         said = untimed(json.loads(file.read_text()))
         return json.dumps({key: value for key, value in said.items() if key != "sha256"}, sort_keys=True)
@@ -211,18 +213,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def kill_loop(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Both runs under ``folder``; returns what differs between them."""
+    """Make both runs under ``folder``. Returns the differences between them."""
     seed = random.randrange(2**32) if options.seed is None else options.seed
     print(f"{options.mode}: {options.kills} kills, seed {seed}", flush=True)
     rng = random.Random(seed)
     start = fresh if options.fresh else forked
-    # A start may finish the step that it waits for, the one whose checkpoint it waits for, and two while it sleeps.
+    # One start may finish the step that this waits for, the one whose checkpoint it waits for, and two more.
     steps = 3 * options.kills + 4
     began = time.monotonic()
     run_to_end(start(config_in(folder, "whole", options.mode, steps), folder / "whole.log"))
     seconds = time.monotonic() - began
     print(f"left alone: {steps} steps in {seconds:.0f} s", flush=True)
     config, run_dir = config_in(folder, "killed", options.mode, steps), folder / "killed"
+    # Kill and resume the second run, and let it end.
     moments: Counter[str] = Counter()
     began = time.monotonic()
     for kill in range(options.kills):
@@ -236,7 +239,7 @@ def kill_loop(options: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def check_trained(run_dir: Path, steps: int) -> None:
-    """Runs that train nothing are equal whatever is lost: most steps must have updated a policy."""
+    """Raise unless most steps updated a policy. Runs that train nothing would be equal whatever a kill lost."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
     trained = sum(any(key.endswith("updates") and value for key, value in row.items()) for row in rows)
     if trained < steps / 2:

@@ -32,7 +32,7 @@ class CharTokenizer:
 
 
 class FakeClient:
-    """Answers ``reply(prompt text, request)``: a text, a whole response, or an exception to raise; sync or async.
+    """A client that answers ``reply(prompt text, request)``: a text, a response, or an exception; sync or async.
 
     By default the last digit of the request's seed. ``prompts`` holds what was asked in order, ``peak`` the most calls
     that were in flight at once.
@@ -78,7 +78,7 @@ class FakeClient:
 
 
 def respond(text: str, version: int = 7, **changes: Any) -> ModelResponse:
-    """A well-formed response of these characters and the stop token; ``text`` is left to the arena to decode."""
+    """Make a well-formed response of these characters and the stop token. The arena decodes ``text``."""
     tokens = [*map(ord, text), EOS]
     response = ModelResponse("", tokens, [-0.5] * len(tokens), "stop", [(len(tokens), version)])
     for name, value in changes.items():

@@ -1,4 +1,4 @@
-"""Episodes, a credit rule and calls that the arena's tests share."""
+"""Common episodes, a credit rule and calls of the arena's tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from turnwise.types import EpisodeRequest, GenerateResult, Sample
 
 
 class Guess(SingleTurnEpisode):
-    """The reward is the digit that was written; the artifact "boom" fails."""
+    """An episode whose reward is the digit in the completion. The artifact "boom" fails."""
 
     episode_type = "guess"
     rubric = Rubric([lambda completion: float(completion)])
@@ -25,7 +25,7 @@ class Guess(SingleTurnEpisode):
 
 
 class Baseline:
-    """A credit rule with a memory: reward less the mean of all rewards of earlier batches."""
+    """A credit rule with state: reward minus the mean of all rewards of earlier batches."""
 
     def __init__(self) -> None:
         self.total, self.count, self.calls = 0.0, 0, 0
@@ -47,7 +47,7 @@ class Baseline:
 
 
 class Propose(Episode):
-    """Writes a question, has it solved ``copies`` times, and is paid by how far the pass rate is from 0 and 1."""
+    """Writes a question, starts ``copies`` attempts at it, and earns more the nearer the pass rate is to one half."""
 
     episode_type = "propose"
 

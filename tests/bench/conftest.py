@@ -1,4 +1,4 @@
-"""The benches are scripts beside the package: loaded here by their path."""
+"""Load the benches by their path, as they are scripts outside the package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """``load("run")``: a module of ``bench/``, as a script there would import it."""
+    """``load("run")`` loads a module of ``bench/`` as a script there would import it."""
     monkeypatch.syspath_prepend(str(BENCH))
 
     def by_path(name: str) -> ModuleType:

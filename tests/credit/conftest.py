@@ -1,4 +1,4 @@
-"""Light samples, and a float64 brute force of ``A = (r - centre) / scale``."""
+"""Small samples, and a float64 brute-force version of ``A = (r - centre) / scale``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def brute_force(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> np.ndarray:
-    """Group by group and unit by unit, in float64, groups of one give 0."""
+    """Compute advantages group by group and unit by unit, in float64. Groups of one unit or of equal values give 0."""
     result = np.zeros(len(samples))
     for group in {key(s) for s in samples}:
         rows = [place for place, s in enumerate(samples) if key(s) == group]
@@ -63,7 +63,7 @@ def reference() -> Callable[..., np.ndarray]:
 
 @pytest.fixture
 def worked(make: Callable[..., Sample]) -> list[Sample]:
-    """The five rows whose advantages the rules state to five digits."""
+    """Five rows. The docstring of each rule gives their advantages to five digits."""
     return [
         make("a", "solver", 0.9),
         make("a", "solver", 1.0, turn=1, step_index=1),

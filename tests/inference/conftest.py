@@ -20,7 +20,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def served_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the model "served" and a tokenizer: what a server starts from."""
+    """A folder with the model "served" and a tokenizer, from which a server starts."""
     from turnwise.tasks.tiny import build_tokenizer
 
     folder = tmp_path_factory.mktemp("served")
@@ -31,7 +31,7 @@ def served_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def vllm_servers(served_folder: Path) -> Iterator[list[Any]]:
-    """Two vLLM servers for all tests of the session, the second with a key: one takes half a minute to start."""
+    """Two vLLM servers for all tests of the session, the second with a key. Each takes half a minute to start."""
     from turnwise.inference.server.server import Server
     from turnwise.inference.server.settings import ServeSettings
 

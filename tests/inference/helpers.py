@@ -1,4 +1,4 @@
-"""What the tests of clients share: tiny random models, requests, weights as a trainer sends them, and their checks."""
+"""Common parts of the clients' tests: tiny random models, requests, weights as a trainer sends them, and checks."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
     "qwen2": lambda: Qwen2Config(**SIZES),
     "llama": lambda: LlamaConfig(**SIZES),
-    # not among SHARED_PREFIX_MODELS, so these go through the library's own cache, with and without a sliding window
+    # These are not in SHARED_PREFIX_MODELS, so they use the library's own cache, with and without a sliding window.
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=None),
     "mistral-window": lambda: MistralConfig(**SIZES, sliding_window=6),
 }
 WIDE = SIZES | {"hidden_size": 128, "initializer_range": 0.1}
-# What vLLM serves on a CPU too: heads of 32, the narrowest that it has there.
+# A model that vLLM also serves on a CPU: heads of 32, the narrowest that it supports there.
 SERVED: dict[str, Callable[[], Any]] = {
     "served": lambda: Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
     "served-untied": lambda: Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False),
@@ -50,13 +50,13 @@ def build(family: str = "qwen3", seed: int = 0) -> PreTrainedModel:
 
 # -- requests and checks -----------------------------------------------------------------------------------------------
 EXACT = 1e-5
-"""Of float32 log-probabilities between two programs that add up in other orders."""
+"""Tolerance of float32 log-probabilities between two programs that add in different orders."""
 
 PROMPT = [5, 6, 7, 8] * 10
 
 
 def requests_of(count: int = 4, tokens: int = 8, policy: str = "default", **sampling: Any) -> list[ModelRequest]:
-    """Prompts of 40, 37, 34, ... tokens with seeds 0, 1, 2, ..."""
+    """Make requests with prompts of 40, 37, 34, ... tokens and seeds 0, 1, 2, ..."""
     return [
         ModelRequest(PROMPT[: 40 - 3 * i], Sampling(max_tokens=tokens, seed=i, **sampling), policy=policy)
         for i in range(count)
@@ -64,7 +64,7 @@ def requests_of(count: int = 4, tokens: int = 8, policy: str = "default", **samp
 
 
 def teacher_forced(model: Any, response: ModelResponse, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probabilities ``[C]`` of the completion's tokens from one forward pass over prompt and completion."""
+    """Compute log-probabilities ``[C]`` of the completion's tokens in one forward pass over prompt and completion."""
     ids = torch.tensor([response.prompt_token_ids + response.completion_token_ids])
     with torch.no_grad():
         logits = model(ids, use_cache=False).logits[0].double() / (temperature or 1.0)
@@ -73,7 +73,7 @@ def teacher_forced(model: Any, response: ModelResponse, temperature: float = 1.0
 
 
 def error_of(model: Any, responses: Iterable[ModelResponse], temperature: float = 1.0) -> float:
-    """The largest difference between a sampler's log-probabilities and a plain forward pass of ``model``."""
+    """Return the largest difference between a sampler's log-probabilities and a plain forward pass of ``model``."""
     return max(float((teacher_forced(model, r, temperature) - torch.tensor(r.logprobs)).abs().max()) for r in responses)
 
 
@@ -86,13 +86,13 @@ def tokens_of(responses: Iterable[ModelResponse]) -> list[list[int]]:
 
 
 def sent(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """As the trainer sends weights: tied ones once."""
+    """Return the weights as the trainer sends them: tied ones once."""
     once = {tensor.data_ptr(): (name, tensor) for name, tensor in reversed(model.state_dict().items())}
     return list(once.values())
 
 
 def weights_at(handle: Any) -> dict[str, torch.Tensor]:
-    """A copy of the weights that ``handle`` leads to."""
+    """Copy the weights that ``handle`` refers to."""
     with open_weights(handle) as weights:
         return {name: tensor.clone() for name, tensor in weights.items()}
 
@@ -104,7 +104,7 @@ def move(model: Any, scale: float = 0.1) -> None:
 
 
 def adapted(base: Any) -> tuple[SharedBase, dict[str, Any]]:
-    """Two adapters with an effect over ``base``, named solver and critic."""
+    """Add two adapters to ``base``, named solver and critic, that change its outputs."""
     peft = pytest.importorskip("peft")
     shared = SharedBase(base)
     config = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
@@ -117,7 +117,7 @@ def adapted(base: Any) -> tuple[SharedBase, dict[str, Any]]:
 
 
 async def check_updates(client: Any, model: Any, updates: int) -> None:
-    """Train ``model`` for ``updates`` steps, send each, and compare what ``client`` then samples."""
+    """Train ``model`` for ``updates`` steps, send it after each, and check the samples of ``client`` against it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for version in range(updates + 1):
         if version:
@@ -134,7 +134,7 @@ async def check_updates(client: Any, model: Any, updates: int) -> None:
 async def check_adapters(
     client: Any, build: Callable[[], Any], shared: SharedBase, policies: dict[str, Any], versions: dict[str, int]
 ) -> None:
-    """One batch over all ``policies``; each token is that of its own adapter, at its version."""
+    """Sample one batch over all ``policies``, and check that each token comes from its own adapter and version."""
     responses = await client.generate([request for name in policies for request in requests_of(2, policy=name)])
     for number, (name, model) in enumerate(policies.items()):
         mine = responses[2 * number : 2 * number + 2]
@@ -145,7 +145,7 @@ async def check_adapters(
 
 
 def check_switch(models: list[Any], responses: Iterable[ModelResponse]) -> int:
-    """Each token has the log-probability that its own weights give; the number of responses of several weights."""
+    """Check that each token has the log-probability of its own weights. Returns how many responses have several."""
     split = [response for response in responses if len(response.policy_versions) > 1]
     for response in split:
         by_model = [teacher_forced(model, response).tolist() for model in models]
@@ -159,7 +159,7 @@ def check_switch(models: list[Any], responses: Iterable[ModelResponse]) -> int:
 
 
 def refused_weights(model: Any) -> dict[str, tuple[Any, type[Exception], str]]:
-    """Weights that no client takes: what is given, the error and its message."""
+    """Weights that every client refuses: the weights, the error and its message."""
     weights, one = dict(sent(model)), "model.layers.0.self_attn.q_proj.weight"
     return {
         "part of a fused weight": ({one: weights[one]}.items(), ValueError, r"self_attn.k_proj.weight'.*missing"),

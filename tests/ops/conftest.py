@@ -1,4 +1,4 @@
-"""The backends that every op is tested on, and a policy loss written out token by token in Python floats."""
+"""The backends for the tests of every op, and a policy loss written token by token in Python floats."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Backends
 # ---------------------------------------------------------------------------------------------------------------------
 class Target(NamedTuple):
-    """``backend`` as ops take it, and the ``device`` for their tensors."""
+    """The ``backend`` argument of an op, and the ``device`` for its tensors."""
 
     backend: str
     device: str
@@ -61,13 +61,13 @@ def _use(target: Target, request: pytest.FixtureRequest, monkeypatch: pytest.Mon
 
 @pytest.fixture(params=_targets(reference=True))
 def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
-    """Each backend in turn. ``cuda-emulated`` runs the CUDA kernels on the host, a fibre per thread: keep it small."""
+    """Each backend in turn. ``cuda-emulated`` runs CUDA kernels on the host, a fibre per thread: keep inputs small."""
     return _use(request.param, request, monkeypatch)
 
 
 @pytest.fixture(params=_targets(reference=False))
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
-    """Each backend but PyTorch, for tests that compare with PyTorch's own float64."""
+    """Each backend except PyTorch, for tests that compare with PyTorch in float64."""
     return _use(request.param, request, monkeypatch)
 
 
@@ -102,8 +102,10 @@ def emulator() -> Any:
 
 @pytest.fixture
 def in_threads() -> Callable[..., list[Any]]:
-    """``in_threads(work)``: what ``work(0)`` to ``work(7)`` give, each in a thread of its own, all at once. What one of
-    them raises is raised."""
+    """``in_threads(work)`` runs ``work(0)`` to ``work(7)`` at once, each in its own thread, and returns the results.
+
+    It raises the error of any of them.
+    """
 
     def run(work: Callable[[int], Any], threads: int = 8) -> list[Any]:
         start = threading.Barrier(threads)
@@ -156,7 +158,7 @@ class Batch:
     options: dict[str, Any] = field(default_factory=dict)
 
     def padded(self, dtype: torch.dtype = torch.float64, **changes: Any) -> dict[str, Any]:
-        """The arguments of ``policy_loss`` in padded form."""
+        """Return the arguments of ``policy_loss`` in padded form."""
         options = {**self.options, **changes}
         arguments = {
             "logprobs": self.logprobs.to(dtype),
@@ -175,7 +177,7 @@ class Batch:
         return arguments
 
     def packed(self, dtype: torch.dtype = torch.float64, **changes: Any) -> dict[str, Any]:
-        """The same as packed streams: every row up to its last token, masked ones inside kept."""
+        """Return the arguments as packed streams. A row ends with its last trained token; masked ones before stay."""
         arguments = self.padded(dtype, **changes)
         lengths = [int(row.nonzero().max()) + 1 if row.any() else 0 for row in self.mask]
         keep = torch.arange(self.mask.shape[1])[None] < torch.tensor(lengths)[:, None]
@@ -186,7 +188,7 @@ class Batch:
         return arguments
 
     def expected(self, aggregation: str) -> tuple[float, dict[str, float]]:
-        """Loss and metrics by the definition."""
+        """Compute loss and metrics by their definition."""
         clip: Clip = self.options.get("clip", Clip())
         kl: KL | None = self.options.get("kl")
         correction: ImportanceCorrection | None = self.options.get("correction")
@@ -264,7 +266,7 @@ class Batch:
 
 @pytest.fixture
 def make_batch() -> Callable[..., Batch]:
-    """``make_batch(seed, rows, width, **options)``: rows of any length, some empty, some with holes, some far off."""
+    """``make_batch(seed, rows, width, **options)``: rows of any length; some are empty, have holes or are far off."""
 
     def make(
         seed: int, rows: int = 9, width: int = 37, *, spread: float = 0.5, per_token: bool = False, **options: Any
@@ -297,7 +299,7 @@ def make_batch() -> Callable[..., Batch]:
 # The registered ops under a function
 # ---------------------------------------------------------------------------------------------------------------------
 class _Calls(TorchDispatchMode):
-    """Keeps which of turnwise's ops were called, with what."""
+    """Records the calls of turnwise's ops with their arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,7 +308,7 @@ class _Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "turnwise":
             assert not kwargs
-            once = not func.name().endswith("_backward")  # whose own derivative is refused
+            once = not func.name().endswith("_backward")  # the derivative of a backward op raises
             leaves = (a.detach().requires_grad_(once and a.requires_grad) if isinstance(a, Tensor) else a for a in args)
             self.found.append((func, tuple(leaves)))
         return func(*args, **(kwargs or {}))
@@ -314,8 +316,11 @@ class _Calls(TorchDispatchMode):
 
 @pytest.fixture
 def opcheck_calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], set[str]]:
-    """``opcheck_calls(function)`` runs it as a compiler would see it, every op through the dispatcher, and holds each
-    op that it called, with the arguments of that call, to ``torch.library.opcheck``. Gives their names."""
+    """``opcheck_calls(function)`` runs it as a compiler would see it, with every op through the dispatcher.
+
+    It checks each op that was called, with the arguments of that call, with ``torch.library.opcheck``. Returns the ops'
+    names.
+    """
 
     def check(function: Callable[[], Any]) -> set[str]:
         with monkeypatch.context() as patch, _Calls() as calls:

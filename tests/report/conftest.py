@@ -1,4 +1,4 @@
-"""A real short run to report on, and one that holds a hand-made episode alone."""
+"""A real short run to report on, and a run folder with a single hand-made episode."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .hand_made import hand_made
 
 @pytest.fixture
 def made_run(tmp_path) -> Path:
-    """A run folder that holds one hand-made episode, and no config."""
+    """A run folder with one hand-made episode, and without a config."""
     hand_made(tmp_path / "made", 1)
     return tmp_path / "made"
 
 
 @pytest.fixture(scope="session")
 def real_run(tmp_path_factory) -> Path:
-    """The folder of a real run: the tiny model on sudoku trees, three steps, and the hand-made episode behind them."""
+    """The folder of a real run: the tiny model on sudoku trees, three steps, and then the hand-made episode."""
     folder = tmp_path_factory.mktemp("runs") / "sudoku"
     settings = {
         "run_dir": str(folder),
@@ -30,7 +30,7 @@ def real_run(tmp_path_factory) -> Path:
         "warm_start": {"steps": 40, "batch_size": 16, "lr": 4e-3},
         "rollout": {"prompts_per_step": 3, "branches": 4, "max_tokens": 24},
         "update": {"lr": 1e-4},
-        # So few demonstrations may leave all branches equally bad: the steps must have an update to show all the same.
+        # After so few demonstrations all branches may be equally bad. The steps must still have an update to show.
         "filter": {"drop_zero_advantage": False},
         "eval": {"every": 1, "num_prompts": 3},
     }

@@ -1,4 +1,4 @@
-"""Plays a task's episodes with players instead of models."""
+"""Play a task's episodes with players instead of models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from turnwise.types import EpisodeRequest, GenerateResult, Messages, ModelReques
 
 
 class ChatTokenizer(ByteTokenizer):
-    """A prompt is the chat as JSON, so that a player can read it back."""
+    """A tokenizer that writes the chat as JSON, so that a player can parse the prompt."""
 
     def apply_chat_template(self, conversation: Messages, **kwargs: Any) -> list[int]:
         return self.encode(json.dumps(conversation))

@@ -21,7 +21,7 @@ WIDTH = 6
 
 
 class Letters(MultiTurnEpisode):
-    """Two players write in turn; each is paid the share of letters and digits in its own text."""
+    """Two players write in turn. Each earns the share of letters and digits in its own text."""
 
     episode_type = "letters"
     actors = ("first", "second")
@@ -50,9 +50,9 @@ class Letters(MultiTurnEpisode):
 def letters_trainer(
     run_dir: Path, steps: int = 3, *, policies: dict[str, str] | None = None, with_reference: bool = False, **changes
 ) -> Trainer:
-    """A fresh trainer with equal weights each time it is called; ``changes`` are config sections.
+    """Make a new trainer, with equal weights at each call. ``changes`` are config sections.
 
-    ``policies`` names the policy of each player; all but the first player's are frozen.
+    ``policies`` names the policy of each player. All except the first player's are frozen.
     """
     policies = policies or dict.fromkeys(Letters.actors, "default")
     config: TrainConfig = config_from_dict(
@@ -92,7 +92,7 @@ def letters_trainer(
 def build_random_batch(
     seed: int, rows: int, vocab: int = 200, policies: tuple[str, ...] = ("default",)
 ) -> TrainingBatch:
-    """``rows`` samples with prompts of 1–9 and completions of 1–7 tokens, some completion tokens masked."""
+    """Make ``rows`` samples with prompts of 1–9 and completions of 1–7 tokens. Some completion tokens are masked."""
     rng = np.random.default_rng(seed)
     prompts, completions = rng.integers(1, 10, rows), rng.integers(1, 8, rows)
     cu_seqlens = np.concatenate([[0], np.cumsum(prompts + completions)])
@@ -117,7 +117,7 @@ def build_random_batch(
 
 
 def build_tree_batch(seed: int, rows: Sequence[Sequence[int]], prompts: Sequence[int]) -> TrainingBatch:
-    """A batch of the token ``rows``; of each the tokens after its prompt are trained, some of them masked."""
+    """Make a batch of the token ``rows``. The tokens after each prompt train, except some that are masked."""
     rng = np.random.default_rng(seed)
     cu_seqlens = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
     mask = np.zeros(cu_seqlens[-1], dtype=np.uint8)
@@ -135,10 +135,10 @@ def build_tree_batch(seed: int, rows: Sequence[Sequence[int]], prompts: Sequence
 
 
 def random_tree(seed: int, vocab: int = 200) -> tuple[list[list[int]], list[int]]:
-    """Token rows as trees of rollouts have them, and the lengths of their prompts.
+    """Make token rows like those of rollout trees. Returns them and the lengths of their prompts.
 
-    Two questions behind one system prompt, siblings, turns that go on from one of them, completions that begin alike,
-    one within another, twice the same, of one token, and empty ones.
+    There are two questions after one system prompt, siblings, and turns that continue one of them. Some completions are
+    equal, a prefix of another, one token long or empty.
     """
     rng = np.random.default_rng(seed)
     draw = lambda least, most: rng.integers(0, vocab, rng.integers(least, most + 1)).tolist()  # noqa: E731
@@ -162,7 +162,7 @@ def tree_batch():
 
 
 def build_small_model(seed: int = 0, layers: int = 2):
-    """A Qwen3 of a few narrow layers and its tokenizer."""
+    """Make a Qwen3 model of a few narrow layers, and its tokenizer."""
     tokenizer = build_tokenizer(["0123456789"], vocab_size=300)
     model = build_model(
         tokenizer,

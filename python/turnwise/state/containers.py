@@ -82,7 +82,7 @@ class _DictMethods:
         return "{" + ", ".join(f"{key!r}: {value!r}" for key, value in self.items()) + "}"
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        # Pickled as a dict, item by item: then pickle itself keeps aliasing and cycles.
+        # Pickle a dict item by item, so that pickle itself keeps aliasing and cycles.
         return dict, (), None, None, iter(self.items())
 
     __deepcopy__ = copy_facade
@@ -173,7 +173,7 @@ _SET_METHODS = (
     *("__le__", "__lt__", "__ge__", "__gt__", "__eq__", "isdisjoint"),
 )
 for _view in (StateDictKeys, StateDictItems):
-    # What keys and items have of a set: the mixin methods of collections.abc, giving plain sets.
+    # Keys and items get the set methods of collections.abc. The results are plain sets.
     for _name in _SET_METHODS:
         setattr(_view, _name, getattr(Set, _name))
     setattr(_view, "__hash__", None)  # noqa: B010

@@ -21,7 +21,7 @@ _memos: dict[int, dict[int, Any]] = {}
 
 
 def fork_within(state: State, memo: dict[int, Any]) -> State:
-    """Return the fork of ``state`` for this deep copy: created on the first call, reused afterwards."""
+    """Return the fork of ``state`` for this deep copy. The first call makes it, and later calls return the same."""
     known = memo.get(id(state))
     if known is None:
         _memos[id(state)] = memo
@@ -69,7 +69,7 @@ def _explained(state: State, objects: list[Any], error: TypeError) -> Exception:
 
 
 def copy_facade(facade: Any, memo: dict[int, Any] | None = None) -> Any:
-    """Return a fork of the State rooted at this container; within a deep copy, that copy's only fork."""
+    """Return a fork of the State, rooted at this container. A deep copy makes one fork and returns it each time."""
     if memo is None:
         return facade._state.fork()._rooted_at(facade)
     if id(facade._state) in memo:
@@ -87,6 +87,7 @@ def explained(owner: Any, error: TypeError, at: str = "") -> Exception:
     # Values that lead back to the object or to its own containers are not the cause.
     seen = {id(owner): owner}
     seen |= {id(part._state): part._state for _, part in _parts(owner) if type(part) in (StateDict, StateList)}
+    # Go down from the owner into the first part that can't be copied, until none of its parts is the cause.
     EXPLAINING.append(True)
     try:
         while True:

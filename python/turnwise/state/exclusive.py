@@ -1,4 +1,4 @@
-"""Finds the values that only one object refers to; a copy-on-write container can replace them unnoticed."""
+"""Find the values that only one object refers to. A copy-on-write container can replace them unnoticed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from turnwise._C import State, StateDict, StateList, TokenArray
 
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
-"""Types whose objects never change and refer to nothing; exact types, no subclasses."""
+"""Types whose objects never change and refer to nothing: these exact types, not their subclasses."""
 
 HOLDERS = frozenset({set, frozenset, collections.deque, collections.OrderedDict, collections.Counter, bytearray})
 """Containers that a State copies as a whole; they may hold only constants."""
@@ -26,12 +26,12 @@ _BASE = _references([[]])[0]
 
 
 def held_once(values: list[Any]) -> list[bool]:
-    """For each value: true if only the list and one other place hold it."""
+    """Return True for each value that only the list and one other place hold."""
     return [count == _BASE + 1 for count in _references(values)]
 
 
 def is_constant(value: Any) -> bool:
-    """True for an atom, or a tuple or frozenset of atoms."""
+    """Return True for an atom, or a tuple or frozenset of atoms, also nested."""
     return _all_constant((value,))
 
 
@@ -54,11 +54,12 @@ def _all_constant(values: Iterable[Any]) -> bool:
 
 
 def exclusive_graphs(values: list[Any], home: State | None, is_shared: Callable[[type], bool]) -> list[bool]:
-    """For each value: true if a State may take it over, with everything it refers to, unnoticed.
+    """Return True for each value that a State may take over unnoticed, with everything that it refers to.
 
-    ``values`` and one other place, the owner, must hold each value. If graphs of several values overlap, all of them
-    can be taken over or none. Containers, constants, arrays, generators and facades of ``home`` qualify.
-    An object that something outside the graphs refers to doesn't. ``is_shared`` tells which other types are leaves.
+    ``values`` and one other place, the owner, must hold each value. If the graphs of several values overlap, a State
+    may take over all of them or none. Containers, constants, arrays, generators and facades of ``home`` qualify. An
+    object does not qualify if something outside the graphs refers to it. ``is_shared`` says which other types are
+    leaves.
     """
     search = _Search(home, is_shared)
     for part in range(len(values)):
@@ -69,7 +70,7 @@ def exclusive_graphs(values: list[Any], home: State | None, is_shared: Callable[
 
 
 def graph_of(value: Any, is_shared: Callable[[type], bool]) -> set[int] | None:
-    """Return the ids of ``value`` and all it refers to; ``None`` if a State can't hold a copy of it."""
+    """Return the ids of ``value`` and of all that it refers to; ``None`` if a State can't hold a copy of it."""
     search = _Search(None, is_shared)
     search.parts.append(0)
     search.walk(value, 0)
@@ -109,7 +110,7 @@ class _Search:
                 return
 
     def enter(self, item: Any, kind: type, open_: list[Any]) -> bool:
-        """Push the contents of ``item`` for the walk; false if a State can't take ``item`` over."""
+        """Add the contents of ``item`` to the walk. Returns False if a State can't take ``item`` over."""
         if kind is StateList or kind is StateDict:
             return item._state is self.home
         if kind is list or kind is tuple:
@@ -148,7 +149,7 @@ class _Search:
 
 
 def is_whole(value: Any, kind: type) -> bool:
-    """True for an object that refers to no other Python object: a generator, or an array of numbers."""
+    """Return True for an object that refers to no other Python object: a generator, or an array of numbers."""
     if kind is random.Random:
         return True
     if kind.__module__ == "numpy":

@@ -1,4 +1,4 @@
-"""Saves and pickles States. Parts that versions share in memory are written once, and shared again after reading.
+"""Save and pickle States. Parts that versions share in memory are written once, and shared again after reading.
 
 A file is a head and four sections::
 
@@ -55,6 +55,7 @@ def save(store: _C.StoreBase, path: str | os.PathLike[str], states: Mapping[str,
             raise TypeError(f"states[{name!r}]={state!r}: expected a State")
         if state.store is not store:
             raise ValueError(f"states[{name!r}]: it belongs to another Store")
+    # Take the States apart: their structure as bytes, and the leaves as a pickle and the memory of arrays.
     unique = {id(state): state for state in states.values()}
     places = {key: place for place, key in enumerate(unique)}
     structure, leaves, versions = store._archive(list(unique.values()))
@@ -62,6 +63,7 @@ def save(store: _C.StoreBase, path: str | os.PathLike[str], states: Mapping[str,
         pickled, buffers = dump_leaves(leaves)
     except Exception as error:
         raise _unpicklable(leaves, states) or error from error
+    # Write the header, which names the States, and then the sections.
     header = {
         "names": list(states),
         "places": _unless_counting([places[id(state)] for state in states.values()]),
@@ -100,6 +102,7 @@ def _unpicklable(leaves: Sequence[Any], states: Mapping[str, State]) -> TypeErro
 
 
 def _write(stream: IO[bytes], sections: list[list[bytes | memoryview]]) -> None:
+    # The head comes first in the file, so compute the place and the digest of every section before writing.
     head = _HEAD.pack(MAGIC, FORMAT, SECTIONS)
     offset = _HEAD_BYTES
     padding = 0
@@ -235,6 +238,7 @@ def _range_of(count: Any, most: int) -> range:
 
 
 def _read(stream: IO[bytes]) -> tuple[_Header, bytes, bytes, bytes]:
+    # Check the head and the size of the file before reading any section.
     size = os.fstat(stream.fileno()).st_size
     head = stream.read(_HEAD_BYTES)
     if head[: len(MAGIC)] != MAGIC[: len(head)] or not head:

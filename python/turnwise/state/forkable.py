@@ -1,4 +1,4 @@
-"""Objects that fork: ``copy.deepcopy`` of an environment in microseconds, its class unchanged but for one line."""
+"""Make objects forkable: ``copy.deepcopy`` of an environment takes microseconds, for one changed line in its class."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from turnwise.state.store import LINKED_OBJECT, SHARE, PolicyTuple, Store, _copy
 from turnwise.utils.copies import check_copies, is_ez_pickle
 
 _LATER = "(turnwise: copied when asked for)"
-"""Key in an instance dict: the attributes to copy on first use, by name."""
+"""Key in an instance dict. Its value holds the attributes to copy on first use, by name."""
 
 
 class _Objects(Store):
@@ -49,10 +49,11 @@ class ForkableMixin(_HasDict):
 
     Copies are independent and equal those of :func:`copy.deepcopy`: aliasing, cycles, memo and pickling hooks are kept
     (except EzPickle's, which rebuild an object by its constructor). The first fork replaces lists and dicts that only
-    the object refers to by facades of a :class:`State`, in the object too. Arrays, generators and sets are copied on
-    first use by either side. The rest is deep-copied. Attributes named in ``share``, e.g. a large config, are never
-    copied. Facades are lists and dicts to Python, but not to C code such as ``heapq`` and ``json``. An attribute that
-    can't be copied (a lock, a file) raises :class:`OpaqueError` with its path.
+    the object refers to by facades of a :class:`State`, in the object too. Arrays, generators, deques, counters and
+    bytearrays are copied on first use by either side. The rest, including sets, is deep-copied at the fork. Attributes
+    named in ``share``, e.g. a large config, are never copied. Facades are lists and dicts to Python, but not to C code
+    such as ``heapq`` and ``json``. An attribute that can't be copied (a lock, a file) raises :class:`OpaqueError` with
+    its path.
 
     Example::
 
@@ -126,7 +127,7 @@ class ForkableMixin(_HasDict):
 
 # ---- the copy plan of a class ---------------------------------------------------------------------------------------
 class _Plan:
-    """The way that objects of one class are copied."""
+    """The rules for copying objects of one class."""
 
     def __init__(self, cls: type) -> None:
         self.slots: dict[str, Any] = {
@@ -140,7 +141,7 @@ class _Plan:
         own_state &= not is_ez_pickle(cls)  # EzPickle would lose everything since the constructor
         own_new = hasattr(cls, "__getnewargs__") or hasattr(cls, "__getnewargs_ex__")
         self.has_hooks = any(hooks) or own_state or own_new or issubclass(cls, list | dict | tuple | set)
-        # Readers of __dict__ must find every attribute; a class before the mixin may show the bare dict.
+        # Readers of __dict__ must find every attribute. A class before the mixin in the MRO may show the bare dict.
         shown = next(vars(base)["__dict__"] for base in cls.__mro__ if "__dict__" in vars(base))
         self.copies_later = shown is vars(ForkableMixin)["__dict__"]
 
@@ -184,7 +185,7 @@ class _Slots(MutableMapping[str, Any]):
 
 # ---- copying --------------------------------------------------------------------------------------------------------
 _PLAIN = frozenset({list, dict, tuple, TokenArray})
-# Sets are excluded: their order differs between copy and original, and must not depend on which came last.
+# Sets are excluded. A copy may have another order, and the order must not depend on which side used the set first.
 _LATER_KINDS = HOLDERS - {set, frozenset}
 
 
@@ -207,7 +208,7 @@ def _take_over(attributes: MutableMapping[str, Any], memo: dict[int, Any]) -> No
 
 
 def _is_new(value: Any) -> bool:
-    """True if a State can take the value over and has not yet; a tuple counts by its contents."""
+    """Return True if a State can take the value over and has not done so. For a tuple its contents decide."""
     kind = type(value)
     if kind is TokenArray:
         return value._state is None
@@ -229,6 +230,7 @@ def _copy_attributes(source: Any, attributes: dict[str, Any], plan: _Plan, memo:
     fresh = cls.__new__(cls)
     memo[id(source)] = fresh
     target = _instance_dict(fresh)
+    # Share, fork, put off or deep-copy each attribute of the instance dict.
     later: list[str] = []
     for name, value in attributes.items():
         kind = type(value)
@@ -253,7 +255,7 @@ def _copy_attributes(source: Any, attributes: dict[str, Any], plan: _Plan, memo:
 
 
 def _reduced(source: Any, protocol: int) -> Any:
-    """Return the result of the class's pickling hooks, with facades left in it."""
+    """Return the result of the class's pickling hooks, which may contain facades."""
     vars(source)  # copies the attributes that are still pending
     if type(source).__reduce_ex__ is not ForkableMixin.__reduce_ex__:
         return source.__reduce_ex__(protocol)
@@ -265,7 +267,7 @@ def _reduced(source: Any, protocol: int) -> Any:
 
 
 def _rebuild(source: Any, memo: dict[int, Any] | None) -> Any:
-    """Copy through the class's own pickling hooks, as the copy module does; shallow without a memo."""
+    """Copy through the class's own pickling hooks, as the copy module does. Without a memo the copy is shallow."""
 
     def copied(value: Any) -> Any:
         return value if memo is None else copy.deepcopy(value, memo)
@@ -299,7 +301,7 @@ def _set_state(fresh: Any, state: Any) -> None:
 
 # ---- attributes copied on first use ---------------------------------------------------------------------------------
 class _Cell:
-    """A pending value: objects that hold the cell copy it when they need it; the last one takes it."""
+    """A value that waits to be copied. Each holder of the cell copies the value on first use; the last one takes it."""
 
     __slots__ = ("value",)
 
@@ -366,7 +368,7 @@ class _Later:
 def _put_off(
     source: Any, attributes: dict[str, Any], target: dict[str, Any], names: list[str], memo: dict[int, Any]
 ) -> None:
-    """Turn the attributes ``names`` into cells that both objects hold; copy those that others refer to."""
+    """Turn the attributes ``names`` into cells that both objects hold. Copy an attribute now if others refer to it."""
     cells = attributes.get(_LATER) or _Waiting()
     for name in [name for name in cells if name in attributes]:
         del cells[name]  # it has been assigned since
@@ -387,7 +389,7 @@ def _put_off(
 
 
 def _stand_in(cls: type, name: str) -> bool:
-    """Install the descriptor for ``name``; true if the class can serve ``name`` for objects that lack it."""
+    """Install the descriptor for ``name``. Returns False if the class can't serve ``name`` for objects that lack it."""
     known = vars(cls).get(name)
     if type(known) is _Later:
         return True

@@ -1,4 +1,4 @@
-"""Forks of several things at once."""
+"""Fork several objects at once."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ def fork_many(objects: Sequence[Any], n: int) -> list[list[Any]]:
         raise TypeError(f"n={n!r}: expected a whole number >= 0")
     if n < 0:
         raise ValueError(f"n={n!r}: expected a whole number >= 0")
+    # Lists and dicts that nothing else refers into become one State, which forks in constant time.
     graphs = {index: graph_of(item, OBJECTS.is_shared) for index, item in enumerate(objects) if _is_plain(item)}
     apart: list[int] = []
     versions: list[State] = []
     copies: list[list[Any]] = []
     for number in range(n):
+        # Copy the other objects first. Their memo shows which containers they refer into.
         memo: dict[int, Any] = {}
         made = [None if graphs.get(index) else copy.deepcopy(item, memo) for index, item in enumerate(objects)]
         if number == 0:
@@ -50,8 +52,8 @@ def fork_many(objects: Sequence[Any], n: int) -> list[list[Any]]:
 def forkable(data: Any) -> Any:
     """Return ``data`` in a form that deep-copies in constant time: a facade for a dict or list, else ``data`` itself.
 
-    The State takes the contents over, as it does on a write: it keeps the same objects, and copies them as
-    deep copies with one memo.
+    The State takes over the contents, as it does on a write. It keeps the same objects, and forks copy them with one
+    memo.
 
     Example: ``state.data = forkable({"board": board, "env": env})``
     """
@@ -72,7 +74,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _apart_from(memo: dict[int, Any], objects: Sequence[Any], graphs: dict[int, set[int] | None]) -> list[int]:
-    """Return the containers that nothing in the memo refers into. The others are copied, which may reach more."""
+    """Return the containers that nothing in the memo refers into. Copies the others, which may extend the memo."""
     apart = [index for index, graph in graphs.items() if graph is not None]
     while met := [index for index in apart if not memo.keys().isdisjoint(graphs[index] or ())]:
         for index in met:

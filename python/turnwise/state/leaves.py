@@ -1,4 +1,4 @@
-"""Pickles the objects in States apart from their structure, and loads them without running foreign code."""
+"""Pickle the objects in States apart from their structure, and load them without running foreign code."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ Find = Callable[[str, str], Any]
 
 
 def find_harmless(module: str, name: str) -> Any:
-    """Return a type or function that only builds values; any other name is refused before import."""
+    """Return a type or function that only builds values. Raises :class:`CheckpointError` for others before import."""
     if name in HARMLESS.get(module, ()):
         return getattr(importlib.import_module(module), name)
     if module in ("numpy", "torch") and "." not in name:
@@ -209,7 +209,7 @@ def first_unpicklable(leaves: Iterable[Any]) -> tuple[Any, Exception] | None:
 def load_leaves(
     pickled: bytes | memoryview, buffers: Iterable[memoryview], *, allow: Iterable[Any] = (), allow_pickle: bool = False
 ) -> list[Any]:
-    """Load the output of :func:`dump_leaves`; arrays are views of ``buffers``. ``allow`` has the caller's classes."""
+    """Load the output of :func:`dump_leaves`. Arrays are views of ``buffers``. ``allow`` lists the caller's classes."""
     allowed = {(each.__module__, each.__qualname__): each for each in allow}
 
     def find(module: str, name: str) -> Any:
@@ -230,13 +230,13 @@ def load_leaves(
 
 
 def freeze_leaves(leaves: list[Any]) -> list[Any]:
-    """Return the same leaves; arrays in writable memory become read-only copies."""
+    """Return the leaves with read-only copies in place of arrays in writable memory."""
     ndarray = getattr(sys.modules.get("numpy"), "ndarray", None)
     return [freeze_array(leaf) if type(leaf) is ndarray and not _read_only(leaf) else leaf for leaf in leaves]
 
 
 def _read_only(array: Any) -> bool:
-    """True if the owner of the memory declares it read-only: bytes, or memory that Ray shares between processes."""
+    """Return True if the owner of the memory is read-only, such as bytes or memory that Ray shares."""
     if array.flags.writeable:
         return False
     owner = array

@@ -1,4 +1,4 @@
-"""Converts facades back to plain containers."""
+"""Convert facades back to plain containers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def to_python(value: Any) -> Any:
     """
     memo: dict[int, Any] = {}
     kept: list[Any] = []  # keeps objects in `memo` and `shown` alive, so that their ids stay valid
-    shown: dict[int, dict[int, Any]] = {}  # by the id of a State: the tuples that were read in it
+    shown: dict[int, dict[int, Any]] = {}  # by the id of a State: the tuples read in it
     open_: list[tuple[Any, Any]] = []
 
     def read(source: Any, state: State) -> list[Any]:
@@ -30,6 +30,7 @@ def to_python(value: Any) -> Any:
         values: list[Any] = source._values(shown[id(state)])
         return values
 
+    # Return the plain form of an item. A container's is still empty; the loop below fills it.
     def plain(item: Any) -> Any:
         kind = type(item)
         if kind in ATOMS or (kind is tuple and ATOMS.issuperset(map(type, item))):
@@ -54,6 +55,7 @@ def to_python(value: Any) -> Any:
             return item
         return tuple.__new__(type(item), parts)
 
+    # Fill the lists and dicts one after another, without recursion, as they may be nested deeply.
     result = plain(read(value, value)[0] if type(value) is State else value)
     while open_:
         source, target = open_.pop()

@@ -1,4 +1,4 @@
-"""Detects shared objects that were changed in place, which affects every version. A debugging aid."""
+"""Detect shared objects that were changed in place, which affects every version. A debugging aid."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SharedObjects:
         place, known = id(value), self._known
         try:
             self._known[place] = (weakref.ref(value, lambda _: known.pop(place, None)), digest)
-        except TypeError:  # no weak references: the object lives as long as the store
+        except TypeError:  # without weak references the object lives as long as the store
             self._known[place] = (lambda: value, digest)
 
     def check(self, state: State) -> None:

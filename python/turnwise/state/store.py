@@ -80,7 +80,7 @@ NAMED: dict[str, Policy] = {
     "pickle": Policy(_through_pickle),
     "hooks": Policy(_through_hooks),
 }
-"""Policies by name. ``hooks``: a shallow copy of the object takes its ``snapshot()`` by ``restore(snapshot)``.
+"""Policies by name. ``hooks`` makes a shallow copy and calls ``restore(snapshot)`` on it with the object's snapshot.
 
 ``restore`` must replace the members that it would change, because both objects share them until then.
 """
@@ -91,7 +91,10 @@ SHARED_TYPES: tuple[type, ...] = (
     *(enum.Enum, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal),
     *(fractions.Fraction, uuid.UUID, pathlib.PurePath, bytes, str, int, float),
 )
-"""Immutable types; objects of their subclasses are immutable too if they have no attributes."""
+"""Types whose objects all versions share, as they are immutable. Objects of subclasses are shared too.
+
+Exception: a subclass of one of the first five types is not shared if its objects have attributes.
+"""
 
 COPIED_TYPES: tuple[type, ...] = (
     *(set, bytearray, array.array),
@@ -106,7 +109,7 @@ def _foreign_type(module: str, name: str) -> type | None:
 
 
 LINKED_OBJECT: PolicyTuple = (LINKED, copies.deep_copy, True)
-"""Policies for objects that may refer to one another and to containers of their State: a fork copies them together."""
+"""Policy for objects that may refer to one another and to containers of their State. A fork copies them together."""
 
 
 class Store(_C.StoreBase):
@@ -137,8 +140,9 @@ class Store(_C.StoreBase):
         """Set the policy for objects of ``type_`` and its subclasses.
 
         ``"share"``: all versions hold the same object. ``"copy"``: each version gets a :func:`copy.deepcopy` on first
-        access. ``"pickle"``: the same through pickle. ``"hooks"``: through the object's ``snapshot()`` and
-        ``restore(snapshot)``. Or a :class:`Policy`. It applies to objects inserted from now on.
+        access. ``"pickle"``: it gets a copy through pickle. ``"hooks"``: it gets a copy through the object's
+        ``snapshot()`` and ``restore(snapshot)``. A :class:`Policy` is also accepted. The policy applies to objects
+        inserted from now on.
         """
         if not isinstance(type_, type):
             raise TypeError(f"type_={type_!r}: expected a class")
@@ -157,7 +161,7 @@ class Store(_C.StoreBase):
         return stats(self)
 
     def save(self, path: str | os.PathLike[str], states: Mapping[str, _C.State]) -> None:
-        """Write versions of this store to a file; shared parts are written once. :func:`load` reads it.
+        """Write versions of this store to a file. Shared parts are written once. :func:`load` reads the file.
 
         The file is written whole or not at all. Objects that forks copy are written in their current state.
 
@@ -189,6 +193,7 @@ class Store(_C.StoreBase):
                 return policy if self._shared is None or policy[0] != SHARE else (SHARE, self._shared.note, False)
         if issubclass(kind, _C.State | _C.StateDict | _C.StateList):
             return None
+        # Types of numpy and torch, if these are imported: arrays, scalars and dtypes, generators.
         ndarray = _foreign_type("numpy", "ndarray")
         if ndarray is not None and issubclass(kind, ndarray):
             # Subclasses can hold more than values: masks, units.
@@ -205,6 +210,7 @@ class Store(_C.StoreBase):
         generator = _foreign_type("torch", "Generator")
         if generator is not None and issubclass(kind, generator):
             return Policy(_copy_torch_generator).as_tuple()
+        # Types of Python, and objects that fork themselves.
         if kind is random.Random:
             return Policy(_copy_random).as_tuple()
         if kind in COPIED_TYPES:
@@ -228,10 +234,10 @@ def load(
     They belong to ``store``, or to a new :class:`Store`, which must know the types of objects that forks copy
     (:meth:`Store.register`). Arrays are read-only views of one block of memory.
 
-    A file may name classes: of its objects, of enum members, or stored as values. Values of Python, numpy and torch
-    are read. Any other name is refused before import, unless ``allow`` has that class or function; its own code then
-    runs (constructors, ``__setstate__``). No file can create a class, or change one that it names.
-    ``allow_pickle=True`` allows everything, including arbitrary code by the file's author.
+    A file may name classes: those of its objects and enum members, and classes stored as values. Names of Python, numpy
+    and torch that only build values are allowed. Any other name is refused before import, unless ``allow`` lists that
+    class or function; its own code then runs (constructors, ``__setstate__``). No file can create a class, or change
+    one that it names. ``allow_pickle=True`` allows everything, including arbitrary code by the file's author.
 
     Example: ``load("tree.state", allow=[Board])["root"]``
 

@@ -19,7 +19,7 @@ def _from_buffer(buffer: Any) -> TokenArray:
 
 
 def _numpy(self: TokenArray) -> Any:
-    """Return the ids as a read-only int32 array; no copy until the next write. ``torch.from_numpy`` accepts it."""
+    """Return the ids as a read-only int32 array, without a copy until the next write. Torch's from_numpy accepts it."""
     import numpy as np
 
     return np.frombuffer(self._bytes(), np.int32)
@@ -62,7 +62,7 @@ def _repr(self: TokenArray) -> str:
 
 
 def _copy(self: TokenArray, memo: Any = None) -> TokenArray:
-    """Return an array outside any State; within a deep copy of its State, that copy's array."""
+    """Return an array outside any State. In a deep copy of its State, return that copy's array."""
     known = None if memo is None or self._state is None else memo.get(id(self._state))
     return self[:] if known is None else known._facade(self)
 

@@ -27,7 +27,7 @@ ABSENT = _Absent()
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One difference between two versions: the value at ``path`` changed from ``before`` to ``after``; plain values.
+    """One difference between two versions: the value at ``path`` changed from ``before`` to ``after``, both plain.
 
     Example: ``Change(path=("board", 0, 2), before=0, after=5)``; ``before`` is :data:`ABSENT` for a new value.
     """
@@ -54,7 +54,7 @@ class Stats:
 
 
 def stats(store: _C.StoreBase) -> Stats:
-    """Count over all living versions; takes time proportional to their contents."""
+    """Measure all living versions, in time proportional to their contents."""
     return Stats(*store._account())
 
 
@@ -62,8 +62,8 @@ def stats(store: _C.StoreBase) -> Stats:
 def diff(self: State, other: State) -> list[Change]:
     """Return the differences of ``other`` from this version, in the order of a walk from the root.
 
-    Containers that both share are skipped; lists are compared index by index. If several paths lead to a pair of
-    containers, or from a tuple to a pair of tuples in it, the difference is reported at the first.
+    Containers that both share are skipped. Lists are compared index by index. If several paths lead to a pair of
+    containers, the difference is reported at the first. The same holds for tuples inside one tuple.
     """
     if type(other) is not State:
         raise TypeError(f"other={other!r}: expected a State")
@@ -73,7 +73,7 @@ def diff(self: State, other: State) -> list[Change]:
     seen: set[tuple[int, int]] = set()
     alive: list[Any] = []  # facades and tuples kept alive, so that the ids in `seen` and `nested` stay valid
     changes: list[Change] = []
-    # The last, in a tuple, are the pairs of tuples that were met in the outermost one.
+    # Entries are (path, old, new, nested). Within a tuple, `nested` holds the pairs of tuples met in the outermost one.
     open_: list[tuple[tuple[Hashable, ...], Any, Any, set[tuple[int, int]] | None]] = []
     open_.append(((), self.data, other.data, None))
     while open_:
@@ -85,6 +85,7 @@ def diff(self: State, other: State) -> list[Change]:
             if not _equal(old, new):
                 changes.append(Change(path, to_python(old), to_python(new)))
             continue
+        # Skip a pair that was met before, and containers that did not change since the versions separated.
         if kind is not tuple:
             nested = None
         elif nested is None:
@@ -133,7 +134,7 @@ _WRITABLE_ARRAY = (1, freeze_array, False)
 
 
 def writable(self: State, *path: Hashable) -> Any:
-    """Return the numpy array at ``path`` for writing: private to this version from now on. Forks copy its contents.
+    """Return the numpy array at ``path`` for writing. It is private to this version from now on; forks copy it.
 
     Example: ``state.writable("maps", 0)[2, 3] = 1.0``
     """

@@ -37,6 +37,7 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> PreTrainedTo
     smallest = BYTES + len(SPECIAL_TOKENS)
     if vocab_size < smallest:
         raise ValueError(f"vocab_size={vocab_size!r}: expected at least {smallest} (256 bytes and the special tokens)")
+    # Split digits, newlines and punctuation off before the merges, so that no merge crosses them.
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -46,6 +47,7 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> PreTrainedTo
         ]
     )
     bpe.decoder = decoders.ByteLevel()
+    # All 256 bytes are in the vocabulary, so the tokenizer can encode any text.
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(SPECIAL_TOKENS),
@@ -106,6 +108,7 @@ def build_model(
         attention_dropout=0.0,
         dtype="float32",
     )
+    # Draw the weights from ``seed`` without a change to the global random state.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen3ForCausalLM(config).float()

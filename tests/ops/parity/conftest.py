@@ -24,7 +24,7 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def load(module: str) -> Any:
-    """A module of another trainer. A bare machine may lack it; `make test-all` installs it, so in CI it must load."""
+    """Load a module of another trainer. A machine may lack it. `make test-all` installs it, so in CI it must load."""
     if os.environ.get("CI") != "true":
         pytest.importorskip(module.split(".")[0], reason="compared where it is installed: make test-all")
     with warnings.catch_warnings():
@@ -44,7 +44,7 @@ def verl() -> Any:
 
 @dataclass
 class Streams:
-    """Padded rows of one call, float32. Masked tokens hold numbers as odd as any."""
+    """Padded rows of one call, float32. Masked tokens hold random numbers too."""
 
     logprobs: Tensor  # [B, T]
     old: Tensor  # [B, T]
@@ -53,10 +53,10 @@ class Streams:
     advantages: Tensor  # [B], or [B, T] from every third seed
     mask: Tensor  # [B, T] bool
     choose: random.Random  # for the options of this call
-    form: random.Random  # for how its streams are laid out
+    form: random.Random  # for the layout of its streams
 
     def on(self, target: Any) -> Streams:
-        """The same where a backend computes."""
+        """Copy the streams to the target's device."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return Streams(**{k: v.to(target.device) if isinstance(v, Tensor) else v for k, v in values.items()})
 
@@ -64,13 +64,15 @@ class Streams:
         return getattr(self, name).double()
 
     def spread(self) -> Tensor:
-        """Advantages ``[B, T]`` in float64, as a peer takes them."""
+        """Return the advantages ``[B, T]`` in float64, as a peer expects them."""
         a = self.advantages.double()
         return a if a.dim() == 2 else a[:, None].expand(self.mask.shape)
 
     def loss(self, target: Any, logprobs: Tensor, *, optional: tuple[str, ...] = (), **options: Any) -> Tensor:
-        """Our loss, in a form of those that it may be called in, drawn anew: padded or packed, any mask, advantages of
-        a sequence or of its tokens, in one call or in two micro-batches. ``optional``: streams beyond the usual ones.
+        """Compute our loss in a random one of the forms that it accepts.
+
+        It is padded or packed, with any mask type, with advantages per sequence or per token, and in one call or two
+        micro-batches. ``optional`` names streams in addition to the usual ones.
         """
         cuts = [0, len(self.mask)]
         whole_only = "variant" in options and options["variant"].selects
@@ -101,7 +103,7 @@ class Streams:
         layout, width, device = {}, g.mask.shape[1], g.mask.device
         ends = (self.mask[rows] * torch.arange(1, width + 1)).amax(1)
         lengths = torch.tensor([self.form.randint(int(end), width) for end in ends], dtype=torch.int64)
-        # As many tokens as rows: advantages would be taken for one of each row.
+        # With as many tokens as rows, the loss would read advantages per token as one per row.
         alike = "advantages" in streams and int(lengths.sum()) == len(lengths)
         if self.form.random() < 0.5 and not alike:
             kept = (torch.arange(width) < lengths[:, None]).to(device)
@@ -112,12 +114,12 @@ class Streams:
         return policy_loss(**{"advantages": advantages, **streams}, **layout, **options, backend=target.backend).loss
 
     def leaves(self) -> tuple[Tensor, Tensor]:
-        """``logprobs`` twice, for ours in float32 and for the peer in float64."""
+        """Return ``logprobs`` twice as leaves: float32 for our loss, float64 for the peer's."""
         return self.logprobs.clone().requires_grad_(), self.logprobs.double().requires_grad_()
 
 
 def draw_streams(seed: int, *, empty_rows: bool = True, spread: float = 0.6) -> Streams:
-    """1 to 7 rows of 1 to 17 tokens, with holes; rows may be empty, but never all of them."""
+    """Draw 1 to 7 rows, 1 to 17 tokens wide, with holes. Rows may be empty, but never all of them."""
     choose = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     rows, width = choose.randint(1, 7), choose.randint(1, 17)
@@ -136,7 +138,7 @@ def draw_streams(seed: int, *, empty_rows: bool = True, spread: float = 0.6) -> 
 
 
 def compare(loss: Tensor, logprobs: Tensor, expected: Tensor, leaf: Tensor) -> None:
-    """Our ``loss`` and its gradient in ``logprobs`` (float32) are the ``expected`` ones in ``leaf`` (float64)."""
+    """Check our ``loss`` and its gradient in ``logprobs`` (float32) against ``expected`` and ``leaf`` (float64)."""
     torch.testing.assert_close(loss.detach().cpu().double(), expected.detach(), **TOLERANCE)
     loss.backward()
     expected.backward()
@@ -146,8 +148,7 @@ def compare(loss: Tensor, logprobs: Tensor, expected: Tensor, leaf: Tensor) -> N
 
 @pytest.fixture
 def seeds(target: Any) -> Callable[..., range]:
-    """``seeds(4)``: a quarter of the seeds that a backend has time for, thousands where a call takes microseconds, few
-    where a GPU is imitated."""
+    """``seeds(4)`` is a quarter of a backend's seeds: thousands if a call takes microseconds, few in emulation."""
     interpreted = (target.backend, target.device) == ("triton", "cpu")
     quick = (target.backend, target.device) == ("native", "cpu")
     count = 12 if interpreted else 40 if target.emulated else 2000 if quick else 200

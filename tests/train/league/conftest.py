@@ -32,7 +32,7 @@ def make_run(tmp_path):
 
 @pytest.fixture
 def read_lines():
-    """What a run wrote to a file of lines, timings aside."""
+    """Read the lines that a run wrote to a file, without timings."""
 
     def read(run, name):
         rows = [json.loads(line) for line in (run.config.run_dir / name).read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Programs and tests: a coder solves a small problem, a tester tries to find its program out, both in a sandbox.
+"""Programs and tests: a coder solves a small problem, and a tester tries to break its program in a sandbox.
 
 Read in this order: team, problems, prompts, scoring, sandbox.
 May import: types, arena, tasks.

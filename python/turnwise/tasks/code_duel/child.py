@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def lock_in(job: dict) -> None:
-    """Give up, for good, files, processes, memory and time beyond the limits, and all but a few system calls."""
+    """Permanently give up files, processes, memory and time beyond the limits, and all but a few system calls."""
     for name, limit in job["limits"].items():
         number = getattr(resource, name, None)
         if number is not None:
@@ -94,7 +94,7 @@ def run(job: dict, results: int) -> None:
 
 
 def told(error: BaseException) -> str:
-    """``"ValueError: what it says"``. The program may have written its exceptions itself, so none is trusted."""
+    """Write ``"ValueError: its text"``. The program may define its own exceptions, so this trusts no method of them."""
     name = type.__getattribute__(type(error), "__name__")
     try:
         said = str(error)
@@ -104,7 +104,7 @@ def told(error: BaseException) -> str:
 
 
 def encoded(value: object) -> str:
-    """JSON of a plain value; ``TypeError`` for another. By hand: importing ``json`` would double the start-up time."""
+    """Write a plain value as JSON; ``TypeError`` for others. Importing ``json`` would double the start-up time."""
     kind = type(value)
     if value is None or kind is bool:
         return {None: "null", True: "true", False: "false"}[value]  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""Imperfect programs and test cases for a supervised warm start: the format is always right, the content often not."""
+"""Make imperfect programs and test cases for a supervised warm start: right in format, often wrong in content."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from turnwise.tasks.code_duel.sandbox import Returned
 from turnwise.tasks.code_duel.scoring import Case, describe_failures, format_case
 from turnwise.types import Messages
 
-UNREAD = 0.1  # share of these whose own last reply could not be read
-LATER = 0.25  # share of a coder's demonstrations that begin with a program that failed, as in a second round
+UNREAD = 0.1  # share of the demonstrations from a second round whose own last reply could not be read
+LATER = 0.25  # share of a team coder's demonstrations that begin with a failed program, as in a second round
 
 
 def demonstrations(
     statements: Sequence[str], actors: Sequence[str], seed: int | str, *, quality: float = 0.4, cases: int = 4
 ) -> list[tuple[str, Messages, str]]:
-    """One ``(actor id, messages, completion)`` per problem, the actors taking turns.
+    """Make one ``(actor id, messages, completion)`` per problem. The actors take turns.
 
-    ``quality`` in [0, 1] is the chance that a program is right, and that a test case expects what is right; otherwise
-    it is a wrong program's, which differs in one part. So a model that has learnt them well writes programs that run,
-    and half of them do something else: there reinforcement learning starts.
+    ``quality`` in [0, 1] is the chance that a program is right, and that a test case expects the right result.
+    Otherwise the program, or the expected result, comes from a wrong program, which differs in one part. So a model
+    that has learnt the demonstrations well writes programs that run, many of which are wrong. Reinforcement learning
+    starts from there.
     """
     check_demonstrations(actors, quality)
     rng = Random(f"code-duel-demonstrations/{seed}")
@@ -37,7 +38,7 @@ def demonstrations(
 
 
 def write_cases(problem: Problem, count: int, quality: float, rng: Random) -> list[Case]:
-    """``count`` cases of different arguments; each expects what the program returns with chance ``quality``."""
+    """Write ``count`` cases of different arguments. Each expects the right result with chance ``quality``."""
     draw = find_family(problem.statement).draw
     written: dict[str, Case] = {}
     while len(written) < count:

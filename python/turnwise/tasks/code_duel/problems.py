@@ -1,4 +1,4 @@
-"""Small programming problems, put together from parts: a statement, a reference program, wrong ones, hidden inputs.
+"""Small programming problems made from parts: a statement, a reference program, wrong programs and hidden inputs.
 
 A problem is a family and one part for each of its places. Its program is a function ``f`` of ``xs`` (a list of whole
 numbers), ``s`` (a string) or ``a, b`` (whole numbers).
@@ -30,16 +30,16 @@ MUTANTS = 6  # wrong programs of a problem
 
 
 class Part(NamedTuple):
-    """One choice at one place: how the statement says it, and how a program does."""
+    """One choice at one place: its words in the statement, and its code in the program."""
 
     words: str
     code: str
 
 
 class Problem(NamedTuple):
-    """A problem, its program, and ``wrong`` ones, each of which differs from it on some hidden input.
+    """A problem, its program, and ``wrong`` programs, each of which returns something else for some hidden input.
 
-    ``hidden`` holds tuples of arguments, ``expected`` what the program returns for each.
+    ``hidden`` holds tuples of arguments, and ``expected`` the program's result for each.
     """
 
     family: str
@@ -52,7 +52,12 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """Problems of one kind: the parts of each place, how they make a statement and a program, and the inputs."""
+    """Problems of one kind.
+
+    ``places`` lists the parts to choose from at each place. ``state`` and ``write`` turn the chosen parts into a
+    statement and a program. ``draw`` makes random arguments, ``edges`` are fixed ones, and ``accepts`` says whether
+    arguments are allowed.
+    """
 
     name: str
     places: tuple[tuple[Part, ...], ...]
@@ -226,7 +231,7 @@ FAMILIES = {
 # ---------------------------------------------------------------------------------------------------------------------
 @cache
 def catalogue(family: str) -> dict[str, tuple[Part, ...]]:
-    """Statement -> parts of every problem of ``family``."""
+    """Map each statement of ``family`` to its parts. Raises ``ValueError`` for an unknown family."""
     if family not in FAMILIES:
         raise ValueError(f"family={family!r}: expected one of {sorted(FAMILIES)}")
     kind = FAMILIES[family]
@@ -234,7 +239,7 @@ def catalogue(family: str) -> dict[str, tuple[Part, ...]]:
 
 
 def find_family(statement: str) -> Family:
-    """The family of ``statement``. Raises ``ValueError`` for a text that is no statement."""
+    """Find the family of ``statement``. Raises ``ValueError`` for a text that is not a statement."""
     for family in FAMILIES:
         if statement in catalogue(family):
             return FAMILIES[family]
@@ -243,13 +248,14 @@ def find_family(statement: str) -> Family:
 
 @lru_cache(maxsize=4096)
 def find_problem(statement: str) -> Problem:
-    """The problem that ``statement`` states: a function of the statement alone. ``ValueError`` for another text."""
+    """Make the problem of ``statement``. It depends on the statement alone. Raises ``ValueError`` for other text."""
     kind = find_family(statement)
     parts = catalogue(kind.name)[statement]
     rng = Random(f"code-duel/{statement}")
     program = kind.write(parts)
     hidden = (*kind.edges, *(kind.draw(rng) for _ in range(HIDDEN - len(kind.edges))))
     expected = tuple(run_trusted(program, arguments) for arguments in hidden)
+    # Wrong programs differ from the right one in one part. Keep those that behave differently, one per behaviour.
     wrong: dict[tuple[str, ...], str] = {}
     neighbours = [
         (*parts[:place], other, *parts[place + 1 :])
@@ -269,10 +275,10 @@ def find_problem(statement: str) -> Problem:
 
 
 def draw_problems(split: Split, n: int, seed: int | str, families: Sequence[str] = tuple(FAMILIES)) -> list[str]:
-    """``n`` different statements of ``split``, the families taking turns as far as they last.
+    """Draw ``n`` different statements of ``split``. The families take turns until each runs out.
 
-    The same arguments give the same statements, and a longer list begins with the shorter one. A statement's own hash
-    puts it in a split. Raises ``ValueError`` where the split holds fewer.
+    Equal arguments give equal statements, and a longer list begins with the shorter one. A statement's hash decides its
+    split. Raises ``ValueError`` if the split holds fewer.
     """
     check_split(split)
     if n < 0:
@@ -285,7 +291,7 @@ def draw_problems(split: Split, n: int, seed: int | str, families: Sequence[str]
 
 @lru_cache(maxsize=16)
 def in_turns(split: Split, seed: int | str, families: tuple[str, ...]) -> Sequence[str]:
-    """Every statement of ``split``, each family's shuffled by ``seed``, one of each in turn."""
+    """List every statement of ``split``: one of each family in turn, each family shuffled by ``seed``."""
     queues = [_shuffled(family, split, seed) for family in families]
     longest = max(map(len, queues), default=0)
     return [queue[place] for place in range(longest) for queue in queues if place < len(queue)]
@@ -313,5 +319,5 @@ def _compiled(program: str) -> Callable[..., Any]:
 
 
 def run_trusted(program: str, arguments: Arguments) -> Any:
-    """Run a program *of this module* in this process and return its result; never one that a model wrote."""
+    """Run a program of *this module* in this process and return its result. Never run a model's program here."""
     return _compiled(program)(*arguments)

@@ -38,7 +38,7 @@ def view_message(view: View) -> Message:
 
 
 def code_duel_messages(actor_id: str, view: View, turn: int = 0, *, unread: bool = False) -> Messages:
-    """The whole prompt of one call: the actor's instruction, the view, and from the second on the round."""
+    """Build the whole prompt of one call: the instruction, the view, and from the second round on its number."""
     system: Message = {"role": "system", "content": SYSTEM_PROMPTS[actor_id]}
     return [system, with_round(view_message(view), turn, unread=unread)]
 

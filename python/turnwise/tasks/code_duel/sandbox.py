@@ -3,15 +3,15 @@
 On Linux (x86-64 and aarch64, kernel 4.14 or newer; also in containers, without privileges, and binding root too):
 
 ============== =====================================================================================================
-processes      one, with one thread: starting another is forbidden, so every limit below is of the whole program
-time           CPU seconds by the kernel; wall seconds by the parent, with which it dies as well; sleeping is refused
-input          there is none: who asks for it is told so at once (``EOFError``)
+processes      one, with one thread; it can't start another, so every limit below holds for the whole program
+time           CPU seconds by the kernel; wall seconds by the parent; it dies with its parent; sleeping is refused
+input          none; reading it raises ``EOFError`` at once
 memory         address space (``MemoryError``)
-files          none can be opened, listed, looked at or made, the parent's and ``/proc`` among them
-network        none: no socket can be made
-signals        to nobody, itself included
-environment    wiped; no open files but three pipes; a working directory of its own, empty, gone afterwards
-output         read up to a limit, then the program is killed
+files          it can't open, list, inspect or create any, including the parent's and ``/proc``
+network        none; it can't create a socket
+signals        it can't send any, even to itself
+environment    wiped; no open files but three pipes; an empty working directory that is deleted afterwards
+output         the parent reads it up to a limit, then kills the program
 system calls   an allow-list, see ``seccomp.py``; the kernel enforces it
 ============== =====================================================================================================
 
@@ -50,7 +50,7 @@ from turnwise.tasks.code_duel.seccomp import MACHINES, build_filter
 Reason = Literal["ok", "error", "memory", "cpu", "wall", "output", "forbidden", "crash"]
 
 OPEN_FILES = 16
-ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONCOERCECLOCALE": "0"}  # sets of strings are walked in one order, always
+ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONCOERCECLOCALE": "0"}  # so sets of strings always have the same order
 _CHUNK = 16_384
 
 
@@ -67,7 +67,7 @@ class Returned(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SandboxRun:
-    """Result of a program. ``results`` has one entry per input; inputs that it did not reach have ``reason`` there.
+    """Result of a program. ``results`` has one entry per input. Inputs that it did not reach have ``reason`` as error.
 
     ``reason``: ``"ok"`` all calls returned; ``"error"`` one raised; ``"memory"`` one ran out of memory; ``"cpu"``,
     ``"wall"``, ``"output"``: killed at that limit; ``"forbidden"``: killed for asking for a process, a socket, a signal
@@ -103,7 +103,7 @@ class Limits:
             raise ValueError(f"cpu_seconds={self.cpu_seconds!r}: expected whole seconds")
 
     def rlimits(self) -> dict[str, tuple[int, int]]:
-        """``(soft, hard)`` by the name in :mod:`resource`. A second after the signal that ends it comes the kill."""
+        """``(soft, hard)`` by the name in :mod:`resource`. One CPU second after its signal the kernel kills."""
         memory = self.memory_mb * 2**20
         return {
             "RLIMIT_CPU": (self.cpu_seconds, self.cpu_seconds + 1),
@@ -116,9 +116,9 @@ class Limits:
 
 
 class Sandbox:
-    """Runs programs, at most ``parallel`` at once (by default the number of cores): see the module for what holds.
+    """Runs programs, at most ``parallel`` at once (default: the number of cores). See the module for the guarantees.
 
-    Raises :class:`SandboxError` where a program can't be locked in, unless ``strict=False``.
+    Raises :class:`SandboxError` if a program can't be locked in here, unless ``strict=False``.
 
     Example::
 
@@ -134,9 +134,9 @@ class Sandbox:
     async def call(self, program: str, function: str, inputs: Sequence[Sequence[Any]]) -> SandboxRun:
         """Define ``program`` and call its ``function`` on each of ``inputs``, tuples of plain arguments, in order.
 
-        All calls are of one process: what an earlier one changed in a global, a later one sees. Returned values are
-        plain (``None``, bool, int, float, str, lists, dicts with string keys; a tuple arrives as a list); others count
-        as an error of that call.
+        All calls run in one process, so a later call sees globals that an earlier one changed. A call may return
+        ``None``, bool, int, float, str, lists, and dicts with string keys; a tuple arrives as a list. Any other value
+        counts as an error of that call.
         """
         job = self._job(program, function, inputs)
         async with self._budget.slot((0,)):
@@ -160,7 +160,7 @@ class Sandbox:
     async def _run(self, job: bytes, calls: int, folder: str) -> SandboxRun:
         started = time.perf_counter()
         child = _Child(job, folder, self.limits)
-        # A thread of its own: those of the loop's executor may all be busy, and a program would outlive its limit.
+        # Watch in a separate thread. The threads of the loop's executor may all be busy, and the limit would pass.
         watcher = ThreadPoolExecutor(1, thread_name_prefix="turnwise-sandbox")
         watching = asyncio.get_running_loop().run_in_executor(watcher, child.watch)
         watcher.shutdown(wait=False)
@@ -202,7 +202,7 @@ class _Child:
             )
 
     def watch(self) -> Reason | None:
-        """Read until the process has ended, by itself or because it must; blocks. Why it was killed, if it was."""
+        """Read until the process ends or exceeds a limit; blocks. Returns the limit that it exceeded, if any."""
         try:
             return self._read(self.deadline)
         except subprocess.TimeoutExpired:
@@ -215,7 +215,7 @@ class _Child:
                 stream.close()
 
     def kill(self) -> None:
-        """Nothing can have left the process's group: the filter lets no process start."""
+        """Kill the process's group. No process can have left it, as the filter lets none start."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -236,15 +236,16 @@ class _Child:
                     elif len(chunk) > room:
                         return "output"
                     key.data.extend(chunk)
-        # A program may close its pipes and go on.
+        # A program may close its pipes and continue to run.
         self.process.wait(max(0.0, deadline - time.monotonic()))
         return None
 
 
 def find_filter(*, strict: bool) -> bytes | None:
-    """The filter for this machine; ``None``, with a warning, where there is none and ``strict`` does not ask for it.
+    """Return the filter for this machine. Without one, return ``None`` with a warning if ``strict`` is false.
 
-    Raises :class:`SandboxError` where it does, and where not even resource limits exist.
+    Raises :class:`SandboxError` if there is no filter and ``strict`` is true, and always on Windows, which has no
+    resource limits.
     """
     machine = platform.machine()
     if sys.platform == "linux" and machine in MACHINES:
@@ -260,7 +261,7 @@ def find_filter(*, strict: bool) -> bytes | None:
 
 
 def _read_results(lines: bytes, calls: int) -> list[Returned]:
-    """The results up to the first line that is none: the program may have written there itself, all but the first."""
+    """Parse the results up to the first line that is not one. The program may have written any line but the first."""
     first, *others = lines.decode("utf-8", "replace").split("\n")
     if "refused" in (said := _read_line(first)):
         raise SandboxError(f"the kernel refused to lock the program in: {said['refused']}")
@@ -274,7 +275,7 @@ def _read_results(lines: bytes, calls: int) -> list[Returned]:
 
 
 def _read_line(line: str) -> dict[str, Any]:
-    """A line's object; an empty one where it has none, or a text that no file could hold."""
+    """Parse a line's object; an empty dict if it has none, or if it holds text that can't be encoded."""
     try:
         said = json.loads(line)
         json.dumps(said, ensure_ascii=False).encode()  # halves of surrogate pairs

@@ -1,4 +1,4 @@
-"""Scores programs by hidden inputs, and test cases by the wrong programs that they detect."""
+"""Score programs by hidden inputs, and test cases by the wrong programs that they detect."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any, NamedTuple
 from turnwise.tasks.code_duel.problems import Arguments, Problem, find_family, run_trusted
 from turnwise.tasks.code_duel.sandbox import Returned
 
-LINE_CHARS = 200  # of a test case; a longer line is none
-GOT_CHARS = 80  # of what a failed call gave, in the report
+LINE_CHARS = 200  # of a test case; longer lines don't count
+GOT_CHARS = 80  # of the result of a failed call, in the report
 _FENCED = re.compile(r"```[a-zA-Z]*\n(.*?)```", re.DOTALL)
 _STARTS = re.compile(r"^(?:def |import |from |class |@)", re.MULTILINE)
 
 
 class Case(NamedTuple):
-    """A test case: ``Case(([2, 1],), 3)`` is ``f([2, 1]) == 3``."""
+    """A test case: ``Case(([2, 1],), 3)`` stands for ``f([2, 1]) == 3``."""
 
     arguments: Arguments
     expected: Any
 
 
 class Judgement(NamedTuple):
-    """Score of a tester's cases: how many of them are right, and how many wrong programs those detect."""
+    """Score of a tester's cases: the share of them that is right, and the share of wrong programs that those detect."""
 
     right: float
     found: float
@@ -36,7 +36,7 @@ class Judgement(NamedTuple):
 
 
 def parse_program(text: str) -> str | None:
-    """The program in ``text``: its last fenced block, else all from the first line of code on; ``None`` without one.
+    """Find the program in ``text``: its last fenced block, else all from its first line of code; ``None`` without one.
 
     Example: ``parse_program("So:\\n```python\\ndef f(s):\\n    return s\\n```") == "def f(s):\\n    return s"``
     """
@@ -48,7 +48,7 @@ def parse_program(text: str) -> str | None:
 
 
 def parse_cases(text: str, limit: int) -> list[Case]:
-    """The first ``limit`` test cases in ``text``, one a line; other lines, and repeated arguments, are left out.
+    """Parse the first ``limit`` test cases in ``text``, one a line. Skips other lines and repeated arguments.
 
     Example: ``parse_cases("Edge:\\nassert f([]) == 0", 4) == [Case(([],), 0)]``
     """
@@ -72,16 +72,16 @@ def _parse_case(line: str) -> Case | None:
             return None
         return Case(tuple(map(ast.literal_eval, call.args)), ast.literal_eval(expected))
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        return None  # a line of prose, or a value that is no literal
+        return None  # a line of prose, or a value that is not a literal
 
 
 def format_case(case: Case) -> str:
-    """``f([2, 1]) == 3``"""
+    """Write a case as ``f([2, 1]) == 3``."""
     return f"f({', '.join(map(repr, case.arguments))}) == {case.expected!r}"
 
 
 def describe_failures(cases: Sequence[Case], results: Sequence[Returned]) -> str | None:
-    """A line for each of ``cases`` that did not come out as expected, or ``None``.
+    """Write a line for each of ``cases`` that failed; ``None`` if all passed.
 
     Example: ``f([2, 1]) == 3, not 2`` or ``f([]) == 0, not IndexError: list index out of range``
     """
@@ -96,8 +96,8 @@ def describe_failures(cases: Sequence[Case], results: Sequence[Returned]) -> str
 def same(value: Any, expected: Any) -> bool:
     """Return True if two values and all their elements are equal and of one type: ``1`` is not ``1.0`` or ``True``.
 
-    Numbers are compared as they are written, so NaN equals itself; a dict's keys have an order. What a program can't
-    return, such as a set, equals nothing.
+    Numbers are compared in their written form, so NaN equals itself. The order of a dict's keys counts. A value that a
+    program can't return, such as a set, equals nothing.
     """
     if type(value) is not type(expected):
         return False
@@ -109,17 +109,17 @@ def same(value: Any, expected: Any) -> bool:
 
 
 def passed_share(results: Sequence[Returned], expected: Sequence[Any]) -> float:
-    """The share of ``results`` that are what was expected."""
+    """Return the share of ``results`` that are as expected."""
     return sum(r.error is None and same(r.value, e) for r, e in zip(results, expected, strict=True)) / len(expected)
 
 
 def judge_cases(problem: Problem, cases: Sequence[Case]) -> Judgement:
     """Judge how well ``cases`` tell right programs from wrong ones.
 
-    A case is right where its arguments are such as the problem speaks of, and the problem's program returns what it
-    expects. A wrong program is found out where a right case fails on it: ``found`` is the mutation score (DeMillo,
-    Lipton and Sayward, 1978) of the right cases. ``Judgement.score`` is the product of both shares, so that neither
-    guesses nor cases that every program passes earn anything.
+    A case is right if the problem allows its arguments, and the problem's program returns the expected value. A case
+    detects a wrong program that fails on it. ``found`` is the mutation score (DeMillo, Lipton and Sayward, 1978) of the
+    right cases. ``Judgement.score`` is the product of both shares, so neither guesses nor cases that every program
+    passes earn anything.
 
     Example: 4 cases, of which 3 are right and fail on 2 of 4 wrong programs, score 3/4 * 2/4 = 0.375.
     """
@@ -132,9 +132,10 @@ def judge_cases(problem: Problem, cases: Sequence[Case]) -> Judgement:
 
 
 def best_cases(problem: Problem, count: int, tried: int = 200) -> list[Case]:
-    """Up to ``count`` right cases: of the hidden inputs and ``tried`` others, each next one finds out most of the rest.
+    """Choose up to ``count`` right cases from the hidden inputs and ``tried`` random ones.
 
-    The hidden inputs find out every wrong program, so one case for each of these is always enough.
+    Each next case is the one that detects most of the remaining wrong programs. The hidden inputs detect every wrong
+    program, so one case per wrong program is always enough.
     """
     rng = Random(f"code-duel-cases/{problem.statement}")
     draw = find_family(problem.statement).draw

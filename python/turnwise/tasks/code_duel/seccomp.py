@@ -1,8 +1,7 @@
-"""The system calls that a sandboxed program may make, as a filter that the Linux kernel enforces (seccomp-bpf).
+"""Build the filter of system calls for a sandboxed program, which the Linux kernel enforces (seccomp-bpf).
 
-A process that holds the filter can't give it back, whoever it runs as: no privilege is needed to install it, and root
-is bound by it too. See https://docs.kernel.org/userspace-api/seccomp_filter.html; a filter is a list of
-``struct sock_filter`` over ``struct seccomp_data``.
+A process needs no privilege to install the filter, and can never remove it. The filter binds root too. It is a list of
+``struct sock_filter`` over ``struct seccomp_data``: see https://docs.kernel.org/userspace-api/seccomp_filter.html.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ ALLOWED: dict[str, _Numbers] = {
     "restart_syscall": (219, 128),
     "getrandom": (318, 278), "exit": (60, 93), "exit_group": (231, 94),
 }  # fmt: skip
-"""Calls that a computation needs after imports. None opens, lists or looks at a file, and none sleeps."""
+"""Calls that a computation needs after its imports. None opens, lists or inspects a file by name, and none sleeps."""
 
 FATAL: dict[str, _Numbers] = {
     "clone": (56, 220), "clone3": (435, 435), "fork": (57, None), "vfork": (58, None),
@@ -34,12 +33,12 @@ FATAL: dict[str, _Numbers] = {
     "bind": (49, 200), "io_uring_setup": (425, 425), "bpf": (321, 280), "unshare": (272, 97), "setns": (308, 268),
     "mount": (165, 40), "setrlimit": (160, 164),
 }  # fmt: skip
-"""Calls that no computation makes by accident: the kernel kills the process at once, so the attempt is visible."""
+"""Calls that no computation makes by accident. The kernel kills the process at once, so the attempt is visible."""
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Machine name -> column of the tables above, and the kernel's name of its calling convention (AUDIT_ARCH)."""
+"""For each machine name: its column in the tables above, and the kernel's number of its architecture (AUDIT_ARCH)."""
 
-_X32 = 0x40000000  # numbers from here on are a second set of calls on x86_64
+_X32 = 0x40000000  # call numbers from here on are a second set (x32) on x86_64
 
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ARCH, _NUMBER = 4, 0  # offsets in struct seccomp_data
@@ -47,14 +46,15 @@ _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
 
 
 def build_filter(machine: str) -> bytes:
-    """The filter for ``machine`` (``platform.machine()``): :data:`ALLOWED` pass, :data:`FATAL` kill, the rest fail.
+    """Build the filter for ``machine`` (``platform.machine()``). :data:`ALLOWED` calls pass, :data:`FATAL` calls kill.
 
-    A call that fails raises ``PermissionError`` in Python. Raises ``ValueError`` for a machine whose numbers are not
-    known here.
+    Any other call fails, which raises ``PermissionError`` in Python. Raises ``ValueError`` for a machine whose call
+    numbers are not known here.
     """
     if machine not in MACHINES:
         raise ValueError(f"machine={machine!r}: expected one of {sorted(MACHINES)}")
     column, convention = MACHINES[machine]
+    # First kill calls of another architecture and of x32, whose numbers mean other calls.
     lines = [
         _line(_LOAD, _ARCH),
         _line(_EQUAL, convention, skip_if=1),

@@ -139,9 +139,10 @@ class CodeDuelEpisode(ActingEpisode):
         return state.data["agreed"]
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
-        """``solved`` by actor; ``own``, ``valid``, ``right`` by actor that acted; ``program``, ``stopped``, ``rounds``.
+        """``solved`` by actor; ``own``, ``valid`` and ``right`` by actor that acted; ``program``, ``rounds``.
 
-        ``stopped`` says why the sandbox ended a program, for each that it had to: ``["cpu", "forbidden"]``.
+        ``stopped`` lists why the sandbox stopped a program, once per stopped program: ``["cpu", "forbidden"]``.
+        ``agreed`` is true if the program passed the tester's last cases.
         """
         return {
             **self.team_extras(state),
@@ -155,9 +156,9 @@ class CodeDuelEpisode(ActingEpisode):
 class CodeDuelOptions(TeamOptions):
     """Options of the task ``code_duel``. ``actors = ["coder"]`` with ``max_turns = 1`` is the single agent.
 
-    ``families`` are the kinds of problems, ``max_cases`` how many test cases count, ``quality`` the chance that a
-    demonstrated program or case is right, ``cpu_seconds`` what a program may take for all inputs together.
-    ``strict = false`` runs programs also where they can't be locked in: see :mod:`turnwise.tasks.code_duel.sandbox`.
+    ``families`` are the kinds of problems. The first ``max_cases`` test cases of a reply count. ``quality`` is the
+    chance that a demonstrated program or case is right. ``cpu_seconds`` limits a program over all inputs together.
+    ``strict = false`` runs programs even if they can't be locked in: see :mod:`turnwise.tasks.code_duel.sandbox`.
     """
 
     actors: tuple[Role, ...] = Field(default=TEAM, min_length=1)
@@ -184,7 +185,7 @@ class CodeDuelOptions(TeamOptions):
 
 
 class CodeDuelTask(TeamTask):
-    """Programs and the tests that find them out; see :class:`turnwise.tasks.base.Task` for what each method promises.
+    """Programs and tests that detect their faults; see :class:`turnwise.tasks.base.Task` for the methods.
 
     Example: ``CodeDuelTask(CodeDuelOptions(families=("lists",)))``
     """
@@ -204,16 +205,16 @@ class CodeDuelTask(TeamTask):
         return draw_problems(split, n, seed, self.options.families)
 
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
-        """On training problems, which come again, shuffled anew, where ``n`` is more than there are."""
+        """Demonstrate on training problems. If ``n`` exceeds their number, they repeat in another order."""
         return self._demonstrate(n, self.options.actors, f"{seed}", self.options.quality)
 
     def texts(self) -> list[str]:
-        """The words of every role's prompts and replies, the same for each choice of actors."""
+        """Every role's prompts and replies. They don't depend on the chosen actors."""
         shown = self._demonstrate(120, tuple(SYSTEM_PROMPTS), "texts", 0.4)
         return texts_of(shown)
 
     def oracle(self) -> Player:
-        """Writes the problem's own program, and right cases, each the one of many that finds out most."""
+        """A player that writes the problem's own program, and the cases of :func:`best_cases`."""
 
         def play(actor_id: str, messages: Messages) -> str:
             problem = find_problem(read_view(messages).statement)
@@ -224,7 +225,7 @@ class CodeDuelTask(TeamTask):
         return play
 
     def random_player(self, seed: int) -> Player:
-        """Writes any program of the problem's family, and cases that expect what such a one returns."""
+        """A player that writes a random program of the problem's family, and cases that expect its results."""
         rng = Random(f"code-duel-random/{seed}")
 
         def play(actor_id: str, messages: Messages) -> str:

@@ -1,7 +1,7 @@
-"""The whole tree of Kuhn poker: the value and the exploitability of a policy, exactly.
+"""Solve Kuhn poker on its whole tree: the exact value and exploitability of a policy.
 
-A policy is ``[12, 2]`` float64, the probabilities of ``p`` and ``b`` in the order of ``INFORMATION_SETS``, or
-``[12, 3]`` with the probability of an invalid action last, which costs ``invalid_cost``.
+A policy is ``[12, 2]`` float64: the probabilities of ``p`` and ``b``, with rows in the order of ``INFORMATION_SETS``.
+``[12, 3]`` adds the probability of an invalid action, which costs ``invalid_cost``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LEGAL = np.ones((len(INFORMATION_SETS), 2), dtype=bool)
 
 @cache
 def kuhn_tree(invalid_cost: float = 3.0) -> GameTree:
-    """The six deals and all that may follow; a third action, ``x``, ends the game at the cost of who took it."""
+    """Build the tree below the six deals. A third action, ``x``, is invalid: it ends the game, and its seat pays."""
 
     def children(state: tuple[str, str]) -> list[tuple[int, tuple[str, str]]]:
         cards, history = state
@@ -44,19 +44,19 @@ def kuhn_tree(invalid_cost: float = 3.0) -> GameTree:
 
 
 def solve(policy: Any, invalid_cost: float = 3.0) -> Exploitability:
-    """Value, best responses and exploitability of a policy for both seats.
+    """Compute value, best responses and exploitability of a policy for both seats.
 
-    Example: ``solve(equilibrium()).exploitability == 0`` (to rounding), ``solve(np.full((12, 2), 0.5)).nash_conv``
-    is 11/12.
+    Example: ``solve(equilibrium()).exploitability == 0`` (to rounding), and
+    ``solve(np.full((12, 2), 0.5)).nash_conv`` is 11/12.
     """
     return kuhn_tree(invalid_cost).solve(check_policy(policy, LEGAL))
 
 
 def decisions() -> list[Decision]:
-    """Return the query to a player at each information set, in their order."""
+    """Return the query to a player at each information set, in the order of ``INFORMATION_SETS``."""
     asked = []
     for card, history in INFORMATION_SETS:
         seat = len(history) % 2
-        game = {"cards": card * 2, "history": history}  # the other's card, which no prompt holds
+        game = {"cards": card * 2, "history": history}  # one card for both, as a prompt shows only its own seat's
         asked.append(Decision(SEATS[seat], KuhnRules().messages(game, seat), WORDS[history]))
     return asked

@@ -1,10 +1,10 @@
 """Kuhn poker (H. W. Kuhn, "A simplified two-person poker", 1950): three cards, one chip each, one bet.
 
-Cards J < Q < K, one to each seat; both pay an ante of 1. Seat 0 checks or bets 1 more; after a check, seat 1 checks or
-bets; a bet is called or folded. The higher card takes the pot. A history is a string over ``p`` (check or fold) and
-``b`` (bet or call). The value of the game for seat 0 is -1/18.
+The cards are J < Q < K. Each seat gets one and pays an ante of 1. Seat 0 checks or bets 1 more. After a check, seat 1
+checks or bets. The other seat calls a bet or folds. The higher card takes the pot. A history is a string of ``p``
+(check or fold) and ``b`` (bet or call). The value of the game for seat 0 is -1/18.
 
-Example: cards ``"KQ"``, history ``"pbb"``: check, bet, call; the king wins 2 chips.
+Example: with cards ``"KQ"`` and history ``"pbb"`` (check, bet, call) the king wins 2 chips.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _CARD, _BETS = "Your card: {}.", "Bets so far: {}."
 
 
 class KuhnRules(Rules):
-    """The game as a :class:`Rules`. Payoffs are chips won or lost, the ante among them: 1 or 2 either way.
+    """The game as a :class:`Rules`. Payoffs are the chips won or lost, including the ante: 1 or 2.
 
     Question: ``{"cards": "KQ"}``, seat 0's card first.
     """
@@ -66,7 +66,7 @@ class KuhnRules(Rules):
         return board(card, game["history"])
 
     def parse(self, text: str) -> str | None:
-        """The last of ``[check]``, ``[bet]``, ``[fold]`` and ``[call]`` in the text."""
+        """Find the last of ``[check]``, ``[bet]``, ``[fold]`` and ``[call]`` in the text."""
         found = re.findall(r"\[(check|bet|fold|call)\]", text.casefold())
         return found[-1] if found else None
 
@@ -81,7 +81,7 @@ class KuhnRules(Rules):
         return won, -won
 
     def score(self, payoffs: tuple[float, float], seat: int) -> float:
-        """Chips on a scale from 0 (2 lost) to 1 (2 won). Pots don't tell: who folds well takes fewer of them."""
+        """Scale the chips to 0 (2 lost) to 1 (2 won). The share of pots won would punish a player for good folds."""
         return min(max((payoffs[seat] + 2) / 4, 0.0), 1.0)
 
     def describe(self, game: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class KuhnRules(Rules):
 
 
 def payoff(cards: str, history: str) -> float:
-    """Chips that seat 0 wins: ``payoff("KQ", "pbb") == 2.0``."""
+    """Return the chips that seat 0 wins: ``payoff("KQ", "pbb") == 2.0``. Raises ``ValueError`` before the end."""
     if history not in ENDS:
         raise ValueError(f"history={history!r}: expected one of {ENDS}")
     higher = 1.0 if CARDS.index(cards[0]) > CARDS.index(cards[1]) else -1.0
@@ -97,14 +97,14 @@ def payoff(cards: str, history: str) -> float:
 
 
 def board(card: str, history: str) -> str:
-    """Return the text that a seat sees; ``card`` is the sentence that names its own card."""
+    """Return the text that a seat sees. ``card`` is the sentence that names its own card."""
     bets = ", ".join(WORDS[history[:place]][(PASS, BET).index(one)] for place, one in enumerate(history)) or "none"
     first, second = WORDS[history]
     return f"{card}\n{_BETS.format(bets)}\nReply with [{first}] or [{second}]."
 
 
 def read_board(messages: Messages) -> tuple[str, str]:
-    """``(card, history)`` back from a prompt."""
+    """Parse ``(card, history)`` from a prompt. Raises ``ValueError`` for any other text."""
     shown = messages[-1]["content"]
     for card, history in INFORMATION_SETS:
         if shown == board(_CARD.format(card), history):
@@ -113,10 +113,11 @@ def read_board(messages: Messages) -> tuple[str, str]:
 
 
 def equilibrium(alpha: float = 1 / 3) -> np.ndarray:
-    """One of Kuhn's equilibria ``[12, 2]``, ``alpha`` in [0, 1/3] being how often seat 0 bets on a jack.
+    """Return one of Kuhn's equilibria, ``[12, 2]``. ``alpha`` in [0, 1/3] is the probability that seat 0 bets a jack.
 
-    Seat 0 bets a king ``3 alpha`` of the time, never a queen, and calls with a queen ``alpha + 1/3`` of the time.
-    Seat 1 has one strategy: it bets kings, bluffs with a jack 1/3 of the time, calls with a queen 1/3 of the time.
+    Seat 0 bets a king with probability ``3 alpha``, never bets a queen, and calls with a queen with probability
+    ``alpha + 1/3``. Seat 1 has one strategy: it bets kings, bluffs with a jack and calls with a queen, the last two
+    with probability 1/3 each.
     """
     if not 0 <= alpha <= 1 / 3:
         raise ValueError(f"alpha={alpha!r}: expected a number in [0, 1/3]")
@@ -131,7 +132,7 @@ def equilibrium(alpha: float = 1 / 3) -> np.ndarray:
 
 
 def table_player(policy: np.ndarray, rng: Random) -> Player:
-    """Plays a policy ``[12, 2]`` (or ``[12, 3]``, whose last column says something that is no action)."""
+    """A player that plays a policy ``[12, 2]`` or ``[12, 3]``. For the third column it gives an invalid answer."""
     rows = {place: policy[index] for index, place in enumerate(INFORMATION_SETS)}
 
     def play(actor_id: str, messages: Messages) -> str:

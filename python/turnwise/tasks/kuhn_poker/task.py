@@ -20,8 +20,8 @@ _RULES = "Kuhn poker. Cards J, Q, K; the higher wins. Ante 1, a bet is 1."
 class KuhnOptions(TwoPlayerOptions):
     """Options of the task ``kuhn_poker``.
 
-    ``alpha`` is how often the oracle, an equilibrium player, bets on a jack in seat 0. ``invalid_cost`` is in chips;
-    below 2, the most that a legal action loses, an invalid one could be the better choice.
+    ``alpha`` is the probability that the oracle, an equilibrium player, bets a jack in seat 0. ``invalid_cost`` is in
+    chips. It is at least 2, the most that a legal action loses; otherwise an invalid action could be the better choice.
     """
 
     alpha: float = Field(default=1 / 3, ge=0, le=1 / 3)
@@ -29,7 +29,7 @@ class KuhnOptions(TwoPlayerOptions):
 
 
 class KuhnPokerTask(TwoPlayerTask):
-    """Kuhn poker in self-play. Its six deals are all there is to it: evaluations hold out luck, not deals.
+    """Kuhn poker in self-play. There are only six deals, so evaluations hold out random numbers instead of deals.
 
     Example: ``KuhnPokerTask(KuhnOptions(opponent="oracle"))``
     """
@@ -55,7 +55,7 @@ class KuhnPokerTask(TwoPlayerTask):
         return dict(zip(SEATS, (f"{_RULES} You act first.", f"{_RULES} You act second."), strict=True))
 
     def questions(self, split: Split, n: int, seed: int | str) -> Iterator[Mapping[str, Any]]:
-        """Each round of six games holds every deal once, in a random order, so that few games are fair too."""
+        """Yield ``n`` deals. Every six games hold each deal once, in a random order, so that a few games are fair."""
         rng = Random(f"kuhn-poker/{split}/{seed}")
         order: list[str] = []
         for _ in range(n):
@@ -63,7 +63,7 @@ class KuhnPokerTask(TwoPlayerTask):
             yield {"cards": order.pop()}
 
     def decisions(self) -> list[Decision]:
-        """The twelve information sets, as :mod:`turnwise.tasks.two_player.query` asks a model at them."""
+        """Return the queries to a model at the twelve information sets, for :mod:`turnwise.tasks.two_player.query`."""
         return decisions()
 
     def solve(self, policy: Any) -> Exploitability:

@@ -1,4 +1,4 @@
-"""Negotiation: two seats divide a pool of resources that each values in its own way, which the other does not know.
+"""The rules of a negotiation: two seats divide a pool of resources. Neither knows the other's values.
 
 A seat answers with one of
 
@@ -145,7 +145,7 @@ def utilities(game: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def divisions(pool: Sequence[int]) -> Iterator[Division]:
-    """All that a seat may get, nothing first."""
+    """List all shares that a seat may get, beginning with nothing."""
     yield from product(*(range(count + 1) for count in pool))
 
 

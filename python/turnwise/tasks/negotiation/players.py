@@ -29,12 +29,12 @@ def random_player(rng: Random) -> Player:
 
 
 def bargainer(payoff: Payoff) -> Player:
-    """Knows its own values and expects any of the other's: offers its best bargain, and accepts what comes near it.
+    """A player that offers its best bargain. It knows its own values, and averages over all that the other may have.
 
-    With general sums its bargain is the division with the largest product of its own utility and the average of the
-    other's (Nash's solution under the prior), and it accepts whatever is worth as much, the less the fewer answers are
-    left, and anything of worth at the last. With zero sums it keeps what puts it furthest ahead on average while
-    leaving the other ``LEAST``, and accepts what puts it ahead at all.
+    With general sums its bargain has the largest product of its own utility and the other's mean utility (Nash's
+    solution under the prior). It accepts an offer that is worth at least ``(left - 1) / left`` of its bargain, where
+    ``left`` counts the answers left; with the last one it accepts anything of value. With zero sums its bargain puts it
+    furthest ahead on average while it leaves the other ``LEAST``. It accepts any offer that puts it ahead on average.
     """
 
     def play(actor_id: str, messages: Messages) -> str:
@@ -73,6 +73,6 @@ def _accepts(seen: dict[str, Any], bargain: Division, payoff: Payoff) -> bool:
     mine = utility(seen["values"], share)
     if payoff == "zero_sum":
         return mine > expected_utility(seen["pool"], seen["offer"])
-    # Each answer that is left is another chance; with none, half a loaf is better than no bread.
+    # Each answer that is left is another chance for a better deal; at the last one any value is better than none.
     wanted = utility(seen["values"], bargain) * (seen["left"] - 1) / seen["left"]
     return mine > 0 and mine >= wanted

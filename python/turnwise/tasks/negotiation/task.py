@@ -1,4 +1,4 @@
-"""The negotiation task: two seats, private values, offers until a deal or none; zero sum or general sum."""
+"""The negotiation task: two seats with private values make offers, in a zero-sum or a general-sum game."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _PROMPT = (
 class NegotiationOptions(TwoPlayerOptions):
     """Options of the task ``negotiation``.
 
-    ``payoff = "zero_sum"``, the default, pays a seat its utility less the other's, so it is about who gets the better
-    part; ``"general_sum"`` pays each its own, so that a good deal is good for both. ``turns`` are the answers that both
-    have together; an invalid one costs ``invalid_cost``, in utilities, of which 1 is the whole pool.
+    ``payoff = "zero_sum"``, the default, pays each seat its utility minus the other's: only the better share counts.
+    ``"general_sum"`` pays each seat its own utility, so a good deal is good for both. ``turns`` limits the answers of
+    both seats together. An invalid answer costs ``invalid_cost``, in utilities; the whole pool has utility 1.
     """
 
     payoff: Payoff = "zero_sum"
@@ -33,7 +33,7 @@ class NegotiationOptions(TwoPlayerOptions):
 
 
 class NegotiationTask(TwoPlayerTask):
-    """Negotiations in self-play. A pool with both seats' values is a question, which belongs to one split by its hash.
+    """Negotiations in self-play. A question is a pool with both seats' values; its hash decides its split.
 
     Example: ``NegotiationTask(NegotiationOptions(payoff="general_sum"))``
     """
@@ -55,7 +55,7 @@ class NegotiationTask(TwoPlayerTask):
         return {seat: f"You are {seat}. {_PROMPT}" for seat in SEATS}
 
     def questions(self, split: Split, n: int, seed: int | str) -> Iterator[Mapping[str, Any]]:
-        """Pools of which there is a division that both like, each once."""
+        """Yield different questions for which some division gives both seats a positive utility."""
         check_split(split)
         rng = Random(f"negotiation/{split}/{seed}")
         seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""Plan-Path: routes through a walled grid, for a tool agent and a planner, or for one solver.
+"""Plan-Path: find routes through a grid with walls, as a tool agent and a planner, or as one solver.
 
 Read in this order: team, env, maze, prompts, demonstrations.
 May import: types, arena, tasks.

@@ -1,4 +1,4 @@
-"""Imperfect routes for a supervised warm start: the format is always right, but the route often hits a wall."""
+"""Make imperfect routes for a supervised warm start: the format is always right, but the route often hits a wall."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from turnwise.tasks.plan_path.prompts import plan_path_messages
 from turnwise.tasks.routes import MOVES, UNREAD, Outcome, RouteGame, demonstrate_routes
 from turnwise.types import Messages
 
-HABIT = 0.8  # share of the faulty routes that follow the habit; the others have its moves in a random order
+HABIT = 0.8  # share of the faulty routes that are straight; the others have the same moves in a random order
 
 
 def demonstrations(
     mazes: Sequence[Maze], actors: Sequence[str], seed: int | str, quality: float = 0.4, rounds: int = 3
 ) -> list[tuple[str, Messages, str]]:
-    """One ``(actor id, messages, completion)`` per maze, the actors taking turns.
+    """Make one ``(actor id, messages, completion)`` per maze. The actors take turns.
 
-    ``quality`` in [0, 1] is the chance that a route is the shortest one. A faulty route is by habit the straight one,
-    first up or down and then left or right, whatever stands in the way; a planner's habit is to walk the suggestion.
-    Some are of a later round of the ``rounds`` that there are: what the prompt calls blocked is not tried again there.
-    Below one half the habit is the likeliest answer, so a model that has learnt the demonstrations well fails most
-    mazes when greedy and solves some when sampled, which is where reinforcement learning starts.
+    ``quality`` in [0, 1] is the chance that a route is the shortest one. A faulty route usually (``HABIT``) goes
+    straight: first up or down, then left or right, through any wall. A planner usually walks the suggestion. Some
+    demonstrations belong to a later one of the ``rounds``; they don't repeat the move that the prompt calls blocked.
+
+    If ``quality`` is below one half, the habit is the likeliest answer. A model that has learnt the demonstrations well
+    then fails most mazes when greedy and solves some when sampled. Reinforcement learning starts from there.
     """
     rng = Random(f"plan-path-demonstrations/{seed}")
     game = RouteGame(plan_path_messages, suggest, decide, failed_round)
@@ -31,9 +32,9 @@ def demonstrations(
 
 
 def straight_route(maze: Maze, first: str = "U") -> str:
-    """Up or down to the goal's row, then left or right to its column, through walls where there are any.
+    """Go up or down to the goal's row, then left or right to its column, ignoring walls.
 
-    Example: in ``A#G / ... / ..#`` it is ``"RR"``, into the wall. ``first="L"`` turns the two parts round.
+    Example: in ``A#G / ... / ..#`` the route is ``"RR"``, into the wall. ``first="L"`` swaps the two parts.
     """
     down = maze.goal // maze.side - maze.start // maze.side
     right = maze.goal % maze.side - maze.start % maze.side
@@ -42,9 +43,11 @@ def straight_route(maze: Maze, first: str = "U") -> str:
 
 
 def detour(maze: Maze, blocked: str) -> str:
-    """A step beside ``blocked``, to whichever side the goal is nearer from, and straight on, first past what blocks.
+    """Take one step other than ``blocked``, then go straight to the goal, first along the axis of the blocked move.
 
-    Example: in ``A#G / ... / ..#`` where ``"R"`` is blocked it is ``"DRRU"``.
+    Chooses the step that gives the shortest detour; a step back is the last choice.
+
+    Example: in ``A#G / ... / ..#``, where ``"R"`` is blocked, the route is ``"DRRU"``.
     """
     back = {"U": "D", "D": "U", "L": "R", "R": "L"}[blocked]
     steps = {move: neighbour(maze, maze.start, move) for move in MOVES if move != blocked}
@@ -57,9 +60,9 @@ def detour(maze: Maze, blocked: str) -> str:
 
 
 def suggest(maze: Maze, quality: float, rng: Random, blocked: str = "") -> str:
-    """The shortest route with chance ``quality``, else the straight one, by habit in its order or in a random one.
+    """Return the shortest route with chance ``quality``, else the straight one, sometimes with its moves shuffled.
 
-    One that begins with the move that is known to be ``blocked`` gives way to a detour.
+    A faulty route that begins with the ``blocked`` move is replaced by a detour.
     """
     if rng.random() < quality:
         return shortest_route(maze)
@@ -69,9 +72,9 @@ def suggest(maze: Maze, quality: float, rng: Random, blocked: str = "") -> str:
 
 
 def decide(maze: Maze, suggestion: str, quality: float, rng: Random, blocked: str = "") -> str:
-    """``suggestion`` where it reaches the goal; else the shortest route with chance ``quality``, or it stands.
+    """Keep ``suggestion`` if it reaches the goal. Else return the shortest route with chance ``quality``.
 
-    One that begins with the move that is known to be ``blocked`` gives way to a detour.
+    Otherwise keep the faulty suggestion, or return a detour if it begins with the ``blocked`` move.
     """
     if walk(maze, maze.start, suggestion).cells[-1:] == (maze.goal,):
         return suggestion
@@ -81,7 +84,7 @@ def decide(maze: Maze, suggestion: str, quality: float, rng: Random, blocked: st
 
 
 def failed_round(maze: Maze, rng: Random) -> tuple[Maze, Outcome, Outcome]:
-    """The maze from where a team that plays by habit ends a round, what its walk came to, and what its suggestion."""
+    """Play a round by habit. Returns the maze from the walk's end, and the outcomes of the walk and the suggestion."""
     env = PlanPathEnv(maze)
     suggestion, route = (None if rng.random() < UNREAD else _short_of_goal(maze, rng) for _ in range(2))
     suggested = env.preview(suggestion)
@@ -90,7 +93,7 @@ def failed_round(maze: Maze, rng: Random) -> tuple[Maze, Outcome, Outcome]:
 
 
 def _short_of_goal(maze: Maze, rng: Random) -> str:
-    """A faulty route; where it would arrive, all of it but the last step."""
+    """Make a faulty route. If it would reach the goal, leave out its last step."""
     route = suggest(maze, 0.0, rng)
     cells = walk(maze, maze.start, route).cells
     return route[: len(cells) - 1] if cells[-1:] == (maze.goal,) else route

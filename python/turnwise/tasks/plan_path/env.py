@@ -1,4 +1,4 @@
-"""The Plan-Path environment: a walker in a maze, and what each action of it is worth. It knows nothing of agents."""
+"""The Plan-Path environment: a walker in a maze, and the value of each action. It knows nothing of agents."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Goal = Literal["efficiency", "solved"]
 class Scoring(routes.Scoring):
     """Reward of an action, see :class:`turnwise.tasks.routes.Scoring`.
 
-    The goal is worth the efficiency of the way there, with ``goal="solved"`` 1 by any way. Raises ``ValueError`` for
-    another ``goal`` too.
+    Reaching the goal is worth the efficiency of the path, or 1 for any path with ``goal="solved"``. Also raises
+    ``ValueError`` for any other ``goal``.
 
     Example: ``PlanPathEnv(maze, Scoring(goal="solved", shaping=0.0))`` pays 1 for the goal and nothing else.
     """
@@ -33,7 +33,7 @@ class Scoring(routes.Scoring):
 
 @dataclass
 class PlanPathEnv:
-    """A maze, and the cells walked so far in ``path``, the start first: all that changes.
+    """A maze, and in ``path`` the cells walked so far, the start first. Only ``path`` changes.
 
     Raises ``ValueError`` for a maze without a route to the goal.
 
@@ -63,28 +63,28 @@ class PlanPathEnv:
 
     @property
     def closeness(self) -> float:
-        """The potential of where the walker stands: 1 at the goal, 0 on the cell that is farthest from it."""
+        """The potential of the walker's cell: 1 at the goal, 0 on the cell that is farthest from it."""
         return self._closeness(self.position)
 
     @property
     def efficiency(self) -> float:
-        """Fewest moves over moves walked once the goal is reached, before that 0.
+        """The fewest moves divided by the moves walked once the goal is reached; 0 before.
 
         This is success weighted by path length (Anderson et al. 2018, arXiv:1807.06757).
         """
         return self._efficiency(self.position, 0)
 
     def reset(self) -> str:
-        """Return to the start of the same maze; returns the board."""
+        """Move the walker back to the start of the same maze. Returns the board."""
         self.path = [self.maze.start]
         return self.observe()
 
     def observe(self) -> str:
-        """The board as the players see it: the walker at its cell, the goal, walls; not where it came from."""
+        """Return the board that the players see: the walker, the goal and the walls, but not the path walked."""
         return format_maze(self.maze, self.position)
 
     def render(self) -> str:
-        """The board for people: ``+`` marks the cells walked, and a last line says how it stands."""
+        """Return the board for people: ``+`` marks the cells walked, and a last line counts the moves."""
         side = self.maze.side
         board = list(self.observe().replace("\n", ""))
         for cell in self.path:
@@ -94,7 +94,7 @@ class PlanPathEnv:
         return "\n".join([*rows, f"walked {walked}, at least {left} to go"])
 
     def preview(self, route: str | None) -> Outcome:
-        """Return the outcome of ``step(route)`` without moving. ``None`` is an action that could not be read."""
+        """Return the outcome of ``step(route)`` without moving. ``None`` stands for an action that can't be read."""
         walked = walk(self.maze, self.position, route or "")
         end = walked.cells[-1] if walked.cells else self.position
         made = len(walked.cells)
@@ -103,10 +103,10 @@ class PlanPathEnv:
         return outcome_of(route, made, before=self.closeness, after=self._closeness(end), goal=goal)
 
     def step(self, route: str | None) -> StepResult:
-        """Walk ``route``, moves out of ``UDLR``, up to the goal or the first move into a wall or over the edge.
+        """Walk ``route`` up to the goal, or up to the first move into a wall or over the edge.
 
-        ``None``, and a route without a move, is an action that could not be read: the walker stays. Raises
-        ``ValueError`` for other letters, and where the goal is reached already.
+        Moves are the letters ``UDLR``. ``None`` or an empty route stands for an action that can't be read: the walker
+        stays. Raises ``ValueError`` for other letters, and if the goal is already reached.
         """
         if self.solved:
             raise ValueError(f"route={route!r}: the goal is reached, expected reset() before another step")
@@ -119,7 +119,7 @@ class PlanPathEnv:
         return 1.0 - distance(self.maze, cell) / farthest
 
     def _efficiency(self, end: int, more: int) -> float:
-        """Efficiency of the path so far and ``more`` moves that lead to ``end``."""
+        """Return the efficiency of the path so far followed by ``more`` moves that lead to ``end``."""
         if end != self.maze.goal:
             return 0.0
         return distance(self.maze, self.maze.start) / (len(self.path) - 1 + more)

@@ -1,8 +1,8 @@
-"""Plan-Path without models: square mazes, the mazes of each split, walks, shortest routes and the text form.
+"""Square mazes without models: the mazes of each split, walks, shortest routes and the text form.
 
-A cell is a number, row by row from 0; a route is a string of the moves ``U``, ``D``, ``L`` and ``R``.
+Cells are numbered row by row from 0. A route is a string of the moves ``U``, ``D``, ``L`` and ``R``.
 
-Example: in the maze ``A#G / ... / ..#`` the start is cell 0, the goal cell 2, and ``"DRRU"`` the shortest route.
+Example: in the maze ``A#G / ... / ..#`` the start is cell 0, the goal is cell 2, and the shortest route is ``"DRRU"``.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from turnwise.tasks.routes import MOVES
 
 WALL, FREE, AGENT, GOAL = "#", ".", "A", "G"
 SIDES = (3, 30)  # smallest and largest maze
-MAX_WALLS = 0.6  # of all cells; denser mazes fall into pieces
+MAX_WALLS = 0.6  # share of all cells; denser mazes fall into pieces
 
-_PATIENCE = 20_000  # draws in a row without a new maze, after which there is taken to be none
+_PATIENCE = 20_000  # after so many draws in a row without a new maze, all mazes count as found
 
 
 class Maze(NamedTuple):
-    """A square maze: ``cells`` are side * side characters, ``#`` for a wall and ``.`` elsewhere; start and goal differ.
+    """A square maze: ``cells`` holds side * side characters, ``#`` for a wall, else ``.``. Start and goal differ.
 
     Example: ``Maze(".#......#", start=0, goal=2)``
     """
@@ -39,7 +39,7 @@ class Maze(NamedTuple):
 
 
 class Difficulty(NamedTuple):
-    """Cells per side, the share of them that are walls, and the fewest moves from start to goal."""
+    """Cells per side, the share of all cells that are walls, and the fewest moves from start to goal."""
 
     side: int = 10
     walls: float = 0.25
@@ -47,7 +47,10 @@ class Difficulty(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """The cells that a route entered, in order, and how many moves it names: more, if a wall or the goal ended it."""
+    """The cells that a route entered, in order, and the number of moves that it names.
+
+    It names more moves than cells if a wall or the goal ended it.
+    """
 
     cells: tuple[int, ...]
     named: int
@@ -57,7 +60,7 @@ class Walk(NamedTuple):
 # Rules
 # ---------------------------------------------------------------------------------------------------------------------
 def neighbour(maze: Maze, cell: int, move: str) -> int | None:
-    """The cell that ``move`` leads to, or ``None`` for a wall and the edge."""
+    """Return the cell that ``move`` leads to, or ``None`` if a wall or the edge blocks it."""
     side = maze.side
     row, column = cell // side + MOVES[move][0], cell % side + MOVES[move][1]
     if not (0 <= row < side and 0 <= column < side):
@@ -66,9 +69,9 @@ def neighbour(maze: Maze, cell: int, move: str) -> int | None:
 
 
 def walk(maze: Maze, start: int, route: str) -> Walk:
-    """``route`` from ``start``, up to the goal or the first move into a wall or over the edge.
+    """Walk ``route`` from ``start``, up to the goal or the first move into a wall or over the edge.
 
-    Raises ``ValueError`` for letters that are no moves.
+    Raises ``ValueError`` for letters that are not moves.
 
     Example: in ``A#G / ... / ..#`` the route ``"DUR"`` ends at the wall: ``Walk(cells=(3, 0), named=3)``.
     """
@@ -86,7 +89,7 @@ def walk(maze: Maze, start: int, route: str) -> Walk:
 
 @lru_cache(maxsize=4096)
 def distances(maze: Maze) -> tuple[int | None, ...]:
-    """Moves from each cell to the goal, by breadth-first search; ``None`` where no route leads there."""
+    """Count the moves from each cell to the goal by breadth-first search; ``None`` for a cell without a route."""
     found: list[int | None] = [None] * len(maze.cells)
     found[maze.goal] = 0
     queue = deque([(maze.goal, 0)])
@@ -101,7 +104,7 @@ def distances(maze: Maze) -> tuple[int | None, ...]:
 
 
 def distance(maze: Maze, cell: int) -> int:
-    """Moves from ``cell`` to the goal. Raises ``ValueError`` where no route leads there."""
+    """Return the number of moves from ``cell`` to the goal. Raises ``ValueError`` if there is no route."""
     found = distances(maze)[cell]
     if found is None:
         raise ValueError(
@@ -111,9 +114,9 @@ def distance(maze: Maze, cell: int) -> int:
 
 
 def shortest_route(maze: Maze, start: int | None = None) -> str:
-    """The shortest route to the goal, by default from the maze's start; of several the first in ``UDLR``'s order.
+    """Find the shortest route to the goal, by default from the maze's start. Ties go to the first in ``UDLR`` order.
 
-    Raises ``ValueError`` where there is none.
+    Raises ``ValueError`` if there is none.
     """
     here = maze.start if start is None else start
     route = ""
@@ -130,10 +133,10 @@ def shortest_route(maze: Maze, start: int | None = None) -> str:
 # Mazes
 # ---------------------------------------------------------------------------------------------------------------------
 def draw_mazes(split: Split, n: int, seed: int | str, difficulty: Difficulty = Difficulty()) -> list[Maze]:  # noqa: B008
-    """``n`` different mazes of ``split``, each with a route to the goal of at least ``difficulty.min_route`` moves.
+    """Draw ``n`` different mazes of ``split``, whose shortest routes have at least ``difficulty.min_route`` moves.
 
-    The same arguments give the same mazes, and a longer list begins with the shorter one. Walls and goal alone decide
-    the split: so no cell that a walk reaches in training makes a maze of another split. Raises ``ValueError`` where
+    Equal arguments give equal mazes, and a longer list begins with the shorter one. Only walls and goal decide the
+    split. So a maze that starts from any cell reached in training still belongs to training. Raises ``ValueError`` if
     the split holds too few such mazes.
     """
     check_split(split)
@@ -154,7 +157,7 @@ def draw_mazes(split: Split, n: int, seed: int | str, difficulty: Difficulty = D
 
 
 def _draw(difficulty: Difficulty, rng: Random) -> Maze | None:
-    """A random maze, or ``None`` where no cell is far enough from the goal that was drawn."""
+    """Draw a random maze, or ``None`` if no cell is far enough from the drawn goal."""
     count = difficulty.side**2
     walls = set(rng.sample(range(count), round(difficulty.walls * count)))
     cells = "".join(WALL if cell in walls else FREE for cell in range(count))
@@ -168,12 +171,12 @@ def _draw(difficulty: Difficulty, rng: Random) -> Maze | None:
 
 
 def split_of_maze(maze: Maze) -> Split:
-    """The one split that a maze belongs to, whatever its start."""
+    """Return the split of a maze. It does not depend on the start."""
     return split_of(format_maze(maze, maze.goal))
 
 
 def check_difficulty(difficulty: Difficulty) -> None:
-    """Raise ``ValueError`` for a side, a share of walls or a route that no maze can have."""
+    """Raise ``ValueError`` for a side, a share of walls or a route length that no maze can have."""
     side, walls, min_route = difficulty
     if not SIDES[0] <= side <= SIDES[1]:
         raise ValueError(f"side={side!r}: expected {SIDES[0]} to {SIDES[1]} cells")
@@ -187,9 +190,9 @@ def check_difficulty(difficulty: Difficulty) -> None:
 # Text
 # ---------------------------------------------------------------------------------------------------------------------
 def format_maze(maze: Maze, position: int | None = None) -> str:
-    """A line per row, ``A`` at ``position`` (the start by default) and ``G`` at the goal; no newline at the end.
+    """Write one line per row, with ``A`` at ``position`` (default: the start) and ``G`` at the goal.
 
-    Where the position is the goal, ``G`` alone is shown.
+    There is no newline at the end. If the position is the goal, only ``G`` is shown.
     """
     cells = list(maze.cells)
     cells[maze.start if position is None else position] = AGENT
@@ -200,7 +203,7 @@ def format_maze(maze: Maze, position: int | None = None) -> str:
 
 @lru_cache(maxsize=4096)
 def parse_maze(text: str) -> Maze:
-    """The maze that :func:`format_maze` wrote. Raises ``ValueError`` for text that is none, saying what is amiss."""
+    """Parse a maze that :func:`format_maze` wrote. Raises ``ValueError`` that says what is wrong with other text."""
     rows = text.split("\n")
     cells = "".join(rows)
     where = f"maze={text!r}: expected"

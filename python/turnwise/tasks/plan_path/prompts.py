@@ -18,18 +18,18 @@ SYSTEM_PROMPTS = {
 def plan_path_messages(
     actor_id: str, maze: Maze, position: int | None = None, route: str | None = None, note: str = ""
 ) -> Messages:
-    """The whole prompt of one call: the actor's instruction and the board with the walker at ``position``.
+    """Build the whole prompt of one call: the actor's instruction, and the board with the walker at ``position``.
 
-    ``note`` says how the round before failed: :func:`turnwise.tasks.routes.failure_note`.
+    ``note`` says how the last round failed; :func:`turnwise.tasks.routes.failure_note` writes it.
     """
     system: Message = {"role": "system", "content": SYSTEM_PROMPTS[actor_id]}
     return [system, board_message(format_maze(maze, position), route, note)]
 
 
 def read_messages(messages: Messages) -> tuple[Maze, str | None]:
-    """The maze, starting where the walker stands, and the suggestion back from a prompt of :func:`plan_path_messages`.
+    """Parse the maze and the suggestion from a prompt of :func:`plan_path_messages`.
 
-    Raises ``ValueError`` for a prompt without a board.
+    The maze starts at the walker's cell. Raises ``ValueError`` for a prompt without a board.
     """
     board, route = read_board(messages)
     return parse_maze(board), route

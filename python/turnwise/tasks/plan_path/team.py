@@ -1,4 +1,4 @@
-"""The Plan-Path task: a tool agent suggests a route, a planner decides what is walked; or one solver plays alone."""
+"""The Plan-Path task: a tool agent suggests a route and a planner decides which one to walk, or one solver plays."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from turnwise.types import EpisodeState, Messages
 class PlanPathEpisode(RouteEpisode):
     """One maze, played by ``actors`` in order for up to ``max_turns`` rounds, until the goal is reached (AT-GRPO).
 
-    The artifact is ``{"maze": "A#G\\n...\\n..#"}``. A route is walked up to the first move into a wall. Suggestions,
-    rewards, and what is told of a failed route are those of :class:`~turnwise.tasks.routes.RouteEpisode`.
+    The artifact is ``{"maze": "A#G\\n...\\n..#"}``. The walker follows a route up to the first move into a wall. For
+    suggestions, rewards and the notes on failed routes see :class:`~turnwise.tasks.routes.RouteEpisode`.
 
     Example: ``PlanPathEpisode(sampler=TreeSampler(branches=8))`` for the team,
     ``PlanPathEpisode(actors=("solver",), max_turns=1)`` for one agent.
@@ -44,25 +44,25 @@ class PlanPathEpisode(RouteEpisode):
     scoring: Scoring
 
     def start(self, artifact: Any) -> dict[str, Any]:
-        # "path" is the environment's own list: a fork of the data is a fork of the environment.
+        # "path" is the environment's own list, so forking the data forks the environment.
         return {"maze": artifact["maze"], "path": PlanPathEnv(parse_maze(artifact["maze"])).path}
 
     def environment(self, state: EpisodeState) -> PlanPathEnv:
         return PlanPathEnv(parse_maze(state.data["maze"]), self.scoring, state.data["path"])
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
-        """Add ``path``, the cells walked from the start on, to :class:`~turnwise.tasks.routes.RouteEpisode`'s."""
+        """Add ``path``, the cells walked so far, to the extras of :class:`~turnwise.tasks.routes.RouteEpisode`."""
         return {**super().get_extras(state), "path": list(state.data["path"])}
 
 
 class PlanPathOptions(RouteOptions):
     """Options of the task ``plan_path``. ``actors = ["solver"]`` with ``max_turns = 1`` is the single agent.
 
-    ``side``, ``walls`` and ``min_route`` make a maze hard: its cells per side, the share of them that are walls, and
-    the fewest moves from start to goal. The goal is worth the efficiency of the way there, with ``goal = "solved"`` 1;
-    every action earns ``shaping`` times how much closer to the goal it led, by the true distance. ``quality`` is the
-    chance that a demonstrated route is the shortest, ``max_tokens`` the limit of one completion (with the tiny model a
-    token per move, and the end of turn).
+    ``side``, ``walls`` and ``min_route`` set the difficulty: cells per side, the share of all cells that are walls, and
+    the fewest moves from start to goal. Reaching the goal is worth the efficiency of the path, or 1 with
+    ``goal = "solved"``. Every action earns ``shaping`` times the gain in closeness to the goal, by the true distance.
+    ``quality`` is the chance that a demonstrated route is the shortest. ``max_tokens`` limits one completion; the tiny
+    model needs a token per move and one for the end of turn.
     """
 
     side: int = Field(default=Difficulty().side, ge=SIDES[0], le=SIDES[1])
@@ -85,7 +85,7 @@ class PlanPathOptions(RouteOptions):
 
 
 class PlanPathTask(TeamTask):
-    """Routes through mazes; see :class:`turnwise.tasks.base.Task` for what each method promises.
+    """Find routes through mazes; see :class:`turnwise.tasks.base.Task` for what each method promises.
 
     Example: ``PlanPathTask(PlanPathOptions(side=6, min_route=3))``
     """
@@ -114,7 +114,7 @@ class PlanPathTask(TeamTask):
         return demonstrations(mazes, options.actors, seed, options.quality, options.max_turns)
 
     def texts(self) -> list[str]:
-        """The words of every role's prompts, the same for each choice of actors: one tokenizer serves them all."""
+        """Every role's prompts and replies. They don't depend on the chosen actors, so one tokenizer serves all."""
         mazes = draw_mazes("train", 60, "texts", self.options.difficulty)
         return texts_of(demonstrations(mazes, tuple(SYSTEM_PROMPTS), "texts"))
 
@@ -125,7 +125,7 @@ class PlanPathTask(TeamTask):
         return play
 
     def random_player(self, seed: int) -> Player:
-        """Names up to two sides' worth of any moves."""
+        """A player that names 1 to ``2 * side`` random moves."""
         rng = Random(f"plan-path-random/{seed}")
 
         def play(actor_id: str, messages: Messages) -> str:

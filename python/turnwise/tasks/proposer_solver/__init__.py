@@ -1,4 +1,4 @@
-"""A proposer and a solver: the one writes problems that the other solves half of the time, and both learn.
+"""A proposer and a solver that both learn: the proposer writes problems that the solver solves half of the time.
 
 Read in this order: team, episodes, arithmetic, curves.
 May import: types, arena, tasks.

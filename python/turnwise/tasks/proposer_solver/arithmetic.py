@@ -1,4 +1,4 @@
-"""Arithmetic problems: whole numbers, ``+``, ``-``, ``*`` and brackets, checked here and nowhere else.
+"""Arithmetic problems of whole numbers, ``+``, ``-``, ``*`` and brackets: draw, parse and solve them.
 
 Example: ``read_problem("Try (3 + 4)*2", Size(3, 20)) == "(3 + 4) * 2"``, whose value is 14.
 """
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from turnwise.tasks.base import Split, check_split, split_of
 
 LINE_CHARS = 100
-_PATIENCE = 20_000  # draws in a row without a new problem, after which there is taken to be none
+_PATIENCE = 20_000  # after so many draws in a row without a new problem, all problems count as found
 
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -35,15 +35,15 @@ class Size(NamedTuple):
 
 
 def value_of(problem: str) -> int:
-    """The value of a problem as :func:`read_problem` gives it."""
+    """Return the value of a problem in the spelling of :func:`read_problem`."""
     return _value(ast.parse(problem, mode="eval").body)
 
 
 def read_problem(text: str, size: Size) -> str | None:
-    """The last problem in ``text``, on one line, in one spelling; ``None`` without one.
+    """Parse the last problem in ``text`` into its one spelling; ``None`` without one.
 
-    Blanks, needless brackets, ``=``, ``?`` and a label before it do not matter; ``×`` is ``*``. A problem that is
-    larger than ``size`` is none.
+    A problem is on one line. Blanks, needless brackets, ``=``, ``?`` and a label before it are ignored; ``×`` is ``*``.
+    A problem that is larger than ``size`` does not count.
 
     Example: ``read_problem("Here: ((12+3))×4 = ?", Size()) == "(12 + 3) * 4"``
     """
@@ -55,7 +55,7 @@ def read_problem(text: str, size: Size) -> str | None:
 
 
 def read_answer(text: str) -> int | None:
-    """The last whole number in ``text``, of 15 digits at most; ``None`` without one."""
+    """Parse the last whole number in ``text``; ``None`` without one, or if it is longer than 15 characters."""
     numbers = _NUMBER.findall(text.rpartition("</think>")[2].replace(",", "").replace("\u2212", "-"))
     return int(numbers[-1]) if numbers and len(numbers[-1]) <= 15 else None
 
@@ -71,7 +71,7 @@ def _checked(expression: str, size: Size) -> str | None:
 
 
 def _numbers(node: ast.expr) -> list[int]:
-    """The numbers of an expression; ``ValueError`` where it has anything but numbers and the three operators."""
+    """List the numbers of an expression. Raises ``ValueError`` for anything but numbers and the three operators."""
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         return _numbers(node.left) + _numbers(node.right)
     if isinstance(node, ast.Constant) and type(node.value) is int:
@@ -87,7 +87,7 @@ def _value(node: ast.expr) -> int:
 
 
 def draw_problem(size: Size, rng: Random) -> str:
-    """A problem of 2 to ``size.numbers`` numbers, any operators, brackets at random."""
+    """Draw a problem of 2 to ``size.numbers`` numbers, with random operators and brackets."""
     parts = [str(rng.randint(0, size.largest)) for _ in range(rng.randint(2, size.numbers))]
     while len(parts) > 1:
         place = rng.randrange(len(parts) - 1)
@@ -96,7 +96,7 @@ def draw_problem(size: Size, rng: Random) -> str:
 
 
 def draw_training(size: Size, rng: Random) -> str:
-    """A problem that belongs to training."""
+    """Draw a problem of the training split."""
     while split_of(problem := draw_problem(size, rng)) != "train":
         pass
     return problem
@@ -104,9 +104,10 @@ def draw_training(size: Size, rng: Random) -> str:
 
 @lru_cache(maxsize=64)
 def draw_problems(split: Split, n: int, seed: int | str, size: Size = Size()) -> tuple[str, ...]:  # noqa: B008
-    """``n`` different problems of ``split``: the same for equal arguments, a longer list begins with the shorter one.
+    """Draw ``n`` different problems of ``split``. A problem's text decides its split.
 
-    A problem's own text puts it in a split. Raises ``ValueError`` where the split holds too few.
+    Equal arguments give equal problems, and a longer list begins with the shorter one. Raises ``ValueError`` if the
+    split holds too few.
     """
     check_split(split)
     if n < 0:

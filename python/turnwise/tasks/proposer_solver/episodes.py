@@ -1,4 +1,4 @@
-"""The two episodes: a proposer's, which spawns attempts to learn what its problem is worth, and a solver's attempt."""
+"""The two episodes: a proposer's, which spawns attempts to measure its problem, and a solver's attempt."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SYSTEM_PROMPTS = {
     PROPOSER: "Write a problem with + - * that a student solves half of the time, another one than the example.",
     SOLVER: "Compute. Reply with the number.",
 }
-LEAST_WEIGHT = 0.05  # of a stored problem: what everybody solves still comes up now and then
+LEAST_WEIGHT = 0.05  # of a stored problem, so that a problem that every attempt solves is still shown sometimes
 
 
 def propose_message(example: str, size: Size) -> Message:
-    """Return the proposer's message: how large a problem may be, and an example of one."""
+    """Write the proposer's message: how large a problem may be, and an example of one."""
     return {"role": "user", "content": f"2 to {size.numbers} numbers up to {size.largest}, such as: {example}"}
 
 
@@ -33,18 +33,20 @@ def read_example(messages: Messages) -> str:
 
 
 class ProposeEpisode(MultiTurnEpisode):
-    """The proposer writes a problem; ``attempts`` nested episodes try to solve it; the pass rate says what it is worth.
+    """The proposer writes a problem, ``attempts`` nested episodes try to solve it, and the pass rate sets its reward.
 
-    The artifact is ``{"example": "3 + 4", "step": 7}``. Half of the time the example shown is one that was solved
-    before step 7, out of the store ``solved``, the more informative the likelier; copies of one artifact see the same.
-    With ``store_path`` the store is a file, and what earlier runs left there counts as solved before step 1.
-    A problem earns ``curve`` of its pass rate; the example itself and one that can't be read earn ``-invalid_cost``,
-    and nobody attempts them. Problems that any attempt solved go to the store. A problem whose text belongs to a
-    held-out split is worth the same, but its attempts never train and the store does not get it. With
-    ``train_solver=False`` no attempt trains: they only measure.
+    The artifact is ``{"example": "3 + 4", "step": 7}``. Half of the time the prompt shows another example instead, a
+    problem from the store ``solved`` that was solved before step 7. Problems with a larger reward are more likely.
+    Copies of one artifact see the same example. With ``store_path`` the store is a file; problems that earlier runs
+    left there count as solved before step 1.
 
-    Attempts are an episode's children, so under ``credit.rule = "hierarchy"`` they are compared with the attempts at
-    the same problem, and proposers with proposers that saw the same example. In a tree each branch has its own.
+    A problem earns ``curve`` of its pass rate. The example itself and an unreadable problem earn ``-invalid_cost``, and
+    no attempts are made. A problem that any attempt solved goes to the store. A problem whose text belongs to a
+    held-out split earns the same, but its attempts never train, and it is not stored. With ``train_solver=False``
+    attempts never train; they only measure.
+
+    Attempts are children of the episode. Under ``credit.rule = "hierarchy"`` they are compared with the attempts at the
+    same problem, and proposers with proposers that saw the same example. In a tree each branch has its own attempts.
 
     Example: ``arena.add_episode(ProposeEpisode(attempts=4)); arena.add_episode(SolveEpisode())``
     """
@@ -88,6 +90,7 @@ class ProposeEpisode(MultiTurnEpisode):
         if problem is None or problem == data["example"]:
             data["worth"] = -self.invalid_cost
             return
+        # Let the solver try the problem. Attempts at a held-out problem must not train.
         data["problem"] = problem
         is_ours = split_of(problem) == "train"
         request = EpisodeRequest(
@@ -109,15 +112,15 @@ class ProposeEpisode(MultiTurnEpisode):
         return state.data["worth"]
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
-        """``problem`` and ``pass_rate``, ``None`` where there is none; ``worth``; ``example``."""
+        """``problem`` and ``pass_rate`` (``None`` without one), ``worth``, ``example``."""
         return dict(state.data)
 
 
 def choose_example(store: ArtifactStore, artifact: Any) -> str:
-    """The artifact's own example, or half of the time a stored one: a function of the artifact and of earlier steps,
-    those of earlier runs among them.
+    """Return the artifact's own example, or half of the time a problem that earlier steps or earlier runs stored.
 
-    What this step's episodes store meanwhile is left out, so the order in which they end decides nothing.
+    Problems that episodes of the same step store are left out. So the choice depends only on the artifact and on
+    earlier steps, and not on the order in which episodes end.
     """
     inherited, step = store.preexisting_ids, artifact["step"]
     rng = Random(f"proposer-solver/{artifact['step']}/{artifact['example']}")
@@ -131,22 +134,22 @@ def choose_example(store: ArtifactStore, artifact: Any) -> str:
 
 
 def worth(extras: dict[str, Any]) -> dict[str, float]:
-    """Value of the problem."""
+    """Reward of the problem."""
     return {PROPOSER: extras["worth"]}
 
 
 def valid_problem(extras: dict[str, Any]) -> dict[str, float]:
-    """1.0 where the proposer wrote a problem, and another one than the example."""
+    """1.0 if the proposer wrote a readable problem that differs from the example."""
     return {PROPOSER: float(extras["problem"] is not None)}
 
 
 def pass_rate(extras: dict[str, Any]) -> dict[str, float]:
-    """The share of the attempts that solved the problem, where there was one."""
+    """The share of the attempts that solved the problem; left out without a problem."""
     return {} if extras["pass_rate"] is None else {PROPOSER: extras["pass_rate"]}
 
 
 class SolveEpisode(SingleTurnEpisode):
-    """One attempt. The artifact is ``{"question": "(3 + 4) * 2", "answer": 14}``; a right answer earns 1."""
+    """One attempt. The artifact is ``{"question": "(3 + 4) * 2", "answer": 14}``. A right answer earns 1."""
 
     episode_type = SOLVE
     actor = SOLVER
@@ -159,10 +162,10 @@ class SolveEpisode(SingleTurnEpisode):
 
 
 def correct(completion: str, artifact: Any) -> dict[str, float]:
-    """1.0 where the last number of the completion is the answer."""
+    """1.0 if the last number of the completion is the answer."""
     return {SOLVER: float(read_answer(completion) == artifact["answer"])}
 
 
 def answered(completion: str) -> dict[str, float]:
-    """1.0 where the completion holds a number."""
+    """1.0 if the completion holds a readable number."""
     return {SOLVER: float(read_answer(completion) is not None)}

@@ -1,4 +1,7 @@
-"""The task: proposers train on what their problems teach, solvers on the problems; success is held-out arithmetic."""
+"""The proposer-solver task. Proposers train on their problems' pass rates, solvers on the problems.
+
+Success is the share of held-out arithmetic problems that the solver gets right.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,10 @@ from turnwise.types import EpisodeRequest, Message, Messages
 class ProposerSolverOptions(TaskOptions):
     """Options of the task ``proposer_solver``.
 
-    A problem has up to ``numbers`` numbers from 0 to ``largest``; ``attempts`` at it give the pass rate of which
-    ``curve`` makes the proposer's reward. ``train_solver = false`` trains proposers alone. ``quality`` is the chance
-    that a demonstrated answer is right. ``store_path`` is an SQLite file for the problems that were solved, made where
-    there is none; runs that are given the same one, one after another, go on with each other's problems.
+    A problem has up to ``numbers`` numbers from 0 to ``largest``. ``attempts`` at it give a pass rate, and ``curve``
+    turns that into the proposer's reward. ``train_solver = false`` trains only proposers. ``quality`` is the chance
+    that a demonstrated answer is right. ``store_path`` is an SQLite file for solved problems, created if it is missing;
+    later runs with the same file continue with its problems.
     """
 
     attempts: int = Field(default=4, ge=1)
@@ -51,7 +54,7 @@ class ProposerSolverOptions(TaskOptions):
 
 
 class ProposerSolverTask(GeneratedTask):
-    """Problems made by the team itself; see :class:`turnwise.tasks.base.Task` for what each method promises.
+    """Problems that the team makes itself; see :class:`turnwise.tasks.base.Task` for what each method promises.
 
     Training plays the episode ``proposer_solver``, evaluation plays ``solve`` on held-out problems.
 
@@ -81,14 +84,14 @@ class ProposerSolverTask(GeneratedTask):
         return draw_problems(split, n, seed, self.options.size)
 
     def requests(self, step: int, questions: int, copies: int) -> list[EpisodeRequest]:
-        """``questions`` examples, each shown to ``copies`` proposers."""
+        """Draw ``questions`` examples and show each to ``copies`` proposers."""
         requests = super().requests(step, questions, copies)
         for request in requests:
             request.artifact = {"example": request.artifact[self.key], "step": step}
         return requests
 
     def eval_requests(self, split: Split, n: int) -> list[EpisodeRequest]:
-        """Problems of the split for a solver alone, the same whatever the task's seed."""
+        """Draw problems of the split for a solver alone. They don't depend on the task's seed."""
         requests = super().eval_requests(split, n)
         for request in requests:
             request.episode_type = SOLVE
@@ -98,7 +101,7 @@ class ProposerSolverTask(GeneratedTask):
         return {"question": question, "answer": value_of(question)}
 
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
-        """The roles in turn: any other problem, and an answer that is right with chance ``quality``."""
+        """Demonstrate the roles in turn: a random problem, and an answer that is right with chance ``quality``."""
         return self._demonstrate(n, f"{seed}", self.options.quality)
 
     def texts(self) -> list[str]:
@@ -106,7 +109,7 @@ class ProposerSolverTask(GeneratedTask):
         return texts_of(shown)
 
     def oracle(self) -> Player:
-        """Solves every problem, and proposes any."""
+        """A player that solves every problem, and proposes random ones."""
         rng = Random("proposer-solver-oracle")
 
         def play(actor_id: str, messages: Messages) -> str:
@@ -117,7 +120,7 @@ class ProposerSolverTask(GeneratedTask):
         return play
 
     def random_player(self, seed: int) -> Player:
-        """Proposes anything, and answers any number from 0 to 99."""
+        """A player that proposes random problems, and answers a random number from 0 to 99."""
         rng = Random(f"proposer-solver-random/{seed}")
 
         def play(actor_id: str, messages: Messages) -> str:

@@ -37,7 +37,7 @@ SYSTEM_PROMPTS = {
     GENERATOR: "Write the numbers. Reply with them alone, such as 2 3 4.",
     CRITIC: "Say which rules the draft breaks, such as wrong: sum, count. If none, say ok.",
 }
-UNREAD = 0.1  # share of these whose own last reply could not be read
+UNREAD = 0.1  # share of the demonstrations with a draft, in which the generator's own last reply could not be read
 LATER = 0.5  # share of a generator's demonstrations in a team that begin with a draft and its review
 _DRAFT, _REVIEW, _NONE = "\nDraft: ", "\nReview: ", "none"
 
@@ -51,7 +51,7 @@ class View(NamedTuple):
 
 
 def view_message(actor_id: str, view: View) -> Message:
-    """The user message that shows ``view``; a critic is told where there is no draft."""
+    """Write the user message that shows ``view``. A critic's message shows ``none`` if there is no draft."""
     text = view.question
     if view.draft is not None or actor_id == CRITIC:
         text += _DRAFT + (format_draft(view.draft) if view.draft else _NONE)
@@ -148,7 +148,7 @@ class RefineLoopEpisode(ActingEpisode):
         return state.data["approved"]
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
-        """``solved`` by actor; ``own``, ``valid`` by who acted; ``draft``, ``review``, ``broken``, ``rounds``."""
+        """``solved``, ``own`` and ``valid`` by actor; ``draft``, ``review``, ``broken`` and ``rounds``."""
         draft = _draft(state)
         return {
             **self.team_extras(state),
@@ -169,8 +169,8 @@ def _broken(state: EpisodeState) -> frozenset[str]:
 class RefineLoopOptions(TeamOptions):
     """Options of the task ``refine_loop``. ``actors = ["generator"]`` with ``max_turns = 1`` is the single agent.
 
-    ``rules`` is how many rules a question has beside the count of its numbers; ``quality`` the chance that a
-    demonstrated list, or review, is right.
+    ``rules`` is the number of rules of a question in addition to the count. ``quality`` is the chance that a
+    demonstrated list or review is right.
     """
 
     actors: tuple[Role, ...] = Field(default=TEAM, min_length=1)
@@ -207,7 +207,7 @@ class RefineLoopTask(TeamTask):
         return self._demonstrate(n, self.options.actors, f"{seed}", self.options.quality)
 
     def texts(self) -> list[str]:
-        """The words of every role's prompts and replies, the same for each choice of actors."""
+        """Every role's prompts and replies. They don't depend on the chosen actors."""
         shown = self._demonstrate(120, TEAM, "texts", 0.4)
         return texts_of(shown)
 

@@ -1,4 +1,4 @@
-"""Search by a team: a verifier, a searcher and an answerer over a folder of text, or over a made-up world.
+"""Search by a team of a verifier, a searcher and an answerer, over a folder of text or a made-up world.
 
 Read in this order: team, corpus, index, prompts, demonstrations.
 May import: types, arena, tasks.

@@ -1,7 +1,7 @@
-"""Documents to search, and questions: a user's own, or a small made-up world with multi-hop questions.
+"""Documents to search and questions about them: a user's own, or a small made-up world with multi-hop questions.
 
-In the made-up world people are born in towns, towns lie in provinces; each person, town and province has a page. The
-answer to ``"Which river runs through the town where Mira Tolen was born?"`` takes two pages.
+In the made-up world people are born in towns, and towns lie in provinces. Each person, town and province has a page.
+The answer to ``"Which river runs by the town where Mira Tolen was born?"`` needs two pages.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _GOODS = ("salt", "wool", "copper", "honey", "timber", "glass", "barley", "amber
 
 
 class Passage(NamedTuple):
-    """A piece of text that a search may find; ``title`` is its page's, for a file its name without the ending."""
+    """A piece of text that a search may find. ``title`` is its page's title: for a file, its name without ``.txt``."""
 
     title: str
     text: str
 
 
 class Question(NamedTuple):
-    """A question, its answer, and the titles of the pages that the answer takes, in order; none where not known."""
+    """A question, its answer, and the titles of the pages that the answer needs, in order; empty if not known."""
 
     text: str
     answer: str
@@ -40,7 +40,7 @@ class Question(NamedTuple):
 
 
 class World(NamedTuple):
-    """Passages, and questions about them by text."""
+    """Passages, and the questions about them by their text."""
 
     passages: tuple[Passage, ...]
     questions: dict[str, Question]
@@ -50,10 +50,11 @@ class World(NamedTuple):
 # A user's own
 # ---------------------------------------------------------------------------------------------------------------------
 def read_world(corpus: str | Path, questions: str | Path) -> World:
-    """The ``*.txt`` files under the folder ``corpus``, a passage per paragraph, and the lines of ``questions``, a file.
+    """Read the ``*.txt`` files under the folder ``corpus``, a passage per paragraph, and the file ``questions``.
 
-    A line is JSON: ``{"question": "Where ...?", "answer": "Velmar", "supports": ["velmar"]}``; ``supports``, the names
-    of the files that the answer takes, may be left out. Raises ``FileNotFoundError`` and ``ValueError`` by name.
+    A line of ``questions`` is JSON: ``{"question": "Where ...?", "answer": "Velmar", "supports": ["velmar"]}``.
+    ``supports`` is optional and names the files that the answer needs. Raises ``FileNotFoundError`` without files, and
+    ``ValueError`` with the number of a wrong line.
     """
     folder = Path(corpus)
     files = sorted(folder.rglob("*.txt"))
@@ -65,6 +66,7 @@ def read_world(corpus: str | Path, questions: str | Path) -> World:
         for paragraph in re.split(r"\n\s*\n", path.read_text(encoding="utf-8"))
         if paragraph.strip()
     ]
+    # Read the questions, and check that the pages that they name exist.
     titles = {passage.title for passage in passages}
     asked: dict[str, Question] = {}
     for number, line in enumerate(Path(questions).read_text(encoding="utf-8").splitlines(), start=1):
@@ -100,7 +102,7 @@ def _read_question(line: str, where: str) -> Question:
 # ---------------------------------------------------------------------------------------------------------------------
 @cache
 def made_up_world(hops: int = MAX_HOPS) -> World:
-    """The made-up world, always the same, with the questions that take up to ``hops`` pages."""
+    """Make the world, which is always the same, with the questions that need up to ``hops`` pages."""
     if not 1 <= hops <= MAX_HOPS:
         raise ValueError(f"hops={hops!r}: expected 1 to {MAX_HOPS}")
     rng = Random("search-orchestra/world")
@@ -108,6 +110,7 @@ def made_up_world(hops: int = MAX_HOPS) -> World:
     provinces, capitals = names[:PROVINCES], names[PROVINCES : 2 * PROVINCES]
     towns, rivers = (names[2 * PROVINCES + i * TOWNS :][:TOWNS] for i in (0, 1))
     people = [f"{first} {last}" for first, last in zip(*[iter(names[2 * PROVINCES + 2 * TOWNS :])] * 2, strict=True)]
+    # Write a page for each province and town, then a page and five questions for each person.
     passages: list[Passage] = []
     questions: list[Question] = []
     for name, capital, goods in zip(provinces, capitals, _GOODS, strict=True):
@@ -117,6 +120,7 @@ def made_up_world(hops: int = MAX_HOPS) -> World:
         passages.append(
             Passage(town, f"{town} is a town in the province of {province}. The river {river} runs by {town}.")
         )
+    # Questions need one page (the person's), two (with the town's) or three (with the province's).
     for name in people:
         place, trade = rng.randrange(TOWNS), rng.choice(_TRADES)
         town, number = towns[place], place % PROVINCES
@@ -150,7 +154,7 @@ def _names(rng: Random, count: int) -> Sequence[str]:
 # Answers
 # ---------------------------------------------------------------------------------------------------------------------
 def normalize(text: str) -> str:
-    """Lower case, without punctuation, articles and further blanks, as SQuAD compares answers (arXiv:1606.05250).
+    """Make lower case, and remove punctuation, articles and extra blanks, as SQuAD does (arXiv:1606.05250).
 
     Example: ``normalize("The  river Dun.") == "river dun"``
     """
@@ -158,14 +162,14 @@ def normalize(text: str) -> str:
 
 
 def sufficient(question: Question, found: Sequence[Passage]) -> bool:
-    """Return True if ``found`` has every supporting page, or the answer's text where no page is known."""
+    """Return True if ``found`` has every supporting page; if no page is known, if it has the answer's text."""
     if question.supports:
         return support_share(question, found) == 1.0
     return any(f" {normalize(question.answer)} " in f" {normalize(passage.text)} " for passage in found)
 
 
 def support_share(question: Question, found: Sequence[Passage]) -> float:
-    """The share of the supporting pages that are among ``found``; where none is known, 1 or 0 by the answer's text."""
+    """Return the share of the supporting pages in ``found``; if none is known, 1 or 0 as :func:`sufficient` says."""
     if not question.supports:
         return float(sufficient(question, found))
     titles = {passage.title for passage in found}

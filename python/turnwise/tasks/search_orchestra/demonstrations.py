@@ -1,4 +1,4 @@
-"""Demonstrations of search in every situation: nothing found yet, some of it, or all of it."""
+"""Demonstrate search in every situation: with none, some or all of the needed pages found."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from turnwise.types import Messages
 def demonstrations(
     world: World, questions: Sequence[str], seed: int | str, quality: float = 0.4
 ) -> list[tuple[str, Messages, str]]:
-    """One ``(actor id, messages, completion)`` per question, the three roles taking turns.
+    """Make one ``(actor id, messages, completion)`` per question. The three roles take turns.
 
-    ``quality`` in [0, 1] is the chance that a reply is right. Otherwise a verifier takes any route, a searcher asks the
-    question itself, and an answerer names a word of what was found. Questions need their supports.
+    ``quality`` in [0, 1] is the chance that a reply is right. Otherwise a verifier takes a random route, a searcher
+    repeats the question as its query, and an answerer names a random word of the passages. Each question must have its
+    ``supports``.
     """
     if not 0 <= quality <= 1:
         raise ValueError(f"quality={quality!r}: expected a number in [0, 1]")
@@ -26,7 +27,7 @@ def demonstrations(
     made = []
     for index, text in enumerate(questions):
         actor, question = roles[index % len(roles)], world.questions[text]
-        # Who answers has found everything; who searches, not yet.
+        # An answerer has all pages, a searcher lacks at least one, a verifier has any number of them.
         have = len(question.supports)
         if actor != ANSWERER:
             have = rng.randrange(have + (actor == VERIFIER))
@@ -40,14 +41,14 @@ def demonstrations(
 
 
 def _distraction(world: World, question: Question, rng: Random) -> Passage:
-    """A page that the answer does not take."""
+    """Draw a page that the answer does not need."""
     while (passage := rng.choice(world.passages)).title in question.supports:
         pass
     return passage
 
 
 def next_query(question: Question, have: int) -> str:
-    """The title of the page that the answer takes next."""
+    """Return the title of the page to find next."""
     return question.supports[have]
 
 
@@ -64,7 +65,7 @@ def _any(actor: str, question: Question, found: Sequence[Passage], rng: Random) 
 
 
 def random_answer(question: str, found: Sequence[Passage], rng: Random) -> str:
-    """A word of what was found, of the question where nothing was: a name if there is one."""
+    """Choose a random word of the passages, or of the question if nothing was found. Names are preferred."""
     words = [word.strip(".,?") for text in ([p.text for p in found] or [question]) for word in text.split()[1:]]
     names = [word for word in words if word[:1].isupper()]
     return rng.choice(names or words or ["nothing"])

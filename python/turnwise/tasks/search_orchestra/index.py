@@ -1,4 +1,4 @@
-"""A search over passages: BM25, by the library ``bm25s``."""
+"""Search passages with BM25, through the library ``bm25s``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from turnwise.tasks.search_orchestra.corpus import Passage
 class SearchIndex:
     """Finds passages by words (Okapi BM25 in Lucene's form, k1 1.5, b 0.75; English stop words are ignored).
 
-    Titles count as text. Raises ``ImportError`` where ``bm25s`` is missing.
+    Titles count as text. Raises ``ImportError`` if ``bm25s`` is missing.
 
     Example: ``SearchIndex([Passage("dun", "The river Dun."), Passage("osk", "A province.")]).search("river", 1)``
     """

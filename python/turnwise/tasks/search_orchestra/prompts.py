@@ -1,4 +1,4 @@
-"""Prompts of verifier, searcher and answerer, and the parsers of their replies."""
+"""Write the prompts of verifier, searcher and answerer, and parse their replies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SYSTEM_PROMPTS = {
     SEARCHER: "Write a search query for what is missing.",
     ANSWERER: "Answer the question from what was found. Reply with the answer alone.",
 }
-PASSAGE_CHARS = 400  # of a passage in a prompt
+PASSAGE_CHARS = 400  # of each passage in a prompt
 QUERY_CHARS = 200
 
 _FOUND = "\nFound:\n"
@@ -32,13 +32,13 @@ class View(NamedTuple):
 
 
 def view_message(question: str, found: Sequence[Passage]) -> Message:
-    """The user message: the question, and a line for each passage."""
+    """Write the user message: the question, and a line for each passage."""
     lines = [f"{title}: {text[:PASSAGE_CHARS]}" for title, text in found]
     return {"role": "user", "content": question + (_FOUND + "\n".join(lines) if lines else "")}
 
 
 def search_messages(actor_id: str, view: View, turn: int = 0, *, unread: bool = False) -> Messages:
-    """The whole prompt of one call: the actor's instruction, the view, and from the second on the round."""
+    """Build the whole prompt of one call: the instruction, the view, and from the second round on its number."""
     system: Message = {"role": "system", "content": SYSTEM_PROMPTS[actor_id]}
     return [system, with_round(view_message(*view), turn, unread=unread)]
 
@@ -51,13 +51,13 @@ def read_view(messages: Messages) -> View:
 
 
 def parse_route(text: str) -> str | None:
-    """``"search"`` or ``"answer"``, whichever word stands last in ``text``; ``None`` without one."""
+    """Parse the last word ``"search"`` or ``"answer"`` in ``text``; ``None`` without one."""
     words = _ROUTE.findall(_spoken(text))
     return words[-1].lower() if words else None
 
 
 def parse_line(text: str) -> str | None:
-    """The last line of ``text`` that is not blank, without a label such as ``Query:``; ``None`` without one."""
+    """Return the last line of ``text`` that is not blank, without a label such as ``Query:``; ``None`` without one."""
     lines = [line.strip() for line in _spoken(text).splitlines() if line.strip()]
     return (_LABEL.sub("", lines[-1]).strip("\"'` ")[:QUERY_CHARS] or None) if lines else None
 

@@ -110,7 +110,7 @@ class SearchOrchestraEpisode(MultiTurnEpisode):
         return None if self.sampler is None or not self.sampler.selects else state.data["worth"]
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
-        """``correct``, ``answer``, ``queries``, ``found`` (titles, in order), and ``read`` by actor that acted."""
+        """``correct``, ``answer``, ``queries``; ``found`` (titles) and ``passages``, in order; ``read`` by actor."""
         data = state.data
         return {
             "correct": data["worth"],  # the last to act is always the answerer
@@ -136,7 +136,7 @@ def correct(extras: dict[str, Any]) -> dict[str, float]:
 
 
 def found_share(extras: dict[str, Any], artifact: Any) -> dict[str, float]:
-    """The share of the pages that the answer takes which were found."""
+    """The share of the needed pages that were found."""
     passages = [Passage(*passage) for passage in extras["passages"]]
     return {SEARCHER: support_share(_question(artifact), passages)}
 
@@ -154,9 +154,9 @@ def readable(extras: dict[str, Any]) -> dict[str, float]:
 class SearchOrchestraOptions(TaskOptions):
     """Options of the task ``search_orchestra``.
 
-    ``corpus`` is a folder of text files, ``questions`` a JSONL file (see :func:`~.corpus.read_world`): both, or neither
-    for the made-up world, whose questions take up to ``hops`` pages. ``passages`` are found per search, at most
-    ``max_searches`` times. ``quality`` is the chance that a demonstrated reply is right.
+    ``corpus`` is a folder of text files and ``questions`` a JSONL file (see :func:`~.corpus.read_world`). Without both,
+    the questions are about the made-up world and need up to ``hops`` pages. A search finds up to ``passages`` passages,
+    and a team searches at most ``max_searches`` times. ``quality`` is the chance that a demonstrated reply is right.
     """
 
     corpus: str | None = None
@@ -195,7 +195,7 @@ class SearchOrchestraTask(GeneratedTask):
 
     @cached_property
     def splits(self) -> dict[Split, list[str]]:
-        """The questions of each split, by the hash of their texts."""
+        """The questions of each split. A hash of a question's text decides its split."""
         splits: dict[Split, list[str]] = {"train": [], "validation": [], "eval": []}
         for text in self.world.questions:
             splits[split_of(text)].append(text)
@@ -219,7 +219,7 @@ class SearchOrchestraTask(GeneratedTask):
         return [texts[place] for place in _shuffled(len(texts), f"{split}/{seed}")[:n]]
 
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
-        """On training questions with known supports, which come again where ``n`` is more than there are."""
+        """Demonstrate on training questions with known supports. If ``n`` exceeds their number, they repeat."""
         return self._demonstrate(n, f"{seed}", self.options.quality)
 
     def texts(self) -> list[str]:
@@ -228,7 +228,7 @@ class SearchOrchestraTask(GeneratedTask):
         return [*made, *(passage.text for passage in self.world.passages[:240]), *SYSTEM_PROMPTS.values()]
 
     def oracle(self) -> Player:
-        """Finds page after page and knows every answer."""
+        """A player that finds page after page and knows every answer."""
 
         def play(actor_id: str, messages: Messages) -> str:
             text, found = read_view(messages)
@@ -245,7 +245,7 @@ class SearchOrchestraTask(GeneratedTask):
         return play
 
     def random_player(self, seed: int) -> Player:
-        """Takes any route, searches for half the words of the question, and answers with any name that was found."""
+        """A player with random routes. It searches for half of the question's words, and answers with a found name."""
         rng = Random(f"search-random/{seed}")
 
         def play(actor_id: str, messages: Messages) -> str:

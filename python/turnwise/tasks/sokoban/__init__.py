@@ -1,4 +1,4 @@
-"""Sokoban for a tool agent and a planner, or for one solver: boxes onto goals.
+"""Sokoban: push boxes onto goals, as a tool agent and a planner, or as one solver.
 
 Read in this order: team, env, level, prompts, demonstrations.
 May import: types, arena, tasks.

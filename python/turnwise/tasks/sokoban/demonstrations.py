@@ -1,4 +1,4 @@
-"""Imperfect solutions for a supervised warm start: the format is always right, the boxes often end up elsewhere."""
+"""Make imperfect solutions for a supervised warm start: the format is always right, the moves often fail."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from turnwise.types import Messages
 def demonstrations(
     levels: Sequence[Level], actors: Sequence[str], seed: int | str, quality: float = 0.4, rounds: int = 3
 ) -> list[tuple[str, Messages, str]]:
-    """One ``(actor id, messages, completion)`` per level, the actors taking turns.
+    """Make one ``(actor id, messages, completion)`` per level. The actors take turns.
 
-    ``quality`` in [0, 1] is the chance that a route is the shortest solution. A faulty one has a wrong move in it,
-    after which nothing is planned any more. A planner keeps a suggestion that solves the level, and mends another one
-    with chance ``quality``. Some are of a later round of the ``rounds`` that there are: what the prompt calls blocked
-    is not tried again there.
+    ``quality`` in [0, 1] is the chance that a route is the shortest solution. A faulty route has one wrong move, and
+    random moves after it. A planner keeps a suggestion that solves the level, and corrects any other with chance
+    ``quality``. Some demonstrations belong to a later one of the ``rounds``; they don't repeat the move that the prompt
+    calls blocked.
     """
     rng = Random(f"sokoban-demonstrations/{seed}")
     game = RouteGame(sokoban_messages, suggest, decide, failed_round)
@@ -28,9 +28,9 @@ def demonstrations(
 
 
 def suggest(level: Level, quality: float, rng: Random, blocked: str = "") -> str:
-    """The shortest solution with chance ``quality``, else one that goes wrong at a random move.
+    """Return the shortest solution with chance ``quality``, else a route that goes wrong at a random move.
 
-    It never begins with the move that is known to be ``blocked``.
+    It never begins with the ``blocked`` move.
     """
     route = shortest_route(level)
     if rng.random() < quality:
@@ -42,9 +42,9 @@ def suggest(level: Level, quality: float, rng: Random, blocked: str = "") -> str
 
 
 def decide(level: Level, suggestion: str, quality: float, rng: Random, blocked: str = "") -> str:
-    """``suggestion`` where it solves the level; else the shortest solution with chance ``quality``, or it stands.
+    """Keep ``suggestion`` if it solves the level. Else return the shortest solution with chance ``quality``.
 
-    One that begins with the move that is known to be ``blocked`` gives way to another faulty one.
+    Otherwise keep the faulty suggestion, or return another faulty route if it begins with the ``blocked`` move.
     """
     states = walk(level, level.start, suggestion).states
     if states and is_solved(level, states[-1]):
@@ -55,7 +55,10 @@ def decide(level: Level, suggestion: str, quality: float, rng: Random, blocked: 
 
 
 def failed_round(level: Level, rng: Random) -> tuple[Level, Outcome, Outcome]:
-    """The level as a team leaves it after a round, with a solution left; what its walk, and its suggestion, came to."""
+    """Play a faulty round. Returns the level after it, and the outcomes of its walk and its suggestion.
+
+    The level can still be solved after it.
+    """
     env = SokobanEnv(level)
     suggestion, route = (None if rng.random() < UNREAD else _faulty(level, rng) for _ in range(2))
     suggested = env.preview(suggestion)
@@ -64,7 +67,7 @@ def failed_round(level: Level, rng: Random) -> tuple[Level, Outcome, Outcome]:
 
 
 def _faulty(level: Level, rng: Random) -> str:
-    """A faulty route, up to its first blocked move, or to where it would solve the level or lose it for good."""
+    """Make a faulty route that ends with its first blocked move, or just before it solves the level or loses it."""
     route, known = suggest(level, 0.0, rng), distances(level)
     states = walk(level, level.start, route).states
     kept = next((n for n, state in enumerate(states) if known.get(state, 0) == 0), len(states))

@@ -1,4 +1,4 @@
-"""The Sokoban environment: a player who pushes boxes, and what each action is worth. It knows nothing of agents."""
+"""The Sokoban environment: a player who pushes boxes, and the value of each action. It knows nothing of agents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from turnwise.tasks.sokoban.level import Level, State, distances, farthest, form
 
 @dataclass
 class SokobanEnv:
-    """A level, and in ``now`` all that changes: the player's cell, then the boxes' in ascending order.
+    """A level, and in ``now`` the player's cell, then the boxes' cells in ascending order. Only ``now`` changes.
 
     Raises ``ValueError`` for a level that has no solution.
 
@@ -40,27 +40,28 @@ class SokobanEnv:
 
     @property
     def closeness(self) -> float:
-        """The potential of the level as it stands: 1 when solved, falling with the moves that the shortest solution
-        takes from here, 0 where none is left.
+        """The potential of the current state: 1 if it is solved, 0 if it has no solution.
+
+        In between it falls with the length of the shortest solution.
         """
         return self._closeness(self.state)
 
     def reset(self) -> str:
-        """Back to the start of the same level; returns the board."""
+        """Return to the start of the same level. Returns the board."""
         self.now = [self.level.start.player, *self.level.start.boxes]
         return self.observe()
 
     def observe(self) -> str:
-        """The board as the players see it."""
+        """Return the board that the players see."""
         return format_level(self.level, self.state)
 
     def render(self) -> str:
-        """The board for people; a last line says how it stands."""
+        """Return the board for people. A last line counts the moves that a solution still takes."""
         left = distances(self.level).get(self.state)
         return f"{self.observe()}\n" + ("no solution is left" if left is None else f"at least {left} moves to go")
 
     def preview(self, route: str | None) -> Outcome:
-        """Return the outcome of ``step(route)`` without moving. ``None`` is an action that could not be read."""
+        """Return the outcome of ``step(route)`` without moving. ``None`` stands for an action that can't be read."""
         walked = walk(self.level, self.state, route or "")
         made = len(walked.states)
         end = walked.states[-1] if walked.states else self.state
@@ -68,10 +69,10 @@ class SokobanEnv:
         return outcome_of(route, made, before=self.closeness, after=self._closeness(end), goal=goal)
 
     def step(self, route: str | None) -> StepResult:
-        """Make the moves of ``route`` out of ``UDLR``, up to the solution or the first impossible one.
+        """Make the moves of ``route``, up to the solution or the first impossible move.
 
-        ``None``, and a route without a move, is an action that could not be read: nobody moves. Raises ``ValueError``
-        for other letters, and where the level is solved already.
+        Moves are the letters ``UDLR``. ``None`` or an empty route stands for an action that can't be read: nothing
+        moves. Raises ``ValueError`` for other letters, and if the level is already solved.
         """
         if self.solved:
             raise ValueError(f"route={route!r}: the level is solved, expected reset() before another step")
@@ -82,5 +83,5 @@ class SokobanEnv:
 
     def _closeness(self, state: State) -> float:
         left = distances(self.level).get(state)
-        # One more than the farthest: what is lost is worse than all that is not.
+        # Divide by one more than the largest distance, so that a lost state ranks below every other.
         return 0.0 if left is None else 1.0 - left / (farthest(self.level) + 1)

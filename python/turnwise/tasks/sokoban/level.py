@@ -1,6 +1,6 @@
-"""Sokoban without models: levels and the split of each, moves and pushes, shortest solutions and the text form.
+"""Sokoban without models: the levels of each split, moves and pushes, shortest solutions and the text form.
 
-A cell is a number, row by row from 0; a route is a string of the moves ``U``, ``D``, ``L`` and ``R``. The outermost
+Cells are numbered row by row from 0. A route is a string of the moves ``U``, ``D``, ``L`` and ``R``. The outermost
 cells of a level are walls.
 
 Example: in ``##### / #A..# / #.BG# / #...# / #####`` the route ``"DR"`` pushes the box onto the goal.
@@ -18,20 +18,20 @@ from turnwise.tasks.base import Split, check_split, split_of
 from turnwise.tasks.routes import MOVES
 
 WALL, FREE, AGENT, BOX, GOAL, BOX_ON_GOAL, AGENT_ON_GOAL = "#", ".", "A", "B", "G", "*", "+"
-SIDES = (5, 10)  # smallest and largest level, walls around it included
-MAX_STATES = 60_000  # of a level: all of them are looked at to solve it
-_PATIENCE = 2_000  # draws in a row without a new level, after which there is taken to be none
+SIDES = (5, 10)  # smallest and largest level, with the walls around it
+MAX_STATES = 60_000  # of a level, as the solver visits all of them
+_PATIENCE = 2_000  # after so many draws in a row without a new level, all levels count as found
 
 
 class State(NamedTuple):
-    """All that changes: where the player stands, and the boxes, in ascending order."""
+    """The cell of the player, and the cells of the boxes in ascending order."""
 
     player: int
     boxes: tuple[int, ...]
 
 
 class Level(NamedTuple):
-    """A square level: ``cells`` are side * side characters, ``#`` or ``.``; as many ``goals`` as boxes; the start.
+    """A square level: ``cells`` holds side * side characters, ``#`` or ``.``. There are as many ``goals`` as boxes.
 
     Example: ``parse_level("#####\\n#A..#\\n#.BG#\\n#...#\\n#####")`` has ``goals=(13,), start=State(6, (12,))``.
     """
@@ -46,7 +46,7 @@ class Level(NamedTuple):
 
 
 class Difficulty(NamedTuple):
-    """Cells per side, boxes, the fewest moves of a solution, and the share of the inner cells that are walls."""
+    """Cells per side, number of boxes, the fewest moves of a solution, and the share of inner cells that are walls."""
 
     side: int = 6
     boxes: int = 1
@@ -55,7 +55,7 @@ class Difficulty(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """The states that a route led through, in order, and how many moves it names: more, if it was ended early."""
+    """The state after each move of a route, in order, and the number of moves that it names: more if it ended early."""
 
     states: tuple[State, ...]
     named: int
@@ -75,7 +75,7 @@ def is_solved(level: Level, state: State) -> bool:
 
 
 def moved(level: Level, state: State, move: str) -> State | None:
-    """The state after ``move``, which pushes a box that stands in its way; ``None`` where something is behind it."""
+    """Return the state after ``move``, which pushes a box in its way. ``None`` if a wall or a second box blocks it."""
     step = offset(level, move)
     cell = state.player + step
     if level.cells[cell] == WALL:
@@ -93,9 +93,9 @@ def _swapped(boxes: tuple[int, ...], old: int, new: int) -> tuple[int, ...]:
 
 
 def walk(level: Level, state: State, route: str) -> Walk:
-    """``route`` from ``state``, up to the solution or the first move that can't be made.
+    """Walk ``route`` from ``state``, up to the solution or the first move that can't be made.
 
-    Raises ``ValueError`` for letters that are no moves.
+    Raises ``ValueError`` for letters that are not moves.
     """
     if set(route) - set(MOVES):
         raise ValueError(f"route={route!r}: expected moves out of {''.join(MOVES)!r}")
@@ -109,16 +109,16 @@ def walk(level: Level, state: State, route: str) -> Walk:
 
 
 def distances(level: Level) -> dict[State, int]:
-    """Fewest moves to a solution from every state that has one; its start does not matter. Others are lost for good.
+    """Map every state that has a solution to its fewest moves. States that are missing are lost for good.
 
-    Found by playing backwards from the solved states, breadth first: stepping back, with or without pulling the box
-    that the step would have pushed. What can be reached so is exactly what can be solved.
+    The search plays backwards from the solved states, breadth first. Each step back may also pull the box that the step
+    forward would have pushed. It reaches exactly the states that can be solved. The level's start does not matter.
     """
     return _distances(level.cells, level.goals)
 
 
 def farthest(level: Level) -> int:
-    """The most moves that the shortest solution takes from any state that has one."""
+    """Return the largest number of moves that a shortest solution takes, over all states that have one."""
     return _farthest(level.cells, level.goals)
 
 
@@ -134,6 +134,7 @@ def _distances(cells: str, goals: tuple[int, ...]) -> dict[State, int]:
     found = {State(cell, goals): 0 for cell in free if cell not in goals}
     queue = deque(found)
     steps = [offset(level, move) for move in MOVES]
+    # Search backwards: the player came from the cell behind, and may have pushed the box that is now ahead.
     while queue:
         state = queue.popleft()
         for step in steps:
@@ -151,9 +152,9 @@ def _distances(cells: str, goals: tuple[int, ...]) -> dict[State, int]:
 
 
 def shortest_route(level: Level, state: State | None = None) -> str:
-    """The shortest solution, by default from the level's start; of several the first in ``UDLR``'s order.
+    """Find the shortest solution, by default from the level's start. Ties go to the first in ``UDLR`` order.
 
-    Raises ``ValueError`` for a state that has none.
+    Raises ``ValueError`` for a state without a solution.
     """
     here = level.start if state is None else state
     known = distances(level)
@@ -173,11 +174,11 @@ def shortest_route(level: Level, state: State | None = None) -> str:
 # Levels
 # ---------------------------------------------------------------------------------------------------------------------
 def draw_levels(split: Split, n: int, seed: int | str, difficulty: Difficulty = Difficulty()) -> list[Level]:  # noqa: B008
-    """``n`` different levels of ``split``, each with a shortest solution of at least ``difficulty.min_route`` moves.
+    """Draw ``n`` different levels of ``split``, whose shortest solutions have at least ``difficulty.min_route`` moves.
 
-    A level is played backwards from its goals, so each has a solution. Equal arguments give equal levels, and a longer
-    list begins with the shorter one. Walls and goals alone decide the split: so no state that is met in training makes
-    a level of another split. Raises ``ValueError`` where the split holds too few.
+    Each level has a solution, as its start comes from a search backwards from its goals. Equal arguments give equal
+    levels, and a longer list begins with the shorter one. Only walls and goals decide the split. So a level that starts
+    from any state met in training still belongs to training. Raises ``ValueError`` if the split holds too few.
     """
     check_split(split)
     if n < 0:
@@ -197,7 +198,7 @@ def draw_levels(split: Split, n: int, seed: int | str, difficulty: Difficulty = 
 
 
 def _draw(difficulty: Difficulty, split: Split, rng: Random) -> Level | None:
-    """A random level; ``None`` where the layout is another split's, or has no state far enough from its solution."""
+    """Draw a random level; ``None`` if its layout is in another split, or no state is far enough from a solution."""
     side = difficulty.side
     inner = [row * side + column for row in range(1, side - 1) for column in range(1, side - 1)]
     free = set(inner) - set(rng.sample(inner, round(difficulty.walls * len(inner))))
@@ -206,18 +207,18 @@ def _draw(difficulty: Difficulty, split: Split, rng: Random) -> Level | None:
     if split_of_layout(cells, goals) != split:
         return None
     known = _distances(cells, goals)
-    # Only whole tasks: a box that stands on a goal already would make a level look solved in part.
+    # No box starts on a goal, as the level would look partly solved.
     far = [s for s, moves in known.items() if moves >= difficulty.min_route and not set(s.boxes) & set(goals)]
     return Level(cells, goals, rng.choice(far)) if far else None
 
 
 def split_of_layout(cells: str, goals: tuple[int, ...]) -> Split:
-    """The one split that walls and goals belong to, wherever player and boxes stand."""
+    """Return the split of a layout of walls and goals. It does not depend on player and boxes."""
     return split_of("".join(GOAL if cell in goals else kind for cell, kind in enumerate(cells)))
 
 
 def check_difficulty(difficulty: Difficulty) -> None:
-    """Raise ``ValueError`` for a difficulty that no level can have, or whose levels are too large to be solved here."""
+    """Raise ``ValueError`` for a difficulty that no level can have, or whose levels are too large to solve here."""
     side, boxes, min_route, walls = difficulty
     if not SIDES[0] <= side <= SIDES[1]:
         raise ValueError(f"side={side!r}: expected {SIDES[0]} to {SIDES[1]} cells, walls around it included")
@@ -235,7 +236,7 @@ def check_difficulty(difficulty: Difficulty) -> None:
 # Text
 # ---------------------------------------------------------------------------------------------------------------------
 def format_level(level: Level, state: State | None = None) -> str:
-    """A line per row: ``A`` the player, ``B`` a box, ``G`` a goal, ``*`` a box on one, ``+`` the player on one."""
+    """Write one line per row: ``A`` player, ``B`` box, ``G`` goal, ``*`` box on a goal, ``+`` player on a goal."""
     player, boxes = level.start if state is None else state
     cells = list(level.cells)
     for goal in level.goals:
@@ -249,7 +250,7 @@ def format_level(level: Level, state: State | None = None) -> str:
 
 @lru_cache(maxsize=4096)
 def parse_level(text: str) -> Level:
-    """The level that :func:`format_level` wrote. Raises ``ValueError`` for text that is none, saying what is amiss."""
+    """Parse a level that :func:`format_level` wrote. Raises ``ValueError`` that says what is wrong with other text."""
     rows = text.split("\n")
     cells = "".join(rows)
     where = f"level={text!r}: expected"

@@ -19,18 +19,18 @@ SYSTEM_PROMPTS = {
 def sokoban_messages(
     actor_id: str, level: Level, state: State | None = None, route: str | None = None, note: str = ""
 ) -> Messages:
-    """The whole prompt of one call: the actor's instruction and the board in ``state``.
+    """Build the whole prompt of one call: the actor's instruction and the board in ``state``.
 
-    ``note`` says how the round before failed: :func:`turnwise.tasks.routes.failure_note`.
+    ``note`` says how the last round failed; :func:`turnwise.tasks.routes.failure_note` writes it.
     """
     system: Message = {"role": "system", "content": SYSTEM_PROMPTS[actor_id]}
     return [system, board_message(format_level(level, state), route, note)]
 
 
 def read_messages(messages: Messages) -> tuple[Level, str | None]:
-    """The level, starting as it stands, and the suggestion back from a prompt of :func:`sokoban_messages`.
+    """Parse the level and the suggestion from a prompt of :func:`sokoban_messages`.
 
-    Raises ``ValueError`` for a prompt without a board.
+    The level starts in the state that the prompt shows. Raises ``ValueError`` for a prompt without a board.
     """
     board, route = read_board(messages)
     return parse_level(board), route

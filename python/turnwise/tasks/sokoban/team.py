@@ -1,4 +1,4 @@
-"""The Sokoban task (AT-GRPO): a tool agent suggests moves, a planner decides what is pushed; or one solver alone."""
+"""The Sokoban task (AT-GRPO): a tool agent suggests moves and a planner decides which to make, or one solver plays."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from turnwise.types import EpisodeState, Messages
 class SokobanEpisode(RouteEpisode):
     """One level, played by ``actors`` in order for up to ``max_turns`` rounds, until every box is on a goal (AT-GRPO).
 
-    The artifact is ``{"level": "#####\\n#A..#\\n..."}``. Moves are made up to the first impossible one; a solution is
-    worth 1. Suggestions, rewards, and what is told of a failed route are those of
+    The artifact is ``{"level": "#####\\n#A..#\\n..."}``. The player makes the moves up to the first impossible one. A
+    solution is worth 1. For suggestions, rewards and the notes on failed routes see
     :class:`~turnwise.tasks.routes.RouteEpisode`.
 
     Example: ``SokobanEpisode(sampler=TreeSampler(branches=8))`` for the team,
@@ -43,14 +43,14 @@ class SokobanEpisode(RouteEpisode):
     episode_type = "sokoban"
 
     def start(self, artifact: Any) -> dict[str, Any]:
-        # "now" is the environment's own list: a fork of the data is a fork of the environment.
+        # "now" is the environment's own list, so forking the data forks the environment.
         return {"level": artifact["level"], "now": SokobanEnv(parse_level(artifact["level"])).now}
 
     def environment(self, state: EpisodeState) -> SokobanEnv:
         return SokobanEnv(parse_level(state.data["level"]), self.scoring, state.data["now"])
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
-        """Add ``board``, and ``lost`` (no solution is left), to :class:`~turnwise.tasks.routes.RouteEpisode`'s."""
+        """Add ``board`` and ``lost`` (no solution is left) to :class:`~turnwise.tasks.routes.RouteEpisode`'s extras."""
         env = self.environment(state)
         return {**super().get_extras(state), "lost": env.state not in distances(env.level), "board": env.observe()}
 
@@ -58,9 +58,9 @@ class SokobanEpisode(RouteEpisode):
 class SokobanOptions(RouteOptions):
     """Options of the task ``sokoban``. ``actors = ["solver"]`` with ``max_turns = 1`` is the single agent.
 
-    ``side`` (walls around it included), ``boxes`` and ``min_route``, the fewest moves of a solution, make a level hard.
-    A solution earns 1, every action ``shaping`` times how much closer to the solution it led, by the moves that the
-    shortest one takes. ``quality`` is the chance that a demonstrated route is the shortest solution.
+    ``side`` (with the walls around it), ``boxes`` and ``min_route`` (the fewest moves of a solution) set the
+    difficulty. A solution earns 1. Every action earns ``shaping`` times the gain in closeness, by the length of the
+    shortest solution. ``quality`` is the chance that a demonstrated route is the shortest solution.
     """
 
     side: int = Field(default=Difficulty().side, ge=SIDES[0], le=SIDES[1])
@@ -78,7 +78,7 @@ class SokobanOptions(RouteOptions):
 
 
 class SokobanTask(TeamTask):
-    """Boxes onto goals; see :class:`turnwise.tasks.base.Task` for what each method promises.
+    """Push boxes onto goals; see :class:`turnwise.tasks.base.Task` for what each method promises.
 
     Example: ``SokobanTask(SokobanOptions(side=7, boxes=2, min_route=8))``
     """
@@ -101,12 +101,12 @@ class SokobanTask(TeamTask):
         return demonstrations(self._levels(n, f"{seed}"), options.actors, seed, options.quality, options.max_turns)
 
     def texts(self) -> list[str]:
-        """The words of every role's prompts, the same for each choice of actors: one tokenizer serves them all."""
+        """Every role's prompts and replies. They don't depend on the chosen actors, so one tokenizer serves all."""
         shown = demonstrations(self._levels(60, "texts"), tuple(SYSTEM_PROMPTS), "texts")
         return texts_of(shown)
 
     def oracle(self) -> Player:
-        """The shortest solution; any move where none is left."""
+        """A player that makes the shortest solution, or the move ``U`` if none is left."""
 
         def play(actor_id: str, messages: Messages) -> str:
             level, _ = read_messages(messages)
@@ -115,7 +115,7 @@ class SokobanTask(TeamTask):
         return play
 
     def random_player(self, seed: int) -> Player:
-        """Names up to two sides' worth of any moves."""
+        """A player that names 1 to ``2 * side`` random moves."""
         rng = Random(f"sokoban-random/{seed}")
 
         def play(actor_id: str, messages: Messages) -> str:

@@ -1,4 +1,4 @@
-"""4x4 sudoku for a proposer and a reviser, or for one solver.
+"""Sudoku on a 4x4 grid, for a proposer and a reviser, or for one solver.
 
 Read in this order: team, grid, prompts, demonstrations.
 May import: types, arena, tasks.

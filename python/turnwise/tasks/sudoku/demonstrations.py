@@ -1,4 +1,4 @@
-"""Imperfect sudoku demonstrations for a supervised warm start: the format is always right, the sudoku often is not."""
+"""Make imperfect sudoku demonstrations for a supervised warm start: the format is always right, the grid often not."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from turnwise.tasks.sudoku.prompts import sudoku_messages
 from turnwise.types import Messages
 
 HABIT = 0.8  # share of the faulty rows that follow the habit; the others are random
-LATER = 0.25  # share of the demonstrations that are of a later round, where an actor's own last reply has failed
-UNREAD = 0.1  # share of these whose last reply could not be read
+LATER = 0.25  # share of the demonstrations from a later round, where an actor's own last reply has failed
+UNREAD = 0.1  # share of those from a later round whose last reply could not be read
 DRAFT_KINDS = {"fill": 0.8, "slip": 0.1, "unread": 0.1}  # filled by rows; with wrong cells; after an unreadable reply
 
 
@@ -24,15 +24,16 @@ def demonstrations(
     rounds: int = 2,
     answers: int = 1,
 ) -> list[tuple[str, Messages, str]]:
-    """``answers`` times ``(actor id, messages, completion)`` per puzzle, the actors taking turns.
+    """Make ``answers`` tuples ``(actor id, messages, completion)`` per puzzle. The actors take turns.
 
     The answers to one prompt follow one another, so that a trie computes the prompt once for all of them.
 
-    ``quality`` in [0, 1] is the chance that a row is answered right. A faulty row still obeys the row rule: by habit
-    its missing digits stand in ascending order, columns and boxes ignored; a reviser's habit is to keep the row as the
-    draft has it, in the later ones of the ``rounds`` too. Below one half the habit is the likeliest answer, so a model
-    that has learnt the demonstrations well fails most puzzles when greedy and solves some when sampled, which is where
-    reinforcement learning starts.
+    ``quality`` in [0, 1] is the chance that a row is right. A faulty row that is filled still holds each digit once:
+    usually (``HABIT``) its missing digits are in ascending order, whatever the columns and boxes say. If there is a
+    draft, an actor usually keeps its faulty rows; this includes the later ``rounds``.
+
+    If ``quality`` is below one half, the habit is the likeliest answer. A model that has learnt the demonstrations well
+    then fails most puzzles when greedy and solves some when sampled. Reinforcement learning starts from there.
     """
     check_demonstrations(actors, quality)
     rng = Random(f"sudoku-demonstrations/{seed}")
@@ -40,7 +41,7 @@ def demonstrations(
     for index, puzzle in enumerate(puzzles):
         place = index % len(actors)
         turn = rng.randrange(1, rounds) if rounds > 1 and rng.random() < LATER else 0
-        # Who acts first meets no draft in the first round.
+        # In the first round the first actor has no draft.
         draft = faulty_draft(puzzle, quality, rng) if place or turn else None
         unread = turn > 0 and rng.random() < UNREAD
         messages = sudoku_messages(actors[place], puzzle.givens, draft, turn, unread=unread)
@@ -51,7 +52,7 @@ def demonstrations(
 
 
 def fill(puzzle: Puzzle, quality: float, rng: Random) -> str:
-    """A complete grid that keeps the givens: each row right with chance ``quality``, else filled by habit or at random.
+    """Fill the grid and keep the givens. Each row is right with chance ``quality``, else filled by habit or at random.
 
     Example: at quality 0 the row ``_2_3`` becomes ``1243`` by habit, whatever the columns say.
     """
@@ -64,7 +65,10 @@ def fill(puzzle: Puzzle, quality: float, rng: Random) -> str:
 
 
 def repair(puzzle: Puzzle, draft: str, quality: float, rng: Random) -> str:
-    """``draft`` with each wrong row put right with chance ``quality``, else left standing or filled at random."""
+    """Correct each wrong row of ``draft`` with chance ``quality``, else keep it or fill it from the givens.
+
+    A row with blanks is never kept.
+    """
     rows = []
     for row in ROWS:
         givens, right, had = ("".join(grid[cell] for cell in row) for grid in (puzzle.givens, puzzle.solution, draft))
@@ -78,7 +82,7 @@ def repair(puzzle: Puzzle, draft: str, quality: float, rng: Random) -> str:
 
 
 def faulty_draft(puzzle: Puzzle, quality: float, rng: Random) -> str:
-    """A draft as a reviser meets it: a grid that is not solved, or the puzzle itself after an unreadable reply."""
+    """Make a draft for a reviser: a grid that is not solved, or the puzzle itself after an unreadable reply."""
     kind = rng.choices(list(DRAFT_KINDS), weights=list(DRAFT_KINDS.values()))[0]
     if kind == "unread":
         return puzzle.givens

@@ -1,8 +1,8 @@
-"""4x4 sudoku without models: grids, the puzzles of each split, scoring and the text form.
+"""Sudoku on a 4x4 grid, without models: grids, the puzzles of each split, scoring and the text form.
 
 A grid is a string of 16 characters, row by row: digits ``1``-``4`` and ``_`` for a blank.
 
-Example: the puzzle ``"1_3_3412_1434_21"`` has the one solution ``"1234341221434321"``.
+Example: the only solution of the puzzle ``"1_3_3412_1434_21"`` is ``"1234341221434321"``.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ BOXES = tuple(
 )
 UNITS = ROWS + COLUMNS + BOXES
 KINDS = {"rows": ROWS, "columns": COLUMNS, "boxes": BOXES}
-"""The units by the word for their kind."""
+"""The units of each kind."""
 
-_PATIENCE = 100_000  # draws in a row without a new puzzle, after which there is taken to be none
+_PATIENCE = 100_000  # after so many draws in a row without a new puzzle, all puzzles count as found
 
 
 class Puzzle(NamedTuple):
@@ -47,7 +47,7 @@ class Puzzle(NamedTuple):
 # ---------------------------------------------------------------------------------------------------------------------
 @cache
 def solutions() -> tuple[str, ...]:
-    """All 288 complete grids, in lexical order."""
+    """List all 288 complete grids, in lexical order."""
 
     def extend(grid: str) -> Iterator[str]:
         if len(grid) == CELLS:
@@ -67,7 +67,7 @@ def _solution_codes() -> np.ndarray:
 
 
 def solve(puzzle: str) -> list[str]:
-    """Every complete grid that keeps the givens of ``puzzle``, in lexical order."""
+    """List every complete grid that keeps the givens of ``puzzle``, in lexical order."""
     check_grid(puzzle)
     codes = np.array([0 if cell == BLANK else int(cell) for cell in puzzle], dtype=np.uint8)
     fits = ((_solution_codes() == codes) | (codes == 0)).all(axis=1)
@@ -81,18 +81,18 @@ def check_grid(grid: str) -> None:
 
 
 def satisfied_share(puzzle: str, grid: str) -> float:
-    """Share of the 12 units (4 rows, 4 columns, 4 boxes) of ``grid`` that hold 1-4 once each and keep their givens.
+    """Return the share of the 12 units (4 rows, 4 columns, 4 boxes) that hold 1-4 once each and keep their givens.
 
-    Example: the solution scores 1.0; with two blanks side by side in one box filled the wrong way round, two columns
-    fail: 10/12.
+    Example: the solution scores 1.0. If the digits of two blanks side by side in one box are swapped, two columns fail,
+    and the grid scores 10/12.
     """
     return (len(UNITS) - sum(map(len, broken_units(puzzle, grid).values()))) / len(UNITS)
 
 
 def broken_units(puzzle: str, grid: str) -> dict[str, list[int]]:
-    """By kind, the numbers (from 1) of the units of ``grid`` that lack a digit or do not keep a given.
+    """List by kind the units of ``grid``, numbered from 1, that lack a digit or change a given.
 
-    Example: of the puzzle ``1_3_3412_1434_21`` the grid ``1432341221434321`` has
+    Example: for the puzzle ``1_3_3412_1434_21`` the grid ``1432341221434321`` gives
     ``{"rows": [], "columns": [2, 4], "boxes": [1, 2]}``
     """
     check_grid(puzzle)
@@ -114,10 +114,10 @@ def is_solved(puzzle: str, grid: str) -> bool:
 # Puzzles
 # ---------------------------------------------------------------------------------------------------------------------
 def sudoku_puzzles(split: Split, n: int, seed: int | str, blanks: tuple[int, int] = (6, 8)) -> list[Puzzle]:
-    """``n`` different puzzles of ``split`` with one solution each and ``blanks[0]`` to ``blanks[1]`` blank cells.
+    """Draw ``n`` different puzzles of ``split``, with one solution each and ``blanks[0]`` to ``blanks[1]`` blanks.
 
-    The same arguments give the same puzzles, and a longer list begins with the shorter one. Splits never share a
-    puzzle, whatever the seeds. Raises ``ValueError`` where the split holds too few such puzzles.
+    Equal arguments give equal puzzles, and a longer list begins with the shorter one. Splits never share a puzzle,
+    whatever the seeds. Raises ``ValueError`` if the split holds too few such puzzles.
     """
     check_split(split)
     if n < 0:
@@ -150,16 +150,16 @@ _ROW_OR_BLANKS = re.compile(rf"[{DIGITS}{BLANK}]{{{SIDE}}}")
 
 
 def format_grid(grid: str) -> str:
-    """Four lines of four characters, without a newline at the end."""
+    """Write four lines of four characters, without a newline at the end."""
     check_grid(grid)
     return "\n".join(grid[start : start + SIDE] for start in range(0, CELLS, SIDE))
 
 
 def parse_grid(text: str, *, blanks: bool = False) -> str | None:
-    """The last 4x4 grid in ``text``, or ``None``.
+    """Parse the last 4x4 grid in ``text``; ``None`` without one.
 
-    A grid is a block of exactly four consecutive lines with four digits each; blanks between the digits, ``|``, ``,``,
-    brackets and drawn lines do not matter. ``blanks=True`` also takes ``_`` for a cell.
+    A grid is a block of exactly four consecutive lines with four digits each. Spaces, ``|``, ``,``, ``;``, brackets and
+    drawn lines are ignored. ``blanks=True`` also accepts ``_`` for a cell.
 
     Example: ``parse_grid("So:\\n1 2|3 4\\n3 4|1 2\\n---+---\\n2 1|4 3\\n4 3|2 1") == "1234341221434321"``
     """

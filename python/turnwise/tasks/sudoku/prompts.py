@@ -19,13 +19,14 @@ SYSTEM_PROMPTS = {
 
 
 def board_message(puzzle: str, draft: str | None = None, turn: int = 0, *, unread: bool = False) -> Message:
-    """The puzzle, both 16 characters; the draft where there is one, and which units of it are wrong.
+    """Write the puzzle, the draft if there is one, and which units of the draft are wrong.
 
-    From the second round on (``turn`` counts from 0) it names the round, and says where the actor's own last reply was
-    ``unread``. So no actor meets one prompt twice: a greedy policy too may try something else.
+    Puzzle and draft have 16 characters each. From the second round on (``turn`` counts from 0) the message names the
+    round, and says if the actor's own last reply was ``unread``. So no actor sees the same prompt twice, and even a
+    greedy policy can try something else.
     """
-    # The grids come last: each cell then stands a fixed number of tokens before the reply's own, whatever the notes
-    # say, and a tiny model learns to copy them sooner.
+    # The grids come last. Each of their cells is then a fixed number of tokens before the same cell of the reply,
+    # whatever the notes say, and a tiny model learns sooner to copy it.
     notes = _ROUND.format(turn + 1, _UNREAD if unread else "") if turn else ""
     if draft:
         broken = [f"{kind} {' '.join(map(str, found))}" for kind, found in broken_units(puzzle, draft).items() if found]
@@ -37,13 +38,13 @@ def board_message(puzzle: str, draft: str | None = None, turn: int = 0, *, unrea
 def sudoku_messages(
     actor_id: str, puzzle: str, draft: str | None = None, turn: int = 0, *, unread: bool = False
 ) -> Messages:
-    """The whole prompt of one call, under 100 tokens: the actor's instruction and the board."""
+    """Build the whole prompt of one call, under 100 tokens: the actor's instruction and the board."""
     system: Message = {"role": "system", "content": SYSTEM_PROMPTS[actor_id]}
     return [system, board_message(puzzle, draft, turn, unread=unread)]
 
 
 def read_messages(messages: Messages) -> tuple[str, str | None]:
-    """Puzzle and draft back from a prompt of :func:`sudoku_messages`."""
+    """Parse puzzle and draft from a prompt of :func:`sudoku_messages`. Raises ``ValueError`` without a puzzle."""
     puzzle, _, draft = messages[-1]["content"].partition(_DRAFT)
     givens = parse_grid(puzzle, blanks=True)
     if givens is None:

@@ -1,4 +1,4 @@
-"""The sudoku task: a proposer fills the grid, a reviser repairs it, round by round; or one solver plays alone."""
+"""The sudoku task: round by round a proposer fills the grid and a reviser repairs it, or one solver plays alone."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ TEAM: tuple[Role, ...] = ("proposer", "reviser")
 
 
 def solved(extras: dict[str, Any]) -> dict[str, float]:
-    """1.0 for every actor of the team where the last grid is the solution, acted or not."""
+    """1.0 for every actor of the team if the last grid is the solution, even if the actor never acted."""
     return extras["solved"]
 
 
 def satisfied(extras: dict[str, Any]) -> dict[str, float]:
-    """The share of the 12 units that each actor's last action left right."""
+    """The share of the 12 units that were right after each actor's last action."""
     return extras["satisfied"]
 
 
@@ -47,11 +47,11 @@ def valid_format(extras: dict[str, Any]) -> dict[str, float]:
 class SudokuEpisode(TeamEpisode):
     """One puzzle, played by ``actors`` in order for up to ``max_turns`` rounds, until the grid is solved.
 
-    The artifact is ``{"puzzle": "1_3_..."}``, 16 characters. Each action is a whole grid, which becomes the draft that
-    the next actor sees, with the units that are wrong in it; one that can't be read leaves the draft as it was, is
-    named to its actor in the next round, and costs ``invalid_cost``. A step earns
-    ``mix_rewards(solved, satisfied share of the 12 units, alpha, mode)`` for the grid that it leaves. ``rubric`` mixes
-    the same two parts for the whole episode: the outcome for every actor, and the share that its last action left.
+    The artifact is ``{"puzzle": "1_3_..."}``, 16 characters. Each action is a whole grid. It becomes the draft that the
+    next actor sees, together with its wrong units. An unreadable action leaves the draft unchanged, costs
+    ``invalid_cost``, and the actor's next prompt says so. A step earns
+    ``mix_rewards(solved, satisfied share of the 12 units, alpha, mode)`` for the grid after it. ``rubric`` mixes the
+    same two parts for the whole episode: the outcome for every actor, and the share after its last action.
 
     Example: ``SudokuEpisode(sampler=TreeSampler(branches=8))`` for the team,
     ``SudokuEpisode(actors=("solver",), max_turns=1)`` for one agent.
@@ -65,7 +65,7 @@ class SudokuEpisode(TeamEpisode):
         state.data = {"puzzle": artifact["puzzle"], "draft": None, "valid": True, "satisfied": {}, "read": {}}
 
     def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
-        """The board and how the last replies failed; the arena puts the actor's system prompt in front."""
+        """Build the user message: the board and how the last replies failed. The arena adds the system prompt."""
         data = state.data
         unread = not all(data["read"].get(state.current_actor, [True])[-1:])
         return [board_message(data["puzzle"], data["draft"], state.turn, unread=unread)]
@@ -74,7 +74,7 @@ class SudokuEpisode(TeamEpisode):
         data, actor = state.data, state.current_actor
         grid = parse_grid(state.last_completion_text)
         data["valid"] = grid is not None
-        # After an unreadable first reply the reviser meets the puzzle itself as the draft.
+        # After an unreadable first reply, the puzzle itself is the draft.
         data["draft"] = grid or data["draft"] or data["puzzle"]
         data["satisfied"][actor] = satisfied_share(data["puzzle"], data["draft"])
         data["read"].setdefault(actor, []).append(data["valid"])
@@ -87,7 +87,7 @@ class SudokuEpisode(TeamEpisode):
         return _is_solved(state)
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
-        """``solved`` by actor, ``satisfied`` and ``valid`` by actor that acted, the last ``draft``, and ``rounds``."""
+        """``solved`` by actor; ``satisfied`` and ``valid`` by actor that acted; the last ``draft``; ``rounds``."""
         return {
             "solved": dict.fromkeys(self.actors, float(_is_solved(state))),
             "satisfied": dict(state.data["satisfied"]),
@@ -104,9 +104,9 @@ def _is_solved(state: EpisodeState) -> bool:
 class SudokuOptions(TeamOptions):
     """Options of the task ``sudoku``. ``actors = ["solver"]`` with ``max_turns = 1`` is the single agent.
 
-    ``blanks`` are the fewest and most blank cells of a puzzle, ``quality`` the chance that a demonstrated row is right,
-    ``answers`` the demonstrations of each prompt, ``max_tokens`` the limit of one completion (19 tokens of grid and the
-    end of turn, where digits are tokens).
+    ``blanks`` are the fewest and the most blank cells of a puzzle. ``quality`` is the chance that a demonstrated row is
+    right. ``answers`` is the number of demonstrations of each prompt. ``max_tokens`` limits one completion; if each
+    digit is a token, a grid takes 19 tokens and one for the end of turn.
     """
 
     actors: tuple[Role, ...] = Field(default=TEAM, min_length=1)
@@ -124,7 +124,7 @@ class SudokuOptions(TeamOptions):
 
 
 class SudokuTask(TeamTask):
-    """4x4 sudoku; see :class:`turnwise.tasks.base.Task` for what each method promises.
+    """Solve 4x4 sudokus; see :class:`turnwise.tasks.base.Task` for what each method promises.
 
     Example: ``SudokuTask(SudokuOptions(actors=("solver",), max_turns=1))``
     """
@@ -148,7 +148,7 @@ class SudokuTask(TeamTask):
         return made[:n]
 
     def texts(self) -> list[str]:
-        """The words of every role's prompts, the same for each choice of actors: one tokenizer serves them all."""
+        """Every role's prompts. They don't depend on the chosen actors, so one tokenizer serves all."""
         shown = demonstrations(draw_puzzles("train", 60, "texts", self.options.blanks), tuple(SYSTEM_PROMPTS), "texts")
         return [message["content"] for _, messages, _ in shown for message in messages]
 
@@ -159,7 +159,7 @@ class SudokuTask(TeamTask):
         return play
 
     def random_player(self, seed: int) -> Player:
-        """Keeps the givens and fills every blank with any digit."""
+        """A player that keeps the givens and fills every blank with a random digit."""
         rng = Random(f"sudoku-random/{seed}")
 
         def play(actor_id: str, messages: Messages) -> str:

@@ -1,6 +1,6 @@
-"""Tic-tac-toe: a board is a string of nine of ``X``, ``O`` and ``.``, row by row; ``X`` moves first, as seat 0.
+"""The rules of tic-tac-toe. A board is a string of nine ``X``, ``O`` and ``.``, row by row. Seat 0 plays ``X``, first.
 
-Example: ``"X...O..X."`` has O to move; players see free cells by their numbers, and answer ``[6]``.
+Example: on ``"X...O..X."`` O is to move. Players see the numbers of free cells, and answer ``[6]``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Every position of tic-tac-toe in arrays: what a policy is worth, exactly, and how far it can be exploited.
+"""Solve tic-tac-toe on arrays of all positions: the exact value and exploitability of a policy.
 
-Legend: ``P`` the 5,478 positions that can be reached, fewer marks first; ``I`` the 4,520 of them in which somebody is
-to move. A policy is ``[I, 9]`` float64, the probabilities of the cells, or ``[I, 10]`` with that of an invalid action
-last; it says what both seats do, since each position belongs to one. It knows the position alone, as the players do.
+Legend: ``P`` the 5,478 positions that can be reached, fewer marks first; ``I`` the 4,520 of them that are not over. A
+policy is ``[I, 9]`` float64, the probabilities of the cells; ``[I, 10]`` adds the probability of an invalid action. One
+policy serves both seats, as each position belongs to one of them. Like the players, it sees only the position.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from turnwise.tasks.two_player.tree import Exploitability, check_policy
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """``boards`` all of them; ``open [I]`` those in which somebody is to move, with ``mover [I]``, ``legal [I, 9]``,
-    ``child [I, 9]`` (-1 where not legal) and ``marks [I]``, how many; ``ends [P, 3]`` one-hot over X won, draw, O won.
+    """All positions as ``boards``, and arrays over them.
+
+    ``open [I]``: indices of the positions that are not over. ``mover [I]``: the seat to move. ``legal [I, 9]``: bool.
+    ``child [I, 9]``: the index of the next position, -1 if not legal. ``marks [I]``: the number of marks.
+    ``ends [P, 3]``: one-hot over "X won", "draw" and "O won"; zeros if the game is not over.
     """
 
     boards: tuple[str, ...]
@@ -34,13 +37,14 @@ class Positions:
 
     @property
     def open_boards(self) -> list[str]:
-        """The boards of the policy's rows, in order."""
+        """Boards of the policy's rows, in order."""
         return [self.boards[index] for index in self.open]
 
 
 @cache
 def positions() -> Positions:
-    """All positions, found once and kept."""
+    """List all positions; cached."""
+    # Find the positions layer by layer: those of a layer have one mark more than those before.
     found = {EMPTY: 0}
     layer = [EMPTY]
     while layer:
@@ -48,6 +52,7 @@ def positions() -> Positions:
         layer = list(dict.fromkeys(below))
         for board in layer:
             found.setdefault(board, len(found))
+    # Fill the arrays.
     boards = tuple(found)
     going = [index for index, board in enumerate(boards) if not is_over(board)]
     legal = np.array([[mark == "." for mark in boards[index]] for index in going])
@@ -64,14 +69,14 @@ def positions() -> Positions:
 
 
 def uniform_policy() -> np.ndarray:
-    """``[4520, 9]``: each free cell as likely."""
+    """Return ``[4520, 9]``: equal probabilities for all free cells."""
     legal = positions().legal
     return legal / legal.sum(axis=1, keepdims=True)
 
 
 @cache
 def optimal_policy() -> np.ndarray:
-    """``[4520, 9]``: each of the moves that keep the game's value (minimax) as likely; an equilibrium."""
+    """Return ``[4520, 9]``: equal probabilities for all moves that keep the minimax value. It is an equilibrium."""
     where = positions()
     values = _values(np.zeros((len(where.open), CELLS + 1)), 0.0, responders=(0, 1))
     gains = np.where(where.legal, (1 - 2 * where.mover)[:, None] * values[where.child], -np.inf)
@@ -80,9 +85,9 @@ def optimal_policy() -> np.ndarray:
 
 
 def solve(policy: Any, invalid_cost: float = 1.5) -> Exploitability:
-    """Value, best responses and exploitability of a policy for both seats.
+    """Compute value, best responses and exploitability of a policy for both seats. ``value`` is X's.
 
-    Example: ``solve(optimal_policy()).exploitability == 0``; the empty board's value is X's.
+    Example: ``solve(optimal_policy()).exploitability == 0``.
     """
     table = check_policy(policy, positions().legal)
     value, first, second = (_values(table, invalid_cost, who)[0] for who in ((), (0,), (1,)))
@@ -90,7 +95,7 @@ def solve(policy: Any, invalid_cost: float = 1.5) -> Exploitability:
 
 
 def outcomes(policy: Any) -> np.ndarray:
-    """``[4]`` float64: the chances that X wins, of a draw, that O wins, and of an end by an invalid action."""
+    """Return ``[4]`` float64: the probabilities of a win of X, a draw, a win of O, and an end by an invalid action."""
     where = positions()
     table = check_policy(policy, where.legal)
     chances = np.concatenate([where.ends, np.zeros((len(where.boards), 1))], axis=1)
@@ -102,7 +107,7 @@ def outcomes(policy: Any) -> np.ndarray:
 
 
 def decisions() -> list[Decision]:
-    """Return the query to a player in each non-terminal position, in the order of the policy's rows."""
+    """Return the query to a player in each position that is not over, in the order of the policy's rows."""
     asked = []
     for board, seat in zip(positions().open_boards, positions().mover.tolist(), strict=True):
         actions = tuple(str(cell) if mark == "." else None for cell, mark in enumerate(board))
@@ -111,9 +116,9 @@ def decisions() -> list[Decision]:
 
 
 def _values(table: np.ndarray, invalid_cost: float, responders: tuple[int, ...]) -> np.ndarray:
-    """X's value ``[P]`` where the seats in ``responders`` play their best and the others follow ``table [I, 10]``.
+    """Return X's value ``[P]`` if seats in ``responders`` play their best and the others follow ``table [I, 10]``.
 
-    Nobody plays an invalid action on purpose: no legal one costs more (``invalid_cost`` >= 1).
+    A best response never takes an invalid action, as no legal action costs more (``invalid_cost`` >= 1).
     """
     where = positions()
     values = where.ends @ np.array([1.0, 0.0, -1.0])
@@ -130,5 +135,5 @@ def _values(table: np.ndarray, invalid_cost: float, responders: tuple[int, ...])
 
 
 def _layers(where: Positions) -> list[np.ndarray]:
-    """Rows by the number of marks, most marks first: who is below is always settled."""
+    """Group the rows by their number of marks, most marks first, so that children come before their parents."""
     return [np.flatnonzero(where.marks == count) for count in range(CELLS - 1, -1, -1)]

@@ -1,4 +1,4 @@
-"""The tic-tac-toe task: two seats, zero sum, everything in view, and small enough to solve."""
+"""The tic-tac-toe task: two seats, zero sum, nothing hidden, and small enough to solve."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from turnwise.types import Messages
 class TicTacToeOptions(TwoPlayerOptions):
     """Options of the task ``tic_tac_toe``.
 
-    ``invalid_cost`` is below 1, what a loss costs, for no value: an invalid action would be the better choice.
+    ``invalid_cost`` is at least 1, the cost of a loss; otherwise an invalid action could be the better choice.
     """
 
     invalid_cost: float = Field(default=1.5, ge=1)
 
 
 class TicTacToeTask(TwoPlayerTask):
-    """Tic-tac-toe in self-play, always from the empty board: evaluations hold out the opponent's luck.
+    """Tic-tac-toe in self-play, always from the empty board. Evaluations hold out the opponent's random numbers.
 
-    Example: ``TicTacToeTask(TicTacToeOptions(opponent="oracle"))``, against which a draw is the best there is
+    Example: ``TicTacToeTask(TicTacToeOptions(opponent="oracle"))``, against which a draw is the best result
     """
 
     name = "tic_tac_toe"
@@ -55,7 +55,7 @@ class TicTacToeTask(TwoPlayerTask):
         yield from ({} for _ in range(n))
 
     def decisions(self) -> list[Decision]:
-        """The 4,520 positions, as :mod:`turnwise.tasks.two_player.query` asks a model in them."""
+        """Return the queries to a model in the 4,520 positions, for :mod:`turnwise.tasks.two_player.query`."""
         return decisions()
 
     def solve(self, policy: Any) -> Exploitability:
@@ -64,7 +64,7 @@ class TicTacToeTask(TwoPlayerTask):
 
 
 def table_player(policy: np.ndarray, rng: Random) -> Player:
-    """Plays a policy ``[4520, 9]``, or ``[4520, 10]``, whose last column names a cell that is not there."""
+    """A player that plays a policy ``[4520, 9]`` or ``[4520, 10]``. For the tenth column it names an invalid cell."""
     rows = {board: index for index, board in enumerate(positions().open_boards)}
 
     def play(actor_id: str, messages: Messages) -> str:

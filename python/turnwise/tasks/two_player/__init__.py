@@ -1,4 +1,4 @@
-"""Games for two seats: rules, the episode that plays them, what their tasks share, and how good a policy is.
+"""Games for two seats: rules, the episode that plays them, the base of their tasks, and the exploitability of policies.
 
 Read in this order: task, rules, episode, query, tree.
 May import: types, arena, tasks.

@@ -10,7 +10,7 @@ from turnwise.tasks.two_player.rules import SEATS, PlayerFactory, Rules
 from turnwise.types import EpisodeState, Messages
 
 MODEL = "model"
-"""In metrics, the seat that the model plays against a scripted player, whichever it is."""
+"""Name in metrics of the seat that the model plays against a scripted player, for either seat."""
 
 
 class TwoPlayerEpisode(MultiTurnEpisode):
@@ -18,10 +18,11 @@ class TwoPlayerEpisode(MultiTurnEpisode):
 
     The artifact is the game's question. If it contains ``{"model": "player1", "opponent": "random"}``, the model plays
     only that seat, and one of ``players`` plays the other, with random numbers from the episode's seed. Each prompt
-    holds what its seat knows, and nothing of the other's thoughts: no seat sees a completion itself.
+    holds only what its seat knows. No seat sees the other's completions, so their thoughts stay private.
 
-    Rewards are the game's payoffs, one per seat that the model played; metrics besides: ``score/<seat>`` from 0 to 1
-    (and ``score/model`` against a scripted player), ``readable/<seat>`` and ``legal/<seat>``, shares of its actions.
+    Rewards are the game's payoffs, one per seat that the model played. Other metrics are ``score/<seat>`` from 0 to 1
+    (also ``score/model`` against a scripted player), and the shares ``readable/<seat>`` and ``legal/<seat>`` of its
+    actions.
 
     Example: ``TwoPlayerEpisode(KuhnRules(), players)`` with ``EpisodeRequest("kuhn_poker", {"cards": "KQ"})``
     """
@@ -62,7 +63,7 @@ class TwoPlayerEpisode(MultiTurnEpisode):
         return SEATS[seat]
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
-        """``payoffs``, ``scores`` and ``verdicts`` by the model's seats, who was ``invalid``, and the game."""
+        """``payoffs``, ``scores`` and ``verdicts`` by the model's seats, the ``invalid`` seat if any, and the game."""
         data, payoffs = state.data, self.payoffs(state.data)
         seats = [SEATS.index(seat) for seat in data["model"]]
         scores = {SEATS[seat]: self.rules.score(payoffs, seat) for seat in seats}

@@ -1,16 +1,17 @@
-"""Ask a model at every information set of a small game: its policy as a table, and the value of that policy.
+"""Query a model at every information set of a small game, to get its policy as a table and the policy's value.
 
-Two ways, both through the arena's client, with each actor's system prompt, weights and sampling settings:
+There are two ways. Both use the arena's client, with each actor's system prompt, weights and sampling settings.
 
-- :func:`sample_policy` asks each decision many times and counts. It takes any model and any client, and reads answers
-  as the game does, reasoning before them included. Counts err: with ``n`` samples a probability by about
-  ``sqrt(p (1 - p) / n)``, and a best response fits that noise, so the exploitability of a sampled table is on average
-  too high. :func:`interval` says how far the counts leave it open.
-- :func:`score_policy` reads off how likely each legal action's plain text is, such as ``[bet]`` and the end of the
-  turn. It is exact and cheap, for clients that can score (``TransformersClient``) and models that answer in that form
-  alone: any other wording of an action counts as invalid, and ``QueriedPolicy.other`` says how much there is of it.
+- :func:`sample_policy` asks at each decision many times and counts the answers. It works with any model and client, and
+  reads answers as the game does, so a model may reason first. With ``n`` samples a probability is off by about
+  ``sqrt(p (1 - p) / n)``. A best response fits that noise, so the exploitability of a sampled table is too high on
+  average. :func:`interval` gives a confidence interval.
+- :func:`score_policy` computes the probability of each legal action's plain text: ``[bet]`` and the end of the turn. It
+  is exact and cheap. It needs a client that can score (``TransformersClient``) and a model that answers in that form
+  alone: any other wording counts as invalid, and ``QueriedPolicy.other`` holds its probability.
 
-A table is ``[I, A + 1]``, as the games' ``solve`` takes it: the last column is for what is no legal action.
+A table is ``[I, A + 1]``, the shape that the games' ``solve`` expects. The last column is for answers that are not a
+legal action.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from turnwise.tasks.two_player.tree import Exploitability
 from turnwise.types import Messages, ModelRequest, Sampling, ScoringClient
 
 CALLS_AT_ONCE = 4096
-"""Calls that are begun together; the arena's own limit says how many of them run."""
+"""Number of calls that start together. The arena's own limit decides how many of them run at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One row of a policy: who decides, what it is shown, and each column's action, ``None`` where it is not legal.
+    """One row of a policy: the seat that decides, its chat, and each column's action; ``None`` if it is not legal.
 
     Example: ``Decision("player0", [{"role": "user", "content": "Your card: K. ..."}], ("check", "bet"))``
     """
@@ -45,7 +46,7 @@ class Decision:
 
 
 class SolvedGame(Protocol):
-    """A task whose game is small enough to ask a policy everywhere: ``kuhn_poker`` and ``tic_tac_toe``."""
+    """A task whose game is small enough to query a policy everywhere: ``kuhn_poker`` and ``tic_tac_toe``."""
 
     @property
     def rules(self) -> Rules: ...
@@ -61,8 +62,10 @@ class SolvedGame(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class QueriedPolicy:
-    """``table [I, A + 1]`` float64; if it was sampled, ``counts [I, A + 1]`` int64; if it was scored, ``other [I]``
-    float64, the probability of everything but the plain texts, which the last column holds as well.
+    """A model's policy: ``table [I, A + 1]`` float64.
+
+    A sampled policy has ``counts [I, A + 1]`` int64. A scored policy has ``other [I]`` float64, the probability of all
+    other texts than the plain ones; the last column of ``table`` holds the same.
     """
 
     table: np.ndarray
@@ -73,7 +76,10 @@ class QueriedPolicy:
 async def sample_policy(
     arena: Arena, game: SolvedGame, samples: int, sampling: Sampling | None = None
 ) -> QueriedPolicy:
-    """Ask ``samples`` times at each decision. ``sampling`` overrides the actors' own, as in ``Arena.evaluation``."""
+    """Ask ``samples`` times at each decision and count the actions.
+
+    ``sampling`` overrides the actors' own settings, as in ``Arena.evaluation``.
+    """
     if samples < 1:
         raise ValueError(f"samples={samples!r}: expected at least 1")
     view, decisions = arena.evaluation(sampling), game.decisions()
@@ -93,16 +99,17 @@ async def sample_policy(
 
 
 async def score_policy(arena: Arena, game: SolvedGame, sampling: Sampling | None = None) -> QueriedPolicy:
-    """The probability of each legal action's plain text at each decision, by the client's ``score``.
+    """Compute the probability of each legal action's plain text at each decision, with the client's ``score``.
 
-    Raises ``TypeError`` for a client that can't, ``ValueError`` for greedy and for cut-off sampling, whose
-    probabilities are others: ``sample_policy`` takes them.
+    Raises ``TypeError`` for a client that can't score. Raises ``ValueError`` for greedy or truncated sampling, whose
+    probabilities differ from the scores; :func:`sample_policy` accepts these.
     """
     if not isinstance(arena.client, ScoringClient):
         raise TypeError(
             f"{type(arena.client).__name__} has no score(requests, completions): expected a client that scores, "
             "such as TransformersClient; sample_policy(arena, game, samples) takes any"
         )
+    # Score one completion per legal action, "[action]" and the end of the turn. The rest goes to the last column.
     view, decisions = arena.evaluation(sampling), game.decisions()
     places = [(row, column) for row, one in enumerate(decisions) for column, action in enumerate(one.actions) if action]
     prepared = [view.prepare(one.seat, one.messages)[1] for one in decisions]
@@ -112,13 +119,15 @@ async def score_policy(arena: Arena, game: SolvedGame, sampling: Sampling | None
     for (row, column), logprobs in zip(places, await arena.client.score(requests, texts), strict=True):
         table[row, column] = math.exp(math.fsum(logprobs))
     table[:, -1] = np.maximum(1.0 - table[:, :-1].sum(axis=1), 0.0)
-    table /= table.sum(axis=1, keepdims=True)  # float32 may leave them 1e-7 above one
+    table /= table.sum(axis=1, keepdims=True)  # in float32 the sums may exceed 1 by 1e-7
     return QueriedPolicy(table, other=table[:, -1].copy())
 
 
 async def measure_exploitability(arena: Arena, game: SolvedGame) -> dict[str, float]:
-    """``exploitability`` of what the arena's actors play, exactly, by :func:`score_policy`, and ``unreadable``, how
-    much of their probability, averaged over the decisions, is on no legal action's plain text.
+    """Measure the policy of the arena's actors exactly, with :func:`score_policy`.
+
+    Returns its ``exploitability``, and ``unreadable``: the probability of other texts than a legal action's plain text,
+    averaged over the decisions.
     """
     asked = await score_policy(arena, game)
     unreadable = float(asked.table[:, -1].mean())
@@ -128,12 +137,13 @@ async def measure_exploitability(arena: Arena, game: SolvedGame) -> dict[str, fl
 def interval(
     solve: Callable[[np.ndarray], Exploitability], counts: np.ndarray, *, draws: int = 200, seed: int = 0
 ) -> tuple[float, float]:
-    """A 95% interval of the exploitability behind sampled ``counts [I, A + 1]``: the basic bootstrap's.
+    """Return a 95% interval of the exploitability behind sampled ``counts [I, A + 1]``, by the basic bootstrap.
 
-    Tables are drawn again from the counts; how far they lie from the counted table is how far that one lies from the
-    truth (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, section 13.5). A best response fits the noise
-    of either, and the difference takes that out: the interval may lie below the table's own exploitability. At an
-    equilibrium, where exploitability has a kink, it holds the truth less often than it says.
+    The bootstrap draws ``draws`` tables from the counted one. It takes their distance from the counted table as the
+    distance of the counted table from the truth (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993,
+    section 13.5). A best response fits the noise in both, and the difference removes that bias. So the interval may lie
+    below the counted table's own exploitability. At an equilibrium, where exploitability has a kink, the interval
+    covers the truth in fewer than 95% of cases.
     """
     if draws < 2:
         raise ValueError(f"draws={draws!r}: expected at least 2")

@@ -64,7 +64,7 @@ class TwoPlayerTask(ABC):
 
     @abstractmethod
     def questions(self, split: Split, n: int, seed: int | str) -> Iterator[Mapping[str, Any]]:
-        """``n`` questions of a split: how each game begins."""
+        """Yield ``n`` questions of a split. A question is how a game begins."""
 
     # -- the protocol of tasks -----------------------------------------------------------------------------------------
     @property
@@ -93,9 +93,9 @@ class TwoPlayerTask(ABC):
         ]
 
     def eval_requests(self, split: Split, n: int) -> list[EpisodeRequest]:
-        """Matches against ``options.opponent``: each question twice, the seats swapped, with one seed for both.
+        """Return ``n`` matches against ``options.opponent``: each question from both seats, with the same seed.
 
-        The matches are the same whatever the task's seed, so that runs compare.
+        The matches don't depend on the task's seed, so that runs can be compared.
         """
         check_split(split)
         made = []
@@ -115,12 +115,12 @@ class TwoPlayerTask(ABC):
         return [self._held_out(split, match, question) for match, question in enumerate(self.questions(split, n, 0))]
 
     def _held_out(self, split: Split, match: int, artifact: Any) -> EpisodeRequest:
-        """One match, with one seed however its seats are filled."""
+        """Make one match. Its seed does not depend on the players of its seats."""
         seed = derive_seed(self.name, split, match)
         return EpisodeRequest(self.name, artifact, group_id=f"{split}/{match}", seed=seed, is_trainable=False)
 
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
-        """Actions of both seats in whole games: the format is always right, the choice is with chance ``quality``."""
+        """Demonstrate both seats in whole games. An action is the oracle's with chance ``quality``, else random."""
         rng = Random(f"{self.name}-demonstrations/{seed}")
         games = self.questions("train", n, f"demonstrations/{seed}")
         shown: list[Demonstration] = []
@@ -131,7 +131,7 @@ class TwoPlayerTask(ABC):
         return shown[:n]
 
     def texts(self) -> list[str]:
-        """The words of both seats' prompts and answers."""
+        """Both seats' prompts and replies."""
         shown = self.demonstrations(120, 0)
         return [text for _, messages, reply in shown for text in (*(m["content"] for m in messages), reply)]
 

@@ -1,8 +1,8 @@
-"""A small game with hidden information as one array per property of its nodes: exact values and best responses.
+"""Exact values and best responses of a small zero-sum game with hidden information, stored as arrays over its nodes.
 
 Legend: ``N`` nodes, each after its parent; ``I`` information sets; ``A`` actions, the last of which may be an invalid
-one. A policy is ``[I, A]`` float64: row ``i`` holds the probabilities of the actions at information set ``i``, for
-both players, since each information set belongs to one of them. Values are player 0's; the game is zero sum.
+one. A policy is ``[I, A]`` float64: row ``i`` holds the probabilities of the actions at information set ``i``. One
+policy serves both players, as each information set belongs to one of them. Values are player 0's.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 class Exploitability:
     """Distance of a policy for both seats of a zero-sum game from an equilibrium.
 
-    ``value`` is what player 0 gets when both seats follow the policy; ``best_response[p]`` what player ``p`` gets
-    by playing best against it. ``nash_conv`` is what both could gain together, ``exploitability`` half of it: 0 at an
-    equilibrium and nowhere else (as OpenSpiel counts them, https://arxiv.org/abs/1908.09453, section 3.4).
+    ``value`` is player 0's payoff if both seats follow the policy. ``best_response[p]`` is player ``p``'s payoff if it
+    plays its best response to the policy. ``nash_conv`` is the sum of both players' gains, and ``exploitability`` half
+    of it: 0 at an equilibrium and nowhere else (as in OpenSpiel, https://arxiv.org/abs/1908.09453, section 3.4).
     """
 
     value: float
@@ -37,9 +37,13 @@ class Exploitability:
 
 @dataclass(frozen=True, slots=True)
 class GameTree:
-    """``parent [N]`` (-1 at the roots), ``action [N]`` the one that led here, ``infoset [N]`` (-1 where the game is
-    over), ``payoff [N]`` player 0's at the ends, ``chance [N]`` the probability of the deal, ``depth [N]``;
-    ``player [I]`` who acts at an information set."""
+    """A game as arrays over its nodes.
+
+    ``parent [N]``: -1 at the roots. ``action [N]``: the action that leads to the node. ``infoset [N]``: -1 if the game
+    is over. ``payoff [N]``: player 0's payoff at an end, else 0. ``chance [N]``: the probability of the deal.
+    ``depth [N]``: the number of actions before. ``player [I]``: the player that acts at an information set. ``actions``
+    is the number of columns of a policy.
+    """
 
     parent: np.ndarray
     action: np.ndarray
@@ -51,21 +55,23 @@ class GameTree:
     actions: int
 
     def value(self, policy: np.ndarray) -> float:
-        """Return player 0's mean payoff when both follow ``policy``."""
+        """Return player 0's mean payoff if both players follow ``policy``."""
         reach = self.chance * self._reach(policy, 0) * self._reach(policy, 1)
         return float(reach @ self.payoff)
 
     def best_response(self, policy: np.ndarray, player: int) -> tuple[float, np.ndarray]:
-        """Return the value of ``player``'s best response to ``policy``, and the response ``[I]`` int64, an action each.
+        """Return the value of ``player``'s best response to ``policy``, and its action at each information set.
 
-        Information sets are settled from the last to the first: at each, an action is worth the sum over its nodes,
-        weighed by how likely chance and the other one make them (perfect recall makes that exact).
+        The actions are ``[I]`` int64. The method solves information sets from the deepest to the first. The value of an
+        action is the sum over the set's nodes, weighted by the probability that chance and the other player lead there.
+        Perfect recall makes this exact.
         """
         sign = 1.0 - 2.0 * player
         weight = self.chance * self._reach(policy, 1 - player)
         worth = np.where(self.infoset < 0, sign * weight * self.payoff, 0.0)
         best = np.zeros(len(self.player), dtype=np.int64)
         for depth in range(int(self.depth.max()), 0, -1):
+            # Sum the nodes' values per information set and action, and let the player choose the best action.
             nodes = np.flatnonzero(self.depth == depth)
             at = self.infoset[self.parent[nodes]]
             mine = self.player[at] == player
@@ -75,18 +81,18 @@ class GameTree:
             known[at[mine], self.action[nodes[mine]]] = True
             chosen = np.where(known, gains, -np.inf).argmax(axis=1)
             best[at[mine]] = chosen[at[mine]]
-            # Of its own nodes only the chosen child counts; the other one's children are weighed in already.
+            # At the player's own nodes only the chosen child counts. The weights already hold the other's choices.
             taken = ~mine | (self.action[nodes] == chosen[at])
             np.add.at(worth, self.parent[nodes[taken]], worth[nodes[taken]])
         return float(worth[self.depth == 0].sum()), best
 
     def solve(self, policy: np.ndarray) -> Exploitability:
-        """Value, best responses and exploitability of ``policy [I, A]``, exactly (to float64's rounding)."""
+        """Compute value, best responses and exploitability of ``policy [I, A]``, exactly up to float64 rounding."""
         responses = (self.best_response(policy, 0)[0], self.best_response(policy, 1)[0])
         return Exploitability(self.value(policy), responses)
 
     def _reach(self, policy: np.ndarray, player: int) -> np.ndarray:
-        """``[N]``: the probability that ``player``'s own actions lead to each node."""
+        """Return ``[N]``: the probability that ``player``'s own actions lead to each node."""
         reach = np.ones(len(self.parent))
         for depth in range(1, int(self.depth.max()) + 1):
             nodes = np.flatnonzero(self.depth == depth)
@@ -104,14 +110,16 @@ def build_tree(
     infosets: Sequence[tuple[Hashable, int]],
     actions: int,
 ) -> GameTree:
-    """The tree below ``roots``, states with the probability of each. A state without ``children`` is an end.
+    """Build the tree below ``roots``, which are ``(state, probability)``. A state without ``children`` is an end.
 
-    ``children(state)`` are ``(action, state)``; ``infosets`` lists ``(information set, player)`` in the policy's order.
+    ``children(state)`` lists ``(action, state)``. ``infosets`` lists ``(information set, player)`` in the order of the
+    policy's rows.
     """
     place = {name: index for index, (name, _) in enumerate(infosets)}
     columns: dict[str, list[float]] = {
         name: [] for name in ("parent", "action", "infoset", "payoff", "chance", "depth")
     }
+    # Visit the states depth first, so that each node comes after its parent.
     stack = [(state, -1, 0, probability, 0) for state, probability in reversed(roots)]
     while stack:
         state, parent, action, probability, depth = stack.pop()
@@ -135,10 +143,10 @@ def build_tree(
 
 
 def check_policy(policy: Any, legal: np.ndarray) -> np.ndarray:
-    """``policy`` as ``[I, A + 1]`` float64, the last column for invalid actions; one without it gets zeros there.
+    """Return ``policy`` as ``[I, A + 1]`` float64. The last column is for invalid actions; it is 0 if it was missing.
 
-    ``legal [I, A]`` says which actions there are. Raises ``ValueError`` for another shape, for rows that are no
-    distribution, and for weight on an action that is not legal: it belongs into the last column.
+    ``legal [I, A]`` marks the legal actions. Raises ``ValueError`` for another shape, for rows that are not a
+    distribution, and for probability on an illegal action, which belongs in the last column.
     """
     table = np.asarray(policy, dtype=np.float64)
     rows, actions = legal.shape
