@@ -15,7 +15,8 @@ constexpr int kLanes = Lanes::count;
 // ---- Vectors -------------------------------------------------------------------------------------------------------
 #if defined(__AVX512F__)
 
-struct VecD {                                                       // a VecF in double
+// A VecF in double.
+struct VecD {
     __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();  // lanes 0-7 and 8-15
 };
 TW_INLINE void accumulate(VecD& sum, VecF a) {
