@@ -15,7 +15,7 @@ enum class Code : uint8_t { integer = 0, unsigned_integer = 1, floating = 2, bfl
 
 // DLTensor.
 struct Tensor {
-    void* data;
+    void* data;  // start of the memory
     DeviceType device_type;
     int32_t device;        // index among the devices of that type
     int32_t dims;          // number of dimensions

@@ -17,9 +17,9 @@ namespace {
 // equal strings often come again, as the same object or as another one.
 int64_t number_strings(PyObject** items, Py_ssize_t count, int64_t* ids) {
     struct Slot {
-        Py_hash_t hash;
-        PyObject* key;  // borrowed from the column; null: free
-        int64_t id;     // number of the key
+        Py_hash_t hash;  // of the key
+        PyObject* key;   // borrowed from the column; null: free
+        int64_t id;      // number of the key
     };
     std::vector<Slot> slots(64, Slot{0, nullptr, 0});
     int64_t found = 0;

@@ -27,7 +27,7 @@ struct Lanes {
 };
 // Numbers.
 struct VecF {
-    __m512 v;
+    __m512 v;  // one number per lane
 };
 // Truth values, one per lane.
 struct VecM {
@@ -126,7 +126,7 @@ struct Lanes {
     static constexpr int count = 8;  // floats per vector
 };
 struct VecF {
-    __m256 v;
+    __m256 v;  // one number per lane
 };
 struct VecM {
     __m256 v;  // all bits of a lane are 1 where true
@@ -214,7 +214,7 @@ struct Lanes {
     static constexpr int count = 4;  // floats per vector
 };
 struct VecF {
-    Float4 v;
+    Float4 v;  // one number per lane
 };
 struct VecM {
     Int4 v;  // -1 where true

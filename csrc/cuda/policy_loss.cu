@@ -12,9 +12,9 @@ namespace {
 // Columns of the sums over trained tokens. l: loss, r: ratio, d: log-ratio, w: importance weight.
 enum Column {
     tokens,         // 1 per token
-    clipped_low,    // 1 where clipped from below
-    clipped_high,   // 1 where clipped from above
-    clipped_dual,   // 1 where the dual clip applies, or the token is selected
+    clipped_low,    // 1 if clipped from below
+    clipped_high,   // 1 if clipped from above
+    clipped_dual,   // 1 if the dual clip applies, or the token is selected
     log_ratio,      // d
     k3,             // r - 1 - d
     loss,           // l times the row's weight
@@ -22,12 +22,12 @@ enum Column {
     mismatch,       // old_logprob - rollout_logprob
     weight,         // w
     weight_square,  // w^2
-    rejected,       // 1 where w is outside its bounds
+    rejected,       // 1 if w is outside its bounds
     entropy,        // entropy, as given
     ratio_max,      // max(r): the only column that is not a sum
 };
 constexpr int kColumns = ratio_max + 1;
-constexpr int kColumnStride = 16;                  // threads that reduce_blocks gives a slice: kColumns, rounded up
+constexpr int kColumnStride = 16;                  // threads per slice in reduce_blocks: kColumns rounded up
 constexpr int kSlices = kThreads / kColumnStride;  // of the blocks, each added up by its own threads
 static_assert(kColumns <= kColumnStride);
 
@@ -52,7 +52,7 @@ __device__ double normalizer_of(const Params& p, int actor) {
     }
 }
 
-// The factor of the row weight that all rows of an actor share. For seq_mean_token_mean the row's length gives another.
+// The factor of the row weight that all rows of an actor share. seq_mean_token_mean has another, from the row's length.
 __device__ double actor_weight(const Params& p, int actor) {
     if (p.options.aggregation != Aggregation::agent_mean) return inverse(normalizer_of(p, 0));
     double active = 0;

@@ -35,9 +35,9 @@ constexpr int kRowSums = sum_mismatch + 1;
 struct Params {
     // Inputs with one value per token. Data is null if an input was not given.
     SpannedRows rows;
-    AnyStream logprobs, old_logprobs, ref, rollout, entropy;
-    AnyStream advantages;      // per token; null if row_advantages is given
-    AnyStream mask, selected;  // trained and selected tokens: 0 or not 0
+    AnyStream logprobs, old_logprobs, ref, rollout, entropy;  // as in PolicyLossInput
+    AnyStream advantages;                                     // per token; null if row_advantages is given
+    AnyStream mask, selected;                                 // trained and selected tokens: 0 or not 0
     // Inputs with one value per row. normalizer: one value, or one per actor.
     RowStream row_advantages, actor_ids, normalizer;
     PolicyLossOptions options;
@@ -170,6 +170,7 @@ __device__ __forceinline__ void record_span(const Params& p, long long all) {
 // Offsets into the workspace, in bytes; see Params. The first `zeroed` bytes must be 0 before anything is counted.
 struct Layout {
     Layout(int64_t rows, int64_t warps, int64_t actors);
+    // Where members of Params start; `zeroed` is the end of the part that must be 0.
     int64_t actor_tokens, lengths, zeroed, row_partials, block_partials, actor_totals, warp_tables;
     int64_t bytes;  // total size
 };

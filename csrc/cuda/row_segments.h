@@ -122,8 +122,8 @@ class RowSegments {
 template <class T, bool fast>
 struct PackAt {
     static constexpr int kPack = 16 / int(sizeof(T));
-    const RowSegment& segment;
-    int64_t first;  // token, numbered over all rows
+    const RowSegment& segment;  // holds the pack, in part or in whole
+    int64_t first;              // token, numbered over all rows
 
     __device__ bool whole() const { return first >= segment.begin && first + kPack <= segment.end; }
     __device__ bool inside(int k) const { return first + k >= segment.begin && first + k < segment.end; }

@@ -29,7 +29,7 @@ struct ScanMap {
     float value = 0;       // V of the run's first trained token
     int flags = 0;         // kHasValue: V = value; kClosed: a row ends in the run
 
-    static constexpr int kHasValue = 1, kClosed = 2;
+    static constexpr int kHasValue = 1, kClosed = 2;  // bits of flags
 };
 
 // The map that applies `behind` (the later tokens) first, then `before`.
@@ -81,7 +81,7 @@ __device__ __forceinline__ ScanState apply(const ScanMap& map, const ScanState& 
 
 // A chunk's map in the workspace.
 struct alignas(16) PublishedMap {
-    ScanMap map;
+    ScanMap map;      // from the state after the chunk to the state before it
     unsigned ready;   // 1 once `map` is written
     unsigned unused;  // pads to a multiple of 16 bytes
 };
@@ -275,8 +275,8 @@ inline int64_t scan_workspace(int64_t tokens) {
 // The tensors of one scan.
 struct ScanCall {
     View rewards, values, mask, advantages, returns;  // one value per token; no values and advantages for token_returns
-    TokenRows rows;
-    ScanFactors factors;
+    TokenRows rows;                                   // of all tensors
+    ScanFactors factors;                              // of the recursion
 };
 
 // The launch of scan_kernel.

@@ -61,7 +61,7 @@ inline int64_t metric_columns(const PolicyLossInput& in) {
     return 8 + (in.ref_logprobs ? 1 : 0) + (in.rollout_logprobs ? 3 : 0) + (in.entropy ? 1 : 0);
 }
 
-// Throws InvalidInput where a tensor is missing or its shape or dtype does not fit `rows` rows of logprobs.
+// Throws InvalidInput if a tensor is missing, or if its shape or dtype does not fit `rows` rows of logprobs.
 void check_policy_loss(const PolicyLossInput& input, const PolicyLossOptions& options, int64_t rows);
 
 // True for advantages [rows] or [rows, 1], which are one per row.

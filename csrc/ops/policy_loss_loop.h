@@ -82,7 +82,7 @@ struct ClipLoop {
           most(range.high - VectorMath::set(1.0f)),
           scale(VectorMath::set(per_token ? -t.weight : -t.advantage * t.weight)),
           kl_scale(VectorMath::set(-t.kl_coef * t.weight)) {}
-    static constexpr bool prefetch_ref = kl_kind != KlKind::none, prefetch_advantages = per_token;
+    static constexpr bool prefetch_ref = kl_kind != KlKind::none, prefetch_advantages = per_token;  // see prefetch
     static TW_INLINE bool has_ref(const Tile&) { return kl_kind != KlKind::none; }
     static TW_INLINE bool has_rollout(const Tile&) { return with_rollout; }
     static TW_INLINE KlTerm<VectorMath> kl(const Tile&, Floats d) { return kl_term<VectorMath, kl_kind>(d); }

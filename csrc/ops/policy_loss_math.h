@@ -32,9 +32,9 @@ enum class VariantKind : int { clip, gspo, cispo, policy_gradient, sapo, gmpo, c
 
 struct Variant {
     VariantKind kind;  // the formula
-    float low;         // clip, gspo, cispo, clip_cov: least ratio; gmpo: least log-ratio; sapo: tau where A <= 0
-    float high;        // clip, gspo, cispo, clip_cov: largest ratio; gmpo: largest log-ratio; sapo: tau where A > 0
-    float dual;        // clip, gspo, clip_cov: largest ratio where A < 0 (infinity: off); kl_cov: coefficient of |d|
+    float low;         // clip, gspo, cispo, clip_cov: least ratio; gmpo: least log-ratio; sapo: tau for A <= 0
+    float high;        // clip, gspo, cispo, clip_cov: largest ratio; gmpo: largest log-ratio; sapo: tau for A > 0
+    float dual;        // clip, gspo, clip_cov: largest ratio for A < 0 (infinity: off); kl_cov: coefficient of |d|
 };
 
 // is_by_row: variants with one ratio per row. selects: variants that need a set of selected tokens.
@@ -71,8 +71,8 @@ struct TokenLoss {
     typename Math::F loss;          // before the row's weight
     typename Math::F grad;          // d loss / d logprob
     typename Math::M clipped_low;   // ratio below the range
-    typename Math::M clipped_high;  // ratio above the range, where A > 0
-    typename Math::M clipped_dual;  // ratio above the dual clip, where A < 0; clip_cov, kl_cov: the token is selected
+    typename Math::M clipped_high;  // ratio above the range, and A > 0
+    typename Math::M clipped_dual;  // ratio above the dual clip, and A < 0; clip_cov, kl_cov: the token is selected
 };
 
 // The range in which PPO's loss follows the ratio. max(-A ratio, -A clip(ratio)) bounds the ratio from above if A > 0

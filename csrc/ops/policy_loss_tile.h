@@ -34,7 +34,7 @@ struct Tile {
     bool stream;                       // write the gradient past the caches
 };
 
-// Sums over trained tokens of what each comment gives. r: ratio, d: log-ratio, w: importance weight.
+// Sums over trained tokens of the term in each comment. r: ratio, d: log-ratio, w: importance weight.
 struct TileSums {
     double loss = 0;           // token loss, without the row's weight
     double log_ratio = 0;      // d
@@ -45,10 +45,10 @@ struct TileSums {
     double weight_square = 0;  // w^2
     double entropy = 0;        // entropy, as given
     double tokens = 0;         // 1
-    double clipped_low = 0;    // 1 where clipped from below
-    double clipped_high = 0;   // 1 where clipped from above
-    double clipped_dual = 0;   // 1 where the dual clip applies, or the token is selected
-    double rejected = 0;       // 1 where w is outside its bounds
+    double clipped_low = 0;    // 1 if clipped from below
+    double clipped_high = 0;   // 1 if clipped from above
+    double clipped_dual = 0;   // 1 if the dual clip applies, or the token is selected
+    double rejected = 0;       // 1 if w is outside its bounds
     float ratio_max = 0;       // largest r; not a sum
 
     void add(const TileSums& other) {

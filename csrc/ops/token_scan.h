@@ -9,7 +9,7 @@
 namespace turnwise {
 
 struct TokenScan {
-    const TokenLayout& layout;
+    const TokenLayout& layout;                                       // of all streams
     const View& rewards;                                             // one value per token, like all streams
     const View& values;                                              // none for returns
     const View& mask;                                                // none: every token trains

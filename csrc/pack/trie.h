@@ -8,7 +8,7 @@ namespace turnwise {
 
 // Rows of one stream: row i is tokens[starts[i]] .. tokens[ends[i] - 1].
 struct TokenRows {
-    const int64_t* tokens;
+    const int64_t* tokens;  // the stream
     const int64_t* starts;  // [count], in tokens
     const int64_t* ends;    // [count], in tokens
     int64_t count;          // rows

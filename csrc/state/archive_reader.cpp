@@ -138,7 +138,7 @@ struct Blocks {
     ~Blocks() {
         for (const Info& info : infos) Array::drop(info.block, info.height);
     }
-    std::vector<Info> infos;
+    std::vector<Info> infos;  // each holds a reference to its block
 };
 
 // Items that are not yet in a block. Drops their references if an error keeps them from getting there.
@@ -147,7 +147,7 @@ struct Items {
     ~Items() {
         for (const Item& item : items) ItemPolicy<Item>::drop(item);
     }
-    std::vector<Item> items;
+    std::vector<Item> items;  // each holds its references
 };
 
 class Reader {

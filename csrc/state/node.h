@@ -100,7 +100,7 @@ struct TupleNode : Node {
 // An insertion-ordered dict: entries in order, with erased ones in between. More than kScanned entries also get an
 // open-addressing index of their places.
 struct DictNode : Node {
-    static constexpr size_t kScanned = 8;            // up to so many entries are searched one by one
+    static constexpr size_t kScanned = 8;            // largest number of entries without an index
     static constexpr size_t kMissing = ~size_t{0};   // results of find: no such key,
     static constexpr size_t kAgain = kMissing - 1;   // the dict changed meanwhile: search again,
     static constexpr size_t kFailed = kMissing - 2;  // `equal` failed

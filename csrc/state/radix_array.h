@@ -20,7 +20,7 @@ namespace turnwise::state {
 // The default, for plain numbers: they hold no references.
 template <class Item>
 struct ItemPolicy {
-    static constexpr bool counted = false;
+    static constexpr bool counted = false;  // items hold references
     static void take(const Item&) noexcept {}
     static void drop(const Item&) noexcept {}
 };
@@ -302,7 +302,7 @@ class RadixArray {
         own_from(start, epoch);
         for (size_t i = 0; i < by; ++i) push_back(Item{}, epoch);
         for (size_t end = old_size; end > start;) {
-            // The longest stretch that ends at `end` and lies in one chunk, before and after the move.
+            // The longest stretch that ends at `end` and is in a single chunk both before and after the move.
             const size_t target = end + by;
             const size_t length =
                 std::min({end - start, ((end - 1) & (kLeaf - 1)) + 1, ((target - 1) & (kLeaf - 1)) + 1});

@@ -184,8 +184,8 @@ struct Iterator {
     size_t place;                // the next place; backwards: the place after it
     size_t left;                 // entries that are left
     size_t size;                 // of the dict at the start
-    What what;
-    bool backwards;  // for reversed()
+    What what;                   // what it yields
+    bool backwards;              // for reversed()
 };
 
 PyObject* make_iterator(Proxy* proxy, What what, bool backwards) {

@@ -21,7 +21,7 @@ size_t collect(StateObject* state) {
 namespace {
 // A live opaque object of a State.
 struct Live {
-    SlotIndex slot;
+    SlotIndex slot;    // its slot in the heap
     OpaqueNode* node;  // in that slot
 };
 

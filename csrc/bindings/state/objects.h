@@ -116,7 +116,7 @@ struct Operation {
 struct Lock {
     explicit Lock(StateObject* state) : state(state) { state->locked = true; }
     ~Lock() { state->locked = false; }
-    StateObject* state;
+    StateObject* state;  // the locked State
 };
 
 inline StateObject* state_of(PyObject* object) noexcept {
@@ -130,7 +130,7 @@ inline Proxy* proxy_of(PyObject* object) noexcept {
 StateObject* new_state(StoreObject* store);
 // False with PrunedError set for a State that was pruned.
 bool check_alive(StateObject* state);
-// True with an error set where `state` is frozen or locked.
+// True with an error set if `state` is frozen or locked.
 bool refuse_writing(StateObject* state);
 // Notes that the next `settle` must look at the node in `slot`.
 void note_pending(StateObject* state, SlotIndex slot, Node* node);

@@ -14,7 +14,7 @@ namespace turnwise::state {
 //           together by the Store's `_copy_linked`; `copy(object)` is called if only one object is copied
 struct Policy {
     enum Mode : long { Share = 0, Copy = 1, Freeze = 2, Linked = 3 };
-    Mode mode;
+    Mode mode;              // see above
     PyObject* copy;         // the function, or None; borrowed from the tuple
     bool hands_out_copies;  // `private` of the tuple
     // Objects with this policy become opaque nodes.

@@ -9,7 +9,7 @@ constexpr size_t kSpares = 128;
 // Memory of freed proxies, kept for new ones.
 struct Spares {
     PyObject* objects[kSpares];  // the first `count` are valid
-    size_t count = 0;
+    size_t count = 0;            // spare proxies
 };
 Spares spare_dicts, spare_lists;
 
@@ -124,8 +124,8 @@ Node* refresh(Proxy* proxy) {
 }
 
 namespace {
-// The object of an opaque node: the live object of this version, or a copy of the snapshot, which becomes live unless
-// the State is a commit.
+// The object of an opaque node: the live object of this version, or the snapshot if its policy hands that out, or a
+// copy of the snapshot. The copy becomes this version's live object unless the State is a commit.
 PyObject* open_opaque(StateObject* state, SlotIndex slot) {
     auto* node = static_cast<OpaqueNode*>(state->heap.at(slot));
     PyObject* object = object_of(node->object);
