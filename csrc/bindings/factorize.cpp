@@ -30,6 +30,7 @@ int64_t number_strings(PyObject** items, Py_ssize_t count, int64_t* ids) {
         return std::memcmp(PyUnicode_DATA(a), PyUnicode_DATA(b),
                            size_t(PyUnicode_GET_LENGTH(a)) * size_t(PyUnicode_KIND(a))) == 0;
     };
+    // Look every string up. A repeated object needs no look-up.
     for (Py_ssize_t i = 0; i < count; ++i) {
         if (i + 8 < count) __builtin_prefetch(items[i + 8]);
         PyObject* key = items[i];

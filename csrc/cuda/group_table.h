@@ -167,6 +167,7 @@ __device__ __forceinline__ void add_offsets(const GroupTable& table, int64_t row
             weighted_high = run.sum(weighted >> 31);
             weighted_low = run.sum(weighted & kLow);
         }
+        // The first lane of a run adds its sums; zeros change nothing.
         if (!run.first || m.slot < 0) return;
         GroupSums& sums = table.sums[m.slot];
         if (sum == 0 && total == 0) return;

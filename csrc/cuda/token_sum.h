@@ -114,6 +114,7 @@ __device__ __forceinline__ UnitParts sum_rows(const TokenRows& r, const float (&
         const int64_t start = row_start(r, row), stop = row_start(r, row + 1);
         if (start >= end) break;
         if (stop <= start) continue;
+        // The tokens of the row that count and are in this unit.
         const int64_t used = min(start + row_length(r, row, stop - start), end);
         const double sum = sum_between(values, int(max(start, begin) - begin), int(used - begin), aligned);
         if (start < begin) {

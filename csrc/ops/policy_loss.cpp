@@ -168,6 +168,7 @@ class Run {
     void set_row_weights() {
         const size_t rows = size_t(layout_.rows());
         row_weight_.assign(rows, 0);
+        // agent_mean: every actor with trained tokens has the same share, which its tokens divide.
         if (o_.aggregation == Aggregation::agent_mean) {
             std::vector<double> tokens(size_t(o_.num_actors), 0);
             if (in_.normalizer) {
@@ -184,6 +185,7 @@ class Run {
             }
             return;
         }
+        // Otherwise all rows share a denominator; seq_mean_token_mean also divides by the row's length.
         const double common = inverse(in_.normalizer ? given_count(0) : batch_normalizer());
         for (size_t row = 0; row < rows; ++row) {
             const bool by_length = o_.aggregation == Aggregation::seq_mean_token_mean;

@@ -124,6 +124,7 @@ bool token_reward_sum(const TokenRewardsInput& input, const View& sums, int thre
         if (bad) wrong = true;
     });
     require(!wrong, "mask: expected 0 or 1");
+    // Write the sums, and find out whether they are finite.
     std::vector<double> by_row(size_t(layout.rows()), 0);
     for (size_t i = 0; i < segments.size(); ++i) by_row[size_t(segments[i].row)] += totals[i];
     bool finite = true;

@@ -283,6 +283,7 @@ void scan(const ScanTile& t, const ScanPowers& given, ScanCarry& carry) {
         x = scan_lanes(x, powers);
         const VecF result = fma(load(powers.falling + kLanes - c), broadcast(float(carry.returns)), x);
         carry.returns = double(first_lane(x)) + powers.whole[c] * carry.returns;
+        // Without masked tokens a full vector goes straight to the output; otherwise results replace the inputs.
         if (direct && c == kLanes) {
             put(t.returns + i, result);
             if constexpr (has_values) put(t.advantages + i, result - value);

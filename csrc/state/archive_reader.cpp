@@ -405,6 +405,7 @@ class Reader {
             using NodeType = std::remove_pointer_t<decltype(none)>;
             return like ? static_cast<NodeType*>(like->copy(epoch)) : new NodeType(epoch);
         };
+        // Each kind: the array of its contents, then a new node or a copy of the earlier one with that array.
         if (kind == Kind::Dict) {
             size_t living = 0;
             const Entries entries = array<Entries>(&living);

@@ -173,6 +173,7 @@ class Writer {
         if (nodes_.count(node)) return;
         const Node*& last = last_of_[node->birth];
         const auto like = [&](auto* self) { return static_cast<decltype(self)>(last); };
+        // The array of the contents comes before the record of the node.
         uint64_t content = 0;
         if (node->kind == Kind::Dict) {
             const auto* dict = static_cast<const DictNode*>(node);
@@ -187,6 +188,7 @@ class Writer {
             const auto* tokens = static_cast<const TokensNode*>(node);
             content = array(tokens->tokens, last ? &like(tokens)->tokens : nullptr);
         }
+        // The record: its kind, the earlier node, the contents or the object, and the type of a new tuple.
         byte((last ? kNodeLike : kNode) + static_cast<unsigned>(node->kind));
         if (last) number(nodes_.size() - nodes_.at(last));
         if (node->kind == Kind::Opaque) {

@@ -175,6 +175,7 @@ class Adoption {
             const auto known = pure_.find(tuple);
             if (known != pure_.end()) return known->second;
         }
+        // Atoms, pure tuples and shared objects cannot change; anything else can.
         if (Py_EnterRecursiveCall(" while a tuple is taken into a State")) return -1;
         int pure = 1;
         bool nested = false;

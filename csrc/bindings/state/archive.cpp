@@ -271,6 +271,7 @@ PyObject* store_restore(PyObject* self, PyObject* args) {
             state_of(PyList_GET_ITEM(states.object, i))->frozen = frozen != 0;
             commits.push_back(commit);
         }
+        // Only a State that is not frozen has a commit, and the commit is frozen.
         for (Py_ssize_t i = 0; i < count; ++i) {
             if (commits[size_t(i)] < 0) continue;
             PyObject* commit = PyList_GET_ITEM(states.object, commits[size_t(i)]);

@@ -101,6 +101,7 @@ bool fork_states(StateObject* state, StateObject** children, size_t count) {
                 for (Node* node : snapshots) Node::drop(node);
                 return false;
             }
+            // Hold the live objects while snapshots take their slots.
             for (size_t i = 0; i < live.size(); ++i) {
                 live[i].node->up();
                 state->heap.replace(live[i].slot, snapshots[i]);

@@ -225,6 +225,7 @@ int list_set_slice(Proxy* self, PyObject* slice, PyObject* objects) {
         for (Value item : gone) item.drop();
         return 0;
     }
+    // An extended slice takes exactly as many objects as it has items.
     if (Py_ssize_t(incoming.size()) != range.count) {
         PyErr_Format(PyExc_ValueError, "attempt to assign sequence of size %zu to extended slice of size %zd",
                      incoming.size(), range.count);

@@ -30,6 +30,7 @@ std::optional<std::vector<PathStep>> find_path(const Heap& heap,
                 open.push_back(value.slot());
             }
         };
+        // Visit the values of the container in order.
         const Node* node = heap.at(slot);
         size_t index = 0;
         if (node->kind == Kind::Dict) {

@@ -137,6 +137,7 @@ PyObject* open_opaque(StateObject* state, SlotIndex slot) {
         Py_DECREF(object);
         return nullptr;
     }
+    // Copy the snapshot. The code that copies may free the node, so keep what is needed of it.
     const Epoch birth = node->birth;
     Leaf* rule = node->policy;
     retain(rule);
