@@ -1,5 +1,5 @@
-// Reads attributes of many objects that were made long ago. They are spread over memory, and reading one waits for it.
-// Values are therefore prefetched kNear steps ahead, and the objects that hold them kFar steps ahead.
+// Reads attributes of many objects that were made long ago. Such objects are spread over memory, and each read waits
+// for memory. So the code prefetches values kNear steps ahead, and the objects that hold them kFar steps ahead.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,9 +7,10 @@
 
 namespace turnwise {
 
-constexpr Py_ssize_t kNear = 8, kFar = 16;
-constexpr size_t kLine = 64;
+constexpr Py_ssize_t kNear = 8, kFar = 16;  // objects
+constexpr size_t kLine = 64;                // bytes of a cache line
 
+// Prefetches `bytes` bytes.
 inline void fetch(const void* from, size_t bytes) {
     for (size_t at = 0; at < bytes; at += kLine) __builtin_prefetch(static_cast<const char*>(from) + at);
 }
@@ -18,18 +19,19 @@ inline void fetch_object(PyObject* object) {
     fetch(object, size_t(Py_TYPE(object)->tp_basicsize));
 }
 
-// One attribute of many objects: straight out of its slot where their type has one for it, else as Python reads it.
-// Whoever reads holds the objects, and with them their types.
+// One attribute of many objects. If their type has a slot for it, reads the slot directly; otherwise reads it as Python
+// does. The caller must hold references to the objects, and so to their types.
 class Attribute {
   public:
     explicit Attribute(pybind11::handle name) : name_(pybind11::reinterpret_borrow<pybind11::str>(name)) {}
     explicit Attribute(const char* name) : name_(name) {}
 
-    // The slot's value, borrowed; null where there is no slot, or none known yet.
+    // The slot's value, borrowed; null if there is no slot, or if `read` has not found it yet.
     PyObject* peek(PyObject* object) const {
         return object && Py_TYPE(object) == type_ && offset_ != 0 ? *slot(object) : nullptr;
     }
 
+    // Prefetches the value.
     void fetch_ahead(PyObject* object) const { __builtin_prefetch(peek(object), 1); }
 
     pybind11::object read(PyObject* object) {
@@ -47,6 +49,7 @@ class Attribute {
         return reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset_);
     }
 
+    // Finds the slot of a type, if it has one and reads attributes in the default way.
     void learn(PyTypeObject* type) {
         type_ = type;
         offset_ = 0;
@@ -60,11 +63,11 @@ class Attribute {
     }
 
     pybind11::str name_;
-    const PyTypeObject* type_ = nullptr;
-    Py_ssize_t offset_ = 0;
+    const PyTypeObject* type_ = nullptr;  // the type of the object that was read last
+    Py_ssize_t offset_ = 0;               // of the slot in its objects, in bytes; 0: no slot
 };
 
-// The part of a dict in which a key is looked up: all of it if the dict has few.
+// Prefetches the part of a dict that a look-up reads first. For a small dict this is all of it.
 inline void fetch_keys(PyObject* mapping) {
     if (mapping && PyDict_CheckExact(mapping)) fetch(reinterpret_cast<PyDictObject*>(mapping)->ma_keys, 2 * kLine);
 }

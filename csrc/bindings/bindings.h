@@ -1,4 +1,4 @@
-// One function per file of bindings: each adds its op to the module.
+// One function per file of bindings. Each adds its ops to the module.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -9,6 +9,7 @@ namespace py = pybind11;
 namespace turnwise {
 namespace {
 
+// Moves the columns into a tuple.
 py::tuple as_tuple(std::vector<py::list>& columns) {
     py::tuple all(columns.size());
     for (size_t column = 0; column < columns.size(); ++column) all[column] = std::move(columns[column]);
@@ -16,7 +17,7 @@ py::tuple as_tuple(std::vector<py::list>& columns) {
 }
 
 py::tuple read_attributes(const py::sequence& objects, const py::sequence& names) {
-    const py::tuple every(objects);  // nobody can change it while a property runs
+    const py::tuple every(objects);  // a copy, which no property that runs can change
     const auto count = Py_ssize_t(every.size());
     PyObject* const* object = PySequence_Fast_ITEMS(every.ptr());
     std::vector<Attribute> attributes;

@@ -13,13 +13,13 @@ namespace py = pybind11;
 namespace turnwise {
 namespace {
 
-// Strings alone: a table of our own, since a string keeps its hash and the same string often comes again, as the same
-// object or as another one. -1: not all are strings.
+// Numbers strings; -1 if not all items are strings. It uses its own hash table, because a string stores its hash and
+// equal strings often come again, as the same object or as another one.
 int64_t number_strings(PyObject** items, Py_ssize_t count, int64_t* ids) {
     struct Slot {
-        Py_hash_t hash;
-        PyObject* key;  // lives as long as the column
-        int64_t id;
+        Py_hash_t hash;  // of the key
+        PyObject* key;   // borrowed from the column; null: free
+        int64_t id;      // number of the key
     };
     std::vector<Slot> slots(64, Slot{0, nullptr, 0});
     int64_t found = 0;
@@ -30,6 +30,7 @@ int64_t number_strings(PyObject** items, Py_ssize_t count, int64_t* ids) {
         return std::memcmp(PyUnicode_DATA(a), PyUnicode_DATA(b),
                            size_t(PyUnicode_GET_LENGTH(a)) * size_t(PyUnicode_KIND(a))) == 0;
     };
+    // Look every string up. A repeated object needs no look-up.
     for (Py_ssize_t i = 0; i < count; ++i) {
         if (i + 8 < count) __builtin_prefetch(items[i + 8]);
         PyObject* key = items[i];
@@ -43,6 +44,7 @@ int64_t number_strings(PyObject** items, Py_ssize_t count, int64_t* ids) {
         while (slots[place].key && !(slots[place].hash == hash && equal(slots[place].key, key))) {
             place = (place + 1) & (slots.size() - 1);
         }
+        // A new string; the table grows so that it stays at most half full.
         if (!slots[place].key) {
             slots[place] = {hash, key, found++};
             ids[i] = found - 1;
@@ -61,7 +63,8 @@ int64_t number_strings(PyObject** items, Py_ssize_t count, int64_t* ids) {
     return found;
 }
 
-// Integers alone, all of which fit int64 (a bool is no integer here, as it is another key's equal). -1: not so.
+// Numbers integers; -1 if an item is not an int or does not fit int64. A bool does not count as an int here, because it
+// equals another key.
 int64_t number_integers(PyObject** items, Py_ssize_t count, int64_t* ids) {
     for (Py_ssize_t i = 0; i < count; ++i) {
         int overflow = 0;
@@ -72,7 +75,7 @@ int64_t number_integers(PyObject** items, Py_ssize_t count, int64_t* ids) {
     return factorize(ids, count, ids);
 }
 
-// Any objects, numbered by a dictionary: equal means equal to Python.
+// Numbers any objects by a dictionary, so by Python's equality.
 int64_t number_mixed(PyObject** items, Py_ssize_t count, int64_t* ids) {
     const py::dict numbers;
     int64_t found = 0;
@@ -91,7 +94,7 @@ int64_t number_mixed(PyObject** items, Py_ssize_t count, int64_t* ids) {
 }
 
 int64_t number_objects(py::handle column, int64_t* ids) {
-    // A tuple of our own where keys of any type may run any code, which could change a list.
+    // Strings and integers run no Python code. Other keys may run code that changes a list, so they need a copy.
     py::object items = py::reinterpret_steal<py::object>(PySequence_Fast(column.ptr(), "keys: expected sequences"));
     if (!items) throw py::error_already_set();
     const Py_ssize_t count = PySequence_Fast_GET_SIZE(items.ptr());
@@ -106,7 +109,7 @@ int64_t number_objects(py::handle column, int64_t* ids) {
     return number_mixed(PySequence_Fast_ITEMS(items.ptr()), count, ids);
 }
 
-// An array of int64 (anything with a buffer of them) or a sequence of objects.
+// Numbers a column: an int64 array (any object with such a buffer) or a sequence of objects.
 int64_t number_column(py::handle column, int64_t* ids) {
     if (!PyObject_CheckBuffer(column.ptr())) return number_objects(column, ids);
     const py::buffer_info keys = py::reinterpret_borrow<py::buffer>(column).request();

@@ -36,7 +36,7 @@ void cuda_call(py::handle rewards, py::handle group_ids, py::handle advantages, 
 }  // namespace
 
 void bind_group_advantage(py::module_& module) {
-    // Made once and kept: reading seven arguments would cost a small batch more than its advantages do.
+    // Python makes a rule once and keeps it: for a small batch, reading seven arguments costs more than the advantages.
     py::class_<GroupAdvantageOptions>(module, "GroupAdvantageRule", py::module_local())
         .def(py::init(
                  [](bool by_trajectory, int center, int scale, int singleton, int ddof, double eps, double min_std) {

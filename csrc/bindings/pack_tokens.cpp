@@ -15,14 +15,14 @@ namespace {
 template <class T>
 using Column = py::array_t<T, py::array::c_style>;
 
-// How a list's items become numbers: `quick` runs no Python and may say no; `convert` runs any, and says no with or
-// without a Python error.
+// Converts items of a list to numbers. `quick` runs no Python code and may return false for a valid item. `convert` may
+// run any code, and returns false for an invalid item, with or without a Python error set.
 struct TokenId {
     using Value = int64_t;
     static constexpr const char* kExpected = "expected a token id, a whole number from 0 to 2147483647";
 
     static bool fits(long long wide) { return wide >= 0 && wide <= std::numeric_limits<int32_t>::max(); }
-    // Python's ints of one digit, below 2^30: token ids are.
+    // Takes ints of one digit of CPython, below 2^30, as token ids are.
     static bool quick(PyObject* item, Value& value) {
         if (!PyLong_CheckExact(item)) return false;
         const auto* whole = reinterpret_cast<const PyLongObject*>(item);
@@ -62,10 +62,10 @@ struct Logprob {
     }
 };
 
-// The name of the rows in errors, and the function that describes a row.
+// Raises errors about a row.
 struct Blame {
-    const char* name;
-    const py::function& where;
+    const char* name;           // of the column, for messages
+    const py::function& where;  // where(row) describes a row
 
     [[noreturn]] void refuse(PyObject* type, Py_ssize_t row, const py::str& problem) const {
         const py::str message = py::str("{}: {}").format(where(row), problem);
@@ -74,8 +74,8 @@ struct Blame {
     }
 
     [[noreturn]] void refuse_item(Py_ssize_t row, Py_ssize_t index, py::handle item, const char* expected) const {
-        // No number at all is a TypeError, one too large a ValueError; what else a number's own methods raise is
-        // theirs.
+        // An item that is not a number raises TypeError, one that is out of range ValueError. Other errors come from
+        // the item's own methods and pass through.
         PyObject* type =
             PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_TypeError) ? PyExc_TypeError : PyExc_ValueError;
         if (PyErr_Occurred() && type != PyExc_TypeError && !PyErr_ExceptionMatches(PyExc_OverflowError))
@@ -85,8 +85,9 @@ struct Blame {
     }
 };
 
-// The rows of one column, as lists or tuples. They may be a user's own lists, and converting an odd item runs a user's
-// code: so their lengths are kept, and every row is checked against its own before it is read.
+// The rows of one column, as lists or tuples. They may be lists of the user, and converting an unusual item runs the
+// user's code, which may change them. So the lengths are stored, and each row is checked against its length before it
+// is read.
 class Rows {
   public:
     Rows(const py::sequence& rows, const Blame& blame) : blame_(blame) {
@@ -107,6 +108,7 @@ class Rows {
     Py_ssize_t count() const { return Py_ssize_t(rows_.size()); }
     Py_ssize_t length(Py_ssize_t row) const { return lengths_[size_t(row)]; }
 
+    // Writes the numbers of a row to `to`.
     template <class Kind>
     void write(Py_ssize_t row, typename Kind::Value* to) const {
         PyObject* items = rows_[size_t(row)].ptr();
@@ -119,7 +121,7 @@ class Rows {
     }
 
   private:
-    // From the first odd item on, out of a tuple that nobody else can change.
+    // Writes a row from its first unusual item on. Reads from a tuple, which no other code can change.
     template <class Kind>
     void write_odd(Py_ssize_t row, Py_ssize_t index, typename Kind::Value* to) const {
         const py::tuple items(rows_[size_t(row)]);
@@ -136,8 +138,8 @@ class Rows {
     }
 
     Blame blame_;
-    std::vector<py::object> rows_;
-    std::vector<Py_ssize_t> lengths_;
+    std::vector<py::object> rows_;     // lists or tuples
+    std::vector<Py_ssize_t> lengths_;  // [rows]: items of each row when it was added
 };
 
 py::tuple pack_tokens(const py::sequence& prompts, const py::sequence& completions, const py::sequence& logprobs,
@@ -150,6 +152,7 @@ py::tuple pack_tokens(const py::sequence& prompts, const py::sequence& completio
     if (completion.count() != rows || logprob.count() != rows) {
         throw py::value_error("prompts, completions, logprobs: expected equally many rows");
     }
+    // Row boundaries; a completion needs one log-probability per token.
     Column<int64_t> cu_seqlens(rows + 1);
     int64_t* ends = cu_seqlens.mutable_data();
     ends[0] = 0;
@@ -160,6 +163,7 @@ py::tuple pack_tokens(const py::sequence& prompts, const py::sequence& completio
                              py::str("expected equal lengths, got {} completion tokens, {} log-probabilities")
                                  .format(completion.length(row), logprob.length(row)));
     }
+    // The streams: each row is its prompt, then its completion.
     Column<int64_t> token_ids(ends[rows]);
     Column<uint8_t> is_completion(ends[rows]);
     Column<float> rollout_logprobs(ends[rows]);

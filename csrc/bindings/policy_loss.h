@@ -1,4 +1,4 @@
-// The policy loss's arguments as Python passes them, for the ops that take them.
+// Reads the arguments of the policy loss as Python passes them. Two ops share these functions.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -8,9 +8,9 @@
 
 namespace turnwise {
 
-// Numbers and modes, as ops.policy_loss packs them: two tuples cost less than so many arguments.
-//   numbers: low, high, dual (of the variant), KL coefficient, cap, reject_below, reject_above, max_length
-//   modes: variant, kind of KL, correction level, aggregation, actors; 0 stands for no KL, no correction
+// Numbers and modes as ops.policy_loss packs them. Two tuples cost less than many arguments.
+//   numbers: low, high, dual (of the variant), kl_coef, cap, reject_below, reject_above, max_length
+//   modes: variant, kl, correction, aggregation, num_actors, kl_weighted; enumerators as integers
 PolicyLossOptions policy_loss_options(const pybind11::tuple& numbers, const pybind11::tuple& modes, int threads);
 
 // (logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, normalizer, actor_ids,

@@ -14,7 +14,8 @@ namespace py = pybind11;
 namespace turnwise {
 namespace {
 
-// torch.dtype objects are singletons, so a dtype is found by its address. Filled at the first tensor and kept for good.
+// torch's types and attribute names. torch.dtype objects are singletons, so a dtype is found by its address. Filled at
+// the first tensor and never freed.
 struct TorchNames {
     TorchNames() {
         const py::module_ torch = py::module_::import("torch");
@@ -31,9 +32,9 @@ struct TorchNames {
             static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsuleName));
         if (api->major == dlpack::kMajorVersion) exchange = api->view;
     }
-    PyTypeObject* tensor_type = nullptr;
-    int (*exchange)(void* object, dlpack::Tensor* out) = nullptr;
-    std::vector<std::pair<PyObject*, DType>> dtypes;
+    PyTypeObject* tensor_type = nullptr;                           // torch.Tensor
+    int (*exchange)(void* object, dlpack::Tensor* out) = nullptr;  // ExchangeApi::view; null before torch 2.10
+    std::vector<std::pair<PyObject*, DType>> dtypes;               // torch.dtype -> DType
     PyObject* dtype = PyUnicode_InternFromString("dtype");
     PyObject* shape = PyUnicode_InternFromString("shape");
     PyObject* stride = PyUnicode_InternFromString("stride");
@@ -43,7 +44,7 @@ struct TorchNames {
     PyObject* get_device = PyUnicode_InternFromString("get_device");
 };
 
-// Imports torch, which may hand the GIL to another thread: a plain static would let the two wait for each other.
+// Importing torch may release the GIL to another thread. With a plain static the two threads could wait for each other.
 const TorchNames& torch_names() {
     PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<const TorchNames*> names;
     return *names.call_once_and_store_result([]() -> const TorchNames* { return new TorchNames; }).get_stored();
@@ -83,7 +84,8 @@ bool known_dtype(const dlpack::Tensor& tensor, DType& dtype) {
     return false;
 }
 
-// The view without a call into Python, in a tenth of the time. False where that is not possible; `read` finds out why.
+// Reads the view without a call into Python, in a tenth of the time. False if that is not possible; `read` then finds
+// out why.
 bool read_by_exchange(py::handle tensor, dlpack::DeviceType device, View& view, const TorchNames& names) {
     if (names.exchange == nullptr || !PyObject_TypeCheck(tensor.ptr(), names.tensor_type)) return false;
     dlpack::Tensor found;
@@ -102,7 +104,7 @@ bool read_by_exchange(py::handle tensor, dlpack::DeviceType device, View& view, 
     return true;
 }
 
-// Dtype, shape and strides of a tensor on any device, from its attributes.
+// Reads dtype, shape, strides and address of a tensor on any device through its attributes.
 View read(py::handle tensor, const char* name, const TorchNames& names) {
     View view;
     const py::object dtype = checked(PyObject_GetAttr(tensor.ptr(), names.dtype));
@@ -119,7 +121,7 @@ View read(py::handle tensor, const char* name, const TorchNames& names) {
     if (view.dims > 2) refuse(name, "expected at most two dimensions");
     read_pair(shape, view.shape);
     read_pair(checked(PyObject_CallMethodNoArgs(tensor.ptr(), names.stride)), view.stride);
-    // Raises for tensors of torch.func's transforms: then there is none, as for other wrappers.
+    // data_ptr() raises for tensors inside torch.func's transforms. They have no address, like other wrappers.
     PyObject* address = PyObject_CallMethodNoArgs(tensor.ptr(), names.data_ptr);
     if (address == nullptr && PyErr_ExceptionMatches(PyExc_RuntimeError)) {
         PyErr_Clear();
@@ -129,7 +131,7 @@ View read(py::handle tensor, const char* name, const TorchNames& names) {
     return view;
 }
 
-// Wrappers such as DTensor, or those of torch.func, say that they are tensors of a device, and have no memory.
+// Refuses tensors without memory. Wrappers such as DTensor or those of torch.func report a device but have no memory.
 View with_memory(const View& view, const char* name) {
     if (view.data == nullptr && view.size() > 0)
         refuse(name,

@@ -18,18 +18,19 @@ bool truth(const py::object& value) {
 
 // A rollout whose steps may train, and the index of its result.
 struct Played {
-    Py_ssize_t node;
-    py::object rollout, rewards, steps;
-    bool several_ends;
+    Py_ssize_t node;                     // index of the result
+    py::object rollout, rewards, steps;  // rewards: by actor; steps: a tuple
+    bool several_ends;                   // rewards depend on the end that a step belongs to
 };
 
+// A step of a rollout.
 struct Call {
-    size_t played;
-    Py_ssize_t place;
-    PyObject* step;  // which Played::steps holds
+    size_t played;     // index of the rollout
+    Py_ssize_t place;  // index of the step in the rollout
+    PyObject* step;    // borrowed from Played::steps
 };
 
-// The results' rollouts that may train.
+// Reads the results, and finds the rollouts that may train.
 class Nodes {
   public:
     explicit Nodes(const py::tuple& nodes) : nodes_(nodes) {}
@@ -41,7 +42,7 @@ class Nodes {
         for (Py_ssize_t index = 0; index < count; ++index) {
             fetch_ahead(node + index, count - index);
             py::object rollout = rollout_.read(node[index]);
-            py::object steps = py::tuple(steps_.read(rollout.ptr()));  // nobody can change it while a property runs
+            py::object steps = py::tuple(steps_.read(rollout.ptr()));  // a copy, which no property that runs can change
             seen += PyTuple_GET_SIZE(steps.ptr());
             if (!truth(is_trainable_.read(node[index])) || !error_.read(rollout.ptr()).is_none()) continue;
             const bool several_ends = meta_.read(rollout.ptr()).contains("ends");
@@ -51,10 +52,11 @@ class Nodes {
         return found;
     }
 
-    Py_ssize_t seen = 0;  // steps, of all rollouts
+    Py_ssize_t seen = 0;  // number of steps of all rollouts
 
   private:
-    // A step is four looks away from its result: each of them a few results before it is needed.
+    // From a result, four reads lead to a step: rollout, its steps and meta, their contents, each step. Each is
+    // prefetched a few results before the next one needs it.
     void fetch_ahead(PyObject* const* node, Py_ssize_t left) const {
         constexpr Py_ssize_t apart = 4;
         if (left > 5 * apart) fetch_object(node[5 * apart]);
@@ -96,6 +98,7 @@ py::object finite(const py::object& number) {
 py::tuple trainable_steps(const py::sequence& nodes) {
     const py::tuple every(nodes);
     Nodes those(every);
+    // Every step of every rollout that may train.
     const std::vector<Played> played = those.rollouts();
     std::vector<Call> calls;
     for (size_t index = 0; index < played.size(); ++index) {
@@ -109,6 +112,7 @@ py::tuple trainable_steps(const py::sequence& nodes) {
     const py::object none = py::none();
     py::object wrong = none;
     py::list owners, places, steps, actors, rewards, of_rollouts;
+    // Keep trainable calls that have a completion and were not aborted, with their rewards.
     for (size_t row = 0; row < calls.size(); ++row) {
         if (row + kFar < calls.size()) fetch_object(calls[row + kFar].step);
         if (row + kNear < calls.size()) completion.fetch_ahead(calls[row + kNear].step);
@@ -118,6 +122,7 @@ py::tuple trainable_steps(const py::sequence& nodes) {
         if (actor.is_none() || !truth(trainable.read(step)) || finish_reason.read(step).equal(abort) ||
             !truth(completion.read(step)))
             continue;
+        // A step's own reward and its trajectory's; if one is missing, the other serves as both.
         const py::object by_actor =
             rollout.several_ends ? rollout.rollout.attr("rewards_of")(py::handle(step)) : rollout.rewards;
         const py::object own = reward.read(step), given = item_of(by_actor, actor, none);

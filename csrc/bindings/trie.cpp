@@ -33,7 +33,7 @@ TokenTrie build(const Int64s& tokens, const Int64s& starts, const Int64s& ends, 
     return build_trie(rows, least);
 }
 
-// A vector of the trie as an array that keeps the trie alive.
+// A vector of the trie as a read-only array that keeps the trie alive.
 template <std::vector<int64_t> TokenTrie::* member>
 Int64s view(py::object self) {
     const std::vector<int64_t>& values = self.cast<const TokenTrie&>().*member;
@@ -72,7 +72,7 @@ py::tuple cut(const TokenTrie& trie, int64_t max_tokens) {
 }  // namespace
 
 void bind_trie(py::module_& module) {
-    // Known to this module alone: the tests load a second build of it, in which CUDA is emulated.
+    // module_local, because the tests load a second build of this module, which emulates CUDA.
     py::class_<TokenTrie>(module, "TokenTrie", py::module_local(),
                           "Rows of a token stream, their common beginnings once, laid out depth first.")
         .def(py::init(&build), py::arg("tokens"), py::arg("starts"), py::arg("ends"), py::arg("least") = 0)

@@ -17,11 +17,11 @@ inline void require(bool condition, const char* message) {
     if (!condition) throw InvalidInput(message);
 }
 
-const char* name_of(DType dtype);        // as PyTorch prints it: "float32"
+const char* name_of(DType dtype);        // PyTorch's name: "float32"
 std::string shape_of(const View& view);  // "[8, 256]"
 
-// Each throws InvalidInput unless the tensor called `name` is as expected; the message gives both. Messages are built
-// only then: these run on every call of an op.
+// These throw InvalidInput for the tensor called `name`. The message gives what was expected and what was passed. The
+// checks below run on every call of an op, so they build a message only if they fail.
 void refuse_shape(const char* name, const View& view, const std::string& expected);
 void refuse_dtype(const char* name, const View& view, std::initializer_list<DType> expected);
 void refuse_bytes(const char* name, const View& view, int64_t least);
@@ -66,7 +66,7 @@ inline void require_float_stream(const char* name, const View& view) {
 inline void require_given(const char* name, const View& view, const char* needed_for) {
     if (!view) refuse_missing(name, needed_for);
 }
-// At least so many bytes of scratch memory.
+// Throws unless the scratch memory has at least `least` bytes.
 inline void require_bytes(const char* name, const View& view, int64_t least) {
     if (view.size() * bytes_of(view.dtype) < least) refuse_bytes(name, view, least);
 }

@@ -1,4 +1,4 @@
-// bfloat16 and IEEE half as bit patterns, to and from float32; round to nearest, ties to even.
+// bfloat16 and IEEE half as bit patterns, and their conversion to and from float32 (round to nearest, ties to even).
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,10 @@
 namespace turnwise {
 
 struct BFloat16 {
-    uint16_t bits;
+    uint16_t bits;  // sign 1, exponent 8, mantissa 7
 };
 struct Half {
-    uint16_t bits;
+    uint16_t bits;  // sign 1, exponent 5, mantissa 10
 };
 
 static TW_HD float float_of_bits(uint32_t bits) {
@@ -43,7 +43,7 @@ static TW_HD float to_float(Half value) {
     const uint32_t sign = uint32_t(value.bits & 0x8000) << 16;
     const uint32_t magnitude = value.bits & 0x7fff;
     if (magnitude >= 0x7c00) return float_of_bits(sign | 0x7f800000 | (magnitude << 13));
-    // Multiplying by 2^112 moves the exponent's bias and makes subnormals right as well.
+    // Multiplying by 2^112 corrects the exponent's bias, for subnormal numbers too.
     return float_of_bits(sign | bits_of_float(float_of_bits(magnitude << 13) * float_of_bits(0x77800000)));
 #endif
 }
@@ -55,7 +55,7 @@ static TW_HD BFloat16 to_bfloat16(float value) {
     return narrow;
 #else
     const uint32_t bits = bits_of_float(value);
-    if ((bits & 0x7fffffff) > 0x7f800000) return {uint16_t((bits >> 16) | 0x40)};
+    if ((bits & 0x7fffffff) > 0x7f800000) return {uint16_t((bits >> 16) | 0x40)};  // a quiet NaN
     return {uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
 #endif
 }

@@ -1,4 +1,4 @@
-// TW_HD marks functions for host and device.
+// TW_HD marks functions that are compiled for both host and device.
 #pragma once
 
 #if defined(__CUDACC__)

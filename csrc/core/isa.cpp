@@ -20,6 +20,7 @@ Isa detect() {
         }
     }
 #endif
+    // TURNWISE_ISA can only lower the choice; other values have no effect.
     if (const char* wanted = std::getenv("TURNWISE_ISA")) {
         for (int level = 0; level < int(best); ++level) {
             if (std::strcmp(wanted, kNames[level]) == 0) best = Isa(level);

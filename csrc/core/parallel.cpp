@@ -18,7 +18,7 @@
 namespace turnwise {
 namespace {
 
-constexpr int kSpins = 4000;  // some 20 microseconds: longer than the gap between two passes of one op
+constexpr int kSpins = 4000;  // about 20 microseconds, longer than the gap between two passes of one op
 
 struct Job {
     Job(int parts, const std::function<void(int)>& body) : parts(parts), body(body), left(parts) {}
@@ -31,16 +31,17 @@ struct Job {
     }
     bool done() const { return left.load(std::memory_order_acquire) == 0; }
 
-    const int parts;
-    const std::function<void(int)>& body;  // alive until done(): the caller waits for that
-    std::atomic<int> next{0};
-    std::atomic<int> left;
+    const int parts;                       // number of parts
+    const std::function<void(int)>& body;  // valid until done(), because the caller waits for that
+    std::atomic<int> next{0};              // the first part that no thread has taken
+    std::atomic<int> left;                 // parts that are not finished
 };
 
 class Pool {
   public:
     void run(int parts, const std::function<void(int)>& body) {
         auto job = std::make_shared<Job>(parts, body);
+        // Publish the job, after starting the threads that it needs and that do not exist yet.
         {
             std::lock_guard<std::mutex> lock(mutex_);
             while (int(workers_.size()) < parts - 1) {
@@ -76,22 +77,23 @@ class Pool {
         }
     }
 
-    std::mutex mutex_;
-    std::condition_variable wake_;
-    std::shared_ptr<Job> job_;
-    std::atomic<uint64_t> generation_{0};
-    std::vector<std::thread> workers_;
+    std::mutex mutex_;                     // guards job_ and workers_
+    std::condition_variable wake_;         // signals a new generation
+    std::shared_ptr<Job> job_;             // the latest job
+    std::atomic<uint64_t> generation_{0};  // number of jobs so far
+    std::vector<std::thread> workers_;     // detached
 };
 
 struct OwnedPool {
     explicit OwnedPool(pid_t owner) : owner(owner) {}
 
-    const pid_t owner;
-    Pool pool;
+    const pid_t owner;  // the process whose threads these are
+    Pool pool;          // usable in `owner` only
 };
 
-// Never destroyed, since its threads may outlive static destructors; a forked child has no threads and needs its own.
-// No lock: a fork while another thread held it would leave the child waiting for ever.
+// The pool is never destroyed, because its threads may outlive static destructors. A forked child has none of these
+// threads and makes a pool of its own. There is no lock here: if another thread held it during a fork, the child would
+// wait forever.
 Pool& pool() {
     static std::atomic<OwnedPool*> current{nullptr};
     const pid_t self = getpid();
@@ -99,14 +101,14 @@ Pool& pool() {
     while (found == nullptr || found->owner != self) {
         OwnedPool* mine = new OwnedPool(self);
         if (current.compare_exchange_strong(found, mine, std::memory_order_acq_rel)) return mine->pool;
-        delete mine;  // another thread was quicker; no worker has started
+        delete mine;  // another thread was faster; `mine` has no workers yet
     }
     return found->pool;
 }
 
 // ---- The process's own OpenMP threads -----------------------------------------------------------------------------
-// PyTorch's workers go on spinning for a while after each of its operations. Threads of our own would have to share the
-// cores with them, so we ask them to do the work, by the entry that compilers call for a parallel region.
+// PyTorch's workers keep spinning for a while after each of its operations, and other threads would have to share the
+// cores with them. So these workers do the work, through the function that compilers call for a parallel region.
 using ParallelRegion = void (*)(void (*)(void*), void*, unsigned threads, unsigned flags);
 
 #if defined(__linux__)
@@ -117,7 +119,7 @@ int keep_runtime(dl_phdr_info* info, size_t, void* found) {
     const std::string file = name.substr(name.rfind('/') + 1);
     const bool runtime =
         file.rfind("libgomp", 0) == 0 || file.rfind("libiomp5", 0) == 0 || file.rfind("libomp", 0) == 0;
-    // Of several, the one that came with PyTorch.
+    // If several runtimes are loaded, prefer the one that came with PyTorch.
     if (runtime && (best.empty() || name.find("/torch") != std::string::npos)) best = name;
     return 0;
 }
@@ -137,7 +139,7 @@ ParallelRegion find_parallel_region() {
 
 #endif
 
-std::atomic<bool> forked{false};  // a child has none of the parent's threads, and OpenMP does not know
+std::atomic<bool> forked{false};  // true in a forked child, which lacks the parent's threads; OpenMP does not notice
 
 ParallelRegion parallel_region() {
     static const ParallelRegion found = [] {
@@ -151,6 +153,7 @@ ParallelRegion parallel_region() {
 
 void run_parts(int parts, const std::function<void(int)>& body) {
     const ParallelRegion region = parts > 1 ? parallel_region() : nullptr;
+    // OpenMP's threads, or else the pool. If another caller has them, this thread runs all parts itself.
     if (region != nullptr) {
         static std::mutex busy;
         std::unique_lock<std::mutex> lock(busy, std::try_to_lock);

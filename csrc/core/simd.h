@@ -1,5 +1,5 @@
-// A vector of floats, with the operators of a float, for the instruction set that this translation unit is compiled
-// for. Everything is in an unnamed namespace: units compiled with different flags must not share one inline function.
+// A vector of floats with the operators of a float, for the instruction set that this translation unit is compiled for.
+// Everything is in an unnamed namespace, because units compiled with different flags must not share an inline function.
 #pragma once
 
 #include <cstdint>
@@ -15,24 +15,27 @@ namespace {
 #define TW_INLINE inline __attribute__((always_inline))
 
 #if defined(__AVX2__)
-constexpr bool kFused = true;  // fma rounds once
+constexpr bool kFused = true;  // fma() rounds once
 #else
-constexpr bool kFused = false;
+constexpr bool kFused = false;  // fma() rounds the product and the sum
 #endif
 
 #if defined(__AVX512F__)
 
 struct Lanes {
-    static constexpr int count = 16;
+    static constexpr int count = 16;  // floats per vector
 };
+// Numbers.
 struct VecF {
-    __m512 v;
+    __m512 v;  // one number per lane
 };
+// Truth values, one per lane.
 struct VecM {
-    __mmask16 v;
+    __mmask16 v;  // one bit per lane
 };
+// Counters of truth values.
 struct VecN {
-    uint64_t v;  // a mask is a number here: its ones are counted, not its lanes
+    uint64_t v;  // the total of all lanes: a mask is an integer here, so its ones are counted at once
 };
 TW_INLINE VecF broadcast(float x) {
     return {_mm512_set1_ps(x)};
@@ -85,7 +88,7 @@ TW_INLINE VecF vec_max(VecF a, VecF b) {
 TW_INLINE VecF vec_select(VecM m, VecF a, VecF b) {
     return {_mm512_mask_blend_ps(m.v, b.v, a.v)};
 }
-// n, and `by` more where m is true
+// n plus the true lanes of m; total(n) is the sum over all lanes.
 TW_INLINE VecN count(VecN n, VecM m) {
     return {n.v + uint64_t(_mm_popcnt_u32(m.v))};
 }
@@ -95,12 +98,14 @@ TW_INLINE VecN count(VecN n, VecM low, VecM high) {
 TW_INLINE int64_t total(VecN n) {
     return int64_t(n.v);
 }
+// a + b where m is true, else a. max_where: the larger of a and b.
 TW_INLINE VecF add_where(VecM m, VecF a, VecF b) {
     return {_mm512_mask_add_ps(a.v, m.v, a.v, b.v)};
 }
 TW_INLINE VecF max_where(VecM m, VecF a, VecF b) {
     return {_mm512_mask_max_ps(a.v, m.v, a.v, b.v)};
 }
+// m and not n; m and not a < b; m and a == b. In the last two a comparison with NaN gives m.
 TW_INLINE VecM unless(VecM m, VecM n) {
     return {_kandn_mask16(n.v, m.v)};
 }
@@ -110,7 +115,7 @@ TW_INLINE VecM unless_less(VecM m, VecF a, VecF b) {
 TW_INLINE VecM unless_differs(VecM m, VecF a, VecF b) {
     return {_mm512_mask_cmp_ps_mask(m.v, a.v, b.v, _CMP_EQ_UQ)};
 }
-// x 2^n, n an integer, which the low bits of `shifted` hold too.
+// x 2^n for an integer n. The low bits of `shifted`, the third argument, hold n too.
 TW_INLINE VecF times_power_of_two(VecF x, VecF n, VecF) {
     return {_mm512_scalef_ps(x.v, n.v)};
 }
@@ -118,16 +123,16 @@ TW_INLINE VecF times_power_of_two(VecF x, VecF n, VecF) {
 #elif defined(__AVX2__)
 
 struct Lanes {
-    static constexpr int count = 8;
+    static constexpr int count = 8;  // floats per vector
 };
 struct VecF {
-    __m256 v;
+    __m256 v;  // one number per lane
 };
 struct VecM {
-    __m256 v;
+    __m256 v;  // all bits of a lane are 1 where true
 };
 struct VecN {
-    uint64_t v;
+    uint64_t v;  // the total of all lanes
 };
 TW_INLINE VecF broadcast(float x) {
     return {_mm256_set1_ps(x)};
@@ -206,16 +211,16 @@ TW_INLINE VecF times_power_of_two(VecF x, VecF, VecF shifted) {
 typedef float Float4 __attribute__((vector_size(16)));
 typedef int32_t Int4 __attribute__((vector_size(16)));
 struct Lanes {
-    static constexpr int count = 4;
+    static constexpr int count = 4;  // floats per vector
 };
 struct VecF {
-    Float4 v;
+    Float4 v;  // one number per lane
 };
 struct VecM {
-    Int4 v;
+    Int4 v;  // -1 where true
 };
 struct VecN {
-    Int4 v;
+    Int4 v;  // one counter per lane
 };
 TW_INLINE VecF broadcast(float x) {
     return {Float4{x, x, x, x}};
@@ -297,7 +302,7 @@ TW_INLINE VecF operator-(VecF a) {
 TW_INLINE VecM operator>(VecF a, VecF b) {
     return b < a;
 }
-#if !defined(__AVX512F__)  // a, with b added or the larger of the two, where m is true
+#if !defined(__AVX512F__)  // a + b, or the larger of the two, where m is true; else a
 TW_INLINE VecF add_where(VecM m, VecF a, VecF b) {
     return a + vec_select(m, b, broadcast(0.0f));
 }
@@ -322,7 +327,7 @@ TW_INLINE void load_into(const uint8_t* from, VecM& out) {
 TW_INLINE void all_true_into(VecM& out) {
     out = all_true();
 }
-// The same number in every lane of a vector or pair of vectors.
+// A vector, or a pair of vectors, with x in every lane.
 template <class V>
 TW_INLINE V broadcast_to(float x) {
     V out;
@@ -330,15 +335,16 @@ TW_INLINE V broadcast_to(float x) {
     return out;
 }
 
-// exp(x) for |x| <= 80, or for |x| <= 20 where `near`, to 2 ulp: x = n ln 2 + r, exp(r) = 1 + r + r^2 q(r) with q
-// fitted to least the largest relative error on |r| <= ln(2)/2. NaN stays NaN.
+// exp(x) to 2 ulp for |x| <= 80; if `near`, for |x| <= 20. x = n ln 2 + r and exp(r) = 1 + r + r^2 q(r). The polynomial
+// q minimizes the largest relative error on |r| <= ln(2)/2. NaN stays NaN.
 template <bool near, class V>
 TW_INLINE V exp_within(V x) {
     const auto set = [](float c) { return broadcast_to<V>(c); };
-    const V shift = set(12582912.0f), one = set(1.0f);  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
+    const V shift = set(12582912.0f), one = set(1.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
     const V shifted = fma(x, set(1.442695041f), shift);
     const V n = shifted - shift;
-    // ln 2 in two parts, the first of so few bits that n times it is exact; a few n need but one, with one rounding.
+    // r = x - n ln 2. ln 2 has two parts, and the first has so few bits that n times it is exact. With `near` and a
+    // fused multiply-add one part is enough, because n is small.
     const V r =
         near && kFused ? fma(n, set(-0.6931472f), x) : fma(n, set(-1.7409306e-3f), fma(n, set(-0.69140625f), x));
     const V rr = r * r;
@@ -355,7 +361,7 @@ TW_INLINE V vec_near_exp(V x) {
     return exp_within<true>(x);
 }
 
-// Lane by lane in a fixed order, in double.
+// The sum of the lanes in double, in a fixed order.
 TW_INLINE double sum_lanes(VecF a) {
 #if defined(__AVX512F__)
     const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(a.v));

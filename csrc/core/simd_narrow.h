@@ -1,4 +1,4 @@
-// Vectors of floats from and to memory of float32, bf16 or f16; all or the first n lanes.
+// Loads and stores vectors of floats as float32, bf16 or f16: all lanes, or the first n.
 #pragma once
 
 #include "core/float16.h"
@@ -30,7 +30,7 @@ TW_INLINE void store(BFloat16* p, VecF a) {
     const __m512i bits = _mm512_castps_si512(a.v);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    const __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);  // rounding could carry it to infinity
+    const __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);  // rounding could turn a NaN into infinity
     const __m512i kept = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16)));
 }
@@ -52,7 +52,7 @@ TW_INLINE void store(BFloat16* p, VecF a) {
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
     const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
-    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q));  // rounding could make it infinite
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q));  // rounding could make it infinity
     const __m256i kept = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
     const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(kept, kept), 0x08);
     _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(packed));
@@ -78,6 +78,7 @@ TW_INLINE void store(T* p, VecF a) {
 
 #endif
 
+// The first n lanes from memory; the other lanes are `rest`.
 template <class T>
 TW_INLINE VecF load_first(const T* p, int n, float rest) {
     float lanes[Lanes::count];

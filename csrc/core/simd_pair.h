@@ -1,5 +1,5 @@
-// Two vectors side by side, with the operators of one: arithmetic written over a pair gives the processor two chains of
-// operations in turn, where its window is too small to find the second by itself.
+// Two vectors with the operators of one. Arithmetic on a pair gives the processor two independent chains of operations,
+// interleaved; its window is too small to find the second chain by itself.
 #pragma once
 
 #include "core/simd.h"
@@ -8,10 +8,10 @@ namespace turnwise {
 namespace {
 
 struct PairF {
-    VecF a, b;
+    VecF a, b;  // lanes 0 ... count - 1, then count ... 2 count - 1
 };
 struct PairM {
-    VecM a, b;
+    VecM a, b;  // as PairF
 };
 
 #define TW_PAIR_OPERATOR(Result, Operand, op)            \

@@ -1,4 +1,4 @@
-// A tensor as the core sees it: address, dtype, shape and strides. No ownership.
+// A tensor as the core sees it: address, dtype, shape and strides. A view does not own the memory.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,12 @@ namespace turnwise {
 enum class DType : int8_t { f32, f64, bf16, f16, i64, i32, i16, i8, u8, boolean };
 
 struct View {
-    void* data = nullptr;  // nullptr: the tensor was not given
-    DType dtype = DType::f32;
+    void* data = nullptr;        // the first element; the tensor was not given if this is null and dims is 0
+    DType dtype = DType::f32;    // type of the elements
     int dims = 0;                // 0, 1 or 2
-    int64_t shape[2] = {1, 1};   // the first `dims` count
+    int64_t shape[2] = {1, 1};   // the first `dims` entries are valid; the rest are 1
     int64_t stride[2] = {0, 0};  // in elements
-    int device = -1;             // the CUDA device that holds it; -1: the CPU
+    int device = -1;             // index of the CUDA device that holds it; -1: the CPU
 
     explicit operator bool() const { return dims > 0 || data != nullptr; }
     int64_t size() const { return dims == 2 ? shape[0] * shape[1] : dims == 1 ? shape[0] : 1; }
@@ -50,7 +50,7 @@ inline bool is_contiguous(const View& view) {
     return (view.shape[1] == 1 || view.stride[1] == 1) && (view.shape[0] == 1 || view.stride[0] == view.shape[1]);
 }
 
-// Of a matrix; where it is empty any strides will do.
+// Takes a matrix. An empty matrix may have any strides.
 inline bool has_contiguous_rows(const View& view) {
     return view.size() == 0 || view.shape[1] == 1 || view.stride[1] == 1;
 }

@@ -1,15 +1,15 @@
-// Shared by kernels: sums over a warp and a block in a fixed order, 16-byte accesses, a ticket for the last block.
+// Helpers for kernels: sums over a warp and a block in a fixed order, 16-byte accesses, a ticket for the last block.
 #pragma once
 
 #include "cuda/launch.h"
 
 namespace turnwise::cuda {
 
-constexpr unsigned kFullWarp = 0xffffffffu;
-constexpr int kWarp = 32;
+constexpr unsigned kFullWarp = 0xffffffffu;  // mask of all lanes
+constexpr int kWarp = 32;                    // lanes
 
 // ---- Sums ----------------------------------------------------------------------------------------------------------
-// Every lane gets the result; the order of additions is fixed.
+// The sum over a warp, in every lane. The order of additions is fixed.
 template <class T>
 __device__ __forceinline__ T warp_sum(T value) {
 #pragma unroll
@@ -17,7 +17,7 @@ __device__ __forceinline__ T warp_sum(T value) {
     return value;
 }
 
-// max that lets NaN through.
+// The maximum over a warp, in every lane; NaN if any value is NaN.
 template <class T>
 __device__ __forceinline__ T warp_max(T value) {
 #pragma unroll
@@ -28,27 +28,27 @@ __device__ __forceinline__ T warp_max(T value) {
     return value;
 }
 
-// Every thread gets the sum. `scratch`: shared memory for 32 values; ready for another use after the next barrier.
+// The sum over a block, in every thread. `scratch`: shared memory for 32 values, which other code may use after the
+// next barrier.
 template <class T>
 __device__ __forceinline__ T block_sum(T value, T* scratch) {
     const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp, warps = int(blockDim.x) / kWarp;
     value = warp_sum(value);
-    __syncthreads();  // the scratch may still be read from a call before
+    __syncthreads();  // other threads may still read `scratch` for an earlier call
     if (lane == 0) scratch[warp] = value;
     __syncthreads();
     return warp_sum(lane < warps ? scratch[lane] : T(0));
 }
 
 // ---- Memory --------------------------------------------------------------------------------------------------------
-// `count` neighbouring values that one instruction moves: at most 16 bytes, at an address that is a multiple of their
-// size.
+// `count` adjacent values that one instruction moves: at most 16 bytes, at an address that is a multiple of their size.
 template <class T, int count>
 struct alignas(sizeof(T) * count) Pack {
-    T value[count];
+    T value[count];  // in the order of memory
 };
 
 template <int bytes>
-struct WordOf;  // the widest type of these bytes that one instruction moves
+struct WordOf;  // a type of that many bytes, which one instruction moves
 template <>
 struct WordOf<4> {
     using type = unsigned;
@@ -62,12 +62,12 @@ struct WordOf<16> {
     using type = uint4;
 };
 
-// A pack as it comes from memory. Values are taken out of its words where they are used: taken out where a pack that is
-// whole joins one that is not, they would make the next load wait for this one.
+// A pack as loaded from memory. Code extracts values from its words where it uses them. Extracting them earlier, where
+// the paths of whole and partial packs join, would make the next load wait for this one.
 template <class T, int count>
 struct Loaded {
-    static constexpr int kPerWord = 4 / int(sizeof(T));
-    unsigned word[count / kPerWord];
+    static constexpr int kPerWord = 4 / int(sizeof(T));  // values per word
+    unsigned word[count / kPerWord];                     // the values, in the order of memory
 
     __device__ __forceinline__ T operator[](int i) const {
         const unsigned from = word[i / kPerWord] >> i % kPerWord * int(8 * sizeof(T));
@@ -84,7 +84,7 @@ struct Loaded {
     }
 };
 
-// Reads and writes that need not stay in the caches.
+// Reads and writes of data that need not stay in the caches.
 template <class T, int count>
 __device__ __forceinline__ Loaded<T, count> load_streaming(const T* from) {
     using Word = typename WordOf<int(sizeof(T)) * count>::type;
@@ -106,7 +106,7 @@ inline bool is_aligned(const void* address, size_t bytes) {
     return reinterpret_cast<uintptr_t>(address) % bytes == 0;
 }
 
-// float32 to a tensor's own type.
+// Converts float32 to a tensor's type.
 template <class T>
 __device__ __forceinline__ T from_float(float value);
 template <>
@@ -123,8 +123,8 @@ __device__ __forceinline__ Half from_float<Half>(float value) {
 }
 
 // ---- The last block ------------------------------------------------------------------------------------------------
-// True in the last block to arrive, which sees all writes of the others. `ticket` starts at 0 and is left at 0 again,
-// so that a captured graph can replay. `flag`: one int of shared memory.
+// True in the last block that calls this; it sees all writes of the other blocks. `ticket` must be 0 before the launch
+// and is 0 again after it, so that a captured graph can replay. `flag`: one int of shared memory.
 __device__ __forceinline__ bool is_last_block(unsigned* ticket, int* flag) {
     __threadfence();
     __syncthreads();

@@ -1,5 +1,5 @@
 // The machine's GPUs, for `turnwise doctor` and the choice of a backend. A build without CUDA has the same functions,
-// which throw.
+// but most of them throw.
 #pragma once
 
 #include <cstdint>
@@ -10,19 +10,20 @@
 namespace turnwise::cuda {
 
 struct Device {
-    std::string name;
+    std::string name;      // as the driver reports it
     int major, minor;      // compute capability
-    int64_t memory_bytes;  // of global memory
-    int multiprocessors;
+    int64_t memory_bytes;  // size of global memory
+    int multiprocessors;   // number of them
 };
 
-bool compiled();
+bool compiled();              // this build has CUDA kernels
 bool emulated();              // kernels run on the host, for the tests
 std::string architectures();  // "" without CUDA
-// The reason why this module's kernels cannot run on a device (-1: the current one), such as a driver that is too old;
-// "" where they can. Loads an empty kernel and launches nothing. Do not call it while a graph is captured.
+// Returns why this module's kernels cannot run on a device (-1: the current one), such as a driver that is too old; ""
+// if they can run. Loads an empty kernel and launches nothing. Do not call it while a graph is captured.
 std::string unsupported_reason(int device);
-// These throw std::runtime_error, with the reason, where there is no CUDA, no driver or no such device.
+// These throw std::runtime_error with the reason if there is no CUDA, no driver or no such device. Versions are (major,
+// minor).
 std::pair<int, int> runtime_version();
 std::pair<int, int> driver_version();
 int device_count();

@@ -1,5 +1,5 @@
-// The op of ops/gae.h on a GPU: the same inputs, all contiguous, rewards and values of one type, a mask of bytes or
-// float32.
+// The op of ops/gae.h on a GPU. The same inputs, all contiguous; rewards and values have one type, the mask has bytes
+// or float32.
 #pragma once
 
 #include "core/view.h"
@@ -8,7 +8,7 @@
 
 namespace turnwise::cuda {
 
-// workspace: token_scan_workspace bytes, 16-byte aligned.
+// Writes advantages and returns; does not check values. workspace: token_scan_workspace bytes, 16-byte aligned.
 void gae(const GaeInput& input, double gamma, double lam, const View& advantages, const View& returns,
          const View& workspace, Stream stream);
 

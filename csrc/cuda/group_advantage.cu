@@ -7,7 +7,8 @@
 namespace turnwise::cuda {
 namespace {
 
-constexpr int kThreads = 512;  // 64k rows are then one block for each of 132 multiprocessors, which meet soonest
+constexpr int kThreads =
+    512;  // 64k rows are then about one block per multiprocessor (132), which makes the grid barriers fastest
 
 __device__ __forceinline__ double to_double(double value) {
     return value;
@@ -24,14 +25,14 @@ __device__ __forceinline__ void put(T* to, double value) {
     *to = from_float<T>(float(value));
 }
 
-// Trajectories within groups: a hash table of rows. Each slot holds the first row with its pair of ids. Timing decides
-// which row that is, and nothing else depends on it.
+// Trajectories within groups: a hash table of rows. A slot holds the first row that arrived with its pair of ids.
+// Timing decides which row that is, and no result depends on it.
 struct Trajectories {
-    const int64_t* ids;  // null: every row counts by itself
-    int* slots;          // -1: empty
+    const int64_t* ids;  // [rows]; null: every row is a member by itself
+    int* slots;          // [capacity]: rows; -1: empty
     int64_t capacity;    // a power of two, at least twice the rows
-    int* entry;          // [rows]: the row that stands for this row's trajectory
-    GroupTable table;    // [rows], by that row
+    int* entry;          // [rows]: the row that represents this row's trajectory; -1: none
+    GroupTable table;    // [rows]: the trajectories' sums, at the row that represents each
 };
 
 template <class T>
@@ -40,7 +41,7 @@ struct Input {
     const int64_t* group_ids;  // [rows]
     const bool* valid;         // [rows]: rows that enter the statistics; null: all
     const double* lengths;     // [rows]: weights; null: 1
-    int64_t rows;
+    int64_t rows;              // number of rows
 };
 
 template <class T>
@@ -60,6 +61,7 @@ __device__ __forceinline__ Word mixed(Word key) {
     return key ^ key >> 32;
 }
 
+// Returns the row that represents this row's trajectory, and adds the row to the hash table if there is none.
 template <class T>
 __device__ int find_entry(const Input<T>& in, const Trajectories& t, int64_t row) {
     const int64_t group = in.group_ids[row], id = t.ids[row];
@@ -72,7 +74,7 @@ __device__ int find_entry(const Input<T>& in, const Trajectories& t, int64_t row
     }
 }
 
-// Gives every row its trajectory's entry (-1: none), and fills the trajectories' table.
+// Finds every row's entry (-1: none), and sums the trajectories' rows.
 template <class T>
 __device__ void pool_rows(const Input<T>& in, const Trajectories& t, int64_t groups) {
     for (int64_t row = thread_of_grid(); row < in.rows; row += threads_of_grid()) {
@@ -89,6 +91,7 @@ __device__ void pool_rows(const Input<T>& in, const Trajectories& t, int64_t gro
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     group_kernel(Input<T> in, Trajectories t, GroupTable table, GroupAdvantageOptions o, T* advantages) {
+    // Clear the tables, then average the rows of each trajectory.
     const bool pooled = t.ids != nullptr;
     clear_table(table);
     if (pooled) {
@@ -97,7 +100,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     grid_barrier();
     if (pooled) pool_rows(in, t, table.slots);
-    // Statistics of the groups, over rows or over one row per trajectory.
+    // Statistics of the groups, over rows or over the mean of each trajectory.
     const auto member = [&](int64_t row) -> Member {
         if (!pooled) return enters(in, row, table.slots) ? member_of(in, row, in.group_ids[row]) : Member{};
         if (t.entry[row] != int(row)) return {};
@@ -128,7 +131,7 @@ int64_t capacity_of(int64_t rows) {
     return capacity;
 }
 
-// Takes slices of a workspace one after the other.
+// Hands out 16-byte aligned slices of a workspace, one after the other.
 class WorkspaceSlices {
   public:
     explicit WorkspaceSlices(void* start) : next_(static_cast<char*>(start)) {}
@@ -145,12 +148,13 @@ class WorkspaceSlices {
     int64_t bytes() const { return next_ - static_cast<char*>(nullptr); }
 
   private:
-    char* next_;
+    char* next_;  // start of the next slice
 };
 
+// The division of the workspace.
 struct Layout {
-    GroupTable table;
-    Trajectories trajectories{};
+    GroupTable table;             // by group id
+    Trajectories trajectories{};  // all null unless by_trajectory
 
     Layout(WorkspaceSlices& slices, int64_t rows, int64_t groups, bool by_trajectory, bool weighted)
         : table(slices.take_table(groups < 0 ? rows : groups, weighted)) {

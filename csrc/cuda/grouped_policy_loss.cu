@@ -6,9 +6,9 @@
 #include "cuda/policy_loss.h"
 #include "cuda/policy_loss_launch.h"
 
-// Two launches. The first is cooperative: its warps walk the same spans as policy_loss.cu and add up rewards, and the
-// counts that the loss needs; behind a grid barrier each, rows are gathered into groups and get their advantages. The
-// second is loss_grad_kernel.
+// Two launches. The first is cooperative. Its warps take the same spans as in policy_loss.cu and add up rewards and the
+// counts that the loss needs. After grid barriers they sum each row, gather rows into groups and write advantages. The
+// second launch is loss_grad_kernel.
 namespace turnwise::cuda {
 namespace {
 
@@ -16,19 +16,20 @@ using loss::kThreads;
 using loss::kWarps;
 using loss::Params;
 
+// The kernel parameters of the rewards and advantages.
 struct Grouping {
-    AnyStream token_rewards;   // one per token
+    AnyStream token_rewards;   // one value per token
     const int64_t* group_ids;  // [rows]
     const bool* valid;         // [rows]: rows that enter the statistics; null: all
     const double* lengths;     // [rows]: weights for Center::length_weighted; null: 1
     GroupTable table;          // by group id
     GroupAdvantageOptions options;
-    double* reward_partials;  // [rows + warps]: a warp's share of a row's reward, at index row + warp
-    float* sums;              // [rows]: rewards
+    double* reward_partials;  // [rows + warps]: a span's part of a row's reward, at index row + span
+    float* sums;              // [rows]: sum of the row's rewards
     float* advantages;        // [rows]
 };
 
-// This lane's share of a segment's rewards; adds the segment's trained tokens to `count`.
+// Returns this lane's share of a segment's rewards, and adds its share of the trained tokens to `count`.
 template <class T, bool fast>
 __device__ double sum_rewards(const Params& p, const AnyStream& rewards, const RowSegment& segment, long long& count) {
     constexpr int kPack = 16 / int(sizeof(T));
@@ -49,7 +50,7 @@ __device__ double sum_rewards(const Params& p, const AnyStream& rewards, const R
     return sum;
 }
 
-// Calls body(segment, place) on every segment of every span; `place` is the span's number.
+// Calls body(segment, place) on every segment of every span; `place` is the number of the span.
 template <class Body>
 __device__ void each_segment(const Params& p, const Body& body) {
     const int64_t step = int64_t(gridDim.x) * kWarps;
@@ -77,7 +78,7 @@ __device__ void join_rewards(const Params& p, const Grouping& g) {
     }
 }
 
-// Group statistics by row reward, then every row's advantage. NaN for a group id out of range.
+// Group statistics of the rows' rewards, then every row's advantage. NaN for a group id out of range.
 __device__ void write_advantages(const Params& p, const Grouping& g) {
     const auto member = [&](int64_t row) -> Member {
         const int64_t group = g.group_ids[row];
@@ -104,8 +105,9 @@ __device__ void write_advantages(const Params& p, const Grouping& g) {
 template <class T, bool fast>
 __global__ void __launch_bounds__(kThreads)
     rewards_to_advantages_kernel(const Params p, const Grouping g, int64_t zeroed) {
-    // Only GMPO's row sums depend on the sign of the advantage, and so come after it.
+    // GMPO's row sums depend on the sign of the advantage, so they come after it. All others come first.
     const bool late = p.options.variant.kind == VariantKind::gmpo;
+    // Clear the counts and the group table.
     int* words = reinterpret_cast<int*>(p.counts);
     for (int64_t i = thread_of_grid(); i < zeroed / 4; i += threads_of_grid()) words[i] = 0;
     clear_table(g.table);
@@ -122,6 +124,7 @@ __global__ void __launch_bounds__(kThreads)
     });
     loss::record_span(p, all);
     grid_barrier();
+    // Rewards of rows, their advantages, and for GMPO the row sums.
     join_rewards(p, g);
     grid_barrier();
     write_advantages(p, g);
@@ -138,7 +141,7 @@ __global__ void __launch_bounds__(kThreads)
     });
 }
 
-// Offsets into the workspace in bytes, behind the loss's own.
+// Offsets into the workspace in bytes, after the part of the loss.
 struct GroupLayout {
     GroupLayout(int64_t loss_bytes, int64_t rows, int64_t warps, int64_t groups, bool weighted) {
         slots = groups < 0 ? rows : groups;
@@ -147,9 +150,9 @@ struct GroupLayout {
         reward_partials = weights + (weighted ? slots * int64_t(sizeof(GroupWeights)) : 0);
         bytes = reward_partials + (rows + warps) * 8;
     }
-    int64_t slots;  // of the group table: groups, or rows where their number is not given
-    int64_t sums, weights, reward_partials;
-    int64_t bytes;  // of all
+    int64_t slots;                           // of the group table: groups, or rows if the number of groups is not given
+    int64_t sums, weights, reward_partials;  // GroupSums, GroupWeights, Grouping::reward_partials
+    int64_t bytes;                           // total size
 };
 
 void check_inputs(const GroupedPolicyLossInput& in, const GroupAdvantageOptions& group,
@@ -178,7 +181,7 @@ Grouping bind(const GroupedPolicyLossInput& in, const GroupAdvantageOptions& gro
     return g;
 }
 
-// Divides the part of the workspace behind the loss's own.
+// Divides the workspace after the part of the loss.
 void plan(Grouping& g, const Params& p, int64_t num_groups, const View& workspace) {
     const bool weighted = g.options.center == Center::length_weighted;
     const loss::Layout common(p.rows.rows, loss::most_warps(), p.actors);

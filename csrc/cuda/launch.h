@@ -1,9 +1,9 @@
-// How kernels are launched, and the few host calls around a launch. Kernels are written against this header alone, so
-// that the same file also compiles as plain C++ and runs in the emulator of tests/cpp/cuda_emulation, on machines
-// without a GPU. For that, a kernel
+// Launches kernels, and wraps the few host calls around a launch. Kernels use CUDA only through this header, so the
+// same file also compiles as plain C++ and runs in the emulator of tests/cpp/cuda_emulation on machines without a GPU.
+// For that, a kernel
 //   - has blocks of whole warps, and every thread of a warp reaches every warp operation and every barrier;
-//   - takes its shared memory from shared<T>(), as many bytes as its launch asked for;
-//   - holds no static __shared__ variable.
+//   - gets its shared memory from shared<T>(), as many bytes as its launch asked for;
+//   - has no static __shared__ variable.
 #pragma once
 
 #if defined(TURNWISE_EMULATE_CUDA)
@@ -31,15 +31,15 @@ inline void check(cudaError_t status, const char* what) {
                              std::to_string(int(status)) + ")");
 }
 
-// Throws unless all given views are on one device. Memory of another device would be an illegal address to a kernel,
-// after which no CUDA call works.
+// Throws unless all given views are on one device. Memory of another device is an illegal address for a kernel, and
+// after an illegal access no CUDA call works.
 inline void require_one_device(const View& first, std::initializer_list<const View*> others) {
     for (const View* other : others) {
         require(!*other || other->device == first.device, "expected all tensors on one device");
     }
 }
 
-// Makes a device current as long as it lives.
+// Makes a device current during the guard's lifetime. A negative index means the current device.
 class DeviceGuard {
   public:
     explicit DeviceGuard(int device) {
@@ -53,10 +53,11 @@ class DeviceGuard {
     DeviceGuard(const DeviceGuard&) = delete;
 
   private:
-    int before_ = 0;
-    bool changed_ = false;
+    int before_ = 0;        // the device that was current before
+    bool changed_ = false;  // the destructor must restore it
 };
 
+// The number of multiprocessors of the current device.
 inline int multiprocessors() {
     int device = 0, count = 0;
     check(cudaGetDevice(&device), "cudaGetDevice");
@@ -64,7 +65,7 @@ inline int multiprocessors() {
     return count;
 }
 
-// More than 48 KiB of shared memory must be asked for, kernel by kernel.
+// Requests shared memory for a kernel, which CUDA demands above 48 KiB.
 template <class... Parameters>
 void allow_shared(void (*kernel)(Parameters...), int shared_bytes) {
     if (shared_bytes <= 48 << 10) return;
@@ -72,7 +73,7 @@ void allow_shared(void (*kernel)(Parameters...), int shared_bytes) {
           "cudaFuncSetAttribute");
 }
 
-// How many blocks of a kernel the device holds at once: the grid of a persistent or cooperative kernel.
+// The number of blocks of a kernel that the device runs at once: the grid of a persistent or cooperative kernel.
 template <class... Parameters>
 int resident_blocks(void (*kernel)(Parameters...), int threads, int shared_bytes = 0) {
     allow_shared(kernel, shared_bytes);
@@ -93,7 +94,7 @@ void launch(void (*kernel)(Parameters...), int64_t grid, int threads, int shared
     check(cudaGetLastError(), "launch");
 }
 
-// All blocks run at once (grid <= resident_blocks), so that grid_barrier() works.
+// Launches all blocks at once, so that grid_barrier() works. `grid` must be at most resident_blocks.
 template <class... Parameters, class... Arguments>
 void launch_cooperative(void (*kernel)(Parameters...), int64_t grid, int threads, int shared_bytes, Stream stream,
                         Arguments... arguments) {
@@ -127,7 +128,7 @@ inline cudaStream_t stream_of(Stream stream) {
     return reinterpret_cast<cudaStream_t>(stream.handle);
 }
 
-// Fills memory on the stream; capturable.
+// Fills memory with a byte on the stream. Graphs can capture it.
 inline void fill_bytes(void* memory, int value, int64_t bytes, Stream stream) {
     if (bytes > 0) check(cudaMemsetAsync(memory, value, size_t(bytes), stream_of(stream)), "cudaMemsetAsync");
 }

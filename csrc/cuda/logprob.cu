@@ -8,26 +8,26 @@ namespace turnwise::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kScratchBytes = 32 * int(sizeof(double));
+constexpr int kScratchBytes = 32 * int(sizeof(double));  // for block_sum
 
 // ---- Reading a row -------------------------------------------------------------------------------------------------
-// A block takes kThreads * kStep columns at a time. A thread has kStep of them, in groups of G neighbours that are one
-// 16-byte word of the narrower side; groups of neighbouring threads are neighbours. All words are asked for before the
-// first is used. Rows whose addresses are no multiples of 16 are read one by one.
+// A block takes kThreads * kStep columns at a time, kStep per thread. A thread takes them in groups of G adjacent
+// columns, one 16-byte word of the narrower of input and output; adjacent threads take adjacent groups. All words are
+// requested before the first is used. Rows whose addresses are not multiples of 16 are read one column at a time.
 template <class T>
-constexpr int kWord = 16 / int(sizeof(T));
+constexpr int kWord = 16 / int(sizeof(T));  // values per 16-byte word
 constexpr int kStep = 16;
 constexpr int kBlockStep = kThreads * kStep;
 
 struct Columns {
-    const float* bias;   // or null
+    const float* bias;   // [width]; or null
     float scale;         // 1 / temperature
     int64_t width;       // columns of the tile
     int64_t row_stride;  // in elements
     bool aligned;        // every row begins at a multiple of 16 bytes
 };
 
-// The column of a thread's i-th value.
+// The column of a thread's i-th value in the step that starts at column `begin`.
 template <int G>
 __device__ __forceinline__ int64_t column_of(int64_t begin, int i) {
     return begin + (int64_t(i / G) * kThreads + threadIdx.x) * G + i % G;
@@ -39,6 +39,7 @@ __device__ __forceinline__ float logit_at(const T* row, const Columns& c, int64_
     return (to_float(row[column]) + bias) * c.scale;
 }
 
+// A thread's kStep scaled logits of one step.
 template <class T, int G>
 __device__ __forceinline__ void load_step(const T* row, const Columns& c, int64_t begin, float* x) {
     constexpr int kSize = kWord<T>;
@@ -55,24 +56,25 @@ __device__ __forceinline__ void load_step(const T* row, const Columns& c, int64_
     for (int i = 0; i < kStep; ++i) x[i] *= c.scale;
 }
 
-// How many columns the steps cover; the rest is read one by one.
+// The number of columns that whole steps cover. The others are read one at a time.
 __device__ __forceinline__ int64_t covered(const Columns& c) {
     return c.aligned ? c.width / kBlockStep * kBlockStep : 0;
 }
 
 // ---- Scan ----------------------------------------------------------------------------------------------------------
-// A thread's sums relative to its own maximum so far.
+// A thread's sums so far, relative to its maximum so far.
 struct Running {
-    float max;
-    float sum;       // of exp(x - max)
+    float max;       // largest x; -infinity if none
+    float sum;       // sum of exp(x - max)
     float weighted;  // sum of exp(x - max) (x - max)
 };
 
+// Adds n logits: rescales the sums if the maximum grows, then adds each logit's weight.
 template <bool weighted, int n>
 __device__ __forceinline__ void add_logits(Running& r, const float* x) {
     float top = r.max;
 #pragma unroll
-    for (int i = 0; i < n; ++i) top = ScalarMath::max(x[i], top);  // NaN loses here, not in the sum
+    for (int i = 0; i < n; ++i) top = ScalarMath::max(x[i], top);  // ignores NaN, which still reaches the sum
     if (top > r.max) {
         if (r.max > -INFINITY) {
             const float shift = r.max - top, factor = expf(shift);
@@ -90,7 +92,7 @@ __device__ __forceinline__ void add_logits(Running& r, const float* x) {
     }
 }
 
-// The whole block's sums, in every thread.
+// The sums of the whole block, in every thread.
 __device__ __forceinline__ Seen block_seen(const Running& r, double* scratch, bool weighted) {
     const int warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
     float* tops = reinterpret_cast<float*>(scratch);
@@ -107,6 +109,7 @@ __device__ __forceinline__ int64_t id_at(const void* ids, bool wide, int64_t pla
     return wide ? static_cast<const int64_t*>(ids)[place] : static_cast<const int32_t*>(ids)[place];
 }
 
+// One block per row: adds the tile to the row's state.
 template <class T, bool weighted>
 __global__ void __launch_bounds__(kThreads) scan_kernel(const T* logits, Columns c, const void* targets, bool wide,
                                                         int64_t target_stride, int64_t first, double* state) {
@@ -123,6 +126,7 @@ __global__ void __launch_bounds__(kThreads) scan_kernel(const T* logits, Columns
         const float x = logit_at(mine, c, i);
         add_logits<weighted, 1>(running, &x);
     }
+    // Thread 0 joins the block's sums to the state, and stores the target's x if this tile has it.
     Seen seen = block_seen(running, shared<double>(), weighted);
     if (threadIdx.x != 0) return;
     if (first > 0) seen = together({state[row], state[rows + row], state[2 * rows + row]}, seen);
@@ -149,9 +153,9 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // ---- Gradient ------------------------------------------------------------------------------------------------------
-// A row's inputs of the gradient, see LogprobGradient.
+// The inputs of the gradient, see LogprobGradient.
 struct Upstream {
-    const float *lse, *grad_logprob, *entropy, *grad_entropy;                 // the last two: both or null
+    const float *lse, *grad_logprob, *entropy, *grad_entropy;                 // the last two: both given or both null
     int64_t lse_stride, logprob_stride, entropy_stride, grad_entropy_stride;  // in elements
 };
 
@@ -160,9 +164,10 @@ __device__ __forceinline__ void store_word(T* to, const float* values) {
     Pack<T, kWord<T>> word;
 #pragma unroll
     for (int i = 0; i < kWord<T>; ++i) word.value[i] = from_float<T>(values[i]);
-    *reinterpret_cast<Pack<T, kWord<T>>*>(to) = word;  // through the caches: a matrix product reads it next
+    *reinterpret_cast<Pack<T, kWord<T>>*>(to) = word;  // not past the caches, because a matrix product reads it next
 }
 
+// One block per row: writes the gradient of the row's logits in this tile.
 template <class T, class Out>
 __global__ void __launch_bounds__(kThreads)
     grad_kernel(const T* logits, Columns c, const void* targets, bool wide, int64_t target_stride, int64_t first,
@@ -176,10 +181,11 @@ __global__ void __launch_bounds__(kThreads)
                      up.grad_logprob[row * up.logprob_stride],
                      up.entropy ? up.grad_entropy[row * up.grad_entropy_stride] : 0, c.scale);
     const int64_t end = covered(c);
-    if (is_zero(g)) {  // a token that does not train, whatever its logits are
+    if (is_zero(g)) {  // the token does not train, so even NaN logits get 0
         for (int64_t i = threadIdx.x; i < c.width; i += kThreads) to[i] = from_float<Out>(0.0f);
         return;
     }
+    // Whole steps, then the remaining columns one at a time.
     constexpr int G = kWord<Out>;
     for (int64_t i = 0; i < end; i += kBlockStep) {
         float x[kStep];
@@ -212,7 +218,7 @@ Columns columns_of(const LogitTile& tile, bool aligned) {
             aligned};
 }
 
-// body(T{}) for the type of the logits.
+// Calls body(T{}) with the type T of the logits.
 template <class Body>
 void dispatch(DType dtype, const Body& body) {
     switch (dtype) {

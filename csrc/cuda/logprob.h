@@ -8,7 +8,7 @@ namespace turnwise::cuda {
 
 void logprob_scan(const LogitTile& tile, const View& state, bool weighted, Stream stream);
 void logprob_finish(const View& state, const View& logprob, const View& lse, const View& entropy, Stream stream);
-// `out` has the shape of the logits, and their dtype or, where they are float32, another.
+// `out` has the shape and dtype of the logits. For float32 logits it may also be bf16 or f16.
 void logprob_grad(const LogitTile& tile, const LogprobGradient& gradient, const View& out, Stream stream);
 
 }  // namespace turnwise::cuda

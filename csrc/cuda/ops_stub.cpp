@@ -1,4 +1,4 @@
-// The CUDA ops of a build without CUDA: the same names, which throw.
+// The CUDA ops of a build without CUDA: the same functions, which all throw.
 #include "cuda/device.h"
 #include "cuda/gae.h"
 #include "cuda/group_advantage.h"

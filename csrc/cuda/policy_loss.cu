@@ -2,20 +2,19 @@
 
 #include "cuda/policy_loss_launch.h"
 
-// Every warp takes an equal span of the tokens, whatever the rows, and walks the segments of rows in it, so that long
-// rows do not unbalance the load. At most two launches: count_tokens_kernel counts tokens and adds up what a whole row
-// must know, where the options need that; loss_grad_kernel writes gradients, and its last block writes loss and
-// metrics.
+// Every warp takes an equal span of the tokens and walks the segments of rows in it, so that long rows do not unbalance
+// the load. There are at most two launches. If the options need it, count_tokens_kernel counts tokens and computes the
+// sums over whole rows. loss_grad_kernel writes gradients, and its last block writes loss and metrics.
 namespace turnwise::cuda {
 namespace loss {
 namespace {
 
-// Columns of the running sums over trained tokens. l: loss, r: ratio, d: log-ratio, w: importance weight.
+// Columns of the sums over trained tokens. l: loss, r: ratio, d: log-ratio, w: importance weight.
 enum Column {
-    tokens,         // 1
-    clipped_low,    // 1 where clipped from below
-    clipped_high,   // 1 where clipped from above
-    clipped_dual,   // 1 where the dual clip applies, or the token is selected
+    tokens,         // 1 per token
+    clipped_low,    // 1 if clipped from below
+    clipped_high,   // 1 if clipped from above
+    clipped_dual,   // 1 if the dual clip applies, or the token is selected
     log_ratio,      // d
     k3,             // r - 1 - d
     loss,           // l times the row's weight
@@ -23,21 +22,22 @@ enum Column {
     mismatch,       // old_logprob - rollout_logprob
     weight,         // w
     weight_square,  // w^2
-    rejected,       // 1 where w is outside its bounds
+    rejected,       // 1 if w is outside its bounds
     entropy,        // entropy, as given
     ratio_max,      // max(r): the only column that is not a sum
 };
 constexpr int kColumns = ratio_max + 1;
-constexpr int kColumnStride = 16;                  // threads that reduce_blocks gives a slice: kColumns, rounded up
+constexpr int kColumnStride = 16;                  // threads per slice in reduce_blocks: kColumns rounded up
 constexpr int kSlices = kThreads / kColumnStride;  // of the blocks, each added up by its own threads
 static_assert(kColumns <= kColumnStride);
 
 // ---- One row --------------------------------------------------------------------------------------------------------
+// 1 / value; 0 for 0, NaN for a negative number or NaN.
 __device__ double inverse(double value) {
     return value > 0 ? 1 / value : value == 0 ? 0 : double(NAN);
 }
 
-// Denominator of a row's loss: trained tokens of the batch, or of its actor (agent-mean).
+// Denominator of the loss of an actor's rows, see Aggregation: the one that was given, or the batch's own.
 __device__ double normalizer_of(const Params& p, int actor) {
     if (p.normalizer.data) return p.normalizer.number(p.options.aggregation == Aggregation::agent_mean ? actor : 0);
     switch (p.options.aggregation) {
@@ -52,7 +52,7 @@ __device__ double normalizer_of(const Params& p, int actor) {
     }
 }
 
-// The factor that all rows of an actor share in their weight; the other factor depends on the row's length.
+// The factor of the row weight that all rows of an actor share. seq_mean_token_mean has another, from the row's length.
 __device__ double actor_weight(const Params& p, int actor) {
     if (p.options.aggregation != Aggregation::agent_mean) return inverse(normalizer_of(p, 0));
     double active = 0;
@@ -60,16 +60,17 @@ __device__ double actor_weight(const Params& p, int actor) {
     return inverse(active) * inverse(normalizer_of(p, actor));
 }
 
+// What all tokens of a row share.
 struct Row {
-    float weight = 0;                // of a token's loss in the batch's
-    float advantage = 0;             // A, where it is given per row
+    float weight = 0;                // weight of a token's loss in the batch's
+    float advantage = 0;             // A, if given per row
     RowTerms terms{1, 0, 0, false};  // gspo, gmpo
     float importance = 1;            // sequence-level importance weight
     bool rejected = false;           // that weight is outside its bounds
     ClipRange<ScalarMath> range;     // for `advantage`
 };
 
-// A row's sum: one partial sum per span that the row touches. By a whole warp.
+// A sum over a whole row: adds the partial sums of all spans that the row touches. Called by a whole warp.
 __device__ double row_sum(const Params& p, int64_t row, RowSum which) {
     const int64_t first = row_start(p.rows, row) / p.rows.span, last = (row_start(p.rows, row + 1) - 1) / p.rows.span;
     double total = 0;
@@ -79,6 +80,7 @@ __device__ double row_sum(const Params& p, int64_t row, RowSum which) {
     return warp_sum(total);
 }
 
+// Computes what the tokens of a row share. `shared_weight`: see actor_weight. Called by a whole warp.
 __device__ Row read_row(const Params& p, int64_t row, double shared_weight) {
     const PolicyLossOptions& o = p.options;
     Row out;
@@ -103,16 +105,16 @@ __device__ Row read_row(const Params& p, int64_t row, double shared_weight) {
 
 // ---- Tokens ---------------------------------------------------------------------------------------------------------
 struct Sums {
-    float of[kColumns] = {};  // by Column
+    float of[kColumns] = {};  // indexed by Column
 };
 
-// The cases that loss_grad_kernel is compiled for. A narrower case needs fewer registers.
+// The cases for which loss_grad_kernel is compiled. A narrower case needs fewer registers.
 enum class Specialization {
     full,                      // every variant and KL estimator
     clip_only,                 // PPO's clip, with the k3 estimator or none
     clip_minimal,              // clip_only without rollout log-probabilities and entropies
-    clip_only_weighted_kl,     // clip_only, the KL term weighted by the ratio
-    clip_minimal_weighted_kl,  // clip_minimal, the KL term weighted by the ratio
+    clip_only_weighted_kl,     // clip_only with the KL term times the ratio
+    clip_minimal_weighted_kl,  // clip_minimal with the KL term times the ratio
 };
 
 TW_HD constexpr bool is_minimal(Specialization s) {
@@ -122,7 +124,7 @@ TW_HD constexpr bool weighs_kl(Specialization s) {
     return s == Specialization::clip_only_weighted_kl || s == Specialization::clip_minimal_weighted_kl;
 }
 
-// d loss / d logprob of a trained token, times the row's weight; adds the token to `sums`.
+// Returns d loss / d logprob of a trained token, times the row's weight, and adds the token to `sums`.
 template <Specialization special>
 __device__ float token_grad(const Params& p, const Row& row, float logprob, float old, float ref, float rollout,
                             float advantage, float entropy_value, bool chosen, Sums& sums) {
@@ -144,7 +146,7 @@ __device__ float token_grad(const Params& p, const Row& row, float logprob, floa
             !row.terms.cut};
         out = token_loss<Math>(token, o.variant);
     }
-    // Importance sampling: both are weighted by old / rollout.
+    // Importance sampling: multiply loss and gradient by old / rollout, per token or per row.
     if (!is_minimal(special) && p.rollout.data) {
         const float difference = old - rollout;
         const float w = Math::exp(clamp_symmetric<Math>(difference, kLogRatioBound));
@@ -189,12 +191,12 @@ __device__ float token_grad(const Params& p, const Row& row, float logprob, floa
     return out.grad * row.weight;
 }
 
-// One pack of every stream. None is read from here, so that all loads are in flight at once.
+// One pack of every stream that the case needs. The constructor only loads them, so all loads are in flight at once.
 template <class T, bool fast, Specialization special>
 struct TokenPacks {
     using At = PackAt<T, fast>;
-    typename At::Floats logprob, old, ref{}, rollout{}, advantage{}, entropy_of{};
-    typename At::Mask mask, selected{};
+    typename At::Floats logprob, old, ref{}, rollout{}, advantage{}, entropy_of{};  // 0 if not given
+    typename At::Mask mask, selected{};                                             // see PackAt::truths
 
     __device__ __forceinline__ TokenPacks(const Params& p, const At& at)
         : logprob(at.load(p.logprobs)), old(at.load(p.old_logprobs)), mask(at.ask(p.mask)) {
@@ -206,8 +208,8 @@ struct TokenPacks {
     }
 };
 
-// Gradients and sums of a segment. A lane takes a 16-byte pack of every stream at a time. The minimal cases have
-// registers left, and load the next pack before they compute this one.
+// Writes the gradients of a segment and adds to the sums. A lane takes a 16-byte pack of every stream at a time. The
+// minimal cases have registers to spare, so they load the next pack before they compute this one.
 template <class T, bool fast, Specialization special>
 __device__ void process_segment(const Params& p, const Row& row, const RowSegment& segment, Sums& sums) {
     constexpr int kPack = 16 / int(sizeof(T)), kStep = kWarp * kPack;
@@ -219,6 +221,7 @@ __device__ void process_segment(const Params& p, const Row& row, const RowSegmen
     Packs now(p, {segment, i}), next = now;
     for (; i < segment.end; i += kStep, now = next) {
         if (ahead && i + kStep < segment.end) next = Packs(p, {segment, i + kStep});
+        // Compute the tokens of this pack one by one.
         const PackAt<T, fast> at{segment, i};
         const unsigned trained = at.truths(p.mask, now.mask);
         const unsigned chosen =
@@ -241,12 +244,13 @@ __device__ void process_segment(const Params& p, const Row& row, const RowSegmen
 }
 
 // ---- Adding up ------------------------------------------------------------------------------------------------------
+// The joint value of a column: the sum, or the maximum of ratios.
 __device__ double add_or_max(int column, double a, double b) {
     return column != ratio_max ? a + b : a < b ? b : a;
 }
 
-// Adds a warp's sums to the row of `actor` in the warp's table, and clears them. The order of additions is fixed: a
-// warp meets its rows in order.
+// Adds a warp's sums to the row of `actor` in the warp's table, and clears them. The order of additions is fixed,
+// because a warp takes its rows in order.
 __device__ void store_warp_sums(Sums& sums, double* table, int actor) {
     const int lane = int(threadIdx.x) % kWarp;
     double mine = 0;
@@ -282,7 +286,7 @@ __device__ void write_metrics(const Params& p, const double* s, float* to) {
     if (p.entropy.data) *to++ = float(s[entropy] * share);
 }
 
-// By the last block: adds up the sums of all blocks in a fixed order, and writes loss and metrics.
+// Called by the last block. Adds up the sums of all blocks in a fixed order, and writes loss and metrics.
 __device__ void reduce_blocks(const Params& p, double* scratch) {
     const int column = int(threadIdx.x) % kColumnStride, slice = int(threadIdx.x) / kColumnStride;
     const int blocks = int(gridDim.x);
@@ -304,6 +308,7 @@ __device__ void reduce_blocks(const Params& p, double* scratch) {
         }
         __syncthreads();
     }
+    // The metrics of each actor.
     const int columns = 8 + (p.ref.data ? 1 : 0) + (p.rollout.data ? 3 : 0) + (p.entropy.data ? 1 : 0);
     if (p.options.num_actors > 0) {
         for (int actor = int(threadIdx.x); actor < p.actors; actor += kThreads) {
@@ -321,20 +326,21 @@ __device__ void reduce_blocks(const Params& p, double* scratch) {
     }
 }
 
+// Gradients of all tokens; the last block writes loss and metrics.
 template <class T, bool fast, Specialization special>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 && special != Specialization::full ? 3 : 2)
     loss_grad_kernel(const Params p) {
     const int warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
     const int64_t place = int64_t(blockIdx.x) * kWarps + warp;
     const int size = p.actors * kColumns;
-    // Shared memory: scratch for reduce_blocks, then a table per warp where they fit.
+    // Shared memory: scratch for reduce_blocks, then one table of sums per warp if they fit.
     double* scratch = shared<double>();
     double* tables = p.shared_tables ? scratch + kThreads : p.warp_tables + int64_t(blockIdx.x) * kWarps * size;
     double* table = tables + warp * size;
     for (int i = lane; i < size; i += kWarp) table[i] = 0;
     __syncwarp();
 
-    // The span of this warp, segment by segment. An actor id out of range makes its rows' weight and the loss NaN.
+    // The span of this warp, segment by segment. An actor id out of range makes the row's weight and the loss NaN.
     Sums sums;
     int actor = -1;
     bool bad_actor_id = false;
@@ -355,7 +361,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 && special != Special
     store_warp_sums(sums, table, actor < 0 ? 0 : actor);
     __syncthreads();
 
-    // The block: its warps' tables in order.
+    // The sums of the block: add up its warps' tables in order.
     for (int i = int(threadIdx.x); i < size; i += kThreads) {
         double total = tables[i];
         for (int k = 1; k < kWarps; ++k) total = add_or_max(i % kColumns, total, tables[k * size + i]);
@@ -368,6 +374,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 && special != Special
 }
 
 // ---- Counts that precede the first gradient ------------------------------------------------------------------------
+// Counts trained tokens and computes row sums, if loss_grad_kernel needs them.
 template <class T, bool fast>
 __global__ void __launch_bounds__(kThreads) count_tokens_kernel(const Params p) {
     const int64_t place = int64_t(blockIdx.x) * kWarps + int(threadIdx.x) / kWarp;
@@ -383,6 +390,7 @@ __global__ void __launch_bounds__(kThreads) count_tokens_kernel(const Params p) 
 }
 
 // ---- Host ----------------------------------------------------------------------------------------------------------
+// Shared memory of loss_grad_kernel with the warps' tables, and whether they fit.
 int shared_bytes_of(int64_t actors) {
     return int(8 * (kThreads + actors * kWarps * kColumns));
 }
@@ -390,7 +398,7 @@ bool fits_shared(int64_t actors) {
     return actors < 1000 && shared_bytes_of(actors) <= 24 << 10;
 }
 
-// True where 16-byte packs serve: every stream lies like the gradient, which is contiguous.
+// True if kernels can use 16-byte packs: every stream has the layout of the gradient, which is contiguous.
 bool is_fast(const Params& p) {
     for (const AnyStream* stream : {&p.logprobs, &p.old_logprobs, &p.ref, &p.rollout, &p.entropy, &p.advantages}) {
         if (!fits_fast(p.rows, *stream, p.grad_dtype)) return false;
@@ -401,7 +409,7 @@ bool is_fast(const Params& p) {
     return is_aligned(p.grad, 16);
 }
 
-// The narrowest specialization of loss_grad_kernel that serves.
+// The narrowest specialization of loss_grad_kernel that covers the options.
 template <class K>
 auto kernel_for(const Params& p, K) {
     using T = typename K::Type;
@@ -481,7 +489,7 @@ Params bind(const PolicyLossInput& in, const PolicyLossOptions& o, const PolicyL
 }
 
 void plan(Params& p, const View& workspace) {
-    // What must be known before the first gradient.
+    // Choose what the first launch must count.
     const PolicyLossOptions& o = p.options;
     const bool own_normalizer = !p.normalizer.data;
     p.sum_rows = is_by_row(o.variant.kind) || o.correction == Correction::sequence;
@@ -490,7 +498,7 @@ void plan(Params& p, const View& workspace) {
     p.count_actors = own_normalizer && o.aggregation == Aggregation::agent_mean;
     const bool count_tokens = own_normalizer && p.mask.data && o.aggregation == Aggregation::token_mean;
     p.count_first = p.sum_rows || p.count_rows || p.count_actors || count_tokens;
-    // Kernel and grid.
+    // Choose the kernel and its grid.
     p.clip_only = o.variant.kind == VariantKind::clip && (o.kl == KlKind::none || o.kl == KlKind::k3);
     p.fast = is_fast(p);
     p.shared_tables = fits_shared(p.actors);
@@ -499,7 +507,7 @@ void plan(Params& p, const View& workspace) {
         const int64_t resident = resident_blocks(kernel_for(p, kind), kThreads, p.shared_bytes);
         p.warps = p.rows.cut(std::min(resident * kWarps, most_warps()));
     });
-    // Workspace.
+    // Divide the workspace.
     const Layout layout(p.rows.rows, most_warps(), p.actors);
     require_bytes("workspace", workspace, layout.bytes);
     char* base = workspace.as<char>();

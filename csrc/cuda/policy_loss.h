@@ -7,10 +7,11 @@
 
 namespace turnwise::cuda {
 
-// Bytes of scratch memory that a call of this size may need, on any stream of the device.
+// Bytes of workspace that a call of this size may need, on any stream of the device.
 int64_t policy_loss_workspace(int64_t rows, int64_t tokens, int num_actors, int device);
 
-// Values are not looked at: an actor id out of range makes the loss NaN, cu_seqlens that don't fit leave tokens out.
+// Does not check values: an actor id out of range makes the loss NaN, and cu_seqlens that do not cover all tokens leave
+// some out. workspace: policy_loss_workspace bytes.
 void policy_loss(const PolicyLossInput& input, const PolicyLossOptions& options, const PolicyLossOutput& output,
                  const View& workspace, Stream stream);
 

@@ -1,4 +1,5 @@
-// Equal spans of tokens for warps, cut at the ends of rows; and streams of any dtype and stride, read a pack at a time.
+// Gives warps equal spans of tokens, cut at the ends of rows, and reads streams of any dtype and stride a pack at a
+// time.
 #pragma once
 
 #include <algorithm>
@@ -38,16 +39,16 @@ __device__ __forceinline__ bool read_truth(const void* data, DType dtype, int64_
 }
 
 // One value per token: padded [B, T] or packed [N]. The value of `token`, numbered over all rows, is at row * gap +
-// token * stride; `gap`, from the end of a row to the next, is 0 where rows are adjacent.
+// token * stride. `gap` is the distance from the end of a row to the next row: 0 if rows are adjacent.
 struct AnyStream {
-    const void* data = nullptr;  // null: not given
-    DType dtype = DType::f32;
+    const void* data = nullptr;   // null: not given
+    DType dtype = DType::f32;     // of the values
     int64_t gap = 0, stride = 0;  // in elements
 
     __device__ __forceinline__ int64_t place(int64_t row, int64_t token) const { return row * gap + token * stride; }
 };
 
-// An empty tensor has no memory but was given: it gets an address that no kernel reads.
+// The address of a tensor. An empty tensor that was given has no memory; it gets an address that no kernel reads.
 inline const void* address_of(const View& view) {
     return view.data == nullptr && view ? reinterpret_cast<const void*>(uintptr_t(16)) : view.data;
 }
@@ -60,8 +61,8 @@ inline AnyStream any_stream(const View& view) {
 // One value per row: [B] or [B, 1].
 struct RowStream {
     const void* data = nullptr;  // null: not given
-    DType dtype = DType::f32;
-    int64_t stride = 0;  // in elements
+    DType dtype = DType::f32;    // of the values
+    int64_t stride = 0;          // in elements
 
     RowStream() = default;
     explicit RowStream(const View& view) : data(address_of(view)), dtype(view.dtype), stride(view.stride[0]) {}
@@ -73,11 +74,11 @@ struct RowStream {
 };
 
 // ---- Segments -------------------------------------------------------------------------------------------------------
-// Rows whose tokens are divided into spans: warp w has [w span, (w + 1) span).
+// Rows whose tokens are divided into spans. Warp w takes tokens [w span, (w + 1) span).
 struct SpannedRows : TokenRows {
-    int64_t span = 0;  // tokens
+    int64_t span = 0;  // tokens per warp
 
-    // As many spans as `most` allows, but none shorter than a warp can use; gives their number.
+    // Cuts the tokens into at most `most` spans, none shorter than a warp can use well. Returns the number of spans.
     int64_t cut(int64_t most) {
         constexpr int64_t kShortest = 512;
         span = (tokens + most - 1) / most;
@@ -112,7 +113,7 @@ class RowSegments {
 
   private:
     const SpannedRows& rows_;
-    int64_t at_, end_, row_ = 0;
+    int64_t at_, end_, row_ = 0;  // the next token; the end of the span; the row of the next token
 };
 
 // ---- A lane's share of a segment ------------------------------------------------------------------------------------
@@ -121,8 +122,8 @@ class RowSegments {
 template <class T, bool fast>
 struct PackAt {
     static constexpr int kPack = 16 / int(sizeof(T));
-    const RowSegment& segment;
-    int64_t first;  // a token, numbered over all rows
+    const RowSegment& segment;  // holds the pack, in part or in whole
+    int64_t first;              // token, numbered over all rows
 
     __device__ bool whole() const { return first >= segment.begin && first + kPack <= segment.end; }
     __device__ bool inside(int k) const { return first + k >= segment.begin && first + k < segment.end; }
@@ -132,7 +133,7 @@ struct PackAt {
 
     using Floats = Loaded<T, kPack>;
 
-    // The stream's values; those outside the segment are 0. Where not fast, T is float and values are converted.
+    // The stream's values; 0 outside the segment. If not `fast`, T is float and values are converted.
     __device__ Floats load(const AnyStream& stream) const {
         if (fast && whole()) return load_streaming<T, kPack>(static_cast<const T*>(stream.data) + first);
         Pack<T, kPack> pack{};
@@ -152,8 +153,9 @@ struct PackAt {
 
     // A mask's pack as loaded. `truths` reads it in a separate step, so that no other load waits for this one.
     struct Mask {
-        unsigned word[kPack];
+        unsigned word[kPack];  // raw bytes or floats; or bits in word[0], see comes_whole
     };
+    // Starts to load a mask's pack.
     __device__ Mask ask(const AnyStream& stream) const {
         Mask mask{};
         if (!comes_whole(stream)) {
@@ -171,7 +173,7 @@ struct PackAt {
         return mask;
     }
 
-    // Which tokens of the pack the mask lets through, a bit each; without one, all inside the segment.
+    // One bit per token of the pack: set if the token is inside the segment and the mask, if given, is not 0.
     __device__ unsigned truths(const AnyStream& stream, const Mask& mask) const {
         if (!comes_whole(stream)) return mask.word[0];
         const bool bytes = is_byte(stream.dtype);
@@ -184,6 +186,7 @@ struct PackAt {
         }
         return bits;
     }
+    // True if whole instructions load the mask's pack; otherwise `ask` reads its values one by one.
     __device__ bool comes_whole(const AnyStream& stream) const {
         return fast && whole() && stream.data && (is_byte(stream.dtype) || stream.dtype == DType::f32);
     }
@@ -198,7 +201,7 @@ struct PackAt {
         return bits;
     }
 
-    // Into a contiguous tensor.
+    // Writes the tokens inside the segment to a contiguous tensor.
     __device__ void store(void* data, DType dtype, const Pack<T, kPack>& pack) const {
         if (fast && whole()) return store_streaming<T, kPack>(static_cast<T*>(data) + first, pack);
 #pragma unroll
@@ -217,7 +220,7 @@ struct PackAt {
     }
 };
 
-// The number of values in 16 bytes that are not 0.
+// The number of values other than 0 in 16 bytes.
 __device__ __forceinline__ int count_word(const uint8_t*, const uint4& word) {
     const auto bytes = [](unsigned w) { return __popc((((w & 0x7f7f7f7fu) + 0x7f7f7f7fu) | w) & 0x80808080u); };
     return bytes(word.x) + bytes(word.y) + bytes(word.z) + bytes(word.w);
@@ -226,12 +229,13 @@ __device__ __forceinline__ int count_word(const float*, const uint4& word) {  //
     return (word.x << 1 != 0) + (word.y << 1 != 0) + (word.z << 1 != 0) + (word.w << 1 != 0);
 }
 
-// This lane's share of a segment's values that are not 0, in a contiguous stream, aligned to 16 bytes; four words of it
-// are on their way at once.
+// This lane's share of the number of values other than 0 in a segment of a contiguous stream, aligned to 16 bytes.
+// Loads four words at once.
 template <class T>
 __device__ int64_t count_stream(const T* stream, const RowSegment& segment) {
     constexpr int kTokens = 16 / int(sizeof(T)), kAtOnce = 4, kStep = kWarp * kTokens;
     int64_t count = 0, i = segment.begin / kTokens * kTokens + int(threadIdx.x) % kWarp * kTokens;
+    // Counts one word; values at the ends of the segment one by one.
     const auto count_next = [&] {
         if (i >= segment.begin && i + kTokens <= segment.end) {
             count += count_word(stream, __ldg(reinterpret_cast<const uint4*>(stream + i)));
@@ -252,7 +256,7 @@ __device__ int64_t count_stream(const T* stream, const RowSegment& segment) {
     return count;
 }
 
-// This lane's share of a segment's trained tokens. `fast`: a contiguous mask, aligned to 16 bytes.
+// This lane's share of the number of trained tokens in a segment. `fast`: the mask is contiguous, aligned to 16 bytes.
 template <bool fast>
 __device__ int64_t count_trained(const AnyStream& mask, const RowSegment& segment) {
     const int lane = int(threadIdx.x) % kWarp;

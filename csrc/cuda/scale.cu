@@ -9,6 +9,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
+// Scales `packs` 16-byte packs, then the other values one by one.
 template <class T>
 __global__ void __launch_bounds__(kThreads) scale_kernel(T* values, int64_t packs, int64_t count, const float* factor) {
     constexpr int kPack = 16 / int(sizeof(T));

@@ -1,4 +1,4 @@
-// A gradient times the loss's own, in place.
+// Multiplies a gradient by the upstream gradient of the loss, in place.
 #pragma once
 
 #include "core/view.h"
@@ -6,8 +6,8 @@
 
 namespace turnwise::cuda {
 
-// values *= *factor, values contiguous f32, bf16 or f16, factor 0-dim f32 on the device. Where the factor is 1, which
-// is the usual case and known to the device alone, nothing is read or written.
+// values *= *factor. values: contiguous f32, bf16 or f16; factor: one f32 on the device. If the factor is 1, the usual
+// case, the kernel reads and writes no values. Only the device knows the factor.
 void scale(const View& values, const View& factor, Stream stream);
 
 }  // namespace turnwise::cuda

@@ -1,4 +1,4 @@
-// Where a CUDA kernel is launched, as Python hands it over: for headers that must compile without CUDA.
+// A CUDA stream as Python passes it, for headers that must compile without CUDA.
 #pragma once
 
 #include <cstdint>

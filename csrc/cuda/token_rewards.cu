@@ -19,11 +19,12 @@ __global__ void __launch_bounds__(kSumThreads) join_kernel(TokenRows rows, const
     if (row < rows.rows) join_row(rows, row, edges, sums);
 }
 
+// The launch of sum_kernel.
 struct SumPlan {
     int64_t chunk;   // tokens per block
     int64_t chunks;  // blocks
-    bool aligned;    // chunks begin at multiples of 16 bytes
-    Edges* edges;    // [chunks]: the parts of rows that chunks cut; null where none is cut
+    bool aligned;    // all chunks of both streams begin at multiples of 16 bytes
+    Edges* edges;    // [chunks]: the parts of rows that chunks cut; null if no row is cut
 };
 
 void check_inputs(const TokenRewardsInput& in, const View& sums, const View& workspace) {
@@ -54,7 +55,7 @@ TokenRows bind(const TokenRewardsInput& in) {
 
 SumPlan plan(const TokenRewardsInput& in, const TokenRows& rows, const View& workspace) {
     SumPlan p{};
-    // Padded rows that fit a chunk are never cut.
+    // Padded rows that fit into a chunk are never cut.
     const bool whole = rows.starts == nullptr && rows.width <= kSumChunk;
     p.chunk = whole ? kSumChunk / rows.width * rows.width : kSumChunk;
     p.chunks = (rows.tokens + p.chunk - 1) / p.chunk;

@@ -1,4 +1,4 @@
-// The ops of ops/token_rewards.h on a GPU: the same inputs, all contiguous, a mask of bytes or float32.
+// The ops of ops/token_rewards.h on a GPU. The same inputs, all contiguous; the mask has bytes or float32.
 #pragma once
 
 #include "core/view.h"
@@ -7,13 +7,14 @@
 
 namespace turnwise::cuda {
 
-// Bytes of workspace for a stream of so many tokens.
+// Bytes of workspace for a stream of `tokens` tokens.
 int64_t token_reward_sum_workspace(int64_t tokens);
 
-// One launch for padded rows of at most 4096 tokens, two otherwise. sums [B] f32. workspace: u8, 16-byte aligned.
+// Writes sums [B] f32. One launch for padded rows of at most 4096 tokens, two otherwise. workspace: u8, 16-byte
+// aligned.
 void token_reward_sum(const TokenRewardsInput& input, const View& sums, const View& workspace, Stream stream);
 
-// One launch, and a fill of the workspace before it where rows are longer than 4096 tokens or packed.
+// token_returns takes one launch. If rows are packed or longer than 4096 tokens, it first fills the workspace.
 int64_t token_scan_workspace(int64_t tokens);
 void token_returns(const TokenRewardsInput& input, double gamma, const View& returns, const View& workspace,
                    Stream stream);

@@ -1,10 +1,10 @@
 // Scans over the tokens of each row, from the last to the first: discounted returns and generalised advantages.
 //
-// A block takes a chunk of neighbouring tokens, a thread kRun of them. A run of tokens is a map from the state behind
-// it (the returns R and the value V of the next trained token) to the state before it; a scan over the block composes
-// the threads' maps. Where a row continues behind a chunk, the block first publishes its own map and then composes the
-// maps of the chunks behind, up to the row's end, in that order. Long rows therefore do not wait for one another, and
-// the bits of the result do not depend on timing.
+// A block takes a chunk of adjacent tokens, and each thread kRun of them. A run of tokens is a map from the state after
+// it (the return R and the value V of the next trained token) to the state before it. A scan over the block composes
+// the threads' maps. If chunks may cut rows, each block publishes the map of its chunk. If a row continues after the
+// chunk, the block then composes the maps of the following chunks, in order, up to the row's end. So blocks of long
+// rows do not wait for each other's results, and the bits of the result do not depend on timing.
 #pragma once
 
 #include "cuda/token_stream.h"
@@ -19,19 +19,20 @@ struct ScanFactors {
     float value;    // 0, or gamma * (1 - lambda)
 };
 
-// From (R', V') behind a run to (R, V) before it: R = constant + by_returns R' + by_value V'; V = value, or V' without
-// one. A closed map ignores (R', V'), as a row ended in the run: factors of 0 would not do, as NaN survives them.
+// The map from (R', V') after a run to (R, V) before it: R = constant + by_returns R' + by_value V'; V = value, or V'
+// if the run has no value. A closed map ignores (R', V'), because a row ends in the run. Factors of 0 would not be
+// enough: 0 times NaN is NaN.
 struct ScanMap {
-    double constant = 0;   // reward units
-    float by_returns = 1;  // product of the factors on R
-    float by_value = 0;    // factor on V'
+    double constant = 0;   // R for R' = V' = 0
+    float by_returns = 1;  // factor of R'
+    float by_value = 0;    // factor of V'
     float value = 0;       // V of the run's first trained token
-    int flags = 0;         // kHasValue, kClosed
+    int flags = 0;         // kHasValue: V = value; kClosed: a row ends in the run
 
-    static constexpr int kHasValue = 1, kClosed = 2;
+    static constexpr int kHasValue = 1, kClosed = 2;  // bits of flags
 };
 
-// First `behind`, then `before`.
+// The map that applies `behind` (the later tokens) first, then `before`.
 __device__ __forceinline__ ScanMap compose(const ScanMap& before, const ScanMap& behind) {
     if (before.flags & ScanMap::kClosed) return before;
     ScanMap out;
@@ -55,7 +56,7 @@ __device__ __forceinline__ ScanMap shuffle_down(const ScanMap& map, int by) {
     return out;
 }
 
-// Each lane: its own map after those of all lanes behind it.
+// Gives each lane the composition of its own map and those of all higher lanes.
 __device__ __forceinline__ ScanMap warp_scan(ScanMap map) {
     const int lane = int(threadIdx.x) % kWarp;
 #pragma unroll
@@ -66,7 +67,7 @@ __device__ __forceinline__ ScanMap warp_scan(ScanMap map) {
     return map;
 }
 
-// R and V behind some token.
+// R and V after some token.
 struct ScanState {
     double returns = 0;  // R of the next trained token
     float value = 0;     // V of the next trained token
@@ -78,20 +79,22 @@ __device__ __forceinline__ ScanState apply(const ScanMap& map, const ScanState& 
             map.flags & ScanMap::kHasValue ? map.value : behind.value};
 }
 
+// A chunk's map in the workspace.
 struct alignas(16) PublishedMap {
-    ScanMap map;
+    ScanMap map;      // from the state after the chunk to the state before it
     unsigned ready;   // 1 once `map` is written
-    unsigned unused;  // fills 16 bytes
+    unsigned unused;  // pads to a multiple of 16 bytes
 };
 
+// The shared memory of a block.
 struct ScanShared {
-    unsigned row_ends[kScanChunk / 32];  // a bit for each token that is the last of its row
-    ScanMap warps[kScanWarps];           // in the end: the maps of all warps behind
-    ScanState behind;                    // of the chunk
+    unsigned row_ends[kScanChunk / 32];  // one bit per token: set if it is the last of its row
+    ScanMap warps[kScanWarps];           // first the map of each warp, then that of all warps after it
+    ScanState behind;                    // R and V after the chunk
     int64_t chunk;                       // the block's chunk, taken from the counter
 };
 
-// Marks the last tokens of the rows in [begin, end). By all threads.
+// Marks the tokens in [begin, end) that are the last of their row. Called by all threads.
 __device__ __forceinline__ void mark_row_ends(const TokenRows& r, int64_t begin, int64_t end, unsigned* row_ends) {
     for (int i = int(threadIdx.x); i < kScanChunk / 32; i += kScanThreads) row_ends[i] = 0;
     const int64_t first = warp_find_row(r, begin);
@@ -107,12 +110,13 @@ __device__ __forceinline__ void mark_row_ends(const TokenRows& r, int64_t begin,
     __syncthreads();
 }
 
-// By one warp: the state behind a chunk whose row continues there. The maps of the chunks behind are published or being
-// computed, as chunks are taken from the last to the first.
+// The state after a chunk whose last row continues there. Called by one warp. The maps of the following chunks are
+// published or being computed, because blocks take chunks from the last to the first.
 __device__ __forceinline__ ScanState look_behind(PublishedMap* published, int64_t chunk, int64_t chunks) {
     const int lane = int(threadIdx.x) % kWarp;
     ScanMap total;
     for (int64_t base = chunk + 1; base < chunks; base += kWarp) {
+        // Each lane waits for one chunk's map; after the last chunk a closed map ends the search.
         ScanMap map;
         map.flags = ScanMap::kClosed;
         if (base + lane < chunks) {
@@ -177,8 +181,8 @@ __device__ __forceinline__ void store_run(float* to, int64_t first, int64_t end,
     }
 }
 
-// The state behind this thread's run, composed from its warp, the warps behind and the chunks behind. Publishes the
-// chunk's map where other blocks may need it.
+// The state after this thread's run, from the maps of the higher lanes, the following warps and the following chunks.
+// Publishes the chunk's map if other blocks may need it.
 __device__ __forceinline__ ScanState state_behind(const ScanMap& run, ScanShared& s, PublishedMap* published,
                                                   int64_t chunk, int64_t chunks) {
     const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp;
@@ -187,6 +191,7 @@ __device__ __forceinline__ ScanState state_behind(const ScanMap& run, ScanShared
     if (lane == kWarp - 1) behind = ScanMap{};
     if (lane == 0) s.warps[warp] = scanned;
     __syncthreads();
+    // The first warp scans the maps of all warps, publishes the result and gets the state after the chunk.
     if (warp == 0) {
         const ScanMap warps = warp_scan(lane < kScanWarps ? s.warps[lane] : ScanMap{});
         const ScanMap next = shuffle_down(warps, 1);
@@ -209,11 +214,12 @@ __device__ __forceinline__ ScanState state_behind(const ScanMap& run, ScanShared
     return apply(behind, apply(s.warps[warp], s.behind));
 }
 
-// `counter` and `published` are null where no row crosses the edge of a chunk.
+// One block per chunk. `counter` and `published` are null if no row crosses the edge of a chunk.
 template <class T, class Mask, bool has_values>
 __global__ void __launch_bounds__(kScanThreads)
     scan_kernel(const T* rewards, const T* values, const Mask* mask, TokenRows rows, int64_t chunk_tokens, bool aligned,
                 ScanFactors factors, unsigned* counter, PublishedMap* published, float* advantages, float* returns) {
+    // Take a chunk: the last one that no block has taken, if blocks may have to wait for later chunks.
     ScanShared& s = *shared<ScanShared>();
     int64_t chunk = blockIdx.x;
     if (counter != nullptr) {
@@ -223,13 +229,14 @@ __global__ void __launch_bounds__(kScanThreads)
     }
     const int64_t begin = chunk * chunk_tokens, end = min(begin + chunk_tokens, rows.tokens);
     const int64_t first = begin + int64_t(threadIdx.x) * kRun;
-    // Loaded here and used once the ends of rows are known.
+    // Start the loads here; the ends of rows are found while they are in flight.
     const TokenRun<T, kRun> rewards_here(rewards, first, end, aligned);
     const TokenRun<T, kRun> values_here(has_values ? values : nullptr, first, end, aligned);
     const TokenRun<Mask, kRun> mask_here(mask, first, end, aligned);
     mark_row_ends(rows, begin, end, s.row_ends);
     const unsigned row_ends = s.row_ends[threadIdx.x / 4] >> (threadIdx.x % 4 * kRun) & 0xff;
 
+    // The map of this thread's run, and the state after it.
     float r[kRun], v[kRun];
     unsigned trained = 0;
 #pragma unroll
@@ -240,6 +247,7 @@ __global__ void __launch_bounds__(kScanThreads)
     }
     const ScanMap run = map_of_run<has_values>(r, v, trained, row_ends, factors);
     ScanState state = state_behind(run, s, published, chunk, gridDim.x);
+    // Apply the recursion token by token, and write returns and advantages.
     float result[kRun], difference[kRun];
 #pragma unroll
     for (int i = kRun - 1; i >= 0; --i) {
@@ -258,27 +266,29 @@ __global__ void __launch_bounds__(kScanThreads)
     if constexpr (has_values) store_run(advantages, first, end, aligned, difference);
 }
 
+// Bytes of workspace: the counter, then the published maps.
 inline int64_t scan_workspace(int64_t tokens) {
     return 16 + (tokens / kScanChunk + 1) * int64_t(sizeof(PublishedMap));
 }
 
 // ---- Host: check_inputs, plan, launch -------------------------------------------------------------------------------
-// The tensors of one scan; values and advantages are not given for returns.
+// The tensors of one scan.
 struct ScanCall {
-    View rewards, values, mask, advantages, returns;
-    TokenRows rows;
-    ScanFactors factors;
+    View rewards, values, mask, advantages, returns;  // one value per token; no values and advantages for token_returns
+    TokenRows rows;                                   // of all tensors
+    ScanFactors factors;                              // of the recursion
 };
 
+// The launch of scan_kernel.
 struct ScanPlan {
     int64_t chunk;            // tokens per block
     int64_t chunks;           // blocks
     bool aligned;             // chunks of every stream begin at multiples of 16 bytes
-    unsigned* counter;        // chunks taken so far; null where no row crosses the edge of a chunk
-    PublishedMap* published;  // [chunks]; null as `counter`
+    unsigned* counter;        // number of chunks taken so far; null if no row crosses the edge of a chunk
+    PublishedMap* published;  // [chunks]; null if `counter` is
 };
 
-// `name`: the argument that the rewards came by.
+// `name`: the argument of the rewards, for messages.
 inline void check_inputs(const char* name, const ScanCall& call, const View& workspace) {
     check_kernel_mask(name, call.rewards, call.mask);
     require_float_stream(name, call.rewards);
@@ -301,7 +311,7 @@ inline void check_inputs(const char* name, const ScanCall& call, const View& wor
 
 inline ScanPlan plan(const ScanCall& call, const View& workspace) {
     ScanPlan p{};
-    // Padded rows that fit a chunk are never cut.
+    // Padded rows that fit into a chunk are never cut.
     const bool whole = call.rows.starts == nullptr && call.rows.width <= kScanChunk;
     p.chunk = whole ? kScanChunk / call.rows.width * call.rows.width : kScanChunk;
     p.chunks = (call.rows.tokens + p.chunk - 1) / p.chunk;

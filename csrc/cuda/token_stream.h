@@ -1,4 +1,4 @@
-// Reading token streams in kernels: neighbouring tokens of a contiguous stream, and the row that a token belongs to.
+// Reads token streams in kernels: adjacent tokens of a contiguous stream, and the row of a token.
 #pragma once
 
 #include "cuda/block.h"
@@ -6,17 +6,17 @@
 
 namespace turnwise::cuda {
 
-// The rows of a stream whose tokens are numbered one after the other, row by row.
+// The rows of a stream. Tokens are numbered row by row.
 struct TokenRows {
     int64_t rows, tokens;           // B, and N or B * T
     int64_t width;                  // padded: T, the length of every row
     const void* starts;             // packed: [rows + 1] i32 or i64; null: padded
     bool wide;                      // starts are i64
-    const void* lengths = nullptr;  // padded: [rows] i32 or i64, how many tokens of each row count; null: all
+    const void* lengths = nullptr;  // padded: [rows] i32 or i64, number of tokens of each row that count; null: all
     bool wide_lengths = false;      // lengths are i64
 };
 
-// Clamped, so that wrong boundaries give wrong sums at worst.
+// The first token of a row. It is clamped, so wrong boundaries give wrong sums but no illegal access.
 __device__ __forceinline__ int64_t row_start(const TokenRows& r, int64_t row) {
     if (r.starts == nullptr) return row * r.width;
     const int64_t start =
@@ -32,10 +32,11 @@ __device__ __forceinline__ int64_t row_length(const TokenRows& r, int64_t row, i
     return length < 0 ? 0 : length > tokens ? tokens : length;
 }
 
-// The last row that starts at or before a token: the one that holds it. By a whole warp; every lane gets it.
+// The last row that starts at or before a token, so the row that holds it. Called by a whole warp; every lane gets it.
 __device__ __forceinline__ int64_t warp_find_row(const TokenRows& r, int64_t token) {
     if (r.starts == nullptr) return token / r.width;
     const int lane = int(threadIdx.x) % kWarp;
+    // Search with 32 probes at a time: the row is in [low, high).
     int64_t low = 0, high = r.rows;
     while (high - low > 1) {
         const int64_t step = (high - low + kWarp - 1) / kWarp;
@@ -47,8 +48,8 @@ __device__ __forceinline__ int64_t warp_find_row(const TokenRows& r, int64_t tok
     return low;
 }
 
-// Tokens [first, first + count) of a stream as they come from memory; those from `end` on, and all of no stream, are 0.
-// `aligned`: the place is a multiple of the instruction's size, if the stream's own start is.
+// Tokens [first, first + count) of a stream as loaded. Tokens from `end` on are 0, and so are all tokens of a null
+// stream. `aligned`: the address of the first token is a multiple of the load's size.
 template <class T, int count>
 class TokenRun {
   public:
@@ -73,6 +74,7 @@ class TokenRun {
     __device__ __forceinline__ T operator[](int i) const { return packs_[i / kPack][i % kPack]; }
 
   private:
+    // Values per load, and number of loads.
     static constexpr int kPack = count * int(sizeof(T)) < 16 ? count : 16 / int(sizeof(T)), kPacks = count / kPack;
     Loaded<T, kPack> packs_[kPacks];
 };

@@ -1,44 +1,45 @@
-// Sums of rewards over the rows of a token stream, in steps that a fused kernel can take too.
+// Sums of rewards over the rows of a token stream, as device functions that a fused kernel can use too.
 #pragma once
 
 #include "cuda/token_stream.h"
 
 namespace turnwise::cuda {
 
-// A block sums a chunk of neighbouring tokens; each of its warps holds a unit of them in registers and adds up the rows
-// that it meets there. What a row has in several units is added up by the block, what it has in several chunks by a
-// second kernel; always in one order.
+// A block sums a chunk of adjacent tokens. Each warp has a unit of them in registers and adds up the rows in it. The
+// block adds up the parts of rows that several units hold, and a second kernel those that several chunks hold. The
+// order of additions is fixed.
 constexpr int kSumWarps = 8, kSumThreads = kSumWarps * kWarp;
 constexpr int kSumPack = 4, kSumPacks = 4, kSumUnit = kSumPack * kSumPacks * kWarp, kSumChunk = kSumUnit * kSumWarps;
 
-// Sums of the rows that a chunk cuts.
+// Parts of the rows that a chunk cuts; undefined if there is no such row.
 struct Edges {
     double head;  // the chunk's part of the row that began before it
-    double tail;  // the chunk's part of the row that continues behind it
+    double tail;  // the chunk's part of the row that continues after it
 };
 
+// Parts of the rows that a unit cuts.
 struct UnitParts {
-    double head, tail;  // as Edges, of a unit
-    int64_t tail_row;   // the row that continues behind the unit; -1: none
+    double head, tail;  // as in Edges
+    int64_t tail_row;   // the row that continues after the unit; -1: none
     int64_t tail_end;   // the end of that row
-    int64_t head_end;   // the end of the row that began before the unit; the unit's begin: none did
+    int64_t head_end;   // the end of the row that began before the unit; equals the unit's begin if none did
 };
 
-// A lane's tokens are kSumPacks packs of kSumPack neighbours, or single ones a warp apart where the memory is not
-// aligned.
+// The position in a unit of a lane's token k of pack `pack`. A pack is kSumPack adjacent tokens, or single tokens a
+// warp apart if the memory is not aligned.
 __device__ __forceinline__ int place_in_unit(int pack, int k, int lane, bool aligned) {
     return pack * kSumPack * kWarp + (aligned ? lane * kSumPack + k : k * kWarp + lane);
 }
 
-// All packs of a whole unit are asked for before the first is looked at: a load that waits for the one before it would
-// leave the memory idle.
+// Loads a whole unit; masked tokens are 0, and tokens after a row's length have no meaning. It requests all packs
+// before it uses the first: a load that waits for the one before it would leave the memory idle.
 template <class T, class Mask>
 __device__ __forceinline__ void load_whole_unit(const TokenRows& r, const T* rewards, const Mask* mask, int64_t begin,
                                                 float (&values)[kSumPacks][kSumPack]) {
     const int64_t first = begin + place_in_unit(0, 0, int(threadIdx.x) % kWarp, true);
     Loaded<T, kSumPack> packs[kSumPacks]{};
     Loaded<Mask, kSumPack> on[kSumPacks];
-    // Tokens behind a row's length need not be read, where finding the length is cheap.
+    // Skip tokens after a row's length, if finding the length is cheap.
     const bool lengths = r.lengths != nullptr && r.width % kSumPack == 0 && r.width >= kSumPack * kWarp;
     int64_t row = lengths ? first / r.width : 0, place = first - row * r.width;
     bool counts[kSumPacks];
@@ -50,6 +51,7 @@ __device__ __forceinline__ void load_whole_unit(const TokenRows& r, const T* rew
         }
         counts[p] = !lengths || place < row_length(r, row, r.width);
     }
+    // Request all packs.
 #pragma unroll
     for (int p = 0; p < kSumPacks; ++p) {
         if (counts[p]) packs[p] = load_streaming<T, kSumPack>(rewards + first + p * kSumPack * kWarp);
@@ -70,6 +72,7 @@ __device__ __forceinline__ void load_whole_unit(const TokenRows& r, const T* rew
     }
 }
 
+// Loads any unit; tokens from `end` on are 0.
 template <class T, class Mask>
 __device__ __forceinline__ void load_unit(const TokenRows& r, const T* rewards, const Mask* mask, int64_t begin,
                                           int64_t end, bool aligned, float (&values)[kSumPacks][kSumPack]) {
@@ -87,6 +90,7 @@ __device__ __forceinline__ void load_unit(const TokenRows& r, const T* rewards, 
     }
 }
 
+// The warp's sum of the tokens at positions [from, to) of its unit.
 __device__ __forceinline__ double sum_between(const float (&values)[kSumPacks][kSumPack], int from, int to,
                                               bool aligned) {
     const int lane = int(threadIdx.x) % kWarp;
@@ -102,7 +106,7 @@ __device__ __forceinline__ double sum_between(const float (&values)[kSumPacks][k
     return warp_sum(sum);
 }
 
-// Adds up a unit's rows: whole ones go to `sums`, the others are returned.
+// Adds up a unit's rows. Writes whole rows to `sums` and returns the parts of the others.
 __device__ __forceinline__ UnitParts sum_rows(const TokenRows& r, const float (&values)[kSumPacks][kSumPack],
                                               int64_t begin, int64_t end, bool aligned, float* sums) {
     UnitParts parts{0, 0, -1, 0, begin};
@@ -110,6 +114,7 @@ __device__ __forceinline__ UnitParts sum_rows(const TokenRows& r, const float (&
         const int64_t start = row_start(r, row), stop = row_start(r, row + 1);
         if (start >= end) break;
         if (stop <= start) continue;
+        // The tokens of the row that count and are in this unit.
         const int64_t used = min(start + row_length(r, row, stop - start), end);
         const double sum = sum_between(values, int(max(start, begin) - begin), int(used - begin), aligned);
         if (start < begin) {
@@ -126,7 +131,7 @@ __device__ __forceinline__ UnitParts sum_rows(const TokenRows& r, const float (&
     return parts;
 }
 
-// By the first lanes of a block, one for each unit: adds up the parts of rows that several units hold.
+// Adds up the parts of rows that several units hold. Called by the first warp of a block, with one lane per unit.
 __device__ __forceinline__ void join_units(const UnitParts* parts, int units, int64_t begin, int64_t end, float* sums,
                                            Edges* edges) {
     const int unit = int(threadIdx.x);
@@ -144,8 +149,8 @@ __device__ __forceinline__ void join_units(const UnitParts* parts, int units, in
     }
 }
 
-// Sums the rows of chunk number `chunk`, of `chunk_tokens` tokens (kSumChunk, or fewer where rows are whole within it).
-// By a block of kSumThreads threads; `parts`: shared memory for kSumWarps of them. `edges`: null where no row is cut.
+// Sums the rows of chunk number `chunk`. chunk_tokens: tokens per chunk, kSumChunk or fewer if chunks hold whole rows.
+// Called by a block of kSumThreads threads. parts: shared memory for kSumWarps elements. edges: null if no row is cut.
 template <class T, class Mask>
 __device__ __forceinline__ void sum_chunk(const T* rewards, const Mask* mask, const TokenRows& rows, int64_t chunk,
                                           int64_t chunk_tokens, bool aligned, UnitParts* parts, float* sums,
@@ -161,10 +166,11 @@ __device__ __forceinline__ void sum_chunk(const T* rewards, const Mask* mask, co
     }
     __syncthreads();
     if (warp == 0) join_units(parts, units, begin, end, sums, edges == nullptr ? nullptr : edges + chunk);
-    __syncthreads();  // the parts may be written anew
+    __syncthreads();  // now the next call may write the parts
 }
 
-// By a warp, once all chunks are summed: adds up the parts of a row that several chunks hold; an empty row gets 0.
+// Adds up the parts of a row that several chunks hold; an empty row gets 0. Called by a warp once all chunks are
+// summed.
 __device__ __forceinline__ void join_row(const TokenRows& rows, int64_t row, const Edges* edges, float* sums) {
     const int lane = int(threadIdx.x) % kWarp;
     const int64_t start = row_start(rows, row), stop = row_start(rows, row + 1);

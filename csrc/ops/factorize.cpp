@@ -11,7 +11,7 @@ uint64_t mix(uint64_t key) {
     return key ^ (key >> 29);
 }
 
-// Keys in a narrow range: a table indexed by the key itself.
+// For keys in a narrow range: a table indexed by key - low.
 template <class Key>
 int64_t by_table(Key key, int64_t count, int64_t low, int64_t range, int64_t* ids) {
     std::vector<int32_t> table(size_t(range), -1);
@@ -24,14 +24,14 @@ int64_t by_table(Key key, int64_t count, int64_t low, int64_t range, int64_t* id
     return found;
 }
 
-// Any keys: open addressing, linear probing, at most half full.
+// For any keys: a hash table with linear probing, at most half full.
 template <class Key>
 int64_t by_hash(Key key, int64_t count, int64_t* ids) {
     size_t capacity = 16;
     while (capacity < size_t(count) * 2) capacity *= 2;
     struct Slot {
-        int64_t key;
-        int64_t id;  // -1: free
+        int64_t key;  // undefined if free
+        int64_t id;   // -1: free
     };
     std::vector<Slot> slots(capacity, Slot{0, -1});
     int64_t found = 0;
@@ -48,6 +48,7 @@ int64_t by_hash(Key key, int64_t count, int64_t* ids) {
 template <class Key>
 int64_t number(Key key, int64_t count, int64_t* ids) {
     if (count == 0) return 0;
+    // The range of the keys decides between the two tables.
     int64_t low = key(0), high = low;
     for (int64_t i = 1; i < count; ++i) {
         low = std::min(low, key(i));

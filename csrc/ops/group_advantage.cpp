@@ -46,19 +46,19 @@ Half from_double<Half>(double value) {
     return to_half(float(value));
 }
 
-// Sums of a group's values, as offsets from its first: equal values then give exact zeros, and since the first value
-// is a member of the group, sum of squares minus squared sum loses no more than log2(n) bits (Samuelson's inequality).
+// Sums of a group's values as offsets from its first value, so that equal values give exact zeros. Because the first
+// value is a member of the group, sum of squares minus squared sum loses at most log2(n) bits (Samuelson's inequality).
 struct Sums {
     int64_t count = 0;  // members
     double base = 0;    // the first value
-    double sum = 0;     // of value - base
-    double square = 0;  // of (value - base)^2
+    double sum = 0;     // sum of value - base
+    double square = 0;  // sum of (value - base)^2
 
     double add(double value) {
         if (count == 0) base = value;
         return add_to(value);
     }
-    // Not the first, or base is set.
+    // For a group whose base is set.
     double add_to(double value) {
         const double offset = value - base;
         ++count;
@@ -69,7 +69,8 @@ struct Sums {
     double mean_offset() const { return sum / double(count); }
 };
 
-// Reciprocals of a group's size, kept for the next group: groups are often of one size, and divisions are slow.
+// Reciprocals of a group's size. They are kept for the next group, because groups often have the same size and
+// divisions are slow.
 struct Shares {
     int64_t count = 0;       // members
     double of_mean = 0;      // 1 / members
@@ -83,6 +84,7 @@ struct Shares {
     }
 };
 
+// Sums for Center::length_weighted.
 struct Weights {
     double total = 0;     // sum of lengths
     double weighted = 0;  // sum of length * (value - base)
@@ -95,23 +97,25 @@ struct Weights {
 
 // advantage = (value * scale - center) * factor
 struct Line {
-    double scale = 1;   // kSmaller for groups whose values are too large to be squared
-    double center = 0;  // scaled
-    double factor = 0;  // 1 / (std + eps), or 1
+    double scale = 1;   // kSmaller for groups whose values are too large to be squared, else 1
+    double center = 0;  // see Center; times scale
+    double factor = 0;  // 1 / (std + eps), or 1 (leave_one_out: times n / (n - 1)); divided by scale; 0: no advantage
 };
 
-constexpr double kSmaller = 0x1p-600;  // brings the largest double to where its square is finite, and is exact
+constexpr double kSmaller = 0x1p-600;  // makes the square of the largest double finite; a power of two is exact
 
 bool is_finite(double value) {
     return value - value == 0;
 }
 
+// The line of a group of one member.
 Line lone(const GroupAdvantageOptions& o) {
     require(o.singleton != Singleton::error, "group_ids: a group has a single member, and singleton='error'");
     if (o.singleton == Singleton::zero) return {};
     return {1, 0, o.scale == Scale::std ? 1 / (1 + o.eps) : 1};
 }
 
+// The line of a group. `scale`: what the group's values were multiplied by before they were summed.
 inline Line line_of(const Sums& g, const Weights* weights, const GroupAdvantageOptions& o, Shares& shares,
                     double scale = 1) {
     if (g.count == 0) return {};
@@ -131,7 +135,7 @@ inline Line line_of(const Sums& g, const Weights* weights, const GroupAdvantageO
 }
 
 struct Rows {
-    int64_t count;
+    int64_t count;         // rows
     const int64_t* group;  // [count]
     const bool* valid;     // [count]: rows that enter the statistics; null: all
     const double* length;  // [count]: weights; null: 1
@@ -148,8 +152,8 @@ int64_t checked_group(const Rows& rows, int64_t row, int64_t groups) {
 // One entry per (group, trajectory), with the mean of its rows.
 struct Entries {
     std::vector<int64_t> of_row;  // [rows]: the row's entry
-    std::vector<int64_t> group;   // [entries]
-    std::vector<Sums> sums;       // [entries]: of rewards
+    std::vector<int64_t> group;   // [entries]: the entry's group
+    std::vector<Sums> sums;       // [entries]: sums of its rewards
     std::vector<double> length;   // [entries]: sum of its rows' lengths
 };
 
@@ -157,6 +161,7 @@ template <class T>
 Entries pool_trajectories(const T* rewards, const Rows& rows, const int64_t* trajectories, int64_t groups) {
     Entries entries;
     entries.of_row.assign(size_t(rows.count), 0);
+    // Collect the rows that enter the statistics.
     std::vector<int64_t> chosen, group, trajectory;
     for (int64_t row = 0; row < rows.count; ++row) {
         if (!rows.enters(row)) continue;
@@ -166,10 +171,11 @@ Entries pool_trajectories(const T* rewards, const Rows& rows, const int64_t* tra
     }
     const int64_t count = int64_t(chosen.size());
     std::vector<int64_t> entry(chosen.size());
-    // Group ids made dense first, so that the pair of both fits one key.
+    // Number the pairs of group and trajectory. Both ids are made dense first, so that a pair fits one key.
     factorize(group.data(), count, entry.data());
     const int64_t distinct = factorize(trajectory.data(), count, trajectory.data());
     const int64_t found = factorize_pairs(entry.data(), trajectory.data(), distinct, count, entry.data());
+    // Add each row to its entry.
     entries.sums.resize(size_t(found));
     entries.group.resize(size_t(found));
     entries.length.resize(size_t(found));
@@ -183,7 +189,7 @@ Entries pool_trajectories(const T* rewards, const Rows& rows, const int64_t* tra
     return entries;
 }
 
-// The line of every group. each(visit) calls visit(group, value, length) for all that enters the statistics.
+// The line of every group. each(visit) calls visit(group, value, length) for all values that enter the statistics.
 template <class Each>
 std::vector<Line> lines_of(const Each& each, int64_t groups, const GroupAdvantageOptions& o) {
     const bool weighted = o.center == Center::length_weighted;
@@ -196,6 +202,7 @@ std::vector<Line> lines_of(const Each& each, int64_t groups, const GroupAdvantag
         if (weighted) weights[g].add(length, offset);
     };
     each(accumulate);
+    // Groups whose squares overflow are summed again, with smaller values.
     const auto overflows = [](const Sums& g) { return !is_finite(g.square); };
     if (std::any_of(sums.begin(), sums.end(), overflows)) {
         each([](int64_t, double value, double) { require(is_finite(value), "rewards: a value is not finite"); });
@@ -216,9 +223,9 @@ double apply(const Line& line, double value) {
     return (value * line.scale - line.center) * line.factor;
 }
 
-// The fast path for rows sorted by group, as rollouts of one prompt usually are: no table is needed, and threads share
-// the groups. `run` is false where rows are not sorted or an input is wrong; by_rows then computes or reports it. Both
-// paths give the same bits.
+// The fast path for rows sorted by group, as rollouts of one prompt usually are. It needs no table, and threads share
+// the groups. `run` returns false if rows are not sorted or an input is wrong; by_rows then computes the result or
+// reports the error. Both paths give the same bits.
 template <class T>
 class Runs {
   public:
@@ -241,9 +248,9 @@ class Runs {
     }
 
   private:
-    static constexpr int64_t kRowsPerThread = 16384;
+    static constexpr int64_t kRowsPerThread = 16384;  // below this a second thread costs more than it gains
 
-    // A part begins where a group does.
+    // The first row of a part. A part begins where a group does.
     int64_t start_of(int part, int parts) const {
         int64_t row = rows_.count * part / parts;
         if (part == 0 || part == parts) return row;
@@ -251,12 +258,12 @@ class Runs {
         return row;
     }
 
-    // The group that begins at `row`: where it ends, and the sums of those of its rows that count.
+    // Sums the group that begins at `row`, over its valid rows. Returns the row where it ends.
     template <bool has_valid>
     int64_t sum_up(int64_t row, int64_t end, Sums& sums) const {
         const int64_t group = rows_.group[row];
         sums = {1, to_double(rewards_[row]), 0, 0};
-        sums.square = sums.base - sums.base;  // not a number where it isn't finite
+        sums.square = sums.base - sums.base;  // NaN if the reward is not finite
         if constexpr (has_valid) {
             while (++row < end && (!rows_.valid[row] || rows_.group[row] == group)) {
                 if (rows_.valid[row]) sums.add_to(to_double(rewards_[row]));
@@ -270,6 +277,7 @@ class Runs {
         return row;
     }
 
+    // Writes the advantages of rows [begin, end), group by group. False if by_rows must take over.
     template <bool has_valid>
     bool walk(int64_t begin, int64_t end) const {
         int64_t before = begin > 0 ? rows_.group[begin - 1] : -1;
@@ -297,15 +305,15 @@ class Runs {
         return true;
     }
 
-    const T* rewards_;
+    const T* rewards_;  // [rows]
     const Rows& rows_;
-    int64_t groups_;
+    int64_t groups_;  // ids are below it
     const GroupAdvantageOptions& o_;
-    T* advantages_;
+    T* advantages_;  // [rows], output
 };
 
-// The number of groups, found where the caller gave none. Ids far above the number of rows would need unbounded memory:
-// they are renumbered into `numbered`.
+// Returns the number of groups, and finds it if the caller gave none. If ids are far above the number of rows,
+// renumbers them into `numbered`, because a table indexed by them would need unbounded memory.
 int64_t settle_groups(Rows& rows, int64_t groups, std::vector<int64_t>& numbered) {
     if (groups < 0) {
         int64_t largest = -1;
@@ -331,6 +339,7 @@ void check_lengths(const Rows& rows) {
     require(!bad, "lengths: a value is negative");
 }
 
+// Every row is a member of its group.
 template <class T>
 void by_rows(const T* rewards, const Rows& rows, int64_t groups, const GroupAdvantageOptions& o, T* advantages) {
     const auto each = [&](const auto& visit) {
@@ -346,6 +355,7 @@ void by_rows(const T* rewards, const Rows& rows, int64_t groups, const GroupAdva
     }
 }
 
+// The mean of each trajectory's rows is a member of the group; all its rows get the trajectory's advantage.
 template <class T>
 void by_trajectories(const T* rewards, const Rows& rows, const int64_t* trajectories, int64_t groups,
                      const GroupAdvantageOptions& o, T* advantages) {

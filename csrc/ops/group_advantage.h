@@ -1,4 +1,4 @@
-// Advantages within groups; statistics in float64.
+// Advantages of rewards within groups. The statistics are computed in float64.
 #pragma once
 
 #include "core/view.h"
@@ -20,34 +20,35 @@ enum class Scale {
 // The advantage of a group's only member.
 enum class Singleton {
     zero,   // 0
-    raw,    // its reward, divided by 1 + eps if scaled
+    raw,    // its reward; divided by 1 + eps for Scale::std
     error,  // InvalidInput
 };
 
 struct GroupAdvantageOptions {
-    bool by_trajectory;  // statistics over one value per trajectory, the mean of its rows
-    Center center;
-    Scale scale;
-    Singleton singleton;
-    int ddof;        // the variance is divided by members - ddof
-    double eps;      // added to the standard deviation
-    double min_std;  // groups with a smaller standard deviation get 0
+    bool by_trajectory;   // statistics use one value per trajectory, the mean of its rows
+    Center center;        // subtracted from the rewards
+    Scale scale;          // divides the centred rewards
+    Singleton singleton;  // for groups of one member; unused if neither center nor scale is on
+    int ddof;             // the variance is divided by members - ddof
+    double eps;           // added to the standard deviation
+    double min_std;       // groups with a smaller standard deviation get 0
 };
 
 struct GroupAdvantageInput {
     View rewards;         // [B] f32, f64, bf16, f16
     View group_ids;       // [B] i64
-    View trajectory_ids;  // [B] i64, or none
-    View lengths;         // [B] f64, or none
-    View valid;           // [B] boolean, or none
-    int64_t num_groups;   // -1: the largest id of a valid row decides
+    View trajectory_ids;  // [B] i64; or none
+    View lengths;         // [B] f64, the weights of Center::length_weighted; or none
+    View valid;           // [B] boolean, rows that enter the statistics; or none: all
+    int64_t num_groups;   // ids are below it; -1: one more than the largest id of a valid row
 };
 
-// Shapes, types and layouts. Throws InvalidInput.
+// Checks shapes, types and layouts. Throws InvalidInput.
 void check_group_advantage(const GroupAdvantageInput& input, const GroupAdvantageOptions& options,
                            const View& advantages);
 
-// Writes advantages [B] (dtype of rewards, contiguous). All inputs contiguous. Throws InvalidInput.
+// Writes advantages [B] (dtype of rewards, contiguous); rows that are not valid get 0. All inputs must be contiguous.
+// Throws InvalidInput.
 void group_advantage(const GroupAdvantageInput& input, const GroupAdvantageOptions& options, const View& advantages,
                      int threads = 1);
 

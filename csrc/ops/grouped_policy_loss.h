@@ -1,4 +1,5 @@
-// From rewards per token to the loss: their sums over rows, advantages of the sums within groups, the policy loss.
+// From rewards per token to the loss: sums the rewards of each row, computes advantages of the sums within groups, then
+// the policy loss.
 #pragma once
 
 #include "ops/group_advantage.h"
@@ -7,9 +8,10 @@
 namespace turnwise {
 
 struct GroupedPolicyLossInput {
-    PolicyLossInput loss;       // its advantages [B] f32, contiguous, are written here first
-    View token_rewards;         // as loss.logprobs
-    GroupAdvantageInput group;  // its rewards [B] f32, contiguous, are written here first
+    PolicyLossInput
+        loss;  // its advantages [B] f32, contiguous, are an output: the op writes them before the loss reads them
+    View token_rewards;         // shape and types as loss.logprobs
+    GroupAdvantageInput group;  // its rewards [B] f32, contiguous, are an output: the sums of token rewards
 };
 
 // Throws InvalidInput.

@@ -22,7 +22,7 @@ const LogprobKernels& logprob_kernels_avx512();
 
 namespace {
 
-constexpr int64_t kValuesPerThread = 16384;  // below this a second thread costs more than it brings
+constexpr int64_t kValuesPerThread = 16384;  // below this a second thread costs more than it gains
 
 const LogprobKernels& kernels() {
 #if defined(TURNWISE_X86)
@@ -32,6 +32,7 @@ const LogprobKernels& kernels() {
     return logprob_kernels_baseline();
 }
 
+// The columns of the state tensor, see logprob_scan.
 struct State {
     State(const View& view, int64_t n) : data(view.as<double>()), n(n) { check_logprob_state(view, n); }
     Seen seen(int64_t row) const { return {data[row], data[n + row], data[2 * n + row]}; }
@@ -42,10 +43,11 @@ struct State {
         data[2 * n + row] = s.weighted;
     }
 
-    double* data;  // [4, n]
+    double* data;  // [4, n]: max, sum, weighted, picked
     int64_t n;     // tokens
 };
 
+// Access to the rows and segments of a LogitTile.
 class Tile {
   public:
     explicit Tile(const LogitTile& tile) : tile_(tile), rows_(tile.logits.shape[0]), width_(tile.logits.shape[1]) {
@@ -55,7 +57,7 @@ class Tile {
     int64_t rows() const { return rows_; }
     int64_t width() const { return width_; }
 
-    // The column of a row's target in this tile; -1: it is in another tile.
+    // The column of a row's target within this tile; -1 if it is in another tile.
     int64_t target(int64_t row) const {
         const View& targets = tile_.targets;
         const int64_t place = row * targets.stride[0];
@@ -63,12 +65,14 @@ class Tile {
         return id >= tile_.first && id < tile_.first + width_ ? id - tile_.first : -1;
     }
 
+    // The scaled logit x.
     float value(int64_t row, int64_t column) const {
         const int64_t place = row * tile_.logits.stride[0] + column;
         const float bias = tile_.bias ? tile_.bias.as<float>()[column] : 0.0f;
         return (read(tile_.logits, place) + bias) * tile_.scale;
     }
 
+    // Calls body(segment, first column) for each segment of a row.
     template <class Body>
     void each_segment(int64_t row, const Body& body) const {
         for (int64_t begin = 0; begin < width_; begin += kLogitSegment) {
@@ -78,6 +82,7 @@ class Tile {
         }
     }
 
+    // Calls body(row) for each row; threads share the rows.
     template <class Body>
     void each_row(int threads, const Body& body) const {
         const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(threads, rows_ * width_ / kValuesPerThread));
@@ -86,7 +91,7 @@ class Tile {
         });
     }
 
-    // Zeros are all bits 0 in every float type.
+    // Fills a row of `out` with zeros, whose bits are all 0 in every float type.
     void clear(const View& out, int64_t start) const {
         const size_t size = out.dtype == DType::f32 ? 4 : 2;
         std::memset(out.as<char>() + size_t(start) * size, 0, size_t(width_) * size);
@@ -109,7 +114,7 @@ class Tile {
 
   private:
     const LogitTile& tile_;
-    int64_t rows_, width_;
+    int64_t rows_, width_;  // [rows, width]: shape of the logits
 };
 
 }  // namespace
@@ -194,7 +199,7 @@ void logprob_grad(const LogitTile& given, const LogprobGradient& gradient, const
         // The target's gradient is computed in float32, before its logit may be overwritten.
         const float x = target >= 0 ? tile.value(row, target) : 0.0f;
         const int64_t start = row * out.stride[0];
-        if (is_zero(g)) {  // a token that does not train, whatever its logits are
+        if (is_zero(g)) {  // the token does not train, so even NaN logits get 0
             tile.clear(out, start);
             return;
         }

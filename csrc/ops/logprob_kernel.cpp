@@ -30,7 +30,7 @@ struct Row {
     TW_INLINE VecF at(int i) const {
         return bias ? scaled(load(logits + i), load(bias + i)) : load(logits + i) * scale;
     }
-    // Lanes beyond the end hold -inf, which weighs nothing.
+    // The last, partial vector. Lanes beyond the end are -inf, so their weight exp(x) is 0.
     TW_INLINE VecF tail(int i) const {
         const VecF x = load_first(logits + i, n - i, -kInfinity);
         return bias ? scaled(x, load_first(bias + i, n - i, 0.0f)) : x * scale;
@@ -43,19 +43,22 @@ Row<T> row_of(const LogitSegment& segment) {
             broadcast(segment.scale)};
 }
 
+// The largest x of a segment, ignoring NaN.
 template <class T>
 TW_INLINE float largest(const Row<T>& row) {
-    // Four at a time: a maximum waits for the one before it.
+    // Four maxima at a time, because each one waits for the one before it.
     VecF top[4] = {broadcast(-kInfinity), broadcast(-kInfinity), broadcast(-kInfinity), broadcast(-kInfinity)};
     int i = 0;
     for (; i + 4 * kLanes <= row.n; i += 4 * kLanes) {
-        for (int k = 0; k < 4; ++k) top[k] = vec_max(row.at(i + k * kLanes), top[k]);  // NaN loses here, not in the sum
+        for (int k = 0; k < 4; ++k)
+            top[k] = vec_max(row.at(i + k * kLanes), top[k]);  // ignores NaN, which still reaches the sum
     }
     for (; i + kLanes <= row.n; i += kLanes) top[0] = vec_max(row.at(i), top[0]);
     if (i < row.n) top[0] = vec_max(row.tail(i), top[0]);
     return max_lanes(vec_max(vec_max(top[0], top[1]), vec_max(top[2], top[3])));
 }
 
+// A segment's sums relative to its maximum.
 template <class T, bool weighted>
 Seen scan_row(const Row<T> row) {
     const float top = largest(row);

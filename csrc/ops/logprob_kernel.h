@@ -1,4 +1,5 @@
-// The kernel of the log-probabilities, which takes one segment of a row at a time. Compiled once per instruction set.
+// The kernel of the log-probabilities. It takes one segment of a row at a time and is compiled once per instruction
+// set.
 #pragma once
 
 #include "core/view.h"
@@ -6,20 +7,23 @@
 
 namespace turnwise {
 
-constexpr int kLogitSegment = 2048;  // columns: stays in L1 between the two looks at it, and float32 lanes lose nothing
+constexpr int kLogitSegment = 2048;  // columns: it stays in L1 between the two passes, and float32 sums stay accurate
 
-// n <= kLogitSegment logits of one row, contiguous from `offset` of `logits`.
+// n <= kLogitSegment logits of one row, contiguous from element `offset` of `logits`.
 struct LogitSegment {
-    View logits;
-    int64_t offset;     // of the segment, in elements
-    const float* bias;  // or null
+    View logits;        // the whole tile
+    int64_t offset;     // of the segment in `logits`, in elements
+    const float* bias;  // [n]; or null
     int n;              // columns
     float scale;        // 1 / temperature
 };
 
 struct LogprobKernels {
+    // The sums of a segment; with the weighted sum if `weighted`.
     Seen (*scan)(const LogitSegment&, bool weighted);
+    // Writes the gradient of a segment from element `out_offset` of `out` on, without the term of the target.
     void (*grad)(const LogitSegment&, const RowGradient&, const View& out, int64_t out_offset);
+    // total[i] += part[offset + i] for i < n.
     void (*add)(const View& part, int64_t offset, int64_t n, float* total);
 };
 

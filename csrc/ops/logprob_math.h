@@ -1,5 +1,5 @@
-// Log-softmax of a row of logits, segment by segment: its running state, and the gradient of one logit. Written once
-// for host and device, over a Math as policy_loss_math.h describes it.
+// Log-softmax of a row of logits, segment by segment: its running state, and the gradient of one logit. The code serves
+// host and device; policy_loss_math.h describes its parameter Math.
 //
 // Online softmax: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
 #pragma once
@@ -10,9 +10,9 @@
 
 namespace turnwise {
 
-constexpr float kLeastLog = -87.0f;  // exp of less counts as 0; there every step of exp is still a normal number
+constexpr float kLeastLog = -87.0f;  // exp of less counts as 0; here every step of exp still gives a normal number
 
-// exp(x) for logits x relative to about the largest: x <= 0, or what rounding leaves above it. NaN stays NaN.
+// exp(x) for logits x relative to about the largest one: x <= 0 up to rounding. NaN stays NaN.
 template <class Math>
 struct Weight {
     typename Math::F log;    // x, at least kLeastLog
@@ -43,6 +43,7 @@ TW_HD Seen relative_to(const Seen& s, double top) {
     return {top, factor * s.sum, factor * (s.weighted + shift * s.sum)};
 }
 
+// The state of all logits of a and b.
 TW_HD Seen together(const Seen& a, const Seen& b) {
     const double top = a.max > b.max ? a.max : b.max;
     const Seen left = relative_to(a, top), right = relative_to(b, top);
@@ -56,12 +57,12 @@ TW_HD double entropy_of(const Seen& s) {
     return log(s.sum) - s.weighted / s.sum;
 }
 
-// With p = exp(x - lse) and H = -sum(p log p), upstream gradients g of log p[target] and h of H: the gradient of a
-// logit before its scaling is  g ([target] - p) - h p (log p + H).
+// Let p = exp(x - lse) and H = -sum(p log p), with upstream gradients g of log p[target] and h of H. The gradient of x
+// is then  g ([target] - p) - h p (log p + H), and that of the logit is `scale` times as much.
 struct RowGradient {
     float lse;          // log(sum(exp(x)))
-    float flat, slope;  // every logit gets p (flat + slope log p)
-    float target;       // the target's logit gets this in addition
+    float flat, slope;  // every logit gets p (flat + slope log p): -scale (g + h H) and -scale h
+    float target;       // scale g: the target's logit gets this in addition
 };
 
 TW_HD RowGradient row_gradient(float lse, float entropy, float grad_logprob, float grad_entropy, float scale) {

@@ -29,8 +29,8 @@ const PolicyLossKernels& policy_loss_kernels() {
 
 namespace {
 
-constexpr int64_t kSegment = 16 * kTile;
-constexpr int64_t kTokensPerThread = 16 * kTile;  // below this a second thread costs more than it brings
+constexpr int64_t kSegment = 16 * kTile;          // tokens; longer rows are cut, so that threads can share them
+constexpr int64_t kTokensPerThread = 16 * kTile;  // below this a second thread costs more than it gains
 
 double inverse(double value) {
     return value > 0 ? 1 / value : 0;
@@ -57,12 +57,13 @@ class Run {
         if (!needs_row_sums()) {
             each_segment([&](size_t i) { sums[i] = segment(segments_[i]); });
         } else if (layout_.rows() >= 8 * o_.threads) {
-            // Row by row, so that the second pass over a row finds it in the cache.
+            // Two passes over the tokens. With many rows, both passes take a row at a time, so that it is in the cache.
             each_run([&](size_t first, size_t last) {
                 sum_row(first, last);
                 for (size_t i = first; i < last; ++i) sums[i] = segment(segments_[i]);
             });
         } else {
+            // With few rows, threads share the segments of a row in each pass.
             std::vector<RowSums> parts(segments_.size());
             each_segment([&](size_t i) { parts[i] = row_sums(segments_[i]); });
             for (size_t i = 0; i < segments_.size(); ++i) rows_[size_t(segments_[i].row)].add(parts[i]);
@@ -73,14 +74,14 @@ class Run {
     }
 
   private:
-    // The checks that read values, which a GPU leaves out.
+    // The checks that read values; a GPU skips them.
     void check_values() const {
         for (int64_t row = 0; in_.actor_ids && row < layout_.rows(); ++row) {
             require(actor(row) >= 0 && actor(row) < o_.num_actors, "actor_ids: an id is out of range");
         }
     }
 
-    // Reference log-probabilities without a KL term still give the metric, by the k3 estimator.
+    // The metric for reference log-probabilities uses the k3 estimator if the loss has no KL term.
     KlKind kl_kind() const { return in_.ref_logprobs && o_.kl == KlKind::none ? KlKind::k3 : o_.kl; }
 
     bool per_sequence() const { return has_row_advantages(in_.advantages, layout_.rows()); }
@@ -91,12 +92,13 @@ class Run {
                                                  : in_.actor_ids.as<int32_t>()[place];
     }
 
-    // Cuts the tokens into one part per thread and runs body(first segment, last segment) on each; `whole_rows`: parts
-    // end where rows do.
+    // Cuts the segments into at most one part per thread, with about equal numbers of tokens, and runs body(first,
+    // last) on each. With `whole_rows`, parts end where rows do.
     template <class Body>
     void each_part(bool whole_rows, const Body& body) const {
         const int64_t tokens = layout_.tokens();
         const int parts = int(std::max<int64_t>(1, std::min<int64_t>(o_.threads, tokens / kTokensPerThread)));
+        // The first segment that starts at or after the equal share.
         const auto first_of = [&](int part) {
             if (part == parts) return int64_t(segments_.size());
             const int64_t place = tokens * part / parts;
@@ -116,7 +118,7 @@ class Run {
         });
     }
 
-    // Runs body on the first and the last segment of every row.
+    // Runs body(first, last) on the segments [first, last) of every row.
     template <class Body>
     void each_run(const Body& body) const {
         each_part(true, [&](size_t first, size_t last) {
@@ -129,13 +131,14 @@ class Run {
 
     bool needs_row_sums() const { return is_by_row(o_.variant.kind) || o_.correction == Correction::sequence; }
 
-    // The trained tokens of every row, where the weights of rows depend on them.
+    // Counts the trained tokens of every row, if anything depends on them.
     void count_tokens() {
         lengths_.assign(size_t(layout_.rows()), 0);
         if (!in_.mask) {
             for (int64_t row = 0; row < layout_.rows(); ++row) lengths_[size_t(row)] = double(layout_.length(row));
             return;
         }
+        // A mask must be counted only if row weights or row sums need the lengths.
         const bool counted = o_.aggregation == Aggregation::seq_mean_token_mean || is_by_row(o_.variant.kind) ||
                              (!in_.normalizer && o_.aggregation != Aggregation::seq_mean_token_sum_norm);
         if (!counted) return;
@@ -161,9 +164,11 @@ class Run {
         for (size_t i = first; i < last; ++i) rows_[size_t(segments_[i].row)].add(row_sums(segments_[i]));
     }
 
+    // The weight of a row's tokens in the batch's loss, see Aggregation.
     void set_row_weights() {
         const size_t rows = size_t(layout_.rows());
         row_weight_.assign(rows, 0);
+        // agent_mean: every actor with trained tokens has the same share, which its tokens divide.
         if (o_.aggregation == Aggregation::agent_mean) {
             std::vector<double> tokens(size_t(o_.num_actors), 0);
             if (in_.normalizer) {
@@ -180,6 +185,7 @@ class Run {
             }
             return;
         }
+        // Otherwise all rows share a denominator; seq_mean_token_mean also divides by the row's length.
         const double common = inverse(in_.normalizer ? given_count(0) : batch_normalizer());
         for (size_t row = 0; row < rows; ++row) {
             const bool by_length = o_.aggregation == Aggregation::seq_mean_token_mean;
@@ -187,12 +193,14 @@ class Run {
         }
     }
 
+    // A denominator that the caller gave.
     double given_count(int64_t offset) const {
         const float count = in_.normalizer.as<float>()[offset];
         require(count >= 0, "normalizer: expected counts >= 0");
         return count;
     }
 
+    // The batch's own denominator.
     double batch_normalizer() const {
         if (o_.aggregation == Aggregation::seq_mean_token_sum_norm) return o_.max_length;
         double tokens = 0, rows = 0;
@@ -230,12 +238,13 @@ class Run {
     }
 
     // Runs body(tile, token, n) on a segment's tiles, with their streams as float32. `all`: every stream; otherwise
-    // those that row sums need.
+    // only those that row sums need.
     template <class Body>
     void each_tile(const Segment& segment, bool all, const Body& body) {
         const int64_t row = segment.row, start = layout_.start(row);
         float scratch[6][kTile];
         uint8_t mask_scratch[kTile], selected_scratch[kTile];
+        // What all tiles share.
         Tile tile{};
         tile.variant = o_.variant;
         tile.kl = kl_kind();
@@ -245,6 +254,7 @@ class Run {
         const bool ratios = all || is_by_row(o_.variant.kind);
         const bool rollout = all || o_.correction == Correction::sequence;
         const bool ref = all || (o_.kl_weighted && o_.variant.kind == VariantKind::gspo);
+        // The streams of each tile, in place or converted.
         for (int64_t t = segment.begin; t < segment.end; t += kTile) {
             const int n = int(std::min<int64_t>(kTile, segment.end - t));
             tile.n = n;
@@ -266,7 +276,9 @@ class Run {
         }
     }
 
+    // Writes the gradient of a segment and returns its sums.
     TileSums segment(const Segment& segment) {
+        // Choose the kernel and compute what the whole row shares.
         const int64_t row = segment.row, start = layout_.start(row);
         const bool direct = out_.grad.dtype == DType::f32;
         const bool large = layout_.tokens() * int64_t(sizeof(float)) >= kStreamBytes;
@@ -281,6 +293,7 @@ class Run {
         const float row_weight = sequence_weight(row_sums, rejected);
         float grad[kTile];
 
+        // Run the kernel on every tile. A narrow gradient goes through a float32 buffer.
         TileSums sums;
         each_tile(segment, true, [&](Tile& tile, int64_t t, int n) {
             tile.weight = float(row_weight_[size_t(row)]);
@@ -298,16 +311,17 @@ class Run {
         return sums;
     }
 
-    // The importance weight of a whole row.
+    // The importance weight of a whole row. Sets `rejected` if it is outside its bounds.
     float sequence_weight(const RowSums* sums, bool& rejected) const {
         if (o_.correction != Correction::sequence) return 1;
-        // std::clamp and std::min keep NaN in this order of arguments; fmin and fmax would lose it.
+        // With this order of arguments std::clamp and std::min keep NaN; fmin and fmax would drop it.
         const double bound = kLogRatioBound, cap = o_.cap;
         const double weight = std::exp(std::clamp(sums->mismatch, -bound, bound));
         rejected = weight < double(o_.reject_below) || weight > double(o_.reject_above);
         return rejected ? 0 : float(std::min(weight, cap));
     }
 
+    // Adds up the segments in order, and writes loss and metrics.
     void finish(const std::vector<TileSums>& sums) const {
         double loss = 0;
         TileSums all;
@@ -323,18 +337,18 @@ class Run {
         for (const TileSums& actor : by_actor) metrics = write_metrics(actor, metrics);
     }
 
-    // In the order of METRICS in the Python reference.
+    // Writes one row of metrics, in the order of METRICS in the Python reference. Returns its end.
     float* write_metrics(const TileSums& s, float* to) const {
         const double share = inverse(s.tokens);
         for (double value : {s.tokens, s.clipped_low * share, s.clipped_high * share, s.clipped_dual * share,
                              -s.log_ratio * share, s.k3 * share, (s.tokens + s.log_ratio + s.k3) * share}) {
             *to++ = float(value);
         }
-        *to++ = std::isnan(s.log_ratio) ? float(s.log_ratio) : s.ratio_max;  // a lane's maximum forgets NaN
+        *to++ = std::isnan(s.log_ratio) ? float(s.log_ratio) : s.ratio_max;  // the maximum drops NaN, the sum keeps it
         if (in_.ref_logprobs) *to++ = float(s.kl * share);
         if (in_.rollout_logprobs) {
             *to++ = float(-s.mismatch * share);
-            // Masked lanes count nothing, so an empty batch has no weights and a share of 0.
+            // Effective sample size as a share of the tokens; 0 for a batch without trained tokens.
             *to++ = float(s.weight_square > 0 ? s.weight * s.weight / (s.weight_square * s.tokens) : 0);
             *to++ = float(s.rejected * share);
         }
@@ -347,11 +361,11 @@ class Run {
     const PolicyLossOutput& out_;
     TokenLayout layout_;
     const PolicyLossKernels& kernels_;
-    std::vector<Segment> segments_;
-    std::vector<double> lengths_, row_weight_;
-    std::vector<RowSums> rows_;
-    std::unique_ptr<uint8_t[]> converted_mask_;
-    std::atomic<bool> bad_mask_{false};
+    std::vector<Segment> segments_;              // all rows, cut at kSegment
+    std::vector<double> lengths_, row_weight_;   // [rows]: trained tokens; weight of a token's loss in the batch's
+    std::vector<RowSums> rows_;                  // [rows]; empty if not needed
+    std::unique_ptr<uint8_t[]> converted_mask_;  // [tokens]: the mask as bytes; null if not needed
+    std::atomic<bool> bad_mask_{false};          // a float mask holds a value other than 0 and 1
 };
 
 }  // namespace
@@ -361,6 +375,7 @@ void check_policy_loss(const PolicyLossInput& in, const PolicyLossOptions& o, in
     require_given("old_logprobs", in.old_logprobs, "the ratio needs it");
     if (o.kl != KlKind::none) require_given("ref_logprobs", in.ref_logprobs, "kl is given");
     if (o.correction != Correction::none) require_given("rollout_logprobs", in.rollout_logprobs, "correction is given");
+    // Streams of one value per token.
     const auto check_stream = [&](const char* name, const View& stream) {
         if (!stream) return;
         require_shape_of(name, stream, "logprobs", in.logprobs);

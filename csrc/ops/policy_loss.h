@@ -23,47 +23,48 @@ enum class Correction {
 };
 
 struct PolicyLossInput {
-    View logprobs;          // [B, T], or [N] with cu_seqlens; f32, bf16, f16; any strides, as all streams
+    View logprobs;          // [B, T], or [N] with cu_seqlens; f32, bf16, f16; any strides, like all streams
     View old_logprobs;      // as logprobs
     View advantages;        // [B], or as logprobs
     View mask;              // as logprobs, any dtype; or none
     View cu_seqlens;        // [B + 1] i32 or i64; or none
     View ref_logprobs;      // as logprobs; or none
     View rollout_logprobs;  // as logprobs; or none
-    View normalizer;  // 0-dim, or [num_actors] for agent_mean, f32: denominator of the loss; or none: the batch's own
+    View normalizer;  // 0-dim f32, or [num_actors] for agent_mean: denominator of the loss; or none: the batch's own
     View actor_ids;   // [B] i64 or i32; or none
     View entropy;     // as logprobs; or none. Only its mean is used, as a metric
     View selected;    // as logprobs, boolean; for variants that select
 };
 
 struct PolicyLossOptions {
-    Variant variant;
-    KlKind kl;
-    float kl_coef;     // the KL term is kl_coef * estimate
-    bool kl_weighted;  // the KL term is weighted by the importance ratio: the token's, under gspo its row's
-    Correction correction;
+    Variant variant;                   // the token loss
+    KlKind kl;                         // estimator of the KL term
+    float kl_coef;                     // the KL term is kl_coef * estimate
+    bool kl_weighted;                  // the KL term is multiplied by the token's importance ratio, for gspo the row's
+    Correction correction;             // importance sampling against the rollout engine
     float cap;                         // largest importance weight
     float reject_below, reject_above;  // an importance weight outside these counts as 0
-    Aggregation aggregation;
-    int num_actors;     // 0: no metrics per actor
-    double max_length;  // divisor of seq_mean_token_sum_norm, in tokens
-    int threads;        // of the CPU; ignored on a GPU
+    Aggregation aggregation;           // of token losses
+    int num_actors;                    // actor ids are below it; 0: no metrics per actor
+    double max_length;                 // divisor of seq_mean_token_sum_norm, in tokens
+    int threads;                       // CPU threads; ignored on a GPU
 };
 
 struct PolicyLossOutput {
     View loss;     // 0-dim f32
-    View grad;     // as logprobs, contiguous
-    View metrics;  // [1 + num_actors, metric_columns()] f32
+    View grad;     // d loss / d logprobs; shape and dtype as logprobs, contiguous
+    View metrics;  // [1 + num_actors, metric_columns()] f32: the batch, then each actor
 };
 
+// The number of metrics; METRICS of the Python reference names them.
 inline int64_t metric_columns(const PolicyLossInput& in) {
     return 8 + (in.ref_logprobs ? 1 : 0) + (in.rollout_logprobs ? 3 : 0) + (in.entropy ? 1 : 0);
 }
 
-// Throws InvalidInput where a tensor is missing or its shape or dtype does not fit `rows` rows of logprobs.
+// Throws InvalidInput if a tensor is missing, or if its shape or dtype does not fit `rows` rows of logprobs.
 void check_policy_loss(const PolicyLossInput& input, const PolicyLossOptions& options, int64_t rows);
 
-// Advantages [rows] or [rows, 1]: one per row.
+// True for advantages [rows] or [rows, 1], which are one per row.
 inline bool has_row_advantages(const View& advantages, int64_t rows) {
     return advantages.shape[0] == rows && (advantages.dims == 1 || (advantages.dims == 2 && advantages.shape[1] == 1));
 }

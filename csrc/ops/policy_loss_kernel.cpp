@@ -1,5 +1,5 @@
-// The token loop. Compiled once per instruction set with TW_ISA naming the function that it exports, so nothing here
-// may be an inline function with external linkage.
+// The token loop. This file is compiled once per instruction set; TW_ISA names the function that it exports. So nothing
+// here may be an inline function with external linkage.
 #include "ops/policy_loss_tile.h"
 
 #include "core/float16.h"
@@ -8,8 +8,8 @@
 namespace turnwise {
 namespace {
 
-// Prefetches every stream. The arithmetic of a few tokens fills the processor's window, which then holds too few of the
-// next loads, and its own prefetcher follows only a few streams at once.
+// Prefetches every stream. The arithmetic of a few tokens fills the processor's window, so the window holds too few of
+// the next loads, and the processor's own prefetcher follows only a few streams at once.
 template <bool has_ref, bool per_token>
 TW_INLINE void prefetch(const Tile& t, int i) {
     constexpr int ahead = 512, line = 16;  // tokens
@@ -23,6 +23,7 @@ TW_INLINE void prefetch(const Tile& t, int i) {
     }
 }
 
+// The weight that multiplies loss and gradient: per token if token_cap is not 0, else that of the row.
 TW_INLINE Floats importance_weight(const Tile& t, Floats weight, Truths mask, VecN& rejected) {
     if (t.token_cap == 0) return VectorMath::set(t.row_weight);
     const Truths outside = (weight < VectorMath::set(t.reject_below)) | (weight > VectorMath::set(t.reject_above));
@@ -30,12 +31,15 @@ TW_INLINE Floats importance_weight(const Tile& t, Floats weight, Truths mask, Ve
     return vec_select(outside, VectorMath::set(0.0f), vec_min(VectorMath::set(t.token_cap), weight));
 }
 
+// One vector of tokens: writes the gradient and adds to the sums.
 template <class Loop>
 TW_INLINE void step(const Loop& kind, const Tile& t, int i, Running& sums) {
     const Floats zero = VectorMath::set(0.0f);
     const Truths mask = t.mask ? load_truths(t.mask + i) : everywhere();
-    const auto masked = [&](Floats x) { return vec_select(mask, x, zero); };  // first of all: what it hides may be NaN
-    // Masked differences are 0, and a ratio of 0 is 1, which nothing clips.
+    const auto masked = [&](Floats x) {
+        return vec_select(mask, x, zero);
+    };  // applied first, because masked values may be NaN
+    // The variant's loss and derivative. A masked log-ratio is 0, so its ratio is 1, which no range clips.
     const Floats logprob = load_floats(t.logprobs + i), old = load_floats(t.old_logprobs + i);
     const Floats log_ratio = masked(logprob - old);
     Token<VectorMath> token;
@@ -59,7 +63,7 @@ TW_INLINE void step(const Loop& kind, const Tile& t, int i, Running& sums) {
     }
     // The KL term.
     if (Loop::has_ref(t)) {
-        auto kl = Loop::kl(t, masked(load_floats(t.ref_logprobs + i) - logprob));  // 0 where masked, as d is
+        auto kl = Loop::kl(t, masked(load_floats(t.ref_logprobs + i) - logprob));  // 0 if masked, because d is
         sums.kl = add(sums.kl, kl.value);
         if (Loop::weighs_kl(t)) {
             kl = Loop::weighted(t, token, kl);
@@ -82,8 +86,8 @@ TW_INLINE void step(const Loop& kind, const Tile& t, int i, Running& sums) {
     sums.tokens = count(sums.tokens, mask);
 }
 
-// A copy of the last, partial vector of a tile, with the missing lanes masked. A lane always takes the same tokens, so
-// a row's sums do not depend on the padding behind it.
+// A copy of the last, partial vector of a tile, with the missing lanes masked. A token's lane depends only on its
+// position, so a row's sums do not depend on the padding after it.
 struct Tail {
     Tail(const Tile& t, int i) : tile(t) {
         const int left = t.n - i < kLanes ? t.n - i : kLanes;
@@ -104,7 +108,7 @@ struct Tail {
         tile.stream = false;
     }
     Tile tile;                                         // its streams are the arrays below
-    float values[6][kLanes] = {}, grad[kLanes];        // the streams above, and the gradient
+    float values[6][kLanes] = {}, grad[kLanes];        // copies of the float streams; the gradient
     uint8_t mask[kLanes] = {}, selected[kLanes] = {};  // 0 in missing lanes
 };
 
@@ -115,6 +119,7 @@ void tail_step(const Loop& kind, const Tile& t, int i, Running& sums) {
     std::memcpy(t.grad + i, tail.grad, size_t(t.n - i) * sizeof(float));
 }
 
+// All tokens of a tile.
 template <class Loop>
 void loop(const Tile& given, TileSums& out) {
     const Tile t = given;  // a copy that no store can alias
@@ -127,7 +132,7 @@ void loop(const Tile& given, TileSums& out) {
         step(kind, t, i, sums);
     }
     if (i < t.n) tail_step(kind, t, i, sums);
-    // The lanes' sums, in double.
+    // Add the lanes up in double.
     const double log_ratio = sum_lanes(sums.log_ratio), kl = sum_lanes(sums.kl);
     out.loss += Loop::loss(t, sums) + double(t.kl_coef) * (Loop::weighs_kl(t) ? sum_lanes(sums.weighted_kl) : kl);
     out.log_ratio += log_ratio;
@@ -168,11 +173,12 @@ void any_tile(const Tile& t, TileSums& sums) {
     loop<AnyLoop>(t, sums);
 }
 
-// RowSums by lane.
+// RowSums, one per lane.
 struct RunningRow {
-    VecF log_ratio, advantage, mismatch, kl;
+    VecF log_ratio, advantage, mismatch, kl;  // as in RowSums
 };
 
+// One vector of tokens: adds to the sums that the variant and the correction need.
 TW_INLINE void row_step(const Tile& t, int i, RunningRow& sums) {
     const Floats zero = VectorMath::set(0.0f);
     const Truths mask = t.mask ? load_truths(t.mask + i) : everywhere();
@@ -194,7 +200,8 @@ TW_INLINE void row_step(const Tile& t, int i, RunningRow& sums) {
     sums.log_ratio = add(sums.log_ratio, log_ratio);
 }
 
-// Lanes go to double every few steps: a long row's sum is exponentiated, so it must be right to more than a float.
+// Adds the lanes up in double every few steps. The sum of a long row is exponentiated, so float32 is not accurate
+// enough.
 void row_sums(const Tile& t, RowSums& out) {
     constexpr int kRun = 8 * Lanes::count;
     const VecF zero = broadcast(0.0f);

@@ -1,5 +1,5 @@
-// The specializations of the policy loss's token loop. Included by the kernel alone, in an unnamed namespace: the
-// kernel is compiled once per instruction set.
+// The specializations of the policy loss's token loop. Only the kernel includes this file. It is compiled once per
+// instruction set, so everything is in an unnamed namespace.
 #pragma once
 
 #include "core/simd_pair.h"
@@ -11,7 +11,7 @@ namespace {
 #if defined(__AVX512F__) || !defined(__AVX2__)
 using Floats = PairF;
 using Truths = PairM;
-#else  // sixteen registers hold one chain alone
+#else  // sixteen registers hold only one chain of operations
 using Floats = VecF;
 using Truths = VecM;
 #endif
@@ -48,7 +48,7 @@ TW_INLINE Truths everywhere() {
     return out;
 }
 
-// TileSums by lane, and:
+// TileSums, one per lane of a vector.
 struct Running {
     VecF loss;                                      // ClipLoop: see its loss(); AnyLoop: loss
     VecF log_ratio;                                 // sum of d = logprob - old_logprob
@@ -62,6 +62,7 @@ struct Running {
     VecN clipped_dual, rejected;                    // see TileSums
 };
 
+// A token's part in the loss and the gradient.
 struct Part {
     Floats loss;  // a token's part in Running::loss
     Floats grad;  // d loss / d logprob; ClipLoop: times the row's weight
@@ -72,7 +73,7 @@ TW_INLINE KlTerm<VectorMath> weighted_by_token(const Token<VectorMath>& token, c
     return importance_weighted<VectorMath>(kl, token.ratio, carried);
 }
 
-// PPO's clip with one KL estimator, with or without rollout log-probabilities. AnyLoop serves everything else.
+// PPO's clip for one KL estimator, with or without rollout log-probabilities. AnyLoop handles everything else.
 template <KlKind kl_kind, bool kl_weighted, bool with_rollout, bool per_token>
 struct ClipLoop {
     explicit TW_INLINE ClipLoop(const Tile& t)
@@ -81,7 +82,7 @@ struct ClipLoop {
           most(range.high - VectorMath::set(1.0f)),
           scale(VectorMath::set(per_token ? -t.weight : -t.advantage * t.weight)),
           kl_scale(VectorMath::set(-t.kl_coef * t.weight)) {}
-    static constexpr bool prefetch_ref = kl_kind != KlKind::none, prefetch_advantages = per_token;
+    static constexpr bool prefetch_ref = kl_kind != KlKind::none, prefetch_advantages = per_token;  // see prefetch
     static TW_INLINE bool has_ref(const Tile&) { return kl_kind != KlKind::none; }
     static TW_INLINE bool has_rollout(const Tile&) { return with_rollout; }
     static TW_INLINE KlTerm<VectorMath> kl(const Tile&, Floats d) { return kl_term<VectorMath, kl_kind>(d); }
@@ -90,13 +91,13 @@ struct ClipLoop {
                                                  const KlTerm<VectorMath>& kl) {
         return weighted_by_token(token, kl);
     }
-    // With one advantage for the whole row, the running loss is the sum of clipped ratios - 1, without the advantage:
-    // small numbers, which lose little to rounding.
+    // If the whole row has one advantage, the running loss is the sum of clipped ratios - 1, without the advantage:
+    // these numbers are small, so they lose little to rounding.
     static constexpr bool from_one = !per_token && !with_rollout;
     static double loss(const Tile& t, const Running& sums) {
         const double sum = sum_lanes(sums.loss);
         if constexpr (per_token) return -sum;
-        const int64_t tokens = total(sums.tokens);  // without any, whatever the advantage is
+        const int64_t tokens = total(sums.tokens);  // 0 tokens give 0, even if the advantage is NaN
         return tokens == 0 ? 0 : -double(t.advantage) * (from_one ? double(tokens) + sum : sum);
     }
     TW_INLINE Part part(const Tile& t, int i, const Token<VectorMath>& token, Floats growth, Running& sums) const {
@@ -119,7 +120,9 @@ struct ClipLoop {
         sums.first = count(sums.first, clipped.not_below);
         sums.second = count(sums.second, clipped.within);
     }
-    static TW_INLINE Floats gradient(const Tile&, Truths, Floats grad) { return grad; }  // weighted, and 0 where masked
+    static TW_INLINE Floats gradient(const Tile&, Truths, Floats grad) {
+        return grad;
+    }  // already weighted, and 0 if masked
     static void add_clipped(const Tile& t, const Running& sums, TileSums& out) {
         const int64_t above = total(sums.first) - total(sums.second);
         const int64_t dual = per_token ? total(sums.clipped_dual) : t.advantage < 0 ? above : 0;
@@ -127,9 +130,11 @@ struct ClipLoop {
         out.clipped_high += double(above - dual);
         out.clipped_dual += double(dual);
     }
-    ClipRange<VectorMath> range;
-    Floats least, most, scale, kl_scale;
+    ClipRange<VectorMath> range;          // for the row's advantage
+    Floats least, most, scale, kl_scale;  // range - 1; the factors of the ratio and of the KL slope in the gradient
 };
+
+// Every variant and KL estimator, chosen at run time.
 struct AnyLoop {
     explicit TW_INLINE AnyLoop(const Tile& t) : kl_scale(VectorMath::set(-t.kl_coef)) {}
     static constexpr bool prefetch_ref = false, prefetch_advantages = false;
@@ -165,7 +170,7 @@ struct AnyLoop {
         out.clipped_high += double(total(sums.second));
         out.clipped_dual += double(total(sums.clipped_dual));
     }
-    Floats kl_scale;
+    Floats kl_scale;  // factor of the KL slope in the gradient
 };
 
 }  // namespace

@@ -1,10 +1,10 @@
-// The policy loss of one token: its loss, its derivative and the flags that the metrics count. Written once for host
-// and device, over a Math that defines a number: a float on a GPU, a vector of floats on a CPU.
+// The policy loss of one token: its loss, its derivative and the flags that the metrics count. The code serves host and
+// device. Its parameter Math defines a number: a float on a GPU, a vector of floats on a CPU.
 //
 // Math provides: F (number) with + - * / < >, M (truth value) with & |, and set(float) -> F, min, max, exp (of values
 // within +-80), near_exp (within +-kLogRatioBound), select(M, F, F), unless(m, n) = m and not n, unless_less(m, a, b) =
-// m and not a < b, unless_differs(m, a, b) = m and a == b.
-// min and max give their second argument where either is NaN, and no comparison holds: NaN reaches loss and gradient.
+// m and not a < b, unless_differs(m, a, b) = m and not (a < b or b < a).
+// If an argument is NaN, min and max return their second one, and < and > are false. So NaN reaches loss and gradient.
 #pragma once
 
 #include <cmath>
@@ -31,13 +31,13 @@ constexpr float kKlBound = 10.0f;        // largest value of k3
 enum class VariantKind : int { clip, gspo, cispo, policy_gradient, sapo, gmpo, clip_cov, kl_cov };
 
 struct Variant {
-    VariantKind kind;
-    float low;   // clip, gspo, cispo, clip_cov: least ratio; gmpo: least log-ratio; sapo: tau where A <= 0
-    float high;  // clip, gspo, cispo, clip_cov: largest ratio; gmpo: largest log-ratio; sapo: tau where A > 0
-    float dual;  // clip, gspo, clip_cov: largest ratio where A < 0 (infinity: off); kl_cov: coefficient of |d|
+    VariantKind kind;  // the formula
+    float low;         // clip, gspo, cispo, clip_cov: least ratio; gmpo: least log-ratio; sapo: tau for A <= 0
+    float high;        // clip, gspo, cispo, clip_cov: largest ratio; gmpo: largest log-ratio; sapo: tau for A > 0
+    float dual;        // clip, gspo, clip_cov: largest ratio for A < 0 (infinity: off); kl_cov: coefficient of |d|
 };
 
-// Variants with one ratio per row, and variants that need a set of selected tokens.
+// is_by_row: variants with one ratio per row. selects: variants that need a set of selected tokens.
 TW_HD constexpr bool is_by_row(VariantKind kind) {
     return kind == VariantKind::gspo || kind == VariantKind::gmpo;
 }
@@ -50,14 +50,15 @@ TW_HD typename Math::F clamp_symmetric(typename Math::F x, float bound) {
     return Math::max(Math::set(-bound), Math::min(Math::set(bound), x));
 }
 
-// A token as a variant sees it; everything is 0 (a ratio: 1) where the token is masked.
+// The inputs of a variant for one token. If the token is masked, ratio is 1, and logprob, log_ratio, advantage and the
+// flags other than `open` are 0.
 template <class Math>
 struct Token {
     typename Math::F logprob;        // log-probability under the policy
     typename Math::F log_ratio;      // logprob - old_logprob, clamped to +-kLogRatioBound
     typename Math::F ratio;          // exp(log_ratio)
     typename Math::M trained;        // the mask
-    typename Math::M open;           // log_ratio was not clamped, so the derivative passes
+    typename Math::M open;           // log_ratio was not clamped, so the derivative is not cut
     typename Math::F advantage;      // A
     typename Math::M selected;       // clip_cov, kl_cov: one of the selected tokens
     typename Math::F row_ratio;      // gspo, gmpo: exp(mean log-ratio of the row)
@@ -70,15 +71,15 @@ struct TokenLoss {
     typename Math::F loss;          // before the row's weight
     typename Math::F grad;          // d loss / d logprob
     typename Math::M clipped_low;   // ratio below the range
-    typename Math::M clipped_high;  // ratio above the range, where A > 0
-    typename Math::M clipped_dual;  // ratio above the dual clip, where A < 0; clip_cov, kl_cov: the token is selected
+    typename Math::M clipped_high;  // ratio above the range, and A > 0
+    typename Math::M clipped_dual;  // ratio above the dual clip, and A < 0; clip_cov, kl_cov: the token is selected
 };
 
-// The range within which PPO's loss follows the ratio. max(-A ratio, -A clip(ratio)) bounds the ratio from above where
-// A > 0 and from below where A < 0; the dual clip bounds it from above where A < 0.
+// The range in which PPO's loss follows the ratio. max(-A ratio, -A clip(ratio)) bounds the ratio from above if A > 0
+// and from below if A < 0. The dual clip also bounds it from above if A < 0.
 template <class Math>
 struct ClipRange {
-    typename Math::F low, high;           // of the ratio; infinite where unbounded
+    typename Math::F low, high;           // bounds of the ratio; infinite if unbounded
     typename Math::M negative, positive;  // A < 0, A > 0
 };
 
@@ -109,7 +110,7 @@ TW_HD ClippedRatio<Math> clip_ratio(typename Math::F ratio, typename Math::M tra
     return out;
 }
 
-// PPO: max(-A ratio, -A clip(ratio)), for A < 0 at most -A dual. `trained`, `open`: as in Token.
+// PPO: max(-A ratio, -A clip(ratio)); at most -A dual if A < 0. `trained` and `open` as in Token.
 template <class Math>
 TW_HD TokenLoss<Math> clipped_surrogate(typename Math::F ratio, typename Math::M trained, typename Math::M open,
                                         typename Math::F advantage, const ClipRange<Math>& range) {
@@ -128,7 +129,7 @@ TW_HD TokenLoss<Math> clipped_surrogate(const Token<Math>& t, const Variant& v) 
     return clipped_surrogate<Math>(t.ratio, t.trained, t.open, t.advantage, clip_range<Math>(t.advantage, v));
 }
 
-// -A sg(clip(ratio)) lp
+// -A sg(clip(ratio)) logprob; sg: no gradient flows
 template <class Math>
 TW_HD TokenLoss<Math> cispo(const Token<Math>& t, const Variant& v) {
     const auto low = Math::set(v.low), high = Math::set(v.high);
@@ -137,7 +138,7 @@ TW_HD TokenLoss<Math> cispo(const Token<Math>& t, const Variant& v) {
     return {grad * t.logprob, grad, t.ratio<low, t.ratio> high, none};
 }
 
-// -A lp
+// -A logprob
 template <class Math>
 TW_HD TokenLoss<Math> policy_gradient(const Token<Math>& t) {
     const auto none = Math::set(1.0f) < Math::set(0.0f);
@@ -158,7 +159,7 @@ TW_HD TokenLoss<Math> sapo(const Token<Math>& t, const Variant& v) {
     return {loss, Math::select(t.open, grad, zero), none, none, none};
 }
 
-// The log-ratio as it enters GMPO's mean.
+// The term of a token in GMPO's mean: the log-ratio, bounded by `high` if A > 0 and by `low` if A < 0; 0 if A = 0.
 template <class Math>
 TW_HD typename Math::F gmpo_bounded(typename Math::F log_ratio, typename Math::F advantage, const Variant& v) {
     const auto zero = Math::set(0.0f);
@@ -166,7 +167,7 @@ TW_HD typename Math::F gmpo_bounded(typename Math::F log_ratio, typename Math::F
     return Math::select(advantage > zero, above, Math::select(advantage < zero, below, zero));
 }
 
-// -A exp(mean(d)), A the row's mean; every token carries the row's loss.
+// -A exp(mean(d)) with the row's mean advantage A and bounded log-ratios d. Every token has the row's loss.
 template <class Math>
 TW_HD TokenLoss<Math> gmpo(const Token<Math>& t, const Variant& v) {
     const auto zero = Math::set(0.0f);
@@ -177,7 +178,7 @@ TW_HD TokenLoss<Math> gmpo(const Token<Math>& t, const Variant& v) {
     return {loss, grad, low, high, zero > zero};
 }
 
-// PPO's clip; 0 where selected.
+// PPO's clip; 0 for selected tokens.
 template <class Math>
 TW_HD TokenLoss<Math> clip_cov(const Token<Math>& t, const Variant& v) {
     const auto zero = Math::set(0.0f);
@@ -188,7 +189,7 @@ TW_HD TokenLoss<Math> clip_cov(const Token<Math>& t, const Variant& v) {
     return out;
 }
 
-// -A ratio, plus coef |log-ratio| where selected.
+// -A ratio; plus coef |log-ratio| for selected tokens.
 template <class Math>
 TW_HD TokenLoss<Math> kl_cov(const Token<Math>& t, const Variant& v) {
     const auto zero = Math::set(0.0f), coef = Math::set(v.dual), d = t.log_ratio;
@@ -226,7 +227,7 @@ TW_HD TokenLoss<Math> token_loss(const Token<Math>& t, const Variant& v) {
 template <class Math>
 struct KlTerm {
     typename Math::F value;  // the estimate
-    typename Math::F slope;  // its derivative by d; the derivative by logprob is -slope
+    typename Math::F slope;  // its derivative with respect to d; with respect to logprob it is -slope
 };
 
 // An estimator of KL(policy || reference) from d = ref - logprob.
@@ -243,7 +244,8 @@ TW_HD KlTerm<Math> kl_term(typename Math::F d) {
     if constexpr (kind == KlKind::k3 || kind == KlKind::k3_plus) {
         const F bounded = clamp_symmetric<Math>(d, kLogRatioBound);
         const F growth = Math::near_exp(bounded) - one;
-        const F k3 = growth - bounded;  // never far below 0, so only the upper bound can cut; beyond +-20 it does
+        const F k3 =
+            growth - bounded;  // about >= 0, so only the upper bound can clamp it, as it does for d beyond +-20
         const F value = Math::min(Math::set(kKlBound), k3);
         if constexpr (kind == KlKind::k3_plus) return {value, d};
         return {value, Math::select(k3 > value, zero, growth)};
@@ -271,8 +273,8 @@ TW_HD KlTerm<Math> kl_term(KlKind kind, typename Math::F d) {
     }
 }
 
-// The estimate times an importance ratio, differentiated through both. `carried`: the estimate that the ratio's
-// derivative multiplies: the token's own, or its row's mean where the ratio is the row's.
+// The estimate times an importance ratio, differentiated through both factors. The ratio's derivative is multiplied by
+// `carried`: the token's own estimate, or the row's mean if the ratio is the row's.
 template <class Math>
 TW_HD KlTerm<Math> importance_weighted(const KlTerm<Math>& kl, typename Math::F ratio, typename Math::F carried) {
     return {ratio * kl.value, ratio * (kl.slope - carried)};
@@ -282,7 +284,7 @@ TW_HD KlTerm<Math> importance_weighted(const KlTerm<Math>& kl, typename Math::F 
 struct RowTerms {
     float ratio;      // exp(mean log-ratio)
     float advantage;  // mean advantage
-    float kl;         // mean KL estimate, where weighted by the row's ratio; 0 where that ratio is clamped
+    float kl;         // mean KL estimate, if weighted by the row's ratio; 0 if that ratio is clamped
     bool cut;         // gspo: the mean log-ratio was clamped
 };
 
@@ -290,7 +292,7 @@ struct RowTerms {
 TW_HD RowTerms row_terms(const Variant& v, double length, double log_ratio, double advantage, double kl) {
     const double share = length > 0 ? 1 / length : 0;
     const double mean = log_ratio * share, bound = kLogRatioBound;
-    // NaN fails every comparison and stays.
+    // Every comparison with NaN is false, so NaN stays.
     const double clamped = mean > bound ? bound : mean < -bound ? -bound : mean;
     const bool cut = v.kind == VariantKind::gspo && clamped != mean;
     return {float(exp(clamped)), float(advantage * share), cut ? 0 : float(kl * share), cut};

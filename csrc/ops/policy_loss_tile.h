@@ -1,5 +1,5 @@
-// The kernel of the policy loss, which takes one tile of a row at a time. Compiled once per instruction set;
-// policy_loss_kernels() gives the best for this machine.
+// The kernel of the policy loss. It takes one tile of a row at a time and is compiled once per instruction set;
+// policy_loss_kernels() returns the best one for this machine.
 #pragma once
 
 #include "core/view.h"
@@ -7,36 +7,36 @@
 
 namespace turnwise {
 
-constexpr int kTile = 1024;  // tokens; short enough that float32 lanes lose nothing and all streams stay in L1
+constexpr int kTile = 1024;  // tokens; so few that float32 sums stay accurate and all streams fit in L1
 
-// n tokens of one row. Streams are contiguous, and null where not given.
+// n tokens of one row. Streams are [n] and contiguous, or null if not given.
 struct Tile {
-    int n;
-    const float* logprobs;
-    const float* old_logprobs;
-    const float* ref_logprobs;
-    const float* rollout_logprobs;
-    const float* advantages;  // per token, or null: `advantage` for all
-    const float* entropy;
-    const uint8_t* mask;               // 0 or 1; null: every token trains
-    const uint8_t* selected;           // 0 or 1, for variants that select tokens
-    float* grad;                       // output: d loss / d logprob, times the weight
-    float advantage;                   // of every token, where `advantages` is null
+    int n;                             // tokens, at most kTile
+    const float* logprobs;             // under the policy
+    const float* old_logprobs;         // under the policy before the update
+    const float* ref_logprobs;         // under the reference, for KL
+    const float* rollout_logprobs;     // given by the rollout engine
+    const float* advantages;           // per token; null: `advantage` for all
+    const float* entropy;              // for the metric
+    const uint8_t* mask;               // 0 or not 0; null: every token trains
+    const uint8_t* selected;           // 0 or not 0, for variants that select tokens
+    float* grad;                       // output: d loss / d logprob, times `weight`
+    float advantage;                   // of every token, if `advantages` is null
     float weight;                      // the row's weight in the batch's loss
     float token_cap;                   // largest importance weight of a token; 0: weights are per row
     float reject_below, reject_above;  // a token's importance weight outside these counts as 0
-    float row_weight;                  // importance weight of the row, where token_cap is 0 (1: none)
-    RowTerms row;                      // gspo, gmpo
-    Variant variant;
-    KlKind kl;
-    float kl_coef;     // the KL term is kl_coef * estimate
-    bool kl_weighted;  // the KL term is weighted by the importance ratio
-    bool stream;       // write the gradient past the caches
+    float row_weight;                  // importance weight of the row, if token_cap is 0; 1: no correction
+    RowTerms row;                      // for gspo and gmpo
+    Variant variant;                   // the token loss
+    KlKind kl;                         // estimator of the KL term and metric
+    float kl_coef;                     // the KL term is kl_coef * estimate
+    bool kl_weighted;                  // the KL term is multiplied by the importance ratio
+    bool stream;                       // write the gradient past the caches
 };
 
-// Sums over trained tokens. r: ratio, d: log-ratio, w: importance weight.
+// Sums over trained tokens of the term in each comment. r: ratio, d: log-ratio, w: importance weight.
 struct TileSums {
-    double loss = 0;           // without the row's weight
+    double loss = 0;           // token loss, without the row's weight
     double log_ratio = 0;      // d
     double k3 = 0;             // r - 1 - d
     double kl = 0;             // KL estimate against the reference
@@ -45,11 +45,11 @@ struct TileSums {
     double weight_square = 0;  // w^2
     double entropy = 0;        // entropy, as given
     double tokens = 0;         // 1
-    double clipped_low = 0;    // 1 where clipped from below
-    double clipped_high = 0;   // 1 where clipped from above
-    double clipped_dual = 0;   // 1 where the dual clip applies, or the token is selected
-    double rejected = 0;       // 1 where w is outside its bounds
-    float ratio_max = 0;       // largest r; no sum
+    double clipped_low = 0;    // 1 if clipped from below
+    double clipped_high = 0;   // 1 if clipped from above
+    double clipped_dual = 0;   // 1 if the dual clip applies, or the token is selected
+    double rejected = 0;       // 1 if w is outside its bounds
+    float ratio_max = 0;       // largest r; not a sum
 
     void add(const TileSums& other) {
         loss += other.loss;
@@ -65,14 +65,14 @@ struct TileSums {
         clipped_dual += other.clipped_dual;
         entropy += other.entropy;
         rejected += other.rejected;
-        // NaN must show, and fails every comparison.
+        // Keeps NaN, for which every comparison is false.
         if (!(other.ratio_max <= ratio_max)) ratio_max = other.ratio_max;
     }
 };
 
-// Sums over a row's trained tokens that precede its first gradient.
+// Sums over a row's trained tokens, which the row's first gradient needs.
 struct RowSums {
-    double log_ratio = 0;  // logprob - old_logprob; gmpo: clamped and bounded
+    double log_ratio = 0;  // gspo: logprob - old_logprob; gmpo: clamped and bounded
     double advantage = 0;  // gmpo: A
     double mismatch = 0;   // old_logprob - rollout_logprob
     double kl = 0;         // gspo: KL estimate
@@ -86,14 +86,17 @@ struct RowSums {
 };
 
 struct PolicyLossKernels {
-    void (*clip[2][7])(const Tile&, TileSums&);  // PPO, by kl_weighted and KlKind
-    void (*any)(const Tile&, TileSums&);         // every variant and kind of KL
-    void (*row_sums)(const Tile&, RowSums&);     // of the tile's variant, and the mismatch with rollout_logprobs
+    void (*clip[2][7])(const Tile&, TileSums&);  // PPO's clip, by kl_weighted and KlKind
+    void (*any)(const Tile&, TileSums&);         // every variant and KL estimator
+    void (*row_sums)(const Tile&, RowSums&);     // adds a tile's sums; mismatch if rollout_logprobs is given
+    // The number of values that are not 0.
     int64_t (*count)(const uint8_t* mask, int64_t n);
-    // Gathers n values into float32, or n mask values into 0 and 1; false: a float mask holds another value.
+    // Gather n values as float32, or n mask values as 0 and 1. to_mask is false if a float mask holds another value.
     void (*to_floats)(const View& from, int64_t offset, int64_t stride, int n, float* to);
     bool (*to_mask)(const View& from, int64_t offset, int64_t stride, int n, uint8_t* to);
+    // Writes n values as bf16 or f16.
     void (*from_floats)(const float* from, int n, const View& to, int64_t offset);
+    // exp of n values within +-80, for tests.
     void (*exp)(const float* from, int64_t n, float* to);
 };
 

@@ -1,4 +1,4 @@
-// The formulas' numbers as single floats: on a GPU, and in tests on the host.
+// The Math of single floats: for GPUs, for single logits and for tests on the host.
 #pragma once
 
 #include <cmath>

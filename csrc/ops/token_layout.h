@@ -9,8 +9,8 @@
 
 namespace turnwise {
 
-// Outputs of this many bytes or more bypass the caches: they would evict the inputs, and a cached store reads its line
-// first.
+// Outputs of this many bytes or more bypass the caches. Otherwise they would evict the inputs, and each store would
+// read its cache line first.
 constexpr int64_t kStreamBytes = int64_t(2) << 20;
 
 inline void check_cu_seqlens(const View& cu_seqlens) {
@@ -19,9 +19,10 @@ inline void check_cu_seqlens(const View& cu_seqlens) {
     require_dtype("cu_seqlens", cu_seqlens, {DType::i64, DType::i32});
 }
 
+// Maps rows to the tokens of a stream.
 class TokenLayout {
   public:
-    // `name` is the argument that `tokens` came by, for messages.
+    // `name`: the argument of `tokens`, for messages.
     TokenLayout(const View& tokens, const View& cu_seqlens, const char* name = "logprobs") : packed_(bool(cu_seqlens)) {
         if (!packed_) {
             if (tokens.dims != 2) refuse_shape(name, tokens, "[B, T], or [N] with cu_seqlens");
@@ -50,6 +51,7 @@ class TokenLayout {
 
     int64_t rows() const { return rows_; }
     int64_t tokens() const { return start(rows_); }
+    // The first token of a row, numbered over all rows.
     int64_t start(int64_t row) const { return packed_ ? starts_[row] : row * width_; }
     int64_t length(int64_t row) const { return packed_ ? starts_[row + 1] - starts_[row] : width_; }
 
@@ -58,25 +60,26 @@ class TokenLayout {
         if (packed_) return require_shape(name, stream, {tokens()});
         require_shape(name, stream, {rows_, width_});
     }
-    // The offset of a row's token in a stream, and the step from one token to the next, in elements.
+    // The offset of a row's token in a stream, and below the step from one token to the next; both in elements.
     int64_t offset(const View& stream, int64_t row, int64_t token) const {
         return packed_ ? (starts_[row] + token) * stream.stride[0] : row * stream.stride[0] + token * stream.stride[1];
     }
     int64_t step(const View& stream) const { return stream.stride[packed_ ? 0 : 1]; }
 
   private:
-    bool packed_;
-    int64_t rows_ = 0, width_ = 0;
-    const int64_t* starts_ = nullptr;
-    std::vector<int64_t> widened_;
+    bool packed_;                      // true with cu_seqlens
+    int64_t rows_ = 0, width_ = 0;     // B; T if padded
+    const int64_t* starts_ = nullptr;  // packed: [B + 1], the first token of each row, then N
+    std::vector<int64_t> widened_;     // i32 cu_seqlens as int64
 };
 
-// Tokens [begin, end) of one row. Rows are cut at fixed offsets, so that sums do not depend on the number of threads.
+// Tokens [begin, end) of one row. Rows are cut at fixed offsets, so sums do not depend on the number of threads.
 struct Segment {
     int64_t row;         // index of the row
     int64_t begin, end;  // counted from the row's start
 };
 
+// All rows in segments of at most `longest` tokens.
 inline std::vector<Segment> cut_into_segments(const TokenLayout& layout, int64_t longest) {
     std::vector<Segment> segments;
     segments.reserve(size_t(layout.rows() + layout.tokens() / longest));

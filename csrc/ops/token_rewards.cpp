@@ -26,13 +26,14 @@ const TokenRewardsKernels& token_rewards_kernels() {
 
 namespace {
 
-constexpr int64_t kSumSegment = 16384;  // a longer row is shared by threads
+constexpr int64_t kSumSegment = 16384;  // tokens; threads share a longer row
 
 int64_t length_of(const View& lengths, int64_t row) {
     const int64_t place = row * lengths.stride[0];
     return lengths.dtype == DType::i64 ? lengths.as<int64_t>()[place] : lengths.as<int32_t>()[place];
 }
 
+// The segments of all rows, cut at `lengths` if given.
 std::vector<Segment> cut(const TokenLayout& layout, const View& lengths) {
     std::vector<Segment> segments = cut_into_segments(layout, kSumSegment);
     if (!lengths) return segments;
@@ -51,6 +52,7 @@ std::vector<Segment> cut(const TokenLayout& layout, const View& lengths) {
     return segments;
 }
 
+// The sum of a segment's rewards.
 class RewardSum {
   public:
     RewardSum(const TokenRewardsInput& input, const TokenLayout& layout) : in_(input), layout_(layout) {
@@ -61,9 +63,11 @@ class RewardSum {
         mask_kind_ = !in_.mask ? 0 : mask == DType::f32 && direct_ ? 2 : 1;
     }
 
-    // `next`: the segment that this thread takes afterwards, or null.
+    // `next`: the segment that this thread sums afterwards, or null. Sets `bad` if a float mask holds anything but 0
+    // and 1.
     double segment(const Segment& segment, const Segment* next, bool& bad) const {
         if (direct_) return whole(segment, next, bad);
+        // Otherwise tile by tile, converted to float32 and bytes.
         double total = 0;
         const auto sum = token_rewards_kernels().sum[0][in_.mask ? 1 : 0];
         for (int64_t t = segment.begin; t < segment.end; t += kTile) {
@@ -78,6 +82,7 @@ class RewardSum {
     }
 
   private:
+    // A whole segment in place, in its own types.
     double whole(const Segment& segment, const Segment* next, bool& bad) const {
         const DType dtype = in_.rewards.dtype;
         const int kind = dtype == DType::f32 ? 0 : dtype == DType::bf16 ? 1 : 2;
@@ -93,8 +98,8 @@ class RewardSum {
 
     const TokenRewardsInput& in_;
     const TokenLayout& layout_;
-    bool direct_;
-    int mask_kind_;
+    bool direct_;    // the kernel reads rewards and mask in place
+    int mask_kind_;  // 0: no mask, 1: bytes, 2: float32
 };
 
 }  // namespace
@@ -106,6 +111,7 @@ bool token_reward_sum(const TokenRewardsInput& input, const View& sums, int thre
     require(!input.lengths || !(input.mask || input.cu_seqlens), "lengths: expected neither a mask nor cu_seqlens");
     require_shape("sums", sums, {layout.rows()});
     require(is_contiguous_1d(sums), "sums: expected a contiguous tensor");
+    // Sum the segments on several threads, then each row in the order of its segments.
     const std::vector<Segment> segments = cut(layout, input.lengths);
     const RewardSum reward_sum(input, layout);
     std::vector<double> totals(segments.size());
@@ -118,6 +124,7 @@ bool token_reward_sum(const TokenRewardsInput& input, const View& sums, int thre
         if (bad) wrong = true;
     });
     require(!wrong, "mask: expected 0 or 1");
+    // Write the sums, and find out whether they are finite.
     std::vector<double> by_row(size_t(layout.rows()), 0);
     for (size_t i = 0; i < segments.size(); ++i) by_row[size_t(segments[i].row)] += totals[i];
     bool finite = true;

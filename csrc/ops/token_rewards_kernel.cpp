@@ -1,5 +1,5 @@
-// Sums and reversed scans over the tokens of a row. Compiled once per instruction set with TW_ISA naming the function
-// that it exports, so nothing here may be an inline function with external linkage.
+// Sums and reversed scans over the tokens of a row. This file is compiled once per instruction set; TW_ISA names the
+// function that it exports. So nothing here may be an inline function with external linkage.
 #include "ops/token_rewards_kernel.h"
 
 #include <type_traits>
@@ -15,8 +15,9 @@ constexpr int kLanes = Lanes::count;
 // ---- Vectors -------------------------------------------------------------------------------------------------------
 #if defined(__AVX512F__)
 
-struct VecD {  // a VecF in double
-    __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();
+// A VecF in double.
+struct VecD {
+    __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();  // lanes 0-7 and 8-15
 };
 TW_INLINE void accumulate(VecD& sum, VecF a) {
     sum.low = _mm512_add_pd(sum.low, _mm512_cvtps_pd(_mm512_castps512_ps256(a.v)));
@@ -46,7 +47,7 @@ TW_INLINE float first_lane(VecF a) {
 #elif defined(__AVX2__)
 
 struct VecD {
-    __m256d low = _mm256_setzero_pd(), high = _mm256_setzero_pd();
+    __m256d low = _mm256_setzero_pd(), high = _mm256_setzero_pd();  // lanes 0-3 and 4-7
 };
 TW_INLINE void accumulate(VecD& sum, VecF a) {
     sum.low = _mm256_add_pd(sum.low, _mm256_cvtps_pd(_mm256_castps256_ps128(a.v)));
@@ -79,7 +80,7 @@ TW_INLINE float first_lane(VecF a) {
 
 typedef double Double2 __attribute__((vector_size(16)));
 struct VecD {
-    Double2 low{0, 0}, high{0, 0};
+    Double2 low{0, 0}, high{0, 0};  // lanes 0-1 and 2-3
 };
 TW_INLINE void accumulate(VecD& sum, VecF a) {
     sum.low += Double2{double(a.v[0]), double(a.v[1])};
@@ -113,6 +114,7 @@ TW_INLINE VecF load_wide(const float* p) {
 // ---- Sums ----------------------------------------------------------------------------------------------------------
 struct NoMask {};
 
+// The trained lanes. Adds to `bad` the lanes of a float mask that are neither 0 nor 1.
 TW_INLINE VecM read_mask(const NoMask*, VecM&) {
     return all_true();
 }
@@ -126,8 +128,8 @@ TW_INLINE VecM read_mask(const float* mask, VecM& bad) {
     return used;
 }
 
-constexpr int kUnroll = 4;
-constexpr int kSumStep = kUnroll * kLanes;
+constexpr int kUnroll = 4;                  // independent sums
+constexpr int kSumStep = kUnroll * kLanes;  // tokens
 
 template <class T, class Mask>
 TW_INLINE void sum_step(const T* rewards, const Mask* mask, VecD* sums, VecM& bad) {
@@ -138,9 +140,10 @@ TW_INLINE void sum_step(const T* rewards, const Mask* mask, VecD* sums, VecM& ba
     }
 }
 
-// Prefetches kAhead bytes ahead. The processor's own prefetcher does not keep up with two streams: this makes a sum of
-// masked rewards three times as fast. Beyond the end of these tokens it continues with the next ones. `near`: into the
-// first-level cache; with a gap before the next tokens into the second level, which has more loads in flight.
+// Prefetches kAhead bytes of rewards ahead. The processor's own prefetcher does not keep up with two streams: this
+// makes a sum of masked rewards three times as fast. After the end of these tokens it continues with the next ones.
+// `near` prefetches into the first-level cache. If there is a gap before the next tokens, the second level is better,
+// because it can have more loads in flight.
 constexpr int64_t kAhead = 4096;
 
 template <bool near, class T>
@@ -156,6 +159,7 @@ double sum(const void* all_rewards, const void* all_masks, int64_t n, const Next
     constexpr bool has_mask = !__is_same(Mask, NoMask);
     const T* rewards = static_cast<const T*>(all_rewards);
     const Mask* mask = static_cast<const Mask*>(all_masks);
+    // Full steps, with prefetches.
     VecD sums[kUnroll];
     VecM wrong = is_not(broadcast(0.0f), 0.0f);
     int64_t i = 0;
@@ -172,6 +176,7 @@ double sum(const void* all_rewards, const void* all_masks, int64_t n, const Next
     } else {
         sum_steps(std::false_type{});
     }
+    // The rest, padded with zeros.
     if (i < n) {
         T last[kSumStep] = {};
         Mask last_mask[kSumStep] = {};
@@ -187,6 +192,7 @@ double sum(const void* all_rewards, const void* all_masks, int64_t n, const Next
 }
 
 // ---- Scans ---------------------------------------------------------------------------------------------------------
+// See ScanPowers.
 void make_powers(double factor, ScanPowers& powers) {
     double power = 1;
     for (int c = 0; c <= 16; ++c, power *= factor) powers.whole[c] = power;
@@ -205,7 +211,7 @@ TW_INLINE VecF scan_lanes(VecF x, const ScanPowers& powers) {
     return x;
 }
 
-// The trained values of a tile, moved together; how many they are. Writes up to a vector more.
+// Moves the trained values of a tile together and returns their number. May write up to one vector beyond them.
 int compact(const float* from, const uint8_t* mask, int n, float* to) {
     int found = 0, i = 0;
 #if defined(__AVX512F__)
@@ -222,7 +228,7 @@ int compact(const float* from, const uint8_t* mask, int n, float* to) {
     return found;
 }
 
-// The way back; masked tokens get 0.
+// Moves compacted values back to the trained tokens; masked tokens get 0.
 void expand(const float* from, const uint8_t* mask, int n, float* to) {
     int used = 0, i = 0;
 #if defined(__AVX512F__)
@@ -238,9 +244,9 @@ void expand(const float* from, const uint8_t* mask, int n, float* to) {
     }
 }
 
-// Masked tokens are taken out first, so that the scan itself knows of none. For gae the scan gives the returns,
-// R[t] = r[t] + gamma ((1 - lambda) V[t + 1] + lambda R[t + 1]), and advantages are R - V: the same as the sum of
-// discounted errors, without the cancellation in each of them. The carry is double, so long rows lose nothing.
+// Removes masked tokens first, so the scan sees only trained ones. For gae it computes the returns
+// R[t] = r[t] + gamma ((1 - lambda) V[t + 1] + lambda R[t + 1]), and advantages are R - V. This equals the sum of
+// discounted errors, without the cancellation in each error. The carry is double, so long rows stay accurate.
 template <bool has_values>
 void scan(const ScanTile& t, const ScanPowers& given, ScanCarry& carry) {
     const ScanPowers powers = given;  // a copy that no store can alias
@@ -254,6 +260,7 @@ void scan(const ScanTile& t, const ScanPowers& given, ScanCarry& carry) {
         std::memcpy(rewards, t.rewards, size_t(n) * sizeof(float));
         if constexpr (has_values) std::memcpy(values, t.values, size_t(n) * sizeof(float));
     }
+    // Zeros after the tokens; the value of the next trained token comes first.
     const bool direct = n == t.n;
     const VecF zero = broadcast(0.0f);
     store(rewards + n, zero);
@@ -264,6 +271,7 @@ void scan(const ScanTile& t, const ScanPowers& given, ScanCarry& carry) {
         carry.value = n > 0 ? values[0] : carry.value;
     }
     const auto put = [&](float* to, VecF x) { t.stream ? stream(to, x) : store(to, x); };
+    // Vector by vector from the last token: a scan of the lanes, plus the carry times falling powers.
     for (int i = (n - 1) / kLanes * kLanes; i >= 0 && n > 0; i -= kLanes) {
         const int c = n - i < kLanes ? n - i : kLanes;
         VecF x = load(rewards + i);
@@ -275,6 +283,7 @@ void scan(const ScanTile& t, const ScanPowers& given, ScanCarry& carry) {
         x = scan_lanes(x, powers);
         const VecF result = fma(load(powers.falling + kLanes - c), broadcast(float(carry.returns)), x);
         carry.returns = double(first_lane(x)) + powers.whole[c] * carry.returns;
+        // Without masked tokens a full vector goes straight to the output; otherwise results replace the inputs.
         if (direct && c == kLanes) {
             put(t.returns + i, result);
             if constexpr (has_values) put(t.advantages + i, result - value);

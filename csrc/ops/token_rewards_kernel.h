@@ -1,50 +1,51 @@
-// The kernel of token_rewards.h and gae.h, which takes one segment of a row at a time. Compiled once per instruction
-// set; token_rewards_kernels() gives the best for this machine.
+// The kernel of token_rewards.h and gae.h. It takes one segment of a row at a time and is compiled once per instruction
+// set; token_rewards_kernels() returns the best one for this machine.
 #pragma once
 
 #include <cstdint>
 
 namespace turnwise {
 
-constexpr int kScanTile = 256;  // tokens that a scan takes at once: most tiles are then wholly trained or wholly masked
+constexpr int kScanTile = 256;  // tokens per step of a scan: so few that most tiles are all trained or all masked
 
-// Powers of a scan's factor; made by TokenRewardsKernels::powers.
+// Powers of a scan's factor: gamma, or gamma * lambda for gae. TokenRewardsKernels::powers fills them.
 struct ScanPowers {
     float step[4];      // factor^1, ^2, ^4, ^8
     float falling[32];  // lane i of a vector of c tokens starts at falling[lanes - c]: factor^(c - i)
     double whole[17];   // factor^c
-    float value;        // gamma * (1 - lambda), for gae
+    float value;        // gamma * (1 - lambda), for gae; set by the caller
 };
 
-// n <= kScanTile tokens of one row, contiguous. Streams are null where not given.
+// n <= kScanTile tokens of one row. Streams are [n] and contiguous, or null if not given.
 struct ScanTile {
-    int n;
-    const float* rewards;
-    const float* values;  // for gae
-    const uint8_t* mask;  // 0 or not 0; null: every token trains
-    float* advantages;    // output of gae
-    float* returns;       // output
-    bool stream;          // write past the caches; the addresses are multiples of 64
+    int n;                 // tokens
+    const float* rewards;  // r
+    const float* values;   // V, for gae
+    const uint8_t* mask;   // 0 or not 0; null: every token trains
+    float* advantages;     // output of gae
+    float* returns;        // output
+    bool stream;           // write past the caches; the addresses are multiples of 64
 };
 
-// The state behind a tile.
+// The state of a row after a tile, which the scan of the tile starts from.
 struct ScanCarry {
     double returns = 0;  // R of the next trained token
     float value = 0;     // V of the next trained token
 };
 
-// Addresses of the tokens that are summed next, to be prefetched; null: none.
+// Addresses of the tokens that are summed next, for prefetching; null: none.
 struct NextTokens {
-    const void* rewards = nullptr;
-    const void* mask = nullptr;
+    const void* rewards = nullptr;  // type of the current rewards
+    const void* mask = nullptr;     // type of the current mask
 };
 
 struct TokenRewardsKernels {
-    // The sum of n rewards by reward type (f32, bf16, f16) and mask type (none, bytes, f32). Sets `bad` where a float
-    // mask holds anything but 0 and 1. A token's lane depends on its place alone, so zeros behind change nothing.
-    // `next`: the rewards and masks that are summed afterwards, to be prefetched.
+    // The sum of n rewards, by reward type (f32, bf16, f16) and mask type (none, bytes, f32). Sets `bad` if a float
+    // mask holds anything but 0 and 1. A token's lane depends only on its position, so zeros after it change nothing.
     double (*sum[3][3])(const void* rewards, const void* mask, int64_t n, const NextTokens& next, bool& bad);
+    // Fills all of `powers` except `value`.
     void (*powers)(double factor, ScanPowers& powers);
+    // Scan a tile from its last token to its first, and update `carry` to the state before the tile.
     void (*returns)(const ScanTile& tile, const ScanPowers& powers, ScanCarry& carry);
     void (*gae)(const ScanTile& tile, const ScanPowers& powers, ScanCarry& carry);
 };

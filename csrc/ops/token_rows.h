@@ -1,5 +1,5 @@
-// Work over the rows of token streams that hold rewards: sharing rows between threads, and reading any stream as
-// contiguous float32 or bytes.
+// Helpers for the ops on token rewards: they share rows between threads, and read any stream as contiguous float32 or
+// bytes.
 #pragma once
 
 #include <atomic>
@@ -10,9 +10,9 @@
 
 namespace turnwise {
 
-constexpr int64_t kRowTokensPerThread = 16384;  // below this a second thread costs more than it brings
+constexpr int64_t kRowTokensPerThread = 16384;  // below this a second thread costs more than it gains
 
-// body(first, last) on runs of segments with about equal shares of the tokens.
+// Calls body(first, last) on runs of segments [first, last) with about equal numbers of tokens, one per thread.
 template <class Body>
 void share_segments(const std::vector<Segment>& segments, int threads, const Body& body) {
     int64_t tokens = 0;
@@ -29,7 +29,7 @@ void share_segments(const std::vector<Segment>& segments, int threads, const Bod
     run_parts(parts, [&](int part) { body(first[size_t(part)], first[size_t(part) + 1]); });
 }
 
-// A stream's tokens [token, token + n) of a row as float32: in place, or converted into scratch.
+// Returns a stream's tokens [token, token + n) of a row as float32: in place, or converted into scratch.
 inline const float* row_floats(const TokenLayout& layout, const View& stream, int64_t row, int64_t token, int n,
                                float* scratch) {
     const int64_t offset = layout.offset(stream, row, token), step = layout.step(stream);
@@ -43,7 +43,7 @@ inline bool is_byte_mask(const TokenLayout& layout, const View& mask) {
     return bytes && layout.step(mask) == 1;
 }
 
-// The same for a mask, as bytes. Sets `bad` where a float mask holds anything but 0 and 1.
+// Returns the same tokens of a mask as bytes. Sets `bad` if a float mask holds anything but 0 and 1.
 inline const uint8_t* row_mask(const TokenLayout& layout, const View& mask, int64_t row, int64_t token, int n,
                                uint8_t* scratch, bool& bad) {
     const int64_t offset = layout.offset(mask, row, token);

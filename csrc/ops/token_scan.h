@@ -1,4 +1,4 @@
-// Scans over the tokens of each row, from the last to the first, for returns and gae.
+// Scans over the tokens of each row from the last to the first, for returns and gae.
 #pragma once
 
 #include <cmath>
@@ -9,17 +9,17 @@
 namespace turnwise {
 
 struct TokenScan {
-    const TokenLayout& layout;
-    const View& rewards;       // one value per token, as all streams
-    const View& values;        // none for returns
-    const View& mask;          // none: every token trains
-    const View& advantages;    // f32, contiguous; none for returns
-    const View& returns;       // f32, contiguous
-    const ScanPowers& powers;  // of gamma, or gamma * lambda
-    void (*kernel)(const ScanTile&, const ScanPowers&, ScanCarry&);
+    const TokenLayout& layout;                                       // of all streams
+    const View& rewards;                                             // one value per token, like all streams
+    const View& values;                                              // none for returns
+    const View& mask;                                                // none: every token trains
+    const View& advantages;                                          // f32, contiguous; none for returns
+    const View& returns;                                             // f32, contiguous
+    const ScanPowers& powers;                                        // of gamma, or gamma * lambda
+    void (*kernel)(const ScanTile&, const ScanPowers&, ScanCarry&);  // TokenRewardsKernels::returns or ::gae
 };
 
-// Prefetches the tile that comes kScanAhead tiles later, maybe at the end of the next row: the processor does not
+// Prefetches the tile that comes kScanAhead tiles later, possibly at the end of the next row. The processor does not
 // prefetch several streams backwards.
 constexpr int kScanAhead = 4;
 
@@ -38,7 +38,8 @@ inline void fetch_tile(const TokenScan& s, int64_t row, int64_t token) {
     }
 }
 
-// False where a reward or a value is not finite, which reaches all before it in its row.
+// Scans one row. Returns false if its first return is not finite: a reward or value that is not finite reaches all
+// returns before it. Only the value of the first trained token reaches none.
 inline bool scan_row(const TokenScan& s, int64_t row, bool stream, bool& bad) {
     float rewards[kScanTile], values[kScanTile];
     uint8_t mask[kScanTile];
@@ -62,7 +63,7 @@ inline bool scan_row(const TokenScan& s, int64_t row, bool stream, bool& bad) {
     return std::isfinite(carry.returns);
 }
 
-// False where a row has rewards or values that are not finite.
+// Scans all rows. Returns false if scan_row does for any of them.
 inline bool scan_rows(const TokenScan& s, int threads) {
     check_mask(s.layout, s.mask);
     const bool stream = s.layout.tokens() * int64_t(sizeof(float)) >= kStreamBytes;

@@ -7,16 +7,16 @@
 namespace turnwise {
 namespace {
 
-constexpr int64_t kPart = 512;  // what a part more costs, in tokens: small matrices are slow ones
+constexpr int64_t kPart = 512;  // cost of one more part, in tokens: products of small matrices are slow
 
-// A node is an edge: the tokens from its parent's end to its own. Node 0 is the root, without tokens.
+// A node and the edge to it: the tokens from its parent's end to its own. Node 0 is the root, which has no tokens.
 struct Node {
-    int64_t source;  // its first token's place in the stream
+    int64_t source;  // index of its first token in the stream
     int64_t length;  // in tokens
-    int64_t parent;  // node; -1 for the root
+    int64_t parent;  // index of the parent node; -1 for the root
 };
 
-// A hash table: (node, token) -> the child that begins with the token.
+// A hash table: (node, token) -> the child of the node that begins with the token. At most half full.
 class Children {
   public:
     Children() : slots_(256, Slot{-1, 0, 0}) {}
@@ -38,7 +38,7 @@ class Children {
 
   private:
     struct Slot {
-        int64_t node, token, child;
+        int64_t node, token, child;  // (node, token) -> child; node is -1 in a free slot
     };
 
     size_t mask() const { return slots_.size() - 1; }
@@ -64,10 +64,11 @@ class Children {
         }
     }
 
-    std::vector<Slot> slots_;
-    size_t used_ = 0;
+    std::vector<Slot> slots_;  // a power of two
+    size_t used_ = 0;          // slots that are not free
 };
 
+// The length of the common prefix of two rows, at most `most`; blocks are compared by memcmp.
 int64_t common_prefix(const int64_t* a, const int64_t* b, int64_t most) {
     constexpr int64_t kBlock = 64;
     int64_t i = 0;
@@ -85,6 +86,7 @@ class Builder {
     TokenTrie lay_out(int64_t least);
 
   private:
+    // Inserts tokens [at, end) of the stream. Returns the node that they end with.
     int64_t insert(int64_t at, int64_t end) {
         int64_t node = 0;
         while (at < end) {
@@ -96,6 +98,7 @@ class Builder {
                 children_.put(node, token, child);
                 return child;
             }
+            // Follow the edge as far as the tokens agree, and split it if they differ within it.
             const Node edge = nodes_[size_t(child)];
             const int64_t most = std::min(edge.length, end - at);
             const int64_t same = common_prefix(rows_.tokens + edge.source, rows_.tokens + at, most);
@@ -105,7 +108,7 @@ class Builder {
         return node;
     }
 
-    // The first `length` tokens of `child` become a node of their own above it, so what hangs on it stays.
+    // Moves the first `length` tokens of `child` into a new node above it. The children of `child` keep their parent.
     int64_t split(int64_t child, int64_t length) {
         const Node edge = nodes_[size_t(child)];
         const int64_t upper = int64_t(nodes_.size());
@@ -122,9 +125,9 @@ class Builder {
     std::vector<int64_t> preorder(const Kids& kids) const;
 
     const TokenRows& rows_;
-    std::vector<Node> nodes_;
-    Children children_;
-    std::vector<int64_t> last_;  // of each row, the node that it ends with
+    std::vector<Node> nodes_;    // the root first
+    Children children_;          // of all nodes
+    std::vector<int64_t> last_;  // [rows]: the node that each row ends with
 };
 
 std::vector<int64_t> Builder::preorder(const Kids& kids) const {
@@ -139,13 +142,15 @@ std::vector<int64_t> Builder::preorder(const Kids& kids) const {
     return order;
 }
 
-// From the leaves up: nodes whose sharing saves too little go, and their children reach up to their parent. A child's
-// tokens come from a row that has the parent's tokens before them, so it needs only to begin earlier.
+// Goes from the leaves up and removes nodes whose sharing saves too little. Their children then start at the end of the
+// node's parent. A child's tokens come from a row that has the node's tokens just before them, so the child only needs
+// to begin earlier in the stream.
 void Builder::dissolve(Kids& kids, int64_t least) {
     const std::vector<int64_t> order = preorder(kids);
     std::vector<char> gone(nodes_.size(), 0);
     for (size_t i = order.size(); i-- > 0;) {
         const size_t node = size_t(order[i]);
+        // Children that went are replaced by their own children.
         std::vector<int64_t> below;
         for (const int64_t child : kids[node]) {
             if (gone[size_t(child)])
@@ -154,6 +159,7 @@ void Builder::dissolve(Kids& kids, int64_t least) {
                 below.push_back(child);
         }
         kids[node] = std::move(below);
+        // Removing the node costs one copy of its tokens per child, less the one that is there.
         const Node here = nodes_[node];
         const int64_t copies = int64_t(kids[node].size()) - 1;
         if (node == 0 || copies < 1 || copies * here.length >= least) continue;
@@ -165,6 +171,7 @@ void Builder::dissolve(Kids& kids, int64_t least) {
     }
 }
 
+// Sorts siblings by their tokens.
 void Builder::sort(std::vector<int64_t>& siblings) const {
     const auto text = [this](int64_t node) { return rows_.tokens + nodes_[size_t(node)].source; };
     std::sort(siblings.begin(), siblings.end(), [&](int64_t a, int64_t b) {
@@ -174,14 +181,16 @@ void Builder::sort(std::vector<int64_t>& siblings) const {
 }
 
 TokenTrie Builder::lay_out(int64_t least) {
+    // The tree with sorted children, before and after nodes dissolve.
     const size_t count = nodes_.size();
     Kids kids(count);
     for (size_t node = 1; node < count; ++node) kids[size_t(nodes_[node].parent)].push_back(int64_t(node));
     for (std::vector<int64_t>& siblings : kids) sort(siblings);
-    const Kids exact = kids;  // with the nodes that dissolve
+    const Kids exact = kids;  // includes the nodes that dissolve
     dissolve(kids, least);
     for (std::vector<int64_t>& siblings : kids) sort(siblings);
 
+    // Give every token of every node a place, and begin a segment at every branch.
     const std::vector<int64_t> order = preorder(kids);
     int64_t total = 0;
     for (const int64_t node : order) total += nodes_[size_t(node)].length;
@@ -194,7 +203,7 @@ TokenTrie Builder::lay_out(int64_t least) {
         const size_t node = size_t(order[i]), parent = size_t(nodes_[node].parent);
         const bool top = parent == 0;
         if (!top && kids[parent].size() == 1) {
-            segment_of[node] = segment_of[parent];  // no branch between them: a row ends there, that is all
+            segment_of[node] = segment_of[parent];  // no branch between them, only the end of a row
         } else {
             segment_of[node] = trie.segments();
             trie.begin.push_back(trie.places());
@@ -207,6 +216,7 @@ TokenTrie Builder::lay_out(int64_t least) {
         }
         node_end[node] = trie.places() - 1;
     }
+    // A segment's subtree ends with the last of its descendants.
     trie.begin.push_back(trie.places());
     trie.subtree_end.assign(trie.begin.begin() + 1, trie.begin.end());
     for (size_t segment = trie.parent.size(); segment-- > 0;) {  // children come after their parents
@@ -215,6 +225,8 @@ TokenTrie Builder::lay_out(int64_t least) {
         end = std::max(end, trie.subtree_end[segment]);
     }
 
+    // Find each row's last token: in the node that it ends with or, if that dissolved, in a descendant that holds a
+    // copy.
     trie.row_end.reserve(last_.size());
     for (size_t row = 0; row < last_.size(); ++row) {
         size_t node = size_t(last_[row]);
@@ -239,7 +251,7 @@ void trie_places(const TokenTrie& trie, const int64_t* firsts, const int64_t* co
             int64_t place = trie.row_end[row];
             size_t segment =
                 size_t(std::upper_bound(trie.begin.begin(), trie.begin.end(), place) - trie.begin.begin()) - 1;
-            // From the row's end upwards: segment by segment to the first position that is asked for.
+            // Go from the row's end upwards, segment by segment, to the first position that was asked for.
             const int64_t lowest = firsts[row], highest = firsts[row] + left - 1;
             int64_t* out = places + left;
             for (int64_t position = trie.depth[size_t(place)]; position >= lowest; --position) {
@@ -260,9 +272,9 @@ int64_t cut_trie(const TokenTrie& trie, const int64_t* lengths, int64_t max_toke
     std::iota(order, order + rows, int64_t(0));
     std::stable_sort(order, order + rows,
                      [&](int64_t a, int64_t b) { return trie.row_end[size_t(a)] < trie.row_end[size_t(b)]; });
-    // In depth-first order a row adds the places between the end of the one before it and its own end; where it begins
-    // a part, the rest of it, which it shares with that row, is computed once more. best[j] is the least that the first
-    // j rows can cost, from[j] where the last of their parts begins.
+    // In depth-first order a row adds the places between the end of the row before it and its own end. A row that
+    // begins a part also repeats the tokens that it shares with the row before it. best[j] is the least cost of the
+    // first j rows, and from[j] is the index of the row that begins the last of their parts.
     const auto end = [&](size_t i) { return trie.row_end[size_t(order[i])]; };
     const auto length = [&](size_t i) { return lengths[order[i]]; };
     std::vector<int64_t> best(rows + 1, 0);
@@ -278,6 +290,7 @@ int64_t cut_trie(const TokenTrie& trie, const int64_t* lengths, int64_t max_toke
             if (best[j] < 0 || cost < best[j]) best[j] = cost, from[j] = i;
         }
     }
+    // Follow from[] back to the rows that begin parts, then number the parts.
     std::vector<size_t> begins;
     for (size_t j = rows; j > 0; j = from[j]) begins.push_back(from[j]);
     int64_t number = -1;

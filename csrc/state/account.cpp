@@ -10,6 +10,7 @@ void Account::add(const Heap& heap) {
 size_t Account::of_node(const Node* node) {
     if (const size_t* sum = known(node)) return *sum;
     const auto nothing = [](const auto&) { return size_t{0}; };
+    // The node itself, and the blocks of its arrays.
     size_t own = 0, below = 0;
     switch (node->kind) {
         case Kind::Dict: {

@@ -11,7 +11,8 @@ using namespace archive;
     throw Damaged(what);
 }
 
-// Follows from heap to heap whether every slot that is referred to holds a container, looking at differences alone.
+// Checks, heap after heap, that every slot that is referred to holds a container. It looks only at the differences from
+// the heap before.
 class Checker {
   public:
     void move_to(const Heap::Table& table, Value root, SlotIndex free) {
@@ -21,6 +22,7 @@ class Checker {
             referred_.resize(slots_);
             lives_.resize(slots_);
         }
+        // Count references and containers wherever the two tables differ.
         bool chain_changed = free != free_;
         tuples_.clear();
         Heap::Table::compare(table, table_, [&](size_t slot, const Place* ours, const Place* theirs) {
@@ -32,6 +34,7 @@ class Checker {
             refer(now, before);
             if (now && now->kind == Kind::Tuple) tuples_.push_back(static_cast<SlotIndex>(slot));
         });
+        // The counts, the root, the free slots and the tuples must be right.
         if (dangling_ > 0) damaged("a reference to a slot that holds nothing");
         if (root.is_slot() && (root.slot() >= slots_ || !lives_[root.slot()])) damaged("a root that does not exist");
         if (chain_changed) check_chain(table, free);
@@ -56,6 +59,7 @@ class Checker {
     void remove(Value value) {
         if (value.is_slot() && --referred_[value.slot()] == 0 && !lives_[value.slot()]) --dangling_;
     }
+    // Counts the references of `now` and uncounts those of `before`. Two dicts or two lists: only where they differ.
     void refer(const Node* now, const Node* before) {
         if (now && before && now->kind == before->kind) {
             if (now->kind == Kind::Dict) {
@@ -89,14 +93,14 @@ class Checker {
         }
     }
 
-    // Tuples that hold one another in a circle can't be: whoever reads one would never end.
+    // Refuses tuples that hold each other in a cycle: reading such a tuple would never end.
     void check_tuples(const Heap::Table& table) {
         std::unordered_map<SlotIndex, bool> done;
         std::vector<SlotIndex> open(tuples_);
         while (!open.empty()) {
             const SlotIndex slot = open.back();
             const auto [entry, fresh] = done.emplace(slot, false);
-            if (!fresh) {  // everything below it was looked at
+            if (!fresh) {  // everything below it was checked
                 entry->second = true;
                 open.pop_back();
                 continue;
@@ -112,37 +116,38 @@ class Checker {
         }
     }
 
-    Heap::Table table_;
-    SlotIndex free_ = kNoSlot;
-    size_t slots_ = 0, alive_ = 0, dangling_ = 0;
-    std::vector<uint32_t> referred_;
-    std::vector<char> lives_;
-    std::vector<SlotIndex> tuples_;
+    Heap::Table table_;                            // of the last heap
+    SlotIndex free_ = kNoSlot;                     // its first free slot
+    size_t slots_ = 0, alive_ = 0, dangling_ = 0;  // slots; those with a container; those referred to, without one
+    std::vector<uint32_t> referred_;               // [slots]: references to each slot
+    std::vector<char> lives_;                      // [slots]: 1 if the slot holds a container
+    std::vector<SlotIndex> tuples_;                // slots whose tuple is new in this heap
 };
 
+// All blocks of one array type, in the order of the archive.
 template <class Array>
 struct Blocks {
     using Block = typename Array::Block;
     struct Info {
-        Block* block;
-        unsigned height;
-        uint64_t position;  // among the blocks of its height
+        Block* block;       // holds a reference
+        unsigned height;    // 0: a block of items
+        uint64_t position;  // index among the blocks of its height
         size_t size;        // items in it and below
-        size_t living;      // entries that were not erased
+        size_t living;      // entries in it and below that were not erased; 0 for other arrays
     };
     ~Blocks() {
         for (const Info& info : infos) Array::drop(info.block, info.height);
     }
-    std::vector<Info> infos;
+    std::vector<Info> infos;  // each holds a reference to its block
 };
 
-// Items on their way into a block.
+// Items that are not yet in a block. Drops their references if an error keeps them from getting there.
 template <class Item>
 struct Items {
     ~Items() {
         for (const Item& item : items) ItemPolicy<Item>::drop(item);
     }
-    std::vector<Item> items;
+    std::vector<Item> items;  // each holds its references
 };
 
 class Reader {
@@ -201,13 +206,13 @@ class Reader {
         if (value < least || value > most) damaged(what);
         return value;
     }
-    // An earlier thing of `known`, told as how far back it lies.
+    // Reads how far back a thing of `known` is, and returns it.
     template <class Thing>
     const Thing& earlier(const std::vector<Thing>& known) {
         return known[known.size() - number(1, known.size(), "a reference to what does not exist")];
     }
 
-    // With a reference of its own, if it is a leaf.
+    // Decodes a value; a leaf comes with its own reference.
     Value value(Use use, uint64_t code) {
         const uint64_t payload = code >> 2;
         switch (code & 3) {
@@ -302,6 +307,7 @@ class Reader {
             ItemPolicy<Item>::drop(std::exchange(to, item));
         };
         items.reserve(count);
+        // Copy the common items of the earlier block, replace those that changed, then read the rest.
         if (like) {
             const Item* old = like->block->items();
             items.assign(old, old + std::min<size_t>(count, like->block->used));
@@ -318,7 +324,7 @@ class Reader {
             for (const Entry& entry : items) info.living += entry.key != nullptr;
         }
         info.block = Array::make_leaf(items.data(), count);
-        items.clear();  // their references are the block's now
+        items.clear();  // the block has their references now
     }
 
     template <class Array, class Info>
@@ -326,6 +332,7 @@ class Reader {
         using Block = typename Array::Block;
         Block* blocks[32];
         const size_t count = number(1, 32, "a block of an impossible size");
+        // Start with the children of the earlier block, replace those that changed, then read the rest.
         const size_t common = like ? std::min<size_t>(count, like->block->used) : 0;
         for (size_t i = 0; i < common; ++i) blocks[i] = like->block->children()[i];
         const auto read_one = [&](size_t i) {
@@ -337,7 +344,7 @@ class Reader {
         };
         if (like) each_change(common, read_one);
         for (size_t i = common; i < count; ++i) read_one(i);
-        // What children hold is remembered by block: it is asked for each of them, changed or not.
+        // Add up the sizes of all children, changed or not. They are remembered by block, so this is one look-up each.
         auto& known = sizes_[type_of<Array>()];
         for (size_t i = 0; i < count; ++i) {
             const auto [size, living] = known_size(known, blocks[i], infos);
@@ -349,8 +356,8 @@ class Reader {
     }
     using Sizes = std::unordered_map<const void*, std::pair<size_t, size_t>>;
     struct KnownSizes {
-        Sizes of;
-        size_t read = 0;
+        Sizes of;         // block -> (size, living), see Info
+        size_t read = 0;  // number of infos that `of` has
     };
     template <class Info>
     static std::pair<size_t, size_t> known_size(KnownSizes& known, const void* block, const std::vector<Info>& infos) {
@@ -361,7 +368,7 @@ class Reader {
         return known.of.at(block);
     }
 
-    // Calls f(i) for each place below `common` that the bytes list as changed.
+    // Calls f(i) for each index below `common` that the archive lists as changed.
     template <class Function>
     void each_change(size_t common, Function&& f) {
         size_t next = 0;
@@ -389,15 +396,16 @@ class Reader {
     Node* node(Kind kind, bool is_like) {
         Node* like = nullptr;
         if (is_like) {
-            // The last of nodes_ is the place of the node that is being read.
+            // The last element of nodes_ is reserved for the node that is being read.
             like = nodes_[nodes_.size() - 1 - number(1, nodes_.size() - 1, "a reference to what does not exist")];
             if (like->kind != kind) damaged("a container like one of another kind");
         }
-        const Epoch epoch = next_epoch();  // of nobody else, so that an index can be written to
+        const Epoch epoch = next_epoch();  // no heap has it; the index of a dict is written with it
         const auto fresh = [&](auto* none) {
             using NodeType = std::remove_pointer_t<decltype(none)>;
             return like ? static_cast<NodeType*>(like->copy(epoch)) : new NodeType(epoch);
         };
+        // Each kind: the array of its contents, then a new node or a copy of the earlier one with that array.
         if (kind == Kind::Dict) {
             size_t living = 0;
             const Entries entries = array<Entries>(&living);
@@ -421,7 +429,7 @@ class Reader {
         }
         if (kind == Kind::Tuple) {
             Values items = array<Values>();
-            Items<Value> type;  // drops its reference: the node takes one of its own
+            Items<Value> type;  // drops its reference, because the node takes its own
             if (!like) type.items.push_back(value(Use::TupleType, number()));
             auto* node = like ? static_cast<TupleNode*>(like->copy(epoch)) : new TupleNode(epoch, type.items[0].leaf());
             node->items = std::move(items);
@@ -432,7 +440,7 @@ class Reader {
         if (object.items[0].empty()) damaged("an object that is missing");
         Leaf* leaf = object.items[0].leaf();
         Leaf* policy = leaves_.policy(leaf);
-        // Of no epoch: a snapshot, copied when a version asks for the object.
+        // Epoch 0 belongs to no heap: the node is a snapshot, copied when a version asks for the object.
         return new OpaqueNode(0, like ? like->birth : epoch, leaf, policy);
     }
 
@@ -446,9 +454,10 @@ class Reader {
         checker_.move_to(table, root.items[0], first_free);
         restored_.heaps.push_back(std::make_unique<Heap>());
         restored_.heaps.back()->assemble(table, root.items[0], first_free, checker_.alive());
-        root.items.clear();  // its reference is the heap's now
+        root.items.clear();  // the heap has its reference now
     }
 
+    // A node that is dropped unless it is released.
     template <class NodeType>
     class Owned {
       public:
@@ -461,15 +470,15 @@ class Reader {
         NodeType* node_;
     };
 
-    const uint8_t* at_;
-    const uint8_t* end_;
+    const uint8_t* at_;   // the next byte
+    const uint8_t* end_;  // the end of the archive
     LeafReader& leaves_;
-    uint64_t leaf_count_ = 0;
+    uint64_t leaf_count_ = 0;  // leaves that were used so far
     std::tuple<Blocks<Values>, Blocks<Entries>, Blocks<Tokens>, Blocks<Heap::Table>> blocks_;
-    KnownSizes sizes_[4];
-    std::vector<Node*> nodes_;
+    KnownSizes sizes_[4];       // by ArrayType
+    std::vector<Node*> nodes_;  // in the order of the archive; each holds a reference
     Checker checker_;
-    Restored restored_;
+    Restored restored_;  // the result
 };
 
 }  // namespace

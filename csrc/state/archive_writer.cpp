@@ -42,7 +42,7 @@ class Writer {
         for (; value >= 128; value >>= 7) byte(static_cast<unsigned>(value & 127) | 128);
         byte(static_cast<unsigned>(value));
     }
-    // 0 for the next new leaf, else its number + 1.
+    // Writes 0 for the next new leaf, else the number of an earlier leaf + 1.
     void put_leaf(Leaf* leaf) {
         const uint64_t known = leaves_.number_of(leaf);
         const bool is_new = known == leaf_count_;
@@ -80,10 +80,12 @@ class Writer {
         return blocks_[type_of<Array>()];
     }
 
-    // How far back the array's root lies, or 0 for an empty one. `like` was written before.
+    // Writes an array's blocks. Returns how far back its root is, or 0 for an empty array. `like` is an array that was
+    // written before, or null.
     template <class Array>
     uint64_t array(const Array& array, const Array* like) {
         if (array.empty()) return 0;
+        // Go down in the earlier array to a block of the same height.
         auto* model = like ? like->root() : nullptr;
         unsigned height = model ? like->height() : 0;
         for (; model && height > array.height(); --height) model = model->children()[0];
@@ -91,7 +93,8 @@ class Writer {
         return numbers<Array>().size() - root;
     }
 
-    // `model` stands at the same place of a like array, whole or (if it is of less height) below the first child.
+    // Writes a block and returns its number. `model` is the block at the same position of the earlier array, or null.
+    // If its height is less, it covers only the range of the first child.
     template <class Array>
     uint64_t block(typename Array::Block* block, unsigned height, uint64_t position, typename Array::Block* model,
                    unsigned model_height) {
@@ -100,6 +103,7 @@ class Writer {
         if (found != known.end()) return found->second;
         const uint8_t op = kBlock + 4 * type_of<Array>();
         const auto* like = model && model_height == height ? model : nullptr;
+        // A block of items: all of them, or the changes from the model. Places need their nodes written first.
         if (height == 0) {
             const auto* items = block->items();
             if constexpr (type_of<Array>() == OfPlaces) {
@@ -119,6 +123,7 @@ class Writer {
                 for (size_t i = 0; i < block->used; ++i) put(items[i]);
             }
         } else {
+            // An inner block: first its children, each with its own model.
             uint64_t children[32];
             for (size_t i = 0; i < block->used; ++i) {
                 auto* below = like ? (i < like->used ? model->children()[i] : nullptr) : i == 0 ? model : nullptr;
@@ -141,7 +146,7 @@ class Writer {
         return known.emplace(block, known.size()).first->second;
     }
 
-    // The places that differ from the model's, then those that it doesn't have.
+    // Writes the items that differ from the model's, then those that it doesn't have.
     template <class Same, class Put>
     void items_like(unsigned op, uint64_t back, size_t count, size_t old_count, Same&& same, Put&& put_item) {
         const size_t common = std::min(count, old_count);
@@ -163,10 +168,12 @@ class Writer {
     }
 
     // ---- nodes
+    // Writes a node, unless it was written before. It may resemble the last one with the same identity.
     void node(const Node* node) {
         if (nodes_.count(node)) return;
         const Node*& last = last_of_[node->birth];
         const auto like = [&](auto* self) { return static_cast<decltype(self)>(last); };
+        // The array of the contents comes before the record of the node.
         uint64_t content = 0;
         if (node->kind == Kind::Dict) {
             const auto* dict = static_cast<const DictNode*>(node);
@@ -181,6 +188,7 @@ class Writer {
             const auto* tokens = static_cast<const TokensNode*>(node);
             content = array(tokens->tokens, last ? &like(tokens)->tokens : nullptr);
         }
+        // The record: its kind, the earlier node, the contents or the object, and the type of a new tuple.
         byte((last ? kNodeLike : kNode) + static_cast<unsigned>(node->kind));
         if (last) number(nodes_.size() - nodes_.at(last));
         if (node->kind == Kind::Opaque) {
@@ -197,12 +205,12 @@ class Writer {
     }
 
     LeafWriter& leaves_;
-    std::string out_;
-    uint64_t leaf_count_ = 0;
-    Numbers blocks_[4];
-    Numbers nodes_;
-    std::unordered_map<Epoch, const Node*> last_of_;
-    const Heap::Table* last_table_ = nullptr;
+    std::string out_;                                 // the archive so far
+    uint64_t leaf_count_ = 0;                         // leaves that were written
+    Numbers blocks_[4];                               // by ArrayType: block -> number in the archive
+    Numbers nodes_;                                   // node -> number in the archive
+    std::unordered_map<Epoch, const Node*> last_of_;  // birth -> the last node that was written of that container
+    const Heap::Table* last_table_ = nullptr;         // of the last heap
 };
 
 }  // namespace

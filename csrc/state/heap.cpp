@@ -95,6 +95,7 @@ std::vector<bool> Heap::differing(const Heap& other) const {
     std::vector<bool> differs(slots, false);
     std::vector<SlotIndex> open;
     std::vector<std::pair<SlotIndex, SlotIndex>> parents;  // (child, parent)
+    // Find the slots whose nodes differ, and all references of both heaps.
     for (size_t i = 0; i < slots; ++i) {
         const auto slot = static_cast<SlotIndex>(i);
         const Node* ours = at(slot);
@@ -110,6 +111,7 @@ std::vector<bool> Heap::differing(const Heap& other) const {
             });
         }
     }
+    // Walk from the differing slots to everything that leads to them.
     std::sort(parents.begin(), parents.end());
     while (!open.empty()) {
         const SlotIndex child = open.back();
@@ -130,7 +132,7 @@ size_t Heap::collect(const std::vector<SlotIndex>& roots) {
     size_t freed = 0;
     kept_ = 0;
     added_ = 0;
-    // Backwards, so that low slots are given out first.
+    // Backwards, so that the chain of free slots starts with the low ones.
     for (size_t slot = marked.size(); slot-- > 0;) {
         Node* node = at(static_cast<SlotIndex>(slot));
         if (!node) continue;

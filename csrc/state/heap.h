@@ -1,5 +1,5 @@
-// One version of a state: a persistent table from slots to containers, and the root. Copying a heap is a fork; both
-// sides must then take a new epoch, so that neither writes what the other sees.
+// One version of a state: a persistent table from slots to containers, and the root. A fork copies a heap and gives
+// both sides a new epoch, so that neither writes what the other sees.
 #pragma once
 
 #include <vector>
@@ -8,9 +8,9 @@
 
 namespace turnwise::state {
 
-// A place of the table: a container, or a link of the chain of free slots.
+// A place of the table: a container, or a link in the chain of free slots.
 struct Place {
-    uintptr_t word = 0;
+    uintptr_t word = 0;  // the address of a Node, 0, or next free slot << 1 | 1
 
     Node* node() const noexcept { return word & 1 ? nullptr : reinterpret_cast<Node*>(word); }
     SlotIndex next_free() const noexcept { return static_cast<SlotIndex>(word >> 1); }
@@ -36,67 +36,68 @@ class Heap {
     Heap& operator=(const Heap&) = delete;
     ~Heap() { clear(); }
 
-    // Another version with the same contents, in constant time.
+    // Makes `child` another version with the same contents, in constant time.
     void fork_into(Heap& child) noexcept;
-    // This heap takes the contents of `version`; slots that only this one had are not given out again before `collect`.
+    // Replaces this heap's contents by those of `version`, and the free slots too: `add` may give out slots that only
+    // the old contents used.
     void restore(Heap& version) noexcept;
     void clear() noexcept;
-    // Takes over a table that was put together elsewhere, `containers` of them in it, and the reference of `root`.
+    // Takes a table that was built elsewhere and holds `containers` containers. Takes over the reference of `root`.
     void assemble(const Table& table, Value root, SlotIndex free, size_t containers) noexcept;
 
     Epoch epoch() const noexcept { return epoch_; }
-    // Changes whenever the table holds another node than before: a pointer to a node is good as long as this stands
-    // still.
+    // Changes whenever a slot gets another node. A pointer to a node is valid as long as the stamp does not change.
     uint64_t stamp() const noexcept { return stamp_; }
     const Table& table() const noexcept { return table_; }
     SlotIndex first_free() const noexcept { return free_; }
 
     Value root() const noexcept { return root_; }
-    // Takes over the reference of `root` and hands that of the old one to the caller.
+    // Takes over the reference of `root`. The caller gets the old root and its reference.
     Value exchange_root(Value root) noexcept { return std::exchange(root_, root); }
 
-    // Null for a slot that holds nothing.
+    // The container in a slot; null if there is none.
     Node* at(SlotIndex slot) const noexcept { return slot < table_.size() ? table_[slot].node() : nullptr; }
     bool owns(const Node* node) const noexcept { return node->epoch == epoch_; }
-    // The container, for writing.
+    // The container in a slot, for writing: copies it first unless this heap owns it.
     template <class NodeType>
     NodeType* own(SlotIndex slot) {
         Node* node = table_[slot].node();
         return static_cast<NodeType*>(owns(node) ? node : own_copy(slot, node));
     }
-    // Takes over the reference of `node`.
+    // Puts `node` into a free slot and takes over its reference.
     SlotIndex add(Node* node);
-    // The slots that the next calls of `add` will give, without adding anything.
+    // `plan` tells which slots the next calls of `add` will return, without adding anything.
     struct Cursor {
-        SlotIndex free;  // head of the chain of free slots
-        SlotIndex end;   // the first slot behind the table
+        SlotIndex free;  // head of the chain of free slots, or kNoSlot
+        SlotIndex end;   // the first slot after the table
     };
     Cursor cursor() const noexcept { return {free_, static_cast<SlotIndex>(table_.size())}; }
     SlotIndex plan(Cursor& cursor) const noexcept;
-    // Puts `node` where another was; takes over its reference.
+    // Replaces the node in a slot. Takes over the reference of `node`.
     void replace(SlotIndex slot, Node* node);
 
-    // How many containers were added since the last collection, and how many it left.
+    // Number of containers added since the last collection.
     size_t added() const noexcept { return added_; }
+    // True once more containers were added than the last collection kept.
     bool wants_collection() const noexcept { return added_ > 64 && added_ > kept_; }
-    // Frees every container that can't be reached from the root or from `roots`. Returns how many went.
+    // Frees every container that can't be reached from the root or from `roots`. Returns their number.
     size_t collect(const std::vector<SlotIndex>& roots);
-    // Marks what can be reached; `marked` is indexed by slot.
+    // Marks the slots that can be reached from the root or from `roots`; `marked` is indexed by slot.
     void mark(std::vector<bool>& marked, std::vector<SlotIndex> roots) const;
 
-    // Which slots hold a container that differs from the other heap's, or that leads to such a one; indexed by slot.
+    // Indexed by slot: true if the container differs from the other heap's, or leads to one that does.
     std::vector<bool> differing(const Heap& other) const;
 
   private:
     Node* own_copy(SlotIndex slot, Node* node);
 
-    Table table_;
-    Value root_;
-    Epoch epoch_;
-    uint64_t stamp_ = 1;
-    SlotIndex free_ = kNoSlot;
-    uint32_t added_ = 0;
-    uint32_t kept_ = 0;
+    Table table_;               // slot -> container
+    Value root_;                // holds a reference
+    Epoch epoch_;               // what this heap may write carries it
+    uint64_t stamp_ = 1;        // see stamp()
+    SlotIndex free_ = kNoSlot;  // head of the chain of free slots
+    uint32_t added_ = 0;        // containers added since the last collection
+    uint32_t kept_ = 0;         // containers that the last collection kept
 };
 
 }  // namespace turnwise::state

@@ -54,7 +54,7 @@ void DictNode::insert(int64_t hash, Leaf* key, Value value) {
     entries.push_back(Entry{hash, key, value}, epoch);
     ++live;
     ++changes;
-    // Two thirds full at most, erased places counted: probes stay short.
+    // The index is at most two thirds full, erased cells included, so that probes stay short.
     if (entries.size() > kScanned && (index.empty() || (taken + 1) * 3 > index.size() * 2)) {
         rebuild();
     } else if (!index.empty()) {
@@ -69,7 +69,7 @@ Entry DictNode::erase(size_t place) {
     held = Entry{0, nullptr, Value()};
     --live;
     ++changes;
-    // Trailing erased entries go at once, so that popitem in a loop is not quadratic.
+    // Remove trailing erased entries at once; otherwise popitem in a loop would take quadratic time.
     while (!entries.empty() && entries[entries.size() - 1].key == nullptr) entries.pop_back(epoch);
     if (entries.empty()) {
         index.clear();
@@ -85,7 +85,7 @@ size_t DictNode::next(size_t place) const noexcept {
     return place;
 }
 
-// Entries without the erased ones, and an index of them.
+// Drops the erased entries and makes a new index.
 void DictNode::rebuild() {
     if (live < entries.size()) {
         RadixArray<Entry, 5> packed;
@@ -120,6 +120,7 @@ void DictNode::assemble(const RadixArray<Entry, 5>& whole, size_t living, const 
     entries = whole;
     live = static_cast<uint32_t>(living);
     if (entries.size() <= kScanned || !like || like->index.empty()) return reindex();
+    // Start with the other dict's index and correct it where the keys differ.
     index = like->index;
     taken = like->taken;
     bool full = false;

@@ -1,5 +1,5 @@
-// The containers of a heap. Nodes refer to each other by slot, never by pointer, so that none owns another: cycles cost
-// nothing, and freeing one never recurses.
+// The containers of a heap. Nodes refer to each other by slot, never by pointer, so no node owns another: cycles need
+// no special care, and freeing a node never recurses.
 #pragma once
 
 #include <string>
@@ -11,10 +11,11 @@
 
 namespace turnwise::state {
 
+// An entry of a dict.
 struct Entry {
-    int64_t hash;  // of the key, as the host gave it
-    Leaf* key;     // null where the entry was erased
-    Value value;
+    int64_t hash;  // of the key, computed by the host
+    Leaf* key;     // null if the entry was erased
+    Value value;   // empty if the entry was erased
 };
 
 template <>
@@ -37,14 +38,15 @@ struct ItemPolicy<Entry> {
     }
 };
 
+// The type of a node: DictNode, ListNode, ...
 enum class Kind : uint8_t { Dict, List, Tuple, Tokens, Opaque };
 
 struct Node {
-    Count count;  // references from tables of heaps
-    const Kind kind;
-    bool pending = false;  // in the owner's list of nodes to settle before the next fork
+    Count count;           // references, mostly from tables of heaps
+    const Kind kind;       // the derived type
+    bool pending = false;  // it is in the owner's list of nodes to settle before the next fork
     Epoch epoch;           // of the heap that may write to it
-    const Epoch birth;  // the container's identity, kept by all its copies in all versions; unlike slots never reused
+    const Epoch birth;  // the container's identity; all its copies in all versions keep it; never reused, unlike slots
 
     static void* operator new(size_t bytes) {
         if (void* memory = host_allocate(bytes)) return memory;
@@ -54,9 +56,9 @@ struct Node {
 
     void up() noexcept { count.up(); }
     static void drop(Node* node) noexcept;
-    // A copy that bears `epoch` and shares the chunks.
+    // A copy that carries `epoch` and shares the chunks.
     Node* copy(Epoch epoch) const;
-    // Calls f(Value) for each value that it holds.
+    // Calls f(Value) for each value in the container.
     template <class Function>
     void for_each_value(Function&& f) const;
 
@@ -72,13 +74,13 @@ struct ListNode : Node {
     explicit ListNode(Epoch epoch) noexcept : Node(Kind::List, epoch, epoch_as_birth()) {}
     ListNode(Epoch epoch, const ListNode& other) noexcept : Node(Kind::List, epoch, other.birth), items(other.items) {}
 
-    Values items;
+    Values items;  // in order
 
   private:
     static Epoch epoch_as_birth() noexcept { return next_epoch(); }
 };
 
-// A tuple that holds containers. (Tuples of leaves alone are leaves.) Never written after it was made.
+// A tuple that holds containers; a tuple of leaves is itself a leaf. Nothing writes to it once it is built.
 struct TupleNode : Node {
     explicit TupleNode(Epoch epoch, Leaf* type) noexcept : Node(Kind::Tuple, epoch, next_epoch()), type(type) {
         if (type) retain(type);
@@ -91,16 +93,17 @@ struct TupleNode : Node {
         if (type) release(type);
     }
 
-    Values items;
-    Leaf* const type;  // the named tuple's class, or null
+    Values items;      // in order
+    Leaf* const type;  // the named tuple's class; null for a plain tuple
 };
 
-// Insertion-ordered: entries in order, erased ones in between; beyond a few, an open-addressing index of their places.
+// An insertion-ordered dict: entries in order, with erased ones in between. More than kScanned entries also get an
+// open-addressing index of their places.
 struct DictNode : Node {
-    static constexpr size_t kScanned = 8;
-    static constexpr size_t kMissing = ~size_t{0};
-    static constexpr size_t kAgain = kMissing - 1;
-    static constexpr size_t kFailed = kMissing - 2;
+    static constexpr size_t kScanned = 8;            // largest number of entries without an index
+    static constexpr size_t kMissing = ~size_t{0};   // results of find: no such key,
+    static constexpr size_t kAgain = kMissing - 1;   // the dict changed meanwhile: search again,
+    static constexpr size_t kFailed = kMissing - 2;  // `equal` failed
 
     explicit DictNode(Epoch epoch) noexcept : Node(Kind::Dict, epoch, next_epoch()) {}
     DictNode(Epoch epoch, const DictNode& other) noexcept
@@ -113,12 +116,12 @@ struct DictNode : Node {
 
     size_t size() const noexcept { return live; }
 
-    // The place of the entry, or kMissing. Keys are compared by identity first, then, where hashes agree, by
-    // equal(Leaf*) -> 1 or 0, or a negative number to stop: -1 gives kFailed, -2 kAgain (the dict changed meanwhile).
+    // The place of the entry, or kMissing. Compares keys by identity first, and if the hashes agree by equal(Leaf*).
+    // `equal` returns 1, 0, or a negative number to stop: -1 gives kFailed, -2 gives kAgain.
     template <class Equal>
     size_t find(int64_t hash, const Leaf* key, Equal&& equal) const;
 
-    // The entry of this very key object in a dict that has no index; null says nothing about dicts with one.
+    // The entry whose key is this very object. Searches only dicts without an index; for others it returns null.
     const Entry* find_identical(const Leaf* key) const noexcept {
         if (!index.empty() || entries.empty()) return nullptr;
         const auto run = entries.run(0);
@@ -127,9 +130,9 @@ struct DictNode : Node {
         }
         return nullptr;
     }
-    // Appends an entry whose key is not there yet; takes over the references of key and value.
+    // Appends an entry for a key that the dict does not have. Takes over the references of key and value.
     void insert(int64_t hash, Leaf* key, Value value);
-    // Removes the entry and hands its references to the caller.
+    // Removes the entry. The caller gets its references.
     Entry erase(size_t place);
     void clear() noexcept {
         entries.clear();
@@ -137,17 +140,17 @@ struct DictNode : Node {
         live = taken = 0;
         ++changes;
     }
-    // Takes over entries that were put together elsewhere, `living` of them not erased. `like`, if there is one, is a
-    // dict of which much is the same: what can be shared of its index is.
+    // Takes entries that were built elsewhere, `living` of them not erased. `like`, if not null, is a similar dict;
+    // this one shares as much of its index as possible.
     void assemble(const RadixArray<Entry, 5>& whole, size_t living, const DictNode* like);
     // The first live place at or after `place`, or entries.size().
     size_t next(size_t place) const noexcept;
 
-    RadixArray<Entry, 5> entries;
-    RadixArray<uint32_t, 8> index;  // 0: free, 1: erased, else a place + 2
-    uint32_t live = 0;
-    uint32_t taken = 0;    // places of the index that are not free: probes end at a free one, so some must be left
-    uint32_t changes = 0;  // of the set of keys, not of values
+    RadixArray<Entry, 5> entries;   // in order of insertion, erased ones included
+    RadixArray<uint32_t, 8> index;  // 0: free, 1: erased, else place in `entries` + 2
+    uint32_t live = 0;              // entries that are not erased
+    uint32_t taken = 0;             // index cells that are not free; a search ends at a free cell, so some must be left
+    uint32_t changes = 0;           // counts changes of the set of keys; changed values do not count
 
   private:
     static size_t bucket(int64_t hash, size_t mask) noexcept {
@@ -159,7 +162,7 @@ struct DictNode : Node {
     size_t bucket_of(int64_t hash, size_t place) const noexcept;
 };
 
-// Token ids. `cached` is the host's flat copy of them, made when asked for.
+// An array of token ids.
 struct TokensNode : Node {
     explicit TokensNode(Epoch epoch) noexcept : Node(Kind::Tokens, epoch, next_epoch()) {}
     TokensNode(Epoch epoch, const TokensNode& other) noexcept
@@ -170,12 +173,12 @@ struct TokensNode : Node {
         cached = nullptr;
     }
 
-    RadixArray<int32_t, 9> tokens;
-    Leaf* cached = nullptr;  // null: not made yet
+    RadixArray<int32_t, 9> tokens;  // token ids
+    Leaf* cached = nullptr;         // the host's flat copy of them, made on demand; null: not made yet
 };
 
-// An object that the store cannot look into. In the heap of its epoch it is the host's live object; in other heaps it
-// is a snapshot, which is copied before it is handed out.
+// An object that the store cannot look into. In the heap that owns the node it is the host's live object. In other
+// heaps it is a snapshot, which is copied before it is handed out.
 struct OpaqueNode : Node {
     OpaqueNode(Epoch epoch, Leaf* object, Leaf* policy) noexcept : OpaqueNode(epoch, next_epoch(), object, policy) {}
     OpaqueNode(Epoch epoch, Epoch birth, Leaf* object, Leaf* policy) noexcept
@@ -188,7 +191,7 @@ struct OpaqueNode : Node {
         release(policy);
     }
 
-    Leaf* const object;
+    Leaf* const object;  // the live object or the snapshot
     Leaf* const policy;  // the host's rule for copying it
 };
 
@@ -216,6 +219,7 @@ size_t DictNode::find(int64_t hash, const Leaf* key, Equal&& equal) const {
         if (entry.key == key) return 1;
         return entry.key && entry.hash == hash ? equal(entry.key) : 0;
     };
+    // A small dict: look for the key object itself, then for an equal key.
     if (index.empty()) {
         const size_t count = entries.size();
         if (count == 0) return kMissing;
@@ -223,7 +227,7 @@ size_t DictNode::find(int64_t hash, const Leaf* key, Equal&& equal) const {
         for (size_t place = 0; place < count; ++place) {
             if (all[place].key == key) return place;
         }
-        // `equal` may run the host's code, so nothing is remembered across it.
+        // `equal` may run the host's code, which may change the dict: read everything again after each call.
         for (size_t place = 0; place < entries.size(); ++place) {
             const int found = check(entries[place]);
             if (found > 0) return place;
@@ -231,6 +235,7 @@ size_t DictNode::find(int64_t hash, const Leaf* key, Equal&& equal) const {
         }
         return kMissing;
     }
+    // Probe the index up to the first free cell.
     const size_t mask = index.size() - 1;
     for (size_t at = bucket(hash, mask);; at = (at + 1) & mask) {
         const uint32_t held = index[at];

@@ -1,8 +1,7 @@
-// A persistent array: chunks of items under a radix tree. Copying the array shares the tree; a write copies the chunk
-// and the few blocks above it, unless they bear the writer's epoch already.
+// A persistent array: chunks of items under a radix tree. Copies of the array share the tree. A write copies the chunk
+// and the few blocks above it, unless they already carry the writer's epoch.
 //
-// Items are moved by memcpy. `ItemPolicy<Item>` says how a copy of an item takes its references and how they are
-// dropped.
+// Items are moved by memcpy. `ItemPolicy<Item>` takes and drops the references that an item holds.
 #pragma once
 
 #include <algorithm>
@@ -18,10 +17,10 @@
 
 namespace turnwise::state {
 
-// Plain numbers hold no references.
+// The default, for plain numbers: they hold no references.
 template <class Item>
 struct ItemPolicy {
-    static constexpr bool counted = false;
+    static constexpr bool counted = false;  // items hold references
     static void take(const Item&) noexcept {}
     static void drop(const Item&) noexcept {}
 };
@@ -30,15 +29,16 @@ template <class Item, unsigned kLeafBits>
 class RadixArray {
     static_assert(std::is_trivially_copyable_v<Item>);
     static constexpr unsigned kFanBits = 5;
-    static constexpr size_t kFan = size_t{1} << kFanBits;
+    static constexpr size_t kFan = size_t{1} << kFanBits;  // most children of an inner block
     using Policy = ItemPolicy<Item>;
 
   public:
-    static constexpr size_t kLeaf = size_t{1} << kLeafBits;
+    static constexpr size_t kLeaf = size_t{1} << kLeafBits;  // items of a full chunk
 
+    // A chunk of items (height 0) or an inner block; the items or children follow it in memory.
     struct Block {
         Count count;        // references from arrays and inner blocks
-        uint16_t used;      // items or children
+        uint16_t used;      // number of items or children
         uint16_t capacity;  // items or children that fit
         Epoch epoch;        // of the heap that may write to it
 
@@ -68,7 +68,7 @@ class RadixArray {
 
     size_t size() const noexcept { return size_; }
     bool empty() const noexcept { return size_ == 0; }
-    // Equal roots hold equal items: what a diff or a writer of files need not look at twice.
+    // Arrays with equal identity hold equal items, so a diff or a file writer can skip one of them.
     const void* identity() const noexcept { return root_; }
 
     const Item& operator[](size_t index) const noexcept {
@@ -80,29 +80,30 @@ class RadixArray {
 
     // The items from `index` to the end of its chunk.
     struct Run {
-        const Item* items;
-        size_t count;
+        const Item* items;  // the first one
+        size_t count;       // number of items
     };
     Run run(size_t index) const noexcept {
         const Item* first = &(*this)[index];
         return {first, std::min(kLeaf - (index & (kLeaf - 1)), size_ - index)};
     }
 
-    // The item, for writing: its chunk is the epoch's own afterwards.
+    // The item, for writing. Afterwards its chunk carries `epoch`.
     Item& own(size_t index, Epoch epoch) {
         assert(index < size_);
         return own_leaf(index, epoch, 0)->items()[index & (kLeaf - 1)];
     }
 
-    // The same if it is so already, else null.
+    // The item for writing if its chunk already carries `epoch`, else null.
     Item* owned(size_t index, Epoch epoch) const noexcept {
         Block* block = root_;
         for (unsigned level = height_; level > 0; --level) block = block->children()[child_of(index, level)];
         return block->epoch == epoch ? &block->items()[index & (kLeaf - 1)] : nullptr;
     }
 
-    // Takes over the references that `item` holds.
+    // Appends an item and takes over the references that it holds.
     void push_back(const Item& item, Epoch epoch) {
+        // An empty array gets its first chunk, a full tree another level.
         if (size_ == 0 && root_ == nullptr) {
             root_ = allocate(epoch, roomy(1, true), true);
             height_ = 0;
@@ -118,7 +119,7 @@ class RadixArray {
         ++size_;
     }
 
-    // Removes the last item and hands its references to the caller.
+    // Removes the last item. The caller gets its references.
     Item pop_back(Epoch epoch) {
         Item item = own(size_ - 1, epoch);
         own_leaf(size_ - 1, epoch, 0)->used--;
@@ -127,12 +128,13 @@ class RadixArray {
         return item;
     }
 
-    // Replaces `removed` items from `start` on by `count` others, whose references it takes over; those of the removed
-    // go to the caller in `out`.
+    // Replaces `removed` items from `start` on by `count` others and takes over their references. The removed items and
+    // their references go to `out`.
     template <class Out>
     void splice(size_t start, size_t removed, const Item* items, size_t count, Epoch epoch, Out& out) {
         assert(start + removed <= size_);
         const size_t kept = std::min(removed, count);
+        // Exchange items one for one, then make room for the rest or close the gap.
         for (size_t i = 0; i < kept; ++i) {
             Item& item = own(start + i, epoch);
             out.push_back(item);
@@ -165,37 +167,39 @@ class RadixArray {
         }
     }
 
-    // Calls f(Item*, count) for the chunks that bear `epoch`; what lies in others was written before the last fork.
+    // Calls f(Item*, count) for the chunks that carry `epoch`. The other chunks were written before the last fork.
     template <class Function>
     void for_each_owned_chunk(Epoch epoch, Function&& f) const {
         if (root_) visit_owned(root_, height_, epoch, f);
     }
 
-    // The bytes of the tree, plus what of(const Item&) says of each item. `seen` remembers the sum below each block
-    // that it met: `size_t* known(const void*)`, `void learn(const void*, size_t sum, size_t own)`.
+    // The bytes of the tree plus of(const Item&) for each item. `seen` remembers each block: `learn(block, sum, own)`
+    // stores its bytes with and without what is below it, and `known(block)` returns a pointer to `sum`, or null.
     template <class Seen, class Of>
     size_t bytes(Seen& seen, Of&& of) const {
         return root_ ? sum_bytes(root_, height_, seen, of) : 0;
     }
 
-    // Calls f(index, ours, theirs) for each place of the chunks that `a` and `b` don't share; null where one has none.
+    // Calls f(index, ours, theirs) for each index of the chunks that `a` and `b` don't share. A pointer is null if that
+    // array has no such item.
     template <class Function>
     static void compare(const RadixArray& a, const RadixArray& b, Function&& f) {
         compare_blocks(a.root_, a.height_, b.root_, b.height_, 0, f);
     }
 
-    // ---- for files: arrays block by block. Blocks that are made so belong to no epoch, and to the caller.
+    // ---- for files: building arrays block by block. These blocks have epoch 0, which no heap has, and belong to the
+    // caller.
     unsigned height() const noexcept { return height_; }
     Block* root() const noexcept { return root_; }
     static constexpr size_t capacity(unsigned height) noexcept { return kLeaf << (kFanBits * height); }
-    // Takes over the references of the items.
+    // Makes a chunk and takes over the references of the items.
     static Block* make_leaf(const Item* items, size_t count) {
         Block* block = allocate(0, count, true);
         block->used = static_cast<uint16_t>(count);
         std::memcpy(static_cast<void*>(block->items()), items, count * sizeof(Item));
         return block;
     }
-    // Takes references of its own to the children.
+    // Makes an inner block, which takes its own references to the children.
     static Block* make_inner(Block* const* children, size_t count) {
         Block* block = allocate(0, count, false);
         block->used = static_cast<uint16_t>(count);
@@ -205,7 +209,7 @@ class RadixArray {
         }
         return block;
     }
-    // An array of `size` items, with a reference of its own to their blocks.
+    // An array of `size` items under `root`, to which it takes its own reference.
     static RadixArray of(Block* root, size_t size, unsigned height) noexcept {
         RadixArray array;
         array.root_ = root;
@@ -228,7 +232,7 @@ class RadixArray {
     static constexpr size_t child_of(size_t index, unsigned level) noexcept {
         return (index >> (kLeafBits + kFanBits * (level - 1))) & (kFan - 1);
     }
-    // Room for `wanted` items or children, and for some more to come.
+    // A capacity of at least `wanted` items or children: the next power of two, so that blocks grow rarely.
     static size_t roomy(size_t wanted, bool leaf) noexcept {
         size_t capacity = 2;
         while (capacity < wanted) capacity *= 2;
@@ -248,10 +252,12 @@ class RadixArray {
         return block;
     }
 
-    // The block as the epoch's own, with room for `extra` more items; takes the reference to `block` in exchange.
+    // Returns `block`, or a copy, that carries `epoch` and has room for `extra` more items. Takes over the reference to
+    // `block`.
     static Block* own_block(Block* block, unsigned height, Epoch epoch, size_t extra) {
         const bool leaf = height == 0;
         const size_t wanted = block->used + extra;
+        // A block of this epoch grows in place.
         if (block->epoch == epoch) {
             if (wanted <= block->capacity) return block;
             const size_t roomier = roomy(wanted, leaf);
@@ -261,6 +267,7 @@ class RadixArray {
             block->capacity = static_cast<uint16_t>(roomier);
             return block;
         }
+        // Any other block is copied; the copy takes references to what it holds.
         Block* copy = allocate(epoch, extra ? roomy(wanted, leaf) : wanted, leaf);
         copy->used = block->used;
         if (!leaf) {
@@ -276,7 +283,7 @@ class RadixArray {
         return copy;
     }
 
-    // The chunk of `index`, owned, made where a push needs a new one.
+    // The chunk of `index`, carrying `epoch`, with room for `extra` more items. Adds a chunk if `index` is the size.
     Block* own_leaf(size_t index, Epoch epoch, size_t extra) {
         Block** place = &root_;
         for (unsigned level = height_; level > 0; --level) {
@@ -289,13 +296,13 @@ class RadixArray {
         return *place = own_block(*place, 0, epoch, extra);
     }
 
-    // Moves the items from `start` on to the right by `by`. What is left in the gap holds no references.
+    // Moves the items from `start` on to the right by `by`. The items left in the gap hold no references.
     void open_gap(size_t start, size_t by, Epoch epoch) {
         const size_t old_size = size_;
         own_from(start, epoch);
         for (size_t i = 0; i < by; ++i) push_back(Item{}, epoch);
         for (size_t end = old_size; end > start;) {
-            // The longest stretch that ends at `end` and lies in one chunk, before and after the move.
+            // The longest stretch that ends at `end` and is in a single chunk both before and after the move.
             const size_t target = end + by;
             const size_t length =
                 std::min({end - start, ((end - 1) & (kLeaf - 1)) + 1, ((target - 1) & (kLeaf - 1)) + 1});
@@ -304,7 +311,7 @@ class RadixArray {
         }
     }
 
-    // Moves the items behind a gap of `by` at `start` to the left, over what the gap held.
+    // Moves the items after a gap of `by` at `start` to the left, over the items in the gap.
     void close_gap(size_t start, size_t by, Epoch epoch) {
         own_from(start, epoch);
         for (size_t from = start + by; from < size_;) {
@@ -316,11 +323,12 @@ class RadixArray {
         for (size_t i = 0; i < by; ++i) pop_back(epoch);
     }
 
+    // Makes all chunks from the one of `start` on carry `epoch`.
     void own_from(size_t start, Epoch epoch) {
         for (size_t i = start & ~(kLeaf - 1); i < size_; i += kLeaf) own(i, epoch);
     }
 
-    // After a pop: empty blocks at the right edge go, and a root with one child gives way to it.
+    // After a pop: removes empty blocks at the right edge, and replaces a root that has one child by that child.
     void shrink() {
         if (size_ == 0) {
             clear();
@@ -354,7 +362,7 @@ class RadixArray {
             }
             return;
         }
-        // The lower tree holds what lies below the higher one's first child.
+        // If the heights differ, the lower tree covers the range of the higher one's first child.
         const auto child = [height](Block* block, unsigned at, size_t i) -> Block* {
             if (!block || (at < height && i > 0)) return nullptr;
             return at < height ? block : i < block->used ? block->children()[i] : nullptr;
@@ -389,9 +397,9 @@ class RadixArray {
         return sum;
     }
 
-    Block* root_ = nullptr;
-    uint32_t size_ = 0;
-    uint32_t height_ = 0;
+    Block* root_ = nullptr;  // null if nothing was ever added
+    uint32_t size_ = 0;      // items
+    uint32_t height_ = 0;    // levels of inner blocks above the chunks
 };
 
 }  // namespace turnwise::state

@@ -1,18 +1,18 @@
-// One word: nothing, a leaf, or the slot of a container in the same heap.
+// A value in one word: nothing, a leaf, or the slot of a container in the same heap.
 #pragma once
 
 #include <cstdint>
 
 namespace turnwise::state {
 
-// An object of the host's (Python's, or a test's). The store counts references to it and never looks inside; it is
-// aligned to at least two bytes. `release` must not call back into the store.
+// An object of the host: Python's or a test's. The store counts references to it and never looks inside. Its address is
+// even. `release` must not call back into the store.
 struct Leaf;
 void retain(Leaf* leaf) noexcept;
 void release(Leaf* leaf) noexcept;
 
 using SlotIndex = uint32_t;
-constexpr SlotIndex kNoSlot = 0x7fffffff;
+constexpr SlotIndex kNoSlot = 0x7fffffff;  // no slot; also the end of the chain of free slots
 
 class Value {
   public:
@@ -28,7 +28,7 @@ class Value {
     bool operator==(Value other) const noexcept { return word_ == other.word_; }
     bool operator!=(Value other) const noexcept { return word_ != other.word_; }
 
-    // A Value holds no reference by itself; the array or node that it lies in does, by these two.
+    // A Value itself holds no reference. The array or node that contains it takes and drops one by these functions.
     void take() const noexcept {
         if (is_leaf()) retain(leaf());
     }
@@ -38,7 +38,7 @@ class Value {
 
   private:
     explicit constexpr Value(uintptr_t word) noexcept : word_(word) {}
-    uintptr_t word_ = 0;
+    uintptr_t word_ = 0;  // 0: nothing; even: a leaf's address; odd: slot << 1 | 1
 };
 
 }  // namespace turnwise::state

@@ -13,12 +13,15 @@ PyObject* type_name(PyObject* object) {
     return PyType_GetName(Py_TYPE(object));
 }
 
-// Takes objects over into a heap. Nothing of the heap changes before `apply`, so that an error leaves it as it was.
+// Takes objects over into a heap. The heap does not change before `apply`, so an error leaves it as it was.
 class Adoption {
   public:
-    enum class Opaque { Copied, Live, Checked };
-    // `Copied`: the objects stay the caller's, the state gets copies. `Live`: they are the state's own from now on.
-    // `Checked`: nothing is made or called; only errors count.
+    // What happens to opaque objects.
+    enum class Opaque {
+        Copied,  // the state gets copies; the caller keeps the objects
+        Live,    // the objects belong to the state from now on
+        Checked  // only errors matter: no copies and no opaque nodes; functions of share policies are called
+    };
     Adoption(StateObject* state, Opaque opaque) : state_(state), opaque_(opaque), cursor_(state->heap.cursor()) {}
     ~Adoption() {
         for (Made& made : made_) {
@@ -29,18 +32,19 @@ class Adoption {
         for (PyObject* object : kept_) Py_DECREF(object);
     }
 
-    // Where what is converted next will lie: `key` (null for a list) of the container `slot`. For messages.
+    // Sets the place of the objects that are converted next, for messages: `key` (null for a list) of the container
+    // `slot`.
     void lies_in(SlotIndex slot, PyObject* key, size_t index = kUnknown) {
         slot_ = slot;
         key_ = key;
         index_ = index;
     }
-    // `object` lies in `slot` already.
+    // Records that `object` is in `slot` already.
     void knows(PyObject* object, SlotIndex slot) { memo_.emplace(object, Value::of(slot)); }
-    static constexpr size_t kUnknown = ~size_t{0};
+    static constexpr size_t kUnknown = ~size_t{0};  // an index that is not known
 
-    // What stands for `object`, with a reference of its own. `key` (or, without one, `index`) is its place in the
-    // container `parent` (an index into made_, -1 for none).
+    // Converts `object` to a value, which holds its own reference. `key` (or `index`, if it is null) is its place in
+    // the container `parent`, an index into made_ or -1 for none.
     bool convert(PyObject* object, Value& value, int parent, PyObject* key, size_t index) {
         if (is_atom(object)) return leaf(object, value);
         if (is_proxy(object) && reinterpret_cast<Proxy*>(object)->state) return alias(object, value);
@@ -50,6 +54,7 @@ class Adoption {
             value.take();
             return true;
         }
+        // Containers. A tuple is one only if something in it can change.
         if (PyList_CheckExact(object)) return container<ListNode>(object, value, parent, key, index);
         if (PyDict_CheckExact(object)) return container<DictNode>(object, value, parent, key, index);
         if (Py_IS_TYPE(object, types.tokens)) return tokens(object, value, parent, key, index);
@@ -63,7 +68,7 @@ class Adoption {
         return by_policy(object, value, parent, key, index);
     }
 
-    // Converts what lies in the containers that `convert` found.
+    // Converts the contents of the containers that `convert` found, and of those found meanwhile.
     bool fill() {
         for (size_t at = 0; at < made_.size(); ++at) {
             PyObject* object = made_[at].object;
@@ -79,6 +84,7 @@ class Adoption {
                     if (!put(items, PyTuple_GET_ITEM(object, i), at, size_t(i))) return false;
                 }
             } else if (node->kind == Kind::Dict) {
+                // Code that runs here may change the dict: hold key and item, and check the size.
                 Py_ssize_t position = 0;
                 PyObject *key, *item;
                 Py_hash_t hash;
@@ -102,7 +108,7 @@ class Adoption {
         return true;
     }
 
-    // Puts the new containers into the heap, and hands their nodes over.
+    // Adds the new containers to the heap, which takes over their nodes.
     void apply() {
         for (Made& made : made_) {
             const SlotIndex slot = state_->heap.add(made.node);
@@ -114,21 +120,23 @@ class Adoption {
 
   private:
     struct Made {
-        PyObject* object;
-        Node* node;
-        SlotIndex slot;
-        int parent;
-        PyObject* key;
-        size_t index;
-        SlotIndex into;  // for those without a parent: the container of the heap that they lie in
+        PyObject* object;  // the Python container; a reference
+        Node* node;        // its node; null once the heap has it
+        SlotIndex slot;    // the slot that it will get
+        int parent;        // index into made_ of the container that holds it; -1: none
+        PyObject* key;     // its key there; null in a list or tuple
+        size_t index;      // its index there, if key is null
+        SlotIndex into;    // without a parent: the container of the heap that holds it, or kNoSlot
     };
 
+    // The object itself as a leaf.
     static bool leaf(PyObject* object, Value& value) {
         Py_INCREF(object);
         value = Value::of(leaf_of(object));
         return true;
     }
 
+    // The slot of a proxy, which must be of the same State.
     bool alias(PyObject* object, Value& value) {
         auto* proxy = reinterpret_cast<Proxy*>(object);
         if (proxy->state != state_) {
@@ -151,21 +159,23 @@ class Adoption {
         return add(object, new NodeType(state_->heap.epoch()), value, parent, key, index);
     }
 
+    // A copy of a TokenArray outside any State; the two share their chunks.
     bool tokens(PyObject* object, Value& value, int parent, PyObject* key, size_t index) {
         auto* node = static_cast<TokensNode*>(reinterpret_cast<Proxy*>(object)->node);
         auto* copy = new TokensNode(state_->heap.epoch());
         copy->tokens = node->tokens;
-        node->epoch = next_epoch();  // the chunks are shared now
+        node->epoch = next_epoch();  // so that neither writes the shared chunks in place
         return add(object, copy, value, parent, key, index);
     }
 
     // 1 if nothing in the tuple can change, 0 if something can, -1 on error. Tuples in tuples can't form a cycle, but
-    // one may lie in many others: what was found of those that hold tuples is remembered.
+    // many tuples may hold the same one, so results for tuples that hold tuples are stored.
     int is_pure(PyObject* tuple) {
         if (!pure_.empty()) {
             const auto known = pure_.find(tuple);
             if (known != pure_.end()) return known->second;
         }
+        // Atoms, pure tuples and shared objects cannot change; anything else can.
         if (Py_EnterRecursiveCall(" while a tuple is taken into a State")) return -1;
         int pure = 1;
         bool nested = false;
@@ -192,7 +202,7 @@ class Adoption {
         return pure;
     }
 
-    // Tells a policy that wants to know of a shared object. False with an error set.
+    // Calls a share policy's function, if it has one, with the object. False with an error set.
     static bool hears(PyObject* policy, PyObject* object) {
         PyObject* listener = PyTuple_GET_ITEM(policy, 1);
         if (listener == Py_None) return true;
@@ -203,6 +213,7 @@ class Adoption {
         return done != nullptr;
     }
 
+    // An object of any other type, by the Store's policy for that type.
     bool by_policy(PyObject* object, Value& value, int parent, PyObject* key, size_t index) {
         PyObject* tuple = policy_of(state_, object);
         if (!tuple) return false;
@@ -214,6 +225,7 @@ class Adoption {
             auto* node = new OpaqueNode(state_->heap.epoch(), leaf_of(object), leaf_of(tuple));
             return add(object, node, value, parent, key, index);
         }
+        // Freeze: a copy becomes a leaf. Copy and linked objects that stay the caller's: a copy becomes a snapshot.
         Py_INCREF(tuple);
         PyObject* copy = PyObject_CallOneArg(policy.copy, object);
         if (!copy) {
@@ -229,7 +241,7 @@ class Adoption {
             kept_.push_back(object);
             done = leaf(copy, value);
         } else {
-            // Of no epoch: a snapshot, copied when a version asks for the object.
+            // Epoch 0 belongs to no heap: the node is a snapshot, copied when a version asks for the object.
             done = add(object, new OpaqueNode(0, leaf_of(copy), leaf_of(tuple)), value, parent, key, index);
         }
         Py_DECREF(copy);
@@ -237,18 +249,20 @@ class Adoption {
         return done;
     }
 
+    // Plans a slot for a new container, and remembers it under its object.
     bool add(PyObject* object, Node* node, Value& value, int parent, PyObject* key, size_t index) {
         const SlotIndex slot = state_->heap.plan(cursor_);
         if (parent < 0)
             made_.push_back({object, node, slot, parent, key_, index_, slot_});
         else
             made_.push_back({object, node, slot, parent, key, index, kNoSlot});
-        Py_INCREF(object);  // code of the objects' own may run before all is taken over
+        Py_INCREF(object);  // code of the objects may run before everything is taken over
         value = Value::of(slot);
         memo_.emplace(object, value);
         return true;
     }
 
+    // Converts an item of a list or tuple and appends it to the node.
     bool put(Values& items, PyObject* object, size_t parent, size_t index) {
         Value value;
         Py_INCREF(object);
@@ -263,8 +277,9 @@ class Adoption {
         return false;
     }
 
-    // "data['players'][0]: ..." with the type and what to do.
+    // Sets the error "data['players'][0]: ..." with the type and what to do about it. Returns false.
     bool refuse(PyObject* object, int parent, PyObject* key, size_t index) {
+        // Build the path from the object up: through new containers, then from the root of the heap.
         PyObject* path = PyUnicode_FromString("");
         SlotIndex into = slot_;
         if (parent < 0) {
@@ -292,7 +307,7 @@ class Adoption {
         return false;
     }
 
-    // "[key]" or "[index]" and `path` behind it, which it takes over; null on error.
+    // "[key]" or "[index]" followed by `path`, which it takes over; null on error.
     static PyObject* longer(PyObject* path, PyObject* key, size_t index) {
         if (!path) return nullptr;
         PyObject* result = key                 ? PyUnicode_FromFormat("[%R]%U", key, path)
@@ -302,7 +317,7 @@ class Adoption {
         return result;
     }
 
-    // The path from the root to `slot` with `path` after it, which it takes over; null on error.
+    // The path from the root to `slot`, followed by `path`, which it takes over; null on error.
     PyObject* path_from_root(PyObject* path, SlotIndex slot) const {
         const auto steps =
             find_path(state_->heap, [slot](Value value, PyObject*) { return value.is_slot() && value.slot() == slot; });
@@ -315,22 +330,24 @@ class Adoption {
 
     StateObject* state_;
     Opaque opaque_;
-    SlotIndex slot_ = kNoSlot;
-    PyObject* key_ = nullptr;
-    size_t index_ = 0;
-    std::vector<PyObject*> kept_;  // keeps alive what memo_ and pure_ know
-    Heap::Cursor cursor_;
-    std::vector<Made> made_;
-    std::unordered_map<PyObject*, Value> memo_;
-    std::unordered_map<PyObject*, int> pure_;
+    SlotIndex slot_ = kNoSlot;                   // see lies_in
+    PyObject* key_ = nullptr;                    // see lies_in
+    size_t index_ = 0;                           // see lies_in
+    std::vector<PyObject*> kept_;                // references to keys of memo_ and pure_
+    Heap::Cursor cursor_;                        // plans the slots of new containers
+    std::vector<Made> made_;                     // new containers, in the order of their slots
+    std::unordered_map<PyObject*, Value> memo_;  // converted objects
+    std::unordered_map<PyObject*, int> pure_;    // results of is_pure
 };
 
+// A value of the heap that settling replaces.
 struct Patch {
-    Value* place;
-    Value value;
+    Value* place;  // in an owned chunk
+    Value value;   // the new one, with a reference
 };
 
-// Converts the object at `place`, if it is a plain container. `key` is null in a list, where the index is not known.
+// Converts the object at `place` unless it is an atom, and notes a patch if its value changes. `key` is null in a list,
+// where the index is not known.
 bool convert_value(Adoption& adoption, Value* place, SlotIndex slot, Leaf* key, std::vector<Patch>& patches) {
     if (!place->is_leaf() || is_atom(object_of(place->leaf()))) return true;
     Value value;
@@ -347,7 +364,7 @@ bool convert_value(Adoption& adoption, Value* place, SlotIndex slot, Leaf* key, 
 
 bool check_rare_key(StateObject* state, PyObject* key) {
     if (is_atom(key)) return true;
-    if (PyObject_Hash(key) == -1) return false;  // what a dict says of it
+    if (PyObject_Hash(key) == -1) return false;  // keeps the error that a dict would raise
     if (PyTuple_Check(key) && (PyTuple_CheckExact(key) || PyObject_HasAttrString(key, "_fields"))) {
         if (Py_EnterRecursiveCall(" while a key is taken into a State")) return false;
         bool good = true;
@@ -384,12 +401,13 @@ bool take_in_other(StateObject* state, PyObject* object, Value& value, bool& lat
             return copy != nullptr;
         }
     }
+    // Check the object and everything in it; it is taken over when the State settles.
     Adoption check(state, Adoption::Opaque::Checked);
     check.lies_in(into, key);
     if (!check.convert(object, value, -1, nullptr, 0) || !check.fill()) return false;
     if (is_proxy(object) && reinterpret_cast<Proxy*>(object)->state) return true;
     if (value.is_leaf()) {
-        // A leaf by policy, or an object that becomes one: a copy policy makes it live when the State settles.
+        // A leaf. If its policy makes it opaque, the State takes it over as a live object when it settles.
         PyObject* tuple = PyTuple_CheckExact(object) ? nullptr : policy_of(state, object);
         later = tuple && tuple != Py_None && Policy::of(tuple).makes_opaque();
         return true;
@@ -408,11 +426,12 @@ bool settle(StateObject* state) {
     std::vector<Patch> patches;
     bool good = true;
     for (SlotIndex slot : state->pending) {
-        // An object that is in the State already, and was put at a second place, stays one object.
+        // A live object that was also written to a second place must stay one object.
         Node* node = state->heap.at(slot);
         if (!node || !state->heap.owns(node) || node->kind != Kind::Opaque) continue;
         adoption.knows(object_of(static_cast<OpaqueNode*>(node)->object), slot);
     }
+    // Convert what was written to pending dicts and lists, in the chunks that this version owns.
     for (size_t at = 0; good && at < state->pending.size(); ++at) {
         const SlotIndex slot = state->pending[at];
         Node* node = state->heap.at(slot);
@@ -435,6 +454,7 @@ bool settle(StateObject* state) {
         for (Patch& patch : patches) patch.value.drop();
         return false;
     }
+    // Nothing can fail now: apply the patches and keep only live objects pending.
     std::vector<SlotIndex> live;
     for (SlotIndex slot : state->pending) {
         Node* node = state->heap.at(slot);

@@ -11,7 +11,7 @@
 namespace turnwise::state {
 namespace {
 
-// A Python error is set.
+// Thrown when a Python error is set.
 struct PythonError {};
 
 PyObject* checked(PyObject* object) {
@@ -19,13 +19,14 @@ PyObject* checked(PyObject* object) {
     return object;
 }
 
+// An owned reference.
 struct Reference {
     explicit Reference(PyObject* object = nullptr) : object(object) {}
     Reference(const Reference&) = delete;
     Reference& operator=(const Reference&) = delete;
     ~Reference() { Py_XDECREF(object); }
     PyObject* release() { return std::exchange(object, nullptr); }
-    PyObject* object;
+    PyObject* object;  // may be null
 };
 
 bool is_container(PyObject* object) noexcept {
@@ -33,6 +34,7 @@ bool is_container(PyObject* object) noexcept {
            is_proxy(object);
 }
 
+// Collects the leaves of an archive in a list.
 class LeafList final : public LeafWriter {
   public:
     LeafList() : list(checked(PyList_New(0))), strings_(checked(PyDict_New())), bytes_(checked(PyDict_New())) {}
@@ -45,7 +47,7 @@ class LeafList final : public LeafWriter {
             PyErr_SetString(types.error, "a State changed while it was saved");
             throw PythonError();
         }
-        // Equal strings are told apart by nobody.
+        // Equal strings share a number, because nothing depends on their identity. The same holds for bytes.
         PyObject* same = PyUnicode_CheckExact(object) ? strings_.object
                          : PyBytes_CheckExact(object) ? bytes_.object
                                                       : nullptr;
@@ -66,14 +68,15 @@ class LeafList final : public LeafWriter {
         return !overflow && integer >> 59 == integer >> 63;
     }
 
-    Reference list;
+    Reference list;  // the leaves, by number
 
   private:
-    Reference strings_, bytes_;
-    std::unordered_map<Leaf*, uint64_t> numbers_;
-    uint64_t count_ = 0;
+    Reference strings_, bytes_;                    // dicts: string or bytes -> number
+    std::unordered_map<Leaf*, uint64_t> numbers_;  // leaf -> number
+    uint64_t count_ = 0;                           // leaves in the list
 };
 
+// Gives the leaves of an archive to its reader, and refuses those that are not allowed.
 class LeafTuple final : public LeafReader {
   public:
     LeafTuple(StateObject* state, PyObject* leaves)
@@ -117,7 +120,7 @@ class LeafTuple final : public LeafReader {
     bool all_used(uint64_t count) const noexcept { return count == good_as_value_.size(); }
 
   private:
-    // A new reference.
+    // The policy of the object's type, as a new reference.
     PyObject* policy_or_error(PyObject* object) {
         PyObject* policy = is_container(object) ? Py_None : policy_of(state_, object);
         if (!policy) throw PythonError();
@@ -133,7 +136,7 @@ class LeafTuple final : public LeafReader {
         return policy;
     }
 
-    // Whether versions may share the object: it is no container, and its type's policy doesn't copy it.
+    // True if versions may share the object: it is not a container, and its type's policy does not copy it.
     bool shareable(PyObject* object) {
         if (is_container(object)) return false;
         if (PyUnicode_CheckExact(object) || PyLong_CheckExact(object) || object == Py_None ||
@@ -148,7 +151,7 @@ class LeafTuple final : public LeafReader {
                 good = shareable(PyTuple_GET_ITEM(object, i));
             }
             Py_LeaveRecursiveCall();
-            if (good) shareable_.insert(object);  // one tuple may lie in many
+            if (good) shareable_.insert(object);  // many tuples may hold the same one
             return good;
         }
         const Reference policy(policy_or_error(object));
@@ -165,13 +168,13 @@ class LeafTuple final : public LeafReader {
         Kept(Kept&& other) noexcept : Reference(other.release()) {}
     };
     StateObject* state_;
-    Reference leaves_;
-    std::vector<bool> good_as_value_;
-    std::unordered_set<PyObject*> shareable_;  // tuples, which `leaves_` keeps alive
-    std::vector<Kept> policies_;
+    Reference leaves_;                         // tuple, by number
+    std::vector<bool> good_as_value_;          // by number: the leaf was found shareable
+    std::unordered_set<PyObject*> shareable_;  // shareable tuples; `leaves_` keeps them alive
+    std::vector<Kept> policies_;               // keeps borrowed policies alive
 };
 
-// Runs `body`, whose errors become Python's.
+// Runs `body` and turns its exceptions into Python errors.
 template <class Body>
 PyObject* converting(Body&& body) {
     try {
@@ -187,11 +190,12 @@ PyObject* converting(Body&& body) {
     return nullptr;
 }
 
-// _archive(states): (structure, leaves, versions). `versions` has a (frozen, commit) for each state, and then for the
-// commits that are none of them; `commit` is the place of the version that rollback() goes to, or -1.
+// _archive(states): (structure, leaves, versions). `versions` has (frozen, commit) for each state, then for each commit
+// that is not among them. `commit` is the index of the version that rollback() returns to, or -1.
 PyObject* store_archive(PyObject* self, PyObject* list) {
     Operation operation;
     return converting([&]() -> PyObject* {
+        // Settle the states, and append their commits.
         const Reference states(checked(PySequence_List(list)));
         const auto count = [&] { return PyList_GET_SIZE(states.object); };
         std::unordered_map<PyObject*, Py_ssize_t> places;
@@ -215,6 +219,7 @@ PyObject* store_archive(PyObject* self, PyObject* list) {
             if (fresh && PyList_Append(states.object, commit) < 0) return nullptr;
             commits.back() = place->second;
         }
+        // Write all heaps into one archive.
         std::vector<const Heap*> heaps;
         const Reference versions(checked(PyList_New(0)));
         for (Py_ssize_t i = 0; i < count(); ++i) {
@@ -230,7 +235,7 @@ PyObject* store_archive(PyObject* self, PyObject* list) {
     });
 }
 
-// _restore(structure, leaves, versions): what `_archive` gave, as a list of States of this Store.
+// _restore(structure, leaves, versions): a list of States of this Store, from what `_archive` returned.
 PyObject* store_restore(PyObject* self, PyObject* args) {
     Operation operation;
     PyObject *structure, *leaves, *versions;
@@ -238,6 +243,7 @@ PyObject* store_restore(PyObject* self, PyObject* args) {
     Py_buffer view;
     if (PyObject_GetBuffer(structure, &view, PyBUF_SIMPLE) < 0) return nullptr;
     PyObject* result = converting([&]() -> PyObject* {
+        // Read the heaps, and make a State of each.
         auto* store = reinterpret_cast<StoreObject*>(self);
         const Reference first(checked(reinterpret_cast<PyObject*>(new_state(store))));
         LeafTuple table(state_of(first.object), leaves);
@@ -251,6 +257,7 @@ PyObject* store_restore(PyObject* self, PyObject* args) {
             state_of(state.object)->heap.restore(*read.heaps[size_t(i)]);
             if (PyList_Append(states.object, state.object) < 0) return nullptr;
         }
+        // Check and set which States are frozen, then their commits.
         std::vector<Py_ssize_t> commits;
         for (Py_ssize_t i = 0; i < count; ++i) {
             PyObject* version = PyList_GET_ITEM(versions, i);
@@ -264,6 +271,7 @@ PyObject* store_restore(PyObject* self, PyObject* args) {
             state_of(PyList_GET_ITEM(states.object, i))->frozen = frozen != 0;
             commits.push_back(commit);
         }
+        // Only a State that is not frozen has a commit, and the commit is frozen.
         for (Py_ssize_t i = 0; i < count; ++i) {
             if (commits[size_t(i)] < 0) continue;
             PyObject* commit = PyList_GET_ITEM(states.object, commits[size_t(i)]);

@@ -1,4 +1,4 @@
-// Versions to bytes and a list of leaves, and back: the content of files and pickles of States.
+// Turns versions into bytes and a list of leaves, and back. Files and pickles of States hold these.
 #pragma once
 
 #include "bindings/state/objects.h"

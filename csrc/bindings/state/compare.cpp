@@ -5,7 +5,7 @@
 namespace turnwise::state {
 namespace {
 
-// Of a list or a StateList.
+// The length of a list or a StateList; -1 with an error set.
 Py_ssize_t length_of(PyObject* list) {
     if (PyList_Check(list)) return PyList_GET_SIZE(list);
     const auto* node = read<ListNode>(reinterpret_cast<Proxy*>(list));
@@ -21,7 +21,7 @@ PyObject* item_of(PyObject* list, Py_ssize_t index) {
         if (size_t(index) < node->items.size()) return wrap(proxy->state, node->items[size_t(index)]);
         return PyErr_Format(PyExc_IndexError, "list index out of range");
     }
-    // Showing the other side's item may have run code that shortened this list.
+    // Reading the other side's item may have run code that shortened this list.
     if (index >= PyList_GET_SIZE(list)) return PyErr_Format(PyExc_IndexError, "list index out of range");
     PyObject* item = PyList_GET_ITEM(list, index);
     Py_INCREF(item);
@@ -47,7 +47,7 @@ PyObject* compare_items(PyObject* self, PyObject* other, int op) {
     }
 }
 
-// The other dict's value of `key`, a new reference; null without an error where it has none.
+// A dict's value of `key`, as a new reference; null without an error if it has none.
 PyObject* value_of(PyObject* dict, PyObject* key) {
     if (PyDict_Check(dict)) {
         PyObject* value = PyDict_GetItemWithError(dict, key);
@@ -59,7 +59,7 @@ PyObject* value_of(PyObject* dict, PyObject* key) {
     return value;
 }
 
-// 1, 0, or -1 with an error set.
+// 1 if equal, 0 if not, -1 with an error set.
 int equal_dicts(PyObject* self, PyObject* other) {
     auto* proxy = reinterpret_cast<Proxy*>(self);
     const auto* node = read<DictNode>(proxy);

@@ -1,5 +1,5 @@
-// Comparison of facades with each other and with plain containers, item by item as dict and list do it. Any comparison
-// of items may run code that changes what is compared: nothing is remembered across one but places.
+// Compares facades with each other and with plain containers, item by item as dict and list do. A comparison of items
+// may run code that changes the containers, so only the current place is kept across it.
 #pragma once
 
 #include "bindings/state/objects.h"

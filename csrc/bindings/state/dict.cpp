@@ -6,7 +6,7 @@
 namespace turnwise::state {
 namespace {
 
-// The place of `key`; DictNode::kMissing, or kFailed with an error set.
+// The place of `key`, DictNode::kMissing, or kFailed with an error set. Sets its hash.
 size_t find(Proxy* self, PyObject* key, Py_hash_t* hash) {
     *hash = PyUnicode_CheckExact(key) ? reinterpret_cast<PyASCIIObject*>(key)->hash : -1;
     if (*hash == -1 && (*hash = PyObject_Hash(key)) == -1) return DictNode::kFailed;
@@ -18,7 +18,7 @@ size_t find(Proxy* self, PyObject* key, Py_hash_t* hash) {
             if (PyUnicode_CheckExact(held) && PyUnicode_CheckExact(key)) {
                 return PyUnicode_Compare(held, key) == 0 ? 1 : 0;
             }
-            // Any code may run now, even such that changes this dict: then look again, as dict does.
+            // The comparison may run any code. If that changes this dict, search again, as dict does.
             const uint32_t changes = node->changes;
             Py_INCREF(held);
             const int equal = PyObject_RichCompareBool(held, key, Py_EQ);
@@ -31,6 +31,7 @@ size_t find(Proxy* self, PyObject* key, Py_hash_t* hash) {
     }
 }
 
+// Sets KeyError; returns null.
 PyObject* missing(PyObject* key) {
     // Not PyErr_SetObject: it would spread a key that is a tuple over the arguments.
     if (PyObject* error = PyObject_CallOneArg(PyExc_KeyError, key)) {
@@ -41,7 +42,7 @@ PyObject* missing(PyObject* key) {
 }
 
 PyObject* dict_get_item(PyObject* self, PyObject* key) {
-    // Most reads: a small dict, and the very key object that it holds.
+    // The most common case: a small dict, and the same key object that it holds.
     const auto* node = read<DictNode>(proxy_of(self));
     if (!node) return nullptr;
     if (const Entry* entry = node->find_identical(leaf_of(key))) return wrap(proxy_of(self)->state, entry->value);
@@ -100,12 +101,12 @@ int dict_set(Proxy* self, PyObject* key, PyObject* object) {
     return 0;
 }
 
-// Removes and gives the value, as it is shown.
+// Removes the entry at `place` and returns its value as a Python object.
 PyObject* dict_take(Proxy* self, size_t place) {
     Operation operation;
     auto* node = write<DictNode>(self);
     PyObject* shown = node ? wrap(self->state, node->entries[place].value) : nullptr;
-    // An opaque value may have been copied for this version just now, but no key moved.
+    // `wrap` may have copied an opaque value for this version, so get the node again. No key has moved.
     if (!shown || !(node = write<DictNode>(self))) {
         Py_XDECREF(shown);
         return nullptr;
@@ -171,19 +172,20 @@ PyObject* dict_clear(PyObject* self, PyObject*) {
 }
 
 // ---- views and iterators --------------------------------------------------------------------------------------------
+// What a view or iterator shows.
 enum What { Keys, Values_, Items };
 
 struct View {
-    PyObject_HEAD Proxy* proxy;
+    PyObject_HEAD Proxy* proxy;  // the dict; owned
 };
 
 struct Iterator {
-    PyObject_HEAD Proxy* proxy;  // null when exhausted
-    size_t place;
-    size_t left;
-    size_t size;
-    What what;
-    bool backwards;
+    PyObject_HEAD Proxy* proxy;  // the dict, owned; null when exhausted
+    size_t place;                // the next place; backwards: the place after it
+    size_t left;                 // entries that are left
+    size_t size;                 // of the dict at the start
+    What what;                   // what it yields
+    bool backwards;              // for reversed()
 };
 
 PyObject* make_iterator(Proxy* proxy, What what, bool backwards) {
@@ -208,9 +210,10 @@ PyObject* iterator_next(PyObject* object) {
     const auto* node = read<DictNode>(proxy);
     if (!node) return nullptr;
     if (node->size() != self->size) {
-        self->size = ~size_t{0};  // stays broken, as dict's does
+        self->size = ~size_t{0};  // the iterator stays broken, as for dict
         return PyErr_Format(PyExc_RuntimeError, "dictionary changed size during iteration");
     }
+    // Find the next entry that was not erased.
     const Entry* entry = nullptr;
     if (self->backwards) {
         self->place = std::min(self->place, node->entries.size());
@@ -227,6 +230,7 @@ PyObject* iterator_next(PyObject* object) {
     }
     if (self->left-- == 0) return PyErr_Format(PyExc_RuntimeError, "dictionary keys changed during iteration");
     if (self->what == Values_) return wrap(proxy->state, entry->value);
+    // Keys, or pairs of key and value.
     PyObject* key = object_of(entry->key);
     Py_INCREF(key);
     if (self->what == Keys) return key;
@@ -247,7 +251,7 @@ PyObject* iterator_length_hint(PyObject* object, PyObject*) {
     return PyLong_FromSize_t(self->proxy ? self->left : 0);
 }
 
-// The first member of views and iterators after the head is their proxy.
+// For views and iterators: both have their proxy right after the head.
 int holder_traverse(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));
     Py_VISIT(reinterpret_cast<View*>(self)->proxy);
@@ -327,7 +331,7 @@ PyMethodDef dict_methods[] = {{"get", FASTCALL(dict_get), nullptr},
 PyGetSetDef dict_getset[] = {{"__class__", dict_class, nullptr, nullptr, nullptr},
                              {"_state", dict_state, nullptr, nullptr, nullptr},
                              {nullptr, nullptr, nullptr, nullptr, nullptr}};
-// type(facade)(...) is what the plain type makes: dataclasses.asdict rebuilds containers so.
+// type(facade)(...) makes a plain dict, because dataclasses.asdict rebuilds containers this way.
 PyObject* plain_dict(PyTypeObject*, PyObject* args, PyObject* names) {
     return PyObject_Call(reinterpret_cast<PyObject*>(&PyDict_Type), args, names);
 }

@@ -9,7 +9,7 @@ size_t collect(StateObject* state) {
     std::vector<SlotIndex> roots;
     state->proxies.for_each([&](Proxy* proxy) { roots.push_back(proxy->slot); });
     const size_t freed = state->heap.collect(roots);
-    // What was freed is pending no longer, before its slot is given to another.
+    // Remove freed slots from the pending ones before other containers get these slots.
     std::vector<SlotIndex> left;
     for (SlotIndex slot : state->pending) {
         if (state->heap.at(slot)) left.push_back(slot);
@@ -19,11 +19,13 @@ size_t collect(StateObject* state) {
 }
 
 namespace {
+// A live opaque object of a State.
 struct Live {
-    SlotIndex slot;
-    OpaqueNode* node;
+    SlotIndex slot;    // its slot in the heap
+    OpaqueNode* node;  // in that slot
 };
 
+// True if a live object has a linked policy. Call it after `settle`: only opaque nodes are pending then.
 bool holds_linked(StateObject* state) {
     for (SlotIndex slot : state->pending) {
         const auto* node = static_cast<OpaqueNode*>(state->heap.at(slot));
@@ -32,7 +34,7 @@ bool holds_linked(StateObject* state) {
     return false;
 }
 
-// The linked objects of `state`, copied together for a version of it that was made just now.
+// Copies the linked objects of `state` together for `child`, a fork that was just made. False with an error set.
 bool copy_linked(StateObject* state, const std::vector<Live>& linked, StateObject* child) {
     if (linked.empty()) return true;
     PyObject* objects = PyList_New(Py_ssize_t(linked.size()));
@@ -42,6 +44,7 @@ bool copy_linked(StateObject* state, const std::vector<Live>& linked, StateObjec
         Py_INCREF(object);
         PyList_SET_ITEM(objects, Py_ssize_t(i), object);
     }
+    // Python copies them; the copies become live objects of the child.
     PyObject* copies = PyObject_CallMethod(reinterpret_cast<PyObject*>(state->store), "_copy_linked", "OOO", objects,
                                            reinterpret_cast<PyObject*>(state), reinterpret_cast<PyObject*>(child));
     Py_DECREF(objects);
@@ -71,10 +74,10 @@ bool fork_states(StateObject* state, StateObject** children, size_t count) {
             if (!check_alive(state)) return false;
         }
         drop_resting(state);
-        // What nothing leads to any more may be what can't be copied, so it must not be tried.
+        // An unreachable object may be one that cannot be copied, so free such objects first.
         if (!state->frozen && (state->heap.wants_collection() || holds_linked(state))) collect(state);
         if (!state->pending.empty()) {
-            // The children get snapshots; what the caller holds stays this state's own.
+            // Put snapshots in the place of live objects, for the children. The live objects stay with this state.
             std::vector<Node*> snapshots;
             Lock lock(state);
             bool good = true;
@@ -98,12 +101,14 @@ bool fork_states(StateObject* state, StateObject** children, size_t count) {
                 for (Node* node : snapshots) Node::drop(node);
                 return false;
             }
+            // Hold the live objects while snapshots take their slots.
             for (size_t i = 0; i < live.size(); ++i) {
                 live[i].node->up();
                 state->heap.replace(live[i].slot, snapshots[i]);
             }
             for (Live& each : linked) each.node->up();
         }
+        // Fork the heap, then put the live objects back.
         bool good = true;
         for (size_t i = 0; i < count; ++i) {
             children[i] = good ? new_state(state->store) : nullptr;
@@ -115,6 +120,7 @@ bool fork_states(StateObject* state, StateObject** children, size_t count) {
             each.node->epoch = state->heap.epoch();
             state->heap.replace(each.slot, each.node);
         }
+        // Copy linked objects for each child; on failure drop all children.
         Lock lock(state);
         for (size_t i = 0; good && i < count; ++i) good = copy_linked(state, linked, children[i]);
         for (size_t i = 0; !good && i < count; ++i) Py_CLEAR(children[i]);

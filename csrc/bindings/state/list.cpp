@@ -6,7 +6,7 @@
 namespace turnwise::state {
 namespace {
 
-// The value of a small non-negative int, without a call.
+// Reads a small non-negative int without a call. False for any other object.
 bool small_index(PyObject* key, Py_ssize_t& index) noexcept {
     if (!PyLong_CheckExact(key)) return false;
     auto* number = reinterpret_cast<PyLongObject*>(key);
@@ -40,8 +40,9 @@ bool bad_index(PyObject* key) {
     return false;
 }
 
+// A slice of a list.
 struct Range {
-    Py_ssize_t start, stop, step, count;
+    Py_ssize_t start, stop, step, count;  // indices; count: number of items
 };
 bool range_of(PyObject* slice, Py_ssize_t size, Range& range) {
     if (PySlice_Unpack(slice, &range.start, &range.stop, &range.step) < 0) return false;
@@ -80,8 +81,8 @@ PyObject* list_subscript(PyObject* self, PyObject* key) {
     return nullptr;
 }
 
-// A list or tuple of an iterable's objects. Where it can't be assigned to `slice` (if not null), the error is a real
-// list's: Python versions word it differently.
+// A list or tuple of an iterable's objects. If they cannot be assigned to `slice` (unless it is null), the error comes
+// from a real list, because Python versions word it differently.
 PyObject* objects_of(PyObject* iterable, PyObject* slice) {
     if (PyList_CheckExact(iterable) || PyTuple_CheckExact(iterable)) return Py_NewRef(iterable);
     PyObject* iterator = PyObject_GetIter(iterable);
@@ -100,13 +101,13 @@ PyObject* objects_of(PyObject* iterable, PyObject* slice) {
     return nullptr;
 }
 
-// The objects of an iterable as values with references of their own.
+// The objects of an iterable as values with their own references.
 class Incoming {
   public:
     ~Incoming() {
         for (Value value : values_) value.drop();
     }
-    // `slice` is what they are assigned to, or null.
+    // Takes all objects of an iterable. `slice`: what they are assigned to, or null.
     bool take(Proxy* self, PyObject* iterable, PyObject* slice) {
         PyObject* objects = objects_of(iterable, slice);
         if (!objects) return false;
@@ -126,7 +127,7 @@ class Incoming {
         return true;
     }
     size_t size() const noexcept { return values_.size(); }
-    // Replaces items of the list; the values are the list's then.
+    // Replaces `removed` items of the list from `start` on by the values, which the list takes over.
     bool splice(Proxy* self, Py_ssize_t start, Py_ssize_t removed) {
         auto* node = write<ListNode>(self);
         if (!node) return false;
@@ -137,7 +138,7 @@ class Incoming {
         if (later_) note_pending(self->state, self->slot, node);
         return true;
     }
-    // One value in the place of the item at `index`.
+    // Exchanges the item at `index` with the value number `which`.
     bool put(Proxy* self, Py_ssize_t index, size_t which) {
         auto* node = write<ListNode>(self);
         if (!node) return false;
@@ -147,11 +148,11 @@ class Incoming {
     }
 
   private:
-    std::vector<Value> values_;
-    bool later_ = false;
+    std::vector<Value> values_;  // with references
+    bool later_ = false;         // one of them must be settled
 };
 
-// For writing, until the next write.
+// The item at `index`, for writing; valid until the next write. Null with an error set.
 Value* place_of(Proxy* self, Py_ssize_t index) {
     auto* node = write<ListNode>(self);
     if (!node) return nullptr;
@@ -196,6 +197,7 @@ int list_set_slice(Proxy* self, PyObject* slice, PyObject* objects) {
     Range range;
     if (!range_of(slice, 0, range)) return -1;
     if (objects && !incoming.take(self, objects, slice)) return -1;
+    // Taking the objects may have changed the list, so its size is read only now.
     const Py_ssize_t size = list_length(reinterpret_cast<PyObject*>(self));
     if (size < 0 || !range_of(slice, size, range)) return -1;
     if (range.step == 1) return incoming.splice(self, range.start, range.count) ? 0 : -1;
@@ -206,7 +208,8 @@ int list_set_slice(Proxy* self, PyObject* slice, PyObject* objects) {
             range.start += (range.count - 1) * range.step;
             range.step = -range.step;
         }
-        // Those that stay move up, in one pass; what is left at the end was moved, so it holds no references.
+        // Move the items that stay forward, in one pass. The items left at the end were moved, so they hold no
+        // references.
         Released gone;
         gone.reserve(size_t(range.count));
         Py_ssize_t to = range.start;
@@ -222,6 +225,7 @@ int list_set_slice(Proxy* self, PyObject* slice, PyObject* objects) {
         for (Value item : gone) item.drop();
         return 0;
     }
+    // An extended slice takes exactly as many objects as it has items.
     if (Py_ssize_t(incoming.size()) != range.count) {
         PyErr_Format(PyExc_ValueError, "attempt to assign sequence of size %zu to extended slice of size %zd",
                      incoming.size(), range.count);
@@ -235,7 +239,7 @@ int list_set_slice(Proxy* self, PyObject* slice, PyObject* objects) {
 
 int list_set_subscript(PyObject* self, PyObject* key, PyObject* value) {
     Proxy* proxy = proxy_of(self);
-    // Most writes: a leaf, into a chunk that is this version's own.
+    // The most common case: an atom into a chunk that this version owns.
     StateObject* state = proxy->state;
     Py_ssize_t index;
     if (value && small_index(key, index) && is_atom(value) && proxy->stamp == state->heap.stamp() && !state->frozen &&
@@ -261,7 +265,7 @@ int list_set_subscript(PyObject* self, PyObject* key, PyObject* value) {
         return -1;
     });
 }
-// The sequence slots get indices that were counted from the start already: one that is still negative is out of range.
+// The sequence slots get indices that Python has already counted from the start. A negative one is out of range.
 int list_set_item(PyObject* self, Py_ssize_t index, PyObject* value) {
     if (index < 0) index = PY_SSIZE_T_MAX;
     return guarded(-1,
@@ -349,13 +353,12 @@ PyObject* list_clear(PyObject* self, PyObject*) {
 
 // ---- iterator -------------------------------------------------------------------------------------------------------
 struct Iterator {
-    PyObject_HEAD Proxy* proxy;  // null when exhausted
-    Py_ssize_t index;
-    Py_ssize_t step;
-    // What is left of the chunk at `index`, while nothing is written.
-    const Value *at, *end;
-    uint64_t stamp;
-    uint32_t writes;
+    PyObject_HEAD Proxy* proxy;  // the list, owned; null when exhausted
+    Py_ssize_t index;            // the next index
+    Py_ssize_t step;             // 1, or -1 for reversed()
+    const Value *at, *end;       // the rest of the chunk at `index`; valid while nothing is written
+    uint64_t stamp;              // the heap's stamp when `at` was set
+    uint32_t writes;             // StateObject::writes when `at` was set
 };
 
 PyObject* make_iterator(PyObject* list, Py_ssize_t index, Py_ssize_t step) {
@@ -384,6 +387,7 @@ PyObject* iterator_next(PyObject* object) {
         ++self->index;
         return wrap(state, *self->at++);
     }
+    // Look up the item, and remember the rest of its chunk when going forward.
     const auto* node = read<ListNode>(self->proxy);
     if (!node) return nullptr;
     if (self->index < 0 || self->index >= Py_ssize_t(node->items.size())) {
@@ -442,7 +446,7 @@ PyMethodDef list_methods[] = {{"append", list_append, METH_O, nullptr},
 PyGetSetDef list_getset[] = {{"__class__", list_class, nullptr, nullptr, nullptr},
                              {"_state", list_state, nullptr, nullptr, nullptr},
                              {nullptr, nullptr, nullptr, nullptr, nullptr}};
-// type(facade)(...) is what the plain type makes: dataclasses.asdict rebuilds containers so.
+// type(facade)(...) makes a plain list, because dataclasses.asdict rebuilds containers this way.
 PyObject* plain_list(PyTypeObject*, PyObject* args, PyObject* names) {
     return PyObject_Call(reinterpret_cast<PyObject*>(&PyList_Type), args, names);
 }

@@ -1,4 +1,4 @@
-// The objects behind turnwise.state: States, how leaves are counted and blocks allocated, and the map of proxies.
+// The objects behind turnwise.state: States, reference counts of leaves, allocation of blocks, and the map of proxies.
 #include "bindings/state/objects.h"
 
 namespace turnwise::state {
@@ -7,8 +7,9 @@ Types types;
 
 // ---- leaves ---------------------------------------------------------------------------------------------------------
 namespace {
-std::vector<PyObject*> last_references;  // guarded by Python's lock
+std::vector<PyObject*> last_references;  // objects to destroy after the operation; guarded by the GIL
 
+// True if destroying the object runs no Python code.
 bool dies_quietly(PyObject* object) noexcept {
     return PyUnicode_CheckExact(object) || PyLong_CheckExact(object) || PyFloat_CheckExact(object) ||
            PyBytes_CheckExact(object);
@@ -50,7 +51,7 @@ void Operation::destroy_waiting() {
 
 // ---- the map of proxies ---------------------------------------------------------------------------------------------
 namespace {
-// Arrays of the first size, for the next State that gets a proxy.
+// Arrays of the smallest size, kept for the next State that gets a proxy.
 constexpr size_t kSpareCells = 16;
 Proxy** spare_cells[kSpareCells];
 size_t spare_cells_count = 0;
@@ -96,7 +97,7 @@ void ProxyMap::erase(Proxy* proxy) noexcept {
     const size_t mask = capacity_ - 1;
     size_t at = home(proxy->slot);
     while (cells_[at] != proxy) at = (at + 1) & mask;
-    // Close the gap: a later cell of the same run moves up if its home allows.
+    // Close the gap: move each later proxy of the same run into it, unless that would put it before its home.
     for (size_t next = (at + 1) & mask; cells_[next]; next = (next + 1) & mask) {
         if (((next - home(cells_[next]->slot)) & mask) >= ((next - at) & mask)) {
             cells_[at] = cells_[next];

@@ -1,6 +1,7 @@
-// The objects behind turnwise.state, as raw CPython types: a pybind11 method costs several dictionary reads.
+// The objects behind turnwise.state. They are raw CPython types, because a call of a pybind11 method costs several
+// dictionary reads.
 //
-// A State owns one heap. StateDict, StateList and TokenArray are proxies of one slot in it; there is at most one living
+// A State owns one heap. A StateDict, StateList or TokenArray is a proxy of one slot in it. There is at most one living
 // proxy per slot, so that `s["a"] is s["a"]`.
 #pragma once
 
@@ -23,8 +24,9 @@ inline Leaf* leaf_of(PyObject* object) noexcept {
 
 struct Proxy;
 
-// The proxies of a State by slot: open addressing, borrowed references. One that nobody refers to any more rests here
-// (its count is zero) until it is asked for again or the State forks: walks through a State make few new objects.
+// The proxies of a State by slot: a hash table with linear probing and borrowed references. A proxy without references
+// rests here, with a reference count of 0, until it is needed again or the State forks. So walks through a State make
+// few new objects.
 class ProxyMap {
   public:
     ~ProxyMap() { give_back(); }
@@ -39,24 +41,24 @@ class ProxyMap {
     }
 
   private:
-    static constexpr uint32_t kFirst = 8;
-    // Multiplying by the golden ratio spreads runs of neighbours, the most frequent case, without a collision.
+    static constexpr uint32_t kFirst = 8;  // cells of the smallest table
+    // Multiplying by the golden ratio spreads adjacent slots, the most frequent case, without a collision.
     size_t home(SlotIndex slot) const noexcept { return slot * 2654435769u >> shift_; }
     void grow();
     void give_back() noexcept;
-    Proxy** cells_ = nullptr;
-    uint32_t capacity_ = 0;
-    uint16_t shift_ = 0;
-    uint32_t used_ = 0;
+    Proxy** cells_ = nullptr;  // [capacity_]; null: a free cell
+    uint32_t capacity_ = 0;    // 0 or a power of two, at least twice used_
+    uint16_t shift_ = 0;       // 32 - log2(capacity_)
+    uint32_t used_ = 0;        // proxies
 };
 
 struct StateObject;
 
-// The base of turnwise.state.Store: what C++ needs of it.
+// The base of turnwise.state.Store: the part that C++ uses.
 struct StoreObject {
     PyObject_HEAD PyObject* policies;  // dict: type -> policy tuple, see Policy
-    StateObject* states;               // the living ones, a doubly linked list
-    char checks_shared;                // whether forks call `_check_shared(state)` first
+    StateObject* states;               // doubly linked list of its States that exist, newest first
+    char checks_shared;                // nonzero: forks call `_check_shared(state)` first
 };
 
 struct StateObject {
@@ -76,7 +78,7 @@ struct StateObject {
     std::vector<SlotIndex> pending;
 };
 
-// A view of the container in `slot`. A TokenArray that lies in no State yet owns its node and has no state.
+// A view of the container in `slot`. A TokenArray outside any State owns its node and has no state.
 struct Proxy {
     PyObject_HEAD StateObject* state;  // null for a TokenArray outside any State
     Node* node;                        // the container, valid while `stamp` equals the heap's
@@ -93,27 +95,28 @@ inline Proxy* ProxyMap::find(SlotIndex slot) const noexcept {
     return nullptr;
 }
 
+// The Python types of this module; set when the module is imported.
 struct Types {
-    PyTypeObject *store, *state, *dict, *list, *tokens;
-    PyTypeObject *keys, *values, *items, *iterator, *list_iterator;
-    PyObject *error, *pruned, *frozen, *opaque, *checkpoint;
+    PyTypeObject *store, *state, *dict, *list, *tokens;              // StoreBase, State and the facades
+    PyTypeObject *keys, *values, *items, *iterator, *list_iterator;  // views and iterators of StateDict; of StateList
+    PyObject *error, *pruned, *frozen, *opaque, *checkpoint;         // StateError, PrunedError, ...
 };
 extern Types types;
 
-// Objects whose destruction may run Python code are destroyed when the operation is over, not in its middle.
+// Guards an operation: objects whose destruction may run Python code are destroyed after it, not during it.
 struct Operation {
     ~Operation() {
         if (waiting) destroy_waiting();
     }
     static void destroy_waiting();
-    static inline bool waiting = false;
+    static inline bool waiting = false;  // there are objects to destroy
 };
 
-// While a State's objects are copied, Python code runs that must not change it.
+// Locks a State while Python code copies its objects, which must not change it.
 struct Lock {
     explicit Lock(StateObject* state) : state(state) { state->locked = true; }
     ~Lock() { state->locked = false; }
-    StateObject* state;
+    StateObject* state;  // the locked State
 };
 
 inline StateObject* state_of(PyObject* object) noexcept {
@@ -123,18 +126,20 @@ inline Proxy* proxy_of(PyObject* object) noexcept {
     return reinterpret_cast<Proxy*>(object);
 }
 
+// An empty State in the list of its Store; null with an error set.
 StateObject* new_state(StoreObject* store);
 // False with PrunedError set for a State that was pruned.
 bool check_alive(StateObject* state);
-// True with an error set where `state` is frozen or locked.
+// True with an error set if `state` is frozen or locked.
 bool refuse_writing(StateObject* state);
-// Remembers that the next `settle` must look at the node in `slot`.
+// Notes that the next `settle` must look at the node in `slot`.
 void note_pending(StateObject* state, SlotIndex slot, Node* node);
 
+// Makes a type and adds it to the module; null with an error set.
 PyTypeObject* make_type(PyObject* module, PyType_Spec& spec, const char* name);
-// Adds a method or attribute to a finished type; takes `member` over. False with an error set.
+// Adds a method or attribute to a finished type and takes over `member`. False with an error set.
 bool add_member(PyTypeObject* type, const char* name, PyObject* member);
-// Runs `body`; where memory runs out, sets MemoryError and gives `failed`.
+// Runs `body`. If memory runs out, sets MemoryError and returns `failed`.
 template <class Result, class Body>
 Result guarded(Result failed, Body&& body) {
     try {

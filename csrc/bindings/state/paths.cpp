@@ -12,13 +12,13 @@ std::optional<std::vector<PathStep>> find_path(const Heap& heap,
     if (matches(root, nullptr)) return std::vector<PathStep>{};
     if (!root.is_slot()) return std::nullopt;
     struct Reached {
-        SlotIndex parent;
-        PathStep step;
+        SlotIndex parent;  // the container that reached it first; kNoSlot for the root
+        PathStep step;     // its place there
     };
     std::unordered_map<SlotIndex, Reached> reached{{root.slot(), {kNoSlot, {}}}};
     std::vector<SlotIndex> open{root.slot()};
     std::optional<Reached> found;
-    // Breadth first: each container is opened once, from the container that reached it first.
+    // Breadth first. Each container is opened once, from the container that reached it first.
     for (size_t at = 0; at < open.size() && !found; ++at) {
         const SlotIndex slot = open[at];
         const auto visit = [&](Value value, PyObject* key, size_t index) {
@@ -30,6 +30,7 @@ std::optional<std::vector<PathStep>> find_path(const Heap& heap,
                 open.push_back(value.slot());
             }
         };
+        // Visit the values of the container in order.
         const Node* node = heap.at(slot);
         size_t index = 0;
         if (node->kind == Kind::Dict) {

@@ -10,12 +10,12 @@
 namespace turnwise::state {
 
 struct PathStep {
-    PyObject* key;  // of a dict, borrowed; null in a list or tuple
-    size_t index;   // in a list or tuple; 0 in a dict
+    PyObject* key;  // key in a dict, borrowed; null in a list or tuple
+    size_t index;   // index in a list or tuple; 0 in a dict
 };
 
-// The shortest path to the first value for which `matches(value, key)` holds, empty for the root; nullopt where there
-// is none. `key` is null for the root and outside dicts.
+// The shortest path to the first value for which `matches(value, key)` is true: empty for the root, nullopt if there is
+// no such value. `key` is null for the root and outside dicts.
 std::optional<std::vector<PathStep>> find_path(const Heap& heap,
                                                const std::function<bool(Value value, PyObject* key)>& matches);
 

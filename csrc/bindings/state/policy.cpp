@@ -11,7 +11,7 @@ PyObject* policy_of(StateObject* state, PyObject* object) {
     PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
     PyObject* known = PyDict_GetItemWithError(state->store->policies, type);
     if (known || PyErr_Occurred()) return known;
-    // The Store looks at the type once and remembers what it found, or says None.
+    // The Store examines each type once. Its answer, a policy or None, is kept in `policies`.
     PyObject* found = PyObject_CallMethod(reinterpret_cast<PyObject*>(state->store), "_policy_of", "O", type);
     if (!found) return nullptr;
     const bool stored = PyDict_SetItem(state->store->policies, type, found) == 0;

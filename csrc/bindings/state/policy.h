@@ -1,4 +1,4 @@
-// Policies: how objects of a type that the store does not know fork.
+// Policies: rules for forking objects of types that the store does not know.
 #pragma once
 
 #include "bindings/state/objects.h"
@@ -6,22 +6,23 @@
 namespace turnwise::state {
 
 // A Store's rule for a type: a tuple (mode, copy, private).
-//   share:  the object is a leaf, shared by all versions; `copy(object)`, if not None, is called when it enters a State
+//   share:  all versions share the object, a leaf; the State calls `copy(object)`, if not None, when the object enters
 //   copy:   forks call `copy(object)`; if `private`, each version that reads the object gets its own copy, else it gets
 //           the snapshot itself, which must then be read-only
-//   freeze: `copy(object)` becomes a leaf, at once
-//   linked: the object may refer to others of this State and to its facades, so each fork copies all of them together,
-//           through the Store's `_copy_linked`; `copy(object)` only where one is copied alone
+//   freeze: the State keeps `copy(object)` as a leaf from the start
+//   linked: the object may refer to other objects of this State and to its facades, so each fork copies all of them
+//           together by the Store's `_copy_linked`; `copy(object)` is called if only one object is copied
 struct Policy {
     enum Mode : long { Share = 0, Copy = 1, Freeze = 2, Linked = 3 };
-    Mode mode;
-    PyObject* copy;
-    bool hands_out_copies;
+    Mode mode;              // see above
+    PyObject* copy;         // the function, or None; borrowed from the tuple
+    bool hands_out_copies;  // `private` of the tuple
+    // Objects with this policy become opaque nodes.
     bool makes_opaque() const noexcept { return mode == Copy || mode == Linked; }
     static Policy of(PyObject* tuple);
 };
 
-// The policy tuple of an object's type, borrowed; None where there is none; null on error.
+// The policy tuple of an object's type, borrowed; None if there is none; null with an error set.
 PyObject* policy_of(StateObject* state, PyObject* object);
 
 }  // namespace turnwise::state

@@ -6,9 +6,10 @@ namespace turnwise::state {
 
 namespace {
 constexpr size_t kSpares = 128;
+// Memory of freed proxies, kept for new ones.
 struct Spares {
-    PyObject* objects[kSpares];
-    size_t count = 0;
+    PyObject* objects[kSpares];  // the first `count` are valid
+    size_t count = 0;            // spare proxies
 };
 Spares spare_dicts, spare_lists;
 
@@ -17,7 +18,7 @@ Spares* spares_of(PyTypeObject* type) noexcept {
 }
 }  // namespace
 
-constexpr uint32_t kResting = 256;
+constexpr uint32_t kResting = 256;  // most resting proxies of a State
 
 static void free_proxy(Proxy* proxy, PyTypeObject* type) {
     Spares* spares = spares_of(type);
@@ -63,7 +64,7 @@ void dealloc_proxy(PyObject* self) {
         const bool known = proxy->slot != kNoSlot;
         if (known && state->resting < kResting && type != types.tokens) {
             ++state->resting;
-            Py_DECREF(reinterpret_cast<PyObject*>(state));  // which may end the State, and the proxy with it
+            Py_DECREF(reinterpret_cast<PyObject*>(state));  // may free the State, and the proxy with it
             return;
         }
         if (known) state->proxies.erase(proxy);
@@ -83,7 +84,7 @@ PyObject* wake(Proxy* proxy) {
 #ifdef Py_REF_DEBUG
     _Py_NewReference(object);
 #else
-    Py_SET_REFCNT(object, 1);  // it has kept its type
+    Py_SET_REFCNT(object, 1);  // it still holds the reference to its type
 #endif
     PyObject_GC_Track(object);
     return object;
@@ -123,17 +124,20 @@ Node* refresh(Proxy* proxy) {
 }
 
 namespace {
+// The object of an opaque node: the live object of this version, or the snapshot if its policy hands that out, or a
+// copy of the snapshot. The copy becomes this version's live object unless the State is a commit.
 PyObject* open_opaque(StateObject* state, SlotIndex slot) {
     auto* node = static_cast<OpaqueNode*>(state->heap.at(slot));
     PyObject* object = object_of(node->object);
     const Policy policy = Policy::of(object_of(node->policy));
     Py_INCREF(object);
     if (state->heap.owns(node) || !policy.hands_out_copies) return object;
-    // A commit changes nothing by this, and several threads may do it at once.
+    // A commit does not change here, and several threads may read it at once, so it is not locked.
     if (!state->frozen && state->locked && refuse_writing(state)) {
         Py_DECREF(object);
         return nullptr;
     }
+    // Copy the snapshot. The code that copies may free the node, so keep what is needed of it.
     const Epoch birth = node->birth;
     Leaf* rule = node->policy;
     retain(rule);
@@ -154,9 +158,9 @@ PyObject* open_opaque(StateObject* state, SlotIndex slot) {
     return copy;
 }
 
-// A tuple is immutable: a fresh one, with proxies of the containers in it, is as good as the same one.
+// A new tuple with proxies of the containers in it. Tuples are immutable, so a new one can stand for the original.
 PyObject* build_tuple(StateObject* state, const TupleNode* tuple, PyObject*& shown) {
-    const Values items = tuple->items;  // code that runs below may free the node
+    const Values items = tuple->items;  // a copy, because code that runs below may free the node
     PyObject* type = tuple->type ? object_of(tuple->type) : nullptr;
     if (Py_EnterRecursiveCall(" while a tuple is read")) return nullptr;
     PyObject* result = PyTuple_New(Py_ssize_t(items.size()));

@@ -5,10 +5,15 @@
 
 namespace turnwise::state {
 
+// A new proxy, in the map of its State; `state` is null for a TokenArray outside any State.
 Proxy* new_proxy(PyTypeObject* type, StateObject* state, SlotIndex slot, Node* node);
+// The Python object for a slot that has no proxy.
 PyObject* wrap_new(StateObject* state, SlotIndex slot);
+// A resting proxy, with a new reference.
 PyObject* wake(Proxy* proxy);
+// Frees all resting proxies.
 void drop_resting(StateObject* state);
+// The Python object for a slot: its proxy, a new tuple or an opaque object. A new reference; null with an error set.
 inline PyObject* wrap_slot(StateObject* state, SlotIndex slot) {
     Proxy* known = state->proxies.find(slot);
     if (!known) return wrap_new(state, slot);
@@ -17,17 +22,19 @@ inline PyObject* wrap_slot(StateObject* state, SlotIndex slot) {
     Py_INCREF(object);
     return object;
 }
+// The same for any value; a leaf is the object itself.
 inline PyObject* wrap(StateObject* state, Value value) {
     if (value.is_slot()) return wrap_slot(state, value.slot());
     PyObject* object = object_of(value.leaf());
     Py_INCREF(object);
     return object;
 }
-// As `wrap`, but makes tuples and a commit's copies of objects only once, where `wrap` makes new ones on each call.
-// `shown` is a dict of those made so far, by the birth of their nodes; it is created at need where it is null.
+// Like `wrap`, but makes tuples and a commit's copies of objects only once; `wrap` makes new ones on each call. `shown`
+// is a dict of those made so far, by the birth of their nodes. If it is null, the function creates it when needed.
 PyObject* wrap_once(StateObject* state, Value value, PyObject*& shown);
+// Looks up the node of a proxy again; null with an error set.
 Node* refresh(Proxy* proxy);
-// The node that a proxy shows, or null with an error set.
+// The node of a proxy; null with an error set.
 inline Node* node_of(Proxy* proxy) {
     return proxy->stamp == proxy->state->heap.stamp() ? proxy->node : refresh(proxy);
 }
@@ -35,7 +42,7 @@ template <class NodeType>
 NodeType* read(Proxy* proxy) {
     return static_cast<NodeType*>(node_of(proxy));
 }
-// The node for writing, or null with an error set.
+// The node of a proxy for writing, copied first if this version does not own it; null with an error set.
 template <class NodeType>
 NodeType* write(Proxy* proxy) {
     StateObject* state = proxy->state;

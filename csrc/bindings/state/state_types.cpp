@@ -12,7 +12,7 @@ int state_traverse(PyObject* object, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->store);
     Py_VISIT(self->base);
-    // Only chunks that bear this heap's epoch: what lies in them is referenced from here alone.
+    // Only chunks that carry this heap's epoch: no other version refers to the objects in them.
     for (SlotIndex slot : self->pending) {
         Node* node = self->heap.at(slot);
         if (!node || !self->heap.owns(node)) continue;
@@ -45,7 +45,7 @@ void empty_state(StateObject* self) {
 
 int state_clear(PyObject* object) {
     Operation operation;
-    state_of(object)->pruned = true;  // whoever still reaches it is told so
+    state_of(object)->pruned = true;  // any later use raises PrunedError
     empty_state(state_of(object));
     return 0;
 }
@@ -54,7 +54,7 @@ void state_dealloc(PyObject* object) {
     Operation operation;
     StateObject* self = state_of(object);
     PyObject_GC_UnTrack(object);
-    // First: a weak reference's callback may ask the store for its states.
+    // Leave the list first, because a weak reference's callback may ask the store for its states.
     *self->link = self->next;
     if (self->next) self->next->link = self->link;
     if (self->weakrefs) PyObject_ClearWeakRefs(object);
@@ -69,7 +69,7 @@ void state_dealloc(PyObject* object) {
     Py_DECREF(type);
 }
 
-// For functions of one optional argument: counts a keyword, if it has the right name, as given.
+// For functions of one optional argument: adds keyword arguments to `count`. False with an error set.
 bool one_argument(const char* function, const char* name, Py_ssize_t& count, PyObject* names) {
     if (names && PyTuple_GET_SIZE(names)) {
         PyObject* given = PyTuple_GET_ITEM(names, 0);
@@ -146,6 +146,7 @@ PyObject* state_rollback(PyObject* object, PyObject* const* args, Py_ssize_t cou
     if (!Py_IS_TYPE(to, types.state)) {
         return PyErr_Format(PyExc_TypeError, "to=%R: expected a State of the same Store", to);
     }
+    // Take the contents of a fork of the version.
     StateObject* version = state_of(to);
     if (!check_alive(version)) return nullptr;
     if (version->store != self->store) {
@@ -153,12 +154,12 @@ PyObject* state_rollback(PyObject* object, PyObject* const* args, Py_ssize_t cou
     }
     if (version == self) Py_RETURN_NONE;
     drop_resting(self);
-    StateObject* copy = nullptr;  // settles the version, and snapshots its live objects
+    StateObject* copy = nullptr;  // forking settles the version and takes snapshots of its live objects
     if (!fork_states(version, &copy, 1)) return nullptr;
     self->heap.restore(copy->heap);
     self->pending.clear();
     Py_DECREF(reinterpret_cast<PyObject*>(copy));
-    // Proxies of containers that this version doesn't have leave the map, whose slots others may get.
+    // Remove the proxies of containers that this version doesn't have, because other containers may get their slots.
     std::vector<Proxy*> lost;
     self->proxies.for_each([&](Proxy* proxy) {
         const Node* node = self->heap.at(proxy->slot);

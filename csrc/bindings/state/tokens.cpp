@@ -7,10 +7,12 @@
 namespace turnwise::state {
 namespace {
 
+// The node for reading; null with an error set.
 const TokensNode* look(PyObject* self) {
     Proxy* proxy = proxy_of(self);
     return static_cast<const TokensNode*>(proxy->state ? node_of(proxy) : proxy->node);
 }
+// The node for writing, without its flat copy; null with an error set.
 TokensNode* change(PyObject* self) {
     Proxy* proxy = proxy_of(self);
     auto* node = proxy->state ? write<TokensNode>(proxy) : static_cast<TokensNode*>(proxy->node);
@@ -35,7 +37,8 @@ bool token_of(PyObject* object, int32_t& token) {
     return true;
 }
 
-// Reads a contiguous int32 or int64 buffer (a numpy array, say): 1 done, 0 it is none, -1 error.
+// Reads a contiguous int32 or int64 buffer, such as a numpy array. Returns 1, 0 if it is not such a buffer, -1 on
+// error.
 int read_buffer(PyObject* objects, std::vector<int32_t>& tokens) {
     if (!PyObject_CheckBuffer(objects)) return 0;
     Py_buffer view;
@@ -65,6 +68,7 @@ int read_buffer(PyObject* objects, std::vector<int32_t>& tokens) {
     return done;
 }
 
+// Reads a TokenArray, a buffer or any iterable of whole numbers. False with an error set.
 bool read_tokens(PyObject* objects, std::vector<int32_t>& tokens) {
     if (Py_IS_TYPE(objects, types.tokens)) {
         const TokensNode* node = look(objects);
@@ -87,6 +91,7 @@ bool read_tokens(PyObject* objects, std::vector<int32_t>& tokens) {
     return good;
 }
 
+// A new TokenArray outside any State.
 PyObject* standalone(const std::vector<int32_t>& tokens) {
     auto* node = new TokensNode(next_epoch());
     for (int32_t token : tokens) node->tokens.push_back(token, node->epoch);
@@ -119,6 +124,7 @@ PyObject* tokens_item(PyObject* self, Py_ssize_t index) {
     return PyLong_FromLong(node->tokens[size_t(index)]);
 }
 
+// Converts a key to an index from the start; one that is too small becomes too large. False with an error set.
 bool index_of(PyObject* self, PyObject* key, Py_ssize_t& index) {
     index = PyNumber_AsSsize_t(key, PyExc_IndexError);
     const Py_ssize_t size = tokens_length(self);
@@ -209,7 +215,7 @@ PyObject* tokens_clear(PyObject* self, PyObject*) {
     Py_RETURN_NONE;
 }
 
-// The ids as bytes, which numpy can view without a copy; kept until the next write.
+// The ids as bytes, which numpy can view without a copy. They are kept until the next write.
 PyObject* tokens_bytes(PyObject* self, PyObject*) {
     auto* node = const_cast<TokensNode*>(look(self));
     if (!node) return nullptr;

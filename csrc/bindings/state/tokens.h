@@ -1,4 +1,4 @@
-// TokenArray: int32 token ids in chunks that versions share. One that lies in no State owns its node.
+// TokenArray: int32 token ids in chunks that versions share. A TokenArray outside any State owns its node.
 #pragma once
 
 #include "bindings/state/objects.h"

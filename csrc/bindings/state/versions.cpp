@@ -8,7 +8,7 @@
 namespace turnwise::state {
 namespace {
 
-// The container of this State, a fork of the facade's, that stands where the facade's does; null with an error set.
+// The facade of the same container in this State, which is a fork of the facade's State; null with an error set.
 PyObject* same_place(StateObject* self, PyObject* facade) {
     if (!is_proxy(facade)) return PyErr_Format(PyExc_TypeError, "facade=%R: expected one", facade);
     auto* proxy = reinterpret_cast<Proxy*>(facade);
@@ -19,12 +19,12 @@ PyObject* same_place(StateObject* self, PyObject* facade) {
     return guarded<PyObject*>(nullptr, [&] { return wrap_slot(self, proxy->slot); });
 }
 
-// _facade(facade): what shows the same container in this State, a fork of the facade's.
+// _facade(facade): the facade of the same container in this State, which is a fork of the facade's State.
 PyObject* facade_here(PyObject* object, PyObject* facade) {
     return check_alive(state_of(object)) ? same_place(state_of(object), facade) : nullptr;
 }
 
-// _rooted_at(facade): the same, and that container becomes the root of this State.
+// _rooted_at(facade): the same. The container also becomes the root of this State.
 PyObject* rooted_at(PyObject* object, PyObject* facade) {
     Operation operation;
     PyObject* root = same_place(state_of(object), facade);
@@ -32,7 +32,7 @@ PyObject* rooted_at(PyObject* object, PyObject* facade) {
     return root;
 }
 
-// _take_over(objects): facades of what the objects of a list are in this State from now on; the root stays what it is.
+// _take_over(objects): takes over the objects of a list into this State, and returns their facades. The root stays.
 PyObject* take_over_objects(PyObject* object, PyObject* objects) {
     Operation operation;
     StateObject* self = state_of(object);
@@ -54,7 +54,7 @@ PyObject* take_over_objects(PyObject* object, PyObject* objects) {
     });
 }
 
-// _differing(other): one byte per slot, 1 where the containers differ or lead to such.
+// _differing(other): one byte per slot: 1 if the containers differ or lead to containers that do.
 PyObject* differing(PyObject* object, PyObject* other) {
     if (!Py_IS_TYPE(other, types.state)) return PyErr_Format(PyExc_TypeError, "other=%R: expected a State", other);
     if (!check_alive(state_of(object)) || !check_alive(state_of(other))) return nullptr;
@@ -66,8 +66,8 @@ PyObject* differing(PyObject* object, PyObject* other) {
     });
 }
 
-// _put_live(container, key, object, policy): container[key], which is there, becomes an object that this State owns,
-// and forks by `policy`.
+// _put_live(container, key, object, policy): replaces container[key], which must exist, by an object that this State
+// owns. Forks treat it by `policy`.
 PyObject* put_live(PyObject* object, PyObject* args) {
     Operation operation;
     StateObject* self = state_of(object);
@@ -89,14 +89,14 @@ PyObject* put_live(PyObject* object, PyObject* args) {
     });
 }
 
-// _values(shown): the values of a dict, the items of a list, as a list. Two reads of one State with one dict `shown`
-// give the same tuples, see wrap_once.
+// _values(shown): a list of the values of a dict or the items of a list. Reads of one State with the same dict `shown`
+// return the same tuples, see wrap_once.
 PyObject* facade_values(PyObject* self, PyObject* shown) {
     if (!PyDict_CheckExact(shown)) return PyErr_Format(PyExc_TypeError, "shown=%R: expected a dict", shown);
     auto* proxy = reinterpret_cast<Proxy*>(self);
     PyObject* values = PyList_New(0);
     for (size_t place = 0; values; ++place) {
-        // Anew each time: an object that is copied for this version runs code.
+        // Look up the node each time, because copying an object for this version runs code.
         Node* node = node_of(proxy);
         Value value;
         if (!node) {
@@ -120,7 +120,7 @@ PyObject* facade_values(PyObject* self, PyObject* shown) {
     return values;
 }
 
-// _values(shown) of a State: its root, in a list.
+// _values(shown) of a State: a list of its root.
 PyObject* state_values(PyObject* self, PyObject* shown) {
     if (!PyDict_CheckExact(shown)) return PyErr_Format(PyExc_TypeError, "shown=%R: expected a dict", shown);
     StateObject* state = state_of(self);
@@ -133,7 +133,7 @@ PyObject* facade_slot(PyObject* self, void*) {
     return PyLong_FromUnsignedLong(reinterpret_cast<Proxy*>(self)->slot);
 }
 
-// _account(): (versions, containers, bytes, unshared_bytes) of all living States of a Store.
+// _account(): (versions, containers, bytes, unshared_bytes) of all States of a Store that are not pruned.
 PyObject* account(PyObject* object, PyObject*) {
     return guarded<PyObject*>(nullptr, [&] {
         Account account;

@@ -1,4 +1,4 @@
-// Methods of State and Store on versions as wholes; Python builds diff, writable and stats on them.
+// Methods of State and Store that handle whole versions. The Python functions diff, writable and stats use them.
 #pragma once
 
 #include "bindings/state/objects.h"
