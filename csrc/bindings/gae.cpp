@@ -33,7 +33,7 @@ void cuda_call(py::object rewards, py::object values, py::object mask, py::objec
 void bind_gae(py::module_& module) {
     module.def("gae", &call, py::arg("rewards"), py::arg("values"), py::arg("mask"), py::arg("cu_seqlens"),
                py::arg("gamma"), py::arg("lam"), py::arg("advantages"), py::arg("returns"), py::arg("threads"),
-               "Writes generalised advantage estimates and returns; false where rewards or values are not finite.");
+               "Writes generalised advantage estimates and returns; false if a row's first return is not finite.");
     module.def("cuda_gae", &cuda_call, py::arg("rewards"), py::arg("values"), py::arg("mask"), py::arg("cu_seqlens"),
                py::arg("gamma"), py::arg("lam"), py::arg("advantages"), py::arg("returns"), py::arg("workspace"),
                py::arg("stream"), "gae on a CUDA stream.");

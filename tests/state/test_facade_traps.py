@@ -77,6 +77,10 @@ class Text(str):
     pass
 
 
+class Key(str):
+    __slots__ = ()
+
+
 class Number(int):
     pass
 
@@ -86,11 +90,30 @@ class Colour(Enum):
 
 
 def test_leaves_keep_their_types() -> None:
-    data = {"s": Text("x"), "n": Number(3), "e": Colour.RED, "b": True, "f": 1.0, Text("k"): 1}
+    data = {"s": Text("x"), "n": Number(3), "e": Colour.RED, "b": True, "f": 1.0, Key("k"): 1}
     branch = Store().state(data).fork().data
     assert [type(value) for value in branch.values()] == [type(value) for value in data.values()]
-    assert branch["s"] is data["s"] and type(list(branch)[-1]) is Text
-    assert branch["k"] == 1 and branch[Text("s")] == "x"
+    assert branch["e"] is data["e"] and type(list(branch)[-1]) is Key
+    assert branch["k"] == 1 and branch[Key("s")] == "x"
+
+
+@pytest.mark.parametrize("value", [Text("x"), Number(3), type("Names", (frozenset,), {})("ab")], ids=repr)
+def test_attributes_of_a_leaf_stay_in_their_branch(value: Any) -> None:
+    value.notes = ["root"]
+    state = Store().state({"v": value})
+    branches = state.fork(2)
+    branches[0].data["v"].notes.append("one branch")
+    assert branches[0].data["v"].notes == ["root", "one branch"]
+    assert branches[1].data["v"].notes == state.data["v"].notes == ["root"]
+    assert branches[0].data["v"] == branches[1].data["v"] == value
+
+
+def test_a_key_with_attributes_is_refused() -> None:
+    with pytest.raises(OpaqueError, match=r"a key of type Text.*store.register\(Text, 'share'\)"):
+        Store().state({Text("k"): 1})
+    store = Store()
+    store.register(Text, "share")
+    assert store.state({Text("k"): 1}).fork().data == {"k": 1}
 
 
 def test_equal_keys_of_other_types() -> None:

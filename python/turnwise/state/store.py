@@ -91,10 +91,15 @@ SHARED_TYPES: tuple[type, ...] = (
     *(enum.Enum, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal),
     *(fractions.Fraction, uuid.UUID, pathlib.PurePath, bytes, str, int, float),
 )
-"""Types whose objects all versions share, as they are immutable. Objects of subclasses are shared too.
+"""Types whose objects all versions share, as they are immutable.
 
-Exception: a subclass of one of the first five types is not shared if its objects have attributes.
+Forks also share objects of their subclasses, unless these have attributes: then forks copy them.
 """
+
+IDENTITY_TYPES: tuple[type, ...] = (
+    *(type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, enum.Enum, datetime.tzinfo),
+)
+"""Shared types whose objects have attributes, but belong to the program, not to a state."""
 
 COPIED_TYPES: tuple[type, ...] = (
     *(set, bytearray, array.array),
@@ -217,8 +222,9 @@ class Store(_C.StoreBase):
             return NAMED["copy"].as_tuple()
         if getattr(kind, "__turnwise_forkable__", False):
             return LINKED_OBJECT
-        if issubclass(kind, SHARED_TYPES) and (not _has_attributes(kind) or issubclass(kind, SHARED_TYPES[5:])):
-            return NAMED["share"].as_tuple()
+        if issubclass(kind, SHARED_TYPES):
+            shared = not _has_attributes(kind) or issubclass(kind, IDENTITY_TYPES)
+            return NAMED["share" if shared else "copy"].as_tuple()
         return None
 
 
