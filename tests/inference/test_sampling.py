@@ -99,3 +99,20 @@ def test_draws_follow_the_distribution() -> None:
 def test_top_p_keeps_the_token_that_crosses_it() -> None:
     kept = _filter(torch.tensor([[0.1, 0.5, 0.4]]), torch.tensor([[0.6]]), torch.tensor([[0]]))
     assert kept.tolist() == [[0.0, 0.5, pytest.approx(0.4)]]
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed", "refused"),
+    [
+        ("temperature", [0.0, 2.0], [-0.1, float("nan")]),
+        ("max_tokens", [1], [0]),
+        ("top_p", [0.1, 1.0], [0.0, 1.1]),
+        ("top_k", [0, 1], [-1]),
+    ],
+)
+def test_settings_have_bounds(name: str, allowed: list[float], refused: list[float]) -> None:
+    for value in allowed:
+        assert getattr(Sampling().with_(**{name: value}), name) == value
+    for value in refused:
+        with pytest.raises(ValueError, match=f"{name}={value!r}: expected"):
+            Sampling().with_(**{name: value})
