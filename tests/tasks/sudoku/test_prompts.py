@@ -15,10 +15,11 @@ def test_prompts_read_back(actor):
 
 
 @pytest.mark.parametrize("turn", [0, 1])
-def test_the_grids_end_the_prompt(turn):
-    """Each cell stands as far before the reply's own, whatever the notes say."""
+def test_the_puzzle_ends_the_prompt(turn):
+    """Each cell of the puzzle is as far before the reply's own, whatever the notes and the draft say."""
     alone, corrected = (sudoku_messages("reviser", PUZZLE, draft, turn)[1]["content"] for draft in (None, DRAFT))
-    assert alone.endswith("1_3_\n3412\n_143\n4_21") and corrected.endswith("Draft:\n1432\n3412\n2143\n4321")
+    assert alone.endswith("1_3_\n3412\n_143\n4_21")
+    assert corrected.endswith("Draft:\n1432\n3412\n2143\n4321\nSudoku:\n1_3_\n3412\n_143\n4_21")
     assert corrected.startswith(
         "Round 2.\nWrong: columns 2 4, boxes 1 2." if turn else "Wrong: columns 2 4, boxes 1 2."
     )

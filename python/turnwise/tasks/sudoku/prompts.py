@@ -6,7 +6,8 @@ from turnwise.tasks.sudoku.grid import broken_units, format_grid, parse_grid
 from turnwise.types import Message, Messages
 
 _REPLY = "Reply with four rows of digits."
-_DRAFT = "\nDraft:\n"
+_DRAFT = "Draft:\n"
+_SUDOKU = "\nSudoku:\n"
 _WRONG = "Wrong: {}.\n"
 _ROUND = "Round {}.{}\n"
 _UNREAD = " Your last reply had no grid."
@@ -25,13 +26,13 @@ def board_message(puzzle: str, draft: str | None = None, turn: int = 0, *, unrea
     round, and says if the actor's own last reply was ``unread``. So no actor sees the same prompt twice, and even a
     greedy policy can try something else.
     """
-    # The grids come last. Each of their cells is then a fixed number of tokens before the same cell of the reply,
-    # whatever the notes say, and a tiny model learns sooner to copy it.
+    # The puzzle comes last. Each of its cells is then a fixed number of tokens before the same cell of the reply, in
+    # the prompts of all actors and rounds, so a tiny model learns only once to fill a grid.
     notes = _ROUND.format(turn + 1, _UNREAD if unread else "") if turn else ""
     if draft:
         broken = [f"{kind} {' '.join(map(str, found))}" for kind, found in broken_units(puzzle, draft).items() if found]
         notes += _WRONG.format(", ".join(broken)) if broken else ""
-    shown = notes + format_grid(puzzle) + (_DRAFT + format_grid(draft) if draft else "")
+    shown = notes + (_DRAFT + format_grid(draft) + _SUDOKU if draft else "") + format_grid(puzzle)
     return {"role": "user", "content": shown}
 
 
@@ -45,7 +46,7 @@ def sudoku_messages(
 
 def read_messages(messages: Messages) -> tuple[str, str | None]:
     """Parse puzzle and draft from a prompt of :func:`sudoku_messages`. Raises ``ValueError`` without a puzzle."""
-    puzzle, _, draft = messages[-1]["content"].partition(_DRAFT)
+    draft, _, puzzle = messages[-1]["content"].rpartition(_SUDOKU)
     givens = parse_grid(puzzle, blanks=True)
     if givens is None:
         raise ValueError(f"messages={messages!r}: expected a sudoku prompt with a 4x4 puzzle")
