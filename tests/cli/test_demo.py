@@ -18,7 +18,7 @@ TINY = {
     "threads": 1,
     "steps": 2,
     "warm_start": {"steps": 2, "batch_size": 8},
-    "rollout": {"prompts_per_step": 2, "branches": 2},
+    "rollout": {"prompts_per_step": 2, "branches": 2, "tree": {"select": "first"}},
     "eval": {"every": 1, "num_prompts": 4},
 }
 

@@ -185,11 +185,12 @@ def warm_started(config: TrainConfig, folder: Path, say: Callable[[str], None]) 
 
 def single_agent(warm: TrainConfig, run_dir: Path, sampled_tokens: int) -> TrainConfig:
     """Return the config of one agent with GRPO, whose groups are as many episodes as the team's tree has branches."""
+    rollout = warm.rollout.model_dump(exclude={"tree"})
     return variant(
         warm,
         run_dir,
         task_options={**warm.task_options, **ALONE},
-        rollout={**warm.rollout.model_dump(), "group_size": warm.rollout.branches, "branches": 1},
+        rollout={**rollout, "group_size": warm.rollout.branches, "branches": 1},
         credit={"rule": "grpo"},
         max_sampled_tokens=sampled_tokens,
         steps=100_000,
