@@ -97,7 +97,9 @@ def test_leaves_keep_their_types() -> None:
     assert branch["k"] == 1 and branch[Key("s")] == "x"
 
 
-@pytest.mark.parametrize("value", [Text("x"), Number(3), type("Names", (frozenset,), {})("ab")], ids=repr)
+@pytest.mark.parametrize(
+    "value", [Text("x"), Number(3), type("Names", (frozenset,), {})("ab")], ids=lambda value: type(value).__name__
+)
 def test_attributes_of_a_leaf_stay_in_their_branch(value: Any) -> None:
     value.notes = ["root"]
     state = Store().state({"v": value})
