@@ -59,7 +59,7 @@ def test_one_that_fails_does_not_stop_the_next(
 
     def pretend(name: str, options: Any, environment: dict[str, str]) -> Any:
         asked.append((name, environment))
-        return outcome(run, name=name, failure="exit code 3: boom" if name == "state" else "")
+        return outcome(run, name=name, failure="exit code 3: boom" if name == "group_advantage" else "")
 
     monkeypatch.setattr(run, "run_one", pretend)
     assert run.main(["group_advantage", "policy_loss", "--report", "--out", str(tmp_path)]) == 1

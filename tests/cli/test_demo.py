@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -10,6 +13,8 @@ import pytest
 from turnwise.cli.commands import demo
 from turnwise.run.build import Run
 from turnwise.tasks.base import split_of
+from turnwise.tasks.sudoku.demonstrations import HABIT
+from turnwise.tasks.sudoku.grid import BLANK, DIGITS, ROWS, sudoku_puzzles
 from turnwise.train.log.run_log import read_metrics
 from turnwise.train.loop import Trainer
 from turnwise.train.validate import config_from_dict
@@ -136,7 +141,26 @@ def test_the_shipped_settings_are_read():
     assert (config.task, config.seed, str(config.run_dir)) == ("sudoku", 5, "somewhere")
     assert config.rollout.branches > 1 and config.credit.rule == "at_grpo" and config.eval.num_prompts >= 200
     assert config.eval.target_success > 0.9 and config.eval.hold >= 2
-    assert config.warm_start.target_loss > 0.07  # below that the demonstrations have nothing left to learn from
+    floor = entropy_of_fills(config.task_options["blanks"], config.task_options["quality"])
+    # At the floor nothing is left to learn from, so the warm start would never stop early.
+    assert config.warm_start.target_loss > 1.2 * floor > 0
+
+
+def entropy_of_fills(blanks, quality):
+    """Return the entropy of a proposer's demonstrated reply to a puzzle, in nats per token."""
+    puzzles, total = sudoku_puzzles("train", 200, 0, tuple(blanks)), 0.0
+    for puzzle, row in itertools.product(puzzles, ROWS):
+        givens, right = ("".join(grid[cell] for cell in row) for grid in (puzzle.givens, puzzle.solution))
+        missing = [digit for digit in DIGITS if digit not in givens]
+        orders = list(itertools.permutations(missing))
+        chances = Counter({right: quality})
+        for order in orders:
+            left = iter(order)
+            chances["".join(next(left) if given == BLANK else given for given in givens)] += (1 - quality) * (
+                HABIT * (order == tuple(missing)) + (1 - HABIT) / len(orders)
+            )
+        total -= sum(chance * math.log(chance) for chance in chances.values())
+    return total / len(puzzles) / 20  # four rows of four digits, three newlines, the end
 
 
 def test_no_evaluated_puzzle_is_trained_on():

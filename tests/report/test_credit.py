@@ -142,8 +142,10 @@ def test_a_penalty_on_rewards_is_noted(games, tmp_path):
     copied = tmp_path / "copied"
     shutil.copytree(games, copied, ignore=shutil.ignore_patterns("checkpoints", "policies"))
     text = (copied / "config.toml").read_text()
-    assert text.count("coef = 0.0") == 1 and text.count('apply_to = "loss"') == 1
-    text = text.replace("coef = 0.0", "coef = 0.1").replace('apply_to = "loss"', 'apply_to = "reward"')
+    assert text.count("[loss.kl]\ncoef = 0.0\n") == 1 and text.count('apply_to = "loss"') == 1
+    text = text.replace("[loss.kl]\ncoef = 0.0", "[loss.kl]\ncoef = 0.1").replace(
+        'apply_to = "loss"', 'apply_to = "reward"'
+    )
     (copied / "config.toml").write_text(text)
     assert ["KL penalty" in note for note in compare_credit(copied).notes].count(True) == 1
     assert not any("KL penalty" in note for note in compare_credit(games).notes)
