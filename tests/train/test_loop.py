@@ -77,6 +77,24 @@ async def test_resume_equals_uninterrupted_run(make_trainer, old_logprobs):
         assert torch.equal(tensor, weights_of(second)[name]), name
 
 
+async def test_the_rate_falls_with_the_sampled_tokens_of_a_run_that_they_end(make_trainer):
+    update = {"lr": 1e-3, "num_minibatches": 2, "min_lr_ratio": 0.1, "schedule": "linear"}
+    probe = make_trainer("probe", steps=1)
+    tokens = (await probe.run()).sampled_tokens
+    options = {"steps": 100_000, "max_sampled_tokens": 4 * tokens, "update": update}
+    await make_trainer("whole", **options).run()
+    lines = metrics_of(make_trainer("whole", **options))
+    sampled = [0, *(line["total_sampled_tokens"] for line in lines)]
+    expected = [1e-3 * (0.1 + 0.9 * (1 - min(1, so_far / (4 * tokens)))) for so_far in sampled[:-1]]
+    assert len(lines) >= 3 and [line["learning_rate"] for line in lines] == pytest.approx(expected)
+    # A resumed run has the same rates.
+    first = make_trainer("parts", **options)
+    first.config = first.config.model_copy(update={"steps": 2})
+    await first.run()
+    await make_trainer("parts", **options).run()
+    assert metrics_of(make_trainer("parts", **options)) == lines
+
+
 async def test_resume_after_kill_drops_later_lines(make_trainer):
     """The log may be ahead of the last checkpoint, its last line cut off: each step is written once all the same."""
     whole = make_trainer("whole", steps=4)

@@ -92,6 +92,29 @@ def test_the_linear_schedule(small_model):
     assert rates == pytest.approx([1.0, 1.0, 0.8, 0.6, 0.4, 0.2])
 
 
+def test_the_rate_follows_the_share_of_the_run(small_model):
+    config = UpdateConfig(lr=1e-3, warmup=1, min_lr_ratio=0.2, schedule="linear")
+    policy = Policy("default", small_model()[0], config, total_steps=1_001)
+    move(policy)
+    rates = []
+    for share in (0.0, 0.25, 0.5, 1.0, 1.1):
+        policy.follow_run(share)
+        rates.append(policy.optimizer.param_groups[0]["lr"] / 1e-3)
+        move(policy)
+        rates.append(policy.optimizer.param_groups[0]["lr"] / 1e-3)
+    # At a share of 0 the updates decide; later the share does, also for the second update of a step.
+    assert rates == pytest.approx([1.0, 0.9992, 0.8, 0.8, 0.6, 0.6, 0.2, 0.2, 0.2, 0.2])
+
+
+def test_updates_past_the_share_of_the_run_decide(small_model):
+    config = UpdateConfig(lr=1e-3, min_lr_ratio=0.0, schedule="linear")
+    policy = Policy("default", small_model()[0], config, total_steps=4)
+    for _ in range(3):
+        move(policy)
+    policy.follow_run(0.5)
+    assert policy.optimizer.param_groups[0]["lr"] == pytest.approx(0.25e-3)
+
+
 def move(policy):
     for parameter in policy.trained_parameters():
         parameter.grad = torch.ones_like(parameter)

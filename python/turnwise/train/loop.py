@@ -212,6 +212,7 @@ class Trainer:
             if name not in in_phase:
                 continue
             prefix = f"{name}/" if len(self.policies) > 1 else ""
+            policy.follow_run(self.progress.token_share(self.config))
             measured = update_policy(policy, batch, self.config.update, self.config.loss, self.rng, self.log.updates)
             metrics |= {prefix + key: value for key, value in measured.items()}
             self.watch.updates(policy, measured)

@@ -53,6 +53,10 @@ class RunProgress:
         }
         return next((reason for reason, reached in limits.items() if reached), None)
 
+    def token_share(self, config: TrainConfig) -> float:
+        """Return the share of ``max_sampled_tokens`` that is sampled; 0 without that limit."""
+        return self.sampled_tokens / config.max_sampled_tokens if config.max_sampled_tokens else 0.0
+
     def checkpoint_due(self, config: TrainConfig) -> bool:
         """Return True if ``checkpoint.every`` saves this step, or ``checkpoint.keep_best`` as the best so far."""
         every = config.checkpoint.every

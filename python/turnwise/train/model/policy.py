@@ -23,8 +23,9 @@ class Policy:
     ``model`` is a Hugging Face causal LM or an :class:`AdaptedModel`; then only the adapter belongs to the policy, not
     the shared base. ``trainable=False`` builds no optimizer. ``reference`` is the frozen model of a KL term;
     ``with_reference`` makes one from the starting weights, which for an adapter is its base with adapters off.
-    ``total_steps`` is the length of the learning-rate schedule in updates, ``layout`` the rows' layout in the forward
-    pass (a key of ``turnwise.train.model.forward.LAYOUTS``).
+    ``total_steps`` is the length of the learning-rate schedule in updates; a run that sampled tokens end also calls
+    :meth:`follow_run`. ``layout`` is the rows' layout in the forward pass (a key of
+    ``turnwise.train.model.forward.LAYOUTS``).
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Policy:
         self.skipped = 0  # updates in a row that were not finite
         self.kl_coef: float | None = None  # the adaptive coefficient, once it has changed
         self.rate_scale = 1.0
+        self.run_share = 0.0  # of the run that is over by its sampled tokens, 0 to 1
         self.max_grad_norm = config.max_grad_norm
         if with_reference and reference is None:
             reference = _starting_weights(model)
@@ -65,7 +67,8 @@ class Policy:
             )
             falling = SCHEDULES[config.schedule]
             self.schedule = torch.optim.lr_scheduler.LambdaLR(
-                self.optimizer, lambda step: _rate(step, total_steps, config.warmup, config.min_lr_ratio, falling)
+                self.optimizer,
+                lambda step: _rate(step, total_steps, self.run_share, config.warmup, config.min_lr_ratio, falling),
             )
 
     def logprobs(self, micro: MicroBatch, entropy: bool = False) -> Any:
@@ -98,6 +101,12 @@ class Policy:
         self.updates += 1
         return norm
 
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next update."""
+        assert self.optimizer is not None, f"policy {self.name!r} is frozen"
+        return float(self.optimizer.param_groups[0]["lr"])
+
     def seek_schedule(self, updates: int) -> None:
         """Set the learning rate to its value after ``updates`` updates of this policy's schedule."""
         assert self.optimizer is not None and self.schedule is not None, f"policy {self.name!r} is frozen"
@@ -108,6 +117,15 @@ class Policy:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         self.schedule._last_lr = rates
+
+    def follow_run(self, share: float) -> None:
+        """Move the learning rate's decay on to ``share`` of the run, 0 to 1, unless the updates are already past it.
+
+        A run that ends at a number of sampled tokens calls this before each batch, as it can't know its last update.
+        """
+        self.run_share = min(1.0, share)
+        if self.schedule is not None:
+            self.seek_schedule(self.schedule.last_epoch)
 
     def scale_rate(self, factor: float) -> None:
         """Multiply the learning rate by ``factor``, now and for the rest of the schedule."""
@@ -244,10 +262,14 @@ SCHEDULES: dict[str, Callable[[float], float]] = {"cosine": _cosine, "linear": _
 """Decay shapes: the rate falls from 1 to 0 while the progress goes from 0 to 1."""
 
 
-def _rate(step: int, total: int, warmup: int, floor: float, falling: Callable[[float], float]) -> float:
-    """Return the rate's factor: linear warm-up over ``warmup`` updates, then from 1 down to ``floor`` at ``total``."""
+def _rate(step: int, total: int, share: float, warmup: int, floor: float, falling: Callable[[float], float]) -> float:
+    """Return the rate's factor: linear warm-up over ``warmup`` updates, then from 1 down to ``floor``.
+
+    It reaches ``floor`` at update ``total``, or at a ``share`` of the run of 1, whichever comes first.
+    """
     if step < warmup:
         return (step + 1) / warmup
-    if floor >= 1 or total <= warmup:
+    if floor >= 1:
         return 1.0
-    return floor + (1 - floor) * falling(min(1.0, (step - warmup) / (total - warmup)))
+    by_updates = (step - warmup) / (total - warmup) if total > warmup else 0.0
+    return floor + (1 - floor) * falling(min(1.0, max(by_updates, share)))

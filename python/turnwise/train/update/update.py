@@ -38,6 +38,7 @@ def update_policy(
     log = UpdateLog(batch.actors)
     recomputed = old_logprobs(policy, batch, rows, update) if update.old_logprobs == "recompute" else None
     # One optimizer step for each minibatch of each epoch.
+    rate = policy.learning_rate
     policy.model.train()
     parts = [part for _ in range(update.ppo_epochs) for part in minibatches(batch, rows, update.num_minibatches, rng)]
     for done, part in enumerate(parts, start=1):
@@ -52,6 +53,8 @@ def update_policy(
         show(done, len(parts))
     # Adapt the KL coefficient to what the updates measured.
     metrics = log.result()
+    if metrics["updates"]:
+        metrics["learning_rate"] = rate
     if loss.kl is not None and "kl" in metrics:
         metrics["kl_coef"] = loss.kl_coef
         policy.kl_coef = adapted(loss.kl_coef, metrics["kl"], len(rows), loss_config.kl)
