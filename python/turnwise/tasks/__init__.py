@@ -43,6 +43,7 @@ TASKS = {
     "refine_loop": "turnwise.tasks.refine_loop.team:RefineLoopTask",
     "search_orchestra": "turnwise.tasks.search_orchestra.team:SearchOrchestraTask",
     "sokoban": "turnwise.tasks.sokoban.team:SokobanTask",
+    "split_clues": "turnwise.tasks.split_clues.team:SplitCluesTask",
     "sudoku": "turnwise.tasks.sudoku.team:SudokuTask",
     "tic_tac_toe": "turnwise.tasks.tic_tac_toe.task:TicTacToeTask",
 }

@@ -22,7 +22,7 @@ TEAM: tuple[Role, ...] = ("tool", "planner")
 MOVES = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
 """The letter of each move, and how it changes row and column."""
 
-_NOTE, _SUGGESTION = "\nRound ", "\nRoute: "
+_SUGGESTION, _CHECK, _BOARD = "Route: ", "Checked: ", "Board:\n"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -80,16 +80,28 @@ def failure_note(turn: int, walked: Mapping[str, Any], suggested: Mapping[str, A
     return f"Round {turn + 1}. Walked: {describe_failure(walked)}.{own}"
 
 
-def board_message(board: str, route: str | None = None, note: str = "") -> Message:
-    """Write the current board, the failure of the last round (``note``), and the suggested route if there is one."""
-    shown = f"{board}\n{note}" if note else board
-    return {"role": "user", "content": shown + (_SUGGESTION + format_route(route) if route else "")}
+def check_note(outcome: Mapping[str, Any]) -> str:
+    """Describe what a suggestion would do: ``"it works"``, or as :func:`describe_failure` does."""
+    return "it works" if outcome["goal"] else describe_failure(outcome)
+
+
+def board_message(board: str, route: str | None = None, note: str = "", check: str = "") -> Message:
+    """Write the failure of the last round (``note``), the suggested ``route`` with its ``check``, and the board.
+
+    The board comes last. Each of its cells is then a fixed number of tokens before the reply, in the prompts of all
+    actors and rounds, so a tiny model learns only once to read it.
+    """
+    lines = [note] if note else []
+    lines += [_SUGGESTION + format_route(route)] if route else []
+    lines += [f"{_CHECK}{check}."] if route and check else []
+    return {"role": "user", "content": "\n".join([*lines, _BOARD + board]) if lines else board}
 
 
 def read_board(messages: Messages) -> tuple[str, str | None]:
     """Parse the board and the suggestion from a prompt of :func:`board_message`."""
-    shown, _, route = messages[-1]["content"].partition(_SUGGESTION)
-    return shown.partition(_NOTE)[0], parse_route(route)
+    notes, _, board = messages[-1]["content"].rpartition(_BOARD)
+    routes = [line for line in notes.splitlines() if line.startswith(_SUGGESTION)]
+    return board, parse_route(routes[-1]) if routes else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -228,13 +240,16 @@ class RouteEpisode(MultiTurnEpisode):
         state.data["before"] = self.environment(state).closeness
 
     def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
-        """Build the user message: board, failure of the last round, suggestion. The arena adds the system prompt."""
+        """Build the user message: failure of the last round, checked suggestion, board. The arena adds the system
+        prompt."""
         data, actor, walker = state.data, state.current_actor, self.actors[-1]
         note = ""
         if state.turn:
             own = None if actor == walker else data["outcomes"][actor][-1]
             note = failure_note(state.turn, data["outcomes"][walker][-1], own)
-        return [board_message(self.environment(state).observe(), data["route"], note)]
+        env, route = self.environment(state), data["route"]
+        check = check_note(env.preview(route)._asdict()) if route else ""
+        return [board_message(env.observe(), route, note, check)]
 
     def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
         data, actor = state.data, state.current_actor
@@ -353,12 +368,14 @@ UNREAD = 0.1  # share of the replies before a demonstration that could not be re
 class RouteGame(NamedTuple):
     """The functions with which a game demonstrates its routes; ``board`` is its maze or level.
 
-    ``messages(actor, board, route=, note=)`` is the prompt, ``suggest(board, quality, rng, blocked)`` a route,
-    ``decide(board, suggestion, quality, rng, blocked)`` the planner's, and ``failed_round(board, rng)`` the board after
-    a round that failed, with the outcomes of its walk and of its suggestion.
+    ``messages(actor, board, route=, note=, check=)`` is the prompt, ``preview(board, route)`` a route's outcome,
+    ``suggest(board, quality, rng, blocked)`` a route, ``decide(board, suggestion, quality, rng, blocked)`` the
+    planner's, and ``failed_round(board, rng)`` the board after a round that failed, with the outcomes of its walk and
+    of its suggestion.
     """
 
     messages: Callable[..., Messages]
+    preview: Callable[[Any, str], Outcome]
     suggest: Callable[[Any, float, Random, str], str]
     decide: Callable[[Any, str, float, Random, str], str]
     failed_round: Callable[[Any, Random], tuple[Any, Outcome, Outcome]]
@@ -377,12 +394,15 @@ def demonstrate_routes(
             board, walked, suggested = game.failed_round(drawn, rng)
             own = None if actor == actors[-1] else suggested._asdict()
             note, blocked = failure_note(rng.randrange(1, rounds), walked._asdict(), own), walked.blocked
-        suggestion = None
+        suggestion, check = None, ""
         if actor == "planner" and rng.random() >= UNREAD:
             suggestion = game.suggest(board, quality, rng, blocked)
         if suggestion:
+            check = check_note(game.preview(board, suggestion)._asdict())
             answer = game.decide(board, suggestion, quality, rng, blocked)
         else:
             answer = game.suggest(board, quality, rng, blocked)
-        made.append((actor, game.messages(actor, board, route=suggestion, note=note), format_route(answer)))
+        made.append(
+            (actor, game.messages(actor, board, route=suggestion, note=note, check=check), format_route(answer))
+        )
     return made

@@ -17,9 +17,9 @@ def test_prompts_read_back(actor):
 def test_each_actor_has_its_own_instruction():
     first = [plan_path_messages(actor, MAZE)[0]["content"] for actor in SYSTEM_PROMPTS]
     assert len(set(first)) == len(first) == 3
-    assert plan_path_messages("planner", MAZE, 4, "RU")[1] == {
+    assert plan_path_messages("planner", MAZE, 4, "RU", "Round 2. Walked: 2 moves.", "it works")[1] == {
         "role": "user",
-        "content": ".#G\n.A.\n..#\nRoute: R U",
+        "content": "Round 2. Walked: 2 moves.\nRoute: R U\nChecked: it works.\nBoard:\n.#G\n.A.\n..#",
     }
 
 

@@ -39,7 +39,7 @@ async def test_the_planner_walks_and_the_goal_ends_the_episode(table):
     assert type(result.rollout.extras["path"]) is list
     assert seat.seen == [
         ("tool", plan_path_messages("tool", MAZE)),
-        ("planner", plan_path_messages("planner", MAZE, 0, "DRRU")),
+        ("planner", plan_path_messages("planner", MAZE, 0, "DRRU", check="it works")),
     ]
 
 
@@ -57,13 +57,13 @@ async def test_two_rounds_by_hand(table):
     assert result.rollout.metrics["legal_moves/tool"] == 0.5
     assert result.rollout.metrics["legal_moves/planner"] == pytest.approx(0.9)
     assert result.rollout.metrics["moves/planner"] == 6
-    # Each prompt is the actor's instruction, the board, how the round before failed, and this round's suggestion.
+    # Each prompt is the actor's instruction, how the round before failed, this round's suggestion, and the board.
     note = "Round 2. Walked: 2 moves."
     assert seat.seen == [
         ("tool", plan_path_messages("tool", MAZE)),
-        ("planner", plan_path_messages("planner", MAZE, 0, "R")),
+        ("planner", plan_path_messages("planner", MAZE, 0, "R", check="0 moves, then R is blocked")),
         ("tool", plan_path_messages("tool", MAZE, 4, note=f"{note} Suggested: 0 moves, then R is blocked.")),
-        ("planner", plan_path_messages("planner", MAZE, 4, "RU", note)),
+        ("planner", plan_path_messages("planner", MAZE, 4, "RU", note, "it works")),
     ]
 
 
@@ -85,7 +85,7 @@ async def test_unreadable_replies_move_nobody_and_pay(table):
     assert [messages for _, messages in seat.seen][1:] == [
         plan_path_messages("planner", MAZE),
         plan_path_messages("tool", MAZE, note=f"{note} Suggested: no moves read."),
-        plan_path_messages("planner", MAZE, 0, "DR", note),
+        plan_path_messages("planner", MAZE, 0, "DR", note, "2 moves"),
     ]
     assert result.rollout.metrics["valid_format/tool"] == 0.5
     assert result.rollout.metrics["valid_format/planner"] == 0.0
@@ -150,7 +150,7 @@ async def test_each_walks_its_own_branch_and_the_best_goes_on(table, branches):
     # From cell 5 now: "L L" goes back two moves, "U" arrives.
     assert steps["planner", 1][:2] == [(-0.5, False), (1.25, True)]
     assert {str(m) for who, m in seat.seen[branches : 2 * branches]} == {
-        str(plan_path_messages("planner", MAZE, 0, "DR"))
+        str(plan_path_messages("planner", MAZE, 0, "DR", check="2 moves"))
     }
     note = "Round 2. Walked: 3 moves. Suggested: 2 moves."
     assert {str(m) for who, m in seat.seen[2 * branches : 3 * branches]} == {

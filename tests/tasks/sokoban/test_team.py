@@ -37,7 +37,7 @@ async def test_the_planner_pushes_and_the_solution_ends_the_episode(table):
     assert result.rollout.metrics["solved/tool"] == 1.0 and not result.rollout.extras["lost"]
     assert seat.seen == [
         ("tool", sokoban_messages("tool", LEVEL)),
-        ("planner", sokoban_messages("planner", LEVEL, None, "DR")),
+        ("planner", sokoban_messages("planner", LEVEL, None, "DR", check="it works")),
     ]
 
 
@@ -56,7 +56,7 @@ async def test_two_rounds_by_hand(table):
     there, note = State(11, (12,)), "Round 2. Walked: 1 move."
     assert [messages for _, messages in seat.seen] == [
         sokoban_messages("tool", LEVEL),
-        sokoban_messages("planner", LEVEL, route="U"),
+        sokoban_messages("planner", LEVEL, route="U", check="0 moves, then U is blocked"),
         sokoban_messages("tool", LEVEL, there, note=f"{note} Suggested: 0 moves, then U is blocked."),
         sokoban_messages("planner", LEVEL, there, note=note),
     ]

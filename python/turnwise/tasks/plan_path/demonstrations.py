@@ -20,14 +20,15 @@ def demonstrations(
     """Make one ``(actor id, messages, completion)`` per maze. The actors take turns.
 
     ``quality`` in [0, 1] is the chance that a route is the shortest one. A faulty route usually (``HABIT``) goes
-    straight: first up or down, then left or right, through any wall. A planner usually walks the suggestion. Some
-    demonstrations belong to a later one of the ``rounds``; they don't repeat the move that the prompt calls blocked.
+    straight: first up or down, then left or right, through any wall. A planner walks a suggestion that reaches the
+    goal, and finds another route if it doesn't. Some demonstrations belong to a later one of the ``rounds``; they don't
+    repeat the move that the prompt calls blocked.
 
     If ``quality`` is below one half, the habit is the likeliest answer. A model that has learnt the demonstrations well
     then fails most mazes when greedy and solves some when sampled. Reinforcement learning starts from there.
     """
     rng = Random(f"plan-path-demonstrations/{seed}")
-    game = RouteGame(plan_path_messages, suggest, decide, failed_round)
+    game = RouteGame(plan_path_messages, preview, suggest, decide, failed_round)
     return demonstrate_routes(game, mazes, actors, rng, quality, rounds)
 
 
@@ -74,13 +75,17 @@ def suggest(maze: Maze, quality: float, rng: Random, blocked: str = "") -> str:
 def decide(maze: Maze, suggestion: str, quality: float, rng: Random, blocked: str = "") -> str:
     """Keep ``suggestion`` if it reaches the goal. Else return the shortest route with chance ``quality``.
 
-    Otherwise keep the faulty suggestion, or return a detour if it begins with the ``blocked`` move.
+    Otherwise return a faulty one. The other straight route replaces a faulty one that equals the suggestion.
     """
-    if walk(maze, maze.start, suggestion).cells[-1:] == (maze.goal,):
+    if preview(maze, suggestion).goal:
         return suggestion
-    if rng.random() < quality:
-        return shortest_route(maze)
-    return detour(maze, blocked) if suggestion[0] == blocked else suggestion
+    route = suggest(maze, quality, rng, blocked)
+    return straight_route(maze, first="L") if route == suggestion and not blocked else route
+
+
+def preview(maze: Maze, route: str) -> Outcome:
+    """Return the outcome of walking ``route`` from the start."""
+    return PlanPathEnv(maze).preview(route)
 
 
 def failed_round(maze: Maze, rng: Random) -> tuple[Maze, Outcome, Outcome]:

@@ -16,14 +16,15 @@ SYSTEM_PROMPTS = {
 
 
 def plan_path_messages(
-    actor_id: str, maze: Maze, position: int | None = None, route: str | None = None, note: str = ""
+    actor_id: str, maze: Maze, position: int | None = None, route: str | None = None, note: str = "", check: str = ""
 ) -> Messages:
     """Build the whole prompt of one call: the actor's instruction, and the board with the walker at ``position``.
 
-    ``note`` says how the last round failed; :func:`turnwise.tasks.routes.failure_note` writes it.
+    ``note`` says how the last round failed, and ``check`` what the suggested ``route`` would do;
+    :func:`turnwise.tasks.routes.failure_note` and :func:`~turnwise.tasks.routes.check_note` write them.
     """
     system: Message = {"role": "system", "content": SYSTEM_PROMPTS[actor_id]}
-    return [system, board_message(format_maze(maze, position), route, note)]
+    return [system, board_message(format_maze(maze, position), route, note, check)]
 
 
 def read_messages(messages: Messages) -> tuple[Maze, str | None]:

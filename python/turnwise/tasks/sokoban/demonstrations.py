@@ -7,7 +7,7 @@ from random import Random
 
 from turnwise.tasks.routes import MOVES, UNREAD, Outcome, RouteGame, demonstrate_routes
 from turnwise.tasks.sokoban.env import SokobanEnv
-from turnwise.tasks.sokoban.level import Level, distances, is_solved, shortest_route, walk
+from turnwise.tasks.sokoban.level import Level, distances, shortest_route, walk
 from turnwise.tasks.sokoban.prompts import sokoban_messages
 from turnwise.types import Messages
 
@@ -18,12 +18,12 @@ def demonstrations(
     """Make one ``(actor id, messages, completion)`` per level. The actors take turns.
 
     ``quality`` in [0, 1] is the chance that a route is the shortest solution. A faulty route has one wrong move, and
-    random moves after it. A planner keeps a suggestion that solves the level, and corrects any other with chance
-    ``quality``. Some demonstrations belong to a later one of the ``rounds``; they don't repeat the move that the prompt
+    random moves after it. A planner keeps a suggestion that solves the level, and suggests another route for any other.
+    Some demonstrations belong to a later one of the ``rounds``; they don't repeat the move that the prompt
     calls blocked.
     """
     rng = Random(f"sokoban-demonstrations/{seed}")
-    game = RouteGame(sokoban_messages, suggest, decide, failed_round)
+    game = RouteGame(sokoban_messages, preview, suggest, decide, failed_round)
     return demonstrate_routes(game, levels, actors, rng, quality, rounds)
 
 
@@ -42,16 +42,13 @@ def suggest(level: Level, quality: float, rng: Random, blocked: str = "") -> str
 
 
 def decide(level: Level, suggestion: str, quality: float, rng: Random, blocked: str = "") -> str:
-    """Keep ``suggestion`` if it solves the level. Else return the shortest solution with chance ``quality``.
+    """Keep ``suggestion`` if it solves the level. Else suggest another route, as good as any."""
+    return suggestion if preview(level, suggestion).goal else suggest(level, quality, rng, blocked)
 
-    Otherwise keep the faulty suggestion, or return another faulty route if it begins with the ``blocked`` move.
-    """
-    states = walk(level, level.start, suggestion).states
-    if states and is_solved(level, states[-1]):
-        return suggestion
-    if rng.random() < quality:
-        return shortest_route(level)
-    return suggest(level, 0.0, rng, blocked) if suggestion[0] == blocked else suggestion
+
+def preview(level: Level, route: str) -> Outcome:
+    """Return the outcome of making the moves of ``route`` from the start."""
+    return SokobanEnv(level).preview(route)
 
 
 def failed_round(level: Level, rng: Random) -> tuple[Level, Outcome, Outcome]:

@@ -173,28 +173,38 @@ def shortest_route(level: Level, state: State | None = None) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # Levels
 # ---------------------------------------------------------------------------------------------------------------------
-def draw_levels(split: Split, n: int, seed: int | str, difficulty: Difficulty = Difficulty()) -> list[Level]:  # noqa: B008
+def draw_levels(
+    split: Split,
+    n: int,
+    seed: int | str,
+    difficulty: Difficulty = Difficulty(),  # noqa: B008
+    *,
+    repeats: bool = False,
+) -> list[Level]:
     """Draw ``n`` different levels of ``split``, whose shortest solutions have at least ``difficulty.min_route`` moves.
 
     Each level has a solution, as its start comes from a search backwards from its goals. Equal arguments give equal
     levels, and a longer list begins with the shorter one. Only walls and goals decide the split. So a level that starts
-    from any state met in training still belongs to training. Raises ``ValueError`` if the split holds too few.
+    from any state met in training still belongs to training. Raises ``ValueError`` if the split holds too few; with
+    ``repeats`` levels may come again, so only an empty split is too small.
     """
     check_split(split)
     if n < 0:
         raise ValueError(f"n={n!r}: expected a count >= 0")
     check_difficulty(difficulty)
     rng = Random(f"sokoban/{split}/{seed}/{'/'.join(map(str, difficulty))}")
-    found: dict[Level, None] = {}
+    found: list[Level] = []
+    known: set[Level] = set()
     misses = 0
     while len(found) < n:
         level = _draw(difficulty, split, rng)
-        if level is not None and level not in found:
-            found[level] = None
+        if level is not None and (repeats or level not in known):
+            found.append(level)
+            known.add(level)
             misses = 0
         elif (misses := misses + 1) == _PATIENCE:
             raise ValueError(f"n={n!r}: the {split} split holds about {len(found)} levels with {difficulty}")
-    return list(found)
+    return found
 
 
 def _draw(difficulty: Difficulty, split: Split, rng: Random) -> Level | None:

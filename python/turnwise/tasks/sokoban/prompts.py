@@ -17,14 +17,15 @@ SYSTEM_PROMPTS = {
 
 
 def sokoban_messages(
-    actor_id: str, level: Level, state: State | None = None, route: str | None = None, note: str = ""
+    actor_id: str, level: Level, state: State | None = None, route: str | None = None, note: str = "", check: str = ""
 ) -> Messages:
     """Build the whole prompt of one call: the actor's instruction and the board in ``state``.
 
-    ``note`` says how the last round failed; :func:`turnwise.tasks.routes.failure_note` writes it.
+    ``note`` says how the last round failed, and ``check`` what the suggested ``route`` would do;
+    :func:`turnwise.tasks.routes.failure_note` and :func:`~turnwise.tasks.routes.check_note` write them.
     """
     system: Message = {"role": "system", "content": SYSTEM_PROMPTS[actor_id]}
-    return [system, board_message(format_level(level, state), route, note)]
+    return [system, board_message(format_level(level, state), route, note, check)]
 
 
 def read_messages(messages: Messages) -> tuple[Level, str | None]:

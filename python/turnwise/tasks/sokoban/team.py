@@ -97,6 +97,7 @@ class SokobanTask(TeamTask):
         return [format_level(level) for level in draw_levels(split, n, seed, self.options.difficulty)]
 
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
+        """Demonstrate on training levels. A level may come again, with another answer."""
         options = self.options
         return demonstrations(self._levels(n, f"{seed}"), options.actors, seed, options.quality, options.max_turns)
 
@@ -124,4 +125,5 @@ class SokobanTask(TeamTask):
         return play
 
     def _levels(self, n: int, seed: str) -> list[Level]:
-        return draw_levels("train", n, f"demonstrations/{seed}", self.options.difficulty)
+        """Draw training levels, of which the smallest sizes have fewer than a warm start has demonstrations."""
+        return draw_levels("train", n, f"demonstrations/{seed}", self.options.difficulty, repeats=True)

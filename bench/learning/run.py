@@ -1,0 +1,235 @@
+"""Runs cells of the learning table: ``make learning CELLS='views/*'``, or
+
+    python bench/learning/run.py --list                       # every cell, and whether its result is there
+    python bench/learning/run.py 'views/split_clues/*'        # those that have no result yet; --again runs all
+    python bench/learning/run.py 'sweep/*' --jobs 2           # the sweeps that chose the settings
+
+A cell is one process with one thread; ``--jobs`` of them run side by side. Each writes its row when it ends, so an
+interrupted table continues where it stopped. Warm starts are made once for all cells that share them, in ``--work``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from cells import Cell, WarmStart, merged, read_results, result_of  # noqa: E402
+from common import environment  # noqa: E402
+from experiments import CELLS  # noqa: E402
+
+WORK = Path("runs/learning")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("cells", nargs="*", default=["*"], help="patterns of names (default: all)")
+    parser.add_argument("--list", action="store_true", help="list the cells, and run nothing")
+    parser.add_argument("--again", action="store_true", help="also run cells that have a result")
+    parser.add_argument("--jobs", type=int, default=1, help="cells at the same time, one thread each")
+    parser.add_argument("--work", type=Path, default=WORK, help=f"folder of warm starts and runs (default {WORK})")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--warm", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(execute(find(options.one), options.work)))
+    elif options.warm:
+        warm_folder(next(cell.warm for cell in CELLS if cell.warm and cell.warm.key() == options.warm), options.work)
+    else:
+        chosen = [cell for cell in CELLS if any(fnmatch.fnmatch(cell.name, pattern) for pattern in options.cells)]
+        if not chosen:
+            parser.error(f"no cell matches {' '.join(options.cells)}; --list shows all")
+        run_all(chosen, options) if not options.list else list_all(chosen)
+
+
+def find(name: str) -> Cell:
+    return next(cell for cell in CELLS if cell.name == name)
+
+
+def list_all(cells: Sequence[Cell]) -> None:
+    for cell in cells:
+        print(f"{cell.name:<60} {described(cell)}")
+
+
+def run_all(cells: Sequence[Cell], options: argparse.Namespace) -> None:
+    """Make the warm starts, then run the cells that need it, ``options.jobs`` at a time."""
+    todo = [cell for cell in cells if options.again or result_of(cell) is None]
+    warms = dict.fromkeys(cell.warm.key() for cell in todo if cell.warm is not None)
+    started = time.perf_counter()
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(lambda key: child(["--warm", key], options.work), warms))
+        rows = pool.map(lambda cell: (cell, child(["--one", cell.name], options.work)), todo)
+        for done, (cell, row) in enumerate(rows, start=1):
+            write(cell, json.loads(row.splitlines()[-1]))
+            so_far = f"{time.perf_counter() - started:.0f} s so far"
+            print(f"{done}/{len(todo)} {cell.name}: {described(cell)}; {so_far}", flush=True)
+
+
+def described(cell: Cell) -> str:
+    """Return the result of a cell in a few words, ``-`` without one."""
+    if (row := result_of(cell)) is None:
+        return "-"
+    interval = f"{row['low']:.1%} to {row['high']:.1%}"
+    return f"{row['success']:.1%} ({interval}), {row['sampled_tokens']:,} tokens, {row['seconds']:.0f} s"
+
+
+def child(arguments: Sequence[str], work: Path) -> str:
+    """Run this file in a process of its own, and return what it printed."""
+    command = [sys.executable, "-P", str(HERE / "run.py"), *arguments, "--work", str(work)]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed with exit code {done.returncode}")
+    return done.stdout
+
+
+def write(cell: Cell, row: dict[str, Any]) -> None:
+    """Write the row of ``cell``, in the place of an older one."""
+    rows = [old for old in read_results(cell.file) if old["cell"] != cell.name] + [row]
+    cell.file.parent.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(each) + "\n" for each in sorted(rows, key=lambda each: each["cell"]))
+    temporary = cell.file.with_suffix(".tmp")
+    temporary.write_text(lines)
+    temporary.replace(cell.file)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One cell
+# ---------------------------------------------------------------------------------------------------------------------
+def execute(cell: Cell, work: Path) -> dict[str, Any]:
+    """Train and evaluate one cell, and return its row. The evaluation questions are asked here and nowhere else."""
+    import torch
+    from transformers.utils import logging
+
+    from turnwise.run.build import build_run
+    from turnwise.train.log.run_log import read_metrics
+    from turnwise.train.validate import config_from_dict
+
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    folder = work / cell.name
+    settings = {"seed": cell.seed, "threads": 1, "run_dir": str(folder), "resume": False}
+    quiet = {"log": {"rollouts_per_step": 0, "progress": False}}
+    start = {} if cell.warm is None else {"policies": {"default": {"path": str(warm_folder(cell.warm, work))}}}
+    config = config_from_dict(merged(quiet, cell.config, start, settings))
+    clear(folder)
+    with to_stderr(), closing(build_run(config)) as run:
+        progress = run.train() if config.steps else None
+        result = run.evaluate()
+        row: dict[str, Any] = {"cell": cell.name, "key": cell.key(), **measured(result)}
+        for name, change in changes(cell).items():
+            change(run)
+            row[name] = measured(run.evaluate())
+    lines = read_metrics(folder) if config.steps else []
+    row |= {
+        "sampled_tokens": progress.sampled_tokens if progress else 0,
+        "steps": progress.step if progress else 0,
+        "episodes": progress.episodes if progress else 0,
+        "seconds": round(progress.seconds, 1) if progress else 0.0,
+        "learning_rate": config.update.lr,
+        "curve": [[line["total_sampled_tokens"], line["validation"]] for line in lines if "validation" in line],
+        "series": {name: series(lines, name) for name in ("grad_norm", "entropy", "exploitability", "truncated")},
+        "seconds_warm_start": seconds_of(cell.warm, work),
+        "config": cell.config,
+        "environment": environment(1),
+    }
+    return row
+
+
+def measured(result: Any) -> dict[str, Any]:
+    """Return success with its interval, the outcome of each question, and the metrics of an evaluation."""
+    return {
+        "success": result.success,
+        "low": result.low,
+        "high": result.high,
+        "questions": result.episodes,
+        "failed": result.failed,
+        "values": result.values,
+        "metrics": {name: round(value, 4) for name, value in result.metrics.items()},
+    }
+
+
+def changes(cell: Cell) -> dict[str, Callable[[Any], None]]:
+    """Return the changes to a trained run that are also evaluated, by name."""
+    if cell.swap is None:
+        return {}
+    first, second = cell.swap
+
+    def swap(run: Any) -> None:
+        actors = run.arena.actors
+        one, other = actors[first], actors[second]
+        actors[first], actors[second] = replace(one, policy=other.policy), replace(other, policy=one.policy)
+
+    return {"swapped": swap}
+
+
+def series(lines: Sequence[dict[str, Any]], name: str) -> list[list[float]]:
+    """Return ``[step, value]`` of each step that has a metric of this name, for any actor or policy."""
+    found = [(line["step"], key, line[key]) for line in lines for key in sorted(line) if name in key.split("/")]
+    first = found[0][1] if found else ""
+    return [[step, round(value, 6)] for step, key, value in found if key == first]
+
+
+def seconds_of(warm: WarmStart | None, work: Path) -> float:
+    return 0.0 if warm is None else json.loads((work / "warm" / warm.key() / "seconds.json").read_text())
+
+
+def warm_folder(warm: WarmStart, work: Path) -> Path:
+    """Return the folder of the warm-started model; train it if it is not there."""
+    from turnwise.run.build import run_warm_start
+    from turnwise.run.checks import tiny_model, warm_start_rows
+    from turnwise.tasks import build_task
+    from turnwise.train.validate import config_from_dict
+
+    folder = work / "warm" / warm.key()
+    done = folder / "seconds.json"
+    if not done.exists():
+        import torch
+
+        torch.set_num_threads(1)
+        started = time.perf_counter()
+        made = {key: value for key, value in asdict(warm).items() if key not in ("settings", "policies")}
+        config = config_from_dict(
+            {**made, "warm_start": warm.settings, "policies": warm.policies, "run_dir": str(folder / "run")}
+        )
+        task = build_task(config.task, {"seed": config.seed, **config.task_options})
+        tokenizer, model = tiny_model(config, task)
+        rows = warm_start_rows(config, task)
+        run_warm_start(config, rows, task.actors, tokenizer, {"default": model}, lambda line: say(f"{folder}: {line}"))
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        done.write_text(json.dumps(round(time.perf_counter() - started, 1)))
+    return folder
+
+
+def clear(folder: Path) -> None:
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def to_stderr() -> Any:
+    """Send what a run prints to stderr: stdout is the row."""
+    from contextlib import redirect_stdout
+
+    return redirect_stdout(sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

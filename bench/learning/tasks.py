@@ -1,0 +1,270 @@
+"""Tasks that only the learning table plays: a relay of look-ups, and a drill of independent calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from turnwise.arena import MultiTurnEpisode, Rubric, TreeSampler
+from turnwise.tasks import Demonstration, OwnOptions, OwnTask, Player, Split
+from turnwise.tasks.base import split_of
+from turnwise.types import EpisodeState, Messages
+
+SYMBOLS = "12345"
+
+
+def chat(system: str, user: str) -> Messages:
+    return [{"role": "system", "content": system}, {"role": "user", "content": user}]
+
+
+def solved(extras: dict[str, Any]) -> dict[str, float]:
+    return extras["solved"]
+
+
+def right(extras: dict[str, Any]) -> dict[str, float]:
+    return extras["right"]
+
+
+class Drawn(OwnTask):
+    """A task whose questions are drawn, not listed."""
+
+    def questions(self) -> Sequence[str]:
+        raise NotImplementedError("questions are drawn")
+
+    def question(self, rng: Random) -> str:
+        raise NotImplementedError
+
+    def draw(self, split: Split, n: int, seed: int | str) -> Sequence[str]:
+        rng, found = Random(f"{self.name}/{split}/{seed}"), dict[str, None]()
+        while len(found) < n:
+            if split_of(question := self.question(rng)) == split:
+                found[question] = None
+        return list(found)
+
+    def oracle(self) -> Player:
+        raise NotImplementedError
+
+    def random_player(self, seed: int) -> Player:
+        raise NotImplementedError
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Relay: follow a symbol through several tables
+# ---------------------------------------------------------------------------------------------------------------------
+class RelayOptions(OwnOptions):
+    """``hops`` tables, which ``actors`` see: ``hop1`` the first one, ``solver`` the last ``seen`` of them."""
+
+    actors: tuple[str, ...] = ("hop1", "hop2")
+    hops: int = Field(default=2, ge=1)
+    seen: int = Field(default=2, ge=1)
+    quality: float = 0.45
+    max_tokens: int = 3
+
+
+class RelayEpisode(MultiTurnEpisode):
+    """A symbol passes through the tables. Each actor sees one table and the symbol that it was sent."""
+
+    episode_type = "relay"
+
+    def __init__(self, options: RelayOptions, sampler: TreeSampler | None) -> None:
+        super().__init__(sampler=sampler, max_turns=1)
+        self.actors, self.options = options.actors, options
+        self.rubric = Rubric([solved])
+
+    def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
+        state.data = {"question": artifact["question"], "at": artifact["question"][-1]}
+
+    def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
+        return [relay_messages(state.current_actor, state.data["question"], state.data["at"], self.options)[-1]]
+
+    def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
+        said = state.last_completion_text.strip()
+        state.data["at"] = said if len(said) == 1 and said in SYMBOLS else "?"
+
+    def step_reward(self, state: EpisodeState, arena: Any, artifact: Any) -> float | None:
+        if self.sampler is None:
+            return None
+        return float(state.current_actor == self.actors[-1] and self._is_solved(state))
+
+    def get_extras(self, state: EpisodeState) -> dict[str, Any]:
+        return {"solved": dict.fromkeys(self.actors, float(self._is_solved(state)))}
+
+    def _is_solved(self, state: EpisodeState) -> bool:
+        return state.data["at"] == follow(state.data["question"], self.options.hops)
+
+
+def follow(question: str, hops: int) -> str:
+    *tables, at = question.split("/")
+    for table in tables[:hops]:
+        at = table[SYMBOLS.index(at)]
+    return at
+
+
+def relay_messages(actor: str, question: str, at: str, options: RelayOptions) -> Messages:
+    """What an actor sees. The solver starts at the first symbol, also where it sees only the last tables."""
+    *tables, start = question.split("/")
+
+    def shown(place: int) -> str:  # pairs in an order of their own, so that only the pair itself tells
+        order = Random(f"{question}/{place}").sample(range(len(SYMBOLS)), len(SYMBOLS))
+        return " ".join(SYMBOLS[i] + tables[place][i] for i in order)
+
+    if actor == "solver":
+        places = range(options.hops)[-options.seen :]
+        return chat("Follow.", "\n".join([*map(shown, places), start]))
+    return chat("Look up.", f"{shown(int(actor.removeprefix('hop')) - 1)}\n{at}")
+
+
+class Relay(Drawn):
+    name = "relay"
+    success_metric = "solved/hop1"
+    system_prompts: ClassVar[dict[str, str]] = {}
+    options_type = RelayOptions
+
+    def __init__(self, options: RelayOptions | None = None) -> None:
+        options = options or RelayOptions()
+        self.system_prompts = {actor: "Follow." if actor == "solver" else "Look up." for actor in options.actors}
+        self.success_metric = f"solved/{options.actors[0]}"
+        super().__init__(options)
+
+    def question(self, rng: Random) -> str:
+        tables = ["".join(rng.sample(SYMBOLS, len(SYMBOLS))) for _ in range(self.options.hops)]
+        return "/".join([*tables, rng.choice(SYMBOLS)])
+
+    def episodes(self, tree: TreeSampler | None = None) -> dict[str, RelayEpisode]:
+        return {"relay": RelayEpisode(self.options, tree)}
+
+    def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
+        """Each look-up is right with chance ``quality``; otherwise the symbol itself is passed on."""
+        rng, made, options = Random(f"relay-demonstrations/{seed}"), [], self.options
+        for index, question in enumerate(self.draw("train", n, f"demonstrations/{seed}")):
+            actor, at = options.actors[index % len(options.actors)], question[-1]
+            if actor == "solver":
+                answer = follow(question, options.hops)
+            else:
+                place = int(actor.removeprefix("hop")) - 1
+                at = at if place == 0 else rng.choice(SYMBOLS)
+                answer = question.split("/")[place][SYMBOLS.index(at)]
+            said = answer if rng.random() < options.quality else at
+            made.append((actor, relay_messages(actor, question, at, options), said))
+        return made
+
+    def texts(self) -> list[str]:
+        return ["Look up.", "Follow.", "12 23 34 45 51\n1"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Drill: many calls, each rewarded for itself
+# ---------------------------------------------------------------------------------------------------------------------
+DIGITS = "0123456789"
+WIDTH = 3
+
+
+class DrillOptions(OwnOptions):
+    """``rounds`` of two calls each. ``noise`` is the deviation of what is added to the team's outcome."""
+
+    actors: tuple[str, ...] = ("copier", "merger")
+    rounds: int = Field(default=4, ge=1)
+    noise: float = Field(default=0.0, ge=0)
+    quality: float = 0.45
+    max_tokens: int = 5
+
+
+class DrillEpisode(MultiTurnEpisode):
+    """In each round the copier copies a row of digits, and the merger takes the larger digits of two rows.
+
+    No call depends on an earlier answer: to credit of a whole episode, the other calls are noise. A step earns the
+    share of right digits, and 1 if all are. ``rubric`` pays the mean of the steps, plus noise.
+    """
+
+    episode_type = "drill"
+
+    def __init__(self, options: DrillOptions, sampler: TreeSampler | None) -> None:
+        super().__init__(sampler=sampler, max_turns=options.rounds)
+        self.actors, self.options = options.actors, options
+        self.rubric = Rubric([outcome, right], [1.0, 0.0])
+
+    def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
+        state.data = {"rows": artifact["question"].split("/"), "earned": [], "right": {}}
+
+    def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
+        return [drill_messages(state.current_actor, *self._rows(state))[-1]]
+
+    def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
+        actor, said = state.current_actor, state.last_completion_text.strip()
+        answer = drill_answer(actor, *self._rows(state))
+        share = sum(map(str.__eq__, said, answer)) / WIDTH if len(said) == WIDTH else 0.0
+        state.data["earned"].append(share + float(share == 1.0))
+        state.data["right"].setdefault(actor, []).append(float(share == 1.0))
+
+    def step_reward(self, state: EpisodeState, arena: Any, artifact: Any) -> float:
+        return state.data["earned"][-1]
+
+    def get_extras(self, state: EpisodeState) -> dict[str, Any]:
+        earned, calls = state.data["earned"], state.data["right"]
+        noise = self.rng.gauss(0.0, self.options.noise) if self.options.noise else 0.0
+        done = [each for actor in calls for each in calls[actor]]
+        return {
+            "outcome": dict.fromkeys(self.actors, sum(earned) / len(earned) + noise),
+            "right": dict.fromkeys(self.actors, sum(done) / len(done)),
+        }
+
+    def _rows(self, state: EpisodeState) -> tuple[str, str]:
+        rows = state.data["rows"]
+        return rows[2 * state.turn], rows[2 * state.turn + 1]
+
+
+class TeamDrillEpisode(DrillEpisode):
+    """The drill for credit by the whole episode: no step has a reward of its own."""
+
+    def step_reward(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
+        return None
+
+
+def outcome(extras: dict[str, Any]) -> dict[str, float]:
+    return extras["outcome"]
+
+
+def drill_answer(actor: str, first: str, second: str) -> str:
+    return first if actor == "copier" else "".join(map(max, zip(first, second, strict=True)))
+
+
+def drill_messages(actor: str, first: str, second: str) -> Messages:
+    return chat("Copy.", first) if actor == "copier" else chat("Merge.", f"{first}\n{second}")
+
+
+class Drill(Drawn):
+    name = "drill"
+    success_metric = "right/merger"
+    system_prompts: ClassVar[dict[str, str]] = {"copier": "Copy.", "merger": "Merge."}
+    options_type = DrillOptions
+
+    def question(self, rng: Random) -> str:
+        return "/".join("".join(rng.choices(DIGITS, k=WIDTH)) for _ in range(2 * self.options.rounds))
+
+    def episodes(self, tree: TreeSampler | None = None) -> dict[str, DrillEpisode]:
+        return {"drill": DrillEpisode(self.options, tree)}
+
+    def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
+        """Each digit is right with chance ``quality``; else the copier says 0, the merger its second row's digit."""
+        rng, made = Random(f"drill-demonstrations/{seed}"), []
+        for index in range(n):
+            actor = self.options.actors[index % 2]
+            first, second = ("".join(rng.choices(DIGITS, k=WIDTH)) for _ in range(2))
+            habit = "0" * WIDTH if actor == "copier" else second
+            answer = drill_answer(actor, first, second)
+            said = (a if rng.random() < self.options.quality else b for a, b in zip(answer, habit, strict=True))
+            made.append((actor, drill_messages(actor, first, second), "".join(said)))
+        return made
+
+    def texts(self) -> list[str]:
+        return ["Copy.", "Merge.", f"{DIGITS}\n{DIGITS}"]
+
+
+class TeamDrill(Drill):
+    """The drill paid by its outcome alone."""
+
+    def episodes(self, tree: TreeSampler | None = None) -> dict[str, DrillEpisode]:
+        return {"drill": TeamDrillEpisode(self.options, tree)}
