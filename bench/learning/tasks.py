@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from random import Random
 from typing import Any, ClassVar
 
@@ -38,11 +39,19 @@ class Drawn(OwnTask):
         raise NotImplementedError
 
     def draw(self, split: Split, n: int, seed: int | str) -> Sequence[str]:
-        rng, found = Random(f"{self.name}/{split}/{seed}"), dict[str, None]()
-        while len(found) < n:
-            if split_of(question := self.question(rng)) == split:
-                found[question] = None
+        found = dict[str, None]()
+        for question in self.stream(split, seed):
+            if len(found) == n:
+                break
+            found[question] = None
         return list(found)
+
+    def stream(self, split: Split, seed: int | str) -> Iterator[str]:
+        """Draw questions of ``split`` without end; some come again."""
+        rng = Random(f"{self.name}/{split}/{seed}")
+        while True:
+            if split_of(question := self.question(rng)) == split:
+                yield question
 
     def oracle(self) -> Player:
         raise NotImplementedError
@@ -139,7 +148,7 @@ class Relay(Drawn):
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
         """Each look-up is right with chance ``quality``; otherwise the symbol itself is passed on."""
         rng, made, options = Random(f"relay-demonstrations/{seed}"), [], self.options
-        for index, question in enumerate(self.draw("train", n, f"demonstrations/{seed}")):
+        for index, question in enumerate(islice(self.stream("train", f"demonstrations/{seed}"), n)):
             actor, at = options.actors[index % len(options.actors)], question[-1]
             if actor == "solver":
                 answer = follow(question, options.hops)

@@ -59,7 +59,7 @@ def blind_walker(rng):
     """Goes straight for the goal, or makes for the box and the goal beyond, whatever stands in the way."""
 
     def play(actor, messages):
-        board = messages[-1]["content"].partition("\nR")[0]
+        board = messages[-1]["content"].rpartition("Board:\n")[2]
         cells, side = board.replace("\n", ""), board.index("\n")
         here = next(place for place, kind in enumerate(cells) if kind in "A+")
         aims = sorted((place for place, kind in enumerate(cells) if kind in "BG"), key=lambda place: cells[place])

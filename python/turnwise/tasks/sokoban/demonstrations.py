@@ -11,16 +11,21 @@ from turnwise.tasks.sokoban.level import Level, distances, shortest_route, walk
 from turnwise.tasks.sokoban.prompts import sokoban_messages
 from turnwise.types import Messages
 
+HABIT = 0.8  # share of the faulty routes that run straight at the box; the others have a wrong move
+
 
 def demonstrations(
     levels: Sequence[Level], actors: Sequence[str], seed: int | str, quality: float = 0.4, rounds: int = 3
 ) -> list[tuple[str, Messages, str]]:
     """Make one ``(actor id, messages, completion)`` per level. The actors take turns.
 
-    ``quality`` in [0, 1] is the chance that a route is the shortest solution. A faulty route has one wrong move, and
-    random moves after it. A planner keeps a suggestion that solves the level, and suggests another route for any other.
-    Some demonstrations belong to a later one of the ``rounds``; they don't repeat the move that the prompt
-    calls blocked.
+    ``quality`` in [0, 1] is the chance that a route is the shortest solution. A faulty route usually (``HABIT``) runs
+    straight at the box and on to the goal, whatever that pushes where; the others have one wrong move, and random moves
+    after it. A planner keeps a suggestion that solves the level, and suggests another route for any other. Some
+    demonstrations belong to a later one of the ``rounds``; they don't repeat the move that the prompt calls blocked.
+
+    If ``quality`` is below one half, the habit is the likeliest answer. A model that has learnt the demonstrations well
+    then fails most levels when greedy and solves some when sampled. Reinforcement learning starts from there.
     """
     rng = Random(f"sokoban-demonstrations/{seed}")
     game = RouteGame(sokoban_messages, preview, suggest, decide, failed_round)
@@ -28,17 +33,33 @@ def demonstrations(
 
 
 def suggest(level: Level, quality: float, rng: Random, blocked: str = "") -> str:
-    """Return the shortest solution with chance ``quality``, else a route that goes wrong at a random move.
+    """Return the shortest solution with chance ``quality``, else a route by habit, or one with a wrong move.
 
     It never begins with the ``blocked`` move.
     """
     route = shortest_route(level)
     if rng.random() < quality:
         return route
+    blind = blind_route(level)
+    if rng.random() < HABIT and blind[0] != blocked:
+        return blind
     place = rng.randrange(len(route))
     known = {route[place], *(blocked if place == 0 else "")}
     wrong = rng.choice([move for move in MOVES if move not in known])
     return route[:place] + wrong + "".join(rng.choices(list(MOVES), k=len(route) - place - 1))
+
+
+def blind_route(level: Level) -> str:
+    """Run straight at each box and on to a goal, first up or down, then left or right, through walls and all.
+
+    Example: in ``##### / #A..# / #.BG# / #...# / #####`` the route is ``"DR" + "R"``.
+    """
+    here, route = level.start.player, ""
+    for aim in (cell for pair in zip(level.start.boxes, level.goals, strict=True) for cell in pair):
+        down, right = aim // level.side - here // level.side, aim % level.side - here % level.side
+        route += ("D" * down or "U" * -down) + ("R" * right or "L" * -right)
+        here = aim
+    return route
 
 
 def decide(level: Level, suggestion: str, quality: float, rng: Random, blocked: str = "") -> str:

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from turnwise.arena import TreeSampler
+from turnwise.credit import VineCredit
+from turnwise.samples.collect import collect_samples
+from turnwise.tasks import build_task
+from turnwise.tasks.split_clues import SplitCluesTask, parse_question, split_clues_messages
+from turnwise.tasks.split_clues.prompts import read_messages
+
+ROWS = parse_question("195/278")
+ARTIFACT = {"rows": "195/278"}
+
+
+def team(**options):
+    return build_task("split_clues", options)
+
+
+async def test_the_writer_sees_what_the_reader_sent_and_answers(table):
+    seat = table(team(), ["1 9 0", "298"])
+    result = await seat.one(ARTIFACT)
+    assert seat.seen == [("reader", split_clues_messages("reader", ROWS)),
+                         ("writer", split_clues_messages("writer", ROWS, "190"))]  # fmt: skip
+    assert result.rollout.rewards == {"reader": 2.0, "writer": 2.0}  # alpha * solved + the share of right digits
+    assert [step.reward for step in result.rollout.steps] == [None, None], "the answer alone is paid"
+    assert result.rollout.metrics["solved/reader"] == 1.0 and result.rollout.extras["answer"] == "298"
+
+
+async def test_a_wrong_answer_earns_its_right_digits_and_an_unreadable_one_nothing(table):
+    result = await table(team(), ["?", "278"]).one(ARTIFACT)
+    assert result.rollout.rewards == {"reader": pytest.approx(2 / 3), "writer": pytest.approx(2 / 3)}
+    assert result.rollout.metrics["valid_format/reader"] == 0.0 and result.rollout.metrics["valid_format/writer"] == 1.0
+    result = await table(team(), ["195", "two nine eight"]).one(ARTIFACT)
+    assert result.rollout.rewards == {"reader": 0.0, "writer": 0.0}
+
+
+async def test_no_one_sees_a_row_that_is_not_theirs(table):
+    seat = table(team(), ["000", "278"])
+    await seat.one(ARTIFACT)
+    assert "278" not in str(seat.seen[0]) and "195" not in str(seat.seen[1])
+    alone = table(team(actors=("writer",)), ["278"])
+    await alone.one(ARTIFACT)
+    assert "195" not in str(alone.seen) and alone.seen == [("writer", split_clues_messages("writer", ROWS))]
+    whole = table(team(actors=("solver",)), ["298"])
+    assert (await whole.one(ARTIFACT)).rollout.metrics["solved/solver"] == 1.0
+    assert whole.seen[0][1][-1]["content"] == "195\n278"
+
+
+async def test_in_a_tree_playouts_tell_what_a_message_is_worth(table):
+    # Two messages, each with one playout; then two answers to the first message.
+    sampler = TreeSampler(branches=2, select="first", playouts=1, score_by="value")
+
+    def play(actor, messages):
+        above, own = read_messages(messages)
+        if actor == "reader":
+            return next(messages_sent)
+        return "298" if above == "195" else own
+
+    messages_sent = iter(["195", "000"])
+    result = await table(team(), play, tree=sampler).one(ARTIFACT)
+    samples = collect_samples([result])
+    advantages = VineCredit(team=True).compute_columns(samples)
+    good, bad = (advantage for sample, advantage in zip(samples, advantages, strict=True) if sample.actor == "reader")
+    assert good == pytest.approx((2 - 2 / 3) / 2) == -bad
+
+
+def test_demonstrations_know_the_format_and_half_of_the_answer():
+    made = team(actors=("reader", "writer", "solver")).demonstrations(900, 0)
+    assert Counter(actor for actor, *_ in made) == {"reader": 300, "writer": 300, "solver": 300}
+    sent = [text for actor, _, text in made if actor == "reader"]
+    kept = [said == digit for actor, messages, text in made if actor == "reader"
+            for said, digit in zip(text, read_messages(messages)[1], strict=True)]  # fmt: skip
+    assert all(len(text) == 3 and text.isdigit() for text in sent)
+    assert sum(kept) / len(kept) == pytest.approx(0.45 + 0.55 * 0.1, abs=0.05)  # a digit may be 0 itself
+    unread = [messages for actor, messages, _ in made if actor == "writer" and read_messages(messages)[0] is None]
+    assert 0.05 < len(unread) / 300 < 0.3
+    assert team().demonstrations(30, 1) == team().demonstrations(30, 1) != team().demonstrations(30, 2)
+
+
+async def test_oracle_and_random_players(table):
+    task = team()
+    requests = task.eval_requests("eval", 40)
+    right = await table(task, task.oracle()).play(requests)
+    assert all(result.rollout.metrics[task.success_metric] == 1.0 for result in right)
+    drawn = await table(task, task.random_player(0)).play(requests)
+    assert sum(result.rollout.metrics[task.success_metric] for result in drawn) <= 2
+
+
+def test_wrong_options_are_named():
+    with pytest.raises(ValueError, match="the writer or the solver last"):
+        team(actors=("reader",))
+    with pytest.raises(ValueError, match="digits=1"):
+        team(digits=1)
+    with pytest.raises(ValueError, match="max_turns=2"):
+        team(max_turns=2)
+    assert SplitCluesTask().success_metric == "solved/reader"
