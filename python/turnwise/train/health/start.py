@@ -78,8 +78,8 @@ def _refusal(tried: Attempts, config: HealthConfig) -> str:
     differ = sum(len(earned) > 1 for earned in tried.rewards.values())
     return (
         f"config key 'health.start_questions' = {config.start_questions}: expected the starting policy to succeed at "
-        f"least once, but {tried.metric} was 0 in all {tried.episodes} episodes, {config.start_samples} samples of each "
-        f"of {len(tried.rewards)} training questions, so there is nothing to reinforce. Means: {tried.means()}. "
+        f"least once, but {tried.metric} was 0 in all {tried.episodes} ({config.start_samples} samples of each "
+        f"of {len(tried.rewards)} questions), so there is nothing to reinforce. Means: {tried.means()}. "
         "Warm-start longer or on better demonstrations (warm_start.steps, warm_start.target_reproduced), or ask easier "
         "questions (task_options). health.start_questions = 0 starts all the same: rewards differ between the samples "
         f"of {differ} questions, and only these teach anything"

@@ -136,9 +136,7 @@ class Stop:
         elif done.steps >= config.steps:
             goals = {"target_reproduced": config.target_reproduced, "target_loss": goal}
             missed = " and ".join(f"{name} = {value:g}" for name, value in goals.items() if value is not None)
-            done.ended = (
-                f"warm_start.steps ran out before {missed}; raise it, or lower the target" if missed else "done"
-            )
+            done.ended = f"warm_start.steps ran out before {missed} was reached" if missed else "all steps are done"
         if self.held_out is not None and (done.ended or done.steps % config.check_every == 0):
             check = self.held_out.measure(self.policy, done.steps)
             done.checks.append(check)
