@@ -41,6 +41,7 @@ from turnwise.train.validate import config_from_dict
 
 COMMON: dict[str, Any] = {
     "threads": 1,
+    "health": {"start_questions": 0},
     "task_options": {"blanks": [4, 6]},
     "warm_start": {"steps": 3, "batch_size": 8},
     "rollout": {"prompts_per_step": 4},

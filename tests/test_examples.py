@@ -19,6 +19,7 @@ SUDOKU = sorted((EXAMPLES / "sudoku").glob("*.toml"))
 SHORT: dict[str, object] = {
     "steps": 3,
     "threads": 1,
+    "health.start_questions": 0,
     "warm_start.steps": 4,
     "warm_start.batch_size": 8,
     "rollout.prompts_per_step": 3,

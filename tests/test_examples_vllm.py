@@ -21,6 +21,7 @@ VLLM: dict[str, object] = {"rollout.client": "vllm", "rollout.vllm.kv_cache_gb":
 SHORT: dict[str, object] = {
     **VLLM,
     "threads": 1,
+    "health.start_questions": 0,
     "warm_start.steps": 2,
     "warm_start.batch_size": 8,
     "rollout.prompts_per_step": 2,

@@ -29,6 +29,7 @@ def run_of(folder: Path, client: str, **changes: Any) -> Run:
         "run_dir": str(folder),
         "steps": 4,
         "threads": 1,
+        "health": {"start_questions": 0},
         "task_options": {"max_tokens": TOKENS},
         "policy_sharing": "lora_per_actor",
         "warm_start": {"steps": 30, "batch_size": 12, "warmup": 5, "lr": 4e-3},

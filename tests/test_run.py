@@ -30,6 +30,7 @@ GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
 SMALL = {
     "steps": 2,
     "threads": 1,
+    "health": {"start_questions": 0},  # these models know nothing yet
     "warm_start": {"steps": 3, "batch_size": 8},
     "rollout": {"prompts_per_step": 2, "branches": 2},
     # A model that was hardly taught ties every group: rules that compare would train nothing.

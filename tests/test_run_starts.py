@@ -20,6 +20,7 @@ from turnwise.train.validate import config_from_dict
 SMALL = {
     "steps": 2,
     "threads": 1,
+    "health": {"start_questions": 0},  # these models know nothing yet
     "warm_start": {"steps": 3, "batch_size": 8},
     "rollout": {"prompts_per_step": 2, "branches": 2},
     "update": {"lr": 1e-3},

@@ -25,6 +25,7 @@ from turnwise.train.validate import config_from_dict
 SMALL = {
     "steps": 4,
     "threads": 1,
+    "health": {"start_questions": 0},  # these models know nothing yet
     "warm_start": {"steps": 10, "batch_size": 16},
     "rollout": {"prompts_per_step": 4, "branches": 2, "client": "vllm", "vllm": {"kv_cache_gb": 0.0625}},
     "credit": {"rule": "constant"},  # every sample trains, whatever it was worth

@@ -21,6 +21,7 @@ from turnwise.train.validate import config_from_dict
 
 TINY = {
     "threads": 1,
+    "health": {"start_questions": 0},
     "steps": 2,
     "warm_start": {"steps": 2, "batch_size": 8},
     "rollout": {"prompts_per_step": 2, "branches": 2, "tree": {"select": "first"}},

@@ -14,7 +14,7 @@ from turnwise.tasks.kuhn_poker import equilibrium, kuhn_tree
 from turnwise.train.validate import config_from_dict
 
 SETTINGS = {
-    "task": "kuhn_poker", "steps": 4, "threads": 1, "task_options": {"max_tokens": 6},
+    "task": "kuhn_poker", "steps": 4, "threads": 1, "health": {"start_questions": 0}, "task_options": {"max_tokens": 6},
     "warm_start": {"steps": 40, "batch_size": 16, "warmup": 5, "lr": 4e-3},
     "rollout": {"prompts_per_step": 6}, "update": {"lr": 1e-4}, "checkpoint": {"every": 2},
     "league": {"share": 0.34, "every": 1, "size": 2},

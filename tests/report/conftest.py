@@ -27,6 +27,7 @@ def real_run(tmp_path_factory) -> Path:
         "run_dir": str(folder),
         "steps": 3,
         "threads": 1,
+        "health": {"start_questions": 0},
         "warm_start": {"steps": 40, "batch_size": 16, "lr": 4e-3},
         "rollout": {"prompts_per_step": 3, "branches": 4, "max_tokens": 24},
         "update": {"lr": 1e-4},

@@ -74,6 +74,7 @@ def record(folder: Path, name: str) -> Path:
     shared = {"steps": 3, "threads": 1, "update": {"lr": 1e-4}, "eval": {"every": 0, "num_prompts": 1}}
     shared |= {
         "warm_start": {"steps": 80, "batch_size": 16, "lr": 4e-3},
+        "health": {"start_questions": 0},
         "checkpoint": {"every": 1},
         "log": {"rollouts_per_step": 1000},
     }

@@ -119,7 +119,10 @@ def test_the_view_command_refuses_other_folders(tmp_path, capsys):
 
 def test_train_leaves_a_report(tmp_path):
     config = tmp_path / "run.toml"
-    config.write_text("steps = 1\n[rollout]\nprompts_per_step = 1\nbranches = 2\n[eval]\nnum_prompts = 1\n")
+    config.write_text(
+        "steps = 1\n[rollout]\nprompts_per_step = 1\nbranches = 2\n[eval]\nnum_prompts = 1\n"
+        "[health]\nstart_questions = 0\n"
+    )
     assert cli.main(["train", str(config), "--run_dir", str(tmp_path / "run")]) == EXIT_OK
     elements = Elements((tmp_path / "run" / "report.html").read_text(encoding="utf-8"))
     data = json.loads(elements.scripts[0])

@@ -15,6 +15,7 @@ from turnwise.train.validate import config_from_dict
 SMALL = {
     "steps": 2,
     "threads": 1,
+    "health": {"start_questions": 0},  # these models know nothing yet
     "warm_start": {"steps": 20, "batch_size": 8},
     "credit": {"rule": "at_grpo"},
     "update": {"lr": 1e-3},

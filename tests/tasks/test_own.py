@@ -186,7 +186,7 @@ def test_the_command_line_trains_evaluates_credits_replays_and_lets_it_play(modu
         "task": "own_talk:TalkTask", "run_dir": "runs/talk", "steps": 2, "threads": 1,
         "task_options.words": 70, "task_options.max_tokens": 5, "policies.default.path": "tiny",
         "rollout.prompts_per_step": 2, "rollout.group_size": 2, "rollout.check_private": "true", "eval.num_prompts": 2,
-        "log.rollouts_per_step": 9, "checkpoint.every": 1,
+        "log.rollouts_per_step": 9, "checkpoint.every": 1, "health.start_questions": 0,
     }  # fmt: skip
     (tmp_path / "empty.toml").write_text("")
     overrides = [word for key, value in settings.items() for word in (f"--{key}", str(value))]

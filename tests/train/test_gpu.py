@@ -15,6 +15,7 @@ from turnwise.train.validate import config_from_dict
 SMALL = {
     "steps": 2,
     "device": "cuda",
+    "health": {"start_questions": 0},
     "warm_start": {"steps": 3, "batch_size": 8},
     "rollout": {"prompts_per_step": 2, "branches": 2},
     "credit": {"rule": "episodic"},

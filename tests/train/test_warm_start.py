@@ -16,10 +16,10 @@ ROWS = [Demonstration([1, 10 + i], [20 + i, 40 + i, 2]) for i in range(8)]
 def test_learns_the_demonstrations_and_sees_only_completions(small_model):
     model, _ = small_model()
     losses = []
-    last = warm_start(
+    done = warm_start(
         model, ROWS, WarmStartConfig(steps=60, batch_size=8, lr=1e-2), seed=0, on_step=lambda s, v: losses.append(v)
     )
-    assert losses[0] > 5 and last == losses[-1] < 0.1
+    assert losses[0] > 5 and done.loss == losses[-1] < 0.1
     for row in ROWS:
         logits = model(torch.tensor([[*row.prompt_token_ids, *row.completion_token_ids]])).logits[0]
         assert logits[1:-1].argmax(-1).tolist() == row.completion_token_ids
@@ -29,8 +29,10 @@ def test_learns_the_demonstrations_and_sees_only_completions(small_model):
 def test_rows_of_unlike_length_give_the_loss_of_each_alone(small_model):
     rows = [Demonstration([5], [6, 2]), Demonstration([5, 7, 8, 9], [6, 7, 8, 2])]
     config = WarmStartConfig(steps=1, batch_size=2)
-    both = warm_start(small_model()[0], rows, config, seed=0)
-    one, two = (warm_start(small_model()[0], [row], WarmStartConfig(steps=1, batch_size=1), seed=0) for row in rows)
+    both = warm_start(small_model()[0], rows, config, seed=0).loss
+    one, two = (
+        warm_start(small_model()[0], [row], WarmStartConfig(steps=1, batch_size=1), seed=0).loss for row in rows
+    )
     assert both == pytest.approx((one * 2 + two * 4) / 6, abs=1e-5)
 
 
@@ -40,7 +42,7 @@ def test_constant_credit_is_the_cross_entropy(small_model):
     rows = [Demonstration(rng.integers(0, 200, 1 + i).tolist(), rng.integers(0, 200, 4).tolist()) for i in range(6)]
     trained, plain = (small_model()[0].double() for _ in range(2))
     config = WarmStartConfig(steps=1, batch_size=6, warmup=0, lr=1e-3)
-    loss = warm_start(trained, rows, config, seed=0, micro_batch_tokens=16)
+    loss = warm_start(trained, rows, config, seed=0, micro_batch_tokens=16).loss
     summed = torch.zeros(())
     for row in rows:
         tokens = torch.tensor([[*row.prompt_token_ids, *row.completion_token_ids]])

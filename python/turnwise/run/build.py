@@ -6,7 +6,7 @@ Read :func:`build_run` to see how the rooms fit together; your own script can do
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +25,7 @@ from turnwise.run.checks import (
 )
 from turnwise.run.clients import build_client
 from turnwise.run.selfplay import build_callbacks
+from turnwise.run.start import run_warm_start, starting_questions
 from turnwise.tasks import Task
 from turnwise.tasks.base import QUESTIONS
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
@@ -34,6 +35,7 @@ from turnwise.train.config.sampling import RolloutConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.eval.evaluate import Evaluation, describe
+from turnwise.train.health.start import refuse_hopeless
 from turnwise.train.league import past_models
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.loop import EvalSet, Trainer
@@ -46,11 +48,8 @@ from turnwise.train.model.loading import (
     find_device,
     load_models,
     load_references,
-    sharing,
 )
 from turnwise.train.run_folder import RunLock, refuse_buried
-from turnwise.train.update.sft import warm_start
-from turnwise.train.update.sft_data import Rows, fitting
 from turnwise.types import Actor, EpisodeRequest, InferenceClient, Sampling
 
 
@@ -87,8 +86,14 @@ class Run:
     held_out: EvalSet
 
     def train(self) -> RunProgress:
-        """Train, and export each policy into a folder under ``run_dir/policies`` (``train.model.export``)."""
+        """Train, and export each policy into a folder under ``run_dir/policies`` (``train.model.export``).
+
+        A run that begins is refused if its policy never succeeds (``train.health.start``).
+        """
         with self.trainer.lock:
+            begins = self.config.steps > 0 and not list_checkpoints(self.trainer.checkpoints)
+            if begins and (asked := starting_questions(self.config, self.task)):
+                asyncio.run(refuse_hopeless(self.trainer, asked, self.task.success_metric))
             progress = asyncio.run(self.trainer.run())
             adapted = [settings.path for settings in self.config.policies.values() if settings.lora]
             changed = self.config.warm_start.steps > 0 or TINY in adapted
@@ -163,7 +168,7 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
     models = {name: model.to(device) for name, model in models.items()}
     check_targets(models, config.policies)
     if rows is not None:
-        run_warm_start(config, rows, actors, tokenizer, models, log.note)
+        run_warm_start(config, rows, actors, tokenizer, models, log)
     models = attach_adapters(models, config.policies, config.seed)
     # Build the arena with its client, the policies and the trainer.
     arena = build_arena(config, task, actors, tokenizer, {**models, **past_models(config, models)})
@@ -219,37 +224,3 @@ def arena_for_client(
     for name, episode in episodes_of(config, task).items():
         arena.add_episode(name, episode)
     return arena
-
-
-def run_warm_start(
-    config: TrainConfig,
-    rows: Rows,
-    actors: Sequence[Actor],
-    tokenizer: Any,
-    models: dict[str, Any],
-    note: Callable[[str], None],
-) -> None:
-    """Train each model on the rows of its actors; a shared base learns the rows of all policies that share it."""
-    note(f"warm start on {rows.source}")
-    policy_of = {actor.id: actor.policy for actor in actors}
-    for names in sharing(config.policies, share_frozen=False):
-        if not any(config.policies[name].trainable for name in names):
-            continue
-        warmed = f"policy {names[0]!r}" if len(names) == 1 else f"the base of policies {', '.join(map(repr, names))}"
-        own = [row for row in rows.rows if row.actor is None or policy_of[row.actor] in names]
-        if not own:
-            note(f"warm start of {warmed}: no row is of its actors, so it starts as it is")
-            continue
-        model = models[names[0]]
-        fit = fitting(tokenizer, own, model.config.max_position_embeddings, note)
-        losses: list[float] = []
-        on_step = partial(_keep_loss, losses, config.warm_start.steps, note)
-        loss = warm_start(model, fit, config.warm_start, seed=config.seed, on_step=on_step)
-        note(f"warm start of {warmed}: {len(losses)} steps, last loss {loss:.3f}")
-
-
-def _keep_loss(losses: list[float], steps: int, note: Callable[[str], None], step: int, loss: float) -> None:
-    """Append the loss of each step to ``losses``, and note about eight of them during the warm start."""
-    losses.append(loss)
-    if step % max(1, steps // 8) == 0 and step < steps:
-        note(f"  step {step} of at most {steps}, loss {loss:.3f}")

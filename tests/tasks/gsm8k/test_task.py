@@ -73,7 +73,7 @@ def settings(path, folder, **changes):
     return {
         "task": "gsm8k", "task_options": {"path": str(path), "max_tokens": 16}, "run_dir": str(folder),
         "steps": 1, "threads": 1, "rollout": {"prompts_per_step": 4, "group_size": 4}, "eval": {"num_prompts": 4},
-        "warm_start": {"steps": 4, "batch_size": 8}, **changes,
+        "warm_start": {"steps": 4, "batch_size": 8}, "health": {"start_questions": 0}, **changes,
     }  # fmt: skip
 
 

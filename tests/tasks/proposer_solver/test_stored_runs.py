@@ -24,6 +24,7 @@ def run_of(folder: Path, store: Path | None, **changes):
     options = {"attempts": 4, "numbers": 2, "largest": 4, "quality": 1.0}
     settings = {
         "task": "proposer_solver", "run_dir": str(folder), "steps": 4, "threads": 1,
+        "health": {"start_questions": 0},
         "task_options": options if store is None else {**options, "store_path": str(store)},
         "warm_start": {"steps": 120, "batch_size": 24, "lr": 4e-3}, "update": {"lr": 1e-4}, "eval": {"num_prompts": 1},
         "rollout": {"prompts_per_step": 8, "group_size": 2}, "credit": {"rule": "hierarchy"},

@@ -21,7 +21,7 @@ GAMES = {"kuhn_poker": 30, "negotiation": 80, "tic_tac_toe": 30}
 
 def run_of(game, folder, **changes):
     settings = {
-        "task": game, "run_dir": str(folder), "steps": 1, "threads": 1,
+        "task": game, "run_dir": str(folder), "steps": 1, "threads": 1, "health": {"start_questions": 0},
         "warm_start": {"steps": GAMES[game], "batch_size": 12, "warmup": 5, "lr": 4e-3},
         "rollout": {"prompts_per_step": 16, "check_private": True},
         "eval": {"num_prompts": 8},

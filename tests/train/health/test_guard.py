@@ -21,14 +21,18 @@ def settings_of(folder, **changes):
     return {
         "task": "kuhn_poker", "run_dir": str(folder), "steps": 4, "threads": 1, "task_options": {"max_tokens": 4},
         "rollout": {"prompts_per_step": 4}, "update": {"lr": 1e-3}, "checkpoint": {"every": 1, "keep_last": 1},
-        "credit": {"rule": "rae"}, **changes,
+        "credit": {"rule": "rae"}, "health": {"start_questions": 0}, **changes,
     }  # fmt: skip
 
 
 @pytest.fixture
 def make_run(tmp_path):
     def make(name="run", *, actions=None, threshold=ALWAYS, window=2, signal="entropy", **changes):
-        health = {"window": window, "signals": {signal: {"threshold": threshold, "actions": actions or {}}}}
+        health = {
+            "start_questions": 0,
+            "window": window,
+            "signals": {signal: {"threshold": threshold, "actions": actions or {}}},
+        }
         return build_run(config_from_dict(settings_of(tmp_path / name, health=health, **changes)))
 
     return make

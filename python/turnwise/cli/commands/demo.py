@@ -24,14 +24,15 @@ from rich.table import Table
 from turnwise import __version__
 from turnwise.cli.options import EXIT_INTERRUPTED, EXIT_OK
 from turnwise.report import write_report
-from turnwise.run.build import build_run, run_warm_start
+from turnwise.run.build import build_run
 from turnwise.run.checks import tiny_model, warm_start_rows
 from turnwise.run.clients import check_client
+from turnwise.run.start import run_warm_start
 from turnwise.tasks import build_task
 from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.eval.evaluate import Evaluation, describe
-from turnwise.train.log.run_log import read_metrics
+from turnwise.train.log.run_log import RunLog, read_metrics
 from turnwise.train.run_folder import refuse_running
 from turnwise.train.validate import config_from_dict, load_config
 
@@ -67,13 +68,14 @@ def run_demo(
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # the demo prints its own lines
-    say = Console(soft_wrap=True, highlight=False).print
+    console = Console(soft_wrap=True, highlight=False)
+    say = console.print
     config = demo_config(out / "team", seed, client)
     check_client(config)
     # Warm start, then train the team, with an evaluation before and after.
     prepare(out, {"seed": seed, "client": client, "version": __version__}, say)
     say("[bold]1[/] supervised warm start on imperfect demonstrations")
-    warm, seconds_warm_start = warm_started(config, out / "warm_start", say)
+    warm, seconds_warm_start = warm_started(config, out / "warm_start", console)
     before = held_out(variant(warm, out / "before", resume=False))
     say(f"  the warm-started team: held-out {describe(before)}, after {seconds_warm_start:.0f} s")
     say(f"[bold]2[/] AT-GRPO: each agent's branches are compared at each turn; the client {client!r} samples")
@@ -163,7 +165,7 @@ def demo_config(run_dir: Path, seed: int, client: str = "transformers") -> Train
         return load_config(path, {"run_dir": str(run_dir), "seed": seed, "rollout.client": client})
 
 
-def warm_started(config: TrainConfig, folder: Path, say: Callable[[str], None]) -> tuple[TrainConfig, float]:
+def warm_started(config: TrainConfig, folder: Path, console: Console) -> tuple[TrainConfig, float]:
     """Train the tiny model on demonstrations, save it in ``folder``, and return the config that starts there, and
     seconds.
 
@@ -174,7 +176,8 @@ def warm_started(config: TrainConfig, folder: Path, say: Callable[[str], None]) 
         started = time.perf_counter()
         task = build_task(config.task, {"seed": config.seed, **config.task_options})
         tokenizer, model = tiny_model(config, task)
-        run_warm_start(config, warm_start_rows(config, task), task.actors, tokenizer, {"default": model}, say)
+        log = RunLog(folder, 0, console=console, progress=False)
+        run_warm_start(config, warm_start_rows(config, task), task.actors, tokenizer, {"default": model}, log)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         done.write_text(json.dumps(time.perf_counter() - started))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from turnwise.train.config.base import Section, Share
 
@@ -70,19 +70,39 @@ class PhaseConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised training before the first step, on the task's demonstrations or on a file."""
+    """Supervised training before the first step, on the task's demonstrations or on a file, up to a target."""
 
     steps: int = Field(default=0, ge=0)
-    """Updates of supervised training; 0 skips it."""
+    """Most updates of supervised training; 0 skips it."""
     batch_size: int = Field(default=128, ge=1)
     """Rows of one update."""
     lr: float = Field(default=2e-3, gt=0)
     """Peak learning rate."""
     warmup: int = Field(default=20, ge=0)
     """Updates of linear warm-up from 0 to ``lr``."""
+    held_out: int = Field(default=256, ge=0)
+    """Rows that don't train but are measured, with all rows of their prompts; at most a tenth of the prompts."""
+    check_every: int = Field(default=20, ge=1)
+    """Updates between two measurements of the held-out rows."""
+    target_reproduced: float | None = Field(default=None, gt=0, le=1)
+    """Share of held-out prompts whose greedy completion is a demonstrated one, that ends the warm start."""
     target_loss: float | None = Field(default=None, ge=0)
     """Mean cross-entropy per token, over ten updates, that ends the warm start."""
+    min_entropy: float | None = Field(default=None, gt=0)
+    """Entropy per token, in nats, below which the warm start ends with the best weights before."""
+    patience: int | None = Field(default=None, ge=1)
+    """Measurements without a lower held-out loss that end the warm start with the best weights before."""
     data: str | None = None
     """JSONL of ``{"messages": [...], "completion": "..."}``, or a run's ``rollouts.jsonl``; default: demonstrations."""
     min_reward: float | None = None
     """Least reward of a recorded step that becomes a row; needs ``data``."""
+
+    @model_validator(mode="after")
+    def _stops_at_what_it_measures(self) -> Self:
+        for name in self.targets() if not self.held_out else ():
+            raise ValueError(f"{name} needs held_out > 0: without held-out rows nothing is ever reached")
+        return self
+
+    def targets(self) -> list[str]:
+        """Return the set keys that read held-out rows."""
+        return [name for name in ("target_reproduced", "min_entropy", "patience") if getattr(self, name) is not None]

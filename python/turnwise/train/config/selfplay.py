@@ -1,4 +1,4 @@
-"""Sections of self-play: the league of past policies, and the signals that are watched during training."""
+"""Sections of self-play: the league of past policies, the check of the start, and the signals that are watched."""
 
 from __future__ import annotations
 
@@ -36,8 +36,12 @@ class SignalConfig(Section):
 
 
 class HealthConfig(Section):
-    """Signals that are watched during training; by default none."""
+    """Check of the starting policy, and signals that are watched during training, by default none."""
 
+    start_questions: int = Field(default=64, ge=0)
+    """Training questions of which the starting policy must solve one, or the run is refused; 0 starts all the same."""
+    start_samples: int = Field(default=64, ge=1)
+    """Most samples of each of these questions; the first success ends the check."""
     window: int = Field(default=10, ge=1)
     """Steps over which a signal is judged."""
     signals: dict[str, SignalConfig] = Field(default_factory=dict)

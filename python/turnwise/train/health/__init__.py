@@ -1,6 +1,6 @@
-"""Watches training: warnings in every run, self-play signals with thresholds, and actions on them.
+"""Checks the start of a run, and watches training: warnings in every run, self-play signals, and actions on them.
 
-Read in this order: watch, guard, signals, actions, build.
+Read in this order: start, watch, guard, signals, actions, build.
 May import: types, utils, train, train.config, train.checkpoint, train.eval, train.league, train.model.
 """
 

@@ -1,5 +1,5 @@
-"""Writes a run's records: metrics (one line per step), ``rollouts.jsonl`` (a few episodes per step) and
-``warnings.jsonl``. Also shows the progress bars."""
+"""Writes a run's records: metrics (one line per step), ``rollouts.jsonl`` (a few episodes per step),
+``warnings.jsonl`` and ``warm_start.jsonl``. Also shows the progress bars."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any, Self
 
 from rich.console import Console
 
-from turnwise.arena.recording.rollouts_jsonl import plain_result
+from turnwise.arena.recording.rollouts_jsonl import json_line, plain_result
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.log.progress_bars import ProgressBars, curve_line
 from turnwise.train.log.token_text import token_texts
 from turnwise.train.log.writers import JsonLines, MetricWriter, append_lines, keep_steps, open_writers, read_lines
 from turnwise.types import GenerateResult, Tokenizer
+from turnwise.utils.files import replace_text
 
 _FAILED_PER_STEP = 8
 """Most failed episodes of a step that are written in full: enough to see the cause, too few to fill a disk."""
@@ -92,6 +93,11 @@ class RunLog:
         """Print a warning about ``step``, and append it to ``warnings.jsonl``, which the report shows."""
         self.note(f"step {step}: {text}")
         append_lines(self.folder / "warnings.jsonl", [{"step": step, "warning": text}])
+
+    def warm_start(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the measurements of a warm start so far to ``warm_start.jsonl``, unless no metrics are written."""
+        if self.writers:
+            replace_text(self.folder / "warm_start.jsonl", "".join(json_line(row) + "\n" for row in rows))
 
     def note(self, text: str) -> None:
         """Print one line, above the bars if they are shown."""

@@ -1,4 +1,4 @@
-"""Supervised warm start before RL.
+"""Supervised warm start before RL, until held-out demonstrations are reproduced.
 
 It uses the trainer's own update with constant credit: with advantage 1 for every completion, the REINFORCE loss
 ``-A * log p`` is the cross-entropy.
@@ -6,24 +6,42 @@ It uses the trainer's own update with constant credit: with advantage 1 for ever
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from turnwise.samples.pack import select
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.config.policies import WarmStartConfig
 from turnwise.train.model.policy import Policy
-from turnwise.train.update.sft_data import Demonstration
+from turnwise.train.update.held_out import FEWEST, MOST_SHARE, Check, HeldOut, choose_held_out
+from turnwise.train.update.sft_data import NAME, Demonstration, constant_credit
 from turnwise.train.update.update import update_policy
-from turnwise.types import TrainingBatch
 
-_NAME = "warm start"
 _SMOOTHED = 10
 """Number of steps whose mean loss is compared with ``target_loss``: the loss of one step is too noisy."""
+
+
+@dataclass(slots=True)
+class WarmStart:
+    """A warm start: the loss of the last step, the ``checks``, and the reason why it ``ended``.
+
+    ``loss`` is NaN if no step was needed. ``prompts`` is the number of held-out prompts, 0 if nothing was held out; the
+    last check is then of the final weights.
+
+    Example: ``WarmStart(steps=260, loss=0.07, ended="warm_start.target_reproduced = 0.4 is reached", ...)``
+    """
+
+    prompts: int
+    steps: int = 0
+    loss: float = math.nan
+    ended: str = ""
+    checks: list[Check] = field(default_factory=list)
 
 
 def warm_start(
@@ -34,14 +52,18 @@ def warm_start(
     seed: int,
     micro_batch_tokens: int = 2048,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
-) -> float:
-    """Train ``model`` in place for ``config.steps`` on batches drawn without replacement, and return the last loss.
+    on_check: Callable[[Check], None] = lambda check: None,
+) -> WarmStart:
+    """Train ``model`` in place for at most ``config.steps`` on batches drawn without replacement.
 
-    The loss is the mean cross-entropy per completion token. ``on_step(step, loss)`` is called after each step. Training
-    ends early once the mean of ten steps is ``config.target_loss`` or less. Successive rows with the same prompt are
-    drawn together, so that in a trie the prompt passes through the model once. ``micro_batch_tokens`` bounds the tokens
-    of one forward pass. The learning rate falls linearly to a tenth.
-    Raises ``ValueError`` for no demonstrations and ``FloatingPointError`` for a loss that is not finite.
+    The loss is the mean cross-entropy per completion token. ``on_step(step, loss)`` is called after each step. Some
+    prompts are held out (:func:`~turnwise.train.update.held_out.choose_held_out`) and measured before the first step,
+    every ``config.check_every`` steps and at the end; ``on_check`` gets these measurements. :class:`Stop` decides when
+    the warm start ends early. Successive rows with the same prompt are drawn together, so that in a trie the prompt
+    passes through the model once. ``micro_batch_tokens`` bounds the tokens of one forward pass. The learning rate falls
+    linearly to a tenth.
+    Raises ``ValueError`` for no demonstrations, and for targets with too few prompts to hold some out;
+    ``FloatingPointError`` for a loss that is not finite.
     """
     if not demonstrations:
         raise ValueError("demonstrations=[]: expected at least one")
@@ -54,54 +76,101 @@ def warm_start(
         micro_batch_tokens=micro_batch_tokens,
         max_nonfinite_updates=0,
     )
-    policy = Policy(_NAME, model, update, total_steps=config.steps)
+    policy = Policy(NAME, model, update, total_steps=config.steps)
     loss = LossConfig(type="reinforce")
     everything = constant_credit(demonstrations)
     rng = np.random.default_rng(seed)
-    # Successive rows with the same prompt form a group, which is drawn as a whole.
+    # Successive rows with the same prompt form a group, which is drawn as a whole. The last groups are held out.
     groups = [
         list(rows) for _, rows in groupby(range(len(demonstrations)), lambda i: demonstrations[i].prompt_token_ids)
     ]
+    shuffled = rng.permutation(len(groups)).tolist()
+    prompts = [tuple(demonstrations[rows[0]].prompt_token_ids) for rows in groups]
+    held = choose_held_out(prompts, shuffled, [len(rows) for rows in groups], config.held_out)
+    _refuse_too_few(config, len(set(prompts)), held)
+    held_rows = [demonstrations[row] for group in sorted(held) for row in groups[group]]
+    stop = Stop(policy, config, HeldOut(held_rows, micro_batch_tokens) if held else None, on_check)
     # One update per step; shuffle the groups again when the order runs out.
-    order: list[int] = []
-    last, recent = float("nan"), deque[float](maxlen=_SMOOTHED)
-    for step in range(config.steps):
+    order = [row for group in shuffled if group not in held for row in groups[group]]
+    while not stop.ended():
         while len(order) < config.batch_size:
-            order.extend(row for group in rng.permutation(len(groups)).tolist() for row in groups[group])
+            shuffled = rng.permutation(len(groups)).tolist()
+            order.extend(row for group in shuffled if group not in held for row in groups[group])
         drawn, order = order[: config.batch_size], order[config.batch_size :]
         try:
             last = update_policy(policy, select(everything, np.array(drawn)), update, loss, rng)["loss"]
         except FloatingPointError as error:
-            raise FloatingPointError(f"{error} (step {step}); lower warm_start.lr = {config.lr}") from error
-        on_step(step + 1, last)
-        recent.append(last)
-        if config.target_loss is not None and len(recent) == _SMOOTHED and np.mean(recent) <= config.target_loss:
-            break
+            raise FloatingPointError(f"{error} (step {stop.done.steps}); lower warm_start.lr = {config.lr}") from error
+        stop.add_step(last)
+        on_step(stop.done.steps, last)
     model.eval()
-    return last
+    return stop.done
 
 
-def constant_credit(demonstrations: Sequence[Demonstration]) -> TrainingBatch:
-    """Build a batch in which every completion has advantage 1 and reward 1."""
-    lengths = np.array([len(row) for row in demonstrations])
-    prompts = np.array([len(row.prompt_token_ids) for row in demonstrations])
-    starts = np.cumsum(lengths) - lengths
-    within = np.arange(lengths.sum()) - np.repeat(starts, lengths)
-    tokens = [
-        token for row in demonstrations for ids in (row.prompt_token_ids, row.completion_token_ids) for token in ids
-    ]
-    rows = len(demonstrations)
-    return TrainingBatch(
-        token_ids=np.array(tokens, dtype=np.int64),
-        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]),
-        loss_mask=(within >= np.repeat(prompts, lengths)).astype(np.uint8),
-        rollout_logprobs=np.zeros(len(tokens), dtype=np.float32),
-        advantages=np.ones(rows, dtype=np.float32),
-        rewards=np.ones(rows, dtype=np.float32),
-        temperatures=np.ones(rows, dtype=np.float32),
-        actor_index=np.zeros(rows, dtype=np.int64),
-        policy_index=np.zeros(rows, dtype=np.int64),
-        min_version=np.zeros(rows, dtype=np.int64),
-        actors=[_NAME],
-        policies=[_NAME],
-    )
+class Stop:
+    """Decides after each step if the warm start of ``policy`` ends.
+
+    Targets are read at each check. With ``min_entropy`` or ``patience`` it keeps the weights with the lowest held-out
+    loss so far, and restores them when one of these ends the warm start.
+    """
+
+    def __init__(
+        self, policy: Policy, config: WarmStartConfig, held_out: HeldOut | None, on_check: Callable[[Check], None]
+    ) -> None:
+        self.policy, self.config, self.held_out, self.on_check = policy, config, held_out, on_check
+        self.done = WarmStart(0 if held_out is None else held_out.prompts)
+        self._recent = deque[float](maxlen=_SMOOTHED)
+        self._best: tuple[Check, dict[str, Tensor]] | None = None
+
+    def add_step(self, loss: float) -> None:
+        """Count a step and its loss."""
+        self.done.steps, self.done.loss = self.done.steps + 1, loss
+        self._recent.append(loss)
+
+    def ended(self) -> bool:
+        """Return True if the warm start ends here, for the reason in ``done.ended``."""
+        config, done = self.config, self.done
+        goal, full = config.target_loss, len(self._recent) == _SMOOTHED
+        if goal is not None and full and float(np.mean(self._recent)) <= goal:
+            done.ended = f"warm_start.target_loss = {goal:g} is reached"
+        elif done.steps >= config.steps:
+            goals = {"target_reproduced": config.target_reproduced, "target_loss": goal}
+            missed = " and ".join(f"{name} = {value:g}" for name, value in goals.items() if value is not None)
+            done.ended = f"warm_start.steps ran out before {missed} was reached" if missed else "all steps are done"
+        if self.held_out is not None and (done.ended or done.steps % config.check_every == 0):
+            check = self.held_out.measure(self.policy, done.steps)
+            done.checks.append(check)
+            self.on_check(check)
+            self._judge(check)
+        return bool(done.ended)
+
+    def _judge(self, check: Check) -> None:
+        """Compare ``check`` with the targets; the floor of the entropy comes first."""
+        config, done = self.config, self.done
+        if config.min_entropy is not None and check.entropy < config.min_entropy:
+            self._end(f"the entropy fell below warm_start.min_entropy = {config.min_entropy:g}", to_best=True)
+        elif config.target_reproduced is not None and check.reproduced >= config.target_reproduced:
+            self._end(f"warm_start.target_reproduced = {config.target_reproduced:g} is reached", to_best=False)
+        elif self._best is None or check.loss < self._best[0].loss:
+            keeps = config.min_entropy is not None or config.patience is not None
+            state = self.policy.model.state_dict() if keeps else {}
+            self._best = check, {name: tensor.detach().clone() for name, tensor in state.items()}
+        elif config.patience is not None and len(done.checks) - done.checks.index(self._best[0]) > config.patience:
+            self._end(f"no better held-out loss in warm_start.patience = {config.patience} checks", to_best=True)
+
+    def _end(self, reason: str, *, to_best: bool) -> None:
+        self.done.ended = reason
+        if to_best and self._best is not None:
+            check, weights = self._best
+            self.policy.model.load_state_dict(weights)
+            self.done.ended += f"; the weights are those of step {check.step} again"
+            self.done.checks.append(check)
+
+
+def _refuse_too_few(config: WarmStartConfig, prompts: int, held: set[int]) -> None:
+    """Raise ``ValueError`` if a target needs held-out prompts and there are none."""
+    for name in config.targets() if not held else ():
+        raise ValueError(
+            f"warm_start.{name}={getattr(config, name)!r}: expected at least {FEWEST * MOST_SHARE} different prompts, "
+            f"of which one in {MOST_SHARE} is held out, got {prompts}. Give more rows, or leave the key out"
+        )

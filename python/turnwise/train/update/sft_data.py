@@ -9,9 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from turnwise.chat import ChatRenderer
 from turnwise.train.config.toml import ConfigError
-from turnwise.types import Messages
+from turnwise.types import Messages, TrainingBatch
+
+NAME = "warm start"
+"""Name of the actor and of the policy in a batch of demonstrations."""
 
 _ROW_KEYS = {"messages", "prompt", "completion", "actor"}
 
@@ -180,6 +185,32 @@ def fitting(
         raise ConfigError(f"{told}; nothing is left to learn from")
     note(told)
     return fit
+
+
+def constant_credit(demonstrations: Sequence[Demonstration]) -> TrainingBatch:
+    """Build a batch in which every completion has advantage 1 and reward 1."""
+    lengths = np.array([len(row) for row in demonstrations])
+    prompts = np.array([len(row.prompt_token_ids) for row in demonstrations])
+    starts = np.cumsum(lengths) - lengths
+    within = np.arange(lengths.sum()) - np.repeat(starts, lengths)
+    tokens = [
+        token for row in demonstrations for ids in (row.prompt_token_ids, row.completion_token_ids) for token in ids
+    ]
+    rows = len(demonstrations)
+    return TrainingBatch(
+        token_ids=np.array(tokens, dtype=np.int64),
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]),
+        loss_mask=(within >= np.repeat(prompts, lengths)).astype(np.uint8),
+        rollout_logprobs=np.zeros(len(tokens), dtype=np.float32),
+        advantages=np.ones(rows, dtype=np.float32),
+        rewards=np.ones(rows, dtype=np.float32),
+        temperatures=np.ones(rows, dtype=np.float32),
+        actor_index=np.zeros(rows, dtype=np.int64),
+        policy_index=np.zeros(rows, dtype=np.int64),
+        min_version=np.zeros(rows, dtype=np.int64),
+        actors=[NAME],
+        policies=[NAME],
+    )
 
 
 def _parsed(line: bytes, place: str) -> dict[str, Any]:

@@ -1,0 +1,94 @@
+"""The start of a run: the warm start of its models, and the questions on which its starting policy is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from turnwise.tasks import Task
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.log.run_log import RunLog
+from turnwise.train.model.loading import sharing
+from turnwise.train.update.held_out import Check
+from turnwise.train.update.sft import WarmStart, warm_start
+from turnwise.train.update.sft_data import Rows, fitting
+from turnwise.types import Actor, EpisodeRequest
+
+
+def starting_questions(config: TrainConfig, task: Task) -> list[EpisodeRequest]:
+    """Return the training questions of the check before the first step; none if ``health.start_questions`` is 0.
+
+    Training draws its questions for step 1 and later, so those of step 0 are a draw of their own.
+    """
+    count = config.health.start_questions
+    if not count:
+        return []
+    try:
+        asked = task.requests(0, count, 1)
+    except ValueError:  # the task has fewer questions; a step's number it must have
+        asked = task.requests(0, min(count, config.rollout.prompts_per_step), 1)
+    return [replace(request, timeout=config.rollout.timeout) for request in asked]
+
+
+def run_warm_start(
+    config: TrainConfig,
+    rows: Rows,
+    actors: Sequence[Actor],
+    tokenizer: Any,
+    models: dict[str, Any],
+    log: RunLog,
+) -> None:
+    """Train each model on the rows of its actors; a shared base learns the rows of all policies that share it."""
+    log.note(f"warm start on {rows.source}")
+    policy_of = {actor.id: actor.policy for actor in actors}
+    records: list[dict[str, Any]] = []
+    for names in sharing(config.policies, share_frozen=False):
+        if not any(config.policies[name].trainable for name in names):
+            continue
+        warmed = f"policy {names[0]!r}" if len(names) == 1 else f"the base of policies {', '.join(map(repr, names))}"
+        own = [row for row in rows.rows if row.actor is None or policy_of[row.actor] in names]
+        if not own:
+            log.note(f"warm start of {warmed}: no row is of its actors, so it starts as it is")
+            continue
+        model = models[names[0]]
+        fit = fitting(tokenizer, own, model.config.max_position_embeddings, log.note)
+        shown = _Shown(log, config.warm_start.steps, names, records)
+        done = warm_start(model, fit, config.warm_start, seed=config.seed, on_step=shown.step, on_check=shown.check)
+        log.note(f"warm start of {warmed}: {describe(done)}")
+
+
+def describe(done: WarmStart) -> str:
+    """Return a line such as ``260 steps, last loss 0.083; warm_start.target_reproduced = 0.8 is reached``, and then the
+    measurement of the held-out prompts."""
+    loss = f", last loss {done.loss:.3f}" if done.steps else ""
+    held = f"; {done.prompts} held-out prompts: {_measured(done.checks[-1])}" if done.checks else ""
+    return f"{done.steps} steps{loss}; {done.ended}{held}"
+
+
+def _measured(check: Check) -> str:
+    return (
+        f"{check.reproduced:.0%} reproduced ({check.tokens_reproduced:.1%} of the tokens), loss {check.loss:.3f}, "
+        f"entropy {check.entropy:.3f}"
+    )
+
+
+@dataclass(slots=True)
+class _Shown:
+    """Notes about eight steps of a warm start of the policies ``names``, and records its checks."""
+
+    log: RunLog
+    steps: int
+    names: Sequence[str]
+    records: list[dict[str, Any]]
+    latest: Check | None = field(default=None, init=False)
+
+    def step(self, step: int, loss: float) -> None:
+        if step % max(1, self.steps // 8) == 0 and step < self.steps:
+            held = "" if self.latest is None else f"; held out at step {self.latest.step}: {_measured(self.latest)}"
+            self.log.note(f"  step {step} of at most {self.steps}, loss {loss:.3f}{held}")
+
+    def check(self, check: Check) -> None:
+        self.latest = check
+        self.records.append({"policies": list(self.names), **asdict(check)})
+        self.log.warm_start(self.records)

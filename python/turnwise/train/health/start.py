@@ -1,0 +1,86 @@
+"""Refuses to train a policy that never succeeds: reinforcement learning has nothing to reinforce then."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+
+from turnwise.train.callbacks import TrainerView
+from turnwise.train.checkpoint.run_state import generator_states, random_state, set_generator_states, set_random_state
+from turnwise.train.config.selfplay import HealthConfig
+from turnwise.train.config.toml import ConfigError
+from turnwise.types import EpisodeRequest, GenerateResult
+
+
+@dataclass(slots=True)
+class Attempts:
+    """Episodes of the starting policy: their successes by ``metric``, and the means of all metrics and rewards.
+
+    ``rewards`` has the different rewards that the samples of each question earned.
+    """
+
+    metric: str
+    episodes: int = 0
+    successes: int = 0
+    measured: bool = False
+    sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    counts: Counter[str] = field(default_factory=Counter)
+    rewards: defaultdict[Hashable, set[tuple[tuple[str, float], ...]]] = field(default_factory=lambda: defaultdict(set))
+
+    def add(self, result: GenerateResult) -> None:
+        """Count one episode. It succeeds if its metric, or that of an episode inside it, is above 0."""
+        rollouts = [node.rollout for node in result.walk() if node.rollout.error is None]
+        self.episodes += 1
+        self.measured |= any(self.metric in rollout.metrics for rollout in rollouts)
+        self.successes += any(rollout.metrics.get(self.metric, 0.0) > 0 for rollout in rollouts)
+        for rollout in rollouts:
+            rewards = {f"reward/{actor}": reward for actor, reward in rollout.rewards.items()}
+            for name, value in (rollout.metrics | rewards).items():
+                self.sums[name] += value
+                self.counts[name] += 1
+        earned = result.rollout.rewards.items()
+        self.rewards[result.group_id].add(tuple(sorted((actor, round(reward, 6)) for actor, reward in earned)))
+
+    def means(self) -> str:
+        """Return ``format 0.25, reward/solver -0.1``."""
+        return ", ".join(f"{name} {self.sums[name] / count:.3g}" for name, count in sorted(self.counts.items()))
+
+
+async def refuse_hopeless(trainer: TrainerView, questions: Sequence[EpisodeRequest], metric: str) -> None:
+    """Play ``questions`` until the first success, and raise :class:`ConfigError` if there is none.
+
+    Each question is sampled once, then 1, 2, 4, ... more times, up to ``health.start_samples``, as in training but
+    without trees. The round with the first success is the last. Nothing is recorded and nothing that training draws
+    from changes, so training goes on as it would without. If no episode has ``metric``, the check says nothing.
+    """
+    before, torch_before = random_state(trainer.rng), generator_states()
+    await trainer.sync_weights()
+    view, most = trainer.arena.evaluation(), trainer.config.health.start_samples
+    tried, copies = Attempts(metric), 0
+    while copies < most and not tried.successes and (tried.measured or not copies):
+        more = min(max(1, copies), most - copies)
+        # Without seeds of their own, all samples of a question differ, also those of different rounds.
+        asked = [replace(request, seed=None) for request in questions for _ in range(more)]
+        for result in await view.generate_rollouts(asked):
+            tried.add(result)
+        copies += more
+    trainer.client_metrics.take()  # the check doesn't count as the first step's sampling
+    set_random_state(trainer.rng, before)
+    set_generator_states(torch_before)
+    if tried.successes:
+        trainer.log.note(f"the starting policy succeeds in {tried.successes} of {tried.episodes} samples ({metric})")
+    elif tried.measured:
+        raise ConfigError(_refusal(tried, trainer.config.health))
+
+
+def _refusal(tried: Attempts, config: HealthConfig) -> str:
+    differ = sum(len(earned) > 1 for earned in tried.rewards.values())
+    return (
+        f"config key 'health.start_questions' = {config.start_questions}: expected the starting policy to succeed at "
+        f"least once, but {tried.metric} was 0 in all {tried.episodes} ({config.start_samples} samples of each "
+        f"of {len(tried.rewards)} questions), so there is nothing to reinforce. Means: {tried.means()}. "
+        "Warm-start longer or on better demonstrations (warm_start.steps, warm_start.target_reproduced), or ask easier "
+        "questions (task_options). health.start_questions = 0 starts all the same: rewards differ between the samples "
+        f"of {differ} questions, and only these teach anything"
+    )
