@@ -188,9 +188,12 @@ def seconds_of(warm: WarmStart | None, work: Path) -> float:
 
 def warm_folder(warm: WarmStart, work: Path) -> Path:
     """Return the folder of the warm-started model; train it if it is not there."""
-    from turnwise.run.build import run_warm_start
+    from rich.console import Console
+
     from turnwise.run.checks import tiny_model, warm_start_rows
+    from turnwise.run.start import run_warm_start
     from turnwise.tasks import build_task
+    from turnwise.train.log.run_log import RunLog
     from turnwise.train.validate import config_from_dict
 
     folder = work / "warm" / warm.key()
@@ -207,7 +210,8 @@ def warm_folder(warm: WarmStart, work: Path) -> Path:
         task = build_task(config.task, {"seed": config.seed, **config.task_options})
         tokenizer, model = tiny_model(config, task)
         rows = warm_start_rows(config, task)
-        run_warm_start(config, rows, task.actors, tokenizer, {"default": model}, lambda line: say(f"{folder}: {line}"))
+        log = RunLog(folder, 0, console=Console(stderr=True, soft_wrap=True), progress=False)
+        run_warm_start(config, rows, task.actors, tokenizer, {"default": model}, log)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         done.write_text(json.dumps(round(time.perf_counter() - started, 1)))
@@ -218,10 +222,6 @@ def clear(folder: Path) -> None:
     import shutil
 
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def to_stderr() -> Any:

@@ -1,0 +1,153 @@
+"""Draws the learning table: tables into ``docs/learning.md``, and curves into ``docs/images``.
+
+python bench/learning/report.py            # rewrites both from bench/learning/results
+python bench/learning/report.py --check    # fails if a table of the page is not what the results say
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE)]
+
+from cells import RESULTS, read_results  # noqa: E402
+
+from turnwise.train.eval.statistics import estimate, paired_difference, wilson  # noqa: E402
+
+ROOT = HERE.parent.parent
+PAGE = ROOT / "docs" / "learning.md"
+IMAGES = ROOT / "docs" / "images"
+BLOCK = re.compile(r"(<!-- results: (\S+) against (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+"""A table of the page: the question, and the contender with which the others are compared."""
+
+Row = dict[str, Any]
+Groups = dict[tuple[str, str], list[Row]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
+    options = parser.parse_args()
+    old = PAGE.read_text(encoding="utf-8")
+    new = BLOCK.sub(lambda found: found[1] + table(found[2], found[3]) + found[4], old)
+    if options.check:
+        raise SystemExit(f"{PAGE}: run python bench/learning/report.py" if new != old else 0)
+    PAGE.write_text(new, encoding="utf-8")
+    for question in dict.fromkeys(found[2] for found in BLOCK.finditer(old)):
+        for theme in THEMES:
+            draw(question, theme)
+
+
+def groups_of(question: str) -> Groups:
+    """Group the rows of a question by setting and contender, in the order of seeds."""
+    groups: Groups = {}
+    for row in read_results(RESULTS / f"{question}.jsonl"):
+        _, setting, contender, _ = row["cell"].split("/")
+        groups.setdefault((setting, contender), []).append(row)
+    return groups
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables
+# ---------------------------------------------------------------------------------------------------------------------
+def table(question: str, reference: str) -> str:
+    """Return the markdown table of a question; each contender is compared with ``reference`` in its setting."""
+    groups = groups_of(question)
+    head = ["setting", "contender", "success (95%)", "by seed", f"minus {reference} (95%)", "tokens", "rate", "seconds"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for (setting, contender), rows in groups.items():
+        against = groups.get((setting, reference))
+        cells = [
+            setting,
+            contender,
+            pooled(rows),
+            ", ".join(f"{row['success']:.1%}" for row in rows),
+            difference(rows, against) if against and contender != reference else "",
+            f"{mean(row['sampled_tokens'] for row in rows):,.0f}",
+            f"{rows[0]['learning_rate']:g}" if rows[0]["steps"] else "",
+            f"{mean(row['seconds'] for row in rows):.0f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def pooled(rows: Sequence[Row]) -> str:
+    """Return the mean success over seeds. Its interval is over questions, which are the same for all seeds: Wilson's
+    for as many trials as there are questions, or a bootstrap if a success is not 0 or 1."""
+    values = [value for row in rows for value in row["values"]]
+    questions = [i for row in rows for i in range(len(row["values"]))]
+    found = estimate(values, questions)
+    binary = set(values) <= {0.0, 1.0}
+    low, high = wilson(found.mean, len(set(questions))) if binary else (found.low, found.high)
+    return f"{found.mean:.1%} ({low:.1%} to {high:.1%})"
+
+
+def difference(rows: Sequence[Row], against: Sequence[Row]) -> str:
+    """Return the mean difference between equal questions of equal seeds, with its interval over questions."""
+    ours, theirs = ({row["cell"].rpartition("/")[2]: row["values"] for row in side} for side in (rows, against))
+    seeds = [seed for seed in ours if seed in theirs]
+    first = [value for seed in seeds for value in ours[seed]]
+    second = [value for seed in seeds for value in theirs[seed]]
+    found = paired_difference(first, second, [i for s in seeds for i in range(len(ours[s]))]).difference
+    return f"{found.mean:+.1%} ({found.low:+.1%} to {found.high:+.1%})"
+
+
+def tokens_to(row: Row, success: float) -> float | None:
+    """Return the sampled tokens at which the validation curve first reaches ``success``; ``None`` if it never does."""
+    before: list[float] | None = None
+    for point in row["curve"]:
+        if point[1] >= success:
+            if before is None or point[1] == before[1]:
+                return float(point[0])
+            return before[0] + (point[0] - before[0]) * (success - before[1]) / (point[1] - before[1])
+        before = point
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Curves
+# ---------------------------------------------------------------------------------------------------------------------
+THEMES = {"light": ("#ffffff", "#1f2328", "#d1d9e0"), "dark": ("#0d1117", "#e6edf3", "#3d444d")}
+COLORS = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#bf3989", "#9a6700", "#57606a", "#0550ae")
+
+
+def draw(question: str, theme: str) -> None:
+    """Draw validation success over sampled tokens: the mean over seeds, and a band from the lowest to the highest."""
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    paper, ink, grid = THEMES[theme]
+    groups = {key: rows for key, rows in groups_of(question).items() if all(len(row["curve"]) > 1 for row in rows)}
+    settings = list(dict.fromkeys(setting for setting, _ in groups))
+    if not settings:
+        return
+    figure = Figure(figsize=(5 * min(3, len(settings)), 3.6 * -(-len(settings) // 3)), layout="constrained")
+    figure.set_facecolor(paper)
+    axes = figure.subplots(-(-len(settings) // 3), min(3, len(settings)), squeeze=False).flat
+    colors = dict(zip(dict.fromkeys(contender for _, contender in groups), COLORS, strict=False))
+    for axis, setting in zip(axes, settings, strict=False):
+        for contender, rows in ((who, rows) for (where, who), rows in groups.items() if where == setting):
+            most = min(row["curve"][-1][0] for row in rows)
+            tokens = np.linspace(0, most, 60)
+            curves = np.array([np.interp(tokens, *zip(*row["curve"], strict=True)) for row in rows])
+            axis.plot(tokens / 1000, curves.mean(0), label=contender, color=colors[contender])
+            axis.fill_between(tokens / 1000, curves.min(0), curves.max(0), color=colors[contender], alpha=0.15, lw=0)
+        axis.set(title=setting, xlabel="sampled tokens, thousands", ylim=(0, 1), facecolor=paper)
+        axis.grid(color=grid, lw=0.5)
+        axis.legend(frameon=False, labelcolor=ink, fontsize=8)
+        for part in (axis.title, axis.xaxis.label, *axis.get_xticklabels(), *axis.get_yticklabels()):
+            part.set_color(ink)
+        for side in axis.spines.values():
+            side.set_color(grid)
+    figure.savefig(IMAGES / f"learning-{question}-{theme}.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()
