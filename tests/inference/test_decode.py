@@ -106,9 +106,43 @@ def test_siblings_are_prefilled_once() -> None:
     model = build()
     model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True)
     with torch.inference_mode():
-        _, prefilled = complete(model, rows, CPU)
+        _, work = complete(model, rows, CPU)
     assert tuple(seen[0]) == (2, 7)
-    assert prefilled == 3 + 7
+    assert work.prefilled == 3 + 7
+    assert work.decoded == sum(rows for rows, _ in seen[1:])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 8.0])
+def test_equal_prefixes_are_decoded_once(temperature: float) -> None:
+    rows = [
+        SequenceSpec(prompt, Sampling(temperature), seed, 6, ())
+        for prompt in ((1, 2, 3), (4, 5, 6, 7))
+        for seed in range(5)
+    ]
+    model = build()
+    sizes: list[int] = []
+    model.register_forward_pre_hook(lambda _, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True)
+    with torch.inference_mode():
+        together, work = complete(model, rows, CPU)
+        alone = [complete(model, [row], CPU)[0][0] for row in rows]
+    # The same tokens and log-probs as of each row alone.
+    assert [completion.token_ids for completion in together] == [completion.token_ids for completion in alone]
+    for one, other in zip(together, alone, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    # Each distinct prefix is one position; the last token of a completion is not decoded.
+    drawn = [(row.prompt, *completion.token_ids) for row, completion in zip(rows, together, strict=True)]
+    expected = [len({prefix[: 2 + step] for prefix in drawn}) for step in range(5)]
+    assert sizes[1:6] == expected and work.decoded == sum(expected)
+    assert work.decoded == 10 if temperature == 0 else work.decoded > 10
+
+
+def test_a_row_that_ends_leaves_its_node_to_the_others() -> None:
+    # All greedy, so the rows stay one node; each ends at its own limit.
+    rows = [SequenceSpec((1, 2, 3), Sampling(0.0), seed, limit, ()) for seed, limit in enumerate([5, 1, 3, 5])]
+    with torch.inference_mode():
+        completions, work = complete(build(), rows, CPU)
+    assert [len(completion.token_ids) for completion in completions] == [5, 1, 3, 5] and work.decoded == 4
+    assert all(c.token_ids == completions[0].token_ids[: len(c.token_ids)] for c in completions)
 
 
 def test_finished_and_abandoned_rows_leave_the_batch() -> None:
@@ -118,6 +152,7 @@ def test_finished_and_abandoned_rows_leave_the_batch() -> None:
     rows = [SequenceSpec((1, 2, 3), Sampling(), seed, limit, ()) for seed, limit in enumerate([2, 2, 2, 9, 9, 9])]
     with torch.inference_mode():
         completions, _ = complete(model, rows, CPU, abandoned=lambda: [4, 5] if len(sizes) > 4 else [])
-    assert sizes == [1, 6, 3, 3, 3, 1, 1, 1, 1]
+    # Six rows drew two different tokens; three go on after their second one, and one after the others were left.
+    assert sizes[:2] == [1, 2] and sizes[2:5] == [3, 3, 3] and sizes[5:] == [1, 1, 1, 1]
     assert [completion.finish_reason for completion in completions] == ["length"] * 4 + ["abort"] * 2
     assert completions[5].token_ids == []

@@ -39,6 +39,8 @@ def test_seats(index: list[int], groups: int, width: int) -> None:
     model = build()
     decoder = make_decoder(model, prefilled(model, max(index) + 1), None, torch.tensor(index))
     assert isinstance(decoder, SharedPrefix)
+    assert decoder.size == groups == len(set(decoder.nodes.tolist())), "a node per group at first"
+    decoder.keep(decoder.nodes.sort().values)  # a node per row
     assert tuple(decoder._table.shape) == (groups, width)
     assert decoder._table.view(-1)[decoder._place].tolist() == list(range(len(index)))
     assert len(decoder._keys[0]) == groups
@@ -49,6 +51,7 @@ def test_groups_without_rows_are_dropped() -> None:
     decoder = make_decoder(model, prefilled(model, 4), None, torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]))
     assert isinstance(decoder, SharedPrefix)
     third = decoder._keys[0][2]
+    decoder.keep(decoder.nodes)
     decoder.keep(torch.tensor([0, 4, 5]))
     assert len(decoder._keys[0]) == 2
     assert torch.equal(decoder._keys[0][1], third)

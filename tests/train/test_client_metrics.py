@@ -57,5 +57,6 @@ async def test_a_run_writes_them_down(make_trainer):
         if line["step"] == 0:
             assert told == {}
             continue
-        assert told.keys() == {"tokens_per_second", "prefix_cache_hit_rate"}
+        assert told.keys() == {"tokens_per_second", "prefix_cache_hit_rate", "decoded_share"}
+        assert 0 < told["decoded_share"] <= 1
         assert 0 < told["prefix_cache_hit_rate"] < 1 < told["tokens_per_second"]

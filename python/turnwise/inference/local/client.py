@@ -20,6 +20,7 @@ from turnwise.inference.local.decode import (
     Completion,
     ScoredSequence,
     SequenceSpec,
+    Work,
     complete,
     completion_logprobs,
     length_batches,
@@ -35,13 +36,15 @@ program always makes the same batches."""
 
 @dataclass(slots=True)
 class BatchStats:
-    """Totals since the client was made. ``prefilled_tokens`` counts each distinct prompt of a batch once."""
+    """Totals since the client was made. ``prefilled_tokens`` counts each distinct prompt of a batch once,
+    ``decoded_tokens`` each distinct prefix of its completions."""
 
     requests: int = 0
     batches: int = 0
     prompt_tokens: int = 0
     prefilled_tokens: int = 0
     generated_tokens: int = 0
+    decoded_tokens: int = 0
     seconds: float = 0.0
 
 
@@ -205,7 +208,8 @@ class TransformersClient(ClientBase):
         self._worker.shutdown(wait=True)
 
     def stats(self) -> dict[str, float]:
-        """Totals: ``requests, batches, prompt_tokens, prefilled_tokens, cached_tokens, generated_tokens, seconds``.
+        """Totals: ``requests, batches, prompt_tokens, prefilled_tokens, cached_tokens, generated_tokens``,
+        ``decoded_tokens`` and ``seconds``.
 
         ``cached_tokens`` counts the prompt tokens that an equal prompt in the batch had already prefilled.
         """
@@ -289,7 +293,7 @@ class TransformersClient(ClientBase):
         whole, each = (nullcontext(), ForwardLock(held, self._busy)) if self._in_flight else (self._busy, None)
         with whole, sampling_mode(held.model, self.shares_weights):
             began = time.perf_counter()
-            completions, prefilled = complete(
+            completions, work = complete(
                 held.model,
                 [job.row for job in jobs],
                 device=held.model.get_input_embeddings().weight.device,
@@ -297,7 +301,7 @@ class TransformersClient(ClientBase):
                 forward_lock=each or nullcontext(held.version),
             )
             responses = [self._response(*pair) for pair in zip(jobs, completions, strict=True)]
-            self._count(jobs, completions, prefilled, time.perf_counter() - began)
+            self._count(jobs, completions, work, time.perf_counter() - began)
         return responses
 
     def _score(self, policy: str, rows: Sequence[ScoredSequence]) -> list[list[float]]:
@@ -316,13 +320,12 @@ class TransformersClient(ClientBase):
             prompt_token_ids=list(job.row.prompt),
         )
 
-    def _count(
-        self, jobs: list[_PendingRequest], completions: list[Completion], prefilled: int, seconds: float
-    ) -> None:
+    def _count(self, jobs: list[_PendingRequest], completions: list[Completion], work: Work, seconds: float) -> None:
         self._stats.requests += len(jobs)
         self._stats.batches += 1
         self._stats.prompt_tokens += sum(len(job.row.prompt) for job in jobs)
-        self._stats.prefilled_tokens += prefilled
+        self._stats.prefilled_tokens += work.prefilled
+        self._stats.decoded_tokens += work.decoded
         self._stats.generated_tokens += sum(len(completion.token_ids) for completion in completions)
         self._stats.seconds += seconds
 

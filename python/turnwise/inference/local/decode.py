@@ -4,7 +4,12 @@ The module has its own decode loop, because ``model.generate(past_key_values=...
 token, repeats the prompts' part for every sibling, and computes finished rows until the last one is done. Here each row
 also has its own seed, temperature and limit.
 
-Legend: ``R`` rows, ``U`` distinct prompts, ``P`` prompt columns, ``T`` new tokens at most, ``V`` vocabulary.
+Siblings that have drawn equal tokens so far have equal keys, values and logits. They are one *node* of the decoder,
+which computes them once, until they draw different tokens and the node splits. A policy that is nearly sure of its
+answer thus decodes little more than one answer per prompt.
+
+Legend: ``R`` rows, ``N`` nodes, ``U`` distinct prompts, ``P`` prompt columns, ``T`` new tokens at most, ``V``
+vocabulary.
 """
 
 from __future__ import annotations
@@ -37,6 +42,14 @@ class SequenceSpec:
     stop_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Positions that passed through the model: of prompts, and of completions. Each distinct prefix counts once."""
+
+    prefilled: int
+    decoded: int
+
+
 @dataclass(slots=True)
 class Completion:
     """The tokens of one row (including the stop token), their log-probabilities and weight versions."""
@@ -53,12 +66,12 @@ def complete(
     device: torch.device,
     abandoned: Callable[[], Sequence[int]] = tuple,
     forward_lock: AbstractContextManager[int] | None = None,
-) -> tuple[list[Completion], int]:
+) -> tuple[list[Completion], Work]:
     """Complete ``rows`` with ``model`` in evaluation mode. Returns the completions in order.
 
     After each token, ``abandoned()`` returns the rows without a caller; they stop with ``"abort"``. Each forward pass
     enters ``forward_lock``, which returns the version of the weights. The weights may change between two passes. The
-    second result is the number of prefilled prompt tokens (siblings share one prefill).
+    second result counts the computed positions.
     """
     forward_lock = forward_lock or nullcontext(0)
     prompts = list(dict.fromkeys(row.prompt for row in rows))
@@ -68,7 +81,7 @@ def complete(
         logits, cache, mask = _prefill(model, prompts, device)
     decoder = make_decoder(model, cache, mask, index)
     drawn = _decode(decoder, rows, logits[index], version, abandoned, forward_lock)
-    return _completions(rows, drawn), sum(map(len, prompts))
+    return _completions(rows, drawn), Work(sum(map(len, prompts)), drawn.decoded)
 
 
 def _prefill(model: Any, prompts: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Any, Tensor | None]:
@@ -95,12 +108,13 @@ def _prefill(model: Any, prompts: Sequence[tuple[int, ...]], device: torch.devic
 @dataclass(slots=True)
 class _Drawn:
     """Tokens ``[R, T]`` int64 and log-probabilities ``[R, T]`` float32 on the CPU, the version of the weights that gave
-    each drawn column, and the aborted rows."""
+    each drawn column, the aborted rows, and the number of decoded positions."""
 
     tokens: Tensor
     logprobs: Tensor
     versions: list[int]
     aborted: set[int]
+    decoded: int
 
 
 def _decode(
@@ -113,7 +127,8 @@ def _decode(
 ) -> _Drawn:
     """Draw and decode until every row has ended. ``version`` belongs to the weights that gave ``logits [R, V]``.
 
-    In the loop, ``alive`` lists the rows in the decoder, and ``going`` marks those that have not ended.
+    In the loop, ``alive`` lists the rows in the decoder, ``going`` marks those that have not ended, and ``node`` is the
+    node of each; ``None`` once each row has a node of its own, in the order of ``alive``.
     """
     device, width = logits.device, max(row.limit for row in rows)
     sampler = RowSampler.build([row.sampling for row in rows], [row.seed for row in rows], width, device)
@@ -123,8 +138,10 @@ def _decode(
     tokens = torch.zeros((len(rows), width), dtype=torch.int64, device=device)
     logprobs = torch.zeros((len(rows), width), device=device)
     alive, going = torch.arange(len(rows), device=device), torch.ones(len(rows), dtype=torch.bool, device=device)
+    node: Tensor | None = decoder.nodes
     aborted: set[int] = set()
     versions: list[int] = []
+    decoded = 0
     for step in range(width):
         drawn, drawn_logprobs = sampler.draw(logits, alive, step)
         # A row ends at a stop token, at its limit, or when its caller has left.
@@ -138,14 +155,42 @@ def _decode(
         count = int(going.sum())
         if count == 0:
             break
-        # Once enough rows have ended, keep only the others in the batch.
-        if count < _PACK_BELOW * len(alive):
+        # Keep only the rows that go on: always while nodes split, else once enough rows have ended.
+        if count < len(alive) and (node is not None or count < _PACK_BELOW * len(alive)):
             kept = going.nonzero()[:, 0]
-            decoder.keep(kept)
+            if node is None:
+                decoder.keep(kept)
+            else:
+                node = node[kept]
             alive, drawn, going = alive[kept], drawn[kept], going[kept]
+        # Split the nodes whose rows drew different tokens.
+        if node is not None:
+            node, order, drawn = _split(decoder, node, drawn, logits.shape[1])
+            alive, going = alive[order], going[order]
+        positions = lengths[alive] + step
+        if node is not None:
+            positions = positions.new_empty(len(drawn)).scatter_(0, node, positions)
         with forward_lock as version:
-            logits = decoder.step(drawn, lengths[alive] + step)
-    return _Drawn(tokens.cpu(), logprobs.cpu(), versions, aborted)
+            logits = decoder.step(drawn, positions)
+        decoded += len(drawn)
+        logits = logits if node is None else logits[node]
+    return _Drawn(tokens.cpu(), logprobs.cpu(), versions, aborted, decoded)
+
+
+def _split(decoder: Decoder, node: Tensor, drawn: Tensor, vocabulary: int) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Give each distinct pair of ``node [r]`` and ``drawn [r]`` a node.
+
+    Returns the rows' new nodes, ``None`` if each row has its own; the order of the rows, ``[r]``, which then is that of
+    their nodes; and the token of each node ``[N]``.
+    """
+    order = torch.arange(len(node), device=node.device)
+    distinct, new = torch.unique(node * vocabulary + drawn, return_inverse=True)
+    parents = torch.div(distinct, vocabulary, rounding_mode="floor")
+    if len(parents) != decoder.size or bool((parents[1:] == parents[:-1]).any()):
+        decoder.keep(parents)
+    if len(distinct) == len(node):
+        return None, new.argsort(), distinct - parents * vocabulary
+    return new, order, distinct - parents * vocabulary
 
 
 def _stop_table(rows: Sequence[SequenceSpec], device: torch.device) -> Tensor:

@@ -1,10 +1,12 @@
-"""Decode one more token for many rows, given the prefilled key-value cache of their prompts.
+"""Decode one more token for many nodes, given the prefilled key-value cache of their prompts.
+
+A node is a distinct prefix, which one row or several continue (``decode``).
 
 ``SharedPrefix`` keeps each prompt's keys and values once, however many siblings complete it. The queries of all
 siblings meet them in one matrix product. New tokens are written in place into a small buffer per row. ``Repeated``
 serves all models that ``SharedPrefix`` was not tested on: it repeats the library's own cache for each row.
 
-Legend: ``R`` rows, ``G`` groups of at most ``W`` siblings, ``H`` query heads, ``K`` key-value heads, ``P`` prompt
+Legend: ``R`` nodes, ``G`` groups of at most ``W`` siblings, ``H`` query heads, ``K`` key-value heads, ``P`` prompt
 columns, ``S`` new tokens so far, ``D`` head size, ``V`` vocabulary.
 """
 
@@ -27,20 +29,30 @@ _RESERVE = 32  # columns by which a full buffer grows
 
 
 class Decoder(Protocol):
-    """Rows that grow by one token at a time."""
+    """Nodes that grow by one token at a time."""
+
+    nodes: Tensor
+    """The first node of each row."""
+
+    @property
+    def size(self) -> int:
+        """Number of nodes."""
+        ...
 
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Append ``tokens [R]`` at ``positions [R]``, and return the next token's logits ``[R, V]``."""
         ...
 
     def keep(self, rows: Tensor) -> None:
-        """Keep only ``rows``: ascending int64 indices into the current order."""
+        """Keep only ``rows``: ascending int64 indices into the current order. A repeated index splits a node."""
         ...
 
 
 def make_decoder(model: Any, cache: Any, mask: Tensor | None, index: Tensor) -> Decoder:
-    """Make a decoder for the prompts in ``cache``: row ``r`` continues prompt ``index[r]``. ``mask [U, P]`` is 0 on
-    padding."""
+    """Make a decoder for the prompts in ``cache``, all of which occur: row ``r`` continues prompt ``index[r]``.
+
+    ``mask [U, P]`` is 0 on padding.
+    """
     plain = all(type(layer) is DynamicLayer for layer in cache.layers)
     if plain and model.config.model_type in SHARED_PREFIX_MODELS:
         return SharedPrefix(model, cache, mask, index)
@@ -52,7 +64,8 @@ class Repeated:
 
     def __init__(self, model: Any, cache: Any, mask: Tensor | None, index: Tensor) -> None:
         self._model, self._cache, self._mask = model, cache, mask
-        self.keep(index)
+        self.nodes = index
+        self.size = int(index.max()) + 1
 
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
         if self._mask is not None:
@@ -60,6 +73,7 @@ class Repeated:
         return _forward(self._model, tokens, positions, self._cache, attention_mask=self._mask)
 
     def keep(self, rows: Tensor) -> None:
+        self.size = len(rows)
         self._cache.batch_select_indices(rows)
         self._mask = None if self._mask is None else self._mask[rows]
 
@@ -75,7 +89,8 @@ class SharedPrefix:
         self._model = model
         rows, prompts = len(index), int(index.max()) + 1
         self._width = -(-rows // prompts)
-        group, members = self._group(index)
+        # Each group begins as one node.
+        self.nodes, members = self._group(index)
         self._keys = [layer.keys[members] for layer in cache.layers]
         self._values = [layer.values[members] for layer in cache.layers]
         self._bias = None
@@ -83,7 +98,11 @@ class SharedPrefix:
             bias = torch.zeros(mask.shape, dtype=self._keys[0].dtype, device=mask.device)
             self._bias = bias.masked_fill(mask == 0, float("-inf"))[members, None, None]
         self._new = Cache(layers=[_InPlaceLayer() for _ in cache.layers])
-        self._seat(group)
+        self._seat(torch.arange(len(members), device=index.device))
+
+    @property
+    def size(self) -> int:
+        return len(self._place)
 
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
         with _attention(self._model.config):
@@ -121,7 +140,7 @@ class SharedPrefix:
         return torch.lerp(new, per_row(old), share).view(rows, 1, heads, size)
 
     def _group(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Form groups of at most ``W`` rows of one prompt. Returns each row's group ``[R]`` and each group's prompt
+        """Form groups of at most ``W`` rows of one prompt. Returns the group of each row, and the prompt of each group
         ``[G]``."""
         seen: dict[int, int] = {}
         groups: dict[tuple[int, int], int] = {}
@@ -162,7 +181,7 @@ class _InPlaceLayer(DynamicLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.is_initialized:
-            self._buffers = [buffer[indices] for buffer in self._buffers]
+            self._buffers = [_grown(buffer[indices, :, : self._length], buffer.shape[2]) for buffer in self._buffers]
             self._show()
 
     def _show(self) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 RATES = {
     "tokens_per_second": ("generated_tokens", "seconds"),
     "prefix_cache_hit_rate": ("cached_tokens", "prompt_tokens"),
+    "decoded_share": ("decoded_tokens", "generated_tokens"),
 }
 """From a metric to two totals: the metric is the growth of the first divided by the growth of the second."""
 
