@@ -53,6 +53,9 @@ class Credit(ABC):
         places = [(sample.rollout_id, sample.step_index) for sample in samples]
         return dict(zip(places, advantages.tolist(), strict=True))
 
+    step_rewards: bool = True
+    """True if it compares rewards of single calls, so that a reward may differ by turn (``reward.turn_shaping``)."""
+
     @abstractmethod
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
         """Return advantages ``[B]`` float32 of ``samples``, in their order."""

@@ -37,6 +37,7 @@ class LevelCredit(Credit):
 
     trees: ClassVar[bool] = False
     ends: ClassVar[bool] = False
+    step_rewards = False
     rule: CreditAssigner | str = "hierarchy"
     options: Mapping[str, Any] = field(default_factory=dict)
     edges: Sequence[Edge | Mapping[str, Any]] = ()

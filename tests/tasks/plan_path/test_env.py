@@ -56,7 +56,7 @@ def test_moving_away_costs_what_coming_back_earns():
 def test_what_a_walk_gains_depends_on_its_ends_alone(seed):
     luck = Random(seed)
     for maze in draw_mazes("train", 20, seed):
-        env = PlanPathEnv(maze, Scoring(alpha=0.0))
+        env = PlanPathEnv(maze, Scoring(mix=RewardMix(alpha=0.0, invalid_cost=1.0)))
         before, earned = env.closeness, 0.0
         for _ in range(8):
             earned += env.step("".join(luck.choices("UDLR", k=luck.randint(1, 6)))).reward

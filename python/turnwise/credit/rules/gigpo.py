@@ -36,6 +36,7 @@ class GiGPOCredit(GroupCredit):
     """Compares trajectories in groups ``(group_id, actor)``, and rows with equal ``anchor(sample)``. Not for trees."""
 
     trees: ClassVar[bool] = False
+    step_rewards = False
     gamma: float = 0.95
     omega: float = 1.0
     anchor: Callable[[Sample], Hashable] = anchor_state

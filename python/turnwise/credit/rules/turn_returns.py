@@ -28,6 +28,7 @@ class TurnReturnsCredit(GroupCredit):
     """Compares discounted returns in groups ``(group_id, actor, turn)``. For plain trajectories, not for trees."""
 
     trees: ClassVar[bool] = False
+    step_rewards = False
     gamma: float = 0.95
 
     def __post_init__(self) -> None:
