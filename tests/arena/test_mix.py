@@ -209,6 +209,15 @@ async def test_turns_are_shaped_before_credit(make_arena):
     assert [one.advantage for one in good.rollout.steps] == pytest.approx([-0.125, -0.125, 0.875, 0.875])
 
 
+async def test_turn_shaping_leaves_differences_and_costs_alone(make_arena):
+    """5, then 7, then no digit: own parts 0 0 0 0, outcomes 0 1 1 1; the first turn's outcome counts half."""
+    reward = {"alpha": 2.0, "difference": 0.7, "invalid_cost": 0.25, "turn_shaping": "discount", "gamma": 0.5}
+    arena, result = await played(make_arena, ["5", "7", "?", "7"], reward=reward)
+    assert [one.reward for one in result.rollout.steps] == pytest.approx([0.5, 2.2, 1.75, 2.0])
+    arena.shape_rewards([result])
+    assert [one.reward for one in result.rollout.steps] == pytest.approx([0.5, 1.2, 1.75, 2.0])
+
+
 async def test_a_tree_selects_by_the_mix(make_arena):
     """Two branches, 7 and 4: the outcome selects 7, the own part alone selects 4."""
     for alpha, best in ((2.0, "7"), (0.0, "4")):
@@ -236,6 +245,14 @@ async def test_a_step_reward_and_a_rubric_stay_as_they_are(make_arena):
         assert result.rollout.rewards == {"writer": 1.0, "editor": 1.0}
     _, result = await played(make_arena, ["5", "7", "6", "7"], Plain(), reward={"threshold": 0.6})
     assert [one.reward for one in result.rollout.steps] == [0.0, 1.0, 1.0, 1.0]
+
+
+async def test_a_step_reward_gets_the_difference_too(make_arena):
+    class Valued(Plain):
+        team_value = Draft.team_value
+
+    _, result = await played(make_arena, ["5", "7", "7", "0"], Valued(), reward={"difference": 0.7})
+    assert [one.reward for one in result.rollout.steps] == pytest.approx([0.5 + 0.5, 0.7 + 0.2, 0.7, 0.0 - 0.7])
 
 
 @pytest.mark.parametrize(

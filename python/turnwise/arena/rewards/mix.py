@@ -110,9 +110,11 @@ class RewardMix:
 
     def of(self, parts: RewardParts, difference: float = 0.0) -> float:
         """Return the reward of an action that changed the team's value by ``difference``, before turn shaping."""
+        return self._mixed(parts) + (self.difference * difference - self.cost(parts.valid))
+
+    def _mixed(self, parts: RewardParts) -> float:
         team, own = self.weights
-        mixed = self.binary(team * parts.team + own * parts.own)
-        return mixed + self.difference * difference - self.cost(parts.valid)
+        return self.binary(team * parts.team + own * parts.own)
 
     def pay(self, step: Step, earned: Any, difference: float, where: str) -> None:
         """Set the reward of ``step`` from ``earned``: parts, a number, one per token, or ``None`` for the rubric's.
@@ -128,15 +130,16 @@ class RewardMix:
                 raise ValueError(f"{where}: got rewards by token, expected a number to add a difference or a threshold")
             set_reward(step, earned, where)
             return
+        # Turn shaping leaves the difference and the cost alone.
         left = self.difference * difference
         if isinstance(earned, RewardParts):
-            left -= self.cost(earned.valid)
-            reward = self.of(RewardParts(*(check_reward(part, where) for part in earned)), difference)
+            parts = RewardParts(*(check_reward(part, where) for part in earned))
+            shaped, left = self._mixed(parts), left - self.cost(parts.valid)
         else:
-            reward = self.binary(check_reward(earned, where)) + left
+            shaped = self.binary(check_reward(earned, where))
         if left and self.turn_shaping != "none":
             step.info[UNSHAPED] = left
-        set_reward(step, reward, where)
+        set_reward(step, shaped + left, where)
 
 
 def as_parts(value: Any, where: str) -> RewardParts | None:
