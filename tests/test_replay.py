@@ -180,7 +180,7 @@ def test_changed_task_code(sudoku, monkeypatch):
 
 
 def test_a_changed_environment(sudoku, monkeypatch):
-    monkeypatch.setattr("turnwise.tasks.teams.invalid_penalty", lambda valid, cost: 0.0 if valid else -cost - 0.5)
+    monkeypatch.setattr("turnwise.arena.RewardMix.cost", lambda self, valid: 0.75 * (1.0 - valid))
     row = next(row for row in rows_of(sudoku) if row["metrics"]["valid_format/proposer"] < 1)
     divergence = replay(sudoku, row["id"]).divergence
     assert divergence.what == "the reward" and "turn 0, actor 'proposer'" in divergence.where

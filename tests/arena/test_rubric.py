@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from turnwise.arena import DropRolloutError, Rubric, SingleTurnEpisode
+from turnwise.arena import DropRolloutError, RewardMix, Rubric, SingleTurnEpisode
 from turnwise.types import EpisodeRequest, EpisodeState, Rollout, Step
 
 
@@ -65,6 +65,16 @@ def test_metrics_are_unique_per_function_and_actor():
     assert metrics == {"same_name/a": 1, "same_name/b": -1, "same_name_2/a": 2, "same_name_2/b": -2}
 
 
+class Place:
+    """An arena whose rewards are not mixed."""
+
+    def mix_of(self, episode_type):
+        return RewardMix()
+
+
+PLACE = Place()
+
+
 def test_functions_name_what_they_want():
     seen = {}
 
@@ -77,8 +87,8 @@ def test_functions_name_what_they_want():
         return 0
 
     trace, state = rollout("a", extras={"x": 1}), EpisodeState()
-    score(Rubric([everything, rest]), trace, arena="the arena", state=state)
-    assert seen["rollout"] is trace and seen["state"] is state and seen["arena"] == "the arena"
+    score(Rubric([everything, rest]), trace, arena=PLACE, state=state)
+    assert seen["rollout"] is trace and seen["state"] is state and seen["arena"] == PLACE
     assert (seen["artifact"], seen["extras"], seen["completion"]) == ({"answer": 4}, {"x": 1}, "text of a")
     assert seen["scale"] == 2.0
     assert seen["rest"] == ["arena", "artifact", "completion", "extras", "rollout", "state"]
@@ -92,16 +102,16 @@ def test_functions_name_what_they_want():
 
 def test_two_arguments_with_names_of_their_own_are_the_rollout_and_the_arena():
     def by_place(trace, place):
-        return float(trace.artifact["answer"] == 4 and place == "the arena")
+        return float(trace.artifact["answer"] == 4 and place == PLACE)
 
     def ignores(rollout, _arena):
         return float(rollout.artifact["answer"])
 
     def turned(_, arena, weight=3.0):
-        return weight * (arena == "the arena")
+        return weight * (arena == PLACE)
 
     rubric = Rubric([by_place, ignores, turned, lambda r, a: 10.0 * (r.artifact["answer"] == 4)])
-    assert score(rubric, rollout("a"), arena="the arena").rewards == {"a": 18.0}
+    assert score(rubric, rollout("a"), arena=PLACE).rewards == {"a": 18.0}
     for slip in (lambda rollout, area: 0, lambda extra, artifact: 0, lambda one: 0, lambda one, two, three: 0):
         with pytest.raises(TypeError, match="expected names of"):
             Rubric([slip])

@@ -129,15 +129,61 @@ def test_the_rules_state_is_saved() -> None:
     assert first.state_dict() and first.compute(proposals()) == second.compute(proposals())
 
 
-def test_branched_siblings_and_samples_without_a_tree_are_refused(make: Any) -> None:
+def branched(*, selected: int = 1) -> GenerateResult:
+    """A node with three proposals: attempts 1 0, attempts 1 1 0, and a text that is no problem."""
+    steps = [step("proposer", reward=r, tree_node=5, branch=b, selected=b == selected) for b, r in enumerate((4, 5, 6))]
+    attempts = [(0, 1.0), (0, 0.0), (1, 1.0), (1, 1.0), (1, 0.0)]
+    solved = [
+        episode("solve", f"p.{n}", "solver", reward, meta={"spawned_by": [5, branch]})
+        for n, (branch, reward) in enumerate(attempts)
+    ]
+    return episode("propose", "p", "proposer", 9.0, *solved, steps=steps)
+
+
+def test_a_branch_is_paid_by_the_children_that_it_spawned() -> None:
+    """Means 1/2 and 2/3; the third branch keeps its 6. The own trajectory is the second branch's: 2/3 with own = 0."""
+    samples = collect_samples([branched()])
+    rule = LevelCredit(rule="at_grpo", options={"scale": "none"}, edges=[PROPOSED, SOLVED])
+    paid = by_place(samples, [s.reward for s in rule.paid(samples)])
+    proposals = {("p", 0): 1 / 2, ("p", 1): 2 / 3, ("p", 2): 6.0}
+    # Without one of them: 0 or 1 of the first two attempts; 1/2, 1/2 or 1 of the others.
+    attempts = {("p.0", 0): 0.5, ("p.1", 0): -0.5, ("p.2", 0): 1 / 6, ("p.3", 0): 1 / 6, ("p.4", 0): -1 / 3}
+    assert paid == pytest.approx(proposals | attempts)
+    advantages = by_place(samples, rule.compute_columns(samples))
+    mean = sum(proposals.values()) / 3
+    assert [advantages["p", n] for n in range(3)] == pytest.approx([proposals["p", n] - mean for n in range(3)])
+    assert PROPOSED.pay([branched()], {("p.2", "solver"): 1.0, ("p.3", "solver"): 1.0, ("p.4", "solver"): 0.0}) == {
+        ("p", "proposer"): pytest.approx(2 / 3),
+        ("p", "proposer", 5, 0): 0.0,
+        ("p", "proposer", 5, 1): pytest.approx(2 / 3),
+    }
+    rows.penalize(samples, [0.25 if s.rollout_id == "p" and s.branch == 1 else 0.0 for s in samples])
+    assert by_place(samples, [s.reward for s in rule.paid(samples)])["p", 1] == pytest.approx(2 / 3 - 0.25)
+
+
+def test_unbranched_calls_are_paid_by_the_episodes_own_trajectory() -> None:
+    top = branched()
+    top.rollout.steps.append(step("lead", reward=1.0))
+    top.rollout.rewards["lead"] = 0.0
+    led = FromChildren(parent="propose", actor="lead", child="solve", child_actor="solver", by="sum")
+    samples = collect_samples([top])
+    assert by_place(samples, [s.reward for s in LevelCredit(rule="at_grpo", edges=[led]).paid(samples)])["p", 3] == 2.0
+
+
+def test_branches_that_can_not_be_compared_and_samples_without_a_tree_are_refused(make: Any) -> None:
     rule = LevelCredit(rule="episodic", edges=[PROPOSED])
     [top, _] = proposals()
     top.rollout.steps[0].tree_node = 5
-    with pytest.raises(ValueError, match=r"step 0 of rollout 'p1' grew in a tree"):
+    with pytest.raises(ValueError, match=r"step 0 of rollout 'p1' is a branch that spawned no child: later actions"):
+        rule.compute([top])
+    [top, _] = proposals()
+    top.rollout.steps[0].info["ends"] = [0, 1]
+    top.rollout.meta["ends"] = [{"rewards": {"proposer": 1.0}, "dropped": None}] * 2
+    with pytest.raises(ValueError, match=r"step 0 of rollout 'p1' led to several ends"):
         rule.compute([top])
     with pytest.raises(ValueError, match=r"step 0 of rollout 'a' tells no tree of episodes"):
         rule.compute_columns([make("a")])
-    assert LevelCredit.trees is False and rule.compute_columns([]).shape == (0,)
+    assert rule.trees and not LevelCredit(rule="gigpo").trees and rule.compute_columns([]).shape == (0,)
 
 
 def test_from_a_configuration() -> None:

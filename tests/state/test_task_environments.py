@@ -114,7 +114,7 @@ def act(episode, state, actor, text, artifact):
     """One action as the arena plays it; what it was worth."""
     state.current_actor, state.last_completion_text = actor, text
     episode.env_response(state, None, artifact)
-    return episode.step_reward(state, None, artifact), episode.is_done(state, None, artifact)
+    return episode.reward_parts(state, None, artifact), episode.is_done(state, None, artifact)
 
 
 @pytest.mark.parametrize("seed", range(3))

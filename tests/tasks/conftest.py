@@ -24,13 +24,13 @@ class ChatTokenizer(ByteTokenizer):
 class Table:
     """An arena with a task's actors and episodes. ``seen`` keeps ``(actor id, chat)`` of every call."""
 
-    def __init__(self, task: Task, player: Player | Sequence[str], tree: Any = None) -> None:
+    def __init__(self, task: Task, player: Player | Sequence[str], tree: Any = None, **settings: Any) -> None:
         self.seen: list[tuple[str, Messages]] = []
         self.task, self.player = task, player
         self.lines = iter(()) if callable(player) else iter(player)
         tokenizer = ChatTokenizer()
         client = ScriptedClient(self._answer, tokenizer=tokenizer)
-        self.arena = Arena(client, tokenizer, sampling=Sampling(max_tokens=4096), failure_threshold=0.0)
+        self.arena = Arena(client, tokenizer, sampling=Sampling(max_tokens=4096), failure_threshold=0.0, **settings)
         for actor in task.actors:
             self.arena.add_actor(actor)
         for name, episode in task.episodes(tree).items():

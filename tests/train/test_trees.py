@@ -79,7 +79,11 @@ def test_rules_and_trees():
     )
     assert tree_problem(TurnReturnsCredit(), config_of(4, "turn_returns", select="none")) == ""
     levels = tree_problem(LevelCredit(), config_of(4, "levels", select="none"))
-    assert levels.endswith("expected rollout.branches = 1, not 4")
+    assert levels.endswith("expected rollout.tree.beam_width = 1, and rollout.tree.select other than 'none'")
+    assert tree_problem(LevelCredit(), config_of(4, "levels", beam_width=2)) == levels
+    assert tree_problem(LevelCredit(), config_of(4, "levels")) == ""
+    inner = tree_problem(LevelCredit(rule="gigpo"), config_of(4, "levels"))
+    assert inner.endswith("expected rollout.branches = 1, not 4")
     assert "values of states" in tree_problem(VineCredit(), config_of(1, "vine"))
     assert tree_problem(VineCredit(), config_of(4, "vine")) == ""
     assert tree_problem(VineCredit(), config_of(1, "vine", playouts=2)) == ""

@@ -11,6 +11,7 @@ from turnwise.arena.multi_turn import MultiTurnEpisode
 from turnwise.arena.rewards.invalid_action import InvalidActionError, parsing
 from turnwise.arena.rewards.judge import Judge, read_choice, read_number
 from turnwise.arena.rewards.length_penalty import OverlongPenalty
+from turnwise.arena.rewards.mix import RewardMix, RewardParts
 from turnwise.arena.rewards.rubric import DropRolloutError, Rubric, Score
 from turnwise.arena.runtime.concurrency import BatchFailedError
 from turnwise.arena.runtime.privacy import private, reveal
@@ -40,6 +41,8 @@ __all__ = [
     "OpponentAssignment",
     "OverlongPenalty",
     "PrioritizedLevelReplay",
+    "RewardMix",
+    "RewardParts",
     "Rubric",
     "Score",
     "SingleTurnEpisode",

@@ -12,7 +12,9 @@ from functools import partial
 from typing import Any, Self
 
 from turnwise.arena.dynamic_sampling import describe_draws, sample_until_full, state_of
+from turnwise.arena.multi_turn import MultiTurnEpisode
 from turnwise.arena.rewards.group_rewards import score_groups
+from turnwise.arena.rewards.mix import shape_turns
 from turnwise.arena.runner import check_requests, create_context, run_episode
 from turnwise.arena.runtime.concurrency import (
     EpisodeCounter,
@@ -32,7 +34,7 @@ from turnwise.arena.runtime.model_call import (
 )
 from turnwise.arena.runtime.privacy import check_batch, check_prompt
 from turnwise.arena.runtime.rng import derive_seed, rng_state, set_rng_state
-from turnwise.arena.setup import ArenaSetup
+from turnwise.arena.setup import ArenaSetup, reward_problems
 from turnwise.arena.stores.outcomes import attempts_of, mean_reward, record_attempts
 from turnwise.samples import pack as rows
 from turnwise.samples.collect import collect_samples
@@ -130,9 +132,12 @@ class Arena(ArenaSetup):
 
         Episodes started inside another episode become its children.
 
-        Raises ``BatchFailedError`` if too many fail, ``ValueError`` or ``TypeError`` for requests that can't be run.
+        Raises ``BatchFailedError`` if too many fail, ``ValueError`` or ``TypeError`` for requests that can't be run,
+        and for keys of ``reward`` that no episode serves.
         """
         parent = current_context()
+        for key, reason in reward_problems(self.episodes, self.reward) if parent is None else ():
+            raise ValueError(f"reward={self.reward!r}: {key}: {reason}")
         seen: Counter[Any] = Counter()
         requests = check_requests(requests)
         contexts = [create_context(self, request, parent, seen) for request in requests]
@@ -150,7 +155,11 @@ class Arena(ArenaSetup):
         return results
 
     def shape_rewards(self, results: Sequence[GenerateResult]) -> None:
-        """Apply the length penalty. Repeated calls apply it only once per step."""
+        """Shape rewards by turn, then apply the length penalty. Repeated calls apply both only once per step."""
+        for rollout in (node.rollout for top in results for node in top.walk()):
+            episode = self.episodes.get(rollout.episode_type)
+            if rollout.error is None and isinstance(episode, MultiTurnEpisode):
+                shape_turns(rollout, self.mix_of(rollout.episode_type), episode.max_turns)
         if self.overlong is not None:
             self.overlong.apply(results)
 

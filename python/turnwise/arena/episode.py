@@ -9,6 +9,7 @@ from typing import Any
 
 from turnwise.arena.rewards.invalid_action import INVALID, InvalidActionError, fail_step, failed_step, leave_out_unpaid
 from turnwise.arena.rewards.leaves import finalize_steps, score_leaves, score_state
+from turnwise.arena.rewards.mix import RewardMix
 from turnwise.arena.rewards.rubric import Rubric
 from turnwise.arena.rewards.token_rewards import check_rewarded, keep_tokens
 from turnwise.arena.runtime.context import EpisodeContext, make_forkable, maybe_await, require_context
@@ -45,6 +46,8 @@ class Episode(ABC):
     rubric: Rubric
     invalid_reward: float = 0.0
     """Reward of a completion that is not a valid action, see :class:`~turnwise.arena.InvalidActionError`."""
+    mix: RewardMix = RewardMix()
+    """Mix of the rewards, where the arena's ``reward`` (``[reward]`` of a config) sets nothing else."""
 
     @abstractmethod
     async def rollout(self, arena: ArenaForHooks, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
@@ -62,6 +65,21 @@ class Episode(ABC):
         deadline, lineage and private texts, and its failure does not affect this one. Group functions have not run yet.
         """
         return ()
+
+    def unserved_rewards(self) -> dict[str, str]:
+        """Return the fields of :class:`RewardMix` that have no meaning here, each with the reason.
+
+        The arena ignores such a key for this episode, and refuses it if no episode serves it.
+        """
+        turns = "makes its calls in rollout(): turns need a MultiTurnEpisode"
+        reasons = {"difference": "has no team_value(state, arena, artifact): expected a MultiTurnEpisode that has"}
+        reasons |= {"turn_shaping": turns, "gamma": turns}
+        if not self.rubric.own:
+            told = "has one outcome and no own part: expected reward_parts(...), or Rubric(..., own=[...])"
+            reasons |= {"alpha": told, "mode": told}
+        if self.rubric.is_grouped:
+            reasons["threshold"] = "has group functions, whose rewards come after the threshold"
+        return reasons
 
     def stores(self) -> Sequence[ArtifactStore]:
         """Return the stores that the episode writes to or samples from. The arena registers those that it lacks."""
@@ -89,7 +107,7 @@ class Episode(ABC):
         try:
             state = await self.rollout(arena, rollout.artifact, context.state)
         except InvalidActionError as error:
-            state = self._failed(context, error)
+            state = self._failed(context, error, arena)
         if not isinstance(state, EpisodeState):
             raise TypeError(f"{type(self).__name__}.rollout returned {state!r}, expected the EpisodeState")
         context.state = state
@@ -117,12 +135,13 @@ class Episode(ABC):
             )
         return context.result()
 
-    def _failed(self, context: EpisodeContext, error: InvalidActionError) -> EpisodeState:
+    def _failed(self, context: EpisodeContext, error: InvalidActionError, arena: ArenaForHooks) -> EpisodeState:
         """Return the state after an invalid action. Raise ``error``, which is then a bug, if no actor has acted."""
         acted = [step for step in context.state.trajectory if step.actor_id is not None]
         if not acted:
             raise error
-        fail_step(acted[-1], error, self.invalid_reward)
+        cost = arena.mix_of(context.rollout.episode_type).invalid_cost
+        fail_step(acted[-1], error, self.invalid_reward - cost)
         context.rollout.meta["ended"] = INVALID
         return context.state
 
@@ -157,6 +176,12 @@ class SingleTurnEpisode(Episode):
     def get_initial_actor(self) -> Any:
         """Return the actor that answers; an empty id selects the arena's only actor, or the one called "solver"."""
         return self.actor
+
+    def unserved_rewards(self) -> dict[str, str]:
+        reasons = super().unserved_rewards()
+        if not self.rubric.valid:
+            reasons["invalid_cost"] = "does not say which completions are valid: expected Rubric(..., valid=[...])"
+        return reasons
 
     async def rollout(self, arena: ArenaForHooks, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
         state = EpisodeState() if state is None else state

@@ -8,6 +8,7 @@ from typing import Any
 
 from turnwise.arena.episode import Episode
 from turnwise.arena.rewards.invalid_action import INVALID, InvalidActionError, fail_step, failed_step
+from turnwise.arena.rewards.mix import RewardMix, as_parts
 from turnwise.arena.rewards.token_rewards import is_by_token, set_reward
 from turnwise.arena.runtime.context import make_forkable, maybe_await, require_context
 from turnwise.arena.runtime.private_text import MIN_HIDDEN_WORDS, hidden_parts
@@ -98,6 +99,22 @@ class MultiTurnEpisode(Episode, ABC):
         """
         return None
 
+    def reward_parts(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Any:
+        """Return the parts of the last action's reward, which the arena mixes; see :class:`~turnwise.arena.RewardMix`.
+
+        Return ``RewardParts(team, own, valid)`` or a tuple ``(team, own)``: the outcome that all actors share, the
+        actor's own part, and 0 for a completion that could not be read. It replaces ``step_reward``, which the arena
+        calls only if this hook returns ``None``.
+        """
+        return None
+
+    def team_value(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Any:
+        """Return the value of the team's present answer, for ``reward.difference``. Called before and after an action.
+
+        For example the share of a puzzle that is right, or else 1 for a right answer and 0 for any other or none.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: override team_value(state, arena, artifact)")
+
     def is_done(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Any:
         """Return true when the game is over. Called after each action. ``max_turns`` applies as well."""
         return state.done
@@ -128,6 +145,15 @@ class MultiTurnEpisode(Episode, ABC):
         have the role user.
         """
         return self.transcript(state, arena, artifact)
+
+    def unserved_rewards(self) -> dict[str, str]:
+        reasons, own = super().unserved_rewards(), type(self)
+        served = {"turn_shaping", "gamma"}
+        if own.reward_parts is not MultiTurnEpisode.reward_parts:
+            served |= {"alpha", "mode"}
+        if own.team_value is not MultiTurnEpisode.team_value:
+            served.add("difference")
+        return {key: reason for key, reason in reasons.items() if key not in served}
 
     # -- how it runs ---------------------------------------------------------------------------------------------------
     async def transcript(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Messages:
@@ -195,6 +221,8 @@ class MultiTurnEpisode(Episode, ABC):
         self, state: EpisodeState, messages: str | Messages, arena: ArenaForHooks, artifact: Any
     ) -> Step:
         """Make one model call, get the environment's answer and the action's reward. Changes ``state``."""
+        mix: RewardMix = arena.mix_of(require_context().rollout.episode_type)
+        before = await maybe_await(self.team_value(state, arena, artifact)) if mix.difference else 0.0
         await self.call_model(state.current_actor, messages, arena)
         step = state.trajectory[-1]
         if arena.check_private:
@@ -204,15 +232,19 @@ class MultiTurnEpisode(Episode, ABC):
         try:
             step.info["env_response"] = await maybe_await(self.env_response(state, arena, artifact)) or ""
             state.last_completion_text = step.completion
-            reward = await maybe_await(self.step_reward(state, arena, artifact))
+            where = f"{type(self).__name__}.reward_parts for actor {state.current_actor!r}"
+            earned: Any = as_parts(await maybe_await(self.reward_parts(state, arena, artifact)), where)
+            if earned is None:
+                where = f"{type(self).__name__}.step_reward for actor {state.current_actor!r}"
+                earned = await maybe_await(self.step_reward(state, arena, artifact))
+            after = await maybe_await(self.team_value(state, arena, artifact)) if mix.difference else 0.0
         except InvalidActionError as error:
             step.info["env_response"] = ""
-            fail_step(step, error, self.invalid_reward)
+            fail_step(step, error, self.invalid_reward - mix.invalid_cost)
             state.done = True
             return step
-        if reward is not None:
-            set_reward(step, reward, f"{type(self).__name__}.step_reward for actor {state.current_actor!r}")
-        elif is_by_token(step.reward):  # a hook set it; branches are compared before the rubric sums token rewards
+        mix.pay(step, earned, after - before, where)
+        if earned is None and is_by_token(step.reward):  # a hook set it; selection comes before the rubric's sums
             set_reward(step, step.reward, f"{type(self).__name__}: reward of a step of actor {state.current_actor!r}")
         return step
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from turnwise.arena.dynamic_sampling import check_stateless
 from turnwise.arena.episode import Episode, check_episode
 from turnwise.arena.episode_checkpoints import EpisodeCheckpoints
 from turnwise.arena.rewards.length_penalty import OverlongPenalty
+from turnwise.arena.rewards.mix import RewardMix, check_keys
 from turnwise.arena.runtime.concurrency import EpisodeCounter, PrioritySemaphore
 from turnwise.arena.runtime.model_call import PromptCache
 from turnwise.arena.runtime.rng import derive_seed
@@ -50,6 +52,7 @@ class ArenaSetup:
         failure_threshold: float = 0.5,
         retries: int = 0,
         filters: Filters | None = None,
+        reward: Mapping[str, Any] | None = None,
         overlong: OverlongPenalty | None = None,
         check_private: bool = False,
     ) -> None:
@@ -74,6 +77,8 @@ class ArenaSetup:
         """Share of failed episodes above which one call of ``generate_rollouts`` raises ``BatchFailedError``."""
         self.retries = retries
         """Further attempts of a failed episode before it becomes a result with ``error``."""
+        self.reward = check_keys(reward or {})
+        """Fields of :class:`RewardMix` that replace those of each episode that serves them."""
         self.overlong = overlong
         """Lowers the rewards of completions that come close to their token limit."""
         self.check_private = check_private
@@ -145,6 +150,10 @@ class ArenaSetup:
         self.stores[store.name] = store
         return store
 
+    def mix_of(self, episode_type: str) -> RewardMix:
+        """Return the mix of an episode's rewards: its own, with the keys of ``reward`` that it serves."""
+        return mix_of(self.episodes[episode_type], self.reward)
+
     @property
     def credit_assigner(self) -> CreditAssigner | None:
         """Alias of ``credit``."""
@@ -158,6 +167,24 @@ class ArenaSetup:
     def policies(self) -> list[str]:
         """Names of the policies behind the actors, in order of appearance."""
         return list(dict.fromkeys(actor.policy for actor in self.actors.values()))
+
+
+def mix_of(episode: Episode, reward: Mapping[str, Any]) -> RewardMix:
+    """Return the episode's mix with the keys of ``reward`` that it serves."""
+    if not reward:
+        return episode.mix
+    refused = episode.unserved_rewards()
+    return replace(episode.mix, **{key: value for key, value in reward.items() if key not in refused})
+
+
+def reward_problems(episodes: Mapping[str, Episode], reward: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return ``(key, reason)`` for each key of ``reward`` that none of ``episodes`` serves."""
+    problems = []
+    for key in reward:
+        reasons = [(name, episode.unserved_rewards().get(key)) for name, episode in episodes.items()]
+        if reasons and None not in [reason for _, reason in reasons]:
+            problems.append((key, f"episode {reasons[0][0]!r} {reasons[0][1]}"))
+    return problems
 
 
 def tokenizer_and_credit(

@@ -34,10 +34,10 @@ registry: dict[str, type[Credit]] = {}
 class Credit(ABC):
     """Base of the credit rules, see ``turnwise.types.CreditAssigner``. A rule defines ``compute_columns``."""
 
-    trees: ClassVar[bool] = True
+    trees: bool = True
     """True if the rule can compare the siblings of a tree."""
 
-    ends: ClassVar[bool] = True
+    ends: bool = True
     """True if it distinguishes trajectories of one rollout (``select="none"``) by ``Sample.trajectory_key``."""
 
     values_of_states: ClassVar[bool] = False
@@ -52,6 +52,9 @@ class Credit(ABC):
         advantages = self.compute_columns(samples)
         places = [(sample.rollout_id, sample.step_index) for sample in samples]
         return dict(zip(places, advantages.tolist(), strict=True))
+
+    step_rewards: bool = True
+    """True if it compares rewards of single calls, so that a reward may differ by turn (``reward.turn_shaping``)."""
 
     @abstractmethod
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:

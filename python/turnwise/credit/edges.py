@@ -2,6 +2,9 @@
 
 An edge changes rewards, not advantages, so any rule can follow. :class:`turnwise.credit.LevelCredit` combines edges and
 a rule. Episodes that failed, or that their rubric dropped, neither pay nor get paid.
+
+In a tree, ``rollout.meta["spawned_by"]`` of a child is the branch that spawned it, ``[tree node, branch]``. Each branch
+is paid from its own children, and the episode from those of its own trajectory.
 """
 
 from __future__ import annotations
@@ -14,8 +17,13 @@ from typing import Any, Protocol
 from turnwise.types import GenerateResult
 from turnwise.utils.registry import build_with_options, import_by_name, import_class
 
-Pay = dict[tuple[str, str], float]
-"""``(rollout id, actor) -> reward``."""
+Branch = tuple[int, int]
+"""``(tree node, branch)``."""
+
+Payee = tuple[str, str] | tuple[str, str, int, int]
+"""``(rollout id, actor)``; of one call in a tree ``(rollout id, actor, tree node, branch)``."""
+
+Pay = dict[Payee, float]
 
 Aggregate = Callable[[Sequence[float]], float]
 
@@ -31,7 +39,7 @@ WAYS: dict[str, Aggregate] = {
 class Edge(Protocol):
     """One kind of payment along a tree."""
 
-    def pay(self, nodes: Sequence[GenerateResult], rewards: Mapping[tuple[str, str], float]) -> Pay:
+    def pay(self, nodes: Sequence[GenerateResult], rewards: Mapping[Payee, float]) -> Pay:
         """Return the rewards that the edge sets.
 
         ``nodes`` are finished episodes, parents before their children. ``rewards`` include earlier edges.
@@ -44,9 +52,9 @@ class FromChildren:
     """Pays a parent from its children: ``R = own * R + by(r_1 ... r_n)``.
 
     ``r_i`` are the rewards of ``child_actor`` in the parent's finished children of type ``child``. If all of them
-    failed, ``empty`` replaces ``by``. A parent that spawned no such child keeps its reward. ``by`` is a name in
-    :data:`WAYS`, an import path, or a function of a list of rewards. The deepest parents are paid first. With one type
-    for ``parent`` and ``child``, a single edge therefore covers all levels.
+    failed, ``empty`` replaces ``by``. A parent that spawned no such child keeps its reward, and so does a branch.
+    ``by`` is a name in :data:`WAYS`, an import path, or a function of a list of rewards. The deepest parents are paid
+    first. With one type for ``parent`` and ``child``, a single edge therefore covers all levels.
 
     Example: ``FromChildren(parent="propose", actor="proposer", child="solve", child_actor="solver", by="mean")``
     """
@@ -62,20 +70,18 @@ class FromChildren:
     def __post_init__(self) -> None:
         way(self.by)
 
-    def pay(self, nodes: Sequence[GenerateResult], rewards: Mapping[tuple[str, str], float]) -> Pay:
+    def pay(self, nodes: Sequence[GenerateResult], rewards: Mapping[Payee, float]) -> Pay:
         paid: Pay = {}
         by = way(self.by)
         for node in reversed(nodes):
-            key = (node.rollout.id, self.actor)
-            spawned = any(
-                child.rollout.episode_type == self.child and "continues" not in child.rollout.meta
-                for child in node.children
-            )
-            if node.rollout.episode_type != self.parent or not spawned or not _plays(node, self.actor):
+            if node.rollout.episode_type != self.parent or not _plays(node, self.actor):
                 continue
-            keys = [(child.rollout.id, self.child_actor) for child in finished(node.children, self.child)]
-            values = [paid.get(known, rewards[known]) for known in keys if known in rewards]
-            paid[key] = self.own * rewards.get(key, 0.0) + (float(by(values)) if values else self.empty)
+            for payee, children in _by_payee(node, self.actor).items():
+                if not any(_is_child(child, self.child) for child in children):
+                    continue
+                keys: list[Payee] = [(child.rollout.id, self.child_actor) for child in finished(children, self.child)]
+                values = [paid.get(known, rewards[known]) for known in keys if known in rewards]
+                paid[payee] = self.own * rewards.get(payee, 0.0) + (float(by(values)) if values else self.empty)
         _warn_of_strangers(self, nodes, self.parent, self.actor)
         _warn_of_strangers(self, nodes, self.child, self.child_actor)
         return paid
@@ -87,7 +93,7 @@ class Difference:
 
     ``G`` is ``by`` of the rewards of ``child_actor`` in the parent's finished children of type ``child``, or
     ``outcome``, a function of the parent's result and a list of the children's results. ``empty`` is ``G`` of no
-    children.
+    children. In a tree the children of one branch count together.
     Raising this difference raises ``G`` (Wolpert and Tumer, 2001, https://doi.org/10.1142/S0219525901000188).
 
     Example: ``Difference(parent="plan", child="solve", child_actor="solver", by="max")``
@@ -106,23 +112,25 @@ class Difference:
         if self.outcome is not None and not callable(self.outcome):
             raise TypeError(f"outcome={self.outcome!r}: expected a function of a result and its children, or None")
 
-    def pay(self, nodes: Sequence[GenerateResult], rewards: Mapping[tuple[str, str], float]) -> Pay:
+    def pay(self, nodes: Sequence[GenerateResult], rewards: Mapping[Payee, float]) -> Pay:
         paid: Pay = {}
         for node in nodes:
             if node.rollout.episode_type != self.parent:
                 continue
-            team = [c for c in finished(node.children, self.child) if (c.rollout.id, self.child_actor) in rewards]
-            whole = self._outcome(node, team, rewards)
-            for place, child in enumerate(team):
-                key = (child.rollout.id, self.child_actor)
-                without = self._outcome(node, team[:place] + team[place + 1 :], rewards)
-                paid[key] = self.own * rewards[key] + whole - without
+            teams: dict[Branch | None, list[GenerateResult]] = {}
+            for child in finished(node.children, self.child):
+                if (child.rollout.id, self.child_actor) in rewards:
+                    teams.setdefault(_spawned_by(child), []).append(child)
+            for team in teams.values():
+                whole = self._outcome(node, team, rewards)
+                for place, child in enumerate(team):
+                    key = (child.rollout.id, self.child_actor)
+                    without = self._outcome(node, team[:place] + team[place + 1 :], rewards)
+                    paid[key] = self.own * rewards[key] + whole - without
         _warn_of_strangers(self, nodes, self.child, self.child_actor)
         return paid
 
-    def _outcome(
-        self, parent: GenerateResult, team: list[GenerateResult], rewards: Mapping[tuple[str, str], float]
-    ) -> float:
+    def _outcome(self, parent: GenerateResult, team: list[GenerateResult], rewards: Mapping[Payee, float]) -> float:
         if not team:
             return self.empty
         if self.outcome is not None:
@@ -161,8 +169,30 @@ def is_finished(result: GenerateResult) -> bool:
 
 def finished(results: Iterable[GenerateResult], episode_type: str) -> list[GenerateResult]:
     """Return the finished ``results`` of this type, in order; continuations of the parent are not children."""
-    own = (result for result in results if "continues" not in result.rollout.meta)
-    return [result for result in own if result.rollout.episode_type == episode_type and is_finished(result)]
+    return [result for result in results if _is_child(result, episode_type) and is_finished(result)]
+
+
+def _is_child(result: GenerateResult, episode_type: str) -> bool:
+    return result.rollout.episode_type == episode_type and "continues" not in result.rollout.meta
+
+
+def _spawned_by(child: GenerateResult) -> Branch | None:
+    node, branch = child.rollout.meta.get("spawned_by") or (None, None)
+    return None if node is None or branch is None else (node, branch)
+
+
+def _by_payee(node: GenerateResult, actor: str) -> dict[Payee, list[GenerateResult]]:
+    """Return the children that pay ``actor``: those of the episode's own trajectory, and of each of its branches."""
+    branches = {(step.tree_node, step.branch): step for step in node.rollout.steps if step.tree_node is not None}
+    children: dict[Payee, list[GenerateResult]] = {(node.rollout.id, actor): []}
+    for child in node.children:
+        branch = _spawned_by(child)
+        step = None if branch is None else branches.get(branch)
+        if step is None or step.selected:
+            children[node.rollout.id, actor].append(child)
+        if step is not None and step.tree_node is not None and step.actor_id == actor:
+            children.setdefault((node.rollout.id, actor, step.tree_node, step.branch), []).append(child)
+    return children
 
 
 def _plays(node: GenerateResult, actor: str) -> bool:

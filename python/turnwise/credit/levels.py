@@ -9,14 +9,14 @@ the rule's file names its source.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from turnwise.credit.base import Credit, build_rule
-from turnwise.credit.edges import Edge, Pay, build_edge, is_finished
+from turnwise.credit.edges import Edge, Pay, Payee, build_edge, is_finished
 from turnwise.types import CreditAssigner, GenerateResult, Sample
 
 
@@ -24,8 +24,8 @@ from turnwise.types import CreditAssigner, GenerateResult, Sample
 class LevelCredit(Credit):
     """Applies ``rule``, an object or a name with ``options``, to the rewards that ``edges`` have paid.
 
-    An actor that an edge pays gets that amount in every call of the episode; its step rewards no longer count. It works
-    on plain trajectories, not on trees, because the branch that spawned a child is unknown.
+    An actor that an edge pays gets that amount in every call of the episode; its step rewards no longer count. In a
+    tree of which one branch goes on, the children that a branch spawned pay the call of that branch.
 
     Example::
 
@@ -35,8 +35,8 @@ class LevelCredit(Credit):
         ])
     """
 
-    trees: ClassVar[bool] = False
-    ends: ClassVar[bool] = False
+    ends = False
+    step_rewards = False
     rule: CreditAssigner | str = "hierarchy"
     options: Mapping[str, Any] = field(default_factory=dict)
     edges: Sequence[Edge | Mapping[str, Any]] = ()
@@ -51,6 +51,7 @@ class LevelCredit(Credit):
         if isinstance(self.edges, (str, Mapping)):
             raise TypeError(f"edges={self.edges!r}: expected a list of edges")
         self._edges = [build_edge(edge) for edge in self.edges]
+        self.trees = getattr(self._rule, "trees", True)
 
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
         """Return advantages ``[B]`` float32 of ``samples``, in their order."""
@@ -64,16 +65,21 @@ class LevelCredit(Credit):
     def paid(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return ``samples`` with the rewards that the edges pay.
 
-        Raises ``ValueError`` for samples without their tree of episodes, and for paid steps of a tree-sampled rollout.
+        Raises ``ValueError`` for samples without their tree of episodes, for paid steps of a rollout with several ends,
+        and for a branch whose children a later action spawned.
         """
         nodes = _finished_nodes(samples)
-        before: Pay = {
-            (node.rollout.id, actor): float(reward) for node in nodes for actor, reward in node.rollout.rewards.items()
-        }
+        before: Pay = {}
+        for rollout in (node.rollout for node in nodes):
+            before |= {(rollout.id, actor): float(reward) for actor, reward in rollout.rewards.items()}
+            for step in rollout.steps:
+                if step.tree_node is not None and step.reward is not None:
+                    before[rollout.id, str(step.actor_id), step.tree_node, step.branch] = float(step.reward)
         paid: Pay = {}
         for edge in self._edges:
             paid |= edge.pay(nodes, before | paid)
-        return [_with_reward(sample, before, paid) for sample in samples]
+        by_branch = {key[:2] for key in paid if len(key) == 4}
+        return [_with_reward(sample, before, paid, by_branch) for sample in samples]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rule's state."""
@@ -96,14 +102,27 @@ def _finished_nodes(samples: Sequence[Sample]) -> list[GenerateResult]:
     return [node for top in tops.values() for node in top.walk() if is_finished(node)]
 
 
-def _with_reward(sample: Sample, before: Pay, paid: Pay) -> Sample:
-    key = (sample.rollout_id, sample.actor)
+def _with_reward(sample: Sample, before: Pay, paid: Pay, by_branch: Collection[tuple[str, ...]]) -> Sample:
+    key: Payee = (sample.rollout_id, sample.actor)
+    if sample.tree_node is not None:
+        branch: Payee = (sample.rollout_id, sample.actor, sample.tree_node, sample.branch)
+        if branch in paid:
+            taken = sample.reward - before.get(branch, sample.reward)
+            return replace(sample, reward=paid[branch] + taken, trajectory_reward=paid[branch] + taken)
+        if key in by_branch:  # it spawned no child, unlike others
+            return sample
     if key not in paid:
         return sample
-    if sample.tree_node is not None or "ends" in sample.info:
+    where = f"step {sample.step_index} of rollout {sample.rollout_id!r}"
+    if "ends" in sample.info:
         raise ValueError(
-            f"step {sample.step_index} of rollout {sample.rollout_id!r} grew in a tree: which of its branches spawned "
-            "which child is not known; edges need plain trajectories (rollout.branches = 1)"
+            f"{where} led to several ends, whose children together would pay it: edges need one end "
+            "(rollout.tree.beam_width = 1, and select other than 'none')"
+        )
+    if sample.tree_node is not None:
+        raise ValueError(
+            f"{where} is a branch that spawned no child: later actions did, and only after the branch that went on, so "
+            "its siblings have nothing to compare. Branch where children are spawned (rollout.tree.branch_at)"
         )
     # The rollout's reward does not include the sample's penalty, so subtract it from the payment too.
     taken = sample.trajectory_reward - before[key] if key in before else 0.0

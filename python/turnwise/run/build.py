@@ -214,6 +214,7 @@ def arena_for_client(
             max_length=config.filter.max_length,
             dynamic_sampling_rounds=config.filter.dynamic_sampling_rounds,
         ),
+        reward=config.reward.of_mix(),
         overlong=OverlongPenalty(*overlong) if overlong[0] else None,
         check_private=rollout.check_private,
         task=task,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 from turnwise.arena import Episode
 from turnwise.arena.dynamic_sampling import check_stateless
+from turnwise.arena.setup import mix_of, reward_problems
 from turnwise.credit import build_rule
 from turnwise.run.clients import check_client
 from turnwise.run.policy_sharing import resolve_policies
@@ -66,7 +67,7 @@ def resolve_config(config: TrainConfig, task: Task, problems: Problems) -> tuple
     with problems.gathered():
         build_credit(config)
     with problems.gathered():
-        episodes_of(config, task)
+        check_reward(config, episodes_of(config, task))
     with problems.gathered():
         eval_sets(config, task)
     with problems.gathered():
@@ -95,10 +96,14 @@ def dry_run(config: TrainConfig, *, import_code: bool = True) -> str:
         told += ["# so the keys alone were checked; --import-code runs that code and checks all\n"]
         return "".join(told) + to_toml(config)
     problems = Problems()
-    resolved, actors = resolve_config(config, task_of(config), problems)
+    task = task_of(config)
+    resolved, actors = resolve_config(config, task, problems)
     problems.raise_any()
-    players = [f"# actor {actor.id!r} plays with policy {actor.policy!r}\n" for actor in actors]
-    return "".join(players) + to_toml(resolved)
+    told = [f"# actor {actor.id!r} plays with policy {actor.policy!r}\n" for actor in actors]
+    for name, episode in episodes_of(config, task).items():
+        mix = mix_of(episode, config.reward.of_mix())
+        told.append(f"# rewards of episode {name!r}: {mix}\n")
+    return "".join(told) + to_toml(resolved)
 
 
 def task_of(config: TrainConfig) -> Task:
@@ -145,6 +150,19 @@ def episodes_of(config: TrainConfig, task: Task) -> dict[str, Episode]:
         raise ConfigError(f"config key 'rollout.branches' = {config.rollout.branches}: {error}") from error
 
 
+def check_reward(config: TrainConfig, episodes: Mapping[str, Episode]) -> None:
+    """Raise :class:`ConfigError` for keys of ``[reward]`` that no episode serves, or that don't fit together."""
+    reward = config.reward.of_mix()
+    lines = [f"config key 'reward.{key}' = {reward[key]!r}: {why}" for key, why in reward_problems(episodes, reward)]
+    for episode in episodes.values() if not lines else ():
+        try:
+            mix_of(episode, reward)
+        except ValueError as error:
+            lines = [f"config section 'reward': {error}"]
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
 def with_quotas(config: TrainConfig, actors: Sequence[Actor], task: Task) -> list[Actor]:
     """Return the actors with the limits of ``rollout.max_concurrency_per_actor``, which override their own."""
     quotas, known = config.rollout.max_concurrency_per_actor, [actor.id for actor in actors]
@@ -175,6 +193,11 @@ def build_credit(config: TrainConfig) -> CreditAssigner:
         raise ConfigError(str(error)) from error
     if problem := tree_problem(credit, config):
         raise ConfigError(problem)
+    if config.reward.turn_shaping not in (None, "none") and not getattr(credit, "step_rewards", True):
+        raise ConfigError(
+            f"config key 'reward.turn_shaping' = {config.reward.turn_shaping!r}: the rule {config.credit.rule!r} does "
+            "not compare the rewards of single calls: expected a rule such as 'grpo', 'dr_mas' or 'at_grpo'"
+        )
     if config.filter.dynamic_sampling_rounds:
         try:
             check_stateless(credit)

@@ -50,6 +50,11 @@ def tree_problem(credit: CreditAssigner, config: TrainConfig) -> str:
             f"config key 'credit.rule' = {rule!r}: the rule needs plain trajectories: expected rollout.branches = 1, "
             f"not {branches}{either}"
         )
+    if branches > 1 and not getattr(credit, "ends", True) and (tree.select == "none" or tree.beam_width > 1):
+        return (
+            f"config key 'credit.rule' = {rule!r}: the rule needs one end for each episode: expected "
+            "rollout.tree.beam_width = 1, and rollout.tree.select other than 'none'"
+        )
     values = getattr(credit, "values_of_states", False)
     if values and branches == 1 and not tree.playouts:
         return (

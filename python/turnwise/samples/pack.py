@@ -305,7 +305,7 @@ def drop_stale(batch: TrainingBatch, oldest: Mapping[str, int]) -> TrainingBatch
     return kept
 
 
-MEANS = ("reward", "raw_reward", "metric", "completion_tokens", "truncated", "overlong_penalty")
+MEANS = ("reward", "raw_reward", "metric", "completion_tokens", "truncated", "overlong_penalty", "team_difference")
 """Keys that :func:`describe` reports by actor, and metrics by their names."""
 
 
@@ -317,7 +317,8 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     ``metric/<name>`` over episodes without an error; means ``completion_tokens/<actor>`` and ``truncated/<actor>``, the
     share of calls that reached their token limit, over all calls; ``ended/max_turns``, the share of finished multi-turn
     episodes that ended at ``max_turns``; with an overlong penalty, ``overlong_penalty/<actor>`` and
-    ``raw_reward/<actor>``, the reward before the penalty.
+    ``raw_reward/<actor>``, the reward before the penalty; with ``reward.difference``, ``team_difference/<actor>``, the
+    mean change of the team's value by an action.
     """
     # Rewards and metrics of episodes without an error.
     rollouts = [result.rollout for top in results for result in top.walk()]
@@ -345,6 +346,8 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
         else:
             lengths[actor].append(len(token_ids))
             truncated[actor].append(finish == "length")
+            if "team_difference" in info:
+                means["team_difference"][actor].append(info["team_difference"])
     for rollout in compress(rollouts, [raw is not None for raw in raw_rewards]):
         for step in rollout.steps:
             if step.actor_id is not None and "overlong_penalty" in step.info:

@@ -1,6 +1,6 @@
 """Tasks: who plays what, how it is rewarded, and how success is measured. None needs a network or a key.
 
-Read in this order: base, generated, own, teams, rewards, routes, tiny.
+Read in this order: base, generated, own, teams, routes, tiny.
 May import: types, utils, arena.
 
 ``build_task("sudoku", {"blanks": [4, 6]})`` returns a :class:`Task`, which the training loop and the command line take.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler
+from turnwise.arena import Episode, MultiTurnEpisode, RewardMix, RewardParts, Rubric, TreeSampler
 from turnwise.tasks.base import Demonstration, Player, with_round, without_round
 from turnwise.tasks.gsm8k import (
     MARK,
@@ -69,9 +69,10 @@ class MathOrchestraEpisode(MultiTurnEpisode):
     """One question: solver, verifier, solver, … until the verifier approves or ``max_loops`` loops are over.
 
     The artifact is ``{"question": ..., "answer": ...}``. A verdict that can't be read approves, so a verifier that
-    babbles can't keep a problem in the loop. Both actors earn the final outcome: 1 if the solver's last answer is
-    right. A tree sampler must score each action before the end is known. Then a solver's action earns 1 if its answer
-    is right, and a verifier's earns 1 if the verdict agrees with that. No actor sees another one's ``<think>`` text.
+    babbles can't keep a problem in the loop. The team's part is the final outcome: 1 if the solver's last answer is
+    right. A solver's own part is 1 if its answer is right, a verifier's if the verdict agrees with that. By default
+    both actors earn the outcome. A tree sampler must score each action before the end is known, so there an action
+    earns its own part. No actor sees another one's ``<think>`` text.
 
     Example: ``MathOrchestraEpisode(max_loops=2)``
     """
@@ -83,10 +84,17 @@ class MathOrchestraEpisode(MultiTurnEpisode):
         if max_loops < 1:
             raise ValueError(f"max_loops={max_loops!r}: expected at least 1")
         super().__init__(sampler=sampler, max_turns=max_loops)
-        self.rubric = Rubric([correct, answered, readable_verdict], [1.0, 0.0, 0.0])
+        self.by_action = sampler is not None and sampler.selects
+        self.mix = RewardMix(0.0 if self.by_action else 1.0, "convex")
+        self.rubric = Rubric(
+            [correct, own_part, answered, readable_verdict],
+            [1.0, 0.0 if self.by_action else 1.0, 0.0, 0.0],
+            own=[] if self.by_action else [own_part],  # under a tree the actions are mixed, not the whole episode
+            valid=[answered, readable_verdict],
+        )
 
     def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
-        state.data = {"solution": None, "review": None, "right": False, "approved": None, "verdicts": []}
+        state.data = {"solution": None, "review": None, "right": False, "approved": None, "verdicts": [], "own": {}}
 
     def public(self, text: str) -> str:
         return without_thoughts(text)
@@ -104,21 +112,32 @@ class MathOrchestraEpisode(MultiTurnEpisode):
             verdict = parse_verdict(said)
             data["review"], data["approved"] = said, verdict is not False
             data["verdicts"].append(verdict)
+        agreed = state.current_actor == SOLVER or data["approved"]
+        data["own"][state.current_actor] = float(data["right"] == agreed)
 
-    def step_reward(self, state: EpisodeState, arena: Any, artifact: Any) -> float | None:
-        if self.sampler is None or not self.sampler.selects:
+    def reward_parts(self, state: EpisodeState, arena: Any, artifact: Any) -> RewardParts | None:
+        data = state.data
+        if not self.by_action:
             return None
-        agreed = state.current_actor == SOLVER or state.data["approved"]
-        return float(state.data["right"] == agreed)
+        read = extract_answer(data["solution"]) if state.current_actor == SOLVER else data["verdicts"][-1]
+        return RewardParts(float(data["right"]), data["own"][state.current_actor], read is not None)
+
+    def team_value(self, state: EpisodeState, arena: Any, artifact: Any) -> float:
+        """1 if the present answer is right. A verifier's action leaves it unchanged."""
+        return float(state.data["right"])
 
     def is_done(self, state: EpisodeState, arena: Any, artifact: Any) -> bool:
         return state.current_actor == VERIFIER and state.data["approved"]
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
-        """``correct``, ``answer`` (``None`` if unreadable), ``approved``, ``loops``, share of readable verdicts."""
+        """``correct``, ``answer`` (``None`` if unreadable), ``approved``, ``loops``, share of readable verdicts.
+
+        ``own`` is the own part of each actor's last action.
+        """
         verdicts = state.data["verdicts"]
         return {
             "correct": float(state.data["right"]),
+            "own": dict(state.data["own"]),
             "answer": extract_answer(state.data["solution"] or ""),
             "approved": bool(state.data["approved"]),
             "loops": len(verdicts),
@@ -129,6 +148,11 @@ class MathOrchestraEpisode(MultiTurnEpisode):
 def correct(extras: dict[str, Any]) -> dict[str, float]:
     """The final outcome, for both actors."""
     return {SOLVER: extras["correct"], VERIFIER: extras["correct"]}
+
+
+def own_part(extras: dict[str, Any]) -> dict[str, float]:
+    """1.0 if the solver's last answer is right; 1.0 if the verifier's last verdict agrees with the answer."""
+    return extras["own"]
 
 
 def answered(extras: dict[str, Any]) -> dict[str, float]:

@@ -11,9 +11,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from pydantic import Field, field_validator
 
-from turnwise.arena import MultiTurnEpisode, Rubric, TreeSampler
+from turnwise.arena import MultiTurnEpisode, RewardMix, RewardParts, Rubric, TreeSampler
 from turnwise.tasks.base import Demonstration, check_demonstrations
-from turnwise.tasks.rewards import MixMode, invalid_penalty, mix_rewards, mix_weights
 from turnwise.tasks.teams import TeamOptions
 from turnwise.types import EpisodeState, Message, Messages
 
@@ -141,32 +140,31 @@ def outcome_of(route: str | None, made: int, *, before: float, after: float, goa
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """Reward of an action: ``mix_rewards(goal, shaping * gained, alpha, mode)``, less ``invalid_cost`` if unreadable.
+    """Parts of an action's reward: the solution's value for the team, ``shaping * gained`` for the actor.
 
     ``gained`` is potential-based shaping ``phi(s') - phi(s)`` over the true distance (Ng, Harada and Russell 1999,
     without discount). Its sum over a walk depends only on start and end, so a detour neither costs nor pays, and an
     action that leaves the distance unchanged earns 0. Moves have no price. In a group where no board is solved, a small
     price alone would decide, and dividing by the group's deviation would make it as large as success. ``gained`` is
     above -1, so by default a readable route never earns less than an unreadable one.
-    Raises ``ValueError`` for an ``alpha`` that does not fit the mode, and for negative numbers.
+    ``mix`` weighs them where no arena does, in an environment's own rewards. Raises ``ValueError`` for a negative
+    ``shaping``.
 
     Example: ``Scoring(shaping=0.5).reward(Outcome(True, 1.0, closeness=1.0, gained=0.25, goal=1.0, moves=3)) == 1.125``
     """
 
-    alpha: float = 1.0
-    mode: MixMode = "weighted_sum"
-    invalid_cost: float = 1.0
     shaping: float = 1.0
+    mix: RewardMix = RewardMix(invalid_cost=1.0)  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
-        mix_rewards(0.0, 0.0, self.alpha, self.mode)
-        for name in ("invalid_cost", "shaping"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected a number >= 0")
+        if not self.shaping >= 0:
+            raise ValueError(f"shaping={self.shaping!r}: expected a number >= 0")
+
+    def parts(self, outcome: Outcome) -> RewardParts:
+        return RewardParts(outcome.goal, self.shaping * outcome.gained, outcome.valid)
 
     def reward(self, outcome: Outcome) -> float:
-        mixed = mix_rewards(outcome.goal, self.shaping * outcome.gained, self.alpha, self.mode)
-        return mixed + invalid_penalty(outcome.valid, self.invalid_cost)
+        return self.mix.of(self.parts(outcome))
 
 
 class StepResult(NamedTuple):
@@ -202,14 +200,16 @@ class RouteEpisode(MultiTurnEpisode):
     suggestion and board unchanged. From the second round on, every prompt tells how and where the last walk failed. An
     actor that suggests also reads the same about its own route: see :func:`failure_note`.
 
-    A step earns the reward of ``scoring`` for its route; a suggestion earns what it would earn if it were walked.
+    A step has the parts of ``scoring`` for its route; a suggestion earns what it would earn if it were walked.
     ``rubric`` pays a whole episode by the same measure: the team's outcome for every actor, the gain in closeness from
-    the start to its last action, and ``-invalid_cost`` times the share of its unreadable replies.
+    the start to its last action, and a cost for the share of its unreadable replies. The team's value is the closeness
+    that the suggestion would reach, or that of the board without one: a planner gains by mending a bad suggestion.
 
     A game implements ``start`` (its data for an artifact) and ``environment`` (its environment in ``state.data``).
     """
 
     default_scoring: ClassVar[Scoring] = Scoring()
+    mix = RewardMix(invalid_cost=1.0)
 
     def __init__(
         self,
@@ -222,10 +222,9 @@ class RouteEpisode(MultiTurnEpisode):
         super().__init__(sampler=sampler, max_turns=max_turns)
         self.actors = tuple(actors)
         self.scoring = scoring or self.default_scoring
-        team, own = mix_weights(self.scoring.alpha, self.scoring.mode)
-        paid = {goal: team, gained: own * self.scoring.shaping, unreadable: -self.scoring.invalid_cost}
         measured = (solved, closeness, valid_format, legal_moves, moves)
-        self.rubric = Rubric([*paid, *measured], [*paid.values(), *(0.0 for _ in measured)])
+        weights = [1.0, self.scoring.shaping, *(0.0 for _ in measured)]
+        self.rubric = Rubric([goal, gained, *measured], weights, own=[gained], valid=[valid_format])
 
     @abstractmethod
     def start(self, artifact: Any) -> dict[str, Any]:
@@ -261,8 +260,11 @@ class RouteEpisode(MultiTurnEpisode):
             outcome, data["route"] = env.preview(route), route or data["route"]
         data["outcomes"].setdefault(actor, []).append(outcome._asdict())
 
-    def step_reward(self, state: EpisodeState, arena: Any, artifact: Any) -> float:
-        return self.scoring.reward(Outcome(**state.data["outcomes"][state.current_actor][-1]))
+    def reward_parts(self, state: EpisodeState, arena: Any, artifact: Any) -> RewardParts:
+        return self.scoring.parts(Outcome(**state.data["outcomes"][state.current_actor][-1]))
+
+    def team_value(self, state: EpisodeState, arena: Any, artifact: Any) -> float:
+        return self.environment(state).preview(state.data["route"]).closeness
 
     def is_done(self, state: EpisodeState, arena: Any, artifact: Any) -> bool:
         return self.environment(state).solved
@@ -313,11 +315,6 @@ def gained(extras: dict[str, Any]) -> dict[str, float]:
     return extras["gained"]
 
 
-def unreadable(extras: dict[str, Any]) -> dict[str, float]:
-    """The share of each actor's completions that held no route."""
-    return {actor: 1.0 - share for actor, share in extras["valid"].items()}
-
-
 def valid_format(extras: dict[str, Any]) -> dict[str, float]:
     """The share of each actor's completions that held a route."""
     return extras["valid"]
@@ -336,14 +333,12 @@ def moves(extras: dict[str, Any]) -> dict[str, float]:
 class RouteOptions(TeamOptions):
     """Options of every game of routes; ``actors = ["solver"]`` with ``max_turns = 1`` is the single agent.
 
-    ``shaping`` rewards an action for leading closer to the end by the true distance. ``invalid_cost`` is the price of
-    an unreadable reply. See :class:`Scoring`.
+    ``shaping`` rewards an action for leading closer to the end by the true distance. See :class:`Scoring`.
     """
 
     actors: tuple[Role, ...] = Field(default=TEAM, min_length=1)
     max_turns: int = Field(default=3, ge=1)
     max_tokens: int = Field(default=64, ge=1)
-    invalid_cost: float = Field(default=Scoring().invalid_cost, ge=0)
     shaping: float = Field(default=Scoring().shaping, ge=0)
 
     @field_validator("actors")
@@ -355,7 +350,7 @@ class RouteOptions(TeamOptions):
 
     @property
     def scoring(self) -> Scoring:
-        return Scoring(self.alpha, self.mode, self.invalid_cost, self.shaping)
+        return Scoring(self.shaping)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -8,22 +8,15 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler
+from turnwise.arena import Episode, MultiTurnEpisode, RewardMix, RewardParts, Rubric, TreeSampler
 from turnwise.tasks.base import TaskOptions
 from turnwise.tasks.generated import GeneratedTask
-from turnwise.tasks.rewards import MixMode, invalid_penalty, mix_rewards, mix_weights
 from turnwise.types import EpisodeState
 
 
 class TeamOptions(TaskOptions):
-    """Options of games for a team; each game adds ``actors`` and ``max_turns``.
+    """Options of games for a team; each game adds ``actors`` and ``max_turns``."""
 
-    A step earns ``mix_rewards(outcome, own part, alpha, mode)``, less ``invalid_cost`` for a reply that can't be read.
-    """
-
-    alpha: float = Field(default=1.0, ge=0)
-    mode: MixMode = "weighted_sum"
-    invalid_cost: float = Field(default=0.25, ge=0)
     quality: float = Field(default=0.4, ge=0, le=1)
 
     @field_validator("actors", check_fields=False)
@@ -35,17 +28,18 @@ class TeamOptions(TaskOptions):
 
     def of_episode(self) -> dict[str, Any]:
         """The arguments that every :class:`TeamEpisode` takes."""
-        names = ("actors", "max_turns", "alpha", "mode", "invalid_cost")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("actors", "max_turns")}
 
 
 class TeamEpisode(MultiTurnEpisode):
     """An episode in which ``actors`` act in order for up to ``max_turns`` rounds. ``team`` defaults to the actors.
 
-    A step earns ``mix_rewards(outcome, own part, alpha, mode)``, less ``invalid_cost`` for a reply that can't be read.
-    ``rubric`` mixes the functions in ``outcomes`` and ``own_parts`` in the same way for the whole episode. The
+    The arena mixes a step's outcome and own part, less a cost for a reply that can't be read (``mix``). ``rubric`` has
+    the functions in ``outcomes`` and ``own_parts``, which are mixed in the same way for the whole episode. The
     functions in ``measures`` are only reported.
     """
+
+    mix = RewardMix(invalid_cost=0.25)
 
     team: ClassVar[Sequence[str]]
     outcomes: ClassVar[Sequence[Callable[..., Any]]]
@@ -57,22 +51,13 @@ class TeamEpisode(MultiTurnEpisode):
         *,
         actors: Sequence[str] | None = None,
         max_turns: int = 2,
-        alpha: float = 1.0,
-        mode: MixMode = "weighted_sum",
-        invalid_cost: float = 0.25,
         sampler: TreeSampler | None = None,
     ) -> None:
         super().__init__(sampler=sampler, max_turns=max_turns)
         self.actors = tuple(self.team if actors is None else actors)
-        self.alpha, self.mode, self.invalid_cost = alpha, mode, invalid_cost
-        outcome, own = mix_weights(alpha, mode)
-        weights = {**dict.fromkeys(self.outcomes, outcome), **dict.fromkeys(self.own_parts, own)}
-        weights |= dict.fromkeys(self.measures, 0.0)
-        self.rubric = Rubric([*weights], [*weights.values()])
-
-    def mixed_reward(self, outcome: bool, own: float, valid: bool) -> float:
-        """The reward of a step."""
-        return mix_rewards(float(outcome), own, self.alpha, self.mode) + invalid_penalty(valid, self.invalid_cost)
+        paid = [*self.outcomes, *self.own_parts]
+        weights = [*(1.0 for _ in paid), *(0.0 for _ in self.measures)]
+        self.rubric = Rubric([*paid, *self.measures], weights, own=self.own_parts)
 
     def rounds(self, state: EpisodeState) -> int:
         """Number of rounds."""
@@ -96,9 +81,9 @@ class ActingEpisode(TeamEpisode):
         """Return True if the current actor's last reply could not be read."""
         return not all(act["valid"] for act in state.data["acts"].get(state.current_actor, [])[-1:])
 
-    def step_reward(self, state: EpisodeState, arena: Any, artifact: Any) -> float:
+    def reward_parts(self, state: EpisodeState, arena: Any, artifact: Any) -> RewardParts:
         act = state.data["acts"][state.current_actor][-1]
-        return self.mixed_reward(self.is_solved(state), act["own"], act["valid"])
+        return RewardParts(float(self.is_solved(state)), act["own"], act["valid"])
 
     def team_extras(self, state: EpisodeState) -> dict[str, Any]:
         """``solved`` by actor of the team; ``own`` and ``valid`` by actor that acted; ``rounds``."""

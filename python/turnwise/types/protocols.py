@@ -36,6 +36,10 @@ class ArenaForHooks(Protocol):
     episode_checkpoints: Any
     """Checkpoints of running episodes, or ``None``."""
 
+    def mix_of(self, episode_type: str) -> Any:
+        """Return the mix of an episode's rewards (:class:`turnwise.arena.RewardMix`)."""
+        ...
+
     async def call_model(
         self,
         actor_id: str | None,

@@ -64,7 +64,7 @@ async def test_a_problem_is_worth_what_its_pass_rate_says(table, curve, answers,
 
 @pytest.mark.parametrize("reply", ["What is seven?", "1 + 1", "(1 + 1)", "300 + 4", ""])
 async def test_no_problem_and_the_example_itself_cost_and_nobody_attempts_them(table, reply):
-    seat = table(task(invalid_cost=0.5), [reply])
+    seat = table(task(), [reply], reward={"invalid_cost": 0.5})
     result = await seat.one(ARTIFACT)
     assert result.rollout.rewards == {PROPOSER: -0.5} and not result.children and len(seat.seen) == 1
     assert result.rollout.metrics[f"valid_problem/{PROPOSER}"] == 0.0

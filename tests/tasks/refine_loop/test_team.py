@@ -96,7 +96,7 @@ async def test_thoughts_decide_nothing(table):
 
 
 async def test_the_generator_alone(table):
-    result = await table(team(actors=(GENERATOR,), max_turns=1, alpha=0.5), ["1 3 5"]).one(ARTIFACT)
+    result = await table(team(actors=(GENERATOR,), max_turns=1), ["1 3 5"], reward={"alpha": 0.5}).one(ARTIFACT)
     assert rewards(result) == [(GENERATOR, 0, 1.5)] and result.rollout.rewards == {GENERATOR: 1.5}
 
 

@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from turnwise.arena import RewardMix
 from turnwise.state import ForkableMixin, fork_many
 from turnwise.tasks.routes import Outcome, Scoring
 from turnwise.tasks.sokoban.env import SokobanEnv
@@ -51,8 +52,8 @@ def test_what_is_lost_is_worse_than_all_that_is_not():
     [
         (Scoring(), 1 + 2 / 6),
         (Scoring(shaping=0.0), 1.0),
-        (Scoring(alpha=3.0, shaping=6.0), 3 + 2.0),
-        (Scoring(alpha=0.75, mode="convex"), 0.75 + 0.25 * 2 / 6),
+        (Scoring(6.0, RewardMix(alpha=3.0)), 3 + 2.0),
+        (Scoring(mix=RewardMix(0.75, "convex")), 0.75 + 0.25 * 2 / 6),
     ],
 )
 def test_scorings(scoring, reward):
@@ -102,5 +103,3 @@ def test_mistakes_are_named():
         SokobanEnv(parse_level("#####\n#A.B#\n#...#\n#..G#\n#####"))
     with pytest.raises(ValueError, match=r"shaping=-1"):
         Scoring(shaping=-1)
-    with pytest.raises(ValueError, match=r"alpha=2\.0"):
-        Scoring(alpha=2.0, mode="convex")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from turnwise.arena.rewards.invalid_action import failed_step
+from turnwise.arena.rewards.mix import add_differences
 from turnwise.arena.rewards.rubric import Rubric, Score
 from turnwise.arena.rewards.token_rewards import keep_tokens
 from turnwise.arena.runtime.concurrency import gather_or_cancel
@@ -58,7 +59,9 @@ async def score_state(episode: ScoredEpisode, arena: ArenaForHooks, rollout: Rol
         zeros = {f"{name}/{actor}": 0.0 for name in episode.rubric.names for actor in sorted(map(str, actors))}
         return Score({str(failed.actor_id): float(failed.reward or 0.0)}, zeros)
     rollout.extras = to_python(dict(await maybe_await(episode.get_extras(state)) or {}))
-    return await episode.rubric.score(rollout, arena, state)
+    score = await episode.rubric.score(rollout, arena, state)
+    add_differences(score.rewards, state.trajectory, arena.mix_of(rollout.episode_type).difference)
+    return score
 
 
 async def score_leaves(episode: ScoredEpisode, arena: ArenaForHooks, context: EpisodeContext) -> Score:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.arena.rewards.invalid_action import InvalidActionError
+from turnwise.arena.rewards.mix import RewardMix
 from turnwise.arena.rewards.token_rewards import add_tokens, check_reward, is_by_token, reward_of, settle_steps
 from turnwise.arena.runtime.concurrency import gather_or_cancel
 from turnwise.arena.runtime.context import current_context, maybe_await, use_context
@@ -97,6 +98,10 @@ class Rubric:
     last rollout of a question has finished, gets all finished ones, and returns a value for each. If it fails, its
     whole group fails.
 
+    The arena mixes the rewards (:class:`RewardMix`) if the rubric names the parts: ``own`` lists the functions of an
+    actor's own part, all others are the team's; ``valid`` lists functions that give the share of an actor's valid
+    completions, and the rest pays ``invalid_cost``.
+
     Example::
 
         def correct(extras, artifact):
@@ -115,6 +120,9 @@ class Rubric:
         weights: Sequence[float] | None = None,
         on_error: str = "raise",
         timeout: float | None = None,
+        *,
+        own: Collection[RewardFunction] = (),
+        valid: Collection[RewardFunction] = (),
     ) -> None:
         if callable(funcs) or not isinstance(funcs, Iterable):
             raise TypeError(f"funcs={funcs!r}: expected a list of reward functions")
@@ -137,6 +145,9 @@ class Rubric:
         self._grouped = grouped
         self._single = [index for index in range(len(self.funcs)) if index not in grouped]
         self._handle = ON_ERROR[on_error]
+        self.own, self.valid = self._named("own", own), self._named("valid", valid)
+        if set(grouped) & self.valid:
+            raise ValueError("valid: expected functions of one rollout, not of a group")
 
     async def score(
         self, rollout: Rollout, arena: ArenaForHooks | None = None, state: EpisodeState | None = None
@@ -150,7 +161,7 @@ class Rubric:
             "completion": _last_completion(rollout, state),
             "state": state,
         }
-        score = Score()
+        score, mix = Score(), _mix_of(arena, rollout)
         settle_steps(rollout)  # so that reward functions see sums of token rewards
         try:
             values = await self._run(self._single, available)
@@ -160,7 +171,16 @@ class Rubric:
         finally:
             settle_steps(rollout)  # reward functions may have set rewards of steps
         for index, value in zip(self._single, values, strict=True):
-            self._add(score, index, value, rollout)
+            self._add(score, index, value, rollout, mix)
+        # The costs follow the threshold.
+        if mix.threshold is not None:
+            if score.token_rewards:
+                raise ValueError(f"threshold={mix.threshold!r}: got rewards by token, expected numbers")
+            score.rewards = {actor: mix.binary(reward) for actor, reward in score.rewards.items()}
+        for index, value in zip(self._single, values, strict=True):
+            if index in self.valid and mix.invalid_cost:
+                for actor, (share, _) in _by_actor(self.names[index], value, rollout).items():
+                    score.rewards[actor] = score.rewards.get(actor, 0.0) - mix.cost(share)
         return score
 
     @property
@@ -186,11 +206,19 @@ class Rubric:
                     f"{len(rollouts)} rollouts"
                 )
             for score, rollout, value in zip(scores, rollouts, values, strict=True):
-                self._add(score, index, value, rollout)
+                self._add(score, index, value, rollout, _mix_of(arena, rollout))
         return scores
 
-    def _add(self, score: Score, index: int, value: Any, rollout: Rollout) -> None:
+    def _named(self, name: str, functions: Collection[RewardFunction]) -> set[int]:
+        """Return the indices of ``functions``. Raises ``ValueError`` for one that the rubric lacks."""
+        if any(func not in self.funcs for func in functions):
+            raise ValueError(f"{name}={functions!r}: expected some of the rubric's functions {self.names}")
+        return {self.funcs.index(func) for func in functions}
+
+    def _add(self, score: Score, index: int, value: Any, rollout: Rollout, mix: RewardMix) -> None:
         name, weight = self.names[index], self.weights[index]
+        if self.own:  # without an own part there is nothing to mix
+            weight *= mix.weights[index in self.own]
         for actor, (reward, tokens) in _by_actor(name, value, rollout).items():
             score.metrics[f"{name}/{actor}"] = reward
             if weight:
@@ -239,6 +267,12 @@ class Rubric:
             return error.reward or 0.0
         except Exception as error:
             return await self._handle(call, error)
+
+
+def _mix_of(arena: ArenaForHooks | None, rollout: Rollout) -> RewardMix:
+    """Return the mix of the rollout's episode; the plain sum outside of an arena."""
+    mix: RewardMix = RewardMix() if arena is None else arena.mix_of(rollout.episode_type)
+    return mix
 
 
 def _wanted_arguments(func: RewardFunction, name: str) -> dict[str, str]:

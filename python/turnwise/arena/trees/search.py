@@ -337,6 +337,8 @@ class TreeSearch:
                 steps, children = self._collect_beam(beam)
             else:
                 steps, children = self._move_records(scope, beam.from_branch)
+                for child in children:
+                    child.rollout.meta["spawned_by"] = [action.node, index]
                 for step in steps:
                     step.branch = index
                     step.tree_node = action.node if step is outcome else None

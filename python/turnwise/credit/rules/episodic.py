@@ -18,6 +18,8 @@ from turnwise.types import Sample
 class EpisodicCredit(Credit):
     """Uses the rollout's reward of the actor as the advantage."""
 
+    step_rewards = False
+
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
         """Return advantages ``[B]`` float32."""
         return np.array([sample.trajectory_reward for sample in samples], dtype=np.float32)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -35,7 +34,8 @@ def anchor_state(sample: Sample) -> Hashable:
 class GiGPOCredit(GroupCredit):
     """Compares trajectories in groups ``(group_id, actor)``, and rows with equal ``anchor(sample)``. Not for trees."""
 
-    trees: ClassVar[bool] = False
+    trees = False
+    step_rewards = False
     gamma: float = 0.95
     omega: float = 1.0
     anchor: Callable[[Sample], Hashable] = anchor_state

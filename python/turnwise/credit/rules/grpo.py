@@ -40,6 +40,7 @@ class GRPOCredit(GroupCredit):
     _looks_left = 8  # batches to check for advice, which is given once
 
     def __post_init__(self) -> None:
+        self.step_rewards = not self.hierarchy
         if not self.normalize:
             self.scale = "none"
         super().__post_init__()

@@ -40,6 +40,7 @@ class RAECredit(Credit):
     the mean of its rewards, or after each ``"trajectory"``.
     """
 
+    step_rewards = False
     decay: float = field(default=0.95, kw_only=False)
     per: str = "batch"
     bias_correction: bool = False

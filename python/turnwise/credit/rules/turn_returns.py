@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -27,7 +26,8 @@ from turnwise.types import Sample
 class TurnReturnsCredit(GroupCredit):
     """Compares discounted returns in groups ``(group_id, actor, turn)``. For plain trajectories, not for trees."""
 
-    trees: ClassVar[bool] = False
+    trees = False
+    step_rewards = False
     gamma: float = 0.95
 
     def __post_init__(self) -> None:

@@ -41,6 +41,7 @@ class VineCredit(Credit):
     """
 
     values_of_states: ClassVar[bool] = True
+    step_rewards = False
     gamma: float = 1.0
     team: bool = False
 

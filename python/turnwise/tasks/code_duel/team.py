@@ -70,10 +70,10 @@ class CodeDuelEpisode(ActingEpisode):
 
     The artifact is ``{"problem": "Return the sum of ..."}``. The coder's program runs in ``sandbox``. The tester sees
     it, and the first ``max_cases`` of its test cases run on it. The coder sees the failed ones next. An unreadable
-    reply leaves program and report unchanged and costs ``invalid_cost``. A step earns ``mix_rewards(solved, own part,
-    alpha, mode)``. ``solved`` is 1 if the current program passes all hidden tests. The coder's own part is the share
-    that it passes; the tester's is how well its cases tell right programs from wrong ones
-    (:func:`~turnwise.tasks.code_duel.scoring.judge_cases`). ``rubric`` mixes the same values for the whole episode: the
+    reply leaves program and report unchanged and has its cost. The team's part of a step is 1 if the current program
+    passes all hidden tests. The coder's own part is the share that it passes, which is also the team's value; the
+    tester's is how well its cases tell right programs from wrong ones
+    (:func:`~turnwise.tasks.code_duel.scoring.judge_cases`). ``rubric`` has the same parts for the whole episode: the
     outcome for every actor, and the own part of its last action. No actor sees another one's ``<think>`` text.
 
     Example: ``CodeDuelEpisode(Sandbox(), sampler=TreeSampler(branches=8))`` for the team,
@@ -131,6 +131,10 @@ class CodeDuelEpisode(ActingEpisode):
             data["failed"] = describe_failures(cases, run.results)
             data["agreed"] = data["failed"] is None
         return {"valid": bool(cases), "own": judged.score, "right": judged.right}
+
+    def team_value(self, state: EpisodeState, arena: Any, artifact: Any) -> float:
+        """The share of the hidden tests that the current program passes. A tester's action leaves it unchanged."""
+        return float(state.data["passed"])
 
     def is_solved(self, state: EpisodeState) -> bool:
         return state.data["passed"] == 1.0

@@ -25,7 +25,7 @@ class GSM8KEpisode(SingleTurnEpisode):
     actor = SOLVER
 
     def __init__(self) -> None:
-        self.rubric = Rubric([correct, answered], [1.0, 0.0])
+        self.rubric = Rubric([correct, answered], [1.0, 0.0], valid=[answered])
 
     def get_prompt(self, artifact: Any) -> str:
         return artifact["question"]

@@ -15,7 +15,7 @@ Goal = Literal["efficiency", "solved"]
 
 @dataclass(frozen=True, slots=True)
 class Scoring(routes.Scoring):
-    """Reward of an action, see :class:`turnwise.tasks.routes.Scoring`.
+    """Parts of an action's reward, see :class:`turnwise.tasks.routes.Scoring`.
 
     Reaching the goal is worth the efficiency of the path, or 1 for any path with ``goal="solved"``. Also raises
     ``ValueError`` for any other ``goal``.

@@ -81,7 +81,7 @@ class PlanPathOptions(RouteOptions):
 
     @property
     def scoring(self) -> Scoring:
-        return Scoring(self.alpha, self.mode, self.invalid_cost, self.shaping, self.goal)
+        return Scoring(self.shaping, goal=self.goal)
 
 
 class PlanPathTask(TeamTask):

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from turnwise.arena import ArtifactStore, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler, record_input
+from turnwise.arena import (
+    ArtifactStore,
+    MultiTurnEpisode,
+    RewardMix,
+    RewardParts,
+    Rubric,
+    SingleTurnEpisode,
+    TreeSampler,
+    record_input,
+)
 from turnwise.tasks.base import split_of
 from turnwise.tasks.proposer_solver.arithmetic import Size, read_answer, read_problem, value_of
 from turnwise.tasks.proposer_solver.curves import CURVES, Curve
@@ -40,7 +49,7 @@ class ProposeEpisode(MultiTurnEpisode):
     Copies of one artifact see the same example. With ``store_path`` the store is a file; problems that earlier runs
     left there count as solved before step 1.
 
-    A problem earns ``curve`` of its pass rate. The example itself and an unreadable problem earn ``-invalid_cost``, and
+    A problem earns ``curve`` of its pass rate. The example itself and an unreadable problem have a cost (``mix``), and
     no attempts are made. A problem that any attempt solved goes to the store. A problem whose text belongs to a
     held-out split earns the same, but its attempts never train, and it is not stored. With ``train_solver=False``
     attempts never train; they only measure.
@@ -52,6 +61,7 @@ class ProposeEpisode(MultiTurnEpisode):
     """
 
     episode_type = PROPOSE
+    mix = RewardMix(invalid_cost=0.25)
     actors = (PROPOSER,)
 
     def __init__(
@@ -61,7 +71,6 @@ class ProposeEpisode(MultiTurnEpisode):
         curve: Curve = "variance",
         size: Size | None = None,
         train_solver: bool = True,
-        invalid_cost: float = 0.25,
         sampler: TreeSampler | None = None,
         store_path: str | None = None,
     ) -> None:
@@ -71,9 +80,8 @@ class ProposeEpisode(MultiTurnEpisode):
             raise ValueError(f"curve={curve!r}: expected one of {sorted(CURVES)}")
         super().__init__(sampler=sampler, max_turns=1)
         self.attempts, self.curve, self.size = attempts, CURVES[curve], size or Size()
-        self.train_solver, self.invalid_cost = train_solver, invalid_cost
-        self.store_path = store_path
-        self.rubric = Rubric([worth, valid_problem, pass_rate], [1.0, 0.0, 0.0])
+        self.train_solver, self.store_path = train_solver, store_path
+        self.rubric = Rubric([worth, valid_problem, pass_rate], [1.0, 0.0, 0.0], valid=[valid_problem])
 
     def stores(self) -> Sequence[ArtifactStore]:
         return [ArtifactStore(STORE, path=self.store_path, dedup=True, sampling="weighted")]
@@ -88,7 +96,6 @@ class ProposeEpisode(MultiTurnEpisode):
     async def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
         data, problem = state.data, read_problem(state.last_completion_text, self.size)
         if problem is None or problem == data["example"]:
-            data["worth"] = -self.invalid_cost
             return
         # Let the solver try the problem. Attempts at a held-out problem must not train.
         data["problem"] = problem
@@ -108,8 +115,12 @@ class ProposeEpisode(MultiTurnEpisode):
             meta = {"step": artifact["step"], "pass_rate": data["pass_rate"]}
             arena.stores[STORE].add(problem, weight=max(LEAST_WEIGHT, data["worth"]), meta=meta)
 
-    def step_reward(self, state: EpisodeState, arena: Any, artifact: Any) -> float:
-        return state.data["worth"]
+    def reward_parts(self, state: EpisodeState, arena: Any, artifact: Any) -> RewardParts:
+        return RewardParts(state.data["worth"], valid=state.data["problem"] is not None)
+
+    def unserved_rewards(self) -> dict[str, str]:
+        told = "pays a problem by its attempts' pass rate: expected task_options.curve, there is no own part"
+        return super().unserved_rewards() | {"alpha": told, "mode": told}
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
         """``problem`` and ``pass_rate`` (``None`` without one), ``worth``, ``example``."""
@@ -134,7 +145,7 @@ def choose_example(store: ArtifactStore, artifact: Any) -> str:
 
 
 def worth(extras: dict[str, Any]) -> dict[str, float]:
-    """Reward of the problem."""
+    """Reward of the problem, before the cost of one that can't be used."""
     return {PROPOSER: extras["worth"]}
 
 

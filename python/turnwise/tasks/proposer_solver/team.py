@@ -43,7 +43,6 @@ class ProposerSolverOptions(TaskOptions):
     numbers: int = Field(default=3, ge=2, le=8)
     largest: int = Field(default=20, ge=1, le=999)
     train_solver: bool = True
-    invalid_cost: float = Field(default=0.25, ge=0)
     quality: float = Field(default=0.4, ge=0, le=1)
     max_tokens: int = Field(default=24, ge=1)
     store_path: str | None = Field(default=None, min_length=1)
@@ -74,7 +73,6 @@ class ProposerSolverTask(GeneratedTask):
             curve=options.curve,
             size=options.size,
             train_solver=options.train_solver,
-            invalid_cost=options.invalid_cost,
             sampler=tree,
             store_path=options.store_path,
         )

@@ -94,10 +94,10 @@ class RefineLoopEpisode(ActingEpisode):
 
     The artifact is ``{"question": "Write 4 numbers from 1 to 9: sum 17, different."}``. A generator's action is a whole
     list, which becomes the draft. A critic's action names the rules that the draft breaks; the generator sees it next.
-    An unreadable reply leaves draft and review unchanged and costs ``invalid_cost``. A step earns
-    ``mix_rewards(solved, own part, alpha, mode)``. ``solved`` is 1 if the draft breaks no rule. The generator's own
-    part is the share of the rules that it keeps, the critic's the share that it judges rightly. ``rubric`` mixes the
-    same values for the whole episode: the outcome for every actor, and the own part of its last action.
+    An unreadable reply leaves draft and review unchanged and has its cost. The team's part of a step is 1 if the draft
+    breaks no rule. The generator's own part is the share of the rules that it keeps, which is also the team's value;
+    the critic's is the share that it judges rightly. ``rubric`` has the same parts for the whole episode: the outcome
+    for every actor, and the own part of its last action.
 
     Example: ``RefineLoopEpisode(sampler=TreeSampler(branches=8))`` for the team,
     ``RefineLoopEpisode(actors=("generator",), max_turns=1)`` for one agent.
@@ -129,8 +129,7 @@ class RefineLoopEpisode(ActingEpisode):
         draft = parse_draft(said)
         if draft is not None:
             state.data["draft"], state.data["review"] = list(draft), None
-        names = parse_question(state.data["question"]).names
-        return {"valid": draft is not None, "own": 1.0 - len(_broken(state)) / len(names)}
+        return {"valid": draft is not None, "own": _kept_share(state)}
 
     def _criticize(self, state: EpisodeState, said: str) -> dict[str, float]:
         called = parse_review(said)
@@ -140,6 +139,10 @@ class RefineLoopEpisode(ActingEpisode):
         state.data["review"], state.data["approved"] = format_review(called), not called
         # A named rule that the question does not have counts as one more wrong judgement.
         return {"valid": True, "own": max(0.0, 1.0 - len(called ^ _broken(state)) / len(names))}
+
+    def team_value(self, state: EpisodeState, arena: Any, artifact: Any) -> float:
+        """The share of the rules that the draft keeps. A critic's action leaves it unchanged."""
+        return _kept_share(state)
 
     def is_solved(self, state: EpisodeState) -> bool:
         return not _broken(state)
@@ -164,6 +167,10 @@ def _draft(state: EpisodeState) -> Draft | None:
 
 def _broken(state: EpisodeState) -> frozenset[str]:
     return broken_rules(parse_question(state.data["question"]), _draft(state))
+
+
+def _kept_share(state: EpisodeState) -> float:
+    return 1.0 - len(_broken(state)) / len(parse_question(state.data["question"]).names)
 
 
 class RefineLoopOptions(TeamOptions):

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler
+from turnwise.arena import Episode, MultiTurnEpisode, RewardMix, RewardParts, Rubric, TreeSampler
 from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, check_split, split_of, with_round
 from turnwise.tasks.generated import GeneratedTask, texts_of
 from turnwise.tasks.search_orchestra.corpus import (
@@ -43,10 +43,11 @@ class SearchOrchestraEpisode(MultiTurnEpisode):
     The artifact is ``{"question": ..., "answer": ..., "supports": [titles]}``. After a query the best ``passages`` of
     ``index`` join the passages found so far. After ``max_searches`` queries the answerer acts next. An unreadable route
     goes to the answerer, so a verifier that babbles can't keep a question in the loop. An unreadable query finds
-    nothing. All three earn the outcome: 1 if the answer is right, compared as SQuAD does. A tree sampler must score
-    each action before the end is known. Then a verifier's action earns 1 if the route was right (to the answerer once
-    everything needed is found), a searcher's the share of the needed pages found so far, and an answerer's the outcome.
-    No actor sees another one's ``<think>`` text.
+    nothing. The team's part is the outcome: 1 if the answer is right, compared as SQuAD does. A verifier's own part is
+    1 if the route was right (to the answerer once everything needed is found), a searcher's the share of the needed
+    pages found so far, and an answerer's the outcome. By default all three earn the outcome. A tree sampler must score
+    each action before the end is known, so there an action earns its own part. No actor sees another one's ``<think>``
+    text.
 
     Example: ``SearchOrchestraEpisode(SearchIndex(passages), max_searches=3)``
     """
@@ -62,10 +63,17 @@ class SearchOrchestraEpisode(MultiTurnEpisode):
                 raise ValueError(f"{name}={count!r}: expected at least 1")
         super().__init__(sampler=sampler, max_turns=max_searches + 1)
         self.index, self.max_searches, self.passages = index, max_searches, passages
-        self.rubric = Rubric([correct, found_share, searches, readable], [1.0, 0.0, 0.0, 0.0])
+        self.by_action = sampler is not None and sampler.selects
+        self.mix = RewardMix(0.0 if self.by_action else 1.0, "convex")
+        self.rubric = Rubric(
+            [correct, own_part, found_share, searches, readable],
+            [1.0, 0.0 if self.by_action else 1.0, 0.0, 0.0, 0.0],
+            own=[] if self.by_action else [own_part],  # under a tree the actions are mixed, not the whole episode
+            valid=[readable],
+        )
 
     def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
-        state.data = {"found": [], "queries": [], "route": None, "answer": None, "worth": 0.0, "read": {}}
+        state.data = {"found": [], "queries": [], "route": None, "answer": None, "worth": 0.0, "own": {}, "read": {}}
 
     def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
         unread = not all(state.data["read"].get(state.current_actor, [True])[-1:])
@@ -75,6 +83,7 @@ class SearchOrchestraEpisode(MultiTurnEpisode):
         act = {VERIFIER: self._route, SEARCHER: self._search, ANSWERER: self._answer}[state.current_actor]
         read = act(state, _question(artifact))
         state.data["read"].setdefault(state.current_actor, []).append(read)
+        state.data["own"][state.current_actor] = state.data["worth"]
 
     def _route(self, state: EpisodeState, question: Question) -> bool:
         route = parse_route(state.last_completion_text)
@@ -106,15 +115,28 @@ class SearchOrchestraEpisode(MultiTurnEpisode):
     def is_done(self, state: EpisodeState, arena: Any, artifact: Any) -> bool:
         return state.current_actor == ANSWERER
 
-    def step_reward(self, state: EpisodeState, arena: Any, artifact: Any) -> float | None:
-        return None if self.sampler is None or not self.sampler.selects else state.data["worth"]
+    def reward_parts(self, state: EpisodeState, arena: Any, artifact: Any) -> RewardParts | None:
+        if not self.by_action:
+            return None
+        data, actor = state.data, state.current_actor
+        return RewardParts(data["worth"] if actor == ANSWERER else 0.0, data["worth"], data["read"][actor][-1])
+
+    def team_value(self, state: EpisodeState, arena: Any, artifact: Any) -> float:
+        """The outcome once there is an answer, the share of the needed pages found before. A route changes nothing."""
+        if ANSWERER in state.data["own"]:
+            return float(state.data["own"][ANSWERER])
+        return support_share(_question(artifact), _found(state))
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
-        """``correct``, ``answer``, ``queries``; ``found`` (titles) and ``passages``, in order; ``read`` by actor."""
+        """``correct``, ``answer``, ``queries``; ``found`` (titles) and ``passages``, in order.
+
+        ``own`` is the own part of each actor's last action, ``read`` the share of its completions that could be read.
+        """
         data = state.data
         return {
             "correct": data["worth"],  # the last to act is always the answerer
             "answer": data["answer"],
+            "own": dict(data["own"]),
             "queries": list(data["queries"]),
             "found": [title for title, _ in data["found"]],
             "passages": [list(passage) for passage in data["found"]],
@@ -133,6 +155,11 @@ def _question(artifact: Any) -> Question:
 def correct(extras: dict[str, Any]) -> dict[str, float]:
     """The outcome, for all three actors, even if one never acted."""
     return dict.fromkeys(SYSTEM_PROMPTS, extras["correct"])
+
+
+def own_part(extras: dict[str, Any]) -> dict[str, float]:
+    """Own part of each actor's last action: a right route, the share of the needed pages, or the outcome."""
+    return extras["own"]
 
 
 def found_share(extras: dict[str, Any], artifact: Any) -> dict[str, float]:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from turnwise.arena import Episode, TreeSampler
+from turnwise.arena import Episode, RewardParts, TreeSampler
 from turnwise.tasks.base import Demonstration, Player, Split
 from turnwise.tasks.sudoku.demonstrations import demonstrations
 from turnwise.tasks.sudoku.grid import (
@@ -48,10 +48,10 @@ class SudokuEpisode(TeamEpisode):
     """One puzzle, played by ``actors`` in order for up to ``max_turns`` rounds, until the grid is solved.
 
     The artifact is ``{"puzzle": "1_3_..."}``, 16 characters. Each action is a whole grid. It becomes the draft that the
-    next actor sees, together with its wrong units. An unreadable action leaves the draft unchanged, costs
-    ``invalid_cost``, and the actor's next prompt says so. A step earns
-    ``mix_rewards(solved, satisfied share of the 12 units, alpha, mode)`` for the grid after it. ``rubric`` mixes the
-    same two parts for the whole episode: the outcome for every actor, and the share after its last action.
+    next actor sees, together with its wrong units. An unreadable action leaves the draft unchanged and has its cost,
+    and the actor's next prompt says so. The team's part of a step is whether the grid after it is solved, the own part
+    the satisfied share of its 12 units, which is also the team's value. ``rubric`` has the same two parts for the whole
+    episode: the outcome for every actor, and the share after its last action.
 
     Example: ``SudokuEpisode(sampler=TreeSampler(branches=8))`` for the team,
     ``SudokuEpisode(actors=("solver",), max_turns=1)`` for one agent.
@@ -79,9 +79,13 @@ class SudokuEpisode(TeamEpisode):
         data["satisfied"][actor] = satisfied_share(data["puzzle"], data["draft"])
         data["read"].setdefault(actor, []).append(data["valid"])
 
-    def step_reward(self, state: EpisodeState, arena: Any, artifact: Any) -> float:
+    def reward_parts(self, state: EpisodeState, arena: Any, artifact: Any) -> RewardParts:
         data = state.data
-        return self.mixed_reward(_is_solved(state), data["satisfied"][state.current_actor], data["valid"])
+        return RewardParts(float(_is_solved(state)), data["satisfied"][state.current_actor], data["valid"])
+
+    def team_value(self, state: EpisodeState, arena: Any, artifact: Any) -> float:
+        """The share of the 12 units that are right in the draft, or in the puzzle before the first."""
+        return satisfied_share(state.data["puzzle"], state.data["draft"] or state.data["puzzle"])
 
     def is_done(self, state: EpisodeState, arena: Any, artifact: Any) -> bool:
         return _is_solved(state)

@@ -36,6 +36,10 @@ class TwoPlayerEpisode(MultiTurnEpisode):
         self.episode_type = rules.name
         self.rubric = Rubric([payoff, score, readable, legal], [1.0, 0.0, 0.0, 0.0])
 
+    def unserved_rewards(self) -> dict[str, str]:
+        told = "is a game that ends on an invalid action and pays both seats by its rules: expected task_options."
+        return super().unserved_rewards() | {"invalid_cost": f"{told}invalid_cost"}
+
     def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
         self._check(artifact)
         model = [artifact["model"]] if "model" in artifact else list(SEATS)

@@ -145,12 +145,30 @@ class CreditConfig(Section):
 
 
 class RewardConfig(Section):
-    """Penalties on rewards before credit."""
+    """Rewards before credit: the mix of the team's outcome and the actor's own part, turns, and penalties."""
 
+    alpha: float | None = Field(default=None, ge=0)
+    """Weight of the team's outcome beside the actor's own part; by default the task's own."""
+    mode: Literal["weighted_sum", "convex"] | None = None
+    """``weighted_sum`` is ``alpha * team + own``, ``convex`` is ``alpha * team + (1 - alpha) * own``."""
+    difference: float | None = Field(default=None, ge=0)
+    """Weight of what an action changed in the team's value: mending pays, breaking costs. By default the task's own."""
+    threshold: float | None = None
+    """Value from which the mix counts as 1, below as 0; by default it counts as it is."""
+    turn_shaping: Literal["none", "ramp", "discount"] | None = None
+    """Factor of the mix: ``(turn + 1) / max_turns`` (ramp), or ``gamma ** (last turn - turn)`` (discount)."""
+    gamma: float | None = Field(default=None, gt=0, le=1)
+    """Base of ``turn_shaping = "discount"``."""
+    invalid_cost: float | None = Field(default=None, ge=0)
+    """Cost of a completion that can't be read; by default the task's own."""
     overlong_buffer: int = Field(default=0, ge=0)
     """Tokens before its limit in which a completion loses reward (https://arxiv.org/abs/2503.14476, eq. 13)."""
     overlong_penalty: float = Field(default=1.0, ge=0)
     """Reward that a completion at its limit loses."""
+
+    def of_mix(self) -> dict[str, Any]:
+        """Return the keys of :class:`turnwise.arena.RewardMix` that are set."""
+        return self.model_dump(exclude_none=True, exclude={"overlong_buffer", "overlong_penalty"})
 
 
 class FilterConfig(Section):

@@ -112,7 +112,7 @@ class TrainConfig(Section):
     credit: CreditConfig = CreditConfig()
     """The credit rule."""
     reward: RewardConfig = RewardConfig()
-    """Penalties on rewards before credit."""
+    """Rewards before credit: their mix, turns, and penalties."""
     filter: FilterConfig = FilterConfig()
     """Samples that don't train."""
     loss: LossConfig = LossConfig()
