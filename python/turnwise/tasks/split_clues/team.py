@@ -8,10 +8,9 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from turnwise.arena import Episode, TreeSampler
+from turnwise.arena import Episode, RewardMix, RewardParts, TreeSampler
 from turnwise.tasks.base import Demonstration, Player, Split
 from turnwise.tasks.generated import texts_of
-from turnwise.tasks.rewards import mix_rewards
 from turnwise.tasks.split_clues.demonstrations import demonstrations
 from turnwise.tasks.split_clues.prompts import SYSTEM_PROMPTS, read_messages, rows_message
 from turnwise.tasks.split_clues.rows import (
@@ -49,16 +48,16 @@ class SplitCluesEpisode(TeamEpisode):
     """One question, played once by ``actors`` in order; the last actor's digits are the answer.
 
     The artifact is ``{"rows": "195/278"}``. The reader sees the first row, the writer the second one and what the
-    reader sent, the solver both. A reply without that many digits sends nothing. ``rubric`` pays every actor
-    ``mix_rewards(solved, share of right digits, alpha, mode)``. No step has a reward of its own, as the answer alone
-    shows what a message was worth. In a tree the answer earns that reward, and a message 0: estimate its value by
-    ``rollout.tree.playouts``.
+    reader sent, the solver both. A reply without that many digits sends nothing. ``rubric`` pays every actor the mix of
+    the outcome and the share of right digits. No step has a reward of its own, as the answer alone shows what a message
+    was worth. In a tree the answer earns that reward, and a message 0: estimate its value by ``rollout.tree.playouts``.
 
     Example: ``SplitCluesEpisode()`` for the team, ``SplitCluesEpisode(actors=("writer",))`` for half the view, and
     ``SplitCluesEpisode(actors=("solver",))`` for one agent that sees everything.
     """
 
     episode_type = "split_clues"
+    mix = RewardMix()
     team = TEAM
     outcomes, own_parts, measures = (solved,), (right_digits,), (valid_format,)
 
@@ -74,17 +73,24 @@ class SplitCluesEpisode(TeamEpisode):
         data["said"] = parse_digits(state.last_completion_text, len(parse_question(data["rows"]).reader))
         data["valid"][state.current_actor] = float(data["said"] is not None)
 
-    def step_reward(self, state: EpisodeState, arena: Any, artifact: Any) -> float | None:
+    def reward_parts(self, state: EpisodeState, arena: Any, artifact: Any) -> RewardParts | None:
         if self.sampler is None:
             return None
         if state.current_actor != self.actors[-1]:
-            return 0.0
-        right = right_share(state.data["said"], parse_question(state.data["rows"]).answer)
-        return mix_rewards(float(right == 1.0), right, self.alpha, self.mode)
+            return RewardParts(0.0)
+        right = self._right(state)
+        return RewardParts(float(right == 1.0), right)
+
+    def team_value(self, state: EpisodeState, arena: Any, artifact: Any) -> float:
+        """The share of right digits, if what was said last were the answer."""
+        return self._right(state)
+
+    def _right(self, state: EpisodeState) -> float:
+        return right_share(state.data["said"], parse_question(state.data["rows"]).answer)
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
         """``solved`` and ``right_digits`` by actor of the team; ``valid`` by actor that acted; the ``answer``."""
-        right = right_share(state.data["said"], parse_question(state.data["rows"]).answer)
+        right = self._right(state)
         return {
             "solved": dict.fromkeys(self.actors, float(right == 1.0)),
             "right_digits": dict.fromkeys(self.actors, right),
