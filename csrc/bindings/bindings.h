@@ -17,6 +17,7 @@ void bind_scale(pybind11::module_& module);
 void bind_state(pybind11::module_& module);
 void bind_token_rewards(pybind11::module_& module);
 void bind_trainable_steps(pybind11::module_& module);
+void bind_tree_attention(pybind11::module_& module);
 void bind_trie(pybind11::module_& module);
 void bind_cuda(pybind11::module_& module);
 

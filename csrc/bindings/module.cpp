@@ -20,6 +20,7 @@ PYBIND11_MODULE(_C, module) {
     turnwise::bind_state(module);
     turnwise::bind_token_rewards(module);
     turnwise::bind_trainable_steps(module);
+    turnwise::bind_tree_attention(module);
     turnwise::bind_trie(module);
     turnwise::bind_cuda(module);
 }

@@ -325,6 +325,37 @@ class TokenArray:
     def numpy(self) -> Any: ...
     def tolist(self) -> list[int]: ...
 
+def tree_attention(
+    begin: Tensor,
+    subtree_end: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    heads: int,
+    kv_heads: int,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    threads: int,
+) -> None: ...
+def tree_attention_grad(
+    begin: Tensor,
+    subtree_end: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    heads: int,
+    kv_heads: int,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    d_query: Tensor,
+    d_key: Tensor,
+    d_value: Tensor,
+    threads: int,
+) -> None: ...
+
 class TokenTrie:
     def __init__(self, tokens: np.ndarray, starts: np.ndarray, ends: np.ndarray, least: int = 0) -> None: ...
     @property
