@@ -195,6 +195,18 @@ async def test_a_rubrics_share_of_valid_completions_costs_as_much(make_arena):
     assert result.rollout.rewards == {"writer": 1.0 - 0.25, "editor": 1.0}
 
 
+async def test_an_actor_that_never_acted_pays_no_cost(make_arena):
+    def neither(extras):
+        return {"writer": 0.0, "editor": 0.0}
+
+    class Alone(Draft):
+        actors = ("writer",)
+        rubric = Rubric([right, neither], [1.0, 0.0], valid=[neither])
+
+    _, result = await played(make_arena, ["7", "7"], Alone(), reward={"invalid_cost": 0.25})
+    assert result.rollout.rewards == {"writer": 0.75, "editor": 1.0}
+
+
 async def test_turns_are_shaped_before_credit(make_arena):
     """With alpha 2, 7 earns 2 and 4 earns 1, half of it in turn 1 of 2. An actor's mean over both games is 9/8."""
     settings = {"reward": {"alpha": 2.0, "turn_shaping": "ramp"}, "credit": DrMASCredit(scale="none")}

@@ -180,7 +180,8 @@ class Rubric:
         for index, value in zip(self._single, values, strict=True):
             if index in self.valid and mix.invalid_cost:
                 for actor, (share, _) in _by_actor(self.names[index], value, rollout).items():
-                    score.rewards[actor] = score.rewards.get(actor, 0.0) - mix.cost(share)
+                    if actor in _actors_of(rollout):
+                        score.rewards[actor] = score.rewards.get(actor, 0.0) - mix.cost(share)
         return score
 
     @property
