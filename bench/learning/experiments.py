@@ -145,6 +145,47 @@ def drill(seed: int) -> list[Cell]:
     return made
 
 
-CELLS = [cell for seed in SEEDS for make in (views, roles, drill) for cell in make(seed)]
+def grid(setting: str, base: Settings, alone: Settings, start: WarmStart) -> list[Cell]:
+    """Every rule and every selection on one task, at equal tokens and calls. ``alone`` is the lone agent's play."""
+    contenders = {
+        "untrained": {"steps": 0},
+        "one-untrained": merged({"steps": 0}, alone),
+        "one-grpo": merged(COPIES, credit("grpo"), alone),
+        "team-grpo": merged(COPIES, credit("grpo")),
+        "team-dr_mas": merged(COPIES, credit("dr_mas")),
+        "team-at_grpo-copies": merged(COPIES, credit("at_grpo")),
+        "team-at_grpo-best": merged(tree("best"), credit("at_grpo")),
+        "team-at_grpo-first": merged(tree("first"), credit("at_grpo")),
+        "team-at_grpo-mixed": merged(tree("mixed"), credit("at_grpo")),
+        "team-vine": LOOK_AHEAD,
+    }
+    return cells_of("credit", setting, base, contenders, start.seed, start)
+
+
+def sudoku(seed: int) -> list[Cell]:
+    play = {"blanks": [4, 6], "quality": 0.4, "answers": 4}
+    start = WarmStart(
+        "sudoku",
+        {**play, "actors": ["proposer", "reviser", "solver"]},
+        {"steps": 600, "batch_size": 64, "lr": 2.5e-3, "target_loss": 0.07},
+        seed,
+    )
+    base = merged(BASE, {"task": "sudoku", "task_options": play, "max_sampled_tokens": 400_000})
+    return grid("sudoku", base, {"task_options": {"actors": ["solver"], "max_turns": 4}}, start)
+
+
+def plan_path(seed: int) -> list[Cell]:
+    play = {"side": 5, "walls": 0.3, "min_route": 4, "quality": 0.3, "max_turns": 1}
+    start = WarmStart(
+        "plan_path",
+        {**play, "max_turns": 2, "actors": ["tool", "planner", "solver"]},
+        {"steps": 500, "batch_size": 128, "lr": 2.5e-3},
+        seed,
+    )
+    base = merged(BASE, {"task": "plan_path", "task_options": play, "max_sampled_tokens": 200_000})
+    return grid("plan_path", base, {"task_options": {"actors": ["solver"], "max_turns": 2}}, start)
+
+
+CELLS = [cell for seed in SEEDS for make in (views, roles, drill, sudoku, plan_path) for cell in make(seed)]
 
 assert len({cell.name for cell in CELLS}) == len(CELLS), "each cell needs another name"
