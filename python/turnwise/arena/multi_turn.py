@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
+from turnwise.arena.answers import contribution_of, plain_answer
 from turnwise.arena.episode import Episode
 from turnwise.arena.rewards.invalid_action import INVALID, InvalidActionError, fail_step, failed_step
 from turnwise.arena.rewards.token_rewards import is_by_token, set_reward
@@ -102,6 +104,16 @@ class MultiTurnEpisode(Episode, ABC):
         """Return true when the game is over. Called after each action. ``max_turns`` applies as well."""
         return state.done
 
+    def team_answer(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Any:
+        """Return ``(answer, right)``: the answer that ``state.current_actor`` is handed, and after its action leaves.
+
+        ``right`` is true or false, or a list with one of them for each part of the answer. ``None`` means that there is
+        no answer yet, or that this actor hands none on. Called before and after each action of an evaluation, which
+        counts how often each actor changed, mended and broke what it was handed
+        (:class:`~turnwise.arena.answers.Contribution`).
+        """
+        return None
+
     def next_actor(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Any:
         """Return the actor that acts next. By default ``actors``, or the arena's actors, take turns in a circle."""
         order = list(self.actors or arena.actors)
@@ -195,6 +207,7 @@ class MultiTurnEpisode(Episode, ABC):
         self, state: EpisodeState, messages: str | Messages, arena: ArenaForHooks, artifact: Any
     ) -> Step:
         """Make one model call, get the environment's answer and the action's reward. Changes ``state``."""
+        handed = await self._present_answer(state, arena, artifact)
         await self.call_model(state.current_actor, messages, arena)
         step = state.trajectory[-1]
         if arena.check_private:
@@ -209,12 +222,27 @@ class MultiTurnEpisode(Episode, ABC):
             step.info["env_response"] = ""
             fail_step(step, error, self.invalid_reward)
             state.done = True
+            if handed is not None:
+                step.info["handed"] = asdict(contribution_of(handed, None))
             return step
+        if handed is not None:
+            left = await self._present_answer(state, arena, artifact)
+            step.info["handed"] = asdict(contribution_of(handed, left, f"{type(self).__name__}.team_answer"))
         if reward is not None:
             set_reward(step, reward, f"{type(self).__name__}.step_reward for actor {state.current_actor!r}")
         elif is_by_token(step.reward):  # a hook set it; branches are compared before the rubric sums token rewards
             set_reward(step, step.reward, f"{type(self).__name__}: reward of a step of actor {state.current_actor!r}")
         return step
+
+    async def _present_answer(
+        self, state: EpisodeState, arena: ArenaForHooks, artifact: Any
+    ) -> tuple[Any, tuple[bool, ...]] | None:
+        """Return a copy of the present answer and its right parts; ``None`` if there is none, or in training."""
+        if not arena.is_evaluation:
+            return None
+        return plain_answer(
+            await maybe_await(self.team_answer(state, arena, artifact)), f"{type(self).__name__}.team_answer"
+        )
 
     async def _mark_hidden(self, step: Step) -> None:
         """Mark the hidden parts of a completion as private, and let each actor read the parts that it was shown."""

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from turnwise.arena import Episode, MultiTurnEpisode, Rubric, TreeSampler
-from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, check_split, split_of, with_round
+from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, check_split, split_of, with_round, with_team
 from turnwise.tasks.generated import GeneratedTask, texts_of
 from turnwise.tasks.search_orchestra.corpus import (
     MAX_HOPS,
@@ -36,6 +36,8 @@ from turnwise.tasks.search_orchestra.prompts import (
 )
 from turnwise.types import EpisodeState, Messages
 
+TEAM = (VERIFIER, SEARCHER, ANSWERER)
+
 
 class SearchOrchestraEpisode(MultiTurnEpisode):
     """One question: verifier, then searcher and verifier again, …, then answerer.
@@ -46,21 +48,28 @@ class SearchOrchestraEpisode(MultiTurnEpisode):
     nothing. All three earn the outcome: 1 if the answer is right, compared as SQuAD does. A tree sampler must score
     each action before the end is known. Then a verifier's action earns 1 if the route was right (to the answerer once
     everything needed is found), a searcher's the share of the needed pages found so far, and an answerer's the outcome.
-    No actor sees another one's ``<think>`` text.
+    No actor sees another one's ``<think>`` text. ``actors`` may lack a verifier, then the searcher uses up its queries,
+    or a searcher, then nothing is found.
 
     Example: ``SearchOrchestraEpisode(SearchIndex(passages), max_searches=3)``
     """
 
     episode_type = "search_orchestra"
-    actors = (VERIFIER, SEARCHER, ANSWERER)
 
     def __init__(
-        self, index: SearchIndex, *, max_searches: int = 3, passages: int = 2, sampler: TreeSampler | None = None
+        self,
+        index: SearchIndex,
+        *,
+        max_searches: int = 3,
+        passages: int = 2,
+        actors: Sequence[str] = TEAM,
+        sampler: TreeSampler | None = None,
     ) -> None:
         for name, count in (("max_searches", max_searches), ("passages", passages)):
             if count < 1:
                 raise ValueError(f"{name}={count!r}: expected at least 1")
         super().__init__(sampler=sampler, max_turns=max_searches + 1)
+        self.actors = tuple(actors)
         self.index, self.max_searches, self.passages = index, max_searches, passages
         self.rubric = Rubric([correct, found_share, searches, readable], [1.0, 0.0, 0.0, 0.0])
 
@@ -100,8 +109,11 @@ class SearchOrchestraEpisode(MultiTurnEpisode):
 
     def next_actor(self, state: EpisodeState, arena: Any, artifact: Any) -> str:
         if state.current_actor == VERIFIER:
-            return SEARCHER if state.data["route"] == "search" else ANSWERER
-        return VERIFIER if len(state.data["queries"]) < self.max_searches else ANSWERER
+            wanted = SEARCHER if state.data["route"] == "search" else ANSWERER
+        else:
+            again = VERIFIER if VERIFIER in self.actors else SEARCHER
+            wanted = again if len(state.data["queries"]) < self.max_searches else ANSWERER
+        return wanted if wanted in self.actors else ANSWERER
 
     def is_done(self, state: EpisodeState, arena: Any, artifact: Any) -> bool:
         return state.current_actor == ANSWERER
@@ -185,6 +197,7 @@ class SearchOrchestraTask(GeneratedTask):
     success_metric = f"correct/{ANSWERER}"
     options_type = SearchOrchestraOptions
     options: SearchOrchestraOptions
+    team: Sequence[str] = TEAM
 
     def __init__(self, options: SearchOrchestraOptions | None = None) -> None:
         super().__init__(options)
@@ -192,6 +205,14 @@ class SearchOrchestraTask(GeneratedTask):
             self.world = read_world(self.options.corpus, self.options.questions)
         else:
             self.world = made_up_world(self.options.hops)
+
+    @property
+    def roles(self) -> Sequence[str]:
+        return self.team
+
+    def with_actors(self, actors: Sequence[str]) -> SearchOrchestraTask:
+        """The task for some of its actors, with the answerer."""
+        return with_team(self, actors, needed=ANSWERER)
 
     @cached_property
     def splits(self) -> dict[Split, list[str]]:
@@ -204,7 +225,7 @@ class SearchOrchestraTask(GeneratedTask):
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
         index, options = SearchIndex(self.world.passages), self.options
         episode = SearchOrchestraEpisode(
-            index, max_searches=options.max_searches, passages=options.passages, sampler=tree
+            index, max_searches=options.max_searches, passages=options.passages, actors=self.team, sampler=tree
         )
         return {self.name: episode}
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from turnwise.arena import Arena
+from turnwise.arena import Arena, Episode
+from turnwise.arena.answers import Contribution
 from turnwise.train.eval.statistics import Estimate, PairedDifference, estimate, paired_difference, pass_at_k
 from turnwise.types import EpisodeRequest, GenerateResult, Rollout, Sampling
 
@@ -21,7 +22,9 @@ class Evaluation:
     ``metrics`` holds the mean of every rubric metric over the finished episodes. ``estimates`` holds the same metrics
     and ``reward/<actor>`` (in a two-player game the reward of each seat) with their intervals. ``pass_at`` has pass@k
     by ``k`` for ``samples`` attempts at each question, if success is 0 or 1. ``values`` and ``clusters`` hold the
-    success and the question of every episode, in the order of the requests.
+    success and the question of every episode, in the order of the requests. ``contributions`` tells by actor how often
+    it changed, mended and broke what it was handed, over the finished episodes; only actors that were handed an answer
+    (``MultiTurnEpisode.team_answer``) are in it.
     """
 
     success: float
@@ -36,6 +39,7 @@ class Evaluation:
     samples: int = 1
     values: list[float] = field(default_factory=list, repr=False)
     clusters: list[Hashable] = field(default_factory=list, repr=False)
+    contributions: dict[str, Contribution] = field(default_factory=dict)
 
 
 def describe(result: Evaluation) -> str:
@@ -55,17 +59,19 @@ async def evaluate(
     sampling: Sampling | None = None,
     *,
     samples: int = 1,
+    episodes: Mapping[str, Episode] | None = None,
 ) -> Evaluation:
     """Run ``requests`` without trees, filters or updates, and average ``metric`` (a name in ``rollout.metrics``).
 
     Each request runs ``samples`` times. Seeds come from the requests, so two policies are compared with equal seeds.
-    Episodes with the same ``group_id`` are not independent, so intervals are over groups. Raises ``ValueError`` if no
+    Episodes with the same ``group_id`` are not independent, so intervals are over groups. ``episodes`` replace the
+    arena's, for example to leave out an actor (:mod:`turnwise.train.eval.ablate`). Raises ``ValueError`` if no
     episode finishes, or none has ``metric``.
     """
     if samples < 1:
         raise ValueError(f"samples={samples!r}: expected at least 1")
     # Play the requests, and check that there is something to measure.
-    view = arena.evaluation(sampling=sampling or arena.sampling.with_(temperature=0.0))
+    view = arena.evaluation(sampling=sampling or arena.sampling.with_(temperature=0.0), episodes=episodes)
     results = await view.generate_rollouts([request for request in requests for _ in range(samples)])
     done = [result.rollout for result in results if result.rollout.error is None]
     if not done:
@@ -92,6 +98,7 @@ async def evaluate(
         samples=samples,
         values=values,
         clusters=clusters,
+        contributions=_contributions(results),
     )
 
 
@@ -110,6 +117,16 @@ def _estimates(results: Sequence[GenerateResult]) -> dict[str, Estimate]:
                 found[name][0].append(float(value))
                 found[name][1].append(result.group_id)
     return {name: estimate(*found[name]) for name in sorted(found)}
+
+
+def _contributions(results: Sequence[GenerateResult]) -> dict[str, Contribution]:
+    """Add up what every actor did to the answers that it was handed in finished episodes."""
+    found: defaultdict[str, Contribution] = defaultdict(Contribution)
+    for rollout in (node.rollout for result in results for node in result.walk() if node.rollout.error is None):
+        for step in rollout.steps:
+            if "handed" in step.info:
+                found[str(step.actor_id)] += Contribution(**step.info["handed"])
+    return dict(found)
 
 
 def _pass_at(values: Sequence[float], clusters: Sequence[Hashable], samples: int) -> dict[int, Estimate]:
