@@ -264,8 +264,9 @@ class Arena(ArenaSetup):
     def evaluation(self, sampling: Sampling | None = None, *, episodes: Mapping[str, Episode] | None = None) -> Self:
         """Return a view for evaluation: no tree, no store writes, no baseline updates, no filtering.
 
-        ``sampling`` replaces the arena's; actors keep their own token limits. ``episodes`` replace the arena's. Requests without a seed get the same
-        seeds in every view (paired seeds). Nothing that runs in the view changes training.
+        ``sampling`` replaces the arena's; actors keep their own token limits. ``episodes`` replace the arena's.
+        Requests without a seed get the same seeds in every view (paired seeds). Nothing that runs in the view changes
+        training.
         """
         view = copy.copy(self)
         view.is_evaluation = True

@@ -240,9 +240,8 @@ class MultiTurnEpisode(Episode, ABC):
         """Return a copy of the present answer and its right parts; ``None`` if there is none, or in training."""
         if not arena.is_evaluation:
             return None
-        return plain_answer(
-            await maybe_await(self.team_answer(state, arena, artifact)), f"{type(self).__name__}.team_answer"
-        )
+        found = await maybe_await(self.team_answer(state, arena, artifact))
+        return plain_answer(found, f"{type(self).__name__}.team_answer")
 
     async def _mark_hidden(self, step: Step) -> None:
         """Mark the hidden parts of a completion as private, and let each actor read the parts that it was shown."""

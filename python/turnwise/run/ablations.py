@@ -41,9 +41,8 @@ def ablations_of(task: Task, names: Sequence[str] = (ALL,)) -> list[Ablation]:
         found.append(Ablation(name, without, alone))
         problems[name] = problem
     if not any(ablation.without or ablation.alone for ablation in found):
-        raise ValueError(
-            f"task {task.name!r} needs all of its actors: its with_actors says {next(iter(problems.values()))!r}"
-        )
+        reason = next(iter(problems.values()))
+        raise ValueError(f"task {task.name!r} needs all of its actors: its with_actors says {reason!r}")
     return found
 
 

@@ -70,9 +70,10 @@ class MathOrchestraEpisode(MultiTurnEpisode):
     """One question: solver, verifier, solver, … until the verifier approves or ``max_loops`` loops are over.
 
     The artifact is ``{"question": ..., "answer": ...}``. A verdict that can't be read approves, so a verifier that
-    babbles can't keep a problem in the loop. Without a verifier the first answer stands. Both actors earn the final outcome: 1 if the solver's last answer is
-    right. A tree sampler must score each action before the end is known. Then a solver's action earns 1 if its answer
-    is right, and a verifier's earns 1 if the verdict agrees with that. No actor sees another one's ``<think>`` text.
+    babbles can't keep a problem in the loop. Without a verifier the first answer stands. Both actors earn the final
+    outcome: 1 if the solver's last answer is right. A tree sampler must score each action before the end is known. Then
+    a solver's action earns 1 if its answer is right, and a verifier's earns 1 if the verdict agrees with that. No actor
+    sees another one's ``<think>`` text.
 
     Example: ``MathOrchestraEpisode(max_loops=2)``
     """

@@ -48,8 +48,8 @@ class SearchOrchestraEpisode(MultiTurnEpisode):
     nothing. All three earn the outcome: 1 if the answer is right, compared as SQuAD does. A tree sampler must score
     each action before the end is known. Then a verifier's action earns 1 if the route was right (to the answerer once
     everything needed is found), a searcher's the share of the needed pages found so far, and an answerer's the outcome.
-    No actor sees another one's ``<think>`` text. ``actors`` may lack a verifier, then the searcher uses up its queries,
-    or a searcher, then nothing is found.
+    No actor sees another one's ``<think>`` text. Without a verifier in ``actors`` the searcher asks all its queries;
+    without a searcher nothing is found.
 
     Example: ``SearchOrchestraEpisode(SearchIndex(passages), max_searches=3)``
     """
