@@ -36,7 +36,7 @@ from turnwise.train.checkpoint.run_state import set_random_state
 from turnwise.train.config.schedule import policies_at
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import CONFIG_FILE, ConfigError, to_toml
-from turnwise.train.eval.ablate import Ablation, Addition, ablate, addition_metrics
+from turnwise.train.eval.ablate import Ablation, ablate, addition_metrics
 from turnwise.train.eval.evaluate import Evaluation, evaluate
 from turnwise.train.health.watch import Watch
 from turnwise.train.interrupt import StopRequest
@@ -289,7 +289,7 @@ class Trainer:
         if self.validation is None or not self.validation.requests:
             return {}
         score = await self.evaluate()
-        additions = await self.ablate(score)
+        additions = await ablate(self.arena, self.validation.requests, score, self.validation.ablations)
         self.client_metrics.take()  # validation doesn't count as the step's sampling
         self.progress.evaluations[str(self.progress.step)] = score.success
         self.watch.validation(score)
@@ -312,15 +312,6 @@ class Trainer:
         if chosen is None:
             raise ValueError("eval_set=None: this trainer has no validation questions; pass an EvalSet")
         return await evaluate(self.arena, chosen.requests, chosen.metric, sampling, samples=samples)
-
-    async def ablate(
-        self, team: Evaluation, eval_set: EvalSet | None = None, sampling: Sampling | None = None
-    ) -> list[Addition]:
-        """Measure the ``ablations`` of the questions on which ``team`` was evaluated, with the same ``sampling``."""
-        chosen = eval_set or self.validation
-        if chosen is None or not chosen.ablations:
-            return []
-        return await ablate(self.arena, chosen.requests, team, chosen.ablations, sampling)
 
     def finished(self) -> bool:
         """Return True if the run has reached a limit or Ctrl-C was pressed."""

@@ -116,8 +116,8 @@ class Watch:
             if self._trainer.progress.step and made.mended < made.broke:
                 self._warn(
                     ("contribution", actor),
-                    f"actor {actor!r} mends less than it breaks: it changed {made.changed} of {made.handed} answers that "
-                    f"it was handed, mended {made.mended} of {made.wrong} wrong parts and broke {made.broke} of "
+                    f"actor {actor!r} mends less than it breaks: it was handed {made.handed} answers and changed "
+                    f"{made.changed}; it mended {made.mended} of {made.wrong} wrong parts and broke {made.broke} of "
                     f"{made.right} right ones. See what the team does without it (turnwise eval RUN --ablate {actor}), "
                     "and pay it for the difference that it makes",
                     step=self._trainer.progress.step,
