@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Self
 
 from turnwise.arena.dynamic_sampling import describe_draws, sample_until_full, state_of
-from turnwise.arena.episode import Episode, check_episode
 from turnwise.arena.rewards.group_rewards import score_groups
 from turnwise.arena.runner import check_requests, create_context, run_episode
 from turnwise.arena.runtime.concurrency import (
@@ -261,12 +260,11 @@ class Arena(ArenaSetup):
         finally:
             await maybe_await(self.on_train_end())
 
-    def evaluation(self, sampling: Sampling | None = None, *, episodes: Mapping[str, Episode] | None = None) -> Self:
+    def evaluation(self, sampling: Sampling | None = None) -> Self:
         """Return a view for evaluation: no tree, no store writes, no baseline updates, no filtering.
 
-        ``sampling`` replaces the arena's; actors keep their own token limits. ``episodes`` replace the arena's.
-        Requests without a seed get the same seeds in every view (paired seeds). Nothing that runs in the view changes
-        training.
+        ``sampling`` replaces the arena's; actors keep their own token limits. Requests without a seed get the same
+        seeds in every view (paired seeds). Nothing that runs in the view changes training.
         """
         view = copy.copy(self)
         view.is_evaluation = True
@@ -277,10 +275,6 @@ class Arena(ArenaSetup):
         view.episode_counter = EpisodeCounter()
         view.started = view.batches = view._loose_calls = 0
         view._evaluation_sampling = sampling
-        if episodes is not None:
-            for name, episode in episodes.items():
-                check_episode(name, episode)
-            view.episodes = dict(episodes)
         return view
 
     def state_dict(self) -> dict[str, Any]:

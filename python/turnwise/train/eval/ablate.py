@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -67,9 +68,11 @@ async def ablate(
         if lineup is None:
             return None
         if lineup.actors not in measured:
-            measured[lineup.actors] = await evaluate(
-                arena, requests, lineup.metric, sampling, samples=team.samples, episodes=lineup.episodes
-            )
+            # Without the other actors a call of one of them is an error, and their policies aren't needed.
+            view = copy.copy(arena)
+            view.actors = {actor: arena.actors[actor] for actor in lineup.actors}
+            view.episodes = dict(lineup.episodes)
+            measured[lineup.actors] = await evaluate(view, requests, lineup.metric, sampling, samples=team.samples)
         return measured[lineup.actors]
 
     found = []

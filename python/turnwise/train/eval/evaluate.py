@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from turnwise.arena import Arena, Episode
+from turnwise.arena import Arena
 from turnwise.arena.answers import Contribution
 from turnwise.train.eval.statistics import Estimate, PairedDifference, estimate, paired_difference, pass_at_k
 from turnwise.types import EpisodeRequest, GenerateResult, Rollout, Sampling
@@ -59,19 +59,17 @@ async def evaluate(
     sampling: Sampling | None = None,
     *,
     samples: int = 1,
-    episodes: Mapping[str, Episode] | None = None,
 ) -> Evaluation:
     """Run ``requests`` without trees, filters or updates, and average ``metric`` (a name in ``rollout.metrics``).
 
     Each request runs ``samples`` times. Seeds come from the requests, so two policies are compared with equal seeds.
-    Episodes with the same ``group_id`` are not independent, so intervals are over groups. ``episodes`` replace the
-    arena's, for example to leave out an actor (:mod:`turnwise.train.eval.ablate`). Raises ``ValueError`` if no
+    Episodes with the same ``group_id`` are not independent, so intervals are over groups. Raises ``ValueError`` if no
     episode finishes, or none has ``metric``.
     """
     if samples < 1:
         raise ValueError(f"samples={samples!r}: expected at least 1")
     # Play the requests, and check that there is something to measure.
-    view = arena.evaluation(sampling=sampling or arena.sampling.with_(temperature=0.0), episodes=episodes)
+    view = arena.evaluation(sampling=sampling or arena.sampling.with_(temperature=0.0))
     results = await view.generate_rollouts([request for request in requests for _ in range(samples)])
     done = [result.rollout for result in results if result.rollout.error is None]
     if not done:
