@@ -133,11 +133,8 @@ def test_each_actor_is_left_out_and_plays_alone(sudoku):
     shown = render(measured).splitlines()
     place = shown.index("what each actor adds (same questions, same seeds):")
     assert shown[place + 1].split()[:6] == ["actor", "changed", "mended", "broke", "without", "it"]
-    assert shown[place + 3].split()[:3] == [
-        "reviser",
-        f"{made.changed / made.handed:.1%}",
-        f"({made.changed}/{made.handed})",
-    ]
+    share = made.changed / made.handed
+    assert shown[place + 3].split()[:3] == ["reviser", f"{share:.1%}", f"({made.changed}/{made.handed})"]
 
 
 def test_contributions_cost_nothing_and_are_always_shown(sudoku, capsys):
@@ -151,10 +148,8 @@ def test_ablations_as_json_and_their_errors(sudoku, capsys):
     assert cli.main([*words, "--json", "--ablate", "reviser,proposer", "--ablate", "reviser"]) == 0
     plain = json.loads(capsys.readouterr().out)
     assert [row["actor"] for row in plain["ablations"]] == ["reviser", "proposer"]
-    assert (
-        plain["ablations"][0]["without"]["episodes"] == 2
-        and "mean" in plain["ablations"][0]["difference"]["difference"]
-    )
+    reviser = plain["ablations"][0]
+    assert reviser["without"]["episodes"] == 2 and "mean" in reviser["difference"]["difference"]
     assert plain["contributions"]["reviser"].keys() == {"handed", "changed", "wrong", "mended", "right", "broke"}
     assert cli.main([*words, "--ablate", "revisor"]) == 2
     assert "--ablate revisor: task 'sudoku' has no actor 'revisor'; did you mean 'reviser'?" in capsys.readouterr().err

@@ -110,6 +110,9 @@ def test_a_real_run(real_run):
     series = run["curves"]["series"]
     assert all(math.isfinite(value) for value in series["validation"][:4])
     assert {"loss", "grad_norm", "reward/proposer", "step_reward/reviser"} <= series.keys()
+    added = run["contributions"]
+    assert added["step"] == 3 and list(added["actors"]) == ["proposer", "reviser"]
+    assert {"handed", "changed", "wrong", "mended", "right"} <= added["actors"]["reviser"].keys()
     step = run["episodes"][0]["steps"][0]
     assert "".join(step["tokens"]).removesuffix("<|end|>") == step["text"]
 

@@ -32,8 +32,7 @@ class EvalConfig(Section):
     patience: int | None = Field(default=None, ge=1)
     """Validations without a new best that end the run; needs ``every``."""
     ablate: bool = False
-    """At each validation also play the questions without each actor, and with it alone; costs that many validations
-    more, two for a team of two."""
+    """Also validate the team without each actor, and each actor alone; costs two more validations for a team of two."""
     exploitability_every: int = Field(default=0, ge=0)
     """Steps between two measurements of exact exploitability, in small games; 0 never measures."""
 

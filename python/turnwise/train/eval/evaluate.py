@@ -118,13 +118,12 @@ def _estimates(results: Sequence[GenerateResult]) -> dict[str, Estimate]:
 
 
 def _contributions(results: Sequence[GenerateResult]) -> dict[str, Contribution]:
-    """Add up what every actor did to the answers that it was handed in finished episodes."""
+    """Add up what every actor did to the answers that it was handed in finished episodes, in the order of acting."""
+    finished = [node.rollout for result in results for node in result.walk() if node.rollout.error is None]
     found: defaultdict[str, Contribution] = defaultdict(Contribution)
-    for rollout in (node.rollout for result in results for node in result.walk() if node.rollout.error is None):
-        for step in rollout.steps:
-            if "handed" in step.info:
-                found[str(step.actor_id)] += Contribution(**step.info["handed"])
-    return dict(found)
+    for step in (step for rollout in finished for step in rollout.steps):
+        found[str(step.actor_id)] += Contribution(**step.info.get("handed", {}))
+    return {actor: made for actor, made in found.items() if made.handed}
 
 
 def _pass_at(values: Sequence[float], clusters: Sequence[Hashable], samples: int) -> dict[int, Estimate]:
