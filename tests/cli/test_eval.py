@@ -116,3 +116,42 @@ def test_both_seats_of_a_game_have_their_rewards(tmp_path):
     counts = [measured.evaluation.estimates[f"reward/player{seat}"].count for seat in (0, 1)]
     assert counts == [3, 3], "each question from both seats"
     assert len(set(measured.evaluation.clusters)) == 3, "the two games of a match are one trial"
+
+
+# ---- what each actor adds -------------------------------------------------------------------------------------------
+def test_each_actor_is_left_out_and_plays_alone(sudoku):
+    measured = measure(sudoku, ablate=["all"])
+    proposer, reviser = measured.additions
+    assert (proposer.actor, reviser.actor) == ("proposer", "reviser")
+    assert reviser.without == proposer.alone and reviser.alone == proposer.without
+    assert reviser.without.clusters == measured.evaluation.clusters
+    pairs = list(zip(measured.evaluation.values, reviser.without.values, strict=True))
+    assert reviser.difference.better == sum(a > b for a, b in pairs)
+    assert "solved/proposer" in reviser.without.metrics and "satisfied/reviser" not in reviser.without.metrics
+    made = measured.evaluation.contributions["reviser"]
+    assert made.handed > 0 and made.wrong + made.right == 12 * made.handed
+    shown = render(measured).splitlines()
+    place = shown.index("what each actor adds (same questions, same seeds):")
+    assert shown[place + 1].split()[:6] == ["actor", "changed", "mended", "broke", "without", "it"]
+    share = made.changed / made.handed
+    assert shown[place + 3].split()[:3] == ["reviser", f"{share:.1%}", f"({made.changed}/{made.handed})"]
+
+
+def test_contributions_cost_nothing_and_are_always_shown(sudoku, capsys):
+    assert cli.main(["eval", str(sudoku.run_dir), "--eval.num_prompts", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "what each actor adds:" in shown and "without it" not in shown
+
+
+def test_ablations_as_json_and_their_errors(sudoku, capsys):
+    words = ["eval", str(sudoku.run_dir), "--eval.num_prompts", "2"]
+    assert cli.main([*words, "--json", "--ablate", "reviser,proposer", "--ablate", "reviser"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert [row["actor"] for row in plain["ablations"]] == ["reviser", "proposer"]
+    reviser = plain["ablations"][0]
+    assert reviser["without"]["episodes"] == 2 and "mean" in reviser["difference"]["difference"]
+    assert plain["contributions"]["reviser"].keys() == {"handed", "changed", "wrong", "mended", "right", "broke"}
+    assert cli.main([*words, "--ablate", "revisor"]) == 2
+    assert "--ablate revisor: task 'sudoku' has no actor 'revisor'; did you mean 'reviser'?" in capsys.readouterr().err
+    assert cli.main([*words, "--ablate", "reviser", "--against", "start"]) == 2
+    assert "--against start, --ablate reviser: expected one of them" in capsys.readouterr().err

@@ -110,6 +110,9 @@ def test_a_real_run(real_run):
     series = run["curves"]["series"]
     assert all(math.isfinite(value) for value in series["validation"][:4])
     assert {"loss", "grad_norm", "reward/proposer", "step_reward/reviser"} <= series.keys()
+    added = run["contributions"]
+    assert added["step"] == 3 and list(added["actors"]) == ["proposer", "reviser"]
+    assert {"handed", "changed", "wrong", "mended", "right"} <= added["actors"]["reviser"].keys()
     step = run["episodes"][0]["steps"][0]
     assert "".join(step["tokens"]).removesuffix("<|end|>") == step["text"]
 
@@ -148,3 +151,16 @@ def test_long_episodes_leave_room_for_fewer():
     assert sum([10] * len(choose([10] * 90, Limits(episodes=60, episode_bytes=200)))) <= 200
     assert choose([10] * 90, Limits(episodes=60, episode_bytes=5)) == [89], "the newest one is always there"
     assert choose([], Limits()) == []
+
+
+# ---- what each actor adds -------------------------------------------------------------------------------------------
+def test_the_last_validation_that_measured_actors_is_taken(tmp_path):
+    log = RunLog(tmp_path, 3)
+    log.step(1, {"validation": 0.4, "validation/a/b/changed": 0.9, "validation/editor/mended": 0.1})
+    log.step(2, {"validation": 0.5, "validation/a/b/changed": 0.25, "validation/a/b/handed": 8, "metric/x": 1.0})
+    log.step(3, {"validation": 0.6})
+    assert read_run(tmp_path)["contributions"] == {"step": 2, "actors": {"a/b": {"changed": 0.25, "handed": 8.0}}}
+
+
+def test_a_run_that_measured_no_actor_has_no_contributions(made_run):
+    assert read_run(made_run)["contributions"] is None

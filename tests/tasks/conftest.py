@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from turnwise.arena import Arena
+from turnwise.arena.answers import Contribution
 from turnwise.inference.scripted import ByteTokenizer, ScriptedClient
 from turnwise.tasks import Player, Task
 from turnwise.types import EpisodeRequest, GenerateResult, Messages, ModelRequest, Sampling
@@ -48,6 +49,14 @@ class Table:
     async def one(self, artifact: Any) -> GenerateResult:
         (result,) = await self.play([EpisodeRequest(self.task.name, artifact, seed=0)])
         return result
+
+    async def contributions(self, artifact: Any) -> list[tuple[str, int, Contribution]]:
+        """Evaluate one episode: what each action did to the answer that it was handed."""
+        request = EpisodeRequest(self.task.name, artifact, seed=0)
+        (result,) = await self.arena.evaluation().generate_rollouts([request])
+        assert result.rollout.error is None, result.rollout.error
+        steps = [step for step in result.rollout.steps if "handed" in step.info]
+        return [(str(step.actor_id), step.turn, Contribution(**step.info["handed"])) for step in steps]
 
 
 @pytest.fixture

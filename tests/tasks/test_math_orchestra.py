@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 import pytest
 
 from turnwise.arena import TreeSampler
+from turnwise.arena.answers import Contribution
 from turnwise.tasks import build_task
 from turnwise.tasks.gsm8k import answers_match, extract_answer
 from turnwise.tasks.math_orchestra import MathOrchestraEpisode, View, parse_verdict, read_view, view_message
@@ -213,3 +214,20 @@ def test_bad_input_is_named(task, tmp_path):
         task.eval_requests("test", 1)
     with pytest.raises(ValueError, match="max_loops=0"):
         MathOrchestraEpisode(max_loops=0)
+
+
+# --- what each actor adds --------------------------------------------------------------------------------------------
+async def test_the_loop_mends_or_breaks_the_solver_s_answer(table, task):
+    mended = await table(task, [WRONG, DOWN, RIGHT, UP]).contributions(ARTIFACT)
+    assert mended == [("solver", 1, Contribution(handed=1, changed=1, wrong=1, mended=1))]
+    kept = await table(task, [RIGHT, DOWN, "Again:\n#### 4", UP]).contributions(ARTIFACT)
+    assert kept == [("solver", 1, Contribution(handed=1, right=1))], "other words, the same answer"
+
+
+async def test_without_the_verifier_the_first_answer_stands(table, task):
+    alone = task.with_actors(("solver",))
+    result = await table(alone, [WRONG]).one(ARTIFACT)
+    assert calls(result) == [("solver", 0)] and result.rollout.metrics["correct/solver"] == 0.0
+    assert [actor.id for actor in task.actors] == ["solver", "verifier"], "the task itself keeps its team"
+    with pytest.raises(ValueError, match=r"actors=\('verifier',\): expected 'solver' among them"):
+        task.with_actors(("verifier",))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
+from turnwise.arena.answers import contribution_of, plain_answer
 from turnwise.arena.episode import Episode
 from turnwise.arena.rewards.invalid_action import INVALID, InvalidActionError, fail_step, failed_step
 from turnwise.arena.rewards.mix import RewardMix, as_parts
@@ -119,6 +121,16 @@ class MultiTurnEpisode(Episode, ABC):
         """Return true when the game is over. Called after each action. ``max_turns`` applies as well."""
         return state.done
 
+    def team_answer(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Any:
+        """Return ``(answer, right)``: the answer that ``state.current_actor`` is handed, and after its action leaves.
+
+        ``right`` is true or false, or a list with one of them for each part of the answer. ``None`` means that there is
+        no answer yet, or that this actor hands none on. Called before and after each action of an evaluation, which
+        counts how often each actor changed, mended and broke what it was handed
+        (:class:`~turnwise.arena.answers.Contribution`).
+        """
+        return None
+
     def next_actor(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Any:
         """Return the actor that acts next. By default ``actors``, or the arena's actors, take turns in a circle."""
         order = list(self.actors or arena.actors)
@@ -223,6 +235,7 @@ class MultiTurnEpisode(Episode, ABC):
         """Make one model call, get the environment's answer and the action's reward. Changes ``state``."""
         mix: RewardMix = arena.mix_of(require_context().rollout.episode_type)
         before = await maybe_await(self.team_value(state, arena, artifact)) if mix.difference else 0.0
+        handed = await self._present_answer(state, arena, artifact)
         await self.call_model(state.current_actor, messages, arena)
         step = state.trajectory[-1]
         if arena.check_private:
@@ -242,11 +255,25 @@ class MultiTurnEpisode(Episode, ABC):
             step.info["env_response"] = ""
             fail_step(step, error, self.invalid_reward - mix.invalid_cost)
             state.done = True
+            if handed is not None:
+                step.info["handed"] = asdict(contribution_of(handed, None))
             return step
+        if handed is not None:
+            left = await self._present_answer(state, arena, artifact)
+            step.info["handed"] = asdict(contribution_of(handed, left, f"{type(self).__name__}.team_answer"))
         mix.pay(step, earned, after - before, where)
         if earned is None and is_by_token(step.reward):  # a hook set it; selection comes before the rubric's sums
             set_reward(step, step.reward, f"{type(self).__name__}: reward of a step of actor {state.current_actor!r}")
         return step
+
+    async def _present_answer(
+        self, state: EpisodeState, arena: ArenaForHooks, artifact: Any
+    ) -> tuple[Any, tuple[bool, ...]] | None:
+        """Return a copy of the present answer and its right parts; ``None`` if there is none, or in training."""
+        if not arena.is_evaluation:
+            return None
+        found = await maybe_await(self.team_answer(state, arena, artifact))
+        return plain_answer(found, f"{type(self).__name__}.team_answer")
 
     async def _mark_hidden(self, step: Step) -> None:
         """Mark the hidden parts of a completion as private, and let each actor read the parts that it was shown."""

@@ -197,6 +197,7 @@ COMMANDS: dict[str, Command] = {
             argument("config", "config file or run folder", type=Path, metavar="CONFIG.toml|RUN_DIR"),
             argument("--checkpoint", "newest (default), best, start, step_00000010, or a folder"),
             argument("--against", "checkpoint to compare with, question by question", metavar="CHECKPOINT"),
+            repeated("--ablate", "also play without this actor, and with it alone; all for every actor", "ACTOR"),
             argument("--samples", "answers to each question, for pass@k (default: 1)", type=int, default=1),
             argument("--temperature", "default: 0, or rollout.temperature for several samples", type=float),
             JSON,

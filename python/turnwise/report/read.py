@@ -37,8 +37,8 @@ class Limits:
 
 
 def read_run(folder: Path, limits: Limits | None = None) -> dict[str, Any]:
-    """Read ``folder`` into values for JSON: ``name``, ``config``, ``curves``, ``warnings``, ``actors``,
-    ``policies``, and ``episodes`` with their shared ``prompts``. ``recorded`` counts all recorded episodes.
+    """Read ``folder`` into values for JSON: ``name``, ``config``, ``curves``, ``contributions``, ``warnings``,
+    ``actors``, ``policies``, and ``episodes`` with their shared ``prompts``. ``recorded`` counts all recorded episodes.
 
     Raises ``ValueError`` for a folder that no run wrote to.
     """
@@ -61,6 +61,7 @@ def read_run(folder: Path, limits: Limits | None = None) -> dict[str, Any]:
         "config": config,
         "planned": settings.get("steps"),
         "curves": curves(rows, limits.points),
+        "contributions": contributions(rows),
         "warnings": read_metrics(folder, "warnings.jsonl"),
         "actors": names([actor_of(name) for row in rows for name in row], [step["actor"] for step in calls]),
         "policies": names(settings.get("policies", {}), [step["policy"] for step in calls]),
@@ -111,6 +112,23 @@ def curves(rows: Sequence[Mapping[str, Any]], points: int) -> dict[str, Any]:
             if name != "step" and isinstance(value, (int, float)):
                 series.setdefault(name, [None] * len(kept))[index] = float(value) if math.isfinite(value) else None
     return {"rows": len(rows), "step": [row["step"] for row in kept], "series": series}
+
+
+def contributions(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return what each actor added at the last validation that measured it; ``None`` if none did.
+
+    Example: ``{"step": 20, "actors": {"reviser": {"handed": 40.0, "changed": 0.25, "without": 0.55}}}`` from the
+    metrics ``validation/<actor>/<measure>``.
+    """
+    for row in reversed(rows):
+        actors: dict[str, dict[str, float]] = {}
+        for name, value in row.items():
+            actor, _, measure = name.removeprefix("validation/").rpartition("/")
+            if name.startswith("validation/") and actor and math.isfinite(value):
+                actors.setdefault(actor, {})[measure] = float(value)
+        if actors:
+            return {"step": row["step"], "actors": actors}
+    return None
 
 
 def thin(rows: Sequence[Mapping[str, Any]], points: int) -> list[int]:

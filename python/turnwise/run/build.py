@@ -34,6 +34,7 @@ from turnwise.train.checkpoint.run_state import seed_generators
 from turnwise.train.config.sampling import RolloutConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
+from turnwise.train.eval.ablate import Ablation, Addition, ablate
 from turnwise.train.eval.evaluate import Evaluation, describe
 from turnwise.train.health.start import refuse_hopeless
 from turnwise.train.league import past_models
@@ -102,11 +103,20 @@ class Run:
 
     def evaluate(self, sampling: Sampling | None = None, *, samples: int = 1) -> Evaluation:
         """Evaluate success on the held-out questions with the trainer's present weights, by default greedily."""
-        return asyncio.run(self._evaluate(sampling, samples))
+        return asyncio.run(self._evaluate(sampling, samples, []))[0]
 
-    async def _evaluate(self, sampling: Sampling | None, samples: int) -> Evaluation:
+    def ablate(
+        self, ablations: Sequence[Ablation], sampling: Sampling | None = None, *, samples: int = 1
+    ) -> tuple[Evaluation, list[Addition]]:
+        """Evaluate as :meth:`evaluate` does, and without each actor of ``ablations`` and with it alone."""
+        return asyncio.run(self._evaluate(sampling, samples, ablations))
+
+    async def _evaluate(
+        self, sampling: Sampling | None, samples: int, ablations: Sequence[Ablation]
+    ) -> tuple[Evaluation, list[Addition]]:
         await self.trainer.sync_weights()
-        return await self.trainer.evaluate(self.held_out, sampling, samples=samples)
+        team = await self.trainer.evaluate(self.held_out, sampling, samples=samples)
+        return team, await ablate(self.arena, self.held_out.requests, team, ablations, sampling)
 
     def close(self) -> None:
         """Free the client's resources, such as its engines. Nothing can be sampled afterwards."""

@@ -12,6 +12,7 @@ from turnwise.arena import Episode
 from turnwise.arena.dynamic_sampling import check_stateless
 from turnwise.arena.setup import mix_of, reward_problems
 from turnwise.credit import build_rule
+from turnwise.run.ablations import ablations_of
 from turnwise.run.clients import check_client
 from turnwise.run.policy_sharing import resolve_policies
 from turnwise.run.selfplay import Measure, check_selfplay
@@ -122,8 +123,12 @@ def eval_sets(config: TrainConfig, task: Task) -> tuple[EvalSet, EvalSet]:
         check_success_metric(task, task.episodes(), asked[0])
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    left, right = (EvalSet(requests, task.success_metric) for requests in asked)
-    return left, right
+    try:
+        ablations = ablations_of(task) if config.eval.ablate else []
+    except ValueError as error:
+        raise ConfigError(f"config key 'eval.ablate' = true: {error}") from None
+    held, validation = asked
+    return EvalSet(held, task.success_metric), EvalSet(validation, task.success_metric, ablations)
 
 
 def seats_of(task: Task) -> Sequence[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -13,6 +14,7 @@ from turnwise.arena import Episode, Rubric, TreeSampler
 from turnwise.types import Actor, EpisodeRequest, Message, Messages
 from turnwise.utils.registry import did_you_mean
 
+T = TypeVar("T")
 Split = Literal["train", "validation", "eval"]
 
 # The hash of a question's text decides its split, so no seed or count can move it to another: 8 parts train.
@@ -36,6 +38,9 @@ class Task(Protocol):
 
     ``credit_rule`` (optional) is the rule that ``credit.rule = "task"`` selects. ``seats`` (optional) are the actors
     that play against each other; the rubric may have a metric ``score/<seat>``, 0 to 1, for each.
+    ``with_actors(actors)`` (optional) returns the task for some of its actors, in their acting order: its episodes play
+    the same requests without the others, and its success metric is of one of ``actors``. It raises ``ValueError`` if
+    they can't play alone. ``turnwise eval --ablate`` uses it.
 
     Every result depends only on the task's options and the arguments. Equal calls return equal results in any process.
     """
@@ -141,6 +146,15 @@ def held_out(task: Task, split: Split, n: int | None) -> list[EpisodeRequest]:
         except ValueError:
             too_many = half
     return found
+
+
+def with_team(task: T, actors: Sequence[str], *, needed: str) -> T:
+    """A copy of ``task`` whose ``team`` is ``actors``. Raises ``ValueError`` without the actor that is ``needed``."""
+    if needed not in actors:
+        raise ValueError(f"actors={tuple(actors)!r}: expected {needed!r} among them")
+    made: Any = copy.copy(task)
+    made.team = tuple(actors)
+    return made
 
 
 def check_success_metric(task: Task, episodes: Mapping[str, Episode], requests: Sequence[EpisodeRequest]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from random import Random
 from typing import Any, NamedTuple
 
 from pydantic import Field
 
 from turnwise.arena import Episode, MultiTurnEpisode, RewardMix, RewardParts, Rubric, TreeSampler
-from turnwise.tasks.base import Demonstration, Player, with_round, without_round
+from turnwise.tasks.base import Demonstration, Player, with_round, with_team, without_round
 from turnwise.tasks.gsm8k import (
     MARK,
     SYSTEM_PROMPT,
@@ -69,21 +70,27 @@ class MathOrchestraEpisode(MultiTurnEpisode):
     """One question: solver, verifier, solver, … until the verifier approves or ``max_loops`` loops are over.
 
     The artifact is ``{"question": ..., "answer": ...}``. A verdict that can't be read approves, so a verifier that
-    babbles can't keep a problem in the loop. The team's part is the final outcome: 1 if the solver's last answer is
-    right. A solver's own part is 1 if its answer is right, a verifier's if the verdict agrees with that. By default
-    both actors earn the outcome. A tree sampler must score each action before the end is known, so there an action
-    earns its own part. No actor sees another one's ``<think>`` text.
+    babbles can't keep a problem in the loop. Without a verifier the first answer stands. The team's part is the final
+    outcome: 1 if the solver's last answer is right. A solver's own part is 1 if its answer is right, a verifier's if
+    the verdict agrees with that. By default both actors earn the outcome. A tree sampler must score each action before
+    the end is known, so there an action earns its own part. No actor sees another one's ``<think>`` text.
 
     Example: ``MathOrchestraEpisode(max_loops=2)``
     """
 
     episode_type = "math_orchestra"
-    actors = (SOLVER, VERIFIER)
 
-    def __init__(self, *, max_loops: int = 2, sampler: TreeSampler | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        max_loops: int = 2,
+        actors: Sequence[str] = (SOLVER, VERIFIER),
+        sampler: TreeSampler | None = None,
+    ) -> None:
         if max_loops < 1:
             raise ValueError(f"max_loops={max_loops!r}: expected at least 1")
         super().__init__(sampler=sampler, max_turns=max_loops)
+        self.actors = tuple(actors)
         self.by_action = sampler is not None and sampler.selects
         self.mix = RewardMix(0.0 if self.by_action else 1.0, "convex")
         self.rubric = Rubric(
@@ -127,7 +134,13 @@ class MathOrchestraEpisode(MultiTurnEpisode):
         return float(state.data["right"])
 
     def is_done(self, state: EpisodeState, arena: Any, artifact: Any) -> bool:
-        return state.current_actor == VERIFIER and state.data["approved"]
+        return VERIFIER not in self.actors or (state.current_actor == VERIFIER and state.data["approved"])
+
+    def team_answer(self, state: EpisodeState, arena: Any, artifact: Any) -> tuple[str | None, bool] | None:
+        """The solver's answer. The verifier hands none on."""
+        if state.current_actor == VERIFIER or state.data["solution"] is None:
+            return None
+        return extract_answer(state.data["solution"]), state.data["right"]
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
         """``correct``, ``answer`` (``None`` if unreadable), ``approved``, ``loops``, share of readable verdicts.
@@ -180,17 +193,22 @@ class MathOrchestraTask(QuestionTask):
     name = "math_orchestra"
     success_metric = f"correct/{SOLVER}"
     options_type = MathOrchestraOptions
+    team: Sequence[str] = (SOLVER, VERIFIER)
 
     def __init__(self, options: MathOrchestraOptions) -> None:
         super().__init__(options)
         self.options = options
 
+    def with_actors(self, actors: Sequence[str]) -> MathOrchestraTask:
+        """The task for the solver alone, whose first answer stands."""
+        return with_team(self, actors, needed=SOLVER)
+
     @property
     def actors(self) -> list[Actor]:
-        return [Actor(actor, prompt, max_tokens=self.options.max_tokens) for actor, prompt in SYSTEM_PROMPTS.items()]
+        return [Actor(actor, SYSTEM_PROMPTS[actor], max_tokens=self.options.max_tokens) for actor in self.team]
 
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
-        return {self.name: MathOrchestraEpisode(max_loops=self.options.max_loops, sampler=tree)}
+        return {self.name: MathOrchestraEpisode(max_loops=self.options.max_loops, actors=self.team, sampler=tree)}
 
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
         """Demonstrate both roles in both situations: answer, approval, rejection of a wrong answer, correction."""

@@ -244,7 +244,7 @@ class RouteEpisode(MultiTurnEpisode):
         data, actor, walker = state.data, state.current_actor, self.actors[-1]
         note = ""
         if state.turn:
-            own = None if actor == walker else data["outcomes"][actor][-1]
+            own = None if actor == walker != "tool" else data["outcomes"][actor][-1]
             note = failure_note(state.turn, data["outcomes"][walker][-1], own)
         env, route = self.environment(state), data["route"]
         check = check_note(env.preview(route)._asdict()) if route else ""
@@ -268,6 +268,13 @@ class RouteEpisode(MultiTurnEpisode):
 
     def is_done(self, state: EpisodeState, arena: Any, artifact: Any) -> bool:
         return self.environment(state).solved
+
+    def team_answer(self, state: EpisodeState, arena: Any, artifact: Any) -> tuple[str, bool] | None:
+        """The suggestion, right if walking it from here solves the board; after a walk, its route and result."""
+        data, env, walker = state.data, self.environment(state), self.actors[-1]
+        if state.current_actor == walker and len(data["outcomes"].get(walker, ())) > state.turn:
+            return parse_route(state.last_completion_text) or "", env.solved
+        return None if data["route"] is None else (data["route"], env.preview(data["route"]).goal > 0)
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
         """``solved`` and ``goal`` of the team; ``closeness``, ``gained``, ``valid``, ``legal``, ``moves`` by actor.
@@ -344,8 +351,8 @@ class RouteOptions(TeamOptions):
     @field_validator("actors")
     @classmethod
     def _a_walker_last(cls, actors: tuple[Role, ...]) -> tuple[Role, ...]:
-        if actors[-1] == "tool":
-            raise ValueError("expected the planner or the solver last, whose routes are walked")
+        if actors[-1] == "tool" and len(actors) > 1:
+            raise ValueError("expected the planner or the solver last, whose routes are walked, or the tool alone")
         return actors
 
     @property

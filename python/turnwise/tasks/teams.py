@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, field_validator
 
@@ -116,3 +116,8 @@ class TeamTask(GeneratedTask):
 
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
         return {self.name: self.episode(tree)}
+
+    def with_actors(self, actors: Sequence[str]) -> Self:
+        """This task with ``actors`` in its options."""
+        given = self.options.model_dump(exclude_unset=True)
+        return type(self)(self.options_type(**{**given, "actors": tuple(actors)}))

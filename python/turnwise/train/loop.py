@@ -36,6 +36,7 @@ from turnwise.train.checkpoint.run_state import set_random_state
 from turnwise.train.config.schedule import policies_at
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import CONFIG_FILE, ConfigError, to_toml
+from turnwise.train.eval.ablate import Ablation, ablate, addition_metrics
 from turnwise.train.eval.evaluate import Evaluation, evaluate
 from turnwise.train.health.watch import Watch
 from turnwise.train.interrupt import StopRequest
@@ -57,10 +58,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class EvalSet:
-    """Held-out episodes and the rubric metric that counts as success."""
+    """Held-out episodes and the rubric metric that counts as success. ``ablations`` are the actors to leave out."""
 
     requests: Sequence[EpisodeRequest]
     metric: str
+    ablations: Sequence[Ablation] = ()
 
 
 class Trainer:
@@ -95,6 +97,11 @@ class Trainer:
             raise ValueError(
                 f"loop.max_staleness={config.loop.max_staleness}: expected a client with its own copy of the weights, "
                 "as sampling goes on while the trainer updates its modules. Make the client with share=False"
+            )
+        if config.eval.ablate and validation is not None and not validation.ablations:
+            raise ConfigError(
+                "config key 'eval.ablate' = true: expected the validation set's ablations, as in "
+                "EvalSet(requests, metric, ablations=...)"
             )
         self.arena, self.policies, self.config, self.validation = arena, dict(policies), config, validation
 
@@ -283,9 +290,12 @@ class Trainer:
         if self.validation is None or not self.validation.requests:
             return {}
         score = await self.evaluate()
+        additions = await ablate(self.arena, self.validation.requests, score, self.validation.ablations)
         self.client_metrics.take()  # validation doesn't count as the step's sampling
         self.progress.evaluations[str(self.progress.step)] = score.success
-        return {"validation": score.success}
+        self.watch.validation(score)
+        added = addition_metrics(score, additions).items()
+        return {"validation": score.success, **{f"validation/{name}": value for name, value in added}}
 
     async def validate_start(self) -> None:
         """Log the first point of the learning curve, before any training."""

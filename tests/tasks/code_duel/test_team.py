@@ -6,6 +6,7 @@ from random import Random
 import pytest
 
 from turnwise.arena import TreeSampler
+from turnwise.arena.answers import Contribution
 from turnwise.tasks import build_task
 from turnwise.tasks.base import split_of
 from turnwise.tasks.code_duel import CodeDuelOptions, CodeDuelTask, View, find_problem, read_view
@@ -207,3 +208,18 @@ async def test_random_replies_never_break_the_scoring(table):
     results = await table(team(), lambda actor, messages: rng.choice(noise)).play(team().requests(0, 6, 1))
     for result in results:
         assert all(-0.25 <= step.reward <= 2.0 for step in result.rollout.steps)
+
+
+# --- what each actor adds --------------------------------------------------------------------------------------------
+async def test_the_coder_mends_and_breaks_programs_and_the_tester_hands_none_on(table):
+    seat = table(team(max_turns=3), [LEN, "f([1, 2]) == 3", RIGHT, "f([7]) == 8", LEN, "f([1, 2]) == 3"])
+    assert await seat.contributions(ARTIFACT) == [
+        ("coder", 1, Contribution(handed=1, changed=1, wrong=1, mended=1)),
+        ("coder", 2, Contribution(handed=1, changed=1, right=1, broke=1)),
+    ]
+
+
+def test_only_the_tester_can_be_left_out():
+    assert [actor.id for actor in team().with_actors(("coder",)).actors] == ["coder"]
+    with pytest.raises(ValueError, match="expected the coder first"):
+        team().with_actors(("tester",))

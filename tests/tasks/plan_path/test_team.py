@@ -6,6 +6,7 @@ from random import Random
 import pytest
 
 from turnwise.arena import TreeSampler
+from turnwise.arena.answers import Contribution
 from turnwise.tasks import build_task
 from turnwise.tasks.plan_path import PlanPathEpisode, PlanPathOptions, PlanPathTask, parse_maze, plan_path_messages
 from turnwise.tasks.plan_path.maze import draw_mazes, format_maze, split_of_maze
@@ -273,3 +274,27 @@ async def test_random_replies_never_break_the_scoring(table):
         result = await table(team(), [rng.choice(noise) for _ in range(6)]).one({"maze": format_maze(maze)})
         assert result.rollout.error is None
         assert all(-1.0 <= step.reward <= 2.0 for step in result.rollout.steps)
+
+
+# --- what each actor adds --------------------------------------------------------------------------------------------
+async def test_the_planner_is_judged_by_where_its_walk_ends(table):
+    """It breaks a right suggestion, repeats a wrong one, and mends a wrong one. The tool is handed nothing."""
+    lines = ["D R R U", "D R", "U", "U", "no moves", "R U"]
+    assert await table(team(), lines).contributions(ARTIFACT) == [
+        ("planner", 0, Contribution(handed=1, changed=1, right=1, broke=1)),
+        ("planner", 1, Contribution(handed=1, changed=0, wrong=1, mended=0)),
+    ], "in the last round there was no suggestion"
+    mending = await table(team(), ["U", "D R R U"]).contributions(ARTIFACT)
+    assert mending == [("planner", 0, Contribution(handed=1, changed=1, wrong=1, mended=1))]
+    babbling = await table(team(max_turns=1), ["D R R U", "Hm."]).contributions(ARTIFACT)
+    assert babbling == [("planner", 0, Contribution(handed=1, changed=1, right=1, broke=1))]
+
+
+async def test_without_the_planner_the_tool_s_route_is_walked(table):
+    task = team().with_actors(["tool"])
+    seat = table(task, ["D R", "R U"])
+    result = await seat.one(ARTIFACT)
+    assert result.rollout.extras["path"] == [0, 3, 4, 5, 2] and result.rollout.metrics["solved/tool"] == 1.0
+    note = "Round 2. Walked: 2 moves. Suggested: 2 moves."  # as the tool reads it in the team
+    assert seat.seen[1] == ("tool", plan_path_messages("tool", MAZE, 4, note=note))
+    assert task.success_metric == "solved/tool"

@@ -5,6 +5,7 @@ from random import Random
 import pytest
 
 from turnwise.arena import TreeSampler
+from turnwise.arena.answers import Contribution
 from turnwise.arena.runtime.concurrency import BatchFailedError
 from turnwise.tasks import build_task
 from turnwise.tasks.base import split_of
@@ -201,3 +202,11 @@ async def test_random_replies_never_break_the_scoring(table):
     noise = ["".join(rng.choice("123 ok,\nsum") for _ in range(rng.randint(0, 12))) for _ in range(100)]
     results = await table(team(), lambda actor, messages: rng.choice(noise)).play(team().requests(0, 20, 1))
     assert all(-0.25 <= step.reward <= 2.0 for result in results for step in result.rollout.steps)
+
+
+async def test_the_generator_mends_and_breaks_its_drafts(table):
+    lines = ["2 2 6", "wrong: sum", "1 3 5", "wrong: count", "2 2 6", "ok"]
+    assert await table(team(max_turns=3), lines).contributions(ARTIFACT) == [
+        (GENERATOR, 1, Contribution(handed=1, changed=1, wrong=1, mended=1)),
+        (GENERATOR, 2, Contribution(handed=1, changed=1, right=1, broke=1)),
+    ]

@@ -162,3 +162,19 @@ def test_bad_options_are_named(options, named):
 def test_bad_counts_are_named():
     with pytest.raises(ValueError, match="passages=0"):
         SearchOrchestraEpisode(SearchIndex(TASK.world.passages), passages=0)
+
+
+@pytest.mark.parametrize(
+    ("actors", "lines", "order", "queries"),
+    [
+        ([SEARCHER, ANSWERER], [PERSON, TOWN, "?", RIVER.answer], [SEARCHER] * 3 + [ANSWERER], 3),
+        ([VERIFIER, ANSWERER], ["search", RIVER.answer], [VERIFIER, ANSWERER], 0),
+        ([ANSWERER], [RIVER.answer], [ANSWERER], 0),
+    ],
+)
+async def test_some_actors_without_the_others(table, actors, lines, order, queries):
+    result = await table(TASK.with_actors(actors), lines).one(ARTIFACT)
+    assert [actor for actor, _ in calls(result)] == order
+    assert len(result.rollout.extras["queries"]) == queries and result.rollout.metrics["correct/answerer"] == 1.0
+    with pytest.raises(ValueError, match="expected 'answerer' among them"):
+        TASK.with_actors([VERIFIER, SEARCHER])

@@ -5,6 +5,7 @@ from random import Random
 import pytest
 
 from turnwise.arena import TreeSampler
+from turnwise.arena.answers import Contribution
 from turnwise.tasks import build_task
 from turnwise.tasks.sokoban import SokobanEpisode, SokobanOptions, SokobanTask, State, parse_level, sokoban_messages
 from turnwise.tasks.sokoban.level import format_level, split_of_layout
@@ -156,3 +157,11 @@ async def test_random_replies_never_break_the_scoring(table):
     results = await table(team(), lambda actor, messages: rng.choice(noise)).play(team().requests(0, 20, 1))
     assert all(-1.0 <= step.reward <= 2.0 for result in results for step in result.rollout.steps)
     assert SokobanEpisode().max_turns == 3
+
+
+async def test_a_walk_that_does_not_solve_breaks_a_right_suggestion(table):
+    lines = ["D R", "D", "R", "R"]
+    assert await table(team(), lines).contributions(ARTIFACT) == [
+        ("planner", 0, Contribution(handed=1, changed=1, right=1, broke=1)),
+        ("planner", 1, Contribution(handed=1, right=1)),
+    ]

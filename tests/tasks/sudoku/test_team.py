@@ -6,6 +6,7 @@ from random import Random
 import pytest
 
 from turnwise.arena import TreeSampler
+from turnwise.arena.answers import Contribution
 from turnwise.tasks import build_task
 from turnwise.tasks.sudoku import SudokuEpisode, SudokuOptions, SudokuTask, sudoku_messages
 from turnwise.tasks.sudoku.grid import format_grid, split_of, sudoku_puzzles
@@ -214,3 +215,26 @@ async def test_random_grids_never_break_the_scoring(table):
         result = await table(team(), [rng.choice(noise) for _ in range(4)]).one({"puzzle": puzzle.givens})
         assert result.rollout.error is None
         assert all(-0.25 <= step.reward <= 2.0 for step in result.rollout.steps)
+
+
+# --- what each actor adds --------------------------------------------------------------------------------------------
+async def test_units_of_the_draft_are_mended_and_broken(table):
+    """EIGHT lacks columns 2 and 4 and boxes 1 and 2; NINE lacks row 1, column 2 and box 1."""
+    seat = table(team(), [format_grid(EIGHT), format_grid(NINE), "1234", format_grid(SOLVED)])
+    assert await seat.contributions(ARTIFACT) == [
+        ("reviser", 0, Contribution(handed=1, changed=1, wrong=4, mended=2, right=8, broke=1)),
+        ("proposer", 1, Contribution(handed=1, changed=0, wrong=3, mended=0, right=9, broke=0)),  # unreadable
+        ("reviser", 1, Contribution(handed=1, changed=1, wrong=3, mended=3, right=9, broke=0)),
+    ]
+
+
+async def test_one_actor_plays_the_teams_rounds_with_its_own_prompt(table):
+    task = team(blanks=(4, 6), quality=0.5).with_actors(("reviser",))
+    assert (task.success_metric, task.options.blanks, task.options.quality) == ("solved/reviser", (4, 6), 0.5)
+    seat = table(task, [format_grid(EIGHT), format_grid(SOLVED)])
+    result = await seat.one(ARTIFACT)
+    assert result.rollout.metrics["solved/reviser"] == 1.0
+    assert seat.seen == [
+        ("reviser", sudoku_messages("reviser", PUZZLE)),
+        ("reviser", sudoku_messages("reviser", PUZZLE, EIGHT, 1)),
+    ]

@@ -1,19 +1,21 @@
-"""``turnwise eval``: measure a checkpoint on held-out questions, or compare two, with intervals."""
+"""``turnwise eval``: measure a checkpoint on held-out questions, what each actor adds, or compare two checkpoints."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from turnwise.arena.answers import Contribution
 from turnwise.cli.options import EXIT_OK
+from turnwise.run.ablations import ablations_of
 from turnwise.run.build import build_run
 from turnwise.run.checks import task_of
 from turnwise.tasks import task_type
@@ -21,6 +23,7 @@ from turnwise.train.checkpoint.checkpoint import CheckpointError, list_checkpoin
 from turnwise.train.checkpoint.progress import START, find_checkpoint
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import CONFIG_FILE, raw_settings
+from turnwise.train.eval.ablate import Addition
 from turnwise.train.eval.evaluate import Evaluation, compare, describe
 from turnwise.train.eval.statistics import Estimate, PairedDifference
 from turnwise.train.log.run_log import RunLog
@@ -37,7 +40,12 @@ def run(options: argparse.Namespace) -> int:
     if options.config.is_dir():
         config = config.model_copy(update={"run_dir": options.config})
     measured = measure(
-        config, options.checkpoint, options.against, samples=options.samples, temperature=options.temperature
+        config,
+        options.checkpoint,
+        options.against,
+        ablate=[name for given in options.ablate for name in given.split(",")],
+        samples=options.samples,
+        temperature=options.temperature,
     )
     print(json.dumps(to_json(measured), indent=1) if options.json else render(measured))
     return EXIT_OK
@@ -58,7 +66,8 @@ def evaluate_from_config(
     several use ``rollout.temperature``. Raises ``ValueError`` for several greedy samples, which would be equal. With
     ``verbose`` the log shows the result in a line; otherwise notes go to stderr.
     """
-    return _evaluated(config, checkpoint, samples=samples, temperature=temperature, verbose=verbose)[1]
+    found = _evaluated(config, checkpoint, samples=samples, temperature=temperature, verbose=verbose)
+    return found.evaluation
 
 
 def _evaluated(
@@ -67,15 +76,20 @@ def _evaluated(
     *,
     samples: int,
     temperature: float | None,
+    ablate: Sequence[str] = (),
     verbose: bool = False,
-) -> tuple[str, Evaluation]:
-    """Return the name of the evaluated checkpoint, and its evaluation."""
+) -> Measured:
+    """Evaluate one checkpoint, and what the actors named in ``ablate`` add."""
     if temperature is None:
         temperature = config.rollout.temperature if samples > 1 else 0.0
     if samples > 1 and not temperature > 0:
         raise ValueError(
             f"samples={samples!r}, temperature={temperature!r}: greedy samples are all alike. Set a temperature > 0"
         )
+    try:
+        ablations = ablations_of(task_of(config), ablate) if ablate else []
+    except ValueError as error:
+        raise ValueError(f"--ablate {','.join(ablate)}: {error}") from None
     # Refuse checkpoints of a run that played other episodes. Without a checkpoint, the warm start runs first.
     chosen = chosen_checkpoint(config, checkpoint)
     quiet = RunLog(config.run_dir, 0, writers=[], console=Console(stderr=True), progress=False)
@@ -85,11 +99,12 @@ def _evaluated(
     with closing(run):
         if chosen is not None:
             chosen = _load(config, checkpoint, run.trainer.policies)
-        result = run.evaluate(run.arena.sampling.with_(temperature=temperature), samples=samples)
+        sampling = run.arena.sampling.with_(temperature=temperature)
+        result, additions = run.ablate(ablations, sampling, samples=samples)
     name = "starting weights" if chosen is None else str(chosen)
     if verbose:
         run.trainer.log.note(f"{name}: {describe(result)}")
-    return name, result
+    return Measured(name, result, additions)
 
 
 def _load(config: TrainConfig, checkpoint: str | Path | None, policies: Mapping[str, Policy]) -> Path:
@@ -115,10 +130,14 @@ def chosen_checkpoint(config: TrainConfig, checkpoint: str | Path | None) -> Pat
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A checkpoint's evaluation; in a comparison also the other checkpoint's, and the paired difference."""
+    """A checkpoint's evaluation, and success without the ablated actors (``additions``).
+
+    In a comparison also the other checkpoint's evaluation, and the paired difference.
+    """
 
     checkpoint: str
     evaluation: Evaluation
+    additions: list[Addition] = field(default_factory=list)
     against: str | None = None
     other: Evaluation | None = None
     difference: PairedDifference | None = None
@@ -129,23 +148,35 @@ def measure(
     checkpoint: str | None = None,
     against: str | None = None,
     *,
+    ablate: Sequence[str] = (),
     samples: int = 1,
     temperature: float | None = None,
 ) -> Measured:
-    """Evaluate ``checkpoint``, and ``against`` on the same questions with the same seeds."""
-    name, first = _evaluated(config, checkpoint, samples=samples, temperature=temperature)
+    """Evaluate ``checkpoint``; also ``against``, or the team without each actor of ``ablate`` (``"all"``: of all).
+
+    All of them play the same questions with the same seeds.
+    """
+    if against is not None and ablate:
+        raise ValueError(f"--against {against}, --ablate {','.join(ablate)}: expected one of them")
+    first = _evaluated(config, checkpoint, samples=samples, temperature=temperature, ablate=ablate)
     if against is None:
-        return Measured(name, first)
-    other, second = _evaluated(config, against, samples=samples, temperature=temperature)
-    return Measured(name, first, other, second, compare(first, second))
+        return first
+    second = _evaluated(config, against, samples=samples, temperature=temperature)
+    return replace(
+        first,
+        against=second.checkpoint,
+        other=second.evaluation,
+        difference=compare(first.evaluation, second.evaluation),
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Output
 # ---------------------------------------------------------------------------------------------------------------------
 def render(measured: Measured) -> str:
-    """Show each checkpoint with its pass@k, metrics and rewards, and the difference in the last line."""
+    """Show each checkpoint with its pass@k, metrics, rewards and contributions; then the difference of two."""
     lines = _lines(measured.checkpoint, measured.evaluation)
+    lines += contribution_table(measured.evaluation, measured.additions)
     if measured.other is not None and measured.difference is not None:
         found = measured.difference
         lines += _lines(str(measured.against), measured.other)
@@ -165,6 +196,34 @@ def _lines(name: str, result: Evaluation) -> list[str]:
     return lines
 
 
+def contribution_table(team: Evaluation, additions: Sequence[Addition]) -> list[str]:
+    """Return lines with a row per actor: what it did to the answers that it was handed, and success without it."""
+    if not additions and not team.contributions:
+        return []
+    measured = {addition.actor: addition for addition in additions}
+    rows = [["actor", "changed", "mended", "broke"] + ["without it", "team adds", "alone"] * bool(additions)]
+    for actor in measured or team.contributions:
+        made = team.contributions.get(actor, Contribution())
+        counts = ((made.changed, made.handed), (made.mended, made.wrong), (made.broke, made.right))
+        rows.append([actor, *(f"{part / whole:.1%} ({part}/{whole})" if whole else "-" for part, whole in counts)])
+        if additions:
+            rows[-1] += _ablated(measured[actor])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    shown = ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return [f"what each actor adds{' (same questions, same seeds)' if additions else ''}:", *shown]
+
+
+def _ablated(addition: Addition) -> list[str]:
+    without, alone = (
+        "-" if played is None else f"{played.success:.1%} ({played.low:.1%} to {played.high:.1%})"
+        for played in (addition.without, addition.alone)
+    )
+    if addition.difference is None:
+        return [without, "-", alone]
+    at = addition.difference.difference
+    return [without, f"{at.mean:+.1%} ({at.low:+.1%} to {at.high:+.1%}, p = {addition.difference.p:.3g})", alone]
+
+
 def _interval(at: Estimate, *, percent: bool = False) -> str:
     form = "{:.1%}" if percent else "{:.4g}"
     return f"95% interval {form.format(at.low)} to {form.format(at.high)}"
@@ -173,11 +232,22 @@ def _interval(at: Estimate, *, percent: bool = False) -> str:
 def to_json(measured: Measured) -> dict[str, Any]:
     """Convert to plain JSON data; an infinite bound becomes ``None``."""
     plain: dict[str, Any] = {"checkpoint": measured.checkpoint, **_evaluation_to_json(measured.evaluation)}
+    if measured.additions:
+        plain["ablations"] = [_addition_to_json(addition) for addition in measured.additions]
     if measured.other is not None:
         plain["against"] = {"checkpoint": measured.against, **_evaluation_to_json(measured.other)}
     if measured.difference is not None:
         plain["difference"] = _finite(asdict(measured.difference))
     return plain
+
+
+def _addition_to_json(addition: Addition) -> dict[str, Any]:
+    return {
+        "actor": addition.actor,
+        "without": None if addition.without is None else _evaluation_to_json(addition.without),
+        "difference": None if addition.difference is None else _finite(asdict(addition.difference)),
+        "alone": None if addition.alone is None else _evaluation_to_json(addition.alone),
+    }
 
 
 def _evaluation_to_json(result: Evaluation) -> dict[str, Any]:

@@ -43,6 +43,30 @@ function axisOf(run, name) {
   return xs;
 }
 
+// Shares of what an actor was handed: [column, share, count of which it is one]; then success of other lineups.
+const SHARES = [["changed", "changed", "handed"], ["mended", "mended", "wrong"], ["broke", "broke", "right"]];
+const LINEUPS = [["without it", "without"], ["alone", "alone"]];
+
+function percent(value) {
+  return value === undefined ? "–" : (100 * value).toFixed(1) + "%";
+}
+
+function contributionTable(run) {
+  if (!run.contributions) return null;
+  const measured = Object.entries(run.contributions.actors);
+  const has = (name) => measured.some(([, found]) => found[name] !== undefined);
+  const shares = SHARES.filter(([, share]) => has(share));
+  const lineups = LINEUPS.filter(([, name]) => has(name));
+  return el("figure", { class: "adds" },
+    el("figcaption", {}, el("b", {}, "What each actor adds"), ` at the validation of step ${run.contributions.step}`),
+    el("table", {},
+      el("thead", {}, el("tr", {}, ["actor", ...shares.map(([title]) => title), ...lineups.map(([title]) => title)]
+        .map((title) => el("th", {}, title)))),
+      el("tbody", {}, measured.map(([actor, found]) => el("tr", {}, el("th", {}, actor),
+        shares.map(([, share, whole]) => el("td", {}, found[share] === undefined ? "–" : `${percent(found[share])} of ${number(found[whole])}`)),
+        lineups.map(([, name]) => el("td", {}, percent(found[name]))))))));
+}
+
 function curvesTab(run) {
   const all = families(run);
   if (!all.length) return el("p", { class: "empty" }, "No step has been logged yet.");
@@ -79,5 +103,5 @@ function curvesTab(run) {
   const shown = run.curves.step.length;
   const thinned = shown < run.curves.rows
     ? el("p", { class: "note" }, `Curves show ${shown} of ${run.curves.rows} steps, evenly spaced; metrics.jsonl has all.`) : null;
-  return el("section", {}, bar, chips, thinned, place);
+  return el("section", {}, contributionTable(run), bar, chips, thinned, place);
 }

@@ -142,6 +142,11 @@ class CodeDuelEpisode(ActingEpisode):
     def is_done(self, state: EpisodeState, arena: Any, artifact: Any) -> bool:
         return state.data["agreed"]
 
+    def team_answer(self, state: EpisodeState, arena: Any, artifact: Any) -> tuple[str, bool] | None:
+        """The program, right if it passes all hidden tests. The tester hands none on."""
+        program = state.data["program"] if state.current_actor == "coder" else None
+        return None if program is None else (program, self.is_solved(state))
+
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
         """``solved`` by actor; ``own``, ``valid`` and ``right`` by actor that acted; ``program``, ``rounds``.
 

@@ -150,6 +150,11 @@ class RefineLoopEpisode(ActingEpisode):
     def is_done(self, state: EpisodeState, arena: Any, artifact: Any) -> bool:
         return state.data["approved"]
 
+    def team_answer(self, state: EpisodeState, arena: Any, artifact: Any) -> tuple[Draft, bool] | None:
+        """The draft, right if it breaks no rule. The critic hands none on."""
+        draft = _draft(state) if state.current_actor == GENERATOR else None
+        return None if draft is None else (draft, self.is_solved(state))
+
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
         """``solved``, ``own`` and ``valid`` by actor; ``draft``, ``review``, ``broken`` and ``rounds``."""
         draft = _draft(state)

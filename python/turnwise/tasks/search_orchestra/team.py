@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from turnwise.arena import Episode, MultiTurnEpisode, RewardMix, RewardParts, Rubric, TreeSampler
-from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, check_split, split_of, with_round
+from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, check_split, split_of, with_round, with_team
 from turnwise.tasks.generated import GeneratedTask, texts_of
 from turnwise.tasks.search_orchestra.corpus import (
     MAX_HOPS,
@@ -36,6 +36,8 @@ from turnwise.tasks.search_orchestra.prompts import (
 )
 from turnwise.types import EpisodeState, Messages
 
+TEAM = (VERIFIER, SEARCHER, ANSWERER)
+
 
 class SearchOrchestraEpisode(MultiTurnEpisode):
     """One question: verifier, then searcher and verifier again, …, then answerer.
@@ -43,25 +45,31 @@ class SearchOrchestraEpisode(MultiTurnEpisode):
     The artifact is ``{"question": ..., "answer": ..., "supports": [titles]}``. After a query the best ``passages`` of
     ``index`` join the passages found so far. After ``max_searches`` queries the answerer acts next. An unreadable route
     goes to the answerer, so a verifier that babbles can't keep a question in the loop. An unreadable query finds
-    nothing. The team's part is the outcome: 1 if the answer is right, compared as SQuAD does. A verifier's own part is
-    1 if the route was right (to the answerer once everything needed is found), a searcher's the share of the needed
-    pages found so far, and an answerer's the outcome. By default all three earn the outcome. A tree sampler must score
-    each action before the end is known, so there an action earns its own part. No actor sees another one's ``<think>``
-    text.
+    nothing. Without a verifier in ``actors`` the searcher asks all its queries; without a searcher nothing is found.
+    The team's part is the outcome: 1 if the answer is right, compared as SQuAD does. A verifier's own part is 1 if the
+    route was right (to the answerer once everything needed is found), a searcher's the share of the needed pages found
+    so far, and an answerer's the outcome. By default all three earn the outcome. A tree sampler must score each action
+    before the end is known, so there an action earns its own part. No actor sees another one's ``<think>`` text.
 
     Example: ``SearchOrchestraEpisode(SearchIndex(passages), max_searches=3)``
     """
 
     episode_type = "search_orchestra"
-    actors = (VERIFIER, SEARCHER, ANSWERER)
 
     def __init__(
-        self, index: SearchIndex, *, max_searches: int = 3, passages: int = 2, sampler: TreeSampler | None = None
+        self,
+        index: SearchIndex,
+        *,
+        max_searches: int = 3,
+        passages: int = 2,
+        actors: Sequence[str] = TEAM,
+        sampler: TreeSampler | None = None,
     ) -> None:
         for name, count in (("max_searches", max_searches), ("passages", passages)):
             if count < 1:
                 raise ValueError(f"{name}={count!r}: expected at least 1")
         super().__init__(sampler=sampler, max_turns=max_searches + 1)
+        self.actors = tuple(actors)
         self.index, self.max_searches, self.passages = index, max_searches, passages
         self.by_action = sampler is not None and sampler.selects
         self.mix = RewardMix(0.0 if self.by_action else 1.0, "convex")
@@ -109,8 +117,11 @@ class SearchOrchestraEpisode(MultiTurnEpisode):
 
     def next_actor(self, state: EpisodeState, arena: Any, artifact: Any) -> str:
         if state.current_actor == VERIFIER:
-            return SEARCHER if state.data["route"] == "search" else ANSWERER
-        return VERIFIER if len(state.data["queries"]) < self.max_searches else ANSWERER
+            wanted = SEARCHER if state.data["route"] == "search" else ANSWERER
+        else:
+            again = VERIFIER if VERIFIER in self.actors else SEARCHER
+            wanted = again if len(state.data["queries"]) < self.max_searches else ANSWERER
+        return wanted if wanted in self.actors else ANSWERER
 
     def is_done(self, state: EpisodeState, arena: Any, artifact: Any) -> bool:
         return state.current_actor == ANSWERER
@@ -212,6 +223,7 @@ class SearchOrchestraTask(GeneratedTask):
     success_metric = f"correct/{ANSWERER}"
     options_type = SearchOrchestraOptions
     options: SearchOrchestraOptions
+    team: Sequence[str] = TEAM
 
     def __init__(self, options: SearchOrchestraOptions | None = None) -> None:
         super().__init__(options)
@@ -219,6 +231,14 @@ class SearchOrchestraTask(GeneratedTask):
             self.world = read_world(self.options.corpus, self.options.questions)
         else:
             self.world = made_up_world(self.options.hops)
+
+    @property
+    def roles(self) -> Sequence[str]:
+        return self.team
+
+    def with_actors(self, actors: Sequence[str]) -> SearchOrchestraTask:
+        """The task for some of its actors, with the answerer."""
+        return with_team(self, actors, needed=ANSWERER)
 
     @cached_property
     def splits(self) -> dict[Split, list[str]]:
@@ -231,7 +251,7 @@ class SearchOrchestraTask(GeneratedTask):
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
         index, options = SearchIndex(self.world.passages), self.options
         episode = SearchOrchestraEpisode(
-            index, max_searches=options.max_searches, passages=options.passages, sampler=tree
+            index, max_searches=options.max_searches, passages=options.passages, actors=self.team, sampler=tree
         )
         return {self.name: episode}
 

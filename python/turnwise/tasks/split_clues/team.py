@@ -85,6 +85,11 @@ class SplitCluesEpisode(TeamEpisode):
         """The share of right digits, if what was said last were the answer."""
         return self._right(state)
 
+    def team_answer(self, state: EpisodeState, arena: Any, artifact: Any) -> tuple[str, list[bool]] | None:
+        """The digits that were said last, each right or wrong as an answer."""
+        said, answer = state.data["said"], parse_question(state.data["rows"]).answer
+        return None if said is None else (said, list(map(str.__eq__, said, answer)))
+
     def _right(self, state: EpisodeState) -> float:
         return right_share(state.data["said"], parse_question(state.data["rows"]).answer)
 

@@ -105,6 +105,12 @@ def broken_units(puzzle: str, grid: str) -> dict[str, list[int]]:
     return {kind: [n for n, unit in enumerate(units, start=1) if is_broken(unit)] for kind, units in KINDS.items()}
 
 
+def right_units(puzzle: str, grid: str) -> list[bool]:
+    """Return for each of the 12 units, rows before columns before boxes, True if :func:`broken_units` lacks it."""
+    broken = broken_units(puzzle, grid)
+    return [n not in broken[kind] for kind, units in KINDS.items() for n in range(1, len(units) + 1)]
+
+
 def is_solved(puzzle: str, grid: str) -> bool:
     """Return True if ``grid`` is complete, right, and keeps every given."""
     return not any(broken_units(puzzle, grid).values())

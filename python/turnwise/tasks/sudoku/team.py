@@ -17,6 +17,7 @@ from turnwise.tasks.sudoku.grid import (
     format_grid,
     is_solved,
     parse_grid,
+    right_units,
     satisfied_share,
     solve,
 )
@@ -89,6 +90,11 @@ class SudokuEpisode(TeamEpisode):
 
     def is_done(self, state: EpisodeState, arena: Any, artifact: Any) -> bool:
         return _is_solved(state)
+
+    def team_answer(self, state: EpisodeState, arena: Any, artifact: Any) -> tuple[str, list[bool]] | None:
+        """The draft; its parts are the 12 units, as an episode ends with the first draft that is right as a whole."""
+        draft = state.data["draft"]
+        return None if draft is None else (draft, right_units(state.data["puzzle"], draft))
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
         """``solved`` by actor; ``satisfied`` and ``valid`` by actor that acted; the last ``draft``; ``rounds``."""

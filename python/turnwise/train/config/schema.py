@@ -31,6 +31,8 @@ class EvalConfig(Section):
     """Validations in a row at ``target_success`` or above that end the run."""
     patience: int | None = Field(default=None, ge=1)
     """Validations without a new best that end the run; needs ``every``."""
+    ablate: bool = False
+    """Also validate the team without each actor, and each actor alone; costs two more validations for a team of two."""
     exploitability_every: int = Field(default=0, ge=0)
     """Steps between two measurements of exact exploitability, in small games; 0 never measures."""
 
@@ -39,6 +41,8 @@ class EvalConfig(Section):
         for name in ("target_success", "patience"):
             if getattr(self, name) is not None and not self.every:
                 raise ValueError(f"{name} needs every > 0: without validation nothing is ever reached")
+        if self.ablate and not self.every:
+            raise ValueError("ablate needs every > 0: it measures at each validation")
         return self
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from turnwise.arena import Arena
+from turnwise.arena.answers import Contribution
 from turnwise.train.eval.statistics import Estimate, PairedDifference, estimate, paired_difference, pass_at_k
 from turnwise.types import EpisodeRequest, GenerateResult, Rollout, Sampling
 
@@ -21,7 +22,9 @@ class Evaluation:
     ``metrics`` holds the mean of every rubric metric over the finished episodes. ``estimates`` holds the same metrics
     and ``reward/<actor>`` (in a two-player game the reward of each seat) with their intervals. ``pass_at`` has pass@k
     by ``k`` for ``samples`` attempts at each question, if success is 0 or 1. ``values`` and ``clusters`` hold the
-    success and the question of every episode, in the order of the requests.
+    success and the question of every episode, in the order of the requests. ``contributions`` tells by actor how often
+    it changed, mended and broke what it was handed, over the finished episodes; only actors that were handed an answer
+    (``MultiTurnEpisode.team_answer``) are in it.
     """
 
     success: float
@@ -36,6 +39,7 @@ class Evaluation:
     samples: int = 1
     values: list[float] = field(default_factory=list, repr=False)
     clusters: list[Hashable] = field(default_factory=list, repr=False)
+    contributions: dict[str, Contribution] = field(default_factory=dict)
 
 
 def describe(result: Evaluation) -> str:
@@ -92,6 +96,7 @@ async def evaluate(
         samples=samples,
         values=values,
         clusters=clusters,
+        contributions=_contributions(results),
     )
 
 
@@ -110,6 +115,15 @@ def _estimates(results: Sequence[GenerateResult]) -> dict[str, Estimate]:
                 found[name][0].append(float(value))
                 found[name][1].append(result.group_id)
     return {name: estimate(*found[name]) for name in sorted(found)}
+
+
+def _contributions(results: Sequence[GenerateResult]) -> dict[str, Contribution]:
+    """Add up what every actor did to the answers that it was handed in finished episodes, in the order of acting."""
+    finished = [node.rollout for result in results for node in result.walk() if node.rollout.error is None]
+    found: defaultdict[str, Contribution] = defaultdict(Contribution)
+    for step in (step for rollout in finished for step in rollout.steps):
+        found[str(step.actor_id)] += Contribution(**step.info.get("handed", {}))
+    return {actor: made for actor, made in found.items() if made.handed}
 
 
 def _pass_at(values: Sequence[float], clusters: Sequence[Hashable], samples: int) -> dict[int, Estimate]:

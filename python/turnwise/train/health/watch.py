@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from turnwise.train.callbacks import TrainerView
+from turnwise.train.eval.evaluate import Evaluation
 from turnwise.train.model.policy import Policy
 from turnwise.types import TrainingBatch
 
@@ -109,6 +110,19 @@ class Watch:
             why = "its gradient is 0; are all advantages 0?" if flat else "is update.lr too small for its dtype?"
             self._warn(("moved", name, why), f"policy {name!r}: an update changed no weight; {why}")
 
+    def validation(self, measured: Evaluation) -> None:
+        """Check that no actor breaks more than it mends. The validation before any training isn't judged."""
+        for actor, made in measured.contributions.items():
+            if self._trainer.progress.step and made.mended < made.broke:
+                self._warn(
+                    ("contribution", actor),
+                    f"actor {actor!r} mends less than it breaks: it was handed {made.handed} answers and changed "
+                    f"{made.changed}; it mended {made.mended} of {made.wrong} wrong parts and broke {made.broke} of "
+                    f"{made.right} right ones. See what the team does without it (turnwise eval RUN --ablate {actor}), "
+                    "and pay it for the difference that it makes",
+                    step=self._trainer.progress.step,
+                )
+
     def _step(self, trained: int, drops: Mapping[tuple[str, str], int]) -> None:
         counts: Counter[str] = Counter()
         for (_, cause), count in drops.items():
@@ -151,10 +165,11 @@ class Watch:
                 "before, the policy has collapsed, and a run with a lower update.lr may not",
             )
 
-    def _warn(self, key: tuple[str, ...], text: str) -> None:
+    def _warn(self, key: tuple[str, ...], text: str, step: int | None = None) -> None:
+        """Warn about ``step``, by default the present one, which isn't counted yet."""
         if key not in self._told:
             self._told.add(key)
-            self._trainer.log.warn(self._trainer.progress.step + 1, text)
+            self._trainer.log.warn(self._trainer.progress.step + 1 if step is None else step, text)
 
 
 def _listed(counts: Counter[str]) -> str:

@@ -22,6 +22,7 @@ from turnwise.train.model.packed_attention import NotPackable, Packing, packed_a
 
 ATTENTION = "turnwise_tree"
 
+
 @dataclass(slots=True)
 class PrefixTreeMask:
     """Segments of a trie in depth-first order: ``begin [S+1]`` are their first places, ``subtree_end [S]`` the ends of

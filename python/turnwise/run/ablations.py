@@ -1,0 +1,55 @@
+"""Plans which actors of a task an evaluation leaves out, through the task's ``with_actors``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from turnwise.tasks import Task
+from turnwise.train.eval.ablate import Ablation, Lineup
+from turnwise.utils.registry import did_you_mean
+
+ALL = "all"
+
+
+def ablations_of(task: Task, names: Sequence[str] = (ALL,)) -> list[Ablation]:
+    """Return the lineups that measure the actors ``names``; ``"all"`` means every actor of the task.
+
+    Raises ``ValueError`` for unknown actors, for a task without ``with_actors``, and for a named actor without which
+    the task can't be played. With ``"all"`` it raises only if no actor can be left out or play alone.
+    """
+    ids = [actor.id for actor in task.actors]
+    if unknown := [name for name in names if name not in (*ids, ALL)]:
+        raise ValueError(f"task {task.name!r} has no actor {unknown[0]!r}; {did_you_mean(unknown[0], [*ids, ALL])}")
+    if len(ids) < 2:
+        raise ValueError(f"task {task.name!r} has one actor, {ids[0]!r}: expected a team")
+    with_actors: Callable[[Sequence[str]], Task] | None = getattr(task, "with_actors", None)
+    if with_actors is None:
+        raise ValueError(
+            f"task {task.name!r} has no method with_actors(actors), which returns the task for some of its actors: "
+            "see turnwise.tasks.Task"
+        )
+    found, problems = [], {}
+    for name in ids if ALL in names else dict.fromkeys(names):
+        without, problem = _lineup(with_actors, [actor for actor in ids if actor != name])
+        alone, _ = _lineup(with_actors, [name])
+        if without is None and ALL not in names:
+            raise ValueError(
+                f"task {task.name!r} can't be played without {name!r}: its with_actors says {problem!r}. Name another "
+                f"actor, or {ALL!r} for all that it can leave out"
+            )
+        found.append(Ablation(name, without, alone))
+        problems[name] = problem
+    if not any(ablation.without or ablation.alone for ablation in found):
+        reason = next(iter(problems.values()))
+        raise ValueError(f"task {task.name!r} needs all of its actors: its with_actors says {reason!r}")
+    return found
+
+
+def _lineup(with_actors: Callable[[Sequence[str]], Task], actors: Sequence[str]) -> tuple[Lineup | None, str]:
+    """Return the lineup of ``actors``, or ``None`` and the reason why they can't play."""
+    try:
+        task: Any = with_actors(tuple(actors))
+        return Lineup(tuple(actors), task.episodes(), task.success_metric), ""
+    except ValueError as error:
+        return None, str(error)

@@ -1,0 +1,99 @@
+"""Measures what each actor of a team adds: the team plays the same questions without it, and it plays them alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from turnwise.arena import Arena, Episode
+from turnwise.train.eval.evaluate import Evaluation, compare, evaluate
+from turnwise.train.eval.statistics import PairedDifference
+from turnwise.types import EpisodeRequest, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Lineup:
+    """Some actors of a team, and how they play its questions.
+
+    Example: ``Lineup(("proposer",), {"sudoku": SudokuEpisode(actors=("proposer",))}, "solved/proposer")``
+    """
+
+    actors: tuple[str, ...]
+    """The actors that play."""
+    episodes: Mapping[str, Episode]
+    """Their episodes, by the types that the team's requests name."""
+    metric: str
+    """Their success metric."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ablation:
+    """An actor to measure. ``None`` marks a lineup that can't play the task."""
+
+    actor: str
+    without: Lineup | None
+    """The team without the actor."""
+    alone: Lineup | None
+    """The actor alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """Measured success with one actor bypassed, and with it alone; ``None`` where that can't be played."""
+
+    actor: str
+    without: Evaluation | None
+    """The team without the actor."""
+    difference: PairedDifference | None
+    """The team minus the team without the actor, on the same questions with the same seeds."""
+    alone: Evaluation | None
+    """The actor alone."""
+
+
+async def ablate(
+    arena: Arena,
+    requests: Sequence[EpisodeRequest],
+    team: Evaluation,
+    ablations: Sequence[Ablation],
+    sampling: Sampling | None = None,
+) -> list[Addition]:
+    """Evaluate each lineup of ``ablations`` once on ``requests``, on which ``team`` is the whole team's evaluation.
+
+    Actors keep their prompts, policies and weights. Pass the ``sampling`` of the team's evaluation.
+    """
+    measured: dict[tuple[str, ...], Evaluation] = {}
+
+    async def play(lineup: Lineup | None) -> Evaluation | None:
+        if lineup is None:
+            return None
+        if lineup.actors not in measured:
+            # Without the other actors a call of one of them is an error, and their policies aren't needed.
+            view = copy.copy(arena)
+            view.actors = {actor: arena.actors[actor] for actor in lineup.actors}
+            view.episodes = dict(lineup.episodes)
+            measured[lineup.actors] = await evaluate(view, requests, lineup.metric, sampling, samples=team.samples)
+        return measured[lineup.actors]
+
+    found = []
+    for ablation in ablations:
+        without, alone = await play(ablation.without), await play(ablation.alone)
+        difference = None if without is None else compare(team, without)
+        found.append(Addition(ablation.actor, without, difference, alone))
+    return found
+
+
+def addition_metrics(team: Evaluation, additions: Sequence[Addition] = ()) -> dict[str, float]:
+    """Return what each actor adds, as metrics: counts and rates of its contribution, success without it and alone.
+
+    Example: ``{"reviser/handed": 40, "reviser/changed": 0.25, "reviser/mended": 0.1, "reviser/without": 0.55, ...}``
+    """
+    metrics: dict[str, float] = {}
+    for actor, made in team.contributions.items():
+        counts = {"handed": made.handed, "wrong": made.wrong, "right": made.right}
+        metrics |= {f"{actor}/{name}": value for name, value in (counts | made.rates()).items()}
+    for addition in additions:
+        for name, played in (("without", addition.without), ("alone", addition.alone)):
+            if played is not None:
+                metrics[f"{addition.actor}/{name}"] = played.success
+    return metrics
