@@ -25,7 +25,7 @@ CPP     := $(shell find csrc tests -type f \( -name '*.h' -o -name '*.hpp' -o -n
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo demo-compare test test-all test-vllm test-sanitize lint format typecheck develop sdist wheel-check cuda-build bench gpu-check docs clean
+.PHONY: help build demo demo-compare test test-all test-vllm test-sanitize lint format typecheck develop sdist wheel-check cuda-build bench learning gpu-check docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -133,6 +133,13 @@ test-sanitize: $(VENV)/.test  ## the state store's C++ tests under ASan, UBSan a
 bench: $(VENV)/.peers  ## the ops beside PyTorch, TRL and verl, the state store beside deepcopy and others, into bench/results
 	@if command -v nvidia-smi >/dev/null; then $(INSTALL) --no-deps liger-kernel; fi
 	@$(BIN)/python bench/run.py --report
+
+# `make learning` runs every cell that has no result yet; `make learning CELLS='views/split_clues/*/0' JOBS=2` some of them.
+CELLS ?= *
+JOBS  ?= 1
+learning: $(VENV)/.test  ## train the cells of the learning table, and write results, tables and curves
+	@$(BIN)/python -P bench/learning/run.py '$(CELLS)' --jobs $(JOBS) --work runs/learning
+	@$(BIN)/python -P bench/learning/report.py
 
 gpu-check:  ## on a machine with a GPU: build, tests, sanitizer, benches, one report; takes $(PYTHON)'s own torch
 	@$(PYTHON) bench/gpu_check.py

@@ -61,6 +61,8 @@ def table(question: str, reference: str) -> str:
     """Return the markdown table of a question; each contender is compared with ``reference`` in its setting."""
     groups = groups_of(question)
     head = ["setting", "contender", "success (95%)", "by seed", f"minus {reference} (95%)", "tokens", "rate", "seconds"]
+    swapped = any("swapped" in row for rows in groups.values() for row in rows)
+    head += ["roles swapped (95%)", "lost by it (95%)"] if swapped else []
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for (setting, contender), rows in groups.items():
         against = groups.get((setting, reference))
@@ -74,6 +76,9 @@ def table(question: str, reference: str) -> str:
             f"{rows[0]['learning_rate']:g}" if rows[0]["steps"] else "",
             f"{mean(row['seconds'] for row in rows):.0f}",
         ]
+        if swapped:
+            after = [{"cell": row["cell"], **row["swapped"]} for row in rows]
+            cells += [pooled(after), difference(rows, after)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
