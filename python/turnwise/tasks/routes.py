@@ -340,13 +340,15 @@ def moves(extras: dict[str, Any]) -> dict[str, float]:
 class RouteOptions(TeamOptions):
     """Options of every game of routes; ``actors = ["solver"]`` with ``max_turns = 1`` is the single agent.
 
-    ``shaping`` rewards an action for leading closer to the end by the true distance. See :class:`Scoring`.
+    ``shaping`` rewards an action for leading closer to the end by the true distance. See :class:`Scoring`. ``answers``
+    is the number of demonstrations of each prompt.
     """
 
     actors: tuple[Role, ...] = Field(default=TEAM, min_length=1)
     max_turns: int = Field(default=3, ge=1)
     max_tokens: int = Field(default=64, ge=1)
     shaping: float = Field(default=Scoring().shaping, ge=0)
+    answers: int = Field(default=1, ge=1)
 
     @field_validator("actors")
     @classmethod
@@ -384,9 +386,18 @@ class RouteGame(NamedTuple):
 
 
 def demonstrate_routes(
-    game: RouteGame, boards: Sequence[Any], actors: Sequence[str], rng: Random, quality: float, rounds: int
+    game: RouteGame,
+    boards: Sequence[Any],
+    actors: Sequence[str],
+    rng: Random,
+    quality: float,
+    rounds: int,
+    answers: int = 1,
 ) -> list[Demonstration]:
-    """Make one demonstration per board, the actors taking turns. Some show a later round than the first."""
+    """Make ``answers`` demonstrations per board, the actors taking turns. Some show a later round than the first.
+
+    The answers to one prompt follow one another, so that a trie computes the prompt once for all of them.
+    """
     check_demonstrations(actors, quality)
     made: list[Demonstration] = []
     for index, drawn in enumerate(boards):
@@ -396,15 +407,15 @@ def demonstrate_routes(
             board, walked, suggested = game.failed_round(drawn, rng)
             own = None if actor == actors[-1] else suggested._asdict()
             note, blocked = failure_note(rng.randrange(1, rounds), walked._asdict(), own), walked.blocked
-        suggestion, check = None, ""
+        suggestion = None
         if actor == "planner" and rng.random() >= UNREAD:
             suggestion = game.suggest(board, quality, rng, blocked)
-        if suggestion:
-            check = check_note(game.preview(board, suggestion)._asdict())
-            answer = game.decide(board, suggestion, quality, rng, blocked)
-        else:
-            answer = game.suggest(board, quality, rng, blocked)
-        made.append(
-            (actor, game.messages(actor, board, route=suggestion, note=note, check=check), format_route(answer))
-        )
+        check = check_note(game.preview(board, suggestion)._asdict()) if suggestion else ""
+        messages = game.messages(actor, board, route=suggestion, note=note, check=check)
+        for _ in range(answers):
+            if suggestion:
+                answer = game.decide(board, suggestion, quality, rng, blocked)
+            else:
+                answer = game.suggest(board, quality, rng, blocked)
+            made.append((actor, messages, format_route(answer)))
     return made

@@ -15,9 +15,14 @@ HABIT = 0.8  # share of the faulty routes that are straight; the others have the
 
 
 def demonstrations(
-    mazes: Sequence[Maze], actors: Sequence[str], seed: int | str, quality: float = 0.4, rounds: int = 3
+    mazes: Sequence[Maze],
+    actors: Sequence[str],
+    seed: int | str,
+    quality: float = 0.4,
+    rounds: int = 3,
+    answers: int = 1,
 ) -> list[tuple[str, Messages, str]]:
-    """Make one ``(actor id, messages, completion)`` per maze. The actors take turns.
+    """Make ``answers`` tuples ``(actor id, messages, completion)`` per maze. The actors take turns.
 
     ``quality`` in [0, 1] is the chance that a route is the shortest one. A faulty route usually (``HABIT``) goes
     straight: first up or down, then left or right, through any wall. A planner walks a suggestion that reaches the
@@ -29,7 +34,7 @@ def demonstrations(
     """
     rng = Random(f"plan-path-demonstrations/{seed}")
     game = RouteGame(plan_path_messages, preview, suggest, decide, failed_round)
-    return demonstrate_routes(game, mazes, actors, rng, quality, rounds)
+    return demonstrate_routes(game, mazes, actors, rng, quality, rounds, answers)
 
 
 def straight_route(maze: Maze, first: str = "U") -> str:

@@ -15,9 +15,14 @@ HABIT = 0.8  # share of the faulty routes that run straight at the box; the othe
 
 
 def demonstrations(
-    levels: Sequence[Level], actors: Sequence[str], seed: int | str, quality: float = 0.4, rounds: int = 3
+    levels: Sequence[Level],
+    actors: Sequence[str],
+    seed: int | str,
+    quality: float = 0.4,
+    rounds: int = 3,
+    answers: int = 1,
 ) -> list[tuple[str, Messages, str]]:
-    """Make one ``(actor id, messages, completion)`` per level. The actors take turns.
+    """Make ``answers`` tuples ``(actor id, messages, completion)`` per level. The actors take turns.
 
     ``quality`` in [0, 1] is the chance that a route is the shortest solution. A faulty route usually (``HABIT``) runs
     straight at the box and on to the goal, whatever that pushes where; the others have one wrong move, and random moves
@@ -29,7 +34,7 @@ def demonstrations(
     """
     rng = Random(f"sokoban-demonstrations/{seed}")
     game = RouteGame(sokoban_messages, preview, suggest, decide, failed_round)
-    return demonstrate_routes(game, levels, actors, rng, quality, rounds)
+    return demonstrate_routes(game, levels, actors, rng, quality, rounds, answers)
 
 
 def suggest(level: Level, quality: float, rng: Random, blocked: str = "") -> str:

@@ -99,7 +99,8 @@ class SokobanTask(TeamTask):
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
         """Demonstrate on training levels. A level may come again, with another answer."""
         options = self.options
-        return demonstrations(self._levels(n, f"{seed}"), options.actors, seed, options.quality, options.max_turns)
+        levels = self._levels(-(-n // options.answers), f"{seed}")
+        return demonstrations(levels, options.actors, seed, options.quality, options.max_turns, options.answers)[:n]
 
     def texts(self) -> list[str]:
         """Every role's prompts and replies. They don't depend on the chosen actors, so one tokenizer serves all."""
