@@ -6,9 +6,10 @@ padded batch, with its defaults except autocast, which is off because ours has n
 forward pass: padded rows of similar length, and logits of the completions. A forward pass has 8 rows with TRL, and with
 ours about as many tokens as 8 rows have on average. "peak MB" is the memory that a new process needs above the loaded
 model in its first two steps: activations, gradients and optimizer state. Liger's kernels, which TRL can use, need
-Triton and do not run here.
+Triton and do not run here. The demo's update has no peer: its rows share prefixes and pass as a trie.
 
     python bench/bench_train.py
+    python bench/bench_train.py --model demo
     python bench/bench_train.py --model small --dtype float32 --checkpointing no
 """
 
@@ -17,7 +18,16 @@ from __future__ import annotations
 from typing import Any
 
 from common import arguments, finish
-from train_cases import METHODS, Case, Trained, make_batch, make_trained, peak_of_two_steps, seconds_per_step
+from train_cases import (
+    METHODS,
+    Case,
+    Trained,
+    demo_update,
+    make_batch,
+    make_trained,
+    peak_of_two_steps,
+    seconds_per_step,
+)
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}  # of the gradient's norm
 QUICK = Case("quick", 16, "float32", False)
@@ -66,6 +76,20 @@ def measure(case: Case, rounds: int, threads: int) -> list[dict[str, Any]]:
     return rows
 
 
+def measure_demo(rounds: int) -> dict[str, Any]:
+    """Time the update of ``turnwise demo``; its tokens are those of the rows."""
+    trained, batch, unique = demo_update()
+    seconds = seconds_per_step({"turnwise": trained}, rounds)["turnwise"]
+    return {
+        "method": "turnwise",
+        "rows": len(batch),
+        "tokens": len(batch.token_ids),
+        "unique": unique,
+        "s per update": seconds,
+        "tokens/s": len(batch.token_ids) / seconds,
+    }
+
+
 def goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one row per goal and case."""
     figures = [
@@ -88,7 +112,7 @@ def goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    options = arguments(__doc__, model=("tiny", "small"), dtype=tuple(TOLERANCE), checkpointing=("no", "yes"))
+    options = arguments(__doc__, model=("demo", "tiny", "small"), dtype=tuple(TOLERANCE), checkpointing=("no", "yes"))
     options.device = "cpu"  # the cases build their models there
     chosen = [
         case
@@ -97,12 +121,15 @@ def main() -> None:
         and case.dtype in options.dtype
         and ("yes" if case.checkpointing else "no") in options.checkpointing
     ]
+    if "demo" in options.model and not options.quick:
+        finish("train", "The demo's update", [measure_demo(options.rounds)], options)
     every = []
     for case in [QUICK] if options.quick else chosen:
         rows = measure(case, min(options.rounds, 3), options.threads)
         finish("train", f"The training step, {case.model}, {case.dtype}", rows, options)  # what is done stays
         every += rows
-    finish("train", "The training step: goals", goals(every), options)
+    if every:
+        finish("train", "The training step: goals", goals(every), options)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from importlib import resources
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,16 +19,23 @@ import torch
 from timing import first_peak
 from torch import Tensor, nn
 
+from turnwise.run.checks import tiny_model, warm_start_rows
+from turnwise.tasks import build_task
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train import Policy
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.model.forward import Forward, like_lengths
 from turnwise.train.model.micro_batch import MicroBatch, micro_batches, pad
+from turnwise.train.model.prefix_tree import PrefixTree
+from turnwise.train.update.sft import constant_credit
+from turnwise.train.update.sft_data import fitting
 from turnwise.train.update.update import update_policy
+from turnwise.train.validate import load_config
 from turnwise.types import TrainingBatch
 
 GROUP = 8  # completions of a prompt; also TRL's default rows per forward pass
 SHORTEST, LONGEST = 64, 1024
+DEMO_ROWS = 1472  # rows of a step of the demo: 64 for each step of its warm start
 TEMPERATURE = 1.0
 LR = 1e-6
 LOSS = LossConfig(
@@ -186,6 +194,24 @@ def updates(
         return kept[0]
 
     return Trained(step, gradient)
+
+
+def demo_update() -> tuple[Trained, TrainingBatch, int]:
+    """Return the update of ``turnwise demo``, a batch in the shape of its steps, and the batch's unique tokens.
+
+    The batch holds the demo's demonstrations, about as many rows as a step samples; an advantage is a random number.
+    """
+    file = resources.files("turnwise.cli.commands") / "demo.toml"
+    with resources.as_file(file) as path:
+        config = load_config(path, {"run_dir": "unused", "warm_start.steps": DEMO_ROWS // 64})
+    task = build_task(config.task, {"seed": config.seed, **config.task_options})
+    tokenizer, model = tiny_model(config, task)
+    longest = model.config.max_position_embeddings
+    batch = constant_credit(fitting(tokenizer, warm_start_rows(config, task).rows, longest, lambda _: None))
+    batch.advantages[:] = np.random.default_rng(0).normal(size=len(batch))
+    batch.rewards[:] = 0
+    batch.policies[:] = ["default"]
+    return updates(model, batch, config.update, Forward), batch, len(PrefixTree(batch.token_ids, batch.cu_seqlens))
 
 
 class EagerForward:

@@ -11,8 +11,8 @@ namespace {
 void forward(py::object begin, py::object subtree_end, py::object query, py::object key, py::object value,
              int64_t heads, int64_t kv_heads, double scale, py::object out, py::object lse, int threads) {
     const TreeSegments segments{view_of(begin, "begin"), view_of(subtree_end, "subtree_end")};
-    const TreeTensors tensors{view_of(query, "query"), view_of(key, "key"), view_of(value, "value"), heads, kv_heads,
-                              scale};
+    const TreeTensors tensors{
+        view_of(query, "query"), view_of(key, "key"), view_of(value, "value"), heads, kv_heads, scale};
     const View to = view_of(out, "out"), sums = view_of(lse, "lse");
     py::gil_scoped_release unlocked;
     tree_attention(segments, tensors, to, sums, threads);
@@ -22,8 +22,8 @@ void backward(py::object begin, py::object subtree_end, py::object query, py::ob
               int64_t heads, int64_t kv_heads, double scale, py::object out, py::object lse, py::object d_out,
               py::object d_query, py::object d_key, py::object d_value, int threads) {
     const TreeSegments segments{view_of(begin, "begin"), view_of(subtree_end, "subtree_end")};
-    const TreeTensors tensors{view_of(query, "query"), view_of(key, "key"), view_of(value, "value"), heads, kv_heads,
-                              scale};
+    const TreeTensors tensors{
+        view_of(query, "query"), view_of(key, "key"), view_of(value, "value"), heads, kv_heads, scale};
     const View from = view_of(out, "out"), sums = view_of(lse, "lse"), upstream = view_of(d_out, "d_out"),
                to_query = view_of(d_query, "d_query"), to_key = view_of(d_key, "d_key"),
                to_value = view_of(d_value, "d_value");

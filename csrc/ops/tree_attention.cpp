@@ -22,8 +22,8 @@ const TreeAttentionKernelSet& tree_attention_kernels_avx512();
 
 namespace {
 
-constexpr int64_t kPiece = 64;            // most places of a piece: chunks are cut between pieces
-constexpr int64_t kChunks = 8;            // most chunks: each holds its own part of the gradients above it
+constexpr int64_t kPiece = 64;           // most places of a piece: chunks are cut between pieces
+constexpr int64_t kChunks = 8;           // most chunks: each holds its own part of the gradients above it
 constexpr int64_t kChunkWork = 1 << 21;  // least work of a chunk: pairs of query and key times elements
 
 const TreeAttentionKernels& kernels(DType dtype) {
@@ -73,7 +73,7 @@ void each_piece(const TreeSegments& segments, int64_t places, const Body& body) 
     for (int64_t s = 0; s < count; ++s) {
         while (!open.empty() && open.back().end == begin[s]) open.pop_back();
         const int64_t outer = open.empty() ? places : open.back().end;
-        require(begin[s] < begin[s + 1] && begin[s + 1] <= subtree_end[s] && subtree_end[s] <= outer, problem);
+        require(begin[s] <= begin[s + 1] && begin[s + 1] <= subtree_end[s] && subtree_end[s] <= outer, problem);
         Open now = open.empty() ? Open{0, 0, -1} : open.back();
         for (int64_t at = begin[s]; at < begin[s + 1]; at += kPiece) {
             const TreePiece piece{at, std::min(kPiece, begin[s + 1] - at), now.depth, now.last};
@@ -97,7 +97,7 @@ std::vector<Chunk> cut(const TreeSegments& segments, int64_t places, const TreeH
     const int64_t wanted = total * heads.group * heads.size / kChunkWork;
     const int64_t most = std::clamp<int64_t>(wanted, 1, kChunks);
     std::vector<Chunk> chunks;
-    std::vector<int64_t> chain;            // pieces above the present one, as indices in `all`
+    std::vector<int64_t> chain;              // pieces above the present one, as indices in `all`
     std::vector<int64_t> place(all.size());  // index of a piece in the present chunk
     int64_t done = 0;
     for (size_t i = 0; i < all.size(); ++i) {

@@ -1,5 +1,5 @@
-// The loops of attention over a trie. Compiled once per instruction set with TW_ISA naming the function that it exports,
-// so nothing here may be an inline function with external linkage.
+// The loops of attention over a trie. Compiled once per instruction set with TW_ISA naming the function that it
+// exports, so nothing here may be an inline function with external linkage.
 //
 // Keys and values of the pieces above a query lie contiguously on a stack, by their depth: a depth-first walk puts each
 // piece there once. Their gradients accumulate on the same stack, and leave it with the piece. Scores are those of a
@@ -211,12 +211,12 @@ struct Stack {
         }
     }
 
-    int64_t size, width;                    // elements of a head, without and with padding
-    T *value, *key, *d_value, *d_key;       // [keys, width] by depth
-    T *value_t, *key_t;                     // [panels, size, kPanel]
-    T *query, *out, *d_out, *d_query;       // [rows, width]: a block of queries
-    T *score, *d_score;                     // [rows, kKeys]
-    T *max, *sum;                           // [rows]: largest score, and sum of weights relative to it
+    int64_t size, width;               // elements of a head, without and with padding
+    T *value, *key, *d_value, *d_key;  // [keys, width] by depth
+    T *value_t, *key_t;                // [panels, size, kPanel]
+    T *query, *out, *d_out, *d_query;  // [rows, width]: a block of queries
+    T *score, *d_score;                // [rows, kKeys]
+    T *max, *sum;                      // [rows]: largest score, and sum of weights relative to it
 };
 
 // A block of queries: `tokens` of a piece from its token `first` on, with `group` rows each.
@@ -247,18 +247,13 @@ TW_INLINE void each_block(const TreePiece& piece, int64_t group, const Body& bod
     }
 }
 
-// Calls body(vector, its first element, number of its elements that count) for `seen` elements.
-template <class T, class Body>
-TW_INLINE void each_vector(const T* from, int64_t seen, const Body& body) {
-    constexpr int lanes = Simd<T>::lanes;
-    for (int64_t at = 0; at < seen; at += lanes) body(load(from + at), at, seen - at);
-}
-
 template <class T>
 TW_INLINE T top_of(typename Simd<T>::V a) {
     T lanes[Simd<T>::lanes];
     store(lanes, a);
-    for (int i = 1; i < Simd<T>::lanes; ++i) lanes[0] = lanes[i] > lanes[0] ? lanes[i] : lanes[0];
+    for (int half = Simd<T>::lanes / 2; half > 0; half /= 2) {
+        for (int i = 0; i < half; ++i) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+    }
     return lanes[0];
 }
 template <class T>
@@ -269,6 +264,17 @@ TW_INLINE T sum_of(typename Simd<T>::V a) {
         for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
     }
     return lanes[0];
+}
+
+template <class T>
+TW_INLINE T dot(const T* a, const T* b, int64_t size) {
+    using S = Simd<T>;
+    typename S::V sum = S::set(0);
+    int64_t at = 0;
+    for (; at + S::lanes <= size; at += S::lanes) sum = S::multiply_add(load(a + at), load(b + at), sum);
+    T total = sum_of<T>(sum);
+    for (; at < size; ++at) total += a[at] * b[at];
+    return total;
 }
 
 // Zeros the scores of a row from `seen` on.
@@ -334,7 +340,8 @@ void forward_block(const TreeForward& call, const Block& block, int64_t head, St
             weigh(stack.score + row * kKeys, block.seen(row, first, keys), keys, first == 0, stack.max[row],
                   stack.sum[row], stack.out + row * width, width);
         }
-        multiply<T>(block.rows, {stack.score, kKeys, 1}, stack.value + first * width, keys, stack.out, width, first > 0);
+        multiply<T>(block.rows, {stack.score, kKeys, 1}, stack.value + first * width, keys, stack.out, width,
+                    first > 0);
     }
     // Divide by the sums of the weights.
     for (int64_t row = 0; row < block.rows; ++row) {
@@ -384,10 +391,8 @@ void backward_block(const TreeBackward& call, const Block& block, int64_t head, 
     for (int64_t row = 0; row < block.rows; ++row) {
         const T* gradient = row_of<T>(call.d_out, block, row, head, size);
         const T* out = row_of<T>(call.forward.out, block, row, head, size);
-        T total = 0;
-        for (int64_t d = 0; d < size; ++d) total += gradient[d] * out[d];
         std::memcpy(stack.d_out + row * width, gradient, size_t(size) * sizeof(T));
-        stack.sum[row] = total;
+        stack.sum[row] = dot(gradient, out, size);
         stack.max[row] = *row_of<T>(call.forward.lse, block, row, head, 1);
     }
     for (int64_t first = 0; first < block.keys(); first += kKeys) {

@@ -1,5 +1,5 @@
-// The kernel of attention over a trie. It takes one chunk of the trie and one key head at a time, in float32 or float64,
-// and is compiled once per instruction set.
+// The kernel of attention over a trie. It takes one chunk of the trie and one key head at a time, in float32 or
+// float64, and is compiled once per instruction set.
 #pragma once
 
 #include <cstdint>
@@ -37,15 +37,15 @@ struct TreeHeads {
 };
 
 struct TreeForward {
-    TreeHeads heads;                    // of all of these
-    TreeRows query, key, value;         // [U, kv_heads * group * size], [U, kv_heads * size] twice
-    TreeRows out, lse;                  // written: [U, kv_heads * group * size], [U, kv_heads * group]
+    TreeHeads heads;             // of all of these
+    TreeRows query, key, value;  // [U, kv_heads * group * size], [U, kv_heads * size] twice
+    TreeRows out, lse;           // written: [U, kv_heads * group * size], [U, kv_heads * group]
 };
 
 struct TreeBackward {
-    TreeForward forward;                // with its results
-    TreeRows d_out;                     // gradient of `out`
-    TreeRows d_query, d_key, d_value;   // written
+    TreeForward forward;               // with its results
+    TreeRows d_out;                    // gradient of `out`
+    TreeRows d_query, d_key, d_value;  // written
 };
 
 struct TreeAttentionKernels {

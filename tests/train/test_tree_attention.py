@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
@@ -58,6 +59,78 @@ def test_output_and_gradients_are_those_of_a_mask(name, kv_heads, transposed):
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
     assert tree.windows == [None]
+
+
+def random_tree(seed, most):
+    """A trie of random depth, whose segments have up to ``most`` tokens."""
+    rng = np.random.default_rng(seed)
+    begin, subtree_end = [0], []
+
+    def grow(level):
+        segment = len(subtree_end)
+        subtree_end.append(0)
+        begin.append(begin[-1] + int(rng.integers(1, most)))
+        for _ in range(int(rng.integers(0, 4)) if level < 3 else 0):
+            grow(level + 1)
+        subtree_end[segment] = begin[-1]
+
+    for _ in range(3):
+        grow(0)
+    return PrefixTreeMask(begin, subtree_end)
+
+
+# Head sizes with and without a partial vector; chains longer than a block of keys; several chunks per head.
+@pytest.mark.parametrize(("most", "heads", "kv_heads", "size"), [(8, 4, 2, 32), (60, 6, 1, 20), (120, 2, 2, 64)])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_random_tries_at_two_thread_counts(seed, most, heads, kv_heads, size, monkeypatch):
+    tree = random_tree(seed, most)
+    torch.manual_seed(seed)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-10)):
+        inputs = [
+            torch.randn(1, len(tree), count, size, dtype=dtype).transpose(1, 2).requires_grad_()
+            for count in (heads, kv_heads, kv_heads)
+        ]
+        exact = [x.detach().double().requires_grad_() for x in inputs]
+        expected = masked(*exact, tree, size**-0.5)
+        upstream = torch.randn_like(expected)
+        wanted = [expected, *torch.autograd.grad(expected, exact, upstream)]
+        found = []
+        for threads in (1, 2):
+            monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
+            got, _ = tree_attention(SimpleNamespace(is_causal=True), *inputs, None, tree=tree)
+            found.append([got, *torch.autograd.grad(got, inputs, upstream.to(dtype))])
+        for one, two, right in zip(*found, wanted, strict=True):
+            assert torch.equal(one, two)
+            assert (one.double() - right).norm() <= tolerance * right.norm()
+
+
+def test_an_expanded_gradient_and_an_empty_segment():
+    tree = PrefixTreeMask([0, 3, 3, 5], [5, 3, 5])
+    inputs = inputs_of(tree, 2, 1)
+    got, _ = tree_attention(SimpleNamespace(is_causal=True), *inputs, None, tree=tree)
+    expected = masked(*inputs, tree, 0.25)
+    for mine, theirs in zip(
+        torch.autograd.grad(got.sum(), inputs), torch.autograd.grad(expected.sum(), inputs), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_a_bad_key_spoils_only_what_attends_to_it():
+    tree = PrefixTreeMask(*TREES["siblings"])
+    inputs = [x.detach().float() for x in inputs_of(tree, 2, 2)]
+    inputs[1][:, :, 7] = torch.nan  # the second token of the first branch [6, 9)
+    got, _ = tree_attention(SimpleNamespace(is_causal=True), *inputs, None, tree=tree)
+    assert got.isnan().any((0, 2, 3)).nonzero()[:, 0].tolist() == [7, 8]
+
+
+@pytest.mark.parametrize(
+    ("begin", "subtree_end"), [([0, 4], [5]), ([1, 5], [5]), ([0, 3, 5], [4, 5]), ([0, 2, 4, 5], [4, 5, 5])]
+)
+def test_segments_that_do_not_nest_are_refused(begin, subtree_end):
+    tree = PrefixTreeMask([0, 5], [5])
+    tree.segments = (torch.tensor(begin), torch.tensor(subtree_end))
+    with pytest.raises(ValueError, match="segments of a trie"):
+        tree_attention(SimpleNamespace(is_causal=True), *inputs_of(tree, 2, 2), None, tree=tree)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from turnwise.train.model.tree_kernel import Segments, TreeAttention
+
 
 class NotPackable(Exception):
     """A model's attention needs something that :func:`packed_attention` doesn't have; the message names it."""
@@ -27,6 +29,11 @@ class Packing:
 
     lengths: tuple[int, ...]
     windows: list[int | None] = field(default_factory=list)
+    segments: Segments = field(init=False)
+
+    def __post_init__(self) -> None:
+        ends = torch.tensor(self.lengths, dtype=torch.int64, device="cpu").cumsum(0)
+        self.segments = (torch.nn.functional.pad(ends, (1, 0)), ends)
 
 
 # Arguments that change a score in other ways than a scale and a window: such models are refused.
@@ -46,8 +53,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Compute causal attention row by row: ``query [1, heads, T, D]``; ``key`` and ``value`` may have fewer heads.
 
-    Returns ``[1, T, heads, D]``. Without ``packing`` this is the library's own SDPA. It holds no scores if torch has a
-    flash kernel; else it holds those of one run of rows with equal lengths at a time.
+    Returns ``[1, T, heads, D]``. Without ``packing`` this is the library's own SDPA. With a window, dropout or a GPU it
+    calls SDPA for each run of rows of equal lengths, which holds no scores if torch has a flash kernel.
     """
     if packing is None:
         return sdpa_attention_forward(
@@ -56,6 +63,8 @@ def packed_attention(
     refuse_unserved(module, kwargs)
     window = kwargs.get("sliding_window")
     packing.windows.append(window)
+    if query.device.type == "cpu" and window is None and not dropout:
+        return TreeAttention.apply(query[0], key[0], value[0], packing.segments, scaling)[None], None
     # Split the stream into runs of rows with equal lengths.
     runs = [(length, len(list(same))) for length, same in groupby(packing.lengths)]
     pieces = [length * count for length, count in runs]

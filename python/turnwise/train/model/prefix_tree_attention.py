@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from turnwise import _C
 from turnwise.train.model.packed_attention import NotPackable, Packing, packed_attention, refuse_unserved
+from turnwise.train.model.tree_kernel import Segments, TreeAttention
 
 ATTENTION = "turnwise_tree"
 
@@ -32,11 +31,14 @@ class PrefixTreeMask:
     begin: Sequence[int]
     subtree_end: Sequence[int]
     windows: list[int | None] = field(default_factory=list)
-    segments: tuple[Tensor, Tensor] = field(init=False)
+    segments: Segments = field(init=False)
     _block_masks: dict[torch.device, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.segments = (torch.tensor(self.begin), torch.tensor(self.subtree_end, dtype=torch.int64))
+        self.segments = (
+            torch.tensor(self.begin, dtype=torch.int64, device="cpu"),
+            torch.tensor(self.subtree_end, dtype=torch.int64, device="cpu"),
+        )
 
     def __len__(self) -> int:
         return self.begin[-1]
@@ -86,8 +88,7 @@ def tree_attention(
     tree.windows.append(None)
     # Our kernel on CPU, FlexAttention on a GPU.
     if query.device.type == "cpu":
-        scale = query.shape[3] ** -0.5 if scaling is None else scaling
-        return _TreeAttention.apply(query[0], key[0], value[0], tree, scale)[None], None
+        return TreeAttention.apply(query[0], key[0], value[0], tree.segments, scaling)[None], None
     out = _flex()(
         query, key, value, block_mask=tree.block_mask(query.device), scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
@@ -100,43 +101,6 @@ def _flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=True)
-
-
-class _TreeAttention(torch.autograd.Function):
-    """Attention on CPU: ``query [H, U, D]``; ``key, value [K, U, D]`` with ``H = G * K``; returns ``[U, H, D]``.
-
-    The kernel computes in float32, or in float64 if the inputs are float64.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tree: PrefixTreeMask, scale: float) -> Tensor:
-        exact = torch.promote_types(query.dtype, torch.float32)
-        rows = [_rows(x.transpose(0, 1), exact) for x in (query, key, value)]
-        out_UN, lse_UH = torch.empty_like(rows[0]), rows[0].new_empty(query.shape[1], query.shape[0])
-        heads = len(query), len(key)
-        _C.tree_attention(*tree.segments, *rows, *heads, scale, out_UN, lse_UH, torch.get_num_threads())
-        ctx.tree, ctx.heads, ctx.scale = tree, heads, scale
-        ctx.save_for_backward(query, key, value, out_UN, lse_UH)
-        return out_UN.unflatten(1, (len(query), -1)).to(query.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_UHD: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, out_UN, lse_UH = ctx.saved_tensors
-        rows = [_rows(x.transpose(0, 1), out_UN.dtype) for x in inputs]
-        given = out_UN, lse_UH, _rows(grad_UHD, out_UN.dtype)
-        grads = [torch.empty_like(x) for x in rows]
-        _C.tree_attention_grad(
-            *ctx.tree.segments, *rows, *ctx.heads, ctx.scale, *given, *grads, torch.get_num_threads()
-        )
-        shaped = (x.unflatten(1, like.shape[::2]).transpose(0, 1) for x, like in zip(grads, inputs, strict=True))
-        return *(x.to(like.dtype) for x, like in zip(shaped, inputs, strict=True)), None, None
-
-
-def _rows(x_UHD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``[U, H * D]`` with contiguous rows, without a copy if possible."""
-    rows = x_UHD.to(dtype).flatten(1)
-    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 # Register the attention, with SDPA's mask for calls without a stream.
