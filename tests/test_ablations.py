@@ -75,9 +75,9 @@ class Inseparable(Pair):
         (build_task("sudoku", {"actors": ["solver"]}), ["all"], "task 'sudoku' has one actor, 'solver'"),
         (build_task("kuhn_poker"), ["player0"], r"task 'kuhn_poker' has no method with_actors\(actors\)"),
         (Pair(), ["all"], r"task 'pair' has no method with_actors\(actors\), which returns the task for some of its"),
-        (Inseparable(), ["all"], "task 'pair' needs all of its actors: its with_actors says 'they are a pair'"),
-        (build_task("code_duel"), ["coder"], "task 'code_duel' can't be played without 'coder': its with_actors says .*"
-         "expected the coder first.*Name another actor, or 'all'"),
+        (Inseparable(), ["all"], "task 'pair' needs all of its actors: with_actors says: they are a pair"),
+        (build_task("code_duel"), ["coder"], "task 'code_duel' can't be played without 'coder': with_actors says: "
+         r"actors=\('tester',\): expected the coder first, whose program is tested. Name another actor, or 'all'"),
     ],
     ids=["unknown", "one", "game", "hook", "inseparable", "needed"],
 )  # fmt: skip

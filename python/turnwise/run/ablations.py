@@ -35,14 +35,14 @@ def ablations_of(task: Task, names: Sequence[str] = (ALL,)) -> list[Ablation]:
         alone, _ = _lineup(with_actors, [name])
         if without is None and ALL not in names:
             raise ValueError(
-                f"task {task.name!r} can't be played without {name!r}: its with_actors says {problem!r}. Name another "
+                f"task {task.name!r} can't be played without {name!r}: with_actors says: {problem}. Name another "
                 f"actor, or {ALL!r} for all that it can leave out"
             )
         found.append(Ablation(name, without, alone))
         problems[name] = problem
     if not any(ablation.without or ablation.alone for ablation in found):
         reason = next(iter(problems.values()))
-        raise ValueError(f"task {task.name!r} needs all of its actors: its with_actors says {reason!r}")
+        raise ValueError(f"task {task.name!r} needs all of its actors: with_actors says: {reason}")
     return found
 
 

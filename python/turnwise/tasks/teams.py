@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from turnwise.arena import Episode, MultiTurnEpisode, RewardMix, RewardParts, Rubric, TreeSampler
 from turnwise.tasks.base import TaskOptions
@@ -118,6 +118,10 @@ class TeamTask(GeneratedTask):
         return {self.name: self.episode(tree)}
 
     def with_actors(self, actors: Sequence[str]) -> Self:
-        """This task with ``actors`` in its options."""
+        """This task with ``actors`` in its options. Raises ``ValueError`` if its options don't take them."""
         given = self.options.model_dump(exclude_unset=True)
-        return type(self)(self.options_type(**{**given, "actors": tuple(actors)}))
+        try:
+            return type(self)(self.options_type(**{**given, "actors": tuple(actors)}))
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise ValueError(f"actors={tuple(actors)!r}: {reason}") from None
