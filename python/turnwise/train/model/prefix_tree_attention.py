@@ -31,7 +31,7 @@ class PrefixTreeMask:
     begin: Sequence[int]
     subtree_end: Sequence[int]
     windows: list[int | None] = field(default_factory=list)
-    segments: Segments = field(init=False)
+    segments: Segments = field(init=False, compare=False, repr=False)
     _block_masks: dict[torch.device, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -25,11 +25,11 @@ class TreeAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Tensor:
         exact = torch.promote_types(query.dtype, torch.float32)
-        rows = [_rows(x.transpose(0, 1), exact) for x in (query, key, value)]
-        out_UN, lse_UH = torch.empty_like(rows[0]), rows[0].new_empty(query.shape[1], query.shape[0])
-        how = len(query), len(key), query.shape[2] ** -0.5 if scale is None else scale
-        _C.tree_attention(*segments, *rows, *how, out_UN, lse_UH, torch.get_num_threads())
-        ctx.segments, ctx.how = segments, how
+        q, k, v = (_rows(x.transpose(0, 1), exact) for x in (query, key, value))
+        out_UN, lse_UH = torch.empty_like(q), q.new_empty(query.shape[1], query.shape[0])
+        scale = float(query.shape[2] ** -0.5) if scale is None else scale
+        _C.tree_attention(*segments, q, k, v, len(query), len(key), scale, out_UN, lse_UH, torch.get_num_threads())
+        ctx.segments, ctx.scale = segments, scale
         ctx.save_for_backward(query, key, value, out_UN, lse_UH)
         return out_UN.unflatten(1, (len(query), -1)).to(query.dtype)
 
@@ -37,10 +37,14 @@ class TreeAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_UHD: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, out_UN, lse_UH = ctx.saved_tensors
-        rows = [_rows(x.transpose(0, 1), out_UN.dtype) for x in inputs]
-        results = out_UN, lse_UH, _rows(grad_UHD, out_UN.dtype)
-        grads = [torch.empty_like(x) for x in rows]
-        _C.tree_attention_grad(*ctx.segments, *rows, *ctx.how, *results, *grads, torch.get_num_threads())
+        q, k, v = (_rows(x.transpose(0, 1), out_UN.dtype) for x in inputs)
+        dq, dk, dv = grads = [torch.empty_like(x) for x in (q, k, v)]
+        heads, kv_heads = (len(x) for x in inputs[:2])
+        begin, end = ctx.segments
+        d_out, threads = _rows(grad_UHD, out_UN.dtype), torch.get_num_threads()
+        _C.tree_attention_grad(
+            begin, end, q, k, v, heads, kv_heads, ctx.scale, out_UN, lse_UH, d_out, dq, dk, dv, threads
+        )
         shaped = (x.unflatten(1, like.shape[::2]).transpose(0, 1) for x, like in zip(grads, inputs, strict=True))
         return *(x.to(like.dtype) for x, like in zip(shaped, inputs, strict=True)), None, None
 
