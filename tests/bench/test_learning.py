@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from turnwise.run.checks import resolve_config, task_of
+from turnwise.train.config.toml import Problems
+from turnwise.train.validate import config_from_dict
+
+LEARNING = Path(__file__).parents[2] / "bench" / "learning"
+
+
+@pytest.fixture(autouse=True)
+def _learning(monkeypatch):
+    monkeypatch.syspath_prepend(LEARNING)
+    yield
+    for name in ("cells", "experiments", "report", "rules", "tasks"):
+        sys.modules.pop(name, None)
+
+
+def test_every_cell_has_a_config_that_holds():
+    from cells import SWEEP_SEEDS
+    from experiments import CELLS
+
+    assert not {cell.seed for cell in CELLS} & set(SWEEP_SEEDS)
+    seen = {}
+    for cell in CELLS:
+        if cell.seed:
+            continue
+        config, problems = config_from_dict({**cell.config, "seed": cell.seed}), Problems()
+        resolve_config(config, task_of(config), problems)
+        assert not problems.lines, cell.name
+        # All contenders of a setting sample as many tokens, from the same start.
+        seen.setdefault(cell.name.rsplit("/", 2)[0], set()).add(
+            (config.max_sampled_tokens, cell.warm and cell.warm.key())
+        )
+    assert all(len(found) == 1 for found in seen.values()), seen
+
+
+def test_settings_merge_by_section():
+    from cells import merged
+
+    assert merged({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"c": 4}}, {"d": {"e": 5}}) == {
+        "a": {"b": 1, "c": 4},
+        "d": {"e": 5},
+    }
+
+
+def test_a_result_of_other_settings_is_out_of_date(tmp_path, monkeypatch):
+    import cells
+
+    monkeypatch.setattr(cells, "RESULTS", tmp_path)
+    cell = cells.Cell("views", "split_clues", "team-grpo", 0, {"steps": 1})
+    (tmp_path / "views.jsonl").write_text(f'{{"cell": "{cell.name}", "key": "{cell.key()}", "success": 0.5}}\n')
+    assert cells.result_of(cell)["success"] == 0.5
+    assert cells.result_of(cells.Cell("views", "split_clues", "team-grpo", 0, {"steps": 2})) is None
+    assert cells.result_of(cells.Cell("views", "split_clues", "team-grpo", 1, {"steps": 1})) is None
+
+
+@pytest.mark.parametrize(("success", "tokens"), [(0.2, 0.0), (0.35, 150.0), (0.5, 300.0), (0.9, None)])
+def test_tokens_to_a_success_are_read_off_the_curve(success, tokens):
+    from report import tokens_to
+
+    row = {"curve": [[0, 0.2], [100, 0.3], [200, 0.4], [300, 0.6], [400, 0.4]]}
+    found = tokens_to(row, success)
+    assert found is tokens is None or found == pytest.approx(tokens if success != 0.5 else 250.0)
+
+
+def test_the_difference_pairs_equal_questions_of_equal_seeds():
+    from report import difference, pooled
+
+    def rows(*values):
+        return [{"cell": f"q/s/c/{seed}", "values": each} for seed, each in enumerate(values)]
+
+    ours, theirs = rows([1.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0]), rows([0.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0])
+    assert difference(ours, theirs).startswith("+25.0% (") and difference(theirs, ours).startswith("-25.0% (")
+    assert pooled(ours) == "62.5% (21.9% to 90.8%)"  # Wilson's interval for four questions, not eight
+
+
+def test_the_page_says_what_the_results_say():
+    done = subprocess.run([sys.executable, "-P", LEARNING / "report.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_relays_and_drills_are_solved_by_those_who_see_all():
+    from tasks import Drill, DrillOptions, Relay, RelayOptions, drill_answer, follow
+
+    assert follow("23451/51234/1", 2) == "1" and follow("23451/51234/1", 1) == "2"
+    assert drill_answer("copier", "195", "278") == "195" and drill_answer("merger", "195", "278") == "298"
+    whole = Relay(RelayOptions(actors=("solver",), quality=1.0)).demonstrations(50, 0)
+    assert {answer for _, _, answer in whole} <= set("12345") and len({str(prompt) for _, prompt, _ in whole}) == 50
+    halves = {str(prompt) for _, prompt, _ in Relay(RelayOptions(actors=("solver",), seen=1)).demonstrations(50, 0)}
+    assert all(prompt.count("\\n") == 1 for prompt in halves), "one table and the first symbol"
+    made = Drill(DrillOptions(quality=0.0)).demonstrations(20, 0)
+    assert {answer for actor, _, answer in made if actor == "copier"} == {"000"}
