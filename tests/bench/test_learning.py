@@ -21,6 +21,7 @@ def _learning(monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 def test_every_cell_has_a_config_that_holds():
     from cells import SWEEP_SEEDS
     from experiments import CELLS
@@ -80,6 +81,7 @@ def test_the_difference_pairs_equal_questions_of_equal_seeds():
     assert pooled(ours) == "62.5% (21.9% to 90.8%)"  # Wilson's interval for four questions, not eight
 
 
+@pytest.mark.slow
 def test_the_page_says_what_the_results_say():
     done = subprocess.run([sys.executable, "-P", LEARNING / "report.py", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
