@@ -78,10 +78,10 @@ def test_math_orchestra(tmp_path: Path) -> None:
 def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     shipped = demo.demo_config
 
-    def shortened(run_dir: Path, seed: int, client: str) -> Any:
-        config = shipped(run_dir, seed, client).model_dump(mode="json")
+    def shortened(part: demo.Part, run_dir: Path, seed: int, client: str) -> Any:
+        config = shipped(part, run_dir, seed, client).model_dump(mode="json")
         evals = {"eval.every": 1, "eval.target_success": None}
-        for key, value in {**SHORT, **evals, "steps": 2, "rollout.branches": 2}.items():
+        for key, value in {**SHORT, **evals, "steps": 2}.items():
             *sections, name = key.split(".")
             table = config
             for section in sections:
@@ -91,7 +91,9 @@ def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
     monkeypatch.setattr(demo, "demo_config", shortened)
     summary = demo.run_demo(tmp_path / "demo", client="vllm")
-    assert summary is not None and (summary["client"], summary["steps"]) == ("vllm", 2)
-    assert "the client 'vllm' samples" in capsys.readouterr().out
-    errors = errors_by_step(tmp_path / "demo" / "team")
-    assert len(errors) == 2 and all(0 < error < EXACT for of_step in errors for error in of_step), errors
+    assert summary is not None and summary["client"] == "vllm"
+    assert capsys.readouterr().out.count("the client 'vllm' samples") == len(demo.PARTS)
+    for task, part in summary["parts"].items():
+        errors = errors_by_step(tmp_path / "demo" / task / "team")
+        assert len(errors) == part["steps"] == 2, task
+        assert all(0 < error < EXACT for of_step in errors for error in of_step), errors

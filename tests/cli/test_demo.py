@@ -12,6 +12,7 @@ import pytest
 
 from turnwise.cli.commands import demo
 from turnwise.run.build import Run
+from turnwise.tasks import build_task
 from turnwise.tasks.base import split_of
 from turnwise.tasks.sudoku.demonstrations import HABIT
 from turnwise.tasks.sudoku.grid import BLANK, DIGITS, ROWS, sudoku_puzzles
@@ -24,68 +25,81 @@ TINY = {
     "health": {"start_questions": 0},
     "steps": 2,
     "warm_start": {"steps": 2, "batch_size": 8},
-    "rollout": {"prompts_per_step": 2, "branches": 2, "tree": {"select": "first"}},
     "eval": {"every": 1, "num_prompts": 4},
 }
+ROLLOUT = {
+    "split_clues": {"prompts_per_step": 2, "group_size": 2},
+    "sudoku": {"prompts_per_step": 2, "branches": 2, "tree": {"select": "first"}},
+}
+ALWAYS, ON_REQUEST = demo.PARTS
+
+
+def tiny_config(part, run_dir, seed, client, **changes):
+    rollout = {**ROLLOUT[part.task], "client": client}
+    settings = {**TINY, "task": part.task, "run_dir": str(run_dir), "seed": seed, "rollout": rollout}
+    return config_from_dict({**settings, **changes})
 
 
 @pytest.fixture
 def tiny_demo(monkeypatch):
-    def config(run_dir, seed, client):
-        return config_from_dict(
-            {**TINY, "run_dir": str(run_dir), "seed": seed, "rollout": {**TINY["rollout"], "client": client}}
-        )
-
-    monkeypatch.setattr(demo, "demo_config", config)
+    monkeypatch.setattr(demo, "demo_config", tiny_config)
 
 
-def test_demo_leaves_summary_curve_and_table(tmp_path, tiny_demo, capsys):
+def without_timings(summary):
+    parts = summary["parts"].items()
+    return {**summary, "parts": {task: {k: v for k, v in part.items() if "seconds" not in k} for task, part in parts}}
+
+
+def check_equal_tokens(folder):
+    """Both contenders were paid for with as many sampled tokens, up to one step's worth."""
+    team, single = (read_metrics(folder / name) for name in ("team", "alone"))
+    assert single[-1]["total_sampled_tokens"] >= team[-1]["total_sampled_tokens"]
+    assert all(line["total_sampled_tokens"] < team[-1]["total_sampled_tokens"] for line in single[:-1])
+    return team, single
+
+
+def test_demo_leaves_summary_curves_and_tables(tmp_path, tiny_demo, capsys):
     out = tmp_path / "demo"
     summary = demo.run_demo(out, seed=3, compare=True)
     assert summary == json.loads((out / "summary.json").read_text())
-    wanted = [
-        "success_before",
-        "success_after",
-        "episodes",
-        "sampled_tokens",
-        "seconds_warm_start",
-        "seconds_training",
-        "seed",
-    ]
-    assert set(wanted) <= set(summary)
-    assert (summary["seed"], summary["episodes"], summary["questions"]) == (3, 4, 4)
-    assert summary["client"] == "transformers"
+    assert (summary["seed"], summary["client"]) == (3, "transformers")
     assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    assert "the client 'transformers' samples" in printed
-    assert list(summary["held_out"]) == [
-        "warm start, one agent alone",
-        "one agent + GRPO",
-        "team, not trained",
-        "team + AT-GRPO",
-    ]
-    for row in summary["held_out"]:
-        assert row in printed
-    # the curve grows in the terminal: the start and both steps, of the team and of the single agent
+    assert printed.count("the client 'transformers' samples") == 2
+    assert list(summary["parts"]) == ["split_clues", "sudoku"]
+    for part in demo.PARTS:
+        found, folder = summary["parts"][part.task], out / part.task
+        assert (found["episodes"], found["questions"], found["steps"]) == (8 if part is ALWAYS else 4, 4, 2)
+        assert found["seconds_warm_start"] > 0 and found["seconds_training"] > 0 and found["sampled_tokens"] > 0
+        assert list(found["held_out"]) == [f"{part.agent}, untrained", part.agent, demo.UNTRAINED, demo.TEAM]
+        assert all(row in printed for row in found["held_out"]) and part.about in printed
+        before, after = found["held_out"][demo.UNTRAINED], found["held_out"][demo.TEAM]
+        assert f"{part.task}: held-out success went from {before['success']:.1%}" in printed
+        assert f"to {after['success']:.1%}" in printed
+        team, single = check_equal_tokens(folder)
+        # the single agent plays whole episodes; the team of the second part plays trees
+        assert ("metric/tree/branches" in team[-1]) == (part is ON_REQUEST) and "metric/tree/branches" not in single[-1]
+        report = folder / "team" / "report.html"
+        assert report.exists() and str(report) in printed
+    # the curve grows in the terminal: the start and both steps, of the team and of the single agent, in both parts
     points = [line.split() for line in printed.splitlines() if line.lstrip().startswith("step") and "▐" in line]
-    assert [int(point[1]) for point in points[:3]] == [0, 1, 2] and len(points) >= 6
-    before, after = summary["held_out"]["team, not trained"], summary["held_out"]["team + AT-GRPO"]
-    assert f"went from {before['success']:.1%}" in printed and f"to {after['success']:.1%}" in printed
-    for place in (out / "curve.png", out / "summary.json", out / "team" / "report.html"):
-        assert place.exists() and str(place) in printed
-    assert f"turnwise view {out / 'team'}" in printed and "docs/training.md" in printed
-    # both contenders were paid for with as many sampled tokens, up to one step's worth
-    team, single = (read_metrics(out / name) for name in ("team", "single"))
-    assert single[-1]["total_sampled_tokens"] >= team[-1]["total_sampled_tokens"]
-    assert all(line["total_sampled_tokens"] < team[-1]["total_sampled_tokens"] for line in single[:-1])
-    # the single agent plays whole episodes, the team trees
-    assert "metric/tree/branches" in team[-1] and "metric/tree/branches" not in single[-1]
+    assert [int(point[1]) for point in points[:3]] == [0, 1, 2] and len(points) >= 12
+    for place in (out / "curve.png", out / "summary.json"):
+        assert str(place) in printed
+    assert f"turnwise view {out / 'sudoku' / 'team'}" in printed and "docs/training.md" in printed
 
 
-def test_the_demo_ends_where_success_holds(tmp_path, tiny_demo, monkeypatch, capsys):
+def test_the_agent_with_half_the_view_needs_no_request(tmp_path, tiny_demo):
+    parts = demo.run_demo(tmp_path / "demo")["parts"]
+    assert ALWAYS.agent in parts["split_clues"]["held_out"] and (tmp_path / "demo/split_clues/alone").exists()
+    assert ON_REQUEST.agent not in parts["sudoku"]["held_out"] and not (tmp_path / "demo/sudoku/alone").exists()
+
+
+def test_the_demo_ends_where_success_holds(tmp_path, monkeypatch, capsys):
     """One agent, for comparison, gets its tokens whatever it reaches."""
-    settings = {**TINY, "steps": 9, "eval": {"every": 1, "num_prompts": 4, "target_success": 0.5}}
-    monkeypatch.setattr(demo, "demo_config", lambda out, *_: config_from_dict({**settings, "run_dir": str(out)}))
+    changes = {"steps": 9, "eval": {"every": 1, "num_prompts": 4, "target_success": 0.5}}
+    monkeypatch.setattr(demo, "PARTS", (ON_REQUEST,))
+    monkeypatch.setattr(demo, "demo_config", lambda *given: tiny_config(*given, **changes))
     evaluate = Trainer.evaluate
 
     async def better(trainer, *rest, **options):
@@ -93,19 +107,16 @@ def test_the_demo_ends_where_success_holds(tmp_path, tiny_demo, monkeypatch, cap
 
     monkeypatch.setattr(Trainer, "evaluate", better)
     summary = demo.run_demo(tmp_path / "demo", compare=True)
-    assert summary["steps"] == 3, "at steps 2 and 3 success was at least 0.5"
+    assert summary["parts"]["sudoku"]["steps"] == 3, "at steps 2 and 3 success was at least 0.5"
     assert "stopped at eval.target_success = 0.5: validation success is 50.0% and 75.0%" in capsys.readouterr().out
-    team, single = (read_metrics(tmp_path / "demo" / name) for name in ("team", "single"))
-    assert single[-1]["total_sampled_tokens"] >= team[-1]["total_sampled_tokens"]
+    check_equal_tokens(tmp_path / "demo" / "sudoku")
 
 
 @pytest.mark.slow
 def test_a_finished_demo_is_replaced_and_equal_seeds_give_equal_demos(tmp_path, tiny_demo):
     first = demo.run_demo(tmp_path / "demo", seed=0)
     second = demo.run_demo(tmp_path / "demo", seed=0)
-    for timing in ("seconds_warm_start", "seconds_training"):
-        assert first.pop(timing) > 0 and second.pop(timing) > 0
-    assert first == second
+    assert without_timings(first) == without_timings(second)
 
 
 @pytest.mark.slow
@@ -114,20 +125,19 @@ def test_an_interrupted_demo_goes_on(tmp_path, tiny_demo, monkeypatch):
     out = tmp_path / "demo"
     train = Run.train
 
-    def stop_at_once(run):
-        run.trainer._stop.request()
+    def stop_in_the_second_part(run):
+        if run.config.task == ON_REQUEST.task:
+            run.trainer._stop.request()
         return train(run)
 
-    monkeypatch.setattr(Run, "train", stop_at_once)
+    monkeypatch.setattr(Run, "train", stop_in_the_second_part)
     assert demo.run_demo(out, seed=0) is None
     assert not (out / "summary.json").exists()
     monkeypatch.setattr(Run, "train", train)
-    seconds = (out / "warm_start" / "seconds.json").read_text()
-    parts = demo.run_demo(out, seed=0)
-    assert (out / "warm_start" / "seconds.json").read_text() == seconds
-    assert {**parts, "seconds_warm_start": 0, "seconds_training": 0} == {
-        **whole, "seconds_warm_start": 0, "seconds_training": 0,
-    }  # fmt: skip
+    seconds = [(out / part.task / "warm_start" / "seconds.json").read_text() for part in demo.PARTS]
+    continued = demo.run_demo(out, seed=0)
+    assert [(out / part.task / "warm_start" / "seconds.json").read_text() for part in demo.PARTS] == seconds
+    assert without_timings(continued) == without_timings(whole)
 
 
 def test_a_folder_with_other_things_is_left_alone(tmp_path):
@@ -137,10 +147,24 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path):
     assert (tmp_path / "thesis.tex").exists()
 
 
-def test_the_shipped_settings_are_read():
-    config = demo.demo_config("somewhere", 5)
-    assert (config.task, config.seed, str(config.run_dir)) == ("sudoku", 5, "somewhere")
-    assert config.rollout.branches > 1 and config.credit.rule == "at_grpo" and config.eval.num_prompts >= 200
+@pytest.mark.parametrize("part", demo.PARTS, ids=lambda part: part.task)
+def test_the_shipped_settings_are_read(part):
+    config = demo.demo_config(part, "somewhere", 5)
+    assert (config.task, config.seed, str(config.run_dir)) == (part.task, 5, "somewhere")
+    assert config.credit.rule == "at_grpo" and config.eval.num_prompts >= 200
+    alone = demo.single_agent(part, config, "alone", 1000)
+    assert [actor.id for actor in build_task(alone.task, alone.task_options).actors] == part.alone["actors"]
+    assert alone.rollout.group_size == config.rollout.group_size * config.rollout.branches == 8
+
+
+def test_the_agent_of_the_sudoku_has_as_many_calls_as_the_team():
+    team = build_task("sudoku", demo.demo_config(ON_REQUEST, "somewhere", 0).task_options)
+    assert len(team.actors) * team.options.max_turns == ON_REQUEST.alone["max_turns"]
+
+
+def test_the_sudoku_team_has_something_to_learn_from():
+    config = demo.demo_config(ON_REQUEST, "somewhere", 5)
+    assert config.rollout.branches > 1
     assert config.eval.target_success > 0.9 and config.eval.hold >= 2
     floor = entropy_of_fills(config.task_options["blanks"], config.task_options["quality"])
     # At the floor nothing is left to learn from, so the warm start would never stop early.
@@ -165,8 +189,6 @@ def entropy_of_fills(blanks, quality):
 
 
 def test_no_evaluated_puzzle_is_trained_on():
-    from turnwise.tasks import build_task
-
     task = build_task("sudoku")
     held_out = {r.artifact["puzzle"] for split in ("eval", "validation") for r in task.eval_requests(split, 200)}
     assert len(held_out) == 400

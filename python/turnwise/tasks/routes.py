@@ -366,6 +366,7 @@ class RouteOptions(TeamOptions):
 # Demonstrations
 # ---------------------------------------------------------------------------------------------------------------------
 LATER = 0.25  # share of the demonstrations that follow a failed round, which their prompt describes
+SUGGESTED = 0.5  # chance that the suggestion shown to a planner is the shortest route, whatever the quality
 UNREAD = 0.1  # share of the replies before a demonstration that could not be read
 
 
@@ -409,7 +410,7 @@ def demonstrate_routes(
             note, blocked = failure_note(rng.randrange(1, rounds), walked._asdict(), own), walked.blocked
         suggestion = None
         if actor == "planner" and rng.random() >= UNREAD:
-            suggestion = game.suggest(board, quality, rng, blocked)
+            suggestion = game.suggest(board, SUGGESTED, rng, blocked)
         check = check_note(game.preview(board, suggestion)._asdict()) if suggestion else ""
         messages = game.messages(actor, board, route=suggestion, note=note, check=check)
         for _ in range(answers):

@@ -1,7 +1,9 @@
-"""``turnwise demo``: a team of two agents learns 4x4 sudoku on this machine, from random weights, without a download.
+"""``turnwise demo``: teams of two agents learn on this machine, from random weights, without a download.
 
-Warm start on imperfect demonstrations → held-out success → AT-GRPO with tree sampling → held-out success again.
-The settings stand in ``demo.toml`` beside this file.
+First ``split_clues``, where each agent sees half of the question, beside one agent that sees half of it. Then 4x4
+sudoku, where a proposer and a reviser see the same. Each part is a warm start on imperfect demonstrations, held-out
+success, reinforcement learning, and held-out success again. Its settings stand in ``demo_<task>.toml`` beside this
+file.
 """
 
 from __future__ import annotations
@@ -36,13 +38,43 @@ from turnwise.train.log.run_log import RunLog, read_metrics
 from turnwise.train.run_folder import refuse_running
 from turnwise.train.validate import config_from_dict, load_config
 
-ALONE = {"actors": ["proposer"], "max_turns": 1}
-"""Options of the single agent of the comparison: the same warm-started weights and the same prompt, with one try."""
+TEAM, UNTRAINED = "team, trained", "team, untrained"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One task of the demo. ``alone`` are the task options of one agent that trains with GRPO for comparison.
+
+    ``always``: the agent also trains without ``--compare``.
+    """
+
+    task: str
+    about: str
+    agent: str
+    alone: Mapping[str, Any]
+    always: bool = False
+
+
+PARTS = (
+    Part(
+        "split_clues",
+        "two agents see one row of digits each; one sends three digits, the other answers the larger of each pair",
+        "one agent that sees half",
+        {"actors": ["writer"]},
+        always=True,
+    ),
+    Part(
+        "sudoku",
+        "a proposer fills in a 4x4 sudoku, a reviser mends it, for two rounds",
+        "one agent with four tries",  # as many calls as the team has
+        {"actors": ["proposer"], "max_turns": 4},
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One row of the comparison."""
+    """One row of a part's comparison."""
 
     name: str
     sampled_tokens: int
@@ -61,52 +93,71 @@ def run_demo(
 ) -> dict[str, Any] | None:
     """Run the demo in the folder ``out`` and return its summary, also written to ``out/summary.json``.
 
-    ``compare`` also trains a single agent with GRPO on as many sampled tokens as the team took. ``client`` is a name as
-    in ``rollout.client``. A finished demo in ``out`` is replaced; an interrupted or killed one continues. Returns
-    ``None`` after Ctrl-C.
+    ``compare`` also trains one agent in the parts that don't always do so, with GRPO on as many sampled tokens as the
+    team took. ``client`` is a name as in ``rollout.client``. A finished demo in ``out`` is replaced; an interrupted or
+    killed one continues. Returns ``None`` after Ctrl-C.
     """
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # the demo prints its own lines
     console = Console(soft_wrap=True, highlight=False)
-    say = console.print
-    config = demo_config(out / "team", seed, client)
-    check_client(config)
-    # Warm start, then train the team, with an evaluation before and after.
-    prepare(out, {"seed": seed, "client": client, "version": __version__}, say)
-    say("[bold]1[/] supervised warm start on imperfect demonstrations")
+    check_client(demo_config(PARTS[0], out, seed, client))
+    wanted = {"seed": seed, "client": client, "compare": compare, "version": __version__}
+    prepare(out, wanted, console.print)
+    summary: dict[str, Any] = {"seed": seed, "client": client, "parts": {}}
+    curves = {}
+    for number, part in enumerate(PARTS, start=1):
+        folder = out / part.task
+        console.print(f"[bold]{number}  {part.task}[/]: {part.about}")
+        done = run_part(part, demo_config(part, folder / "team", seed, client), compare or part.always, console)
+        if done is None:
+            return None
+        summary["parts"][part.task] = done
+        curves[part.task] = {"team": folder / "team"} | (
+            {part.agent: folder / "alone"} if part.agent in done["held_out"] else {}
+        )
+    drawn = plot(curves, out / "curve.png")
+    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    reports = [write_report(out / part.task / "team") for part in PARTS]
+    console.print(closing_words(summary, out, drawn, reports))
+    return summary
+
+
+def run_part(part: Part, config: TrainConfig, compare: bool, console: Console) -> dict[str, Any] | None:
+    """Warm start and train the team of ``part``, then one agent with ``compare``; print and return what they reach.
+
+    Returns ``None`` after Ctrl-C.
+    """
+    say, out = console.print, config.run_dir.parent
+    say("  supervised warm start on imperfect demonstrations")
     warm, seconds_warm_start = warm_started(config, out / "warm_start", console)
     before = held_out(variant(warm, out / "before", resume=False))
     say(f"  the warm-started team: held-out {describe(before)}, after {seconds_warm_start:.0f} s")
-    say(f"[bold]2[/] AT-GRPO: each agent's branches are compared at each turn; the client {client!r} samples")
-    say(f"  learning curve, greedy success on {config.eval.num_prompts} validation puzzles:")
+    compared = (
+        "branches are compared at each turn"
+        if config.rollout.branches > 1
+        else "messages are compared by the team's success"
+    )
+    say(f"  AT-GRPO: each agent's {compared}; the client {config.rollout.client!r} samples")
+    say(f"  learning curve, greedy success on {config.eval.num_prompts} validation questions:")
     if (team := trained(warm)) is None:
         return None
     progress, after = team
     say(f"  stopped at {progress.finished(warm)}")
     say(f"  the trained team: held-out {describe(after)}, after {progress.seconds:.0f} s")
-    # The table of contenders, with a trained single agent on request.
-    alone = held_out(variant(warm, out / "before", task_options={**warm.task_options, **ALONE}))
+    alone = held_out(variant(warm, out / "before", task_options={**warm.task_options, **part.alone}))
     rows = [
-        Contender("warm start, one agent alone", 0, alone),
-        Contender("team, not trained", 0, before),
-        Contender("team + AT-GRPO", progress.sampled_tokens, after),
+        Contender(f"{part.agent}, untrained", 0, alone),
+        Contender(UNTRAINED, 0, before),
+        Contender(TEAM, progress.sampled_tokens, after),
     ]
-    curves = {"team + AT-GRPO": warm.run_dir}
     if compare:
-        say("[bold]3[/] one agent with GRPO, on as many sampled tokens")
-        if (single := trained(single_agent(warm, out / "single", progress.sampled_tokens))) is None:
+        say(f"  {part.agent}, with GRPO, on as many sampled tokens:")
+        if (single := trained(single_agent(part, warm, out / "alone", progress.sampled_tokens))) is None:
             return None
-        rows.insert(1, Contender("one agent + GRPO", single[0].sampled_tokens, single[1]))
-        curves["one agent + GRPO"] = out / "single"
-    # Write and print the results.
-    summary = summarized(rows, progress, before, after)
-    summary |= {"seconds_warm_start": round(seconds_warm_start, 1), "seed": seed, "client": client}
-    say(comparison(rows))
-    drawn = plot(curves, out / "curve.png")
-    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    say(closing_words(summary, warm.run_dir, drawn, out / "summary.json", write_report(warm.run_dir)))
-    return summary
+        rows.insert(1, Contender(part.agent, single[0].sampled_tokens, single[1]))
+    say(comparison(part.task, rows))
+    return {**summarized(rows, progress, before, after), "seconds_warm_start": round(seconds_warm_start, 1)}
 
 
 def held_out(config: TrainConfig) -> Evaluation:
@@ -125,7 +176,7 @@ def trained(config: TrainConfig) -> tuple[RunProgress, Evaluation] | None:
 def summarized(
     rows: Sequence[Contender], progress: RunProgress, before: Evaluation, after: Evaluation
 ) -> dict[str, Any]:
-    """Return the contents of ``summary.json``: the team before and after, and all contenders."""
+    """Return a part of ``summary.json``: the team before and after, and all contenders."""
     return {
         "success_before": before.success,
         "success_after": after.success,
@@ -159,9 +210,9 @@ def prepare(out: Path, demo: Mapping[str, Any], say: Callable[[str], None]) -> N
     marker.write_text(wanted)
 
 
-def demo_config(run_dir: Path, seed: int, client: str = "transformers") -> TrainConfig:
-    """Load ``demo.toml`` with a run folder, a seed and a client."""
-    with resources.as_file(resources.files("turnwise.cli.commands") / "demo.toml") as path:
+def demo_config(part: Part, run_dir: Path, seed: int, client: str = "transformers") -> TrainConfig:
+    """Load the settings of ``part`` with a run folder, a seed and a client."""
+    with resources.as_file(resources.files("turnwise.cli.commands") / f"demo_{part.task}.toml") as path:
         return load_config(path, {"run_dir": str(run_dir), "seed": seed, "rollout.client": client})
 
 
@@ -186,14 +237,14 @@ def warm_started(config: TrainConfig, folder: Path, console: Console) -> tuple[T
     return changed, json.loads(done.read_text())
 
 
-def single_agent(warm: TrainConfig, run_dir: Path, sampled_tokens: int) -> TrainConfig:
-    """Return the config of one agent with GRPO, whose groups are as many episodes as the team's tree has branches."""
+def single_agent(part: Part, warm: TrainConfig, run_dir: Path, sampled_tokens: int) -> TrainConfig:
+    """Return the config of one agent with GRPO, whose groups have as many episodes as the team's have."""
     rollout = warm.rollout.model_dump(exclude={"tree"})
     return variant(
         warm,
         run_dir,
-        task_options={**warm.task_options, **ALONE},
-        rollout={**rollout, "group_size": warm.rollout.branches, "branches": 1},
+        task_options={**warm.task_options, **part.alone},
+        rollout={**rollout, "group_size": warm.rollout.group_size * warm.rollout.branches, "branches": 1},
         credit={"rule": "grpo"},
         max_sampled_tokens=sampled_tokens,
         steps=100_000,
@@ -206,10 +257,10 @@ def variant(config: TrainConfig, run_dir: Path, **changes: Any) -> TrainConfig:
     return config_from_dict({**config.model_dump(mode="json"), "run_dir": str(run_dir), **changes})
 
 
-def comparison(rows: list[Contender]) -> Table:
-    table = Table(title="Held-out success, greedy", title_justify="left")
+def comparison(title: str, rows: list[Contender]) -> Table:
+    table = Table(title=f"{title}: held-out success, greedy", title_justify="left")
     table.add_column("")
-    for name in ("sampled tokens", "success", "95% interval"):
+    for name in ("tokens", "success", "95% interval"):
         table.add_column(name, justify="right")
     for row in rows:
         interval = f"{row.result.low:.1%} – {row.result.high:.1%}"
@@ -217,34 +268,44 @@ def comparison(rows: list[Contender]) -> Table:
     return table
 
 
-def closing_words(summary: Mapping[str, Any], run_dir: Path, curve: str, file: Path, report: Path) -> str:
+def closing_words(summary: Mapping[str, Any], out: Path, curve: str, reports: Sequence[Path]) -> str:
     """Return the last message of the demo: its results, and the files to look at."""
-    before, after = summary["held_out"]["team, not trained"], summary["held_out"]["team + AT-GRPO"]
-    minutes = (summary["seconds_warm_start"] + summary["seconds_training"]) / 60
-    return (
-        f"Held-out success went from {before['success']:.1%} ({before['low']:.1%} – {before['high']:.1%}) to "
-        f"{after['success']:.1%} ({after['low']:.1%} – {after['high']:.1%}): {summary['steps']} steps of AT-GRPO, "
-        f"{summary['sampled_tokens']:,} sampled tokens, {minutes:.1f} minutes with the warm start.\n"
-        "Look next at\n"
-        f"  the learning curve   {curve}\n"
-        f"  what the team said   {report}, or `turnwise view {run_dir}`\n"
-        f"  the figures          {file}\n"
+    lines = []
+    for task, part in summary["parts"].items():
+        before, after = part["held_out"][UNTRAINED], part["held_out"][TEAM]
+        minutes = (part["seconds_warm_start"] + part["seconds_training"]) / 60
+        lines.append(
+            f"{task}: held-out success went from {before['success']:.1%} ({before['low']:.1%} – {before['high']:.1%}) "
+            f"to {after['success']:.1%} ({after['low']:.1%} – {after['high']:.1%}): {part['steps']} steps of AT-GRPO, "
+            f"{part['sampled_tokens']:,} sampled tokens, {minutes:.1f} minutes with the warm start."
+        )
+    told = "\n                       ".join(str(report) for report in reports)
+    last = out / PARTS[-1].task / "team"
+    return "\n".join(lines) + (
+        "\nLook next at\n"
+        f"  the learning curves  {curve}\n"
+        f"  what the teams said  {told}\n"
+        f"                       or `turnwise view {last}`\n"
+        f"  the figures          {out / 'summary.json'}\n"
         "  a run of your own    docs/training.md, and `turnwise train --help`"
     )
 
 
-def plot(curves: Mapping[str, Path], path: Path) -> str:
-    """Plot validation success over sampled tokens as a PNG, and return its path, or the reason why there is none."""
+def plot(curves: Mapping[str, Mapping[str, Path]], path: Path) -> str:
+    """Plot each part's validation success over sampled tokens in one PNG; return its path, or why there is none."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return "not drawn: matplotlib is missing; pip install 'turnwise[plot]'"
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    for name, folder in curves.items():
-        lines = [line for line in read_metrics(folder) if "validation" in line]
-        axes.plot([line["total_sampled_tokens"] for line in lines], [line["validation"] for line in lines], label=name)
-    axes.set(xlabel="sampled tokens", ylabel="success on validation puzzles (greedy)", xlim=(0, None), ylim=(0, 1))
-    axes.legend(loc="lower right")
+    figure = Figure(figsize=(5 * len(curves), 4), layout="constrained")
+    for axes, (task, folders) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
+        for name, folder in folders.items():
+            lines = [line for line in read_metrics(folder) if "validation" in line]
+            tokens = [line["total_sampled_tokens"] for line in lines]
+            axes.plot(tokens, [line["validation"] for line in lines], label=name)
+        axes.set(
+            title=task, xlabel="sampled tokens", ylabel="success, validation (greedy)", xlim=(0, None), ylim=(0, 1.02)
+        )
+        axes.legend(loc="lower right")
     figure.savefig(path, dpi=120)
     return str(path)
