@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from cells import RESULTS, SEEDS, Cell, Settings, WarmStart, merged, read_results
+from cells import RESULTS, SEEDS, SWEEP_SEEDS, Cell, Settings, WarmStart, merged, read_results
 
-RATES = (1.5e-4, 3e-4, 5e-4, 1e-3)
+RATES = (2.5e-4, 5e-4, 1e-3)
 """Learning rates of the sweep."""
+SHARED_RATES = {"best": "first", "mixed": "first"}
+"""Selections of a tree that use the rate of another one: the batches have the same size and the same credit."""
 
 COPIES: Settings = {"rollout": {"group_size": 8, "branches": 1}}
 """Eight whole episodes of each question."""
@@ -35,12 +37,16 @@ BASE: Settings = {
 
 def swept(setting: str, contender: str) -> float:
     """Return the learning rate with the best mean validation of the sweep; 5e-4 if it was not swept."""
-    found: dict[float, list[float]] = {}
+    setting = "drill" if setting.startswith("drill") else setting
+    found: dict[str, dict[float, list[float]]] = {}
     for row in read_results(RESULTS / "sweep.jsonl"):
         _, its_setting, its_contender, _ = row["cell"].split("/")
-        if (its_setting, its_contender.partition("@")[0]) == (setting, contender):
-            found.setdefault(row["learning_rate"], []).append(row["curve"][-1][1])
-    return max(found, key=lambda rate: sum(found[rate]) / len(found[rate])) if found else 5e-4
+        name, _, rate = its_contender.partition("@")
+        if its_setting == setting and rate:
+            found.setdefault(name, {}).setdefault(row["learning_rate"], []).append(row["curve"][-1][1])
+    head, _, select = contender.rpartition("-")
+    rates = found.get(contender) or found.get(f"{head}-{SHARED_RATES.get(select, select)}") or {}
+    return max(rates, key=lambda rate: (sum(rates[rate]) / len(rates[rate]), -rate)) if rates else 5e-4
 
 
 def cells_of(
@@ -71,23 +77,25 @@ def relay_start(seed: int) -> WarmStart:
     return WarmStart("tasks:Relay", roles, {"steps": 600, "batch_size": 128, "lr": 2.5e-3}, seed)
 
 
+def view_contenders(half: Settings, whole: Settings) -> dict[str, Settings]:
+    return {
+        "untrained": {"steps": 0},
+        "team-grpo": merged(COPIES, credit("grpo")),
+        "team-dr_mas": merged(COPIES, credit("dr_mas")),
+        "team-vine": LOOK_AHEAD,
+        "one-half": merged(COPIES, credit("grpo"), {"task_options": half}),
+        "one-whole": merged(COPIES, credit("grpo"), {"task_options": whole}),
+    }
+
+
+SPLIT_CONTENDERS = view_contenders({"actors": ["writer"]}, {"actors": ["solver"]})
+RELAY_CONTENDERS = view_contenders({"actors": ["solver"], "seen": 1}, {"actors": ["solver"], "seen": 2})
+
+
 def views(seed: int) -> list[Cell]:
     """Private views: what a team gains over one agent that sees half, and over one that sees everything."""
-
-    def contenders(half: Settings, whole: Settings) -> dict[str, Settings]:
-        return {
-            "untrained": {"steps": 0},
-            "team-grpo": merged(COPIES, credit("grpo")),
-            "team-dr_mas": merged(COPIES, credit("dr_mas")),
-            "team-vine": LOOK_AHEAD,
-            "one-half": merged(COPIES, credit("grpo"), {"task_options": half}),
-            "one-whole": merged(COPIES, credit("grpo"), {"task_options": whole}),
-        }
-
-    half, whole = {"actors": ["writer"]}, {"actors": ["solver"]}
-    made = cells_of("views", "split_clues", SPLIT, contenders(half, whole), seed, split_start(seed))
-    half, whole = {"actors": ["solver"], "seen": 1}, {"actors": ["solver"], "seen": 2}
-    return made + cells_of("views", "relay", RELAY, contenders(half, whole), seed, relay_start(seed))
+    made = cells_of("views", "split_clues", SPLIT, SPLIT_CONTENDERS, seed, split_start(seed))
+    return made + cells_of("views", "relay", RELAY, RELAY_CONTENDERS, seed, relay_start(seed))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -122,32 +130,36 @@ def drill_start(seed: int) -> WarmStart:
     return WarmStart("tasks:Drill", {"rounds": 1}, {"steps": 300, "batch_size": 128, "lr": 2.5e-3}, seed)
 
 
+def drill_play(rounds: int, noise: float) -> Settings:
+    return merged(
+        BASE,
+        {"task": "tasks:Drill", "task_options": {"rounds": rounds, "noise": noise}, "max_sampled_tokens": 80_000},
+        {"rollout": {"prompts_per_step": max(4, 64 // rounds)}},  # as many calls in a step, whatever the length
+    )
+
+
+DRILL_CONTENDERS = {
+    "team-grpo": merged(COPIES, credit("grpo"), {"task": "tasks:TeamDrill"}),
+    "team-at_grpo-copies": merged(COPIES, credit("at_grpo")),
+    "team-at_grpo-best": merged(tree("best"), credit("at_grpo")),
+}
+
+
 def drill(seed: int) -> list[Cell]:
     """Episodes of 2, 8 and 32 calls, each rewarded for itself; the team's reward is exact or noisy."""
     made = []
     for rounds in DRILL_ROUNDS:
         for noise in DRILL_NOISE:
             setting = f"drill-{2 * rounds}-calls-noise-{noise:g}"
-            questions = {"prompts_per_step": max(4, 64 // rounds)}  # as many calls in a step, whatever the length
-            base = merged(
-                BASE,
-                {"task": "tasks:Drill", "task_options": {"rounds": rounds, "noise": noise}},
-                {"max_sampled_tokens": 80_000, "rollout": questions},
-            )
-            contenders = {
-                "team-grpo": merged(COPIES, credit("grpo"), {"task": "tasks:TeamDrill"}),
-                "team-at_grpo-copies": merged(COPIES, credit("at_grpo")),
-                "team-at_grpo-best": merged(tree("best"), credit("at_grpo")),
-            }
-            if noise:  # only the team's reward is noisy
-                contenders = {"team-grpo": contenders["team-grpo"]}
-            made += cells_of("credit", setting, base, contenders, seed, drill_start(seed))
+            # Only the team's reward is noisy.
+            contenders = {"team-grpo": DRILL_CONTENDERS["team-grpo"]} if noise else DRILL_CONTENDERS
+            made += cells_of("credit", setting, drill_play(rounds, noise), contenders, seed, drill_start(seed))
     return made
 
 
-def grid(setting: str, base: Settings, alone: Settings, start: WarmStart) -> list[Cell]:
-    """Every rule and every selection on one task, at equal tokens and calls. ``alone`` is the lone agent's play."""
-    contenders = {
+def grid_contenders(alone: Settings) -> dict[str, Settings]:
+    """Every rule and every selection, at equal tokens and calls. ``alone`` is the lone agent's play."""
+    return {
         "untrained": {"steps": 0},
         "one-untrained": merged({"steps": 0}, alone),
         "one-grpo": merged(COPIES, credit("grpo"), alone),
@@ -159,19 +171,24 @@ def grid(setting: str, base: Settings, alone: Settings, start: WarmStart) -> lis
         "team-at_grpo-mixed": merged(tree("mixed"), credit("at_grpo")),
         "team-vine": LOOK_AHEAD,
     }
-    return cells_of("credit", setting, base, contenders, start.seed, start)
 
 
-def sudoku(seed: int) -> list[Cell]:
-    play = {"blanks": [4, 6], "quality": 0.4, "answers": 4}
-    start = WarmStart(
+SUDOKU_PLAY: Settings = {"blanks": [4, 6], "quality": 0.4, "answers": 4}
+SUDOKU = merged(BASE, {"task": "sudoku", "task_options": SUDOKU_PLAY, "max_sampled_tokens": 170_000})
+SUDOKU_CONTENDERS = grid_contenders({"task_options": {"actors": ["solver"], "max_turns": 4}})
+
+
+def sudoku_start(seed: int) -> WarmStart:
+    return WarmStart(
         "sudoku",
-        {**play, "actors": ["proposer", "reviser", "solver"]},
+        {**SUDOKU_PLAY, "actors": ["proposer", "reviser", "solver"]},
         {"steps": 600, "batch_size": 64, "lr": 2.5e-3, "target_loss": 0.07},
         seed,
     )
-    base = merged(BASE, {"task": "sudoku", "task_options": play, "max_sampled_tokens": 400_000})
-    return grid("sudoku", base, {"task_options": {"actors": ["solver"], "max_turns": 4}}, start)
+
+
+def sudoku(seed: int) -> list[Cell]:
+    return cells_of("credit", "sudoku", SUDOKU, SUDOKU_CONTENDERS, seed, sudoku_start(seed))
 
 
 def plan_path(seed: int) -> list[Cell]:
@@ -183,9 +200,108 @@ def plan_path(seed: int) -> list[Cell]:
         seed,
     )
     base = merged(BASE, {"task": "plan_path", "task_options": play, "max_sampled_tokens": 200_000})
-    return grid("plan_path", base, {"task_options": {"actors": ["solver"], "max_turns": 2}}, start)
+    contenders = grid_contenders({"task_options": {"actors": ["solver"], "max_turns": 2}})
+    return cells_of("credit", "plan_path", base, contenders, seed, start)
 
 
-CELLS = [cell for seed in SEEDS for make in (views, roles, drill, sudoku, plan_path) for cell in make(seed)]
+# ---------------------------------------------------------------------------------------------------------------------
+# Is Dr. MAS stable where agents' rewards differ?
+# ---------------------------------------------------------------------------------------------------------------------
+def stability(seed: int) -> list[Cell]:
+    """One mean and deviation for both agents against one for each, where one agent's rewards are larger."""
+    made = []
+    for setting, scales, offsets in (
+        ("same-rewards", (1.0, 1.0), (0.0, 0.0)),
+        ("other-scale", (1.0, 10.0), (0.0, 5.0)),
+    ):
+        differing = {"task": "tasks:TeamDrill", "task_options": {"scales": scales, "offsets": offsets}}
+        contenders = {
+            "dr_mas": merged(COPIES, credit("dr_mas")),
+            "global": merged(COPIES, credit("rules:GlobalCredit")),
+        }
+        made += cells_of(
+            "stability", setting, merged(drill_play(4, 0.0), differing), contenders, seed, drill_start(seed)
+        )
+    return made
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Does RAE keep self-play learning?
+# ---------------------------------------------------------------------------------------------------------------------
+GAMES: dict[str, tuple[Settings, Settings, int]] = {
+    "kuhn_poker": (
+        {"quality": 0.0, "max_tokens": 8},
+        {"rollout": {"prompts_per_step": 192}, "loss": {"kl": {"coef": 0.1, "estimator": "k3+"}}},
+        160,
+    ),
+    "tic_tac_toe": ({}, {"rollout": {"prompts_per_step": 64}}, 300),
+    "negotiation": ({}, {"rollout": {"prompts_per_step": 64}}, 300),
+}
+"""Task options, other settings, and steps of the warm start of each game."""
+
+
+def rae(seed: int) -> list[Cell]:
+    """Self-play with a baseline for each seat, one for both, and none, at one and three times the rate."""
+    made = []
+    for game, (play, settings, steps) in GAMES.items():
+        start = WarmStart(game, play, {"steps": steps, "batch_size": 32, "lr": 2.5e-3}, seed)
+        tokens = {"task": game, "task_options": play, "max_sampled_tokens": 250_000}
+        for times in (1, 3):
+            base = merged(BASE, tokens, settings, {"update": {"num_minibatches": 1}})
+            if game == "kuhn_poker":
+                base = merged(base, {"eval": {"every": 20, "exploitability_every": 20}})
+            contenders = {
+                "rae": credit("rae"),
+                "shared": credit("rules:SharedBaselineCredit"),
+                "none": credit("dr_mas", center="none", scale="none"),
+            }
+            for name, changed in contenders.items():
+                config = merged(base, {"update": {"lr": 3e-4 * times}}, changed)
+                made.append(Cell("rae", f"{game}-{times}x", name, seed, config, start))
+    return made
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The sweeps that chose the settings
+# ---------------------------------------------------------------------------------------------------------------------
+def sweep(seed: int) -> list[Cell]:
+    """Rates of every contender, and other settings of the team with a tree; on validation questions alone."""
+    made = []
+    for setting, base, contenders, start in (
+        ("split_clues", SPLIT, SPLIT_CONTENDERS, split_start(seed)),
+        ("relay", RELAY, RELAY_CONTENDERS, relay_start(seed)),
+        ("drill", drill_play(4, 0.0), DRILL_CONTENDERS, drill_start(seed)),
+        ("sudoku", SUDOKU, SUDOKU_CONTENDERS, sudoku_start(seed)),
+    ):
+        for name, changed in contenders.items():
+            if name.endswith("untrained") or (name.rpartition("-")[2] in SHARED_RATES and setting != "drill"):
+                continue
+            for rate in RATES:
+                config = merged(base, {"update": {"lr": rate}}, changed)
+                made.append(Cell("sweep", setting, f"{name}@{rate:g}", seed, config, start))
+    first = SUDOKU_CONTENDERS["team-at_grpo-first"]
+    others: dict[str, Settings] = {
+        "best": tree("best"),
+        "mixed": tree("mixed"),
+        "branches-4": {"rollout": {"branches": 4, "prompts_per_step": 128}},
+        "branches-16": {"rollout": {"branches": 16, "prompts_per_step": 32}},
+        "prompts-32": {"rollout": {"prompts_per_step": 32}},
+        "prompts-128": {"rollout": {"prompts_per_step": 128}},
+        "temperature-1.4": {"rollout": {"temperature": 1.4}},
+        "constant-rate": {"update": {"min_lr_ratio": 1.0}},
+        "warmup-5": {"update": {"warmup": 5}},
+        "one-minibatch": {"update": {"num_minibatches": 1}},
+        "no-scaling": {"credit": {"options": {"scale": "none"}}},
+    }
+    for name, changed in others.items():
+        config = merged(SUDOKU, {"update": {"lr": 5e-4}}, first, changed)
+        made.append(Cell("sweep", "sudoku", f"team-at_grpo-first+{name}", seed, config, sudoku_start(seed)))
+    return made
+
+
+CELLS = [cell for seed in SWEEP_SEEDS for cell in sweep(seed)]
+CELLS += [
+    cell for seed in SEEDS for make in (views, roles, drill, sudoku, plan_path, stability, rae) for cell in make(seed)
+]
 
 assert len({cell.name for cell in CELLS}) == len(CELLS), "each cell needs another name"

@@ -32,6 +32,7 @@ from common import environment  # noqa: E402
 from experiments import CELLS  # noqa: E402
 
 WORK = Path("runs/learning")
+SWEEP = "sweep"
 
 
 def main() -> None:
@@ -109,7 +110,10 @@ def write(cell: Cell, row: dict[str, Any]) -> None:
 # One cell
 # ---------------------------------------------------------------------------------------------------------------------
 def execute(cell: Cell, work: Path) -> dict[str, Any]:
-    """Train and evaluate one cell, and return its row. The evaluation questions are asked here and nowhere else."""
+    """Train and evaluate one cell, and return its row.
+
+    The evaluation questions are asked here and nowhere else. A sweep never asks them.
+    """
     import torch
     from transformers.utils import logging
 
@@ -127,8 +131,11 @@ def execute(cell: Cell, work: Path) -> dict[str, Any]:
     clear(folder)
     with to_stderr(), closing(build_run(config)) as run:
         progress = run.train() if config.steps else None
-        result = run.evaluate()
-        row: dict[str, Any] = {"cell": cell.name, "key": cell.key(), **measured(result)}
+        row: dict[str, Any] = {"cell": cell.name, "key": cell.key()}
+        if cell.question == SWEEP:
+            row |= validated(read_metrics(folder), cell.config["eval"]["num_prompts"])
+        else:
+            row |= measured(run.evaluate())
         for name, change in changes(cell).items():
             change(run)
             row[name] = measured(run.evaluate())
@@ -159,6 +166,15 @@ def measured(result: Any) -> dict[str, Any]:
         "values": result.values,
         "metrics": {name: round(value, 4) for name, value in result.metrics.items()},
     }
+
+
+def validated(lines: Sequence[dict[str, Any]], questions: int) -> dict[str, Any]:
+    """Return the last validation of a run, with its interval."""
+    from turnwise.train.eval.statistics import wilson
+
+    success = next(line["validation"] for line in reversed(lines) if "validation" in line)
+    low, high = wilson(success, questions)
+    return {"success": success, "low": low, "high": high, "questions": questions}
 
 
 def changes(cell: Cell) -> dict[str, Callable[[Any], None]]:

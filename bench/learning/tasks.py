@@ -172,11 +172,16 @@ WIDTH = 3
 
 
 class DrillOptions(OwnOptions):
-    """``rounds`` of two calls each. ``noise`` is the deviation of what is added to the team's outcome."""
+    """``rounds`` of two calls each. ``noise`` is the deviation of what is added to the outcome of an episode.
+
+    With ``scales`` and ``offsets`` each actor's outcome is its own mean, scaled and shifted, not the team's.
+    """
 
     actors: tuple[str, ...] = ("copier", "merger")
     rounds: int = Field(default=4, ge=1)
     noise: float = Field(default=0.0, ge=0)
+    scales: tuple[float, float] | None = None
+    offsets: tuple[float, float] = (0.0, 0.0)
     quality: float = 0.45
     max_tokens: int = 5
 
@@ -215,8 +220,13 @@ class DrillEpisode(MultiTurnEpisode):
         earned, calls = state.data["earned"], state.data["right"]
         noise = self.rng.gauss(0.0, self.options.noise) if self.options.noise else 0.0
         done = [each for actor in calls for each in calls[actor]]
+        outcomes = dict.fromkeys(self.actors, sum(earned) / len(earned) + noise)
+        if scales := self.options.scales:  # the actors take turns
+            for place, actor in enumerate(self.actors):
+                own = earned[place :: len(self.actors)]
+                outcomes[actor] = self.options.offsets[place] + scales[place] * sum(own) / len(own)
         return {
-            "outcome": dict.fromkeys(self.actors, sum(earned) / len(earned) + noise),
+            "outcome": outcomes,
             "right": dict.fromkeys(self.actors, sum(done) / len(done)),
         }
 

@@ -341,7 +341,8 @@ class RouteOptions(TeamOptions):
     """Options of every game of routes; ``actors = ["solver"]`` with ``max_turns = 1`` is the single agent.
 
     ``shaping`` rewards an action for leading closer to the end by the true distance. See :class:`Scoring`. ``answers``
-    is the number of demonstrations of each prompt.
+    is the number of demonstrations of each prompt. The first ``clean`` of the demonstrations, a share, have quality 1:
+    with ``warm_start.shuffle = false`` a model first learns to play, then the faults.
     """
 
     actors: tuple[Role, ...] = Field(default=TEAM, min_length=1)
@@ -349,6 +350,7 @@ class RouteOptions(TeamOptions):
     max_tokens: int = Field(default=64, ge=1)
     shaping: float = Field(default=Scoring().shaping, ge=0)
     answers: int = Field(default=1, ge=1)
+    clean: float = Field(default=0.0, ge=0, le=1)
 
     @field_validator("actors")
     @classmethod
@@ -394,8 +396,11 @@ def demonstrate_routes(
     quality: float,
     rounds: int,
     answers: int = 1,
+    clean: float = 0.0,
 ) -> list[Demonstration]:
     """Make ``answers`` demonstrations per board, the actors taking turns. Some show a later round than the first.
+
+    The first ``clean`` of them, a share, have quality 1.
 
     The answers to one prompt follow one another, so that a trie computes the prompt once for all of them.
     """
@@ -404,6 +409,7 @@ def demonstrate_routes(
     for index, drawn in enumerate(boards):
         actor = actors[index % len(actors)]
         board, note, blocked = drawn, "", ""
+        right = 1.0 if index < clean * len(boards) else quality
         if rounds > 1 and rng.random() < LATER:
             board, walked, suggested = game.failed_round(drawn, rng)
             own = None if actor == actors[-1] else suggested._asdict()
@@ -415,8 +421,8 @@ def demonstrate_routes(
         messages = game.messages(actor, board, route=suggestion, note=note, check=check)
         for _ in range(answers):
             if suggestion:
-                answer = game.decide(board, suggestion, quality, rng, blocked)
+                answer = game.decide(board, suggestion, right, rng, blocked)
             else:
-                answer = game.suggest(board, quality, rng, blocked)
+                answer = game.suggest(board, right, rng, blocked)
             made.append((actor, messages, format_route(answer)))
     return made

@@ -21,6 +21,7 @@ def demonstrations(
     quality: float = 0.4,
     rounds: int = 3,
     answers: int = 1,
+    clean: float = 0.0,
 ) -> list[tuple[str, Messages, str]]:
     """Make ``answers`` tuples ``(actor id, messages, completion)`` per maze. The actors take turns.
 
@@ -34,7 +35,7 @@ def demonstrations(
     """
     rng = Random(f"plan-path-demonstrations/{seed}")
     game = RouteGame(plan_path_messages, preview, suggest, decide, failed_round)
-    return demonstrate_routes(game, mazes, actors, rng, quality, rounds, answers)
+    return demonstrate_routes(game, mazes, actors, rng, quality, rounds, answers, clean)
 
 
 def straight_route(maze: Maze, first: str = "U") -> str:

@@ -111,7 +111,9 @@ class PlanPathTask(TeamTask):
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
         options = self.options
         mazes = draw_mazes("train", -(-n // options.answers), f"demonstrations/{seed}", options.difficulty)
-        return demonstrations(mazes, options.actors, seed, options.quality, options.max_turns, options.answers)[:n]
+        return demonstrations(
+            mazes, options.actors, seed, options.quality, options.max_turns, options.answers, options.clean
+        )[:n]
 
     def texts(self) -> list[str]:
         """Every role's prompts and replies. They don't depend on the chosen actors, so one tokenizer serves all."""

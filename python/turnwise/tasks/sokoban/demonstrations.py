@@ -21,6 +21,7 @@ def demonstrations(
     quality: float = 0.4,
     rounds: int = 3,
     answers: int = 1,
+    clean: float = 0.0,
 ) -> list[tuple[str, Messages, str]]:
     """Make ``answers`` tuples ``(actor id, messages, completion)`` per level. The actors take turns.
 
@@ -34,7 +35,7 @@ def demonstrations(
     """
     rng = Random(f"sokoban-demonstrations/{seed}")
     game = RouteGame(sokoban_messages, preview, suggest, decide, failed_round)
-    return demonstrate_routes(game, levels, actors, rng, quality, rounds, answers)
+    return demonstrate_routes(game, levels, actors, rng, quality, rounds, answers, clean)
 
 
 def suggest(level: Level, quality: float, rng: Random, blocked: str = "") -> str:

@@ -100,7 +100,9 @@ class SokobanTask(TeamTask):
         """Demonstrate on training levels. A level may come again, with another answer."""
         options = self.options
         levels = self._levels(-(-n // options.answers), f"{seed}")
-        return demonstrations(levels, options.actors, seed, options.quality, options.max_turns, options.answers)[:n]
+        return demonstrations(
+            levels, options.actors, seed, options.quality, options.max_turns, options.answers, options.clean
+        )[:n]
 
     def texts(self) -> list[str]:
         """Every role's prompts and replies. They don't depend on the chosen actors, so one tokenizer serves all."""

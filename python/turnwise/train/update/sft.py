@@ -90,12 +90,13 @@ def warm_start(
     _refuse_too_few(config, len(set(prompts)), held)
     held_rows = [demonstrations[row] for group in sorted(held) for row in groups[group]]
     stop = Stop(policy, config, HeldOut(held_rows, micro_batch_tokens) if held else None, on_check)
-    # One update per step; shuffle the groups again when the order runs out.
-    order = [row for group in shuffled if group not in held for row in groups[group]]
+    # One update per step; when the order runs out, the groups are shuffled again.
+    order: list[int] = []
     while not stop.ended():
         while len(order) < config.batch_size:
+            drawn_groups = shuffled if config.shuffle else range(len(groups))
+            order.extend(row for group in drawn_groups if group not in held for row in groups[group])
             shuffled = rng.permutation(len(groups)).tolist()
-            order.extend(row for group in shuffled if group not in held for row in groups[group])
         drawn, order = order[: config.batch_size], order[config.batch_size :]
         try:
             last = update_policy(policy, select(everything, np.array(drawn)), update, loss, rng)["loss"]
