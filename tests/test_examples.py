@@ -84,6 +84,18 @@ def test_trl_trie(tmp_path: Path) -> None:
     assert "loss and gradient are TRL's" in printed
 
 
+@pytest.mark.parametrize("name", ["plan_path", "sokoban", pytest.param("code_duel", marks=pytest.mark.slow)])
+def test_teams_that_walk_or_write(name: str, tmp_path: Path) -> None:
+    """Three steps: both actors' calls train, and no episode fails."""
+    config = load_config(EXAMPLES / f"{name}.toml", {**SHORT, "run_dir": str(tmp_path / "run")})
+    run = train_from_config(config)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3] and "validation" in lines[2]
+    assert all(line.get("episodes/failed", 0) == 0 for line in lines)
+    trained = {actor.id for actor in run.task.actors for line in lines if line.get(f"samples/{actor.id}")}
+    assert trained == {actor.id for actor in run.task.actors}
+
+
 def test_each_level_has_both_loops() -> None:
     assert [path.stem for path in SUDOKU] == sorted(name + kind for name in WEIGHTS for kind in ("", "_async"))
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -63,6 +64,9 @@ def table(question: str, reference: str) -> str:
     head = ["setting", "contender", "success (95%)", "by seed", f"minus {reference} (95%)", "tokens", "rate", "seconds"]
     swapped = any("swapped" in row for rows in groups.values() for row in rows)
     head += ["roles swapped (95%)", "lost by it (95%)"] if swapped else []
+    measured = [column for column in COLUMNS if any(column.of(rows, groups) for rows in groups.values())]
+    measured = [column for column in measured if question in column.questions]
+    head += [column.name for column in measured]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for (setting, contender), rows in groups.items():
         against = groups.get((setting, reference))
@@ -79,6 +83,7 @@ def table(question: str, reference: str) -> str:
         if swapped:
             after = [{"cell": row["cell"], **row["swapped"]} for row in rows]
             cells += [pooled(after), difference(rows, after)]
+        cells += [column.of(rows, groups) for column in measured]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -114,6 +119,57 @@ def tokens_to(row: Row, success: float) -> float | None:
             return before[0] + (point[0] - before[0]) * (success - before[1]) / (point[1] - before[1])
         before = point
     return None
+
+
+@dataclass(frozen=True)
+class Column:
+    """A further column of some questions' tables; ``of`` returns its text for the rows of a contender."""
+
+    name: str
+    questions: tuple[str, ...]
+    of: Callable[[list[Row], Groups], str]
+
+
+def to_target(rows: list[Row], groups: Groups) -> str:
+    """Return the tokens to the success that every seed of team + GRPO reaches, and their ratio to its tokens.
+
+    The target is the lowest last validation of team + GRPO in this setting, so it is a number of its own per setting.
+    """
+    setting = rows[0]["cell"].split("/")[1]
+    theirs = groups.get((setting, "team-grpo"), [])
+    if not theirs or not rows[0]["steps"]:
+        return ""
+    target = min(row["curve"][-1][1] for row in theirs)
+    ours = {row["cell"].rpartition("/")[2]: tokens_to(row, target) for row in rows}
+    base = {row["cell"].rpartition("/")[2]: tokens_to(row, target) for row in theirs}
+    reached = [tokens for tokens in ours.values() if tokens is not None]
+    if not reached:
+        return f"{target:.0%}: never"
+    ratios = [ours[seed] / base[seed] for seed in ours if ours[seed] and base.get(seed)]  # type: ignore[operator]
+    ratio = f", {mean(ratios):.2f}× ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
+    never = f", {len(ours) - len(reached)} of {len(ours)} never" if len(reached) < len(ours) else ""
+    return f"{target:.0%}: {mean(reached):,.0f}{ratio}{never}"
+
+
+def spikes(rows: list[Row], _: Groups) -> str:
+    """Return the gradient norm's 99th percentile over its median, for each seed."""
+    import numpy as np
+
+    norms = [[value for _, value in row["series"]["grad_norm"]] for row in rows]
+    return ", ".join(f"{np.percentile(each, 99) / np.median(each):.1f}" for each in norms if each)
+
+
+def exploitability(rows: list[Row], _: Groups) -> str:
+    """Return the exploitability at the start and at the end, for each seed."""
+    found = [row["series"]["exploitability"] for row in rows]
+    return ", ".join(f"{each[0][1]:.2f} → {each[-1][1]:.2f}" for each in found if each)
+
+
+COLUMNS = (
+    Column("tokens to a success, ratio to team-grpo (lowest to highest seed)", ("credit",), to_target),
+    Column("gradient norm, p99/p50", ("stability",), spikes),
+    Column("exploitability", ("rae",), exploitability),
+)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

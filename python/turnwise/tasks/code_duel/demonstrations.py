@@ -17,21 +17,29 @@ LATER = 0.25  # share of a team coder's demonstrations that begin with a failed 
 
 
 def demonstrations(
-    statements: Sequence[str], actors: Sequence[str], seed: int | str, *, quality: float = 0.4, cases: int = 4
+    statements: Sequence[str],
+    actors: Sequence[str],
+    seed: int | str,
+    *,
+    quality: float = 0.4,
+    cases: int = 4,
+    clean: float = 0.0,
 ) -> list[tuple[str, Messages, str]]:
     """Make one ``(actor id, messages, completion)`` per problem. The actors take turns.
 
     ``quality`` in [0, 1] is the chance that a program is right, and that a test case expects the right result.
-    Otherwise the program, or the expected result, comes from a wrong program, which differs in one part. So a model
-    that has learnt the demonstrations well writes programs that run, many of which are wrong. Reinforcement learning
-    starts from there.
+    Otherwise the program is the problem's first wrong one, and the expected result comes from any wrong one, which
+    differs in one part. The first wrong program is a habit, which a model learns as easily as the right one. If
+    ``quality`` is below one half, it writes the wrong one when greedy. Reinforcement learning starts from there. The
+    first ``clean`` of the demonstrations, a share, have right programs and cases.
     """
     check_demonstrations(actors, quality)
     rng = Random(f"code-duel-demonstrations/{seed}")
     made = []
     for index, statement in enumerate(statements):
         actor, problem = actors[index % len(actors)], find_problem(statement)
-        view, answer = (_code if actor == "coder" else _test)(problem, quality, cases, rng, "tester" in actors)
+        right = 1.0 if index < clean * len(statements) else quality
+        view, answer = (_code if actor == "coder" else _test)(problem, right, cases, rng, "tester" in actors)
         turn = int(view.failed is not None)
         made.append((actor, code_duel_messages(actor, view, turn, unread=rng.random() < UNREAD), answer))
     return made
@@ -59,6 +67,6 @@ def _code(problem: Problem, quality: float, cases: int, rng: Random, team: bool)
 
 
 def _test(problem: Problem, quality: float, cases: int, rng: Random, team: bool) -> tuple[View, str]:
-    standing = problem.program if rng.random() < quality else rng.choice(problem.wrong)
+    standing = problem.program if rng.random() < min(quality, 0.5) else rng.choice(problem.wrong)
     written = write_cases(problem, cases, quality, rng)
     return View(problem.statement, standing), "\n".join(map(format_case, written))

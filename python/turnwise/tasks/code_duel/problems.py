@@ -39,6 +39,8 @@ class Part(NamedTuple):
 class Problem(NamedTuple):
     """A problem, its program, and ``wrong`` programs, each of which returns something else for some hidden input.
 
+    The first of them ends with the first part of the last place, as if the statement did, unless that is no fault.
+
     ``hidden`` holds tuples of arguments, and ``expected`` the program's result for each.
     """
 
@@ -264,6 +266,9 @@ def find_problem(statement: str) -> Problem:
         if other != parts[place]
     ]
     rng.shuffle(neighbours)
+    # The first wrong program is a habit that all problems share: whatever the statement ends with, the plain part.
+    habit = (*parts[:-1], kind.places[-1][0])
+    neighbours.sort(key=lambda neighbour: neighbour != habit)
     for neighbour in neighbours:
         code = kind.write(neighbour)
         behaviour = tuple(repr(run_trusted(code, arguments)) for arguments in hidden)

@@ -166,7 +166,8 @@ class CodeDuelOptions(TeamOptions):
     """Options of the task ``code_duel``. ``actors = ["coder"]`` with ``max_turns = 1`` is the single agent.
 
     ``families`` are the kinds of problems. The first ``max_cases`` test cases of a reply count. ``quality`` is the
-    chance that a demonstrated program or case is right. ``cpu_seconds`` limits a program over all inputs together.
+    chance that a demonstrated program or case is right; the first ``clean`` of the demonstrations, a share, have
+    quality 1. ``cpu_seconds`` limits a program over all inputs together.
     ``strict = false`` runs programs even if they can't be locked in: see :mod:`turnwise.tasks.code_duel.sandbox`.
     """
 
@@ -176,6 +177,7 @@ class CodeDuelOptions(TeamOptions):
     max_cases: int = Field(default=4, ge=1)
     cpu_seconds: int = Field(default=1, ge=1)
     strict: bool = True
+    clean: float = Field(default=0.0, ge=0, le=1)
     max_tokens: int = Field(default=160, ge=1)
 
     @field_validator("actors")
@@ -215,7 +217,7 @@ class CodeDuelTask(TeamTask):
 
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
         """Demonstrate on training problems. If ``n`` exceeds their number, they repeat in another order."""
-        return self._demonstrate(n, self.options.actors, f"{seed}", self.options.quality)
+        return self._demonstrate(n, self.options.actors, f"{seed}", self.options.quality, self.options.clean)
 
     def texts(self) -> list[str]:
         """Every role's prompts and replies. They don't depend on the chosen actors."""
@@ -246,8 +248,11 @@ class CodeDuelTask(TeamTask):
 
         return play
 
-    def _demonstrate(self, n: int, actors: Sequence[str], seed: str, quality: float) -> list[Demonstration]:
+    def _demonstrate(
+        self, n: int, actors: Sequence[str], seed: str, quality: float, clean: float = 0.0
+    ) -> list[Demonstration]:
         statements: list[str] = []
         while len(statements) < n:
             statements += in_turns("train", f"demonstrations/{seed}/{len(statements)}", self.options.families)
-        return demonstrations(statements[:n], actors, seed, quality=quality, cases=self.options.max_cases)
+        cases = self.options.max_cases
+        return demonstrations(statements[:n], actors, seed, quality=quality, cases=cases, clean=clean)
