@@ -1,6 +1,6 @@
 """Draw the README's pictures from a run folder: the learning curve, and one recorded episode as a tree.
 
-    make demo && .venv/bin/python scripts/readme_pictures.py runs/demo/team docs/images
+    make demo && .venv/bin/python scripts/readme_pictures.py runs/demo/sudoku/team docs/images
 
 Each picture comes in a light and a dark version. The script needs only the standard library.
 """

@@ -69,7 +69,7 @@ LOOK_AHEAD = merged(tree("first", playouts=1, score_by="value"), credit("vine", 
 
 def split_start(seed: int) -> WarmStart:
     roles = {"actors": ["reader", "writer", "solver"]}
-    return WarmStart("split_clues", roles, {"steps": 300, "batch_size": 128, "lr": 2.5e-3}, seed)
+    return WarmStart("split_clues", roles, {"steps": 600, "batch_size": 128, "lr": 2.5e-3}, seed)
 
 
 def relay_start(seed: int) -> WarmStart:
