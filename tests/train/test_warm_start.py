@@ -78,6 +78,18 @@ def test_every_row_is_drawn_before_any_is_drawn_again(small_model, monkeypatch):
     assert sorted(drawn[:8]) == sorted(drawn[8:16]) == sorted(drawn[16:]) == every
 
 
+def test_without_shuffling_rows_keep_their_order(small_model, monkeypatch):
+    drawn = []
+
+    def record(policy, batch, *rest):
+        drawn.extend(batch.token_ids.reshape(-1, 5)[:, 1].tolist())
+        return {"loss": 0.0}
+
+    monkeypatch.setattr(importlib.import_module("turnwise.train.update.sft"), "update_policy", record)
+    warm_start(small_model()[0], ROWS, WarmStartConfig(steps=4, batch_size=6, shuffle=False), seed=0)
+    assert drawn == 3 * [row.prompt_token_ids[1] for row in ROWS]
+
+
 def test_a_loss_that_is_no_number_stops_and_names_the_rate(small_model):
     config = WarmStartConfig(steps=4, batch_size=4, warmup=0, lr=1e30)
     with pytest.raises(FloatingPointError, match=r"warm start.*step 1.*lower warm_start.lr = 1e\+30"):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from turnwise.tasks.code_duel.demonstrations import demonstrations, write_cases
@@ -32,6 +34,21 @@ def test_every_demonstration_is_well_formed_and_quality_is_the_share_that_is_rig
     assert sum(right["coder"]) / 200 == pytest.approx(quality, abs=0.1)
     # A wrong program is right on some inputs as well.
     assert quality <= sum(right["tester"]) / 200 + 1e-9 and (quality == 1.0 or sum(right["tester"]) / 200 < 0.9)
+
+
+def test_the_first_demonstrations_are_clean_and_testers_still_meet_wrong_programs():
+    made = list(zip(STATEMENTS, demonstrations(STATEMENTS, TEAM, 0, quality=0.0, clean=0.5), strict=True))
+    for part, quality in ((made[:200], 1.0), (made[200:], 0.0)):
+        coded = [text == find_problem(statement).program for statement, (actor, _, text) in part if actor == "coder"]
+        assert sum(coded) / len(coded) == quality
+    shown = [(read_view(m).program, statement) for statement, (actor, m, _) in made[:200] if actor == "tester"]
+    assert 0.3 < sum(program == find_problem(statement).program for program, statement in shown) / len(shown) < 0.7
+
+
+def test_a_wrong_program_of_the_demonstrations_is_a_habit():
+    wrong = [text for actor, _, text in demonstrations(STATEMENTS, TEAM, 0, quality=0.0) if actor == "coder"]
+    ends = Counter(text.rpartition(" for x in xs")[2] for text in wrong if "for x in xs" in text)
+    assert sum(" if " not in end for end in ends.elements()) > 0.9 * ends.total(), "the filter is forgotten"
 
 
 def test_some_coders_meet_a_program_that_failed():

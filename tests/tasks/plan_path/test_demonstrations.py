@@ -104,6 +104,15 @@ def test_quality_is_the_chance_of_a_right_route():
     assert share[0.0]["tool"] < straight + 0.15 and share[0.4]["tool"] == pytest.approx(0.4 + 0.6 * straight, abs=0.1)
 
 
+def test_the_first_demonstrations_are_clean_and_planners_still_meet_wrong_suggestions():
+    made = demonstrations(MAZES, TEAM, 1, 0.0, clean=0.5)
+    first, last = ([(m, parse_route(text)) for _, m, text in half] for half in (made[:300], made[300:]))
+    assert all(reaches(read_messages(m)[0], route) for m, route in first)
+    assert sum(reaches(read_messages(m)[0], route) for m, route in last) < 150
+    met = [reaches(*read_messages(m)) for m, _ in first if read_messages(m)[1]]
+    assert 0.4 < sum(met) / len(met) < 0.8, "right by chance one half, and some straight routes"
+
+
 def test_below_one_half_the_likeliest_route_is_the_habit():
     answers = Counter(suggest(MAZE, 0.4, Random(seed)) for seed in range(2000))
     assert answers.most_common() == [("RR", answers["RR"]), ("DRRU", answers["DRRU"])]

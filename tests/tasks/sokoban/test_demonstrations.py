@@ -35,6 +35,12 @@ def test_quality_is_the_chance_of_a_solution(quality):
     assert sum(right["planner"]) >= sum(right["tool"]) - 20
 
 
+def test_the_first_demonstrations_are_clean():
+    made = demonstrations(LEVELS, TEAM, 1, 0.0, clean=0.5)
+    right = [solves(read_messages(m)[0], parse_route(text)) for _, m, text in made]
+    assert all(right[:200]) and sum(right[200:]) < 120
+
+
 def test_some_follow_a_failed_round():
     later = elsewhere = stopped = 0
     for drawn, (_, messages, text) in zip(LEVELS, demonstrations(LEVELS, TEAM, 1), strict=True):
