@@ -47,7 +47,7 @@ def main() -> None:
 
 def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Run every installation in turns, and return a row for each."""
-    pythons = {"this": sys.executable} | ({options.other_name: options.other} if options.other else {})
+    pythons = {"turnwise": sys.executable} | ({options.other_name: options.other} if options.other else {})
     warm_steps = 2 if options.quick else 400
     train(sys.executable, folder / "warm", options.threads, **{"steps": 0, "warm_start.steps": warm_steps})
     start = {"policies.default.path": folder / "warm" / "policies" / "default", "warm_start.steps": 0}
@@ -67,7 +67,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             for key in ("seconds_rollout", "seconds_update", "sampled_tokens", "tokens_per_second")
         }
         ratio = middle["tokens_per_second"] / base
-        rows.append({"installation": name, "steps": len(of_steps), **middle, "× last": ratio})
+        rows.append({"method": name, "steps": len(of_steps), **middle, "× last": ratio})
     return rows
 
 
