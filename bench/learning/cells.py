@@ -55,8 +55,6 @@ class Cell:
     warm: WarmStart | None = None
     swap: tuple[str, str] | None = None
     """Two actors whose policies are also exchanged after training."""
-    ablate: bool = False
-    """Also measure what each actor adds."""
 
     @property
     def name(self) -> str:

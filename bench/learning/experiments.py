@@ -36,14 +36,15 @@ BASE: Settings = {
 
 
 def swept(setting: str, contender: str) -> float:
-    """Return the learning rate with the best mean validation of the sweep; 5e-4 if it was not swept."""
+    """Return the learning rate of the sweep with the best validation in the mean of its runs and their curves, so that
+    a rate that learns sooner wins where several end equal. 5e-4 if it was not swept."""
     setting = "drill" if setting.startswith("drill") else setting
     found: dict[str, dict[float, list[float]]] = {}
     for row in read_results(RESULTS / "sweep.jsonl"):
         _, its_setting, its_contender, _ = row["cell"].split("/")
         name, _, rate = its_contender.partition("@")
         if its_setting == setting and rate:
-            found.setdefault(name, {}).setdefault(row["learning_rate"], []).append(row["curve"][-1][1])
+            found.setdefault(name, {}).setdefault(row["learning_rate"], []).extend(value for _, value in row["curve"][1:])
     head, _, select = contender.rpartition("-")
     rates = found.get(contender) or found.get(f"{head}-{SHARED_RATES.get(select, select)}") or {}
     return max(rates, key=lambda rate: (sum(rates[rate]) / len(rates[rate]), -rate)) if rates else 5e-4

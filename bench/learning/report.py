@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -26,7 +27,8 @@ ROOT = HERE.parent.parent
 PAGE = ROOT / "docs" / "learning.md"
 IMAGES = ROOT / "docs" / "images"
 BLOCK = re.compile(r"(<!-- results: (\S+) against (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-"""A table of the page: the question, and the contender with which the others are compared."""
+"""A table of the page: ``question`` or ``question/settings``, where settings are a pattern, and the contender with which
+the others are compared."""
 
 Row = dict[str, Any]
 Groups = dict[tuple[str, str], list[Row]]
@@ -41,26 +43,31 @@ def main() -> None:
     if options.check:
         raise SystemExit(f"{PAGE}: run python bench/learning/report.py" if new != old else 0)
     PAGE.write_text(new, encoding="utf-8")
-    for question in dict.fromkeys(found[2] for found in BLOCK.finditer(old)):
+    for question in dict.fromkeys(found[2].partition("/")[0] for found in BLOCK.finditer(old)):
         for theme in THEMES:
             draw(question, theme)
 
 
-def groups_of(question: str) -> Groups:
-    """Group the rows of a question by setting and contender, in the order of seeds."""
+def groups_of(named: str) -> Groups:
+    """Group the rows of a question, or of some of its settings, by setting and contender, in the order of seeds."""
+    question, _, settings = named.partition("/")
     groups: Groups = {}
     for row in read_results(RESULTS / f"{question}.jsonl"):
         _, setting, contender, _ = row["cell"].split("/")
-        groups.setdefault((setting, contender), []).append(row)
+        if fnmatch(setting, settings or "*"):
+            groups.setdefault((setting, contender), []).append(row)
     return groups
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Tables
 # ---------------------------------------------------------------------------------------------------------------------
-def table(question: str, reference: str) -> str:
-    """Return the markdown table of a question; each contender is compared with ``reference`` in its setting."""
-    groups = groups_of(question)
+def table(named: str, reference: str) -> str:
+    """Return the markdown table of a question, or of some of its settings (``credit/drill-*``).
+
+    Each contender is compared with ``reference`` in its setting.
+    """
+    groups, question = groups_of(named), named.partition("/")[0]
     head = ["setting", "contender", "success (95%)", "by seed", f"minus {reference} (95%)", "tokens", "rate", "seconds"]
     swapped = any("swapped" in row for rows in groups.values() for row in rows)
     head += ["roles swapped (95%)", "lost by it (95%)"] if swapped else []
@@ -165,8 +172,20 @@ def exploitability(rows: list[Row], _: Groups) -> str:
     return ", ".join(f"{each[0][1]:.2f} → {each[-1][1]:.2f}" for each in found if each)
 
 
+def contribution(rows: list[Row], _: Groups) -> str:
+    """Return how much of what it is handed the team's last actor changes, mends and breaks, in the mean of seeds."""
+    found = []
+    for row in rows:
+        metrics = row.get("metrics", {})
+        named = sorted(key.partition("/")[0] for key in metrics if key.endswith("/mended"))
+        if named:
+            found.append([metrics.get(f"{named[-1]}/{name}", 0.0) for name in ("mended", "broken")])
+    return " / ".join(f"{mean(column):.1%}" for column in zip(*found, strict=True))
+
+
 COLUMNS = (
     Column("tokens to a success, ratio to team-grpo (lowest to highest seed)", ("credit",), to_target),
+    Column("last actor mends, breaks", ("credit",), contribution),
     Column("gradient norm, p99/p50", ("stability",), spikes),
     Column("exploitability", ("rae",), exploitability),
 )

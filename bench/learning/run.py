@@ -156,7 +156,11 @@ def execute(cell: Cell, work: Path) -> dict[str, Any]:
 
 
 def measured(result: Any) -> dict[str, Any]:
-    """Return success with its interval, the outcome of each question, and the metrics of an evaluation."""
+    """Return success with its interval, each question's outcome, and the metrics of an evaluation, actors' shares
+    of mended and broken answers among them."""
+    from turnwise.train.eval.ablate import addition_metrics
+
+    metrics = {**result.metrics, **addition_metrics(result)}
     return {
         "success": result.success,
         "low": result.low,
@@ -164,7 +168,7 @@ def measured(result: Any) -> dict[str, Any]:
         "questions": result.episodes,
         "failed": result.failed,
         "values": result.values,
-        "metrics": {name: round(value, 4) for name, value in result.metrics.items()},
+        "metrics": {name: round(value, 4) for name, value in metrics.items()},
     }
 
 

@@ -52,6 +52,7 @@ from turnwise.train.update.update import update_policy
 from turnwise.train.validate import contradictions
 from turnwise.types import EpisodeRequest, Sampling, TrainingBatch
 from turnwise.utils.files import replace_text
+from turnwise.utils.heap import frozen_heap
 
 T = TypeVar("T")
 
@@ -133,7 +134,7 @@ class Trainer:
 
     async def run(self) -> RunProgress:
         """Train until a limit of the config is reached: steps, seconds, sampled tokens, or validation success."""
-        with self.lock:
+        with self.lock, frozen_heap():
             await self._start()
             try:
                 with self.log, self._stop.listening():
